@@ -1,0 +1,49 @@
+"""Accelerators and what connects them; every number comes from a row of `catalog/`."""
+
+from __future__ import annotations
+
+from memfit.nouns import Noun
+
+
+class Price(Noun):
+    """US dollars per device-hour, as one seller stated it."""
+
+    usd_per_hour: float
+    kind: str
+    source: str
+
+
+class Link(Noun):
+    """One interconnect: bytes per second that one device sends, in one direction."""
+
+    name: str
+    unidirectional: float | None
+
+
+class Device(Noun):
+    """One accelerator. `None` means nobody has stated it; it is shown as unknown, never guessed."""
+
+    id: str
+    name: str
+    vendor: str
+    architecture: str
+    compute_capability: str | None
+    match: tuple[str, ...]  # device names as the driver prints them, and common aliases
+    memory: int | None  # bytes usable by torch (what the driver reports less its own share)
+    memory_driver: int | None  # bytes the driver reports
+    memory_datasheet: str  # as printed on the box
+    bandwidth: float | None  # bytes per second
+    flops: dict[str, float]  # dense FLOP/s by dtype: fp32 tf32 bf16 fp16 fp8 int8 fp4
+    link: Link
+    devices_per_node: str
+    watts: float | None
+    prices: tuple[Price, ...]
+    unverified: tuple[str, ...]  # fields whose source is weak; shown with a mark
+    notes: str
+    sources: tuple[str, ...]
+    checked: str  # date of the row, YYYY-MM-DD
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether tensors live in the host's memory: no context, no caching allocator."""
+        return self.vendor == "CPU"

@@ -1,0 +1,104 @@
+"""The model before parallelism: what it is made of, in numbers."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from memfit.nouns import Noun
+
+DTYPE_BYTES = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
+    "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+
+class TensorSpec(Noun):
+    """Shape and dtype, no data."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a scalar."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, before any allocator rounds them."""
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+
+class ModelReference(Noun):
+    """Which model: how the user named it, where its weights are, and its config.json."""
+
+    name: str
+    source: str  # a hub id or a folder; "" when the weights can only be random
+    config: dict[str, Any]  # the content of config.json: `model_type` and what the family reads
+
+
+class Architecture(Noun):
+    """A dense decoder in memfit's words; `families/` translates Hugging Face's names to these."""
+
+    family: str  # = `model_type` of config.json
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    max_sequence: int
+    tied_embeddings: bool = False
+    attention_bias: bool = False  # on q, k, v
+    output_bias: bool = False  # on the attention's output projection
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    parallel_residual: bool = False
+    rotary_dim: int = 0  # elements of a head that are rotated; 0 = learned positions
+    activation: str = "silu"
+
+
+class Weight(Noun):
+    """One parameter tensor, under the name that Hugging Face's class gives it."""
+
+    name: str
+    shape: tuple[int, ...]
+    part: str  # embedding | block | norm | head
+    layer: int = -1  # index of the block; -1 outside the blocks
+    dtype: str = "float32"
+    trainable: bool = True
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Shape and dtype alone."""
+        return TensorSpec(shape=self.shape, dtype=self.dtype)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+
+class Model(Noun):
+    """An architecture and its parameters; a tied head appears once, as the embedding."""
+
+    name: str
+    architecture: Architecture
+    weights: tuple[Weight, ...]
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, tied ones counted once."""
+        return sum(w.numel for w in self.weights)
+
+    @property
+    def trainable_parameters(self) -> int:
+        """Number of parameters that receive a gradient."""
+        return sum(w.numel for w in self.weights if w.trainable)

@@ -1,0 +1,115 @@
+"""The recipe: a request with nothing left on `auto`. It determines every byte of a step."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import msgspec
+
+from memfit.model import ModelReference
+from memfit.nouns import Noun
+
+Method = Literal["full", "freeze", "lora"]
+Precision = Literal["fp32", "bf16", "bf16-mixed"]
+Format = Literal["fp32", "bf16"]
+Attention = Literal["math", "flash", "efficient"]
+Loss = Literal["plain", "chunked"]
+Schedule = Literal["constant", "linear", "cosine"]
+Implementation = Literal["fused", "foreach", "loop"]
+
+FORMAT_DTYPE = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+class Lora(Noun):
+    """Low-rank adapters (Hu et al. 2106.09685); rank 0 when the method is not `lora`."""
+
+    rank: int = 0
+    alpha: float = 0.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()  # last parts of module names, such as `q_proj`
+
+
+class Freeze(Noun):
+    """What stays trainable when the method is `freeze`: the last blocks, or names that match."""
+
+    last_blocks: int = 0  # with the final norm and the head
+    patterns: tuple[str, ...] = ()  # fnmatch patterns over parameter names
+
+
+class Optimizer(Noun):
+    """The optimizer and its schedule. The implementation is part of the ledger: see `because`."""
+
+    name: str
+    implementation: Implementation
+    learning_rate: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+    momentum: float
+    schedule: Schedule
+    warmup_steps: int
+    clip_norm: float  # 0 = no clipping
+
+
+class Recipe(Noun):
+    """Everything that determines a step on one device: no `None`, no `auto`."""
+
+    schema: int = 1
+    framework: Literal["memfit"] = "memfit"
+    model: ModelReference
+    weights: Literal["pretrained", "random"]
+    objective: Literal["pretrain", "sft"]
+    method: Method
+    lora: Lora
+    freeze: Freeze
+    base_format: Format  # storage of frozen weights
+    precision: Precision
+    optimizer: Optimizer
+    recompute_blocks: int  # the first n blocks are recomputed in backward; 0 = none
+    attention: Attention
+    loss: Loss
+    loss_chunk: int  # tokens per chunk of the loss; 0 when plain
+    sequence_length: int
+    packing: bool
+    micro_batch: int  # sequences per forward and backward
+    accumulation: int  # forwards per optimizer step: global_batch = micro_batch * accumulation
+    steps: int
+    device: str  # a catalogue id
+    seed: int
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits that name this recipe; equal recipes have equal digests."""
+        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:16]
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences per optimizer step."""
+        return self.micro_batch * self.accumulation
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch."""
+        return self.micro_batch * self.sequence_length
+
+    @property
+    def trainable_dtype(self) -> str:
+        """Storage dtype of trainable parameters: fp32 master copies unless precision is `bf16`."""
+        return "bfloat16" if self.precision == "bf16" else "float32"
+
+    @property
+    def frozen_dtype(self) -> str:
+        """Storage dtype of frozen parameters."""
+        return FORMAT_DTYPE[self.base_format]
+
+    @property
+    def compute_dtype(self) -> str:
+        """Dtype of matrix products and of the saved activations."""
+        return "float32" if self.precision == "fp32" else "bfloat16"
+
+    @property
+    def autocast(self) -> bool:
+        """Whether the forward runs under `torch.autocast(bfloat16)`."""
+        return self.precision == "bf16-mixed"

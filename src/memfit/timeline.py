@@ -1,0 +1,27 @@
+"""Seconds: what runs, on which stream, from when, for how long, and why."""
+
+from __future__ import annotations
+
+from memfit.nouns import Noun
+
+
+class Span(Noun):
+    """One piece of work."""
+
+    op: str
+    stream: str
+    start: float
+    duration: float
+    flop: float
+    because: str
+
+
+class Timeline(Noun):
+    """The spans of one optimizer step; empty when the device's speed is unknown."""
+
+    spans: tuple[Span, ...]
+
+    @property
+    def seconds(self) -> float | None:
+        """End of the last span; None when nothing is known."""
+        return max((s.start + s.duration for s in self.spans), default=None)
