@@ -5,7 +5,7 @@ from __future__ import annotations
 from memfit.nouns import Noun
 
 
-class Price(Noun):
+class Price(Noun, frozen=True, kw_only=True):
     """US dollars per device-hour, as one seller stated it."""
 
     usd_per_hour: float
@@ -13,14 +13,14 @@ class Price(Noun):
     source: str
 
 
-class Link(Noun):
+class Link(Noun, frozen=True, kw_only=True):
     """One interconnect: bytes per second that one device sends, in one direction."""
 
     name: str
     unidirectional: float | None
 
 
-class Device(Noun):
+class Device(Noun, frozen=True, kw_only=True):
     """One accelerator. `None` means nobody has stated it; it is shown as unknown, never guessed."""
 
     id: str

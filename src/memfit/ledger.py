@@ -43,7 +43,7 @@ class Phase(StrEnum):
     SAVE = "save"
 
 
-class Entry(Noun):
+class Entry(Noun, frozen=True, kw_only=True):
     """Bytes of one kind, alive at the peak of one phase, and why."""
 
     kind: Kind
@@ -53,7 +53,7 @@ class Entry(Noun):
     because: str
 
 
-class Ledger(Noun):
+class Ledger(Noun, frozen=True, kw_only=True):
     """All entries of one source (a prediction, a certificate or a measurement)."""
 
     entries: tuple[Entry, ...]

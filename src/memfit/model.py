@@ -13,7 +13,7 @@ DTYPE_BYTES = {
 }  # fmt: skip
 
 
-class TensorSpec(Noun):
+class TensorSpec(Noun, frozen=True, kw_only=True):
     """Shape and dtype, no data."""
 
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class TensorSpec(Noun):
         return self.numel * DTYPE_BYTES[self.dtype]
 
 
-class ModelReference(Noun):
+class ModelReference(Noun, frozen=True, kw_only=True):
     """Which model: how the user named it, where its weights are, and its config.json."""
 
     name: str
@@ -38,7 +38,7 @@ class ModelReference(Noun):
     config: dict[str, Any]  # the content of config.json: `model_type` and what the family reads
 
 
-class Architecture(Noun):
+class Architecture(Noun, frozen=True, kw_only=True):
     """A dense decoder in memfit's words; `families/` translates Hugging Face's names to these."""
 
     family: str  # = `model_type` of config.json
@@ -60,7 +60,7 @@ class Architecture(Noun):
     activation: str = "silu"
 
 
-class Weight(Noun):
+class Weight(Noun, frozen=True, kw_only=True):
     """One parameter tensor, under the name that Hugging Face's class gives it."""
 
     name: str
@@ -86,7 +86,7 @@ class Weight(Noun):
         return self.numel * DTYPE_BYTES[self.dtype]
 
 
-class Model(Noun):
+class Model(Noun, frozen=True, kw_only=True):
     """An architecture and its parameters; a tied head appears once, as the embedding."""
 
     name: str

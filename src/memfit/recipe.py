@@ -21,7 +21,7 @@ Implementation = Literal["fused", "foreach", "loop"]
 FORMAT_DTYPE = {"fp32": "float32", "bf16": "bfloat16"}
 
 
-class Lora(Noun):
+class Lora(Noun, frozen=True, kw_only=True):
     """Low-rank adapters (Hu et al. 2106.09685); rank 0 when the method is not `lora`."""
 
     rank: int = 0
@@ -30,14 +30,14 @@ class Lora(Noun):
     targets: tuple[str, ...] = ()  # last parts of module names, such as `q_proj`
 
 
-class Freeze(Noun):
+class Freeze(Noun, frozen=True, kw_only=True):
     """What stays trainable when the method is `freeze`: the last blocks, or names that match."""
 
     last_blocks: int = 0  # with the final norm and the head
     patterns: tuple[str, ...] = ()  # fnmatch patterns over parameter names
 
 
-class Optimizer(Noun):
+class Optimizer(Noun, frozen=True, kw_only=True):
     """The optimizer and its schedule. The implementation is part of the ledger: see `because`."""
 
     name: str
@@ -53,7 +53,7 @@ class Optimizer(Noun):
     clip_norm: float  # 0 = no clipping
 
 
-class Recipe(Noun):
+class Recipe(Noun, frozen=True, kw_only=True):
     """Everything that determines a step on one device: no `None`, no `auto`."""
 
     schema: int = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from memfit.nouns import Noun
 
 
-class Span(Noun):
+class Span(Noun, frozen=True, kw_only=True):
     """One piece of work."""
 
     op: str
@@ -16,7 +16,7 @@ class Span(Noun):
     because: str
 
 
-class Timeline(Noun):
+class Timeline(Noun, frozen=True, kw_only=True):
     """The spans of one optimizer step; empty when the device's speed is unknown."""
 
     spans: tuple[Span, ...]

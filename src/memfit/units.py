@@ -16,11 +16,30 @@ KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 PFLOP_DAY = 8.64e19  # FLOP: 10**15 FLOP/s for 86,400 s
 HOUR, DAY = 3600.0, 86400.0
 
-_DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+_DECIMAL = {
+    "": 1.0,
+    "k": 1e3,
+    "K": 1e3,
+    "M": 1e6,
+    "G": 1e9,
+    "B": 1e9,
+    "T": 1e12,
+    "P": 1e15,
+    "E": 1e18,
+}
 _BYTES = {"B": 1.0, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB} | {
     f"{p}B": _DECIMAL[p] for p in "kKMGTP"
 }
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": HOUR, "d": DAY, "days": DAY, "day": DAY}
+_SECONDS = {
+    "us": 1e-6,
+    "ms": 1e-3,
+    "s": 1.0,
+    "min": 60.0,
+    "h": HOUR,
+    "d": DAY,
+    "days": DAY,
+    "day": DAY,
+}
 _FLOPS = {f"{p}FLOP/s": _DECIMAL[p] for p in ("", "M", "G", "T", "P", "E")}
 _FLOP = {f"{p}FLOP": _DECIMAL[p] for p in ("", "M", "G", "T", "P", "E")} | {
     "PFLOP-days": PFLOP_DAY, "PFLOP-day": PFLOP_DAY, "PF-days": PFLOP_DAY,

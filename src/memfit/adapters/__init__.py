@@ -1,0 +1,1 @@
+"""What is trained: full, freeze, lora. One file a method."""

@@ -1,0 +1,1 @@
+"""Devices and models as rows with units, source and date."""

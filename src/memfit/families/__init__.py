@@ -1,0 +1,1 @@
+"""Model families, one file each, named by Hugging Face's model_type."""

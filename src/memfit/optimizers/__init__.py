@@ -1,0 +1,1 @@
+"""Optimizers, one file each: the state they declare and the torch object they build."""

@@ -1,0 +1,1 @@
+"""Closed-form prediction and search. Never imports torch."""

@@ -1,0 +1,176 @@
+"""What the user asks for. Any knob may be `auto`; unknown keys and wrong types are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from memfit import units
+from memfit.errors import InvalidRequest
+from memfit.nouns import Noun, from_data
+
+Auto = Literal["auto"]
+Positive = Annotated[int, msgspec.Meta(ge=1, description="a whole number, 1 or more")]
+NotNegative = Annotated[int, msgspec.Meta(ge=0, description="a whole number, 0 or more")]
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0, description="a number above 0")]
+NotNegativeFloat = Annotated[float, msgspec.Meta(ge=0, description="a number, 0 or more")]
+Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1, description="a number from 0 to below 1")]
+
+
+class Task(Noun, frozen=True, kw_only=True):
+    """What to train on, and for how long."""
+
+    objective: Literal["pretrain", "sft"] = "pretrain"
+    data: str = ""  # a text, JSONL or parquet file, or a folder of them; "" while only planning
+    evaluation: str = ""  # held-out data of the same kinds
+    sequence_length: Positive | Auto = "auto"
+    packing: bool = True
+    global_batch: Positive = 16
+    steps: Positive | None = None
+    epochs: PositiveFloat | None = None
+    tokens: Positive | None = None
+
+
+class LoraRequest(Noun, frozen=True, kw_only=True):
+    """Adapter settings; used when the method is `lora`."""
+
+    rank: Positive = 16
+    alpha: PositiveFloat = 32.0
+    dropout: Fraction = 0.0
+    targets: tuple[str, ...] | Auto = "auto"  # auto: the query and value projections
+
+
+class FreezeRequest(Noun, frozen=True, kw_only=True):
+    """What stays trainable; used when the method is `freeze`."""
+
+    last_blocks: NotNegative = 0
+    patterns: tuple[str, ...] = ()
+
+
+class OptimizerRequest(Noun, frozen=True, kw_only=True):
+    """The optimizer; `auto` chooses the fastest that fits."""
+
+    name: str = "auto"  # auto | adamw | sgd
+    implementation: Literal["auto", "fused", "foreach", "loop"] = "auto"
+    learning_rate: PositiveFloat | Auto = "auto"  # auto: 2e-5 full, 2e-4 lora, 1e-3 from scratch
+    weight_decay: NotNegativeFloat = 0.0
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
+    eps: PositiveFloat = 1e-8
+    momentum: Fraction = 0.9
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup_steps: NotNegative = 0
+    clip_norm: NotNegativeFloat = 1.0
+
+
+class RecomputeBlocks(Noun, frozen=True, kw_only=True):
+    """Recompute the first n blocks in backward."""
+
+    blocks: NotNegative
+
+
+class Hardware(Noun, frozen=True, kw_only=True):
+    """On what to train; `auto` is this machine."""
+
+    device: str = "auto"
+    count: Positive = 1
+    nodes: Positive = 1
+
+
+class Limits(Noun, frozen=True, kw_only=True):
+    """What may be spent; an empty text sets no limit of its own."""
+
+    memory: str = ""  # of the whole device on CUDA; of live tensors on a CPU. "72 GiB"
+    time: str = ""
+    cost: str = ""
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The memory limit in bytes; None when none is set."""
+        return units.parse_bytes(self.memory) if self.memory else None
+
+    @property
+    def seconds(self) -> float | None:
+        """The time limit in seconds; None when none is set."""
+        return units.parse_seconds(self.time) if self.time else None
+
+    @property
+    def usd(self) -> float | None:
+        """The money limit in US dollars; None when none is set."""
+        return units.parse_usd(self.cost) if self.cost else None
+
+
+class Request(Noun, frozen=True, kw_only=True):
+    """The whole of request.yaml."""
+
+    schema: Literal[1] = 1
+    model: str | dict[str, Any]  # catalogue name, hub id, folder; or the content of a config.json
+    weights: Literal["auto", "pretrained", "random"] = "auto"
+    task: Task = Task()
+    method: Literal["auto", "full", "freeze", "lora"] = "auto"
+    lora: LoraRequest = LoraRequest()
+    freeze: FreezeRequest = FreezeRequest()
+    base_format: Literal["auto", "fp32", "bf16"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "bf16-mixed"] = "auto"
+    optimizer: OptimizerRequest = OptimizerRequest()
+    recompute: Literal["auto", "none", "full"] | RecomputeBlocks = "auto"
+    attention: Literal["auto", "math", "flash", "efficient"] = "auto"
+    loss: Literal["auto", "plain", "chunked"] = "auto"
+    loss_chunk: NotNegative = 0  # tokens per chunk; 0 chooses
+    micro_batch: Positive | Auto = "auto"
+    compile: Literal["auto", "none"] = "auto"
+    offload: Literal["none"] = "none"
+    framework: Literal["memfit"] = "memfit"
+    hardware: Hardware = Hardware()
+    limits: Limits = Limits()
+    tokenizer: str = ""  # a folder or hub id; "" uses the model's own
+    seed: NotNegative = 0
+
+    def __post_init__(self) -> None:
+        """Quantities are checked when the request is read, not when they are first needed."""
+        for value in (self.limits.memory_bytes, self.limits.seconds, self.limits.usd):
+            del value
+        lengths = [k for k in ("steps", "epochs", "tokens") if getattr(self.task, k) is not None]
+        if len(lengths) > 1:
+            raise InvalidRequest(
+                f"`task.{lengths[0]}` and `task.{lengths[1]}` both say how long to train",
+                hint="keep one of steps, epochs, tokens",
+            )
+
+
+def read_request(path: Path) -> Request:
+    """Read request.yaml (YAML 1.2, so `2e-4` is a number and `no` is a text) or request.json.
+
+    Raises InvalidRequest: no such file, not YAML (line and column named), unknown key, wrong type.
+    """
+    return from_data(read_yaml(path), Request, where=str(path))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Safely read one YAML mapping."""
+    from ruamel.yaml import YAML  # 20 ms that a plan by flags does not need
+    from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"`{path}` is not a text file") from None
+    except OSError as error:
+        hint = "`memfit init` writes a commented one" if not path.exists() else ""
+        raise InvalidRequest(f"cannot read `{path}`: {error.strerror}", hint=hint) from None
+    try:
+        data = YAML(typ="safe", pure=True).load(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise InvalidRequest(f"`{path}`{place}: {error.problem}") from None
+    except YAMLError as error:
+        raise InvalidRequest(f"`{path}` is not YAML: {error}") from None
+    if not isinstance(data, dict):
+        raise InvalidRequest(
+            f"`{path}` holds {type(data).__name__}, not keys with values",
+            hint="start with `model: llama-3.1-8b`; `memfit init` writes a commented file",
+        )
+    return data

@@ -1,0 +1,155 @@
+"""What the verbs return: Plan, Certificate, Run, Report."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from memfit.ledger import Entry, Ledger
+from memfit.nouns import Noun
+from memfit.recipe import Recipe
+from memfit.request import Request
+from memfit.timeline import Timeline
+
+Verdict = Literal["fits", "at_risk", "does_not_fit", "unproven"]
+
+
+class Memory(Noun, frozen=True, kw_only=True):
+    """The three memory numbers of the fullest rank, in bytes; None is unknown."""
+
+    peak_allocated: int  # live tensors (CPU) or the caching allocator's blocks (CUDA)
+    peak_reserved: int | None
+    device_total: int | None  # reserved + context; what the driver would show
+    usable: int | None  # the limit asked for, or what the device has
+    verdict: Verdict
+    because: str
+    peak_phase: str
+    entries: tuple[Entry, ...]
+
+
+class Time(Noun, frozen=True, kw_only=True):
+    """One optimizer step, predicted or measured; None is unknown."""
+
+    step_seconds: float | None
+    tokens_per_second: float | None
+    tokens_per_second_per_device: float | None
+    mfu: float | None  # model FLOP/s over the device's dense peak; recompute not counted
+    hfu: float | None  # the same with recompute counted
+    model_flops_per_step: float
+    total_seconds: float | None  # of all the steps asked for
+    because: str
+
+
+class Cost(Noun, frozen=True, kw_only=True):
+    """Of all the steps asked for; None without a time, a price or a power."""
+
+    device_hours: float | None
+    usd: float | None
+    kwh: float | None
+    because: str
+
+
+class Considered(Noun, frozen=True, kw_only=True):
+    """One recipe of the search: what it needs, and why it was chosen or lost."""
+
+    label: str
+    changes: dict[str, Any]  # knob -> value
+    peak_allocated: int
+    device_total: int | None
+    relative_time: float  # step time over the chosen recipe's
+    fits: bool
+    chosen: bool
+    because: str
+
+
+class Plan(Noun, frozen=True, kw_only=True):
+    """A request decided: the recipe, what it will take, and what was rejected and why."""
+
+    schema: int = 1
+    recipe_digest: str
+    request: Request
+    recipe: Recipe
+    memory: Memory
+    time: Time
+    cost: Cost
+    ledger: Ledger
+    timeline: Timeline
+    considered: tuple[Considered, ...]  # runners-up, fastest first
+    levers: tuple[Considered, ...]  # the chosen recipe with one knob changed
+    assumptions: tuple[str, ...]
+    versions: dict[str, str]
+
+
+class Tensor(Noun, frozen=True, kw_only=True):
+    """One tensor alive at the certified peak."""
+
+    nbytes: int
+    kind: str
+    module: str
+    op: str
+
+
+class Certificate(Noun, frozen=True, kw_only=True):
+    """The trainer's own step, run on fake tensors: what it will hold, to the byte."""
+
+    schema: int = 1
+    recipe_digest: str
+    recipe: Recipe
+    device: str
+    memory: Memory
+    phases: dict[str, int]  # peak_allocated of each phase
+    ledger: Ledger
+    at_peak: tuple[Tensor, ...]  # the largest tensors alive at the peak
+    bounds: tuple[str, ...]  # what was assumed about data
+    seconds: float  # taken to certify
+    versions: dict[str, str]
+
+
+class Measurement(Noun, frozen=True, kw_only=True):
+    """One measured value and which counter gave it."""
+
+    value: float
+    unit: str
+    counter: str
+    n: int = 1
+    spread: float = 0.0
+
+
+class Run(Noun, frozen=True, kw_only=True):
+    """What happened: counters, losses, environment."""
+
+    schema: int = 1
+    recipe_digest: str
+    recipe: Recipe
+    measurements: dict[str, Measurement]
+    phases: dict[str, int]  # measured peak of each phase, bytes
+    ledger: Ledger
+    losses: tuple[tuple[int, float], ...]  # (step, training loss)
+    evaluations: tuple[tuple[int, float], ...]
+    steps_done: int
+    finished: bool
+    environment: dict[str, str]
+
+
+class Comparison(Noun, frozen=True, kw_only=True):
+    """One quantity, three sources; errors are signed fractions of the later source."""
+
+    name: str
+    unit: str
+    predicted: float | None
+    certified: float | None
+    measured: float | None
+    error_predicted: float | None  # predicted / (certified or measured) - 1
+    error_certified: float | None  # certified / measured - 1
+
+
+class Report(Noun, frozen=True, kw_only=True):
+    """predicted ⋈ certified ⋈ measured, on the recipe's digest."""
+
+    schema: int = 1
+    recipe_digest: str
+    title: str
+    comparisons: tuple[Comparison, ...]
+    plan: Plan
+    certificate: Certificate | None
+    run: Run | None
+    sample: str

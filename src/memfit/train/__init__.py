@@ -1,0 +1,1 @@
+"""The lean step and the loop around it, on PyTorch-native parts."""

@@ -1,0 +1,89 @@
+"""The import contract of docs/ARCHITECTURE.md, read off the source."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "memfit"
+LAYERS = [
+    {"errors", "units"},
+    {"nouns", "model", "hardware", "recipe", "request", "ledger", "timeline", "results", "registry"},
+    {"sizes", "catalog", "families", "optimizers", "adapters", "formats"},
+    {"plan", "train"},
+    {"certify"},
+    {"report", "api"},
+    {"cli", "screens"},
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+HEAVY = {"torch", "transformers", "peft", "datasets", "tokenizers", "safetensors", "numpy"}
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def part(path: Path) -> str:
+    return path.relative_to(SOURCE).with_suffix("").parts[0]
+
+
+def imports(path: Path) -> list[tuple[str, bool]]:
+    """Every absolute import and whether it runs when the module is imported."""
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(n)
+        for test in ast.walk(tree)
+        if isinstance(test, ast.If) and "TYPE_CHECKING" in ast.unparse(test.test)
+        for n in ast.walk(test)
+    }
+    lazy = {
+        id(n)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for n in ast.walk(function)
+    }
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{a.name}" for a in node.names]
+        else:
+            continue
+        found += [(name, id(node) not in lazy | typing_only) for name in names]
+    return found
+
+
+def test_every_module_has_a_layer():
+    assert {part(f) for f in FILES} - {"__init__", "__main__"} <= set(LEVEL)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_point_up_the_table(path):
+    own = part(path)
+    if own in {"__init__", "__main__"}:
+        return
+    for name, _ in imports(path):
+        pieces = name.split(".")
+        if pieces[0] != "memfit" or len(pieces) < 2 or pieces[1] not in LEVEL:
+            continue
+        other = pieces[1]
+        assert LEVEL[other] <= LEVEL[own], f"{path} imports {name}"
+        assert not (LEVEL[other] == 3 and LEVEL[own] == 3 and other != own), f"{path}: {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_torch_is_imported_only_where_it_belongs(path):
+    if part(path) in {"train", "certify"}:
+        return
+    heavy = [n for n, at_import in imports(path) if at_import and n.split(".")[0] in HEAVY]
+    assert not heavy
+
+
+def test_planning_imports_no_torch():
+    code = (
+        "import sys, memfit.api; "
+        "memfit.api.plan(memfit.api.read('llama-3.1-8b', device='h100-sxm')); "
+        f"print(sorted({HEAVY!r} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[]", done.stderr
