@@ -1,0 +1,251 @@
+"""The verbs: the command line, Python and the page call these, and nothing else.
+
+    plan(request) -> Plan            predict(request) -> Plan        certify(plan) -> Certificate
+    train(request, folder) -> Run    measure(request) -> Run         report(folder) -> Report
+
+Torch is imported only by the verbs that need it, when they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from memfit import __version__, catalog
+from memfit.errors import DoesNotFit, InvalidRequest, NotCertified
+from memfit.hardware import Device
+from memfit.nouns import from_data, read_json, to_data, write_json
+from memfit.plan import problem as problems
+from memfit.plan import search
+from memfit.plan.verdict import needs
+from memfit.recipe import Recipe
+from memfit.request import Request, read_yaml
+from memfit.results import Certificate, Plan, Report, Run
+
+if TYPE_CHECKING:
+    from memfit.train.loop import Progress
+
+REPLANS = 3  # a plan that its certificate refutes is made again with the difference taken off
+
+
+def read(target: str | Path, *, changes: Mapping[str, Any] | None = None, **keys: Any) -> Request:
+    """A request from request.yaml, or from a model's name; `changes` are dotted keys that override.
+
+    Raises InvalidRequest or UnknownName, each with a hint.
+    """
+    path = Path(target)
+    is_file = path.suffix in (".yaml", ".yml", ".json") and path.name != "config.json"
+    data = read_yaml(path) if is_file else {"model": str(target)}
+    where = str(target) if is_file else "the options"
+    for key, value in {**(changes or {}), **_dotted(keys)}.items():
+        _put(data, key, value)
+    return from_data(data, Request, where=where)
+
+
+def _dotted(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Short names of the few options that have one."""
+    short = {"device": "hardware.device", "memory": "limits.memory"}
+    return {short.get(k, k): v for k, v in keys.items() if v is not None}
+
+
+def _put(data: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for parent in parents:
+        data = data.setdefault(parent, {})
+        if not isinstance(data, dict):
+            raise InvalidRequest(f"`{key}` cannot be set: `{parent}` holds a value, not keys")
+    data[last] = value
+
+
+def plan(request: Request, *, device: Device | None = None) -> Plan:
+    """Decide every `auto`. The verdict is `does_not_fit` when nothing meets the limits."""
+    return search.search(problems.read_problem(request, device=device))
+
+
+def predict(request: Request) -> Plan:
+    """Memory and time of one fully stated configuration; no search."""
+    return search.predict(problems.read_problem(request))
+
+
+def find_device(name: str) -> Device:
+    """A catalogue row, or this machine's processor for `auto` and `cpu`."""
+    return problems.find_device(name)
+
+
+def usable_of(plan: Plan) -> int | None:
+    """Bytes that the plan was held against."""
+    return plan.memory.usable
+
+
+def certify(recipe: Recipe, *, usable: int | None = None) -> Certificate:
+    """Run the recipe's own step on fake tensors of its device; raises NotCertified."""
+    from memfit import certify as certification
+
+    device = (
+        find_device("cpu") if recipe.device == "cpu-x86" else catalog.find_device(recipe.device)
+    )
+    return certification.certify(recipe, device, usable)
+
+
+def read_plan(path: Path) -> Plan:
+    """Read plan.json; the digest it carries must be its recipe's."""
+    found = read_json(path, Plan)
+    if found.recipe_digest != found.recipe.digest:
+        raise InvalidRequest(
+            f"`{path}` carries digest {found.recipe_digest}, but its recipe has {found.recipe.digest}",
+            hint="the file was edited or is of another memfit version; run `memfit plan` again",
+        )
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What a run needs before its first step; each part is also a file of the run folder."""
+
+    request: Request
+    plan: Plan
+    certificate: Certificate
+
+
+def prepare(
+    request: Request, folder: Path, *, say: Callable[[str], None] = lambda _: None,
+    override: bool = False,
+) -> Prepared:  # fmt: skip
+    """Plan and certify, or take both from the folder when they are this request's.
+
+    Raises DoesNotFit unless overridden, NotCertified, InvalidRequest (another request's folder).
+    """
+    from memfit.train.machine import measure_machine
+    from memfit.train.prepare import find_lengths
+
+    request = find_lengths(request)
+    _check_folder(folder, request)
+    if (kept := _kept(folder, request)) is not None:
+        return kept
+    device = None
+    if request.hardware.device in ("auto", "cpu"):
+        device = measure_machine(find_device("auto"))
+    limit: int | None = None
+    for _ in range(REPLANS):
+        made = _plan_within(request, device, limit)
+        if made.memory.verdict == "does_not_fit" and not override:
+            raise DoesNotFit(search.lack(made), hint="raise the limit, or see `memfit plan --why`")
+        say(f"certifying recipe {made.recipe_digest}")
+        proof = certify(made.recipe, usable=made.memory.usable)
+        if proof.memory.verdict != "does_not_fit" or override:
+            prepared = Prepared(request=request, plan=made, certificate=proof)
+            _write(prepared, folder)
+            return prepared
+        over = needs(proof.memory) - needs(made.memory)
+        limit = (made.memory.usable or 0) - over
+        say(f"certified {over} B above the prediction: planning again within {limit} B")
+    raise NotCertified(
+        f"{REPLANS} plans in a row were refuted by their certificates",
+        hint="lower `limits.memory` a little, or state the knobs and use `memfit certify`",
+    )
+
+
+def _plan_within(request: Request, device: Device | None, limit: int | None) -> Plan:
+    """The plan under a tighter limit than the request's own, which its verdict still names."""
+    if limit is None:
+        return plan(request, device=device)
+    limits = msgspec.structs.replace(request.limits, memory=f"{max(limit, 0)} B")
+    tighter = plan(msgspec.structs.replace(request, limits=limits), device=device)
+    own = problems.read_problem(request, device=device)
+    memory = msgspec.structs.replace(tighter.memory, usable=own.usable)
+    return msgspec.structs.replace(tighter, request=request, memory=memory)
+
+
+def _check_folder(folder: Path, request: Request) -> None:
+    """A folder belongs to one request; anything else is refused before a byte is written."""
+    file = folder / "request.json"
+    if not file.exists():
+        return
+    old = read_json(file, Request)
+    if old != request:
+        changed = ", ".join(_differences(to_data(old), to_data(request)))
+        raise InvalidRequest(
+            f"`{folder}` holds a run of another request: {changed} differ",
+            hint="choose another folder with `--folder`, or remove this one",
+        )
+
+
+def _differences(old: Any, new: Any, path: str = "") -> list[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = sorted(old.keys() | new.keys())
+        parts = [_differences(old.get(k), new.get(k), f"{path}.{k}".lstrip(".")) for k in keys]
+        return [p for part in parts for p in part]
+    return [] if old == new else [f"`{path}` ({old} there, {new} here)"]
+
+
+def _kept(folder: Path, request: Request) -> Prepared | None:
+    """Plan and certificate of an earlier start of the same run, when they still hold."""
+    from memfit.certify import versions
+
+    if not (folder / "certificate.json").exists() or not (folder / "plan.json").exists():
+        return None
+    made, proof = (
+        read_plan(folder / "plan.json"),
+        read_json(folder / "certificate.json", Certificate),
+    )
+    if proof.recipe_digest != made.recipe_digest or proof.versions != versions():
+        return None
+    return Prepared(request=request, plan=made, certificate=proof)
+
+
+def _write(prepared: Prepared, folder: Path) -> None:
+    write_json(folder / "request.json", prepared.request)
+    write_json(folder / "plan.json", prepared.plan)
+    write_json(folder / "certificate.json", prepared.certificate)
+
+
+def train(
+    request: Request,
+    folder: Path,
+    *,
+    progress: Progress | None = None,
+    say: Callable[[str], None] = lambda _: None,
+    override: bool = False,
+    tensorboard: bool = False,
+) -> Run:
+    """Plan and certify where that has not been done, then run exactly the certified recipe.
+
+    The same call resumes from the newest complete checkpoint. Raises RunFailed (with what was saved
+    intact), DoesNotFit, NotCertified, InvalidRequest.
+    """
+    from memfit.train import loop
+
+    prepared = prepare(request, folder, say=say, override=override)
+    return loop.train(
+        prepared.plan.recipe,
+        prepared.request,
+        folder,
+        certificate=prepared.certificate,
+        predicted_seconds=prepared.plan.time.step_seconds,
+        progress=progress,
+        tensorboard=tensorboard,
+    )
+
+
+def report(folder: Path) -> Report:
+    """Join the files of a run folder; raises InvalidRequest when there is no plan."""
+    from memfit import report as reporting
+
+    return reporting.read_report(folder)
+
+
+def versions() -> dict[str, str]:
+    """memfit's own version and those of the libraries a step depends on, where installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"memfit": __version__}
+    for name in ("torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "numpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found

@@ -1,0 +1,323 @@
+"""From a request to what a search starts from: model, device, limit, and the open knobs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from memfit import catalog, families
+from memfit.errors import InvalidRequest, UnknownName
+from memfit.hardware import Device
+from memfit.model import Model, ModelReference
+from memfit.nouns import Noun
+from memfit.recipe import Freeze, Lora, Method, Optimizer, Precision, Recipe
+from memfit.request import RecomputeBlocks, Request
+
+ASSUMED_STEPS = 1000  # when neither a length nor data is given
+ASSUMED_SEQUENCE = 4096
+CHUNKS = (4096, 1024, 256)  # tokens per chunk of the loss that the search tries
+
+
+class Problem(Noun, frozen=True, kw_only=True):
+    """A request with its names looked up; what is still open is decided by the search."""
+
+    request: Request
+    reference: ModelReference
+    model: Model
+    device: Device
+    usable: int | None  # bytes: the limit asked for or what the device has, the smaller
+    usable_because: str
+    assumptions: tuple[str, ...]
+
+
+def read_problem(request: Request, *, device: Device | None = None) -> Problem:
+    """Look up the model and the device; raises UnknownName or InvalidRequest with a hint."""
+    reference = find_reference(request.model)
+    model = families.read_model(reference)
+    device = device or find_device(request.hardware.device)
+    if (count := request.hardware.count * request.hardware.nodes) > 1:
+        raise InvalidRequest(
+            f"`hardware.count` x `hardware.nodes` is {count}: memfit plans for one device today",
+            hint="set `count: 1` and `nodes: 1`",
+        )
+    usable, because = _usable(request, device)
+    problem = Problem(
+        request=request,
+        reference=reference,
+        model=model,
+        device=device,
+        usable=usable,
+        usable_because=because,
+        assumptions=_assumptions(request, model),
+    )
+    _check(problem)
+    return problem
+
+
+def find_device(name: str) -> Device:
+    """A catalogue row; `auto` and `cpu` are this machine's processor with its own memory."""
+    if name not in ("auto", "cpu"):
+        return catalog.find_device(name)
+    row = catalog.find_device("cpu-x86")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return msgspec.structs.replace(row, memory=memory, memory_driver=memory, flops={})
+
+
+def find_reference(model: str | dict[str, Any]) -> ModelReference:
+    """A catalogue name, a folder with config.json, a config.json, its content, or a hub id."""
+    if isinstance(model, dict):
+        return ModelReference(
+            name=model.get("name", "model"), source="", config=_config(model, "request")
+        )
+    path = Path(model).expanduser()
+    if path.is_dir() or path.name == "config.json":
+        return _read_folder(path.parent if path.name == "config.json" else path)
+    try:
+        return catalog.find_model(model).reference()
+    except UnknownName:
+        if model.count("/") != 1 or model.startswith((".", "/", "~")):
+            raise
+    return _read_hub(model)
+
+
+def _config(config: dict[str, Any], where: str) -> dict[str, Any]:
+    if "model_type" not in config:
+        hint = "a config.json of Hugging Face's names its `model_type`, for example `llama`"
+        raise InvalidRequest(f"no `model_type` in {where}", hint=hint)
+    return {k: v for k, v in config.items() if k != "name"}
+
+
+def _read_folder(folder: Path) -> ModelReference:
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        hint = "a model folder holds config.json beside its safetensors"
+        raise InvalidRequest(f"cannot read `{file}`: {error.strerror}", hint=hint) from None
+    except ValueError as error:
+        raise InvalidRequest(f"`{file}` is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise InvalidRequest(f"`{file}` holds {type(config).__name__}, not keys with values")
+    return ModelReference(
+        name=folder.resolve().name, source=str(folder.resolve()), config=_config(config, str(file))
+    )
+
+
+def _read_hub(name: str) -> ModelReference:
+    """config.json of a hub id, from the local cache or the hub."""
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError:
+        known = [row.id for row in catalog.models()]
+        see = "`memfit models` lists them; reading a hub id needs `pip install huggingface_hub`"
+        raise UnknownName("model", name, known, see=see) from None
+    try:
+        file = hf_hub_download(name, "config.json")
+    except Exception as error:  # the library's error types differ between its versions
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InvalidRequest(
+            f"`{name}` is not in the catalogue, and its config.json could not be read: {first}",
+            hint="check the name, or pass a folder that holds config.json; see `memfit models`",
+        ) from None
+    config = json.loads(Path(file).read_text(encoding="utf-8"))
+    return ModelReference(name=name, source=name, config=_config(config, file))
+
+
+def _usable(request: Request, device: Device) -> tuple[int | None, str]:
+    limit, memory = request.limits.memory_bytes, device.memory
+    if limit is not None and (memory is None or limit <= memory):
+        return limit, "the limit of the request"
+    if memory is None:
+        return None, f"the memory of `{device.id}` is unknown and no limit was set"
+    what = "this machine's memory" if device.is_cpu else f"what `{device.id}` gives to torch"
+    return memory, what
+
+
+def _assumptions(request: Request, model: Model) -> tuple[str, ...]:
+    said = []
+    if request.task.sequence_length == "auto":
+        said.append(f"sequence_length {sequence_length(request, model)} (not asked for)")
+    if not any((request.task.steps, request.task.epochs, request.task.tokens, request.task.data)):
+        said.append(f"{ASSUMED_STEPS} steps (no length and no data given)")
+    return tuple(said)
+
+
+def sequence_length(request: Request, model: Model) -> int:
+    """The one asked for, else the model's own up to 4096."""
+    asked = request.task.sequence_length
+    if asked != "auto":
+        return asked
+    return min(ASSUMED_SEQUENCE, model.architecture.max_sequence)
+
+
+def _check(problem: Problem) -> None:
+    request, architecture = problem.request, problem.model.architecture
+    length = sequence_length(request, problem.model)
+    name = problem.reference.name
+    if length > architecture.max_sequence:
+        raise InvalidRequest(
+            f"`task.sequence_length: {length}` is longer than the {architecture.max_sequence} "
+            f"positions of `{name}`",
+            hint=f"use at most {architecture.max_sequence}",
+        )
+    window = architecture.sliding_window
+    if window and length > window:
+        raise InvalidRequest(
+            f"`task.sequence_length: {length}` is longer than the sliding window {window} of "
+            f"`{name}`, and memfit's attention is causal without a window",
+            hint=f"use at most {window}",
+        )
+    micro, batch = request.micro_batch, request.task.global_batch
+    if micro != "auto" and batch % micro:
+        raise InvalidRequest(
+            f"`micro_batch: {micro}` does not divide `task.global_batch: {batch}`",
+            hint=f"use one of {', '.join(map(str, divisors(batch)))}",
+        )
+    if isinstance(request.recompute, RecomputeBlocks):
+        blocks, layers = request.recompute.blocks, architecture.layers
+        if blocks > layers:
+            raise InvalidRequest(
+                f"`recompute.blocks: {blocks}` is more than the {layers} blocks of `{name}`",
+                hint=f"use at most {layers}, or `recompute: full`",
+            )
+    if request.precision == "fp32" and request.base_format == "bf16":
+        raise InvalidRequest(
+            "`precision: fp32` cannot compute on `base_format: bf16`",
+            hint="use `base_format: fp32`, or `precision: bf16-mixed`",
+        )
+    if request.precision == "bf16" and request.base_format == "fp32":
+        raise InvalidRequest(
+            "`precision: bf16` stores everything in bf16, but `base_format: fp32` was asked for",
+            hint="use `base_format: bf16`, or `precision: bf16-mixed`",
+        )
+    if problem.device.is_cpu and request.attention == "efficient":
+        raise InvalidRequest(
+            "`attention: efficient` exists on CUDA only, and the device is a CPU",
+            hint="use `flash` or `math`",
+        )
+    if not problem.device.is_cpu and request.attention == "flash" and request.precision == "fp32":
+        raise InvalidRequest(
+            "`attention: flash` computes in 16 bits, but `precision: fp32` was asked for",
+            hint="use `attention: efficient`",
+        )
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors of n, ascending."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def find_steps(request: Request, *, length: int) -> int:
+    """Optimizer steps asked for; 0 when they follow from data that is not yet tokenised."""
+    task = request.task
+    if task.steps is not None:
+        return task.steps
+    if task.tokens is not None:
+        return max(1, -(-task.tokens // (task.global_batch * length)))
+    return 0 if task.data else ASSUMED_STEPS
+
+
+def first_recipe(problem: Problem, *, method: Method, precision: Precision) -> Recipe:
+    """The recipe of one method and precision with every exact knob at its plainest setting."""
+    request = problem.request
+    length = sequence_length(request, problem.model)
+    asked = request.base_format
+    base = asked if asked != "auto" else ("fp32" if precision == "fp32" else "bf16")
+    attention = request.attention
+    if attention == "auto":
+        half = precision != "fp32"
+        attention = "flash" if problem.device.is_cpu or half else "efficient"
+    return Recipe(
+        model=problem.reference,
+        weights=find_weights(request, problem.reference),
+        objective=request.task.objective,
+        method=method,
+        lora=_lora(request, problem) if method == "lora" else Lora(),
+        freeze=_freeze(request, problem) if method == "freeze" else Freeze(),
+        base_format=base if method != "full" else _full_format(precision),
+        precision=precision,
+        optimizer=_optimizer(request, problem, method),
+        recompute_blocks=0,
+        attention=attention,
+        loss="plain",
+        loss_chunk=0,
+        sequence_length=length,
+        packing=request.task.packing,
+        micro_batch=1,
+        accumulation=request.task.global_batch,
+        steps=find_steps(request, length=length),
+        device=problem.device.id,
+        seed=request.seed,
+    )
+
+
+def _full_format(precision: Precision) -> Any:
+    """Nothing is frozen, so the format is canonical: equal recipes have equal digests."""
+    return "bf16" if precision == "bf16" else "fp32"
+
+
+def find_weights(request: Request, reference: ModelReference) -> Any:
+    """`pretrained` where there is something to load, unless the request says otherwise."""
+    if request.weights != "auto":
+        if request.weights == "pretrained" and not reference.source:
+            raise InvalidRequest(
+                f"`weights: pretrained`, but `{reference.name}` is only a configuration",
+                hint="name a folder with safetensors or a hub id, or use `weights: random`",
+            )
+        return request.weights
+    if not reference.source:
+        return "random"
+    folder = Path(reference.source)
+    if folder.is_dir():
+        return "pretrained" if any(folder.glob("*.safetensors")) else "random"
+    return "pretrained"
+
+
+def _lora(request: Request, problem: Problem) -> Lora:
+    asked = request.lora
+    family = families.families.find(problem.model.architecture.family)
+    targets = family.lora_targets if asked.targets == "auto" else asked.targets
+    return Lora(rank=asked.rank, alpha=asked.alpha, dropout=asked.dropout, targets=tuple(targets))
+
+
+def _freeze(request: Request, problem: Problem) -> Freeze:
+    asked = request.freeze
+    if not asked.last_blocks and not asked.patterns:
+        raise InvalidRequest(
+            "`method: freeze` does not say what stays trainable",
+            hint="for example `freeze: {last_blocks: 2}` or `freeze: {patterns: ['*norm*']}`",
+        )
+    layers = problem.model.architecture.layers
+    if asked.last_blocks > layers:
+        raise InvalidRequest(
+            f"`freeze.last_blocks: {asked.last_blocks}` is more than the {layers} blocks of "
+            f"`{problem.reference.name}`",
+            hint=f"use at most {layers}",
+        )
+    return Freeze(last_blocks=asked.last_blocks, patterns=asked.patterns)
+
+
+def _optimizer(request: Request, problem: Problem, method: Method) -> Optimizer:
+    asked = request.optimizer
+    rate = asked.learning_rate
+    if rate == "auto":
+        scratch = find_weights(request, problem.reference) == "random"
+        small = problem.model.parameters < 50_000_000
+        rate = (1e-3 if small else 3e-4) if scratch else (2e-4 if method == "lora" else 2e-5)
+    return Optimizer(
+        name="adamw" if asked.name == "auto" else asked.name,
+        implementation="fused" if asked.implementation == "auto" else asked.implementation,
+        learning_rate=rate,
+        weight_decay=asked.weight_decay,
+        beta1=asked.beta1,
+        beta2=asked.beta2,
+        eps=asked.eps,
+        momentum=asked.momentum,
+        schedule=asked.schedule,
+        warmup_steps=asked.warmup_steps,
+        clip_norm=asked.clip_norm,
+    )

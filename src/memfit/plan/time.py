@@ -1,0 +1,189 @@
+"""How long one optimizer step takes: matrix products, bytes moved, launches; closed form, no torch.
+
+FLOP: 2 per parameter and token forward, 2 for the input's gradient, 2 for the weight's (Kaplan et
+al. 2001.08361, section 2.1; 6 in all for full training), plus causal attention's 2 x 2 x s x s/2 x
+hidden a sequence forward and twice that backward. A frozen weight needs no weight gradient, and a
+block before the first trainable parameter no backward at all.
+
+The shares of a device's peak that a step reaches are assumed, not measured (see ASSUMED): the
+ranking of recipes is what they serve; seconds carry the assumption in `because`.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from memfit import units
+from memfit.hardware import Device
+from memfit.model import Model, Weight
+from memfit.nouns import Noun
+from memfit.recipe import Recipe
+from memfit.results import Cost, Time
+from memfit.timeline import Span, Timeline
+
+# Shares of the dense peak and of the bandwidth, and seconds a kernel's launch takes.
+ASSUMED_MATMUL, ASSUMED_ATTENTION, ASSUMED_BANDWIDTH = 0.65, 0.4, 0.75
+ASSUMED_LAUNCH = 5e-6
+KERNELS_PER_BLOCK = 60  # of one forward of one block, run eagerly
+# Where the device's speed is unknown, recipes are still ranked, by rates nobody claims.
+RANKING_FLOPS, RANKING_BANDWIDTH = {"fp32": 1e12, "bf16": 1.5e12}, 5e10
+
+
+class Work(Noun, frozen=True, kw_only=True):
+    """FLOP of one optimizer step."""
+
+    forward: float
+    backward: float
+    recompute: float
+    attention: float  # the part of all three that attention's two products take
+
+    @property
+    def model(self) -> float:
+        """What the mathematics needs: MFU's numerator."""
+        return self.forward + self.backward
+
+    @property
+    def hardware(self) -> float:
+        """With recompute: HFU's numerator."""
+        return self.model + self.recompute
+
+
+def _is_matrix(weight: Weight) -> bool:
+    return len(weight.shape) == 2 and weight.part in ("block", "head")
+
+
+def count_work(model: Model, recipe: Recipe) -> Work:
+    """FLOP of one optimizer step of this recipe (model: after the adapter)."""
+    a, tokens = model.architecture, recipe.tokens * recipe.accumulation
+    attention = 2.0 * recipe.sequence_length * a.heads * a.head_dim * tokens  # a block, causal
+    dense = [0.0] * a.layers
+    trained = [0.0] * a.layers
+    head = prod((a.vocab, a.hidden)) if a.tied_embeddings else 0
+    head_trained = head if a.tied_embeddings and _embedding_trains(model) else 0
+    first = a.layers  # the first block that backward has to enter
+    for w in model.weights:
+        if w.trainable and w.part == "embedding":
+            first = 0
+        if w.trainable and w.part == "block":
+            first = min(first, w.layer)
+        if not _is_matrix(w):
+            continue
+        if w.part == "head":
+            head, head_trained = head + w.numel, head_trained + w.numel * w.trainable
+        else:
+            dense[w.layer] += w.numel
+            trained[w.layer] += w.numel * w.trainable
+    entered = range(first, a.layers)
+    forward = 2 * tokens * (sum(dense) + head) + attention * a.layers
+    backward = 2 * tokens * (sum(dense[i] + trained[i] for i in entered) + head + head_trained)
+    backward += 2 * attention * len(entered)
+    again = range(max(0, min(first, recipe.recompute_blocks)), recipe.recompute_blocks)
+    recompute = sum(2 * tokens * dense[i] + attention for i in again)
+    share = attention * (a.layers + 2 * len(entered) + len(again))
+    return Work(forward=forward, backward=backward, recompute=recompute, attention=share)
+
+
+def _embedding_trains(model: Model) -> bool:
+    return any(w.trainable for w in model.weights if w.part == "embedding")
+
+
+def predict_timeline(model: Model, recipe: Recipe, device: Device) -> Timeline:
+    """The spans of one optimizer step; empty when the device's speed is unknown."""
+    if not device.flops.get(_dtype(recipe)) or not device.bandwidth:
+        return Timeline(spans=())
+    return _timeline(model, recipe, device.flops, device.bandwidth)
+
+
+def relative_seconds(model: Model, recipe: Recipe, device: Device) -> float:
+    """Seconds for ranking recipes of one device; on nominal rates where it states none."""
+    flops = device.flops if device.flops.get(_dtype(recipe)) else RANKING_FLOPS
+    timeline = _timeline(model, recipe, flops, device.bandwidth or RANKING_BANDWIDTH)
+    return timeline.seconds or 0.0
+
+
+def _dtype(recipe: Recipe) -> str:
+    return "fp32" if recipe.compute_dtype == "float32" else "bf16"
+
+
+def _timeline(model: Model, recipe: Recipe, flops: dict[str, float], bandwidth: float) -> Timeline:
+    work, a = count_work(model, recipe), model.architecture
+    rate = flops[_dtype(recipe)]
+    attention_share = work.attention / work.hardware
+    # time per FLOP of the mix of attention and matrix products
+    slowness = (1 - attention_share) / ASSUMED_MATMUL + attention_share / ASSUMED_ATTENTION
+    width = 4 if recipe.compute_dtype == "float32" else 2
+    moved = recipe.tokens * recipe.accumulation * width
+    block = moved * (30 * a.hidden + 12 * a.ffn)
+    logits = moved * a.vocab * 4
+    if recipe.loss == "chunked":  # each chunk reads and adds to the head's gradient again
+        chunks = -(-recipe.tokens // recipe.loss_chunk) * recipe.accumulation
+        logits += 2.0 * chunks * a.vocab * a.hidden * (4 if recipe.method == "full" else 0)
+    launches = recipe.accumulation * KERNELS_PER_BLOCK
+    passes = [
+        ("forward", work.forward, block * a.layers, launches * a.layers),
+        ("loss", 0.0, logits, launches),
+        ("recompute", work.recompute, block * recipe.recompute_blocks,
+         launches * recipe.recompute_blocks),
+        ("backward", work.backward, 2 * block * a.layers, 2 * launches * a.layers),
+    ]  # fmt: skip
+    spans, start = [], 0.0
+    for op, flop, nbytes, kernels in passes:
+        busy = flop * slowness / rate + nbytes / (bandwidth * ASSUMED_BANDWIDTH)
+        duration = max(busy, kernels * ASSUMED_LAUNCH)
+        spans.append(_span(op, start, duration, flop, f"{flop:.3g} FLOP, {nbytes:.3g} B moved"))
+        start += duration
+    trainable = model.trainable_parameters
+    state = trainable * (16 if recipe.precision == "bf16" else 28)
+    spans.append(
+        _span("optimizer_step", start, state / (bandwidth * ASSUMED_BANDWIDTH), 0.0,
+              f"{trainable} parameters: weight, gradient and states read and written")
+    )  # fmt: skip
+    return Timeline(spans=tuple(s for s in spans if s.duration))
+
+
+def _span(op: str, start: float, duration: float, flop: float, because: str) -> Span:
+    return Span(op=op, stream="compute", start=start, duration=duration, flop=flop, because=because)
+
+
+def describe_time(model: Model, recipe: Recipe, device: Device, timeline: Timeline) -> Time:
+    """The figures of the JSON's `time` object."""
+    work, seconds = count_work(model, recipe), timeline.seconds
+    tokens = recipe.tokens * recipe.accumulation
+    peak = device.flops.get(_dtype(recipe))
+    known = seconds is not None and peak
+    rate = tokens / seconds if seconds else None
+    because = (
+        f"assumed {ASSUMED_MATMUL:.0%} of the dense peak for matrix products, "
+        f"{ASSUMED_BANDWIDTH:.0%} of the bandwidth; not yet checked against measurements"
+        if known
+        else f"unknown: no {_dtype(recipe)} FLOP/s is known for `{device.id}`"
+    )
+    return Time(
+        step_seconds=seconds,
+        tokens_per_second=rate,
+        tokens_per_second_per_device=rate,
+        mfu=work.model / (seconds * peak) if seconds and peak else None,
+        hfu=work.hardware / (seconds * peak) if seconds and peak else None,
+        model_flops_per_step=work.model,
+        total_seconds=seconds * recipe.steps if seconds and recipe.steps else None,
+        because=because,
+    )
+
+
+def describe_cost(time: Time, device: Device) -> Cost:
+    """Device-hours, money at the cheapest stated price, energy at the device's rated power."""
+    if time.total_seconds is None:
+        return Cost(device_hours=None, usd=None, kwh=None, because="the run's time is unknown")
+    hours = time.total_seconds / units.HOUR
+    price = min(device.prices, key=lambda p: p.usd_per_hour, default=None)
+    said = (
+        f"{price.usd_per_hour} USD an hour ({price.source})"
+        if price
+        else "no price in the catalogue"
+    )
+    return Cost(
+        device_hours=hours,
+        usd=hours * price.usd_per_hour if price else None,
+        kwh=hours * device.watts / 1e3 if device.watts else None,
+        because=said + (f", {device.watts:.0f} W" if device.watts else ", power unknown"),
+    )
