@@ -58,6 +58,7 @@ class Architecture(Noun, frozen=True, kw_only=True):
     parallel_residual: bool = False
     rotary_dim: int = 0  # elements of a head that are rotated; 0 = learned positions
     activation: str = "silu"
+    sliding_window: int = 0  # tokens that attention looks back over; 0 = all of them
 
 
 class Weight(Noun, frozen=True, kw_only=True):

@@ -1,1 +1,102 @@
-"""Model families, one file each, named by Hugging Face's model_type."""
+"""Model families, one file each, named by Hugging Face's model_type.
+
+A family is declared once and used three times: the planner sizes its weights, the tracer checks
+them, the trainer builds its class. Built from shared functions (`_config`, `_weights`), never by
+subclassing another family.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from memfit.errors import InvalidRequest, UnknownName, did_you_mean
+from memfit.model import Architecture, Model, ModelReference, TensorSpec, Weight
+from memfit.registry import Registry
+
+
+class Family(ABC):
+    """What memfit knows of one `model_type`; instances are registered in `families`."""
+
+    name: ClassVar[str]  # = `model_type` of config.json
+    lora_targets: ClassVar[tuple[str, ...]]  # query and value projections, last parts of names
+    dropouts: ClassVar[tuple[str, ...]]  # keys of config.json that hold a dropout probability
+
+    @abstractmethod
+    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+        """Translate config.json; absent keys take the defaults of Hugging Face's class.
+
+        Raises InvalidRequest naming the key: a size is missing or is not a number, or the file
+        asks for something that this family's file does not describe.
+        """
+
+    @abstractmethod
+    def config(self, a: Architecture) -> dict[str, Any]:
+        """The config.json of an architecture: what `AutoConfig.for_model(**config)` takes.
+
+        Dropout and the key-value cache are off, as in every step of memfit's.
+        """
+
+    @abstractmethod
+    def weights(self, a: Architecture) -> tuple[Weight, ...]:
+        """Every parameter: names, shapes and order of Hugging Face's class; no tied head."""
+
+    @abstractmethod
+    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
+        """Tensors that the module holds beside its parameters, such as rotary frequencies."""
+
+
+families: Registry[Family] = Registry("model family", "memfit.families")
+
+
+def find_family(model_type: str, *, of: str = "") -> Family:
+    """The family of a `model_type`; UnknownName lists the supported ones and names model `of`."""
+    try:
+        return families.find(model_type)
+    except UnknownName as error:
+        known = families.names()
+        near = did_you_mean(model_type, known)
+        error.message = f"memfit does not describe the model family `{model_type}`"
+        error.message += f" of `{of}`" if of else ""
+        error.hint = (f"did you mean {near}? " if near else "") + f"supported: {', '.join(known)}"
+        raise
+
+
+def family_of(reference: ModelReference) -> Family:
+    """The family that a reference's config.json names.
+
+    Raises InvalidRequest: no `model_type`; UnknownName: a family without a file.
+    """
+    model_type = reference.config.get("model_type")
+    if not isinstance(model_type, str):
+        raise InvalidRequest(
+            f"config.json of `{reference.name}` has no `model_type`",
+            hint=f"memfit reads these: {', '.join(families.names())}",
+        )
+    return find_family(model_type, of=reference.name)
+
+
+def read_model(reference: ModelReference) -> Model:
+    """The model that a config.json describes, all weights trainable fp32.
+
+    Raises InvalidRequest or UnknownName, naming the key or the family that is not described.
+    """
+    family = family_of(reference)
+    if reference.config.get("quantization_config"):
+        raise InvalidRequest(
+            f"the weights of `{reference.name}` are stored quantised (`quantization_config`)",
+            hint="name the model that they were quantised from",
+        )
+    architecture = family.architecture(reference.config)
+    weights = family.weights(architecture)
+    return Model(name=reference.name, architecture=architecture, weights=weights)
+
+
+def without_dropout(reference: ModelReference) -> dict[str, Any]:
+    """The config.json of memfit's step: every dropout 0 and no key-value cache.
+
+    A dropout saves one mask a call, which no ledger here holds; the trainer builds from this.
+    """
+    off = dict.fromkeys(family_of(reference).dropouts, 0.0)
+    return {**reference.config, **off, "use_cache": False}

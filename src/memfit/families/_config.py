@@ -1,0 +1,137 @@
+"""Reading config.json strictly: one value at a time, every refusal names its key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from memfit.errors import InvalidRequest
+from memfit.model import Architecture
+
+# Activations whose saved tensors memfit can size, by Hugging Face's names.
+ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
+_SAME_ACTIVATION = {"swish": "silu"}
+
+# Rotary embeddings that keep one vector of frequencies. `dynamic` and `longrope` choose theirs
+# while running, by the longest sequence seen.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A whole number above 0; `default` when the key is absent, required without a default."""
+    value = config.get(key, default)
+    if value is None:
+        raise InvalidRequest(
+            f"config.json of a `{config.get('model_type')}` model lacks `{key}`",
+            hint="is the file complete? Sizes are never guessed",
+        )
+    if type(value) is not int or value < 1:
+        raise InvalidRequest(f"`{key}: {value!r}` in config.json is not a whole number above 0")
+    return value
+
+
+def size_or(config: Mapping[str, Any], key: str, default: int) -> int:
+    """The same, where Hugging Face's class reads `null` as its default too."""
+    return default if config.get(key) is None else size(config, key)
+
+
+def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    """True or false."""
+    value = config.get(key, default)
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"`{key}: {value!r}` in config.json is not true or false")
+    return value
+
+
+def refuse(config: Mapping[str, Any], key: str, allowed: Iterable[object]) -> None:
+    """Refuse a key that is set to something the family's file does not describe."""
+    if key in config and config[key] not in allowed:
+        raise InvalidRequest(
+            f"`{key}: {config[key]!r}` in config.json is not described by memfit's family"
+            f" `{config.get('model_type')}`",
+            hint="memfit refuses what it would have to guess",
+        )
+
+
+def activation(config: Mapping[str, Any], key: str, default: str) -> str:
+    """The feed-forward activation, by the name of Hugging Face's `ACT2FN`."""
+    name = config.get(key, default)
+    name = _SAME_ACTIVATION.get(name, name)
+    if name not in ACTIVATIONS:
+        raise InvalidRequest(
+            f"`{key}: {name!r}` in config.json is an activation that memfit does not describe",
+            hint=f"known: {', '.join(ACTIVATIONS)}",
+        )
+    return str(name)
+
+
+def rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rotary parameters, from `rope_scaling` (old files) or `rope_parameters` (new ones).
+
+    Raises InvalidRequest: a type whose memory depends on data, or one set for each layer type.
+    """
+    parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(parameters, Mapping) or any(
+        isinstance(v, Mapping) for v in parameters.values()
+    ):
+        raise InvalidRequest(f"cannot read the rotary parameters in config.json: {parameters!r}")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise InvalidRequest(
+            f"rotary embedding `{kind}` in config.json is one that memfit does not describe",
+            hint=f"known: {', '.join(ROPE_TYPES)}",
+        )
+    return parameters
+
+
+def whole_head_rotates(config: Mapping[str, Any]) -> None:
+    """Refuse partial rotation where Hugging Face's class rotates the whole head."""
+    refuse(config, "partial_rotary_factor", (None, 1, 1.0))
+    refuse(rope(config), "partial_rotary_factor", (None, 1, 1.0))
+
+
+def head_size(config: Mapping[str, Any], hidden: int, heads: int) -> int:
+    """Elements of one head: `head_dim`, or the hidden size over the heads."""
+    if config.get("head_dim") is not None:
+        return size(config, "head_dim")
+    if hidden % heads:
+        raise InvalidRequest(
+            f"config.json: {heads} attention heads do not divide hidden size {hidden}"
+        )
+    return hidden // heads
+
+
+def key_value_heads(config: Mapping[str, Any], heads: int, absent: int) -> int:
+    """Key-value heads; `absent` without the key, as many as `heads` when it is null."""
+    default = heads if "num_key_value_heads" in config else absent
+    kv_heads = size_or(config, "num_key_value_heads", default)
+    if heads % kv_heads:
+        raise InvalidRequest(
+            f"config.json: {kv_heads} key-value heads do not divide {heads} attention heads"
+        )
+    return kv_heads
+
+
+def windows(config: Mapping[str, Any], layers: int) -> int:
+    """The sliding window of Qwen's configs in tokens; 0 when every layer sees everything."""
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        odd = set(kinds) - {"full_attention", "sliding_attention"}
+        if odd:
+            raise InvalidRequest(f"`layer_types` in config.json holds {sorted(odd)}")
+    if not flag(config, "use_sliding_window", False) or config.get("sliding_window", 4096) is None:
+        return 0
+    first = config.get("max_window_layers", 28)
+    slides = "sliding_attention" in kinds if kinds is not None else first < layers
+    return size(config, "sliding_window", 4096) if slides else 0
+
+
+def window_config(a: Architecture) -> dict[str, Any]:
+    """The keys that say what `windows` reads: a window on every layer, or none."""
+    if not a.sliding_window:
+        return {"use_sliding_window": False}
+    return {
+        "use_sliding_window": True,
+        "sliding_window": a.sliding_window,
+        "max_window_layers": 0,
+    }

@@ -1,0 +1,91 @@
+"""GPT-2 (Radford et al. 2019; Hugging Face's `gpt2`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from memfit.families import Family, families
+from memfit.families._config import activation, flag, head_size, refuse, size, size_or
+from memfit.families._weights import Rows, head, layer_norm, repeat
+from memfit.model import Architecture, TensorSpec, Weight
+
+
+@final
+class Gpt2(Family):
+    """LayerNorm, learned positions, one fused projection for query, key and value."""
+
+    name = "gpt2"
+    lora_targets = ("c_attn",)
+    dropouts = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+
+    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+        """See `Family.architecture`; defaults are those of `GPT2Config`."""
+        hidden, heads = size(config, "n_embd"), size(config, "n_head")
+        refuse(config, "head_dim", (None,))
+        refuse(config, "add_cross_attention", (False,))
+        refuse(config, "reorder_and_upcast_attn", (False,))
+        refuse(config, "scale_attn_by_inverse_layer_idx", (False,))
+        refuse(config, "scale_attn_weights", (True,))
+        return Architecture(
+            family=self.name,
+            layers=size(config, "n_layer"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=head_size(config, hidden, heads),
+            ffn=size_or(config, "n_inner", 4 * hidden),
+            vocab=size(config, "vocab_size"),
+            max_sequence=size(config, "n_positions", 1024),
+            tied_embeddings=flag(config, "tie_word_embeddings", True),
+            attention_bias=True,
+            output_bias=True,
+            mlp_bias=True,
+            activation=activation(config, "activation_function", "gelu_new"),
+        )
+
+    def config(self, a: Architecture) -> dict[str, Any]:
+        """See `Family.config`."""
+        return {
+            "model_type": self.name,
+            "vocab_size": a.vocab,
+            "n_positions": a.max_sequence,
+            "n_embd": a.hidden,
+            "n_layer": a.layers,
+            "n_head": a.heads,
+            "n_inner": a.ffn,
+            "activation_function": a.activation,
+            "tie_word_embeddings": a.tied_embeddings,
+            **dict.fromkeys(self.dropouts, 0.0),
+            "use_cache": False,
+        }
+
+    def weights(self, a: Architecture) -> tuple[Weight, ...]:
+        """See `Family.weights`; Conv1D stores (in, out), the transpose of a Linear."""
+        width = a.hidden
+        rows: Rows = layer_norm("ln_1", width)
+        rows += _conv1d("attn.c_attn", width, 3 * width)
+        rows += _conv1d("attn.c_proj", width, width)
+        rows += layer_norm("ln_2", width)
+        rows += _conv1d("mlp.c_fc", width, a.ffn)
+        rows += _conv1d("mlp.c_proj", a.ffn, width)
+        return (
+            Weight(name="transformer.wte.weight", shape=(a.vocab, width), part="embedding"),
+            Weight(name="transformer.wpe.weight", shape=(a.max_sequence, width), part="embedding"),
+            *repeat("transformer.h", rows, a.layers),
+            Weight(name="transformer.ln_f.weight", shape=(width,), part="norm"),
+            Weight(name="transformer.ln_f.bias", shape=(width,), part="norm"),
+            *head(a),
+        )
+
+    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
+        """See `Family.buffers`; positions are parameters here."""
+        return ()
+
+
+def _conv1d(name: str, columns: int, rows: int) -> Rows:
+    """(columns) -> (rows), stored the other way round than a Linear."""
+    return [(f"{name}.weight", (columns, rows)), (f"{name}.bias", (rows,))]
+
+
+families.register("gpt2")(Gpt2())

@@ -1,0 +1,106 @@
+"""GPT-NeoX-20B and Pythia (Black et al. 2204.06745; Hugging Face's `gpt_neox`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from memfit.errors import InvalidRequest
+from memfit.families import Family, families
+from memfit.families._config import activation, flag, head_size, refuse, rope, size
+from memfit.families._weights import Rows, head, layer_norm, linear, repeat, rotary_buffers
+from memfit.model import Architecture, TensorSpec, Weight
+
+
+@final
+class GptNeox(Family):
+    """LayerNorm, rotary positions on part of a head, attention and feed-forward side by side."""
+
+    name = "gpt_neox"
+    lora_targets = ("query_key_value",)
+    dropouts = ("attention_dropout", "hidden_dropout", "classifier_dropout")
+
+    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+        """See `Family.architecture`; defaults are those of `GPTNeoXConfig`."""
+        hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
+        refuse(config, "head_dim", (None,))
+        head_dim = head_size(config, hidden, heads)
+        bias = flag(config, "attention_bias", True)
+        return Architecture(
+            family=self.name,
+            layers=size(config, "num_hidden_layers"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=head_dim,
+            ffn=size(config, "intermediate_size"),
+            vocab=size(config, "vocab_size"),
+            max_sequence=size(config, "max_position_embeddings", 2048),
+            tied_embeddings=flag(config, "tie_word_embeddings", False),
+            attention_bias=bias,
+            output_bias=bias,
+            mlp_bias=True,
+            parallel_residual=flag(config, "use_parallel_residual", True),
+            rotary_dim=_rotary_dim(config, head_dim),
+            activation=activation(config, "hidden_act", "gelu"),
+        )
+
+    def config(self, a: Architecture) -> dict[str, Any]:
+        """See `Family.config`."""
+        return {
+            "model_type": self.name,
+            "vocab_size": a.vocab,
+            "hidden_size": a.hidden,
+            "num_hidden_layers": a.layers,
+            "num_attention_heads": a.heads,
+            "intermediate_size": a.ffn,
+            "hidden_act": a.activation,
+            "rotary_pct": _fraction(a.rotary_dim, a.head_dim),
+            "max_position_embeddings": a.max_sequence,
+            "tie_word_embeddings": a.tied_embeddings,
+            "use_parallel_residual": a.parallel_residual,
+            "attention_bias": a.attention_bias,
+            **dict.fromkeys(self.dropouts, 0.0),
+            "use_cache": False,
+        }
+
+    def weights(self, a: Architecture) -> tuple[Weight, ...]:
+        """See `Family.weights`."""
+        width = a.hidden
+        rows: Rows = layer_norm("input_layernorm", width)
+        rows += layer_norm("post_attention_layernorm", width)
+        rows += linear("attention.query_key_value", 3 * width, width, a.attention_bias)
+        rows += linear("attention.dense", width, width, a.output_bias)
+        rows += linear("mlp.dense_h_to_4h", a.ffn, width, True)
+        rows += linear("mlp.dense_4h_to_h", width, a.ffn, True)
+        return (
+            Weight(name="gpt_neox.embed_in.weight", shape=(a.vocab, width), part="embedding"),
+            *repeat("gpt_neox.layers", rows, a.layers),
+            Weight(name="gpt_neox.final_layer_norm.weight", shape=(width,), part="norm"),
+            Weight(name="gpt_neox.final_layer_norm.bias", shape=(width,), part="norm"),
+            *head(a),
+        )
+
+    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
+        """See `Family.buffers`."""
+        return rotary_buffers(a)
+
+
+def _rotary_dim(config: Mapping[str, Any], head_dim: int) -> int:
+    """Elements of a head that are rotated; the file says a fraction, under an old or new name."""
+    fraction = rope(config).get("partial_rotary_factor", config.get("rotary_pct", 0.25))
+    number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
+    if not number or not 0 < fraction <= 1 or int(head_dim * fraction) < 2:
+        raise InvalidRequest(
+            f"`rotary_pct: {fraction!r}` in config.json rotates no part of a head of {head_dim}"
+        )
+    return int(head_dim * fraction)
+
+
+def _fraction(part: int, whole: int) -> float:
+    """A fraction of `whole` that truncates to `part` again; 24 / 47 of 47 would give 23."""
+    exact = part / whole
+    return exact if int(whole * exact) == part else (part + 0.5) / whole
+
+
+families.register("gpt_neox")(GptNeox())

@@ -1,0 +1,70 @@
+"""Qwen3, dense (2505.09388; Hugging Face's `qwen3`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from memfit.families import Family, families
+from memfit.families._config import (
+    activation,
+    flag,
+    key_value_heads,
+    size,
+    whole_head_rotates,
+    window_config,
+    windows,
+)
+from memfit.families._weights import gated_config, gated_weights, rotary_buffers
+from memfit.model import Architecture, TensorSpec, Weight
+
+
+@final
+class Qwen3(Family):
+    """Llama's block with an RMSNorm over each head of query and key."""
+
+    name = "qwen3"
+    lora_targets = ("q_proj", "v_proj")
+    dropouts = ("attention_dropout",)
+
+    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+        """See `Family.architecture`; defaults are those of `Qwen3Config`."""
+        hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
+        kv_heads = key_value_heads(config, heads, absent=32)
+        whole_head_rotates(config)
+        layers = size(config, "num_hidden_layers")
+        head_dim = size(config, "head_dim", 128)
+        bias = flag(config, "attention_bias", False)
+        return Architecture(
+            family=self.name,
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            ffn=size(config, "intermediate_size"),
+            vocab=size(config, "vocab_size"),
+            max_sequence=size(config, "max_position_embeddings", 32768),
+            tied_embeddings=flag(config, "tie_word_embeddings", False),
+            attention_bias=bias,
+            output_bias=bias,
+            qk_norm=True,
+            rotary_dim=head_dim,
+            activation=activation(config, "hidden_act", "silu"),
+            sliding_window=windows(config, layers),
+        )
+
+    def config(self, a: Architecture) -> dict[str, Any]:
+        """See `Family.config`."""
+        return gated_config(a) | window_config(a) | {"attention_bias": a.attention_bias}
+
+    def weights(self, a: Architecture) -> tuple[Weight, ...]:
+        """See `Family.weights`."""
+        return gated_weights(a)
+
+    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
+        """See `Family.buffers`."""
+        return rotary_buffers(a)
+
+
+families.register("qwen3")(Qwen3())

@@ -1,0 +1,236 @@
+"""Families against Hugging Face's classes on the meta device."""
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from memfit.errors import InvalidRequest, UnknownName
+from memfit.families import families, find_family, read_model, without_dropout
+from memfit.model import Architecture, ModelReference
+
+SMALL = {"num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "vocab_size": 101}
+GATED = {**SMALL, "intermediate_size": 80, "num_key_value_heads": 2, "max_position_embeddings": 64}
+GPT2 = {"model_type": "gpt2", "vocab_size": 101, "n_embd": 48, "n_head": 4, "n_layer": 2}
+NEOX = {"model_type": "gpt_neox", **SMALL, "intermediate_size": 80}
+LLAMA = {"model_type": "llama", **GATED}
+QWEN3 = {"model_type": "qwen3", **GATED, "head_dim": 16}
+BASE = {
+    "gpt2": GPT2,
+    "gpt_neox": NEOX,
+    "llama": LLAMA,
+    "mistral": {"model_type": "mistral", **GATED},
+    "qwen2": {"model_type": "qwen2", **GATED},
+    "qwen3": QWEN3,
+}
+TOGGLED = [
+    GPT2,
+    GPT2 | {"tie_word_embeddings": False},
+    GPT2 | {"n_inner": 100, "n_positions": 32},
+    GPT2 | {"n_inner": None, "activation_function": "gelu"},
+    NEOX,
+    NEOX | {"tie_word_embeddings": True},
+    NEOX | {"attention_bias": False},
+    NEOX | {"rotary_pct": 0.5, "use_parallel_residual": False},
+    NEOX | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.34}},
+    NEOX | {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
+    LLAMA,
+    LLAMA | {"tie_word_embeddings": True},
+    LLAMA | {"attention_bias": True},
+    LLAMA | {"mlp_bias": True},
+    LLAMA | {"head_dim": 20},
+    LLAMA | {"num_key_value_heads": None},
+    {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"},
+    LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    BASE["mistral"],
+    BASE["mistral"] | {"sliding_window": None},
+    BASE["mistral"] | {"head_dim": 20, "tie_word_embeddings": True},
+    {k: v for k, v in BASE["mistral"].items() if k != "num_key_value_heads"}
+    | {"num_attention_heads": 16},
+    BASE["qwen2"],
+    BASE["qwen2"] | {"tie_word_embeddings": True, "head_dim": 20},
+    BASE["qwen2"] | {"num_key_value_heads": None},
+    BASE["qwen2"] | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    QWEN3,
+    QWEN3 | {"attention_bias": True, "tie_word_embeddings": True},
+    {k: v for k, v in QWEN3.items() if k != "head_dim"},
+]
+
+
+def reference(config):
+    return ModelReference(name="tiny", source="", config=config)
+
+
+def built(config):
+    """Hugging Face's own model of a config, on the meta device."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+
+
+def shapes(module):
+    return [(name, tuple(p.shape)) for name, p in module.named_parameters()]
+
+
+@pytest.mark.parametrize("config", TOGGLED, ids=lambda c: f"{c['model_type']}-{TOGGLED.index(c)}")
+def test_weights_and_buffers_are_those_of_hugging_faces_class(config):
+    model = read_model(reference(config))
+    theirs = built(config)
+    assert [(w.name, w.shape) for w in model.weights] == shapes(theirs)
+    assert model.parameters == theirs.num_parameters()
+    held = sorted(tuple(b.shape) for b in theirs.buffers())
+    buffers = find_family(config["model_type"]).buffers(model.architecture)
+    assert sorted(b.shape for b in buffers) == held
+
+
+@pytest.mark.parametrize("config", TOGGLED, ids=lambda c: f"{c['model_type']}-{TOGGLED.index(c)}")
+def test_our_config_builds_the_same_model_without_dropout(config):
+    family = find_family(config["model_type"])
+    architecture = family.architecture(config)
+    ours = family.config(architecture)
+    assert family.architecture(ours) == architecture
+    module = built(ours)
+    assert shapes(module) == shapes(built(config))
+    drops = [m.p for m in module.modules() if isinstance(m, torch.nn.Dropout)]
+    assert not any(drops)
+    assert not module.config.use_cache
+
+
+@pytest.mark.parametrize("name", sorted(BASE))
+def test_without_dropout_leaves_nothing_random(name):
+    full = AutoConfig.for_model(**BASE[name]).to_dict()
+    plain = AutoConfig.for_model(**without_dropout(reference(full)))
+    left = {k: v for k, v in plain.to_dict().items() if "drop" in k or k.endswith("pdrop")}
+    assert {k for k, v in left.items() if v} <= {"summary_first_dropout"}  # of another head
+
+
+@pytest.mark.parametrize("name", sorted(BASE))
+def test_a_config_that_hugging_face_writes_reads_as_the_short_one(name):
+    """`to_dict` spells every default out; absent keys must have meant the same."""
+    family = find_family(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        full = AutoConfig.for_model(**BASE[name]).to_dict()
+    assert family.architecture(full) == family.architecture(BASE[name])
+
+
+@pytest.mark.parametrize("name", sorted(BASE))
+def test_lora_targets_are_projections_of_every_block(name):
+    family = find_family(name)
+    architecture = family.architecture(BASE[name])
+    for target in family.lora_targets:
+        hits = [
+            w for w in family.weights(architecture) if w.name.split(".")[-2:] == [target, "weight"]
+        ]
+        assert len(hits) == architecture.layers
+
+
+def test_every_base_config_has_a_family_and_the_other_way_round():
+    assert families.names() == sorted(BASE)
+    for name in families:
+        assert families.find(name).name == name
+
+
+REQUIRED = {
+    "gpt2": ["vocab_size", "n_embd", "n_head", "n_layer"],
+    **{name: [*SMALL, "intermediate_size"] for name in BASE if name != "gpt2"},
+}
+
+
+@pytest.mark.parametrize(("name", "key"), [(n, k) for n, keys in REQUIRED.items() for k in keys])
+@pytest.mark.parametrize("value", [None, 0, -4, 2.5, "48", True])
+def test_a_size_that_is_missing_or_no_number_is_refused_by_name(name, key, value):
+    config = {k: v for k, v in BASE[name].items() if k != key}
+    if value is not None:
+        config[key] = value
+    with pytest.raises(InvalidRequest, match=f"`{key}"):
+        read_model(reference(config))
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (GPT2 | {"add_cross_attention": True}, "add_cross_attention"),
+        (GPT2 | {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn"),
+        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights"),
+        (GPT2 | {"activation_function": "mish"}, "mish"),
+        (GPT2 | {"n_head": 5}, "5 attention heads do not divide"),
+        (LLAMA | {"hidden_act": "relu2"}, "relu2"),
+        (LLAMA | {"num_key_value_heads": 3}, "3 key-value heads"),
+        (LLAMA | {"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+        (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+        (LLAMA | {"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+        (LLAMA | {"rope_parameters": {"full": {"rope_type": "default"}}}, "rotary parameters"),
+        (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config"),
+        (NEOX | {"rotary_pct": 0.0}, "rotary_pct"),
+        (NEOX | {"head_dim": 99}, "head_dim"),
+        (BASE["qwen2"] | {"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_what_a_family_does_not_describe_is_refused_by_name(config, named):
+    with pytest.raises(InvalidRequest, match=named):
+        read_model(reference(config))
+
+
+@pytest.mark.parametrize(
+    ("change", "window"),
+    [
+        ({}, 4096),
+        ({"sliding_window": None}, 0),
+        ({"sliding_window": 128}, 128),
+    ],
+)
+def test_mistrals_window_is_read(change, window):
+    assert find_family("mistral").architecture(BASE["mistral"] | change).sliding_window == window
+
+
+@pytest.mark.parametrize(
+    ("change", "window"),
+    [
+        ({}, 0),
+        ({"use_sliding_window": False, "sliding_window": 16}, 0),
+        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, 16),
+        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}, 0),
+        ({"use_sliding_window": True, "sliding_window": None}, 0),
+        (
+            {
+                "use_sliding_window": True,
+                "sliding_window": 16,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+            16,
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_qwens_window_is_read_only_where_a_layer_uses_it(name, change, window):
+    config = BASE[name] | change
+    assert find_family(name).architecture(config).sliding_window == window
+    kinds = AutoConfig.for_model(**config).layer_types
+    assert ("sliding_attention" in kinds) == bool(window)
+
+
+def test_an_unsupported_family_is_refused_by_name_with_the_supported_ones():
+    with pytest.raises(UnknownName, match="`gemma2` of `tiny`") as caught:
+        read_model(reference({"model_type": "gemma2"}))
+    assert "gpt2, gpt_neox, llama, mistral, qwen2, qwen3" in caught.value.hint
+    with pytest.raises(InvalidRequest, match="no `model_type`"):
+        read_model(reference({"hidden_size": 8}))
+
+
+@settings(max_examples=200, deadline=None)
+@given(head_dim=st.integers(2, 512), part=st.floats(0.01, 1.0))
+def test_a_rotated_part_survives_the_way_to_config_json_and_back(head_dim, part):
+    rotary = max(2, int(head_dim * part))
+    a = Architecture(
+        family="gpt_neox", layers=1, hidden=head_dim * 2, heads=2, kv_heads=2, head_dim=head_dim,
+        ffn=8, vocab=8, max_sequence=8, mlp_bias=True, rotary_dim=rotary, activation="gelu",
+    )  # fmt: skip
+    family = find_family("gpt_neox")
+    assert family.architecture(family.config(a)).rotary_dim == rotary
