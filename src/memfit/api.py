@@ -96,7 +96,7 @@ def read_plan(path: Path) -> Plan:
     found = read_json(path, Plan)
     if found.recipe_digest != found.recipe.digest:
         raise InvalidRequest(
-            f"`{path}` carries digest {found.recipe_digest}, but its recipe has {found.recipe.digest}",
+            f"`{path}` carries digest {found.recipe_digest}, its recipe has {found.recipe.digest}",
             hint="the file was edited or is of another memfit version; run `memfit plan` again",
         )
     return found

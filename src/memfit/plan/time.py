@@ -95,9 +95,15 @@ def predict_timeline(model: Model, recipe: Recipe, device: Device) -> Timeline:
 
 
 def relative_seconds(model: Model, recipe: Recipe, device: Device) -> float:
-    """Seconds for ranking recipes of one device; on nominal rates where it states none."""
-    flops = device.flops if device.flops.get(_dtype(recipe)) else RANKING_FLOPS
-    timeline = _timeline(model, recipe, flops, device.bandwidth or RANKING_BANDWIDTH)
+    """Seconds for ranking recipes of one device.
+
+    On nominal rates where it states none, and on any CPU: there the rates are measured when a run
+    starts, and two starts of one request must choose the same recipe.
+    """
+    nominal = device.is_cpu or not device.flops.get(_dtype(recipe)) or not device.bandwidth
+    flops = RANKING_FLOPS if nominal else device.flops
+    bandwidth = RANKING_BANDWIDTH if nominal else device.bandwidth
+    timeline = _timeline(model, recipe, flops, bandwidth or RANKING_BANDWIDTH)
     return timeline.seconds or 0.0
 
 

@@ -1,0 +1,37 @@
+# `make demo` and `make test` do all their set-up themselves; both build .venv when it is missing.
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+STEPS ?= 120
+
+.PHONY: demo test check lint types docs bench clean setup
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "memfit needs Python 3.11 or newer; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --editable '.[train,dev]'
+	@touch $@
+
+demo: setup  ## train a small model from scratch under 1 GiB, then adapt it with LoRA
+	$(PY) scripts/demo.py --steps $(STEPS)
+
+test: setup  ## every test, slow proofs included
+	$(PY) -m pytest
+
+check: lint types
+
+lint: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: setup
+	$(VENV)/bin/mypy
+
+docs: setup  ## regenerate what is generated
+	$(PY) scripts/generate_docs.py
+
+clean:
+	rm -rf $(VENV) runs/demo
