@@ -13,7 +13,8 @@ from functools import cached_property
 
 import msgspec
 
-from memfit import __version__, adapters, units
+from memfit import __version__, units
+from memfit.adapters import find_adapter
 from memfit.errors import InvalidRequest
 from memfit.model import Model
 from memfit.plan.memory import predict_memory
@@ -36,7 +37,7 @@ class Candidate:
     @cached_property
     def model(self) -> Model:
         """The model after the adapter: dtypes, trainable flags, extra rows."""
-        return adapters.adapt(self.problem.model, self.recipe)
+        return find_adapter(self.recipe).adapt(self.problem.model, self.recipe)
 
     @cached_property
     def memory(self) -> Memory:

@@ -1,0 +1,62 @@
+"""What several tests share: the network is off, and one tiny recipe."""
+
+import os
+
+import pytest
+
+from memfit.model import ModelReference
+from memfit.recipe import Freeze, Lora, Optimizer, Recipe
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+TINY_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture
+def tiny_recipe():
+    return Recipe(
+        model=ModelReference(name="tiny", source="", config=TINY_LLAMA),
+        weights="random",
+        objective="pretrain",
+        method="full",
+        lora=Lora(),
+        freeze=Freeze(),
+        base_format="fp32",
+        precision="fp32",
+        optimizer=Optimizer(
+            name="adamw",
+            implementation="fused",
+            learning_rate=1e-3,
+            weight_decay=0.0,
+            beta1=0.9,
+            beta2=0.999,
+            eps=1e-8,
+            momentum=0.9,
+            schedule="constant",
+            warmup_steps=0,
+            clip_norm=1.0,
+        ),
+        recompute_blocks=0,
+        attention="flash",
+        loss="plain",
+        loss_chunk=0,
+        sequence_length=16,
+        packing=True,
+        micro_batch=2,
+        accumulation=2,
+        steps=3,
+        device="cpu-x86",
+        seed=0,
+    )
