@@ -1,0 +1,154 @@
+"""What a CUDA build of torch would run where a build without CUDA decomposes or falls back.
+
+Two kinds of operator choose by the kernels that the build has, and would allocate other tensors:
+attention (falls back to the math kernel, which materialises tokens x tokens) and a few composite
+operators with a CUDA kernel of their own (the composite form allocates its intermediate results).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from memfit.hardware import Device
+
+aten = torch.ops.aten
+
+# CompositeImplicitAutograd and a CUDA kernel, in native_functions.yaml of torch 2.11 to 2.13.
+COMPOSITE_WITH_CUDA_KERNEL = ("silu_backward", "mish_backward")
+FLASH_HEAD_DIM = 256  # largest of the flash kernels
+FLASH_ALIGNMENT = 8  # elements of a head; torch pads to it
+EFFICIENT_ALIGNMENT = {torch.float32: 4, torch.bfloat16: 8, torch.float16: 8}  # on 8.0 and later
+
+
+@contextmanager
+def cuda_kernels(device: Device) -> Iterator[None]:
+    """Route the operators above to the kernels that this device has; undone at exit."""
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    attention = _attention(compute_capability(device))
+    with warnings.catch_warnings():  # torch warns of every kernel that is overridden
+        warnings.simplefilter("ignore")
+        for key in ("AutogradCUDA", "CUDA"):
+            library.impl("scaled_dot_product_attention", attention, key)
+        for name in COMPOSITE_WITH_CUDA_KERNEL:
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
+                library.impl(name, _below_autograd(getattr(aten, name).default), "AutogradCUDA")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def compute_capability(device: Device) -> tuple[int, int] | None:
+    """(major, minor); None when unknown or not NVIDIA's."""
+    if device.vendor != "NVIDIA" or device.compute_capability is None:
+        return None
+    major, _, minor = device.compute_capability.partition(".")
+    return int(major), int(minor or 0)
+
+
+def attention_backend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    masked: bool,
+    grouped: bool,
+    capability: tuple[int, int] | None,
+) -> SDPBackend | None:
+    """The kernel of `sdp::select_sdp_backend`, in its default order, under the enabled flags.
+
+    None when no enabled kernel can serve the inputs. An unknown capability counts as 8.0 or later.
+    The cuDNN kernel, which torch prefers on no device by default, is not imitated.
+    """
+    head, half = query.shape[-1], query.dtype in (torch.float16, torch.bfloat16)
+    modern = capability is None or capability >= (8, 0)
+    same = query.shape[1] == key.shape[1] == value.shape[1]
+    flash = (
+        torch._C._get_flash_sdp_enabled() and modern and half and not masked
+        and head == value.shape[-1] and head <= FLASH_HEAD_DIM and (same or grouped)
+    )  # fmt: skip
+    aligned = EFFICIENT_ALIGNMENT.get(query.dtype, 0) if modern else 1
+    efficient = (
+        torch._C._get_mem_efficient_sdp_enabled() and same and aligned
+        and head % aligned == 0 and value.shape[-1] % aligned == 0
+    )  # fmt: skip
+    if query.dim() == 4 and flash:
+        return SDPBackend.FLASH_ATTENTION
+    if query.dim() == 4 and efficient:
+        return SDPBackend.EFFICIENT_ATTENTION
+    return SDPBackend.MATH if torch._C._get_math_sdp_enabled() else None
+
+
+def _attention(capability: tuple[int, int] | None) -> Callable[..., Tensor]:
+    """`aten::scaled_dot_product_attention` as CUDA runs it: (batch, heads, tokens, head_dim)."""
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        backend = attention_backend(
+            query, key, value,
+            masked=attn_mask is not None, grouped=enable_gqa, capability=capability,
+        )  # fmt: skip
+        if backend is SDPBackend.FLASH_ATTENTION:
+            return _flash(query, key, value, dropout_p, is_causal, scale)
+        if backend is SDPBackend.EFFICIENT_ATTENTION and attn_mask is None:
+            saved = any(x.requires_grad for x in (query, key, value)) and torch.is_grad_enabled()
+            chosen = aten._scaled_dot_product_efficient_attention(
+                query, key, value, None, saved, dropout_p, is_causal, scale=scale
+            )
+        elif backend is None or attn_mask is not None:
+            raise RuntimeError("No available kernel. Aborting execution.")  # torch's own words
+        else:
+            chosen = aten._scaled_dot_product_attention_math(
+                query, key, value, None, dropout_p, is_causal, None,
+                scale=scale, enable_gqa=enable_gqa,
+            )  # fmt: skip
+        out: Tensor = chosen[0]
+        return out
+
+    return attention
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """The flash kernel, with the head padded to a multiple of 8 as torch pads it."""
+    head = query.shape[-1]
+    padding = -head % FLASH_ALIGNMENT
+    if padding:
+        query, key, value = (torch.nn.functional.pad(x, (0, padding)) for x in (query, key, value))
+    out: Tensor = aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout_p, is_causal, False,
+        scale=head**-0.5 if scale is None else scale,
+    )[0]  # fmt: skip
+    return out[..., :head] if padding else out
+
+
+def _below_autograd(operator: Any) -> Callable[..., Any]:
+    """The operator itself, not its decomposition; it has no gradient of its own."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*args, **kwargs)
+
+    return run

@@ -1,0 +1,129 @@
+"""Expandable segments: one range of addresses a pool, mapped page by page as it fills.
+
+From `c10/cuda/CUDACachingAllocator.cpp`, Note [Expandable Segments]: pages of 2 MiB (small pool)
+or 20 MiB (large pool) are mapped at the lowest address where the request fits.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from typing import Protocol
+
+from memfit.certify.segments import (
+    LARGE_SEGMENT,
+    SMALL_SEGMENT,
+    Block,
+    Pool,
+    insert_between,
+    merge,
+)
+
+
+class Driver(Protocol):
+    """Where pages and addresses come from: the allocator."""
+
+    reserved: int
+
+    def grow(self, size: int) -> bool:
+        """Map this many bytes; False when there are not so many."""
+
+    def address_range(self, size: int) -> int:
+        """A new range of addresses."""
+
+
+class ExpandableSegments:
+    """Mapping and unmapping for the pools of one allocator."""
+
+    def __init__(self, address_space: int, driver: Driver) -> None:
+        self._address_space = address_space  # bytes of one segment's range
+        self._driver = driver
+
+    def best_fit(self, pool: Pool, i: int) -> int:
+        """From the i-th cached block on, the one that can grow least: index into `pool.free`."""
+        free = pool.free
+        while i + 1 < len(free) and _can_be(free[i + 1][2]) < _can_be(free[i][2]):
+            i += 1
+        return i
+
+    def new_block(self, pool: Pool, size: int) -> Block | None:
+        """Map pages until a block of `size` bytes exists; None when the device is full."""
+        block = self._lowest_room(pool, size)
+        if not block.mapped and not self._map(block, min(block.size, size)):
+            return None
+        while block.size < size:
+            unmapped = block.next
+            if unmapped is None or not self._map(unmapped, min(size - block.size, unmapped.size)):
+                return None
+            block = unmapped
+        pool.remove(block)
+        return block
+
+    def release(self, pool: Pool) -> None:
+        """Unmap every page that lies wholly inside a cached block."""
+        for _, _, block in list(pool.free):
+            self._unmap(block)
+
+    def _lowest_room(self, pool: Pool, size: int) -> Block:
+        for _, unmapped in pool.unmapped:
+            left = unmapped.previous
+            start = left if left is not None and not left.allocated else unmapped
+            if _room(start, size):
+                return start
+        page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
+        space = -(-self._address_space // page) * page
+        block = Block(pool, space, self._driver.address_range(space), page)
+        block.mapped = False
+        insort(pool.unmapped, (block.address, block))
+        return block
+
+    def _map(self, block: Block, size: int) -> bool:
+        """Map the first `size` bytes, rounded up to pages, and join them to their neighbours."""
+        size = -(-size // block.page) * block.page
+        if not self._driver.grow(size):
+            return False
+        pool = block.pool
+        pool.forget(block)
+        block.mapped = True
+        if size < block.size:
+            rest = Block(pool, block.size - size, block.address + size, block.page)
+            rest.mapped = False
+            insert_between(rest, block, block.next)
+            insort(pool.unmapped, (rest.address, rest))
+            block.size = size
+        merge(block)
+        pool.add(block)
+        return True
+
+    def _unmap(self, block: Block) -> None:
+        pool, page = block.pool, block.page
+        start = -(-block.address // page) * page
+        stop = (block.address + block.size) // page * page
+        if start >= stop:
+            return
+        pool.remove(block)
+        if block.address < start:
+            before = Block(pool, start - block.address, block.address, page)
+            insert_between(before, block.previous, block)
+            pool.add(before)
+        if block.address + block.size > stop:
+            after = Block(pool, block.address + block.size - stop, stop, page)
+            insert_between(after, block, block.next)
+            pool.add(after)
+        block.address, block.size, block.mapped = start, stop - start, False
+        self._driver.reserved -= block.size
+        merge(block)
+        insort(pool.unmapped, (block.address, block))
+
+
+def _can_be(block: Block) -> int:
+    """The size to which a cached block can grow."""
+    after = block.next
+    return block.size + (after.size if after is not None and not after.mapped else 0)
+
+
+def _room(block: Block | None, size: int) -> bool:
+    room = 0
+    while block is not None and room < size and not block.allocated:
+        room += block.size
+        block = block.next
+    return room >= size
