@@ -1,0 +1,352 @@
+"""Which tokens each step sees: a pure function of (seed, step), so that resuming needs one integer.
+
+The rows of training form one endless sequence, epoch after epoch, each in its own seeded order;
+step s takes rows [s * global_batch, (s + 1) * global_batch). An epoch ends where its rows end, be
+that inside a step: the step's other rows are the next epoch's first ones, so no batch is short,
+none is dropped, and every token appears exactly once an epoch.
+
+- **packed pretraining** (`StreamRows`): documents in seeded order, one after the other, cut every
+  `sequence_length` tokens. A cut document goes on in the next row as a document of its own, and
+  the token at the cut still predicts the one behind it.
+- **packed fine-tuning** (`TableRows`, `pack_best_fit`): whole examples, each in the row where it
+  leaves the least room; the room left is padding.
+- **unpacked** (`TableRows`, `one_a_row`): one piece of a document a row, padded on the right to the
+  longest of its micro-batch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from memfit.errors import InvalidRequest
+from memfit.recipe import Recipe
+from memfit.train.tokens import Corpus
+
+Array = np.ndarray[Any, np.dtype[Any]]
+IGNORED = -100  # the label of a position that predicts nothing
+
+
+class Piece(NamedTuple):
+    """Tokens [start, stop) of one document."""
+
+    document: int
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return self.stop - self.start
+
+
+class Micro(NamedTuple):
+    """One micro-batch in numbers: (rows, width) int64 arrays and each row's document lengths."""
+
+    input_ids: Array
+    labels: Array  # the token each position predicts, or -100
+    position_ids: Array | None  # within the document; None when a row is one document
+    documents: tuple[tuple[int, ...], ...] | None  # sums to width in each row; None likewise
+
+    @property
+    def targets(self) -> int:
+        """Positions that predict a token."""
+        return int((self.labels != IGNORED).sum())
+
+
+class Worst(NamedTuple):
+    """The micro-batch with the largest memory of all that a run will see."""
+
+    step: int
+    micro: int
+    width: int  # tokens a row
+    documents: tuple[tuple[int, ...], ...] | None
+
+
+def seeded_order(count: int, seed: int, epoch: int) -> Array:
+    """A permutation of range(count); a pure function of its arguments.
+
+    Sorts raw Philox words: numpy guarantees those streams, not `Generator.permutation`'s.
+    """
+    words = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(count)
+    return np.argsort(words, kind="stable")
+
+
+class Rows(ABC):
+    """The endless sequence of rows."""
+
+    packed: bool
+
+    @property
+    @abstractmethod
+    def per_epoch(self) -> float:
+        """Rows of one epoch; a fraction when an epoch ends inside a row."""
+
+    @abstractmethod
+    def row(self, index: int, *, once: bool = False) -> tuple[Piece, ...]:
+        """The pieces of one row, left to right; with `once`, of the first epoch only."""
+
+    @abstractmethod
+    def costs(self, count: int) -> Array:
+        """(count, 3) of the first rows: tokens, sum of squared document lengths, documents."""
+
+
+class StreamRows(Rows):
+    """Documents one after the other, cut every `width` tokens; epochs follow without a gap."""
+
+    packed = True
+
+    def __init__(self, lengths: Array, width: int, seed: int) -> None:
+        self._lengths = np.asarray(lengths)
+        self._width = width
+        self._seed = seed
+        self._total = int(self._lengths.sum())
+        self._epoch = lru_cache(maxsize=2)(self._order)
+
+    @property
+    def per_epoch(self) -> float:
+        """Tokens of an epoch over tokens of a row."""
+        return self._total / self._width
+
+    def _order(self, epoch: int) -> tuple[Array, Array]:
+        """Documents in the epoch's order, and where each begins (with the end as the last)."""
+        order = seeded_order(len(self._lengths), self._seed, epoch)
+        return order, np.concatenate([[0], np.cumsum(self._lengths[order])])
+
+    def row(self, index: int, *, once: bool = False) -> tuple[Piece, ...]:
+        """The pieces of tokens [index * width, (index + 1) * width) of the stream."""
+        position, end, pieces = index * self._width, (index + 1) * self._width, []
+        end = min(end, self._total) if once else end
+        while position < end:
+            epoch, at = divmod(position, self._total)
+            order, starts = self._epoch(epoch)
+            where = int(np.searchsorted(starts, at, side="right")) - 1
+            begin = at - int(starts[where])
+            length = min(int(starts[where + 1]) - at, end - position)
+            pieces.append(Piece(int(order[where]), begin, begin + length))
+            position += length
+        return tuple(pieces)
+
+    def costs(self, count: int) -> Array:
+        """By epoch, for all rows at once: where documents begin, merged with where rows do."""
+        rows = np.zeros((count, 3), dtype="int64")
+        rows[:, 0] = self._width
+        end = count * self._width
+        for epoch in range(-(-end // self._total)):
+            base = epoch * self._total
+            stop = min(base + self._total, end)
+            _, starts = self._epoch(epoch)
+            cuts = np.arange(-(-base // self._width) * self._width, stop, self._width)
+            begins = np.union1d(starts[starts < stop - base] + base, cuts)
+            sizes = np.diff(np.append(begins, stop))
+            np.add.at(rows[:, 1], begins // self._width, sizes**2)
+            np.add.at(rows[:, 2], begins // self._width, 1)
+        return rows
+
+
+class TableRows(Rows):
+    """Rows that are made once; each epoch shows all of them in another order."""
+
+    def __init__(
+        self, rows: Sequence[tuple[Piece, ...]], width: int, seed: int, *, packed: bool
+    ) -> None:
+        self.packed = packed
+        self._rows = rows
+        self._width = width
+        self._seed = seed
+        self._epoch = lru_cache(maxsize=2)(lambda e: seeded_order(len(rows), seed, e))
+
+    @property
+    def per_epoch(self) -> float:
+        """Rows of the table."""
+        return float(len(self._rows))
+
+    def row(self, index: int, *, once: bool = False) -> tuple[Piece, ...]:
+        """The row that the epoch's order puts there."""
+        epoch, at = divmod(index, len(self._rows))
+        if once and epoch:
+            return ()
+        return self._rows[int(self._epoch(epoch)[at])]
+
+    def costs(self, count: int) -> Array:
+        """Read off the table; a packed row is as wide as all, its padding one document more."""
+        table = np.array([self._cost(row) for row in self._rows], dtype="int64")
+        epochs = range(-(-count // len(table)))
+        return np.concatenate([table[self._epoch(e)] for e in epochs])[:count]
+
+    def _cost(self, row: tuple[Piece, ...]) -> tuple[int, int, int]:
+        lengths = [p.length for p in row]
+        if self.packed:
+            lengths += [self._width - sum(lengths)] if sum(lengths) < self._width else []
+        return sum(lengths), sum(n * n for n in lengths), len(lengths)
+
+
+def pack_best_fit(lengths: Array, width: int, seed: int) -> list[tuple[Piece, ...]]:
+    """Whole documents in rows of `width`, longest first, each where the least room is left.
+
+    Documents of more than `width` tokens are cut to it, those of none left out. Equal lengths
+    come in seeded order.
+    """
+    order = seeded_order(len(lengths), seed, 0)
+    order = order[np.argsort(-np.minimum(lengths[order], width), kind="stable")]
+    rows: list[list[Piece]] = []
+    spaces: list[int] = []  # the distinct rooms left, ascending
+    by_space: dict[int, list[int]] = {}
+    for document in order[lengths[order] > 0].tolist():
+        length = min(int(lengths[document]), width)
+        at = bisect_left(spaces, length)
+        if at == len(spaces):
+            rows.append([])
+            row, space = len(rows) - 1, width
+        else:
+            space = spaces[at]
+            row = by_space[space].pop()
+            if not by_space[space]:
+                del by_space[space], spaces[at]
+        rows[row].append(Piece(document, 0, length))
+        if left := space - length:
+            if left not in by_space:
+                insort(spaces, left)
+            by_space.setdefault(left, []).append(row)
+    return [tuple(row) for row in rows]
+
+
+def one_a_row(lengths: Array, width: int, *, cut: bool) -> list[tuple[Piece, ...]]:
+    """One piece a row. A longer document is cut to `width`, or goes on in rows of its own."""
+    return [
+        (Piece(document, start, min(start + width, length)),)
+        for document, length in enumerate(lengths.tolist())
+        for start in range(0, min(length, width) if cut else length, width)
+    ]
+
+
+class Sampler:
+    """The batches of a recipe over a corpus."""
+
+    def __init__(self, corpus: Corpus, rows: Rows, recipe: Recipe, notes: tuple[str, ...]) -> None:
+        self.corpus = corpus
+        self.notes = notes
+        self._rows = rows
+        self._micro = recipe.micro_batch
+        self._accumulation = recipe.accumulation
+        self._global = recipe.global_batch
+        self._width = recipe.sequence_length
+        self._steps = recipe.steps
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Optimizer steps that see every token once."""
+        return self._rows.per_epoch / self._global
+
+    def sample(self, step: int) -> list[Micro]:
+        """The micro-batches of one optimizer step."""
+        first = step * self._global
+        return [self._batch(first + i * self._micro) for i in range(self._accumulation)]
+
+    def all_once(self) -> list[Micro]:
+        """Every row of the first epoch once, in micro-batches: what an evaluation reads.
+
+        The last micro-batch is filled up with rows that predict nothing.
+        """
+        count = int(-(-self._rows.per_epoch // 1))
+        return [self._batch(first, once=True) for first in range(0, count, self._micro)]
+
+    def worst(self) -> Worst:
+        """The micro-batch with the largest memory: the most tokens (padding counted), then the
+        longest documents (their attention is quadratic), then the most documents.
+        """
+        costs = self._rows.costs(self._steps * self._global)
+        groups = costs.reshape(-1, self._micro, 3)
+        widest = groups[:, :, 0].max(axis=1)
+        keys = (groups[:, :, 2].sum(axis=1), groups[:, :, 1].sum(axis=1), widest)
+        index = int(np.lexsort(keys)[-1])
+        step, micro = divmod(index, self._accumulation)
+        batch = self._batch(index * self._micro)
+        return Worst(step, micro, batch.input_ids.shape[1], batch.documents)
+
+    def _batch(self, first: int, *, once: bool = False) -> Micro:
+        rows = [self._rows.row(i, once=once) for i in range(first, first + self._micro)]
+        packed = self._rows.packed
+        width = self._width if packed else max(sum(p.length for p in row) for row in rows)
+        ids = np.zeros((len(rows), width), dtype="int64")
+        labels = np.full((len(rows), width), IGNORED, dtype="int64")
+        positions = np.zeros((len(rows), width), dtype="int64")
+        documents = []
+        for i, row in enumerate(rows):
+            at = 0
+            for piece in row:
+                end = at + piece.length
+                ids[i, at:end], labels[i, at:end] = self._read(piece)
+                positions[i, at:end] = np.arange(piece.length)
+                at = end
+            padding = width - at
+            positions[i, at:] = np.arange(padding)
+            documents.append((*(p.length for p in row), *((padding,) if padding else ())))
+        if not packed:
+            return Micro(ids, labels, None, None)
+        return Micro(ids, labels, positions, tuple(documents))
+
+    def _read(self, piece: Piece) -> tuple[Array, Array]:
+        """Ids and labels of a piece; its last token predicts the next one of its document."""
+        offset, after = (int(self.corpus.offsets[piece.document + i]) for i in (0, 1))
+        start, stop = offset + piece.start, offset + piece.stop
+        ids = self.corpus.tokens[start : min(stop + 1, after)].astype("int64")
+        labels = np.full(piece.length, IGNORED, dtype="int64")
+        labels[: len(ids) - 1] = ids[1:]
+        if self.corpus.learned is not None:
+            learned = self.corpus.learned[start + 1 : start + len(ids)]
+            labels[: len(ids) - 1][learned == 0] = IGNORED
+        return ids[: piece.length], labels
+
+
+def build_sampler(corpus: Corpus, recipe: Recipe, name: str) -> Sampler:
+    """The sampler that a recipe asks for; `name` is how the data is called in messages.
+
+    Fine-tuning examples longer than a row are cut and counted; those of which no answer is left
+    are left out and counted. Raises InvalidRequest when nothing is left to learn.
+    """
+    width, lengths = recipe.sequence_length, np.asarray(corpus.lengths)
+    notes = list(corpus.notes)
+    sft = recipe.objective == "sft"
+    if sft:
+        lengths, told = _fit(corpus, width, name)
+        notes += told
+    if not sft and int((lengths - 1).sum()) == 0:
+        raise InvalidRequest(f"`{name}` has no token that another one predicts")
+    rows: Rows
+    if recipe.packing and not sft:
+        rows = StreamRows(lengths, width, recipe.seed)
+    elif recipe.packing:
+        table = pack_best_fit(lengths, width, recipe.seed)
+        rows = TableRows(table, width, recipe.seed, packed=True)
+    else:
+        rows = TableRows(one_a_row(lengths, width, cut=sft), width, recipe.seed, packed=False)
+    return Sampler(corpus, rows, recipe, tuple(notes))
+
+
+def _fit(corpus: Corpus, width: int, name: str) -> tuple[Array, list[str]]:
+    """Lengths of fine-tuning examples, 0 for those that are left out, and what the user is told."""
+    lengths = np.array(corpus.lengths)
+    long = np.flatnonzero(lengths > width)
+    refused = 0
+    for document in long.tolist():
+        begin = int(corpus.offsets[document]) + 1
+        if corpus.learned is not None and not corpus.learned[begin : begin + width].any():
+            lengths[document] = 0
+            refused += 1
+    if not lengths.any():
+        raise InvalidRequest(
+            f"no example of `{name}` has an answer within sequence_length {width}",
+            hint=f"the shortest example has {int(corpus.lengths.min())} tokens",
+        )
+    told = []
+    if cut := len(long) - refused:
+        told.append(f"{cut} examples of `{name}` are cut to sequence_length {width}")
+    if refused:
+        told.append(f"{refused} examples of `{name}` are left out: no answer within {width} tokens")
+    return lengths, told

@@ -1,0 +1,216 @@
+"""Sampling and packing, against what the documents themselves say."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_runs import tiny_recipe
+
+from memfit.errors import InvalidRequest
+from memfit.train.packing import (
+    IGNORED,
+    StreamRows,
+    TableRows,
+    build_sampler,
+    one_a_row,
+    pack_best_fit,
+    seeded_order,
+)
+from memfit.train.tokens import Corpus
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
+
+
+def corpus(lengths, learned=None):
+    """Documents whose tokens are all different, so that a token names its place."""
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype("int64")
+    tokens = np.arange(offsets[-1], dtype="uint32")
+    return Corpus(tokens, offsets, learned, "0" * 32, ())
+
+
+def pieces(batches):
+    """(ids, labels, positions) of every document of every row, as the attention sees them."""
+    for batch in batches:
+        for i, lengths in enumerate(batch.documents):
+            at = 0
+            for n in lengths:
+                cut = slice(at, at + n)
+                yield batch.input_ids[i, cut], batch.labels[i, cut], batch.position_ids[i, cut]
+                at += n
+            assert at == batch.input_ids.shape[1]
+
+
+@given(lengths=LENGTHS, width=st.integers(1, 17), seed=st.integers(0, 5))
+@settings(deadline=None, max_examples=60)
+def test_the_stream_shows_every_token_once_an_epoch(lengths, width, seed):
+    rows = StreamRows(np.array(lengths), width, seed)
+    total = sum(lengths)
+    seen = Counter()
+    for index in range(2 * -(-total // width)):
+        row = rows.row(index)
+        assert sum(p.length for p in row) == width
+        seen.update((p.document, t) for p in row for t in range(p.start, p.stop))
+    order = [(d, t) for d, n in enumerate(lengths) for t in range(n)]
+    flat = [
+        (p.document, t)
+        for index in range(2 * -(-total // width))
+        for p in rows.row(index)
+        for t in range(p.start, p.stop)
+    ]
+    assert sorted(flat[:total]) == order, "the first epoch"
+    assert sorted(flat[total : 2 * total]) == order, "the second epoch, without a gap"
+
+
+def test_an_epoch_that_ends_inside_a_step_is_followed_by_the_next_one():
+    # 70 tokens, 4 rows of 8 a step: the third step holds the last 6 tokens and 26 of epoch two
+    recipe = tiny_recipe(sequence_length=8, micro_batch=2, accumulation=2, steps=10)
+    data = corpus([30, 40])
+    sampler = build_sampler(data, recipe, "data")
+    assert sampler.steps_per_epoch == pytest.approx(70 / 32)
+    stream = np.concatenate([b.input_ids.ravel() for s in range(5) for b in sampler.sample(s)])
+    assert sorted(stream[:70]) == list(range(70))
+    assert sorted(stream[70:140]) == list(range(70))
+    assert len(sampler.sample(2)) == 2
+
+
+@given(lengths=LENGTHS, width=st.integers(2, 17))
+@settings(deadline=None, max_examples=40)
+def test_every_target_of_the_stream_is_the_next_token_of_the_same_document(lengths, width):
+    recipe = tiny_recipe(sequence_length=width, micro_batch=2, accumulation=1, steps=1)
+    data = corpus([*lengths, 3])
+    sampler = build_sampler(data, recipe, "data")
+    last = {int(i) - 1 for i in data.offsets[1:]}
+    for step in range(3):
+        for ids, labels, positions in pieces(sampler.sample(step)):
+            assert (np.diff(ids) == 1).all(), "a piece is one run of one document"
+            assert (positions == np.arange(len(ids))).all()
+            for token, label in zip(ids.tolist(), labels.tolist(), strict=True):
+                assert label == (IGNORED if token in last else token + 1)
+
+
+def test_a_sample_depends_on_seed_and_step_alone():
+    recipe = tiny_recipe(sequence_length=8, micro_batch=2, accumulation=2, steps=50, seed=3)
+    data = corpus(list(range(2, 40)))
+    forward, backward = build_sampler(data, recipe, "d"), build_sampler(data, recipe, "d")
+    ahead = [forward.sample(s)[1].input_ids for s in range(50)]
+    back = [backward.sample(s)[1].input_ids for s in reversed(range(50))][::-1]
+    assert all((a == b).all() for a, b in zip(ahead, back, strict=True))
+    other = build_sampler(data, tiny_recipe(sequence_length=8, seed=4), "d")
+    assert not (other.sample(0)[0].input_ids == ahead[0][:1]).all()
+
+
+def test_orders_are_permutations_and_differ_by_epoch_and_seed():
+    orders = {(s, e): tuple(seeded_order(50, s, e).tolist()) for s in (0, 1) for e in (0, 1)}
+    assert len(set(orders.values())) == 4
+    assert all(sorted(o) == list(range(50)) for o in orders.values())
+    assert orders[0, 0] == tuple(seeded_order(50, 0, 0).tolist())
+
+
+@given(lengths=LENGTHS, seed=st.integers(0, 3))
+@settings(deadline=None, max_examples=60)
+def test_best_fit_keeps_examples_whole_and_close_to_the_fewest_rows(lengths, seed):
+    rows = pack_best_fit(np.array(lengths), 40, seed)
+    assert sorted(p.document for row in rows for p in row) == list(range(len(lengths)))
+    assert all(p.start == 0 and p.stop == lengths[p.document] for row in rows for p in row)
+    assert all(sum(p.length for p in row) <= 40 for row in rows)
+    fewest = -(-sum(lengths) // 40)
+    assert len(rows) <= 11 * fewest / 9 + 6 / 9 + 1  # Dosa 2007, with the fractional lower bound
+
+
+def test_best_fit_takes_the_row_with_the_least_room():
+    # 9 and 7 open rows of 10 (rooms 1 and 3); 3 fills the second exactly, 1 the first
+    rows = pack_best_fit(np.array([9, 7, 3, 1]), 10, 0)
+    assert sorted(sorted(p.length for p in row) for row in rows) == [[1, 9], [3, 7]]
+
+
+def test_a_packed_example_row_is_filled_up_by_a_padding_document():
+    recipe = tiny_recipe(objective="sft", sequence_length=10, micro_batch=1, accumulation=1)
+    data = corpus([7], learned=np.array([0, 0, 0, 1, 1, 1, 1], dtype="uint8"))
+    (batch,) = build_sampler(data, recipe, "d").sample(0)
+    assert batch.documents == ((7, 3),)
+    assert batch.labels.tolist() == [[-100, -100, 3, 4, 5, 6, -100, -100, -100, -100]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 0, 1, 2]]
+    assert batch.targets == 4
+
+
+def test_unpacked_rows_are_padded_to_the_longest_of_their_micro_batch():
+    recipe = tiny_recipe(packing=False, sequence_length=16, micro_batch=2, accumulation=1)
+    (batch,) = build_sampler(corpus([3, 5]), recipe, "d").sample(0)
+    assert batch.input_ids.shape == (2, 5)
+    assert batch.documents is None
+    assert batch.position_ids is None
+    assert batch.targets == 2 + 4
+
+
+def test_an_unpacked_long_document_goes_on_in_rows_of_its_own():
+    rows = one_a_row(np.array([5, 2]), 2, cut=False)
+    assert [(p.document, p.start, p.stop) for (p,) in rows] == [
+        (0, 0, 2), (0, 2, 4), (0, 4, 5), (1, 0, 2),
+    ]  # fmt: skip
+
+
+def test_examples_too_long_are_cut_or_left_out_and_counted():
+    learned = np.zeros(30, dtype="uint8")
+    learned[8:10] = 1  # first example: answer at its end, within 10
+    learned[14:20] = 1  # second: answer from 4 on
+    learned[29] = 1  # third: answer is its very last token
+    recipe = tiny_recipe(objective="sft", sequence_length=8, micro_batch=1, accumulation=1)
+    sampler = build_sampler(corpus([10, 10, 10], learned), recipe, "chat")
+    assert "2 examples of `chat` are cut to sequence_length 8" in sampler.notes
+    assert any(n.startswith("1 examples of `chat` are left out") for n in sampler.notes)
+    assert sampler.steps_per_epoch == 2
+    with pytest.raises(InvalidRequest, match="no example of `chat` has an answer"):
+        build_sampler(corpus([10], np.eye(1, 10, 9, dtype="uint8")[0]), recipe, "chat")
+
+
+@given(lengths=LENGTHS, width=st.integers(2, 12), packing=st.booleans(),
+       objective=st.sampled_from(["pretrain", "sft"]))  # fmt: skip
+@settings(deadline=None, max_examples=60)
+def test_the_worst_batch_is_the_worst_of_all_that_are_sampled(lengths, width, packing, objective):
+    recipe = tiny_recipe(sequence_length=width, micro_batch=2, accumulation=2, steps=7,
+                         packing=packing, objective=objective)  # fmt: skip
+    sampler = build_sampler(corpus([*lengths, 2]), recipe, "d")
+
+    def cost(batch):
+        documents = batch.documents or ()
+        flat = [n for row in documents for n in row]
+        return batch.input_ids.size, sum(n * n for n in flat), len(flat)
+
+    costs = {(s, m): cost(b) for s in range(7) for m, b in enumerate(sampler.sample(s))}
+    worst = sampler.worst()
+    found = costs[worst.step, worst.micro]
+    if packing:
+        assert found == max(costs.values())
+    else:
+        assert found[0] == max(c[0] for c in costs.values())
+    assert worst.width == sampler.sample(worst.step)[worst.micro].input_ids.shape[1]
+
+
+def test_an_evaluation_reads_every_example_once():
+    recipe = tiny_recipe(packing=False, sequence_length=8, micro_batch=2, accumulation=1)
+    data = corpus([3, 4, 5])
+    batches = build_sampler(data, recipe, "d").all_once()
+    assert sum(b.targets for b in batches) == 2 + 3 + 4
+    assert [b.input_ids.shape[0] for b in batches] == [2, 2]
+
+
+def test_an_evaluation_of_packed_text_reads_every_token_once():
+    recipe = tiny_recipe(sequence_length=8, micro_batch=2, accumulation=1)
+    batches = build_sampler(corpus([9, 10]), recipe, "d").all_once()
+    labels = np.concatenate([b.labels[b.labels != IGNORED] for b in batches])
+    assert sorted(labels) == [*range(1, 9), *range(10, 19)]
+
+
+def test_documents_of_one_token_leave_nothing_to_learn():
+    with pytest.raises(InvalidRequest, match="no token that another one predicts"):
+        build_sampler(corpus([1, 1]), tiny_recipe(), "d")
+
+
+def test_table_rows_show_each_row_once_an_epoch():
+    rows = TableRows(one_a_row(np.array([2] * 9), 2, cut=False), 2, 0, packed=False)
+    first = [rows.row(i)[0].document for i in range(9)]
+    second = [rows.row(i)[0].document for i in range(9, 18)]
+    assert sorted(first) == sorted(second) == list(range(9))
+    assert first != second
