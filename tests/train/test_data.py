@@ -1,0 +1,281 @@
+"""Reading and tokenising data; the tokenizer of transformers is the oracle."""
+
+import json
+import threading
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from memfit.errors import InvalidRequest, RunFailed
+from memfit.train import tokens
+from memfit.train.data import find_sources, read_examples, read_texts
+from memfit.train.tokenizer import read_tokenizer, train_tokenizer
+from memfit.train.tokens import read_corpus
+
+CHAT = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TALK = [
+    {"role": "user", "content": "Name a colour."},
+    {"role": "assistant", "content": "Blue."},
+    {"role": "user", "content": "Another?"},
+    {"role": "assistant", "content": "Green."},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    return train_tokenizer(["the cat sat on the mat, name a colour: blue " * 20], 300, folder)
+
+
+@pytest.fixture
+def chatty(tokenizer, tmp_path):
+    tokenizer.save(tmp_path / "chatty")
+    (tmp_path / "chatty" / "chat_template.jinja").write_text(CHAT)
+    return read_tokenizer(str(tmp_path / "chatty"))
+
+
+def write_lines(path, records):
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    return str(path)
+
+
+def read(data, tokenizer, cache, objective="pretrain"):
+    return read_corpus(find_sources(str(data)), tokenizer, objective, cache)
+
+
+def document(corpus, i):
+    cut = slice(corpus.offsets[i], corpus.offsets[i + 1])
+    return corpus.tokens[cut].tolist()
+
+
+def test_a_folder_is_all_its_text_in_the_order_of_names(tokenizer, tmp_path):
+    data = tmp_path / "data"
+    (data / "sub").mkdir(parents=True)
+    (data / "b.md").write_text("on the mat")
+    (data / "a.txt").write_text("the cat sat")
+    (data / "sub" / "c.py").write_text("print('naïve ☃')")
+    (data / ".hidden").write_text("secret")
+    (data / "picture.png").write_bytes(b"\x89PNG\0\xff")
+    (data / "empty.txt").write_text("")
+    corpus = read(data, tokenizer, tmp_path)
+    texts = [tokenizer.decode(document(corpus, i)) for i in range(corpus.documents)]
+    assert texts == ["the cat sat", "on the mat", "print('naïve ☃')"]
+    assert all(document(corpus, i)[-1] == tokenizer.end for i in range(3))
+    assert corpus.notes == (
+        f"1 empty files passed over in `{data}`",
+        f"1 binary files passed over in `{data}`",
+    )
+    assert corpus.tokens.dtype == np.uint16
+
+
+def test_a_glob_pattern_chooses_files(tokenizer, tmp_path):
+    (tmp_path / "a.txt").write_text("the cat")
+    (tmp_path / "b.py").write_text("the mat")
+    found = find_sources(str(tmp_path / "**" / "*.py"))
+    assert [s.path.name for s in found.files] == ["b.py"]
+
+
+def test_jsonl_parquet_and_text_give_the_same_tokens(tokenizer, tmp_path):
+    texts = ["the cat", "sat on the mat"]
+    lines = write_lines(tmp_path / "a.jsonl", [{"text": t} for t in texts])
+    table = pyarrow.table({"text": texts, "other": [1, 2]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    one = read(lines, tokenizer, tmp_path)
+    two = read(tmp_path / "a.parquet", tokenizer, tmp_path)
+    want = [tokenizer.wrapped(t)["input_ids"] + [tokenizer.end] for t in texts]
+    assert [document(c, i) for c in (one, two) for i in range(2)] == want * 2
+
+
+def test_a_completion_is_learned_and_its_prompt_is_not(tokenizer, tmp_path):
+    data = write_lines(tmp_path / "p.jsonl", [{"prompt": "name a col", "completion": "our: blue"}])
+    corpus = read(data, tokenizer, tmp_path, "sft")
+    prompt = tokenizer.encode("name a col")
+    answer = [*tokenizer.encode("our: blue"), tokenizer.end]
+    assert document(corpus, 0) == prompt + answer
+    assert corpus.learned.tolist() == [0] * len(prompt) + [1] * len(answer)
+    assert read(data, tokenizer, tmp_path, "pretrain").learned is None
+
+
+def test_only_what_assistants_wrote_is_learned(chatty, tmp_path):
+    corpus = read(write_lines(tmp_path / "c.jsonl", [{"messages": TALK}]), chatty, tmp_path, "sft")
+    ids = np.array(document(corpus, 0))
+    whole = chatty.wrapped.apply_chat_template(TALK, tokenize=False)
+    assert ids.tolist() == chatty.wrapped(whole, add_special_tokens=False)["input_ids"]
+    learned = chatty.wrapped.decode(ids[corpus.learned == 1])
+    assert learned == "Blue.<|endoftext|>Green.<|endoftext|>"
+
+
+def test_messages_in_parquet_are_read(chatty, tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"messages": [TALK]}), tmp_path / "m.parquet")
+    assert read(tmp_path / "m.parquet", chatty, tmp_path, "sft").documents == 1
+
+
+def test_messages_without_a_chat_template_are_refused(tokenizer, tmp_path):
+    data = write_lines(tmp_path / "c.jsonl", [{"messages": TALK}])
+    with pytest.raises(InvalidRequest, match=r"c.jsonl` line 1: .* has no chat template"):
+        read(data, tokenizer, tmp_path, "sft")
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, tmp_path):
+    tokenizer.save(tmp_path / "t")
+    template = "{{ messages | length }}" + CHAT
+    (tmp_path / "t" / "chat_template.jinja").write_text(template)
+    data = write_lines(tmp_path / "c.jsonl", [{"messages": TALK}])
+    with pytest.raises(InvalidRequest, match="rewrites earlier turns"):
+        read(data, read_tokenizer(str(tmp_path / "t")), tmp_path, "sft")
+
+
+BAD_LINES = {
+    '{"text": "a"}\n{"text": ': r"bad.jsonl` line 2 is not JSON",
+    '{"text": "a"}\n\n[1]\n': r"line 3 holds a list, not an object",
+    '{"body": "a"}\n': r"line 1 has no column to train on: body",
+    '{"text": 3}\n': r"line 1: `text` is a int",
+    '{"text": ""}\n': r"line 1: `text` is empty",
+    '{"prompt": "a", "completion": ""}\n': r"`completion` is empty",
+    '{"messages": []}\n': r"line 1: `messages` is not a list of role and content",
+    '{"messages": [{"role": "user"}]}\n': r"`messages` is not a list of role and content",
+    '{"text": "\\ud800"}\n': r"half a surrogate pair",
+}
+
+
+@pytest.mark.parametrize("content", BAD_LINES)
+def test_a_broken_line_is_named_by_file_and_number(content, tokenizer, tmp_path):
+    (tmp_path / "bad.jsonl").write_text(content)
+    with pytest.raises(InvalidRequest, match=BAD_LINES[content]):
+        read(tmp_path / "bad.jsonl", tokenizer, tmp_path / "cache")
+    assert not list((tmp_path / "cache").rglob("*.bin")), "nothing is left behind"
+
+
+def test_unusable_files_are_refused_by_name(tokenizer, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "program").write_bytes(b"\x7fELF\0\0")
+    (tmp_path / "latin.txt").write_bytes("café au lait".encode("latin-1"))
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 nonsense")
+    (tmp_path / "void").mkdir()
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["a"]}), tmp_path / "other.parquet")
+    for name, says in {
+        "missing.txt": "no data at",
+        "empty.txt": "is empty",
+        "program": "is a binary file",
+        "latin.txt": "is not UTF-8 text: it holds the byte 0xe9",
+        "list.json": "one JSON document",
+        "broken.parquet": "as parquet",
+        "other.parquet": "no column to train on: body",
+        "void": "holds no text",
+        "*.nothing": "holds no text",
+    }.items():
+        with pytest.raises(InvalidRequest, match=says):
+            read(tmp_path / name, tokenizer, tmp_path / "cache")
+    with pytest.raises(InvalidRequest, match=r"did you mean `empty.txt`"):
+        find_sources(str(tmp_path / "emty.txt"))
+
+
+def test_data_is_tokenised_once(tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("the cat")
+    first = read(tmp_path / "a.txt", tokenizer, tmp_path / "cache")
+    monkeypatch.setattr(tokens, "read_examples", None)  # a second reading would fail
+    second = read(tmp_path / "a.txt", tokenizer, tmp_path / "cache")
+    assert second.tokens.tolist() == first.tokens.tolist()
+
+
+def test_the_cache_is_keyed_by_bytes_tokenizer_and_objective(tokenizer, chatty, tmp_path):
+    (tmp_path / "a.txt").write_text("the cat")
+    (tmp_path / "same.txt").write_text("the cat")
+    (tmp_path / "b.txt").write_text("the mat")
+    key = read(tmp_path / "a.txt", tokenizer, tmp_path).digest
+    assert read(tmp_path / "same.txt", tokenizer, tmp_path).digest == key
+    assert read(tmp_path / "b.txt", tokenizer, tmp_path).digest != key
+    assert read(tmp_path / "a.txt", chatty, tmp_path).digest != key
+    assert read(tmp_path / "a.txt", tokenizer, tmp_path, "sft").digest != key
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "meta"])
+def test_a_damaged_cache_is_made_again(damage, tokenizer, tmp_path):
+    (tmp_path / "a.txt").write_text("the cat sat")
+    good = read(tmp_path / "a.txt", tokenizer, tmp_path).tokens.tolist()
+    (folder,) = (tmp_path / "tokens").iterdir()
+    if damage == "missing":
+        (folder / "offsets.bin").unlink()
+    elif damage == "short":
+        (folder / "tokens.bin").write_bytes(b"\0\0")
+    else:
+        (folder / "meta.json").write_text("{")
+    assert read(tmp_path / "a.txt", tokenizer, tmp_path).tokens.tolist() == good
+
+
+def test_two_readers_at_once_agree(tokenizer, tmp_path):
+    (tmp_path / "a.txt").write_text("the cat sat on the mat " * 5000)
+    found = []
+    readers = [
+        threading.Thread(target=lambda: found.append(read(tmp_path / "a.txt", tokenizer, tmp_path)))
+        for _ in range(4)
+    ]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    assert len(found) == 4
+    assert all((c.tokens == found[0].tokens).all() for c in found)
+    assert len(list((tmp_path / "tokens").iterdir())) == 1
+
+
+def test_a_cache_that_cannot_be_written_is_one_clear_error(tokenizer, tmp_path):
+    (tmp_path / "a.txt").write_text("the cat")
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(RunFailed, match="cannot write the token cache"):
+        read(tmp_path / "a.txt", tokenizer, tmp_path / "file")
+
+
+def test_a_long_text_is_one_document_and_loses_nothing(tokenizer, tmp_path):
+    text = "the cat sat on the mat\n" * 120_000  # 2.8 MB: encoded in pieces
+    (tmp_path / "long.txt").write_text(text)
+    corpus = read(tmp_path / "long.txt", tokenizer, tmp_path)
+    assert corpus.documents == 1
+    assert tokenizer.decode(corpus.tokens.tolist()) == text
+
+
+def test_a_trained_tokenizer_loses_no_text_and_loads_with_transformers(tokenizer):
+    from transformers import AutoTokenizer
+
+    text = "ünïcode ☃ \t\n tabs, the cat"
+    again = AutoTokenizer.from_pretrained(tokenizer.source)
+    assert again.decode(again(text)["input_ids"]) == text
+    assert read_tokenizer(tokenizer.source).fingerprint == tokenizer.fingerprint
+    assert tokenizer.vocab <= 300
+
+
+def test_vocabularies_that_do_not_fit_are_refused_with_both_numbers(tokenizer, tmp_path):
+    tokenizer.check_vocabulary(tokenizer.vocab, "tiny")
+    with pytest.raises(InvalidRequest, match=rf"{tokenizer.vocab} tokens but `tiny` has .* 96"):
+        tokenizer.check_vocabulary(96, "tiny")
+    with pytest.raises(InvalidRequest, match="a vocabulary of 96 cannot hold the 256 bytes"):
+        train_tokenizer(["a"], 96, tmp_path)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(InvalidRequest, match="no tokenizer in"):
+        read_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(InvalidRequest, match="cannot read the tokenizer"):
+        read_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_learns_from_every_kind_of_file(tmp_path):
+    (tmp_path / "a.txt").write_text("plain")
+    write_lines(tmp_path / "b.jsonl", [{"text": "line"}, {"messages": TALK[:2]}])
+    texts = list(read_texts(find_sources(str(tmp_path))))
+    assert texts == ["plain", "line", "Name a colour.", "Blue."]
+
+
+def test_examples_name_their_place(tokenizer, tmp_path):
+    data = write_lines(tmp_path / "a.jsonl", [{"text": "x"}, {"text": "y"}])
+    assert [e.where.split("/")[-1] for e in read_examples(find_sources(data), tokenizer)] == [
+        "a.jsonl` line 1",
+        "a.jsonl` line 2",
+    ]
