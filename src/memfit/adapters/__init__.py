@@ -1,1 +1,50 @@
-"""What is trained: full, freeze, lora. One file a method."""
+"""What is trained: full, freeze, lora. One file a method; nothing else knows about LoRA.
+
+A method is declared once as `Model -> Model` and applied to a torch module by those same rows, so
+that the planner's dtypes and the trainer's are one fact.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from memfit.model import Model
+from memfit.recipe import Recipe
+from memfit.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Adapter(ABC):
+    """A method of training; instances are registered in `adapters` under the method's name."""
+
+    @abstractmethod
+    def adapt(self, model: Model, recipe: Recipe) -> Model:
+        """The model as it is stored: dtypes, trainable flags, the method's own rows and names.
+
+        Raises InvalidRequest when nothing would be trained, or a name matches nothing.
+        """
+
+    @abstractmethod
+    def apply(self, module: nn.Module, recipe: Recipe) -> nn.Module:
+        """The same on a torch module, whose tensors may be on the meta device.
+
+        Returns the module to train, whose parameters are exactly `adapt`'s rows.
+        """
+
+    def base_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """The parameters of the base model in an applied module, under Hugging Face's names."""
+        return dict(module.named_parameters())
+
+    def reset(self, module: nn.Module) -> None:  # noqa: B027 - most methods add no parameters
+        """Start values of the method's own parameters; with them the base model is unchanged."""
+
+
+adapters: Registry[Adapter] = Registry("method", "memfit.adapters")
+
+
+def find_adapter(recipe: Recipe) -> Adapter:
+    """The adapter of a recipe's method."""
+    return adapters.find(recipe.method)

@@ -1,1 +1,53 @@
 """Optimizers, one file each: the state they declare and the torch object they build."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from memfit.errors import InvalidRequest
+from memfit.model import TensorSpec
+from memfit.recipe import Optimizer
+from memfit.registry import Registry
+
+if TYPE_CHECKING:
+    import torch
+
+
+class OptimizerFamily(ABC):
+    """One optimizer and its implementations, which are different ledgers of the same update."""
+
+    implementations: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def state(self, local: TensorSpec, settings: Optimizer) -> tuple[TensorSpec, ...]:
+        """What one parameter's state holds from the first step on, host tensors included."""
+
+    @abstractmethod
+    def host_state(self, settings: Optimizer) -> tuple[TensorSpec, ...]:
+        """The part of `state` that torch keeps in host memory whatever the device is."""
+
+    @abstractmethod
+    def step_temporaries(self, parameters: Sequence[TensorSpec], settings: Optimizer) -> int:
+        """Bytes at the worst moment of a later step, above parameters, gradients and state."""
+
+    @abstractmethod
+    def build(
+        self, parameters: Iterable[torch.nn.Parameter], settings: Optimizer
+    ) -> torch.optim.Optimizer:
+        """The torch object, of exactly the implementation that the settings name."""
+
+
+optimizers: Registry[OptimizerFamily] = Registry("optimizer", "memfit.optimizers")
+
+
+def find_optimizer(settings: Optimizer) -> OptimizerFamily:
+    """The family that the settings name; refuses an implementation it does not have."""
+    family = optimizers.find(settings.name)
+    if settings.implementation not in family.implementations:
+        raise InvalidRequest(
+            f"`{settings.name}` has no implementation `{settings.implementation}`",
+            hint=f"one of: {', '.join(family.implementations)}",
+        )
+    return family

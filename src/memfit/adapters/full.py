@@ -1,0 +1,34 @@
+"""Full fine-tuning: every weight is trained."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+from msgspec.structs import replace
+
+from memfit.adapters import Adapter, adapters
+from memfit.adapters._apply import apply_rows, store_rows
+from memfit.families import read_model
+from memfit.model import Model
+from memfit.recipe import Recipe
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@final
+class Full(Adapter):
+    """Every weight is trainable and stored in `recipe.trainable_dtype`."""
+
+    def adapt(self, model: Model, recipe: Recipe) -> Model:
+        """See `Adapter.adapt`."""
+        rows = (replace(row, trainable=True) for row in model.weights)
+        stored = store_rows(rows, recipe.trainable_dtype, recipe.frozen_dtype)
+        return replace(model, weights=stored)
+
+    def apply(self, module: nn.Module, recipe: Recipe) -> nn.Module:
+        """See `Adapter.apply`."""
+        return apply_rows(module, self.adapt(read_model(recipe.model), recipe))
+
+
+adapters.register("full")(Full())

@@ -1,0 +1,63 @@
+"""AdamW (Loshchilov and Hutter 1711.05101) as torch.optim implements it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, final
+
+from memfit.model import TensorSpec
+from memfit.optimizers import OptimizerFamily, optimizers
+from memfit.recipe import Optimizer
+
+if TYPE_CHECKING:
+    import torch
+
+STEP = TensorSpec(shape=())  # a float32 counter a parameter
+
+
+@final
+class AdamW(OptimizerFamily):
+    """Two moments of the parameter's own dtype, and a counter that only `fused` keeps on device."""
+
+    implementations = ("fused", "foreach", "loop")
+
+    def state(self, local: TensorSpec, settings: Optimizer) -> tuple[TensorSpec, ...]:
+        """See `OptimizerFamily.state`."""
+        return (STEP, local, local)
+
+    def host_state(self, settings: Optimizer) -> tuple[TensorSpec, ...]:
+        """See `OptimizerFamily.host_state`."""
+        return () if settings.implementation == "fused" else (STEP,)
+
+    def step_temporaries(self, parameters: Sequence[TensorSpec], settings: Optimizer) -> int:
+        """See `OptimizerFamily.step_temporaries`.
+
+        The denominator sqrt(v) / sqrt(1 - beta2^t) + eps is the only copy. `foreach` holds it of
+        every parameter at once; `loop` of one parameter, twice while eps is added to the quotient
+        (sqrt and quotient are both alive).
+        """
+        if settings.implementation == "fused":
+            return 0
+        sizes = [p.nbytes for p in parameters]
+        if settings.implementation == "foreach":
+            return sum(sizes)
+        return 2 * max(sizes, default=0)
+
+    def build(
+        self, parameters: Iterable[torch.nn.Parameter], settings: Optimizer
+    ) -> torch.optim.Optimizer:
+        """See `OptimizerFamily.build`."""
+        import torch
+
+        return torch.optim.AdamW(
+            parameters,
+            lr=settings.learning_rate,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            foreach=settings.implementation == "foreach",
+            fused=settings.implementation == "fused",
+        )
+
+
+optimizers.register("adamw")(AdamW())

@@ -1,0 +1,59 @@
+"""Stochastic gradient descent with momentum (Sutskever et al. 2013) as torch.optim has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, final
+
+from memfit.model import TensorSpec
+from memfit.optimizers import OptimizerFamily, optimizers
+from memfit.recipe import Optimizer
+
+if TYPE_CHECKING:
+    import torch
+
+
+@final
+class Sgd(OptimizerFamily):
+    """One momentum buffer of the parameter's own dtype; nothing at all without momentum."""
+
+    implementations = ("fused", "foreach", "loop")
+
+    def state(self, local: TensorSpec, settings: Optimizer) -> tuple[TensorSpec, ...]:
+        """See `OptimizerFamily.state`."""
+        return (local,) if settings.momentum else ()
+
+    def host_state(self, settings: Optimizer) -> tuple[TensorSpec, ...]:
+        """See `OptimizerFamily.host_state`."""
+        return ()
+
+    def step_temporaries(self, parameters: Sequence[TensorSpec], settings: Optimizer) -> int:
+        """See `OptimizerFamily.step_temporaries`.
+
+        Weight decay is added to a copy of the gradient: of all at once in `foreach`, of one
+        parameter in `loop` (two: the next copy is made before the last one is dropped).
+        """
+        if settings.implementation == "fused" or not settings.weight_decay:
+            return 0
+        sizes = [p.nbytes for p in parameters]
+        if settings.implementation == "foreach":
+            return sum(sizes)
+        return max(sizes, default=0)
+
+    def build(
+        self, parameters: Iterable[torch.nn.Parameter], settings: Optimizer
+    ) -> torch.optim.Optimizer:
+        """See `OptimizerFamily.build`."""
+        import torch
+
+        return torch.optim.SGD(
+            parameters,
+            lr=settings.learning_rate,
+            momentum=settings.momentum,
+            weight_decay=settings.weight_decay,
+            foreach=settings.implementation == "foreach",
+            fused=settings.implementation == "fused",
+        )
+
+
+optimizers.register("sgd")(Sgd())

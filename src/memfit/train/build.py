@@ -1,0 +1,132 @@
+"""From a recipe to the module and the optimizer that a step needs.
+
+The module is born on the meta device, gets its dtypes, adapter and recomputation there, and is
+then given empty storage: the same code runs on real devices and under `FakeTensorMode`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from memfit.adapters import find_adapter
+from memfit.adapters._apply import replace_parameters
+from memfit.errors import InvalidRequest
+from memfit.families import read_model
+from memfit.optimizers import find_optimizer
+from memfit.recipe import Recipe
+from memfit.train.attention import check_attention
+from memfit.train.hugging_face import bare_model, parts
+from memfit.train.recompute import recompute_first
+from memfit.train.weights import fill_weights
+
+__all__ = ["Built", "build_model", "build_optimizer", "check_census", "fill_weights"]
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a step needs."""
+
+    recipe: Recipe
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+
+def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
+    """The module to train, empty on `device`, in training mode.
+
+    Raises InvalidRequest when the recipe cannot run there: no such attention kernel, a dtype of
+    frozen weights that the precision cannot compute with, a sequence that the model cannot hold.
+    """
+    device = torch.device(device)
+    check_attention(recipe, device.type)
+    _check(recipe)
+    model: nn.Module = bare_model(recipe)
+    model = find_adapter(recipe).apply(model, recipe)
+    recompute_first(
+        parts(model).blocks, recipe.recompute_blocks, preserve_rng=recipe.lora.dropout > 0
+    )
+    _materialise(model, device)
+    check_census(model, recipe)
+    return model.train()
+
+
+def build_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+    """The recipe's optimizer over what is trainable; its state appears in the first step."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return find_optimizer(recipe.optimizer).build(trainable, recipe.optimizer)
+
+
+def _materialise(model: nn.Module, device: torch.device) -> None:
+    """Empty storage for every parameter, ties kept, and right values for every buffer."""
+
+    def empty(_: str, old: Tensor) -> Tensor:
+        new = torch.empty_like(old, device=device)
+        return nn.Parameter(new, requires_grad=old.requires_grad)
+
+    replace_parameters(model, empty)
+    for module in list(model.modules()):
+        if any(b is not None and b.device.type == "meta" for b in module._buffers.values()):
+            _fill_buffers(module, device)
+
+
+def _fill_buffers(module: nn.Module, device: torch.device) -> None:
+    """Buffers are not in a checkpoint (rotary frequencies): a twin on the CPU computes them."""
+    twin = type(module)(module.config)
+    for name, value in twin._buffers.items():
+        if value is not None:
+            module._buffers[name] = value.to(device)
+
+
+def check_census(model: nn.Module, recipe: Recipe) -> None:
+    """Raise ValueError (our bug) when the module does not store what its adapter declares."""
+    declared = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+    want = {w.name: (w.shape, w.dtype, w.trainable) for w in declared.weights}
+    have = {
+        name: (tuple(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad)
+        for name, p in model.named_parameters()
+    }
+    for name in want.keys() | have.keys():
+        if want.get(name) != have.get(name):
+            raise ValueError(
+                f"`{name}` is declared as {want.get(name)} but built as {have.get(name)}"
+            )
+
+
+def _check(recipe: Recipe) -> None:
+    """What no device can run."""
+    model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+    architecture, length = model.architecture, recipe.sequence_length
+    frozen = any(not w.trainable for w in model.weights)
+    if frozen and not recipe.autocast and recipe.frozen_dtype != recipe.trainable_dtype:
+        raise InvalidRequest(
+            f"`base_format: {recipe.base_format}` cannot be computed with under"
+            f" `precision: {recipe.precision}`, which casts nothing",
+            hint="use `precision: bf16-mixed`, or the same format for both",
+        )
+    if not architecture.rotary_dim and length > architecture.max_sequence:
+        raise InvalidRequest(
+            f"sequence_length {length} is longer than the {architecture.max_sequence} positions"
+            f" that `{model.name}` has learned",
+            hint=f"use a sequence_length of at most {architecture.max_sequence}",
+        )
+    window = architecture.sliding_window
+    if window and length > window:
+        raise InvalidRequest(
+            f"sequence_length {length} exceeds the sliding window of {window} tokens that"
+            f" `{model.name}` attends to; memfit's attention is fully causal",
+            hint=f"use a sequence_length of at most {window}",
+        )
+    if recipe.recompute_blocks > architecture.layers:
+        raise InvalidRequest(
+            f"recompute of {recipe.recompute_blocks} blocks, but `{model.name}` has"
+            f" {architecture.layers}",
+            hint="use `recompute: full`",
+        )

@@ -1,0 +1,53 @@
+"""Where memfit touches Hugging Face's classes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from memfit.families import without_dropout
+from memfit.recipe import Recipe
+from memfit.train.attention import register_attention
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The places of a causal language model that memfit needs to reach."""
+
+    backbone: nn.Module  # (batch, tokens) -> (batch, tokens, hidden), final norm included
+    blocks: nn.ModuleList
+    head: nn.Module  # hidden -> vocab
+
+
+def bare_model(recipe: Recipe) -> PreTrainedModel:
+    """Hugging Face's class on the meta device, in fp32, with memfit's attention."""
+    config = AutoConfig.for_model(**without_dropout(recipe.model))
+    name = register_attention(recipe.attention)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=name, dtype=torch.float32
+        )
+    # With it set, GPT-2 compares the batch with the padding token at every forward: a read-back
+    # from the device that changes nothing.
+    model.config.pad_token_id = None
+    return cast(PreTrainedModel, model)
+
+
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """Hugging Face's own module, inside whatever the adapter wrapped around it."""
+    inner = getattr(model, "get_base_model", None)
+    return cast(PreTrainedModel, inner() if inner else model)
+
+
+def parts(model: nn.Module) -> Parts:
+    """Backbone, blocks and head of the module, with or without an adapter around it."""
+    base = base_model(model)
+    backbone = cast(nn.Module, getattr(base, base.base_model_prefix))
+    blocks = getattr(backbone, "layers", None)
+    if blocks is None:
+        blocks = cast(nn.ModuleList, backbone.h)
+    return Parts(backbone, blocks, cast(nn.Module, base.get_output_embeddings()))

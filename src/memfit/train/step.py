@@ -1,0 +1,121 @@
+"""One optimizer step. The certificate traces this very code on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from memfit.errors import InvalidRequest
+from memfit.ledger import Phase
+from memfit.train.attention import Documents
+from memfit.train.build import Built
+from memfit.train.hugging_face import parts
+from memfit.train.loss import IGNORE, plain_sum
+
+Enter = Callable[[Phase], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One micro-batch, on the model's device."""
+
+    input_ids: Tensor  # (micro_batch, tokens) int64
+    labels: Tensor  # (micro_batch, tokens) int64: what each position predicts, or -100
+    position_ids: Tensor | None = None  # (micro_batch, tokens), restarting in each document
+    documents: Documents | None = None  # lengths of each row's documents; None = one a row
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """0-dim tensors, read by the loop after the step so that no step waits for the device."""
+
+    loss: Tensor  # mean over the target tokens of the global batch
+    grad_norm: Tensor | None  # before clipping; None without clipping
+
+
+def nowhere(phase: Phase) -> None:
+    """The `enter` of a step that nobody watches."""
+
+
+def step(
+    built: Built, batches: Iterable[Batch], target_tokens: int, enter: Enter = nowhere
+) -> StepResult:
+    """Accumulate the gradients of all micro-batches, clip, update, release the gradients.
+
+    `target_tokens` counts the labels that are not -100 in all micro-batches together: each loss
+    is divided by it, so that how a global batch is cut does not change the gradient.
+    """
+    if target_tokens < 1:
+        raise InvalidRequest("a global batch holds no target token", hint="check the data's labels")
+    total: Tensor | None = None
+    for index, batch in enumerate(batches):
+        if index:
+            enter(Phase.ACCUMULATE)
+        loss = _accumulate(built, batch, target_tokens, nowhere if index else enter)
+        total = loss if total is None else total.add_(loss)
+        del loss, batch
+    if total is None:
+        raise InvalidRequest("a global batch holds no micro-batch")
+    enter(Phase.OPTIMIZER_STEP)
+    norm = _clip(built)
+    built.optimizer.step()
+    built.optimizer.zero_grad(set_to_none=True)
+    return StepResult(total, norm)
+
+
+def evaluate(built: Built, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(sum of losses, number of target tokens), 0-dim; nothing is kept and nothing changes."""
+    was_training = built.model.training
+    built.model.eval()
+    try:
+        with torch.no_grad(), autocast(built):
+            loss = _loss_sum(built, _hidden(built, batch), batch.labels)
+    finally:
+        built.model.train(was_training)
+    return loss, (batch.labels != IGNORE).sum()
+
+
+def autocast(built: Built) -> AbstractContextManager[object]:
+    """Mixed precision of the recipe. Uncached: a cache would keep every weight's cast alive."""
+    if not built.recipe.autocast:
+        return nullcontext()
+    return torch.autocast(built.device.type, torch.bfloat16, cache_enabled=False)
+
+
+def _accumulate(built: Built, batch: Batch, target_tokens: int, enter: Enter) -> Tensor:
+    """Forward, loss and backward of one micro-batch; returns its share of the mean loss."""
+    enter(Phase.FORWARD)
+    with autocast(built):
+        hidden = _hidden(built, batch)
+        enter(Phase.LOSS)
+        loss = _loss_sum(built, hidden, batch.labels) / target_tokens
+        del hidden
+    enter(Phase.BACKWARD)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
+
+
+def _hidden(built: Built, batch: Batch) -> Tensor:
+    """(micro_batch, tokens, hidden), after the final norm."""
+    extra = {} if batch.documents is None else {"documents": batch.documents}
+    out = parts(built.model).backbone(
+        input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **extra
+    )
+    hidden: Tensor = out.last_hidden_state
+    return hidden
+
+
+def _loss_sum(built: Built, hidden: Tensor, labels: Tensor) -> Tensor:
+    return plain_sum(parts(built.model).head, hidden, labels)
+
+
+def _clip(built: Built) -> Tensor | None:
+    clip_norm = built.recipe.optimizer.clip_norm
+    if not clip_norm:
+        return None
+    trainable = [p for group in built.optimizer.param_groups for p in group["params"]]
+    return nn.utils.clip_grad_norm_(trainable, clip_norm, foreach=True)
