@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from memfit.nouns import Noun
 
 
@@ -42,6 +44,10 @@ class Device(Noun, frozen=True, kw_only=True):
     notes: str
     sources: tuple[str, ...]
     checked: str  # date of the row, YYYY-MM-DD
+    # the best matrix product anyone measured, FLOP/s by dtype
+    flops_measured: dict[str, float] = msgspec.field(default_factory=dict)
+    internode: str = ""  # the usual network between nodes, in words
+    pcie_generation: int | None = None
 
     @property
     def is_cpu(self) -> bool:

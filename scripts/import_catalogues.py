@@ -1,0 +1,332 @@
+"""Write the catalogue's TOML rows from the two research files that they began as.
+
+    python scripts/import_catalogues.py hardware.json models.json
+
+Run once; afterwards the TOML rows are the source of truth and are edited by hand. What this script
+adds to the JSON is written here as tables, so that each addition can be read and disputed.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+CATALOG = Path(__file__).parent.parent / "src" / "memfit" / "catalog"
+CHECKED = "2026-11-20"
+MIB_TORCH_LACKS = 717  # 0.7 GiB: the most that the driver was seen to keep from torch
+
+# What `torch.cuda.get_device_name()` prints, read in public logs of each device.
+DRIVER_NAMES = {
+    "v100-sxm2-16": ["Tesla V100-SXM2-16GB"],
+    "v100-sxm2-32": ["Tesla V100-SXM2-32GB"],
+    "t4": ["Tesla T4"],
+    "a10": ["NVIDIA A10"],
+    "a10g": ["NVIDIA A10G"],
+    "a30": ["NVIDIA A30"],
+    "a40": ["NVIDIA A40"],
+    "rtx-a6000": ["NVIDIA RTX A6000"],
+    "a100-sxm-40": ["NVIDIA A100-SXM4-40GB"],
+    "a100-sxm-80": ["NVIDIA A100-SXM4-80GB"],
+    "a100-pcie-40": ["NVIDIA A100-PCIE-40GB"],
+    "a100-pcie-80": ["NVIDIA A100 80GB PCIe"],
+    "l4": ["NVIDIA L4"],
+    "l40": ["NVIDIA L40"],
+    "l40s": ["NVIDIA L40S"],
+    "rtx-6000-ada": ["NVIDIA RTX 6000 Ada Generation"],
+    "h100-pcie": ["NVIDIA H100 PCIe"],
+    "h100-sxm": ["NVIDIA H100 80GB HBM3"],
+    "h100-nvl": ["NVIDIA H100 NVL"],
+    "gh200-96": ["NVIDIA GH200 480GB", "NVIDIA GH200 120GB"],  # the memory named is the host's
+    "h200-sxm": ["NVIDIA H200"],
+    "h200-nvl": ["NVIDIA H200 NVL"],
+    "h20": ["NVIDIA H20"],
+    "b200-sxm": ["NVIDIA B200"],
+    "b300-sxm": ["NVIDIA B300 SXM6 AC"],
+    "gb200": ["NVIDIA GB200"],
+    "gb300": ["NVIDIA GB300"],
+    "gb10": ["NVIDIA GB10"],
+    "rtx-pro-6000": [
+        "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+    ],
+    "mi210": ["AMD Instinct MI210"],
+    "mi250x": ["AMD Instinct MI250X"],
+    "mi300x": ["AMD Instinct MI300X"],
+    "mi325x": ["AMD Instinct MI325X"],
+    "mi350x": ["AMD Instinct MI350X"],
+    "mi355x": ["AMD Instinct MI355X"],
+}
+SOURCES = {  # said more plainly than in the research file
+    "smi": "memory.total of nvidia-smi or rocm-smi, as printed in many public logs of the device",
+    "oom": "'GPU 0 has a total capacity of X GiB' in public out-of-memory messages of torch's",
+}
+FIELD = {  # of the JSON's `unverified_fields`
+    "driver_total_mib": "memory_driver",
+    "memory_bandwidth_gbs": "bandwidth",
+    "gpu_link": "link",
+    "dense_tflops": "flops",
+    "memory_gb_marketing": "memory_datasheet",
+    "torch_total_gib": "memory",
+    "internode_typical": "internode",
+} | {d: f"flops.{d}" for d in ("fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4")}
+
+MODEL_TYPE = {  # of the JSON's `arch`; a label in MODEL_TYPE_BY_LABEL goes first
+    "gptneox": "gpt_neox",
+    "gemma3": "gemma3_text",
+    "falcon7": "falcon",
+    "falcon40": "falcon",
+    "stablelm2": "stablelm",
+    "stablelm12": "stablelm",
+}
+MODEL_TYPE_BY_LABEL = {"Mistral": "mistral", "SmolLM3": "smollm3", "Granite": "granite"}
+FRIENDLY = {  # ids that people type; the rest are the name in lower case
+    "tiny-llama-1.1b": "tinyllama-1.1b",
+    "OLMo-2-0425-1B": "olmo-2-1b",
+    "OLMo-2-1124-7B": "olmo-2-7b",
+    "OLMo-2-1124-13B": "olmo-2-13b",
+    "OLMo-2-0325-32B": "olmo-2-32b",
+}
+DETAILS = (  # facts of other families, kept under their own names
+    "n_experts", "top_k", "moe_ffn", "shared_experts", "shared_ffn", "dense_layers",
+    "decoder_layers", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+    "v_head_dim", "mtp_layers", "word_embed_proj_dim", "norm_before", "qk_norm",
+)  # fmt: skip
+
+
+def text(value):
+    """A TOML value; strings as JSON writes them, which TOML reads too."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{k} = {text(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "[\n" + "".join(f"  {text(v)},\n" for v in value) + "]"
+    if isinstance(value, list):
+        return "[" + ", ".join(text(v) for v in value) + "]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def row(key, fields):
+    """One table; absent values leave no line."""
+    name = key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else f'"{key}"'
+    lines = [f"{k} = {text(v)}" for k, v in fields.items() if v is not None]
+    return f"[{name}]\n" + "\n".join(lines) + "\n"
+
+
+def number(value):
+    return f"{value:.12g}"
+
+
+def rate(gbs):
+    """GB/s, from 1000 on in TB/s."""
+    if gbs is None:
+        return None
+    return f"{number(gbs / 1000)} TB/s" if gbs >= 1000 else f"{number(gbs)} GB/s"
+
+
+def tflops(values):
+    return {k: f"{number(v)} TFLOP/s" for k, v in values.items() if v is not None}
+
+
+def usable(device, unverified):
+    """Memory that torch can use: the low end of what was printed, or the driver's less 0.7 GiB."""
+    if device["torch_total_gib"]:
+        low = min(float(n) for n in re.findall(r"\d+\.\d+", device["torch_total_gib"]))
+        return f"{low:.2f} GiB"
+    if device["driver_total_mib"] is None:
+        return None
+    unverified.append("memory")
+    return f"{device['driver_total_mib'] - MIB_TORCH_LACKS} MiB"
+
+
+def one_of_two(device):
+    """MI250X: the research row is the package, which torch sees as two devices; keep one."""
+    half = dict(device, name="Instinct MI250X (one of its 2 GCDs)", memory_gb_marketing=64)
+    half["memory_bandwidth_gbs"] = device["memory_bandwidth_gbs"] / 2
+    half["dense_tflops"] = {k: v and v / 2 for k, v in device["dense_tflops"].items()}
+    half["tdp_w"] = device["tdp_w"] / 2
+    half["node_gpus_typical"] = 8
+    half["aliases"] = []
+    half["notes"] = (
+        "this row is one GCD, which is what torch sees: half of the package's 128 GB, 383 TFLOP/s"
+        " bf16, 3277 GB/s and 560 W. fp32 is the matrix rate (vector: 23.95)"
+    )
+    return half
+
+
+def match_strings(device, every):
+    """Driver names, and the aliases that name this row alone."""
+    others = [d for d in every if d is not device]
+    kept = []
+    for alias in device["aliases"]:
+        slug = alias.lower().replace(" ", "-")
+        shared = any(
+            slug == o["id"] or o["id"].startswith(f"{slug}-") or alias in o["aliases"]
+            for o in others
+        )
+        if not shared and slug != device["id"]:
+            kept.append(alias)
+    names = DRIVER_NAMES.get(device["id"], [])
+    if device["id"].startswith("rtx-") and not names:
+        names = ["NVIDIA " + re.sub(r" \d+GB$", "", device["name"])]
+    return [*names, *kept]
+
+
+def device_row(device, every):
+    if device["id"] == "mi250x":
+        device = one_of_two(device)
+    unverified = [FIELD.get(f, f) for f in device["unverified_fields"]]
+    notes = [device["notes"]]
+    if device["driver_total_source"]:
+        notes.append(f"driver's memory: {device['driver_total_source']}")
+    notes += [device["gpu_link"].get("note", "")]
+    if p2p := device["gpu_link"].get("p2p_unidirectional_gbs"):
+        notes.append(f"between two devices {number(p2p)} GB/s")
+    measured = {
+        k: device.get(f"measured_max_matmul_{k}_tflops")
+        for k in ("bf16", "fp8")
+        if device.get(f"measured_max_matmul_{k}_tflops")
+    }
+    prices = [
+        {
+            "usd_per_hour": f"{number(p['usd'])} USD",
+            "kind": p["kind"] + (" (low confidence)" if p.get("confidence") == "low" else ""),
+            "source": p["source"],
+        }
+        for p in device["price_usd_per_gpu_hour"]
+    ]
+    memory = usable(device, unverified)
+    datasheet = str(device["memory_gb_marketing"])
+    fields = {
+        "name": device["name"],
+        "vendor": device["vendor"],
+        "architecture": device["arch"],
+        "compute_capability": device["compute_capability"],
+        "match": match_strings(device, every),
+        "memory": memory,
+        "memory_driver": device["driver_total_mib"] and f"{device['driver_total_mib']} MiB",
+        "memory_datasheet": datasheet if "RAM" in datasheet else f"{datasheet} GB",
+        "bandwidth": rate(device["memory_bandwidth_gbs"]),
+        "flops": tflops(device["dense_tflops"]),
+        "flops_measured": tflops(measured) or None,
+        "link": {
+            k: v
+            for k, v in (
+                ("name", device["gpu_link"]["type"]),
+                ("unidirectional", rate(device["gpu_link"]["unidirectional_gbs"])),
+            )
+            if v
+        },
+        "internode": device["internode_typical"],
+        "pcie_generation": device["pcie_gen"],
+        "devices_per_node": str(device["node_gpus_typical"]),
+        "power": device["tdp_w"] and f"{number(device['tdp_w'])} W",
+        "prices": prices or None,
+        "unverified": list(dict.fromkeys(unverified)),
+        "notes": "; ".join(n for n in notes if n) or None,
+        "sources": device["sources"],
+        "checked": CHECKED,
+    }
+    return row(device["id"], fields)
+
+
+def billions(value):
+    """`8.03B`, `124.439808M`: as published, in the unit that reads best."""
+    return f"{number(value)}B" if value >= 1 else f"{number(value * 1000)}M"
+
+
+def architecture(model, model_type):
+    """What memfit's families say beyond the sizes; a published fact of each family."""
+    if model_type == "gpt2":
+        return {
+            "attention_bias": True,
+            "output_bias": True,
+            "mlp_bias": True,
+            "activation": "gelu_new",
+        }
+    if model_type == "gpt_neox":
+        return {
+            "attention_bias": True,
+            "output_bias": True,
+            "mlp_bias": True,
+            "parallel_residual": True,
+            "rotary_dim": model["head_dim"] // 4,  # rotary_pct 0.25 in all of them
+            "activation": "gelu_fast" if model["name"] == "gpt-neox-20b" else "gelu",
+        }
+    extra = {
+        "mistral": {"sliding_window": 4096} if model["name"] == "Mistral-7B-v0.1" else {},
+        "qwen2": {"attention_bias": True},
+        "qwen3": {"qk_norm": True},
+        "llama": {},
+    }
+    if model_type not in extra:
+        return {k: model[k] for k in DETAILS if k in model}
+    return {"rotary_dim": model["head_dim"], **extra[model_type]}
+
+
+def model_row(model):
+    model_type = MODEL_TYPE_BY_LABEL.get(
+        model["family"], MODEL_TYPE.get(model["arch"], model["arch"])
+    )
+    name = model["name"]
+    key = FRIENDLY.get(name, re.sub(r"-hf$", "", name.lower()))
+    aliases = {name.lower(), model["hf_id"].split("/")[-1].lower()} - {key}
+    if name.startswith("Llama-3.1"):  # the hub renamed these; both names lead to them
+        aliases.add(f"meta-llama/{name}".lower())
+    source, recalled, _ = model["published_source"].partition(" (exact figure recalled")
+    source, _, also = source.partition(" (recalled")
+    experts = "n_experts" in model
+    counted = model["transformers_meta_params"]
+    notes = [model.get("mismatch_note", ""), model.get("active_note", "")]
+    fields = {
+        "name": name,
+        "hub": model["hf_id"],
+        "aliases": sorted(aliases),
+        "label": model["family"],
+        "model_type": model_type,
+        "parameters": model["formula_total"],
+        "active_parameters": model["formula_active"] if experts else None,
+        "transformers_parameters": counted,
+        "layers": model["layers"],
+        "hidden": model["hidden"],
+        "heads": model["heads"],
+        "kv_heads": model["kv_heads"],
+        "head_dim": model["head_dim"],
+        "ffn": model["ffn"],
+        "vocab": model["vocab"],
+        "max_sequence": model["max_seq"],
+        "tied_embeddings": model["tied_embeddings"],
+        "details": architecture(model, model_type) or None,
+        "published": billions(model["published_total_b"]),
+        "published_active": billions(model["published_active_b"]) if experts else None,
+        "published_source": source,
+        "source": model["config_source"],
+        "unverified": ["published"] if recalled or also else [],
+        "notes": "; ".join(n for n in notes if n) or None,
+        "checked": CHECKED,
+    }
+    return row(key, fields)
+
+
+def main(hardware_file, models_file):
+    hardware = json.loads(Path(hardware_file).read_text())
+    models = json.loads(Path(models_file).read_text())
+    every = hardware["accelerators"]
+    devices = [
+        "# Accelerators: one row is one device of torch's. FLOP/s are dense. `memory` is what\n"
+        "# torch can use, `memory_driver` what the driver prints, `memory_datasheet` what is on\n"
+        "# the box. A line that is missing is unknown; `unverified` names fields of weak source.\n",
+        row("sources", hardware["sources"] | SOURCES),
+        *(device_row(d, every) for d in every),
+    ]
+    (CATALOG / "devices.toml").write_text("\n".join(devices))
+    rows = [
+        "# Models. `parameters` is exact (tied weights once); `transformers_parameters` is what\n"
+        "# transformers 5.23.0 counted on the meta device; `published` is the publisher's figure.\n"
+        "# `details` holds what the family's file needs, or the facts of a family without one.\n",
+        *(model_row(m) for m in models["models"]),
+    ]
+    (CATALOG / "models.toml").write_text("\n".join(rows))
+    print(f"{len(every)} devices, {len(models['models'])} models")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
