@@ -191,14 +191,14 @@ def test_the_worst_batch_is_the_worst_of_all_that_are_sampled(lengths, width, pa
 def test_an_evaluation_reads_every_example_once():
     recipe = tiny_recipe(packing=False, sequence_length=8, micro_batch=2, accumulation=1)
     data = corpus([3, 4, 5])
-    batches = build_sampler(data, recipe, "d").all_once()
+    batches = list(build_sampler(data, recipe, "d").all_once())
     assert sum(b.targets for b in batches) == 2 + 3 + 4
     assert [b.input_ids.shape[0] for b in batches] == [2, 2]
 
 
 def test_an_evaluation_of_packed_text_reads_every_token_once():
     recipe = tiny_recipe(sequence_length=8, micro_batch=2, accumulation=1)
-    batches = build_sampler(corpus([9, 10]), recipe, "d").all_once()
+    batches = list(build_sampler(corpus([9, 10]), recipe, "d").all_once())
     labels = np.concatenate([b.labels[b.labels != IGNORED] for b in batches])
     assert sorted(labels) == [*range(1, 9), *range(10, 19)]
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -248,13 +248,13 @@ class Sampler:
         first = step * self._global
         return [self._batch(first + i * self._micro) for i in range(self._accumulation)]
 
-    def all_once(self) -> list[Micro]:
+    def all_once(self) -> Iterator[Micro]:
         """Every row of the first epoch once, in micro-batches: what an evaluation reads.
 
         The last micro-batch is filled up with rows that predict nothing.
         """
         count = int(-(-self._rows.per_epoch // 1))
-        return [self._batch(first, once=True) for first in range(0, count, self._micro)]
+        return (self._batch(first, once=True) for first in range(0, count, self._micro))
 
     def worst(self) -> Worst:
         """The micro-batch with the largest memory: the most tokens (padding counted), then the
@@ -307,26 +307,38 @@ class Sampler:
 def build_sampler(corpus: Corpus, recipe: Recipe, name: str) -> Sampler:
     """The sampler that a recipe asks for; `name` is how the data is called in messages.
 
-    Fine-tuning examples longer than a row are cut and counted; those of which no answer is left
-    are left out and counted. Raises InvalidRequest when nothing is left to learn.
+    Raises InvalidRequest when nothing is left to learn.
     """
-    width, lengths = recipe.sequence_length, np.asarray(corpus.lengths)
-    notes = list(corpus.notes)
-    sft = recipe.objective == "sft"
+    rows, notes = build_rows(
+        corpus, objective=recipe.objective, packing=recipe.packing, width=recipe.sequence_length,
+        seed=recipe.seed, name=name,
+    )  # fmt: skip
+    return Sampler(corpus, rows, recipe, notes)
+
+
+def build_rows(
+    corpus: Corpus, *, objective: str, packing: bool, width: int, seed: int, name: str
+) -> tuple[Rows, tuple[str, ...]]:
+    """The endless sequence of rows, and what the user should know about it.
+
+    Fine-tuning examples longer than a row are cut and counted; those of which no answer is left
+    are left out and counted.
+    """
+    sft = objective == "sft"
+    lengths, told = np.asarray(corpus.lengths), list(corpus.notes)
     if sft:
-        lengths, told = _fit(corpus, width, name)
-        notes += told
-    if not sft and int((lengths - 1).sum()) == 0:
+        lengths, more = _fit(corpus, width, name)
+        told += more
+    elif int((lengths - 1).sum()) == 0:
         raise InvalidRequest(f"`{name}` has no token that another one predicts")
     rows: Rows
-    if recipe.packing and not sft:
-        rows = StreamRows(lengths, width, recipe.seed)
-    elif recipe.packing:
-        table = pack_best_fit(lengths, width, recipe.seed)
-        rows = TableRows(table, width, recipe.seed, packed=True)
+    if packing and not sft:
+        rows = StreamRows(lengths, width, seed)
+    elif packing:
+        rows = TableRows(pack_best_fit(lengths, width, seed), width, seed, packed=True)
     else:
-        rows = TableRows(one_a_row(lengths, width, cut=sft), width, recipe.seed, packed=False)
-    return Sampler(corpus, rows, recipe, tuple(notes))
+        rows = TableRows(one_a_row(lengths, width, cut=sft), width, seed, packed=False)
+    return rows, tuple(told)
 
 
 def _fit(corpus: Corpus, width: int, name: str) -> tuple[Array, list[str]]:

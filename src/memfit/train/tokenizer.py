@@ -149,11 +149,12 @@ def read_tokenizer(source: str) -> Tokenizer:
         ) from None
 
 
-def train_tokenizer(texts: Iterable[str], vocab: int, folder: Path) -> Tokenizer:
-    """A byte-level BPE tokenizer with at most `vocab` tokens, learned from the texts and saved.
+def train_tokenizer(texts: Iterable[str | Path], vocab: int, folder: Path) -> Tokenizer:
+    """A byte-level BPE tokenizer with at most `vocab` tokens, learned and saved to `folder`.
 
-    Byte-level: any text can be encoded and nothing is lost. The one special token closes a
-    document. Raises InvalidRequest when `vocab` cannot hold every byte and the end of text.
+    It learns from texts, or from the UTF-8 files at paths. Byte-level: any text can be encoded
+    and nothing is lost. The one special token closes a document. Raises InvalidRequest when
+    `vocab` cannot hold every byte and the end of text.
     """
     import tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -172,7 +173,8 @@ def train_tokenizer(texts: Iterable[str], vocab: int, folder: Path) -> Tokenizer
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator(texts, trainer)
+    read = (t.read_text(encoding="utf-8") if isinstance(t, Path) else t for t in texts)
+    bpe.train_from_iterator(read, trainer)
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
     )

@@ -1,0 +1,209 @@
+"""What a run needs to go on: written whole or not at all, used only when every byte is right.
+
+    checkpoints/step-000100/   weights.safetensors     trainable parameters, by name
+                               optimizer.safetensors   optimizer state, `parameter::key`
+                               state.json              step, digests, the state's plain numbers
+                               manifest.json           size and SHA-256 of the other files
+
+Batches and random numbers are functions of (seed, step), so the step is all else there is. A
+folder is written under another name, flushed to disk and renamed; the last two are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from memfit.errors import InvalidRequest, RunFailed
+from memfit.train.build import Built
+from memfit.units import MIB
+
+KEPT = 2
+FOLDER = "checkpoints"
+MANIFEST = "manifest.json"
+_UNFINISHED = ".unfinished-"
+
+
+def save_checkpoint(run: Path, step: int, built: Built, data_digest: str) -> Path:
+    """Write `run`/checkpoints/step-… and delete all but the newest two.
+
+    Raises RunFailed when the disk is full or not writable; earlier checkpoints are untouched and
+    nothing half written is left.
+    """
+    root = run / FOLDER
+    target = root / f"step-{step:06}"
+    temporary = root / f"{_UNFINISHED}{target.name}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        _write(temporary, step, built, data_digest)
+        if target.exists():  # it was not whole, or this run would have begun after it
+            _remove(target)
+        os.rename(temporary, target)
+        flush(root)
+    except (OSError, SafetensorError) as error:
+        raise RunFailed(
+            f"could not save the checkpoint of step {step} in `{root}`: {_reason(error)}",
+            hint="free space there and start the same command again: it resumes",
+        ) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    for old in _folders(root)[:-KEPT]:
+        _remove(old)
+    return target
+
+
+def newest_checkpoint(run: Path, warn: Callable[[str], None]) -> Path | None:
+    """The newest complete checkpoint; what is incomplete or damaged is named and passed over."""
+    for folder in reversed(_folders(run / FOLDER)):
+        problem = find_damage(folder)
+        if not problem:
+            return folder
+        warn(f"passing over `{folder}`: {problem}")
+    return None
+
+
+def find_damage(folder: Path) -> str:
+    """Why a checkpoint cannot be used; empty when each file is what the manifest says."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        files = dict(manifest["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"no readable {MANIFEST}"
+    for name, said in files.items():
+        path = folder / name
+        if not path.exists():
+            return f"{name} is missing"
+        if path.stat().st_size != said["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes, not {said['bytes']}"
+        if file_sha256(path) != said["sha256"]:
+            return f"the content of {name} has changed"
+    return ""
+
+
+def checkpoint_state(folder: Path) -> dict[str, Any]:
+    """state.json of a complete checkpoint."""
+    state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+    return state
+
+
+def load_checkpoint(folder: Path, built: Built, data_digest: str) -> int:
+    """Put weights and optimizer state back, bit by bit; returns the steps done.
+
+    Raises InvalidRequest when the checkpoint is of another recipe or of other data.
+    """
+    state = checkpoint_state(folder)
+    check_digest("recipe", state["recipe_digest"], built.recipe.digest, folder)
+    check_digest("data", state["data_digest"], data_digest, folder)
+    parameters = _trainable(built)
+    device = built.device
+    with safe_open(folder / "weights.safetensors", framework="pt") as file, torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(file.get_tensor(name))
+    built.optimizer.state.clear()
+    with safe_open(folder / "optimizer.safetensors", framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118 (not a dict)
+            name, _, field = key.partition("::")
+            home = "cpu" if key in state["on_cpu"] else device
+            built.optimizer.state[parameters[name]][field] = file.get_tensor(key).to(home)
+    for key, value in state["scalars"].items():
+        name, _, field = key.partition("::")
+        built.optimizer.state[parameters[name]][field] = value
+    return int(state["step"])
+
+
+def check_digest(what: str, held: str, own: str, where: Path) -> None:
+    """Raise InvalidRequest when a folder belongs to another recipe or to other data."""
+    if held == own:
+        return
+    raise InvalidRequest(
+        f"`{where}` is of {what} {held}, but this run is of {what} {own}",
+        hint="use another run folder, or remove that one to start again",
+    )
+
+
+def file_sha256(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(MIB):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def flush(path: Path) -> None:
+    """Make a file's content, or a folder's names, survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _write(folder: Path, step: int, built: Built, data_digest: str) -> None:
+    parameters = _trainable(built)
+    names = {id(p): name for name, p in parameters.items()}
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, Any] = {}
+    for parameter, held in built.optimizer.state.items():
+        for field, value in held.items():
+            place = tensors if isinstance(value, Tensor) else scalars
+            place[f"{names[id(parameter)]}::{field}"] = value
+    state = {
+        "schema": 1,
+        "step": step,
+        "recipe_digest": built.recipe.digest,
+        "data_digest": data_digest,
+        "on_cpu": [k for k, t in tensors.items() if t.device.type == "cpu"],
+        "scalars": scalars,
+        "torch": torch.__version__,
+    }
+    save_file({n: p.detach() for n, p in parameters.items()}, folder / "weights.safetensors")
+    save_file(tensors, folder / "optimizer.safetensors")
+    (folder / "state.json").write_text(json.dumps(state))
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+        for path in sorted(folder.iterdir())
+    }
+    (folder / MANIFEST).write_text(json.dumps({"schema": 1, "files": files}, indent=2))
+    for path in folder.iterdir():
+        flush(path)
+    flush(folder)
+
+
+def _trainable(built: Built) -> dict[str, torch.nn.Parameter]:
+    return {n: p for n, p in built.model.named_parameters() if p.requires_grad}
+
+
+def _folders(root: Path) -> list[Path]:
+    """Checkpoints by step, oldest first."""
+    return sorted(root.glob("step-*"), key=lambda p: (len(p.name), p.name))
+
+
+def _remove(folder: Path) -> None:
+    """Rename first: a deletion that is cut short must not leave half a checkpoint."""
+    doomed = folder.with_name(f"{_UNFINISHED}{folder.name}-old")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(folder, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_unfinished(run: Path) -> None:
+    """Delete what a killed process had begun to write or to delete."""
+    for path in (run / FOLDER).glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
