@@ -1,0 +1,176 @@
+"""From a trace to a certificate: replay, the three memory numbers, the verdict."""
+
+from __future__ import annotations
+
+import time
+import tomllib
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import memfit
+from memfit import catalog, units
+from memfit.certify import BatchShape
+from memfit.certify.allocator import Replay, Settings, replay
+from memfit.certify.trace import Trace, trace_step
+from memfit.hardware import Device
+from memfit.ledger import Entry, Kind, Phase
+from memfit.nouns import Noun
+from memfit.recipe import Recipe
+from memfit.results import Certificate, Memory, Verdict
+
+LIBRARIES = ("torch", "transformers", "peft")
+
+
+class Overhead(Noun, frozen=True, kw_only=True):
+    """What a process holds on a device outside the caching allocator, bytes; a band."""
+
+    low: int
+    typical: int
+    high: int
+    source: str
+    verified: bool
+
+
+def find_overhead(device: Device) -> Overhead | None:
+    """The row of `catalog/overheads.toml` for this device; None when there is none."""
+    path = Path(catalog.__file__).parent / "overheads.toml"
+    rows: list[dict[str, Any]] = tomllib.loads(path.read_text(encoding="utf-8"))["overhead"]
+    for key in (device.id, device.vendor):  # a device's own row goes before its vendor's
+        for row in rows:
+            if row["match"] == key:
+                sizes = {k: units.parse_bytes(row[k]) for k in ("low", "typical", "high")}
+                return Overhead(**sizes, source=row["source"], verified=row["verified"])
+    return None
+
+
+def make_certificate(
+    recipe: Recipe,
+    device: Device,
+    usable: int | None,
+    batches: Sequence[BatchShape] | None,
+) -> Certificate:
+    """Trace the recipe's step in this process and judge it; see `memfit.certify.certify`."""
+    started = time.perf_counter()
+    trace = trace_step(recipe, device, batches)
+    settings = Settings(device_memory=device.memory_driver or Settings().device_memory)
+    replayed = None if device.is_cpu else replay(trace.tape, settings, trace.marks)
+    phases = dict(trace.phases) if replayed is None else _by_phase(trace, replayed)
+    if replayed is None:
+        memory, bounds = _on_cpu(trace, usable), trace.bounds
+    else:
+        overhead = find_overhead(device)
+        memory = _on_cuda(trace, replayed, phases, overhead, usable)
+        bounds = (*trace.bounds, *_cuda_bounds(overhead))
+    return Certificate(
+        recipe_digest=recipe.digest,
+        recipe=recipe,
+        device=device.id,
+        memory=memory,
+        phases={str(phase): n for phase, n in phases.items()},
+        ledger=trace.ledger,
+        at_peak=trace.at_peak,
+        bounds=bounds,
+        seconds=round(time.perf_counter() - started, 3),
+        versions=_versions(),
+    )
+
+
+def _by_phase(trace: Trace, replayed: Replay) -> dict[Phase, int]:
+    """Highest allocated bytes of each phase; a phase may come in several stretches."""
+    peaks: dict[Phase, int] = {}
+    for phase, stretch in zip(trace.stretches, replayed.stretches, strict=True):
+        peaks[phase] = max(peaks.get(phase, 0), stretch.allocated)
+    return {phase: peaks[phase] for phase in Phase if phase in peaks}
+
+
+def _on_cpu(trace: Trace, usable: int | None) -> Memory:
+    phase = trace.ledger.peak_phase
+    peak = trace.ledger.peak
+    verdict: Verdict = (
+        "unproven" if usable is None else "fits" if peak <= usable else "does_not_fit"
+    )
+    return Memory(
+        peak_allocated=peak,
+        peak_reserved=None,
+        device_total=None,
+        usable=usable,
+        verdict=verdict,
+        because="live tensors of the trainer's own step, run on fake tensors",
+        peak_phase=phase,
+        entries=trace.ledger.at(phase),
+    )
+
+
+def _on_cuda(
+    trace: Trace,
+    replayed: Replay,
+    phases: dict[Phase, int],
+    overhead: Overhead | None,
+    usable: int | None,
+) -> Memory:
+    phase = max(phases, key=lambda p: phases[p])
+    peaks = replayed.peaks
+    entries = list(trace.ledger.at(phase))
+    tensors = sum(e.nbytes for e in entries)
+
+    def add(kind: Kind, owner: str, nbytes: int, because: str) -> None:
+        if nbytes:
+            entry = Entry(kind=kind, phase=phase, owner=owner, nbytes=nbytes, because=because)
+            entries.append(entry)
+
+    add(
+        Kind.FRAGMENTATION, "rounding", peaks.allocated - tensors,
+        "blocks are multiples of 512 B and keep rests of up to 1 MiB",
+    )  # fmt: skip
+    add(
+        Kind.FRAGMENTATION, "cached", peaks.reserved - peaks.allocated,
+        "segments that the caching allocator holds and no tensor uses",
+    )  # fmt: skip
+    if overhead is not None:
+        add(Kind.CONTEXT, "context", overhead.typical, f"typical; {overhead.source}")
+    verdict, why = _judge(peaks.reserved, overhead, usable)
+    return Memory(
+        peak_allocated=peaks.allocated,
+        peak_reserved=peaks.reserved,
+        device_total=None if overhead is None else peaks.reserved + overhead.typical,
+        usable=usable,
+        verdict=verdict,
+        because=f"the trainer's own step on fake tensors, through the caching allocator; {why}",
+        peak_phase=phase,
+        entries=tuple(entries),
+    )
+
+
+def _judge(reserved: int, overhead: Overhead | None, usable: int | None) -> tuple[Verdict, str]:
+    """Against the limit with the whole band of the context, not with its middle."""
+    if usable is None:
+        return "unproven", "no limit is known"
+    if overhead is None:
+        verdict: Verdict = "does_not_fit" if reserved > usable else "unproven"
+        return verdict, "the context of this device is unknown"
+    low, high = (units.show_gib(n) for n in (overhead.low, overhead.high))
+    why = f"the context is taken as {low} to {high}"
+    if reserved + overhead.low > usable:
+        return "does_not_fit", why
+    if reserved + overhead.high > usable:
+        return "at_risk", f"{why}, which straddles the limit"
+    return "fits", why
+
+
+def _cuda_bounds(overhead: Overhead | None) -> tuple[str, ...]:
+    bounds = ["one stream; PYTORCH_CUDA_ALLOC_CONF at its defaults"]
+    if overhead is not None and not overhead.verified:
+        bounds.append("the context's band comes from published figures, not from this device")
+    return tuple(bounds)
+
+
+def _versions() -> dict[str, str]:
+    found = {"memfit": memfit.__version__}
+    for library in LIBRARIES:
+        try:
+            found[library] = version(library)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,239 @@
+"""The trainer's own build and step on fake tensors: every allocation in order, and who holds it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memfit.certify import BatchShape
+from memfit.certify.allocator import Event
+from memfit.certify.cuda_kernels import compute_capability
+from memfit.certify.fake_device import device_type, fake_device
+from memfit.certify.workspace import PRODUCTS, RULES, cublas_workspace
+from memfit.errors import Error, NotCertified
+from memfit.hardware import Device
+from memfit.ledger import Kind, Ledger, Phase
+from memfit.recipe import Recipe
+from memfit.results import Tensor
+from memfit.train.build import Built, build_model, build_optimizer
+from memfit.train.live import LiveBytes
+from memfit.train.step import Batch, evaluate, step
+
+LARGEST = 50  # tensors listed of those alive at the peak
+TRACED_MICRO_BATCHES = 2  # from the second on, all are alike: gradients exist and are added to
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What the step allocates. Bytes are of tensors (and workspaces), before any rounding."""
+
+    phases: Mapping[Phase, int]  # peak of each
+    ledger: Ledger  # what is alive at each of these peaks
+    at_peak: tuple[Tensor, ...]  # the largest tensors at the largest peak
+    tape: tuple[Event, ...]
+    marks: tuple[int, ...]  # where in the tape each stretch after the first begins
+    stretches: tuple[Phase, ...]  # the phase of each stretch: len(marks) + 1
+    bounds: tuple[str, ...]  # what was assumed
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the largest instant."""
+        return max(self.phases.values())
+
+
+def worst_shapes(recipe: Recipe) -> tuple[BatchShape, ...]:
+    """The micro-batches that need the most memory of all that the recipe allows.
+
+    Unpacked: all rows at full length. Packed: one token beside a document that fills the rest of
+    the row. A second document makes attention's outputs be concatenated, a copy that a single
+    one is spared; and the longer one of the two is, the larger is what grows with the square.
+    """
+    tokens = recipe.sequence_length
+    documents = None
+    if recipe.packing:
+        row = (tokens - 1, 1) if tokens > 1 else (1,)
+        documents = (row,) * recipe.micro_batch
+    shape = BatchShape(rows=recipe.micro_batch, tokens=tokens, documents=documents)
+    return (shape,) * min(recipe.accumulation, TRACED_MICRO_BATCHES)
+
+
+def trace_step(
+    recipe: Recipe,
+    device: Device,
+    batches: Sequence[BatchShape] | None = None,
+    steps: int = 2,
+    *,
+    workspaces: bool = True,
+    evaluation: bool = False,
+) -> Trace:
+    """Build and `steps` optimizer steps (the first makes the optimizer's state), in this process.
+
+    workspaces: count what CUDA kernels allocate inside themselves (`workspace.RULES`).
+    evaluation: also run one evaluation batch after the steps.
+    Raises InvalidRequest (the recipe can run nowhere) and NotCertified (or not be traced here).
+    """
+    kind = device_type(device)
+    shapes = tuple(batches) if batches else worst_shapes(recipe)
+    recorder = Recorder(kind, device if workspaces and kind == "cuda" else None)
+    with ExitStack() as stack:
+        stack.enter_context(_one_thread())
+        stack.enter_context(_no_collection())
+        stack.enter_context(fake_device(device))
+        stack.enter_context(recorder)
+        try:
+            _run(recipe, kind, shapes, steps, recorder, evaluation)
+        except Error:
+            raise
+        except Exception as error:
+            raise NotCertified(
+                f"the step failed on fake tensors: {type(error).__name__}: {error}",
+                hint="the step may fail on the device too; try `memfit train` with one step",
+            ) from error
+    return recorder.trace(_bounds(recipe, batches, shapes, kind, workspaces))
+
+
+def _run(
+    recipe: Recipe,
+    kind: str,
+    shapes: Sequence[BatchShape],
+    steps: int,
+    recorder: Recorder,
+    evaluation: bool,
+) -> None:
+    model = build_model(recipe, kind)
+    recorder.register_model(model)
+    optimizer = build_optimizer(recipe, model)
+    recorder.register_optimizer(optimizer)
+    built = Built(recipe, model, optimizer)
+    targets = sum(shape.rows * shape.tokens for shape in shapes)
+    recorder.enter(Phase.FIRST_STEP)
+    step(built, _make_batches(shapes, kind, recorder), targets, recorder.stay)
+    for _ in range(steps - 1):
+        step(built, _make_batches(shapes, kind, recorder), targets, recorder.enter)
+    if evaluation:
+        recorder.enter(Phase.EVALUATE)
+        evaluate(built, next(_make_batches(shapes, kind, recorder)))
+
+
+def _make_batches(shapes: Sequence[BatchShape], kind: str, recorder: LiveBytes) -> Iterator[Batch]:
+    """Batches of these shapes, each made when it is asked for, as the training loop makes them."""
+    for shape in shapes:
+        yield _make_batch(shape, kind, recorder)
+
+
+def _make_batch(shape: BatchShape, kind: str, recorder: LiveBytes) -> Batch:
+    def integers() -> torch.Tensor:
+        return torch.zeros(shape.rows, shape.tokens, dtype=torch.int64, device=kind)
+
+    positions = None if shape.documents is None else integers()
+    batch = Batch(integers(), integers(), positions, shape.documents)
+    recorder.register_batch(batch.input_ids, batch.labels, batch.position_ids)
+    return batch
+
+
+class Recorder(LiveBytes):
+    """LiveBytes that keeps where phases begin on its tape, and counts CUDA's workspaces."""
+
+    def __init__(self, device_type: str, cuda: Device | None) -> None:
+        super().__init__(device_type, workspace=None if cuda is None else self._inside)
+        self._cublas = 0 if cuda is None else cublas_workspace(compute_capability(cuda))
+        self._threads: set[bool] = set()  # False: the forward's, True: autograd's
+        self._starts: list[tuple[Phase, int]] = [(Phase.LOAD, 0)]
+
+    def enter(self, phase: Phase) -> None:
+        """Begin a phase, and a stretch of the tape."""
+        super().enter(phase)
+        self._starts.append((phase, len(self._events)))
+
+    def stay(self, phase: Phase) -> None:
+        """Label what an instant of the first step made, which is one phase as a whole."""
+        del phase
+        self._label_gradients()
+        self._label_state()
+
+    def trace(self, bounds: tuple[str, ...]) -> Trace:
+        """The finished trace."""
+        tape: list[Event] = []
+        marks: list[int] = []
+        starts = [position for _, position in self._starts[1:]]
+        for position, event in enumerate(self._events):
+            while len(marks) < len(starts) and starts[len(marks)] == position:
+                marks.append(len(tape))
+            index = event if event >= 0 else ~event
+            if nbytes := self.blocks[index].nbytes:
+                tape.append(Event(index, nbytes if event >= 0 else 0))
+        marks += [len(tape)] * (len(starts) - len(marks))
+        return Trace(
+            phases=self.peaks,
+            ledger=self.ledger(),
+            at_peak=self.at_peak()[:LARGEST],
+            tape=tuple(tape),
+            marks=tuple(marks),
+            stretches=tuple(phase for phase, _ in self._starts),
+            bounds=bounds,
+        )
+
+    def _inside(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+        """Bytes that the operator's kernel holds while it runs (the `workspace` hook)."""
+        del kwargs
+        name = str(func)
+        if name in PRODUCTS:
+            self._keep_cublas_workspace()
+            return 0
+        rule = RULES.get(name)
+        return rule.nbytes(args) if rule is not None else 0
+
+    def _keep_cublas_workspace(self) -> None:
+        in_backward = torch._C._current_autograd_node() is not None
+        if in_backward not in self._threads:
+            self._threads.add(in_backward)
+            self._allocate(self._cublas, "cublasSetWorkspace", Kind.WORKSPACE, False)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Frees come from reference counts alone, so that two traces are equal event by event."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Nothing is computed, so more threads would only cost their start."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _bounds(
+    recipe: Recipe,
+    batches: Sequence[BatchShape] | None,
+    shapes: Sequence[BatchShape],
+    kind: str,
+    workspaces: bool,
+) -> tuple[str, ...]:
+    """What a reader must know of the data and the device for the certificate to hold."""
+    bounds = [f"no row longer than {max(shape.tokens for shape in shapes)} tokens"]
+    if recipe.packing and not batches:
+        bounds.append("packed rows as if one document filled all of the row but one token")
+    if recipe.accumulation > len(shapes):
+        bounds.append(
+            f"{len(shapes)} of {recipe.accumulation} micro-batches traced: later ones are alike"
+        )
+    if kind == "cuda" and workspaces:
+        bounds.append("memory inside CUDA kernels is read from their source, not yet measured")
+    return tuple(bounds)
