@@ -10,11 +10,11 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "memfit"
 LAYERS = [
     {"errors", "units"},
-    {"nouns", "model", "hardware", "recipe", "request", "ledger", "timeline", "results", "registry"},
+    {"nouns", "model", "hardware", "recipe", "request", "ledger", "timeline", "results", "registry", "words"},
     {"sizes", "catalog", "families", "optimizers", "adapters", "formats"},
     {"plan", "train"},
     {"certify"},
-    {"report", "api"},
+    {"report", "report_page", "request_file", "doctor", "api"},
     {"cli", "screens"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -18,15 +18,16 @@ import msgspec
 from memfit import __version__, catalog
 from memfit.errors import DoesNotFit, InvalidRequest, NotCertified
 from memfit.hardware import Device
-from memfit.nouns import from_data, read_json, to_data, write_json
+from memfit.nouns import from_data, read_json, to_data, write_atomically, write_json
 from memfit.plan import problem as problems
 from memfit.plan import search
 from memfit.plan.verdict import needs
 from memfit.recipe import Recipe
-from memfit.request import Request, read_yaml
+from memfit.request import LoraRequest, OptimizerRequest, RecomputeBlocks, Request, read_yaml
 from memfit.results import Certificate, Plan, Report, Run
 
 if TYPE_CHECKING:
+    from memfit.doctor import Diagnosis
     from memfit.train.loop import Progress
 
 REPLANS = 3  # a plan that its certificate refutes is made again with the difference taken off
@@ -249,3 +250,79 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "not installed"
     return found
+
+
+def is_plan(path: Path) -> bool:
+    """Whether a JSON file is a plan rather than a request."""
+    try:
+        data = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return False
+    return isinstance(data, dict) and "recipe_digest" in data and "considered" in data
+
+
+def state(plan: Plan) -> Request:
+    """The plan's request with every knob as the plan decided it: planning it gives that recipe."""
+    asked, made = plan.request, plan.recipe
+    learned: dict[str, Any] = {}
+    if made.method == "lora":
+        learned["lora"] = from_data(to_data(made.lora), LoraRequest, where="plan.json")
+    names = OptimizerRequest.__struct_fields__
+    chosen = {name: getattr(made.optimizer, name) for name in names}
+    return msgspec.structs.replace(
+        asked,
+        weights=made.weights,
+        task=msgspec.structs.replace(asked.task, sequence_length=made.sequence_length),
+        method=made.method,
+        base_format=made.base_format,
+        precision=made.precision,
+        optimizer=OptimizerRequest(**chosen),
+        recompute=RecomputeBlocks(blocks=made.recompute_blocks),
+        attention=made.attention,
+        loss=made.loss,
+        loss_chunk=made.loss_chunk,
+        micro_batch=made.micro_batch,
+        compile="none",
+        **learned,
+    )
+
+
+def write_plan(plan: Plan, folder: Path) -> None:
+    """plan.json of a run folder."""
+    write_json(folder / "plan.json", plan)
+
+
+def write_certificate(certificate: Certificate, folder: Path) -> None:
+    """certificate.json of a run folder."""
+    write_json(folder / "certificate.json", certificate)
+
+
+def write_report(folder: Path) -> Report:
+    """Join a run folder's files and write report.json and report.html into it."""
+    from memfit.report_page import render_page
+
+    made = report(folder)
+    write_json(folder / "report.json", made)
+    write_atomically(folder / "report.html", render_page(made, folder=str(folder)).encode())
+    return made
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema of request.yaml."""
+    from memfit import request_file
+
+    return request_file.schema()
+
+
+def init(path: Path) -> Path:
+    """Write a commented request.yaml and the schema beside it; never over an existing file."""
+    from memfit import request_file
+
+    return request_file.write_template(path)
+
+
+def doctor() -> Diagnosis:
+    """Versions, this machine, its accelerators and caches."""
+    from memfit import doctor as doctors
+
+    return doctors.diagnose(versions())

@@ -1,0 +1,135 @@
+"""The group of verbs, and what every verb shares: errors, exit codes, interruption.
+
+Exit codes: 0 ok or fits, 2 user error, 3 does not fit, 4 not certified, 5 the run failed,
+1 a bug of memfit's, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import NoReturn
+
+import click
+
+from memfit import __version__
+from memfit.errors import Error, InvalidRequest, UnknownName
+
+INTERRUPTED = 130
+TRAINING = {"torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "numpy"}
+REPORT_TO = "please report it with the output of `memfit doctor` and MEMFIT_DEBUG=1"
+# verb -> module of `memfit.cli` that holds it; the order is that of --help
+VERBS = {
+    "plan": "planning",
+    "predict": "planning",
+    "certify": "planning",
+    "train": "running",
+    "measure": "running",
+    "report": "running",
+    "generate": "running",
+    "models": "looking",
+    "devices": "looking",
+    "budget": "looking",
+    "formats": "looking",
+    "rules": "looking",
+    "init": "setting_up",
+    "schema": "setting_up",
+    "doctor": "setting_up",
+}
+
+
+class Verbs(click.Group):
+    """The verbs, each imported when it is asked for, with a did-you-mean for the rest."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The verbs in the order in which one meets them."""
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The verb's command, or None."""
+        if cmd_name not in VERBS:
+            return None
+        module = import_module(f"memfit.cli.{VERBS[cmd_name]}")
+        command: click.Command = getattr(module, f"{cmd_name}_command")
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click's, but a verb that does not exist offers the nearest ones."""
+        if args and args[0] not in VERBS and not args[0].startswith("-"):
+            raise UnknownName("verb", args[0], VERBS, see="`memfit --help` lists them")
+        return super().resolve_command(ctx, args)
+
+
+@click.command(
+    cls=Verbs,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Start with: memfit plan llama-3.1-8b --device h100-sxm",
+)
+@click.version_option(__version__, prog_name="memfit")
+def app() -> None:
+    """Know the memory of an LLM training step before you pay for it: plan, certify, train, report.
+
+    Data goes to stdout, everything else to stderr; --json prints the whole result of any verb.
+    Exit codes: 0 ok or fits, 2 user error, 3 does not fit, 4 not certified, 5 the run failed.
+    """
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run one command line and leave with its exit code."""
+    sys.exit(run(lambda: app.main(arguments, prog_name="memfit", standalone_mode=False)))
+
+
+def run(work: Callable[[], object]) -> int:
+    """Run a verb and turn whatever leaves it into one clear message and an exit code."""
+    try:
+        done = work()
+        sys.stdout.flush()
+        return done if isinstance(done, int) else 0
+    except click.exceptions.Exit as leave:
+        return leave.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        return _say("interrupted", "", INTERRUPTED)
+    except click.UsageError as error:
+        return _say(error.format_message(), _help_of(error), error.exit_code)
+    except click.ClickException as error:
+        return _say(error.format_message(), "", error.exit_code)
+    except Error as error:
+        return _say(error.message, error.hint, error.exit_code)
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in TRAINING:
+            return _bug(error)
+        missing = InvalidRequest(
+            f"this needs `{error.name}`, which is not installed",
+            hint="pip install 'memfit[train]'",
+        )
+        return _say(missing.message, missing.hint, missing.exit_code)
+    except Exception as error:
+        return _bug(error)
+
+
+def _help_of(error: click.UsageError) -> str:
+    return f"`{error.ctx.command_path} --help`" if error.ctx else "`memfit --help`"
+
+
+def _say(message: str, hint: str, code: int) -> int:
+    if os.environ.get("MEMFIT_DEBUG"):
+        import traceback
+
+        traceback.print_exc()
+    click.echo(f"error: {message}", err=True)
+    if hint:
+        click.echo(f"hint: {hint}", err=True)
+    return code
+
+
+def _bug(error: Exception) -> int:
+    first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    what = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    return _say(f"this is a bug in memfit ({what})", REPORT_TO, 1)

@@ -1,0 +1,140 @@
+"""Options that several verbs share, and how their values are read."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from memfit.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from memfit.request import Request
+
+F = TypeVar("F", bound=Callable[..., Any])
+Changes = dict[str, Any]
+PLAN_FILES = (".json",)
+
+
+def read_changes(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> Changes:
+    """`key=value` pairs; the value is YAML 1.2, so `2e-4` is a number and `no` a text."""
+    changes: Changes = {}
+    for text in values:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise InvalidRequest(
+                f"cannot read `--set {text}`",
+                hint="write a key of request.yaml and its value: `--set task.steps=100`",
+            )
+        changes[key.strip()] = read_value(key.strip(), value)
+    return changes
+
+
+def read_value(key: str, text: str) -> Any:
+    """One YAML 1.2 scalar or flow value; plain numbers and words need no YAML reader."""
+    if text.strip().isdigit() and (text.strip() == "0" or not text.strip().startswith("0")):
+        return int(text)
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        return YAML(typ="safe", pure=True).load(text)
+    except YAMLError as error:
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise InvalidRequest(
+            f"cannot read the value of `--set {key}={text}`: {problem}",
+            hint="lists and keys go in one line: `--set 'lora.targets=[q_proj, v_proj]'`",
+        ) from None
+
+
+def request_options(function: F) -> F:
+    """--device, --memory, --set: what overrides the request."""
+    for option in (
+        click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", callback=read_changes,
+                     help="Set any key of request.yaml; repeatable."),
+        click.option("--memory", metavar="SIZE", help="Memory limit, such as '72 GiB'."),
+        click.option("--device", metavar="NAME", help="Accelerator; see `memfit devices`."),
+    ):  # fmt: skip
+        function = option(function)
+    return function
+
+
+def output_options(function: F) -> F:
+    """--json and --quiet, which every verb has."""
+    for option in (
+        click.option("--quiet", "-q", is_flag=True, help="Nothing on stderr but errors."),
+        click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
+    ):
+        function = option(function)
+    return function
+
+
+folder_option = click.option(
+    "--folder", type=click.Path(path_type=Path, file_okay=False), metavar="RUN",
+    help="Folder of the run: its files are read from and written to it.",
+)  # fmt: skip
+why_option = click.option("--why", is_flag=True, help="Every entry and everything considered.")
+anyway_option = click.option(
+    "--anyway", is_flag=True, help="Go on although the verdict is `does_not_fit`."
+)
+
+
+def read_target(target: str, device: str | None, memory: str | None, changes: Changes) -> Request:
+    """A request from a model's name, request.yaml or plan.json, with the options put in."""
+    from memfit import api
+
+    path = Path(target)
+    if path.suffix in PLAN_FILES and path.name != "config.json" and api.is_plan(path):
+        given = {"--device": device, "--memory": memory, "--set": changes}
+        if used := [name for name, value in given.items() if value]:
+            raise InvalidRequest(
+                f"{', '.join(used)} would change `{path}`, and a plan is fixed",
+                hint="plan again: `memfit plan request.yaml " + " ".join(used) + " …`",
+            )
+        return api.state(api.read_plan(path))
+    return api.read(target, changes=changes, device=device, memory=memory)
+
+
+def same_options(device: str | None, memory: str | None, changes: Changes) -> str:
+    """The options as one would type them again, with a space before."""
+    words: list[str] = []
+    if device:
+        words += ["--device", device]
+    if memory:
+        words += ["--memory", memory]
+    for key, value in changes.items():
+        words += ["--set", f"{key}={_as_yaml(value)}"]
+    return " " + shlex.join(words) if words else ""
+
+
+def _as_yaml(value: Any) -> str:
+    """A value in YAML's flow style, for `--set`."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if value is None:
+        return "null"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {_as_yaml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_as_yaml, value)) + "]"
+    return str(value)
+
+
+def print_json(noun: object) -> None:
+    """One JSON document on stdout."""
+    from memfit.nouns import to_json
+
+    click.echo(to_json(noun))
+
+
+def note(quiet: bool) -> Callable[[str], None]:
+    """Where a verb says what it is doing: stderr, or nowhere."""
+
+    def say(text: str) -> None:
+        if not quiet:
+            click.echo(text, err=True)
+
+    return say

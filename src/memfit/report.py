@@ -1,0 +1,166 @@
+"""predicted, certified and measured of one run folder, joined on the recipe's digest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from memfit.errors import InvalidRequest
+from memfit.ledger import Kind, Ledger, Phase
+from memfit.nouns import N, read_json
+from memfit.results import Certificate, Comparison, Measurement, Plan, Report, Run
+
+MEMORY = ("peak_allocated", "peak_reserved", "device_total")
+# the first prefix that a comparison's name has gives the title under which it is shown
+SECTIONS = (
+    ("memory.phase.", "Memory by instant"),
+    ("memory.kind.", "Memory by kind at the peak"),
+    ("memory.", "Memory"),
+    ("time.", "Time"),
+)
+TIME = {
+    "step_seconds": "s",
+    "tokens_per_second": "tokens/s",
+    "mfu": "fraction of peak",
+    "hfu": "fraction of peak",
+}
+SAMPLE = "sample.txt"
+
+
+def read_report(folder: Path) -> Report:
+    """Join plan.json with certificate.json and run.json where they exist.
+
+    Raises InvalidRequest: no plan, or files of different recipes.
+    """
+    if not (folder / "plan.json").exists():
+        raise InvalidRequest(
+            f"`{folder}` holds no plan.json",
+            hint="name the folder of a run: `memfit train request.yaml --folder runs/first`",
+        )
+    plan = read_json(folder / "plan.json", Plan)
+    certificate = _read(folder / "certificate.json", Certificate)
+    run = _read(folder / "run.json", Run)
+    for name, other in (("certificate.json", certificate), ("run.json", run)):
+        if other is not None and other.recipe_digest != plan.recipe_digest:
+            raise InvalidRequest(
+                f"`{folder / name}` is of recipe {other.recipe_digest}, "
+                f"plan.json of {plan.recipe_digest}",
+                hint="the folder mixes two runs; train again in an empty one",
+            )
+    sample = folder / SAMPLE
+    recipe = plan.recipe
+    return Report(
+        recipe_digest=plan.recipe_digest,
+        title=f"{recipe.model.name}, {recipe.method} {recipe.precision} on {recipe.device}",
+        comparisons=tuple(compare(plan, certificate, run)),
+        plan=plan,
+        certificate=certificate,
+        run=run,
+        sample=sample.read_text(encoding="utf-8") if sample.exists() else "",
+    )
+
+
+def _read(path: Path, kind: type[N]) -> N | None:
+    return read_json(path, kind) if path.exists() else None
+
+
+def compare(plan: Plan, certificate: Certificate | None, run: Run | None) -> Iterator[Comparison]:
+    """Every quantity that at least one source states: memory first, then time."""
+    found: dict[str, Measurement] = run.measurements if run else {}
+    for name in MEMORY:
+        yield from _row(
+            f"memory.{name}",
+            "bytes",
+            getattr(plan.memory, name),
+            getattr(certificate.memory, name) if certificate else None,
+            _value(found, f"memory.{name}"),
+        )
+    yield from _phases(plan, certificate, run)
+    yield from _kinds(plan, certificate, run)
+    for name, unit in TIME.items():
+        measured = _value(found, f"time.{name}")
+        yield from _row(f"time.{name}", unit, getattr(plan.time, name), None, measured)
+
+
+def _value(found: dict[str, Measurement], name: str) -> float | None:
+    return found[name].value if name in found else None
+
+
+def _phases(plan: Plan, certificate: Certificate | None, run: Run | None) -> Iterator[Comparison]:
+    predicted = {p: plan.ledger.total(p) for p in plan.ledger.phases}
+    certified = certificate.phases if certificate else {}
+    measured = run.phases if run else {}
+    for phase in Phase:
+        yield from _row(
+            f"memory.phase.{phase}",
+            "bytes",
+            predicted.get(phase),
+            certified.get(phase),
+            measured.get(phase),
+        )
+
+
+def _kinds(plan: Plan, certificate: Certificate | None, run: Run | None) -> Iterator[Comparison]:
+    """By kind, every source at the same phase: the peak's, as the latest source has it."""
+    sources = [s.ledger if s else None for s in (plan, certificate, run)]
+    phase = peak_phase(plan, certificate, run)
+    held = [_by_kind(ledger, phase) for ledger in sources]
+    for kind in Kind:
+        if any(sums and kind in sums for sums in held):
+            values = [None if sums is None else sums.get(kind, 0) for sums in held]
+            yield from _row(f"memory.kind.{kind}", "bytes", *values)
+
+
+def peak_phase(plan: Plan, certificate: Certificate | None, run: Run | None) -> Phase:
+    """The phase of the largest peak, by measurement, else certificate, else prediction."""
+    for source in (run, certificate):
+        if source is not None and source.ledger.entries:
+            return source.ledger.peak_phase
+    return plan.ledger.peak_phase
+
+
+def _by_kind(ledger: Ledger | None, phase: Phase) -> dict[Kind, int] | None:
+    """None where the source says nothing of this phase, which is not the same as zero bytes."""
+    if ledger is None or phase not in ledger.phases:
+        return None
+    return ledger.by_kind(phase)
+
+
+def _row(
+    name: str,
+    unit: str,
+    predicted: float | None,
+    certified: float | None,
+    measured: float | None,
+) -> Iterator[Comparison]:
+    if predicted is None and certified is None and measured is None:
+        return
+    truth = certified if measured is None else measured
+    yield Comparison(
+        name=name,
+        unit=unit,
+        predicted=predicted,
+        certified=certified,
+        measured=measured,
+        error_predicted=signed_error(predicted, truth),
+        error_certified=signed_error(certified, measured),
+    )
+
+
+def signed_error(claimed: float | None, actual: float | None) -> float | None:
+    """claimed / actual - 1; None without both, and None of a share of nothing."""
+    if claimed is None or actual is None:
+        return None
+    if claimed == actual:
+        return 0.0
+    return claimed / actual - 1 if actual else None
+
+
+def sections(comparisons: Sequence[Comparison]) -> list[tuple[str, list[Comparison]]]:
+    """Comparisons under the title of the first prefix that their name has, in screen order."""
+    found: dict[str, list[Comparison]] = {title: [] for _, title in SECTIONS}
+    for row in comparisons:
+        title = next(title for prefix, title in SECTIONS if row.name.startswith(prefix))
+        found[title].append(row)
+    order = ("Memory", "Memory by instant", "Memory by kind at the peak", "Time")
+    return [(title, found[title]) for title in order if found[title]]

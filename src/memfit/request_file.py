@@ -1,0 +1,155 @@
+"""request.yaml for people and editors: what each key means, a commented file, a JSON Schema.
+
+One description a key serves both; a test holds the keys to those that `Request` declares.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from memfit.errors import InvalidRequest
+from memfit.nouns import write_atomically
+from memfit.request import Request
+
+KEYS = {
+    "schema": "version of this file's format",
+    "model": "catalogue name (`memfit models`), hub id, folder with config.json, or its content",
+    "weights": "pretrained | random; auto: pretrained where there is something to load",
+    "task": "what to train on, and for how long",
+    "task.objective": "pretrain (every token) | sft (the answer's tokens)",
+    "task.data": "text, JSONL or parquet file, or a folder of them; not needed to plan",
+    "task.evaluation": "held-out data of the same kinds",
+    "task.sequence_length": "tokens; auto: the model's own, up to 4096",
+    "task.packing": "fill every sequence with whole documents, each attending only to itself",
+    "task.global_batch": "sequences per optimizer step, however they are cut into micro-batches",
+    "task.steps": "optimizer steps; or give epochs or tokens instead",
+    "task.epochs": "passes over the data, instead of steps",
+    "task.tokens": "tokens to train on, instead of steps",
+    "method": "full | freeze | lora; auto: full where it fits, else lora",
+    "lora": "used when the method is lora",
+    "lora.rank": "rank of the adapter's two matrices",
+    "lora.alpha": "scale of the adapter: alpha / rank",
+    "lora.dropout": "share of the adapter's inputs dropped",
+    "lora.targets": "names of the layers adapted; auto: the query and value projections",
+    "freeze": "used when the method is freeze",
+    "freeze.last_blocks": "the last n blocks stay trainable, with the final norm and the head",
+    "freeze.patterns": "parameter names that stay trainable, such as '*norm*'",
+    "base_format": "storage of frozen weights: fp32 | bf16",
+    "precision": "fp32 | bf16 (everything) | bf16-mixed (fp32 weights, bf16 compute)",
+    "optimizer": "the optimizer, its schedule and clipping",
+    "optimizer.name": "adamw | sgd",
+    "optimizer.implementation": "fused | foreach | loop: equal results, different memory",
+    "optimizer.learning_rate": "auto: 2e-5 full, 2e-4 lora; from scratch by size",
+    "optimizer.weight_decay": "decoupled weight decay",
+    "optimizer.beta1": "AdamW's decay of the mean",
+    "optimizer.beta2": "AdamW's decay of the squares",
+    "optimizer.eps": "AdamW's epsilon",
+    "optimizer.momentum": "SGD's momentum",
+    "optimizer.schedule": "constant | linear | cosine, after the warm-up",
+    "optimizer.warmup_steps": "steps of linear warm-up",
+    "optimizer.clip_norm": "largest gradient norm; 0 does not clip",
+    "recompute": "none | full | {blocks: n}: activations of n blocks are computed twice, not kept",
+    "recompute.blocks": "the first n blocks",
+    "attention": "math | flash | efficient",
+    "loss": "plain | chunked: whether all logits exist at once",
+    "loss_chunk": "tokens per chunk of the loss; 0 chooses",
+    "micro_batch": "sequences per forward and backward; divides task.global_batch",
+    "compile": "none",
+    "offload": "none",
+    "framework": "whose training step it is: memfit",
+    "hardware": "on what to train",
+    "hardware.device": "catalogue name (`memfit devices`); auto: this machine",
+    "hardware.count": "devices per node",
+    "hardware.nodes": "machines",
+    "limits": "what may be spent; empty sets no limit of its own",
+    "limits.memory": "for example 72 GiB: the whole device on CUDA, live tensors on a CPU",
+    "limits.time": "for example 48 h",
+    "limits.cost": "for example 5000 USD",
+    "tokenizer": "folder or hub id; empty uses the model's own",
+    "seed": "names the run: data order, dropout and random weights follow from it",
+}
+SCHEMA_FILE = "request.schema.json"
+STARTERS = {"model": "llama-3.1-8b", "task.data": "data/", "hardware.device": "h100-sxm"}
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of request.yaml, with a description of every key."""
+    (root,), components = msgspec.json.schema_components([Request], ref_template="#/$defs/{name}")
+    name = root["$ref"].rsplit("/", 1)[-1]
+    described = components.pop(name)
+    _describe(described, "", components)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "memfit request",
+        **{k: v for k, v in described.items() if k != "title"},
+        "$defs": components,
+    }
+
+
+def _describe(record: dict[str, Any], prefix: str, components: dict[str, Any]) -> None:
+    for key, field in record["properties"].items():
+        field["description"] = KEYS[prefix + key]
+        for option in [field, *field.get("anyOf", ())]:
+            if "$ref" in option:
+                _describe(
+                    components[option["$ref"].rsplit("/", 1)[-1]], f"{prefix}{key}.", components
+                )
+
+
+def template() -> str:
+    """A commented request.yaml: every key at its default, switched on where one has to choose."""
+    lines = [
+        f"# yaml-language-server: $schema=./{SCHEMA_FILE}",
+        "# What to train. Any knob may be `auto`: `memfit plan` decides it and says why.",
+        "# Keys behind `#` show their defaults; delete what you do not need.",
+        "",
+    ]
+    for field in msgspec.structs.fields(Request):
+        lines += _lines(field, "", off=False)
+    return "\n".join(lines) + "\n"
+
+
+def _lines(field: Any, prefix: str, *, off: bool) -> list[str]:
+    key = prefix + field.encode_name
+    indent = "  " * prefix.count(".")
+    default = field.default
+    if isinstance(default, msgspec.Struct):
+        inner = msgspec.structs.fields(type(default))
+        on = any(f"{key}.{f.encode_name}" in STARTERS for f in inner)
+        mark = "" if on else "# "
+        nested = [line for f in inner for line in _lines(f, f"{key}.", off=not on)]
+        return [f"{mark}{indent}{field.encode_name}:  # {KEYS[key]}", *nested]
+    value = STARTERS.get(key, default)
+    mark = "" if key in STARTERS and not off else "# "
+    text = f"{indent}{field.encode_name}: {_yaml(value)}"
+    return [f"{mark}{text.ljust(40 - len(mark))}  # {KEYS[key]}"]
+
+
+def _yaml(value: Any) -> str:
+    """A default as YAML writes it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return "[" + ", ".join(value) + "]"
+    return '""' if value == "" else str(value)
+
+
+def write_template(path: Path) -> Path:
+    """Write the commented request and, beside it, the schema that its first line names.
+
+    Raises InvalidRequest when the file exists: what somebody wrote is not overwritten.
+    """
+    if path.exists():
+        raise InvalidRequest(
+            f"`{path}` exists already", hint="name another file: `memfit init second.yaml`"
+        )
+    text = json.dumps(schema(), indent=2) + "\n"
+    write_atomically(path.parent / SCHEMA_FILE, text.encode())
+    write_atomically(path, template().encode())
+    return path

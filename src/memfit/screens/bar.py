@@ -1,0 +1,71 @@
+"""A stacked bar of bytes against the usable line; every kind has its own fill besides its colour."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from memfit import units
+from memfit.words import COLOURS
+
+Part = tuple[str, int]  # kind, bytes
+
+# kind -> (fill, fill in ASCII)
+FILLS = {
+    "parameters": ("█", "P"),
+    "gradients": ("▓", "G"),
+    "optimizer_state": ("▒", "O"),
+    "activations": ("░", "A"),
+    "logits": ("▚", "L"),
+    "temporary": ("▞", "T"),
+    "input": ("▖", "I"),
+    "all_gather": ("▀", "W"),
+    "reduce_scatter": ("▄", "R"),
+    "workspace": ("▌", "K"),
+    "fragmentation": ("∙", "F"),
+    "context": ("▪", "C"),
+}
+
+
+def fill(kind: str, *, ascii_only: bool) -> tuple[str, str]:
+    """The character and the colour of a kind."""
+    unicode, plain = FILLS[kind]
+    return (plain if ascii_only else unicode), COLOURS[kind]
+
+
+def stacked_bar(
+    parts: Sequence[Part], *, line: int | None, width: int, ascii_only: bool = False
+) -> Text:
+    """One line of `width` cells: the parts in order, free space, and `|` where the limit is."""
+    total = sum(n for _, n in parts)
+    full = max(total, line or 0, 1)
+    cells = width - (line is not None)
+    bar, reached, filled = Text(), 0, 0
+    for kind, nbytes in parts:
+        reached += nbytes
+        upto = round(reached / full * cells)
+        character, colour = fill(kind, ascii_only=ascii_only)
+        bar.append(character * (upto - filled), style=colour)
+        filled = upto
+    bar.append(" " * (cells - filled))
+    if line is None:
+        return bar
+    at = round(line / full * cells)
+    return bar[:at] + Text("|", style="bold") + bar[at:]
+
+
+def scale(total: int, line: int | None, *, width: int) -> Text:
+    """The line under a bar: 0 on the left, and the limit under its mark."""
+    if line is None:
+        return Text("0" + units.show_bytes(total).rjust(width - 1), style="dim")
+    at = round(line / max(total, line, 1) * (width - 1))
+    label = f"usable {units.show_bytes(line)}"
+    start = max(2, min(at - len(label) + 1, width - len(label)))
+    return Text("0".ljust(start) + label, style="dim")
+
+
+def share_bar(share: float, *, width: int, ascii_only: bool = False) -> str:
+    """A plain bar for one row of a table; at least one cell for what is not nothing."""
+    cells = max(1, round(share * width)) if share > 0 else 0
+    return ("#" if ascii_only else "■") * cells

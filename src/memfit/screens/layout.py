@@ -1,0 +1,85 @@
+"""The few pieces that every screen is made of: console, heading, table, list, next commands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+WIDEST = 120  # longer lines are harder to read, however wide the terminal
+INDENT = 2
+STYLES = {
+    "fits": "bold green",
+    "at_risk": "bold yellow",
+    "does_not_fit": "bold red",
+    "unproven": "bold cyan",
+}
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """A console that obeys NO_COLOR, COLUMNS and pipes; 80 columns without a terminal."""
+    console = Console(stderr=stderr, highlight=False, emoji=False, markup=False)
+    console.width = min(console.width, WIDEST)
+    return console
+
+
+def is_ascii(console: Console) -> bool:
+    """Whether the terminal's encoding cannot show more than ASCII."""
+    return not console.encoding.lower().startswith("utf")
+
+
+def tick(console: Console) -> str:
+    """The mark of what was chosen."""
+    return "*" if is_ascii(console) else "✔"
+
+
+def plain(console: Console, text: str) -> str:
+    """The text with what the terminal's encoding cannot show replaced by `?`."""
+    return text.encode("ascii", "replace").decode() if is_ascii(console) else text
+
+
+def heading(console: Console, title: str) -> None:
+    """A blank line and a title."""
+    console.print()
+    console.print(Text(plain(console, title), style="bold"))
+
+
+def make_table(*columns: str, numbers: Sequence[str] = ()) -> Table:
+    """A table without lines; the columns named in `numbers` are set right and never wrapped."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", expand=False)
+    for name in columns:
+        right = name in numbers
+        table.add_column(
+            name, justify="right" if right else "left", no_wrap=right, overflow="fold",
+        )  # fmt: skip
+    return table
+
+
+def show(console: Console, piece: RenderableType) -> None:
+    """Print a piece of a screen, set in under its heading."""
+    console.print(Padding(piece, (0, 0, 0, INDENT)))
+
+
+def bullets(console: Console, title: str, lines: Iterable[str]) -> None:
+    """A titled list; nothing when there is nothing to list."""
+    lines = list(lines)
+    if not lines:
+        return
+    heading(console, title)
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    for line in lines:
+        grid.add_row("-", plain(console, line))
+    show(console, grid)
+
+
+def next_commands(console: Console, commands: Iterable[str]) -> None:
+    """What to type next, on lines that are never broken by us, so that they can be copied."""
+    commands = list(commands)
+    if not commands:
+        return
+    heading(console, "Next")
+    for command in commands:
+        console.print(Text(" " * INDENT + command, style="cyan"), soft_wrap=True)

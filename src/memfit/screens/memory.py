@@ -1,0 +1,137 @@
+"""What plan and certificate both show of memory: verdict, bar, breakdown by kind, instants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.text import Text
+
+from memfit import units
+from memfit.ledger import Entry, sum_by_kind
+from memfit.plan.verdict import needs
+from memfit.results import Memory
+from memfit.screens.bar import Part, fill, scale, share_bar, stacked_bar
+from memfit.screens.layout import (
+    INDENT,
+    STYLES,
+    heading,
+    is_ascii,
+    make_table,
+    plain,
+    show,
+)
+from memfit.words import PHASES, VERDICTS
+
+
+def show_verdict(console: Console, memory: Memory, subject: str) -> None:
+    """The word, both numbers, and how much room is left or missing."""
+    line = (
+        Text(VERDICTS[memory.verdict], style=STYLES[memory.verdict])
+        .append("  ")
+        .append(plain(console, subject), style="not bold")
+    )
+    console.print(line)
+    needed = needs(memory)
+    said = f"needs {units.show_bytes(needed)}"
+    if memory.usable is None:
+        said += "; how much may be used is unknown"
+    else:
+        over = needed - memory.usable
+        said += f" of {units.show_bytes(memory.usable)} usable"
+        said += f" ({needed / memory.usable:.1%})" if memory.usable else ""
+        said += f": {units.show_bytes(abs(over))} {'too much' if over > 0 else 'to spare'}"
+    console.print(said)
+
+
+def parts_of(memory: Memory) -> list[Part]:
+    """Kind and bytes of all that is held against the limit, allocator and context included."""
+    sums: dict[str, int] = {str(k): n for k, n in sum_by_kind(memory.entries).items()}
+    reserved, total = memory.peak_reserved, memory.device_total
+    if reserved is not None:
+        sums.setdefault("fragmentation", max(0, reserved - memory.peak_allocated))
+        if total is not None:
+            sums.setdefault("context", max(0, total - reserved))
+    return [(kind, n) for kind, n in sums.items() if n]
+
+
+def show_bar(console: Console, memory: Memory) -> None:
+    """The stacked bar at the peak against the usable line."""
+    width, ascii_only = console.width - 2 * INDENT, is_ascii(console)
+    parts = parts_of(memory)
+    console.print()
+    show(console, stacked_bar(parts, line=memory.usable, width=width, ascii_only=ascii_only))
+    show(console, scale(sum(n for _, n in parts), memory.usable, width=width))
+
+
+def show_breakdown(console: Console, memory: Memory, *, why: bool) -> None:
+    """Bytes by kind at the peak with the reason of each; with `why` every entry."""
+    heading(console, f"Memory at the peak ({PHASES.get(memory.peak_phase, memory.peak_phase)})")
+    table = make_table("", "kind", "bytes", "share", "because", numbers=("bytes", "share"))
+    parts = parts_of(memory)
+    total = sum(n for _, n in parts)
+    reasons = _reasons(memory.entries)
+    for kind, nbytes in parts:
+        character, colour = fill(kind, ascii_only=is_ascii(console))
+        table.add_row(
+            Text(character * 2, style=colour),
+            kind,
+            units.show_bytes(nbytes),
+            f"{nbytes / total:.1%}",
+            plain(console, reasons.get(kind) or _of_the_allocator(kind)),
+        )
+    table.add_row("", "total", units.show_bytes(total), "", "", style="bold")
+    show(console, table)
+    if why:
+        _show_entries(console, memory.entries)
+
+
+def _of_the_allocator(kind: str) -> str:
+    return {
+        "fragmentation": "reserved by the allocator beyond what is allocated",
+        "context": "the device's context: kernels and libraries, outside the allocator",
+    }.get(kind, "")
+
+
+def _reasons(entries: tuple[Entry, ...]) -> dict[str, str]:
+    """The reason of each kind's largest entry, and how many more there are."""
+    largest: dict[str, Entry] = {}
+    counts: dict[str, int] = {}
+    for entry in entries:
+        counts[entry.kind] = counts.get(entry.kind, 0) + 1
+        if entry.kind not in largest or entry.nbytes > largest[entry.kind].nbytes:
+            largest[entry.kind] = entry
+    said = {}
+    for kind, entry in largest.items():
+        more = f" (+{counts[kind] - 1} more)" if counts[kind] > 1 else ""
+        said[kind] = f"{entry.owner}: {entry.because}{more}"
+    return said
+
+
+def _show_entries(console: Console, entries: tuple[Entry, ...]) -> None:
+    heading(console, "Every entry at the peak")
+    table = make_table("kind", "owner", "bytes", "because", numbers=("bytes",))
+    for e in sorted(entries, key=lambda e: -e.nbytes):
+        table.add_row(e.kind, e.owner, units.show_bytes(e.nbytes), plain(console, e.because))
+    show(console, table)
+
+
+def show_instants(console: Console, peaks: Mapping[str, int], peak_phase: str) -> None:
+    """The peak of each phase; the largest is marked in words."""
+    heading(console, "Instants")
+    table = make_table("phase", "peak", "", "", numbers=("peak",))
+    highest = max(peaks.values(), default=0)
+    width = 12 if console.width < 100 else 24
+    for phase, nbytes in peaks.items():
+        marked = phase == peak_phase
+        bar = share_bar(
+            nbytes / highest if highest else 0, width=width, ascii_only=is_ascii(console)
+        )
+        table.add_row(
+            PHASES.get(phase, phase),
+            units.show_bytes(nbytes),
+            bar,
+            "<- peak" if marked else "",
+            style="bold" if marked else "",
+        )
+    show(console, table)

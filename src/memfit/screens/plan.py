@@ -1,0 +1,155 @@
+"""The first screen: does it fit, what takes the memory, what else was considered, what next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from memfit import units
+from memfit.plan.verdict import describe_lack, needs
+from memfit.results import Considered, Cost, Plan, Time
+from memfit.screens.layout import (
+    bullets,
+    heading,
+    make_table,
+    next_commands,
+    plain,
+    show,
+    tick,
+)
+from memfit.screens.memory import show_bar, show_breakdown, show_instants, show_verdict
+
+FIRST = 6  # rows of the "considered" table without --why
+
+
+def show_plan(console: Console, plan: Plan, *, commands: Sequence[str], why: bool = False) -> None:
+    """The whole screen of `memfit plan` and `memfit predict`."""
+    recipe, memory = plan.recipe, plan.memory
+    show_verdict(console, memory, f"{recipe.model.name} on {recipe.device}")
+    console.print(plain(console, describe_recipe(plan)), style="dim")
+    if memory.verdict == "does_not_fit":
+        console.print(plain(console, f"nearest miss: {describe_lack(memory, recipe.device)}"))
+    show_bar(console, memory)
+    show_breakdown(console, memory, why=why)
+    console.print(plain(console, f"  limit: {memory.because}"), style="dim")
+    show_instants(console, {p: plan.ledger.total(p) for p in plan.ledger.phases}, memory.peak_phase)
+    _show_time(console, plan.time, plan.cost, recipe.steps)
+    _show_considered(console, plan, why=why)
+    _show_levers(console, plan)
+    bullets(console, "Assumed", plan.assumptions)
+    next_commands(console, commands)
+
+
+def describe_recipe(plan: Plan) -> str:
+    """The recipe in one line."""
+    r = plan.recipe
+    adapter = f" r={r.lora.rank} on {','.join(r.lora.targets)}" if r.method == "lora" else ""
+    return (
+        f"{r.method}{adapter}, {r.precision}, {r.optimizer.name} {r.optimizer.implementation}, "
+        f"sequence {r.sequence_length}, batch {r.micro_batch} x {r.accumulation}, "
+        f"recompute {r.recompute_blocks} blocks, loss {r.loss}, attention {r.attention}, "
+        f"{r.steps or 'unknown'} steps; recipe {plan.recipe_digest}"
+    )
+
+
+def _known(value: float | None, text: str) -> str:
+    return "unknown" if value is None else text
+
+
+def time_rows(time: Time, cost: Cost, steps: int) -> list[tuple[str, str]]:
+    """(what, figure) of time and cost; what nobody knows says unknown."""
+    usd, kwh = cost.usd, cost.kwh
+    return [
+        ("one step", _known(time.step_seconds, units.show_seconds(time.step_seconds or 0))),
+        ("tokens/s", _known(time.tokens_per_second, f"{time.tokens_per_second or 0:,.0f}")),
+        ("MFU / HFU", _known(time.mfu, f"{time.mfu or 0:.1%} / {time.hfu or 0:.1%}")),
+        ("model FLOP/step", f"{time.model_flops_per_step:.3g}"),
+        (
+            f"all {steps:,} steps" if steps else "all steps",
+            _known(time.total_seconds, units.show_seconds(time.total_seconds or 0)),
+        ),
+        ("cost", _known(usd, f"{usd or 0:,.2f} USD") + ", " + _known(kwh, f"{kwh or 0:,.3g} kWh")),
+    ]
+
+
+def _show_time(console: Console, time: Time, cost: Cost, steps: int) -> None:
+    heading(console, "Time and cost (predicted)")
+    table = make_table("", "")
+    table.show_header = False
+    for what, figure in time_rows(time, cost, steps):
+        table.add_row(what, figure)
+    table.add_row("because", plain(console, f"{time.because}; {cost.because}"), style="dim")
+    show(console, table)
+
+
+def _show_considered(console: Console, plan: Plan, *, why: bool) -> None:
+    if not plan.considered:
+        return
+    heading(console, "Considered")
+    table = make_table("", "recipe", "needs", "time", "why", numbers=("needs", "time"))
+    rows = plan.considered if why else _first(plan.considered)
+    for row in rows:
+        table.add_row(
+            tick(console) if row.chosen else "",
+            plain(console, row.label),
+            units.show_bytes(_needs(row)),
+            f"{row.relative_time:.2f}x",
+            plain(console, row.because),
+            style="bold" if row.chosen else "",
+        )
+    show(console, table)
+    if hidden := len(plan.considered) - len(rows):
+        console.print(f"  {hidden} more with --why", style="dim")
+
+
+def _first(rows: Sequence[Considered]) -> list[Considered]:
+    """The chosen one and its nearest neighbours, those that fit and those that do not."""
+    chosen = [r for r in rows if r.chosen]
+    fitting = [r for r in rows if r.fits and not r.chosen]
+    failing = [r for r in rows if not r.fits and not r.chosen]
+    room = FIRST - len(chosen)
+    kept = fitting[: max(room - len(failing), room // 2)]
+    kept += failing[: room - len(kept)]
+    return [r for r in rows if r in chosen or r in kept]
+
+
+def _needs(row: Considered) -> int:
+    return row.peak_allocated if row.device_total is None else row.device_total
+
+
+def _show_levers(console: Console, plan: Plan) -> None:
+    if not plan.levers:
+        return
+    miss = plan.memory.verdict == "does_not_fit"
+    heading(console, "Levers that would help" if miss else "Levers (one knob turned)")
+    table = make_table("--set", "memory", "time", "fits", "note", numbers=("memory", "time"))
+    own = needs(plan.memory)
+    rows = sorted(plan.levers, key=_needs)
+    for row in rows:
+        saved = _needs(row) - own
+        if miss and saved >= 0:
+            continue
+        table.add_row(
+            " ".join(set_options(row.changes)),
+            ("+" if saved > 0 else "-" if saved < 0 else "") + units.show_bytes(abs(saved)),
+            f"{row.relative_time - 1:+.1%}",
+            "yes" if row.fits else "no",
+            plain(console, row.because),
+        )
+    if not table.rows:
+        show(console, "none of the exact levers lowers the peak")
+    else:
+        show(console, table)
+
+
+def set_options(changes: dict[str, Any]) -> Iterable[str]:
+    """The changes of a lever as values that `--set` takes."""
+    for knob, value in changes.items():
+        if knob == "recompute_blocks":
+            yield "recompute=none" if value == 0 else f"'recompute={{blocks: {value}}}'"
+        elif knob == "optimizer":
+            yield f"optimizer.implementation={value}"
+        else:
+            yield f"{knob}={value}"

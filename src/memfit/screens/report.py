@@ -1,0 +1,100 @@
+"""The joined report in a terminal: three sources side by side, the curve, the sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from memfit.report import sections
+from memfit.results import Comparison, Report, Run
+from memfit.screens.chart import draw_curve
+from memfit.screens.layout import (
+    INDENT,
+    heading,
+    is_ascii,
+    make_table,
+    next_commands,
+    plain,
+    show,
+)
+from memfit.screens.memory import show_bar, show_verdict
+from memfit.words import short_name, show_error, show_value
+
+
+def show_report(console: Console, report: Report, *, commands: Sequence[str]) -> None:
+    """The whole screen of `memfit report` and the end of `memfit train`."""
+    source = report.certificate or report.plan
+    show_verdict(console, source.memory, report.title)
+    console.print(
+        f"recipe {report.recipe_digest}; "
+        + ("certified" if report.certificate else "not certified")
+        + "; "
+        + _progress(report.run, report.plan.recipe.steps),
+        style="dim",
+    )
+    show_bar(console, source.memory)
+    for title, rows in sections(report.comparisons):
+        _show_rows(console, title, rows)
+    if report.run is not None:
+        _show_losses(console, report.run)
+        _show_environment(console, report.run)
+    if report.sample:
+        heading(console, "Sample")
+        for line in report.sample.splitlines():
+            console.print(Text(" " * INDENT + plain(console, line)), soft_wrap=False)
+    next_commands(console, commands)
+
+
+def _progress(run: Run | None, steps: int) -> str:
+    if run is None:
+        return "not trained"
+    return f"{run.steps_done:,} of {steps or run.steps_done:,} steps " + (
+        "(finished)" if run.finished else "(not finished)"
+    )
+
+
+def _show_rows(console: Console, title: str, rows: Sequence[Comparison]) -> None:
+    heading(console, title)
+    numbers = ("predicted", "certified", "measured", "err. pred.", "err. cert.")
+    table = make_table("", *numbers, numbers=numbers)
+    for row in rows:
+        values = (row.predicted, row.certified, row.measured)
+        table.add_row(
+            short_name(row.name),
+            *(show_value(v, row.unit) for v in values),
+            show_error(row.error_predicted),
+            show_error(row.error_certified),
+        )
+    show(console, table)
+
+
+def _show_losses(console: Console, run: Run) -> None:
+    for title, points in (("Training loss", run.losses), ("Evaluation loss", run.evaluations)):
+        if not points:
+            continue
+        heading(console, f"{title}: {points[0][1]:.3f} -> {points[-1][1]:.3f}")
+        if len(points) < 2:
+            continue
+        width = console.width - 2 * INDENT
+        for line in draw_curve(points, width=width, ascii_only=is_ascii(console)):
+            console.print(" " * INDENT + line)
+
+
+def _show_environment(console: Console, run: Run) -> None:
+    other = {
+        name: m
+        for name, m in run.measurements.items()
+        if not name.startswith(("memory.peak", "memory.device", "time."))
+    }
+    if other:
+        heading(console, "Also measured")
+        table = make_table("", "value", "counter", numbers=("value",))
+        for name, m in other.items():
+            table.add_row(name, show_value(m.value, m.unit), plain(console, m.counter))
+        show(console, table)
+    if run.environment:
+        said = ", ".join(f"{k} {v}" for k, v in run.environment.items())
+        heading(console, "Environment")
+        show(console, Text(plain(console, said), style="dim"))

@@ -1,0 +1,64 @@
+"""Words and colours that the terminal and the page share, so that both say the same."""
+
+from __future__ import annotations
+
+from memfit import units
+
+VERDICTS = {
+    "fits": "FITS",
+    "at_risk": "AT RISK",
+    "does_not_fit": "DOES NOT FIT",
+    "unproven": "UNPROVEN",
+}
+PHASES = {
+    "load": "load the model",
+    "first_step": "first step",
+    "forward": "forward",
+    "loss": "loss",
+    "backward": "backward",
+    "accumulate": "further micro-batches",
+    "optimizer_step": "optimizer step",
+    "evaluate": "evaluate",
+    "save": "save",
+}
+# The Okabe-Ito palette, which colour-blind readers can tell apart; texts label every use anyway.
+COLOURS = {
+    "parameters": "#0072B2",
+    "gradients": "#E69F00",
+    "optimizer_state": "#009E73",
+    "activations": "#CC79A7",
+    "logits": "#D55E00",
+    "temporary": "#56B4E9",
+    "all_gather": "#F0E442",
+    "reduce_scatter": "#B8AE20",
+    "input": "#8A8A8A",
+    "workspace": "#A87132",
+    "fragmentation": "#B0B0B0",
+    "context": "#707070",
+}
+
+
+def show_value(value: float | None, unit: str) -> str:
+    """A figure with its unit; `-` where the source states none."""
+    if value is None:
+        return "-"
+    if unit == "bytes":
+        return units.show_bytes(value)
+    if unit == "s":
+        return units.show_seconds(value)
+    if unit == "fraction of peak":
+        return f"{value:.1%}"
+    return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
+
+
+def show_error(error: float | None) -> str:
+    """A signed share; `0` is exact equality, `-` is nothing to compare."""
+    if error is None:
+        return "-"
+    return "0" if error == 0 else f"{error:+.2%}"
+
+
+def short_name(name: str) -> str:
+    """`memory.phase.backward` -> `backward`, in words where there are some."""
+    last = name.rsplit(".", 1)[-1]
+    return PHASES.get(last, last)
