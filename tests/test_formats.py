@@ -194,3 +194,15 @@ def test_what_is_no_number_is_refused():
 
 def test_rows_are_json():
     assert '"shown": "inf"' in to_json(formats(1e300))
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "ties"),
+    [
+        ("int8", 127.0, {0.5: 0, 1.5: 2, 2.5: 2, -0.5: 0, -1.5: -2}),
+        ("int4", 7.0, {0.5: 0, 1.5: 2, 2.5: 2, 6.5: 6}),
+        ("fp4", 6.0, {0.25: 0, 0.75: 1, 1.25: 1, 1.75: 2, 2.5: 2, 3.5: 4, 5.0: 4, -5.0: -4}),
+    ],
+)
+def test_ties_of_block_formats_go_to_the_even_code(name, scale, ties):
+    assert {x: rows(x, scale=scale)[name].stored for x in ties} == ties
