@@ -3,7 +3,8 @@
 FLOP: 2 per parameter and token forward, 2 for the input's gradient, 2 for the weight's (Kaplan et
 al. 2001.08361, section 2.1; 6 in all for full training), plus causal attention's 2 x 2 x s x s/2 x
 hidden a sequence forward and twice that backward. A frozen weight needs no weight gradient, and a
-block before the first trainable parameter no backward at all.
+block before the first trainable parameter no backward at all. Known error: under LoRA the gradient
+of the first block's input is counted though nothing needs it (one block's q, k, v).
 
 The shares of a device's peak that a step reaches are assumed, not measured (see ASSUMED): the
 ranking of recipes is what they serve; seconds carry the assumption in `because`.
@@ -58,6 +59,7 @@ def count_work(model: Model, recipe: Recipe) -> Work:
     attention = 2.0 * recipe.sequence_length * a.heads * a.head_dim * tokens  # a block, causal
     dense = [0.0] * a.layers
     trained = [0.0] * a.layers
+    last = [0.0] * a.layers  # the block's last product: recomputation stops before it
     head = prod((a.vocab, a.hidden)) if a.tied_embeddings else 0
     head_trained = head if a.tied_embeddings and _embedding_trains(model) else 0
     first = a.layers  # the first block that backward has to enter
@@ -72,13 +74,14 @@ def count_work(model: Model, recipe: Recipe) -> Work:
             head, head_trained = head + w.numel, head_trained + w.numel * w.trainable
         else:
             dense[w.layer] += w.numel
+            last[w.layer] = w.numel
             trained[w.layer] += w.numel * w.trainable
     entered = range(first, a.layers)
     forward = 2 * tokens * (sum(dense) + head) + attention * a.layers
     backward = 2 * tokens * (sum(dense[i] + trained[i] for i in entered) + head + head_trained)
     backward += 2 * attention * len(entered)
     again = range(max(0, min(first, recipe.recompute_blocks)), recipe.recompute_blocks)
-    recompute = sum(2 * tokens * dense[i] + attention for i in again)
+    recompute = sum(2 * tokens * (dense[i] - last[i]) + attention for i in again)
     share = attention * (a.layers + 2 * len(entered) + len(again))
     return Work(forward=forward, backward=backward, recompute=recompute, attention=share)
 

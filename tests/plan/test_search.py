@@ -1,0 +1,159 @@
+import msgspec
+import pytest
+
+from memfit import api
+from memfit.errors import InvalidRequest, UnknownName
+from memfit.nouns import from_data
+from memfit.plan.problem import CHUNKS, divisors, read_problem
+from memfit.plan.search import Candidate, describe, predict, search
+from memfit.plan.verdict import needs
+from memfit.request import Request
+from memfit.units import MIB
+
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 2048,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+
+
+def ask(**changes):
+    data = {
+        "model": MODEL,
+        "method": "full",
+        "precision": "fp32",
+        "task": {"sequence_length": 512, "global_batch": 8, "steps": 10},
+        "hardware": {"device": "cpu"},
+        **changes,
+    }
+    return from_data(data, Request, where="the test")
+
+
+def everything(request):
+    """Every recipe of the exact knobs, by brute force."""
+    problem = read_problem(request)
+    start = Candidate(problem, search(problem).recipe)
+    for micro in divisors(8):
+        for chunk in (0, *[c for c in CHUNKS if c < micro * 512] or [min(CHUNKS)]):
+            for blocks in range(5):
+                yield start.but(
+                    micro_batch=micro,
+                    accumulation=8 // micro,
+                    loss="chunked" if chunk else "plain",
+                    loss_chunk=chunk,
+                    recompute_blocks=blocks,
+                )
+
+
+@pytest.mark.parametrize("limit", [40, 60, 90, 150, 300, 1000])
+def test_the_plan_is_the_fastest_recipe_that_fits(limit):
+    request = ask(limits={"memory": f"{limit} MiB"})
+    chosen = search(read_problem(request))
+    fitting = [c for c in everything(request) if c.fits]
+    if not fitting:
+        assert chosen.memory.verdict == "does_not_fit"
+        return
+    assert chosen.memory.verdict == "fits"
+    best = min(c.seconds for c in fitting)
+    mine = Candidate(read_problem(request), chosen.recipe).seconds
+    assert mine == pytest.approx(best, rel=1e-12)
+
+
+def test_a_looser_limit_never_makes_the_plan_slower():
+    times = []
+    for limit in range(60, 400, 20):
+        problem = read_problem(ask(limits={"memory": f"{limit} MiB"}))
+        times.append(Candidate(problem, search(problem).recipe).seconds)
+    assert times == sorted(times, reverse=True)
+    assert len(set(times)) > 3
+
+
+def test_an_impossible_limit_returns_the_nearest_miss_and_what_it_lacks():
+    request = ask(limits={"memory": "10 MiB"})
+    chosen = search(read_problem(request))
+    assert chosen.memory.verdict == "does_not_fit"
+    assert needs(chosen.memory) == min(needs(c.memory) for c in everything(request))
+    assert needs(chosen.memory) > 10 * MIB
+    assert "more than there is" in chosen.considered[-1].because
+
+
+def test_precision_is_given_up_only_when_nothing_else_fits():
+    roomy = api.plan(ask(precision="auto", limits={"memory": "1 GiB"}))
+    assert roomy.recipe.precision == "fp32"
+    assert any(lever.relative_time < 1 and lever.fits for lever in roomy.levers)
+    full = ask(precision="auto", limits={"memory": "10 MiB"})
+    smallest = min(
+        (needs(c.memory) for c in everything(ask(limits={"memory": "10 MiB"}))), default=0
+    )
+    tight = api.plan(
+        msgspec.structs.replace(
+            full, limits=msgspec.structs.replace(full.limits, memory=f"{smallest - 1} B")
+        )
+    )
+    assert tight.recipe.precision != "fp32"
+
+
+def test_what_the_request_states_is_kept():
+    request = ask(
+        micro_batch=2, recompute={"blocks": 3}, loss="chunked", loss_chunk=128,
+        optimizer={"name": "sgd", "implementation": "foreach", "learning_rate": 0.5},
+    )  # fmt: skip
+    recipe = api.plan(request).recipe
+    assert (recipe.micro_batch, recipe.accumulation) == (2, 4)
+    assert recipe.recompute_blocks == 3
+    assert (recipe.loss, recipe.loss_chunk) == ("chunked", 128)
+    assert (recipe.optimizer.name, recipe.optimizer.implementation) == ("sgd", "foreach")
+    assert recipe.optimizer.learning_rate == 0.5
+
+
+def test_predict_refuses_what_is_left_open():
+    with pytest.raises(InvalidRequest, match="recompute, loss, micro_batch is left on `auto`"):
+        predict(read_problem(ask()))
+    stated = ask(recompute="full", loss="plain", micro_batch=4)
+    plan = predict(read_problem(stated))
+    assert describe(plan.recipe, 4) == "full fp32, micro-batch 4, recompute full, loss plain"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"task": {"sequence_length": 2048}},
+            "`task.sequence_length: 2048` is longer than the 1024 positions of `model`",
+        ),
+        ({"micro_batch": 3}, "`micro_batch: 3` does not divide `task.global_batch: 8`"),
+        ({"recompute": {"blocks": 9}}, "`recompute.blocks: 9` is more than the 4 blocks"),
+        ({"base_format": "bf16"}, "`precision: fp32` cannot compute on `base_format: bf16`"),
+        ({"attention": "efficient"}, "`attention: efficient` exists on CUDA only"),
+        ({"method": "freeze"}, "`method: freeze` does not say what stays trainable"),
+        ({"weights": "pretrained"}, "`weights: pretrained`, but `model` is only a configuration"),
+        (
+            {"method": "lora", "lora": {"targets": ["q_porj"]}},
+            "q_porj",
+        ),
+        ({"model": {"hidden_size": 3}}, "no `model_type` in request"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_both_values(changes, message):
+    with pytest.raises(InvalidRequest) as caught:
+        api.plan(ask(**changes))
+    assert message in caught.value.message
+    assert caught.value.hint
+
+
+def test_unknown_names_offer_the_nearest():
+    with pytest.raises(UnknownName) as caught:
+        api.plan(api.read("llama-3.1-8c", device="h100-sxm"))
+    assert "`llama-3.1-8b`" in caught.value.hint
+    with pytest.raises(UnknownName) as caught:
+        api.plan(api.read("llama-3.1-8b", device="h100-sxn"))
+    assert "`h100-sxm`" in caught.value.hint
+    with pytest.raises(UnknownName):
+        api.plan(ask(optimizer={"name": "adamv"}))

@@ -1,0 +1,81 @@
+"""Predicted work against torch's own FLOP counter on the real step."""
+
+import msgspec
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from memfit.adapters import find_adapter
+from memfit.families import read_model
+from memfit.plan.problem import find_device
+from memfit.plan.time import count_work, describe_time, predict_timeline, relative_seconds
+from memfit.recipe import Freeze, Lora
+from memfit.train.build import Built, build_model, build_optimizer, fill_weights
+from memfit.train.step import Batch, step
+
+
+def change(recipe, **changes):
+    return msgspec.structs.replace(recipe, **changes)
+
+
+VARIANTS = {
+    "full": {},
+    "chunked": {"loss": "chunked", "loss_chunk": 16},
+    "recompute": {"recompute_blocks": 2},
+    "freeze": {"method": "freeze", "freeze": Freeze(last_blocks=1)},
+    "lora": {
+        "method": "lora",
+        "lora": Lora(rank=4, alpha=8.0, targets=("q_proj", "v_proj")),
+    },
+}
+
+
+# Under LoRA the first block's input needs no gradient, and the prediction counts it all the same:
+# 2 FLOP x 64 tokens x (q 32x32, k and v 16x32, two adapters' A of 4x32).
+UNCOUNTED = {"lora": 2 * 64 * (1024 + 2 * 512 + 2 * 128)}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_predicted_work_is_what_torch_counts(tiny_recipe, variant):
+    recipe = change(tiny_recipe, packing=False, attention="math", **VARIANTS[variant])
+    model = build_model(recipe, "cpu")
+    fill_weights(model, recipe)
+    built = Built(recipe, model, build_optimizer(recipe, model))
+    ids = torch.zeros(recipe.micro_batch, recipe.sequence_length, dtype=torch.int64)
+    batches = [Batch(ids, ids) for _ in range(recipe.accumulation)]
+    with FlopCounterMode(display=False) as counter:
+        step(built, batches, ids.numel() * recipe.accumulation)
+    counts = counter.get_flop_counts()["Global"]
+    attention = counts.pop(torch.ops.aten.bmm)
+    declared = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+    work = count_work(declared, recipe)
+    products = sum(counts.values()) + UNCOUNTED.get(variant, 0)
+    assert work.hardware - work.attention == pytest.approx(products, rel=1e-12)
+    # the math kernel computes both halves of causal attention; the mathematics needs one
+    assert 2 * work.attention == pytest.approx(attention, rel=1e-12)
+
+
+def test_a_device_of_unknown_speed_has_no_time(tiny_recipe):
+    model = read_model(tiny_recipe.model)
+    device = find_device("cpu")
+    timeline = predict_timeline(model, tiny_recipe, device)
+    time = describe_time(model, tiny_recipe, device, timeline)
+    assert timeline.spans == ()
+    assert (time.step_seconds, time.mfu, time.tokens_per_second) == (None, None, None)
+    assert "unknown" in time.because
+    assert relative_seconds(model, tiny_recipe, device) > 0
+
+
+def test_more_recompute_is_never_faster(tiny_recipe):
+    model, device = read_model(tiny_recipe.model), find_device("h100-sxm")
+    recipe = change(tiny_recipe, precision="bf16", base_format="bf16")
+    times = [relative_seconds(model, change(recipe, recompute_blocks=n), device) for n in range(4)]
+    assert times == sorted(times)
+    assert times[0] < times[-1]
+
+
+def test_mfu_leaves_recompute_out_and_hfu_counts_it(tiny_recipe):
+    model, device = read_model(tiny_recipe.model), find_device("h100-sxm")
+    recipe = change(tiny_recipe, precision="bf16", base_format="bf16", recompute_blocks=3)
+    time = describe_time(model, recipe, device, predict_timeline(model, recipe, device))
+    assert 0 < time.mfu < time.hfu < 1
