@@ -166,17 +166,21 @@ def test_examples_too_long_are_cut_or_left_out_and_counted():
 
 
 @given(lengths=LENGTHS, width=st.integers(2, 12), packing=st.booleans(),
-       objective=st.sampled_from(["pretrain", "sft"]))  # fmt: skip
+       objective=st.sampled_from(["pretrain", "sft"]),
+       attention=st.sampled_from(["flash", "math"]))  # fmt: skip
 @settings(deadline=None, max_examples=60)
-def test_the_worst_batch_is_the_worst_of_all_that_are_sampled(lengths, width, packing, objective):
+def test_the_worst_batch_is_the_worst_of_all_that_are_sampled(
+    lengths, width, packing, objective, attention
+):
     recipe = tiny_recipe(sequence_length=width, micro_batch=2, accumulation=2, steps=7,
-                         packing=packing, objective=objective)  # fmt: skip
+                         packing=packing, objective=objective, attention=attention)  # fmt: skip
     sampler = build_sampler(corpus([*lengths, 2]), recipe, "d")
 
     def cost(batch):
         documents = batch.documents or ()
         flat = [n for row in documents for n in row]
-        return batch.input_ids.size, sum(n * n for n in flat), len(flat)
+        copied = sum(len(row) > 1 for row in documents) if attention == "flash" else 0
+        return batch.input_ids.size, copied, sum(n * n for n in flat), len(flat)
 
     costs = {(s, m): cost(b) for s in range(7) for m, b in enumerate(sampler.sample(s))}
     worst = sampler.worst()

@@ -52,6 +52,7 @@ class Micro(NamedTuple):
     labels: Array  # the token each position predicts, or -100
     position_ids: Array | None  # within the document; None when a row is one document
     documents: tuple[tuple[int, ...], ...] | None  # sums to width in each row; None likewise
+    tokens: int  # padding not counted
 
     @property
     def targets(self) -> int:
@@ -64,8 +65,9 @@ class Worst(NamedTuple):
 
     step: int
     micro: int
-    width: int  # tokens a row
-    documents: tuple[tuple[int, ...], ...] | None
+    rows: int
+    width: int  # tokens a row, padding counted
+    documents: tuple[tuple[int, ...], ...] | None  # lengths in each row; None = one a row
 
 
 def seeded_order(count: int, seed: int, epoch: int) -> Array:
@@ -237,6 +239,7 @@ class Sampler:
         self._global = recipe.global_batch
         self._width = recipe.sequence_length
         self._steps = recipe.steps
+        self._math = recipe.attention == "math"
 
     @property
     def steps_per_epoch(self) -> float:
@@ -257,17 +260,21 @@ class Sampler:
         return (self._batch(first, once=True) for first in range(0, count, self._micro))
 
     def worst(self) -> Worst:
-        """The micro-batch with the largest memory: the most tokens (padding counted), then the
-        longest documents (their attention is quadratic), then the most documents.
+        """The micro-batch with the largest memory of all steps.
+
+        The most tokens a row (padding counted) go first. Then, as attention saves: with `math`,
+        which keeps a matrix of each document, the longest documents; with the others, the most
+        rows of several documents, whose outputs are copied together, and then the longest.
         """
         costs = self._rows.costs(self._steps * self._global)
-        groups = costs.reshape(-1, self._micro, 3)
-        widest = groups[:, :, 0].max(axis=1)
-        keys = (groups[:, :, 2].sum(axis=1), groups[:, :, 1].sum(axis=1), widest)
+        tokens, squares, documents = costs.reshape(-1, self._micro, 3).transpose(2, 0, 1)
+        copied = (documents > 1).sum(axis=1) * (not self._math)
+        keys = (documents.sum(axis=1), squares.sum(axis=1), copied, tokens.max(axis=1))
         index = int(np.lexsort(keys)[-1])
         step, micro = divmod(index, self._accumulation)
         batch = self._batch(index * self._micro)
-        return Worst(step, micro, batch.input_ids.shape[1], batch.documents)
+        rows, width = batch.input_ids.shape
+        return Worst(step, micro, rows, width, batch.documents)
 
     def _batch(self, first: int, *, once: bool = False) -> Micro:
         rows = [self._rows.row(i, once=once) for i in range(first, first + self._micro)]
@@ -287,9 +294,10 @@ class Sampler:
             padding = width - at
             positions[i, at:] = np.arange(padding)
             documents.append((*(p.length for p in row), *((padding,) if padding else ())))
+        tokens = sum(p.length for row in rows for p in row)
         if not packed:
-            return Micro(ids, labels, None, None)
-        return Micro(ids, labels, positions, tuple(documents))
+            return Micro(ids, labels, None, None, tokens)
+        return Micro(ids, labels, positions, tuple(documents), tokens)
 
     def _read(self, piece: Piece) -> tuple[Array, Array]:
         """Ids and labels of a piece; its last token predicts the next one of its document."""

@@ -1,0 +1,286 @@
+"""Counters of what a step really takes: live tensor bytes, the CUDA allocator, resident memory."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+from torch import nn
+
+from memfit.errors import InvalidRequest
+from memfit.families import read_model
+from memfit.hardware import Device
+from memfit.ledger import Entry, Ledger, Phase
+from memfit.recipe import Recipe
+from memfit.results import Measurement
+from memfit.train.build import Built, build_model, build_optimizer
+from memfit.train.live import LiveBytes
+from memfit.train.packing import IGNORED, Micro
+from memfit.train.step import Batch, Enter, StepResult, nowhere, step
+from memfit.train.weights import fill_weights
+from memfit.units import KIB
+
+T = TypeVar("T")
+LIVE = "live tensor bytes (every operator that torch dispatches)"
+REHEARSED = 2  # micro-batches of a rehearsed step: the second holds what the first one left
+
+
+class Watch(NamedTuple):
+    """What a watched step tells its watcher."""
+
+    enter: Enter
+    register: Callable[[Batch], None]
+
+
+class Meter:
+    """Peaks of memory by phase, and who held them, over all steps that were watched.
+
+    On a CPU the counter is `LiveBytes`: exact bytes of live tensors. On CUDA the allocator's own
+    counters give the peaks, and `LiveBytes` says who held them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.peaks: dict[Phase, int] = {}
+        self._entries: dict[Phase, tuple[int, tuple[Entry, ...]]] = {}
+        self._phase = Phase.LOAD
+        self._cuda = device.type == "cuda"
+        self._lowest_free: int | None = None
+
+    @property
+    def peak(self) -> int:
+        """The largest of all instants, bytes."""
+        return max(self.peaks.values(), default=0)
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was alive at each phase's own peak."""
+        entries = (e for phase in Phase for e in self._entries.get(phase, (0, ()))[1])
+        return Ledger(entries=tuple(entries))
+
+    def watch_load(self, model: nn.Module, work: Callable[[], None]) -> None:
+        """Run what fills a model; its peak belongs to the phase `load`."""
+        with self._live() as live:
+            live.register_model(model)
+            live.enter(Phase.LOAD)
+            self._enter(Phase.LOAD)
+            work()
+
+    def watch_step(self, built: Built, work: Callable[[Watch], T]) -> T:
+        """Run one step after the first and count every tensor of it."""
+        with self._live() as live:
+            live.register_model(built.model)
+            live.register_optimizer(built.optimizer)
+            live.enter(Phase.FORWARD)
+            live.restart()
+            self._enter(Phase.FORWARD)
+            return work(self._watch(live))
+
+    def rehearse(self, recipe: Recipe, micro: Micro) -> nn.Module:
+        """Build the model and run two optimizer steps on one micro-batch, all of it watched.
+
+        The model comes back before its weights are filled, the optimizer is thrown away and the
+        generators are put back: what follows cannot know that this has been. It is what a
+        certificate traces, step by step, so that the two can be compared to the byte.
+        """
+        micros = [micro] * min(REHEARSED, recipe.accumulation)
+        gpus = [self.device] if self._cuda else []
+        with torch.random.fork_rng(devices=gpus), self._live() as live:
+            self._enter(Phase.LOAD)
+            model = build_model(recipe, self.device)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()  # empty memory may hold NaN, and denormals are slow
+            live.register_model(model)
+            built = Built(recipe, model, build_optimizer(recipe, model))
+            live.register_optimizer(built.optimizer)
+            watch = self._watch(live)
+            watch.enter(Phase.FIRST_STEP)
+            run_step(built, micros, watch._replace(enter=lambda _: watch.enter(Phase.FIRST_STEP)))
+            run_step(built, micros, watch)
+            del built
+        if self._cuda:
+            torch.cuda.empty_cache()
+        return model
+
+    def _watch(self, live: LiveBytes) -> Watch:
+        def enter(phase: Phase) -> None:
+            live.enter(phase)
+            self._enter(phase)
+
+        def register(batch: Batch) -> None:
+            live.register_batch(batch.input_ids, batch.labels, batch.position_ids)
+
+        return Watch(enter, register)
+
+    @contextmanager
+    def _live(self) -> Iterator[LiveBytes]:
+        """Count every tensor meanwhile. Frees come from reference counts alone, as in a trace."""
+        enabled = gc.isenabled()
+        gc.collect()
+        gc.disable()
+        live = LiveBytes(self.device.type)
+        try:
+            with live:
+                yield live
+        finally:
+            if enabled:
+                gc.enable()
+        self._merge(live)
+
+    def measurements(self) -> dict[str, Measurement]:
+        """Memory by the counter that gave it; live tensors and resident memory are never mixed."""
+        found = {"memory.rss_peak": _bytes(peak_rss(), "getrusage ru_maxrss, of the process")}
+        if not self._cuda:
+            return {"memory.peak_allocated": _bytes(self.peak, LIVE)} | found
+        self._enter(self._phase)
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        used = total - (self._lowest_free or total)
+        return {
+            "memory.peak_allocated": _bytes(self.peak, "torch.cuda.max_memory_allocated"),
+            "memory.peak_reserved": _bytes(
+                torch.cuda.memory_reserved(self.device), "torch.cuda.memory_reserved"
+            ),
+            "memory.device_total": _bytes(used, "torch.cuda.mem_get_info, of all processes"),
+        } | found
+
+    def _enter(self, phase: Phase) -> None:
+        """CUDA: what the allocator reached since the last phase began belongs to that phase."""
+        if self._cuda:
+            reached = torch.cuda.max_memory_allocated(self.device)
+            self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), reached)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            free = torch.cuda.mem_get_info(self.device)[0]
+            self._lowest_free = min(free, self._lowest_free or free)
+        self._phase = phase
+
+    def _merge(self, live: LiveBytes) -> None:
+        held = live.ledger()
+        for phase, nbytes in live.peaks.items():
+            if nbytes >= self._entries.get(phase, (0, ()))[0]:
+                self._entries[phase] = (nbytes, held.at(phase))
+            if not self._cuda:
+                self.peaks[phase] = max(self.peaks.get(phase, 0), nbytes)
+
+
+def peak_rss() -> int:
+    """Bytes of the process that were ever resident at once."""
+    reached = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return reached if sys.platform == "darwin" else reached * KIB
+
+
+def torch_device(device: Device) -> torch.device:
+    """Where a recipe for this device runs; InvalidRequest when this machine has none."""
+    if device.is_cpu:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise InvalidRequest(
+            f"the recipe is for `{device.id}`, and torch finds no GPU here",
+            hint="run it on a machine with one; `memfit certify` needs none",
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def to_batch(micro: Micro, device: torch.device) -> Batch:
+    """The micro-batch as tensors on the device."""
+    ids, labels, positions = (
+        None if a is None else torch.from_numpy(a).to(device)
+        for a in (micro.input_ids, micro.labels, micro.position_ids)
+    )
+    assert ids is not None
+    assert labels is not None
+    return Batch(ids, labels, positions, micro.documents)
+
+
+def run_step(built: Built, micros: list[Micro], watch: Watch | None = None) -> StepResult:
+    """One optimizer step over the micro-batches, each put on the device when its turn comes."""
+    seen = watch or Watch(nowhere, lambda _: None)
+    targets = sum(micro.targets for micro in micros)
+
+    def put(micro: Micro) -> Batch:
+        batch = to_batch(micro, built.device)
+        seen.register(batch)
+        return batch
+
+    batches = (put(micro) for micro in micros)  # holds no batch once it is given out
+    return step(built, batches, targets, seen.enter)
+
+
+def synthetic_micro(recipe: Recipe, vocab: int) -> Micro:
+    """Random tokens in the shape that needs the most memory of all that a recipe allows.
+
+    Packed, that is one token beside a document that fills the rest of the row: a second document
+    makes attention's outputs be copied together.
+    """
+    rows, width = recipe.micro_batch, recipe.sequence_length
+    ids = np.random.default_rng(recipe.seed).integers(0, vocab, (rows, width), dtype="int64")
+    labels = np.full_like(ids, IGNORED)
+    labels[:, :-1] = ids[:, 1:]
+    if not recipe.packing:
+        return Micro(ids, labels, None, None, ids.size)
+    lengths = (width - 1, 1) if width > 1 else (1,)
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    labels[:, np.cumsum(lengths) - 1] = IGNORED
+    return Micro(ids, labels, np.tile(positions, (rows, 1)), (lengths,) * rows, ids.size)
+
+
+class Measured(NamedTuple):
+    """A few real steps: what they took and who held it."""
+
+    measurements: dict[str, Measurement]
+    phases: dict[str, int]
+    ledger: Ledger
+
+
+def measure(recipe: Recipe, device: Device, steps: int = 3) -> Measured:
+    """Run a few real steps on random tokens and weights; times are of steps nobody watches.
+
+    Raises InvalidRequest when this machine has no such device.
+    """
+    where = torch_device(device)
+    recipe = replace(recipe, weights="random")
+    meter = Meter(where)
+    micro = synthetic_micro(recipe, read_model(recipe.model).architecture.vocab)
+    model = meter.rehearse(recipe, micro)
+    meter.watch_load(model, lambda: fill_weights(model, recipe))
+    built = Built(recipe, model, build_optimizer(recipe, model))
+    micros = [micro] * recipe.accumulation
+    run_step(built, micros)
+    seconds = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        float(run_step(built, micros).loss)  # waits for the device
+        seconds.append(time.perf_counter() - start)
+    tokens = sum(m.tokens for m in micros)
+    found = meter.measurements() | time_measurements(seconds, [tokens] * steps)
+    phases = {str(phase): meter.peaks[phase] for phase in Phase if phase in meter.peaks}
+    return Measured(found, phases, meter.ledger)
+
+
+def time_measurements(seconds: list[float], tokens: list[int]) -> dict[str, Measurement]:
+    """Median seconds of a step (spread: interquartile range) and tokens over their total time."""
+    if not seconds:
+        return {}
+    low, high = np.quantile(seconds, [0.25, 0.75])
+    count, counter = len(seconds), "perf_counter around each unwatched step"
+    return {
+        "time.step_seconds": Measurement(
+            value=median(seconds), unit="s", counter=counter, n=count, spread=float(high - low)
+        ),
+        "time.tokens_per_second": Measurement(
+            value=sum(tokens) / sum(seconds), unit="tokens/s", counter=counter, n=count
+        ),
+    }
+
+
+def _bytes(value: int, counter: str) -> Measurement:
+    return Measurement(value=float(value), unit="B", counter=counter)
