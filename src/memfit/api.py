@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from memfit import __version__, catalog
+from memfit import __version__, catalog, families, look_up
 from memfit.errors import DoesNotFit, InvalidRequest, NotCertified
 from memfit.hardware import Device
 from memfit.nouns import from_data, read_json, to_data, write_atomically, write_json
@@ -27,7 +27,9 @@ from memfit.request import LoraRequest, OptimizerRequest, RecomputeBlocks, Reque
 from memfit.results import Certificate, Plan, Report, Run
 
 if TYPE_CHECKING:
+    from memfit.catalog import CatalogModel
     from memfit.doctor import Diagnosis
+    from memfit.formats import FormatRow
     from memfit.train.loop import Progress
 
 REPLANS = 3  # a plan that its certificate refutes is made again with the difference taken off
@@ -82,14 +84,36 @@ def usable_of(plan: Plan) -> int | None:
     return plan.memory.usable
 
 
-def certify(recipe: Recipe, *, usable: int | None = None) -> Certificate:
-    """Run the recipe's own step on fake tensors of its device; raises NotCertified."""
+def find_lengths(request: Request) -> Request:
+    """The request with its epochs counted in steps, which needs its data tokenised (once)."""
+    from memfit.train import prepare as preparing
+
+    start = problems.read_problem(request)
+    length = problems.sequence_length(request, start.model)
+    return preparing.find_lengths(request, start.reference, length)
+
+
+def certify(
+    recipe: Recipe, *, usable: int | None = None, request: Request | None = None
+) -> Certificate:
+    """Run the recipe's own step on fake tensors of its device; raises NotCertified.
+
+    With a request that names data, on the worst micro-batch of that data; else on the worst that
+    the recipe allows.
+    """
     from memfit import certify as certification
 
-    device = (
-        find_device("cpu") if recipe.device == "cpu-x86" else catalog.find_device(recipe.device)
-    )
-    return certification.certify(recipe, device, usable)
+    device = find_device("cpu" if recipe.device == "cpu-x86" else recipe.device)
+    batches = None
+    if request is not None and request.task.data:
+        from memfit.train.prepare import find_worst
+
+        worst = find_worst(request, recipe)
+        shape = certification.BatchShape(
+            rows=worst.rows, tokens=worst.width, documents=worst.documents
+        )
+        batches = (shape,) * min(recipe.accumulation, 2)
+    return certification.certify(recipe, device, usable, batches)
 
 
 def read_plan(path: Path) -> Plan:
@@ -121,7 +145,6 @@ def prepare(
     Raises DoesNotFit unless overridden, NotCertified, InvalidRequest (another request's folder).
     """
     from memfit.train.machine import measure_machine
-    from memfit.train.prepare import find_lengths
 
     request = find_lengths(request)
     _check_folder(folder, request)
@@ -136,7 +159,7 @@ def prepare(
         if made.memory.verdict == "does_not_fit" and not override:
             raise DoesNotFit(search.lack(made), hint="raise the limit, or see `memfit plan --why`")
         say(f"certifying recipe {made.recipe_digest}")
-        proof = certify(made.recipe, usable=made.memory.usable)
+        proof = certify(made.recipe, usable=made.memory.usable, request=request)
         if proof.memory.verdict != "does_not_fit" or override:
             prepared = Prepared(request=request, plan=made, certificate=proof)
             _write(prepared, folder)
@@ -185,15 +208,16 @@ def _differences(old: Any, new: Any, path: str = "") -> list[str]:
 
 def _kept(folder: Path, request: Request) -> Prepared | None:
     """Plan and certificate of an earlier start of the same run, when they still hold."""
-    from memfit.certify import versions
-
     if not (folder / "certificate.json").exists() or not (folder / "plan.json").exists():
         return None
     made, proof = (
         read_plan(folder / "plan.json"),
         read_json(folder / "certificate.json", Certificate),
     )
-    if proof.recipe_digest != made.recipe_digest or proof.versions != versions():
+    now = versions()
+    if proof.recipe_digest != made.recipe_digest or any(
+        now[name] != version for name, version in proof.versions.items()
+    ):
         return None
     return Prepared(request=request, plan=made, certificate=proof)
 
@@ -326,3 +350,54 @@ def doctor() -> Diagnosis:
     from memfit import doctor as doctors
 
     return doctors.diagnose(versions())
+
+
+def models(search: str = "", *, family: str = "", up_to: str = "") -> tuple[CatalogModel, ...]:
+    """Catalogue rows in which every word of `search` occurs; UnknownName when there is none."""
+    return look_up.find_models(search, family=family, up_to=up_to)
+
+
+def devices(search: str = "", *, vendor: str = "", at_least: str = "") -> tuple[Device, ...]:
+    """Catalogue rows in which every word of `search` occurs; UnknownName when there is none."""
+    return look_up.find_devices(search, vendor=vendor, at_least=at_least)
+
+
+def supported_families() -> list[str]:
+    """Names of the model families that can be planned and trained."""
+    return families.families.names()
+
+
+def formats(x: float, *, scale: float | None = None) -> tuple[FormatRow, ...]:
+    """A number in every format, widest first."""
+    from memfit import formats as formatting
+
+    return formatting.formats(x, scale=scale)
+
+
+def measure(recipe: Recipe, *, steps: int = 3) -> Run:
+    """A few real steps of a recipe on this machine, on random tokens and weights."""
+    from memfit.train import measure as measuring
+
+    return measuring.measure_run(recipe, catalog.find_device(recipe.device), steps)
+
+
+def generate(
+    folder: Path, prompt: str, *, tokens: int = 100, temperature: float = 0.8, seed: int = 0
+) -> str:
+    """What the model of a run says after a prompt; a run folder keeps it for its report."""
+    from memfit.train import generate as generation
+
+    made = generation.generate(
+        folder, prompt, max_new_tokens=tokens, temperature=temperature, seed=seed
+    )
+    if (folder / "plan.json").exists():
+        write_atomically(folder / "sample.txt", (prompt + made).encode())
+        write_report(folder)
+    return made
+
+
+def join(plan: Plan, certificate: Certificate | None, run: Run | None) -> Report:
+    """The report of results that are not in a folder."""
+    from memfit import report as reporting
+
+    return reporting.join(plan, certificate, run)
