@@ -18,7 +18,6 @@ HERE = Path(__file__).resolve().parent.parent
 FOLDER = Path("runs/demo")
 SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "turtledemo"}
 EVALUATION_EVERY = 25  # every 25th file is held out
-VOCABULARY = 4096
 
 
 def read_sources() -> list[tuple[str, str]]:
@@ -51,9 +50,7 @@ def read_pairs(sources: list[tuple[str, str]]) -> list[dict[str, str]]:
 
 
 def write_data() -> None:
-    """Corpus, held-out files, docstring pairs and tokenizer under runs/demo."""
-    from memfit.train.tokenizer import train_tokenizer
-
+    """Corpus, held-out files and docstring pairs under runs/demo."""
     sources = read_sources()
     for index, (name, text) in enumerate(sources):
         part = "held_out" if index % EVALUATION_EVERY == 0 else "corpus"
@@ -61,11 +58,9 @@ def write_data() -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
     lines = [json.dumps(pair) for pair in read_pairs(sources)]
-    (FOLDER / "docstrings.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    train_tokenizer(sorted((FOLDER / "corpus").iterdir()), VOCABULARY, FOLDER / "tokenizer")
     size = sum(len(text) for _, text in sources) / 1e6
-    print(f"{len(sources)} modules ({size:.1f} MB), {len(lines)} docstrings, "
-          f"tokenizer of {VOCABULARY} tokens", flush=True)  # fmt: skip
+    print(f"{len(sources)} modules ({size:.1f} MB), {len(lines)} docstrings", flush=True)
+    (FOLDER / "docstrings.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def memfit(*arguments: str) -> None:
@@ -80,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=120)
     steps = parser.parse_args().steps
-    if not (FOLDER / "tokenizer").exists():
+    if not (FOLDER / "docstrings.jsonl").exists():  # written last
         write_data()
     full, lora = str(FOLDER / "full"), str(FOLDER / "lora")
     recipes = HERE / "recipes"
