@@ -155,3 +155,11 @@ def show_bandwidth(n: float) -> str:
         if abs(n) >= factor:
             return f"{n / factor:.4g} {unit}"
     return f"{n:.4g} B/s"
+
+
+def show_gb(n: float) -> str:
+    """Decimal, as rules of thumb and data sheets count: `show_gb(28e9)` -> `28 GB`."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if abs(n) >= factor:
+            return f"{n / factor:.4g} {unit}"
+    return f"{n:.0f} B"
