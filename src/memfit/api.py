@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from memfit.catalog import CatalogModel
     from memfit.doctor import Diagnosis
     from memfit.formats import FormatRow
-    from memfit.train.loop import Progress
+    from memfit.plan.rules import Rule
+    from memfit.train.progress import Progress
 
 REPLANS = 3  # a plan that its certificate refutes is made again with the difference taken off
 
@@ -331,6 +332,24 @@ def write_report(folder: Path) -> Report:
     return made
 
 
+# what the rules that depend on a batch are held against
+RULES_PEAK = "peaks are of full AdamW training in fp32 on one sequence of the model's own length"
+
+
+def rules(model: str) -> tuple[Rule, ...]:
+    """Rules of thumb beside exact accounting, for any model that a request can name."""
+    from memfit.plan import rules as folklore
+
+    stated = {
+        "model": model, "weights": "random", "method": "full", "precision": "fp32",
+        "recompute": "none", "loss": "plain", "micro_batch": 1, "attention": "flash",
+        "optimizer": {"name": "adamw"}, "task": {"global_batch": 1}, "hardware": {"device": "cpu"},
+    }  # fmt: skip
+    problem = problems.read_problem(from_data(stated, Request, where="the rules"))
+    peak = search.predict(problem).memory.peak_allocated
+    return folklore.rules(problem.model, predicted_peak=peak)
+
+
 def schema() -> dict[str, Any]:
     """JSON Schema of request.yaml."""
     from memfit import request_file
@@ -378,7 +397,19 @@ def measure(recipe: Recipe, *, steps: int = 3) -> Run:
     """A few real steps of a recipe on this machine, on random tokens and weights."""
     from memfit.train import measure as measuring
 
-    return measuring.measure_run(recipe, catalog.find_device(recipe.device), steps)
+    found = measuring.measure(recipe, catalog.find_device(recipe.device), steps)
+    return Run(
+        recipe_digest=recipe.digest,
+        recipe=recipe,
+        measurements=found.measurements,
+        phases=found.phases,
+        ledger=found.ledger,
+        losses=(),
+        evaluations=(),
+        steps_done=steps,
+        finished=True,
+        environment=versions(),
+    )
 
 
 def generate(
@@ -401,3 +432,10 @@ def join(plan: Plan, certificate: Certificate | None, run: Run | None) -> Report
     from memfit import report as reporting
 
     return reporting.join(plan, certificate, run)
+
+
+def open_progress(stream: TextIO) -> Progress:
+    """What shows a run as it goes: live lines on a terminal, plain ones in a pipe."""
+    from memfit.train import progress
+
+    return progress.open_progress(stream)

@@ -8,6 +8,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from memfit import units
 from memfit.nouns import Noun
 
 
@@ -30,7 +31,7 @@ def diagnose(versions: dict[str, str]) -> Diagnosis:
             "python": sys.version.split()[0],
             "platform": platform.platform(),
             "processors": str(os.cpu_count()),
-            "memory": f"{_memory()} B",
+            "memory": units.show_gib(_memory()),
         },
         accelerators=accelerators,
         caches={str(path): _state(path) for path in _caches()},
@@ -50,7 +51,7 @@ def _accelerators() -> tuple[tuple[str, ...], tuple[str, ...]]:
     found = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        found.append(f"{index}: {properties.name}, {properties.total_memory} B")
+        found.append(f"{index}: {properties.name}, {units.show_gib(properties.total_memory)}")
     return tuple(found), ()
 
 
@@ -69,4 +70,4 @@ def _state(path: Path) -> str:
     if not path.exists():
         return "not there yet"
     size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file() and not f.is_symlink())
-    return f"{size} B" + ("" if os.access(path, os.W_OK) else ", not writable")
+    return units.show_bytes(size) + ("" if os.access(path, os.W_OK) else ", not writable")

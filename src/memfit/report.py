@@ -48,6 +48,14 @@ def read_report(folder: Path) -> Report:
                 hint="the folder mixes two runs; train again in an empty one",
             )
     sample = folder / SAMPLE
+    text = sample.read_text(encoding="utf-8") if sample.exists() else ""
+    return join(plan, certificate, run, sample=text)
+
+
+def join(
+    plan: Plan, certificate: Certificate | None, run: Run | None, *, sample: str = ""
+) -> Report:
+    """Three results of one recipe as one report."""
     recipe = plan.recipe
     return Report(
         recipe_digest=plan.recipe_digest,
@@ -56,7 +64,7 @@ def read_report(folder: Path) -> Report:
         plan=plan,
         certificate=certificate,
         run=run,
-        sample=sample.read_text(encoding="utf-8") if sample.exists() else "",
+        sample=sample,
     )
 
 
@@ -79,7 +87,17 @@ def compare(plan: Plan, certificate: Certificate | None, run: Run | None) -> Ite
     yield from _kinds(plan, certificate, run)
     for name, unit in TIME.items():
         measured = _value(found, f"time.{name}")
+        if name in ("mfu", "hfu"):
+            measured = _utilisation(plan, name, _value(found, "time.step_seconds"))
         yield from _row(f"time.{name}", unit, getattr(plan.time, name), None, measured)
+
+
+def _utilisation(plan: Plan, name: str, seconds: float | None) -> float | None:
+    """MFU or HFU of the measured time: the same FLOP over the same peak, other seconds."""
+    share, predicted = getattr(plan.time, name), plan.time.step_seconds
+    if share is None or not predicted or not seconds:
+        return None
+    return float(share * predicted / seconds)
 
 
 def _value(found: dict[str, Measurement], name: str) -> float | None:

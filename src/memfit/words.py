@@ -42,7 +42,7 @@ def show_value(value: float | None, unit: str) -> str:
     """A figure with its unit; `-` where the source states none."""
     if value is None:
         return "-"
-    if unit == "bytes":
+    if unit in ("bytes", "B"):
         return units.show_bytes(value)
     if unit == "s":
         return units.show_seconds(value)
@@ -55,7 +55,9 @@ def show_error(error: float | None) -> str:
     """A signed share; `0` is exact equality, `-` is nothing to compare."""
     if error is None:
         return "-"
-    return "0" if error == 0 else f"{error:+.2%}"
+    if error == 0:
+        return "0"
+    return f"{error:+.2%}" if abs(error) >= 1e-4 else f"{error:+.0e}"
 
 
 def short_name(name: str) -> str:

@@ -51,7 +51,8 @@ def render_page(report: Report, *, folder: str) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        '<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">'
+        '<meta name="color-scheme" content="light dark">'
+        '<meta name="referrer" content="no-referrer">'
         f"<title>memfit: {text(report.title)}</title><style>{STYLE}</style></head>\n"
         f"<body><main>{body}</main></body></html>\n"
     )

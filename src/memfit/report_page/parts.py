@@ -94,7 +94,8 @@ def phase_bars(peaks: Mapping[str, int], *, full: int, peak_phase: str) -> str:
         width = nbytes / (full or 1)
         rows.append(
             f'<div class="bar"><span>{name}</span><div class="track"><div class="fill">'
-            f'<div class="seg" style="width:{width:.4%};background:var(--accent)"></div></div></div>'
+            f'<div class="seg" style="width:{width:.4%};background:var(--accent)"></div>'
+            "</div></div>"
             f'<span class="n">{text(units.show_bytes(nbytes))}</span></div>'
         )
     return f'<div class="bars thin">{"".join(rows)}</div>'

@@ -13,6 +13,7 @@ main{max-width:1040px;margin:0 auto;padding:24px 16px 64px}
 h1{font-size:1.5rem;line-height:1.25;margin:0 0 4px;overflow-wrap:anywhere}
 h2{font-size:1.1rem;margin:0 0 12px}
 h3{font-size:.95rem;margin:20px 0 8px}
+.two h3{margin-top:4px}
 p{margin:0 0 8px}
 .soft{color:var(--soft)}
 .small{font-size:.85rem}
@@ -39,7 +40,7 @@ th{color:var(--soft);font-weight:600}
 .n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 .chosen td{font-weight:600}
 .bars{display:grid;gap:10px;margin:0 0 4px}
-.bar{display:grid;grid-template-columns:88px minmax(0,1fr) 92px;gap:10px;align-items:center;
+.bar{display:grid;grid-template-columns:112px minmax(0,1fr) 92px;gap:10px;align-items:center;
 font-size:.9rem}
 .track{position:relative;height:34px;background:var(--track);border-radius:6px}
 .fill{display:flex;height:100%;border-radius:6px;overflow:hidden}
@@ -59,7 +60,7 @@ font-variant-numeric:tabular-nums}
 font-variant-numeric:tabular-nums}
 .train{stroke:var(--accent);fill:none;stroke-width:2}
 .held{stroke:var(--does_not_fit);fill:none;stroke-width:2;stroke-dasharray:5 4}
-.two{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,380px),1fr));gap:16px}
+.two{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,300px),1fr));gap:16px}
 @media (max-width:560px){.bar{grid-template-columns:1fr auto}.bar .track{grid-column:1/-1;
 grid-row:2}section,header{padding:14px}main{padding:12px 8px 40px}}
 @media print{section,header{break-inside:avoid}}

@@ -1,4 +1,4 @@
-"""A stacked bar of bytes against the usable line; every kind has its own fill besides its colour."""
+"""A stacked bar of bytes against the usable line; each kind has a fill of its own and a colour."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -59,8 +58,14 @@ def make_table(*columns: str, numbers: Sequence[str] = ()) -> Table:
 
 
 def show(console: Console, piece: RenderableType) -> None:
-    """Print a piece of a screen, set in under its heading."""
-    console.print(Padding(piece, (0, 0, 0, INDENT)))
+    """Print a piece of a screen, set in under its heading, without trailing blanks."""
+    options = console.options.update(width=console.width - INDENT)
+    for segments in console.render_lines(piece, options, pad=False):
+        line = Text(" " * INDENT)
+        for segment in segments:
+            line.append(segment.text, style=segment.style)
+        line.rstrip()
+        console.print(line, soft_wrap=True)
 
 
 def bullets(console: Console, title: str, lines: Iterable[str]) -> None:

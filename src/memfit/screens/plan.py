@@ -87,13 +87,14 @@ def _show_time(console: Console, time: Time, cost: Cost, steps: int) -> None:
 def _show_considered(console: Console, plan: Plan, *, why: bool) -> None:
     if not plan.considered:
         return
-    heading(console, "Considered")
-    table = make_table("", "recipe", "needs", "time", "why", numbers=("needs", "time"))
     rows = plan.considered if why else _first(plan.considered)
-    for row in rows:
+    common, labels = split_labels([row.label for row in rows])
+    heading(console, f"Considered (all: {common})" if common else "Considered")
+    table = make_table("", "recipe", "needs", "time", "why", numbers=("needs", "time"))
+    for row, label in zip(rows, labels, strict=True):
         table.add_row(
             tick(console) if row.chosen else "",
-            plain(console, row.label),
+            plain(console, label),
             units.show_bytes(_needs(row)),
             f"{row.relative_time:.2f}x",
             plain(console, row.because),
@@ -102,6 +103,16 @@ def _show_considered(console: Console, plan: Plan, *, why: bool) -> None:
     show(console, table)
     if hidden := len(plan.considered) - len(rows):
         console.print(f"  {hidden} more with --why", style="dim")
+
+
+def split_labels(labels: Sequence[str]) -> tuple[str, list[str]]:
+    """What all labels share, once, and the rest of each; a lone label stays whole."""
+    pieces = [label.split(", ") for label in labels]
+    if len(labels) < 2:
+        return "", list(labels)
+    common = [p for p in pieces[0] if all(p in other for other in pieces)]
+    rest = [", ".join(p for p in own if p not in common) for own in pieces]
+    return ", ".join(common), rest
 
 
 def _first(rows: Sequence[Considered]) -> list[Considered]:
@@ -125,6 +136,7 @@ def _show_levers(console: Console, plan: Plan) -> None:
     miss = plan.memory.verdict == "does_not_fit"
     heading(console, "Levers that would help" if miss else "Levers (one knob turned)")
     table = make_table("--set", "memory", "time", "fits", "note", numbers=("memory", "time"))
+    table.columns[0].no_wrap = True
     own = needs(plan.memory)
     rows = sorted(plan.levers, key=_needs)
     for row in rows:

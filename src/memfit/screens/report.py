@@ -22,6 +22,8 @@ from memfit.screens.layout import (
 from memfit.screens.memory import show_bar, show_verdict
 from memfit.words import short_name, show_error, show_value
 
+ENOUGH = 4  # points that are worth a curve
+
 
 def show_report(console: Console, report: Report, *, commands: Sequence[str]) -> None:
     """The whole screen of `memfit report` and the end of `memfit train`."""
@@ -75,7 +77,7 @@ def _show_losses(console: Console, run: Run) -> None:
         if not points:
             continue
         heading(console, f"{title}: {points[0][1]:.3f} -> {points[-1][1]:.3f}")
-        if len(points) < 2:
+        if len(points) < ENOUGH:
             continue
         width = console.width - 2 * INDENT
         for line in draw_curve(points, width=width, ascii_only=is_ascii(console)):

@@ -1,0 +1,190 @@
+"""train, measure, report, generate."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memfit.cli.options import (
+    Changes,
+    anyway_option,
+    folder_option,
+    note,
+    output_options,
+    print_json,
+    read_target,
+    request_options,
+)
+
+if TYPE_CHECKING:
+    from memfit.results import Report
+
+
+@click.command("train")
+@click.argument("target", metavar="REQUEST.YAML|PLAN.JSON|MODEL")
+@request_options
+@folder_option
+@anyway_option
+@click.option("--tensorboard", is_flag=True, help="Also write TensorBoard's event files.")
+@output_options
+def train_command(
+    target: str,
+    device: str | None,
+    memory: str | None,
+    changes: Changes,
+    folder: Path | None,
+    anyway: bool,
+    tensorboard: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Plan and certify where that has not been done, then train; the same command resumes.
+
+    Everything is written into the run folder, `runs/<name of the request>` unless --folder says
+    another. Ctrl-C saves a checkpoint and stops.
+    """
+    from memfit import api
+
+    request = read_target(target, device, memory, changes)
+    home = folder or _folder_of(target)
+    say = note(quiet)
+    progress = None if quiet else api.open_progress(sys.stderr)
+    run = api.train(
+        request, home, progress=progress, say=say, override=anyway, tensorboard=tensorboard
+    )
+    report = api.write_report(home)
+    say(f"wrote {home / 'report.html'}")
+    if as_json:
+        print_json(run)
+    else:
+        _show(report, home)
+
+
+def _folder_of(target: str) -> Path:
+    """Where a run goes unless one says so: beside its plan, or runs/ with its request's name."""
+    path = Path(target)
+    if path.name == "plan.json":
+        return path.parent
+    name = path.stem if path.suffix in (".yaml", ".yml", ".json") else target
+    return Path("runs") / (re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run")
+
+
+@click.command("measure")
+@click.argument("target", metavar="REQUEST.YAML|PLAN.JSON|MODEL")
+@request_options
+@click.option("--steps", type=click.IntRange(min=1), default=3, help="Timed steps.")
+@output_options
+def measure_command(
+    target: str,
+    device: str | None,
+    memory: str | None,
+    changes: Changes,
+    steps: int,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Run a few real steps on this machine, on random tokens and weights, and compare.
+
+    Needs no data. Nothing is kept.
+    """
+    from memfit import api
+
+    plan = api.plan(read_target(target, device, memory, changes))
+    note(quiet)(f"measuring {steps} steps of recipe {plan.recipe_digest} on {plan.recipe.device}")
+    run = api.measure(plan.recipe, steps=steps)
+    report = api.join(plan, None, run)
+    if as_json:
+        print_json(_with_figures(report))
+    else:
+        _show(report, None)
+
+
+def _with_figures(report: Report) -> dict[str, Any]:
+    """A run with the keys that every verb's JSON has for memory and time, measured where known."""
+    from memfit.nouns import to_data
+
+    plan, data = report.plan, to_data(report.run)
+    measured = {c.name: c.measured for c in report.comparisons}
+    usable, peak = plan.memory.usable, measured["memory.peak_allocated"]
+    total = measured.get("memory.device_total") or peak
+    verdict = "unproven"
+    if usable is not None and total is not None:
+        verdict = "fits" if total <= usable else "does_not_fit"
+    memory = {
+        **{k: _whole(measured.get(f"memory.{k}"))
+           for k in ("peak_allocated", "peak_reserved", "device_total")},
+        "usable": usable,
+        "verdict": verdict,
+        "entries": data["ledger"]["entries"],
+    }  # fmt: skip
+    rate = measured.get("time.tokens_per_second")
+    time = {
+        "step_seconds": measured.get("time.step_seconds"),
+        "tokens_per_second": rate,
+        "tokens_per_second_per_device": rate,
+        "mfu": measured.get("time.mfu"),
+        "hfu": measured.get("time.hfu"),
+        "model_flops_per_step": plan.time.model_flops_per_step,
+    }
+    return {**data, "memory": memory, "time": time}
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)
+
+
+@click.command("report")
+@click.argument("folder", metavar="RUN", type=click.Path(path_type=Path))
+@output_options
+def report_command(folder: Path, as_json: bool, quiet: bool) -> None:
+    """Predicted, certified and measured of a run, side by side; writes report.json and .html."""
+    from memfit import api
+
+    report = api.write_report(folder)
+    note(quiet)(f"wrote {folder / 'report.html'}")
+    if as_json:
+        print_json(report)
+    else:
+        _show(report, folder)
+
+
+def _show(report: Report, folder: Path | None) -> None:
+    from memfit.screens.layout import make_console
+    from memfit.screens.report import show_report
+
+    commands = []
+    if folder and (folder / "model").exists():
+        commands.append(f'memfit generate {shlex.quote(str(folder))} "Once upon a time"')
+    show_report(make_console(), report, commands=commands)
+
+
+@click.command("generate")
+@click.argument("folder", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("prompt")
+@click.option("--tokens", type=click.IntRange(min=1), default=100, help="Most new tokens.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.8, help="0: the likeliest.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Equal seeds, equal text.")
+@output_options
+def generate_command(
+    folder: Path,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Continue a prompt with the model that a run trained; the sample goes into its report."""
+    from memfit import api
+
+    del quiet
+    sample = api.generate(folder, prompt, tokens=tokens, temperature=temperature, seed=seed)
+    if as_json:
+        print_json({"prompt": prompt, "text": sample})
+    else:
+        click.echo(prompt + sample)

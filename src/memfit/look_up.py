@@ -1,0 +1,58 @@
+"""Searching the catalogues: every word must occur, bounds narrow, no hit is explained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from memfit import catalog, units
+from memfit.catalog import CatalogModel
+from memfit.errors import InvalidRequest, UnknownName
+from memfit.hardware import Device
+
+
+def find_models(search: str, *, family: str = "", up_to: str = "") -> tuple[CatalogModel, ...]:
+    """Catalogue rows in which every word of `search` occurs; UnknownName when there is none."""
+    most = units.parse_count(up_to) if up_to else None
+    rows = [
+        row
+        for row in catalog.models()
+        if _holds(search, row.id, row.name, row.hub, row.label, row.model_type, *row.aliases)
+        and (not family or row.model_type == family)
+        and (most is None or row.parameters <= most)
+    ]
+    if not rows:
+        known = {row.model_type for row in catalog.models()} if family else ()
+        _nothing("model", search, (row.id for row in catalog.models()), family, known)
+    return tuple(rows)
+
+
+def find_devices(search: str, *, vendor: str = "", at_least: str = "") -> tuple[Device, ...]:
+    """Catalogue rows in which every word of `search` occurs; UnknownName when there is none."""
+    least = units.parse_bytes(at_least) if at_least else 0
+    rows = [
+        row
+        for row in catalog.devices()
+        if _holds(search, row.id, row.name, row.vendor, row.architecture, *row.match)
+        and (not vendor or row.vendor.lower() == vendor.lower())
+        and (row.memory or 0) >= least
+    ]
+    if not rows:
+        known = {row.vendor for row in catalog.devices()} if vendor else ()
+        _nothing("device", search, (row.id for row in catalog.devices()), vendor, known)
+    return tuple(rows)
+
+
+def _holds(search: str, *texts: str) -> bool:
+    joined = " ".join(texts).lower()
+    return all(word in joined for word in search.lower().split())
+
+
+def _nothing(what: str, search: str, ids: Iterable[str], kept: str, known: Iterable[str]) -> None:
+    """Say which of the words is unknown, or that each is known and no row has all of them."""
+    ids, known = list(ids), list(known)
+    if kept and kept.lower() not in {k.lower() for k in known}:
+        word = "family" if what == "model" else "vendor"
+        raise UnknownName(word, kept, known, see=f"known: {', '.join(sorted(known))}")
+    if search:
+        raise UnknownName(what, search, ids, see=f"`memfit {what}s` lists them all")
+    raise InvalidRequest(f"no {what} is within these bounds", hint=f"`memfit {what}s` lists all")

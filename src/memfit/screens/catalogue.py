@@ -1,0 +1,119 @@
+"""Tables of models and devices; weak figures carry `?`, and what nobody states is `-`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from memfit import units
+from memfit.catalog import CatalogModel
+from memfit.hardware import Device
+from memfit.nouns import to_data
+from memfit.screens.layout import heading, make_table, next_commands, plain, show
+
+LEGEND = "? weak source, to be checked   - stated by nobody   `memfit {verb} NAME` shows one row"
+
+
+def _marked(row: CatalogModel | Device, field: str, text: str) -> str:
+    return text + (" ?" if field in row.unverified else "")
+
+
+def show_models(console: Console, rows: Sequence[CatalogModel], supported: Sequence[str]) -> None:
+    """One model a line; those of a family that memfit cannot plan yet are set in brackets."""
+    numbers = ("parameters", "layers", "hidden", "sequence")
+    table = make_table("model", "family", *numbers, numbers=numbers)
+    for m in rows:
+        family = m.model_type if m.model_type in supported else f"({m.model_type})"
+        parameters = units.show_count(m.parameters)
+        if m.active_parameters:
+            parameters = f"{units.show_count(m.active_parameters)} of {parameters}"
+        table.add_row(
+            m.id,
+            family,
+            _marked(m, "parameters", parameters),
+            _marked(m, "layers", str(m.layers)),
+            _marked(m, "hidden", str(m.hidden)),
+            _marked(m, "max_sequence", f"{m.max_sequence:,}"),
+        )
+    show(console, table)
+    _legend(console, "models", len(rows))
+    if any(m.model_type not in supported for m in rows):
+        console.print("(family) has no planner yet; parameters are exact all the same", style="dim")
+    if len(rows) == 1:
+        _card(console, rows[0])
+        if rows[0].model_type in supported:
+            next_commands(console, [f"memfit plan {rows[0].id} --device h100-sxm"])
+
+
+def show_devices(console: Console, rows: Sequence[Device]) -> None:
+    """One accelerator a line: what torch can use, what is on the box, speeds, the price."""
+    wide = console.width >= 100
+    numbers = ("memory", "on the box", "bandwidth", "bf16", "fp32", "USD/h")
+    shown = numbers if wide else tuple(n for n in numbers if n not in ("on the box", "fp32"))
+    table = make_table("device", *shown, numbers=shown)
+    for d in rows:
+        price = min((p.usd_per_hour for p in d.prices), default=None)
+        cells = {
+            "memory": _figure(d, "memory", d.memory and units.show_gib(d.memory, digits=1)),
+            "on the box": d.memory_datasheet or "-",
+            "bandwidth": _figure(d, "bandwidth", d.bandwidth and units.show_bandwidth(d.bandwidth)),
+            "bf16": _rate(d, "bf16"),
+            "fp32": _rate(d, "fp32"),
+            "USD/h": "-" if price is None else f"{price:.2f}",
+        }
+        table.add_row(d.id, *(cells[n] for n in shown))
+    show(console, table)
+    _legend(console, "devices", len(rows))
+    if len(rows) == 1:
+        _card(console, rows[0])
+        next_commands(console, [f"memfit plan llama-3.1-8b --device {rows[0].id}"])
+
+
+def _figure(device: Device, field: str, text: str | int | float | None) -> str:
+    return _marked(device, field, str(text)) if text else "-"
+
+
+def _rate(device: Device, dtype: str) -> str:
+    rate = device.flops.get(dtype)
+    if not rate:
+        return "-"
+    weak = {"flops", f"flops.{dtype}", dtype} & set(device.unverified)
+    return units.show_flops(rate).replace("FLOP/s", "").replace(" ", " ") + (" ?" if weak else "")
+
+
+def _legend(console: Console, verb: str, count: int) -> None:
+    console.print()
+    console.print(f"{count} {verb if count != 1 else verb[:-1]}", style="dim")
+    console.print(LEGEND.format(verb=verb), style="dim")
+
+
+def _card(console: Console, row: CatalogModel | Device) -> None:
+    """Every field of one row as its noun holds it."""
+    heading(console, row.name)
+    table = make_table("", "")
+    table.show_header = False
+    for field, value in to_data(row).items():
+        text = _text(field, value)
+        if text:
+            table.add_row(field, plain(console, _marked(row, field, text)))
+    show(console, table)
+
+
+def _text(field: str, value: object) -> str:
+    """A field in words; empty when it says nothing."""
+    if value is None:
+        return "unknown"
+    if field in ("memory", "memory_driver") and isinstance(value, int):
+        return f"{units.show_gib(value)} ({value:,} B)"
+    if field == "bandwidth" and isinstance(value, float | int):
+        return units.show_bandwidth(value)
+    if field == "flops" and isinstance(value, dict):
+        return ", ".join(f"{k} {units.show_flops(v)}" for k, v in value.items())
+    if field == "prices" and isinstance(value, list):
+        return "; ".join(f"{p['usd_per_hour']} USD/h {p['kind']} ({p['source']})" for p in value)
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {v}" for k, v in value.items())
+    if isinstance(value, list):
+        return "; ".join(map(str, value))
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

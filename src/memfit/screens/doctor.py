@@ -1,0 +1,25 @@
+"""The screen of `memfit doctor`, short enough to paste into a bug report."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from memfit.doctor import Diagnosis
+from memfit.screens.layout import bullets, heading, make_table, plain, show
+
+
+def show_doctor(console: Console, found: Diagnosis) -> None:
+    """Versions, machine, accelerators, caches, and what will not work here."""
+    for title, rows in (
+        ("Versions", found.versions),
+        ("Machine", found.system),
+        ("Caches", found.caches),
+    ):
+        heading(console, title)
+        table = make_table("", "")
+        table.show_header = False
+        for name, value in rows.items():
+            table.add_row(plain(console, name), plain(console, value))
+        show(console, table)
+    bullets(console, "Accelerators", found.accelerators or ("none that torch sees",))
+    bullets(console, "Notes", found.problems)

@@ -1,0 +1,33 @@
+"""The folklore beside the ledger: what a rule says, what is so, and where the rule holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from memfit import units
+from memfit.plan.rules import Rule
+from memfit.screens.layout import INDENT, heading, make_table, plain, show
+from memfit.words import show_error
+
+
+def show_rules(console: Console, name: str, rows: Sequence[Rule], peak: str) -> None:
+    """One table of figures, then each rule with its reason and its limits."""
+    console.print(f"Rules of thumb for {name}", style="bold")
+    numbers = ("rule gives", "memfit counts", "off by")
+    heading(console, "Figures")
+    table = make_table("rule", *numbers, numbers=numbers)
+    for row in rows:
+        counted = "depends on the batch" if row.exact is None else units.show_bytes(row.exact)
+        table.add_row(
+            plain(console, row.name), units.show_bytes(row.figure), counted, show_error(row.error)
+        )
+    show(console, table)
+    console.print(" " * INDENT + plain(console, peak), style="dim")
+    for row in rows:
+        heading(console, row.name)
+        show(console, Text(plain(console, f"“{row.says}”"), style="italic"))
+        show(console, Text(plain(console, f"counted: {row.because}")))
+        show(console, Text(plain(console, f"holds: {row.holds}")))
