@@ -1,0 +1,107 @@
+"""The certified peak is the measured one: the same step, real and fake, on a CPU. 0 bytes apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_steps import CPU, FAMILIES, make_recipe, watch_real_step
+
+from memfit.certify import BatchShape, trace
+from memfit.certify.trace import worst_shapes
+from memfit.ledger import Phase
+from memfit.recipe import Freeze, Lora
+
+BF16 = {"precision": "bf16", "base_format": "bf16"}
+MIXED = {"precision": "bf16-mixed"}
+LORA = {"method": "lora"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": BF16,
+    "mixed": MIXED,
+    "lora": LORA,
+    "lora-bf16-base": {**LORA, **MIXED, "base_format": "bf16"},
+    "freeze": {"method": "freeze", "freeze": Freeze(last_blocks=1)},
+    "recompute-one": {"recompute_blocks": 1},
+    "recompute-all-mixed": {**MIXED, "recompute_blocks": 3},
+    "recompute-all-lora-bf16": {**LORA, **MIXED, "base_format": "bf16", "recompute_blocks": 3},
+    "chunked": {"loss": "chunked", "loss_chunk": 20},
+    "chunked-bf16-lora": {**LORA, **BF16, "loss": "chunked", "loss_chunk": 32},
+    "accumulation": {"accumulation": 2},
+    "packing": {"packing": True},
+    "packing-mixed-recompute": {"packing": True, **MIXED, "recompute_blocks": 2},
+    "foreach": {"implementation": "foreach"},
+    "loop-bf16": {**BF16, "implementation": "loop"},
+    "sgd-foreach": {"name": "sgd", "implementation": "foreach"},
+    "no-clipping": {"clip_norm": 0.0},
+    "math": {"attention": "math"},
+}
+QUICK = {"fp32", "bf16", "lora-bf16-base", "recompute-all-mixed", "packing-mixed-recompute"}
+
+
+def grid() -> list[Any]:
+    """Every variant on llama, the quick ones on every family; the rest are slow."""
+    cases = []
+    for family in FAMILIES:
+        for name in VARIANTS:
+            quick = family == "llama" or name in QUICK
+            marks = () if quick else (pytest.mark.slow,)
+            cases.append(pytest.param(family, VARIANTS[name], id=f"{family}-{name}", marks=marks))
+    return cases
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """The models are so small that a second thread only waits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("family", "changes"), grid())
+def test_every_phase_holds_the_same_bytes_real_and_fake(family: str, changes: dict) -> None:
+    recipe = make_recipe(family, **changes)
+    fake = trace(recipe, CPU)
+    real = watch_real_step(recipe, worst_shapes(recipe))
+    steps = {phase: n for phase, n in real.peaks.items() if phase is not Phase.LOAD}
+    assert {phase: fake.phases[phase] for phase in steps} == steps
+    for phase in steps:
+        assert fake.ledger.by_kind(phase) == real.ledger().by_kind(phase)
+
+
+def test_dropout_in_recomputed_blocks_holds_the_same_bytes() -> None:
+    lora = Lora(rank=4, alpha=8.0, dropout=0.1, targets=("q_proj", "v_proj"))
+    recipe = make_recipe(method="lora", lora=lora, recompute_blocks=2)
+    assert trace(recipe, CPU).peak == watch_real_step(recipe, worst_shapes(recipe)).peak
+
+
+def test_given_documents_are_the_ones_traced() -> None:
+    recipe = make_recipe(packing=True, attention="math")
+    shapes = (BatchShape(rows=2, tokens=48, documents=((10, 20, 18), (48,))),)
+    fake, real = trace(recipe, CPU, shapes), watch_real_step(recipe, shapes)
+    assert fake.peak == real.peak
+    assert fake.peak < trace(recipe, CPU).peak
+
+
+@pytest.mark.parametrize("accumulation", [3, 5])
+def test_two_micro_batches_stand_for_all_later_ones(accumulation: int) -> None:
+    recipe = make_recipe(accumulation=accumulation)
+    real = watch_real_step(recipe, worst_shapes(recipe)[:1] * accumulation)
+    fake = trace(recipe, CPU)
+    assert {p: fake.phases[p] for p in real.peaks if p is not Phase.LOAD} == {
+        p: n for p, n in real.peaks.items() if p is not Phase.LOAD
+    }
+    assert any(f"2 of {accumulation} micro-batches" in bound for bound in fake.bounds)
+
+
+def test_a_third_step_holds_what_the_second_holds() -> None:
+    recipe = make_recipe(accumulation=2)
+    assert trace(recipe, CPU, steps=3).phases == trace(recipe, CPU, steps=2).phases
+
+
+def test_two_traces_are_equal_event_by_event() -> None:
+    recipe = make_recipe("qwen3", recompute_blocks=1)
+    first, second = trace(recipe, CPU), trace(recipe, CPU)
+    assert first == second

@@ -1,0 +1,120 @@
+"""Tiny recipes of every family, devices, and the real step watched on this CPU."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+
+from memfit.certify import BatchShape
+from memfit.hardware import Device, Link
+from memfit.ledger import Phase
+from memfit.model import ModelReference
+from memfit.recipe import Freeze, Lora, Optimizer, Recipe
+from memfit.train.build import Built, build_model, build_optimizer
+from memfit.train.live import LiveBytes
+from memfit.train.step import Batch, step
+from memfit.train.weights import fill_weights
+from memfit.units import GIB
+
+_LLAMA_SHAPED = {
+    "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 250,
+    "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **_LLAMA_SHAPED},
+    "mistral": {"model_type": "mistral", **_LLAMA_SHAPED, "sliding_window": None},
+    "qwen2": {"model_type": "qwen2", **_LLAMA_SHAPED, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", **_LLAMA_SHAPED, "head_dim": 32},
+    "gpt2": {
+        "model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 250,
+        "n_positions": 256, "bos_token_id": 0, "eos_token_id": 0,
+    },
+    "gpt_neox": {
+        "model_type": "gpt_neox", "hidden_size": 64, "intermediate_size": 256,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 250,
+        "max_position_embeddings": 256, "rotary_pct": 0.25,
+    },
+}  # fmt: skip
+FAMILIES = tuple(CONFIGS)
+LORA_TARGETS = {"gpt2": ("c_attn",), "gpt_neox": ("query_key_value",)}
+
+_ADAMW = Optimizer(
+    name="adamw", implementation="fused", learning_rate=1e-3, weight_decay=0.0, beta1=0.9,
+    beta2=0.95, eps=1e-8, momentum=0.9, schedule="cosine", warmup_steps=0, clip_norm=1.0,
+)  # fmt: skip
+
+
+def make_recipe(
+    family: str = "llama", config: dict[str, Any] | None = None, **changes: Any
+) -> Recipe:
+    """A tiny full fp32 recipe with some knobs changed; those of the optimizer by its names."""
+    of_optimizer = {k: changes.pop(k) for k in list(changes) if hasattr(_ADAMW, k)}
+    if changes.get("method") == "lora" and "lora" not in changes:
+        targets = LORA_TARGETS.get(family, ("q_proj", "v_proj"))
+        changes["lora"] = Lora(rank=4, alpha=8.0, targets=targets)
+    recipe = Recipe(
+        model=ModelReference(name=family, source="", config=config or CONFIGS[family]),
+        weights="random", objective="pretrain", method="full", lora=Lora(), freeze=Freeze(),
+        base_format="fp32", precision="fp32", optimizer=replace(_ADAMW, **of_optimizer),
+        recompute_blocks=0, attention="flash", loss="plain", loss_chunk=0, sequence_length=48,
+        packing=False, micro_batch=2, accumulation=1, steps=10, device="cpu", seed=0,
+    )  # fmt: skip
+    return replace(recipe, **changes)
+
+
+def make_device(vendor: str, name: str, capability: str | None) -> Device:
+    return Device(
+        id=name, name=name, vendor=vendor, architecture="", compute_capability=capability,
+        match=(), memory=80 * GIB, memory_driver=80 * GIB, memory_datasheet="80 GB",
+        bandwidth=None, flops={}, link=Link(name="", unidirectional=None), devices_per_node="1",
+        watts=None, prices=(), unverified=(), notes="", sources=(), checked="2026-11-20",
+    )  # fmt: skip
+
+
+CPU = make_device("CPU", "cpu", None)
+H100 = make_device("NVIDIA", "h100-sxm", "9.0")
+A100 = make_device("NVIDIA", "a100-80gb", "8.0")
+
+
+def watch_real_step(recipe: Recipe, shapes: tuple[BatchShape, ...], steps: int = 2) -> LiveBytes:
+    """Build, fill and step for real on this CPU, as the trace does on fake tensors."""
+    model = build_model(recipe, "cpu")
+    fill_weights(model, recipe)
+    live = LiveBytes("cpu")
+    live.register_model(model)
+    optimizer = build_optimizer(recipe, model)
+    live.register_optimizer(optimizer)
+    built = Built(recipe, model, optimizer)
+    vocab = model.get_input_embeddings().num_embeddings
+
+    def batches():
+        for shape in shapes:
+            yield _batch(shape, vocab, live)
+
+    targets = sum(s.rows * s.tokens for s in shapes)
+    gc.collect()
+    gc.disable()
+    try:
+        with live:
+            live.enter(Phase.FIRST_STEP)
+            step(built, batches(), targets, lambda _: live.enter(Phase.FIRST_STEP))
+            for _ in range(steps - 1):
+                step(built, batches(), targets, live.enter)
+    finally:
+        gc.enable()
+    return live
+
+
+def _batch(shape: BatchShape, vocab: int, live: LiveBytes) -> Batch:
+    tokens = torch.randint(0, vocab, (shape.rows, shape.tokens))
+    positions = None
+    if shape.documents is not None:
+        rows = [torch.cat([torch.arange(n) for n in row]) for row in shape.documents]
+        positions = torch.stack(rows)
+    batch = Batch(tokens, tokens.clone(), positions, shape.documents)
+    live.register_batch(batch.input_ids, batch.labels, batch.position_ids)
+    return batch
