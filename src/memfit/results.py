@@ -128,6 +128,7 @@ class Run(Noun, frozen=True, kw_only=True):
     steps_done: int
     finished: bool
     environment: dict[str, str]
+    warnings: tuple[str, ...] = ()  # such as a measured peak above the certified one
 
 
 class Comparison(Noun, frozen=True, kw_only=True):

@@ -75,7 +75,9 @@ def load_model(folder: Path) -> Any:
     Raises InvalidRequest when it, or the base of its adapter, cannot be read.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     adapter = folder / "adapter_config.json"
     base: str | Path = folder
     if adapter.exists():

@@ -126,7 +126,6 @@ class Meter:
     def _live(self) -> Iterator[LiveBytes]:
         """Count every tensor meanwhile. Frees come from reference counts alone, as in a trace."""
         enabled = gc.isenabled()
-        gc.collect()
         gc.disable()
         live = LiveBytes(self.device.type)
         try:

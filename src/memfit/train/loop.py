@@ -1,0 +1,369 @@
+"""The run: from a certified recipe to a trained model in a folder, however often it is stopped.
+
+folder/run.json      what was measured; written at the start, with each checkpoint, at the end
+       log.jsonl     one object a step
+       checkpoints/  the last two
+       model/        the result
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import memfit
+from memfit import catalog
+from memfit.errors import InvalidRequest, RunFailed
+from memfit.ledger import Phase
+from memfit.nouns import Noun, read_json, write_json
+from memfit.recipe import Recipe
+from memfit.request import Request
+from memfit.results import Certificate, Measurement, Run
+from memfit.train.build import Built, build_optimizer
+from memfit.train.checkpoint import (
+    check_digest,
+    load_checkpoint,
+    newest_checkpoint,
+    remove_unfinished,
+    save_checkpoint,
+)
+from memfit.train.export import FOLDER as MODEL
+from memfit.train.export import save_model
+from memfit.train.guard import Interrupts, explained_out_of_memory, locked
+from memfit.train.logs import Log, read_log
+from memfit.train.measure import Meter, run_step, time_measurements, to_batch, torch_device
+from memfit.train.packing import Sampler
+from memfit.train.prepare import Data, build_samplers, read_data
+from memfit.train.progress import Facts, Moment, Progress, Silent
+from memfit.train.schedule import learning_rate
+from memfit.train.step import StepResult, evaluate
+from memfit.train.weights import fill_weights
+
+__all__ = ["Cadence", "Progress", "train"]
+
+PARTS = 10  # a run is saved and evaluated this often, unless it is told otherwise
+WATCHED_FIRST = 3
+BAND = 0.01  # a measured peak this much above the certified one is reported
+
+
+class Cadence(Noun, frozen=True, kw_only=True):
+    """How often, in steps; 0 means a tenth of the run."""
+
+    save_every: int = 0
+    evaluate_every: int = 0
+    watch_every: int = 20  # CPU: a step whose tensors are all counted; the first three are, too
+
+
+@dataclass(kw_only=True)
+class _Session:
+    """One process's share of a run."""
+
+    recipe: Recipe
+    folder: Path
+    data: Data
+    training: Sampler
+    held_out: Sampler | None
+    meter: Meter
+    progress: Progress
+    cadence: Cadence
+    certificate: Certificate | None
+    interrupts: Interrupts
+    warnings: list[str] = field(default_factory=list)
+
+    def every(self, asked: int) -> int:
+        """Steps between two of what `asked` says."""
+        return asked or max(1, self.recipe.steps // PARTS)
+
+    def warn(self, text: str) -> None:
+        """Tell the user now, and whoever reads run.json."""
+        if text not in self.warnings:
+            self.warnings.append(text)
+            self.progress.note(f"warning: {text}")
+
+
+def train(
+    recipe: Recipe,
+    request: Request,
+    folder: Path,
+    *,
+    certificate: Certificate | None = None,
+    predicted_seconds: float | None = None,
+    progress: Progress | None = None,
+    tensorboard: bool = False,
+    cadence: Cadence | None = None,
+    cache: Path | None = None,
+) -> Run:
+    """Run the recipe on the request's data; the same call goes on where an earlier one stopped.
+
+    A finished run is returned as it is. `predicted_seconds` is of one step.
+    Raises InvalidRequest: data, weights or tokenizer that cannot be used, a folder of another
+    recipe; RunFailed: out of memory, a loss that is not finite, a full disk, Ctrl-C — what was
+    saved is intact.
+    """
+    if recipe.steps < 1:
+        raise InvalidRequest(
+            "the recipe has no steps", hint="set `task.steps`, `task.epochs` or `task.tokens`"
+        )
+    if certificate is not None:
+        check_digest("recipe", certificate.recipe_digest, recipe.digest, folder)
+    with locked(folder), Interrupts() as interrupts:
+        before = _read_before(folder, recipe)
+        data = read_data(request, recipe.model, cache)
+        if before is not None:
+            check_digest("data", before.environment["data"], data.training.digest, folder)
+            if before.finished and (folder / MODEL).is_dir():
+                return before
+        training, held_out = build_samplers(request, recipe, data)
+        session = _Session(
+            recipe=recipe,
+            folder=folder,
+            data=data,
+            training=training,
+            held_out=held_out,
+            meter=Meter(torch_device(catalog.find_device(recipe.device))),
+            progress=progress or Silent(),
+            cadence=cadence or Cadence(),
+            certificate=certificate,
+            interrupts=interrupts,
+        )
+        for note in training.notes:
+            session.progress.note(note)
+        return _run(session, predicted_seconds, tensorboard=tensorboard)
+
+
+def _read_before(folder: Path, recipe: Recipe) -> Run | None:
+    """run.json of an earlier start; InvalidRequest when it is of another recipe."""
+    file = folder / "run.json"
+    if not file.exists():
+        return None
+    before = read_json(file, Run)
+    check_digest("recipe", before.recipe_digest, recipe.digest, folder)
+    return before
+
+
+def _run(session: _Session, predicted_seconds: float | None, *, tensorboard: bool) -> Run:
+    remove_unfinished(session.folder)
+    with explained_out_of_memory(session.folder, "the rehearsal of the worst batch"):
+        built, done = _prepare(session)
+    _record(session, done, finished=False)
+    certified = session.certificate.memory.peak_allocated if session.certificate else None
+    session.progress.begin(Facts(session.recipe.steps, done, predicted_seconds, certified))
+    try:
+        with Log(session.folder, done, tensorboard=tensorboard) as log:
+            for index in range(done, session.recipe.steps):
+                _stop_if_asked(session, built, log, index)
+                with explained_out_of_memory(session.folder, f"step {index + 1}"):
+                    _advance(session, built, log, index)
+        save_model(session.folder, built, session.data.tokenizer)
+        return _record(session, session.recipe.steps, finished=True)
+    finally:
+        session.progress.end()
+
+
+def _prepare(session: _Session) -> tuple[Built, int]:
+    """Rehearse on the worst batch, fill the weights, go back to the newest checkpoint."""
+    recipe, meter = session.recipe, session.meter
+    worst = session.training.worst()
+    micro = session.training.sample(worst.step)[worst.micro]
+    model = meter.rehearse(recipe, micro)
+    _compare(session)
+    meter.watch_load(model, lambda: fill_weights(model, recipe))
+    built = Built(recipe, model, build_optimizer(recipe, model))
+    found = newest_checkpoint(session.folder, session.warn)
+    if found is None:
+        return built, 0
+    done = load_checkpoint(found, built, session.data.training.digest)
+    session.progress.note(f"going on after step {done} from `{found}`")
+    return built, done
+
+
+def _advance(session: _Session, built: Built, log: Log, index: int) -> None:
+    """One step and what is due after it."""
+    recipe, step = session.recipe, index + 1
+    row = _take_step(session, built, index)
+    last = step == recipe.steps
+    if session.held_out is not None and (
+        last or step % session.every(session.cadence.evaluate_every) == 0
+    ):
+        row["evaluation_loss"] = _evaluate(built, session.held_out)
+    log.write(row)
+    session.progress.show(
+        Moment(
+            step=step,
+            loss=row["loss"],
+            learning_rate=row["learning_rate"],
+            seconds=row["seconds"],
+            tokens_per_second=row["tokens"] / row["seconds"],
+            memory=session.meter.peak,
+            evaluation_loss=row.get("evaluation_loss"),
+        )
+    )
+    if last or step % session.every(session.cadence.save_every) == 0:
+        _save(session, built, log, step)
+
+
+def _take_step(session: _Session, built: Built, index: int) -> dict[str, Any]:
+    """Run step `index` and return its line of the log."""
+    recipe = session.recipe
+    rate = learning_rate(recipe.optimizer, index, recipe.steps)
+    for group in built.optimizer.param_groups:
+        group["lr"] = rate
+    torch.manual_seed(_seed_of(recipe, index))
+    micros = session.training.sample(index)
+    watched = session.meter.device.type == "cpu" and (
+        index < WATCHED_FIRST or index % session.cadence.watch_every == 0
+    )
+    start = time.perf_counter()
+    if watched:
+        result = session.meter.watch_step(built, lambda watch: run_step(built, micros, watch))
+    else:
+        result = run_step(built, micros)
+    loss, norm = _read_result(result, index + 1)
+    seconds = time.perf_counter() - start
+    _compare(session)
+    row: dict[str, Any] = {"step": index + 1, "loss": loss, "learning_rate": rate}
+    if norm is not None:
+        row["grad_norm"] = norm
+    tokens = sum(micro.tokens for micro in micros)
+    return row | {
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "memory_peak_allocated": session.meter.peak,
+        "watched": watched,
+    }
+
+
+def _seed_of(recipe: Recipe, index: int) -> int:
+    """Dropout of a step is drawn from (seed, step), so a checkpoint needs no generator state."""
+    return int(np.random.SeedSequence([recipe.seed, index]).generate_state(1, np.uint32)[0])
+
+
+def _read_result(result: StepResult, step: int) -> tuple[float, float | None]:
+    """Loss and gradient norm, waiting for the device; RunFailed when one is not finite."""
+    loss = float(result.loss)
+    norm = None if result.grad_norm is None else float(result.grad_norm)
+    for name, value in (("loss", loss), ("gradient norm", norm)):
+        if value is not None and not math.isfinite(value):
+            raise RunFailed(
+                f"the {name} of step {step} is {value}",
+                hint="lower `optimizer.learning_rate`, or use `precision: fp32`",
+            )
+    return loss, norm
+
+
+def _evaluate(built: Built, held_out: Sampler) -> float:
+    """Mean loss over every target token of the held-out data."""
+    total, count = 0.0, 0
+    for micro in held_out.all_once():
+        if micro.targets:
+            loss, targets = evaluate(built, to_batch(micro, built.device))
+            total += float(loss)
+            count += int(targets)
+    return total / count
+
+
+def _save(session: _Session, built: Built, log: Log, step: int) -> None:
+    """The log first: a checkpoint promises that every line up to it is on disk."""
+    log.flush()
+    save_checkpoint(session.folder, step, built, session.data.training.digest)
+    _record(session, step, finished=False)
+
+
+def _stop_if_asked(session: _Session, built: Built, log: Log, done: int) -> None:
+    if not session.interrupts.requested:
+        return
+    if done:
+        _save(session, built, log, done)
+    raise RunFailed(
+        f"interrupted after step {done} of {session.recipe.steps}"
+        + ("; a checkpoint is saved" if done else ""),
+        hint="start the same command again: it goes on from there",
+    )
+
+
+def _compare(session: _Session) -> None:
+    """Warn, naming the component, when a measured peak is above the certified one."""
+    if session.certificate is None or not session.meter.peaks:
+        return
+    certified, measured = session.certificate.memory.peak_allocated, session.meter.peak
+    if measured <= certified * (1 + BAND):
+        return
+    phase: Phase = max(session.meter.peaks, key=lambda p: session.meter.peaks[p])
+    held = session.meter.ledger.by_kind(phase)
+    promised = session.certificate.ledger.by_kind(phase)
+    excess = {kind: n - promised.get(kind, 0) for kind, n in held.items()}
+    said = f"measured peak {measured} B in {phase} is above the certified {certified} B"
+    if excess:
+        component = max(excess, key=lambda kind: excess[kind])
+        said += f": {component} holds {excess[component]} B more than certified"
+    session.warn(said)
+
+
+def _record(session: _Session, done: int, *, finished: bool) -> Run:
+    """Write run.json from the log and the counters."""
+    rows = [row for row in read_log(session.folder) if row["step"] <= done]
+    plain = [row for row in rows if not row["watched"]] or rows
+    found = session.meter.measurements()
+    found |= time_measurements([r["seconds"] for r in plain], [r["tokens"] for r in plain])
+    evaluations = [(r["step"], r["evaluation_loss"]) for r in rows if "evaluation_loss" in r]
+    total = sum(r["seconds"] for r in rows)
+    found["time.total_seconds"] = _measured(total, "s", "perf_counter, all steps", len(rows))
+    if rows:
+        found["loss.final"] = _measured(rows[-1]["loss"], "nats/token", "the last step's batch")
+    if evaluations:
+        found["loss.evaluation"] = _measured(
+            evaluations[-1][1], "nats/token", "all held-out target tokens"
+        )
+    peaks = session.meter.peaks
+    run = Run(
+        recipe_digest=session.recipe.digest,
+        recipe=session.recipe,
+        measurements=found,
+        phases={str(phase): peaks[phase] for phase in Phase if phase in peaks},
+        ledger=session.meter.ledger,
+        losses=tuple((r["step"], r["loss"]) for r in rows),
+        evaluations=tuple(evaluations),
+        steps_done=done,
+        finished=finished,
+        environment=_environment(session),
+        warnings=tuple(session.warnings),
+    )
+    try:
+        write_json(session.folder / "run.json", run)
+    except OSError as error:
+        raise RunFailed(
+            f"could not write run.json in `{session.folder}`: {error.strerror}",
+            hint="free space there and start the same command again: it resumes",
+        ) from None
+    return run
+
+
+def _measured(value: float, unit: str, counter: str, n: int = 1) -> Measurement:
+    return Measurement(value=value, unit=unit, counter=counter, n=n)
+
+
+def _environment(session: _Session) -> dict[str, str]:
+    import peft
+    import transformers
+
+    device = session.meter.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {
+        "data": session.data.training.digest,
+        "device": name,
+        "memfit": memfit.__version__,
+        "peft": peft.__version__,
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "threads": str(torch.get_num_threads()),
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+    }
