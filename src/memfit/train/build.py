@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.adapters import find_adapter
 from memfit.adapters._apply import replace_parameters
@@ -19,6 +20,7 @@ from memfit.optimizers import find_optimizer
 from memfit.recipe import Recipe
 from memfit.train.attention import check_attention
 from memfit.train.hugging_face import bare_model, parts
+from memfit.train.loss import check_chunked
 from memfit.train.recompute import recompute_first
 from memfit.train.weights import fill_weights
 
@@ -48,11 +50,13 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
     device = torch.device(device)
     check_attention(recipe, device.type)
     _check(recipe)
-    model: nn.Module = bare_model(recipe)
-    model = find_adapter(recipe).apply(model, recipe)
+    with _disable_current_modes():  # on meta nothing needs tracing, and peft cannot move fakes
+        model = find_adapter(recipe).apply(bare_model(recipe), recipe)
     recompute_first(
         parts(model).blocks, recipe.recompute_blocks, preserve_rng=recipe.lora.dropout > 0
     )
+    if recipe.loss == "chunked":
+        check_chunked(parts(model).head, recipe)
     _materialise(model, device)
     check_census(model, recipe)
     return model.train()
@@ -68,7 +72,7 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
     """Empty storage for every parameter, ties kept, and right values for every buffer."""
 
     def empty(_: str, old: Tensor) -> Tensor:
-        new = torch.empty_like(old, device=device)
+        new = torch.empty(old.shape, dtype=old.dtype, device=device)
         return nn.Parameter(new, requires_grad=old.requires_grad)
 
     replace_parameters(model, empty)

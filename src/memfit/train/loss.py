@@ -1,18 +1,144 @@
-"""Next-token cross entropy: a sum over target tokens, always in fp32."""
+"""Next-token cross entropy: a sum over target tokens, always in fp32.
+
+Two ways to the same number: `plain` keeps the logits of all tokens until backward; `chunked`
+never holds more than a chunk of them.
+"""
 
 from __future__ import annotations
 
+from typing import Any, cast
+
+import torch
 from torch import Tensor, nn
+
+from memfit.errors import InvalidRequest
+from memfit.recipe import Recipe
 
 IGNORE = -100  # a label that is no target
 
 
-def plain_sum(head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
-    """Sum of the losses of all target tokens, 0-dim fp32.
+def loss_mean(
+    head: nn.Module, hidden: Tensor, labels: Tensor, recipe: Recipe, target_tokens: int
+) -> Tensor:
+    """Sum of the losses of this batch's target tokens over `target_tokens`, 0-dim fp32.
 
-    hidden (batch, tokens, hidden), labels (batch, tokens) aligned: what each position predicts.
+    hidden (batch, tokens, hidden); labels (batch, tokens), aligned: what each position predicts.
     """
+    if recipe.loss == "plain":
+        return plain_sum(head, hidden, labels) / target_tokens
+    return chunked_mean(head, hidden, labels, recipe, target_tokens)
+
+
+def plain_sum(head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
+    """Sum of the losses of all target tokens, 0-dim fp32; logits (tokens, vocab) are kept."""
     logits = head(hidden.flatten(0, 1)).float()
     return nn.functional.cross_entropy(
         logits, labels.flatten(), ignore_index=IGNORE, reduction="sum"
     )
+
+
+def chunked_mean(
+    head: nn.Module, hidden: Tensor, labels: Tensor, recipe: Recipe, target_tokens: int
+) -> Tensor:
+    """The same with at most `recipe.loss_chunk` tokens' logits alive.
+
+    Gradients of the hidden states and of the head are computed at once, while a chunk's logits
+    exist; backward only hands them out (after Liger Kernel, Hsu et al. 2410.10989, section 3.2).
+    """
+    check_chunked(head, recipe)
+    compute = torch.bfloat16 if recipe.autocast else hidden.dtype
+    flat = hidden.flatten(0, 1)
+    arguments = (flat, head.weight, labels.flatten(), compute, recipe.loss_chunk, target_tokens)
+    return cast(Tensor, _Chunked.apply(*arguments))  # type: ignore[no-untyped-call]
+
+
+def check_chunked(head: nn.Module, recipe: Recipe) -> None:
+    """Raise InvalidRequest when the loss cannot be cut into chunks."""
+    if recipe.loss_chunk < 1:
+        raise InvalidRequest("`loss: chunked` needs `loss_chunk` of 1 or more tokens")
+    if type(head) is not nn.Linear or head.bias is not None:
+        raise InvalidRequest(
+            "`loss: chunked` needs an output projection without adapter or bias, and"
+            f" this one is {type(head).__name__}",
+            hint="use `loss: plain`, or leave `lm_head` out of `lora.targets`",
+        )
+
+
+class _Chunked(torch.autograd.Function):
+    """hidden (tokens, hidden), weight (vocab, hidden), labels (tokens) -> 0-dim fp32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        compute: torch.dtype,
+        chunk: int,
+        target_tokens: int,
+    ) -> Tensor:
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        d_hidden = torch.empty_like(hidden) if wants_hidden else None
+        d_weight: Tensor | None = None
+        with torch.autocast(hidden.device.type, enabled=False):
+            cast_weight = weight.to(compute)
+            for start in range(0, hidden.shape[0], chunk):
+                here = slice(start, start + chunk)
+                piece = hidden[here].to(compute)
+                loss, slope = _loss_and_slope(piece @ cast_weight.t(), labels[here], target_tokens)
+                total += loss
+                if not (wants_hidden or wants_weight):
+                    continue
+                slope = slope.to(compute)
+                if d_hidden is not None:
+                    d_hidden[here] = slope @ cast_weight
+                if wants_weight:
+                    alone = chunk >= hidden.shape[0]
+                    d_weight = _add_outer(d_weight, slope, piece, weight.dtype, alone=alone)
+                del slope, piece
+        if d_weight is not None:
+            d_weight = d_weight.to(weight.dtype)
+        ctx.save_for_backward(d_hidden, d_weight)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> Any:
+        d_hidden, d_weight = ctx.saved_tensors
+        for gradient in (d_hidden, d_weight):
+            if gradient is not None:
+                gradient.mul_(outer[0])
+        return d_hidden, d_weight, None, None, None, None
+
+
+def _loss_and_slope(logits: Tensor, labels: Tensor, target_tokens: int) -> tuple[Tensor, Tensor]:
+    """(mean's share, its fp32 slope by the logits); the logits are given up.
+
+    d loss / d logits = softmax(logits) - one_hot(label), 0 where there is no target.
+    """
+    log_p = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    del logits
+    is_target = (labels != IGNORE).unsqueeze(1)
+    column = labels.clamp(min=0).unsqueeze(1)
+    weight = is_target.float() / target_tokens
+    loss = -(log_p.gather(1, column) * weight).sum()
+    slope = log_p.exp_()
+    slope.scatter_add_(1, column, torch.full_like(weight, -1.0))
+    return loss, slope.mul_(weight)
+
+
+def _add_outer(
+    total: Tensor | None, slope: Tensor, piece: Tensor, dtype: torch.dtype, *, alone: bool
+) -> Tensor:
+    """total + slope.T @ piece, (vocab, hidden).
+
+    In fp32 whatever the inputs are, unless there is one chunk: a sum rounded to bf16 after each
+    chunk would lose what a single product keeps.
+    """
+    if alone:
+        return slope.t() @ piece
+    if total is None:
+        return (slope.t() @ piece).to(torch.promote_types(dtype, torch.float32))
+    if slope.dtype == total.dtype:
+        return total.addmm_(slope.t(), piece)
+    return total.add_(slope.t() @ piece)

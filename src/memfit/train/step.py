@@ -14,7 +14,7 @@ from memfit.ledger import Phase
 from memfit.train.attention import Documents
 from memfit.train.build import Built
 from memfit.train.hugging_face import parts
-from memfit.train.loss import IGNORE, plain_sum
+from memfit.train.loss import IGNORE, loss_mean
 
 Enter = Callable[[Phase], None]
 
@@ -73,7 +73,7 @@ def evaluate(built: Built, batch: Batch) -> tuple[Tensor, Tensor]:
     built.model.eval()
     try:
         with torch.no_grad(), autocast(built):
-            loss = _loss_sum(built, _hidden(built, batch), batch.labels)
+            loss = _loss(built, _hidden(built, batch), batch.labels, 1)
     finally:
         built.model.train(was_training)
     return loss, (batch.labels != IGNORE).sum()
@@ -92,7 +92,7 @@ def _accumulate(built: Built, batch: Batch, target_tokens: int, enter: Enter) ->
     with autocast(built):
         hidden = _hidden(built, batch)
         enter(Phase.LOSS)
-        loss = _loss_sum(built, hidden, batch.labels) / target_tokens
+        loss = _loss(built, hidden, batch.labels, target_tokens)
         del hidden
     enter(Phase.BACKWARD)
     loss.backward()  # type: ignore[no-untyped-call]
@@ -109,8 +109,8 @@ def _hidden(built: Built, batch: Batch) -> Tensor:
     return hidden
 
 
-def _loss_sum(built: Built, hidden: Tensor, labels: Tensor) -> Tensor:
-    return plain_sum(parts(built.model).head, hidden, labels)
+def _loss(built: Built, hidden: Tensor, labels: Tensor, target_tokens: int) -> Tensor:
+    return loss_mean(parts(built.model).head, hidden, labels, built.recipe, target_tokens)
 
 
 def _clip(built: Built) -> Tensor | None:

@@ -1,0 +1,340 @@
+"""Exact bytes of live tensor storages, by phase, kind and owner, on real and on fake tensors.
+
+`LiveBytes` sees every operator that torch dispatches. A storage counts from the operator that
+returned it until it is freed, so what the trace of fake tensors holds and what a run on a CPU
+holds are the same number, to the byte. What kernels allocate inside themselves is not dispatched;
+the `workspace` hook is where that is added.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit.ledger import Entry, Kind, Ledger, Phase
+from memfit.results import Tensor as TensorRow
+from memfit.train.owners import OUTSIDE, Owners
+
+Workspace = Callable[[Any, Sequence[Any], Mapping[str, Any]], int]  # bytes inside one operator
+
+_DEVICE_OF_FAKE = torch.ops.prim.device.default
+_sequence_number: Callable[[], int] | None = getattr(torch.autograd, "_get_sequence_nr", None)
+_current_node: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_node", None)
+
+
+class Block:
+    """One storage from its allocation to its release."""
+
+    __slots__ = ("kind", "module", "nbytes", "op", "outlived", "released", "vocab")
+
+    def __init__(self, nbytes: int, op: str, module: str, vocab: bool) -> None:
+        self.nbytes = nbytes
+        self.op = op
+        self.module = module  # path of the module, or of the parameter; "" outside all of them
+        self.vocab = vocab  # whether the last dimension is the vocabulary
+        self.kind: Kind | None = None  # what it was registered as
+        self.outlived = False  # whether it outlived the call of the module that made it
+        self.released = False
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts while it is entered; enter it inside `FakeTensorMode`, not around it.
+
+    Register what exists before the step (`register_model`, `register_optimizer`,
+    `register_batch`), pass `enter` to the step, then read `peaks`, `ledger()`, `at_peak()` or
+    `tape()`. Events are kept until `restart()`, so watch a few steps, not a whole run.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, device_type: str, *, workspace: Workspace | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = 0  # bytes alive now
+        self.blocks: list[Block] = []
+        self._device_type = device_type
+        self._workspace = workspace
+        self._events: list[int] = []  # index of a block: allocated; its complement: released
+        self._alive: dict[int, tuple[int, Any]] = {}  # StorageImpl -> block, weak reference
+        self._phase = Phase.LOAD
+        self._peaks: dict[Phase, tuple[int, int]] = {}  # bytes, number of events before it
+        self._owners = Owners()
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._vocab = -1
+        self._frames: list[tuple[str, list[int]]] = []  # module calls in progress
+        self._modules: dict[nn.Module, str] = {}
+        self._path_of_node: dict[int, str] = {}  # sequence number of autograd's node -> module
+        self._hooks: list[Any] = []
+
+    # -- what exists and what it is ---------------------------------------------------------
+
+    def register_model(self, model: nn.Module) -> None:
+        """Label parameters and buffers; from now on allocations name the module they are in."""
+        self._owners = Owners.of(model)
+        self._modules = {module: name for name, module in model.named_modules()}
+        self._parameters = dict(model.named_parameters())
+        self._vocab = getattr(getattr(model, "config", None), "vocab_size", -1)
+        for name, tensor in (*self._parameters.items(), *model.named_buffers()):
+            self._label(tensor, Kind.PARAMETERS, name)
+        self._label_gradients()
+
+    def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Label the state, now and whenever a phase ends."""
+        self._optimizers.append(optimizer)
+        self._label_state()
+
+    def register_batch(self, *tensors: Tensor | None) -> None:
+        """Label the tensors of a batch."""
+        for tensor in tensors:
+            if tensor is not None:
+                self._label(tensor, Kind.INPUT, "batch")
+
+    def enter(self, phase: Phase) -> None:
+        """The instant at which a phase begins; what is alive then belongs to its peak too."""
+        self._label_gradients()
+        self._label_state()
+        self._phase = phase
+        self._note_peak()
+
+    def restart(self) -> None:
+        """Forget the past; what is alive stays registered and becomes the start of the tape."""
+        alive = sorted(index for index, _ in self._alive.values())
+        self._events = alive
+        self._peaks = {}
+        self._note_peak()
+
+    # -- results -----------------------------------------------------------------------------
+
+    @property
+    def peaks(self) -> dict[Phase, int]:
+        """The peak of each phase entered, bytes, in the order of `Phase`."""
+        return {phase: self._peaks[phase][0] for phase in Phase if phase in self._peaks}
+
+    @property
+    def peak(self) -> int:
+        """The largest of all instants, bytes."""
+        return max((nbytes for nbytes, _ in self._peaks.values()), default=0)
+
+    def ledger(self) -> Ledger:
+        """What was alive at each phase's own peak, by kind and owner."""
+        return Ledger(entries=tuple(e for phase in self.peaks for e in self._entries(phase)))
+
+    def at_peak(self, phase: Phase | None = None) -> tuple[TensorRow, ...]:
+        """The tensors alive at a phase's peak (or at the largest one), largest first."""
+        if not self._peaks:
+            return ()
+        phase = phase or max(self.peaks, key=lambda p: self._peaks[p][0])
+        rows = [
+            TensorRow(nbytes=b.nbytes, kind=self.kind_of(b), module=b.module, op=b.op)
+            for b in self._alive_at(self._peaks[phase][1])
+        ]
+        return tuple(sorted(rows, key=lambda row: -row.nbytes))
+
+    def tape(self) -> list[tuple[int, int, int]]:
+        """(+1 allocated or -1 released, storage, bytes), in order; storages of 0 bytes left out."""
+        events = ((1, e) if e >= 0 else (-1, ~e) for e in self._events)
+        return [(sign, i, self.blocks[i].nbytes) for sign, i in events if self.blocks[i].nbytes]
+
+    def kind_of(self, block: Block) -> Kind:
+        """Rule 8 of docs/ARCHITECTURE.md."""
+        if block.kind is not None:
+            return block.kind
+        if block.vocab:
+            return Kind.LOGITS
+        return Kind.ACTIVATIONS if block.outlived else Kind.TEMPORARY
+
+    def _entries(self, phase: Phase) -> list[Entry]:
+        groups: dict[tuple[Kind, str], list[Block]] = {}
+        for block in self._alive_at(self._peaks[phase][1]):
+            kind = self.kind_of(block)
+            owner = "optimizer" if kind is Kind.OPTIMIZER_STATE else self._owners.find(block.module)
+            groups.setdefault((kind, owner), []).append(block)
+        return [
+            Entry(
+                kind=kind,
+                phase=phase,
+                owner=owner,
+                nbytes=sum(b.nbytes for b in group),
+                because=_because(group),
+            )
+            for (kind, owner), group in sorted(groups.items())
+        ]
+
+    def _alive_at(self, position: int) -> list[Block]:
+        alive: dict[int, Block] = {}
+        for event in self._events[:position]:
+            if event >= 0:
+                alive[event] = self.blocks[event]
+            else:
+                del alive[~event]
+        return [block for block in alive.values() if block.nbytes]
+
+    # -- counting ----------------------------------------------------------------------------
+
+    def __enter__(self) -> LiveBytes:
+        self._note_peak()
+        register_before = nn.modules.module.register_module_forward_pre_hook
+        register_after = nn.modules.module.register_module_forward_hook
+        self._hooks = [
+            register_before(self._call_begins),
+            register_after(self._call_ends, always_call=True),  # recomputation stops by raising
+        ]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+        self._label_gradients()
+        self._label_state()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator and count what it returned."""
+        if func is _DEVICE_OF_FAKE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        inside = self._workspace(func, args, kwargs) if self._workspace else 0
+        name = func.__name__ if hasattr(func, "__name__") else str(func)
+        index = self._allocate(inside, name, Kind.WORKSPACE, False) if inside else -1
+        out = func(*args, **kwargs)
+        if self._frames or self._phase is Phase.LOSS:
+            self._remember_node()
+        if isinstance(out, Tensor):
+            self._track(out, name)
+        elif isinstance(out, tuple | list):
+            self._track_all(out, name)
+        if index >= 0:
+            self._release(index)
+        return out
+
+    def _track_all(self, outputs: Iterable[Any], op: str) -> None:
+        for out in outputs:
+            if isinstance(out, Tensor):
+                self._track(out, op)
+            elif isinstance(out, tuple | list):
+                self._track_all(out, op)
+
+    def _track(self, tensor: Tensor, op: str) -> int | None:
+        """The block of a tensor's storage, made when it is new; None on another device."""
+        device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+        if device.type != self._device_type:
+            return None
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        known = self._alive.get(key)
+        if known is not None:
+            if self.blocks[known[0]].nbytes == nbytes:
+                return known[0]
+            old = self.blocks[known[0]]  # resized in place: released and allocated again
+            self._release(known[0])
+            index = self._allocate(nbytes, op, old.kind, old.vocab)
+        else:
+            vocab = bool(tensor.shape) and tensor.shape[-1] == self._vocab
+            index = self._allocate(nbytes, op, None, vocab)
+
+        def freed(_: object) -> None:
+            entry = self._alive.get(key)
+            if entry is not None and entry[0] == index:
+                del self._alive[key]
+                self._release(index)
+
+        self._alive[key] = (index, weakref.ref(storage, freed))
+        return index
+
+    def _allocate(self, nbytes: int, op: str, kind: Kind | None, vocab: bool) -> int:
+        index = len(self.blocks)
+        block = Block(nbytes, op, self._module_now(), vocab)
+        block.kind = kind
+        self.blocks.append(block)
+        if self._frames:
+            self._frames[-1][1].append(index)
+        self._events.append(index)
+        self.live += nbytes
+        self._note_peak()
+        return index
+
+    def _release(self, index: int) -> None:
+        block = self.blocks[index]
+        block.released = True
+        self._events.append(~index)
+        self.live -= block.nbytes
+
+    def _note_peak(self) -> None:
+        known = self._peaks.get(self._phase)
+        if known is None or self.live > known[0]:
+            self._peaks[self._phase] = (self.live, len(self._events))
+
+    # -- labels ------------------------------------------------------------------------------
+
+    def _label(self, tensor: Tensor, kind: Kind, module: str) -> None:
+        index = self._track(tensor, "registered")
+        if index is not None:
+            block = self.blocks[index]
+            if block.kind is None:
+                block.kind, block.module = kind, module
+
+    def _label_gradients(self) -> None:
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                self._label(parameter.grad, Kind.GRADIENTS, name)
+
+    def _label_state(self) -> None:
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                for name, value in state.items():
+                    if isinstance(value, Tensor):
+                        self._label(value, Kind.OPTIMIZER_STATE, name)
+
+    # -- where -------------------------------------------------------------------------------
+
+    def _call_begins(self, module: nn.Module, _: Any) -> None:
+        name = self._modules.get(module)
+        if name is not None:
+            self._frames.append((name, []))
+
+    def _call_ends(self, module: nn.Module, _: Any, __: Any) -> None:
+        if module in self._modules and self._frames:
+            for index in self._frames.pop()[1]:
+                block = self.blocks[index]
+                block.outlived = not block.released
+
+    def _module_now(self) -> str:
+        """The module whose forward, recomputation or backward is running; "" when unknown."""
+        if self._frames:
+            return self._frames[-1][0]
+        node = _current_node() if _current_node else None
+        if node is not None:
+            return self._path_of_node.get(node._sequence_nr(), "")
+        return OUTSIDE.get(self._phase, "")
+
+    def _remember_node(self) -> None:
+        """Operators of the forward made autograd's latest node; its backward is this module's."""
+        if _sequence_number is not None and torch.is_grad_enabled():
+            path = self._frames[-1][0] if self._frames else OUTSIDE[Phase.LOSS]
+            self._path_of_node.setdefault(_sequence_number() - 1, path)
+
+
+def _because(group: list[Block]) -> str:
+    largest = max(group, key=lambda block: block.nbytes)
+    place = f" of {largest.module}" if largest.module else ""
+    count = "1 tensor" if len(group) == 1 else f"{len(group)} tensors"
+    return f"{count}, largest {largest.nbytes} B{place} ({largest.op})"
