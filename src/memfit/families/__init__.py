@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from memfit.errors import InvalidRequest, UnknownName, did_you_mean
 from memfit.model import Architecture, Model, ModelReference, TensorSpec, Weight
 from memfit.registry import Registry
+
+if TYPE_CHECKING:
+    from memfit.families.forward import Embedded, Forward, Weights
+    from memfit.sizes import Tensor
 
 
 class Family(ABC):
@@ -45,6 +49,24 @@ class Family(ABC):
     @abstractmethod
     def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
         """Tensors that the module holds beside its parameters, such as rotary frequencies."""
+
+    @abstractmethod
+    def embed(self, forward: Forward, weights: Weights) -> Embedded:
+        """What enters the first block, and what the module holds beside it.
+
+        With `block` and `finish`, the backbone's forward over `memfit.sizes`: it holds what
+        Hugging Face's class holds. `weights` are named as in the block, or in the backbone.
+        """
+
+    @abstractmethod
+    def block(
+        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+    ) -> Tensor:
+        """One block: (batch, tokens, hidden) -> the same; `given` is what `embed` gave."""
+
+    @abstractmethod
+    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """The final norm: what the head, or the loss, receives."""
 
 
 families: Registry[Family] = Registry("model family", "memfit.families")

@@ -8,7 +8,17 @@ from typing import Any, final
 from memfit.families import Family, families
 from memfit.families._config import activation, flag, head_size, refuse, size, size_or
 from memfit.families._weights import Rows, head, layer_norm, repeat
+from memfit.families.forward import (
+    Embedded,
+    Forward,
+    Weights,
+    embedding,
+    gpt2_block,
+    apply_layer_norm,
+    positions,
+)
 from memfit.model import Architecture, TensorSpec, Weight
+from memfit.sizes import Tensor, add
 
 
 @final
@@ -81,6 +91,23 @@ class Gpt2(Family):
     def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
         """See `Family.buffers`; positions are parameters here."""
         return ()
+
+    def embed(self, forward: Forward, weights: Weights) -> Embedded:
+        """See `Family.embed`."""
+        tokens = embedding(forward, weights["wte.weight"], forward.input_ids)
+        position_ids = positions(forward)
+        learned = embedding(forward, weights["wpe.weight"], position_ids)
+        return Embedded(add(tokens, learned), (position_ids,), (tokens, learned))
+
+    def block(
+        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+    ) -> Tensor:
+        """See `Family.block`."""
+        return gpt2_block(forward, weights, x)
+
+    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `Family.finish`."""
+        return apply_layer_norm(forward, weights, "ln_f", x)
 
 
 def _conv1d(name: str, columns: int, rows: int) -> Rows:

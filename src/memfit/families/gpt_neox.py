@@ -9,7 +9,16 @@ from memfit.errors import InvalidRequest
 from memfit.families import Family, families
 from memfit.families._config import activation, flag, head_size, refuse, rope, size
 from memfit.families._weights import Rows, head, layer_norm, linear, repeat, rotary_buffers
+from memfit.families.forward import (
+    Embedded,
+    Forward,
+    Weights,
+    apply_layer_norm,
+    neox_block,
+    rotary_embed,
+)
 from memfit.model import Architecture, TensorSpec, Weight
+from memfit.sizes import Tensor
 
 
 @final
@@ -84,6 +93,20 @@ class GptNeox(Family):
     def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
         """See `Family.buffers`."""
         return rotary_buffers(a)
+
+    def embed(self, forward: Forward, weights: Weights) -> Embedded:
+        """See `Family.embed`."""
+        return rotary_embed(forward, weights["embed_in.weight"])
+
+    def block(
+        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+    ) -> Tensor:
+        """See `Family.block`."""
+        return neox_block(forward, weights, x, (given[0], given[1]))
+
+    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `Family.finish`."""
+        return apply_layer_norm(forward, weights, "final_layer_norm", x)
 
 
 def _rotary_dim(config: Mapping[str, Any], head_dim: int) -> int:

@@ -15,7 +15,9 @@ from memfit.families._config import (
     whole_head_rotates,
 )
 from memfit.families._weights import gated_config, gated_weights, rotary_buffers
+from memfit.families.forward import Embedded, Forward, Weights, gated_block, rms_norm, rotary_embed
 from memfit.model import Architecture, TensorSpec, Weight
+from memfit.sizes import Tensor
 
 
 @final
@@ -60,6 +62,20 @@ class Mistral(Family):
     def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
         """See `Family.buffers`."""
         return rotary_buffers(a)
+
+    def embed(self, forward: Forward, weights: Weights) -> Embedded:
+        """See `Family.embed`."""
+        return rotary_embed(forward, weights["embed_tokens.weight"])
+
+    def block(
+        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+    ) -> Tensor:
+        """See `Family.block`."""
+        return gated_block(forward, weights, x, (given[0], given[1]))
+
+    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `Family.finish`."""
+        return rms_norm(forward, weights["norm.weight"], x)
 
 
 families.register("mistral")(Mistral())

@@ -1,0 +1,370 @@
+"""Forward passes over `memfit.sizes`, written as Hugging Face's modules are.
+
+What a local variable holds here is what it holds there, to the last line of a function: a name
+that looks superfluous keeps a tensor alive as long as the real one is alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+
+from memfit import sizes
+from memfit.model import Architecture
+from memfit.sizes import Meter, Tensor
+from memfit.sizes.loss import cross_entropy_sum
+
+Weights = dict[str, Tensor]  # by name inside the block, or inside the model
+Rotation = tuple[Tensor, Tensor]  # cosines, sines
+Documents = tuple[tuple[int, ...], ...]  # for each row, the lengths of its documents
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """What every part of a forward needs to know."""
+
+    architecture: Architecture
+    meter: Meter
+    kernel: str  # math | flash | efficient
+    input_ids: Tensor  # (batch, tokens)
+    position_ids: Tensor | None  # (batch, tokens) of packed rows
+    documents: Documents | None
+
+    @property
+    def batch(self) -> int:
+        """Rows of the micro-batch."""
+        return self.input_ids.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a row."""
+        return self.input_ids.shape[1]
+
+
+class Embedded(NamedTuple):
+    """What a backbone makes before its first block."""
+
+    x: Tensor  # enters the first block: (batch, tokens, hidden)
+    given: tuple[Tensor, ...]  # to every block, which holds it while it may be recomputed
+    kept: tuple[Tensor, ...]  # local variables that live as long as the backbone's call
+
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def module(
+    function: Callable[Concatenate[Forward, Arguments], Result],
+) -> Callable[Concatenate[Forward, Arguments], Result]:
+    """A function that is a module of its own: what it allocates and returns is an activation.
+
+    Its local variables are gone when the module's call ends, as in `nn.Module.__call__`.
+    """
+
+    @wraps(function)
+    def call(forward: Forward, *arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
+        number = forward.meter.begin_module()
+        try:
+            return function(forward, *arguments, **named)
+        finally:
+            forward.meter.end_module(number)
+
+    return call
+
+
+def project(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
+    """A projection: Linear or Conv1D, with its bias and its adapter when it has them."""
+    if f"{name}.lora_A.default.weight" in weights:
+        return _adapted(forward, weights, name, x)
+    return _plain(forward, weights, name, x)
+
+
+@module
+def _plain(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
+    weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
+    if forward.architecture.family == "gpt2" and bias is not None:
+        return sizes.conv1d(x, weight, bias)
+    return sizes.linear(x, weight, bias)
+
+
+@module
+def _adapted(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
+    """peft's LoRA layer: base(x) + B(A(x)) * scaling."""
+    result = _plain(forward, weights, f"{name}.base_layer", x)
+    down, up = (
+        weights[f"{name}.lora_A.default.weight"],
+        weights[f"{name}.lora_B.default.weight"],
+    )
+    low = _matrix(forward, down, x)
+    delta = _matrix(forward, up, low)
+    del low
+    scaled = sizes.scale(delta)
+    del delta
+    result = sizes.add(result, scaled)
+    return result
+
+
+@module
+def _matrix(forward: Forward, weight: Tensor, x: Tensor) -> Tensor:
+    return sizes.linear(x, weight)
+
+
+@module
+def rms_norm(forward: Forward, weight: Tensor, x: Tensor) -> Tensor:
+    """Root mean square norm in fp32, as Llama's class writes it."""
+    dtype = x.dtype
+    x = sizes.cast(x, "float32")
+    variance = sizes.mean_last(sizes.power(x))
+    x = sizes.mul(x, sizes.rsqrt(sizes.shift(variance)))
+    return sizes.mul(weight, sizes.cast(x, dtype))
+
+
+@module
+def apply_layer_norm(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
+    """`nn.LayerNorm`."""
+    return sizes.layer_norm(x, weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+
+@module
+def activate(forward: Forward, x: Tensor) -> Tensor:
+    """The feed-forward's activation function, by Hugging Face's name for it."""
+    name = forward.architecture.activation
+    if name == "gelu_new":
+        return _gelu_new(x)
+    return sizes.silu(x) if name in ("silu", "swish") else sizes.gelu(x)
+
+
+def _gelu_new(x: Tensor) -> Tensor:
+    """0.5 * x * (1 + tanh(c * (x + 0.044715 * x**3))), eight kernels."""
+    half = sizes.scale(x)
+    inner = sizes.scale(sizes.add(x, sizes.scale(sizes.power(x))))
+    curve = sizes.tanh(inner)
+    del inner
+    bent = sizes.shift(curve)
+    del curve
+    return sizes.mul(half, bent)
+
+
+@module
+def embedding(forward: Forward, weight: Tensor, indices: Tensor) -> Tensor:
+    """`nn.Embedding`."""
+    return sizes.gather_rows(weight, indices.shape, indices)
+
+
+def positions(forward: Forward) -> Tensor:
+    """Position ids: those of packed rows, or 0 … tokens - 1."""
+    if forward.position_ids is not None:
+        return forward.position_ids
+    counted = sizes.empty(forward.meter, (forward.tokens,), "int64")
+    shifted = sizes.empty(forward.meter, (forward.tokens,), "int64")
+    del counted
+    return sizes.unsqueeze(shifted, 0)
+
+
+@module
+def rotation(forward: Forward, dtype: str, position_ids: Tensor) -> Rotation:
+    """Cosines and sines (batch or 1, tokens, rotary_dim), without a gradient."""
+    meter, size = forward.meter, forward.architecture.rotary_dim
+    rows, tokens = position_ids.shape
+    wide = sizes.empty(meter, (rows, tokens, 1), "float32")
+    frequencies = sizes.empty(meter, (rows, tokens, size // 2), "float32")
+    del wide
+    both = sizes.empty(meter, (rows, tokens, size), "float32")
+    cosines = _times_one(sizes.empty(meter, both.shape, "float32"))
+    sines = _times_one(sizes.empty(meter, both.shape, "float32"))
+    result = sizes.cast(cosines, dtype), sizes.cast(sines, dtype)
+    del frequencies
+    return result
+
+
+def _times_one(x: Tensor) -> Tensor:
+    """`x * attention_scaling`."""
+    return sizes.empty(x.meter, x.shape, x.dtype)
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    """(..., size) -> (-second half, first half)."""
+    half, last = x.shape[-1] // 2, len(x.shape) - 1
+    first = sizes.narrow(x, last, 0, half)
+    second = sizes.narrow(x, last, half, x.shape[-1] - half)
+    return sizes.concatenate((sizes.negative(second), first), last)
+
+
+def rotate(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
+    """Rotary embedding of whole heads (Su et al. 2104.09864)."""
+    cos, sin = sizes.unsqueeze(turn[0], 1), sizes.unsqueeze(turn[1], 1)
+    query_rotated = _turn(query, cos, sin)
+    key_rotated = _turn(key, cos, sin)
+    return query_rotated, key_rotated
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return sizes.add(sizes.mul(x, cos), sizes.mul(rotate_half(x), sin))
+
+
+def rotate_part(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
+    """Rotary embedding of the first elements of each head, the rest joined again."""
+    cos, sin = sizes.unsqueeze(turn[0], 1), sizes.unsqueeze(turn[1], 1)
+    size, rest = cos.shape[-1], query.shape[-1] - cos.shape[-1]
+    query_part, query_rest = _cut(query, size, rest)
+    key_part, key_rest = _cut(key, size, rest)
+    query_rotated = _turn(query_part, cos, sin)
+    key_rotated = _turn(key_part, cos, sin)
+    query_rotated = sizes.concatenate((query_rotated, query_rest), 3)
+    key_rotated = sizes.concatenate((key_rotated, key_rest), 3)
+    return query_rotated, key_rotated
+
+
+def _cut(x: Tensor, size: int, rest: int) -> tuple[Tensor, Tensor]:
+    return sizes.narrow(x, 3, 0, size), sizes.narrow(x, 3, size, rest)
+
+
+def attend(forward: Forward, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """(batch, heads, tokens, size) -> (batch, tokens, heads, size), as train/attention.py."""
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and forward.kernel == "efficient":
+        groups = query.shape[1] // key.shape[1]
+        key, value = sizes.expand_heads(key, groups), sizes.expand_heads(value, groups)
+    if forward.documents is None:
+        out = sizes.attention(forward.kernel, query, key, value)
+    else:
+        out = sizes.by_document(forward.kernel, query, key, value, forward.documents)
+    return sizes.transpose(out, 1, 2)
+
+
+@module
+def gated_attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
+    """Llama's attention: grouped heads, rotary positions; Qwen3's norms when the block has them."""
+    shape = (*x.shape[:-1], -1, forward.architecture.head_dim)
+    query = _heads(forward, weights, "self_attn.q_proj", x, shape, "self_attn.q_norm.weight")
+    key = _heads(forward, weights, "self_attn.k_proj", x, shape, "self_attn.k_norm.weight")
+    value = _heads(forward, weights, "self_attn.v_proj", x, shape, "")
+    query, key = rotate(query, key, turn)
+    out = attend(forward, query, key, value)
+    out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
+    out = project(forward, weights, "self_attn.o_proj", out)
+    return out
+
+
+def _heads(
+    forward: Forward, weights: Weights, name: str, x: Tensor, shape: sizes.Shape, norm: str
+) -> Tensor:
+    split = sizes.view(project(forward, weights, name, x), *shape)
+    if norm in weights:
+        split = rms_norm(forward, weights[norm], split)
+    return sizes.transpose(split, 1, 2)
+
+
+@module
+def gated_mlp(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+    """SwiGLU (Shazeer 2002.05202): down(act(gate(x)) * up(x))."""
+    gate = activate(forward, project(forward, weights, "mlp.gate_proj", x))
+    up = project(forward, weights, "mlp.up_proj", x)
+    product = sizes.mul(gate, up)
+    del gate, up
+    return project(forward, weights, "mlp.down_proj", product)
+
+
+def gated_block(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
+    """One block of llama, mistral, qwen2, qwen3."""
+    residual = x
+    x = rms_norm(forward, weights["input_layernorm.weight"], x)
+    x = gated_attention(forward, weights, x, turn)
+    x = sizes.add(residual, x)
+    residual = x
+    x = rms_norm(forward, weights["post_attention_layernorm.weight"], x)
+    x = gated_mlp(forward, weights, x)
+    x = sizes.add(residual, x)
+    return x
+
+
+@module
+def fused_attention(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+    """GPT-2's attention: one projection for query, key and value."""
+    width, size = forward.architecture.hidden, forward.architecture.head_dim
+    shape = (*x.shape[:-1], -1, size)
+    fused = project(forward, weights, "attn.c_attn", x)
+    query, key, value = sizes.split(fused, (width, width, width), 2)
+    del fused
+    key = sizes.transpose(sizes.view(key, *shape), 1, 2)
+    value = sizes.transpose(sizes.view(value, *shape), 1, 2)
+    query = sizes.transpose(sizes.view(query, *shape), 1, 2)
+    out = attend(forward, query, key, value)
+    out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
+    out = project(forward, weights, "attn.c_proj", out)
+    return out
+
+
+@module
+def plain_mlp(forward: Forward, weights: Weights, up: str, down: str, x: Tensor) -> Tensor:
+    """down(act(up(x)))."""
+    x = project(forward, weights, up, x)
+    x = activate(forward, x)
+    x = project(forward, weights, down, x)
+    return x
+
+
+def gpt2_block(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+    """One block of gpt2."""
+    residual = x
+    x = apply_layer_norm(forward, weights, "ln_1", x)
+    attended = fused_attention(forward, weights, x)
+    x = sizes.add(attended, residual)
+    residual = x
+    x = apply_layer_norm(forward, weights, "ln_2", x)
+    fed = plain_mlp(forward, weights, "mlp.c_fc", "mlp.c_proj", x)
+    x = sizes.add(residual, fed)
+    return x
+
+
+@module
+def neox_attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
+    """GPT-NeoX's attention: one projection, heads first, then query, key and value."""
+    size = forward.architecture.head_dim
+    fused = project(forward, weights, "attention.query_key_value", x)
+    fused = sizes.transpose(sizes.view(fused, *x.shape[:-1], -1, 3 * size), 1, 2)
+    query, key, value = sizes.split(fused, (size, size, size), 3)
+    query, key = rotate_part(query, key, turn)
+    out = attend(forward, query, key, value)
+    out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
+    out = project(forward, weights, "attention.dense", out)
+    return out
+
+
+def neox_block(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
+    """One block of gpt_neox, attention and feed-forward side by side or one after the other."""
+    attended = neox_attention(
+        forward, weights, apply_layer_norm(forward, weights, "input_layernorm", x), turn
+    )
+    if forward.architecture.parallel_residual:
+        fed = _neox_mlp(forward, weights, x)
+        return sizes.add(sizes.add(fed, attended), x)
+    attended = sizes.add(attended, x)
+    fed = _neox_mlp(forward, weights, attended)
+    return sizes.add(fed, attended)
+
+
+def _neox_mlp(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+    normed = apply_layer_norm(forward, weights, "post_attention_layernorm", x)
+    return plain_mlp(forward, weights, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", normed)
+
+
+def rotary_embed(forward: Forward, weight: Tensor) -> Embedded:
+    """Token embeddings; each block is given cosines, sines and position ids."""
+    x = embedding(forward, weight, forward.input_ids)
+    position_ids = positions(forward)
+    cosines, sines = rotation(forward, x.dtype, position_ids)
+    return Embedded(x, (cosines, sines, position_ids), (x,))
+
+
+def plain_loss(forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor) -> Tensor:
+    """Sum of the losses of all target tokens, as train/loss.py: (batch, tokens, hidden) -> ()."""
+    rows = forward.batch * forward.tokens
+    flat = sizes.view(hidden, rows, forward.architecture.hidden)
+    head = project(forward, weights, "lm_head", flat)
+    del flat
+    logits = sizes.cast(head, "float32")
+    del head
+    return cross_entropy_sum(logits, labels)

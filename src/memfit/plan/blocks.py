@@ -1,0 +1,311 @@
+"""A small model that stands for a deep one, byte for byte.
+
+Blocks that are alike form a run; of each run only the first, one in the middle and the last are
+simulated. A step is then a sequence of segments (the forward or the backward of one block, the
+embedding, the head and the loss), each with what it adds and how far it rises above its start;
+the middle segments of a run repeat. Nothing is fitted: the sum over segments is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from memfit import sizes
+from memfit.families import Family, find_family
+from memfit.families.forward import Documents, Forward, Weights, module, plain_loss
+from memfit.ledger import Kind
+from memfit.model import Architecture, Model, Weight
+from memfit.nouns import Noun
+from memfit.sizes import Meter, Tensor
+
+Part = tuple[Kind, str]  # kind, owner
+Parts = dict[Part, int]
+ENDS = 3  # blocks simulated of a run of equal ones: first, middle, last
+WRAPPER = "base_model.model."  # what peft puts before every name
+
+
+class Row(Noun, frozen=True, kw_only=True):
+    """A weight of one block, or of none, under its name inside it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    part: str
+
+
+class Run(Noun, frozen=True, kw_only=True):
+    """Consecutive blocks that are alike."""
+
+    rows: tuple[Row, ...]
+    recomputed: bool
+    count: int
+
+
+class Batch(Noun, frozen=True, kw_only=True):
+    """The shape of a micro-batch."""
+
+    rows: int
+    tokens: int
+    documents: Documents | None
+
+
+class Setting(Noun, frozen=True, kw_only=True):
+    """All that a micro-batch's segments depend on."""
+
+    architecture: Architecture
+    outside: tuple[Row, ...]
+    runs: tuple[Run, ...]  # counts as simulated
+    batch: Batch
+    kernel: str
+    autocast: bool
+    chunk: int  # tokens per chunk of the loss; 0 = plain
+    cuda: bool
+    granularity: int
+
+
+@dataclass(slots=True)
+class Segment:
+    """A stretch of the step: what it adds in the end, and its highest point."""
+
+    name: str
+    net: Parts
+    rise: int  # bytes of the highest point above the start
+    top: Parts  # the parts of that rise
+
+
+@dataclass(slots=True)
+class Passes:
+    """The segments of one micro-batch."""
+
+    forward: list[Segment] = field(default_factory=list)
+    loss: list[Segment] = field(default_factory=list)
+    backward: list[Segment] = field(default_factory=list)
+    flop: int = 0
+    traffic: int = 0
+
+
+def split_rows(model: Model) -> tuple[tuple[Row, ...], list[tuple[Row, ...]]]:
+    """The rows outside the blocks, and those of each block."""
+    outside: list[Row] = []
+    blocks: list[list[Row]] = [[] for _ in range(model.architecture.layers)]
+    for weight in model.weights:
+        row = _row(weight)
+        (outside if weight.layer < 0 else blocks[weight.layer]).append(row)
+    return tuple(outside), [tuple(rows) for rows in blocks]
+
+
+def _row(weight: Weight) -> Row:
+    name = weight.name.removeprefix(WRAPPER)
+    if weight.layer >= 0:
+        name = name.partition(f".{weight.layer}.")[2]
+    elif weight.part != "head":
+        name = name.partition(".")[2]
+    return Row(
+        name=name, shape=weight.shape, dtype=weight.dtype,
+        trainable=weight.trainable, part=weight.part,
+    )  # fmt: skip
+
+
+def find_runs(blocks: Iterable[tuple[Row, ...]], recomputed: int) -> tuple[Run, ...]:
+    """Neighbours that are alike, joined."""
+    runs: list[Run] = []
+    for index, rows in enumerate(blocks):
+        again = index < recomputed
+        if runs and runs[-1].rows == rows and runs[-1].recomputed == again:
+            runs[-1] = Run(rows=rows, recomputed=again, count=runs[-1].count + 1)
+        else:
+            runs.append(Run(rows=rows, recomputed=again, count=1))
+    return tuple(runs)
+
+
+def shorten(runs: tuple[Run, ...]) -> tuple[Run, ...]:
+    """The runs as they are simulated."""
+    return tuple(Run(rows=r.rows, recomputed=r.recomputed, count=min(r.count, ENDS)) for r in runs)
+
+
+def repeats(runs: tuple[Run, ...]) -> list[int]:
+    """How often each simulated block stands in the model, in its order."""
+    counts: list[int] = []
+    for run in runs:
+        if run.count <= ENDS:
+            counts += [1] * run.count
+        else:
+            counts += [1, run.count - 2, 1]
+    return counts
+
+
+@lru_cache(maxsize=256)
+def simulate(setting: Setting) -> tuple[Passes, Passes]:
+    """The first micro-batch of a step, and a later one, which adds to its gradients."""
+    return _Simulation(setting).run()
+
+
+class _Simulation:
+    """One step of the small model on a meter."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        a = setting.architecture
+        self.family: Family = find_family(a.family)
+        self.meter = Meter(
+            cuda=setting.cuda, granularity=setting.granularity,
+            autocast=setting.autocast, vocab=a.vocab,
+        )  # fmt: skip
+        self.outside = self._weights(setting.outside)
+        if "lm_head.weight" not in self.outside and "lm_head.base_layer.weight" not in self.outside:
+            name = next(r.name for r in setting.outside if r.part == "embedding")
+            self.outside["lm_head.weight"] = self.outside[name]
+        self.blocks: list[tuple[Weights, bool]] = []
+        for run in setting.runs:
+            for _ in range(run.count):
+                self.blocks.append((self._weights(run.rows), run.recomputed))
+        self.marks: list[tuple[str, int]] = []
+
+    def _weights(self, rows: tuple[Row, ...]) -> Weights:
+        made: Weights = {}
+        for row in rows:
+            self.meter.owner = owner_of(row.part)
+            made[row.name] = sizes.parameter(
+                self.meter, row.shape, row.dtype, trainable=row.trainable
+            )
+        return made
+
+    def run(self) -> tuple[Passes, Passes]:
+        first = self._micro_batch()
+        return first, self._micro_batch()
+
+    def mark(self, name: str, owner: str) -> None:
+        self.marks.append((name, len(self.meter.events)))
+        self.meter.owner = owner
+
+    def _micro_batch(self) -> Passes:
+        meter, batch = self.meter, self.setting.batch
+        meter.owner = "batch"
+        shape = (batch.rows, batch.tokens)
+        input_ids = sizes.empty(meter, shape, "int64", Kind.INPUT)
+        labels = sizes.empty(meter, shape, "int64", Kind.INPUT)
+        position_ids = (
+            None if batch.documents is None else sizes.empty(meter, shape, "int64", Kind.INPUT)
+        )
+        forward = Forward(
+            architecture=self.setting.architecture, meter=meter, kernel=self.setting.kernel,
+            input_ids=input_ids, position_ids=position_ids, documents=batch.documents,
+        )  # fmt: skip
+        self.marks = []
+        flop, traffic = meter.flop, meter.traffic
+        self.mark("embedding", "embedding")
+        boundaries: list[int] = []
+        with meter.with_autocast(self.setting.autocast):
+            hidden = _backbone(forward, self, boundaries)
+            self.mark("loss", "loss")
+            loss = sizes.scale(plain_loss(forward, self.outside, hidden, labels))
+            del hidden
+        self.mark("head", "loss")
+        with meter.with_autocast(False):
+            sizes.backward(loss, self._watch(boundaries))
+        self._pass_all(boundaries)
+        end = len(meter.events)
+        passes = self._cut(end)
+        passes.flop, passes.traffic = meter.flop - flop, meter.traffic - traffic
+        return passes
+
+    def _watch(self, boundaries: list[int]):  # type: ignore[no-untyped-def]
+        def passing(sequence: int) -> None:
+            while boundaries and sequence < boundaries[-1]:
+                self._pass(boundaries)
+
+        return passing
+
+    def _pass(self, boundaries: list[int]) -> None:
+        boundaries.pop()
+        if boundaries:
+            self.mark(f"block {len(boundaries) - 1}", "blocks")
+        else:
+            self.mark("embedding", "embedding")
+
+    def _pass_all(self, boundaries: list[int]) -> None:
+        while boundaries:
+            self._pass(boundaries)
+
+    def _cut(self, end: int) -> Passes:
+        passes = Passes()
+        target = passes.forward
+        bounds = [*(at for _, at in self.marks[1:]), end]
+        for (name, start), stop in zip(self.marks, bounds, strict=True):
+            if name == "loss":
+                target = passes.loss
+            elif name == "head":
+                target = passes.backward
+            target.append(self._segment(name, start, stop))
+        return passes
+
+    def _segment(self, name: str, start: int, stop: int) -> Segment:
+        meter = self.meter
+        nbytes, kinds, owners = meter.sizes, meter.kinds, meter.owners
+        level = rise = 0
+        top_at = start
+        for at in range(start, stop):
+            event = meter.events[at]
+            if event >= 0:
+                level += nbytes[event]
+                if level > rise:
+                    rise, top_at = level, at + 1
+            else:
+                level -= nbytes[~event]
+        net: Parts = {}
+        top: Parts = {}
+        for at in range(start, stop):
+            if at == top_at:
+                top = dict(net)
+            event = meter.events[at]
+            index = event if event >= 0 else ~event
+            part = (kinds[index], owners[index])
+            net[part] = net.get(part, 0) + (nbytes[index] if event >= 0 else -nbytes[index])
+        if top_at == stop:
+            top = dict(net)
+        return Segment(name, net, rise, top)
+
+
+@module
+def _backbone(forward: Forward, simulation: _Simulation, boundaries: list[int]) -> Tensor:
+    """The model without its head; notes where each block begins."""
+    family, meter = simulation.family, forward.meter
+    x, given, kept = family.embed(forward, simulation.outside)
+    for index, (weights, recomputed) in enumerate(simulation.blocks):
+        simulation.mark(f"block {index}", "blocks")
+        boundaries.append(meter.sequence)
+        x = _block(forward, family, weights, x, given, recomputed)
+    simulation.mark("norm", "norm")
+    boundaries.append(meter.sequence)
+    x = family.finish(forward, simulation.outside, x)
+    del kept  # alive until here
+    return x
+
+
+@module
+def _block(
+    forward: Forward,
+    family: Family,
+    weights: Weights,
+    x: Tensor,
+    given: tuple[Tensor, ...],
+    recomputed: bool,
+) -> Tensor:
+    if not recomputed:
+        return family.block(forward, weights, x, given)
+    return sizes.checkpoint(lambda x: family.block(forward, weights, x, given), x)
+
+
+def owner_of(part: str) -> str:
+    """The component's name in ledgers of a weight's part."""
+    return "blocks" if part == "block" else part
+
+
+def expand(segments: list[Segment], counts: list[int]) -> Iterator[tuple[Segment, int]]:
+    """Each segment with how often it runs in the deep model."""
+    for segment in segments:
+        name, _, index = segment.name.partition(" ")
+        yield segment, counts[int(index)] if name == "block" else 1

@@ -1,0 +1,254 @@
+"""Predicted memory of one optimizer step: closed form over the segments of a small model.
+
+`plan.blocks` simulates the first, a middle and the last of each run of equal blocks with sizes
+only; here the segments are laid end to end for the whole depth, phase by phase, on top of what is
+always there. A phase's peak is a maximum over instants, never a sum of maxima.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from memfit.hardware import Device
+from memfit.ledger import Entry, Kind, Ledger, Phase
+from memfit.model import DTYPE_BYTES, Model, TensorSpec
+from memfit.optimizers import find_optimizer
+from memfit.plan.because import explain
+from memfit.plan.blocks import (
+    Batch,
+    Parts,
+    Passes,
+    Run,
+    Segment,
+    Setting,
+    expand,
+    find_runs,
+    owner_of,
+    repeats,
+    shorten,
+    simulate,
+    split_rows,
+)
+from memfit.recipe import Recipe
+from memfit.sizes.workspace import cublas_workspace, foreach_norm
+
+GRANULARITY = 512  # bytes; CUDA's caching allocator rounds every block up to it
+
+
+@dataclass(slots=True)
+class Level:
+    """What is alive now, and at the highest point of each phase so far."""
+
+    live: Parts = field(default_factory=dict)
+    total: int = 0
+    peaks: dict[Phase, tuple[int, Parts]] = field(default_factory=dict)
+
+    def add(self, parts: Parts, times: int = 1) -> None:
+        """Change what is alive."""
+        for part, nbytes in parts.items():
+            self.live[part] = self.live.get(part, 0) + nbytes * times
+            self.total += nbytes * times
+
+    def note(self, phase: Phase, rise: int = 0, top: Parts | None = None) -> None:
+        """An instant `rise` bytes above what is alive, of a phase."""
+        height = self.total + rise
+        known = self.peaks.get(phase)
+        if known is None or height > known[0]:
+            parts = dict(self.live)
+            for part, nbytes in (top or {}).items():
+                parts[part] = parts.get(part, 0) + nbytes
+            self.peaks[phase] = (height, parts)
+
+    def walk(self, phase: Phase, segments: Iterable[tuple[Segment, int]]) -> None:
+        """Run segments one after the other; of equal ones the first and the last decide."""
+        for segment, times in segments:
+            self.note(phase, segment.rise, segment.top)
+            if times > 1:
+                self.add(segment.net, times - 1)
+                self.note(phase, segment.rise, segment.top)
+            self.add(segment.net)
+
+
+def predict_memory(model: Model, recipe: Recipe, device: Device) -> Ledger:
+    """Bytes alive at the peak of each phase of a step, by kind and component, and why.
+
+    model: after the adapter (`find_adapter(recipe).adapt`). On a CPU, live tensors; on CUDA, the
+    caching allocator's blocks of 512 B, with what its kernels are known to allocate inside.
+    Raises InvalidRequest when the optimizer has no such implementation.
+    """
+    setting, counts = describe(model, recipe, device)
+    first, later = simulate(setting)
+    step = _Step(model, recipe, device, counts, first, later, setting.granularity)
+    peaks = step.run()
+    return Ledger(
+        entries=tuple(
+            Entry(
+                kind=kind, phase=phase, owner=owner, nbytes=nbytes,
+                because=explain(kind, owner, nbytes, phase, model, recipe),
+            )
+            for phase in Phase
+            if phase in peaks
+            for (kind, owner), nbytes in sorted(peaks[phase][1].items())
+            if nbytes
+        )
+    )  # fmt: skip
+
+
+def predict_flop(model: Model, recipe: Recipe, device: Device) -> int:
+    """FLOP of matrix products and attention of one optimizer step, recomputation included."""
+    setting, counts = describe(model, recipe, device)
+    del counts
+    first, _ = simulate(setting)
+    return first.flop * recipe.accumulation
+
+
+def describe(model: Model, recipe: Recipe, device: Device) -> tuple[Setting, list[int]]:
+    """What to simulate, and how often each simulated block stands in the model."""
+    from msgspec.structs import replace
+
+    outside, blocks = split_rows(model)
+    runs: tuple[Run, ...] = find_runs(blocks, recipe.recompute_blocks)
+    cuda = not device.is_cpu
+    setting = Setting(
+        architecture=replace(model.architecture, layers=0),
+        outside=outside,
+        runs=shorten(runs),
+        batch=worst_batch(recipe),
+        kernel=recipe.attention,
+        autocast=recipe.autocast,
+        chunk=recipe.loss_chunk if recipe.loss == "chunked" else 0,
+        cuda=cuda,
+        granularity=GRANULARITY if cuda else 1,
+    )
+    return setting, repeats(runs)
+
+
+def worst_batch(recipe: Recipe) -> Batch:
+    """The micro-batch that needs the most: full rows; packed ones hold two documents.
+
+    As the certificate assumes: one token beside a document that fills the rest of the row.
+    """
+    tokens = recipe.sequence_length
+    documents = None
+    if recipe.packing:
+        documents = ((tokens - 1, 1) if tokens > 1 else (1,),) * recipe.micro_batch
+    return Batch(rows=recipe.micro_batch, tokens=tokens, documents=documents)
+
+
+class _Step:
+    """Two optimizer steps, laid out instant by instant."""
+
+    def __init__(
+        self,
+        model: Model,
+        recipe: Recipe,
+        device: Device,
+        counts: list[int],
+        first: Passes,
+        later: Passes,
+        granularity: int,
+    ) -> None:
+        self.model = model
+        self.recipe = recipe
+        self.device = device
+        self.counts = counts
+        self.first = first
+        self.later = later
+        self.granularity = granularity
+        self.level = Level()
+        self.trainable = [w.spec for w in model.weights if w.trainable]
+
+    def run(self) -> dict[Phase, tuple[int, Parts]]:
+        """The peak of each phase and its parts."""
+        level = self.level
+        self._load()
+        level.note(Phase.LOAD)
+        if not self.device.is_cpu:
+            level.add({(Kind.WORKSPACE, "cublas"): 2 * cublas_workspace(_capability(self.device))})
+        self._micro_batches(Phase.FIRST_STEP, Phase.FIRST_STEP, Phase.FIRST_STEP, Phase.FIRST_STEP)
+        level.note(Phase.FIRST_STEP)
+        level.add(self._state())
+        self._optimizer_step(Phase.FIRST_STEP)
+        self._release_gradients()
+        self._micro_batches(Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.ACCUMULATE)
+        self._optimizer_step(Phase.OPTIMIZER_STEP)
+        return level.peaks
+
+    def _round(self, nbytes: int) -> int:
+        return -(-nbytes // self.granularity) * self.granularity
+
+    def _load(self) -> None:
+        from memfit.families import find_family
+
+        for weight in self.model.weights:
+            self.level.add({(Kind.PARAMETERS, owner_of(weight.part)): self._round(weight.nbytes)})
+        a = self.model.architecture
+        for spec in find_family(a.family).buffers(a):
+            self.level.add({(Kind.PARAMETERS, "rotary"): self._round(spec.nbytes)})
+
+    def _inputs(self) -> Parts:
+        batch = worst_batch(self.recipe)
+        one = self._round(batch.rows * batch.tokens * DTYPE_BYTES["int64"])
+        return {(Kind.INPUT, "batch"): one * (2 if batch.documents is None else 3)}
+
+    def _micro_batches(self, forward: Phase, loss: Phase, backward: Phase, more: Phase) -> None:
+        level = self.level
+        level.add(self._inputs())
+        for phase, segments in (
+            (forward, self.first.forward), (loss, self.first.loss), (backward, self.first.backward)
+        ):  # fmt: skip
+            level.walk(phase, expand(segments, self.counts))
+        level.note(backward)
+        if self.recipe.accumulation > 1:
+            for segments in (self.later.forward, self.later.loss, self.later.backward):
+                level.walk(more, expand(segments, self.counts))
+            level.note(more)
+        level.add(self._inputs(), -1)
+
+    def _state(self) -> Parts:
+        settings = self.recipe.optimizer
+        optimizer = find_optimizer(settings)
+        host = () if self.device.is_cpu else optimizer.host_state(settings)
+        nbytes = 0
+        for spec in self.trainable:
+            held = list(optimizer.state(spec, settings))
+            for elsewhere in host:
+                held.remove(elsewhere)
+            nbytes += sum(self._round(s.nbytes) for s in held)
+        return {(Kind.OPTIMIZER_STATE, "optimizer"): nbytes}
+
+    def _optimizer_step(self, phase: Phase) -> None:
+        settings = self.recipe.optimizer
+        level = self.level
+        level.note(phase)
+        if settings.clip_norm:
+            scalars = 3 * len(self.trainable) * self._round(DTYPE_BYTES["float32"])
+            inside = 0
+            if not self.device.is_cpu:
+                inside = foreach_norm([s.numel for s in self.trainable])
+            rise: Parts = {
+                (Kind.TEMPORARY, "optimizer"): scalars, (Kind.WORKSPACE, "optimizer"): inside
+            }  # fmt: skip
+            level.note(phase, scalars + inside, rise)
+        rounded = [self._rounded(s) for s in self.trainable]
+        copies = find_optimizer(settings).step_temporaries(rounded, settings)
+        level.note(phase, copies, {(Kind.TEMPORARY, "optimizer"): copies})
+
+    def _rounded(self, spec: TensorSpec) -> TensorSpec:
+        """A specification of as many bytes as the allocator gives."""
+        width = DTYPE_BYTES[spec.dtype]
+        return TensorSpec(shape=(self._round(spec.nbytes) // width,), dtype=spec.dtype)
+
+    def _release_gradients(self) -> None:
+        level = self.level
+        gone = (Kind.GRADIENTS, Kind.TEMPORARY)  # and the 0-dim results of the first step
+        level.add({p: -n for p, n in level.live.items() if p[0] in gone})
+
+
+def _capability(device: Device) -> tuple[int, int] | None:
+    """(major, minor); None when unknown or not NVIDIA's."""
+    if device.vendor != "NVIDIA" or device.compute_capability is None:
+        return None
+    major, _, minor = device.compute_capability.partition(".")
+    return int(major), int(minor or 0)

@@ -1,0 +1,46 @@
+"""Autograd with sizes only: what a forward and a backward hold, without torch and without data.
+
+A family's forward is written over these operations with the local variables of the real module's
+code; storages die by reference counting, so the log of a `Meter` is the trace of the real step.
+"""
+
+from memfit.sizes.attention import attention, by_document
+from memfit.sizes.autograd import backward, checkpoint
+from memfit.sizes.elementwise import (
+    add,
+    cast,
+    gather_rows,
+    gelu,
+    layer_norm,
+    mean_last,
+    mul,
+    negative,
+    power,
+    rsqrt,
+    scale,
+    shift,
+    silu,
+    tanh,
+)
+from memfit.sizes.meter import Meter
+from memfit.sizes.products import conv1d, linear, multiply
+from memfit.sizes.tensor import Shape, Storage, Tensor, empty, parameter
+from memfit.sizes.views import (
+    concatenate,
+    contiguous,
+    expand_heads,
+    narrow,
+    reshape,
+    split,
+    transpose,
+    unsqueeze,
+    view,
+)
+
+__all__ = [
+    "Meter", "Shape", "Storage", "Tensor", "add", "attention", "backward", "by_document", "cast",
+    "checkpoint", "concatenate", "contiguous", "conv1d", "empty", "expand_heads", "gather_rows",
+    "gelu", "layer_norm", "linear", "mean_last", "mul", "multiply", "narrow", "negative",
+    "parameter", "power", "reshape", "rsqrt", "scale", "shift", "silu", "split", "tanh",
+    "transpose", "unsqueeze", "view",
+]  # fmt: skip

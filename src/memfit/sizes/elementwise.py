@@ -1,0 +1,248 @@
+"""Elementwise operations, reductions, casts and norms, with what their derivatives hold.
+
+Each rule names the tensors that torch's derivatives.yaml makes for it, in its order (derivatives
+of one operation are written out by the alphabet of its arguments' names: `other` before `self`).
+"""
+
+from __future__ import annotations
+
+from memfit.sizes.autograd import Gradients, Node, Rule, record
+from memfit.sizes.tensor import Shape, Tensor, broadcast, elementwise_strides, empty
+
+WIDTH = {"float64": 3, "float32": 2, "bfloat16": 1, "float16": 1}
+Incoming = list[Tensor | None]
+
+
+def like(*operands: Tensor, dtype: str = "", shape: Shape | None = None) -> Tensor:
+    """The result of one elementwise kernel over its operands, without history."""
+    first = operands[0]
+    full = first.shape if shape is None else shape
+    if dtype == "":
+        dtype = first.dtype
+        for t in operands[1:]:
+            if WIDTH.get(t.dtype, 0) > WIDTH.get(dtype, 0):
+                dtype = t.dtype
+    result = empty(first.meter, full, dtype, strides=elementwise_strides(full, operands))
+    first.meter.traffic += result.nbytes + sum(t.nbytes for t in operands)
+    return result
+
+
+def attach(node: Node | None, result: Tensor) -> Tensor:
+    """Give a result its history."""
+    return result if node is None else node.attach(result)
+
+
+def upstream(grads: Incoming) -> Tensor:
+    """The gradient of a node with one output."""
+    grad = grads[0]
+    if grad is None:
+        raise RuntimeError("a node with one output ran without its gradient")
+    return grad
+
+
+def cast(x: Tensor, dtype: str) -> Tensor:
+    """`x.to(dtype)`: a copy, or x itself when nothing changes."""
+    if x.dtype == dtype:
+        return x
+    node = record(_cast_backward(x.dtype), (x,))
+    return attach(node, like(x, dtype=dtype))
+
+
+def _cast_backward(dtype: str) -> Rule:
+    def rule(node: Node, grads: Incoming) -> Gradients:
+        grad = upstream(grads)
+        return (grad if grad.dtype == dtype else like(grad, dtype=dtype),)
+
+    return rule
+
+
+def autocast_lower(x: Tensor) -> Tensor:
+    """What autocast feeds to matrix products: bf16 copies, made anew at each use (no cache)."""
+    wide = x.meter.autocast and x.dtype == "float32"
+    return cast(x, "bfloat16") if wide else x
+
+
+def autocast_upper(x: Tensor) -> Tensor:
+    """What autocast feeds to numerically delicate operations on CUDA: fp32."""
+    narrow = x.meter.autocast and x.meter.cuda and x.dtype in ("bfloat16", "float16")
+    return cast(x, "float32") if narrow else x
+
+
+def mul(a: Tensor, b: Tensor) -> Tensor:
+    """`a * b` with broadcasting."""
+    saved = (a if b.requires_grad else None, b if a.requires_grad else None)
+    node = record(_mul_backward, (a, b), saved)
+    return attach(node, like(a, b, shape=broadcast(a.shape, b.shape)))
+
+
+def _mul_backward(node: Node, grads: Incoming) -> Gradients:
+    grad = upstream(grads)
+    a = node.unpack(0) if node.needs(1) else None
+    b = node.unpack(1) if node.needs(0) else None
+    other = None if a is None else like(grad, a, shape=grad.shape)
+    itself = None if b is None else like(grad, b, shape=grad.shape)
+    return itself, other
+
+
+def scale(x: Tensor) -> Tensor:
+    """`x * number`, `number * x`."""
+    node = record(_scale_backward, (x,))
+    if node is not None and x.meter.saver is not None:
+        node.saved = [x.meter.pack(_number(x))]  # the number is a saved tensor of its own
+    return attach(node, like(x))
+
+
+def _number(x: Tensor) -> Tensor:
+    return empty(x.meter, (0,), "float32")  # on the host
+
+
+def _scale_backward(node: Node, grads: Incoming) -> Gradients:
+    for i in range(len(node.saved)):
+        node.unpack(i)
+    return (like(upstream(grads)),)
+
+
+def add(a: Tensor, b: Tensor) -> Tensor:
+    """`a + b` with broadcasting; both inputs receive the very same gradient."""
+    node = record(_add_backward, (a, b))
+    return attach(node, like(a, b, shape=broadcast(a.shape, b.shape)))
+
+
+def _add_backward(node: Node, grads: Incoming) -> Gradients:
+    grad = upstream(grads)
+    return (grad if node.needs(0) else None), (grad if node.needs(1) else None)
+
+
+def shift(x: Tensor) -> Tensor:
+    """`x + number`."""
+    return attach(record(_same_backward, (x,)), like(x))
+
+
+def _same_backward(node: Node, grads: Incoming) -> Gradients:
+    return (upstream(grads),)
+
+
+def negative(x: Tensor) -> Tensor:
+    """`-x`."""
+    return attach(record(_negative_backward, (x,)), like(x))
+
+
+def _negative_backward(node: Node, grads: Incoming) -> Gradients:
+    return (like(upstream(grads)),)
+
+
+def power(x: Tensor) -> Tensor:
+    """`x.pow(n)`, n > 1; fp32 under CUDA's autocast."""
+    wide = autocast_upper(x)
+    node = record(_power_backward, (wide,), (wide,))
+    return attach(node, like(wide))
+
+
+def _power_backward(node: Node, grads: Incoming) -> Gradients:
+    grad, x = upstream(grads), node.unpack(0)
+    lower = like(x)  # C++ keeps every temporary of an expression to its end
+    scaled = like(lower)
+    return (like(grad, scaled),)
+
+
+def mean_last(x: Tensor) -> Tensor:
+    """`x.mean(-1, keepdim=True)`."""
+    node = record(_mean_backward(x.shape), (x,))
+    x.meter.traffic += x.nbytes
+    return attach(node, empty(x.meter, (*x.shape[:-1], 1), x.dtype))
+
+
+def _mean_backward(shape: Shape) -> Rule:
+    def rule(node: Node, grads: Incoming) -> Gradients:
+        grad = upstream(grads)
+        expanded = grad.viewed(shape, (*grad.strides[:-1], 0))
+        return (like(expanded),)
+
+    return rule
+
+
+def rsqrt(x: Tensor) -> Tensor:
+    """`torch.rsqrt(x)`, which saves its result."""
+    return _saving_result(_rsqrt_backward, autocast_upper(x))
+
+
+def _saving_result(rule: Rule, x: Tensor) -> Tensor:
+    node = record(rule, (x,))
+    result = attach(node, like(x))
+    if node is not None:
+        node.saved = [x.meter.pack(result)]
+    return result
+
+
+def _rsqrt_backward(node: Node, grads: Incoming) -> Gradients:
+    grad, result = upstream(grads), node.unpack(0)
+    cubed = like(result)
+    scaled = like(grad)
+    return (like(scaled, cubed),)
+
+
+def tanh(x: Tensor) -> Tensor:
+    """`torch.tanh(x)`, which saves its result."""
+    return _saving_result(_pointwise_backward, x)
+
+
+def silu(x: Tensor) -> Tensor:
+    """`F.silu(x)`: saves its input."""
+    return attach(record(_pointwise_backward, (x,), (x,)), like(x))
+
+
+def gelu(x: Tensor) -> Tensor:
+    """`F.gelu(x)`, exact or with tanh in one kernel: saves its input."""
+    return attach(record(_pointwise_backward, (x,), (x,)), like(x))
+
+
+def _pointwise_backward(node: Node, grads: Incoming) -> Gradients:
+    grad, saved = upstream(grads), node.unpack(0)
+    return (like(grad, saved),)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.layer_norm` over the last dimension; fp32 under CUDA's autocast."""
+    meter = x.meter
+    inputs = (
+        autocast_upper(x), autocast_upper(weight), None if bias is None else autocast_upper(bias)
+    )  # fmt: skip
+    node = record(_layer_norm_backward, inputs, inputs)
+    result = attach(node, like(inputs[0]))
+    row = (*x.shape[:-1], 1)
+    statistics = "float32" if meter.cuda else inputs[0].dtype
+    mean, rstd = empty(meter, row, statistics), empty(meter, row, statistics)
+    if node is not None:
+        node.saved = [*node.saved, meter.pack(mean), meter.pack(rstd)]
+    return result
+
+
+def _layer_norm_backward(node: Node, grads: Incoming) -> Gradients:
+    grad = upstream(grads)
+    unpacked = [None if saved is None else node.unpack(i) for i, saved in enumerate(node.saved)]
+    x, weight, bias = unpacked[:3]
+    result: list[Tensor | None] = []
+    for i, t in enumerate((x, weight, bias)):
+        wanted = t is not None and node.needs(i)
+        result.append(like(t) if t is not None and wanted else None)
+    grad.meter.traffic += grad.nbytes
+    return result
+
+
+def gather_rows(weight: Tensor, shape: Shape, indices: Tensor | None) -> Tensor:
+    """`F.embedding`: rows of `weight` in the shape of the indices; a dense gradient."""
+    node = record(_gather_backward(weight.shape), (weight,), (indices,))
+    result = empty(weight.meter, (*shape, weight.shape[-1]), weight.dtype)
+    weight.meter.traffic += 2 * result.nbytes
+    return attach(node, result)
+
+
+def _gather_backward(shape: Shape) -> Rule:
+    def rule(node: Node, grads: Incoming) -> Gradients:
+        grad = upstream(grads)
+        if node.saved[0] is not None:
+            node.unpack(0)
+        grad.meter.traffic += grad.nbytes
+        return (empty(grad.meter, shape, grad.dtype),)
+
+    return rule

@@ -1,0 +1,93 @@
+"""What is alive, byte for byte: a log of allocations and frees, read once at the end.
+
+The log is written by storages that come and go with Python's own reference counts, so that code
+written with the local variables of the real module holds what the real module holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from memfit.ledger import Kind
+
+if TYPE_CHECKING:
+    from memfit.sizes.tensor import Tensor
+
+
+class Meter:
+    """The live bytes of one simulated device.
+
+    `granularity` is what the device's allocator rounds a storage up to: 1 B on a CPU, 512 B in
+    torch's caching allocator for CUDA (c10/cuda/CUDACachingAllocator.h, kMinBlockSize).
+    """
+
+    def __init__(
+        self, *, cuda: bool = False, granularity: int = 1, autocast: bool = False, vocab: int = -1
+    ) -> None:
+        self.cuda = cuda
+        self.granularity = granularity
+        self.autocast = autocast
+        self.vocab = vocab
+        self.saver: Any = None  # the recomputed region that saved tensors are handed to
+        self.sequence = 0  # autograd's sequence number
+        self.owner = ""  # the component that is running
+        self.flop = 0  # of matrix products and attention so far
+        self.traffic = 0  # bytes of operands and results of elementwise operations so far
+        self.events: list[int] = []  # i: storage i was born; ~i: it died
+        self.sizes: list[int] = []
+        self.kinds: list[Kind] = []
+        self.owners: list[str] = []
+        self._calls: list[int] = [0]  # calls of modules that are open, innermost last
+        self._next_call = 1
+        self._open: set[int] = set()
+
+    def allocate(self, nbytes: int, kind: Kind | None, last: int) -> tuple[int, int]:
+        """Log a birth; returns the storage's index and the module call that made it."""
+        index = len(self.sizes)
+        unit = self.granularity
+        self.sizes.append(-(-nbytes // unit) * unit)
+        call = 0
+        if kind is None:
+            call = self._calls[-1]
+            if last == self.vocab:
+                kind, call = Kind.LOGITS, 0
+            else:
+                kind = Kind.ACTIVATIONS if call else Kind.TEMPORARY
+        self.kinds.append(kind)
+        self.owners.append(self.owner)
+        self.events.append(index)
+        return index, call
+
+    def free(self, index: int, call: int) -> None:
+        """Log a death; what dies before the module that made it returns was a temporary."""
+        if call in self._open:
+            self.kinds[index] = Kind.TEMPORARY
+        self.events.append(~index)
+
+    def begin_module(self) -> int:
+        """Open a module's call: what is allocated in it and outlives it is an activation."""
+        call = self._next_call
+        self._next_call += 1
+        self._calls.append(call)
+        self._open.add(call)
+        return call
+
+    def end_module(self, call: int) -> None:
+        """Close the call, when the local variables of the module's code are gone."""
+        self._calls.pop()
+        self._open.discard(call)
+
+    @contextmanager
+    def with_autocast(self, enabled: bool) -> Iterator[None]:
+        """Autocast on or off: off below its dispatch key and in a backward."""
+        before, self.autocast = self.autocast, enabled
+        try:
+            yield
+        finally:
+            self.autocast = before
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What autograd keeps of a saved tensor: a handle without its history, or a promise."""
+        return tensor.detached() if self.saver is None else self.saver.pack(tensor)

@@ -1,0 +1,84 @@
+"""Matrix products: where the FLOPs are."""
+
+from __future__ import annotations
+
+from memfit.sizes.autograd import Gradients, Node, record
+from memfit.sizes.elementwise import Incoming, attach, autocast_lower, upstream
+from memfit.sizes.tensor import Tensor, empty
+from memfit.sizes.views import reshape, transpose, view
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`: (..., columns) x (rows, columns) -> (..., rows).
+
+    The arguments stay bound while it runs, as the caller's references do in torch.
+    """
+    low_bias = None if bias is None else autocast_lower(bias)  # C++ evaluates the last first
+    low_weight = autocast_lower(weight)
+    low = autocast_lower(x)
+    flat = len(x.shape) == 2
+    if low_bias is not None:
+        rows = low if flat else reshape(low, -1, x.shape[-1])
+        product = add_multiply(low_bias, rows, transpose(low_weight, 0, 1))
+    else:
+        turned = transpose(low_weight, 0, 1)
+        product = multiply(low if flat else reshape(low, -1, x.shape[-1]), turned)
+    return product if flat else view(product, *x.shape[:-1], weight.shape[0])
+
+
+def conv1d(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """GPT-2's Conv1D: `torch.addmm(bias, x, weight)` with weight (columns, rows)."""
+    rows = view(x, -1, x.shape[-1])
+    low_weight, low = autocast_lower(weight), autocast_lower(rows)
+    product = add_multiply(autocast_lower(bias), low, low_weight)
+    return view(product, *x.shape[:-1], weight.shape[1])
+
+
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    """`torch.mm(a, b)`: (m, k) x (k, n) -> (m, n)."""
+    saved = (a if b.requires_grad else None, b if a.requires_grad else None)
+    node = record(_multiply_backward, (a, b), saved)
+    return attach(node, _product(a, b))
+
+
+def _multiply_backward(node: Node, grads: Incoming) -> Gradients:
+    grad = upstream(grads)
+    a = node.unpack(0) if node.needs(1) else None
+    b = node.unpack(1) if node.needs(0) else None
+    second = None if a is None else _second_factor(grad, a, node)
+    first = None if b is None else _product(grad, _flip(b))
+    return first, second
+
+
+def add_multiply(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """`torch.addmm(bias, a, b)`: (n) + (m, k) x (k, n) -> (m, n)."""
+    saved = (a if b.requires_grad else None, b if a.requires_grad else None)
+    node = record(_add_multiply_backward, (a, b, bias), saved)
+    return attach(node, _product(a, b))
+
+
+def _add_multiply_backward(node: Node, grads: Incoming) -> Gradients:
+    grad = upstream(grads)
+    a = node.unpack(0) if node.needs(1) else None
+    b = node.unpack(1) if node.needs(0) else None
+    first = None if b is None else _product(grad, _flip(b))
+    second = None if a is None else _second_factor(grad, a, node)
+    return first, second, (grad if node.needs(2) else None)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    (m, k), n = a.shape, b.shape[1]
+    a.meter.flop += 2 * m * k * n
+    return empty(a.meter, (m, n), a.dtype)
+
+
+def _second_factor(grad: Tensor, a: Tensor, node: Node) -> Tensor:
+    """The gradient of (k, n), column-major when the factor was: a transposed weight."""
+    target = node.edges[1]
+    if target is not None and target[0].rule.__name__ == "transposed":
+        return _flip(_product(_flip(grad), a))
+    return _product(_flip(a), grad)
+
+
+def _flip(x: Tensor) -> Tensor:
+    return x.viewed((x.shape[1], x.shape[0]), (x.strides[1], x.strides[0]))

@@ -1,0 +1,184 @@
+"""A tensor without data: shape, strides, dtype, and a storage that counts its bytes."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+from memfit.ledger import Kind
+from memfit.model import DTYPE_BYTES
+from memfit.sizes.meter import Meter
+
+if TYPE_CHECKING:
+    from memfit.sizes.autograd import Node
+
+Shape = tuple[int, ...]
+
+
+class Storage:
+    """Bytes on the device, alive as long as a tensor refers to them."""
+
+    __slots__ = ("call", "index", "meter")
+
+    def __init__(self, meter: Meter, nbytes: int, kind: Kind | None, last: int) -> None:
+        self.meter = meter
+        self.index, self.call = meter.allocate(nbytes, kind, last)
+
+    def __del__(self) -> None:
+        self.meter.free(self.index, self.call)
+
+
+class Tensor:
+    """A view of a storage, with the autograd node that made it."""
+
+    __slots__ = (
+        "accumulator", "dtype", "grad", "grad_fn", "meter", "output", "requires_grad",
+        "shape", "storage", "strides",
+    )  # fmt: skip
+
+    def __init__(
+        self, meter: Meter, shape: Shape, dtype: str, strides: Shape, storage: Storage
+    ) -> None:
+        self.meter = meter
+        self.shape = shape
+        self.dtype = dtype
+        self.strides = strides
+        self.storage = storage
+        self.requires_grad = False
+        self.grad_fn: Node | None = None
+        self.output = 0  # which output of grad_fn
+        self.grad: Tensor | None = None
+        self.accumulator: Node | None = None
+
+    def detached(self) -> Tensor:
+        """The same storage without history."""
+        return Tensor(self.meter, self.shape, self.dtype, self.strides, self.storage)
+
+    def viewed(self, shape: Shape, strides: Shape) -> Tensor:
+        """The same storage, seen otherwise; without history."""
+        return Tensor(self.meter, shape, self.dtype, strides, self.storage)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether elements lie in row-major order, dimensions of size 1 aside."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1:
+                if stride != expected:
+                    return False
+                expected *= size
+        return True
+
+
+def empty(
+    meter: Meter, shape: Shape, dtype: str, kind: Kind | None = None, strides: Shape | None = None
+) -> Tensor:
+    """A new tensor on the device; row-major unless strides are given."""
+    storage = Storage(meter, prod(shape) * DTYPE_BYTES[dtype], kind, shape[-1] if shape else 1)
+    return Tensor(meter, shape, dtype, strides or row_major(shape), storage)
+
+
+def parameter(meter: Meter, shape: Shape, dtype: str, *, trainable: bool) -> Tensor:
+    """A registered parameter; trainable ones receive a gradient."""
+    tensor = empty(meter, shape, dtype, Kind.PARAMETERS)
+    tensor.requires_grad = trainable
+    return tensor
+
+
+def row_major(shape: Shape) -> Shape:
+    """Strides of a contiguous tensor."""
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def broadcast(a: Shape, b: Shape) -> Shape:
+    """The shape of an elementwise result."""
+    if a == b:
+        return a
+    n = max(len(a), len(b))
+    padded = zip((1,) * (n - len(a)) + a, (1,) * (n - len(b)) + b, strict=True)
+    return tuple(y if x == 1 else x for x, y in padded)
+
+
+def elementwise_strides(shape: Shape, operands: tuple[Tensor, ...]) -> Shape:
+    """Strides of an elementwise result: the operands' order of dimensions, made dense.
+
+    As ATen's TensorIterator: the first operand that tells two dimensions apart decides.
+    """
+    if all(t.shape == shape and t.contiguous for t in operands):
+        return row_major(shape)
+    n = len(shape)
+    padded = []
+    for t in operands:
+        lead = n - len(t.shape)
+        sizes = (1,) * lead + t.shape
+        strides = (0,) * lead + t.strides
+        pairs = zip(sizes, strides, shape, strict=True)
+        padded.append([0 if s == 1 and full != 1 else stride for s, stride, full in pairs])
+
+    def swaps(low: int, high: int) -> int:
+        """1: `low` has larger steps than `high` and must move out; -1: stays; 0: unknown."""
+        for strides in padded:
+            a, b = strides[low], strides[high]
+            if a == 0 or b == 0:
+                continue
+            if a != b:
+                return 1 if a > b else -1
+            if shape[low] > shape[high]:
+                return 1
+        return 0
+
+    order = list(range(n - 1, -1, -1))  # fastest dimension first
+    for i in range(1, n):
+        at = i
+        for j in range(i - 1, -1, -1):
+            comparison = swaps(order[j], order[at])
+            if comparison > 0:
+                order[j], order[at] = order[at], order[j]
+                at = j
+            elif comparison < 0:
+                break
+    result = [0] * n
+    step = 1
+    for dim in order:
+        result[dim] = step
+        step *= shape[dim]
+    return tuple(result)
+
+
+def view_strides(shape: Shape, strides: Shape, new: Shape) -> Shape | None:
+    """Strides of a view with another shape; None when only a copy can have it (ATen's rule)."""
+    if prod(shape) == 0:
+        return row_major(new)
+    result = [0] * len(new)
+    at = len(new) - 1
+    chunk_base = strides[-1] if strides else 1
+    tensor_numel = view_numel = 1
+    for dim in range(len(shape) - 1, -1, -1):
+        tensor_numel *= shape[dim]
+        last = dim == 0
+        if last or (shape[dim - 1] != 1 and strides[dim - 1] != tensor_numel * chunk_base):
+            while at >= 0 and (view_numel < tensor_numel or new[at] == 1):
+                result[at] = view_numel * chunk_base
+                view_numel *= new[at]
+                at -= 1
+            if view_numel != tensor_numel:
+                return None
+            if not last:
+                chunk_base = strides[dim - 1]
+                tensor_numel = view_numel = 1
+    return tuple(result) if at == -1 else None

@@ -1,0 +1,173 @@
+"""Views, copies, joins: operations that move no numbers or only move them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from memfit.sizes.autograd import Gradients, Node, Rule, record
+from memfit.sizes.elementwise import Incoming, attach, cast, upstream
+from memfit.sizes.tensor import Shape, Tensor, empty, view_strides
+
+
+def reshape(x: Tensor, *shape: int) -> Tensor:
+    """`x.reshape(shape)`: a view when one exists, else a contiguous copy. -1 is worked out."""
+    full = _complete(x, shape)
+    if view_strides(x.shape, x.strides, full) is None:
+        x = contiguous(x)
+    return view(x, *full)
+
+
+def view(x: Tensor, *shape: int) -> Tensor:
+    """`x.view(shape)`."""
+    full = _complete(x, shape)
+    strides = view_strides(x.shape, x.strides, full)
+    if strides is None:
+        raise ValueError(f"{x.shape} with strides {x.strides} has no view {full}")
+    node = record(_reshape_backward(x.shape), (x,))
+    return attach(node, x.viewed(full, strides))
+
+
+def _complete(x: Tensor, shape: Shape) -> Shape:
+    known = prod(s for s in shape if s != -1)
+    return tuple(x.numel // known if s == -1 else s for s in shape)
+
+
+def _reshape_backward(shape: Shape) -> Rule:
+    def rule(node: Node, grads: Incoming) -> Gradients:
+        return (reshape(upstream(grads), *shape),)
+
+    return rule
+
+
+def contiguous(x: Tensor) -> Tensor:
+    """`x.contiguous()`: itself, or a row-major copy."""
+    if x.contiguous:
+        return x
+    node = record(_pass_backward, (x,))
+    x.meter.traffic += 2 * x.nbytes
+    return attach(node, empty(x.meter, x.shape, x.dtype))
+
+
+def _pass_backward(node: Node, grads: Incoming) -> Gradients:
+    return (upstream(grads),)
+
+
+def transpose(x: Tensor, a: int, b: int) -> Tensor:
+    """`x.transpose(a, b)`."""
+    node = record(_transpose_backward(a, b), (x,))
+    return attach(node, _transposed(x, a, b))
+
+
+def _transposed(x: Tensor, a: int, b: int) -> Tensor:
+    shape, strides = list(x.shape), list(x.strides)
+    shape[a], shape[b] = shape[b], shape[a]
+    strides[a], strides[b] = strides[b], strides[a]
+    return x.viewed(tuple(shape), tuple(strides))
+
+
+def _transpose_backward(a: int, b: int) -> Rule:
+    def transposed(node: Node, grads: Incoming) -> Gradients:
+        return (_transposed(upstream(grads), a, b),)
+
+    return transposed
+
+
+def unsqueeze(x: Tensor, dim: int) -> Tensor:
+    """`x.unsqueeze(dim)`; for tensors without a gradient."""
+    shape = (*x.shape[:dim], 1, *x.shape[dim:])
+    step = x.strides[dim] * x.shape[dim] if dim < len(x.shape) else 1
+    return x.viewed(shape, (*x.strides[:dim], step, *x.strides[dim:]))
+
+
+def expand_heads(x: Tensor, repeats: int) -> Tensor:
+    """(batch, heads, sequence, size) -> heads repeated in place: a copy, as `repeat_kv` makes."""
+    batch, heads, sequence, size = x.shape
+    node = record(_expand_backward(x.shape, repeats), (x,))
+    full = (batch, heads, repeats, sequence, size)
+    strides = (x.strides[0], x.strides[1], 0, x.strides[2], x.strides[3])
+    wide = attach(node, x.viewed(full, strides))
+    return reshape(wide, batch, heads * repeats, sequence, size)
+
+
+def _expand_backward(shape: Shape, repeats: int) -> Rule:
+    def rule(node: Node, grads: Incoming) -> Gradients:
+        grad = upstream(grads)
+        grad.meter.traffic += grad.nbytes
+        return (empty(grad.meter, shape, grad.dtype),)
+
+    return rule
+
+
+def narrow(x: Tensor, dim: int, start: int, length: int) -> Tensor:
+    """`x.narrow(dim, start, length)`; its gradient is a full tensor of zeros around it."""
+    node = record(_narrow_backward(x.shape), (x,))
+    return attach(node, _narrowed(x, dim, length))
+
+
+def _narrowed(x: Tensor, dim: int, length: int) -> Tensor:
+    return x.viewed((*x.shape[:dim], length, *x.shape[dim + 1 :]), x.strides)
+
+
+def _narrow_backward(shape: Shape) -> Rule:
+    def rule(node: Node, grads: Incoming) -> Gradients:
+        grad = upstream(grads)
+        grad.meter.traffic += grad.nbytes
+        return (empty(grad.meter, shape, grad.dtype),)
+
+    return rule
+
+
+def split(x: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
+    """`x.split(sizes, dim)`; the gradient joins all parts, missing ones as zeros."""
+    node = record(_split_backward(x.shape, tuple(sizes), dim), (x,))
+    parts = [_narrowed(x, dim, size) for size in sizes]
+    return [attach(node, part) for part in parts]
+
+
+def _split_backward(shape: Shape, sizes: Shape, dim: int) -> Rule:
+    def rule(node: Node, grads: Incoming) -> Gradients:
+        given = next(g for g in grads if g is not None)
+        zeros = [
+            empty(given.meter, (*shape[:dim], size, *shape[dim + 1 :]), given.dtype)
+            for size, g in zip(sizes, grads, strict=True)
+            if g is None
+        ]
+        given.meter.traffic += 2 * prod(shape) * given.nbytes // max(given.numel, 1)
+        result = empty(given.meter, shape, given.dtype)
+        del zeros
+        return (result,)
+
+    return rule
+
+
+def concatenate(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """`torch.cat(parts, dim)`; each part's gradient is a view of the whole's.
+
+    Autocast makes copies of the narrower parts first, in the widest dtype.
+    """
+    first = parts[0]
+    wide = "float32" if any(p.dtype == "float32" for p in parts) else first.dtype
+    joined = [cast(p, wide) for p in parts] if first.meter.autocast else list(parts)
+    lengths = [p.shape[dim] for p in parts]
+    node = record(_concatenate_backward(dim, lengths), joined)
+    shape = (*first.shape[:dim], sum(lengths), *first.shape[dim + 1 :])
+    first.meter.traffic += 2 * sum(p.nbytes for p in parts)
+    return attach(node, empty(first.meter, shape, wide))
+
+
+def _concatenate_backward(dim: int, lengths: list[int]) -> Rule:
+    def rule(node: Node, grads: Incoming) -> Gradients:
+        grad = upstream(grads)
+        return [_narrowed(grad, dim, n) if node.needs(i) else None for i, n in enumerate(lengths)]
+
+    return rule
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    """(..., size) -> (-second half, first half), as Hugging Face writes it."""
+    half = x.shape[-1] // 2
+    last = len(x.shape) - 1
+    first = narrow(x, last, 0, half)
+    second = narrow(x, last, half, x.shape[-1] - half)
+    return concatenate((negative(second), first), last)
