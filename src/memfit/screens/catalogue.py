@@ -10,7 +10,7 @@ from memfit import units
 from memfit.catalog import CatalogModel
 from memfit.hardware import Device
 from memfit.nouns import to_data
-from memfit.screens.layout import heading, make_table, next_commands, plain, show
+from memfit.screens.layout import heading, make_table, next_commands, plain, say, show
 
 LEGEND = "? weak source, to be checked   - stated by nobody   `memfit {verb} NAME` shows one row"
 
@@ -39,7 +39,7 @@ def show_models(console: Console, rows: Sequence[CatalogModel], supported: Seque
     show(console, table)
     _legend(console, "models", len(rows))
     if any(m.model_type not in supported for m in rows):
-        console.print("(family) has no planner yet; parameters are exact all the same", style="dim")
+        say(console, "(family) has no planner yet; parameters are exact all the same", style="dim")
     if len(rows) == 1:
         _card(console, rows[0])
         if rows[0].model_type in supported:
@@ -84,8 +84,8 @@ def _rate(device: Device, dtype: str) -> str:
 
 def _legend(console: Console, verb: str, count: int) -> None:
     console.print()
-    console.print(f"{count} {verb if count != 1 else verb[:-1]}", style="dim")
-    console.print(LEGEND.format(verb=verb), style="dim")
+    say(console, f"{count} {verb if count != 1 else verb[:-1]}", style="dim")
+    say(console, LEGEND.format(verb=verb), style="dim")
 
 
 def _card(console: Console, row: CatalogModel | Device) -> None:

@@ -10,7 +10,7 @@ from memfit import units
 from memfit.ledger import Ledger
 from memfit.report import signed_error
 from memfit.results import Certificate, Plan
-from memfit.screens.layout import bullets, heading, make_table, next_commands, plain, show
+from memfit.screens.layout import bullets, heading, make_table, next_commands, plain, say, show
 from memfit.screens.memory import show_bar, show_breakdown, show_verdict
 from memfit.words import PHASES, show_error
 
@@ -29,7 +29,8 @@ def show_certificate(
     recipe, memory = certificate.recipe, certificate.memory
     show_verdict(console, memory, f"{recipe.model.name} on {recipe.device} (certified)")
     torch = certificate.versions.get("torch", "an unknown version")
-    console.print(
+    say(
+        console,
         f"recipe {certificate.recipe_digest}: its own step ran on fake tensors in "
         f"{units.show_seconds(certificate.seconds)}, torch {torch}",
         style="dim",

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from memfit.formats import FormatRow
-from memfit.screens.layout import heading, make_table, plain, show
+from memfit.screens.layout import heading, make_table, plain, say, show
 
 
 def show_formats(console: Console, x: float, rows: Sequence[FormatRow]) -> None:
     """Two tables: what each format is, and what becomes of x in it."""
-    console.print(f"{x!r} in {len(rows)} formats", style="bold")
+    say(console, f"{x!r} in {len(rows)} formats", style="bold")
     heading(console, "Stored")
     numbers = ("step at x", "error", "relative")
     table = make_table("format", "stored", *numbers, numbers=numbers)

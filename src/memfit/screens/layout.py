@@ -43,7 +43,7 @@ def plain(console: Console, text: str) -> str:
 def heading(console: Console, title: str) -> None:
     """A blank line and a title."""
     console.print()
-    console.print(Text(plain(console, title), style="bold"))
+    say(console, title, style="bold")
 
 
 def make_table(*columns: str, numbers: Sequence[str] = ()) -> Table:
@@ -57,15 +57,20 @@ def make_table(*columns: str, numbers: Sequence[str] = ()) -> Table:
     return table
 
 
-def show(console: Console, piece: RenderableType) -> None:
+def show(console: Console, piece: RenderableType, *, indent: int = INDENT) -> None:
     """Print a piece of a screen, set in under its heading, without trailing blanks."""
-    options = console.options.update(width=console.width - INDENT)
+    options = console.options.update(width=console.width - indent)
     for segments in console.render_lines(piece, options, pad=False):
-        line = Text(" " * INDENT)
+        line = Text(" " * indent)
         for segment in segments:
             line.append(segment.text, style=segment.style)
         line.rstrip()
         console.print(line, soft_wrap=True)
+
+
+def say(console: Console, words: str, *, style: str = "", indent: int = 0) -> None:
+    """Running text, wrapped, in characters that the terminal has."""
+    show(console, Text(plain(console, words), style=style), indent=indent)
 
 
 def bullets(console: Console, title: str, lines: Iterable[str]) -> None:
@@ -81,10 +86,37 @@ def bullets(console: Console, title: str, lines: Iterable[str]) -> None:
 
 
 def next_commands(console: Console, commands: Iterable[str]) -> None:
-    """What to type next, on lines that are never broken by us, so that they can be copied."""
+    """What to type next; a long one is continued as a shell reads it, so that it can be copied."""
     commands = list(commands)
     if not commands:
         return
     heading(console, "Next")
     for command in commands:
-        console.print(Text(" " * INDENT + command, style="cyan"), soft_wrap=True)
+        for line in continue_lines(command, console.width - INDENT):
+            console.print(Text(" " * INDENT + plain(console, line), style="cyan"), soft_wrap=True)
+
+
+def continue_lines(command: str, width: int) -> list[str]:
+    """The command broken at its own blanks with a backslash, outside quotes, where it is long."""
+    lines, line = [], ""
+    for word in _words(command):
+        if line and len(line) + 1 + len(word) > width - 2:
+            lines.append(f"{line} \\")
+            line = "    " + word
+        else:
+            line = f"{line} {word}" if line else word
+    return [*lines, line]
+
+
+def _words(command: str) -> list[str]:
+    """Split at blanks that no quote holds; the quotes stay."""
+    words = [""]
+    quote = ""
+    for character in command:
+        if character == " " and not quote:
+            words.append("")
+            continue
+        if character in "'\"" and quote in ("", character):
+            quote = "" if quote else character
+        words[-1] += character
+    return words

@@ -19,6 +19,7 @@ from memfit.screens.layout import (
     is_ascii,
     make_table,
     plain,
+    say,
     show,
 )
 from memfit.words import PHASES, VERDICTS
@@ -41,7 +42,7 @@ def show_verdict(console: Console, memory: Memory, subject: str) -> None:
         said += f" of {units.show_bytes(memory.usable)} usable"
         said += f" ({needed / memory.usable:.1%})" if memory.usable else ""
         said += f": {units.show_bytes(abs(over))} {'too much' if over > 0 else 'to spare'}"
-    console.print(said)
+    say(console, said)
 
 
 def parts_of(memory: Memory) -> list[Part]:

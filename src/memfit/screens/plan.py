@@ -11,11 +11,13 @@ from memfit import units
 from memfit.plan.verdict import describe_lack, needs
 from memfit.results import Considered, Cost, Plan, Time
 from memfit.screens.layout import (
+    INDENT,
     bullets,
     heading,
     make_table,
     next_commands,
     plain,
+    say,
     show,
     tick,
 )
@@ -28,12 +30,12 @@ def show_plan(console: Console, plan: Plan, *, commands: Sequence[str], why: boo
     """The whole screen of `memfit plan` and `memfit predict`."""
     recipe, memory = plan.recipe, plan.memory
     show_verdict(console, memory, f"{recipe.model.name} on {recipe.device}")
-    console.print(plain(console, describe_recipe(plan)), style="dim")
+    say(console, describe_recipe(plan), style="dim")
     if memory.verdict == "does_not_fit":
-        console.print(plain(console, f"nearest miss: {describe_lack(memory, recipe.device)}"))
+        say(console, f"nearest miss: {describe_lack(memory, recipe.device)}")
     show_bar(console, memory)
     show_breakdown(console, memory, why=why)
-    console.print(plain(console, f"  limit: {memory.because}"), style="dim")
+    say(console, f"limit: {memory.because}", style="dim", indent=INDENT)
     show_instants(console, {p: plan.ledger.total(p) for p in plan.ledger.phases}, memory.peak_phase)
     _show_time(console, plan.time, plan.cost, recipe.steps)
     _show_considered(console, plan, why=why)
@@ -102,7 +104,7 @@ def _show_considered(console: Console, plan: Plan, *, why: bool) -> None:
         )
     show(console, table)
     if hidden := len(plan.considered) - len(rows):
-        console.print(f"  {hidden} more with --why", style="dim")
+        say(console, f"{hidden} more with --why", style="dim", indent=INDENT)
 
 
 def split_labels(labels: Sequence[str]) -> tuple[str, list[str]]:

@@ -17,6 +17,7 @@ from memfit.screens.layout import (
     make_table,
     next_commands,
     plain,
+    say,
     show,
 )
 from memfit.screens.memory import show_bar, show_verdict
@@ -29,7 +30,8 @@ def show_report(console: Console, report: Report, *, commands: Sequence[str]) ->
     """The whole screen of `memfit report` and the end of `memfit train`."""
     source = report.certificate or report.plan
     show_verdict(console, source.memory, report.title)
-    console.print(
+    say(
+        console,
         f"recipe {report.recipe_digest}; "
         + ("certified" if report.certificate else "not certified")
         + "; "
@@ -45,7 +47,7 @@ def show_report(console: Console, report: Report, *, commands: Sequence[str]) ->
     if report.sample:
         heading(console, "Sample")
         for line in report.sample.splitlines():
-            console.print(Text(" " * INDENT + plain(console, line)), soft_wrap=False)
+            say(console, line, indent=INDENT)
     next_commands(console, commands)
 
 
@@ -81,7 +83,7 @@ def _show_losses(console: Console, run: Run) -> None:
             continue
         width = console.width - 2 * INDENT
         for line in draw_curve(points, width=width, ascii_only=is_ascii(console)):
-            console.print(" " * INDENT + line)
+            say(console, line, indent=INDENT)
 
 
 def _show_environment(console: Console, run: Run) -> None:

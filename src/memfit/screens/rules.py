@@ -9,13 +9,13 @@ from rich.text import Text
 
 from memfit import units
 from memfit.plan.rules import Rule
-from memfit.screens.layout import INDENT, heading, make_table, plain, show
+from memfit.screens.layout import INDENT, heading, make_table, plain, say, show
 from memfit.words import show_error
 
 
 def show_rules(console: Console, name: str, rows: Sequence[Rule], peak: str) -> None:
     """One table of figures, then each rule with its reason and its limits."""
-    console.print(f"Rules of thumb for {name}", style="bold")
+    say(console, f"Rules of thumb for {name}", style="bold")
     numbers = ("rule gives", "memfit counts", "off by")
     heading(console, "Figures")
     table = make_table("rule", *numbers, numbers=numbers)
@@ -25,7 +25,7 @@ def show_rules(console: Console, name: str, rows: Sequence[Rule], peak: str) -> 
             plain(console, row.name), units.show_bytes(row.figure), counted, show_error(row.error)
         )
     show(console, table)
-    console.print(" " * INDENT + plain(console, peak), style="dim")
+    say(console, peak, style="dim", indent=INDENT)
     for row in rows:
         heading(console, row.name)
         show(console, Text(plain(console, f"“{row.says}”"), style="italic"))

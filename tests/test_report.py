@@ -1,0 +1,183 @@
+"""The join of a run folder, and the page made of it."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import made_by_hand as made
+from memfit.errors import InvalidRequest
+from memfit.ledger import Ledger
+from memfit.nouns import write_json
+from memfit.report import join, read_report
+from memfit.report_page import render_page
+from memfit.results import Run
+from memfit.units import GIB, MIB
+
+
+def folder_of(path: Path, plan, certificate=None, run=None):
+    write_json(path / "plan.json", plan)
+    if certificate:
+        write_json(path / "certificate.json", certificate)
+    if run:
+        write_json(path / "run.json", run)
+    return path
+
+
+def row(report, name):
+    (found,) = [c for c in report.comparisons if c.name == name]
+    return found
+
+
+def test_a_run_folder_joins_on_the_digest(tmp_path):
+    plan = made.plan()
+    certificate, run = made.certificate(plan), made.run(plan)
+    report = read_report(folder_of(tmp_path, plan, certificate, run))
+    assert (report.plan, report.certificate, report.run) == (plan, certificate, run)
+    peak = row(report, "memory.peak_allocated")
+    measured = plan.ledger.peak + MIB
+    assert (peak.predicted, peak.certified, peak.measured) == (
+        plan.ledger.peak, plan.ledger.peak, measured)  # fmt: skip
+    assert peak.error_predicted == peak.error_certified == plan.ledger.peak / measured - 1
+
+
+def test_errors_are_signed_against_the_latest_source():
+    plan = made.plan()
+    certificate = made.certificate(plan, more=GIB)
+    alone = row(join(plan, certificate, None), "memory.phase.backward")
+    assert alone.error_predicted == plan.ledger.peak / (plan.ledger.peak + GIB) - 1 < 0
+    assert alone.error_certified is None
+    both = row(join(plan, certificate, made.run(plan)), "memory.phase.backward")
+    assert both.error_certified > 0  # certified one GiB, measured one MiB more
+    assert row(join(plan, None, None), "memory.phase.backward").error_predicted is None
+
+
+def test_kinds_are_compared_at_one_instant_whatever_the_sources_peaks_are():
+    """The run peaks in another phase than the plan: every column shows the run's phase."""
+    plan = made.plan()
+    run = made.run(plan)
+    forward = tuple(
+        msgspec.structs.replace(e, nbytes=e.nbytes * 9) if e.phase == "forward" else e
+        for e in run.ledger.entries
+    )
+    run = msgspec.structs.replace(run, ledger=Ledger(entries=forward))
+    found = row(join(plan, None, run), "memory.kind.activations")
+    assert (found.predicted, found.measured) == (9 * GIB, 81 * GIB)
+    gradients = [c.name for c in join(plan, None, run).comparisons if "gradients" in c.name]
+    assert not gradients  # none are alive at the end of forward
+
+
+def test_a_source_without_the_phase_says_nothing_rather_than_zero():
+    plan = made.plan()
+    run = msgspec.structs.replace(made.run(plan), ledger=Ledger(entries=()))
+    found = row(join(plan, None, run), "memory.kind.gradients")
+    assert found.predicted == 15 * GIB
+    assert found.measured is None
+
+
+def test_measured_utilisation_follows_the_measured_time():
+    plan = made.plan()
+    found = row(join(plan, None, made.run(plan)), "time.mfu")
+    assert found.measured == pytest.approx(0.41 * 8.4 / 9.1)
+
+
+def test_a_folder_without_a_plan_is_refused_with_a_hint(tmp_path):
+    with pytest.raises(InvalidRequest, match=r"no plan\.json") as caught:
+        read_report(tmp_path)
+    assert "memfit train" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["certificate", "run"])
+def test_files_of_two_recipes_are_never_joined(tmp_path, name):
+    plan = made.plan()
+    other = msgspec.structs.replace(getattr(made, name)(plan), recipe_digest="0" * 16)
+    with pytest.raises(InvalidRequest, match=f"{name}.json.* is of recipe 0000000000000000"):
+        read_report(folder_of(tmp_path, plan, **{name: other}))
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, and the text between them."""
+
+    VOID = frozenset({"meta", "polyline", "br", "link", "img"})
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.text, self.open = [], "", []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def whole_page(**keys):
+    plan = made.plan(data="text", **keys)
+    report = join(plan, made.certificate(plan), made.run(plan), sample="x < y & z")
+    return render_page(report, folder="runs/first")
+
+
+def test_the_page_is_well_formed_and_holds_every_part():
+    page = Page(whole_page())
+    assert page.open == []
+    for said in ("FITS", "Memory at the peak", "Instants", "Loss", "Predicted, certified, measured",
+                 "Considered", "Certificate", "Asked and planned", "How to repeat", "x < y & z",
+                 "memfit train runs/first/plan.json"):  # fmt: skip
+        assert said in page.text
+
+
+def test_the_page_asks_for_nothing_outside_itself():
+    html = whole_page()
+    page = Page(html)
+    assert not {t for t, _ in page.tags} & {"script", "link", "img", "iframe", "object", "base"}
+    for _, attributes in page.tags:
+        assert not {"src", "href", "action", "srcset", "data"} & set(attributes)
+        assert not [a for a in attributes if a.startswith("on")]
+    assert not re.search(r"url\(|@import|https?:", html)
+    (policy,) = [a["content"] for t, a in page.tags if "http-equiv" in a]
+    assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'")
+
+
+@pytest.mark.parametrize("place", ["model", "sample", "module", "folder", "environment", "task"])
+def test_no_text_of_a_users_becomes_markup(place):
+    name = f'{made.HOSTILE}"><img src=x>'
+    plan = made.plan(name=name if place == "model" else "m", data=name if place == "task" else "")
+    certificate = made.certificate(plan, module=name if place == "module" else "mlp")
+    run = made.run(plan)
+    if place == "environment":
+        run = msgspec.structs.replace(run, environment={name: name})
+    report = join(plan, certificate, run, sample=name if place == "sample" else "")
+    page = Page(render_page(report, folder=name if place == "folder" else "runs/a"))
+    assert not {t for t, _ in page.tags} & {"script", "img"}
+    assert "<script>alert(" in page.text
+
+
+def test_bars_share_one_scale_and_the_limit_stands_on_it():
+    html = whole_page()
+    (at,) = {float(m) for m in re.findall(r'class="limit" style="left:calc\(([\d.]+)%', html)}
+    assert at == 100  # the limit is the largest of all
+    plan = made.plan(usable=60 * GIB, verdict="does_not_fit")
+    html = render_page(join(plan, None, None), folder="runs/a")
+    (at,) = {float(m) for m in re.findall(r'class="limit" style="left:calc\(([\d.]+)%', html)}
+    assert at == pytest.approx(100 * 60 * GIB / plan.ledger.peak, abs=1e-3)
+    assert "DOES NOT FIT" in html
+
+
+def test_a_run_without_losses_or_certificate_still_has_a_page():
+    plan = made.plan(cuda=False)
+    run = msgspec.structs.replace(made.run(plan), losses=(), evaluations=())
+    assert isinstance(run, Run)
+    assert "Certificate" not in Page(render_page(join(plan, None, run), folder="r")).text
+    assert "not trained" in Page(render_page(join(plan, None, None), folder="r")).text

@@ -1,0 +1,241 @@
+"""Terminal screens: what they say, that they fit, that they need neither colour nor a terminal."""
+
+import io
+import shlex
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+
+import made_by_hand as made
+from memfit.formats import formats
+from memfit.ledger import Kind
+from memfit.report import join
+from memfit.screens import bar, chart, layout
+from memfit.screens.certificate import show_certificate
+from memfit.screens.formats import show_formats
+from memfit.screens.plan import show_plan, split_labels
+from memfit.screens.report import show_report
+from memfit.units import GIB, MIB
+from memfit.words import COLOURS, PHASES, VERDICTS, show_error, show_value
+
+LONG = "memfit plan llama-3.1-8b --device h100-sxm --memory '60 GiB' --set task.steps=100000 --why"
+
+
+def screen(show, *things, width=80, encoding="utf-8", terminal=False, **keys):
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding, newline="\n")
+    console = Console(
+        file=file, width=width, highlight=False, emoji=False, markup=False,
+        force_terminal=terminal, color_system="truecolor" if terminal else None,
+    )  # fmt: skip
+    show(console, *things, **keys)
+    file.flush()
+    return raw.getvalue().decode(encoding)
+
+
+def all_screens(**keys):
+    fits = made.plan(data="text")
+    miss = made.plan(usable=60 * GIB, verdict="does_not_fit")
+    cpu = made.plan(cuda=False, verdict="unproven", usable=None)
+    full = join(fits, made.certificate(fits), made.run(fits), sample="def f():\n    return 1")
+    yield screen(show_plan, fits, commands=[LONG], **keys)
+    yield screen(show_plan, fits, commands=[LONG], why=True, **keys)
+    yield screen(show_plan, miss, commands=["memfit plan"], **keys)
+    yield screen(show_plan, cpu, commands=[], **keys)
+    yield screen(show_certificate, made.certificate(fits, more=GIB), fits, commands=[LONG], **keys)
+    yield screen(show_certificate, made.certificate(cpu), None, commands=[], **keys)
+    yield screen(show_report, full, commands=["memfit generate runs/a 'x'"], **keys)
+    yield screen(show_report, join(fits, None, None), commands=[], **keys)
+    yield screen(show_formats, 3.14159265, formats(3.14159265), **keys)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+def test_no_line_is_wider_than_the_terminal_or_ends_in_blanks(width):
+    for text in all_screens(width=width):
+        for line in text.splitlines():
+            assert cell_len(line) <= width, line
+            assert line == line.rstrip() or set(line) <= {" "}, line
+
+
+def test_an_ascii_terminal_is_shown_ascii_only():
+    for text in all_screens(encoding="ascii"):
+        assert text.isascii()
+
+
+def test_without_a_terminal_there_is_no_escape_sequence():
+    for text in all_screens():
+        assert "\x1b" not in text
+
+
+def test_colour_adds_nothing_but_colour():
+    """Whoever sees no colour reads the very same characters."""
+    import re
+
+    coloured = [re.sub(r"\x1b\[[0-9;]*m", "", t) for t in all_screens(terminal=True)]
+    bare = [line.rstrip() for t in all_screens() for line in t.splitlines()]
+    assert [line.rstrip() for t in coloured for line in t.splitlines()] == bare
+
+
+@pytest.mark.parametrize(("verdict", "usable", "room"), [
+    ("fits", 80, "of 80.00 GiB usable (94.7%): 4.21 GiB to spare"),
+    ("at_risk", 75, "of 75.00 GiB usable (101.1%): 812.00 MiB too much"),
+    ("does_not_fit", 60, "of 60.00 GiB usable (126.3%): 15.79 GiB too much"),
+])  # fmt: skip
+def test_the_first_lines_are_the_verdict_and_both_numbers(verdict, usable, room):
+    plan = made.plan(usable=usable * GIB, verdict=verdict)
+    first, second = screen(show_plan, plan, commands=[]).splitlines()[:2]
+    assert first == f"{VERDICTS[verdict]}  llama-3.1-8b on h100-sxm"
+    assert second.startswith("needs 75.79 GiB")
+    assert second.endswith(room)
+
+
+def test_unknown_is_shown_as_unknown_with_the_reason():
+    plan = made.plan(usable=None, verdict="unproven")
+    nothing = dict.fromkeys(
+        ["step_seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", "hfu",
+         "total_seconds"]
+    )  # fmt: skip
+    time = msgspec.structs.replace(plan.time, **nothing, because="no bf16 FLOP/s is known")
+    text = screen(show_plan, msgspec.structs.replace(plan, time=time), commands=[], width=120)
+    assert "how much may be used is unknown" in text
+    assert "one step         unknown" in text
+    assert "cost             unknown, 1.63 kWh" in text
+    assert "no bf16 FLOP/s is known; no price in the catalogue" in text
+
+
+def test_the_breakdown_adds_up_to_what_is_needed():
+    plan = made.plan()
+    parts = bar_parts(plan)
+    assert sum(parts.values()) == plan.memory.device_total
+    assert parts["fragmentation"] == GIB
+
+
+def bar_parts(plan):
+    from memfit.screens.memory import parts_of
+
+    return dict(parts_of(plan.memory))
+
+
+def test_a_miss_says_what_it_lacks_and_shows_only_levers_that_save():
+    text = screen(show_plan, made.plan(usable=60 * GIB, verdict="does_not_fit"), commands=[])
+    assert "nearest miss: needs 75.79 GiB but `h100-sxm` may use 60.00 GiB: parameters" in text
+    levers = text.split("Levers that would help")[1].split("Assumed")[0]
+    assert "precision=bf16" in levers
+    assert "recompute=none" not in levers  # it would cost memory
+
+
+def test_considered_says_what_all_share_once():
+    common, rest = split_labels(
+        ["full fp32, micro 1, loss plain", "full fp32, micro 2, loss plain"]
+    )
+    assert common == "full fp32, loss plain"
+    assert rest == ["micro 1", "micro 2"]
+    assert split_labels(["full fp32, micro 1"]) == ("", ["full fp32, micro 1"])
+
+
+def test_the_chosen_row_carries_a_tick_and_rows_left_out_are_counted():
+    text = screen(show_plan, made.plan(), commands=[], width=120)
+    (chosen,) = [line for line in text.splitlines() if "✔" in line]
+    assert "the fastest that fits" in chosen
+    assert "3 more with --why" in text
+    assert "more with --why" not in screen(show_plan, made.plan(), commands=[], why=True)
+
+
+def test_why_shows_every_entry():
+    plan = made.plan()
+    text = screen(show_plan, plan, commands=[], why=True, width=120)
+    for entry in plan.memory.entries:
+        assert entry.because[:30] in text
+
+
+def test_a_certificate_shows_predicted_beside_certified_with_the_signed_error():
+    plan = made.plan()
+    text = screen(show_certificate, made.certificate(plan, more=GIB), plan, commands=[], width=120)
+    (row,) = [line for line in text.splitlines() if line.startswith("  gradients  ")]
+    assert row.split() == ["gradients", "15.00", "GiB", "16.00", "GiB", "-6.25%"]
+    assert "model.layers.31.mlp" in text
+    assert "every document fills its sequence" in text
+
+
+def test_the_report_shows_three_sources_curve_and_sample():
+    plan = made.plan()
+    report = join(plan, made.certificate(plan), made.run(plan), sample="def answer():")
+    text = screen(show_report, report, commands=[], width=120)
+    (row,) = [line for line in text.splitlines() if line.startswith("  step_seconds")]
+    assert row.split() == ["step_seconds", "8.4", "s", "-", "9.1", "s", "-7.69%", "-"]
+    assert "Training loss: 7.905 -> 1.533" in text
+    assert "def answer():" in text
+    assert "200 of 1,000 steps (finished)" in text
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 2**40), min_size=1, max_size=6),
+    line=st.none() | st.integers(1, 2**40),
+    width=st.integers(8, 120),
+)
+def test_a_bar_is_exactly_as_wide_as_asked_and_marks_the_line(sizes, line, width):
+    parts = list(zip(COLOURS, sizes, strict=False))
+    drawn = bar.stacked_bar(parts, line=line, width=width).plain
+    assert cell_len(drawn) == width
+    assert drawn.count("|") == (line is not None)
+    if line is not None:
+        full = max(sum(sizes), line)
+        assert drawn.index("|") == round(line / full * (width - 1))
+    assert len(bar.scale(sum(sizes), line, width=width).plain) <= max(width, 24)
+
+
+def test_every_kind_phase_and_verdict_has_its_word_fill_and_colour():
+    from typing import get_args
+
+    from memfit.ledger import Phase
+    from memfit.results import Verdict
+
+    assert set(bar.FILLS) == set(COLOURS) == {str(k) for k in Kind}
+    assert set(PHASES) == {str(p) for p in Phase}
+    assert set(VERDICTS) == set(layout.STYLES) == set(get_args(Verdict))
+    for column in (0, 1):
+        assert len({f[column] for f in bar.FILLS.values()}) == len(Kind)
+
+
+def test_a_curve_falls_from_the_upper_left_to_the_lower_right():
+    lines = chart.draw_curve([(s, 10 - s / 10) for s in range(100)], width=60, ascii_only=True)
+    assert len(lines) == chart.HEIGHT + 2
+    assert all(len(line) <= 60 for line in lines)
+    assert lines[0].lstrip().startswith("10 |*")
+    assert lines[chart.HEIGHT - 1].rstrip().endswith("*")
+    assert lines[-1].split() == ["0", "step", "99"]
+
+
+def test_values_that_are_not_finite_are_counted_not_drawn():
+    points = [(1, 2.0), (2, float("nan")), (3, float("inf")), (4, 1.0)]
+    lines = chart.draw_curve(points, width=40, ascii_only=True)
+    assert lines[-1] == "2 values are not finite and are not drawn"
+    assert chart.draw_curve([(1, float("nan"))], width=40, ascii_only=True) == ["no values"]
+
+
+def test_a_long_command_is_continued_so_that_a_shell_reads_the_same():
+    lines = layout.continue_lines(LONG, 40)
+    assert len(lines) > 1
+    assert all(len(line) <= 40 for line in lines)
+    assert shlex.split("\n".join(lines).replace("\\\n", "")) == shlex.split(LONG)  # as sh does
+
+
+@pytest.mark.parametrize(("value", "unit", "shown"), [
+    (None, "s", "-"), (1.5 * GIB, "bytes", "1.50 GiB"), (3 * MIB, "B", "3.00 MiB"),
+    (0.25, "s", "250 ms"), (0.412, "fraction of peak", "41.2%"), (7214.4, "tokens/s", "7,214"),
+])  # fmt: skip
+def test_values_carry_their_unit(value, unit, shown):
+    assert show_value(value, unit) == shown
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [(None, "-"), (0.0, "0"), (-0.0625, "-6.25%"), (0.5, "+50.00%"), (-1.3e-5, "-1e-05")],
+)
+def test_only_exact_equality_is_shown_as_nothing(error, shown):
+    assert show_error(error) == shown
