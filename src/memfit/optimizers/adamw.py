@@ -33,15 +33,16 @@ class AdamW(OptimizerFamily):
         """See `OptimizerFamily.step_temporaries`.
 
         The denominator sqrt(v) / sqrt(1 - beta2^t) + eps is the only copy. `foreach` holds it of
-        every parameter at once; `loop` of one parameter, twice while eps is added to the quotient
-        (sqrt and quotient are both alive).
+        every parameter at once; `loop` of one, beside its square root while it is divided and
+        beside the denominator of the parameter before, which the loop's variable still names.
         """
         if settings.implementation == "fused":
             return 0
         sizes = [p.nbytes for p in parameters]
         if settings.implementation == "foreach":
             return sum(sizes)
-        return 2 * max(sizes, default=0)
+        before = [0, *sizes]
+        return max((b + 2 * s for b, s in zip(before, sizes, strict=False)), default=0)
 
     def build(
         self, parameters: Iterable[torch.nn.Parameter], settings: Optimizer

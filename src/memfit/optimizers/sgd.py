@@ -30,8 +30,8 @@ class Sgd(OptimizerFamily):
     def step_temporaries(self, parameters: Sequence[TensorSpec], settings: Optimizer) -> int:
         """See `OptimizerFamily.step_temporaries`.
 
-        Weight decay is added to a copy of the gradient: of all at once in `foreach`, of one
-        parameter in `loop` (two: the next copy is made before the last one is dropped).
+        Weight decay is added to a copy of the gradient: of all parameters at once in `foreach`,
+        of one in `loop`.
         """
         if settings.implementation == "fused" or not settings.weight_decay:
             return 0
@@ -46,6 +46,8 @@ class Sgd(OptimizerFamily):
         """See `OptimizerFamily.build`."""
         import torch
 
+        if settings.implementation == "fused":
+            _let_fused_be_traced()
         return torch.optim.SGD(
             parameters,
             lr=settings.learning_rate,
@@ -54,6 +56,23 @@ class Sgd(OptimizerFamily):
             foreach=settings.implementation == "foreach",
             fused=settings.implementation == "fused",
         )
+
+
+_libraries: list[object] = []  # a registration lasts as long as its library object
+
+
+def _let_fused_be_traced() -> None:
+    """Give `_fused_sgd_` the meta kernel that torch (2.13) lacks: it updates in place, no more.
+
+    Without one a trace on fake tensors would fill real ones with zeros and run the kernel.
+    """
+    import torch
+
+    name = "aten::_fused_sgd_"
+    if not _libraries and not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta"):
+        library = torch.library.Library("aten", "IMPL")
+        library.impl("_fused_sgd_", lambda *_, **__: None, "Meta")
+        _libraries.append(library)
 
 
 optimizers.register("sgd")(Sgd())
