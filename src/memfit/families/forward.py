@@ -14,7 +14,7 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 from memfit import sizes
 from memfit.model import Architecture
 from memfit.sizes import Meter, Tensor
-from memfit.sizes.loss import cross_entropy_sum
+from memfit.sizes.loss import chunked_sum, cross_entropy_sum
 
 Weights = dict[str, Tensor]  # by name inside the block, or inside the model
 Rotation = tuple[Tensor, Tensor]  # cosines, sines
@@ -359,8 +359,17 @@ def rotary_embed(forward: Forward, weight: Tensor) -> Embedded:
     return Embedded(x, (cosines, sines, position_ids), (x,))
 
 
-def plain_loss(forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor) -> Tensor:
-    """Sum of the losses of all target tokens, as train/loss.py: (batch, tokens, hidden) -> ()."""
+def loss_mean(
+    forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor, chunk: int
+) -> Tensor:
+    """The loss, as train/loss.py: (batch, tokens, hidden) -> (); chunk 0 is the plain one."""
+    if not chunk:
+        return sizes.scale(_plain_sum(forward, weights, hidden, labels))
+    flat = sizes.view(hidden, forward.batch * forward.tokens, forward.architecture.hidden)
+    return chunked_sum(flat, weights["lm_head.weight"], chunk)
+
+
+def _plain_sum(forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor) -> Tensor:
     rows = forward.batch * forward.tokens
     flat = sizes.view(hidden, rows, forward.architecture.hidden)
     head = project(forward, weights, "lm_head", flat)

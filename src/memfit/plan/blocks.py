@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from memfit import sizes
 from memfit.families import Family, find_family
-from memfit.families.forward import Documents, Forward, Weights, module, plain_loss
+from memfit.families.forward import Documents, Forward, Weights, loss_mean, module
 from memfit.ledger import Kind
 from memfit.model import Architecture, Model, Weight
 from memfit.nouns import Noun
@@ -201,7 +201,7 @@ class _Simulation:
         with meter.with_autocast(self.setting.autocast):
             hidden = _backbone(forward, self, boundaries)
             self.mark("loss", "loss")
-            loss = sizes.scale(plain_loss(forward, self.outside, hidden, labels))
+            loss = loss_mean(forward, self.outside, hidden, labels, self.setting.chunk)
             del hidden
         self.mark("head", "loss")
         with meter.with_autocast(False):

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from memfit.ledger import Kind
+from memfit.model import DTYPE_BYTES
 from memfit.sizes.autograd import Gradients, Node, record
-from memfit.sizes.elementwise import Incoming, attach, autocast_lower, like, upstream
+from memfit.sizes.elementwise import (
+    Incoming,
+    add,
+    attach,
+    autocast_lower,
+    cast,
+    like,
+    scale_by_scalar,
+    softmax,
+    upstream,
+)
+from memfit.sizes.products import multiply_batched
 from memfit.sizes.tensor import Tensor, empty
-from memfit.sizes.views import transpose
+from memfit.sizes.views import concatenate, expand_heads, narrow, reshape, split, transpose, view
+from memfit.sizes.workspace import efficient_backward, flash_backward
+
+Documents = Sequence[Sequence[int]]  # for each row, the lengths of its documents
 
 
 def attention(kernel: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -13,50 +31,145 @@ def attention(kernel: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     low = [autocast_lower(x) for x in (value, key, query)]  # C++ evaluates the last first
     low.reverse()
     with query.meter.with_autocast(False):
-        if kernel == "flash":
-            return _flash(*low)
-        raise NotImplementedError(kernel)
+        return KERNELS[kernel](*low)
 
 
-def _by_token(meter_of: Tensor, like: Tensor) -> Tensor:
-    """A new tensor of like's shape that lies in memory as (batch, tokens, heads, size)."""
-    batch, heads, tokens, size = like.shape
+def by_document(
+    kernel: str, query: Tensor, key: Tensor, value: Tensor, documents: Documents
+) -> Tensor:
+    """One call of the kernel for each document of each row, joined again."""
+    rows = []
+    for lengths in documents:
+        parts = [split(narrow(x, 0, 0, 1), lengths, 2) for x in (query, key, value)]
+        outputs = [attention(kernel, q, k, v) for q, k, v in zip(*parts, strict=True)]
+        rows.append(_join(outputs, 2))
+    return _join(rows, 0)
+
+
+def _join(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else concatenate(parts, dim)
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """A new tensor of x's shape that lies in memory as (batch, tokens, heads, size)."""
+    _, heads, tokens, size = x.shape
     strides = (tokens * heads * size, size, heads * size, 1)
-    return empty(meter_of.meter, like.shape, like.dtype, strides=strides)
+    return empty(x.meter, x.shape, x.dtype, strides=strides)
 
 
-def _count(query: Tensor, key: Tensor, products: float) -> None:
-    """FLOPs of causal attention: half of a dense (tokens x tokens) matrix for each product."""
+def _count(query: Tensor, key: Tensor, products: int) -> None:
+    """FLOP of causal attention: half of a dense (tokens x tokens) matrix for each product."""
     batch, heads, tokens, size = query.shape
-    query.meter.flop += int(products * batch * heads * tokens * key.shape[2] * size)
+    query.meter.flop += products * batch * heads * tokens * key.shape[2] * size
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """One kernel: saves its inputs, its result and a row of log-sums for each head."""
+    """One kernel: saves its inputs, its result and a row of log-sums for each head.
+
+    On CUDA also the state of the random generator, two 0-dim tensors.
+    """
     meter = query.meter
     node = record(_flash_backward, (query, key, value), (query, key, value))
     out = attach(node, like(query))
-    log_sums = empty(meter, query.shape[:3], "float32")
+    extra = [empty(meter, query.shape[:3], "float32")]
+    if meter.cuda:
+        extra += [empty(meter, (2,), "int64"), empty(meter, (), "int64")]
     _count(query, key, 2)
     if node is not None:
-        node.saved = [*node.saved, meter.pack(log_sums), meter.pack(out)]
+        node.saved = [*node.saved, *(meter.pack(x) for x in extra), meter.pack(out)]
     return out
 
 
 def _flash_backward(node: Node, grads: Incoming) -> Gradients:
     grad = upstream(grads)
-    query, key, value, *results = [node.unpack(i) for i in range(5)]
+    unpacked = [node.unpack(i) for i in range(len(node.saved))]
+    query, key, value = unpacked[:3]
     _count(query, key, 5)
-    made = [_by_token(grad, x) for x in (query, key, value)]
-    del results  # as long as the kernel runs
+    inside = None
+    if grad.meter.cuda:
+        width = DTYPE_BYTES[query.dtype]
+        inside = _workspace(query, flash_backward(query.shape, key.shape, width))
+        made = [like(x) for x in (query, key, value)]
+    else:
+        made = [_by_token(x) for x in (query, key, value)]
+    del inside
     return made
 
 
-def by_document(
-    kernel: str, query: Tensor, key: Tensor, value: Tensor, documents: tuple[tuple[int, ...], ...]
-) -> Tensor:
-    """One call of the kernel for each document of each row, joined again."""
-    raise NotImplementedError
+def _workspace(x: Tensor, nbytes: int) -> Tensor:
+    return empty(x.meter, (nbytes,), "int8", Kind.WORKSPACE)
 
 
-__all__ = ["attention", "by_document", "transpose"]
+def _efficient(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """CUDA's memory-efficient kernel: as flash, with fp32 inputs too and no grouped heads."""
+    meter = query.meter
+    node = record(_efficient_backward, (query, key, value), (query, key, value))
+    out = attach(node, _by_token(query))
+    batch, heads, tokens, _ = query.shape
+    padded = -(-tokens // 32) * 32 if node is not None else 0
+    extra = [empty(meter, (batch, heads, padded), "float32")]
+    extra += [empty(meter, (), "int64"), empty(meter, (), "int64")]
+    _count(query, key, 2)
+    if node is not None:
+        node.saved = [*node.saved, *(meter.pack(x) for x in extra), meter.pack(out)]
+    return out
+
+
+def _efficient_backward(node: Node, grads: Incoming) -> Gradients:
+    grad = upstream(grads)
+    unpacked = [node.unpack(i) for i in range(len(node.saved))]
+    query, key, value = unpacked[:3]
+    _count(query, key, 5)
+    width = DTYPE_BYTES[query.dtype]
+    inside = _workspace(query, efficient_backward(query.shape, grad.numel, width))
+    made = [_by_token(x) for x in (query, key, value)]
+    del inside
+    return made
+
+
+def _math(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Products and a softmax: materialises (tokens x tokens) for every head, in fp32."""
+    meter, dtype = query.meter, query.dtype
+    query_wide, key_wide = cast(query, "float32"), cast(key, "float32")
+    value_wide = cast(value, "float32")
+    batch, heads, tokens, size = query.shape
+    scaled_query = scale_by_scalar(query_wide)
+    mask = _causal_mask(query)
+    key_full, value_full = key_wide, value_wide  # C++ keeps the narrow ones to its end
+    if key.shape[1] != heads:
+        groups = heads // key.shape[1]
+        key_full, value_full = expand_heads(key_wide, groups), expand_heads(value_wide, groups)
+    scores = _scores(scaled_query, scale_by_scalar(transpose(key_full, 2, 3)))
+    masked = add(scores, mask)
+    del scores
+    weights = softmax(masked)
+    del masked
+    lowered = cast(weights.detached(), dtype)  # returned beside the result, and dropped
+    rows = reshape(weights, batch * heads, tokens, tokens)
+    product = multiply_batched(rows, reshape(value_full, batch * heads, -1, size))
+    del rows
+    out = cast(view(product, batch, heads, tokens, size), dtype)
+    del product, lowered
+    return out
+
+
+def _causal_mask(query: Tensor) -> Tensor:
+    """(tokens, tokens) fp32, 0 and -inf, by way of booleans."""
+    meter, tokens = query.meter, query.shape[2]
+    ones = empty(meter, (tokens, tokens), "bool")
+    lower = empty(meter, (tokens, tokens), "bool")
+    del ones
+    mask = empty(meter, (tokens, tokens), "float32")
+    del lower
+    return mask
+
+
+def _scores(query: Tensor, key: Tensor) -> Tensor:
+    """(batch, heads, tokens, size) x (batch, heads, size, tokens), as `torch.matmul` runs it."""
+    batch, heads, tokens, size = query.shape
+    flat_query = reshape(query, batch * heads, tokens, size)
+    flat_key = reshape(key, batch * heads, size, key.shape[3])
+    return view(multiply_batched(flat_query, flat_key), batch, heads, tokens, key.shape[3])
+
+
+KERNELS = {"flash": _flash, "efficient": _efficient, "math": _math}

@@ -102,6 +102,16 @@ def _scale_backward(node: Node, grads: Incoming) -> Gradients:
     return (like(upstream(grads)),)
 
 
+def scale_by_scalar(x: Tensor) -> Tensor:
+    """`x.mul(number)` from C++: the number is kept as it is, not as a tensor."""
+    return attach(record(_scale_backward, (x,)), like(x))
+
+
+def softmax(x: Tensor) -> Tensor:
+    """Softmax over the last dimension, which saves its result."""
+    return _saving_result(_pointwise_backward, x)
+
+
 def add(a: Tensor, b: Tensor) -> Tensor:
     """`a + b` with broadcasting; both inputs receive the very same gradient."""
     node = record(_add_backward, (a, b))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memfit.sizes.autograd import Gradients, Node, record
-from memfit.sizes.elementwise import Incoming, attach, like, upstream
+from memfit.sizes.elementwise import Incoming, attach, cast, like, upstream
 from memfit.sizes.tensor import Tensor, empty
 
 
@@ -36,3 +36,81 @@ def _negative_likelihood(x: Tensor, labels: Tensor) -> Tensor:
 def _negative_likelihood_backward(node: Node, grads: Incoming) -> Gradients:
     x, _, _ = (node.unpack(i) for i in range(3))
     return (like(x),)
+
+
+def chunked_sum(hidden: Tensor, weight: Tensor, chunk: int) -> Tensor:
+    """The loss with at most `chunk` tokens' logits alive, and its gradients made with it.
+
+    As train/loss.py: hidden (tokens, hidden), weight (vocab, hidden) -> 0-dim.
+    """
+    meter = hidden.meter
+    compute = "bfloat16" if meter.autocast else hidden.dtype
+    node = record(_chunked_backward, (hidden, weight))
+    total = empty(meter, (), "float32")
+    d_hidden = like(hidden) if hidden.requires_grad else None
+    with meter.with_autocast(False):
+        d_weight = _chunks(hidden.detached(), weight.detached(), compute, chunk, node)
+    if node is not None:
+        node.saved = [d_hidden, d_weight]
+    return attach(node, total)
+
+
+def _chunks(
+    hidden: Tensor, weight: Tensor, compute: str, chunk: int, node: Node | None
+) -> Tensor | None:
+    """Every chunk in turn; returns the head's gradient."""
+    tokens, vocab = hidden.shape[0], weight.shape[0]
+    low = cast(weight, compute)
+    total: Tensor | None = None
+    for start in range(0, tokens, chunk):
+        rows = min(chunk, tokens - start)
+        piece = cast(hidden.viewed((rows, hidden.shape[1]), hidden.strides), compute)
+        slope = _slope(piece, low)
+        if node is None:
+            continue
+        slope = cast(slope, compute)
+        if node.needs(0):
+            empty(hidden.meter, (rows, hidden.shape[1]), compute)
+            hidden.meter.flop += 2 * rows * vocab * hidden.shape[1]
+        if node.needs(1):
+            alone = chunk >= tokens
+            hidden.meter.flop += 2 * rows * vocab * hidden.shape[1]
+            total = _outer(total, slope, piece, weight.dtype, alone=alone)
+        del slope, piece
+    return None if total is None else cast(total, weight.dtype)
+
+
+def _slope(piece: Tensor, weight: Tensor) -> Tensor:
+    """(rows, vocab) fp32: log-probabilities, turned in place into the slope of the loss."""
+    meter, rows, vocab = piece.meter, piece.shape[0], weight.shape[0]
+    meter.flop += 2 * rows * vocab * piece.shape[1]
+    logits = empty(meter, (rows, vocab), piece.dtype)
+    wide = cast(logits, "float32")
+    result = like(wide)
+    del wide, logits
+    is_target = empty(meter, (rows, 1), "bool")
+    column = empty(meter, (rows, 1), "int64")
+    share = like(empty(meter, (rows, 1), "float32"))
+    picked = like(empty(meter, (rows, 1), "float32"))
+    del picked
+    minus_one = like(share)
+    del minus_one, is_target, column, share
+    return result
+
+
+def _outer(
+    total: Tensor | None, slope: Tensor, piece: Tensor, dtype: str, *, alone: bool
+) -> Tensor:
+    """slope.T @ piece, (vocab, hidden), added to the chunks before."""
+    shape = (slope.shape[1], piece.shape[1])
+    if total is not None and slope.dtype == total.dtype:
+        return total  # added in place by the product itself
+    product = empty(slope.meter, shape, slope.dtype)
+    if alone:
+        return product
+    return cast(product, "float32") if total is None else total
+
+
+def _chunked_backward(node: Node, grads: Incoming) -> Gradients:
+    d_hidden, d_weight = node.saved
+    return d_hidden, d_weight

@@ -66,6 +66,33 @@ def _add_multiply_backward(node: Node, grads: Incoming) -> Gradients:
     return first, second, (grad if node.needs(2) else None)
 
 
+def multiply_batched(a: Tensor, b: Tensor) -> Tensor:
+    """`torch.bmm(a, b)`: (n, m, k) x (n, k, p) -> (n, m, p)."""
+    saved = (b if a.requires_grad else None, a if b.requires_grad else None)
+    node = record(_multiply_batched_backward, (a, b), saved)
+    return attach(node, _batched_product(a, b))
+
+
+def _multiply_batched_backward(node: Node, grads: Incoming) -> Gradients:
+    grad = upstream(grads)
+    b = node.unpack(0) if node.needs(0) else None
+    a = node.unpack(1) if node.needs(1) else None
+    second = None if a is None else _batched_product(_swap(a), grad)
+    first = None if b is None else _batched_product(grad, _swap(b))
+    return first, second
+
+
+def _batched_product(a: Tensor, b: Tensor) -> Tensor:
+    (n, m, k), p = a.shape, b.shape[2]
+    a.meter.flop += 2 * n * m * k * p
+    return empty(a.meter, (n, m, p), a.dtype)
+
+
+def _swap(x: Tensor) -> Tensor:
+    n, m, k = x.shape
+    return x.viewed((n, k, m), (x.strides[0], x.strides[2], x.strides[1]))
+
+
 def _product(a: Tensor, b: Tensor) -> Tensor:
     (m, k), n = a.shape, b.shape[1]
     a.meter.flop += 2 * m * k * n

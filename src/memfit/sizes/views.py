@@ -99,6 +99,11 @@ def _expand_backward(shape: Shape, repeats: int) -> Rule:
     return rule
 
 
+def select_rows(x: Tensor, length: int) -> Tensor:
+    """`x[start : start + length]`: even the whole of x is a slice with a gradient of its own."""
+    return narrow(x, 0, 0, length)
+
+
 def narrow(x: Tensor, dim: int, start: int, length: int) -> Tensor:
     """`x.narrow(dim, start, length)`; its gradient is a full tensor of zeros around it."""
     node = record(_narrow_backward(x.shape), (x,))
@@ -162,12 +167,3 @@ def _concatenate_backward(dim: int, lengths: list[int]) -> Rule:
         return [_narrowed(grad, dim, n) if node.needs(i) else None for i, n in enumerate(lengths)]
 
     return rule
-
-
-def rotate_half(x: Tensor) -> Tensor:
-    """(..., size) -> (-second half, first half), as Hugging Face writes it."""
-    half = x.shape[-1] // 2
-    last = len(x.shape) - 1
-    first = narrow(x, last, 0, half)
-    second = narrow(x, last, half, x.shape[-1] - half)
-    return concatenate((negative(second), first), last)
