@@ -127,13 +127,17 @@ def _timeline(model: Model, recipe: Recipe, flops: dict[str, float], bandwidth: 
     if recipe.loss == "chunked":  # each chunk reads and adds to the head's gradient again
         chunks = -(-recipe.tokens // recipe.loss_chunk) * recipe.accumulation
         logits += 2.0 * chunks * a.vocab * a.hidden * (4 if recipe.method == "full" else 0)
+    # each micro-batch reads the weights anew and adds to the gradients
+    weights = recipe.accumulation * sum(w.nbytes for w in model.weights)
+    gradients = recipe.accumulation * 3.0 * sum(w.nbytes for w in model.weights if w.trainable)
     launches = recipe.accumulation * KERNELS_PER_BLOCK
     passes = [
-        ("forward", work.forward, block * a.layers, launches * a.layers),
+        ("forward", work.forward, weights + block * a.layers, launches * a.layers),
         ("loss", 0.0, logits, launches),
         ("recompute", work.recompute, block * recipe.recompute_blocks,
          launches * recipe.recompute_blocks),
-        ("backward", work.backward, 2 * block * a.layers, 2 * launches * a.layers),
+        ("backward", work.backward, weights + gradients + 2 * block * a.layers,
+         2 * launches * a.layers),
     ]  # fmt: skip
     spans, start = [], 0.0
     for op, flop, nbytes, kernels in passes:
