@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from memfit.catalog import CatalogModel
     from memfit.doctor import Diagnosis
     from memfit.formats import FormatRow
+    from memfit.plan.budget import Budget
     from memfit.plan.rules import Rule
     from memfit.train.progress import Progress
 
@@ -348,6 +349,13 @@ def rules(model: str) -> tuple[Rule, ...]:
     problem = problems.read_problem(from_data(stated, Request, where="the rules"))
     peak = search.predict(problem).memory.peak_allocated
     return folklore.rules(problem.model, predicted_peak=peak)
+
+
+def budget(**known: Any) -> Budget:
+    """Solve a budget from texts with units; see `memfit.plan.budget.read_budget`."""
+    from memfit.plan import budget as budgets
+
+    return budgets.solve_budget(budgets.read_budget(**known))
 
 
 def schema() -> dict[str, Any]:

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import click
 
 from memfit.cli.options import output_options, print_json
 from memfit.errors import InvalidRequest
 
+# what may be known of a budget, and how it is written
+QUANTITIES = {
+    "parameters": "Of the model, such as 7B.",
+    "tokens": "To train on, such as 1.4T.",
+    "compute": "Such as '1e21 FLOP' or '11.6 PFLOP-days'.",
+    "device_hours": "Such as 20000.",
+    "devices": "Number of them.",
+    "time": "Such as '30 d'.",
+    "cost": "Such as '5000 USD'.",
+    "device": "Accelerator: its peak and price; see `memfit devices`.",
+    "peak": "Of one device, such as '989 TFLOP/s'.",
+    "price": "Of a device-hour, such as '2.5 USD'.",
+    "inference_memory": "Where the model is to be served, such as '24 GiB'.",
+}
 
-@click.command("models")
+
+@click.command("models", short_help="List and search the models of the catalogue.")
 @click.argument("search", nargs=-1)
 @click.option("--family", metavar="NAME", default="", help="Only this family (HF's model_type).")
 @click.option("--up-to", metavar="COUNT", default="", help="Only up to so many parameters: 8B.")
@@ -30,7 +48,7 @@ def models_command(
     show_models(make_console(), rows, api.supported_families())
 
 
-@click.command("devices")
+@click.command("devices", short_help="List and search the accelerators of the catalogue.")
 @click.argument("search", nargs=-1)
 @click.option("--vendor", metavar="NAME", default="", help="Only this maker.")
 @click.option("--at-least", metavar="SIZE", default="", help="Only with so much memory: '40 GiB'.")
@@ -52,7 +70,53 @@ def devices_command(
     show_devices(make_console(), rows)
 
 
-@click.command("formats", context_settings={"ignore_unknown_options": True})
+def _budget_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One option for each quantity that may be known; the value carries its unit."""
+    for name, example in reversed(QUANTITIES.items()):
+        option = f"--{name.replace('_', '-')}"
+        function = click.option(option, name, default="", metavar="X", help=example)(function)
+    return function
+
+
+@click.command("budget", short_help="Parameters, tokens, compute, time, money: each from others.")
+@_budget_options
+@click.option(
+    "--dtype",
+    type=click.Choice(["bf16", "fp16", "fp8", "tf32", "fp32"]),
+    default="bf16",
+    help="Whose dense peak counts.",
+)
+@click.option("--mfu", type=float, help="Share of the peak reached; 0.4 is assumed.")
+@click.option("--context", type=click.IntRange(min=1), default=None, help="Tokens served at once.")
+@click.option("--sequences", type=click.IntRange(min=1), default=1, help="Sequences served.")
+@click.option("--weight-bytes", type=float, default=2.0, help="Bytes a served parameter.")
+@click.option("--cache-bytes", type=float, default=2.0, help="Bytes an element of the cache.")
+@output_options
+def budget_command(as_json: bool, quiet: bool, context: int | None, **known: Any) -> None:
+    """Parameters, tokens, compute, time, devices, money: give some, the others follow.
+
+    compute = 6 x parameters x tokens = devices x time x peak x MFU; tokens = 20 x parameters where
+    nothing else says them. With --inference-memory and --context the model is sized by what has to
+    be served first.
+    """
+    from memfit import api
+
+    del quiet
+    budget = api.budget(**known, context=context or 0)
+    if as_json:
+        print_json(budget)
+        return
+    from memfit.screens.budget import show_budget
+    from memfit.screens.layout import make_console
+
+    show_budget(make_console(), budget)
+
+
+@click.command(
+    "formats",
+    short_help="What a number becomes in each number format.",
+    context_settings={"ignore_unknown_options": True},
+)
 @click.argument("number", metavar="X")
 @click.option("--scale", metavar="MAX", help="Largest magnitude of the block that X is stored in.")
 @output_options
@@ -72,7 +136,7 @@ def formats_command(number: str, scale: str | None, as_json: bool, quiet: bool) 
     show_formats(make_console(), x, rows)
 
 
-@click.command("rules")
+@click.command("rules", short_help="Rules of thumb about memory beside exact accounting.")
 @click.argument("model", metavar="MODEL")
 @output_options
 def rules_command(model: str, as_json: bool, quiet: bool) -> None:

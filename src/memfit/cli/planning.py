@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from memfit.results import Certificate, Plan
 
 
-@click.command("plan")
+@click.command("plan", short_help="Decide every knob left on `auto` under the limits.")
 @click.argument("target", metavar="[MODEL|REQUEST.YAML]", required=False)
 @request_options
 @folder_option
@@ -105,7 +105,7 @@ def _after_plan(
     return commands
 
 
-@click.command("predict")
+@click.command("predict", short_help="Memory and time of one stated configuration.")
 @click.argument("target", metavar="RECIPE.YAML")
 @request_options
 @why_option
@@ -127,7 +127,7 @@ def predict_command(
     return _finish(plan, as_json, why, _after_plan(plan, target, device, memory, changes, None))
 
 
-@click.command("certify")
+@click.command("certify", short_help="Prove a plan with the trainer's own step on fake tensors.")
 @click.argument("target", metavar="PLAN.JSON|REQUEST.YAML|MODEL")
 @request_options
 @folder_option

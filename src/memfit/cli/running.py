@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from memfit.results import Report
 
 
-@click.command("train")
+@click.command("train", short_help="Train what was planned and certified; resumes by itself.")
 @click.argument("target", metavar="REQUEST.YAML|PLAN.JSON|MODEL")
 @request_options
 @folder_option
@@ -74,7 +74,7 @@ def _folder_of(target: str) -> Path:
     return Path("runs") / (re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run")
 
 
-@click.command("measure")
+@click.command("measure", short_help="Run a few real steps here and compare.")
 @click.argument("target", metavar="REQUEST.YAML|PLAN.JSON|MODEL")
 @request_options
 @click.option("--steps", type=click.IntRange(min=1), default=3, help="Timed steps.")
@@ -138,7 +138,7 @@ def _whole(value: float | None) -> int | None:
     return None if value is None else int(value)
 
 
-@click.command("report")
+@click.command("report", short_help="Predicted, certified and measured, side by side.")
 @click.argument("folder", metavar="RUN", type=click.Path(path_type=Path))
 @output_options
 def report_command(folder: Path, as_json: bool, quiet: bool) -> None:
@@ -163,7 +163,7 @@ def _show(report: Report, folder: Path | None) -> None:
     show_report(make_console(), report, commands=commands)
 
 
-@click.command("generate")
+@click.command("generate", short_help="Continue a prompt with the model of a run.")
 @click.argument("folder", metavar="RUN", type=click.Path(path_type=Path))
 @click.argument("prompt")
 @click.option("--tokens", type=click.IntRange(min=1), default=100, help="Most new tokens.")

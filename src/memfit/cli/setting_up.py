@@ -9,7 +9,7 @@ import click
 from memfit.cli.options import note, output_options, print_json
 
 
-@click.command("init")
+@click.command("init", short_help="Write a commented request.yaml.")
 @click.argument("path", type=click.Path(path_type=Path, dir_okay=False), default="request.yaml")
 @output_options
 def init_command(path: Path, as_json: bool, quiet: bool) -> None:
@@ -23,7 +23,7 @@ def init_command(path: Path, as_json: bool, quiet: bool) -> None:
         note(quiet)(f"wrote {written}; next: memfit plan {written}")
 
 
-@click.command("schema")
+@click.command("schema", short_help="Print the JSON Schema of request.yaml.")
 @output_options
 def schema_command(as_json: bool, quiet: bool) -> None:
     """Print the JSON Schema of request.yaml."""
@@ -33,7 +33,7 @@ def schema_command(as_json: bool, quiet: bool) -> None:
     print_json(api.schema())
 
 
-@click.command("doctor")
+@click.command("doctor", short_help="Versions, machine, accelerators, caches: for bug reports.")
 @output_options
 def doctor_command(as_json: bool, quiet: bool) -> None:
     """Versions, this machine, its accelerators and caches: paste it into bug reports."""

@@ -10,9 +10,9 @@ from memfit import units
 from memfit.catalog import CatalogModel
 from memfit.hardware import Device
 from memfit.nouns import to_data
-from memfit.screens.layout import heading, make_table, next_commands, plain, say, show
+from memfit.screens.layout import WIDE, heading, make_table, next_commands, plain, say, show
 
-LEGEND = "? weak source, to be checked   - stated by nobody   `memfit {verb} NAME` shows one row"
+LEGEND = "`?` weak source, to be checked; `-` stated by nobody; `memfit {verb} NAME` shows a row"
 
 
 def _marked(row: CatalogModel | Device, field: str, text: str) -> str:
@@ -48,7 +48,7 @@ def show_models(console: Console, rows: Sequence[CatalogModel], supported: Seque
 
 def show_devices(console: Console, rows: Sequence[Device]) -> None:
     """One accelerator a line: what torch can use, what is on the box, speeds, the price."""
-    wide = console.width >= 100
+    wide = console.width >= WIDE
     numbers = ("memory", "on the box", "bandwidth", "bf16", "fp32", "USD/h")
     shown = numbers if wide else tuple(n for n in numbers if n not in ("on the box", "fp32"))
     table = make_table("device", *shown, numbers=shown)

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 WIDEST = 120  # longer lines are harder to read, however wide the terminal
+WIDE = 100  # from here on there is room for more columns
 INDENT = 2
 STYLES = {
     "fits": "bold green",
@@ -18,9 +19,15 @@ STYLES = {
 }
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave a closed pipe to whoever runs the verb, instead of exit code 1."""
+        raise BrokenPipeError
+
+
 def make_console(*, stderr: bool = False) -> Console:
     """A console that obeys NO_COLOR, COLUMNS and pipes; 80 columns without a terminal."""
-    console = Console(stderr=stderr, highlight=False, emoji=False, markup=False)
+    console = _Console(stderr=stderr, highlight=False, emoji=False, markup=False)
     console.width = min(console.width, WIDEST)
     return console
 

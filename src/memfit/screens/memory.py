@@ -15,6 +15,7 @@ from memfit.screens.bar import Part, fill, scale, share_bar, stacked_bar
 from memfit.screens.layout import (
     INDENT,
     STYLES,
+    WIDE,
     heading,
     is_ascii,
     make_table,
@@ -24,15 +25,13 @@ from memfit.screens.layout import (
 )
 from memfit.words import PHASES, VERDICTS
 
+FEW = 10
+
 
 def show_verdict(console: Console, memory: Memory, subject: str) -> None:
     """The word, both numbers, and how much room is left or missing."""
-    line = (
-        Text(VERDICTS[memory.verdict], style=STYLES[memory.verdict])
-        .append("  ")
-        .append(plain(console, subject), style="not bold")
-    )
-    console.print(line)
+    line = Text(VERDICTS[memory.verdict], style=STYLES[memory.verdict])
+    show(console, line.append(f"  {plain(console, subject)}", style="not bold"), indent=0)
     needed = needs(memory)
     said = f"needs {units.show_bytes(needed)}"
     if memory.usable is None:
@@ -40,9 +39,17 @@ def show_verdict(console: Console, memory: Memory, subject: str) -> None:
     else:
         over = needed - memory.usable
         said += f" of {units.show_bytes(memory.usable)} usable"
-        said += f" ({needed / memory.usable:.1%})" if memory.usable else ""
+        said += _ratio(needed, memory.usable)
         said += f": {units.show_bytes(abs(over))} {'too much' if over > 0 else 'to spare'}"
     say(console, said)
+
+
+def _ratio(needed: int, usable: int) -> str:
+    """The share that is needed; times, where per cent would be absurd."""
+    if not usable:
+        return ""
+    share = needed / usable
+    return f" ({share:.1%})" if share < FEW else f" ({share:,.0f} times)"
 
 
 def parts_of(memory: Memory) -> list[Part]:
@@ -122,7 +129,7 @@ def show_instants(console: Console, peaks: Mapping[str, int], peak_phase: str) -
     heading(console, "Instants")
     table = make_table("phase", "peak", "", "", numbers=("peak",))
     highest = max(peaks.values(), default=0)
-    width = 12 if console.width < 100 else 24
+    width = 12 if console.width < WIDE else 24
     for phase, nbytes in peaks.items():
         marked = phase == peak_phase
         bar = share_bar(

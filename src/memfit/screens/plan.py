@@ -12,6 +12,7 @@ from memfit.plan.verdict import describe_lack, needs
 from memfit.results import Considered, Cost, Plan, Time
 from memfit.screens.layout import (
     INDENT,
+    WIDE,
     bullets,
     heading,
     make_table,
@@ -95,7 +96,7 @@ def _show_considered(console: Console, plan: Plan, *, why: bool) -> None:
     table = make_table("", "recipe", "needs", "time", "why", numbers=("needs", "time"))
     for row, label in zip(rows, labels, strict=True):
         table.add_row(
-            tick(console) if row.chosen else "",
+            _mark(console, row),
             plain(console, label),
             units.show_bytes(_needs(row)),
             f"{row.relative_time:.2f}x",
@@ -105,6 +106,19 @@ def _show_considered(console: Console, plan: Plan, *, why: bool) -> None:
     show(console, table)
     if hidden := len(plan.considered) - len(rows):
         say(console, f"{hidden} more with --why", style="dim", indent=INDENT)
+
+
+def _mark(console: Console, row: Considered) -> str:
+    """A tick for the chosen recipe; a nearest miss gets none."""
+    if not row.chosen:
+        return ""
+    return tick(console) if row.fits else ">"
+
+
+def _note_ranking(console: Console, plan: Plan) -> None:
+    if plan.time.step_seconds is None:
+        said = "the device's speed is unknown: times are compared at nominal rates"
+        say(console, said, style="dim", indent=INDENT)
 
 
 def split_labels(labels: Sequence[str]) -> tuple[str, list[str]]:
@@ -140,22 +154,24 @@ def _show_levers(console: Console, plan: Plan) -> None:
     table = make_table("--set", "memory", "time", "fits", "note", numbers=("memory", "time"))
     table.columns[0].no_wrap = True
     own = needs(plan.memory)
+    between = "\n" if console.width < WIDE else " "
     rows = sorted(plan.levers, key=_needs)
     for row in rows:
         saved = _needs(row) - own
         if miss and saved >= 0:
             continue
         table.add_row(
-            " ".join(set_options(row.changes)),
+            between.join(set_options(row.changes)),
             ("+" if saved > 0 else "-" if saved < 0 else "") + units.show_bytes(abs(saved)),
             f"{row.relative_time - 1:+.1%}",
             "yes" if row.fits else "no",
             plain(console, row.because),
         )
     if not table.rows:
-        show(console, "none of the exact levers lowers the peak")
-    else:
-        show(console, table)
+        show(console, "no single knob lowers the peak")
+        return
+    show(console, table)
+    _note_ranking(console, plan)
 
 
 def set_options(changes: dict[str, Any]) -> Iterable[str]:

@@ -1,0 +1,513 @@
+"""The command line as a user meets it: a real process, its two streams, its exit code."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+from rich.cells import cell_len
+
+from memfit import api
+from memfit.cli import options
+from memfit.cli.app import VERBS, app, run
+from memfit.errors import DoesNotFit, InvalidRequest, NotCertified, RunFailed
+from memfit.request import Request
+from memfit.request_file import KEYS, schema, template
+
+ROOT = Path(__file__).parent.parent
+TINY = {
+    "name": "tiny", "model_type": "llama", "vocab_size": 512, "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "tie_word_embeddings": True,
+}  # fmt: skip
+ASKED = {
+    "model": TINY, "weights": "random", "hardware": {"device": "cpu"},
+    "task": {"sequence_length": 64, "global_batch": 4, "steps": 3},
+    "optimizer": {"name": "adamw"}, "limits": {"memory": "1 GiB"},
+}  # fmt: skip
+STATED = ASKED | {
+    "method": "full", "precision": "fp32", "recompute": "none", "loss": "plain", "micro_batch": 2,
+    "attention": "flash",
+}  # fmt: skip
+
+
+def memfit(*arguments, cwd, **environment):
+    """Run the command in a process of its own, as a shell would."""
+    return subprocess.run(
+        [sys.executable, "-m", "memfit", *map(str, arguments)], cwd=cwd, check=False,
+        capture_output=True, text=True, encoding="utf-8",
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONIOENCODING": "utf-8",
+             "COLUMNS": "80", **environment},
+    )  # fmt: skip
+
+
+def quick(*arguments):
+    """The same in this process, for what needs no process: (exit code, stdout, stderr)."""
+    code = []
+    runner = CliRunner()
+    with runner.isolation() as streams:
+        words = [str(a) for a in arguments]
+        code.append(run(lambda: app.main(words, prog_name="memfit", standalone_mode=False)))
+        return code[0], streams[0].getvalue().decode(), streams[1].getvalue().decode()
+
+
+@pytest.fixture
+def request_file(tmp_path):
+    file = tmp_path / "request.yaml"
+    file.write_text(json.dumps(ASKED))  # JSON is YAML
+    return file
+
+
+def write(tmp_path, data):
+    file = tmp_path / "changed.yaml"
+    file.write_text(data if isinstance(data, str) else json.dumps(data))
+    return file
+
+
+# the streams and the codes
+
+
+def test_data_goes_to_stdout_and_chatter_to_stderr(request_file, tmp_path):
+    done = memfit("plan", request_file, "--folder", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("FITS  tiny on cpu-x86\nneeds ")
+    assert done.stderr == "wrote run/plan.json\n"
+    assert "\x1b" not in done.stdout
+    assert max(cell_len(line) for line in done.stdout.splitlines()) <= 80
+    quiet = memfit("plan", request_file, "--folder", "run", "--quiet", cwd=tmp_path)
+    assert (quiet.stdout, quiet.stderr) == (done.stdout, "")
+
+
+def test_an_impossible_limit_prints_the_nearest_miss_and_exits_3(request_file):
+    code, out, err = quick("plan", request_file, "--memory", "64 KiB")
+    assert code == 3
+    assert err == ""
+    assert out.startswith("DOES NOT FIT  tiny on cpu-x86\nneeds ")
+    assert "of 64.00 KiB usable" in out
+    assert "nearest miss: needs " in out
+    assert "Next\n  memfit plan " in out
+    code, out, _ = quick("plan", request_file, "--memory", "64 KiB", "--json")
+    assert (code, json.loads(out)["memory"]["verdict"]) == (3, "does_not_fit")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(InvalidRequest("a"), 2), (DoesNotFit("a"), 3), (NotCertified("a"), 4), (RunFailed("a"), 5),
+     (KeyboardInterrupt(), 130), (ZeroDivisionError("a"), 1)],
+    ids=lambda v: type(v).__name__ if isinstance(v, BaseException) else "",
+)  # fmt: skip
+def test_every_way_to_fail_has_its_exit_code(error, code, capsys):
+    def fail():
+        raise error
+
+    assert run(fail) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+
+
+def test_a_bug_says_so_in_one_line_and_where_to_report_it(capsys, monkeypatch):
+    def fail():
+        raise KeyError("x")
+
+    monkeypatch.delenv("MEMFIT_DEBUG", raising=False)
+    assert run(fail) == 1
+    assert capsys.readouterr().err == (
+        "error: this is a bug in memfit (KeyError: 'x')\n"
+        "hint: please report it with the output of `memfit doctor` and MEMFIT_DEBUG=1\n"
+    )
+    monkeypatch.setenv("MEMFIT_DEBUG", "1")
+    assert run(fail) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_missing_training_library_names_the_extra(capsys):
+    def fail():
+        raise ModuleNotFoundError("No module named 'torch'", name="torch.nn")
+
+    assert run(fail) == 2
+    assert capsys.readouterr().err == (
+        "error: this needs `torch.nn`, which is not installed\nhint: pip install 'memfit[train]'\n"
+    )
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
+    command = f"{sys.executable} -m memfit devices | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_control_c_outside_training_leaves_with_130(tmp_path):
+    code = (
+        "import sys, time; from memfit.cli import app;"
+        "sys.exit(app.run(lambda: (print('up', flush=True), time.sleep(60))))"
+    )
+    started = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    assert started.stdout.readline() == "up\n"
+    started.send_signal(signal.SIGINT)
+    _, err = started.communicate(timeout=30)
+    assert (started.returncode, err) == (130, "error: interrupted\n")
+
+
+# errors, whole
+
+
+def fails(*arguments):
+    code, out, err = quick(*arguments)
+    assert out == ""
+    return code, err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["plna"], "error: unknown verb: `plna`\nhint: did you mean `plan`? "
+                   "(`memfit --help` lists them)\n"),
+        (["plan", "gpt2", "--devcie", "x"],
+         "error: No such option '--devcie'. Did you mean '--device'?\n"
+         "hint: `memfit plan --help`\n"),
+        (["plan", "lama-3.1-8b"],
+         "error: unknown model: `lama-3.1-8b`\nhint: did you mean `llama-3.1-8b` or "),
+        (["plan", "gpt2", "--device", "h10-sxm"],
+         "error: unknown device: `h10-sxm`\nhint: did you mean `h100-sxm`"),
+        (["plan", "gpt2", "--memory", "72"],
+         "error: cannot read `72` as a memory size\n"
+         "hint: write a memory size with its unit, for example `72 GiB`\n"),
+        (["plan", "gpt2", "--set", "task.stepz=3"],
+         "error: unknown key `task.stepz` in the options\nhint: did you mean `steps`?\n"),
+        (["plan", "gpt2", "--set", "task.steps"],
+         "error: cannot read `--set task.steps`\n"
+         "hint: write a key of request.yaml and its value: `--set task.steps=100`\n"),
+        (["plan", "gpt2", "--set", "task.steps=many"],
+         "error: `task.steps: many` in the options: expected `int | null`, got `str`\n"
+         "hint: a whole number, 1 or more\n"),
+        (["plan", "gpt2", "--set", "task.steps=-3"],
+         "error: `task.steps: -3` in the options: expected `int` >= 1\n"
+         "hint: a whole number, 1 or more\n"),
+        (["plan", "gpt2", "--set", "lora.targets=[a"],
+         "error: cannot read the value of `--set lora.targets=[a`: "),
+        (["plan", "gpt2", "--set", "task=3", "--set", "task.steps=3"],
+         "error: `task.steps` cannot be set: `task` holds a value, not keys\n"),
+        (["models", "lama9"], "error: unknown model: `lama9`\nhint: "),
+        (["models", "--family", "lama"],
+         "error: unknown family: `lama`\nhint: did you mean `llama`?"),
+        (["devices", "--vendor", "nvidai"],
+         "error: unknown vendor: `nvidai`\nhint: did you mean `NVIDIA`"),
+        (["devices", "--at-least", "9 TiB"],
+         "error: no device is within these bounds\nhint: `memfit devices` lists all\n"),
+        (["formats", "pi"],
+         "error: `pi` is not a number\nhint: X is a number such as 3.14159265 or -2e-5\n"),
+        (["report", "nowhere"], "error: `nowhere` holds no plan.json\nhint: name the folder"),
+        (["plan", "nowhere.yaml"],
+         "error: cannot read `nowhere.yaml`: No such file or directory\n"
+         "hint: `memfit init` writes a commented one\n"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)  # fmt: skip
+def test_what_is_wrong_is_said_once_with_a_hint(arguments, said):
+    code, out, err = quick(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(said)
+    assert err.count("error:") == err.count("hint:") + ("cannot be set" in err) == 1
+
+
+def test_yaml_is_read_as_version_1_2(tmp_path, request_file):
+    text = "model: gpt2\noptimizer: {learning_rate: 2e-4}\nseed: 007\n"
+    read = api.read(write(tmp_path, text))
+    assert read.optimizer.learning_rate == 2e-4
+    code, err = fails("plan", write(tmp_path, "model: gpt2\ntask: {packing: no}\n"))
+    assert code == 2
+    assert "`task.packing: no` in " in err
+    assert "expected `bool`, got `str`" in err
+    options_read = options.read_changes(None, None, ("optimizer.learning_rate=2e-4", "a=no"))
+    assert options_read == {"optimizer.learning_rate": 2e-4, "a": "no"}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("3", 3), ("0", 0), ("007", 7), ("-3", -3), ("2e-4", 2e-4), ("true", True), ("no", "no"),
+     ("null", None), ("72 GiB", "72 GiB"), ("[q_proj, v_proj]", ["q_proj", "v_proj"]),
+     ("{blocks: 3}", {"blocks": 3}), ("", None), ("'3'", "3"), ("bf16", "bf16")],
+)  # fmt: skip
+def test_a_value_of_set_is_yaml(text, value):
+    assert options.read_value("key", text) == value
+
+
+@pytest.mark.parametrize(("key", "value", "said"), [
+    ("task.sequence_length", 4096, "is longer than the 128 positions of `tiny`"),
+    ("micro_batch", 3, "`micro_batch: 3` does not divide `task.global_batch: 4`"),
+    ("recompute", {"blocks": 9}, "`recompute.blocks: 9` is more than the 2 blocks of `tiny`"),
+    ("optimizer.learning_rate", -1, "`optimizer.learning_rate: -1`"),
+    ("hardware.count", 2, "memfit plans for one device today"),
+    ("seed", "one", "`seed: one` in "),
+    ("limits.time", "soon", "cannot read `soon` as a duration"),
+])  # fmt: skip
+def test_a_value_that_cannot_be_is_refused_with_both_numbers(tmp_path, key, value, said):
+    data = json.loads(json.dumps(ASKED))
+    *parents, last = key.split(".")
+    place = data
+    for parent in parents:
+        place = place.setdefault(parent, {})
+    place[last] = value
+    code, err = fails("plan", write(tmp_path, data))
+    assert code == 2
+    assert said in err
+    assert "\nhint: " in err
+
+
+def test_a_lora_target_that_matches_nothing_is_refused(tmp_path):
+    asked = {"method": "lora", "lora": {"targets": ["q_prj"]}}
+    code, err = fails("plan", write(tmp_path, ASKED | asked))
+    assert code == 2
+    assert "q_prj" in err
+    assert "q_proj" in err
+
+
+def test_a_broken_file_is_named_with_line_and_column(tmp_path):
+    code, err = fails("plan", write(tmp_path, "model: gpt2\ntask: [1, 2\n"))
+    assert code == 2
+    assert re.search(r"changed\.yaml` line 3, column 1: ", err)
+
+
+def test_an_edited_plan_is_refused(tmp_path, request_file):
+    assert quick("plan", request_file, "--folder", tmp_path, "--quiet")[0] == 0
+    file = tmp_path / "plan.json"
+    data = json.loads(file.read_text())
+    data["recipe"]["micro_batch"] = 1 + data["recipe"]["micro_batch"]
+    file.write_text(json.dumps(data))
+    code, err = fails("certify", file)
+    assert code == 2
+    assert "carries digest" in err
+
+
+def test_options_cannot_change_a_plan(tmp_path, request_file):
+    quick("plan", request_file, "--folder", tmp_path, "--quiet")
+    code, err = fails("train", tmp_path / "plan.json", "--memory", "1 GiB")
+    assert code == 2
+    assert "a plan is fixed" in err
+
+
+# JSON
+
+
+MEMORY = {"peak_allocated", "peak_reserved", "device_total", "usable", "verdict", "entries"}
+TIME = {
+    "step_seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", "hfu",
+    "model_flops_per_step",
+}  # fmt: skip
+COST = {"device_hours", "usd", "kwh"}
+
+
+def strict(text):
+    """Parse JSON that any reader accepts: no NaN, no Infinity, one document."""
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("verb", ["plan", "predict"])
+def test_the_json_of_a_plan_has_the_keys_of_the_design(tmp_path, verb):
+    code, out, err = quick(verb, write(tmp_path, STATED), "--json")
+    assert (code, err) == (0, "")
+    data = strict(out)
+    assert set(data["memory"]) >= MEMORY
+    assert set(data["time"]) >= TIME
+    assert set(data["cost"]) >= COST
+    assert all({"kind", "phase", "owner", "nbytes", "because"} == set(e)
+               for e in data["memory"]["entries"])  # fmt: skip
+    assert sum(e["nbytes"] for e in data["memory"]["entries"]) == data["memory"]["peak_allocated"]
+
+
+@pytest.mark.parametrize("arguments", [
+    ["models"], ["models", "llama", "--up-to", "8B"], ["devices"], ["devices", "h100-sxm"],
+    ["formats", "3.14159265"], ["formats", "--", "-1e300"], ["rules", "gpt2"], ["schema"],
+    ["budget", "--parameters", "7B", "--tokens", "1.4T"], ["doctor"],
+])  # fmt: skip
+def test_every_looking_verb_prints_valid_json_only(arguments):
+    verb, *rest = arguments
+    code, out, err = quick(verb, "--json", *rest)
+    assert (code, err) == (0, "")
+    assert strict(out)
+
+
+@pytest.mark.slow
+def test_certify_prints_its_certificate_with_the_plans_time(tmp_path):
+    file = write(tmp_path, STATED)
+    code, out, err = quick("certify", file, "--json", "--folder", tmp_path / "run", "--quiet")
+    assert (code, err) == (0, "")
+    data = strict(out)
+    assert set(data["memory"]) >= MEMORY
+    assert set(data["time"]) >= TIME
+    assert data["recipe_digest"] == api.read_plan(tmp_path / "run" / "plan.json").recipe_digest
+    assert (tmp_path / "run" / "certificate.json").exists()
+    code, out, _ = quick("report", tmp_path / "run", "--json", "--quiet")
+    assert code == 0
+    assert strict(out)["certificate"]["recipe_digest"] == data["recipe_digest"]
+
+
+@pytest.mark.slow
+def test_measure_prints_measured_memory_and_time(tmp_path):
+    code, out, err = quick("measure", write(tmp_path, STATED), "--steps", "2", "--json", "--quiet")
+    assert (code, err) == (0, "")
+    data = strict(out)
+    assert set(data["memory"]) >= MEMORY
+    assert set(data["time"]) >= TIME
+    assert data["memory"]["verdict"] == "fits"
+    assert data["time"]["step_seconds"] > 0
+
+
+# what the screens of the catalogues hold
+
+
+@pytest.mark.parametrize("arguments", [
+    ["devices"], ["models"], ["formats", "3.14159265"], ["rules", "gpt2"], ["doctor"], ["--help"],
+    ["devices", "h100-sxm"], ["models", "gpt2-xl"],
+    ["budget", "--inference-memory", "24 GiB", "--context", "8192", "--device", "a100-sxm-80"],
+    ["plan", "gpt2", "--device", "rtx-4090"], ["plan", "gpt2", "--device", "rtx-4090", "--why"],
+], ids=" ".join)  # fmt: skip
+def test_every_screen_fits_80_columns(arguments, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, err = quick(*arguments)
+    assert (code, err) == (0, "")
+    assert max(cell_len(line) for line in out.splitlines()) <= 80
+
+
+def test_unverified_figures_carry_a_mark_and_unknown_ones_a_dash():
+    rows = api.devices()
+    weak = next(d for d in rows if "memory" in d.unverified and d.memory)
+    _, out, _ = quick("devices", weak.id)
+    assert re.search(rf"^  {re.escape(weak.id)} +[\d.]+ GiB \?", out, re.M)
+    unknown = next(d for d in rows if not d.prices)
+    _, out, _ = quick("devices", unknown.id)
+    assert re.search(rf"^  {re.escape(unknown.id)} .* -$", out, re.M)
+
+
+def test_search_words_must_all_occur_and_bounds_narrow():
+    assert {m.model_type for m in api.models("llama", family="llama")} == {"llama"}
+    assert max(m.parameters for m in api.models(up_to="1B")) <= 1_000_000_000
+    ids = [d.id for d in api.devices("nvidia", at_least="80 GiB")]
+    assert "h100-sxm" not in ids  # 79.1 GiB are left to torch
+    assert "h200-sxm" in ids or any(i.startswith("h200") for i in ids)
+
+
+# init, schema, and what they say of the request
+
+
+def test_init_writes_a_request_that_reads_and_never_overwrites(tmp_path):
+    done = memfit("init", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "")
+    file = tmp_path / "request.yaml"
+    first, *_ = file.read_text().splitlines()
+    assert first == "# yaml-language-server: $schema=./request.schema.json"
+    assert json.loads((tmp_path / "request.schema.json").read_text()) == json.loads(
+        json.dumps(schema())
+    )
+    asked = api.read(file)
+    assert (asked.model, asked.hardware.device) == ("llama-3.1-8b", "h100-sxm")
+    again = memfit("init", cwd=tmp_path)
+    assert again.returncode == 2
+    assert again.stderr == (
+        "error: `request.yaml` exists already\nhint: name another file: `memfit init second.yaml`\n"
+    )
+
+
+def test_the_template_with_every_comment_opened_still_is_the_default_request(tmp_path):
+    head, body = template().split("\n\n", 1)
+    assert all(line.startswith("# ") for line in head.splitlines())
+    opened = re.sub(r"^# ", "", body, flags=re.M)
+    read = api.read(write(tmp_path, opened))
+    given = {"model": read.model, "hardware": read.hardware, "task": read.task}
+    assert read == Request(**given)
+    assert read.task == type(read.task)(data="data/")
+
+
+def dotted(kind, prefix=""):
+    for field in msgspec.structs.fields(kind):
+        yield prefix + field.encode_name
+        types = [field.type, *getattr(field.type, "__args__", ())]
+        for inner in types:
+            if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+                yield from dotted(inner, f"{prefix}{field.encode_name}.")
+
+
+def test_every_key_of_the_request_is_described_and_no_other():
+    assert set(KEYS) == set(dotted(Request))
+
+
+def test_the_schema_refuses_unknown_keys_and_describes_every_key():
+    made = schema()
+    records = [made, *made["$defs"].values()]
+    assert all(r["additionalProperties"] is False for r in records)
+    assert made["required"] == ["model"]
+    assert all(f["description"] for r in records for f in r["properties"].values())
+
+
+def test_without_a_model_or_a_request_plan_says_what_to_type(tmp_path):
+    done = memfit("plan", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no model was named" in done.stderr
+    assert "memfit plan llama-3.1-8b --device h100-sxm" in done.stderr
+
+
+# what links the verbs
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"method": "lora", "lora": {"rank": 4, "targets": ["q_proj"]}}, {"precision": "bf16"},
+    {"limits": {"memory": "3 MiB"}}, {"method": "freeze", "freeze": {"last_blocks": 1}},
+    {"optimizer": {"name": "sgd", "learning_rate": 0.1}},
+], ids=str)  # fmt: skip
+def test_a_plan_stated_as_a_request_plans_to_the_same_recipe(tmp_path, changes):
+    plan = api.plan(api.read(write(tmp_path, ASKED | changes)))
+    stated = api.state(plan)
+    assert api.plan(stated).recipe_digest == plan.recipe_digest
+    assert api.predict(stated).recipe_digest == plan.recipe_digest
+
+
+def test_the_next_command_can_be_typed(tmp_path, request_file, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, out, _ = quick("plan", "request.yaml", "--set", "task.global_batch=8", "--memory", "2 GiB")
+    (line,) = [line.strip() for line in out.splitlines() if line.startswith("  memfit ")]
+    assert line == "memfit certify request.yaml --memory '2 GiB' --set task.global_batch=8"
+
+
+def test_every_verb_has_help_and_json():
+    for verb in VERBS:
+        code, out, err = quick(verb, "--help")
+        assert (code, err) == (0, "")
+        assert "--json" in out
+        assert out.startswith(f"Usage: memfit {verb}")
+
+
+def test_the_generated_docs_are_fresh():
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "generate_docs.py", "--check"], check=False,
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_heavy_library_is_imported_before_it_is_needed():
+    code = (
+        "import sys; from memfit.cli import app; app.app.get_command(None, 'plan');"
+        "print(sorted({'rich', 'ruamel', 'memfit.catalog', 'torch', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    assert done.stdout == "[]\n"
