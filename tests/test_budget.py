@@ -210,6 +210,13 @@ def test_inference_first_takes_the_largest_that_fits_and_the_tokens_that_are_lef
     assert sized.model in budget.figures["parameters"].because
 
 
+def test_a_mixture_of_experts_is_not_offered_where_6pd_counts_every_parameter():
+    request = InferenceRequest(memory=60 * units.GIB, context=512)
+    mixture, best = find_model("qwen3-30b-a3b"), find_model(size_by_inference(request).model)
+    assert needs(mixture, request) < request.memory
+    assert best.parameters < mixture.parameters
+
+
 def test_bytes_a_parameter_and_an_element_count():
     whole = size_by_inference(REQUEST)
     halved = size_by_inference(

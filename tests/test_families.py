@@ -195,6 +195,7 @@ def test_mistrals_window_is_read(change, window):
     [
         ({}, 0),
         ({"use_sliding_window": False, "sliding_window": 16}, 0),
+        ({"sliding_window": 16, "max_window_layers": 0}, 0),
         ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, 16),
         ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}, 0),
         ({"use_sliding_window": True, "sliding_window": None}, 0),
