@@ -235,7 +235,20 @@ def test_values_carry_their_unit(value, unit, shown):
 
 @pytest.mark.parametrize(
     ("error", "shown"),
-    [(None, "-"), (0.0, "0"), (-0.0625, "-6.25%"), (0.5, "+50.00%"), (-1.3e-5, "-1e-05")],
+    [
+        (None, "-"),
+        (0.0, "0"),
+        (-0.0625, "-6.25%"),
+        (0.5, "+50.00%"),
+        (14.5, "15.5x"),
+        (-1.3e-5, "-1e-05"),
+    ],
 )
 def test_only_exact_equality_is_shown_as_nothing(error, shown):
     assert show_error(error) == shown
+
+
+def test_a_sample_cannot_steer_the_terminal():
+    plan = made.plan()
+    report = join(plan, None, made.run(plan), sample="a\x1b[2Jb\x07c")
+    assert "a\ufffd[2Jb\ufffdc" in screen(show_report, report, commands=[])

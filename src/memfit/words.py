@@ -36,6 +36,7 @@ COLOURS = {
     "fragmentation": "#B0B0B0",
     "context": "#707070",
 }
+FAR = 9.0  # from ten times on, per cent say less
 
 
 def show_value(value: float | None, unit: str) -> str:
@@ -52,11 +53,13 @@ def show_value(value: float | None, unit: str) -> str:
 
 
 def show_error(error: float | None) -> str:
-    """A signed share; `0` is exact equality, `-` is nothing to compare."""
+    """A signed share; `0` is exact equality, `-` nothing to compare, `12x` far too much."""
     if error is None:
         return "-"
     if error == 0:
         return "0"
+    if error >= FAR:
+        return f"{1 + error:.3g}x"
     return f"{error:+.2%}" if abs(error) >= 1e-4 else f"{error:+.0e}"
 
 

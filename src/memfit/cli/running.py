@@ -187,4 +187,7 @@ def generate_command(
     if as_json:
         print_json({"prompt": prompt, "text": sample})
     else:
-        click.echo(prompt + sample)
+        from memfit.screens.layout import printable
+
+        text = prompt + sample
+        click.echo(printable(text) if sys.stdout.isatty() else text)

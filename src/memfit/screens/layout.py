@@ -43,8 +43,16 @@ def tick(console: Console) -> str:
 
 
 def plain(console: Console, text: str) -> str:
-    """The text with what the terminal's encoding cannot show replaced by `?`."""
-    return text.encode("ascii", "replace").decode() if is_ascii(console) else text
+    """The text without control characters; what the encoding cannot show becomes `?`."""
+    shown = printable(text)
+    return shown.encode("ascii", "replace").decode() if is_ascii(console) else shown
+
+
+def printable(text: str) -> str:
+    """A model's or a user's text must not be able to steer the terminal."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
 
 
 def heading(console: Console, title: str) -> None:
