@@ -70,9 +70,13 @@ def _let_fused_be_traced() -> None:
 
     name = "aten::_fused_sgd_"
     if not _libraries and not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta"):
-        library = torch.library.Library("aten", "IMPL")
-        library.impl("_fused_sgd_", lambda *_, **__: None, "Meta")
+        library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        library.impl("_fused_sgd_", _nothing, "Meta")  # type: ignore[no-untyped-call]
         _libraries.append(library)
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """Updates in place; allocates nothing."""
 
 
 optimizers.register("sgd")(Sgd())

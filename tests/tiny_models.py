@@ -1,0 +1,109 @@
+"""A tiny config of each model type, recipes over them, and a textbook training loop."""
+
+import torch
+from msgspec.structs import replace
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from memfit.model import ModelReference
+from memfit.recipe import Freeze, Lora, Optimizer, Recipe
+from memfit.train.build import Built, build_model, build_optimizer, fill_weights
+from memfit.train.step import Batch
+
+torch.set_num_threads(1)  # a second thread costs more than these models are worth
+VOCAB = 97
+_LLAMA = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
+CONFIGS = {
+    "llama": {"model_type": "llama", **_LLAMA},
+    "mistral": {"model_type": "mistral", **_LLAMA, "sliding_window": None},
+    "qwen2": {"model_type": "qwen2", **_LLAMA, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", **_LLAMA, "head_dim": 16, "tie_word_embeddings": True},
+    "gpt2": {
+        "model_type": "gpt2", "vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4,
+        "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0,
+    },
+    "gpt_neox": {
+        "model_type": "gpt_neox", "vocab_size": VOCAB, "hidden_size": 32,
+        "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "max_position_embeddings": 64, "rotary_pct": 0.25, "bos_token_id": 0, "eos_token_id": 0,
+    },
+}  # fmt: skip
+FAMILIES = tuple(CONFIGS)
+TARGETS = {"gpt2": ("c_attn", "c_proj"), "gpt_neox": ("query_key_value",)}
+PRECISIONS = (  # precision, base_format
+    ("fp32", "fp32"), ("bf16", "bf16"), ("bf16-mixed", "fp32"), ("bf16-mixed", "bf16"),
+)  # fmt: skip
+_ADAMW = Optimizer(
+    name="adamw", implementation="fused", learning_rate=1e-2, weight_decay=0.01, beta1=0.9,
+    beta2=0.95, eps=1e-8, momentum=0.9, schedule="constant", warmup_steps=0, clip_norm=1.0,
+)  # fmt: skip
+
+
+def make_recipe(family="llama", *, config=None, optimizer=None, **changes) -> Recipe:
+    """A tiny fp32 recipe of full training with some keys changed; LoRA gets fitting targets."""
+    if changes.get("method") == "lora":
+        lora = Lora(rank=4, alpha=8.0, targets=TARGETS.get(family, ("q_proj", "v_proj")))
+        changes.setdefault("lora", lora)
+    if changes.get("method") == "freeze":
+        changes.setdefault("freeze", Freeze(last_blocks=1))
+    recipe = Recipe(
+        model=ModelReference(name=family, source="", config=config or CONFIGS[family]),
+        weights="random", objective="pretrain", method="full", lora=Lora(), freeze=Freeze(),
+        base_format="fp32", precision="fp32", optimizer=replace(_ADAMW, **(optimizer or {})),
+        recompute_blocks=0, attention="flash", loss="plain", loss_chunk=0, sequence_length=16,
+        packing=False, micro_batch=2, accumulation=1, steps=3, device="cpu-x86", seed=0,
+    )  # fmt: skip
+    return replace(recipe, **changes)
+
+
+def make_built(recipe) -> Built:
+    """Built and filled on this CPU."""
+    model = build_model(recipe, "cpu")
+    fill_weights(model, recipe)
+    return Built(recipe, model, build_optimizer(recipe, model))
+
+
+def make_batch(rows=2, tokens=16, *, seed=0, ignored=0) -> Batch:
+    """Random tokens; the last position and `ignored` first ones of the first row predict none."""
+    random = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCAB, (rows, tokens), generator=random)
+    labels = torch.full_like(ids, -100)
+    labels[:, :-1] = ids[:, 1:]
+    labels[0, :ignored] = -100
+    return Batch(ids, labels)
+
+
+def targets_of(*batches) -> int:
+    return sum(int((batch.labels != -100).sum()) for batch in batches)
+
+
+def gradients_in(built) -> dict[str, torch.Tensor]:
+    """Filled by the next step with the gradients that its optimizer was given."""
+    seen = {}
+
+    def look(*_):
+        for name, parameter in built.model.named_parameters():
+            if parameter.grad is not None:
+                seen[name] = parameter.grad.clone()
+
+    built.optimizer.register_step_pre_hook(look)
+    return seen
+
+
+def textbook(recipe, weights, batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of Hugging Face's own class: eager attention, its own shifted loss."""
+    config = AutoConfig.for_model(**recipe.model.config)
+    for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "hidden_dropout"):
+        if hasattr(config, key):
+            setattr(config, key, 0.0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model.load_state_dict(weights)
+    model.train()
+    labels = torch.full_like(batch.labels, -100)
+    labels[:, 1:] = batch.labels[:, :-1]  # Hugging Face shifts; ours are aligned
+    loss = model(input_ids=batch.input_ids, labels=labels, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {n: p.grad for n, p in model.named_parameters()}
