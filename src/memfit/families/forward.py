@@ -150,7 +150,7 @@ def _gelu_new(x: Tensor) -> Tensor:
 @module
 def embedding(forward: Forward, weight: Tensor, indices: Tensor) -> Tensor:
     """`nn.Embedding`."""
-    return sizes.gather_rows(weight, indices.shape, indices)
+    return sizes.gather_rows(weight, indices)
 
 
 def positions(forward: Forward) -> Tensor:

@@ -6,8 +6,10 @@ of one operation are written out by the alphabet of its arguments' names: `other
 
 from __future__ import annotations
 
+from memfit.ledger import Kind
 from memfit.sizes.autograd import Gradients, Node, Rule, record
 from memfit.sizes.tensor import Shape, Tensor, broadcast, elementwise_strides, empty
+from memfit.sizes.workspace import embedding_backward
 
 WIDTH = {"float64": 3, "float32": 2, "bfloat16": 1, "float16": 1}
 Incoming = list[Tensor | None]
@@ -214,9 +216,9 @@ def _pointwise_backward(node: Node, grads: Incoming) -> Gradients:
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`F.layer_norm` over the last dimension; fp32 under CUDA's autocast."""
     meter = x.meter
-    inputs = (
-        autocast_upper(x), autocast_upper(weight), None if bias is None else autocast_upper(bias)
-    )  # fmt: skip
+    low_bias = None if bias is None else autocast_upper(bias)  # C++ evaluates the last first
+    low_weight = autocast_upper(weight)
+    inputs = (autocast_upper(x), low_weight, low_bias)
     node = record(_layer_norm_backward, inputs, inputs)
     result = attach(node, like(inputs[0]))
     row = (*x.shape[:-1], 1)
@@ -239,10 +241,10 @@ def _layer_norm_backward(node: Node, grads: Incoming) -> Gradients:
     return result
 
 
-def gather_rows(weight: Tensor, shape: Shape, indices: Tensor | None) -> Tensor:
+def gather_rows(weight: Tensor, indices: Tensor) -> Tensor:
     """`F.embedding`: rows of `weight` in the shape of the indices; a dense gradient."""
     node = record(_gather_backward(weight.shape), (weight,), (indices,))
-    result = empty(weight.meter, (*shape, weight.shape[-1]), weight.dtype)
+    result = empty(weight.meter, (*indices.shape, weight.shape[-1]), weight.dtype)
     weight.meter.traffic += 2 * result.nbytes
     return attach(node, result)
 
@@ -250,9 +252,12 @@ def gather_rows(weight: Tensor, shape: Shape, indices: Tensor | None) -> Tensor:
 def _gather_backward(shape: Shape) -> Rule:
     def rule(node: Node, grads: Incoming) -> Gradients:
         grad = upstream(grads)
-        if node.saved[0] is not None:
-            node.unpack(0)
+        indices = node.unpack(0)
         grad.meter.traffic += grad.nbytes
-        return (empty(grad.meter, shape, grad.dtype),)
+        inside = embedding_backward(indices.numel, shape[-1]) if grad.meter.cuda else 0
+        workspace = empty(grad.meter, (inside,), "int8", Kind.WORKSPACE)
+        made = empty(grad.meter, shape, grad.dtype)
+        del workspace
+        return (made,)
 
     return rule

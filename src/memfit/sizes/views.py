@@ -149,11 +149,12 @@ def _split_backward(shape: Shape, sizes: Shape, dim: int) -> Rule:
 def concatenate(parts: Sequence[Tensor], dim: int) -> Tensor:
     """`torch.cat(parts, dim)`; each part's gradient is a view of the whole's.
 
-    Autocast makes copies of the narrower parts first, in the widest dtype.
+    A CPU's autocast makes copies of the narrower parts first, in the widest dtype.
     """
     first = parts[0]
     wide = "float32" if any(p.dtype == "float32" for p in parts) else first.dtype
-    joined = [cast(p, wide) for p in parts] if first.meter.autocast else list(parts)
+    widens = first.meter.autocast and not first.meter.cuda
+    joined = [cast(p, wide) for p in parts] if widens else list(parts)
     lengths = [p.shape[dim] for p in parts]
     node = record(_concatenate_backward(dim, lengths), joined)
     shape = (*first.shape[:dim], sum(lengths), *first.shape[dim + 1 :])
