@@ -95,6 +95,20 @@ class Recipe(Noun, frozen=True, kw_only=True):
         return self.micro_batch * self.sequence_length
 
     @property
+    def worst_documents(self) -> tuple[tuple[int, ...], ...] | None:
+        """Lengths of each row's documents where a packed micro-batch needs the most memory.
+
+        The math kernel keeps what grows with the square of a document: one document a row. The
+        others keep what grows with the row, and a second document adds the copy that joins the
+        outputs: one token beside a document that fills the rest. None when rows are not packed.
+        """
+        if not self.packing:
+            return None
+        length = self.sequence_length
+        row = (length,) if self.attention == "math" or length == 1 else (length - 1, 1)
+        return (row,) * self.micro_batch
+
+    @property
     def trainable_dtype(self) -> str:
         """Storage dtype of trainable parameters: fp32 master copies unless precision is `bf16`."""
         return "bfloat16" if self.precision == "bf16" else "float32"
