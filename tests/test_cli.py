@@ -239,10 +239,12 @@ def test_yaml_is_read_as_version_1_2(tmp_path, request_file):
     ("text", "value"),
     [("3", 3), ("0", 0), ("007", 7), ("-3", -3), ("2e-4", 2e-4), ("true", True), ("no", "no"),
      ("null", None), ("72 GiB", "72 GiB"), ("[q_proj, v_proj]", ["q_proj", "v_proj"]),
-     ("{blocks: 3}", {"blocks": 3}), ("", None), ("'3'", "3"), ("bf16", "bf16")],
+     ("{blocks: 3}", {"blocks": 3}), ("", None), ("'3'", "3"), ("bf16", "bf16"), ("True", True), ("NULL", None), ("yes", "yes"), ("on", "on")],
 )  # fmt: skip
 def test_a_value_of_set_is_yaml(text, value):
-    assert options.read_value("key", text) == value
+    from ruamel.yaml import YAML
+
+    assert options.read_value("key", text) == value == YAML(typ="safe", pure=True).load(text)
 
 
 @pytest.mark.parametrize(("key", "value", "said"), [

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -62,6 +61,8 @@ def write_json(path: Path, noun: object) -> None:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write beside the target, flush to disk, rename over it; on failure nothing is left behind."""
+    import tempfile  # 4 ms that a plan on the screen does not need
+
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import pkgutil
 from collections.abc import Callable, Iterator
-from importlib.metadata import entry_points
 from typing import Generic, TypeVar
 
 from memfit.errors import UnknownName
@@ -72,6 +71,8 @@ class Registry(Generic[T]):
                 importlib.import_module(f"{self._package}.{info.name}")
             self._complete = True
         if not _plugins_loaded:
+            from importlib.metadata import entry_points  # 10 ms that a plan can do without
+
             _plugins_loaded = True
             for point in entry_points(group="memfit.extensions"):
                 point.load()
