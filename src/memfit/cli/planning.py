@@ -95,7 +95,7 @@ def _after_plan(
         from memfit.screens.plan import set_options
 
         best = min(helping, key=lambda lever: lever.relative_time)
-        words = " ".join(f"--set {word}" for word in set_options(best.changes))
+        words = " ".join(f"--set {word}" for word in set_options(best.changes, plan))
         return [f"memfit plan {again} {words}"]
     if folder:
         return [f"memfit certify {shlex.quote(str(folder / 'plan.json'))}"]

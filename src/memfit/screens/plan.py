@@ -161,7 +161,7 @@ def _show_levers(console: Console, plan: Plan) -> None:
         if miss and saved >= 0:
             continue
         table.add_row(
-            between.join(set_options(row.changes)),
+            between.join(set_options(row.changes, plan)),
             ("+" if saved > 0 else "-" if saved < 0 else "") + units.show_bytes(abs(saved)),
             f"{row.relative_time - 1:+.1%}",
             "yes" if row.fits else "no",
@@ -174,9 +174,11 @@ def _show_levers(console: Console, plan: Plan) -> None:
     _note_ranking(console, plan)
 
 
-def set_options(changes: dict[str, Any]) -> Iterable[str]:
-    """The changes of a lever as values that `--set` takes."""
+def set_options(changes: dict[str, Any], plan: Plan) -> Iterable[str]:
+    """The changes of a lever as values that `--set` takes; what stays as it is goes without."""
     for knob, value in changes.items():
+        if getattr(plan.recipe, knob, None) == value:
+            continue
         if knob == "recompute_blocks":
             yield "recompute=none" if value == 0 else f"'recompute={{blocks: {value}}}'"
         elif knob == "optimizer":
