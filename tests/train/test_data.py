@@ -240,6 +240,17 @@ def test_a_long_text_is_one_document_and_loses_nothing(tokenizer, tmp_path):
     assert tokenizer.decode(corpus.tokens.tolist()) == text
 
 
+def test_a_short_text_has_the_same_tokens_beside_a_long_one(tmp_path):
+    own = train_tokenizer(["cat\n\n"] * 50, 300, tmp_path / "own")
+    assert len(own.encode("\n\n")) < len(own.encode("\n\nb")) - 1, "the cut would be seen"
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "a.txt").write_text("cat\n\nb")
+    alone = read(data, own, tmp_path)
+    (data / "b.txt").write_text("cat\n" * 300_000)
+    assert document(read(data, own, tmp_path), 0) == document(alone, 0)
+
+
 def test_a_trained_tokenizer_loses_no_text_and_loads_with_transformers(tokenizer):
     from transformers import AutoTokenizer
 

@@ -120,9 +120,9 @@ def test_best_fit_keeps_examples_whole_and_close_to_the_fewest_rows(lengths, see
 
 
 def test_best_fit_takes_the_row_with_the_least_room():
-    # 9 and 7 open rows of 10 (rooms 1 and 3); 3 fills the second exactly, 1 the first
-    rows = pack_best_fit(np.array([9, 7, 3, 1]), 10, 0)
-    assert sorted(sorted(p.length for p in row) for row in rows) == [[1, 9], [3, 7]]
+    # 8 and 7 open rows of 10 with rooms 2 and 3; 2 fits both and fills the first
+    rows = pack_best_fit(np.array([8, 7, 2]), 10, 0)
+    assert sorted(sorted(p.length for p in row) for row in rows) == [[2, 8], [7]]
 
 
 def test_a_packed_example_row_is_filled_up_by_a_padding_document():
