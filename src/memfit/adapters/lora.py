@@ -59,7 +59,9 @@ class Lora(Adapter):
         # peft would store adapters of a 16-bit base in fp32 whatever the recipe says.
         with warnings.catch_warnings():  # peft calls what transformers has renamed
             warnings.simplefilter("ignore", FutureWarning)
-            wrapped = get_peft_model(cast(Any, module), config, autocast_adapter_dtype=False)
+            wrapped = get_peft_model(
+                cast(Any, module), config, autocast_adapter_dtype=False, low_cpu_mem_usage=True
+            )
         for layer in wrapped.modules():
             if hasattr(layer, "cast_input_dtype_enabled"):
                 layer.cast_input_dtype_enabled = False  # autocast casts; a second copy is waste

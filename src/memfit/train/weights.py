@@ -20,6 +20,7 @@ from memfit.train.hugging_face import bare_model, base_model
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+OTHER_NAMES = {"lm_head.weight": "embed_out.weight"}  # what GPT-NeoX's files still call the head
 
 
 def fill_weights(model: nn.Module, recipe: Recipe) -> None:
@@ -47,17 +48,16 @@ def _fill_random(recipe: Recipe, base: dict[str, nn.Parameter]) -> None:
     shares the parameters is initialised."""
     twin = bare_model(recipe)
     replace_parameters(twin, lambda name, _: base[name])
-    for module in twin.modules():
-        twin._init_weights(module)
+    twin.apply(twin._init_weights)  # children first: a GPT-2 block scales its projections last
 
 
 def _fill_pretrained(source: str, base: dict[str, nn.Parameter], prefix: str) -> None:
-    """Checkpoints of a bare backbone (GPT-2's on the hub) lack the prefix of its names."""
+    """Read each parameter under one of the names that files give it."""
     files = _tensor_files(source)
     wanted: dict[Path, list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, parameter in base.items():
-        stored = name if name in files else name.removeprefix(f"{prefix}.")
-        if stored not in files:
+        stored = next((n for n in _names_on_disk(name, prefix) if n in files), None)
+        if stored is None:
             raise InvalidRequest(
                 f"no tensor `{name}` in the weights of `{source}`",
                 hint="the weights and config.json belong to different models",
@@ -67,6 +67,11 @@ def _fill_pretrained(source: str, base: dict[str, nn.Parameter], prefix: str) ->
         with _open(file) as opened:
             for stored, parameter in tensors:
                 _copy(parameter, opened, stored, file)
+
+
+def _names_on_disk(name: str, prefix: str) -> tuple[str, ...]:
+    """Files of a bare backbone, such as GPT-2's on the hub, lack the prefix."""
+    return name, name.removeprefix(f"{prefix}."), OTHER_NAMES.get(name, name)
 
 
 def _copy(parameter: Tensor, opened: Any, name: str, file: Path) -> None:
