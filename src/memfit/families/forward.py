@@ -64,7 +64,7 @@ def module(
     """
 
     @wraps(function)
-    def call(forward: Forward, *arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
+    def call(forward: Forward, /, *arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
         number = forward.meter.begin_module()
         try:
             return function(forward, *arguments, **named)
@@ -102,8 +102,7 @@ def _adapted(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor
     del low
     scaled = sizes.scale(delta)
     del delta
-    result = sizes.add(result, scaled)
-    return result
+    return sizes.add(result, scaled)
 
 
 @module
@@ -244,8 +243,7 @@ def gated_attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotatio
     query, key = rotate(query, key, turn)
     out = attend(forward, query, key, value)
     out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
-    out = project(forward, weights, "self_attn.o_proj", out)
-    return out
+    return project(forward, weights, "self_attn.o_proj", out)
 
 
 def _heads(
@@ -276,8 +274,7 @@ def gated_block(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -
     residual = x
     x = rms_norm(forward, weights["post_attention_layernorm.weight"], x)
     x = gated_mlp(forward, weights, x)
-    x = sizes.add(residual, x)
-    return x
+    return sizes.add(residual, x)
 
 
 @module
@@ -293,8 +290,7 @@ def fused_attention(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
     query = sizes.transpose(sizes.view(query, *shape), 1, 2)
     out = attend(forward, query, key, value)
     out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
-    out = project(forward, weights, "attn.c_proj", out)
-    return out
+    return project(forward, weights, "attn.c_proj", out)
 
 
 @module
@@ -302,8 +298,7 @@ def plain_mlp(forward: Forward, weights: Weights, up: str, down: str, x: Tensor)
     """down(act(up(x)))."""
     x = project(forward, weights, up, x)
     x = activate(forward, x)
-    x = project(forward, weights, down, x)
-    return x
+    return project(forward, weights, down, x)
 
 
 def gpt2_block(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
@@ -315,8 +310,7 @@ def gpt2_block(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
     residual = x
     x = apply_layer_norm(forward, weights, "ln_2", x)
     fed = plain_mlp(forward, weights, "mlp.c_fc", "mlp.c_proj", x)
-    x = sizes.add(residual, fed)
-    return x
+    return sizes.add(residual, fed)
 
 
 @module
@@ -329,8 +323,7 @@ def neox_attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation
     query, key = rotate_part(query, key, turn)
     out = attend(forward, query, key, value)
     out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
-    out = project(forward, weights, "attention.dense", out)
-    return out
+    return project(forward, weights, "attention.dense", out)
 
 
 def neox_block(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:

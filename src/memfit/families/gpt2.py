@@ -12,9 +12,9 @@ from memfit.families.forward import (
     Embedded,
     Forward,
     Weights,
+    apply_layer_norm,
     embedding,
     gpt2_block,
-    apply_layer_norm,
     positions,
 )
 from memfit.model import Architecture, TensorSpec, Weight

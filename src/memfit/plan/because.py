@@ -1,11 +1,103 @@
-"""Why an entry of the predicted ledger is as large as it is, in numbers."""
+"""Why an entry of the predicted ledger is as large as it is: the formula, with its numbers."""
 
 from __future__ import annotations
 
-from memfit.ledger import Kind, Phase
-from memfit.model import Model
+from collections.abc import Callable, Iterable
+
+from memfit.ledger import Kind
+from memfit.model import DTYPE_BYTES, Model, Weight
 from memfit.recipe import Recipe
+from memfit.units import show_bytes, show_count
 
 
-def explain(kind: Kind, owner: str, nbytes: int, phase: Phase, model: Model, recipe: Recipe) -> str:
-    return f"{kind} of {owner}"
+def explain(kind: Kind, owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
+    """One phrase for an entry; model: after the adapter."""
+    if kind in _BY_KIND:
+        return _BY_KIND[kind](owner, nbytes, model, recipe)
+    return f"{show_bytes(nbytes)} of {kind}"
+
+
+def _rows(model: Model, owner: str) -> list[Weight]:
+    part = "block" if owner == "blocks" else owner
+    return [w for w in model.weights if w.part == part]
+
+
+def _products(rows: Iterable[Weight]) -> str:
+    """`6.48B x 2 B (bfloat16) + 8.39M x 4 B (float32)`."""
+    counts: dict[str, int] = {}
+    for row in rows:
+        counts[row.dtype] = counts.get(row.dtype, 0) + row.numel
+    return " + ".join(
+        f"{show_count(count)} x {DTYPE_BYTES[dtype]} B ({dtype})" for dtype, count in counts.items()
+    )
+
+
+def _parameters(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
+    rows = _rows(model, owner)
+    return _products(rows) if rows else f"buffers of {owner}: {show_bytes(nbytes)}"
+
+
+def _gradients(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
+    rows = [w for w in _rows(model, owner) if w.trainable]
+    whole = sum(w.nbytes for w in rows)
+    if not whole:  # tied: the head's gradient is summed into the embedding's
+        return f"{show_bytes(nbytes)}: gradients made by the {owner}"
+    products = _products(rows)
+    return products if nbytes >= whole else f"{nbytes / whole:.0%} of {products}, so far"
+
+
+def _state(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
+    count = model.trainable_parameters
+    optimizer = recipe.optimizer
+    return (
+        f"{show_count(count)} trainable parameters x {nbytes / count:.2f} B"
+        f" ({optimizer.name}, {optimizer.implementation})"
+    )
+
+
+def _units(nbytes: int, model: Model, recipe: Recipe) -> str:
+    tokens, hidden = recipe.tokens, model.architecture.hidden
+    return f"{nbytes / (tokens * hidden):.2f} B x {tokens} tokens x {hidden} hidden"
+
+
+def _activations(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
+    if owner != "blocks":
+        return _units(nbytes, model, recipe)
+    layers, again = model.architecture.layers, recipe.recompute_blocks
+    each = _units(nbytes // layers, model, recipe)
+    kept = f", {again} of them recomputed" if again else ""
+    return f"{layers} blocks{kept} x {each} on average"
+
+
+def _logits(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
+    vocab = model.architecture.vocab
+    tokens = min(recipe.tokens, recipe.loss_chunk) if recipe.loss == "chunked" else recipe.tokens
+    what = "tokens of a chunk" if recipe.loss == "chunked" else "tokens"
+    return f"{nbytes / (tokens * vocab):.2f} B x {tokens} {what} x {vocab} vocabulary"
+
+
+def _temporary(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
+    return f"freed by the operation that follows: {_units(nbytes, model, recipe)}"
+
+
+def _input(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
+    names = "ids, labels, positions" if recipe.packing else "ids, labels"
+    return f"{names}: {recipe.micro_batch} x {recipe.sequence_length} x 8 B (int64) each"
+
+
+def _workspace(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
+    if owner == "cublas":
+        return "cuBLAS: one workspace for the forward's thread, one for autograd's"
+    return f"inside one kernel of {owner}; read from torch's sources, not measured"
+
+
+_BY_KIND: dict[Kind, Callable[[str, int, Model, Recipe], str]] = {
+    Kind.PARAMETERS: _parameters,
+    Kind.GRADIENTS: _gradients,
+    Kind.OPTIMIZER_STATE: _state,
+    Kind.ACTIVATIONS: _activations,
+    Kind.LOGITS: _logits,
+    Kind.TEMPORARY: _temporary,
+    Kind.INPUT: _input,
+    Kind.WORKSPACE: _workspace,
+}

@@ -8,7 +8,8 @@ the middle segments of a run repeat. Nothing is fitted: the sum over segments is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import gc
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -23,6 +24,7 @@ from memfit.sizes import Meter, Tensor
 Part = tuple[Kind, str]  # kind, owner
 Parts = dict[Part, int]
 ENDS = 3  # blocks simulated of a run of equal ones: first, middle, last
+AFTER_PRODUCT = "'"  # marks the segment that begins with a backward's first product
 WRAPPER = "base_model.model."  # what peft puts before every name
 
 
@@ -64,6 +66,7 @@ class Setting(Noun, frozen=True, kw_only=True):
     chunk: int  # tokens per chunk of the loss; 0 = plain
     cuda: bool
     granularity: int
+    accumulates: bool  # whether there is a later micro-batch
 
 
 @dataclass(slots=True)
@@ -138,9 +141,15 @@ def repeats(runs: tuple[Run, ...]) -> list[int]:
 
 
 @lru_cache(maxsize=256)
-def simulate(setting: Setting) -> tuple[Passes, Passes]:
+def simulate(setting: Setting) -> tuple[Passes, Passes | None]:
     """The first micro-batch of a step, and a later one, which adds to its gradients."""
-    return _Simulation(setting).run()
+    collecting = gc.isenabled()
+    gc.disable()  # storages die by reference counting; a collection would only cost time
+    try:
+        return _Simulation(setting).run()
+    finally:
+        if collecting:
+            gc.enable()
 
 
 class _Simulation:
@@ -173,9 +182,13 @@ class _Simulation:
             )
         return made
 
-    def run(self) -> tuple[Passes, Passes]:
+    def run(self) -> tuple[Passes, Passes | None]:
         first = self._micro_batch()
-        return first, self._micro_batch()
+        return first, self._micro_batch() if self.setting.accumulates else None
+
+    def _product_begins(self) -> None:
+        """The first product of a backward ends one segment and begins another."""
+        self.marks.append((f"{self.marks[-1][0]}{AFTER_PRODUCT}", len(self.meter.events)))
 
     def mark(self, name: str, owner: str) -> None:
         self.marks.append((name, len(self.meter.events)))
@@ -204,6 +217,7 @@ class _Simulation:
             loss = loss_mean(forward, self.outside, hidden, labels, self.setting.chunk)
             del hidden
         self.mark("head", "loss")
+        meter.on_product = self._product_begins
         with meter.with_autocast(False):
             sizes.backward(loss, self._watch(boundaries))
         self._pass_all(boundaries)
@@ -212,7 +226,7 @@ class _Simulation:
         passes.flop, passes.traffic = meter.flop - flop, meter.traffic - traffic
         return passes
 
-    def _watch(self, boundaries: list[int]):  # type: ignore[no-untyped-def]
+    def _watch(self, boundaries: list[int]) -> Callable[[int], None]:
         def passing(sequence: int) -> None:
             while boundaries and sequence < boundaries[-1]:
                 self._pass(boundaries)
@@ -240,6 +254,7 @@ class _Simulation:
             elif name == "head":
                 target = passes.backward
             target.append(self._segment(name, start, stop))
+
         return passes
 
     def _segment(self, name: str, start: int, stop: int) -> Segment:
@@ -307,5 +322,5 @@ def owner_of(part: str) -> str:
 def expand(segments: list[Segment], counts: list[int]) -> Iterator[tuple[Segment, int]]:
     """Each segment with how often it runs in the deep model."""
     for segment in segments:
-        name, _, index = segment.name.partition(" ")
+        name, _, index = segment.name.removesuffix(AFTER_PRODUCT).partition(" ")
         yield segment, counts[int(index)] if name == "block" else 1

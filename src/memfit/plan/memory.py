@@ -7,7 +7,6 @@ always there. A phase's peak is a maximum over instants, never a sum of maxima.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from memfit.hardware import Device
@@ -16,6 +15,7 @@ from memfit.model import DTYPE_BYTES, Model, TensorSpec
 from memfit.optimizers import find_optimizer
 from memfit.plan.because import explain
 from memfit.plan.blocks import (
+    AFTER_PRODUCT,
     Batch,
     Parts,
     Passes,
@@ -60,14 +60,13 @@ class Level:
                 parts[part] = parts.get(part, 0) + nbytes
             self.peaks[phase] = (height, parts)
 
-    def walk(self, phase: Phase, segments: Iterable[tuple[Segment, int]]) -> None:
-        """Run segments one after the other; of equal ones the first and the last decide."""
-        for segment, times in segments:
+    def walk(self, phase: Phase, segment: Segment, times: int) -> None:
+        """Run a segment, again and again; the first and the last time decide."""
+        self.note(phase, segment.rise, segment.top)
+        if times > 1:
+            self.add(segment.net, times - 1)
             self.note(phase, segment.rise, segment.top)
-            if times > 1:
-                self.add(segment.net, times - 1)
-                self.note(phase, segment.rise, segment.top)
-            self.add(segment.net)
+        self.add(segment.net)
 
 
 def predict_memory(model: Model, recipe: Recipe, device: Device) -> Ledger:
@@ -85,7 +84,7 @@ def predict_memory(model: Model, recipe: Recipe, device: Device) -> Ledger:
         entries=tuple(
             Entry(
                 kind=kind, phase=phase, owner=owner, nbytes=nbytes,
-                because=explain(kind, owner, nbytes, phase, model, recipe),
+                because=explain(kind, owner, nbytes, model, recipe),
             )
             for phase in Phase
             if phase in peaks
@@ -120,20 +119,16 @@ def describe(model: Model, recipe: Recipe, device: Device) -> tuple[Setting, lis
         chunk=recipe.loss_chunk if recipe.loss == "chunked" else 0,
         cuda=cuda,
         granularity=GRANULARITY if cuda else 1,
+        accumulates=recipe.accumulation > 1,
     )
     return setting, repeats(runs)
 
 
 def worst_batch(recipe: Recipe) -> Batch:
-    """The micro-batch that needs the most: full rows; packed ones hold two documents.
-
-    As the certificate assumes: one token beside a document that fills the rest of the row.
-    """
-    tokens = recipe.sequence_length
-    documents = None
-    if recipe.packing:
-        documents = ((tokens - 1, 1) if tokens > 1 else (1,),) * recipe.micro_batch
-    return Batch(rows=recipe.micro_batch, tokens=tokens, documents=documents)
+    """The micro-batch that needs the most memory of all that the recipe allows: full rows."""
+    return Batch(
+        rows=recipe.micro_batch, tokens=recipe.sequence_length, documents=recipe.worst_documents
+    )
 
 
 class _Step:
@@ -146,7 +141,7 @@ class _Step:
         device: Device,
         counts: list[int],
         first: Passes,
-        later: Passes,
+        later: Passes | None,
         granularity: int,
     ) -> None:
         self.model = model
@@ -158,14 +153,18 @@ class _Step:
         self.granularity = granularity
         self.level = Level()
         self.trainable = [w.spec for w in model.weights if w.trainable]
+        self._cublas: Parts = {}
+        if not device.is_cpu:
+            self._cublas[Kind.WORKSPACE, "cublas"] = cublas_workspace(_capability(device))
 
     def run(self) -> dict[Phase, tuple[int, Parts]]:
         """The peak of each phase and its parts."""
         level = self.level
         self._load()
         level.note(Phase.LOAD)
-        if not self.device.is_cpu:
-            level.add({(Kind.WORKSPACE, "cublas"): 2 * cublas_workspace(_capability(self.device))})
+        level.add(
+            self._cublas
+        )  # the forward's; autograd's thread takes its own in its first product
         self._micro_batches(Phase.FIRST_STEP, Phase.FIRST_STEP, Phase.FIRST_STEP, Phase.FIRST_STEP)
         level.note(Phase.FIRST_STEP)
         level.add(self._state())
@@ -198,11 +197,15 @@ class _Step:
         for phase, segments in (
             (forward, self.first.forward), (loss, self.first.loss), (backward, self.first.backward)
         ):  # fmt: skip
-            level.walk(phase, expand(segments, self.counts))
+            for segment, times in expand(segments, self.counts):
+                if segment.name.endswith(AFTER_PRODUCT) and phase is Phase.FIRST_STEP:
+                    level.add(self._cublas)
+                level.walk(phase, segment, times)
         level.note(backward)
-        if self.recipe.accumulation > 1:
+        if self.later is not None:
             for segments in (self.later.forward, self.later.loss, self.later.backward):
-                level.walk(more, expand(segments, self.counts))
+                for segment, times in expand(segments, self.counts):
+                    level.walk(more, segment, times)
             level.note(more)
         level.add(self._inputs(), -1)
 

@@ -129,7 +129,7 @@ def _efficient_backward(node: Node, grads: Incoming) -> Gradients:
 
 def _math(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Products and a softmax: materialises (tokens x tokens) for every head, in fp32."""
-    meter, dtype = query.meter, query.dtype
+    dtype = query.dtype
     query_wide, key_wide = cast(query, "float32"), cast(key, "float32")
     value_wide = cast(value, "float32")
     batch, heads, tokens, size = query.shape

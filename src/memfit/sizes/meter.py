@@ -6,7 +6,7 @@ written with the local variables of the real module holds what the real module h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ class Meter:
         self.saver: Any = None  # the recomputed region that saved tensors are handed to
         self.sequence = 0  # autograd's sequence number
         self.owner = ""  # the component that is running
+        self.on_product: Callable[[], None] | None = None  # told once of the next matrix product
         self.flop = 0  # of matrix products and attention so far
         self.traffic = 0  # bytes of operands and results of elementwise operations so far
         self.events: list[int] = []  # i: storage i was born; ~i: it died
@@ -87,6 +88,13 @@ class Meter:
             yield
         finally:
             self.autocast = before
+
+    def count_product(self, flop: int) -> None:
+        """A matrix product is about to run."""
+        self.flop += flop
+        if self.on_product is not None:
+            told, self.on_product = self.on_product, None
+            told()
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd keeps of a saved tensor: a handle without its history, or a promise."""

@@ -84,7 +84,7 @@ def _multiply_batched_backward(node: Node, grads: Incoming) -> Gradients:
 
 def _batched_product(a: Tensor, b: Tensor) -> Tensor:
     (n, m, k), p = a.shape, b.shape[2]
-    a.meter.flop += 2 * n * m * k * p
+    a.meter.count_product(2 * n * m * k * p)
     return empty(a.meter, (n, m, p), a.dtype)
 
 
@@ -95,7 +95,7 @@ def _swap(x: Tensor) -> Tensor:
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     (m, k), n = a.shape, b.shape[1]
-    a.meter.flop += 2 * m * k * n
+    a.meter.count_product(2 * m * k * n)
     return empty(a.meter, (m, n), a.dtype)
 
 

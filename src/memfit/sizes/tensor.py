@@ -121,43 +121,48 @@ def elementwise_strides(shape: Shape, operands: tuple[Tensor, ...]) -> Shape:
     """
     if all(t.shape == shape and t.contiguous for t in operands):
         return row_major(shape)
-    n = len(shape)
-    padded = []
-    for t in operands:
-        lead = n - len(t.shape)
-        sizes = (1,) * lead + t.shape
-        strides = (0,) * lead + t.strides
-        pairs = zip(sizes, strides, shape, strict=True)
-        padded.append([0 if s == 1 and full != 1 else stride for s, stride, full in pairs])
+    padded = [_broadcast_strides(shape, t) for t in operands]
+    result = [0] * len(shape)
+    step = 1
+    for dim in _fastest_first(shape, padded):
+        result[dim] = step
+        step *= shape[dim]
+    return tuple(result)
 
-    def swaps(low: int, high: int) -> int:
-        """1: `low` has larger steps than `high` and must move out; -1: stays; 0: unknown."""
-        for strides in padded:
-            a, b = strides[low], strides[high]
-            if a == 0 or b == 0:
-                continue
-            if a != b:
-                return 1 if a > b else -1
-            if shape[low] > shape[high]:
-                return 1
-        return 0
 
-    order = list(range(n - 1, -1, -1))  # fastest dimension first
-    for i in range(1, n):
+def _broadcast_strides(shape: Shape, t: Tensor) -> Shape:
+    """The operand's strides over the result's dimensions, 0 where it is broadcast."""
+    lead = len(shape) - len(t.shape)
+    pairs = zip(t.shape, t.strides, shape[lead:], strict=True)
+    return (0,) * lead + tuple(0 if s == 1 and n != 1 else stride for s, stride, n in pairs)
+
+
+def _fastest_first(shape: Shape, padded: list[Shape]) -> list[int]:
+    """Dimensions from the innermost in memory; an insertion sort, because ties are not total."""
+    order = list(range(len(shape) - 1, -1, -1))
+    for i in range(1, len(order)):
         at = i
         for j in range(i - 1, -1, -1):
-            comparison = swaps(order[j], order[at])
+            comparison = _compare(shape, padded, order[j], order[at])
             if comparison > 0:
                 order[j], order[at] = order[at], order[j]
                 at = j
             elif comparison < 0:
                 break
-    result = [0] * n
-    step = 1
-    for dim in order:
-        result[dim] = step
-        step *= shape[dim]
-    return tuple(result)
+    return order
+
+
+def _compare(shape: Shape, padded: list[Shape], low: int, high: int) -> int:
+    """1: `low` has the larger steps and must move out; -1: it stays; 0: nobody knows."""
+    for strides in padded:
+        a, b = strides[low], strides[high]
+        if a == 0 or b == 0:
+            continue
+        if a != b:
+            return 1 if a > b else -1
+        if shape[low] > shape[high]:
+            return 1
+    return 0
 
 
 def view_strides(shape: Shape, strides: Shape, new: Shape) -> Shape | None:

@@ -1,0 +1,261 @@
+"""Predicted against certified memory over a grid of configurations, on a fake CPU and a fake GPU.
+
+    python bench/predict_grid.py [--only SUBSTRING] [--device ID] [--out bench/results/predict_grid]
+
+The prediction never imports torch's step; the certificate traces it. One JSON line a row, and a
+table. Exits 1 when a limit of the README is missed: median 0.5 %, maximum 2 % of peak allocated,
+and 5 % of every component above 16 MiB at every phase's peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from memfit import catalog
+from memfit.adapters import find_adapter
+from memfit.families import family_of, read_model
+from memfit.hardware import Device
+from memfit.ledger import Kind, Phase
+from memfit.model import ModelReference
+from memfit.plan.memory import predict_memory
+from memfit.recipe import Freeze, Lora, Optimizer, Recipe
+from memfit.units import MIB, show_gib
+
+DEVICES = ("cpu-x86", "h100-sxm")
+COMPONENT_FLOOR = 16 * MIB
+MEDIAN, MAXIMUM, COMPONENT = 0.005, 0.02, 0.05
+# What a replay of the allocator adds to live tensors (unsplit rests of blocks) belongs to no kind.
+COMPARED = tuple(k for k in Kind if k is not Kind.FRAGMENTATION)
+
+SMALL: dict[str, dict[str, Any]] = {
+    "demo-llama-10m": {
+        "model_type": "llama", "vocab_size": 8192, "hidden_size": 256, "intermediate_size": 688,
+        "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "max_position_embeddings": 2048, "tie_word_embeddings": True,
+    },
+    "small-qwen3-30m": {
+        "model_type": "qwen3", "vocab_size": 16384, "hidden_size": 384, "intermediate_size": 1152,
+        "num_hidden_layers": 10, "num_attention_heads": 6, "num_key_value_heads": 2,
+        "head_dim": 128, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+MODELS = (
+    "demo-llama-10m", "small-qwen3-30m", "gpt2", "gpt2-medium", "gpt2-xl", "pythia-70m",
+    "pythia-410m", "pythia-1.4b", "pythia-12b", "gpt-neox-20b", "smollm2-135m", "tinyllama-1.1b",
+    "llama-2-7b", "llama-3.1-8b", "mistral-7b-v0.1", "mistral-7b-v0.3", "qwen2-0.5b", "qwen2.5-7b",
+    "qwen2.5-32b", "qwen3-0.6b", "qwen3-4b", "qwen3-14b", "llama-3-70b",
+)  # fmt: skip
+
+# method, precision, storage of frozen weights
+METHODS = (
+    ("full", "fp32", "fp32"), ("full", "bf16", "bf16"), ("full", "bf16-mixed", "fp32"),
+    ("lora", "bf16", "bf16"), ("lora", "bf16-mixed", "bf16"), ("freeze", "bf16-mixed", "bf16"),
+    ("freeze", "fp32", "fp32"), ("lora", "fp32", "fp32"), ("freeze", "bf16", "bf16"),
+)  # fmt: skip
+OPTIMIZERS = (
+    ("adamw", "fused"), ("adamw", "foreach"), ("adamw", "loop"), ("sgd", "foreach"), ("sgd", "loop")
+)  # fmt: skip
+RECOMPUTE = ("none", "half", "full")
+BATCHES = ((1, 4096), (8, 128), (2, 1024), (4, 512), (1, 8192), (2, 2048), (8, 1024))
+A_MODEL = 6  # recipes of each model
+
+
+def grid() -> list[tuple[str, Recipe]]:
+    """Every model with six recipes; the knobs turn at different speeds, so all values meet."""
+    found = []
+    for index, name in enumerate(MODELS):
+        for turn in range(A_MODEL):
+            recipe = make_recipe(name, index * A_MODEL + turn)
+            found.append((describe(recipe), recipe))
+    return found
+
+
+def make_recipe(name: str, n: int) -> Recipe:
+    """The n-th setting of all knobs, on one model."""
+    reference = find(name)
+    model = read_model(reference)
+    method, precision, base = METHODS[n % len(METHODS)]
+    optimizer, implementation = OPTIMIZERS[n % len(OPTIMIZERS)]
+    rows, tokens = BATCHES[n % len(BATCHES)]
+    layers = model.architecture.layers
+    recompute = {"none": 0, "half": layers // 2, "full": layers}[RECOMPUTE[n // 2 % 3]]
+    chunked = n // 3 % 2 == 1
+    tokens = min(tokens, model.architecture.max_sequence)
+    return Recipe(
+        model=reference,
+        weights="random",
+        objective="pretrain",
+        method=method,
+        lora=_lora(reference, n) if method == "lora" else Lora(),
+        freeze=Freeze(last_blocks=1 + n % 3) if method == "freeze" else Freeze(),
+        base_format=base,
+        precision=precision,
+        optimizer=Optimizer(
+            name=optimizer, implementation=implementation, learning_rate=1e-4,
+            weight_decay=0.01 if n % 4 else 0.0, beta1=0.9, beta2=0.999, eps=1e-8, momentum=0.9,
+            schedule="constant", warmup_steps=0, clip_norm=float(n % 3 > 0),
+        ),
+        recompute_blocks=recompute,
+        attention="math" if n % 11 == 5 else "flash",
+        loss="chunked" if chunked else "plain",
+        loss_chunk=(256, 1024, 4096)[n % 3] if chunked else 0,
+        sequence_length=tokens,
+        packing=n % 5 == 2,
+        micro_batch=rows,
+        accumulation=1 + n % 2,
+        steps=10,
+        device=DEVICES[0],
+        seed=0,
+    )  # fmt: skip
+
+
+def _lora(reference: ModelReference, n: int) -> Lora:
+    targets = family_of(reference).lora_targets
+    return Lora(rank=(8, 64)[n % 2], alpha=16.0, targets=targets)
+
+
+def find(name: str) -> ModelReference:
+    """A catalogue row, or one of the small models above."""
+    if name in SMALL:
+        return ModelReference(name=name, source="", config=SMALL[name])
+    return catalog.find_model(name).reference()
+
+
+def describe(recipe: Recipe) -> str:
+    """One line that names the configuration."""
+    parts = [
+        recipe.model.name, recipe.method, recipe.precision,
+        f"{recipe.micro_batch}x{recipe.sequence_length}x{recipe.accumulation}",
+        f"recompute {recipe.recompute_blocks}",
+        f"{recipe.optimizer.name} {recipe.optimizer.implementation}", recipe.loss,
+        recipe.attention,
+    ]  # fmt: skip
+    return ", ".join(parts + (["packed"] if recipe.packing else []))
+
+
+def on(recipe: Recipe, device: Device) -> Recipe:
+    """The recipe for a device: CUDA's flash kernel takes 16-bit inputs only."""
+    from msgspec.structs import replace
+
+    kernel = recipe.attention
+    if kernel == "flash" and not device.is_cpu and recipe.compute_dtype == "float32":
+        kernel = "efficient"
+    return replace(recipe, device=device.id, attention=kernel)
+
+
+def compare(name: str, recipe: Recipe, device: Device) -> dict[str, Any]:
+    """One row: predicted and certified peaks of every phase, and the worst component."""
+    from memfit.certify.certificate import make_certificate
+
+    model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+    started = time.perf_counter()
+    predicted = predict_memory(model, recipe, device)
+    seconds = time.perf_counter() - started
+    certificate = make_certificate(recipe, device, None, None)
+    component, worst = "", 0.0
+    for phase in certificate.ledger.phases:
+        want, have = certificate.ledger.by_kind(phase), predicted.by_kind(phase)
+        for kind in COMPARED:
+            if (size := want.get(kind, 0)) > COMPONENT_FLOOR:
+                error = have.get(kind, 0) / size - 1
+                if abs(error) > abs(worst):
+                    component, worst = f"{kind} at {phase}", error
+    certified = certificate.memory.peak_allocated
+    return {
+        "configuration": name,
+        "device": device.id,
+        "predicted": predicted.peak,
+        "certified": certified,
+        "error": predicted.peak / certified - 1,
+        "peak_phase": str(predicted.peak_phase),
+        "certified_peak_phase": certificate.memory.peak_phase,
+        "worst_component": component,
+        "worst_component_error": worst,
+        "phases": {
+            phase: [predicted.total(Phase(phase)), nbytes]
+            for phase, nbytes in certificate.phases.items()
+        },
+        "predict_seconds": round(seconds, 5),
+        "certify_seconds": certificate.seconds,
+        "digest": recipe.digest,
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The summary as Markdown."""
+    lines = [
+        "| configuration | device | certified | predicted | error | worst component |",
+        "|---|---|--:|--:|--:|---|",
+    ]
+    for row in sorted(rows, key=lambda r: -abs(r["error"])):
+        worst = f"{row['worst_component']} {row['worst_component_error']:+.3%}"
+        lines.append(
+            f"| {row['configuration']} | {row['device']} | {show_gib(row['certified'])}"
+            f" | {show_gib(row['predicted'])} | {row['error']:+.4%} | {worst} |"
+        )
+    return "\n".join([summary(rows), "", *lines, ""])
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """The figures of the limits, by device."""
+    lines = ["# Predicted against certified", ""]
+    for device in (*DEVICES, "all"):
+        chosen = [r for r in rows if device in (r["device"], "all")]
+        if not chosen:
+            continue
+        errors = [abs(r["error"]) for r in chosen]
+        component = max(chosen, key=lambda r: abs(r["worst_component_error"]))
+        cold = statistics.median(r["predict_seconds"] for r in chosen)
+        trace = statistics.median(r["certify_seconds"] for r in chosen)
+        lines.append(
+            f"- {device}: {len(chosen)} configurations; peak allocated: median"
+            f" {statistics.median(errors):.5%}, maximum {max(errors):.4%}; worst component"
+            f" {component['worst_component_error']:+.3%} ({component['worst_component']});"
+            f" median time {cold * 1e3:.1f} ms predicted, {trace:.2f} s certified"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--only", default="", help="configurations whose name contains this")
+    parser.add_argument("--device", default="", choices=("", *DEVICES))
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/predict_grid")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    rows = []
+    with arguments.out.with_suffix(".jsonl").open("w") as file:
+        for name, recipe in grid():
+            for device_id in DEVICES:
+                if arguments.only not in name or arguments.device not in ("", device_id):
+                    continue
+                device = catalog.find_device(device_id)
+                row = compare(name, on(recipe, device), device)
+                rows.append(row)
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+                mark = "" if abs(row["error"]) <= MAXIMUM else "  <-- peak"
+                mark += "" if abs(row["worst_component_error"]) <= COMPONENT else "  <-- component"
+                print(
+                    f"{row['error']:+.4%}  {row['worst_component_error']:+.3%}"
+                    f" {row['worst_component']:28} {device_id:9} {name}{mark}",
+                    flush=True,
+                )
+    arguments.out.with_suffix(".md").write_text(table(rows))
+    print(summary(rows))
+    errors = [abs(r["error"]) for r in rows]
+    component = max(abs(r["worst_component_error"]) for r in rows)
+    met = statistics.median(errors) <= MEDIAN and max(errors) <= MAXIMUM and component <= COMPONENT
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
