@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import tokenizers
 
 from memfit.errors import InvalidRequest, RunFailed
 from memfit.train import tokens
@@ -113,6 +114,27 @@ def test_only_what_assistants_wrote_is_learned(chatty, tmp_path):
 def test_messages_in_parquet_are_read(chatty, tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"messages": [TALK]}), tmp_path / "m.parquet")
     assert read(tmp_path / "m.parquet", chatty, tmp_path, "sft").documents == 1
+
+
+def test_plain_text_is_learned_whole_whatever_the_objective(tokenizer, tmp_path):
+    data = write_lines(tmp_path / "t.jsonl", [{"text": "the cat"}])
+    assert read(data, tokenizer, tmp_path, "sft").learned is None
+
+
+def test_a_text_that_has_no_tokens_is_refused(tmp_path):
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0, "?": 1}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    data = write_lines(tmp_path / "t.jsonl", [{"text": "the"}, {"text": " "}])
+    with pytest.raises(InvalidRequest, match=r"line 2 has no tokens"):
+        read(data, read_tokenizer(str(tmp_path)), tmp_path / "cache")
+
+
+def test_a_conversation_without_an_answer_is_refused(chatty, tmp_path):
+    data = write_lines(tmp_path / "c.jsonl", [{"messages": TALK[:1]}])
+    with pytest.raises(InvalidRequest, match=r"line 1 has no answer to learn"):
+        read(data, chatty, tmp_path, "sft")
+    assert read(data, chatty, tmp_path, "pretrain").documents == 1
 
 
 def test_messages_without_a_chat_template_are_refused(tokenizer, tmp_path):

@@ -131,6 +131,22 @@ def test_generation_is_transformers_own_when_greedy(adapted):
     assert generate(folder / "model", "Chapter 1.", 12, temperature=0) == want
 
 
+def test_generation_stops_at_the_end_of_text(adapted, tmp_path):
+    root, _, _ = adapted
+    source = root / "base" / "model"
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    ids = tokenizer("Chapter 1.", return_tensors="pt")
+    out = model.generate(**ids, max_new_tokens=30, do_sample=False, pad_token_id=0)
+    said = out[0, ids["input_ids"].shape[1] :].tolist()
+    end = next(i for i, token in enumerate(said) if i > 2 and token not in said[:i])
+    model.save_pretrained(tmp_path)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(said[end])
+    tokenizer.save_pretrained(tmp_path)
+    want = tokenizer.decode(said[:end], skip_special_tokens=True)
+    assert generate(tmp_path, "Chapter 1.", 30, temperature=0) == want
+
+
 def test_generation_is_a_function_of_its_seed(adapted):
     root, _, _ = adapted
     one = generate(root / "lora", "the", 20, seed=1)

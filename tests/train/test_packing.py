@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tiny_runs import tiny_recipe
 
 from memfit.errors import InvalidRequest
+from memfit.train import packing as packing_module
 from memfit.train.packing import (
     IGNORED,
     StreamRows,
@@ -167,10 +168,10 @@ def test_examples_too_long_are_cut_or_left_out_and_counted():
 
 @given(lengths=LENGTHS, width=st.integers(2, 12), packing=st.booleans(),
        objective=st.sampled_from(["pretrain", "sft"]),
-       attention=st.sampled_from(["flash", "math"]))  # fmt: skip
+       attention=st.sampled_from(["flash", "math"]), block=st.integers(1, 20))  # fmt: skip
 @settings(deadline=None, max_examples=60)
 def test_the_worst_batch_is_the_worst_of_all_that_are_sampled(
-    lengths, width, packing, objective, attention
+    lengths, width, packing, objective, attention, block
 ):
     recipe = tiny_recipe(sequence_length=width, micro_batch=2, accumulation=2, steps=7,
                          packing=packing, objective=objective, attention=attention)  # fmt: skip
@@ -183,7 +184,9 @@ def test_the_worst_batch_is_the_worst_of_all_that_are_sampled(
         return batch.input_ids.size, copied, sum(n * n for n in flat), len(flat)
 
     costs = {(s, m): cost(b) for s in range(7) for m, b in enumerate(sampler.sample(s))}
-    worst = sampler.worst()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing_module, "BLOCK", block)
+        worst = sampler.worst()
     found = costs[worst.step, worst.micro]
     if packing:
         assert found == max(costs.values())

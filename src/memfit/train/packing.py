@@ -29,6 +29,7 @@ from memfit.recipe import Recipe
 from memfit.train.tokens import Corpus
 
 Array = np.ndarray[Any, np.dtype[Any]]
+BLOCK = 2**16  # micro-batches whose memory is compared at once
 IGNORED = -100  # the label of a position that predicts nothing
 
 
@@ -94,8 +95,8 @@ class Rows(ABC):
         """The pieces of one row, left to right; with `once`, of the first epoch only."""
 
     @abstractmethod
-    def costs(self, count: int) -> Array:
-        """(count, 3) of the first rows: tokens, sum of squared document lengths, documents."""
+    def costs(self, first: int, count: int) -> Array:
+        """(count, 3) of the rows from `first` on: tokens, sum of squared lengths, documents."""
 
 
 class StreamRows(Rows):
@@ -134,20 +135,21 @@ class StreamRows(Rows):
             position += length
         return tuple(pieces)
 
-    def costs(self, count: int) -> Array:
+    def costs(self, first: int, count: int) -> Array:
         """By epoch, for all rows at once: where documents begin, merged with where rows do."""
+        width, total = self._width, self._total
         rows = np.zeros((count, 3), dtype="int64")
-        rows[:, 0] = self._width
-        end = count * self._width
-        for epoch in range(-(-end // self._total)):
-            base = epoch * self._total
-            stop = min(base + self._total, end)
+        rows[:, 0] = width
+        begin, end = first * width, (first + count) * width
+        for epoch in range(begin // total, -(-end // total)):
+            low, high = max(epoch * total, begin), min((epoch + 1) * total, end)
             _, starts = self._epoch(epoch)
-            cuts = np.arange(-(-base // self._width) * self._width, stop, self._width)
-            begins = np.union1d(starts[starts < stop - base] + base, cuts)
-            sizes = np.diff(np.append(begins, stop))
-            np.add.at(rows[:, 1], begins // self._width, sizes**2)
-            np.add.at(rows[:, 2], begins // self._width, 1)
+            inside = np.searchsorted(starts, [low - epoch * total, high - epoch * total])
+            documents = starts[slice(*inside)] + epoch * total
+            pieces = np.union1d(documents, np.arange(-(-low // width) * width, high, width))
+            lengths = np.diff(np.append(pieces, high))
+            np.add.at(rows[:, 1], pieces // width - first, lengths**2)
+            np.add.at(rows[:, 2], pieces // width - first, 1)
         return rows
 
 
@@ -160,8 +162,8 @@ class TableRows(Rows):
         self.packed = packed
         self._rows = rows
         self._width = width
-        self._seed = seed
         self._epoch = lru_cache(maxsize=2)(lambda e: seeded_order(len(rows), seed, e))
+        self._table = np.array([self._cost(row) for row in rows], dtype="int64")
 
     @property
     def per_epoch(self) -> float:
@@ -175,11 +177,12 @@ class TableRows(Rows):
             return ()
         return self._rows[int(self._epoch(epoch)[at])]
 
-    def costs(self, count: int) -> Array:
+    def costs(self, first: int, count: int) -> Array:
         """Read off the table; a packed row is as wide as all, its padding one document more."""
-        table = np.array([self._cost(row) for row in self._rows], dtype="int64")
-        epochs = range(-(-count // len(table)))
-        return np.concatenate([table[self._epoch(e)] for e in epochs])[:count]
+        size = len(self._table)
+        epochs = range(first // size, -(-(first + count) // size))
+        shown = np.concatenate([self._table[self._epoch(e)] for e in epochs])
+        return shown[first - epochs[0] * size :][:count]
 
     def _cost(self, row: tuple[Piece, ...]) -> tuple[int, int, int]:
         lengths = [p.length for p in row]
@@ -266,13 +269,18 @@ class Sampler:
         which keeps a matrix of each document, the longest documents; with the others, the most
         rows of several documents, whose outputs are copied together, and then the longest.
         """
-        costs = self._rows.costs(self._steps * self._global)
-        tokens, squares, documents = costs.reshape(-1, self._micro, 3).transpose(2, 0, 1)
-        copied = (documents > 1).sum(axis=1) * (not self._math)
-        keys = (documents.sum(axis=1), squares.sum(axis=1), copied, tokens.max(axis=1))
-        index = int(np.lexsort(keys)[-1])
-        step, micro = divmod(index, self._accumulation)
-        batch = self._batch(index * self._micro)
+        micros = self._steps * self._accumulation
+        best: tuple[tuple[int, ...], int] = ((-1,), 0)
+        for start in range(0, micros, BLOCK):
+            count = min(BLOCK, micros - start)
+            costs = self._rows.costs(start * self._micro, count * self._micro)
+            tokens, squares, documents = costs.reshape(count, self._micro, 3).transpose(2, 0, 1)
+            copied = (documents > 1).sum(axis=1) * (not self._math)
+            keys = (tokens.max(axis=1), copied, squares.sum(axis=1), documents.sum(axis=1))
+            at = int(np.lexsort(keys[::-1])[-1])
+            best = max(best, (tuple(int(key[at]) for key in keys), start + at))
+        step, micro = divmod(best[1], self._accumulation)
+        batch = self._batch(best[1] * self._micro)
         rows, width = batch.input_ids.shape
         return Worst(step, micro, rows, width, batch.documents)
 

@@ -8,13 +8,14 @@ import math
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from memfit.errors import InvalidRequest
+from memfit.errors import InvalidRequest, RunFailed
 from memfit.families import read_model
 from memfit.model import ModelReference
 from memfit.recipe import Recipe
@@ -67,15 +68,26 @@ def find_tokenizer(
     root = (cache or default_cache()) / "tokenizers"
     folder = root / hashlib.sha256(facts.encode()).hexdigest()[:32]
     if not (folder / "tokenizer.json").exists():
-        root.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=root, prefix=f".{folder.name}."))
         try:
-            train_tokenizer(read_texts(sources), vocab, temporary)
-            with suppress(OSError):  # another process was first; its result is equal
-                os.rename(temporary, folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            _train_into(folder, read_texts(sources), vocab)
+        except OSError as error:
+            raise RunFailed(
+                f"cannot write the tokenizer `{folder}`: {error.strerror}",
+                hint="free space there, or set MEMFIT_CACHE to a folder with room",
+            ) from None
     return read_tokenizer(str(folder))
+
+
+def _train_into(folder: Path, texts: Iterable[str], vocab: int) -> None:
+    """Train beside the folder and rename: it is there complete, or not at all."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        train_tokenizer(texts, vocab, temporary)
+        with suppress(OSError):  # another process was first; its result is equal
+            os.rename(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def find_lengths(
