@@ -55,6 +55,7 @@ class Considered(Noun, frozen=True, kw_only=True):
     changes: dict[str, Any]  # knob -> value
     peak_allocated: int
     device_total: int | None
+    exact: bool  # predicted in full; else estimated for the search, within a few per cent
     relative_time: float  # step time over the chosen recipe's
     fits: bool
     chosen: bool

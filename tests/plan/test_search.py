@@ -39,9 +39,9 @@ def ask(**changes):
 def everything(request):
     """Every recipe of the exact knobs, by brute force."""
     problem = read_problem(request)
-    start = Candidate(problem, search(problem).recipe)
+    start = Candidate.of(problem, search(problem).recipe)
     for micro in divisors(8):
-        for chunk in (0, *[c for c in CHUNKS if c < micro * 512] or [min(CHUNKS)]):
+        for chunk in (0, *([c for c in CHUNKS if c < micro * 512] or [min(CHUNKS)])):
             for blocks in range(5):
                 yield start.but(
                     micro_batch=micro,
@@ -62,7 +62,7 @@ def test_the_plan_is_the_fastest_recipe_that_fits(limit):
         return
     assert chosen.memory.verdict == "fits"
     best = min(c.seconds for c in fitting)
-    mine = Candidate(read_problem(request), chosen.recipe).seconds
+    mine = Candidate.of(read_problem(request), chosen.recipe).seconds
     assert mine == pytest.approx(best, rel=1e-12)
 
 
@@ -70,7 +70,7 @@ def test_a_looser_limit_never_makes_the_plan_slower():
     times = []
     for limit in range(60, 400, 20):
         problem = read_problem(ask(limits={"memory": f"{limit} MiB"}))
-        times.append(Candidate(problem, search(problem).recipe).seconds)
+        times.append(Candidate.of(problem, search(problem).recipe).seconds)
     assert times == sorted(times, reverse=True)
     assert len(set(times)) > 3
 
@@ -79,7 +79,7 @@ def test_an_impossible_limit_returns_the_nearest_miss_and_what_it_lacks():
     request = ask(limits={"memory": "10 MiB"})
     chosen = search(read_problem(request))
     assert chosen.memory.verdict == "does_not_fit"
-    assert needs(chosen.memory) == min(needs(c.memory) for c in everything(request))
+    assert needs(chosen.memory) == min(c.needs for c in everything(request))
     assert needs(chosen.memory) > 10 * MIB
     assert "more than there is" in chosen.considered[-1].because
 
@@ -89,9 +89,7 @@ def test_precision_is_given_up_only_when_nothing_else_fits():
     assert roomy.recipe.precision == "fp32"
     assert any(lever.relative_time < 1 and lever.fits for lever in roomy.levers)
     full = ask(precision="auto", limits={"memory": "10 MiB"})
-    smallest = min(
-        (needs(c.memory) for c in everything(ask(limits={"memory": "10 MiB"}))), default=0
-    )
+    smallest = min((c.needs for c in everything(ask(limits={"memory": "10 MiB"}))), default=0)
     tight = api.plan(
         msgspec.structs.replace(
             full, limits=msgspec.structs.replace(full.limits, memory=f"{smallest - 1} B")

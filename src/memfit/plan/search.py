@@ -16,11 +16,13 @@ import msgspec
 from memfit import __version__, units
 from memfit.adapters import find_adapter
 from memfit.errors import InvalidRequest
+from memfit.ledger import Ledger
 from memfit.model import Model
+from memfit.plan.estimate import Estimate, applies
 from memfit.plan.memory import predict_memory
 from memfit.plan.problem import CHUNKS, Problem, divisors, first_recipe
 from memfit.plan.time import describe_cost, describe_time, predict_timeline, relative_seconds
-from memfit.plan.verdict import describe_lack, describe_memory, needs
+from memfit.plan.verdict import describe_lack, describe_memory, held
 from memfit.recipe import Method, Precision, Recipe
 from memfit.request import RecomputeBlocks
 from memfit.results import Considered, Memory, Plan
@@ -31,20 +33,34 @@ SHOWN = 5  # runners-up and rejected ones that a plan keeps
 class Candidate:
     """One recipe and what is predicted of it, computed when first asked."""
 
-    def __init__(self, problem: Problem, recipe: Recipe) -> None:
-        self.problem, self.recipe = problem, recipe
+    def __init__(
+        self, problem: Problem, recipe: Recipe, model: Model, estimate: Estimate | None = None
+    ) -> None:
+        self.problem, self.recipe, self.model, self.estimate = problem, recipe, model, estimate
+
+    @classmethod
+    def of(cls, problem: Problem, recipe: Recipe) -> Candidate:
+        """With the model as its method stores it: dtypes, trainable flags, extra rows."""
+        return cls(problem, recipe, find_adapter(recipe).adapt(problem.model, recipe))
+
+    def but(self, **changes: object) -> Candidate:
+        """The same method and precision with some of the exact knobs changed."""
+        recipe = msgspec.structs.replace(self.recipe, **changes)
+        estimate = self.estimate
+        if estimate is not None and "optimizer" in changes:
+            estimate = estimate.with_optimizer(recipe)
+        return Candidate(self.problem, recipe, self.model, estimate)
 
     @cached_property
-    def model(self) -> Model:
-        """The model after the adapter: dtypes, trainable flags, extra rows."""
-        return find_adapter(self.recipe).adapt(self.problem.model, self.recipe)
+    def ledger(self) -> Ledger:
+        """Predicted bytes, instant by instant."""
+        return predict_memory(self.model, self.recipe, self.problem.device)
 
     @cached_property
     def memory(self) -> Memory:
         """Predicted memory and its verdict."""
-        ledger = predict_memory(self.model, self.recipe, self.problem.device)
         usable, because = self.problem.usable, self.problem.usable_because
-        return describe_memory(ledger, self.problem.device, usable, because)
+        return describe_memory(self.ledger, self.problem.device, usable, because)
 
     @cached_property
     def seconds(self) -> float:
@@ -56,9 +72,33 @@ class Candidate:
         """Whether the verdict is `fits` (with an unknown limit everything does)."""
         return self.memory.verdict in ("fits", "unproven")
 
-    def but(self, **changes: object) -> Candidate:
-        """The same recipe with some knobs changed."""
-        return Candidate(self.problem, msgspec.structs.replace(self.recipe, **changes))
+    @property
+    def exact(self) -> bool:
+        """Whether `about` is the prediction itself."""
+        return self.estimate is None or "ledger" in self.__dict__
+
+    @property
+    def about(self) -> int:
+        """The peak: the prediction where it was made, else the estimate, within a few per cent."""
+        if self.estimate is None or "ledger" in self.__dict__:
+            return self.ledger.peak
+        return self._estimated
+
+    @cached_property
+    def _estimated(self) -> int:
+        assert self.estimate is not None
+        r = self.recipe
+        return self.estimate.peak(r.micro_batch, r.recompute_blocks, r.loss_chunk)
+
+    @property
+    def needs(self) -> int:
+        """`about` as it is held against the usable line."""
+        return held(self.about, self.problem.device)
+
+    @property
+    def likely(self) -> bool:
+        """Whether it fits by `about`."""
+        return self.problem.usable is None or self.needs <= self.problem.usable
 
 
 def search(problem: Problem) -> Plan:
@@ -69,7 +109,7 @@ def search(problem: Problem) -> Plan:
         best = _fastest_that_fits(start, tried)
         if best is not None:
             break
-    chosen = best or min(tried, key=lambda c: needs(c.memory))
+    chosen = best or min(tried, key=lambda c: c.needs)
     return _plan(problem, chosen, tried)
 
 
@@ -93,7 +133,7 @@ def _preferences(problem: Problem) -> Iterator[Candidate]:
         for precision in precisions:
             if _allowed(problem, precision):
                 recipe = first_recipe(problem, method=method, precision=precision)
-                yield Candidate(problem, recipe)
+                yield Candidate.of(problem, recipe)
 
 
 def _allowed(problem: Problem, precision: Precision) -> bool:
@@ -137,41 +177,84 @@ def _combinations(start: Candidate) -> Iterator[Candidate]:
 def _fastest_that_fits(start: Candidate, tried: list[Candidate]) -> Candidate | None:
     """Best first over the exact knobs; for each micro-batch and loss the least recompute that fits.
 
-    Exact: more recompute never makes a step faster, so once a combination without recompute is
-    slower than the best found, neither it nor any later one can win.
+    More recompute never makes a step faster, so once a combination is slower than the best found,
+    neither it nor any later one can win. Estimates rank; what is chosen is predicted exactly.
     """
+    if applies(start.model):
+        start.estimate = Estimate(start.model, start.recipe, start.problem.device)
+    combinations = list(_combinations(start))
+    most = [c.but(recompute_blocks=_blocks(start.problem)[1]) for c in combinations]
+    usable = start.problem.usable
+    if start.estimate is not None and usable is not None and start.estimate.least > usable:
+        tried.append(min(most, key=lambda c: (c.recipe.micro_batch, c.recipe.loss_chunk or 1e9)))
+        return None
+    tried += [*combinations, *most]
+    ranked = [c for plain in combinations if (c := _least_recompute(plain)) is not None]
+    if not ranked:  # an estimate may be a little high: ask of the smallest itself
+        ranked = [min(most, key=lambda c: c.needs)]
     best: Candidate | None = None
-    for plain in sorted(_combinations(start), key=lambda c: c.seconds):
-        if best is not None and plain.seconds >= best.seconds:
+    for candidate in sorted(ranked, key=lambda c: c.seconds):
+        if best is not None and candidate.seconds >= best.seconds:
             break
-        found = _least_recompute(plain, tried)
+        found = _settle(candidate)
         if found is not None and (best is None or found.seconds < best.seconds):
             best = found
+    if best is not None:
+        best.estimate = start.estimate  # its levers need no more than that
+    tried += [c for c in ranked if best is None or not _same_pair(c, best)]
     return best
 
 
-def _least_recompute(plain: Candidate, tried: list[Candidate]) -> Candidate | None:
-    """The fewest recomputed blocks under which the combination fits: memory falls with each."""
+def _same_pair(a: Candidate, b: Candidate) -> bool:
+    """Whether they differ in recompute alone."""
+    return (a.recipe.micro_batch, a.recipe.loss_chunk) == (
+        b.recipe.micro_batch,
+        b.recipe.loss_chunk,
+    )
+
+
+def _least_recompute(plain: Candidate) -> Candidate | None:
+    """The fewest recomputed blocks under which the combination is likely to fit."""
     low, high = _blocks(plain.problem)
-    tried.append(plain)
-    if plain.fits:
+    if plain.likely:
         return plain
     most = plain.but(recompute_blocks=high)
-    if high == low:
+    if high == low or not most.likely:
         return None
-    tried.append(most)
-    if not most.fits:
-        return None
-    best = most
+    return _bisect(plain, low, most)
+
+
+def _bisect(plain: Candidate, low: int, best: Candidate) -> Candidate:
+    """Memory falls with each recomputed block: the fewest above `low` that do, `best` does."""
+    high = best.recipe.recompute_blocks
     while high - low > 1:
-        middle = (low + high) // 2
-        candidate = plain.but(recompute_blocks=middle)
-        if candidate.fits:
-            high, best = middle, candidate
+        middle = plain.but(recompute_blocks=(low + high) // 2)
+        if best.exact:
+            middle.estimate = None
+        if middle.likely:
+            high, best = middle.recipe.recompute_blocks, middle
         else:
-            low = middle
-    tried.append(best)
+            low = middle.recipe.recompute_blocks
     return best
+
+
+def _settle(candidate: Candidate) -> Candidate | None:
+    """The fewest recomputed blocks by the prediction itself, from where the estimate says."""
+    low, high = _blocks(candidate.problem)
+    exact = Candidate(candidate.problem, candidate.recipe, candidate.model)
+    blocks = candidate.recipe.recompute_blocks
+    if exact.fits:
+        if blocks == low:
+            return exact
+        fewer = exact.but(recompute_blocks=blocks - 1)
+        if not fewer.fits:
+            return exact
+        least = exact.but(recompute_blocks=low)
+        return least if least.fits else _bisect(exact, low, fewer)
+    if blocks == high:
+        return None
+    most = exact.but(recompute_blocks=high)
+    return _bisect(exact, blocks, most) if most.fits else None
 
 
 def describe(recipe: Recipe, layers: int) -> str:
@@ -189,14 +272,14 @@ def describe(recipe: Recipe, layers: int) -> str:
 def _row(
     candidate: Candidate, chosen: Candidate, *, because: str, changes: dict[str, object]
 ) -> Considered:
-    memory = candidate.memory
     return Considered(
         label=describe(candidate.recipe, candidate.model.architecture.layers),
         changes=changes,
-        peak_allocated=memory.peak_allocated,
-        device_total=memory.device_total,
+        peak_allocated=candidate.about,
+        device_total=None if candidate.problem.device.is_cpu else candidate.needs,
+        exact=candidate.exact,
         relative_time=candidate.seconds / chosen.seconds,
-        fits=candidate.fits,
+        fits=candidate.likely,
         chosen=candidate is chosen,
         because=because,
     )
@@ -206,9 +289,9 @@ def _reason(candidate: Candidate, chosen: Candidate) -> str:
     """Why a candidate was not chosen."""
     if candidate is chosen:
         return "the fastest that fits" if chosen.fits else "the nearest miss"
-    usable = candidate.memory.usable
-    if not candidate.fits and usable is not None:
-        over = needs(candidate.memory) - usable
+    usable = candidate.problem.usable
+    if not candidate.likely and usable is not None:
+        over = candidate.needs - usable
         return f"needs {units.show_bytes(over)} more than there is"
     if candidate.seconds > chosen.seconds:
         return f"fits, {candidate.seconds / chosen.seconds - 1:.1%} slower"
@@ -217,12 +300,17 @@ def _reason(candidate: Candidate, chosen: Candidate) -> str:
     return "fits and is faster, but changes what is learned"
 
 
+def _knobs(candidate: Candidate) -> tuple[object, ...]:
+    r = candidate.recipe
+    return r.method, r.precision, r.micro_batch, r.recompute_blocks, r.loss_chunk
+
+
 def _considered(chosen: Candidate, tried: list[Candidate]) -> tuple[Considered, ...]:
     """The chosen one, then those that came nearest to it in time, whether they fit or not."""
-    others = {c.recipe.digest: c for c in tried if c.recipe != chosen.recipe}
-    near = sorted(others.values(), key=lambda c: (c.seconds, needs(c.memory)))
-    fitting = [c for c in near if c.fits][:SHOWN]
-    failing = [c for c in near if not c.fits][:SHOWN]
+    others = {_knobs(c): c for c in tried if c.recipe != chosen.recipe}
+    near = sorted(others.values(), key=lambda c: (c.seconds, c.needs))
+    fitting = [c for c in near if c.likely][:SHOWN]
+    failing = [c for c in near if not c.likely][:SHOWN]
     rows = [chosen, *sorted([*fitting, *failing], key=lambda c: c.seconds)]
     return tuple(_row(c, chosen, because=_reason(c, chosen), changes={}) for c in rows)
 
@@ -273,7 +361,7 @@ def _others(chosen: Candidate) -> list[Candidate]:
             continue
         other = first_recipe(problem, method=method, precision=precision)
         same = {k: getattr(recipe, k) for k in kept}
-        found.append(Candidate(problem, msgspec.structs.replace(other, **same)))
+        found.append(Candidate.of(problem, msgspec.structs.replace(other, **same)))
     return found
 
 
@@ -298,7 +386,7 @@ def _plan(problem: Problem, chosen: Candidate, tried: list[Candidate]) -> Plan:
         memory=chosen.memory,
         time=time,
         cost=describe_cost(time, device),
-        ledger=predict_memory(chosen.model, recipe, device),
+        ledger=chosen.ledger,
         timeline=timeline,
         considered=_considered(chosen, tried),
         levers=_levers(chosen),

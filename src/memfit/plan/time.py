@@ -123,12 +123,12 @@ def _timeline(model: Model, recipe: Recipe, flops: dict[str, float], bandwidth: 
     width = 4 if recipe.compute_dtype == "float32" else 2
     moved = recipe.tokens * recipe.accumulation * width
     block = moved * (30 * a.hidden + 12 * a.ffn)
-    logits = moved * a.vocab * 4
+    logits = 4.0 * moved * a.vocab
     if recipe.loss == "chunked":  # each chunk reads and adds to the head's gradient again
         chunks = -(-recipe.tokens // recipe.loss_chunk) * recipe.accumulation
         logits += 2.0 * chunks * a.vocab * a.hidden * (4 if recipe.method == "full" else 0)
     # each micro-batch reads the weights anew and adds to the gradients
-    weights = recipe.accumulation * sum(w.nbytes for w in model.weights)
+    weights = float(recipe.accumulation * sum(w.nbytes for w in model.weights))
     gradients = recipe.accumulation * 3.0 * sum(w.nbytes for w in model.weights if w.trainable)
     launches = recipe.accumulation * KERNELS_PER_BLOCK
     passes = [

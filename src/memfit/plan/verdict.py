@@ -13,6 +13,11 @@ ASSUMED_SLACK = 0.06
 ASSUMED_CONTEXT = units.GIB // 2
 
 
+def held(peak: int, device: Device) -> int:
+    """The bytes that a predicted peak is held against the usable line with."""
+    return peak if device.is_cpu else round(peak * (1 + ASSUMED_SLACK)) + ASSUMED_CONTEXT
+
+
 def describe_memory(ledger: Ledger, device: Device, usable: int | None, because: str) -> Memory:
     """The JSON's `memory` object of a prediction."""
     peak, phase = ledger.peak, ledger.peak_phase
