@@ -77,10 +77,12 @@ def memory(held, *, usable=80 * GIB, verdict="fits", cuda=True):
     )
 
 
-def considered(label, nbytes, time, fits, *, chosen=False, because="fits, slower", changes=None):
+def considered(
+    label, nbytes, time, fits, *, chosen=False, exact=True, because="fits, slower", changes=None
+):
     return Considered(
         label=label, changes=changes or {}, peak_allocated=nbytes, device_total=nbytes + GIB,
-        relative_time=time, fits=fits, chosen=chosen, because=because,
+        exact=exact, relative_time=time, fits=fits, chosen=chosen, because=because,
     )  # fmt: skip
 
 
@@ -110,7 +112,7 @@ def plan(*, usable=80 * GIB, verdict="fits", cuda=True, name="llama-3.1-8b", **t
                        because="the fastest that fits"),
             *(considered(label.format(1, n), held.peak - n * GIB, 1 + n / 100, True)
               for n in range(4, 9)),
-            *(considered(label.format(4, n), held.peak + 30 * GIB, 0.9, False,
+            *(considered(label.format(4, n), held.peak + 30 * GIB, 0.9, False, exact=False,
                          because="needs 22.10 GiB more than there is") for n in range(3)),
         ),
         levers=(

@@ -239,7 +239,8 @@ def test_yaml_is_read_as_version_1_2(tmp_path, request_file):
     ("text", "value"),
     [("3", 3), ("0", 0), ("007", 7), ("-3", -3), ("2e-4", 2e-4), ("true", True), ("no", "no"),
      ("null", None), ("72 GiB", "72 GiB"), ("[q_proj, v_proj]", ["q_proj", "v_proj"]),
-     ("{blocks: 3}", {"blocks": 3}), ("", None), ("'3'", "3"), ("bf16", "bf16"), ("True", True), ("NULL", None), ("yes", "yes"), ("on", "on")],
+     ("{blocks: 3}", {"blocks": 3}), ("", None), ("'3'", "3"), ("bf16", "bf16"),
+     ("True", True), ("NULL", None), ("yes", "yes"), ("on", "on")],
 )  # fmt: skip
 def test_a_value_of_set_is_yaml(text, value):
     from ruamel.yaml import YAML
@@ -513,3 +514,88 @@ def test_no_heavy_library_is_imported_before_it_is_needed():
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
     )  # fmt: skip
     assert done.stdout == "[]\n"
+
+
+# run folders
+
+
+@pytest.fixture
+def text_data(tmp_path):
+    (tmp_path / "data").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "data" / f"{name}.txt").write_text(f"{name} quick brown fox jumps. " * 200)
+    return tmp_path / "data"
+
+
+def trainable(tmp_path, text_data, **task):
+    data = ASKED | {"task": ASKED["task"] | {"data": str(text_data)} | task}
+    return write(tmp_path, data)
+
+
+@pytest.mark.slow
+def test_plan_certify_train_generate_report_share_one_folder(tmp_path, text_data, monkeypatch):
+    """Each verb takes what the one before it left, and the recipe never changes."""
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
+    home = tmp_path / "run"
+    assert quick("plan", trainable(tmp_path, text_data), "--folder", home, "--quiet")[0] == 0
+    digest = api.read_plan(home / "plan.json").recipe_digest
+    assert quick("certify", home / "plan.json", "--quiet", "--json")[0] == 0
+    code, out, err = quick("train", home / "plan.json", "--json", "--quiet")
+    assert (code, err) == (0, "")
+    data = strict(out)
+    assert (data["recipe_digest"], data["steps_done"], data["finished"]) == (digest, 3, True)
+    code, out, err = quick("generate", home, "a quick", "--tokens", "5", "--json")
+    assert (code, err) == (0, "")
+    sample = strict(out)
+    assert (home / "sample.txt").read_text() == sample["prompt"] + sample["text"]
+    code, out, _ = quick("report", home, "--json", "--quiet")
+    assert strict(out)["sample"] == sample["prompt"] + sample["text"]
+    assert "a quick" in (home / "report.html").read_text()
+    names = {f.name for f in home.iterdir()}
+    assert {"request.json", "plan.json", "certificate.json", "run.json", "log.jsonl",
+            "report.json", "report.html", "model"} <= names  # fmt: skip
+    assert max(cell_len(line) for line in quick("report", home)[1].splitlines()) <= 80
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("left", ["plan.json", "request.json"])
+def test_a_run_folder_of_another_request_is_refused_untouched(
+    tmp_path, text_data, left, monkeypatch
+):
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
+    home = tmp_path / "run"
+    file = trainable(tmp_path, text_data)
+    quick("plan", file, "--folder", home, "--quiet")
+    if left == "request.json":
+        assert quick("train", file, "--folder", home, "--quiet")[0] == 0
+    before = {f: f.stat().st_mtime_ns for f in home.rglob("*")}
+    code, err = fails("train", file, "--folder", home, "--set", "task.steps=4")
+    assert code == 2
+    assert "holds a run of another request: `task.steps` (3 there, 4 here) differ" in err
+    assert {f: f.stat().st_mtime_ns for f in home.rglob("*")} == before
+    assert quick("train", file, "--folder", home, "--quiet")[0] == 0
+
+
+def test_a_run_that_cannot_fit_leaves_nothing_behind(tmp_path, text_data, monkeypatch):
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
+    file = trainable(tmp_path, text_data)
+    code, out, err = quick("train", file, "--folder", tmp_path / "run", "--memory", "64 KiB")
+    assert (code, out) == (3, "")
+    assert err.startswith("error: needs ")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ({"data": "nowhere"}, "nowhere"),
+        ({"data": ""}, "no training data is named"),
+    ],
+)
+def test_data_that_is_not_there_is_named(tmp_path, text_data, task, said, monkeypatch):
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    code, err = fails("train", trainable(tmp_path, text_data, **task), "--folder", "run")
+    assert code == 2
+    assert said in err
+    assert not (tmp_path / "run").exists()

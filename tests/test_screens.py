@@ -252,3 +252,13 @@ def test_a_sample_cannot_steer_the_terminal():
     plan = made.plan()
     report = join(plan, None, made.run(plan), sample="a\x1b[2Jb\x07c")
     assert "a\ufffd[2Jb\ufffdc" in screen(show_report, report, commands=[])
+
+
+def test_an_estimate_is_marked_as_one():
+    text = screen(show_plan, made.plan(), commands=[], why=True, width=120)
+    rows = [line for line in text.splitlines() if "than there is" in line and "micro" in line]
+    assert len(rows) == 3
+    assert all("~105.29 GiB" in row for row in rows)
+    assert "~ the search's estimate" in text
+    exact = [line for line in text.splitlines() if "the fastest that fits" in line]
+    assert "~" not in exact[0]

@@ -8,7 +8,7 @@ Torch is imported only by the verbs that need it, when they are called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -148,9 +148,9 @@ def prepare(
     """
     from memfit.train.machine import measure_machine
 
-    request = find_lengths(request)
-    _check_folder(folder, request)
+    _check_folder(folder, [request, request := find_lengths(request)])
     if (kept := _kept(folder, request)) is not None:
+        write_json(folder / "request.json", request)
         return kept
     device = None
     if request.hardware.device in ("auto", "cpu"):
@@ -186,14 +186,21 @@ def _plan_within(request: Request, device: Device | None, limit: int | None) -> 
     return msgspec.structs.replace(tighter, request=request, memory=memory)
 
 
-def _check_folder(folder: Path, request: Request) -> None:
-    """A folder belongs to one request; anything else is refused before a byte is written."""
-    file = folder / "request.json"
-    if not file.exists():
+def _check_folder(folder: Path, asked: Sequence[Request]) -> None:
+    """A folder belongs to one request; anything else is refused before a byte is written.
+
+    asked: the request as it was written, and with its length counted. A folder that only holds a
+    plan takes the request that it was made of, or the plan itself as a request.
+    """
+    if (folder / "request.json").exists():
+        held = [read_json(folder / "request.json", Request)]
+    elif (folder / "plan.json").exists():
+        made = read_plan(folder / "plan.json")
+        held = [made.request, state(made)]
+    else:
         return
-    old = read_json(file, Request)
-    if old != request:
-        changed = ", ".join(_differences(to_data(old), to_data(request)))
+    if not any(request == old for request in asked for old in held):
+        changed = ", ".join(_differences(to_data(held[0]), to_data(asked[-1])))
         raise InvalidRequest(
             f"`{folder}` holds a run of another request: {changed} differ",
             hint="choose another folder with `--folder`, or remove this one",
@@ -216,6 +223,8 @@ def _kept(folder: Path, request: Request) -> Prepared | None:
         read_plan(folder / "plan.json"),
         read_json(folder / "certificate.json", Certificate),
     )
+    if request not in (made.request, state(made)):  # its length was not known when it was made
+        return None
     now = versions()
     if proof.recipe_digest != made.recipe_digest or any(
         now[name] != version for name, version in proof.versions.items()
@@ -246,6 +255,8 @@ def train(
     """
     from memfit.train import loop
 
+    if not request.task.data:
+        raise InvalidRequest("no training data is named", hint="set `task.data`, a file or folder")
     prepared = prepare(request, folder, say=say, override=override)
     return loop.train(
         prepared.plan.recipe,

@@ -17,6 +17,7 @@ import msgspec
 from memfit.errors import InvalidRequest, did_you_mean
 
 N = TypeVar("N", bound="Noun")
+SHOWN = 60  # characters of a wrong value that an error repeats
 
 
 class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -93,10 +94,15 @@ def _explain(
         return InvalidRequest(f"unknown key `{full}` in {where}", hint=hint)
     problem, _, path = text.partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
-    value = _value_at(data, path)
+    value = _shortened(_value_at(data, path))
     shown = f"`{path}: {value}`" if path else f"`{value}`"
     problem = problem[:1].lower() + problem[1:]
     return InvalidRequest(f"{shown} in {where}: {problem}", hint=_hint(kind, path))
+
+
+def _shortened(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
 
 
 def _steps(path: str) -> list[str]:

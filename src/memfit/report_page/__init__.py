@@ -193,7 +193,10 @@ def _considered(report: Report) -> str:
             "✔" if c.chosen else "",
             text(c.label),
             text(c.because),
-            text(units.show_bytes(c.peak_allocated if c.device_total is None else c.device_total)),
+            text(
+                ("" if c.exact else "~")
+                + units.show_bytes(c.peak_allocated if c.device_total is None else c.device_total)
+            ),
             f"{c.relative_time:.2f}x",
         )
         for c in report.plan.considered

@@ -98,12 +98,17 @@ def _show_considered(console: Console, plan: Plan, *, why: bool) -> None:
         table.add_row(
             _mark(console, row),
             plain(console, label),
-            units.show_bytes(_needs(row)),
+            _shown_needs(row),
             f"{row.relative_time:.2f}x",
             plain(console, row.because),
             style="bold" if row.chosen else "",
         )
     show(console, table)
+    if not all(row.exact for row in rows):
+        said = (
+            "~ the search's estimate, within a few per cent; what was chosen is predicted in full"
+        )
+        say(console, said, style="dim", indent=INDENT)
     if hidden := len(plan.considered) - len(rows):
         say(console, f"{hidden} more with --why", style="dim", indent=INDENT)
 
@@ -140,6 +145,10 @@ def _first(rows: Sequence[Considered]) -> list[Considered]:
     kept = fitting[: max(room - len(failing), room // 2)]
     kept += failing[: room - len(kept)]
     return [r for r in rows if r in chosen or r in kept]
+
+
+def _shown_needs(row: Considered) -> str:
+    return ("" if row.exact else "~") + units.show_bytes(_needs(row))
 
 
 def _needs(row: Considered) -> int:
