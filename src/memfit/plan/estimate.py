@@ -17,8 +17,9 @@ from memfit.hardware import Device
 from memfit.model import Model
 from memfit.optimizers import find_optimizer
 from memfit.plan.blocks import AFTER_PRODUCT, ENDS, Passes, Segment, simulate
-from memfit.plan.memory import GRANULARITY, describe
+from memfit.plan.memory import describe
 from memfit.recipe import Recipe
+from memfit.sizes.meter import block_size
 
 Line = tuple[float, float, float, float]  # net at 0 rows, a row's; rise at 0 rows, a row's
 Stretch = tuple[str, Line]  # a segment's name and its two lines
@@ -89,21 +90,22 @@ class Estimate:
         other._one, other._more = self._one, self._more
         return other
 
+    def _held(self, nbytes: int) -> int:
+        return nbytes if self.device.is_cpu else block_size(nbytes)
+
     @cached_property
     def _always(self) -> int:
         """Weights and optimizer state, bytes."""
-        settings, unit = self.recipe.optimizer, 1 if self.device.is_cpu else GRANULARITY
+        settings = self.recipe.optimizer
         optimizer = find_optimizer(settings)
-        states: dict[tuple[tuple[int, ...], str], int] = {}
+        known: dict[tuple[tuple[int, ...], str, bool], int] = {}
         total = 0
         for w in self.model.weights:
-            total += -(-w.nbytes // unit) * unit
-            if w.trainable:
-                key = (w.shape, w.dtype)
-                if key not in states:
-                    specs = optimizer.state(w.spec, settings)
-                    states[key] = sum(-(-s.nbytes // unit) * unit for s in specs)
-                total += states[key]
+            key = (w.shape, w.dtype, w.trainable)
+            if key not in known:
+                states = optimizer.state(w.spec, settings) if w.trainable else ()
+                known[key] = sum(self._held(s.nbytes) for s in (w.spec, *states))
+            total += known[key]
         return total
 
     @cached_property
