@@ -31,6 +31,7 @@ class Forward:
     input_ids: Tensor  # (batch, tokens)
     position_ids: Tensor | None  # (batch, tokens) of packed rows
     documents: Documents | None
+    adapter_dropout: bool = False
 
     @property
     def batch(self) -> int:
@@ -97,7 +98,7 @@ def _adapted(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor
         weights[f"{name}.lora_A.default.weight"],
         weights[f"{name}.lora_B.default.weight"],
     )
-    low = _matrix(forward, down, x)
+    low = _matrix(forward, down, _drop(forward, x) if forward.adapter_dropout else x)
     delta = _matrix(forward, up, low)
     del low
     scaled = sizes.scale(delta)
@@ -108,6 +109,11 @@ def _adapted(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor
 @module
 def _matrix(forward: Forward, weight: Tensor, x: Tensor) -> Tensor:
     return sizes.linear(x, weight)
+
+
+@module
+def _drop(forward: Forward, x: Tensor) -> Tensor:
+    return sizes.dropout(x)
 
 
 @module

@@ -91,6 +91,10 @@ def _workspace(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
     return f"inside one kernel of {owner}; read from torch's sources, not measured"
 
 
+def _rounding(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
+    return "blocks are multiples of 512 B and keep rests of up to 1 MiB; an estimate"
+
+
 _BY_KIND: dict[Kind, Callable[[str, int, Model, Recipe], str]] = {
     Kind.PARAMETERS: _parameters,
     Kind.GRADIENTS: _gradients,
@@ -100,4 +104,5 @@ _BY_KIND: dict[Kind, Callable[[str, int, Model, Recipe], str]] = {
     Kind.TEMPORARY: _temporary,
     Kind.INPUT: _input,
     Kind.WORKSPACE: _workspace,
+    Kind.FRAGMENTATION: _rounding,
 }

@@ -23,6 +23,7 @@ from memfit.sizes import Meter, Tensor
 
 Part = tuple[Kind, str]  # kind, owner
 Parts = dict[Part, int]
+ROUNDING: Part = (Kind.FRAGMENTATION, "rounding")  # what blocks are larger than their tensors
 ENDS = 3  # blocks simulated of a run of equal ones: first, middle, last
 AFTER_PRODUCT = "'"  # marks the segment that begins with a backward's first product
 WRAPPER = "base_model.model."  # what peft puts before every name
@@ -65,7 +66,7 @@ class Setting(Noun, frozen=True, kw_only=True):
     autocast: bool
     chunk: int  # tokens per chunk of the loss; 0 = plain
     cuda: bool
-    granularity: int
+    adapter_dropout: bool
     accumulates: bool  # whether there is a later micro-batch
 
 
@@ -160,7 +161,7 @@ class _Simulation:
         a = setting.architecture
         self.family: Family = find_family(a.family)
         self.meter = Meter(
-            cuda=setting.cuda, granularity=setting.granularity,
+            cuda=setting.cuda,
             autocast=setting.autocast, vocab=a.vocab,
         )  # fmt: skip
         self.outside = self._weights(setting.outside)
@@ -206,6 +207,7 @@ class _Simulation:
         forward = Forward(
             architecture=self.setting.architecture, meter=meter, kernel=self.setting.kernel,
             input_ids=input_ids, position_ids=position_ids, documents=batch.documents,
+            adapter_dropout=self.setting.adapter_dropout,
         )  # fmt: skip
         self.marks = []
         flop, traffic = meter.flop, meter.traffic
@@ -259,7 +261,7 @@ class _Simulation:
 
     def _segment(self, name: str, start: int, stop: int) -> Segment:
         meter = self.meter
-        nbytes, kinds, owners = meter.sizes, meter.kinds, meter.owners
+        nbytes, asked, kinds, owners = meter.sizes, meter.asked, meter.kinds, meter.owners
         level = rise = 0
         top_at = start
         for at in range(start, stop):
@@ -277,8 +279,10 @@ class _Simulation:
                 top = dict(net)
             event = meter.events[at]
             index = event if event >= 0 else ~event
-            part = (kinds[index], owners[index])
-            net[part] = net.get(part, 0) + (nbytes[index] if event >= 0 else -nbytes[index])
+            part, sign = (kinds[index], owners[index]), 1 if event >= 0 else -1
+            net[part] = net.get(part, 0) + sign * asked[index]
+            if nbytes[index] != asked[index]:
+                net[ROUNDING] = net.get(ROUNDING, 0) + sign * (nbytes[index] - asked[index])
         if top_at == stop:
             top = dict(net)
         return Segment(name, net, rise, top)

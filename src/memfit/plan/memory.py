@@ -7,6 +7,7 @@ always there. A phase's peak is a maximum over instants, never a sum of maxima.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from memfit.hardware import Device
@@ -16,7 +17,9 @@ from memfit.optimizers import find_optimizer
 from memfit.plan.because import explain
 from memfit.plan.blocks import (
     AFTER_PRODUCT,
+    ROUNDING,
     Batch,
+    Part,
     Parts,
     Passes,
     Run,
@@ -31,9 +34,8 @@ from memfit.plan.blocks import (
     split_rows,
 )
 from memfit.recipe import Recipe
+from memfit.sizes.meter import block_size
 from memfit.sizes.workspace import cublas_workspace, foreach_norm
-
-GRANULARITY = 512  # bytes; CUDA's caching allocator rounds every block up to it
 
 
 @dataclass(slots=True)
@@ -73,12 +75,12 @@ def predict_memory(model: Model, recipe: Recipe, device: Device) -> Ledger:
     """Bytes alive at the peak of each phase of a step, by kind and component, and why.
 
     model: after the adapter (`find_adapter(recipe).adapt`). On a CPU, live tensors; on CUDA, the
-    caching allocator's blocks of 512 B, with what its kernels are known to allocate inside.
+    caching allocator's blocks, with what its kernels are known to allocate inside.
     Raises InvalidRequest when the optimizer has no such implementation.
     """
     setting, counts = describe(model, recipe, device)
     first, later = simulate(setting)
-    step = _Step(model, recipe, device, counts, first, later, setting.granularity)
+    step = _Step(model, recipe, device, counts, first, later)
     peaks = step.run()
     return Ledger(
         entries=tuple(
@@ -118,7 +120,7 @@ def describe(model: Model, recipe: Recipe, device: Device) -> tuple[Setting, lis
         autocast=recipe.autocast,
         chunk=recipe.loss_chunk if recipe.loss == "chunked" else 0,
         cuda=cuda,
-        granularity=GRANULARITY if cuda else 1,
+        adapter_dropout=recipe.lora.dropout > 0,
         accumulates=recipe.accumulation > 1,
     )
     return setting, repeats(runs)
@@ -142,7 +144,6 @@ class _Step:
         counts: list[int],
         first: Passes,
         later: Passes | None,
-        granularity: int,
     ) -> None:
         self.model = model
         self.recipe = recipe
@@ -150,7 +151,6 @@ class _Step:
         self.counts = counts
         self.first = first
         self.later = later
-        self.granularity = granularity
         self.level = Level()
         self.trainable = [w.spec for w in model.weights if w.trainable]
         self._cublas: Parts = {}
@@ -174,22 +174,29 @@ class _Step:
         self._optimizer_step(Phase.OPTIMIZER_STEP)
         return level.peaks
 
-    def _round(self, nbytes: int) -> int:
-        return -(-nbytes // self.granularity) * self.granularity
+    def _hold(self, part: Part, nbytes: Iterable[int]) -> Parts:
+        """Storages of these bytes, and what their blocks are larger."""
+        asked = list(nbytes)
+        total = sum(asked)
+        if self.device.is_cpu:
+            return {part: total}
+        return {part: total, ROUNDING: sum(block_size(n) for n in asked) - total}
 
     def _load(self) -> None:
         from memfit.families import find_family
 
+        parts: dict[str, list[int]] = {}
         for weight in self.model.weights:
-            self.level.add({(Kind.PARAMETERS, owner_of(weight.part)): self._round(weight.nbytes)})
+            parts.setdefault(owner_of(weight.part), []).append(weight.nbytes)
         a = self.model.architecture
-        for spec in find_family(a.family).buffers(a):
-            self.level.add({(Kind.PARAMETERS, "rotary"): self._round(spec.nbytes)})
+        parts["rotary"] = [spec.nbytes for spec in find_family(a.family).buffers(a)]
+        for owner, nbytes in parts.items():
+            self.level.add(self._hold((Kind.PARAMETERS, owner), nbytes))
 
     def _inputs(self) -> Parts:
         batch = worst_batch(self.recipe)
-        one = self._round(batch.rows * batch.tokens * DTYPE_BYTES["int64"])
-        return {(Kind.INPUT, "batch"): one * (2 if batch.documents is None else 3)}
+        one = batch.rows * batch.tokens * DTYPE_BYTES["int64"]
+        return self._hold((Kind.INPUT, "batch"), [one] * (2 if batch.documents is None else 3))
 
     def _micro_batches(self, forward: Phase, loss: Phase, backward: Phase, more: Phase) -> None:
         level = self.level
@@ -213,40 +220,44 @@ class _Step:
         settings = self.recipe.optimizer
         optimizer = find_optimizer(settings)
         host = () if self.device.is_cpu else optimizer.host_state(settings)
-        nbytes = 0
+        nbytes: list[int] = []
         for spec in self.trainable:
             held = list(optimizer.state(spec, settings))
             for elsewhere in host:
                 held.remove(elsewhere)
-            nbytes += sum(self._round(s.nbytes) for s in held)
-        return {(Kind.OPTIMIZER_STATE, "optimizer"): nbytes}
+            nbytes += [s.nbytes for s in held]
+        return self._hold((Kind.OPTIMIZER_STATE, "optimizer"), nbytes)
 
     def _optimizer_step(self, phase: Phase) -> None:
-        settings = self.recipe.optimizer
-        level = self.level
+        settings, level = self.recipe.optimizer, self.level
         level.note(phase)
+        temporary = (Kind.TEMPORARY, "optimizer")
         if settings.clip_norm:
-            scalars = 3 * len(self.trainable) * self._round(DTYPE_BYTES["float32"])
-            inside = 0
+            norms = self._hold(temporary, [DTYPE_BYTES["float32"]] * 3 * len(self.trainable))
             if not self.device.is_cpu:
                 inside = foreach_norm([s.numel for s in self.trainable])
-            rise: Parts = {
-                (Kind.TEMPORARY, "optimizer"): scalars, (Kind.WORKSPACE, "optimizer"): inside
-            }  # fmt: skip
-            level.note(phase, scalars + inside, rise)
-        rounded = [self._rounded(s) for s in self.trainable]
-        copies = find_optimizer(settings).step_temporaries(rounded, settings)
-        level.note(phase, copies, {(Kind.TEMPORARY, "optimizer"): copies})
-
-    def _rounded(self, spec: TensorSpec) -> TensorSpec:
-        """A specification of as many bytes as the allocator gives."""
-        width = DTYPE_BYTES[spec.dtype]
-        return TensorSpec(shape=(self._round(spec.nbytes) // width,), dtype=spec.dtype)
+                norms[Kind.WORKSPACE, "optimizer"] = inside
+            level.note(phase, sum(norms.values()), norms)
+        family = find_optimizer(settings)
+        copies = {temporary: family.step_temporaries(self.trainable, settings)}
+        if not self.device.is_cpu:
+            blocks = [_as_block(s) for s in self.trainable]
+            copies[ROUNDING] = family.step_temporaries(blocks, settings) - copies[temporary]
+        level.note(phase, sum(copies.values()), copies)
 
     def _release_gradients(self) -> None:
         level = self.level
         gone = (Kind.GRADIENTS, Kind.TEMPORARY)  # and the 0-dim results of the first step
         level.add({p: -n for p, n in level.live.items() if p[0] in gone})
+        if not self.device.is_cpu:
+            nbytes = [s.nbytes for s in self.trainable]
+            level.add({ROUNDING: sum(nbytes) - sum(block_size(n) for n in nbytes)})
+
+
+def _as_block(spec: TensorSpec) -> TensorSpec:
+    """A specification of as many bytes as the allocator's block has."""
+    numel = block_size(spec.nbytes) // DTYPE_BYTES[spec.dtype]
+    return TensorSpec(shape=(numel,), dtype=spec.dtype)
 
 
 def _capability(device: Device) -> tuple[int, int] | None:

@@ -9,6 +9,7 @@ from memfit.sizes.autograd import backward, checkpoint
 from memfit.sizes.elementwise import (
     add,
     cast,
+    dropout,
     gather_rows,
     gelu,
     layer_norm,
@@ -39,7 +40,7 @@ from memfit.sizes.views import (
 
 __all__ = [
     "Meter", "Shape", "Storage", "Tensor", "add", "attention", "backward", "by_document", "cast",
-    "checkpoint", "concatenate", "contiguous", "conv1d", "empty", "expand_heads", "gather_rows",
+    "checkpoint", "concatenate", "contiguous", "conv1d", "dropout", "empty", "expand_heads", "gather_rows",
     "gelu", "layer_norm", "linear", "mean_last", "mul", "multiply", "narrow", "negative",
     "parameter", "power", "reshape", "rsqrt", "scale", "shift", "silu", "split", "tanh",
     "transpose", "unsqueeze", "view",

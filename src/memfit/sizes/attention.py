@@ -20,9 +20,19 @@ from memfit.sizes.elementwise import (
 )
 from memfit.sizes.products import multiply_batched
 from memfit.sizes.tensor import Tensor, empty
-from memfit.sizes.views import concatenate, expand_heads, narrow, reshape, split, transpose, view
+from memfit.sizes.views import (
+    concatenate,
+    expand_heads,
+    narrow,
+    pad_last,
+    reshape,
+    split,
+    transpose,
+    view,
+)
 from memfit.sizes.workspace import efficient_backward, flash_backward
 
+FLASH_ALIGNMENT = 8  # elements of a head; torch pads to it on CUDA
 Documents = Sequence[Sequence[int]]  # for each row, the lengths of its documents
 
 
@@ -31,7 +41,12 @@ def attention(kernel: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     low = [autocast_lower(x) for x in (value, key, query)]  # C++ evaluates the last first
     low.reverse()
     with query.meter.with_autocast(False):
-        return KERNELS[kernel](*low)
+        size = query.shape[-1]
+        padding = -size % FLASH_ALIGNMENT if kernel == "flash" and query.meter.cuda else 0
+        if not padding:
+            return KERNELS[kernel](*low)
+        wide = KERNELS[kernel](*(pad_last(x, padding) for x in low))
+        return narrow(wide, 3, 0, size)
 
 
 def by_document(

@@ -213,6 +213,23 @@ def _pointwise_backward(node: Node, grads: Incoming) -> Gradients:
     return (like(grad, saved),)
 
 
+def dropout(x: Tensor) -> Tensor:
+    """`F.dropout` in training: CUDA keeps a mask of booleans, a CPU the noise in x's dtype."""
+    if not x.meter.cuda:
+        return mul(x, like(x))
+    node = record(_dropout_backward, (x,))
+    result = attach(node, like(x))
+    mask = like(x, dtype="bool")
+    if node is not None:
+        node.saved = [x.meter.pack(mask)]
+    return result
+
+
+def _dropout_backward(node: Node, grads: Incoming) -> Gradients:
+    grad, _ = upstream(grads), node.unpack(0)
+    return (like(grad),)
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`F.layer_norm` over the last dimension; fp32 under CUDA's autocast."""
     meter = x.meter

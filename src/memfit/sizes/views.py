@@ -123,6 +123,22 @@ def _narrow_backward(shape: Shape) -> Rule:
     return rule
 
 
+def pad_last(x: Tensor, extra: int) -> Tensor:
+    """`F.pad(x, (0, extra))`: a copy; its gradient is a copy without the padding."""
+    node = record(_pad_backward(extra), (x,))
+    x.meter.traffic += 2 * x.nbytes
+    return attach(node, empty(x.meter, (*x.shape[:-1], x.shape[-1] + extra), x.dtype))
+
+
+def _pad_backward(extra: int) -> Rule:
+    def rule(node: Node, grads: Incoming) -> Gradients:
+        grad = upstream(grads)
+        grad.meter.traffic += 2 * grad.nbytes
+        return (empty(grad.meter, (*grad.shape[:-1], grad.shape[-1] - extra), grad.dtype),)
+
+    return rule
+
+
 def split(x: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
     """`x.split(sizes, dim)`; the gradient joins all parts, missing ones as zeros."""
     node = record(_split_backward(x.shape, tuple(sizes), dim), (x,))
