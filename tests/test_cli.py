@@ -473,6 +473,7 @@ def test_without_a_model_or_a_request_plan_says_what_to_type(tmp_path):
     {}, {"method": "lora", "lora": {"rank": 4, "targets": ["q_proj"]}}, {"precision": "bf16"},
     {"limits": {"memory": "3 MiB"}}, {"method": "freeze", "freeze": {"last_blocks": 1}},
     {"optimizer": {"name": "sgd", "learning_rate": 0.1}},
+    {"loss": "chunked", "loss_chunk": 64},
 ], ids=str)  # fmt: skip
 def test_a_plan_stated_as_a_request_plans_to_the_same_recipe(tmp_path, changes):
     plan = api.plan(api.read(write(tmp_path, ASKED | changes)))

@@ -41,7 +41,7 @@ def all_screens(**keys):
     fits = made.plan(data="text")
     miss = made.plan(usable=60 * GIB, verdict="does_not_fit")
     cpu = made.plan(cuda=False, verdict="unproven", usable=None)
-    full = join(fits, made.certificate(fits), made.run(fits), sample="def f():\n    return 1")
+    full = join(fits, made.certificate(fits), made.run(fits), sample="def ƒ():\n    return π")
     yield screen(show_plan, fits, commands=[LONG], **keys)
     yield screen(show_plan, fits, commands=[LONG], why=True, **keys)
     yield screen(show_plan, miss, commands=["memfit plan"], **keys)
