@@ -9,7 +9,7 @@ import torch
 from tiny_steps import CPU, FAMILIES, make_recipe, watch_real_step
 
 from memfit.certify import BatchShape, trace
-from memfit.certify.trace import worst_shapes
+from memfit.certify.recorder import worst_shapes
 from memfit.ledger import Phase
 from memfit.recipe import Freeze, Lora
 

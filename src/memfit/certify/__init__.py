@@ -20,7 +20,7 @@ from memfit.recipe import Recipe
 from memfit.results import Certificate
 
 if TYPE_CHECKING:
-    from memfit.certify.trace import Trace
+    from memfit.certify.recorder import Trace
 
 LAST_LINES = 15  # of a crashed child's output, shown to the user
 
@@ -71,8 +71,8 @@ def certify(
     )
     answer = _read_answer(child)
     if "error" in answer:
-        kinds = {k.__name__: k for k in (InvalidRequest, NotCertified)}
-        raise kinds.get(answer["kind"], NotCertified)(answer["error"], hint=answer["hint"])
+        kind = NotCertified if answer["exit_code"] == NotCertified.exit_code else InvalidRequest
+        raise kind(answer["error"], hint=answer["hint"])
     return from_data(answer, Certificate, where="the certifying process's answer")
 
 
@@ -97,8 +97,8 @@ def answer_order(text: str) -> str:
     try:
         made = make_certificate(order.recipe, order.device, order.usable, order.batches)
     except Error as error:
-        kind = type(error).__name__
-        return json.dumps({"error": error.message, "hint": error.hint, "kind": kind})
+        code = type(error).exit_code
+        return json.dumps({"error": error.message, "hint": error.hint, "exit_code": code})
     return json.dumps(to_data(made))
 
 
@@ -112,6 +112,6 @@ def trace(
 
     Raises NotCertified and InvalidRequest as `certify` does; what torch aborts on ends the process.
     """
-    from memfit.certify.trace import trace_step
+    from memfit.certify.recorder import trace_step
 
     return trace_step(recipe, device, batches, steps)

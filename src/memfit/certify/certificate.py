@@ -9,11 +9,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 import memfit
 from memfit import catalog, units
 from memfit.certify import BatchShape
 from memfit.certify.allocator import Replay, Settings, replay
-from memfit.certify.trace import Trace, trace_step
+from memfit.certify.recorder import Trace, trace_step
 from memfit.hardware import Device
 from memfit.ledger import Entry, Kind, Phase
 from memfit.nouns import Noun
@@ -61,7 +63,7 @@ def make_certificate(
         memory, bounds = _on_cpu(trace, usable), trace.bounds
     else:
         overhead = find_overhead(device)
-        memory = _on_cuda(trace, replayed, phases, overhead, usable)
+        memory = _on_cuda(trace, settings, replayed, phases, overhead, usable)
         bounds = (*trace.bounds, *_cuda_bounds(overhead))
     return Certificate(
         recipe_digest=recipe.digest,
@@ -105,6 +107,7 @@ def _on_cpu(trace: Trace, usable: int | None) -> Memory:
 
 def _on_cuda(
     trace: Trace,
+    settings: Settings,
     replayed: Replay,
     phases: dict[Phase, int],
     overhead: Overhead | None,
@@ -130,7 +133,7 @@ def _on_cuda(
     )  # fmt: skip
     if overhead is not None:
         add(Kind.CONTEXT, "context", overhead.typical, f"typical; {overhead.source}")
-    verdict, why = _judge(peaks.reserved, overhead, usable)
+    verdict, why = _judge(trace, settings, peaks.reserved, overhead, usable)
     return Memory(
         peak_allocated=peaks.allocated,
         peak_reserved=peaks.reserved,
@@ -143,20 +146,30 @@ def _on_cuda(
     )
 
 
-def _judge(reserved: int, overhead: Overhead | None, usable: int | None) -> tuple[Verdict, str]:
-    """Against the limit with the whole band of the context, not with its middle."""
+def _judge(
+    trace: Trace, settings: Settings, reserved: int, overhead: Overhead | None, usable: int | None
+) -> tuple[Verdict, str]:
+    """Against the limit with the whole band of the context, not with its middle.
+
+    Where the reserved peak does not fit, the tape runs again under the limit: the allocator gives
+    cached segments back before it gives up.
+    """
     if usable is None:
         return "unproven", "no limit is known"
-    if overhead is None:
-        verdict: Verdict = "does_not_fit" if reserved > usable else "unproven"
-        return verdict, "the context of this device is unknown"
-    low, high = (units.show_gib(n) for n in (overhead.low, overhead.high))
-    why = f"the context is taken as {low} to {high}"
-    if reserved + overhead.low > usable:
-        return "does_not_fit", why
-    if reserved + overhead.high > usable:
-        return "at_risk", f"{why}, which straddles the limit"
-    return "fits", why
+    low, high = (overhead.low, overhead.high) if overhead else (0, None)
+    band = f"the context is taken as {units.show_gib(low)}"
+    band += f" to {units.show_gib(high)}" if high is not None else " or more: it is unknown"
+    if high is not None and reserved + high <= usable:
+        return "fits", band
+    tight = replay(trace.tape, replace(settings, capacity=max(usable - low, 0)), trace.marks)
+    if tight.failure is not None:
+        phase = trace.stretches[len(tight.stretches) - 1]
+        wanted = units.show_bytes(tight.failure.nbytes)
+        held = units.show_gib(tight.failure.reserved)
+        return "does_not_fit", f"an allocation of {wanted} fails in {phase} at {held}; {band}"
+    if tight.retries:
+        return "at_risk", f"it fits only by giving cached segments back; {band}"
+    return "at_risk" if high is not None else "unproven", f"{band}, which straddles the limit"
 
 
 def _cuda_bounds(overhead: Overhead | None) -> tuple[str, ...]:

@@ -8,25 +8,21 @@ which. All are undone when the context ends.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.optim.optimizer as torch_optimizer
 import torch.utils._foreach_utils as foreach_utils
-from torch import Tensor, nn
-from torch._subclasses import fake_impls
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memfit.certify.cuda_guard import cuda_hooks, install_guard
 from memfit.certify.cuda_kernels import cuda_kernels
+from memfit.certify.self_check import check_imitation
 from memfit.errors import NotCertified
 from memfit.hardware import Device
-
-aten = torch.ops.aten
 
 
 def device_type(device: Device) -> str:
@@ -54,10 +50,6 @@ def fake_device(device: Device) -> Iterator[FakeTensorMode]:
     kind = device_type(device)
     with ExitStack() as stack:
         stack.enter_context(_foreach_on_fake_tensors())
-        stack.enter_context(_numbers_from_fake_tensors())
-        stack.enter_context(_module_apply())
-        stack.enter_context(_huggingface_as_if_real())
-        stack.enter_context(_no_initialisation())
         if kind == "cuda":
             stack.enter_context(_no_cuda_initialisation())
             install_guard()
@@ -65,7 +57,9 @@ def fake_device(device: Device) -> Iterator[FakeTensorMode]:
             stack.enter_context(_cuda_autocast())
             stack.enter_context(cuda_kernels(device))
         stack.enter_context(_backward_on_this_thread())
-        yield stack.enter_context(FakeTensorMode())
+        mode = stack.enter_context(FakeTensorMode())
+        check_imitation(kind)
+        yield mode
 
 
 @contextmanager
@@ -103,122 +97,6 @@ def _foreach_on_fake_tensors() -> Iterator[None]:
     finally:
         for kinds, kind in added:
             kinds.remove(kind)
-
-
-@contextmanager
-def _numbers_from_fake_tensors() -> Iterator[None]:
-    """An optimizer without capturable state reads its step count with `.item()`: answer 1.
-
-    It scales the update and changes no shape. Any other question about data (`if mask.all():`)
-    would make the trace a guess, so it raises NotCertified with the line that asked.
-    """
-    operators = fake_impls.op_implementations_dict
-    before = {}
-
-    def answer(mode: FakeTensorMode, func: Any, tensor: FakeTensor) -> Any:
-        del mode, func
-        where = _who_asked()
-        if where.parent.parts[-2:] == ("torch", "optim"):
-            return 1.0
-        raise NotCertified(f"the step depends on data: `{where}` reads a {tensor.dtype} tensor")
-
-    for operator in (aten._local_scalar_dense.default, aten.item.default):
-        if operator not in operators:
-            raise NotCertified(f"torch {torch.__version__} answers `{operator}` elsewhere")
-        before[operator] = operators[operator]
-        operators[operator] = answer
-    try:
-        yield
-    finally:
-        operators.update(before)
-
-
-def _who_asked() -> Path:
-    """The source file of the nearest caller outside torch's tensor machinery, with its line."""
-    frame = sys._getframe(2)
-    machinery = (
-        "torch/_subclasses",
-        "torch/_ops",
-        "torch/utils/_",
-        "torch/_tensor",
-        "memfit/train/live",
-    )
-    while frame.f_back is not None and any(m in frame.f_code.co_filename for m in machinery):
-        frame = frame.f_back
-    return Path(frame.f_code.co_filename) / str(frame.f_lineno)
-
-
-@contextmanager
-def _module_apply() -> Iterator[None]:
-    """`Module.to` and its kin swap FakeTensor parameters, which their weak references forbid.
-
-    A new parameter takes the old one's place instead, and ties survive where torch keeps them:
-    when the device stays the same.
-    """
-    original: Callable[..., nn.Module] = nn.Module._apply
-
-    def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        if not any(isinstance(p, FakeTensor) for p in self.parameters(recurse=recurse)):
-            return original(self, fn, recurse)
-        made: dict[int, Tensor] = {}
-        for module in self.modules() if recurse else (self,):
-            for tensors in (module._parameters, module._buffers):
-                for name, old in tensors.items():
-                    if old is not None:
-                        tensors[name] = _applied(old, fn, made)
-        return self
-
-    with _set(nn.Module, "_apply", apply):
-        yield
-
-
-def _applied(old: Tensor, fn: Callable[[Tensor], Tensor], made: dict[int, Tensor]) -> Any:
-    if id(old) in made:
-        return made[id(old)]
-    with torch.no_grad():
-        new = fn(old)
-    if new is old:
-        return old
-    if isinstance(old, nn.Parameter):
-        new = nn.Parameter(new, requires_grad=old.requires_grad)
-    if new.device == old.device:
-        made[id(old)] = new
-    return new
-
-
-@contextmanager
-def _huggingface_as_if_real() -> Iterator[None]:
-    """transformers takes a FakeTensor for tracing (compile, export) and goes other ways then."""
-    import transformers.utils.import_utils as imports
-
-    if not hasattr(imports, "is_fake_tensor"):
-        yield
-        return
-    with _set(imports, "is_fake_tensor", lambda x: False):
-        yield
-
-
-@contextmanager
-def _no_initialisation() -> Iterator[None]:
-    """Initial values do not matter here, and `trunc_normal_` loops until the data suit it."""
-    import transformers.initialization as huggingface
-
-    with ExitStack() as stack:
-        for module in (nn.init, huggingface):
-            for name in _INITIALISERS:
-                if hasattr(module, name):
-                    stack.enter_context(_set(module, name, _unchanged))
-        yield
-
-
-_INITIALISERS = (
-    "uniform_", "normal_", "trunc_normal_", "constant_", "ones_", "zeros_", "copy_",
-    "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_", "orthogonal_",
-)  # fmt: skip
-
-
-def _unchanged(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
-    return tensor
 
 
 @contextmanager

@@ -1,0 +1,103 @@
+"""The certificate: a process of its own, three numbers that add up, and the verdict's edges."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+from tiny_steps import CPU, H100, make_device, make_recipe
+
+from memfit.certify import BatchShape, _read_answer, certify, trace
+from memfit.certify.allocator import Settings, replay
+from memfit.certify.certificate import find_overhead, make_certificate
+from memfit.errors import InvalidRequest, NotCertified
+from memfit.ledger import Kind, Phase
+from memfit.units import GIB, MIB
+
+BF16 = {"precision": "bf16", "base_format": "bf16"}
+
+
+def test_the_child_certifies_what_this_process_traces() -> None:
+    recipe = make_recipe(packing=True)
+    shapes = (BatchShape(rows=2, tokens=48, documents=((20, 28), (48,))),)
+    made, traced = certify(recipe, CPU, GIB, shapes), trace(recipe, CPU, shapes)
+    assert made.recipe_digest == recipe.digest
+    assert made.recipe == recipe
+    assert made.phases == {str(phase): n for phase, n in traced.phases.items()}
+    assert made.ledger == traced.ledger
+    assert made.at_peak == traced.at_peak
+    assert made.bounds == traced.bounds
+    assert made.memory.peak_allocated == traced.peak
+    assert made.memory.verdict == "fits"
+    assert made.seconds > 0
+    assert made.versions["torch"] == version("torch")
+
+
+def test_what_can_run_nowhere_is_the_users_error_and_the_rest_is_not_certified() -> None:
+    with pytest.raises(InvalidRequest, match="256 positions"):
+        certify(make_recipe("gpt2", sequence_length=400), CPU, None)
+    with pytest.raises(NotCertified, match="tpu-v5e") as caught:
+        certify(make_recipe(), make_device("Google", "tpu-v5e", None), None)
+    assert caught.value.exit_code == 4
+    assert caught.value.hint
+
+
+def test_a_crashed_child_is_not_certified_with_its_last_lines() -> None:
+    crash = [sys.executable, "-c", "import os, sys; print('why', file=sys.stderr); os.abort()"]
+    child = subprocess.run(crash, capture_output=True, text=True)
+    with pytest.raises(NotCertified, match=r"code -6:\nwhy"):
+        _read_answer(child)
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    code = "import sys, memfit.certify; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_on_a_cpu_live_tensors_are_held_against_the_limit() -> None:
+    recipe = make_recipe()
+    peak = trace(recipe, CPU).peak
+    fits = make_certificate(recipe, CPU, peak, None).memory
+    assert (fits.verdict, fits.peak_allocated, fits.device_total) == ("fits", peak, None)
+    assert sum(e.nbytes for e in fits.entries) == peak
+    assert make_certificate(recipe, CPU, peak - 1, None).memory.verdict == "does_not_fit"
+    assert make_certificate(recipe, CPU, None, None).memory.verdict == "unproven"
+
+
+def test_on_cuda_the_entries_add_up_to_the_device_total() -> None:
+    recipe = make_recipe(**BF16, accumulation=2)
+    made = make_certificate(recipe, H100, 80 * GIB, None)
+    traced = trace(recipe, H100)
+    peaks = replay(traced.tape, Settings(), traced.marks).peaks
+    memory, overhead = made.memory, find_overhead(H100)
+    assert memory.peak_allocated == peaks.allocated == max(made.phases.values())
+    assert memory.peak_reserved == peaks.reserved
+    assert memory.device_total == peaks.reserved + overhead.typical
+    assert sum(e.nbytes for e in memory.entries) == memory.device_total
+    assert {e.kind for e in memory.entries} > {Kind.CONTEXT, Kind.FRAGMENTATION}
+    assert made.ledger == traced.ledger  # of tensors alone, as a prediction's is
+    assert {e.phase for e in memory.entries} == {Phase(memory.peak_phase)}
+
+
+def test_the_verdict_on_cuda_holds_the_whole_band_of_the_context_against_the_limit() -> None:
+    recipe = make_recipe(**BF16)
+    overhead = find_overhead(H100)
+
+    def judge(usable: int) -> str:
+        return make_certificate(recipe, H100, usable, None).memory.verdict
+
+    reserved = make_certificate(recipe, H100, None, None).memory.peak_reserved
+    assert judge(reserved + overhead.high) == "fits"
+    assert judge(reserved + overhead.high - 1) == "at_risk"
+    assert judge(reserved + overhead.low) == "at_risk"
+    assert judge(reserved + overhead.low - 4 * MIB) == "does_not_fit"
+
+
+def test_a_device_without_a_row_of_overheads_has_no_total() -> None:
+    unknown = make_device("Unknown", "x", None)
+    assert find_overhead(unknown) is None
+    row = find_overhead(H100)
+    assert 0 < row.low < row.typical < row.high
+    assert row.source
