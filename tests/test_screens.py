@@ -12,7 +12,7 @@ from rich.console import Console
 
 import made_by_hand as made
 from memfit.formats import formats
-from memfit.ledger import Kind
+from memfit.ledger import Entry, Kind, Phase
 from memfit.report import join
 from memfit.screens import bar, chart, layout
 from memfit.screens.certificate import show_certificate
@@ -114,6 +114,23 @@ def test_the_breakdown_adds_up_to_what_is_needed():
     assert parts["fragmentation"] == GIB
 
 
+def test_entries_of_the_allocator_do_not_hide_what_it_reserves_beyond_them():
+    plan = made.plan()
+    rounding = Entry(
+        kind=Kind.FRAGMENTATION, phase=Phase.BACKWARD, owner="rounding", nbytes=MIB,
+        because="blocks are multiples of 512 B",
+    )  # fmt: skip
+    held = plan.memory
+    held = msgspec.structs.replace(
+        held, entries=(*held.entries, rounding), peak_allocated=held.peak_allocated + MIB,
+        peak_reserved=held.peak_reserved + MIB, device_total=held.device_total + MIB,
+    )  # fmt: skip
+    changed = msgspec.structs.replace(plan, memory=held)
+    assert sum(bar_parts(changed).values()) == held.device_total
+    text = screen(show_plan, changed, commands=[], width=120)
+    assert "beyond what is allocated; rounding: blocks are multiples of 512 B" in text
+
+
 def bar_parts(plan):
     from memfit.screens.memory import parts_of
 
@@ -192,7 +209,6 @@ def test_a_bar_is_exactly_as_wide_as_asked_and_marks_the_line(sizes, line, width
 def test_every_kind_phase_and_verdict_has_its_word_fill_and_colour():
     from typing import get_args
 
-    from memfit.ledger import Phase
     from memfit.results import Verdict
 
     assert set(bar.FILLS) == set(COLOURS) == {str(k) for k in Kind}

@@ -26,6 +26,10 @@ from memfit.screens.layout import (
 from memfit.words import PHASES, VERDICTS
 
 FEW = 10
+BEYOND = {
+    "fragmentation": "reserved by the allocator beyond what is allocated",
+    "context": "the device's context: kernels and libraries, outside the allocator",
+}
 
 
 def show_verdict(console: Console, memory: Memory, subject: str) -> None:
@@ -55,12 +59,20 @@ def _ratio(needed: int, usable: int) -> str:
 def parts_of(memory: Memory) -> list[Part]:
     """Kind and bytes of all that is held against the limit, allocator and context included."""
     sums: dict[str, int] = {str(k): n for k, n in sum_by_kind(memory.entries).items()}
-    reserved, total = memory.peak_reserved, memory.device_total
-    if reserved is not None:
-        sums.setdefault("fragmentation", max(0, reserved - memory.peak_allocated))
-        if total is not None:
-            sums.setdefault("context", max(0, total - reserved))
+    for kind, nbytes in _beyond_the_entries(memory).items():
+        sums[kind] = sums.get(kind, 0) + nbytes
     return [(kind, n) for kind, n in sums.items() if n]
+
+
+def _beyond_the_entries(memory: Memory) -> dict[str, int]:
+    """What the three numbers say beyond the entries, which add up to the allocated peak."""
+    reserved, total = memory.peak_reserved, memory.device_total
+    if reserved is None:
+        return {}
+    found = {"fragmentation": max(0, reserved - memory.peak_allocated)}
+    if total is not None:
+        found["context"] = max(0, total - reserved)
+    return found
 
 
 def show_bar(console: Console, memory: Memory) -> None:
@@ -79,6 +91,7 @@ def show_breakdown(console: Console, memory: Memory, *, why: bool) -> None:
     parts = parts_of(memory)
     total = sum(n for _, n in parts)
     reasons = _reasons(memory.entries)
+    beyond = {k: BEYOND[k] for k, n in _beyond_the_entries(memory).items() if n}
     for kind, nbytes in parts:
         character, colour = fill(kind, ascii_only=is_ascii(console))
         table.add_row(
@@ -86,19 +99,12 @@ def show_breakdown(console: Console, memory: Memory, *, why: bool) -> None:
             kind,
             units.show_bytes(nbytes),
             f"{nbytes / total:.1%}",
-            plain(console, reasons.get(kind) or _of_the_allocator(kind)),
+            plain(console, "; ".join(filter(None, (beyond.get(kind), reasons.get(kind))))),
         )
     table.add_row("", "total", units.show_bytes(total), "", "", style="bold")
     show(console, table)
     if why:
         _show_entries(console, memory.entries)
-
-
-def _of_the_allocator(kind: str) -> str:
-    return {
-        "fragmentation": "reserved by the allocator beyond what is allocated",
-        "context": "the device's context: kernels and libraries, outside the allocator",
-    }.get(kind, "")
 
 
 def _reasons(entries: tuple[Entry, ...]) -> dict[str, str]:
