@@ -93,7 +93,7 @@ def watch_real_step(recipe: Recipe, shapes: tuple[BatchShape, ...], steps: int =
 
     def batches():
         for shape in shapes:
-            yield _batch(shape, vocab, live)
+            yield make_batch(shape, vocab, live)
 
     targets = sum(s.rows * s.tokens for s in shapes)
     gc.collect()
@@ -109,7 +109,8 @@ def watch_real_step(recipe: Recipe, shapes: tuple[BatchShape, ...], steps: int =
     return live
 
 
-def _batch(shape: BatchShape, vocab: int, live: LiveBytes) -> Batch:
+def make_batch(shape: BatchShape, vocab: int, live: LiveBytes) -> Batch:
+    """Random tokens of that shape, registered as a batch."""
     tokens = torch.randint(0, vocab, (shape.rows, shape.tokens))
     positions = None
     if shape.documents is not None:
