@@ -87,8 +87,10 @@ def _input(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
 
 def _workspace(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
     if owner == "cublas":
-        return "cuBLAS: one workspace for the forward's thread, one for autograd's"
-    return f"inside one kernel of {owner}; read from torch's sources, not measured"
+        return (
+            f"cuBLAS, {show_bytes(nbytes)} of the forward's thread and, once it ran, of autograd's"
+        )
+    return f"{show_bytes(nbytes)} inside one kernel; read from torch's sources, not measured"
 
 
 def _rounding(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:

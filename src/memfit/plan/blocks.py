@@ -12,6 +12,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 
 from memfit import sizes
 from memfit.families import Family, find_family
@@ -78,6 +79,7 @@ class Segment:
     net: Parts
     rise: int  # bytes of the highest point above the start
     top: Parts  # the parts of that rise
+    flop: int  # of matrix products and attention
 
 
 @dataclass(slots=True)
@@ -87,8 +89,11 @@ class Passes:
     forward: list[Segment] = field(default_factory=list)
     loss: list[Segment] = field(default_factory=list)
     backward: list[Segment] = field(default_factory=list)
-    flop: int = 0
-    traffic: int = 0
+
+    def flop(self, counts: list[int]) -> int:
+        """FLOP of the deep model's micro-batch, recomputation included."""
+        segments = (*self.forward, *self.loss, *self.backward)
+        return sum(s.flop * times for s, times in expand(segments, counts))
 
 
 def split_rows(model: Model) -> tuple[tuple[Row, ...], list[tuple[Row, ...]]]:
@@ -172,7 +177,7 @@ class _Simulation:
         for run in setting.runs:
             for _ in range(run.count):
                 self.blocks.append((self._weights(run.rows), run.recomputed))
-        self.marks: list[tuple[str, int]] = []
+        self.marks: list[tuple[str, int, int]] = []  # name, events and FLOP before
 
     def _weights(self, rows: tuple[Row, ...]) -> Weights:
         made: Weights = {}
@@ -189,10 +194,11 @@ class _Simulation:
 
     def _product_begins(self) -> None:
         """The first product of a backward ends one segment and begins another."""
-        self.marks.append((f"{self.marks[-1][0]}{AFTER_PRODUCT}", len(self.meter.events)))
+        name = f"{self.marks[-1][0]}{AFTER_PRODUCT}"
+        self.marks.append((name, len(self.meter.events), self.meter.flop))
 
     def mark(self, name: str, owner: str) -> None:
-        self.marks.append((name, len(self.meter.events)))
+        self.marks.append((name, len(self.meter.events), self.meter.flop))
         self.meter.owner = owner
 
     def _micro_batch(self) -> Passes:
@@ -210,7 +216,6 @@ class _Simulation:
             adapter_dropout=self.setting.adapter_dropout,
         )  # fmt: skip
         self.marks = []
-        flop, traffic = meter.flop, meter.traffic
         self.mark("embedding", "embedding")
         boundaries: list[int] = []
         with meter.with_autocast(self.setting.autocast):
@@ -223,10 +228,8 @@ class _Simulation:
         with meter.with_autocast(False):
             sizes.backward(loss, self._watch(boundaries))
         self._pass_all(boundaries)
-        end = len(meter.events)
-        passes = self._cut(end)
-        passes.flop, passes.traffic = meter.flop - flop, meter.traffic - traffic
-        return passes
+        self.mark("end", "")
+        return self._cut()
 
     def _watch(self, boundaries: list[int]) -> Callable[[int], None]:
         def passing(sequence: int) -> None:
@@ -246,20 +249,18 @@ class _Simulation:
         while boundaries:
             self._pass(boundaries)
 
-    def _cut(self, end: int) -> Passes:
+    def _cut(self) -> Passes:
         passes = Passes()
         target = passes.forward
-        bounds = [*(at for _, at in self.marks[1:]), end]
-        for (name, start), stop in zip(self.marks, bounds, strict=True):
+        for (name, start, flop), (_, stop, flop_then) in pairwise(self.marks):
             if name == "loss":
                 target = passes.loss
             elif name == "head":
                 target = passes.backward
-            target.append(self._segment(name, start, stop))
-
+            target.append(self._segment(name, start, stop, flop_then - flop))
         return passes
 
-    def _segment(self, name: str, start: int, stop: int) -> Segment:
+    def _segment(self, name: str, start: int, stop: int, flop: int) -> Segment:
         meter = self.meter
         nbytes, asked, kinds, owners = meter.sizes, meter.asked, meter.kinds, meter.owners
         level = rise = 0
@@ -285,7 +286,7 @@ class _Simulation:
                 net[ROUNDING] = net.get(ROUNDING, 0) + sign * (nbytes[index] - asked[index])
         if top_at == stop:
             top = dict(net)
-        return Segment(name, net, rise, top)
+        return Segment(name, net, rise, top, flop)
 
 
 @module
@@ -323,7 +324,7 @@ def owner_of(part: str) -> str:
     return "blocks" if part == "block" else part
 
 
-def expand(segments: list[Segment], counts: list[int]) -> Iterator[tuple[Segment, int]]:
+def expand(segments: Iterable[Segment], counts: list[int]) -> Iterator[tuple[Segment, int]]:
     """Each segment with how often it runs in the deep model."""
     for segment in segments:
         name, _, index = segment.name.removesuffix(AFTER_PRODUCT).partition(" ")

@@ -99,9 +99,7 @@ def predict_memory(model: Model, recipe: Recipe, device: Device) -> Ledger:
 def predict_flop(model: Model, recipe: Recipe, device: Device) -> int:
     """FLOP of matrix products and attention of one optimizer step, recomputation included."""
     setting, counts = describe(model, recipe, device)
-    del counts
-    first, _ = simulate(setting)
-    return first.flop * recipe.accumulation
+    return simulate(setting)[0].flop(counts) * recipe.accumulation
 
 
 def describe(model: Model, recipe: Recipe, device: Device) -> tuple[Setting, list[int]]:

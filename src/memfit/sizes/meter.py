@@ -109,10 +109,10 @@ class Meter:
 
     def count_product(self, flop: int) -> None:
         """A matrix product is about to run."""
-        self.flop += flop
         if self.on_product is not None:
             told, self.on_product = self.on_product, None
             told()
+        self.flop += flop
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd keeps of a saved tensor: a handle without its history, or a promise."""
