@@ -152,9 +152,9 @@ def prepare(
     if (kept := _kept(folder, request)) is not None:
         write_json(folder / "request.json", request)
         return kept
-    device = None
-    if request.hardware.device in ("auto", "cpu"):
-        device = measure_machine(find_device("auto"))
+    device = find_device(request.hardware.device)
+    if device.is_cpu:
+        device = measure_machine(device)
     limit: int | None = None
     for _ in range(REPLANS):
         made = _plan_within(request, device, limit)
@@ -175,13 +175,14 @@ def prepare(
     )
 
 
-def _plan_within(request: Request, device: Device | None, limit: int | None) -> Plan:
+def _plan_within(request: Request, device: Device, limit: int | None) -> Plan:
     """The plan under a tighter limit than the request's own, which its verdict still names."""
+    own = problems.read_problem(request, device=device, published=True)
     if limit is None:
-        return plan(request, device=device)
+        return search.search(own)
     limits = msgspec.structs.replace(request.limits, memory=f"{max(limit, 0)} B")
-    tighter = plan(msgspec.structs.replace(request, limits=limits), device=device)
-    own = problems.read_problem(request, device=device)
+    within = msgspec.structs.replace(request, limits=limits)
+    tighter = search.search(problems.read_problem(within, device=device, published=True))
     memory = msgspec.structs.replace(tighter.memory, usable=own.usable)
     return msgspec.structs.replace(tighter, request=request, memory=memory)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +36,17 @@ class Problem(Noun, frozen=True, kw_only=True):
     assumptions: tuple[str, ...]
 
 
-def read_problem(request: Request, *, device: Device | None = None) -> Problem:
-    """Look up the model and the device; raises UnknownName or InvalidRequest with a hint."""
+def read_problem(
+    request: Request, *, device: Device | None = None, published: bool = False
+) -> Problem:
+    """Look up the model and the device; raises UnknownName or InvalidRequest with a hint.
+
+    published: where pretrained weights will be loaded, take the config.json beside them. A
+    catalogue row says every size, which is all that planning needs, but not the rotary base.
+    """
     reference = find_reference(request.model)
+    if published and find_weights(request, reference) == "pretrained":
+        reference = _published(reference)
     model = families.read_model(reference)
     device = device or find_device(request.hardware.device)
     if (count := request.hardware.count * request.hardware.nodes) > 1:
@@ -59,12 +69,25 @@ def read_problem(request: Request, *, device: Device | None = None) -> Problem:
 
 
 def find_device(name: str) -> Device:
-    """A catalogue row; `auto` and `cpu` are this machine's processor with its own memory."""
-    if name not in ("auto", "cpu"):
+    """A catalogue row; `cpu` is this machine's processor with its own memory, `auto` its GPU."""
+    if name == "auto":
+        name = _this_gpu() or "cpu"
+    if name != "cpu":
         return catalog.find_device(name)
     row = catalog.find_device("cpu-x86")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return msgspec.structs.replace(row, memory=memory, memory_driver=memory, flops={})
+
+
+def _this_gpu() -> str | None:
+    """What the driver calls this machine's first GPU; None without one. Never imports torch."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    asked = [tool, "--query-gpu=name", "--format=csv,noheader"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    names = done.stdout.strip().splitlines()
+    return names[0].strip() if done.returncode == 0 and names else None
 
 
 def find_reference(model: str | dict[str, Any]) -> ModelReference:
@@ -105,6 +128,14 @@ def _read_folder(folder: Path) -> ModelReference:
     return ModelReference(
         name=folder.resolve().name, source=str(folder.resolve()), config=_config(config, str(file))
     )
+
+
+def _published(reference: ModelReference) -> ModelReference:
+    """The reference with the config.json that its weights came with."""
+    if Path(reference.source).is_dir():
+        return reference  # it was read from there
+    config = _read_hub(reference.source).config
+    return msgspec.structs.replace(reference, config=config)
 
 
 def _read_hub(name: str) -> ModelReference:
