@@ -69,7 +69,7 @@ def weights_of(folder):
 
 def test_a_run_is_the_textbook_loop(go, request_, cache, tmp_path):
     recipe = tiny_recipe()
-    run = go(recipe)
+    run = go(recipe, cadence=Cadence(save_every=2, evaluate_every=3, evaluate_tokens=10**9))
     sampler, held_out = build_samplers(request_, recipe, read_data(request_, recipe.model, cache))
     model = build_model(recipe, "cpu")
     fill_weights(model, recipe)
@@ -176,6 +176,20 @@ def test_the_log_has_one_line_a_step(go, tmp_path):
     assert read_json(tmp_path / "run" / "run.json", Run) == run
     assert run.finished
     assert run.steps_done == 6
+
+
+def test_an_evaluation_costs_a_twentieth_of_the_run_and_reads_the_same_tokens(go):
+    # 20 steps of 128 tokens, evaluated 10 times: 38 tokens each, so at least the global batch
+    recipe = tiny_recipe(steps=20)
+    run = go(recipe, "short", cadence=Cadence(save_every=20))
+    assert "the first 128 held-out tokens" in run.measurements["loss.evaluation"].counter
+    rare = go(recipe, "rare", cadence=Cadence(save_every=20, evaluate_every=10))
+    assert "the first 192 held-out tokens" in rare.measurements["loss.evaluation"].counter
+    stated = Cadence(save_every=20, evaluate_every=10, evaluate_tokens=128)
+    same = dict(go(recipe, "same", cadence=stated).evaluations)
+    assert same.items() <= dict(run.evaluations).items()
+    fewer = go(recipe, "fewer", cadence=replace(stated, evaluate_tokens=64))
+    assert dict(fewer.evaluations)[20] != same[20]
 
 
 def test_a_finished_run_is_returned_as_it_is(go, tmp_path):
