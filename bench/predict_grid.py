@@ -1,6 +1,6 @@
 """Predicted against certified memory over a grid of configurations, on a fake CPU and a fake GPU.
 
-    python bench/predict_grid.py [--only SUBSTRING] [--everywhere] [--out bench/results/predict_grid]
+    python bench/predict_grid.py [--only SUBSTRING] [--everywhere] [--out PATH]
 
 The prediction never imports torch's step; the certificate traces it. One JSON line a row, and a
 table. Exits 1 when a limit of the README is missed: median 0.5 %, maximum 2 % of peak allocated,

@@ -40,8 +40,8 @@ from memfit.sizes.views import (
 
 __all__ = [
     "Meter", "Shape", "Storage", "Tensor", "add", "attention", "backward", "by_document", "cast",
-    "checkpoint", "concatenate", "contiguous", "conv1d", "dropout", "empty", "expand_heads", "gather_rows",
-    "gelu", "layer_norm", "linear", "mean_last", "mul", "multiply", "narrow", "negative",
-    "parameter", "power", "reshape", "rsqrt", "scale", "shift", "silu", "split", "tanh",
-    "transpose", "unsqueeze", "view",
+    "checkpoint", "concatenate", "contiguous", "conv1d", "dropout", "empty", "expand_heads",
+    "gather_rows", "gelu", "layer_norm", "linear", "mean_last", "mul", "multiply", "narrow",
+    "negative", "parameter", "power", "reshape", "rsqrt", "scale", "shift", "silu", "split",
+    "tanh", "transpose", "unsqueeze", "view",
 ]  # fmt: skip

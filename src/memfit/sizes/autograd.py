@@ -141,7 +141,6 @@ def backward(loss: Tensor, passing: Callable[[int], None] = lambda sequence: Non
 
 def _add(old: Tensor, new: Tensor) -> Tensor:
     strides = elementwise_strides(old.shape, (old, new))
-    old.meter.traffic += 3 * old.nbytes
     return empty(old.meter, old.shape, old.dtype, strides=strides)
 
 
@@ -154,10 +153,8 @@ def _call(node: Node, grads: list[Tensor | None]) -> list[Tensor | None]:
             continue
         shape, dtype = target[0].outputs[target[1]]
         if grad.shape != shape:
-            grad.meter.traffic += grad.nbytes
             outputs[i] = grad = empty(grad.meter, shape, grad.dtype)
         if grad.dtype != dtype:
-            grad.meter.traffic += 2 * grad.nbytes
             outputs[i] = empty(
                 grad.meter, shape, dtype, strides=elementwise_strides(shape, (grad,))
             )

@@ -24,9 +24,7 @@ def like(*operands: Tensor, dtype: str = "", shape: Shape | None = None) -> Tens
         for t in operands[1:]:
             if WIDTH.get(t.dtype, 0) > WIDTH.get(dtype, 0):
                 dtype = t.dtype
-    result = empty(first.meter, full, dtype, strides=elementwise_strides(full, operands))
-    first.meter.traffic += result.nbytes + sum(t.nbytes for t in operands)
-    return result
+    return empty(first.meter, full, dtype, strides=elementwise_strides(full, operands))
 
 
 def attach(node: Node | None, result: Tensor) -> Tensor:
@@ -160,7 +158,6 @@ def _power_backward(node: Node, grads: Incoming) -> Gradients:
 def mean_last(x: Tensor) -> Tensor:
     """`x.mean(-1, keepdim=True)`."""
     node = record(_mean_backward(x.shape), (x,))
-    x.meter.traffic += x.nbytes
     return attach(node, empty(x.meter, (*x.shape[:-1], 1), x.dtype))
 
 
@@ -247,14 +244,13 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _layer_norm_backward(node: Node, grads: Incoming) -> Gradients:
-    grad = upstream(grads)
+    upstream(grads)
     unpacked = [None if saved is None else node.unpack(i) for i, saved in enumerate(node.saved)]
     x, weight, bias = unpacked[:3]
     result: list[Tensor | None] = []
     for i, t in enumerate((x, weight, bias)):
         wanted = t is not None and node.needs(i)
         result.append(like(t) if t is not None and wanted else None)
-    grad.meter.traffic += grad.nbytes
     return result
 
 
@@ -262,7 +258,6 @@ def gather_rows(weight: Tensor, indices: Tensor) -> Tensor:
     """`F.embedding`: rows of `weight` in the shape of the indices; a dense gradient."""
     node = record(_gather_backward(weight.shape), (weight,), (indices,))
     result = empty(weight.meter, (*indices.shape, weight.shape[-1]), weight.dtype)
-    weight.meter.traffic += 2 * result.nbytes
     return attach(node, result)
 
 
@@ -270,7 +265,6 @@ def _gather_backward(shape: Shape) -> Rule:
     def rule(node: Node, grads: Incoming) -> Gradients:
         grad = upstream(grads)
         indices = node.unpack(0)
-        grad.meter.traffic += grad.nbytes
         inside = embedding_backward(indices.numel, shape[-1]) if grad.meter.cuda else 0
         workspace = empty(grad.meter, (inside,), "int8", Kind.WORKSPACE)
         made = empty(grad.meter, shape, grad.dtype)

@@ -52,7 +52,6 @@ class Meter:
         self.owner = ""  # the component that is running
         self.on_product: Callable[[], None] | None = None  # told once of the next matrix product
         self.flop = 0  # of matrix products and attention so far
-        self.traffic = 0  # bytes of operands and results of elementwise operations so far
         self.events: list[int] = []  # i: storage i was born; ~i: it died
         self.asked: list[int] = []  # bytes of each storage
         self.sizes: list[int] = []  # bytes of the block that holds it

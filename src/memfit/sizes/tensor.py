@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -32,8 +33,8 @@ class Tensor:
     """A view of a storage, with the autograd node that made it."""
 
     __slots__ = (
-        "accumulator", "dtype", "grad", "grad_fn", "meter", "output", "requires_grad",
-        "shape", "storage", "strides",
+        "_contiguous", "accumulator", "dtype", "grad", "grad_fn", "meter", "output",
+        "requires_grad", "shape", "storage", "strides",
     )  # fmt: skip
 
     def __init__(
@@ -49,6 +50,7 @@ class Tensor:
         self.output = 0  # which output of grad_fn
         self.grad: Tensor | None = None
         self.accumulator: Node | None = None
+        self._contiguous: bool | None = None  # not asked yet
 
     def detached(self) -> Tensor:
         """The same storage without history."""
@@ -71,13 +73,19 @@ class Tensor:
     @property
     def contiguous(self) -> bool:
         """Whether elements lie in row-major order, dimensions of size 1 aside."""
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size != 1:
-                if stride != expected:
-                    return False
-                expected *= size
-        return True
+        if self._contiguous is None:
+            self._contiguous = _is_row_major(self.shape, self.strides)
+        return self._contiguous
+
+
+def _is_row_major(shape: Shape, strides: Shape) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 def empty(
@@ -85,7 +93,10 @@ def empty(
 ) -> Tensor:
     """A new tensor on the device; row-major unless strides are given."""
     storage = Storage(meter, prod(shape) * DTYPE_BYTES[dtype], kind, shape[-1] if shape else 1)
-    return Tensor(meter, shape, dtype, strides or row_major(shape), storage)
+    tensor = Tensor(meter, shape, dtype, strides or row_major(shape), storage)
+    if strides is None:
+        tensor._contiguous = True
+    return tensor
 
 
 def parameter(meter: Meter, shape: Shape, dtype: str, *, trainable: bool) -> Tensor:
@@ -95,6 +106,7 @@ def parameter(meter: Meter, shape: Shape, dtype: str, *, trainable: bool) -> Ten
     return tensor
 
 
+@lru_cache(maxsize=4096)
 def row_major(shape: Shape) -> Shape:
     """Strides of a contiguous tensor."""
     strides = []
@@ -119,7 +131,10 @@ def elementwise_strides(shape: Shape, operands: tuple[Tensor, ...]) -> Shape:
 
     As ATen's TensorIterator: the first operand that tells two dimensions apart decides.
     """
-    if all(t.shape == shape and t.contiguous for t in operands):
+    for t in operands:
+        if t.shape != shape or not t.contiguous:
+            break
+    else:
         return row_major(shape)
     padded = [_broadcast_strides(shape, t) for t in operands]
     result = [0] * len(shape)
@@ -165,6 +180,7 @@ def _compare(shape: Shape, padded: list[Shape], low: int, high: int) -> int:
     return 0
 
 
+@lru_cache(maxsize=4096)
 def view_strides(shape: Shape, strides: Shape, new: Shape) -> Shape | None:
     """Strides of a view with another shape; None when only a copy can have it (ATen's rule)."""
     if prod(shape) == 0:

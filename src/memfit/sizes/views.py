@@ -45,7 +45,6 @@ def contiguous(x: Tensor) -> Tensor:
     if x.contiguous:
         return x
     node = record(_pass_backward, (x,))
-    x.meter.traffic += 2 * x.nbytes
     return attach(node, empty(x.meter, x.shape, x.dtype))
 
 
@@ -93,7 +92,6 @@ def expand_heads(x: Tensor, repeats: int) -> Tensor:
 def _expand_backward(shape: Shape, repeats: int) -> Rule:
     def rule(node: Node, grads: Incoming) -> Gradients:
         grad = upstream(grads)
-        grad.meter.traffic += grad.nbytes
         return (empty(grad.meter, shape, grad.dtype),)
 
     return rule
@@ -117,7 +115,6 @@ def _narrowed(x: Tensor, dim: int, length: int) -> Tensor:
 def _narrow_backward(shape: Shape) -> Rule:
     def rule(node: Node, grads: Incoming) -> Gradients:
         grad = upstream(grads)
-        grad.meter.traffic += grad.nbytes
         return (empty(grad.meter, shape, grad.dtype),)
 
     return rule
@@ -126,14 +123,12 @@ def _narrow_backward(shape: Shape) -> Rule:
 def pad_last(x: Tensor, extra: int) -> Tensor:
     """`F.pad(x, (0, extra))`: a copy; its gradient is a copy without the padding."""
     node = record(_pad_backward(extra), (x,))
-    x.meter.traffic += 2 * x.nbytes
     return attach(node, empty(x.meter, (*x.shape[:-1], x.shape[-1] + extra), x.dtype))
 
 
 def _pad_backward(extra: int) -> Rule:
     def rule(node: Node, grads: Incoming) -> Gradients:
         grad = upstream(grads)
-        grad.meter.traffic += 2 * grad.nbytes
         return (empty(grad.meter, (*grad.shape[:-1], grad.shape[-1] - extra), grad.dtype),)
 
     return rule
@@ -154,7 +149,6 @@ def _split_backward(shape: Shape, sizes: Shape, dim: int) -> Rule:
             for size, g in zip(sizes, grads, strict=True)
             if g is None
         ]
-        given.meter.traffic += 2 * prod(shape) * given.nbytes // max(given.numel, 1)
         result = empty(given.meter, shape, given.dtype)
         del zeros
         return (result,)
@@ -174,7 +168,6 @@ def concatenate(parts: Sequence[Tensor], dim: int) -> Tensor:
     lengths = [p.shape[dim] for p in parts]
     node = record(_concatenate_backward(dim, lengths), joined)
     shape = (*first.shape[:dim], sum(lengths), *first.shape[dim + 1 :])
-    first.meter.traffic += 2 * sum(p.nbytes for p in parts)
     return attach(node, empty(first.meter, shape, wide))
 
 
