@@ -6,6 +6,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memfit.adapters import find_adapter
@@ -287,13 +288,27 @@ def test_dropouts_of_the_config_are_off():
     assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.0}
 
 
+class Operators(TorchDispatchMode):
+    """The operators that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
 def test_a_padding_token_costs_no_look_at_the_batch():
     """Hugging Face's GPT-2 compares the batch with it, a read-back from the device."""
-    config = CONFIGS["gpt2"] | {"pad_token_id": 3}
-    recipe = make_recipe("gpt2", config=config)
-    with FakeTensorMode():
-        model = build_model(recipe, "cpu")
-        model(input_ids=torch.empty(2, 16, dtype=torch.int64), use_cache=False)
+    recipe = make_recipe("gpt2", config=CONFIGS["gpt2"] | {"pad_token_id": 3})
+    model = build_model(recipe, "cpu")
+    fill_weights(model, recipe)
+    with Operators() as ran:
+        model(input_ids=torch.zeros(2, 16, dtype=torch.int64), use_cache=False)
+    assert "addmm.default" in ran.names
+    assert "_local_scalar_dense.default" not in ran.names
 
 
 def test_freeze_by_pattern_reaches_the_module():

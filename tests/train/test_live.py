@@ -220,6 +220,7 @@ def test_recomputed_activations_are_activations_of_the_backward():
     assert activations > 0
     assert forward < watch(make_recipe()).ledger().by_kind(Phase.FORWARD)[Kind.ACTIVATIONS]
     assert plain[Kind.ACTIVATIONS] > 0
+    assert recomputed._frames == []  # recomputation stops early, by raising
 
 
 def test_backward_allocations_name_the_module_they_belong_to():

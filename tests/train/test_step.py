@@ -354,3 +354,15 @@ def test_a_global_batch_without_targets_is_refused():
         step(built, [batch], 0)
     with pytest.raises(InvalidRequest, match="no micro-batch"):
         step(built, [], 5)
+
+
+def test_mixed_precision_keeps_no_cast_of_a_weight_for_later():
+    built = make_built(make_recipe(precision="bf16-mixed"))
+    seen = []
+    parts(built.model).blocks[0].register_forward_hook(
+        lambda *_: seen.append(
+            (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled())
+        )
+    )
+    step(built, [make_batch()], 30)
+    assert seen == [(True, False)]
