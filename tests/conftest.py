@@ -8,6 +8,7 @@ from memfit.model import ModelReference
 from memfit.recipe import Freeze, Lora, Optimizer, Recipe
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: a second thread only waits, and waits busily
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 TINY_LLAMA = {

@@ -142,10 +142,18 @@ def _allowed(problem: Problem, precision: Precision) -> bool:
     return pair not in (("bf16", "fp32"), ("fp32", "bf16"))
 
 
-def _chunks(problem: Problem, tokens: int) -> list[int]:
+def _chunks(start: Candidate, tokens: int) -> list[int]:
     """Chunk sizes of the loss to try; 0 is the plain loss."""
-    asked, chunk = problem.request.loss, problem.request.loss_chunk
-    if asked == "plain":
+    request = start.problem.request
+    asked, chunk = request.loss, request.loss_chunk
+    adapted = [w.name for w in start.model.weights if w.part == "head" and "lora_" in w.name]
+    if adapted and asked == "chunked":
+        raise InvalidRequest(
+            f"`loss: chunked` needs a head without adapter, and `lora.targets` gives it one "
+            f"(`{adapted[0]}`)",
+            hint="use `loss: plain`, or leave the head out of `lora.targets`",
+        )
+    if asked == "plain" or adapted:
         return [0]
     chunks = [chunk] if chunk else [c for c in CHUNKS if c < tokens] or [min(CHUNKS)]
     return chunks if asked == "chunked" else [0, *chunks]
@@ -164,7 +172,7 @@ def _combinations(start: Candidate) -> Iterator[Candidate]:
     problem = start.problem
     batch, asked = problem.request.task.global_batch, problem.request.micro_batch
     for micro in divisors(batch) if asked == "auto" else [asked]:
-        for chunk in _chunks(problem, micro * start.recipe.sequence_length):
+        for chunk in _chunks(start, micro * start.recipe.sequence_length):
             yield start.but(
                 micro_batch=micro,
                 accumulation=batch // micro,
