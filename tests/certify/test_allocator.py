@@ -139,6 +139,12 @@ def test_expandable_segments_reuse_the_tail_instead_of_a_new_segment() -> None:
     assert run(*sizes).reserved == (30 + 32 + 46) * MIB
 
 
+def test_expandable_segments_spare_the_block_that_can_still_grow() -> None:
+    # cached: 30 MiB that cannot grow, and the tail of 25 MiB that can
+    sizes = (30 * MIB, 5 * MIB, 20 * MIB, free(2), free(0), 20 * MIB, 40 * MIB)
+    assert run(*sizes, conf=EXPANDABLE).reserved == 80 * MIB
+
+
 def test_expandable_segments_give_back_the_pages_inside_free_blocks() -> None:
     a = run(35 * MIB, 30 * MIB, free(0), conf=EXPANDABLE)
     a.empty_cache()

@@ -7,13 +7,14 @@ import sys
 from importlib.metadata import version
 
 import pytest
-from tiny_steps import CPU, H100, make_device, make_recipe
+from tiny_steps import CPU, H100, make_device, make_recipe, watch_real_step
 
 from memfit.certify import BatchShape, _read_answer, certify, trace
-from memfit.certify.allocator import Settings, replay
-from memfit.certify.certificate import find_overhead, make_certificate
+from memfit.certify.allocator import Event, Settings, replay
+from memfit.certify.certificate import _judge, find_overhead, make_certificate
+from memfit.certify.recorder import Trace, worst_shapes
 from memfit.errors import InvalidRequest, NotCertified
-from memfit.ledger import Kind, Phase
+from memfit.ledger import Kind, Ledger, Phase
 from memfit.units import GIB, MIB
 
 BF16 = {"precision": "bf16", "base_format": "bf16"}
@@ -93,6 +94,28 @@ def test_the_verdict_on_cuda_holds_the_whole_band_of_the_context_against_the_lim
     assert judge(reserved + overhead.high - 1) == "at_risk"
     assert judge(reserved + overhead.low) == "at_risk"
     assert judge(reserved + overhead.low - 4 * MIB) == "does_not_fit"
+
+
+def test_what_fits_only_by_giving_segments_back_is_at_risk() -> None:
+    tape = (Event(0, 30 * MIB), Event(0, 0), Event(1, 38 * MIB))
+    traced = Trace(
+        phases={}, ledger=Ledger(entries=()), at_peak=(), tape=tape, marks=(),
+        stretches=(Phase.LOAD,), bounds=(),
+    )  # fmt: skip
+    overhead = find_overhead(H100)
+    reserved = replay(tape, Settings()).peaks.reserved
+    usable = 40 * MIB + overhead.low
+    verdict, because = _judge(traced, Settings(), reserved, overhead, usable)
+    assert (verdict, "giving cached segments back" in because) == ("at_risk", True)
+    verdict, because = _judge(traced, Settings(), reserved, overhead, usable - 4 * MIB)
+    assert (verdict, "38.00 MiB fails in load" in because) == ("does_not_fit", True)
+
+
+def test_what_building_imports_is_not_counted() -> None:
+    recipe = make_recipe(method="lora")  # the child imports peft for the first time
+    real = watch_real_step(recipe, worst_shapes(recipe))
+    made = certify(recipe, CPU, None)
+    assert made.memory.peak_allocated == real.peak
 
 
 def test_a_device_without_a_row_of_overheads_has_no_total() -> None:

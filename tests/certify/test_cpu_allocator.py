@@ -43,8 +43,6 @@ def record_allocator_peak(recipe: Recipe) -> int:
     events = profile.profiler.kineto_results.events()
     memory = [e for e in events if e.name() == "[memory]"]
     records = [(e.start_ns(), i, e.nbytes()) for i, e in enumerate(memory)]
-        (e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]"
-    ]
     live = peak = 0
     for _, _, nbytes in sorted(records):
         live += nbytes
