@@ -296,7 +296,7 @@ def test_chunked_loss_holds_one_chunk_of_logits_at_a_time():
     assert weight.grad is not None
 
 
-def block_and_frozen(x, w, v):
+def torch_block(x, w, v):
     return F.linear(F.silu(F.linear(x, w)), v) + x
 
 
@@ -308,13 +308,31 @@ def test_a_recomputed_region_is_run_again_and_stops_early():
     inputs = (X, W, ((16, 24),))
     real, _ = theirs(
         lambda x, w, v: checkpoint(
-            lambda x: block_and_frozen(x, w, v), x * 1.0,
+            lambda x: torch_block(x, w, v), x * 1.0,
             use_reentrant=False, preserve_rng_state=False,
         ),
         inputs,
     )  # fmt: skip
     mine, _ = ours(
         lambda x, w, v: sizes.checkpoint(lambda x: sizes_block(x, w, v), sizes.scale(x)), inputs
+    )
+    assert mine == real
+
+
+def test_a_recomputed_tensor_is_given_up_before_gradients_are_summed():
+    inputs = (X, ((16,),), W)
+    real, _ = theirs(
+        lambda x, w, v: checkpoint(
+            lambda x: F.linear(rms(x, w), v), x * 1.0,
+            use_reentrant=False, preserve_rng_state=False,
+        ),
+        inputs,
+    )  # fmt: skip
+    mine, _ = ours(
+        lambda x, w, v: sizes.checkpoint(
+            lambda x: sizes.linear(sizes_rms(x, w), v), sizes.scale(x)
+        ),
+        inputs,
     )
     assert mine == real
 

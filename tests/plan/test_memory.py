@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -11,11 +12,13 @@ from msgspec.structs import replace
 from memfit import catalog
 from memfit.adapters import find_adapter
 from memfit.certify import trace
+from memfit.certify.workspace import RULES, cublas_workspace
 from memfit.families import read_model
 from memfit.ledger import Kind, Phase
 from memfit.plan.memory import predict_flop, predict_memory
 from memfit.plan.time import count_work
 from memfit.recipe import Freeze, Lora
+from memfit.sizes import workspace
 from tiny_models import CONFIGS, make_recipe
 
 CPU, H100 = catalog.find_device("cpu-x86"), catalog.find_device("h100-sxm")
@@ -130,6 +133,36 @@ def test_the_prediction_equals_the_trace_on_cuda(name):
         for kind in want.keys() | have.keys():
             # blocks of 512 B may move a peak of these small tensors to a neighbouring instant
             assert have.get(kind, 0) == pytest.approx(want.get(kind, 0), rel=0.02, abs=4096), kind
+
+
+@pytest.mark.parametrize("rows", [3, 49, 128])
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plan_and_certificate_read_one_table_of_kernel_workspaces(rows, heads, dtype):
+    query = torch.empty(rows, 4, 64, 80, dtype=dtype, device="meta")
+    key = torch.empty(rows, heads, 64, 80, dtype=dtype, device="meta")
+    grad, indices = query.transpose(1, 2).flatten(2), torch.empty(rows, 64, device="meta")
+    many, width = [query, key], dtype.itemsize
+    rules = {name: rule.nbytes for name, rule in RULES.items()}
+    attention = "aten._scaled_dot_product_{}_attention_backward.default"
+    assert rules[attention.format("flash")]([query, query, key]) == workspace.flash_backward(
+        query.shape, key.shape, width
+    )
+    assert rules[attention.format("efficient")]([query, query]) == workspace.efficient_backward(
+        query.shape, query.numel(), width
+    )
+    assert rules["aten.embedding_dense_backward.default"]([grad, indices]) == (
+        workspace.embedding_backward(indices.numel(), grad.shape[-1])
+    )
+    assert rules["aten._foreach_norm.Scalar"]([many]) == workspace.foreach_norm(
+        [t.numel() for t in many]
+    )
+    assert set(rules) == {
+        attention.format("flash"), attention.format("efficient"),
+        "aten.embedding_dense_backward.default", "aten._foreach_norm.Scalar",
+    }  # fmt: skip
+    for capability in (None, (8, 0), (9, 0)):
+        assert cublas_workspace(capability) == workspace.cublas_workspace(capability)
 
 
 def test_a_deep_model_costs_no_more_than_a_shallow_one():
