@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
-from rich.console import Console
 
 import made_by_hand as made
 from memfit.formats import formats
@@ -19,6 +18,7 @@ from memfit.screens.certificate import show_certificate
 from memfit.screens.formats import show_formats
 from memfit.screens.plan import show_plan, split_labels
 from memfit.screens.report import show_report
+from memfit.screens.terminal import Column, Console, Styled, Table, cells, shows_colour, wrap
 from memfit.units import GIB, MIB
 from memfit.words import COLOURS, PHASES, VERDICTS, show_error, show_value
 
@@ -28,10 +28,7 @@ LONG = "memfit plan llama-3.1-8b --device h100-sxm --memory '60 GiB' --set task.
 def screen(show, *things, width=80, encoding="utf-8", terminal=False, **keys):
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding, newline="\n")
-    console = Console(
-        file=file, width=width, highlight=False, emoji=False, markup=False,
-        force_terminal=terminal, color_system="truecolor" if terminal else None,
-    )  # fmt: skip
+    console = Console(file, width=width, colour=terminal)
     show(console, *things, **keys)
     file.flush()
     return raw.getvalue().decode(encoding)
@@ -197,13 +194,13 @@ def test_the_report_shows_three_sources_curve_and_sample():
 )
 def test_a_bar_is_exactly_as_wide_as_asked_and_marks_the_line(sizes, line, width):
     parts = list(zip(COLOURS, sizes, strict=False))
-    drawn = bar.stacked_bar(parts, line=line, width=width).plain
+    drawn = "".join(s.text for s in bar.stacked_bar(parts, line=line, width=width))
     assert cell_len(drawn) == width
     assert drawn.count("|") == (line is not None)
     if line is not None:
         full = max(sum(sizes), line)
         assert drawn.index("|") == round(line / full * (width - 1))
-    assert len(bar.scale(sum(sizes), line, width=width).plain) <= max(width, 24)
+    assert len(bar.scale(sum(sizes), line, width=width)[0].text) <= max(width, 24)
 
 
 def test_every_kind_phase_and_verdict_has_its_word_fill_and_colour():
@@ -278,3 +275,54 @@ def test_an_estimate_is_marked_as_one():
     assert "~ the search's estimate" in text
     exact = [line for line in text.splitlines() if "the fastest that fits" in line]
     assert "~" not in exact[0]
+
+
+# the terminal itself; rich is the oracle of what is how wide
+
+WORDS = st.text(st.sampled_from("ab cdé語π👍\u0301\n "), max_size=60)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=WORDS)
+def test_a_text_is_as_wide_as_rich_says(text):
+    assert cells(text.replace("\n", "")) == cell_len(text.replace("\n", ""))
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=WORDS, width=st.integers(2, 30))
+def test_wrapping_loses_no_character_but_blanks(text, width):
+    lines = wrap(text, width)
+    assert all(cells(line) <= width for line in lines)
+    assert "".join("".join(lines).split()) == "".join(text.split())
+
+
+def test_words_are_broken_only_where_no_line_holds_them():
+    assert wrap("one two three", 8) == ["one two", "three"]
+    assert wrap("    indented code stays", 12) == ["    indented", "code stays"]
+    assert wrap("ab verylongword", 6) == ["ab", "verylo", "ngword"]
+    assert wrap("", 5) == [""]
+
+
+def test_a_table_shrinks_what_may_be_wrapped_and_never_a_number():
+    table = Table([Column("what", number=False), Column("bytes", number=True)])
+    table.add_row("a long explanation of it", Styled("1,234,567 B", "bold"))
+    lines = ["".join(s.text for s in line).rstrip() for line in table.lines(24)]
+    assert lines == [
+        "what               bytes",
+        "a long       1,234,567 B",
+        "explanation",
+        "of it",
+    ]
+
+
+@pytest.mark.parametrize(("environment", "terminal", "shown"), [
+    ({}, True, True), ({}, False, False), ({"NO_COLOR": "1"}, True, False),
+    ({"TERM": "dumb"}, True, False), ({"FORCE_COLOR": "1"}, False, True),
+    ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, True, False),
+])  # fmt: skip
+def test_colour_is_for_terminals_that_want_it(environment, terminal, shown):
+    class Stream(io.StringIO):
+        def isatty(self):
+            return terminal
+
+    assert shows_colour(Stream(), environment) is shown

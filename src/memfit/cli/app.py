@@ -99,7 +99,7 @@ def run(work: Callable[[], object]) -> int:
         return _say(error.format_message(), "", error.exit_code)
     except Error as error:
         return _say(error.message, error.hint, error.exit_code)
-    except BrokenPipeError:  # the reader of a pipe has seen enough
+    except (BrokenPipeError, SystemExit):  # a pipe's reader has seen enough; click exits by itself
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except ModuleNotFoundError as error:

@@ -1,5 +1,5 @@
 """What a person sees in a terminal: one file a screen, each a function of a console and a noun.
 
 Nothing here computes a figure; everything reads at 80 columns, without colour, and through a pipe.
-Imported only by the verb that shows something, because rich takes a sixth of a plan's time.
+Imported only by the verb that shows something, so that --json pays for none of it.
 """

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.text import Text
-
 from memfit import units
+from memfit.screens.terminal import Styled
 from memfit.words import COLOURS
 
 Part = tuple[str, int]  # kind, bytes
@@ -36,33 +35,47 @@ def fill(kind: str, *, ascii_only: bool) -> tuple[str, str]:
 
 def stacked_bar(
     parts: Sequence[Part], *, line: int | None, width: int, ascii_only: bool = False
-) -> Text:
+) -> list[Styled]:
     """One line of `width` cells: the parts in order, free space, and `|` where the limit is."""
     total = sum(n for _, n in parts)
     full = max(total, line or 0, 1)
     cells = width - (line is not None)
-    bar, reached, filled = Text(), 0, 0
+    drawn: list[Styled] = []
+    reached = filled = 0
     for kind, nbytes in parts:
         reached += nbytes
         upto = round(reached / full * cells)
         character, colour = fill(kind, ascii_only=ascii_only)
-        bar.append(character * (upto - filled), style=colour)
+        drawn.append(Styled(character * (upto - filled), colour))
         filled = upto
-    bar.append(" " * (cells - filled))
+    drawn.append(Styled(" " * (cells - filled)))
     if line is None:
-        return bar
-    at = round(line / full * cells)
-    return bar[:at] + Text("|", style="bold") + bar[at:]
+        return drawn
+    return _mark(drawn, round(line / full * cells))
 
 
-def scale(total: int, line: int | None, *, width: int) -> Text:
+def _mark(drawn: Sequence[Styled], at: int) -> list[Styled]:
+    """The spans with `|` before cell `at`."""
+    marked: list[Styled] = []
+    left = at
+    for text, style in drawn:
+        here = 0 <= left <= len(text) and Styled("|", "bold") not in marked
+        if here:
+            marked += [Styled(text[:left], style), Styled("|", "bold"), Styled(text[left:], style)]
+        else:
+            marked.append(Styled(text, style))
+        left -= len(text)
+    return marked
+
+
+def scale(total: int, line: int | None, *, width: int) -> list[Styled]:
     """The line under a bar: 0 on the left, and the limit under its mark."""
     if line is None:
-        return Text("0" + units.show_bytes(total).rjust(width - 1), style="dim")
+        return [Styled("0" + units.show_bytes(total).rjust(width - 1), "dim")]
     at = round(line / max(total, line, 1) * (width - 1))
     label = f"usable {units.show_bytes(line)}"
     start = max(2, min(at - len(label) + 1, width - len(label)))
-    return Text("0".ljust(start) + label, style="dim")
+    return [Styled("0".ljust(start) + label, "dim")]
 
 
 def share_bar(share: float, *, width: int, ascii_only: bool = False) -> str:

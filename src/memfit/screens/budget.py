@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-
 from memfit import units
 from memfit.plan.budget import QUANTITIES, Budget, Figure
 from memfit.screens.layout import bullets, heading, make_table, plain, show
+from memfit.screens.terminal import Console
 
 COUNTS = {"parameters", "tokens", "chinchilla_tokens", "chinchilla_parameters",
           "optimal_parameters", "optimal_tokens"}  # fmt: skip

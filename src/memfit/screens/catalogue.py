@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from memfit import units
 from memfit.catalog import CatalogModel
 from memfit.hardware import Device
 from memfit.nouns import to_data
 from memfit.screens.layout import WIDE, heading, make_table, next_commands, plain, say, show
+from memfit.screens.terminal import Console
 
 LEGEND = "`?` weak source, to be checked; `-` stated by nobody; `memfit {verb} NAME` shows a row"
 
@@ -83,7 +82,7 @@ def _rate(device: Device, dtype: str) -> str:
 
 
 def _legend(console: Console, verb: str, count: int) -> None:
-    console.print()
+    console.write()
     say(console, f"{count} {verb if count != 1 else verb[:-1]}", style="dim")
     say(console, LEGEND.format(verb=verb), style="dim")
 

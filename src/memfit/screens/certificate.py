@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console
-
 from memfit import units
 from memfit.ledger import Ledger
 from memfit.report import signed_error
 from memfit.results import Certificate, Plan
 from memfit.screens.layout import bullets, heading, make_table, next_commands, plain, say, show
 from memfit.screens.memory import show_bar, show_breakdown, show_verdict
+from memfit.screens.terminal import Console
 from memfit.words import PHASES, show_error
 
 TENSORS = 10

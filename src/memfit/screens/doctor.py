@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-
 from memfit.doctor import Diagnosis
 from memfit.screens.layout import bullets, heading, make_table, plain, show
+from memfit.screens.terminal import Console
 
 
 def show_doctor(console: Console, found: Diagnosis) -> None:

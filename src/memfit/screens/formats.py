@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from memfit.formats import FormatRow
 from memfit.screens.layout import heading, make_table, plain, say, show
+from memfit.screens.terminal import Console
 
 
 def show_formats(console: Console, x: float, rows: Sequence[FormatRow]) -> None:

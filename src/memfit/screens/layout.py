@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console, RenderableType
-from rich.table import Table
-from rich.text import Text
+from memfit.screens.terminal import Column, Console, Line, Styled, Table, wrap
 
 WIDEST = 120  # longer lines are harder to read, however wide the terminal
 WIDE = 100  # from here on there is room for more columns
@@ -19,33 +17,22 @@ STYLES = {
 }
 
 
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """Leave a closed pipe to whoever runs the verb, instead of exit code 1."""
-        raise BrokenPipeError
-
-
-def make_console(*, stderr: bool = False) -> Console:
-    """A console that obeys NO_COLOR, COLUMNS and pipes; 80 columns without a terminal."""
-    console = _Console(stderr=stderr, highlight=False, emoji=False, markup=False)
+def make_console() -> Console:
+    """Standard output, at most 120 columns wide; 80 without a terminal."""
+    console = Console()
     console.width = min(console.width, WIDEST)
     return console
 
 
-def is_ascii(console: Console) -> bool:
-    """Whether the terminal's encoding cannot show more than ASCII."""
-    return not console.encoding.lower().startswith("utf")
-
-
 def tick(console: Console) -> str:
     """The mark of what was chosen."""
-    return "*" if is_ascii(console) else "✔"
+    return "*" if console.ascii_only else "✔"
 
 
 def plain(console: Console, text: str) -> str:
     """The text without control characters; what the encoding cannot show becomes `?`."""
     shown = printable(text)
-    return shown.encode("ascii", "replace").decode() if is_ascii(console) else shown
+    return shown.encode("ascii", "replace").decode() if console.ascii_only else shown
 
 
 def printable(text: str) -> str:
@@ -57,35 +44,26 @@ def printable(text: str) -> str:
 
 def heading(console: Console, title: str) -> None:
     """A blank line and a title."""
-    console.print()
+    console.write()
     say(console, title, style="bold")
 
 
 def make_table(*columns: str, numbers: Sequence[str] = ()) -> Table:
     """A table without lines; the columns named in `numbers` are set right and never wrapped."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", expand=False)
-    for name in columns:
-        right = name in numbers
-        table.add_column(
-            name, justify="right" if right else "left", no_wrap=right, overflow="fold",
-        )  # fmt: skip
-    return table
+    return Table(Column(name, number=name in numbers) for name in columns)
 
 
-def show(console: Console, piece: RenderableType, *, indent: int = INDENT) -> None:
-    """Print a piece of a screen, set in under its heading, without trailing blanks."""
-    options = console.options.update(width=console.width - indent)
-    for segments in console.render_lines(piece, options, pad=False):
-        line = Text(" " * indent)
-        for segment in segments:
-            line.append(segment.text, style=segment.style)
-        line.rstrip()
-        console.print(line, soft_wrap=True)
+def show(console: Console, piece: Table | Line, *, indent: int = INDENT) -> None:
+    """Print a table or a line of a screen, set in under its heading."""
+    lines = piece.lines(console.width - indent) if isinstance(piece, Table) else [piece]
+    for line in lines:
+        console.write([Styled(" " * indent), *line])
 
 
 def say(console: Console, words: str, *, style: str = "", indent: int = 0) -> None:
     """Running text, wrapped, in characters that the terminal has."""
-    show(console, Text(plain(console, words), style=style), indent=indent)
+    for line in wrap(plain(console, words), console.width - indent):
+        console.write([Styled(" " * indent), Styled(line, style)])
 
 
 def bullets(console: Console, title: str, lines: Iterable[str]) -> None:
@@ -94,10 +72,11 @@ def bullets(console: Console, title: str, lines: Iterable[str]) -> None:
     if not lines:
         return
     heading(console, title)
-    grid = Table.grid(padding=(0, 1, 0, 0))
     for line in lines:
-        grid.add_row("-", plain(console, line))
-    show(console, grid)
+        first, *rest = wrap(plain(console, line), console.width - INDENT - 2)
+        console.write([Styled(" " * INDENT + "- " + first)])
+        for more in rest:
+            console.write([Styled(" " * (INDENT + 2) + more)])
 
 
 def next_commands(console: Console, commands: Iterable[str]) -> None:
@@ -108,7 +87,7 @@ def next_commands(console: Console, commands: Iterable[str]) -> None:
     heading(console, "Next")
     for command in commands:
         for line in continue_lines(command, console.width - INDENT):
-            console.print(Text(" " * INDENT + plain(console, line), style="cyan"), soft_wrap=True)
+            console.write([Styled(" " * INDENT + plain(console, line), "cyan")])
 
 
 def continue_lines(command: str, width: int) -> list[str]:

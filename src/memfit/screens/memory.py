@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rich.console import Console
-from rich.text import Text
-
 from memfit import units
 from memfit.ledger import Entry, sum_by_kind
 from memfit.plan.verdict import needs
@@ -17,12 +14,12 @@ from memfit.screens.layout import (
     STYLES,
     WIDE,
     heading,
-    is_ascii,
     make_table,
     plain,
     say,
     show,
 )
+from memfit.screens.terminal import Console, Styled
 from memfit.words import PHASES, VERDICTS
 
 FEW = 10
@@ -34,8 +31,8 @@ BEYOND = {
 
 def show_verdict(console: Console, memory: Memory, subject: str) -> None:
     """The word, both numbers, and how much room is left or missing."""
-    line = Text(VERDICTS[memory.verdict], style=STYLES[memory.verdict])
-    show(console, line.append(f"  {plain(console, subject)}", style="not bold"), indent=0)
+    word = Styled(VERDICTS[memory.verdict], STYLES[memory.verdict])
+    show(console, [word, Styled(f"  {plain(console, subject)}")], indent=0)
     needed = needs(memory)
     said = f"needs {units.show_bytes(needed)}"
     if memory.usable is None:
@@ -77,9 +74,9 @@ def _beyond_the_entries(memory: Memory) -> dict[str, int]:
 
 def show_bar(console: Console, memory: Memory) -> None:
     """The stacked bar at the peak against the usable line."""
-    width, ascii_only = console.width - 2 * INDENT, is_ascii(console)
+    width, ascii_only = console.width - 2 * INDENT, console.ascii_only
     parts = parts_of(memory)
-    console.print()
+    console.write()
     show(console, stacked_bar(parts, line=memory.usable, width=width, ascii_only=ascii_only))
     show(console, scale(sum(n for _, n in parts), memory.usable, width=width))
 
@@ -93,9 +90,9 @@ def show_breakdown(console: Console, memory: Memory, *, why: bool) -> None:
     reasons = _reasons(memory.entries)
     beyond = {k: BEYOND[k] for k, n in _beyond_the_entries(memory).items() if n}
     for kind, nbytes in parts:
-        character, colour = fill(kind, ascii_only=is_ascii(console))
+        character, colour = fill(kind, ascii_only=console.ascii_only)
         table.add_row(
-            Text(character * 2, style=colour),
+            Styled(character * 2, colour),
             kind,
             units.show_bytes(nbytes),
             f"{nbytes / total:.1%}",
@@ -139,7 +136,7 @@ def show_instants(console: Console, peaks: Mapping[str, int], peak_phase: str) -
     for phase, nbytes in peaks.items():
         marked = phase == peak_phase
         bar = share_bar(
-            nbytes / highest if highest else 0, width=width, ascii_only=is_ascii(console)
+            nbytes / highest if highest else 0, width=width, ascii_only=console.ascii_only
         )
         table.add_row(
             PHASES.get(phase, phase),

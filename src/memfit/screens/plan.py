@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rich.console import Console
-
 from memfit import units
 from memfit.plan.verdict import describe_lack, needs
 from memfit.results import Considered, Cost, Plan, Time
@@ -23,6 +21,7 @@ from memfit.screens.layout import (
     tick,
 )
 from memfit.screens.memory import show_bar, show_breakdown, show_instants, show_verdict
+from memfit.screens.terminal import Console
 
 FIRST = 6  # rows of the "considered" table without --why
 
@@ -177,7 +176,7 @@ def _show_levers(console: Console, plan: Plan) -> None:
             plain(console, row.because),
         )
     if not table.rows:
-        show(console, "no single knob lowers the peak")
+        say(console, "no single knob lowers the peak", indent=INDENT)
         return
     show(console, table)
     _note_ranking(console, plan)

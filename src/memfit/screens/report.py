@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.text import Text
-
 from memfit.report import sections
 from memfit.results import Comparison, Report, Run
 from memfit.screens.chart import draw_curve
 from memfit.screens.layout import (
     INDENT,
     heading,
-    is_ascii,
     make_table,
     next_commands,
     plain,
@@ -21,6 +17,7 @@ from memfit.screens.layout import (
     show,
 )
 from memfit.screens.memory import show_bar, show_verdict
+from memfit.screens.terminal import Console
 from memfit.words import short_name, show_error, show_value
 
 ENOUGH = 4  # points that are worth a curve
@@ -82,7 +79,7 @@ def _show_losses(console: Console, run: Run) -> None:
         if len(points) < ENOUGH:
             continue
         width = console.width - 2 * INDENT
-        for line in draw_curve(points, width=width, ascii_only=is_ascii(console)):
+        for line in draw_curve(points, width=width, ascii_only=console.ascii_only):
             say(console, line, indent=INDENT)
 
 
@@ -101,4 +98,4 @@ def _show_environment(console: Console, run: Run) -> None:
     if run.environment:
         said = ", ".join(f"{k} {v}" for k, v in run.environment.items())
         heading(console, "Environment")
-        show(console, Text(plain(console, said), style="dim"))
+        say(console, said, style="dim", indent=INDENT)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.text import Text
-
 from memfit import units
 from memfit.plan.rules import Rule
 from memfit.screens.layout import INDENT, heading, make_table, plain, say, show
+from memfit.screens.terminal import Console
 from memfit.words import show_error
 
 
@@ -28,6 +26,6 @@ def show_rules(console: Console, name: str, rows: Sequence[Rule], peak: str) -> 
     say(console, peak, style="dim", indent=INDENT)
     for row in rows:
         heading(console, row.name)
-        show(console, Text(plain(console, f"“{row.says}”"), style="italic"))
-        show(console, Text(plain(console, f"counted: {row.because}")))
-        show(console, Text(plain(console, f"holds: {row.holds}")))
+        say(console, f"“{row.says}”", style="italic", indent=INDENT)
+        say(console, f"counted: {row.because}", indent=INDENT)
+        say(console, f"holds: {row.holds}", indent=INDENT)
