@@ -14,7 +14,7 @@ LAYERS = [
     {"sizes", "catalog", "families", "optimizers", "adapters", "formats"},
     {"plan", "train"},
     {"certify"},
-    {"report", "report_page", "request_file", "doctor", "look_up", "api"},
+    {"report", "report_page", "request_file", "doctor", "look_up", "run_folder", "api"},
     {"cli", "screens"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -50,7 +50,7 @@ def all_screens(**keys):
     yield screen(show_formats, 3.14159265, formats(3.14159265), **keys)
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 120])
+@pytest.mark.parametrize("width", [64, 80, 100, 120])
 def test_no_line_is_wider_than_the_terminal_or_ends_in_blanks(width):
     for text in all_screens(width=width):
         for line in text.splitlines():

@@ -8,7 +8,7 @@ Torch is imported only by the verbs that need it, when they are called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -18,13 +18,17 @@ import msgspec
 from memfit import __version__, catalog, families, look_up
 from memfit.errors import DoesNotFit, InvalidRequest, NotCertified
 from memfit.hardware import Device
-from memfit.nouns import from_data, read_json, to_data, write_atomically, write_json
+from memfit.nouns import from_data, read_json, write_atomically, write_json
 from memfit.plan import problem as problems
 from memfit.plan import search
 from memfit.plan.verdict import needs
 from memfit.recipe import Recipe
-from memfit.request import LoraRequest, OptimizerRequest, RecomputeBlocks, Request, read_yaml
+from memfit.request import Request, read_yaml
 from memfit.results import Certificate, Plan, Report, Run
+from memfit.run_folder import check_folder
+from memfit.run_folder import is_plan as is_plan  # the command line calls the api only
+from memfit.run_folder import read_plan as read_plan
+from memfit.run_folder import state as state
 
 if TYPE_CHECKING:
     from memfit.catalog import CatalogModel
@@ -118,17 +122,6 @@ def certify(
     return certification.certify(recipe, device, usable, batches)
 
 
-def read_plan(path: Path) -> Plan:
-    """Read plan.json; the digest it carries must be its recipe's."""
-    found = read_json(path, Plan)
-    if found.recipe_digest != found.recipe.digest:
-        raise InvalidRequest(
-            f"`{path}` carries digest {found.recipe_digest}, its recipe has {found.recipe.digest}",
-            hint="the file was edited or is of another memfit version; run `memfit plan` again",
-        )
-    return found
-
-
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
     """What a run needs before its first step; each part is also a file of the run folder."""
@@ -148,7 +141,7 @@ def prepare(
     """
     from memfit.train.machine import measure_machine
 
-    _check_folder(folder, [request, request := find_lengths(request)])
+    check_folder(folder, [request, request := find_lengths(request)])
     if (kept := _kept(folder, request)) is not None:
         write_json(folder / "request.json", request)
         return kept
@@ -185,35 +178,6 @@ def _plan_within(request: Request, device: Device, limit: int | None) -> Plan:
     tighter = search.search(problems.read_problem(within, device=device, published=True))
     memory = msgspec.structs.replace(tighter.memory, usable=own.usable)
     return msgspec.structs.replace(tighter, request=request, memory=memory)
-
-
-def _check_folder(folder: Path, asked: Sequence[Request]) -> None:
-    """A folder belongs to one request; anything else is refused before a byte is written.
-
-    asked: the request as it was written, and with its length counted. A folder that only holds a
-    plan takes the request that it was made of, or the plan itself as a request.
-    """
-    if (folder / "request.json").exists():
-        held = [read_json(folder / "request.json", Request)]
-    elif (folder / "plan.json").exists():
-        made = read_plan(folder / "plan.json")
-        held = [made.request, state(made)]
-    else:
-        return
-    if not any(request == old for request in asked for old in held):
-        changed = ", ".join(_differences(to_data(held[0]), to_data(asked[-1])))
-        raise InvalidRequest(
-            f"`{folder}` holds a run of another request: {changed} differ",
-            hint="choose another folder with `--folder`, or remove this one",
-        )
-
-
-def _differences(old: Any, new: Any, path: str = "") -> list[str]:
-    if isinstance(old, dict) and isinstance(new, dict):
-        keys = sorted(old.keys() | new.keys())
-        parts = [_differences(old.get(k), new.get(k), f"{path}.{k}".lstrip(".")) for k in keys]
-        return [p for part in parts for p in part]
-    return [] if old == new else [f"`{path}` ({old} there, {new} here)"]
 
 
 def _kept(folder: Path, request: Request) -> Prepared | None:
@@ -288,41 +252,6 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "not installed"
     return found
-
-
-def is_plan(path: Path) -> bool:
-    """Whether a JSON file is a plan rather than a request."""
-    try:
-        data = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError):
-        return False
-    return isinstance(data, dict) and "recipe_digest" in data and "considered" in data
-
-
-def state(plan: Plan) -> Request:
-    """The plan's request with every knob as the plan decided it: planning it gives that recipe."""
-    asked, made = plan.request, plan.recipe
-    learned: dict[str, Any] = {}
-    if made.method == "lora":
-        learned["lora"] = from_data(to_data(made.lora), LoraRequest, where="plan.json")
-    names = OptimizerRequest.__struct_fields__
-    chosen = {name: getattr(made.optimizer, name) for name in names}
-    return msgspec.structs.replace(
-        asked,
-        weights=made.weights,
-        task=msgspec.structs.replace(asked.task, sequence_length=made.sequence_length),
-        method=made.method,
-        base_format=made.base_format,
-        precision=made.precision,
-        optimizer=OptimizerRequest(**chosen),
-        recompute=RecomputeBlocks(blocks=made.recompute_blocks),
-        attention=made.attention,
-        loss=made.loss,
-        loss_chunk=made.loss_chunk,
-        micro_batch=made.micro_batch,
-        compile="none",
-        **learned,
-    )
 
 
 def write_plan(plan: Plan, folder: Path) -> None:

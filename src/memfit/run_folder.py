@@ -1,0 +1,92 @@
+"""A run folder's files: whose request it holds, and a plan as a request.
+
+    request.json  plan.json  certificate.json  run.json  report.json  report.html  log.jsonl
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from memfit.errors import InvalidRequest
+from memfit.nouns import from_data, read_json, to_data
+from memfit.request import LoraRequest, OptimizerRequest, RecomputeBlocks, Request
+from memfit.results import Plan
+
+
+def read_plan(path: Path) -> Plan:
+    """Read plan.json; the digest it carries must be its recipe's."""
+    found = read_json(path, Plan)
+    if found.recipe_digest != found.recipe.digest:
+        raise InvalidRequest(
+            f"`{path}` carries digest {found.recipe_digest}, its recipe has {found.recipe.digest}",
+            hint="the file was edited or is of another memfit version; run `memfit plan` again",
+        )
+    return found
+
+
+def is_plan(path: Path) -> bool:
+    """Whether a JSON file is a plan rather than a request."""
+    try:
+        data = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return False
+    return isinstance(data, dict) and "recipe_digest" in data and "considered" in data
+
+
+def state(plan: Plan) -> Request:
+    """The plan's request with every knob as the plan decided it: planning it gives that recipe."""
+    asked, made = plan.request, plan.recipe
+    learned: dict[str, Any] = {}
+    if made.method == "lora":
+        learned["lora"] = from_data(to_data(made.lora), LoraRequest, where="plan.json")
+    names = OptimizerRequest.__struct_fields__
+    chosen = {name: getattr(made.optimizer, name) for name in names}
+    return msgspec.structs.replace(
+        asked,
+        weights=made.weights,
+        task=msgspec.structs.replace(asked.task, sequence_length=made.sequence_length),
+        method=made.method,
+        base_format=made.base_format,
+        precision=made.precision,
+        optimizer=OptimizerRequest(**chosen),
+        recompute=RecomputeBlocks(blocks=made.recompute_blocks),
+        attention=made.attention,
+        loss=made.loss,
+        loss_chunk=made.loss_chunk,
+        micro_batch=made.micro_batch,
+        compile="none",
+        **learned,
+    )
+
+
+def check_folder(folder: Path, asked: Sequence[Request]) -> None:
+    """A folder belongs to one request; anything else is refused before a byte is written.
+
+    asked: the request as it was written, and with its length counted. A folder that only holds a
+    plan takes the request that it was made of, or the plan itself as a request.
+    """
+    if (folder / "request.json").exists():
+        held = [read_json(folder / "request.json", Request)]
+    elif (folder / "plan.json").exists():
+        made = read_plan(folder / "plan.json")
+        held = [made.request, state(made)]
+    else:
+        return
+    if not any(request == old for request in asked for old in held):
+        changed = ", ".join(_differences(to_data(held[0]), to_data(asked[-1])))
+        raise InvalidRequest(
+            f"`{folder}` holds a run of another request: {changed} differ",
+            hint="choose another folder with `--folder`, or remove this one",
+        )
+
+
+def _differences(old: Any, new: Any, path: str = "") -> list[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = sorted(old.keys() | new.keys())
+        parts = [_differences(old.get(k), new.get(k), f"{path}.{k}".lstrip(".")) for k in keys]
+        return [p for part in parts for p in part]
+    return [] if old == new else [f"`{path}` ({old} there, {new} here)"]
