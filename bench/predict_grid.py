@@ -194,6 +194,21 @@ def compare(name: str, recipe: Recipe, device: Device) -> dict[str, Any]:
     }
 
 
+def predicted_phases(recipe: Recipe, device: Device) -> dict[str, int]:
+    """The predicted peak of each phase."""
+    model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+    ledger = predict_memory(model, recipe, device)
+    return {str(phase): ledger.total(phase) for phase in ledger.phases}
+
+
+def read_rows(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """The rows of an earlier run, by configuration and device."""
+    if not path.exists():
+        return {}
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return {(row["configuration"], row["device"]): row for row in rows}
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """The summary as Markdown."""
     lines = [
@@ -233,15 +248,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--only", default="", help="configurations whose name contains this")
     parser.add_argument("--everywhere", action="store_true", help="every recipe on both devices")
+    parser.add_argument(
+        "--update", action="store_true", help="trace only rows that are new or predicted otherwise"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/predict_grid")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     rows = []
-    with arguments.out.with_suffix(".jsonl").open("w") as file:
+    path = arguments.out.with_suffix(".jsonl")
+    before = read_rows(path) if arguments.update else {}
+    with path.open("w") as file:
         for name, recipe, device in grid(arguments.everywhere):
             if arguments.only not in name:
                 continue
-            row = compare(name, recipe, device)
+            row = before.get((name, device.id))
+            if row is None or predicted_phases(recipe, device) != {
+                phase: pair[0] for phase, pair in row["phases"].items()
+            }:
+                row = compare(name, recipe, device)
             rows.append(row)
             file.write(json.dumps(row) + "\n")
             file.flush()

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from memfit import sizes
 from memfit.families import find_family
+from memfit.families._config import ACTIVATIONS as described_activations
 from memfit.families.forward import Forward, rotation
 from memfit.ledger import Kind
 from memfit.sizes.loss import chunked_sum, cross_entropy_sum
@@ -347,19 +348,24 @@ CONFIGS = {
 }
 
 
-def config_of(family):
+ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
+
+
+def config_of(family, activation=None):
     common = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 96, "use_cache": False}
     common |= {"num_hidden_layers": 1, "max_position_embeddings": 64}
     if family == "gpt2":
         common = {"n_embd": 32, "n_layer": 1, "vocab_size": 50, "n_positions": 64}
         common |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return {"model_type": family, **common, **CONFIGS[family]}
+    chosen = {} if activation is None else {"hidden_act": activation}
+    return {"model_type": family, **common, **CONFIGS[family], **chosen}
 
 
-def real_block(family, dtype, autocast):
+def real_block(family, dtype, autocast, activation=None):
     """Events and saved bytes of one block of Hugging Face's class, and of its backward."""
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**config_of(family)), attn_implementation=register_attention("flash")
+        AutoConfig.for_model(**config_of(family, activation)),
+        attn_implementation=register_attention("flash"),
     )
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -383,9 +389,9 @@ def real_block(family, dtype, autocast):
     return ordered(births.events), kept
 
 
-def size_only_block(family, dtype, autocast):
+def size_only_block(family, dtype, autocast, activation=None):
     meter, found = sizes.Meter(), find_family(family)
-    architecture = found.architecture(config_of(family))
+    architecture = found.architecture(config_of(family, activation))
     weights = {}
     for row in found.weights(architecture):
         name = row.name.partition(".0.")[2]
@@ -416,5 +422,14 @@ def test_a_block_holds_what_hugging_faces_class_holds(family, precision):
     mixed = precision == "bf16-mixed"
     real, saved = real_block(family, getattr(torch, dtype), mixed)
     mine, kept = size_only_block(family, dtype, mixed)
+    assert kept == saved
+    assert mine == real
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation_that_a_family_accepts_holds_what_hugging_faces_holds(activation):
+    assert set(ACTIVATIONS) == set(described_activations)
+    real, saved = real_block("gpt_neox", torch.float32, True, activation)
+    mine, kept = size_only_block("gpt_neox", "float32", True, activation)
     assert kept == saved
     assert mine == real

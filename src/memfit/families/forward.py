@@ -135,10 +135,7 @@ def apply_layer_norm(forward: Forward, weights: Weights, name: str, x: Tensor) -
 @module
 def activate(forward: Forward, x: Tensor) -> Tensor:
     """The feed-forward's activation function, by Hugging Face's name for it."""
-    name = forward.architecture.activation
-    if name == "gelu_new":
-        return _gelu_new(x)
-    return sizes.silu(x) if name in ("silu", "swish") else sizes.gelu(x)
+    return _ACTIVATIONS[forward.architecture.activation](x)
 
 
 def _gelu_new(x: Tensor) -> Tensor:
@@ -150,6 +147,30 @@ def _gelu_new(x: Tensor) -> Tensor:
     bent = sizes.shift(curve)
     del curve
     return sizes.mul(half, bent)
+
+
+def _gelu_fast(x: Tensor) -> Tensor:
+    """0.5 * x * (1 + tanh(c * x * (1 + 0.044715 * x * x))), nine kernels."""
+    half = sizes.scale(x)
+    outer = sizes.scale(x)
+    inner = sizes.shift(sizes.mul(sizes.scale(x), x))
+    product = sizes.mul(outer, inner)
+    del outer, inner
+    curve = sizes.tanh(product)
+    del product
+    bent = sizes.shift(curve)
+    del curve
+    return sizes.mul(half, bent)
+
+
+_ACTIVATIONS = {
+    "silu": sizes.silu,
+    "gelu": sizes.gelu,
+    "gelu_pytorch_tanh": sizes.gelu,
+    "gelu_new": _gelu_new,
+    "gelu_fast": _gelu_fast,
+    "relu": sizes.relu,
+}
 
 
 @module

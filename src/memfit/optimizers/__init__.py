@@ -19,6 +19,8 @@ class OptimizerFamily(ABC):
     """One optimizer and its implementations, which are different ledgers of the same update."""
 
     implementations: ClassVar[tuple[str, ...]]
+    # those that make a parameter's state during its first update, not all states before it
+    state_while_updating: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def state(self, local: TensorSpec, settings: Optimizer) -> tuple[TensorSpec, ...]:

@@ -18,6 +18,7 @@ class Sgd(OptimizerFamily):
     """One momentum buffer of the parameter's own dtype; nothing at all without momentum."""
 
     implementations = ("fused", "foreach", "loop")
+    state_while_updating = ("loop",)
 
     def state(self, local: TensorSpec, settings: Optimizer) -> tuple[TensorSpec, ...]:
         """See `OptimizerFamily.state`."""

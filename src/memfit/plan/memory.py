@@ -7,7 +7,7 @@ always there. A phase's peak is a maximum over instants, never a sum of maxima.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from memfit.hardware import Device
@@ -165,11 +165,11 @@ class _Step:
         )  # the forward's; autograd's thread takes its own in its first product
         self._micro_batches(Phase.FIRST_STEP, Phase.FIRST_STEP, Phase.FIRST_STEP, Phase.FIRST_STEP)
         level.note(Phase.FIRST_STEP)
-        level.add(self._state())
-        self._optimizer_step(Phase.FIRST_STEP)
+        self._first_update()
         self._release_gradients()
         self._micro_batches(Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.ACCUMULATE)
-        self._optimizer_step(Phase.OPTIMIZER_STEP)
+        self._clip(Phase.OPTIMIZER_STEP)
+        self._update(Phase.OPTIMIZER_STEP, self.trainable)
         return level.peaks
 
     def _hold(self, part: Part, nbytes: Iterable[int]) -> Parts:
@@ -214,34 +214,50 @@ class _Step:
             level.note(more)
         level.add(self._inputs(), -1)
 
-    def _state(self) -> Parts:
+    def _first_update(self) -> None:
+        """The step that makes the optimizer's state: before all updates, or each with its own."""
+        settings, level = self.recipe.optimizer, self.level
+        family = find_optimizer(settings)
+        self._clip(Phase.FIRST_STEP)
+        if settings.implementation not in family.state_while_updating:
+            level.add(self._state(self.trainable))
+            self._update(Phase.FIRST_STEP, self.trainable)
+            return
+        for spec in self.trainable:
+            level.add(self._state([spec]))
+            self._update(Phase.FIRST_STEP, [spec])
+
+    def _state(self, specs: Iterable[TensorSpec]) -> Parts:
         settings = self.recipe.optimizer
         optimizer = find_optimizer(settings)
         host = () if self.device.is_cpu else optimizer.host_state(settings)
         nbytes: list[int] = []
-        for spec in self.trainable:
+        for spec in specs:
             held = list(optimizer.state(spec, settings))
             for elsewhere in host:
                 held.remove(elsewhere)
             nbytes += [s.nbytes for s in held]
         return self._hold((Kind.OPTIMIZER_STATE, "optimizer"), nbytes)
 
-    def _optimizer_step(self, phase: Phase) -> None:
-        settings, level = self.recipe.optimizer, self.level
+    def _clip(self, phase: Phase) -> None:
+        level = self.level
         level.note(phase)
-        temporary = (Kind.TEMPORARY, "optimizer")
-        if settings.clip_norm:
-            norms = self._hold(temporary, [DTYPE_BYTES["float32"]] * 3 * len(self.trainable))
-            if not self.device.is_cpu:
-                inside = foreach_norm([s.numel for s in self.trainable])
-                norms[Kind.WORKSPACE, "optimizer"] = inside
-            level.note(phase, sum(norms.values()), norms)
-        family = find_optimizer(settings)
-        copies = {temporary: family.step_temporaries(self.trainable, settings)}
+        if not self.recipe.optimizer.clip_norm:
+            return
+        scalars = [DTYPE_BYTES["float32"]] * 3 * len(self.trainable)
+        norms = self._hold((Kind.TEMPORARY, "optimizer"), scalars)
         if not self.device.is_cpu:
-            blocks = [_as_block(s) for s in self.trainable]
-            copies[ROUNDING] = family.step_temporaries(blocks, settings) - copies[temporary]
-        level.note(phase, sum(copies.values()), copies)
+            norms[Kind.WORKSPACE, "optimizer"] = foreach_norm([s.numel for s in self.trainable])
+        level.note(phase, sum(norms.values()), norms)
+
+    def _update(self, phase: Phase, specs: Sequence[TensorSpec]) -> None:
+        settings = self.recipe.optimizer
+        family, temporary = find_optimizer(settings), (Kind.TEMPORARY, "optimizer")
+        copies = {temporary: family.step_temporaries(specs, settings)}
+        if not self.device.is_cpu:
+            blocks = family.step_temporaries([_as_block(s) for s in specs], settings)
+            copies[ROUNDING] = blocks - copies[temporary]
+        self.level.note(phase, sum(copies.values()), copies)
 
     def _release_gradients(self) -> None:
         level = self.level

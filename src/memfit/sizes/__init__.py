@@ -17,6 +17,7 @@ from memfit.sizes.elementwise import (
     mul,
     negative,
     power,
+    relu,
     rsqrt,
     scale,
     shift,
@@ -42,6 +43,6 @@ __all__ = [
     "Meter", "Shape", "Storage", "Tensor", "add", "attention", "backward", "by_document", "cast",
     "checkpoint", "concatenate", "contiguous", "conv1d", "dropout", "empty", "expand_heads",
     "gather_rows", "gelu", "layer_norm", "linear", "mean_last", "mul", "multiply", "narrow",
-    "negative", "parameter", "power", "reshape", "rsqrt", "scale", "shift", "silu", "split",
+    "negative", "parameter", "power", "relu", "reshape", "rsqrt", "scale", "shift", "silu", "split",
     "tanh", "transpose", "unsqueeze", "view",
 ]  # fmt: skip

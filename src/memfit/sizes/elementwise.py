@@ -195,6 +195,11 @@ def tanh(x: Tensor) -> Tensor:
     return _saving_result(_pointwise_backward, x)
 
 
+def relu(x: Tensor) -> Tensor:
+    """`F.relu(x)`, which saves its result."""
+    return _saving_result(_pointwise_backward, x)
+
+
 def silu(x: Tensor) -> Tensor:
     """`F.silu(x)`: saves its input."""
     return attach(record(_pointwise_backward, (x,), (x,)), like(x))
