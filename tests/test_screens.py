@@ -224,6 +224,11 @@ def test_a_curve_falls_from_the_upper_left_to_the_lower_right():
     assert lines[-1].split() == ["0", "step", "99"]
 
 
+def test_a_short_curve_has_its_steps_apart():
+    lines = chart.draw_curve([(1, 2.0), (2, 1.5), (3, 1.0)], width=60, ascii_only=True)
+    assert lines[-1].split() == ["1", "3"]
+
+
 def test_values_that_are_not_finite_are_counted_not_drawn():
     points = [(1, 2.0), (2, float("nan")), (3, float("inf")), (4, 1.0)]
     lines = chart.draw_curve(points, width=40, ascii_only=True)

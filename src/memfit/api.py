@@ -85,6 +85,14 @@ def find_device(name: str) -> Device:
     return problems.find_device(name)
 
 
+def find_machine(request: Request) -> Device:
+    """The request's device; a processor's speed is measured here, since no catalogue states it."""
+    from memfit.train.machine import measure_machine
+
+    device = find_device(request.hardware.device)
+    return measure_machine(device) if device.is_cpu else device
+
+
 def usable_of(plan: Plan) -> int | None:
     """Bytes that the plan was held against."""
     return plan.memory.usable
@@ -139,15 +147,11 @@ def prepare(
 
     Raises DoesNotFit unless overridden, NotCertified, InvalidRequest (another request's folder).
     """
-    from memfit.train.machine import measure_machine
-
     check_folder(folder, [request, request := find_lengths(request)])
     if (kept := _kept(folder, request)) is not None:
         write_json(folder / "request.json", request)
         return kept
-    device = find_device(request.hardware.device)
-    if device.is_cpu:
-        device = measure_machine(device)
+    device = find_machine(request)
     limit: int | None = None
     for _ in range(REPLANS):
         made = _plan_within(request, device, limit)

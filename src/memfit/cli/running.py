@@ -94,7 +94,8 @@ def measure_command(
     """
     from memfit import api
 
-    plan = api.plan(read_target(target, device, memory, changes))
+    request = read_target(target, device, memory, changes)
+    plan = api.plan(request, device=api.find_machine(request))
     note(quiet)(f"measuring {steps} steps of recipe {plan.recipe_digest} on {plan.recipe.device}")
     run = api.measure(plan.recipe, steps=steps)
     report = api.join(plan, None, run)

@@ -34,7 +34,8 @@ def draw_curve(points: Points, *, width: int, height: int = HEIGHT, ascii_only: 
     first, last = str(known[0][0]), str(known[-1][0])
     lines.append(" " * (margin + 1) + corner + floor * len(means))
     gap = max(1, len(means) - len(first) - len(last))
-    lines.append(" " * (margin + 2) + f"{first}{'step'.center(gap)}{last}")
+    between = "step".center(gap) if gap >= len(" step ") else " " * gap
+    lines.append(f"{' ' * (margin + 2)}{first}{between}{last}")
     if lost := len(points) - len(known):
         lines.append(f"{lost} values are not finite and are not drawn")
     return lines

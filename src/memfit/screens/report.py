@@ -51,6 +51,8 @@ def show_report(console: Console, report: Report, *, commands: Sequence[str]) ->
 def _progress(run: Run | None, steps: int) -> str:
     if run is None:
         return "not trained"
+    if not run.losses:
+        return f"{run.steps_done:,} steps measured"
     return f"{run.steps_done:,} of {steps or run.steps_done:,} steps " + (
         "(finished)" if run.finished else "(not finished)"
     )
