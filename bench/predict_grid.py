@@ -93,7 +93,8 @@ def make_recipe(name: str, n: int) -> Recipe:
     layers = model.architecture.layers
     recompute = {"none": 0, "half": layers // 2, "full": layers}[RECOMPUTE[n // 2 % 3]]
     chunked = n // 3 % 2 == 1
-    tokens = min(tokens, model.architecture.max_sequence)
+    window = model.architecture.sliding_window or tokens
+    tokens = min(tokens, model.architecture.max_sequence, window)
     return Recipe(
         model=reference,
         weights="random",

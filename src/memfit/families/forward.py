@@ -244,7 +244,8 @@ def rotate_part(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Ten
 
 
 def _cut(x: Tensor, size: int, rest: int) -> tuple[Tensor, Tensor]:
-    return sizes.narrow(x, 3, 0, size), sizes.narrow(x, 3, size, rest)
+    part = sizes.narrow(x, 3, 0, size) if rest else x  # `x[..., :all]` is x itself
+    return part, sizes.narrow(x, 3, size, rest)
 
 
 def attend(forward: Forward, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

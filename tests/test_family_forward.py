@@ -1,0 +1,112 @@
+"""Each family's block over sizes against Hugging Face's class on real tensors."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from memfit import sizes
+from memfit.families import find_family
+from memfit.families._config import ACTIVATIONS as described_activations
+from memfit.families.forward import Forward, rotation
+from memfit.ledger import Kind
+from memfit.train.attention import register_attention
+from size_oracle import Births, listen, make, meter_events, ordered, saved_bytes, total
+
+CONFIGS = {
+    "llama": {"num_key_value_heads": 2},
+    "llama with biases": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"num_key_value_heads": 2},
+    "qwen2": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 16},
+    "gpt_neox": {},
+    "gpt_neox one after the other": {"use_parallel_residual": False},
+    "gpt_neox rotating whole heads": {"rotary_pct": 1.0},
+    "gpt2": {"n_head": 4},
+}
+ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
+
+
+def config_of(name, activation=None):
+    family = name.split()[0]
+    common = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 96, "use_cache": False}
+    common |= {"num_hidden_layers": 1, "max_position_embeddings": 64}
+    common |= {"num_attention_heads": 4}
+    if family == "gpt2":
+        common = {"n_embd": 32, "n_layer": 1, "vocab_size": 50, "n_positions": 64}
+        common |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    chosen = {} if activation is None else {"hidden_act": activation}
+    return {"model_type": family, **common, **CONFIGS[name], **chosen}
+
+
+def real_block(name, dtype, autocast, activation=None):
+    """Events and saved bytes of one block of Hugging Face's class, and of its backward."""
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**config_of(name, activation)),
+        attn_implementation=register_attention("flash"),
+    )
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    backbone = getattr(model, model.base_model_prefix)
+    block = (backbone.h if name == "gpt2" else backbone.layers)[0]
+    x = torch.zeros(2, 16, 32, dtype=dtype, requires_grad=True)
+    given = {}
+    if name != "gpt2":
+        turn = backbone.rotary_emb(x, torch.arange(16).unsqueeze(0))
+        given = {"position_embeddings": turn}
+    known = [x, *model.parameters(), *given.get("position_embeddings", ())]
+    saved = []
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    with Births(*known) as births:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False), keep:
+            out = block(x, attention_mask=None, **given)
+        kept = saved_bytes(saved, known)
+        del saved[:]
+        out.sum().backward()
+        del out
+    return ordered(births.events), kept
+
+
+def size_only_block(name, dtype, autocast, activation=None):
+    meter, found = sizes.Meter(), find_family(name.split()[0])
+    architecture = found.architecture(config_of(name, activation))
+    weights = {}
+    for row in found.weights(architecture):
+        inner = row.name.partition(".0.")[2]
+        if row.layer == 0:
+            weights[inner] = sizes.parameter(meter, row.shape, dtype, trainable=True)
+    forward = Forward(
+        architecture=architecture, meter=meter, kernel="flash", position_ids=None, documents=None,
+        input_ids=sizes.empty(meter, (2, 16), "int64", Kind.INPUT),
+    )  # fmt: skip
+    x = make(meter, (2, 16, 32), dtype)
+    positions = sizes.empty(meter, (1, 16), "int64", Kind.INPUT)
+    given = () if name == "gpt2" else rotation(forward, dtype, positions)
+    known = [x, *weights.values(), *given]
+    saved, start = listen(meter), len(meter.events)
+    with meter.with_autocast(autocast):
+        out = found.block(forward, weights, x, (*given, positions))
+    kept = saved_bytes(saved, known)
+    del saved[:]
+    sizes.backward(total(out))
+    del out
+    return meter_events(meter, start), kept
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed"])
+def test_a_block_holds_what_hugging_faces_class_holds(name, precision):
+    dtype = "bfloat16" if precision == "bf16" else "float32"
+    mixed = precision == "bf16-mixed"
+    real, saved = real_block(name, getattr(torch, dtype), mixed)
+    mine, kept = size_only_block(name, dtype, mixed)
+    assert kept == saved
+    assert mine == real
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation_that_a_family_accepts_holds_what_hugging_faces_holds(activation):
+    assert set(ACTIVATIONS) == set(described_activations)
+    real, saved = real_block("gpt_neox", torch.float32, True, activation)
+    mine, kept = size_only_block("gpt_neox", "float32", True, activation)
+    assert kept == saved
+    assert mine == real
