@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from memfit.adapters import find_adapter
 from memfit.families import read_model
 from memfit.plan.problem import find_device
-from memfit.plan.time import count_work, describe_time, predict_timeline, relative_seconds
+from memfit.plan.time import count_work, describe_time, predict_timeline, relative_seconds, sum_up
 from memfit.recipe import Freeze, Lora
 from memfit.train.build import Built, build_model, build_optimizer, fill_weights
 from memfit.train.step import Batch, step
@@ -53,7 +53,7 @@ def test_predicted_work_is_what_torch_counts(tiny_recipe, variant):
     counts = counter.get_flop_counts()["Global"]
     attention = counts.pop(torch.ops.aten.bmm)
     declared = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
-    work = count_work(declared, recipe)
+    work = count_work(sum_up(declared), recipe)
     products = sum(counts.values()) + PRODUCTS.get(variant, 0)
     assert work.hardware - work.attention == pytest.approx(products, rel=1e-12)
     # the math kernel computes both halves of causal attention; the mathematics needs one
@@ -61,7 +61,7 @@ def test_predicted_work_is_what_torch_counts(tiny_recipe, variant):
 
 
 def test_a_device_of_unknown_speed_has_no_time(tiny_recipe):
-    model = read_model(tiny_recipe.model)
+    model = sum_up(read_model(tiny_recipe.model))
     device = find_device("cpu")
     timeline = predict_timeline(model, tiny_recipe, device)
     time = describe_time(model, tiny_recipe, device, timeline)
@@ -72,7 +72,7 @@ def test_a_device_of_unknown_speed_has_no_time(tiny_recipe):
 
 
 def test_more_recompute_is_never_faster(tiny_recipe):
-    model, device = read_model(tiny_recipe.model), find_device("h100-sxm")
+    model, device = sum_up(read_model(tiny_recipe.model)), find_device("h100-sxm")
     recipe = change(tiny_recipe, precision="bf16", base_format="bf16")
     times = [relative_seconds(model, change(recipe, recompute_blocks=n), device) for n in range(4)]
     assert times == sorted(times)
@@ -80,7 +80,7 @@ def test_more_recompute_is_never_faster(tiny_recipe):
 
 
 def test_mfu_leaves_recompute_out_and_hfu_counts_it(tiny_recipe):
-    model, device = read_model(tiny_recipe.model), find_device("h100-sxm")
+    model, device = sum_up(read_model(tiny_recipe.model)), find_device("h100-sxm")
     recipe = change(tiny_recipe, precision="bf16", base_format="bf16", recompute_blocks=3)
     time = describe_time(model, recipe, device, predict_timeline(model, recipe, device))
     assert 0 < time.mfu < time.hfu < 1

@@ -16,11 +16,12 @@ import msgspec
 from memfit.hardware import Device
 from memfit.model import Model
 from memfit.optimizers import find_optimizer
-from memfit.plan.blocks import AFTER_PRODUCT, ENDS, Passes, Segment, simulate
+from memfit.plan.blocks import AFTER_PRODUCT, Passes, Segment, simulate
 from memfit.plan.memory import describe
 from memfit.recipe import Recipe
 from memfit.sizes.meter import block_size
 
+KINDS = 2  # blocks simulated of those that are alike: the first, which stands for all, and the last
 Line = tuple[float, float, float, float]  # net at 0 rows, a row's; rise at 0 rows, a row's
 Stretch = tuple[str, Line]  # a segment's name and its two lines
 
@@ -32,7 +33,7 @@ def applies(model: Model) -> bool:
     for w in model.weights:
         if w.layer >= 0:
             blocks[w.layer].append((w.shape, w.dtype, w.trainable))
-    return layers >= 2 * ENDS and all(rows == blocks[0] for rows in blocks)
+    return layers >= 2 * KINDS and all(rows == blocks[0] for rows in blocks)
 
 
 class Lines:
@@ -66,7 +67,11 @@ class Lines:
         pair = []
         for rows in self.rows if high > low else (low,):
             one = msgspec.structs.replace(recipe, micro_batch=rows)
-            first, later = simulate(describe(model, one, self.device)[0])
+            setting = describe(model, one, self.device)[0]
+            runs = tuple(
+                msgspec.structs.replace(r, count=min(r.count, KINDS)) for r in setting.runs
+            )
+            first, later = simulate(msgspec.structs.replace(setting, runs=runs))
             pair.append((*_lists(first), *_lists(later or first)))
         return tuple(
             [(a.name, _line(a, b, low, high)) for a, b in zip(at_low, at_high, strict=True)]
@@ -145,12 +150,8 @@ class Estimate:
         kind, _, index = name.removesuffix(AFTER_PRODUCT).partition(" ")
         if kind != "block":
             return 1
-        at = int(index)
-        count = blocks if at < ENDS else self.layers - blocks
-        place = at % ENDS
-        if place == 1:
-            return max(0, count - 2)
-        return int(count > (0 if place == 0 else 1))
+        count = blocks if int(index) < KINDS else self.layers - blocks
+        return max(0, count - 1) if int(index) % KINDS == 0 else min(1, count)
 
 
 def _lists(passes: Passes) -> tuple[list[Segment], list[Segment], list[Segment]]:

@@ -21,7 +21,7 @@ from memfit.request import RecomputeBlocks, Request
 
 ASSUMED_STEPS = 1000  # when neither a length nor data is given
 ASSUMED_SEQUENCE = 4096
-CHUNKS = (4096, 1024, 256)  # tokens per chunk of the loss that the search tries
+CHUNKS = (1024, 256)  # tokens per chunk of the loss that the search tries
 
 
 class Problem(Noun, frozen=True, kw_only=True):

@@ -21,7 +21,14 @@ from memfit.model import Model
 from memfit.plan.estimate import Estimate, applies
 from memfit.plan.memory import predict_memory
 from memfit.plan.problem import CHUNKS, Problem, divisors, first_recipe
-from memfit.plan.time import describe_cost, describe_time, predict_timeline, relative_seconds
+from memfit.plan.time import (
+    Totals,
+    describe_cost,
+    describe_time,
+    predict_timeline,
+    relative_seconds,
+    sum_up,
+)
 from memfit.plan.verdict import describe_lack, describe_memory, held
 from memfit.recipe import Method, Precision, Recipe
 from memfit.request import RecomputeBlocks
@@ -34,14 +41,21 @@ class Candidate:
     """One recipe and what is predicted of it, computed when first asked."""
 
     def __init__(
-        self, problem: Problem, recipe: Recipe, model: Model, estimate: Estimate | None = None
+        self,
+        problem: Problem,
+        recipe: Recipe,
+        model: Model,
+        totals: Totals,
+        estimate: Estimate | None = None,
     ) -> None:
-        self.problem, self.recipe, self.model, self.estimate = problem, recipe, model, estimate
+        self.problem, self.recipe, self.estimate = problem, recipe, estimate
+        self.model, self.totals = model, totals
 
     @classmethod
     def of(cls, problem: Problem, recipe: Recipe) -> Candidate:
         """With the model as its method stores it: dtypes, trainable flags, extra rows."""
-        return cls(problem, recipe, find_adapter(recipe).adapt(problem.model, recipe))
+        model = find_adapter(recipe).adapt(problem.model, recipe)
+        return cls(problem, recipe, model, sum_up(model))
 
     def but(self, **changes: object) -> Candidate:
         """The same method and precision with some of the exact knobs changed."""
@@ -49,7 +63,7 @@ class Candidate:
         estimate = self.estimate
         if estimate is not None and "optimizer" in changes:
             estimate = estimate.with_optimizer(recipe)
-        return Candidate(self.problem, recipe, self.model, estimate)
+        return Candidate(self.problem, recipe, self.model, self.totals, estimate)
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -65,7 +79,7 @@ class Candidate:
     @cached_property
     def seconds(self) -> float:
         """Predicted step time, for ranking."""
-        return relative_seconds(self.model, self.recipe, self.problem.device)
+        return relative_seconds(self.totals, self.recipe, self.problem.device)
 
     @property
     def fits(self) -> bool:
@@ -103,14 +117,14 @@ class Candidate:
 
 def search(problem: Problem) -> Plan:
     """The plan of a request: its best recipe, or the nearest miss with verdict `does_not_fit`."""
-    tried: list[Candidate] = []
-    best: Candidate | None = None
+    failed: list[Candidate] = []
     for start in _preferences(problem):
+        tried: list[Candidate] = []
         best = _fastest_that_fits(start, tried)
         if best is not None:
-            break
-    chosen = best or min(tried, key=lambda c: c.needs)
-    return _plan(problem, chosen, tried)
+            return _plan(problem, best, tried)
+        failed += tried
+    return _plan(problem, min(failed, key=lambda c: c.needs), failed)
 
 
 def _preferences(problem: Problem) -> Iterator[Candidate]:
@@ -193,10 +207,9 @@ def _fastest_that_fits(start: Candidate, tried: list[Candidate]) -> Candidate | 
     combinations = list(_combinations(start))
     most = [c.but(recompute_blocks=_blocks(start.problem)[1]) for c in combinations]
     usable = start.problem.usable
-    if start.estimate is not None and usable is not None and start.estimate.least > usable:
-        tried.append(min(most, key=lambda c: (c.recipe.micro_batch, c.recipe.loss_chunk or 1e9)))
-        return None
     tried += [*combinations, *most]
+    if start.estimate is not None and usable is not None and start.estimate.least > usable:
+        return None
     ranked = [c for plain in combinations if (c := _least_recompute(plain)) is not None]
     if not ranked:  # an estimate may be a little high: ask of the smallest itself
         ranked = [min(most, key=lambda c: c.needs)]
@@ -249,20 +262,18 @@ def _bisect(plain: Candidate, low: int, best: Candidate) -> Candidate:
 def _settle(candidate: Candidate) -> Candidate | None:
     """The fewest recomputed blocks by the prediction itself, from where the estimate says."""
     low, high = _blocks(candidate.problem)
-    exact = Candidate(candidate.problem, candidate.recipe, candidate.model)
+    exact = candidate.but()
+    exact.estimate = None
     blocks = candidate.recipe.recompute_blocks
     if exact.fits:
         if blocks == low:
             return exact
         fewer = exact.but(recompute_blocks=blocks - 1)
-        if not fewer.fits:
-            return exact
-        least = exact.but(recompute_blocks=low)
-        return least if least.fits else _bisect(exact, low, fewer)
+        return _bisect(exact, low, fewer) if fewer.fits else exact
     if blocks == high:
         return None
-    most = exact.but(recompute_blocks=high)
-    return _bisect(exact, blocks, most) if most.fits else None
+    found = _bisect(exact, blocks, exact.but(recompute_blocks=high))
+    return found if found.fits else None
 
 
 def describe(recipe: Recipe, layers: int) -> str:
@@ -385,8 +396,8 @@ def _named(change: dict[str, object]) -> dict[str, object]:
 
 def _plan(problem: Problem, chosen: Candidate, tried: list[Candidate]) -> Plan:
     recipe, device = chosen.recipe, problem.device
-    timeline = predict_timeline(chosen.model, recipe, device)
-    time = describe_time(chosen.model, recipe, device, timeline)
+    timeline = predict_timeline(chosen.totals, recipe, device)
+    time = describe_time(chosen.totals, recipe, device, timeline)
     return Plan(
         recipe_digest=recipe.digest,
         request=problem.request,

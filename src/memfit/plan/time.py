@@ -16,7 +16,7 @@ from math import prod
 
 from memfit import units
 from memfit.hardware import Device
-from memfit.model import Model, Weight
+from memfit.model import Architecture, Model
 from memfit.nouns import Noun
 from memfit.recipe import Recipe
 from memfit.results import Cost, Time
@@ -49,40 +49,62 @@ class Work(Noun, frozen=True, kw_only=True):
         return self.model + self.recompute
 
 
-def _is_matrix(weight: Weight) -> bool:
-    return len(weight.shape) == 2 and weight.part in ("block", "head")
+class Totals(Noun, frozen=True, kw_only=True):
+    """What the time of a step depends on, summed once over a model's weights."""
+
+    architecture: Architecture
+    dense: tuple[int, ...]  # elements of each block's matrices
+    trained: tuple[int, ...]  # those of them that are trained
+    last: tuple[int, ...]  # each block's last product: recomputation stops before it
+    head: int
+    head_trained: int
+    first: int  # the first block that backward has to enter
+    weight_bytes: int
+    gradient_bytes: int
+    trainable: int
 
 
-def count_work(model: Model, recipe: Recipe) -> Work:
-    """FLOP of one optimizer step of this recipe (model: after the adapter)."""
-    a, tokens = model.architecture, recipe.tokens * recipe.accumulation
-    attention = 2.0 * recipe.sequence_length * a.heads * a.head_dim * tokens  # a block, causal
-    dense = [0.0] * a.layers
-    trained = [0.0] * a.layers
-    last = [0.0] * a.layers  # the block's last product: recomputation stops before it
+def sum_up(model: Model) -> Totals:
+    """The totals of a model after its adapter."""
+    a = model.architecture
+    dense, trained, last = [0] * a.layers, [0] * a.layers, [0] * a.layers
     head = prod((a.vocab, a.hidden)) if a.tied_embeddings else 0
     head_trained = head if a.tied_embeddings and _embedding_trains(model) else 0
-    first = a.layers  # the first block that backward has to enter
+    first, weight_bytes, gradient_bytes, trainable = a.layers, 0, 0, 0
     for w in model.weights:
-        if w.trainable and w.part == "embedding":
-            first = 0
-        if w.trainable and w.part == "block":
-            first = min(first, w.layer)
-        if not _is_matrix(w):
+        numel, nbytes = w.numel, w.nbytes
+        weight_bytes += nbytes
+        if w.trainable:
+            gradient_bytes, trainable = gradient_bytes + nbytes, trainable + numel
+            first = min(first, {"embedding": 0, "block": w.layer}.get(w.part, first))
+        if len(w.shape) != 2:
             continue
         if w.part == "head":
-            head, head_trained = head + w.numel, head_trained + w.numel * w.trainable
-        else:
-            dense[w.layer] += w.numel
-            last[w.layer] = w.numel
-            trained[w.layer] += w.numel * w.trainable
-    entered = range(first, a.layers)
-    forward = 2 * tokens * (sum(dense) + head) + attention * a.layers
-    backward = 2 * tokens * (sum(dense[i] + trained[i] for i in entered) + head + head_trained)
-    backward += 2 * attention * len(entered)
-    again = range(max(0, min(first, recipe.recompute_blocks)), recipe.recompute_blocks)
-    recompute = sum(2 * tokens * (dense[i] - last[i]) + attention for i in again)
-    share = attention * (a.layers + 2 * len(entered) + len(again))
+            head, head_trained = head + numel, head_trained + numel * w.trainable
+        elif w.part == "block":
+            dense[w.layer] += numel
+            last[w.layer] = numel
+            trained[w.layer] += numel * w.trainable
+    return Totals(
+        architecture=a, dense=tuple(dense), trained=tuple(trained), last=tuple(last), head=head,
+        head_trained=head_trained, first=first, weight_bytes=weight_bytes,
+        gradient_bytes=gradient_bytes, trainable=trainable,
+    )  # fmt: skip
+
+
+def count_work(totals: Totals, recipe: Recipe) -> Work:
+    """FLOP of one optimizer step of this recipe."""
+    a, tokens = totals.architecture, recipe.tokens * recipe.accumulation
+    attention = 2.0 * recipe.sequence_length * a.heads * a.head_dim * tokens  # a block, causal
+    dense, trained, first = totals.dense, totals.trained, totals.first
+    entered = a.layers - first
+    forward = 2 * tokens * (sum(dense) + totals.head) + attention * a.layers
+    products = sum(dense[first:]) + sum(trained[first:]) + totals.head + totals.head_trained
+    backward = 2 * tokens * products + 2 * attention * entered
+    again = slice(min(first, recipe.recompute_blocks), recipe.recompute_blocks)
+    repeated = len(dense[again])
+    recompute = 2 * tokens * (sum(dense[again]) - sum(totals.last[again])) + attention * repeated
+    share = attention * (a.layers + 2 * entered + repeated)
     return Work(forward=forward, backward=backward, recompute=recompute, attention=share)
 
 
@@ -90,14 +112,14 @@ def _embedding_trains(model: Model) -> bool:
     return any(w.trainable for w in model.weights if w.part == "embedding")
 
 
-def predict_timeline(model: Model, recipe: Recipe, device: Device) -> Timeline:
+def predict_timeline(totals: Totals, recipe: Recipe, device: Device) -> Timeline:
     """The spans of one optimizer step; empty when the device's speed is unknown."""
     if not device.flops.get(_dtype(recipe)) or not device.bandwidth:
         return Timeline(spans=())
-    return _timeline(model, recipe, device.flops, device.bandwidth)
+    return _timeline(totals, recipe, device.flops, device.bandwidth)
 
 
-def relative_seconds(model: Model, recipe: Recipe, device: Device) -> float:
+def relative_seconds(totals: Totals, recipe: Recipe, device: Device) -> float:
     """Seconds for ranking recipes of one device.
 
     On nominal rates where it states none, and on any CPU: there the rates are measured when a run
@@ -106,7 +128,7 @@ def relative_seconds(model: Model, recipe: Recipe, device: Device) -> float:
     nominal = device.is_cpu or not device.flops.get(_dtype(recipe)) or not device.bandwidth
     flops = RANKING_FLOPS if nominal else device.flops
     bandwidth = RANKING_BANDWIDTH if nominal else device.bandwidth
-    timeline = _timeline(model, recipe, flops, bandwidth or RANKING_BANDWIDTH)
+    timeline = _timeline(totals, recipe, flops, bandwidth or RANKING_BANDWIDTH)
     return timeline.seconds or 0.0
 
 
@@ -114,8 +136,10 @@ def _dtype(recipe: Recipe) -> str:
     return "fp32" if recipe.compute_dtype == "float32" else "bf16"
 
 
-def _timeline(model: Model, recipe: Recipe, flops: dict[str, float], bandwidth: float) -> Timeline:
-    work, a = count_work(model, recipe), model.architecture
+def _timeline(
+    totals: Totals, recipe: Recipe, flops: dict[str, float], bandwidth: float
+) -> Timeline:
+    work, a = count_work(totals, recipe), totals.architecture
     rate = flops[_dtype(recipe)]
     attention_share = work.attention / work.hardware
     # time per FLOP of the mix of attention and matrix products
@@ -128,8 +152,8 @@ def _timeline(model: Model, recipe: Recipe, flops: dict[str, float], bandwidth: 
         chunks = -(-recipe.tokens // recipe.loss_chunk) * recipe.accumulation
         logits += 2.0 * chunks * a.vocab * a.hidden * (4 if recipe.method == "full" else 0)
     # each micro-batch reads the weights anew and adds to the gradients
-    weights = float(recipe.accumulation * sum(w.nbytes for w in model.weights))
-    gradients = recipe.accumulation * 3.0 * sum(w.nbytes for w in model.weights if w.trainable)
+    weights = float(recipe.accumulation * totals.weight_bytes)
+    gradients = recipe.accumulation * 3.0 * totals.gradient_bytes
     launches = recipe.accumulation * KERNELS_PER_BLOCK
     passes = [
         ("forward", work.forward, weights + block * a.layers, launches * a.layers),
@@ -145,7 +169,7 @@ def _timeline(model: Model, recipe: Recipe, flops: dict[str, float], bandwidth: 
         duration = max(busy, kernels * ASSUMED_LAUNCH)
         spans.append(_span(op, start, duration, flop, f"{flop:.3g} FLOP, {nbytes:.3g} B moved"))
         start += duration
-    trainable = model.trainable_parameters
+    trainable = totals.trainable
     state = trainable * (16 if recipe.precision == "bf16" else 28)
     spans.append(
         _span("optimizer_step", start, state / (bandwidth * ASSUMED_BANDWIDTH), 0.0,
@@ -158,9 +182,9 @@ def _span(op: str, start: float, duration: float, flop: float, because: str) -> 
     return Span(op=op, stream="compute", start=start, duration=duration, flop=flop, because=because)
 
 
-def describe_time(model: Model, recipe: Recipe, device: Device, timeline: Timeline) -> Time:
+def describe_time(totals: Totals, recipe: Recipe, device: Device, timeline: Timeline) -> Time:
     """The figures of the JSON's `time` object."""
-    work, seconds = count_work(model, recipe), timeline.seconds
+    work, seconds = count_work(totals, recipe), timeline.seconds
     tokens = recipe.tokens * recipe.accumulation
     peak = device.flops.get(_dtype(recipe))
     known = seconds is not None and peak
