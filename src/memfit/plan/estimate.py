@@ -37,63 +37,68 @@ def applies(model: Model) -> bool:
 
 
 class Lines:
-    """Two simulations, and the lines through them, for one range of rows."""
+    """Pairs of simulations of neighbouring numbers of rows, and the lines through them."""
 
-    def __init__(self, model: Model, recipe: Recipe, device: Device, rows: tuple[int, int]) -> None:
-        self.model, self.recipe, self.device, self.rows = model, recipe, device, rows
+    def __init__(self, model: Model, recipe: Recipe, device: Device) -> None:
+        self.model, self.recipe, self.device = model, recipe, device
         self._loss: dict[int, tuple[list[Stretch], ...]] = {}
 
     @cached_property
     def bodies(self) -> tuple[list[Stretch], ...]:
         """Forward, loss and backward of the first micro-batch, then of a later one."""
         half = self.model.architecture.layers // 2
-        return self._draw(self.model, recompute_blocks=half, loss="plain", loss_chunk=0)
+        knobs = {"recompute_blocks": half, "loss": "plain", "loss_chunk": 0}
+        return self._draw(self.model, 1, **knobs)
 
     def loss(self, chunk: int) -> tuple[list[Stretch], ...]:
-        """The same of a model with one block: only its loss and its head's backward are used."""
+        """The same of a model with one block: only its loss and its head's backward are used.
+
+        The line begins where there are two chunks: a single one needs no sum over chunks.
+        """
         if not chunk:
             return self.bodies
         if chunk not in self._loss:
             architecture = msgspec.structs.replace(self.model.architecture, layers=1)
             weights = tuple(w for w in self.model.weights if w.layer < 1)
             model = msgspec.structs.replace(self.model, architecture=architecture, weights=weights)
-            kind = "chunked" if chunk else "plain"
-            self._loss[chunk] = self._draw(model, recompute_blocks=0, loss=kind, loss_chunk=chunk)
+            knobs = {"recompute_blocks": 0, "loss": "chunked", "loss_chunk": chunk}
+            low = chunk // self.recipe.sequence_length + 1
+            self._loss[chunk] = self._draw(model, low, **knobs)
         return self._loss[chunk]
 
-    def _draw(self, model: Model, **knobs: object) -> tuple[list[Stretch], ...]:
-        recipe = msgspec.structs.replace(self.recipe, accumulation=2, **knobs)
-        low, high = self.rows
-        pair = []
-        for rows in self.rows if high > low else (low,):
-            one = msgspec.structs.replace(recipe, micro_batch=rows)
-            setting = describe(model, one, self.device)[0]
-            runs = tuple(
-                msgspec.structs.replace(r, count=min(r.count, KINDS)) for r in setting.runs
-            )
-            first, later = simulate(msgspec.structs.replace(setting, runs=runs))
-            pair.append((*_lists(first), *_lists(later or first)))
-        return tuple(
-            [(a.name, _line(a, b, low, high)) for a, b in zip(at_low, at_high, strict=True)]
-            for at_low, at_high in zip(pair[0], pair[-1], strict=True)
+    def _draw(self, model: Model, low: int, **knobs: object) -> tuple[list[Stretch], ...]:
+        """Lines through `low` rows and one more."""
+        one, two = (
+            self._simulate(model, msgspec.structs.replace(self.recipe, micro_batch=rows, **knobs))
+            for rows in (low, low + 1)
         )
+        return tuple(
+            [(a.name, _line(a, b, low)) for a, b in zip(at_one, at_two, strict=True)]
+            for at_one, at_two in zip(one, two, strict=True)
+        )
+
+    def _simulate(self, model: Model, recipe: Recipe) -> tuple[list[Segment], ...]:
+        """The segments of a first and of a later micro-batch."""
+        several = msgspec.structs.replace(recipe, accumulation=2)
+        setting = describe(model, several, self.device)[0]
+        runs = tuple(msgspec.structs.replace(r, count=min(r.count, KINDS)) for r in setting.runs)
+        first, later = simulate(msgspec.structs.replace(setting, runs=runs))
+        return (*_lists(first), *_lists(later or first))
 
 
 class Estimate:
     """The peak of one method and precision as a function of the exact knobs."""
 
-    def __init__(self, model: Model, recipe: Recipe, device: Device) -> None:
+    def __init__(
+        self, model: Model, recipe: Recipe, device: Device, lines: Lines | None = None
+    ) -> None:
         self.model, self.recipe, self.device = model, recipe, device
         self.layers = model.architecture.layers
-        # With packed rows a second row adds a copy of its own: one row stands for itself alone.
-        self._one = Lines(model, recipe, device, (1, 1) if recipe.packing else (1, 2))
-        self._more = Lines(model, recipe, device, (2, 3)) if recipe.packing else self._one
+        self._lines = lines or Lines(model, recipe, device)
 
     def with_optimizer(self, recipe: Recipe) -> Estimate:
         """For a recipe that differs in its optimizer alone, which no segment depends on."""
-        other = Estimate(self.model, recipe, self.device)
-        other._one, other._more = self._one, self._more
-        return other
+        return Estimate(self.model, recipe, self.device, self._lines)
 
     def _held(self, nbytes: int) -> int:
         return nbytes if self.device.is_cpu else block_size(nbytes)
@@ -128,9 +133,9 @@ class Estimate:
         """Bytes at the highest instant of a steady step of two or more micro-batches."""
         level = self._always + 3.0 * 8 * micro * self.recipe.sequence_length
         highest = level
-        lines = self._one if micro == 1 else self._more
-        forward, _, backward, forward2, _, backward2 = lines.bodies
-        _, loss, head, _, loss2, head2 = lines.loss(chunk)
+        forward, _, backward, forward2, _, backward2 = self._lines.bodies
+        several = micro * self.recipe.sequence_length > chunk
+        _, loss, head, _, loss2, head2 = self._lines.loss(chunk if several else 0)
         passes = [[forward, loss, _spliced(backward, head)]]
         if micro < self.recipe.global_batch:
             passes.append([forward2, loss2, _spliced(backward2, head2)])
@@ -158,12 +163,11 @@ def _lists(passes: Passes) -> tuple[list[Segment], list[Segment], list[Segment]]
     return passes.forward, passes.loss, passes.backward
 
 
-def _line(a: Segment, b: Segment, low: int, high: int) -> Line:
-    """The lines through what a segment adds, and through its rise, at two numbers of rows."""
-    net_a, net_b = sum(a.net.values()), sum(b.net.values())
-    step = max(1, high - low)
-    net_row, rise_row = (net_b - net_a) / step, (b.rise - a.rise) / step
-    return net_a - net_row * low, net_row, a.rise - rise_row * low, rise_row
+def _line(one: Segment, two: Segment, low: int) -> Line:
+    """The lines through what a segment adds, and through its rise, at `low` rows and one more."""
+    net, rise = sum(one.net.values()), one.rise
+    net_row, rise_row = sum(two.net.values()) - net, two.rise - rise
+    return net - low * net_row, net_row, rise - low * rise_row, rise_row
 
 
 def _spliced(backward: list[Stretch], head: list[Stretch]) -> list[Stretch]:

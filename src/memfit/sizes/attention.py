@@ -52,13 +52,22 @@ def attention(kernel: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def by_document(
     kernel: str, query: Tensor, key: Tensor, value: Tensor, documents: Documents
 ) -> Tensor:
-    """One call of the kernel for each document of each row, joined again."""
-    rows = []
-    for lengths in documents:
-        parts = [split(narrow(x, 0, 0, 1), lengths, 2) for x in (query, key, value)]
-        outputs = [attention(kernel, q, k, v) for q, k, v in zip(*parts, strict=True)]
-        rows.append(_join(outputs, 2))
-    return _join(rows, 0)
+    """The rows laid end to end, one call of the kernel for each document, joined again."""
+    lengths = [length for row in documents for length in row]
+    pieces = [split(_end_to_end(x), lengths, 2) for x in (query, key, value)]
+    outputs = [
+        transpose(attention(kernel, q, k, v), 1, 2) for q, k, v in zip(*pieces, strict=True)
+    ]
+    rows, heads, tokens, _ = query.shape
+    joined = _join(outputs, 1)
+    return transpose(reshape(joined, rows, tokens, heads, joined.shape[-1]), 1, 2)
+
+
+def _end_to_end(x: Tensor) -> Tensor:
+    """(batch, heads, tokens, size) -> (1, heads, batch * tokens, size)."""
+    rows, heads, tokens, size = x.shape
+    flat = reshape(transpose(x, 1, 2), 1, rows * tokens, heads, size)
+    return transpose(flat, 1, 2)
 
 
 def _join(parts: list[Tensor], dim: int) -> Tensor:

@@ -91,13 +91,23 @@ def attend(
 def _by_document(
     kernel: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, documents: Documents
 ) -> Tensor:
-    """One call of the kernel for each document of each row; (batch, heads, tokens, head_dim)."""
-    rows = []
-    for row, lengths in enumerate(documents):
-        split = [torch.split(x[row : row + 1], list(lengths), dim=2) for x in (query, key, value)]
-        outputs = [kernel(q, k, v) for q, k, v in zip(*split, strict=True)]
-        rows.append(_concatenate(outputs, 2))
-    return _concatenate(rows, 0)
+    """One call of the kernel for each document; (batch, heads, tokens, head_dim).
+
+    The rows are laid end to end first: one split and one join serve the whole micro-batch, and
+    their backwards join gradients instead of adding a row to zeros for each of them.
+    """
+    lengths = [length for row in documents for length in row]
+    pieces = [torch.split(_end_to_end(x), lengths, dim=2) for x in (query, key, value)]
+    outputs = [kernel(q, k, v).transpose(1, 2) for q, k, v in zip(*pieces, strict=True)]
+    rows, heads, tokens, _ = query.shape
+    joined = _concatenate(outputs, 1)
+    return joined.reshape(rows, tokens, heads, joined.shape[-1]).transpose(1, 2)
+
+
+def _end_to_end(x: Tensor) -> Tensor:
+    """(batch, heads, tokens, head_dim) -> (1, heads, batch * tokens, head_dim)."""
+    rows, heads, tokens, size = x.shape
+    return x.transpose(1, 2).reshape(1, rows * tokens, heads, size).transpose(1, 2)
 
 
 def _concatenate(parts: list[Tensor], dim: int) -> Tensor:
