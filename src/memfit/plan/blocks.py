@@ -77,7 +77,7 @@ class Segment:
 
     name: str
     net: Parts
-    rise: int  # bytes of the highest point above the start
+    rise: int  # bytes of tensors at the highest point, above the start
     top: Parts  # the parts of that rise
     flop: int  # of matrix products and attention
 
@@ -268,11 +268,11 @@ class _Simulation:
         for at in range(start, stop):
             event = meter.events[at]
             if event >= 0:
-                level += nbytes[event]
+                level += asked[event]
                 if level > rise:
                     rise, top_at = level, at + 1
             else:
-                level -= nbytes[~event]
+                level -= asked[~event]
         net: Parts = {}
         top: Parts = {}
         for at in range(start, stop):

@@ -40,7 +40,11 @@ from memfit.sizes.workspace import cublas_workspace, foreach_norm
 
 @dataclass(slots=True)
 class Level:
-    """What is alive now, and at the highest point of each phase so far."""
+    """What is alive now, and at the highest point of each phase so far.
+
+    Which instant is the highest is decided by the tensors, as in the certificate's ledger: by how
+    much their blocks are larger is an estimate that must not choose between equal instants.
+    """
 
     live: Parts = field(default_factory=dict)
     total: int = 0
@@ -50,10 +54,12 @@ class Level:
         """Change what is alive."""
         for part, nbytes in parts.items():
             self.live[part] = self.live.get(part, 0) + nbytes * times
-            self.total += nbytes * times
+            self.total += nbytes * times if part != ROUNDING else 0
 
-    def note(self, phase: Phase, rise: int = 0, top: Parts | None = None) -> None:
-        """An instant `rise` bytes above what is alive, of a phase."""
+    def note(self, phase: Phase, top: Parts | None = None, rise: int | None = None) -> None:
+        """An instant of a phase: what is alive and `top`, whose tensors are `rise` bytes."""
+        if rise is None:
+            rise = sum(n for part, n in (top or {}).items() if part != ROUNDING)
         height = self.total + rise
         known = self.peaks.get(phase)
         if known is None or height > known[0]:
@@ -64,10 +70,10 @@ class Level:
 
     def walk(self, phase: Phase, segment: Segment, times: int) -> None:
         """Run a segment, again and again; the first and the last time decide."""
-        self.note(phase, segment.rise, segment.top)
+        self.note(phase, segment.top, segment.rise)
         if times > 1:
             self.add(segment.net, times - 1)
-            self.note(phase, segment.rise, segment.top)
+            self.note(phase, segment.top, segment.rise)
         self.add(segment.net)
 
 
@@ -248,7 +254,7 @@ class _Step:
         norms = self._hold((Kind.TEMPORARY, "optimizer"), scalars)
         if not self.device.is_cpu:
             norms[Kind.WORKSPACE, "optimizer"] = foreach_norm([s.numel for s in self.trainable])
-        level.note(phase, sum(norms.values()), norms)
+        level.note(phase, norms)
 
     def _update(self, phase: Phase, specs: Sequence[TensorSpec]) -> None:
         settings = self.recipe.optimizer
@@ -257,7 +263,7 @@ class _Step:
         if not self.device.is_cpu:
             blocks = family.step_temporaries([_as_block(s) for s in specs], settings)
             copies[ROUNDING] = blocks - copies[temporary]
-        self.level.note(phase, sum(copies.values()), copies)
+        self.level.note(phase, copies)
 
     def _release_gradients(self) -> None:
         level = self.level

@@ -55,9 +55,7 @@ def by_document(
     """The rows laid end to end, one call of the kernel for each document, joined again."""
     lengths = [length for row in documents for length in row]
     pieces = [split(_end_to_end(x), lengths, 2) for x in (query, key, value)]
-    outputs = [
-        transpose(attention(kernel, q, k, v), 1, 2) for q, k, v in zip(*pieces, strict=True)
-    ]
+    outputs = [transpose(attention(kernel, q, k, v), 1, 2) for q, k, v in zip(*pieces, strict=True)]
     rows, heads, tokens, _ = query.shape
     joined = _join(outputs, 1)
     return transpose(reshape(joined, rows, tokens, heads, joined.shape[-1]), 1, 2)
