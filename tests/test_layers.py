@@ -10,7 +10,18 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "memfit"
 LAYERS = [
     {"errors", "units"},
-    {"nouns", "model", "hardware", "recipe", "request", "ledger", "timeline", "results", "registry", "words"},
+    {
+        "nouns",
+        "model",
+        "hardware",
+        "recipe",
+        "request",
+        "ledger",
+        "timeline",
+        "results",
+        "registry",
+        "words",
+    },
     {"sizes", "catalog", "families", "optimizers", "adapters", "formats"},
     {"plan", "train"},
     {"certify"},

@@ -21,7 +21,9 @@ def test_memory_is_read_in_the_unit_it_states(text, value):
     assert units.parse_bytes(text) == value
 
 
-@pytest.mark.parametrize("text", ["72", "72 gib", "GiB", "", "7 2 GiB", "-1 GiB", None, 72, "1 TB/s"])
+@pytest.mark.parametrize(
+    "text", ["72", "72 gib", "GiB", "", "7 2 GiB", "-1 GiB", None, 72, "1 TB/s"]
+)
 def test_a_size_without_a_known_unit_is_refused_with_an_example(text):
     with pytest.raises(InvalidRequest) as caught:
         units.parse_bytes(text)

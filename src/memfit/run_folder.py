@@ -1,6 +1,6 @@
 """A run folder's files: whose request it holds, and a plan as a request.
 
-    request.json  plan.json  certificate.json  run.json  report.json  report.html  log.jsonl
+request.json  plan.json  certificate.json  run.json  report.json  report.html  log.jsonl
 """
 
 from __future__ import annotations
