@@ -1,8 +1,9 @@
 """Memory that CUDA kernels take from the caching allocator inside one operator.
 
 A dispatcher sees an operator's inputs and outputs, not what its kernel allocates in between. Each
-rule below states those bytes for one operator, with the source it was read from. None has been
-measured on a GPU yet: `verified` says so, and the certificate repeats it among its bounds.
+rule below names an operator and the row of `sizes.workspace` (one table for plan and certificate)
+that states those bytes. None has been measured on a GPU yet: `verified` says so, and the
+certificate repeats it among its bounds.
 """
 
 from __future__ import annotations
@@ -14,10 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from memfit.units import KIB, MIB
-
-FP32 = 4
-INT64 = 8
+from memfit.sizes import workspace as table
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,55 +29,30 @@ class Rule:
     verified: str = ""  # where it was measured; empty = read from source only
 
 
-def _round_up(n: int, to: int) -> int:
-    return -(-n // to) * to
-
-
-def _sizes(tensor: Tensor) -> tuple[int, ...]:
+def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
 def _flash_backward(args: Sequence[Any]) -> int:
     """grad_out, query, key, …: (batch, heads, tokens, head_dim)."""
     query, key = args[1], args[2]
-    batch, heads, tokens, head = _sizes(query)
-    rounded_tokens = _round_up(tokens, 128)
-    rounded_head = _round_up(head, 32) if head <= 192 else 256
-    softmax_d = batch * heads * rounded_tokens * FP32
-    dq = batch * rounded_tokens * heads * rounded_head * FP32
-    grouped = key.shape[1] != heads
-    expanded = 2 * batch * _sizes(key)[2] * heads * head * query.element_size() if grouped else 0
-    return softmax_d + dq + expanded
+    return table.flash_backward(_shape(query), _shape(key), query.element_size())
 
 
 def _efficient_backward(args: Sequence[Any]) -> int:
-    """grad_out, query, …: in fp32 two products' worth; in 16 bit the row sums alone."""
+    """grad_out, query, …"""
     grad, query = args[0], args[1]
-    rows = prod(_sizes(query)[:3]) * FP32
-    half: bool = query.element_size() == 2
-    return rows if half else rows * 2 + prod(_sizes(grad)) * FP32
-
-
-EMBEDDING_SORTED_ABOVE = 3072  # indices; up to here one kernel adds rows directly
+    return table.efficient_backward(_shape(query), prod(_shape(grad)), query.element_size())
 
 
 def _embedding_backward(args: Sequence[Any]) -> int:
-    """grad (…, hidden), indices: partial sums in fp32, one row an index, and the sort's arrays."""
-    grad, indices = args[0], args[1]
-    n = prod(_sizes(indices))
-    if n <= EMBEDDING_SORTED_ABOVE:
-        return 0
-    return n * _sizes(grad)[-1] * FP32 + 6 * n * INT64
-
-
-CHUNK = 65536  # elements that one block of a multi-tensor kernel reads
+    """grad (…, hidden), indices."""
+    return table.embedding_backward(prod(_shape(args[1])), _shape(args[0])[-1])
 
 
 def _foreach_norm(args: Sequence[Any]) -> int:
-    """One fp32 partial result for each chunk of the largest tensor, for every tensor."""
-    tensors: list[Tensor] = args[0]
-    chunks = max((-(-t.numel() // CHUNK) for t in tensors), default=0)
-    return len(tensors) * chunks * FP32
+    """A list of tensors."""
+    return table.foreach_norm([t.numel() for t in args[0]])
 
 
 RULES = {
@@ -117,13 +90,4 @@ PRODUCTS = frozenset(
     {"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"}
 )  # the operators that run on cuBLAS
 CUBLAS_SOURCE = "aten/src/ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize"
-
-
-def cublas_workspace(capability: tuple[int, int] | None) -> int:
-    """Bytes of one cuBLAS workspace, kept from a thread's first product on.
-
-    There is one for each thread and stream: the forward's and autograd's. cuBLASLt shares it.
-    """
-    if capability is None or capability >= (9, 0):
-        return 32 * MIB  # Hopper and Blackwell; the larger one when the device is unknown
-    return 8 * MIB + 128 * KIB
+cublas_workspace = table.cublas_workspace
