@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
-STEPS ?= 60
+STEPS ?= 200
 
 .PHONY: demo test check lint types docs bench clean setup
 

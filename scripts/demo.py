@@ -73,7 +73,7 @@ def memfit(*arguments: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=200)
     steps = parser.parse_args().steps
     if not (FOLDER / "docstrings.jsonl").exists():  # written last
         write_data()
@@ -83,7 +83,7 @@ def main() -> None:
            "--set", f"task.steps={steps}")  # fmt: skip
     memfit("generate", full, "def read_lines(path):")
     memfit("train", str(recipes / "demo-llama_lora_cpu.yaml"), "--folder", lora,
-           "--set", f"task.steps={max(4, steps // 2)}")  # fmt: skip
+           "--set", f"task.steps={max(4, steps // 3)}")  # fmt: skip
     memfit("generate", lora, "def read_lines(path):\n")
     memfit("report", full)
     print(f"\nopen {FOLDER / 'full' / 'report.html'} and {FOLDER / 'lora' / 'report.html'}")

@@ -1,6 +1,7 @@
 """Sampling and packing, against what the documents themselves say."""
 
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -62,6 +63,14 @@ def test_the_stream_shows_every_token_once_an_epoch(lengths, width, seed):
     ]
     assert sorted(flat[:total]) == order, "the first epoch"
     assert sorted(flat[total : 2 * total]) == order, "the second epoch, without a gap"
+
+
+def test_neighbouring_rows_of_one_document_are_shown_apart():
+    rows = StreamRows(np.array([4000, 4000]), 10, seed=0)
+    starts = [rows.row(index)[0] for index in range(800)]
+    neighbours = [b.document == a.document and b.start == a.stop for a, b in pairwise(starts)]
+    assert sum(neighbours) < 10
+    assert starts != [rows.row(index)[0] for index in range(800, 1600)], "another order each epoch"
 
 
 def test_an_epoch_that_ends_inside_a_step_is_followed_by_the_next_one():

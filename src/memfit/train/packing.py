@@ -71,12 +71,12 @@ class Worst(NamedTuple):
     documents: tuple[tuple[int, ...], ...] | None  # lengths in each row; None = one a row
 
 
-def seeded_order(count: int, seed: int, epoch: int) -> Array:
+def seeded_order(count: int, seed: int, epoch: int, *purpose: int) -> Array:
     """A permutation of range(count); a pure function of its arguments.
 
     Sorts raw Philox words: numpy guarantees those streams, not `Generator.permutation`'s.
     """
-    words = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(count)
+    words = np.random.Philox(np.random.SeedSequence([seed, epoch, *purpose])).random_raw(count)
     return np.argsort(words, kind="stable")
 
 
@@ -100,7 +100,11 @@ class Rows(ABC):
 
 
 class StreamRows(Rows):
-    """Documents one after the other, cut every `width` tokens; epochs follow without a gap."""
+    """Documents one after the other, cut every `width` tokens; epochs follow without a gap.
+
+    The rows that lie whole inside an epoch are shown in an order of their own: neighbours are of
+    one long document, and a batch of neighbours would teach one document at a time.
+    """
 
     packed = True
 
@@ -110,6 +114,7 @@ class StreamRows(Rows):
         self._seed = seed
         self._total = int(self._lengths.sum())
         self._epoch = lru_cache(maxsize=2)(self._order)
+        self._shuffle = lru_cache(maxsize=2)(self._row_order)
 
     @property
     def per_epoch(self) -> float:
@@ -121,8 +126,31 @@ class StreamRows(Rows):
         order = seeded_order(len(self._lengths), self._seed, epoch)
         return order, np.concatenate([[0], np.cumsum(self._lengths[order])])
 
+    def _row_order(self, epoch: int) -> Array:
+        """Which row of the stream stands where, of those that lie whole in the epoch."""
+        first, stop = self._whole(epoch)
+        return first + seeded_order(stop - first, self._seed, epoch, 1)
+
+    def _whole(self, epoch: int) -> tuple[int, int]:
+        """The first row that begins in the epoch, and the first later one that ends after it."""
+        begin, end = epoch * self._total, (epoch + 1) * self._total
+        first = -(-begin // self._width)
+        return first, max(first, end // self._width)
+
+    def _places(self, first: int, count: int) -> Array:
+        """The rows of the stream that are shown as rows `first` and on."""
+        places = np.arange(first, first + count)
+        last = (first + count - 1) * self._width // self._total
+        for epoch in range(first * self._width // self._total, last + 1):
+            low, stop = self._whole(epoch)
+            inside = slice(max(low - first, 0), max(stop - first, 0))
+            shown = places[inside]
+            places[inside] = self._shuffle(epoch)[shown - low] if len(shown) else shown
+        return places
+
     def row(self, index: int, *, once: bool = False) -> tuple[Piece, ...]:
-        """The pieces of tokens [index * width, (index + 1) * width) of the stream."""
+        """The pieces of one row of the stream's `width` tokens."""
+        index = index if once else int(self._places(index, 1)[0])
         position, end, pieces = index * self._width, (index + 1) * self._width, []
         end = min(end, self._total) if once else end
         while position < end:
@@ -136,6 +164,12 @@ class StreamRows(Rows):
         return tuple(pieces)
 
     def costs(self, first: int, count: int) -> Array:
+        """Of the rows as they are shown."""
+        places = self._places(first, count)
+        low = int(places.min())
+        return self._stream_costs(low, int(places.max()) + 1 - low)[places - low]
+
+    def _stream_costs(self, first: int, count: int) -> Array:
         """By epoch, for all rows at once: where documents begin, merged with where rows do."""
         width, total = self._width, self._total
         rows = np.zeros((count, 3), dtype="int64")
