@@ -25,11 +25,20 @@ LAYERS = [
     {"sizes", "catalog", "families", "optimizers", "adapters", "formats"},
     {"plan", "train"},
     {"certify"},
-    {"report", "report_page", "request_file", "doctor", "look_up", "run_folder", "api"},
+    {"report", "report_page", "request_file", "doctor", "look_up", "run_folder", "corpus", "api"},
     {"cli", "screens"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-HEAVY = {"torch", "transformers", "peft", "datasets", "tokenizers", "safetensors", "numpy"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "peft",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "pyarrow",
+}
 FILES = sorted(SOURCE.rglob("*.py"))
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import msgspec
 
 from memfit import __version__, catalog, families, look_up
+from memfit.corpus import append_row as append_row
 from memfit.errors import DoesNotFit, InvalidRequest, NotCertified
 from memfit.hardware import Device
 from memfit.nouns import from_data, read_json, write_atomically, write_json
@@ -361,7 +362,7 @@ def measure(recipe: Recipe, *, steps: int = 3) -> Run:
         evaluations=(),
         steps_done=steps,
         finished=True,
-        environment=versions(),
+        environment=found.environment,
     )
 
 

@@ -78,6 +78,12 @@ def _folder_of(target: str) -> Path:
 @click.argument("target", metavar="REQUEST.YAML|PLAN.JSON|MODEL")
 @request_options
 @click.option("--steps", type=click.IntRange(min=1), default=3, help="Timed steps.")
+@click.option(
+    "--append",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Add the run as one JSON line, as in measurements/.",
+)
 @output_options
 def measure_command(
     target: str,
@@ -85,12 +91,13 @@ def measure_command(
     memory: str | None,
     changes: Changes,
     steps: int,
+    append: Path | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
     """Run a few real steps on this machine, on random tokens and weights, and compare.
 
-    Needs no data. Nothing is kept.
+    Needs no data. Nothing is kept but the row that --append asks for.
     """
     from memfit import api
 
@@ -99,6 +106,8 @@ def measure_command(
     note(quiet)(f"measuring {steps} steps of recipe {plan.recipe_digest} on {plan.recipe.device}")
     run = api.measure(plan.recipe, steps=steps)
     report = api.join(plan, None, run)
+    if append is not None:
+        api.append_row(append, plan, run)
     if as_json:
         print_json(_with_figures(report))
     else:

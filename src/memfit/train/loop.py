@@ -9,7 +9,6 @@ folder/run.json      what was measured; written at the start, with each checkpoi
 from __future__ import annotations
 
 import math
-import platform
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 
-import memfit
 from memfit import catalog
 from memfit.errors import InvalidRequest, RunFailed
 from memfit.ledger import Phase
@@ -38,6 +36,7 @@ from memfit.train.export import FOLDER as MODEL
 from memfit.train.export import save_model
 from memfit.train.guard import Interrupts, explained_out_of_memory, locked
 from memfit.train.logs import Log, read_log
+from memfit.train.machine import describe_environment
 from memfit.train.measure import Meter, run_step, time_measurements, to_batch, torch_device
 from memfit.train.packing import Sampler
 from memfit.train.prepare import Data, build_samplers, read_data
@@ -352,7 +351,10 @@ def _record(session: _Session, done: int, *, finished: bool) -> Run:
         evaluations=tuple(evaluations),
         steps_done=done,
         finished=finished,
-        environment=_environment(session),
+        environment={
+            **describe_environment(session.meter.device),
+            "data": session.data.training.digest,
+        },
         warnings=tuple(session.warnings),
     )
     try:
@@ -367,22 +369,3 @@ def _record(session: _Session, done: int, *, finished: bool) -> Run:
 
 def _measured(value: float, unit: str, counter: str, n: int = 1) -> Measurement:
     return Measurement(value=value, unit=unit, counter=counter, n=n)
-
-
-def _environment(session: _Session) -> dict[str, str]:
-    import peft
-    import transformers
-
-    device = session.meter.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    return {
-        "data": session.data.training.digest,
-        "device": name,
-        "memfit": memfit.__version__,
-        "peft": peft.__version__,
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "threads": str(torch.get_num_threads()),
-        "torch": str(torch.__version__),
-        "transformers": transformers.__version__,
-    }

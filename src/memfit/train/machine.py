@@ -1,20 +1,39 @@
-"""How fast this machine's processor is, measured in about a second before a run is planned."""
+"""This machine: what it is, and how fast its processor is, measured in about a second."""
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable
 from statistics import median
 
 import msgspec
+import peft
 import torch
+import transformers
 
+import memfit
 from memfit.hardware import Device
 
 SIDE = 1024  # of the square products; larger ones change the rate by a few per cent
 COPY = 2**25  # elements copied to measure bandwidth: beyond any cache
 REPEATS = 5
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def describe_environment(device: torch.device) -> dict[str, str]:
+    """What a measured figure depends on besides its recipe."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {
+        "device": name,
+        "memfit": memfit.__version__,
+        "peft": peft.__version__,
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "threads": str(torch.get_num_threads()),
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+    }
 
 
 def measure_machine(device: Device) -> Device:

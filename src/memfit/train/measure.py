@@ -24,6 +24,7 @@ from memfit.recipe import Recipe
 from memfit.results import Measurement
 from memfit.train.build import Built, build_model, build_optimizer
 from memfit.train.live import LiveBytes
+from memfit.train.machine import describe_environment
 from memfit.train.packing import IGNORED, Micro
 from memfit.train.step import Batch, Enter, StepResult, nowhere, step
 from memfit.train.weights import fill_weights
@@ -238,6 +239,7 @@ class Measured(NamedTuple):
     measurements: dict[str, Measurement]
     phases: dict[str, int]
     ledger: Ledger
+    environment: dict[str, str]
 
 
 def measure(recipe: Recipe, device: Device, steps: int = 3) -> Measured:
@@ -262,7 +264,7 @@ def measure(recipe: Recipe, device: Device, steps: int = 3) -> Measured:
     tokens = sum(m.tokens for m in micros)
     found = meter.measurements() | time_measurements(seconds, [tokens] * steps)
     phases = {str(phase): meter.peaks[phase] for phase in Phase if phase in meter.peaks}
-    return Measured(found, phases, meter.ledger)
+    return Measured(found, phases, meter.ledger, describe_environment(where))
 
 
 def time_measurements(seconds: list[float], tokens: list[int]) -> dict[str, Measurement]:

@@ -167,7 +167,8 @@ class StreamRows(Rows):
         """Of the rows as they are shown."""
         places = self._places(first, count)
         low = int(places.min())
-        return self._stream_costs(low, int(places.max()) + 1 - low)[places - low]
+        shown: Array = self._stream_costs(low, int(places.max()) + 1 - low)[places - low]
+        return shown
 
     def _stream_costs(self, first: int, count: int) -> Array:
         """By epoch, for all rows at once: where documents begin, merged with where rows do."""
