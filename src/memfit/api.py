@@ -148,6 +148,8 @@ def prepare(
 
     Raises DoesNotFit unless overridden, NotCertified, InvalidRequest (another request's folder).
     """
+    from memfit.train.weights import check_weights
+
     check_folder(folder, [request, request := find_lengths(request)])
     if (kept := _kept(folder, request)) is not None:
         write_json(folder / "request.json", request)
@@ -158,6 +160,7 @@ def prepare(
         made = _plan_within(request, device, limit)
         if made.memory.verdict == "does_not_fit" and not override:
             raise DoesNotFit(search.lack(made), hint="raise the limit, or see `memfit plan --why`")
+        check_weights(made.recipe)  # before anything is written
         say(f"certifying recipe {made.recipe_digest}")
         proof = certify(made.recipe, usable=made.memory.usable, request=request)
         if proof.memory.verdict != "does_not_fit" or override:

@@ -60,7 +60,7 @@ def show_error(error: float | None) -> str:
         return "0"
     if error >= FAR:
         return f"{1 + error:.3g}x"
-    return f"{error:+.2%}" if abs(error) >= 1e-4 else f"{error:+.0e}"
+    return f"{error:+.2%}" if abs(error) >= 1e-4 else f"{100 * error:+.1g}%"
 
 
 def short_name(name: str) -> str:

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import msgspec
 import pytest
 
@@ -10,6 +12,7 @@ from memfit.plan.verdict import needs
 from memfit.request import Request
 from memfit.units import MIB
 
+RECIPES = Path(__file__).parent.parent.parent / "recipes"
 MODEL = {
     "model_type": "llama",
     "vocab_size": 2048,
@@ -155,3 +158,16 @@ def test_unknown_names_offer_the_nearest():
     assert "`h100-sxm`" in caught.value.hint
     with pytest.raises(UnknownName):
         api.plan(ask(optimizer={"name": "adamv"}))
+
+
+def test_four_limits_give_the_demos_model_four_recipes():
+    digests = set()
+    for limit in ("0.25 GiB", "0.5 GiB", "1 GiB", "2 GiB"):
+        changes = {
+            "limits.memory": limit, "task.global_batch": 64, "task.data": "", "task.evaluation": ""
+        }  # fmt: skip
+        plan = api.plan(api.read(RECIPES / "demo-llama_full_cpu.yaml", changes=changes))
+        assert plan.memory.verdict == "fits"
+        assert plan.memory.usable / 2 < plan.memory.peak_allocated <= plan.memory.usable
+        digests.add(plan.recipe_digest)
+    assert len(digests) == 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from memfit.adapters import find_adapter
 from memfit.adapters._apply import replace_parameters
 from memfit.errors import InvalidRequest
+from memfit.families import read_model
 from memfit.recipe import Recipe
 from memfit.train.hugging_face import bare_model, base_model
 
@@ -43,6 +44,22 @@ def fill_weights(model: nn.Module, recipe: Recipe) -> None:
         adapter.reset(model)
 
 
+def check_weights(recipe: Recipe) -> None:
+    """Raise InvalidRequest for what `fill_weights` would, from the files' headers alone."""
+    if recipe.weights != "pretrained":
+        return
+    source, rows = recipe.model.source, read_model(recipe.model).weights
+    files, prefix = _tensor_files(source), rows[0].name.partition(".")[0]
+    wanted: dict[Path, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
+    for row in rows:
+        stored = _stored_name(row.name, prefix, files, source)
+        wanted[files[stored]].append((stored, row.shape))
+    for file, tensors in wanted.items():
+        with _open(file) as opened:
+            for stored, shape in tensors:
+                _check_shape(opened, stored, file, shape)
+
+
 def _fill_random(recipe: Recipe, base: dict[str, nn.Parameter]) -> None:
     """Hugging Face's initialisation looks at names, which an adapter changes: so a bare twin that
     shares the parameters is initialised."""
@@ -56,12 +73,7 @@ def _fill_pretrained(source: str, base: dict[str, nn.Parameter], prefix: str) ->
     files = _tensor_files(source)
     wanted: dict[Path, list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, parameter in base.items():
-        stored = next((n for n in _names_on_disk(name, prefix) if n in files), None)
-        if stored is None:
-            raise InvalidRequest(
-                f"no tensor `{name}` in the weights of `{source}`",
-                hint="the weights and config.json belong to different models",
-            )
+        stored = _stored_name(name, prefix, files, source)
         wanted[files[stored]].append((stored, parameter))
     for file, tensors in wanted.items():
         with _open(file) as opened:
@@ -74,13 +86,28 @@ def _names_on_disk(name: str, prefix: str) -> tuple[str, ...]:
     return name, name.removeprefix(f"{prefix}."), OTHER_NAMES.get(name, name)
 
 
-def _copy(parameter: Tensor, opened: Any, name: str, file: Path) -> None:
-    shape = tuple(opened.get_slice(name).get_shape())
-    if shape != tuple(parameter.shape):
+def _stored_name(name: str, prefix: str, files: Mapping[str, Path], source: str) -> str:
+    """The one of a parameter's names on disk that the files hold."""
+    stored = next((n for n in _names_on_disk(name, prefix) if n in files), None)
+    if stored is None:
         raise InvalidRequest(
-            f"`{name}` in `{file}` has shape {shape}, the model needs {tuple(parameter.shape)}",
+            f"no tensor `{name}` in the weights of `{source}`",
             hint="the weights and config.json belong to different models",
         )
+    return stored
+
+
+def _check_shape(opened: Any, name: str, file: Path, want: tuple[int, ...]) -> None:
+    have = tuple(opened.get_slice(name).get_shape())
+    if have != want:
+        raise InvalidRequest(
+            f"`{name}` in `{file}` has shape {have}, the model needs {want}",
+            hint="the weights and config.json belong to different models",
+        )
+
+
+def _copy(parameter: Tensor, opened: Any, name: str, file: Path) -> None:
+    _check_shape(opened, name, file, tuple(parameter.shape))
     parameter.copy_(opened.get_tensor(name))
 
 

@@ -1,0 +1,93 @@
+"""What a run's start refuses, it refuses before a byte is written."""
+
+import json
+import re
+
+import pytest
+
+from memfit import api
+from memfit.errors import DoesNotFit, InvalidRequest
+from memfit.nouns import from_data
+from memfit.request import Request
+from memfit.train.build import Built, build_model, build_optimizer, fill_weights
+from memfit.train.export import save_model
+from memfit.train.tokenizer import train_tokenizer
+
+TEXT = "a few words of text that a tokenizer can learn from\n" * 40
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """A model as memfit itself writes it, with its tokenizer."""
+    folder = tmp_path_factory.mktemp("models")
+    config = {
+        "model_type": "llama", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 64, "tie_word_embeddings": True,
+    }  # fmt: skip
+    request = from_data({"model": config, "hardware": {"device": "cpu"}}, Request, where="the test")
+    recipe = api.plan(request).recipe
+    model = build_model(recipe, "cpu")
+    fill_weights(model, recipe)
+    tokenizer = train_tokenizer([TEXT], 300, folder / "tokenizer")
+    built = Built(recipe, model, build_optimizer(recipe, model))
+    return save_model(folder, built, tokenizer)
+
+
+def start(folder, model, **limits):
+    data = folder / "data.txt"
+    data.write_text(TEXT)
+    request = from_data(
+        {
+            "model": str(model), "weights": "pretrained", "precision": "fp32", "limits": limits,
+            "hardware": {"device": "cpu"},
+            "task": {"data": str(data), "sequence_length": 32, "global_batch": 2, "steps": 2},
+        },
+        Request,
+        where="the test",
+    )  # fmt: skip
+    api.prepare(request, folder / "run")
+
+
+def damaged(source, target, change):
+    target.mkdir()
+    for file in source.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    change(target)
+    return target
+
+
+def shorten(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def widen(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 65}))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda folder: (folder / "model.safetensors").unlink(), "no weights in"),
+        (shorten, "cannot read the weights in"),
+        (widen, "the model needs (65, 32)"),
+    ],
+)
+def test_broken_weights_are_refused_and_nothing_is_left_behind(
+    tmp_path, monkeypatch, model_folder, change, said
+):
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
+    broken = damaged(model_folder, tmp_path / "broken", change)
+    with pytest.raises(InvalidRequest, match=re.escape(said)) as caught:
+        start(tmp_path, broken)
+    assert caught.value.hint
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_limit_that_nothing_meets_leaves_nothing_behind(tmp_path, monkeypatch, model_folder):
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(DoesNotFit, match=r"needs .* but `cpu-x86` may use"):
+        start(tmp_path, model_folder, memory="1 KiB")
+    assert not (tmp_path / "run").exists()
