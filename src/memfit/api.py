@@ -9,7 +9,6 @@ Torch is imported only by the verbs that need it, when they are called.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -19,7 +18,7 @@ from memfit import __version__, catalog, families, look_up
 from memfit.corpus import append_row as append_row
 from memfit.errors import DoesNotFit, InvalidRequest, NotCertified
 from memfit.hardware import Device
-from memfit.nouns import from_data, read_json, write_atomically, write_json
+from memfit.nouns import Noun, from_data, read_json, write_atomically, write_json
 from memfit.plan import problem as problems
 from memfit.plan import search
 from memfit.plan.verdict import needs
@@ -131,8 +130,7 @@ def certify(
     return certification.certify(recipe, device, usable, batches)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
+class Prepared(Noun, frozen=True, kw_only=True):
     """What a run needs before its first step; each part is also a file of the run folder."""
 
     request: Request

@@ -7,9 +7,10 @@ that looks superfluous keeps a tensor alive as long as the real one is alive.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import wraps
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+
+import msgspec
 
 from memfit import sizes
 from memfit.model import Architecture
@@ -21,8 +22,7 @@ Rotation = tuple[Tensor, Tensor]  # cosines, sines
 Documents = tuple[tuple[int, ...], ...]  # for each row, the lengths of its documents
 
 
-@dataclass(frozen=True, slots=True)
-class Forward:
+class Forward(msgspec.Struct, frozen=True):
     """What every part of a forward needs to know."""
 
     architecture: Architecture

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
+
+import msgspec
 
 from memfit import sizes
 from memfit.families import Family, find_family
@@ -71,8 +72,7 @@ class Setting(Noun, frozen=True, kw_only=True):
     accumulates: bool  # whether there is a later micro-batch
 
 
-@dataclass(slots=True)
-class Segment:
+class Segment(msgspec.Struct):
     """A stretch of the step: what it adds in the end, and its highest point."""
 
     name: str
@@ -82,13 +82,12 @@ class Segment:
     flop: int  # of matrix products and attention
 
 
-@dataclass(slots=True)
-class Passes:
+class Passes(msgspec.Struct):
     """The segments of one micro-batch."""
 
-    forward: list[Segment] = field(default_factory=list)
-    loss: list[Segment] = field(default_factory=list)
-    backward: list[Segment] = field(default_factory=list)
+    forward: list[Segment] = []
+    loss: list[Segment] = []
+    backward: list[Segment] = []
 
     def flop(self, counts: list[int]) -> int:
         """FLOP of the deep model's micro-batch, recomputation included."""

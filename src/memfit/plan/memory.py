@@ -8,7 +8,8 @@ always there. A phase's peak is a maximum over instants, never a sum of maxima.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from memfit.hardware import Device
 from memfit.ledger import Entry, Kind, Ledger, Phase
@@ -38,17 +39,16 @@ from memfit.sizes.meter import block_size
 from memfit.sizes.workspace import cublas_workspace, foreach_norm
 
 
-@dataclass(slots=True)
-class Level:
+class Level(msgspec.Struct):
     """What is alive now, and at the highest point of each phase so far.
 
     Which instant is the highest is decided by the tensors, as in the certificate's ledger: by how
     much their blocks are larger is an estimate that must not choose between equal instants.
     """
 
-    live: Parts = field(default_factory=dict)
+    live: Parts = {}
     total: int = 0
-    peaks: dict[Phase, tuple[int, Parts]] = field(default_factory=dict)
+    peaks: dict[Phase, tuple[int, Parts]] = {}
 
     def add(self, parts: Parts, times: int = 1) -> None:
         """Change what is alive."""
@@ -84,10 +84,7 @@ def predict_memory(model: Model, recipe: Recipe, device: Device) -> Ledger:
     caching allocator's blocks, with what its kernels are known to allocate inside.
     Raises InvalidRequest when the optimizer has no such implementation.
     """
-    setting, counts = describe(model, recipe, device)
-    first, later = simulate(setting)
-    step = _Step(model, recipe, device, counts, first, later)
-    peaks = step.run()
+    peaks = _peaks(model, recipe, device)
     return Ledger(
         entries=tuple(
             Entry(
@@ -96,10 +93,22 @@ def predict_memory(model: Model, recipe: Recipe, device: Device) -> Ledger:
             )
             for phase in Phase
             if phase in peaks
-            for (kind, owner), nbytes in sorted(peaks[phase][1].items())
+            for (kind, owner), nbytes in sorted(peaks[phase].items())
             if nbytes
         )
     )  # fmt: skip
+
+
+def predict_peak(model: Model, recipe: Recipe, device: Device) -> int:
+    """The ledger's peak alone, in bytes: what a search asks of most of its candidates."""
+    return max(sum(parts.values()) for parts in _peaks(model, recipe, device).values())
+
+
+def _peaks(model: Model, recipe: Recipe, device: Device) -> dict[Phase, Parts]:
+    setting, counts = describe(model, recipe, device)
+    first, later = simulate(setting)
+    peaks = _Step(model, recipe, device, counts, first, later).run()
+    return {phase: parts for phase, (_, parts) in peaks.items()}
 
 
 def predict_flop(model: Model, recipe: Recipe, device: Device) -> int:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +78,9 @@ def find_device(name: str) -> Device:
 
 def _this_gpu() -> str | None:
     """What the driver calls this machine's first GPU; None without one. Never imports torch."""
+    import shutil  # two of the slower imports, and most plans name their device
+    import subprocess
+
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
@@ -115,6 +115,8 @@ def _config(config: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _read_folder(folder: Path) -> ModelReference:
+    import json  # accepts the NaN and Infinity that some published files hold
+
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -140,6 +142,8 @@ def _published(reference: ModelReference) -> ModelReference:
 
 def _read_hub(name: str) -> ModelReference:
     """config.json of a hub id, from the local cache or the hub."""
+    import json
+
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:

@@ -19,7 +19,7 @@ from memfit.errors import InvalidRequest
 from memfit.ledger import Ledger
 from memfit.model import Model
 from memfit.plan.estimate import Estimate, applies
-from memfit.plan.memory import predict_memory
+from memfit.plan.memory import predict_memory, predict_peak
 from memfit.plan.problem import CHUNKS, Problem, divisors, first_recipe
 from memfit.plan.time import (
     Totals,
@@ -83,20 +83,24 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether the verdict is `fits` (with an unknown limit everything does)."""
-        return self.memory.verdict in ("fits", "unproven")
+        """Whether the prediction fits (with an unknown limit everything does)."""
+        usable = self.problem.usable
+        return usable is None or held(self.peak, self.problem.device) <= usable
+
+    @cached_property
+    def peak(self) -> int:
+        """The predicted peak, without its reasons."""
+        return predict_peak(self.model, self.recipe, self.problem.device)
 
     @property
     def exact(self) -> bool:
         """Whether `about` is the prediction itself."""
-        return self.estimate is None or "ledger" in self.__dict__
+        return self.estimate is None or "peak" in self.__dict__
 
     @property
     def about(self) -> int:
         """The peak: the prediction where it was made, else the estimate, within a few per cent."""
-        if self.estimate is None or "ledger" in self.__dict__:
-            return self.ledger.peak
-        return self._estimated
+        return self.peak if self.exact else self._estimated
 
     @cached_property
     def _estimated(self) -> int:
