@@ -124,3 +124,10 @@ def test_a_device_without_a_row_of_overheads_has_no_total() -> None:
     row = find_overhead(H100)
     assert 0 < row.low < row.typical < row.high
     assert row.source
+
+
+def test_a_missing_library_is_named_before_anything_runs(monkeypatch):
+    monkeypatch.setattr("memfit.certify.NEEDED", ("torch", "a_library_that_nobody_has"))
+    with pytest.raises(NotCertified, match="`a_library_that_nobody_has` is not installed") as said:
+        certify(make_recipe(), CPU, None)
+    assert "memfit[train]" in said.value.hint

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import Error, InvalidRequest, NotCertified
@@ -22,6 +23,7 @@ from memfit.results import Certificate
 if TYPE_CHECKING:
     from memfit.certify.recorder import Trace
 
+NEEDED = ("torch", "transformers", "peft")
 LAST_LINES = 15  # of a crashed child's output, shown to the user
 
 
@@ -54,6 +56,7 @@ def certify(
     batches: the micro-batches of the worst step; None takes the worst that the recipe allows.
     Raises NotCertified (the step cannot be traced here), InvalidRequest (it can run nowhere).
     """
+    _check_libraries()
     order = Order(
         recipe=recipe, device=device, usable=usable, batches=tuple(batches) if batches else None
     )
@@ -74,6 +77,16 @@ def certify(
         kind = NotCertified if answer["exit_code"] == NotCertified.exit_code else InvalidRequest
         raise kind(answer["error"], hint=answer["hint"])
     return from_data(answer, Certificate, where="the certifying process's answer")
+
+
+def _check_libraries() -> None:
+    """Raise NotCertified when what the step runs on is not installed; nothing is imported."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise NotCertified(
+            f"certifying runs the trainer's own step, and `{missing[0]}` is not installed",
+            hint="pip install 'memfit[train]'",
+        )
 
 
 def _read_answer(child: subprocess.CompletedProcess[str]) -> dict[str, Any]:
