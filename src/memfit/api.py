@@ -93,11 +93,6 @@ def find_machine(request: Request) -> Device:
     return measure_machine(device) if device.is_cpu else device
 
 
-def usable_of(plan: Plan) -> int | None:
-    """Bytes that the plan was held against."""
-    return plan.memory.usable
-
-
 def find_lengths(request: Request) -> Request:
     """The request with its epochs counted in steps, which needs its data tokenised (once)."""
     from memfit.train import prepare as preparing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from memfit.families import Family, families
+from memfit.families import families
 from memfit.families._config import (
     activation,
     flag,
@@ -14,14 +14,13 @@ from memfit.families._config import (
     size,
     whole_head_rotates,
 )
-from memfit.families._weights import gated_config, gated_weights, rotary_buffers
-from memfit.families.forward import Embedded, Forward, Weights, gated_block, rms_norm, rotary_embed
-from memfit.model import Architecture, TensorSpec, Weight
-from memfit.sizes import Tensor
+from memfit.families._gated import GatedFamily
+from memfit.families._weights import gated_config
+from memfit.model import Architecture
 
 
 @final
-class Llama(Family):
+class Llama(GatedFamily):
     """RMSNorm, rotary positions, grouped attention, gated feed-forward."""
 
     name = "llama"
@@ -57,28 +56,6 @@ class Llama(Family):
         """See `Family.config`."""
         biases = {"attention_bias": a.attention_bias, "mlp_bias": a.mlp_bias}
         return gated_config(a) | biases
-
-    def weights(self, a: Architecture) -> tuple[Weight, ...]:
-        """See `Family.weights`."""
-        return gated_weights(a)
-
-    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
-        """See `Family.buffers`."""
-        return rotary_buffers(a)
-
-    def embed(self, forward: Forward, weights: Weights) -> Embedded:
-        """See `Family.embed`."""
-        return rotary_embed(forward, weights["embed_tokens.weight"])
-
-    def block(
-        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
-    ) -> Tensor:
-        """See `Family.block`."""
-        return gated_block(forward, weights, x, (given[0], given[1]))
-
-    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `Family.finish`."""
-        return rms_norm(forward, weights["norm.weight"], x)
 
 
 families.register("llama")(Llama())

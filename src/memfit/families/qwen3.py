@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from memfit.families import Family, families
+from memfit.families import families
 from memfit.families._config import (
     activation,
     flag,
@@ -15,14 +15,13 @@ from memfit.families._config import (
     window_config,
     windows,
 )
-from memfit.families._weights import gated_config, gated_weights, rotary_buffers
-from memfit.families.forward import Embedded, Forward, Weights, gated_block, rms_norm, rotary_embed
-from memfit.model import Architecture, TensorSpec, Weight
-from memfit.sizes import Tensor
+from memfit.families._gated import GatedFamily
+from memfit.families._weights import gated_config
+from memfit.model import Architecture
 
 
 @final
-class Qwen3(Family):
+class Qwen3(GatedFamily):
     """Llama's block with an RMSNorm over each head of query and key."""
 
     name = "qwen3"
@@ -59,28 +58,6 @@ class Qwen3(Family):
     def config(self, a: Architecture) -> dict[str, Any]:
         """See `Family.config`."""
         return gated_config(a) | window_config(a) | {"attention_bias": a.attention_bias}
-
-    def weights(self, a: Architecture) -> tuple[Weight, ...]:
-        """See `Family.weights`."""
-        return gated_weights(a)
-
-    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
-        """See `Family.buffers`."""
-        return rotary_buffers(a)
-
-    def embed(self, forward: Forward, weights: Weights) -> Embedded:
-        """See `Family.embed`."""
-        return rotary_embed(forward, weights["embed_tokens.weight"])
-
-    def block(
-        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
-    ) -> Tensor:
-        """See `Family.block`."""
-        return gated_block(forward, weights, x, (given[0], given[1]))
-
-    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `Family.finish`."""
-        return rms_norm(forward, weights["norm.weight"], x)
 
 
 families.register("qwen3")(Qwen3())

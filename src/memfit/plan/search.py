@@ -353,11 +353,9 @@ def _levers(chosen: Candidate) -> tuple[Considered, ...]:
         if recipe.loss == "chunked"
         else {"loss": "chunked", "loss_chunk": 1024}
     )
-    changes += [
-        {"optimizer": msgspec.structs.replace(recipe.optimizer, implementation=i)}
-        for i in ("foreach",)
-        if i != recipe.optimizer.implementation
-    ]
+    if recipe.optimizer.implementation != "foreach":
+        foreach = msgspec.structs.replace(recipe.optimizer, implementation="foreach")
+        changes.append({"optimizer": foreach})
     rows = [(chosen.but(**change), change) for change in changes]
     rows += [
         (c, {"method": c.recipe.method, "precision": c.recipe.precision}) for c in _others(chosen)
