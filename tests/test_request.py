@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 
 from memfit.errors import InvalidRequest
@@ -106,3 +109,24 @@ def test_the_digest_follows_every_field_of_the_recipe(tiny_recipe):
     assert from_data(changed, Recipe, where="here").digest != tiny_recipe.digest
     data["optimizer"]["learning_rate"] *= 2
     assert from_data(data, Recipe, where="here").digest != tiny_recipe.digest
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from memfit.nouns import write_atomically
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+try:
+    write_atomically(Path(sys.argv[1]), b"x" * 10_000)
+except OSError:
+    sys.exit(7)
+"""
+
+
+def test_a_disk_that_fills_up_while_writing_leaves_the_old_file_whole(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text("old")
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(path)], check=False)
+    assert done.returncode == 7
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
