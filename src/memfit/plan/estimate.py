@@ -95,10 +95,17 @@ class Estimate:
         self.model, self.recipe, self.device = model, recipe, device
         self.layers = model.architecture.layers
         self._lines = lines or Lines(model, recipe, device)
+        self._correction = 0
+
+    def anchor(self, predicted: int, micro: int, blocks: int, chunk: int) -> None:
+        """Shift the estimate to a predicted peak, so that differences from it carry no offset."""
+        self._correction += predicted - self.peak(micro, blocks, chunk)
 
     def with_optimizer(self, recipe: Recipe) -> Estimate:
         """For a recipe that differs in its optimizer alone, which no segment depends on."""
-        return Estimate(self.model, recipe, self.device, self._lines)
+        other = Estimate(self.model, recipe, self.device, self._lines)
+        other._correction = self._correction
+        return other
 
     def _held(self, nbytes: int) -> int:
         return nbytes if self.device.is_cpu else block_size(nbytes)
@@ -148,7 +155,7 @@ class Estimate:
                     step, up = net + net_row * micro, rise + rise_row * micro
                     highest = max(highest, level + up, level + step * (times - 1) + up)
                     level += step * times
-        return round(max(highest, level + self._step_temporaries))
+        return round(max(highest, level + self._step_temporaries)) + self._correction
 
     def _times(self, name: str, blocks: int) -> int:
         """How often a simulated block stands in the model when that many are recomputed."""

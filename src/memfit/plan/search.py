@@ -226,6 +226,9 @@ def _fastest_that_fits(start: Candidate, tried: list[Candidate]) -> Candidate | 
             best = found
     if best is not None:
         best.estimate = start.estimate  # its levers need no more than that
+        if best.estimate is not None:
+            r = best.recipe
+            best.estimate.anchor(best.peak, r.micro_batch, r.recompute_blocks, r.loss_chunk)
     tried += [c for c in ranked if best is None or not _same_pair(c, best)]
     return best
 

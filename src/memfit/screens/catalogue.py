@@ -109,10 +109,16 @@ def _text(field: str, value: object) -> str:
         return units.show_bandwidth(value)
     if field == "flops" and isinstance(value, dict):
         return ", ".join(f"{k} {units.show_flops(v)}" for k, v in value.items())
-    if field == "prices" and isinstance(value, list):
+    if field == "link" and isinstance(value, dict):
+        speed = value["unidirectional"]
+        said = "speed unknown" if speed is None else f"{units.show_bandwidth(speed)} one way"
+        return f"{value['name']}, {said}"
+    if field == "watts" and isinstance(value, float | int):
+        return f"{value:g} W"
+    if field == "prices" and isinstance(value, list | tuple) and value:
         return "; ".join(f"{p['usd_per_hour']} USD/h {p['kind']} ({p['source']})" for p in value)
     if isinstance(value, dict):
         return ", ".join(f"{k} {v}" for k, v in value.items())
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return "; ".join(map(str, value))
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
