@@ -147,18 +147,19 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
 
 
 def test_control_c_outside_training_leaves_with_130(tmp_path):
-    code = (
-        "import sys, time; from memfit.cli import app;"
+    code = (  # a shell's background job starts with SIGINT ignored, and its children inherit that
+        "import signal, sys, time; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "from memfit.cli import app;"
         "sys.exit(app.run(lambda: (print('up', flush=True), time.sleep(60))))"
     )
-    started = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-    )  # fmt: skip
-    assert started.stdout.readline() == "up\n"
-    started.send_signal(signal.SIGINT)
-    _, err = started.communicate(timeout=30)
-    assert (started.returncode, err) == (130, "error: interrupted\n")
+    ) as started:  # fmt: skip
+        assert started.stdout.readline() == "up\n"
+        started.send_signal(signal.SIGINT)
+        _, err = started.communicate(timeout=30)
+        assert (started.returncode, err) == (130, "error: interrupted\n")
 
 
 # errors, whole
