@@ -53,8 +53,21 @@ class Optimizer(Noun, frozen=True, kw_only=True):
     clip_norm: float  # 0 = no clipping
 
 
+class Parallel(Noun, frozen=True, kw_only=True):
+    """How many devices hold the model, along which axes of the mesh; 1 everywhere is one device."""
+
+    dp_replicate: int = 1  # copies of the (sharded) model
+    dp_shard: int = 1  # FSDP2: ranks among which weights, gradients and states are cut
+    reshard_after_forward: bool = True  # ZeRO-3 when true
+
+    @property
+    def world(self) -> int:
+        """Ranks in all."""
+        return self.dp_replicate * self.dp_shard
+
+
 class Recipe(Noun, frozen=True, kw_only=True):
-    """Everything that determines a step on one device: no `None`, no `auto`."""
+    """Everything that determines a step of one rank: no `None`, no `auto`."""
 
     schema: int = 1
     framework: Literal["memfit"] = "memfit"
@@ -78,6 +91,8 @@ class Recipe(Noun, frozen=True, kw_only=True):
     steps: int
     device: str  # a catalogue id
     seed: int
+    parallel: Parallel = Parallel()
+    allocator: str = ""  # in the syntax of PYTORCH_ALLOC_CONF; "" is the native allocator's defaults
 
     @property
     def digest(self) -> str:

@@ -71,6 +71,19 @@ class RecomputeBlocks(Noun, frozen=True, kw_only=True):
     blocks: NotNegative
 
 
+class ParallelRequest(Noun, frozen=True, kw_only=True):
+    """Axes of the device mesh; what is not named is 1."""
+
+    dp_replicate: Positive = 1
+    dp_shard: Positive = 1
+    reshard_after_forward: bool = True
+
+    @property
+    def world(self) -> int:
+        """Ranks in all."""
+        return self.dp_replicate * self.dp_shard
+
+
 class Hardware(Noun, frozen=True, kw_only=True):
     """On what to train; `auto` is this machine."""
 
@@ -123,6 +136,8 @@ class Request(Noun, frozen=True, kw_only=True):
     compile: Literal["auto", "none"] = "auto"
     offload: Literal["none"] = "none"
     framework: Literal["memfit"] = "memfit"
+    parallel: Literal["auto"] | ParallelRequest = "auto"
+    allocator: str = ""  # as in PYTORCH_ALLOC_CONF, such as "expandable_segments:True"
     hardware: Hardware = Hardware()
     limits: Limits = Limits()
     tokenizer: str = ""  # a folder or hub id; "" uses the model's own

@@ -51,6 +51,11 @@ def read_problem(
             f"`hardware.count` x `hardware.nodes` is {count}: memfit plans for one device today",
             hint="set `count: 1` and `nodes: 1`",
         )
+    if request.parallel != "auto" and (ranks := request.parallel.world) > 1:
+        raise InvalidRequest(
+            f"`parallel` names {ranks} ranks: memfit plans for one device today",
+            hint="leave `parallel` out",
+        )
     usable, because = _usable(request, device)
     problem = Problem(
         request=request,
@@ -287,6 +292,7 @@ def first_recipe(problem: Problem, *, method: Method, precision: Precision) -> R
         steps=find_steps(request, length=length),
         device=problem.device.id,
         seed=request.seed,
+        allocator=request.allocator,
     )
 
 
