@@ -92,7 +92,7 @@ class Recipe(Noun, frozen=True, kw_only=True):
     device: str  # a catalogue id
     seed: int
     parallel: Parallel = Parallel()
-    allocator: str = ""  # in the syntax of PYTORCH_ALLOC_CONF; "" is the native allocator's defaults
+    allocator: str = ""  # in the syntax of PYTORCH_ALLOC_CONF; "" takes torch's defaults
 
     @property
     def digest(self) -> str:
