@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Any, Literal
+
+import msgspec
 
 from memfit.ledger import Entry, Ledger
 from memfit.nouns import Noun
@@ -81,12 +85,44 @@ class Plan(Noun, frozen=True, kw_only=True):
 
 
 class Tensor(Noun, frozen=True, kw_only=True):
-    """One tensor alive at the certified peak."""
+    """One tensor alive at a peak, or `count` of them that differ in their block alone."""
 
-    nbytes: int
+    nbytes: int  # of one
+    count: int = 1
     kind: str
-    module: str
+    module: str  # path of the module (or parameter); `*` for the blocks' indices of several
     op: str
+    shape: tuple[int, ...] = ()  # of the first tensor on the storage; () inside a kernel
+    dtype: str = ""
+    source: str = ""  # file:line outside torch that asked for it; of a backward, its forward's
+
+    @property
+    def total(self) -> int:
+        """Bytes of all of them."""
+        return self.nbytes * self.count
+
+
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def without_index(module: str) -> str:
+    """The path with its blocks' indices as `*`, so that blocks alike have one name."""
+    return _INDEX.sub("*", module)
+
+
+def group_tensors(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Tensors that differ in their block alone as one row, the most bytes first."""
+    groups: dict[Tensor, list[Tensor]] = {}
+    for tensor in tensors:
+        alike = msgspec.structs.replace(tensor, module=without_index(tensor.module), count=1)
+        groups.setdefault(alike, []).append(tensor)
+    rows = []
+    for alike, group in groups.items():
+        paths = {tensor.module for tensor in group}
+        module = paths.pop() if len(paths) == 1 else alike.module
+        count = sum(tensor.count for tensor in group)
+        rows.append(msgspec.structs.replace(alike, module=module, count=count))
+    return tuple(sorted(rows, key=lambda row: -row.total))
 
 
 class Certificate(Noun, frozen=True, kw_only=True):
@@ -99,7 +135,7 @@ class Certificate(Noun, frozen=True, kw_only=True):
     memory: Memory
     phases: dict[str, int]  # peak_allocated of each phase
     ledger: Ledger
-    at_peak: tuple[Tensor, ...]  # the largest tensors alive at the peak
+    at_peak: tuple[Tensor, ...]  # all tensors alive at the peak, those alike in one row
     bounds: tuple[str, ...]  # what was assumed about data
     seconds: float  # taken to certify
     versions: dict[str, str]

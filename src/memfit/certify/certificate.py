@@ -72,7 +72,7 @@ def make_certificate(
         memory=memory,
         phases={str(phase): n for phase, n in phases.items()},
         ledger=trace.ledger,
-        at_peak=trace.at_peak,
+        at_peak=trace.alive(Phase(memory.peak_phase)),
         bounds=bounds,
         seconds=round(time.perf_counter() - started, 3),
         versions=_versions(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +19,11 @@ from memfit.errors import Error, NotCertified
 from memfit.hardware import Device
 from memfit.ledger import Kind, Ledger, Phase
 from memfit.recipe import Recipe
-from memfit.results import Tensor
+from memfit.results import Tensor, group_tensors
 from memfit.train.build import Built, build_model, build_optimizer
 from memfit.train.live import LiveBytes
 from memfit.train.step import Batch, evaluate, step
 
-LARGEST = 50  # tensors listed of those alive at the peak
 TRACED_MICRO_BATCHES = 2  # from the second on, all are alike: gradients exist and are added to
 
 
@@ -34,16 +33,22 @@ class Trace:
 
     phases: Mapping[Phase, int]  # peak of each
     ledger: Ledger  # what is alive at each of these peaks
-    at_peak: tuple[Tensor, ...]  # the largest tensors at the largest peak
     tape: tuple[Event, ...]
     marks: tuple[int, ...]  # where in the tape each stretch after the first begins
     stretches: tuple[Phase, ...]  # the phase of each stretch: len(marks) + 1
     bounds: tuple[str, ...]  # what was assumed
+    tensor: Callable[[int], Tensor]  # what a number on the tape is
+    alive: Callable[[Phase], tuple[Tensor, ...]]  # at a phase's peak, those alike in one row
 
     @property
     def peak(self) -> int:
         """Bytes at the largest instant."""
         return max(self.phases.values())
+
+    @property
+    def at_peak(self) -> tuple[Tensor, ...]:
+        """All tensors alive at the largest peak."""
+        return self.alive(self.ledger.peak_phase)
 
 
 def worst_shapes(recipe: Recipe) -> tuple[BatchShape, ...]:
@@ -171,11 +176,12 @@ class Recorder(LiveBytes):  # type: ignore[no-untyped-call]
         return Trace(
             phases=self.peaks,
             ledger=self.ledger(),
-            at_peak=self.at_peak()[:LARGEST],
             tape=tuple(tape),
             marks=tuple(marks),
             stretches=tuple(phase for phase, _ in self._starts),
             bounds=bounds,
+            tensor=lambda index: self.describe(self.blocks[index]),
+            alive=lambda phase: group_tensors(self.at_peak(phase)),
         )
 
     def _inside(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memfit.ledger import Entry, Kind, Ledger, Phase
 from memfit.results import Tensor as TensorRow
 from memfit.train.owners import OUTSIDE, Owners
+from memfit.train.source import find_source
 
 Workspace = Callable[[Any, Sequence[Any], Mapping[str, Any]], int]  # bytes inside one operator
 
@@ -32,13 +33,19 @@ _current_node: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_n
 class Block:
     """One storage from its allocation to its release."""
 
-    __slots__ = ("kind", "module", "nbytes", "op", "outlived", "released", "vocab")
+    __slots__ = (
+        "dtype", "kind", "module", "nbytes", "op", "outlived", "released", "shape", "source",
+        "vocab",
+    )  # fmt: skip
 
-    def __init__(self, nbytes: int, op: str, module: str, vocab: bool) -> None:
+    def __init__(self, nbytes: int, op: str, module: str, source: str, vocab: bool) -> None:
         self.nbytes = nbytes
         self.op = op
         self.module = module  # path of the module, or of the parameter; "" outside all of them
+        self.source = source  # the line that asked for it; of a backward, its forward's
         self.vocab = vocab  # whether the last dimension is the vocabulary
+        self.shape: Sequence[int] = ()  # of the first tensor on it; () inside a kernel
+        self.dtype: torch.dtype | None = None
         self.kind: Kind | None = None  # what it was registered as
         self.outlived = False  # whether it outlived the call of the module that made it
         self.released = False
@@ -70,7 +77,8 @@ class LiveBytes(TorchDispatchMode):
         self._vocab = -1
         self._frames: list[tuple[str, list[int]]] = []  # module calls in progress
         self._modules: dict[nn.Module, str] = {}
-        self._path_of_node: dict[int, str] = {}  # sequence number of autograd's node -> module
+        # sequence number of autograd's node -> module and line of its forward
+        self._place_of_node: dict[int, tuple[str, str]] = {}
         self._hooks: list[Any] = []
 
     # -- what exists and what it is ---------------------------------------------------------
@@ -131,11 +139,20 @@ class LiveBytes(TorchDispatchMode):
         if not self._peaks:
             return ()
         phase = phase or max(self.peaks, key=lambda p: self._peaks[p][0])
-        rows = [
-            TensorRow(nbytes=b.nbytes, kind=self.kind_of(b), module=b.module, op=b.op)
-            for b in self._alive_at(self._peaks[phase][1])
-        ]
+        rows = [self.describe(block) for block in self._alive_at(self._peaks[phase][1])]
         return tuple(sorted(rows, key=lambda row: -row.nbytes))
+
+    def describe(self, block: Block) -> TensorRow:
+        """The block as results show it."""
+        return TensorRow(
+            nbytes=block.nbytes,
+            kind=self.kind_of(block),
+            module=block.module,
+            op=block.op,
+            shape=tuple(block.shape),
+            dtype="" if block.dtype is None else str(block.dtype).removeprefix("torch."),
+            source=block.source,
+        )
 
     def tape(self) -> list[tuple[int, int, int]]:
         """(+1 allocated or -1 released, storage, bytes), in order; storages of 0 bytes left out."""
@@ -248,8 +265,10 @@ class LiveBytes(TorchDispatchMode):
             self._release(known[0])
             index = self._allocate(nbytes, op, old.kind, old.vocab)
         else:
-            vocab = bool(tensor.shape) and tensor.shape[-1] == self._vocab
-            index = self._allocate(nbytes, op, None, vocab)
+            shape = tensor.shape
+            index = self._allocate(nbytes, op, None, bool(shape) and shape[-1] == self._vocab)
+            block = self.blocks[index]
+            block.shape, block.dtype = shape, tensor.dtype
 
         def freed(_: object) -> None:
             entry = self._alive.get(key)
@@ -262,7 +281,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _allocate(self, nbytes: int, op: str, kind: Kind | None, vocab: bool) -> int:
         index = len(self.blocks)
-        block = Block(nbytes, op, self._module_now(), vocab)
+        block = Block(nbytes, op, *self._place_now(), vocab)
         block.kind = kind
         self.blocks.append(block)
         if self._frames:
@@ -317,20 +336,23 @@ class LiveBytes(TorchDispatchMode):
                 block = self.blocks[index]
                 block.outlived = not block.released
 
-    def _module_now(self) -> str:
-        """The module whose forward, recomputation or backward is running; "" when unknown."""
+    def _place_now(self) -> tuple[str, str]:
+        """The module whose forward, recomputation or backward is running, and the line; or ""."""
         if self._frames:
-            return self._frames[-1][0]
+            return self._frames[-1][0], find_source()
         node = _current_node() if _current_node else None
-        if node is not None:
-            return self._path_of_node.get(node._sequence_nr(), "")
-        return OUTSIDE.get(self._phase, "")
+        if node is not None:  # the stack ends at `loss.backward()`, which is every node's line
+            place = self._place_of_node.get(node._sequence_nr())
+            return ("", find_source()) if place is None else place
+        return OUTSIDE.get(self._phase, ""), find_source()
 
     def _remember_node(self) -> None:
         """Operators of the forward made autograd's latest node; its backward is this module's."""
         if _sequence_number is not None and torch.is_grad_enabled():
-            path = self._frames[-1][0] if self._frames else OUTSIDE[Phase.LOSS]
-            self._path_of_node.setdefault(_sequence_number() - 1, path)
+            number = _sequence_number() - 1
+            if number not in self._place_of_node:
+                path = self._frames[-1][0] if self._frames else OUTSIDE[Phase.LOSS]
+                self._place_of_node[number] = path, find_source()
 
 
 def _because(group: list[Block]) -> str:
