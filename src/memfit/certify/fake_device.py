@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memfit.certify.cuda_guard import cuda_hooks, install_guard
 from memfit.certify.cuda_kernels import cuda_kernels
+from memfit.certify.fast_fake import FastFakeMode
 from memfit.certify.self_check import check_imitation
 from memfit.errors import NotCertified
 from memfit.hardware import Device
@@ -57,7 +58,7 @@ def fake_device(device: Device) -> Iterator[FakeTensorMode]:
             stack.enter_context(_cuda_autocast())
             stack.enter_context(cuda_kernels(device))
         stack.enter_context(_backward_on_this_thread())
-        mode = stack.enter_context(FakeTensorMode())
+        mode = stack.enter_context(FastFakeMode())
         check_imitation(kind)
         yield mode
 

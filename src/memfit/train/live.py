@@ -61,6 +61,13 @@ class LiveBytes(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Compiled code is not watched, so no call need be guarded against compilation (torch's
+        guard costs more than the counting; the device of a fake tensor is asked for here too).
+        """
+        return False
+
     def __init__(self, device_type: str, *, workspace: Workspace | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0  # bytes alive now

@@ -1,0 +1,128 @@
+"""What FastFakeMode remembers is what torch's own FakeTensorMode would have answered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_steps import CPU, FAMILIES, H100, make_recipe
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from memfit.certify import fake_device, trace
+from memfit.certify.fast_fake import FastFakeMode, _Answer
+from memfit.errors import NotCertified
+from memfit.recipe import Freeze
+
+CPU_ = torch.device("cpu")
+BF16 = {"precision": "bf16", "base_format": "bf16"}
+MIXED = {"precision": "bf16-mixed"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "bf16": {**BF16, "accumulation": 2, "implementation": "foreach"},
+    "mixed-recompute-packed": {**MIXED, "recompute_blocks": 3, "packing": True},
+    "lora-mixed": {"method": "lora", **MIXED, "base_format": "bf16", "recompute_blocks": 1},
+    "freeze-chunked": {
+        "method": "freeze", "freeze": Freeze(last_blocks=1), **BF16,
+        "loss": "chunked", "loss_chunk": 20, "implementation": "loop",
+    },
+    "math": {**BF16, "attention": "math"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "variant"), list(zip(FAMILIES, (*VARIANTS, "bf16"), strict=True))
+)
+def test_a_trace_is_the_same_with_torchs_own_mode(monkeypatch, family: str, variant: str) -> None:
+    recipe = make_recipe(family, **VARIANTS[variant])
+    fast = trace(recipe, H100)
+    monkeypatch.setattr(fake_device, "FastFakeMode", FakeTensorMode)
+    assert trace(recipe, H100) == fast
+
+
+def test_also_on_a_cpu(monkeypatch) -> None:
+    recipe = make_recipe("gpt2", accumulation=2, recompute_blocks=1)
+    fast = trace(recipe, CPU)
+    monkeypatch.setattr(fake_device, "FastFakeMode", FakeTensorMode)
+    assert trace(recipe, CPU) == fast
+
+
+def test_a_wrong_answer_is_not_remembered(monkeypatch) -> None:
+    recipe = make_recipe()
+    right = trace(recipe, CPU)
+    give = _Answer.give
+
+    def wider(self: _Answer, mode: FakeTensorMode, tensors: list[FakeTensor]) -> Any:
+        out = give(self, mode, tensors)
+        if isinstance(out, FakeTensor) and out.dim() == 3 and out.dtype is torch.float32:
+            return FakeTensor(mode, torch.empty_like(out, dtype=torch.float64, device="meta"), CPU_)
+        return out
+
+    monkeypatch.setattr(_Answer, "give", wider)
+    assert trace(recipe, CPU) == right  # it is compared before it is remembered
+    monkeypatch.setattr("memfit.certify.fast_fake._alike", lambda a, b: True)
+    with pytest.raises(NotCertified, match="dtype"):
+        trace(recipe, CPU)
+
+
+def metadata(tensor: torch.Tensor) -> tuple:
+    return (
+        tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.storage_offset(),
+        tensor.untyped_storage().nbytes(), tensor.requires_grad, type(tensor),
+    )  # fmt: skip
+
+
+CALLS: dict[str, Any] = {
+    "int or float": lambda x: (x.to(torch.int64) + 1, x.to(torch.int64) + 1.0),
+    "views": lambda x: (x.t(), x[1:], x[2:, ::2], x.expand(2, 4, 6), x.view(6, 4), x.detach()),
+    "two outputs": lambda x: torch.max(x, 1),
+    "views in a list": lambda x: torch.split(x, 2),
+    "views in a tuple": lambda x: x.unbind(0),
+    "in place": lambda x: (x.add_(1), x.mul_(2)),
+    "the same argument twice": lambda x: (x * x, torch.addmm(x, x[:, :4], x)),
+    "another layout": lambda x: (x.t() * 2, x.clone(), x.t().clone(), torch.empty_like(x.t())),
+    "nothing to go by": lambda x: (torch.zeros(3), torch.tensor(2.0), torch.tensor([1.0]) * 2),
+    "a wrong call": lambda x: x @ x,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_answer_given_again_is_torchs(name: str) -> None:
+    def answers(mode: FakeTensorMode) -> list[Any]:
+        found: list[Any] = []
+        with mode:
+            for _ in range(3):
+                x = torch.empty(4, 6)
+                try:
+                    out = CALLS[name](x)
+                except RuntimeError as error:
+                    found.append(type(error))
+                    continue
+                for tensor in out:
+                    shared = tensor.untyped_storage()._cdata == x.untyped_storage()._cdata
+                    found.append((metadata(tensor), shared, tensor is x))
+        return found
+
+    assert answers(FastFakeMode()) == answers(FakeTensorMode())
+
+
+def test_what_is_remembered_is_used() -> None:
+    with FastFakeMode() as mode:
+        x = torch.empty(4, 6)
+        first = x * 2
+        known = len(mode.remembered)
+        again = x * 2
+        assert len(mode.remembered) == known > 0
+    assert first.untyped_storage()._cdata != again.untyped_storage()._cdata
+
+
+def test_results_that_depend_on_values_are_never_remembered() -> None:
+    with FastFakeMode() as mode:
+        x = torch.empty(4, 6)
+        for _ in range(2):
+            with pytest.raises(Exception, match=r"nonzero|data-dependent|DynamicOutput"):
+                torch.nonzero(x)
+        y = torch.empty(4, 6)
+        y.t_()
+        y.t_()
+        assert y.shape == (4, 6)
+        assert all(answer is None for answer in mode.remembered.values())
