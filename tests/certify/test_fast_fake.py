@@ -9,10 +9,12 @@ import torch
 from tiny_steps import CPU, FAMILIES, H100, make_recipe
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from memfit.certify import fake_device, trace
+from memfit.certify import fake_device
+from memfit.certify import trace as trace_now
 from memfit.certify.fast_fake import FastFakeMode, _Answer
 from memfit.errors import NotCertified
-from memfit.recipe import Freeze
+from memfit.hardware import Device
+from memfit.recipe import Freeze, Recipe
 
 CPU_ = torch.device("cpu")
 BF16 = {"precision": "bf16", "base_format": "bf16"}
@@ -27,6 +29,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "math": {**BF16, "attention": "math"},
 }  # fmt: skip
+
+
+def trace(recipe: Recipe, device: Device) -> tuple[Any, ...]:
+    """All that a trace says."""
+    traced = trace_now(recipe, device)
+    return traced.phases, traced.ledger, traced.tape, traced.marks, traced.at_peak
 
 
 @pytest.mark.parametrize(

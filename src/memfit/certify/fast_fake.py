@@ -25,7 +25,7 @@ _HIDDEN_INPUTS = frozenset(
 )  # the result, or an argument's shape, depends on more than the arguments' metadata
 
 
-class FastFakeMode(FakeTensorMode):
+class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Gives the tensors that FakeTensorMode gives, in a third of its time."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class _Output:
         if any(tensor.untyped_storage()._cdata == storage for tensor in tensors):
             if len(tensors) > 1:
                 raise ValueError
-            self.argument, self.offset = 0, value.storage_offset()
+            self.argument, self.offset = 0, int(value.storage_offset())
 
     def give(self, mode: FakeTensorMode, tensors: Sequence[FakeTensor]) -> Any:
         """Make it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,8 +37,9 @@ class Trace:
     marks: tuple[int, ...]  # where in the tape each stretch after the first begins
     stretches: tuple[Phase, ...]  # the phase of each stretch: len(marks) + 1
     bounds: tuple[str, ...]  # what was assumed
-    tensor: Callable[[int], Tensor]  # what a number on the tape is
-    alive: Callable[[Phase], tuple[Tensor, ...]]  # at a phase's peak, those alike in one row
+    tensor: Callable[[int], Tensor] = field(compare=False)  # what a number on the tape is
+    # at a phase's peak, those alike in one row
+    alive: Callable[[Phase], tuple[Tensor, ...]] = field(compare=False)
 
     @property
     def peak(self) -> int:
