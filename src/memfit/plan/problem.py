@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from memfit import catalog, families
+from memfit.allocator_settings import check_allocator
 from memfit.errors import InvalidRequest, UnknownName
 from memfit.hardware import Device
 from memfit.model import Model, ModelReference
@@ -56,6 +57,7 @@ def read_problem(
             f"`parallel` names {ranks} ranks: memfit plans for one device today",
             hint="leave `parallel` out",
         )
+    check_allocator(request.allocator, device)
     usable, because = _usable(request, device)
     problem = Problem(
         request=request,
