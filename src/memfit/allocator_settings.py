@@ -106,7 +106,7 @@ def check_allocator(text: str, device: Device) -> None:
     """Raise InvalidRequest when a recipe for this device cannot have these settings."""
     if text and device.is_cpu:
         raise InvalidRequest(
-            f"`allocator` is `{text}`, and the device is `{device.id}`: a CPU has no CUDA allocator",
+            f"`allocator` is `{text}`, and `{device.id}` has no CUDA allocator",
             hint="leave `allocator` out",
         )
     read_settings(text)

@@ -9,10 +9,12 @@ from importlib.metadata import version
 import pytest
 from tiny_steps import CPU, H100, make_device, make_recipe, watch_real_step
 
+from memfit.allocator_settings import Settings
 from memfit.certify import BatchShape, _read_answer, certify, trace
-from memfit.certify.allocator import Event, Settings, replay
+from memfit.certify.allocator import replay
 from memfit.certify.certificate import _judge, find_overhead, make_certificate
 from memfit.certify.recorder import Trace, worst_shapes
+from memfit.certify.tape import Event
 from memfit.errors import InvalidRequest, NotCertified
 from memfit.ledger import Kind, Ledger, Phase
 from memfit.units import GIB, MIB

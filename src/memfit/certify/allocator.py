@@ -1,20 +1,25 @@
 """Replay of PyTorch's native CUDA caching allocator: from live tensors to reserved memory.
 
-Rules from `c10/cuda/CUDACachingAllocator.cpp` (constants checked against torch 2.13's
-`c10/core/AllocatorConfig.h`):
+Rules from `c10/cuda/CUDACachingAllocator.cpp` (torch 2.13; each has a hand-worked test):
 
 - a request is rounded up to 512 B (or to 1/n of its power of two: `roundup_power2_divisions`);
 - up to 1 MiB comes from the small pool, the rest from the large one; pools are per stream;
 - the smallest free block that is large enough is taken, the lowest address first;
-- the rest of a block is split off when it is >= 512 B (small pool) or > 1 MiB (large pool),
-  otherwise it stays inside the block and counts as allocated;
+- a rest of >= 512 B (small pool) or > 1 MiB (large pool) is split off, else it counts as allocated;
 - a miss takes a segment from the driver: 2 MiB, 20 MiB below 10 MiB, else rounded up to 2 MiB;
 - a freed block merges with its free neighbours in the segment;
-- at the capacity, cached segments that are wholly free go back to the driver, then it is an error;
-- `expandable_segments` grow one address range by pages instead (`certify.expandable`).
+- a block that another stream used (`record_stream`) counts as freed at once, and nothing may take
+  it before that stream has caught up with the free; each allocation looks for such blocks first;
+- beyond the allowed fraction, or at the capacity, oversize blocks go back (`max_split_size`), then
+  every stream is waited for and every wholly free segment goes back, then it is an error;
+- garbage is collected only where a fraction is set, as in torch;
+- `expandable_segments` grow one address range by pages instead (`certify.expandable`); the
+  fraction is checked once a miss, against the segment that native mode would take.
 
-Not simulated: blocks used on a second stream (`record_stream`), CUDA graphs' private pools.
-Addresses of new segments are assumed to increase; they only break ties between equal sizes.
+When a stream catches up is not the allocator's to know: the tape says it (`CAUGHT_UP`). Where it
+never does, such a block comes back only when memory runs out, which is the most that it can cost.
+
+Not simulated: CUDA graphs' private pools. Addresses, which break ties, are taken to increase.
 """
 
 from __future__ import annotations
@@ -22,43 +27,22 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
+from memfit.allocator_settings import MIN_LARGE_ALLOCATION, UNLIMITED, Settings
 from memfit.certify.expandable import ExpandableSegments
+from memfit.certify.give_back import find_garbage, find_oversize
 from memfit.certify.segments import (
-    LARGE_SEGMENT,
     MIN_BLOCK,
-    MIN_LARGE_ALLOCATION,
     ROUND_LARGE,
     SMALL_SEGMENT,
     SMALL_SIZE,
     Block,
+    Clock,
     Pool,
     merge,
 )
+from memfit.certify.tape import CAUGHT_UP, FREED, USED, Event
 from memfit.nouns import Noun
-from memfit.units import GIB
-
-UNLIMITED = 2**62
-
-
-class Event(NamedTuple):
-    """One line of a tape: a storage is allocated (nbytes > 0) or freed (nbytes = 0)."""
-
-    tensor: int
-    nbytes: int
-    stream: int = 0
-
-
-class Settings(Noun, frozen=True, kw_only=True):
-    """What `PYTORCH_CUDA_ALLOC_CONF` can change, and the memory there is; torch's defaults."""
-
-    capacity: int | None = None  # bytes the driver would hand out; None never refuses
-    device_memory: int = 80 * GIB  # address space of an expandable segment: 1 1/8 of this
-    expandable_segments: bool = False
-    max_split_size: int = UNLIMITED
-    roundup_power2_divisions: int = 0
-    garbage_collection_threshold: float = 0.0  # of the capacity; 0 is off
 
 
 class Failure(Noun, frozen=True, kw_only=True):
@@ -109,11 +93,16 @@ class CachingAllocator:
         self.requested = self.allocated = self.reserved = 0
         self.retries = self.segments = 0
         self.next_address = 0
+        self._allowed = settings.allowed
+        self._collects = settings.garbage_collection_threshold > 0
+        self._clocks = {True: Clock(), False: Clock()}
+        self._uses: dict[int, list[int]] = {}  # other streams of live storages
+        self._waiting: dict[int, list[Block]] = {}  # freed blocks, by stream that is behind
+        self._ready: list[Block] = []  # freed blocks, once for every stream that caught up
         self._expandable: ExpandableSegments | None = None
         if settings.expandable_segments:
-            self._expandable = ExpandableSegments(
-                settings.device_memory + settings.device_memory // 8, self
-            )
+            self._expandable = ExpandableSegments(settings, self)
+            self._collects = False  # torch skips blocks that can be unmapped
         self.reset_peaks()
 
     def reset_peaks(self) -> None:
@@ -136,23 +125,26 @@ class CachingAllocator:
         """Bytes of the block that a request needs."""
         if nbytes < MIN_BLOCK:
             return MIN_BLOCK
-        divisions = self.settings.roundup_power2_divisions
-        if divisions > 1 and nbytes > MIN_BLOCK * divisions:
-            power = 1 << (nbytes.bit_length() - 1)
-            step = power >> (divisions.bit_length() - 1)  # >= 512, as nbytes > 512 * divisions
-            return nbytes if nbytes == power else -(-nbytes // step) * step
+        if table := self.settings.roundup_power2_divisions:
+            divisions = table[min(max(nbytes.bit_length() - 21, 0), len(table) - 1)]
+            if divisions > 1 and nbytes > MIN_BLOCK * divisions:
+                power = 1 << (nbytes.bit_length() - 1)
+                step = power // divisions  # >= 512, as nbytes > 512 * divisions
+                return -(-nbytes // step) * step
         return (nbytes + MIN_BLOCK - 1) & -MIN_BLOCK
 
     def allocate(self, tensor: int, nbytes: int, stream: int = 0) -> None:
         """Serve one storage; raises OutOfMemory. Zero bytes take no block."""
         if nbytes == 0:
             return
+        if self._ready:
+            self._return_ready()
         size = self.round_size(nbytes)
         small = size <= SMALL_SIZE
         pool = self.pools.get((small, stream))
         if pool is None:
-            pool = self.pools[small, stream] = Pool(small)
-        pool.searches += 1
+            pool = self.pools[small, stream] = Pool(small, stream, self._clocks[small])
+        pool.clock.searches += 1
         block = self._find(pool, size) or self._take(pool, size)
         rest = block.size - size
         if rest and self._should_split(pool, size, rest):
@@ -169,25 +161,62 @@ class CachingAllocator:
             self.reserved_at_peak = self.reserved
 
     def free(self, tensor: int) -> None:
-        """Return a storage's block to its pool, merged with its free neighbours."""
+        """Return a storage's block to its pool, or let it wait for the streams that used it."""
         block = self.blocks.pop(tensor, None)
         if block is None:
             return
-        block.allocated = False
         self.requested -= block.requested
         self.allocated -= block.size
+        if self._uses and tensor in self._uses:
+            for stream in self._uses.pop(tensor):
+                block.waits += 1
+                self._waiting.setdefault(stream, []).append(block)
+        else:
+            self.cache(block)
+
+    @property
+    def delayed(self) -> list[Block]:
+        """Blocks that were freed and are not cached yet."""
+        blocks = (*self._ready, *(b for blocks in self._waiting.values() for b in blocks))
+        return list({id(block): block for block in blocks}.values())
+
+    def cache(self, block: Block) -> None:
+        """Put a block into its pool, merged with its free neighbours."""
+        block.allocated = False
         merge(block)
         block.pool.add(block)
 
+    def use(self, tensor: int, stream: int) -> None:
+        """`record_stream`: the storage is also read or written by work on this stream."""
+        block = self.blocks.get(tensor)
+        if block is not None and stream != block.pool.stream:
+            streams = self._uses.setdefault(tensor, [])
+            if stream not in streams:
+                streams.append(stream)
+
+    def catch_up(self, stream: int) -> None:
+        """The stream has done all work given to it so far; the next allocation sees it."""
+        self._ready += self._waiting.pop(stream, [])
+
+    def _return_ready(self) -> None:
+        for block in self._ready:
+            block.waits -= 1
+            if block.waits == 0:
+                self.cache(block)
+        self._ready.clear()
+
     def empty_cache(self) -> None:
-        """Give every wholly free segment (or page, when expandable) back to the driver."""
-        for pool in self.pools.values():
+        """Wait for every stream and give wholly free segments (or pages) back to the driver."""
+        for stream in list(self._waiting):
+            self.catch_up(stream)
+        self._return_ready()
+        for _, pool in sorted(self.pools.items(), key=lambda item: item[0]):
             if self._expandable is not None:
                 self._expandable.release(pool)
                 continue
-            whole = [entry for entry in pool.free if not entry[2].is_split]
-            pool.free = [entry for entry in pool.free if entry[2].is_split]
-            self.reserved -= sum(size for size, _, _ in whole)
+            for _, _, block in list(pool.free):
+                if not block.is_split:
+                    self._release(block)
 
     def grow(self, size: int) -> bool:
         """Take bytes from the driver; False at the capacity."""
@@ -199,12 +228,19 @@ class CachingAllocator:
             self.peak_reserved = self.reserved
         return True
 
-    def address_range(self, size: int) -> int:
-        """A new range of addresses, above all earlier ones and aligned to every page size."""
-        address = self.next_address
-        self.next_address += -(-size // LARGE_SEGMENT) * LARGE_SEGMENT
+    def shrink(self, size: int) -> None:
+        """Give bytes back."""
+        self.reserved -= size
+
+    def address_range(self, size: int, page: int) -> int:
+        """A new range of addresses for whole pages, above all earlier ones."""
+        address = -(-self.next_address // page) * page
+        self.next_address = address + size
         self.segments += 1
         return address
+
+    def log(self, action: str, address: int, nbytes: int, stream: int) -> None:
+        """Called when memory is taken from the driver or given back; a snapshot writes it down."""
 
     def _find(self, pool: Pool, size: int) -> Block | None:
         free = pool.free
@@ -218,8 +254,8 @@ class CachingAllocator:
         if limit != UNLIMITED:
             if size < limit <= block.size:
                 return None  # never cut an oversize block for a smaller request
-            if size >= limit and block.size >= size + LARGE_SEGMENT:
-                return None  # nor waste more than 20 MiB of one
+            if size >= limit and block.size >= size + self.settings.max_non_split_rounding:
+                return None  # nor waste much of one
         del free[i]
         return block
 
@@ -230,7 +266,7 @@ class CachingAllocator:
 
     def _split(self, block: Block, size: int) -> Block:
         """Cut the first `size` bytes off; the rest is cached."""
-        head = Block(block.pool, size, block.address, block.page)
+        head = Block(block.pool, size, block.address, block.span)
         head.previous, head.next = block.previous, block
         if head.previous is not None:
             head.previous.next = head
@@ -242,8 +278,8 @@ class CachingAllocator:
 
     def _take(self, pool: Pool, size: int) -> Block:
         """A new block from the driver, after giving cached ones back if it must."""
-        if self.settings.garbage_collection_threshold > 0:
-            self._collect_garbage(pool)
+        if self._collects and self._allowed is not None:
+            self._collect_garbage(self._allowed)
         block = self._new_block(pool, size)
         if block is None and self._release_oversize(pool, size):
             block = self._new_block(pool, size)
@@ -256,56 +292,46 @@ class CachingAllocator:
         return block
 
     def _new_block(self, pool: Pool, size: int) -> Block | None:
-        if self._expandable is not None:
-            return self._expandable.new_block(pool, size)
         if size <= SMALL_SIZE:
             segment = SMALL_SEGMENT
         elif size < MIN_LARGE_ALLOCATION:
-            segment = LARGE_SEGMENT
+            segment = self.settings.large_segment_size
         else:
             segment = -(-size // ROUND_LARGE) * ROUND_LARGE
-        return Block(pool, segment, self.address_range(segment)) if self.grow(segment) else None
+        if self._allowed is not None and self.reserved + segment > self._allowed:
+            return None
+        if self._expandable is not None:
+            return self._expandable.new_block(pool, size)
+        if not self.grow(segment):
+            return None
+        block = Block(pool, segment, self.address_range(segment, ROUND_LARGE))
+        self.log("segment_alloc", block.address, segment, pool.stream)
+        return block
+
+    def _release(self, block: Block) -> None:
+        """Give a cached segment back to the driver."""
+        block.pool.remove(block)
+        self.shrink(block.size)
+        self.log("segment_free", block.address, block.size, block.pool.stream)
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Give back just enough oversize blocks; only with `max_split_size`."""
         limit = self.settings.max_split_size
         if limit == UNLIMITED or self._expandable is not None:
             return False
-        wanted = max(size, limit)
-        i = bisect_left(pool.free, (wanted, -1))
-        if i < len(pool.free):
-            self.reserved -= pool.free.pop(i)[0]
-            return True
-        released = 0
-        while pool.free and released < wanted and pool.free[-1][0] >= limit:
-            released += pool.free.pop()[0]
-        self.reserved -= released
-        return released >= wanted
+        blocks, enough = find_oversize(pool, size, limit)
+        for block in blocks:
+            self._release(block)
+        return enough
 
-    def _collect_garbage(self, asking: Pool) -> None:
-        """Give back cached large segments older than the mean age, down to the threshold."""
-        capacity = self.settings.capacity
-        if capacity is None:
-            return
-        threshold = int(self.settings.garbage_collection_threshold * capacity)
-        target = self.reserved - threshold
+    def _collect_garbage(self, allowed: int) -> None:
+        threshold = int(self.settings.garbage_collection_threshold * allowed)
         pools = [pool for (small, _), pool in sorted(self.pools.items()) if not small]
-        age = {id(b): p.searches - b.born for p in pools for _, _, b in p.free if not b.is_split}
-        reclaimed, freed = 0, True
-        while age and reclaimed < target and freed:
-            mean, freed = sum(age.values()) / len(age), False
-            for pool in pools:
-                for _, _, block in list(pool.free):
-                    if age.get(id(block), -1) >= mean:
-                        del age[id(block)]
-                        pool.remove(block)
-                        reclaimed, freed = reclaimed + block.size, True
-        self.reserved -= reclaimed
+        for block in find_garbage(pools, self.reserved - threshold):
+            self._release(block)
 
 
 def replay(tape: Sequence[Event], settings: Settings, marks: Sequence[int] = ()) -> Replay:
-    """Run a tape through the allocator; `marks` (ascending indices) cut it into
-    len(marks) + 1 stretches, each with its own peaks.
+    """Run a tape; `marks` (ascending indices) cut it into len(marks) + 1 stretches with own peaks.
 
     A tape that does not fit stops at the failing allocation, which is in the result.
     """
@@ -340,8 +366,11 @@ def _run(
     allocate, free = allocator.allocate, allocator.free
     for index in range(start, stop):
         tensor, nbytes, stream = tape[index]
-        if nbytes == 0:
+        if nbytes == FREED:
             free(tensor)
+            continue
+        if nbytes < 0:
+            follow(allocator, tape[index])
             continue
         try:
             allocate(tensor, nbytes, stream)
@@ -354,3 +383,18 @@ def _run(
                 allocated=allocator.allocated,
             )
     return None
+
+
+def follow(allocator: CachingAllocator, event: Event) -> None:
+    """Do what one event says; raises OutOfMemory."""
+    tensor, nbytes, stream = event
+    if nbytes > 0:
+        allocator.allocate(tensor, nbytes, stream)
+    elif nbytes == FREED:
+        allocator.free(tensor)
+    elif nbytes == USED:
+        allocator.use(tensor, stream)
+    elif nbytes == CAUGHT_UP:
+        allocator.catch_up(stream)
+    else:
+        allocator.empty_cache()

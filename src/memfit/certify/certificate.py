@@ -13,8 +13,9 @@ from msgspec.structs import replace
 
 import memfit
 from memfit import catalog, units
+from memfit.allocator_settings import Settings, check_allocator, read_settings
 from memfit.certify import BatchShape
-from memfit.certify.allocator import Replay, Settings, replay
+from memfit.certify.allocator import Replay, replay
 from memfit.certify.recorder import Trace, trace_step
 from memfit.hardware import Device
 from memfit.ledger import Entry, Kind, Phase
@@ -55,8 +56,10 @@ def make_certificate(
 ) -> Certificate:
     """Trace the recipe's step in this process and judge it; see `memfit.certify.certify`."""
     started = time.perf_counter()
+    check_allocator(recipe.allocator, device)
+    memory_driver = device.memory_driver or Settings().device_memory
+    settings = read_settings(recipe.allocator, device_memory=memory_driver)
     trace = trace_step(recipe, device, batches)
-    settings = Settings(device_memory=device.memory_driver or Settings().device_memory)
     replayed = None if device.is_cpu else replay(trace.tape, settings, trace.marks)
     phases = dict(trace.phases) if replayed is None else _by_phase(trace, replayed)
     if replayed is None:
@@ -64,7 +67,7 @@ def make_certificate(
     else:
         overhead = find_overhead(device)
         memory = _on_cuda(trace, settings, replayed, phases, overhead, usable)
-        bounds = (*trace.bounds, *_cuda_bounds(overhead))
+        bounds = (*trace.bounds, *_cuda_bounds(settings, overhead))
     return Certificate(
         recipe_digest=recipe.digest,
         recipe=recipe,
@@ -172,8 +175,11 @@ def _judge(
     return "at_risk" if high is not None else "unproven", f"{band}, which straddles the limit"
 
 
-def _cuda_bounds(overhead: Overhead | None) -> tuple[str, ...]:
-    bounds = ["one stream; PYTORCH_CUDA_ALLOC_CONF at its defaults"]
+def _cuda_bounds(settings: Settings, overhead: Overhead | None) -> tuple[str, ...]:
+    set_to = f"set to {settings.text}" if settings.text else "at its defaults"
+    bounds = [f"one stream; the CUDA allocator {set_to}"]
+    if settings.garbage_collection_threshold and settings.allowed is None:
+        bounds.append("garbage_collection_threshold does nothing without a memory fraction below 1")
     if overhead is not None and not overhead.verified:
         bounds.append("the context's band comes from published figures, not from this device")
     return tuple(bounds)

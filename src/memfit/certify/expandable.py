@@ -1,7 +1,7 @@
 """Expandable segments: one range of addresses a pool, mapped page by page as it fills.
 
 From `c10/cuda/CUDACachingAllocator.cpp`, Note [Expandable Segments]: pages of 2 MiB (small pool)
-or 20 MiB (large pool) are mapped at the lowest address where the request fits.
+or of `large_segment_size` (20 MiB) are mapped at the lowest address where the request fits.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 from bisect import insort
 from typing import Protocol
 
+from memfit.allocator_settings import Settings
 from memfit.certify.segments import (
-    LARGE_SEGMENT,
     SMALL_SEGMENT,
     Block,
     Pool,
+    Span,
     insert_between,
     merge,
 )
@@ -22,20 +23,25 @@ from memfit.certify.segments import (
 class Driver(Protocol):
     """Where pages and addresses come from: the allocator."""
 
-    reserved: int
-
     def grow(self, size: int) -> bool:
-        """Map this many bytes; False when there are not so many."""
+        """Take this many bytes; False when there are not so many."""
 
-    def address_range(self, size: int) -> int:
-        """A new range of addresses."""
+    def shrink(self, size: int) -> None:
+        """Give this many bytes back."""
+
+    def address_range(self, size: int, page: int) -> int:
+        """A new range of addresses for whole pages."""
+
+    def log(self, action: str, address: int, nbytes: int, stream: int) -> None:
+        """Called after each mapping and unmapping."""
 
 
 class ExpandableSegments:
     """Mapping and unmapping for the pools of one allocator."""
 
-    def __init__(self, address_space: int, driver: Driver) -> None:
-        self._address_space = address_space  # bytes of one segment's range
+    def __init__(self, settings: Settings, driver: Driver) -> None:
+        self._address_space = settings.device_memory + settings.device_memory // 8
+        self._large_page = settings.large_segment_size
         self._driver = driver
 
     def best_fit(self, pool: Pool, i: int) -> int:
@@ -69,23 +75,27 @@ class ExpandableSegments:
             start = left if left is not None and not left.allocated else unmapped
             if _room(start, size):
                 return start
-        page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
+        page = SMALL_SEGMENT if pool.small else self._large_page
         space = -(-self._address_space // page) * page
-        block = Block(pool, space, self._driver.address_range(space), page)
+        base = self._driver.address_range(space, page)
+        block = Block(pool, space, base, Span(base, page))
         block.mapped = False
         insort(pool.unmapped, (block.address, block))
         return block
 
     def _map(self, block: Block, size: int) -> bool:
         """Map the first `size` bytes, rounded up to pages, and join them to their neighbours."""
-        size = -(-size // block.page) * block.page
+        assert block.span is not None
+        page = block.span.page
+        size = -(-size // page) * page
         if not self._driver.grow(size):
             return False
         pool = block.pool
+        self._driver.log("segment_map", block.address, size, pool.stream)
         pool.forget(block)
         block.mapped = True
         if size < block.size:
-            rest = Block(pool, block.size - size, block.address + size, block.page)
+            rest = Block(pool, block.size - size, block.address + size, block.span)
             rest.mapped = False
             insert_between(rest, block, block.next)
             insort(pool.unmapped, (rest.address, rest))
@@ -95,22 +105,24 @@ class ExpandableSegments:
         return True
 
     def _unmap(self, block: Block) -> None:
-        pool, page = block.pool, block.page
-        start = -(-block.address // page) * page
-        stop = (block.address + block.size) // page * page
+        assert block.span is not None
+        pool, (base, page) = block.pool, block.span
+        start = base - (base - block.address) // page * page  # rounded up
+        stop = base + (block.address + block.size - base) // page * page
         if start >= stop:
             return
         pool.remove(block)
         if block.address < start:
-            before = Block(pool, start - block.address, block.address, page)
+            before = Block(pool, start - block.address, block.address, block.span)
             insert_between(before, block.previous, block)
             pool.add(before)
         if block.address + block.size > stop:
-            after = Block(pool, block.address + block.size - stop, stop, page)
+            after = Block(pool, block.address + block.size - stop, stop, block.span)
             insert_between(after, block, block.next)
             pool.add(after)
         block.address, block.size, block.mapped = start, stop - start, False
-        self._driver.reserved -= block.size
+        self._driver.shrink(block.size)
+        self._driver.log("segment_unmap", start, block.size, pool.stream)
         merge(block)
         insort(pool.unmapped, (block.address, block))
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from memfit.certify import BatchShape
-from memfit.certify.allocator import Event
 from memfit.certify.cuda_kernels import compute_capability
 from memfit.certify.fake_device import device_type, fake_device
+from memfit.certify.tape import Event
 from memfit.certify.workspace import PRODUCTS, RULES, cublas_workspace
 from memfit.errors import Error, NotCertified
 from memfit.hardware import Device

@@ -3,36 +3,47 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from typing import NamedTuple
 
 from memfit.units import MIB
 
 MIN_BLOCK = 512
 SMALL_SIZE = MIB  # largest block of the small pool
 SMALL_SEGMENT = 2 * MIB
-LARGE_SEGMENT = 20 * MIB
-MIN_LARGE_ALLOCATION = 10 * MIB  # from here on a segment is made for one request
 ROUND_LARGE = 2 * MIB
 
 
+class Span(NamedTuple):
+    """The addresses of an expandable segment, mapped in pages counted from its base."""
+
+    base: int
+    page: int
+
+
 class Block:
-    """A piece of a segment: allocated, cached, or (expandable only) not mapped."""
+    """A piece of a segment: allocated, cached, or (expandable only) not mapped.
+
+    One that was freed and waits for other streams stays `allocated`: nothing may take it or merge
+    with it.
+    """
 
     __slots__ = (
-        "address", "allocated", "born", "mapped", "next", "page", "pool", "previous",
-        "requested", "size",
+        "address", "allocated", "born", "mapped", "next", "pool", "previous",
+        "requested", "size", "span", "waits",
     )  # fmt: skip
 
-    def __init__(self, pool: Pool, size: int, address: int, page: int = 0) -> None:
+    def __init__(self, pool: Pool, size: int, address: int, span: Span | None = None) -> None:
         self.pool = pool
         self.size = size
         self.address = address
-        self.page = page  # of the expandable segment; 0 in a segment of cudaMalloc
+        self.span = span  # None in a segment of cudaMalloc
         self.allocated = False
         self.mapped = True
         self.previous: Block | None = None
         self.next: Block | None = None
         self.requested = 0
         self.born = 0  # searches of the pool before it was last cached
+        self.waits = 0  # streams that must still catch up before it can be cached
 
     @property
     def is_split(self) -> bool:
@@ -40,20 +51,30 @@ class Block:
         return self.previous is not None or self.next is not None
 
 
+class Clock:
+    """Counts the searches of the pools of one size class, of all streams: the age of blocks."""
+
+    __slots__ = ("searches",)
+
+    def __init__(self) -> None:
+        self.searches = 0
+
+
 class Pool:
     """The cached blocks of one size class and one stream, smallest first."""
 
-    __slots__ = ("free", "searches", "small", "unmapped")
+    __slots__ = ("clock", "free", "small", "stream", "unmapped")
 
-    def __init__(self, small: bool) -> None:
+    def __init__(self, small: bool, stream: int, clock: Clock) -> None:
         self.small = small
+        self.stream = stream
+        self.clock = clock
         self.free: list[tuple[int, int, Block]] = []  # (size, address, block)
         self.unmapped: list[tuple[int, Block]] = []  # (address, block), expandable only
-        self.searches = 0
 
     def add(self, block: Block) -> None:
         """Cache a block."""
-        block.born = self.searches
+        block.born = self.clock.searches
         insort(self.free, (block.size, block.address, block))
 
     def remove(self, block: Block) -> None:

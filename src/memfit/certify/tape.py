@@ -1,0 +1,22 @@
+"""The tape: every allocation and release of a step in order, as the allocator sees them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+FREED = 0
+USED = -1
+CAUGHT_UP = -2
+EMPTIED = -3
+
+
+class Event(NamedTuple):
+    """One line of a tape.
+
+    A storage is allocated on a stream (nbytes > 0), FREED, or USED on another stream; or a stream
+    has CAUGHT_UP with all work given to it, or the cache is EMPTIED by hand (tensor is -1).
+    """
+
+    tensor: int
+    nbytes: int
+    stream: int = 0
