@@ -10,6 +10,14 @@ CAUGHT_UP = -2
 EMPTIED = -3
 
 
+class Frame(NamedTuple):
+    """One place in the source, innermost first where several make a stack."""
+
+    filename: str
+    line: int
+    name: str
+
+
 class Event(NamedTuple):
     """One line of a tape.
 
