@@ -40,6 +40,12 @@ GRID: dict[str, dict[str, Any]] = {
     "full bf16-mixed recompute one": {**MIXED, "recompute_blocks": 1},
     "full fp32 chunked loss": {"loss": "chunked", "loss_chunk": 20},
     "full fp32 math attention": {"attention": "math"},
+    "adamw8bit fp32": {"name": "adamw8bit", "implementation": "loop"},
+    "adamw8bit bf16-mixed, recompute all": {
+        **MIXED, "name": "adamw8bit", "implementation": "loop", "recompute_blocks": 3,
+    },
+    "adamw4bit bf16": {**BF16, "name": "adamw4bit", "implementation": "loop"},
+    "adamwfp8 fp32": {"name": "adamwfp8", "implementation": "loop"},
     "sgd fp32": {"name": "sgd", "implementation": "foreach"},
     "freeze fp32": {"method": "freeze", "freeze": Freeze(last_blocks=1)},
     "lora fp32": {"method": "lora"},

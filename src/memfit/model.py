@@ -9,7 +9,7 @@ from memfit.nouns import Noun
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
-    "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "bool": 1,
+    "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1,
 }  # fmt: skip
 
 

@@ -52,7 +52,7 @@ class FreezeRequest(Noun, frozen=True, kw_only=True):
 class OptimizerRequest(Noun, frozen=True, kw_only=True):
     """The optimizer; `auto` chooses the fastest that fits."""
 
-    name: str = "auto"  # auto | adamw | sgd
+    name: str = "auto"  # auto | adamw | adamw8bit | adamw4bit | adamwfp8 | sgd
     implementation: Literal["auto", "fused", "foreach", "loop"] = "auto"
     learning_rate: PositiveFloat | Auto = "auto"  # auto: 2e-5 full, 2e-4 lora, 1e-3 from scratch
     weight_decay: NotNegativeFloat = 0.0

@@ -41,7 +41,7 @@ KEYS = {
     "base_format": "storage of frozen weights: fp32 | bf16",
     "precision": "fp32 | bf16 (everything) | bf16-mixed (fp32 weights, bf16 compute)",
     "optimizer": "the optimizer, its schedule and clipping",
-    "optimizer.name": "adamw | sgd",
+    "optimizer.name": "adamw | adamw8bit | adamw4bit | adamwfp8 | sgd; auto: adamw",
     "optimizer.implementation": "fused | foreach | loop: equal results, different memory",
     "optimizer.learning_rate": "auto: 2e-5 full, 2e-4 lora; from scratch by size",
     "optimizer.weight_decay": "decoupled weight decay",

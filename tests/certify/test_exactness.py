@@ -34,6 +34,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "foreach": {"implementation": "foreach"},
     "loop-bf16": {**BF16, "implementation": "loop"},
     "sgd-foreach": {"name": "sgd", "implementation": "foreach"},
+    "8-bit": {"name": "adamw8bit", "implementation": "loop"},
+    "8-bit-lora-mixed": {**LORA, **MIXED, "name": "adamw8bit", "implementation": "loop"},
+    "4-bit-bf16": {**BF16, "name": "adamw4bit", "implementation": "loop"},
+    "fp8-accumulation": {"name": "adamwfp8", "implementation": "loop", "accumulation": 2},
     "no-clipping": {"clip_norm": 0.0},
     "math": {"attention": "math"},
 }

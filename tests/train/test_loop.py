@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -243,6 +244,17 @@ def test_a_run_that_was_stopped_goes_on_bit_by_bit(dropout, go, request_, cache,
     names = ("whole", "cut")
     one, two = ((tmp_path / n / "model" / "adapter_model.safetensors").read_bytes() for n in names)
     assert one == two
+
+
+def test_a_run_with_8_bit_states_that_was_stopped_goes_on_bit_by_bit(go, tmp_path):
+    recipe = tiny_recipe(optimizer={"name": "adamw8bit", "implementation": "loop"})
+    whole = go(recipe, "whole")
+    with pytest.raises(RunFailed, match="interrupted after step 3 of 6"):
+        go(recipe, "cut", progress=StopAfter(3))
+    resumed = go(recipe, "cut")
+    assert resumed.losses == whole.losses
+    file = Path("model") / "model.safetensors"
+    assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "cut" / file).read_bytes()
 
 
 def test_a_log_line_beyond_the_checkpoint_is_cut(go, tmp_path):

@@ -18,6 +18,7 @@ from memfit.certify.workspace import PRODUCTS, RULES, cublas_workspace
 from memfit.errors import Error, NotCertified
 from memfit.hardware import Device
 from memfit.ledger import Kind, Ledger, Phase
+from memfit.optimizers import find_optimizer
 from memfit.recipe import Recipe
 from memfit.results import Tensor, group_tensors
 from memfit.train.build import Built, build_model, build_optimizer
@@ -85,7 +86,7 @@ def trace_step(
     recorder = Recorder(kind, device if workspaces and kind == "cuda" else None)
     # Once on meta: what building imports must not be imported under FakeTensorMode, where a
     # module's constants would be fake for ever, and would be counted.
-    build_model(recipe, "meta")
+    build_optimizer(recipe, build_model(recipe, "meta"))
     with ExitStack() as stack:
         stack.enter_context(_one_thread())
         stack.enter_context(_no_collection())
@@ -226,6 +227,11 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def _compiled(recipe: Recipe) -> tuple[str, ...]:
+    """The implementations of the recipe's optimizer that run through torch.compile."""
+    return find_optimizer(recipe.optimizer).cuda_only
+
+
 def _bounds(
     recipe: Recipe,
     batches: Sequence[BatchShape] | None,
@@ -242,6 +248,11 @@ def _bounds(
     if recipe.accumulation > len(shapes):
         bounds.append(
             f"{len(shapes)} of {recipe.accumulation} micro-batches traced: later ones are alike"
+        )
+    if kind == "cuda" and recipe.optimizer.implementation in _compiled(recipe):
+        bounds.append(
+            f"the compiled update of `{recipe.optimizer.name}` is assumed to keep what it computes"
+            " in between in registers: not measured"
         )
     if kind == "cuda" and workspaces:
         bounds.append("memory inside CUDA kernels is read from their source, not yet measured")

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from memfit.errors import InvalidRequest
 from memfit.model import TensorSpec
-from memfit.recipe import Optimizer
+from memfit.recipe import Implementation, Optimizer
 from memfit.registry import Registry
+from memfit.sizes.meter import block_size
 
 if TYPE_CHECKING:
     import torch
+
+# What a sum of tensors counts: every live tensor of a CPU (scalars on the host are among them),
+# the tensors on a CUDA device, or the blocks of its allocator that hold them.
+Counted = Literal["live", "device", "blocks"]
+
+
+def counted_size(nbytes: int, counted: Counted) -> int:
+    """Bytes that one tensor adds to such a sum."""
+    return block_size(nbytes) if counted == "blocks" else nbytes
 
 
 class OptimizerFamily(ABC):
     """One optimizer and its implementations, which are different ledgers of the same update."""
 
-    implementations: ClassVar[tuple[str, ...]]
+    implementations: ClassVar[tuple[Implementation, ...]]
     # those that make a parameter's state during its first update, not all states before it
     state_while_updating: ClassVar[tuple[str, ...]] = ()
+    cuda_only: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def state(self, local: TensorSpec, settings: Optimizer) -> tuple[TensorSpec, ...]:
@@ -31,7 +42,9 @@ class OptimizerFamily(ABC):
         """The part of `state` that torch keeps in host memory whatever the device is."""
 
     @abstractmethod
-    def step_temporaries(self, parameters: Sequence[TensorSpec], settings: Optimizer) -> int:
+    def step_temporaries(
+        self, parameters: Sequence[TensorSpec], settings: Optimizer, counted: Counted = "live"
+    ) -> int:
         """Bytes at the worst moment of a later step, above parameters, gradients and state."""
 
     @abstractmethod
@@ -53,3 +66,9 @@ def find_optimizer(settings: Optimizer) -> OptimizerFamily:
             hint=f"one of: {', '.join(family.implementations)}",
         )
     return family
+
+
+def default_implementation(name: str, *, cuda: bool) -> Implementation:
+    """The first implementation, which is the fastest, that the kind of device can run."""
+    family = optimizers.find(name)
+    return next(i for i in family.implementations if cuda or i not in family.cuda_only)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, final
 
 from memfit.model import TensorSpec
-from memfit.optimizers import OptimizerFamily, optimizers
+from memfit.optimizers import Counted, OptimizerFamily, counted_size, optimizers
 from memfit.recipe import Optimizer
 
 if TYPE_CHECKING:
@@ -29,7 +29,9 @@ class AdamW(OptimizerFamily):
         """See `OptimizerFamily.host_state`."""
         return () if settings.implementation == "fused" else (STEP,)
 
-    def step_temporaries(self, parameters: Sequence[TensorSpec], settings: Optimizer) -> int:
+    def step_temporaries(
+        self, parameters: Sequence[TensorSpec], settings: Optimizer, counted: Counted = "live"
+    ) -> int:
         """See `OptimizerFamily.step_temporaries`.
 
         The denominator sqrt(v) / sqrt(1 - beta2^t) + eps is the only copy. `foreach` holds it of
@@ -38,7 +40,7 @@ class AdamW(OptimizerFamily):
         """
         if settings.implementation == "fused":
             return 0
-        sizes = [p.nbytes for p in parameters]
+        sizes = [counted_size(p.nbytes, counted) for p in parameters]
         if settings.implementation == "foreach":
             return sum(sizes)
         before = [0, *sizes]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, final
 
 from memfit.model import TensorSpec
-from memfit.optimizers import OptimizerFamily, optimizers
+from memfit.optimizers import Counted, OptimizerFamily, counted_size, optimizers
 from memfit.recipe import Optimizer
 
 if TYPE_CHECKING:
@@ -28,7 +28,9 @@ class Sgd(OptimizerFamily):
         """See `OptimizerFamily.host_state`."""
         return ()
 
-    def step_temporaries(self, parameters: Sequence[TensorSpec], settings: Optimizer) -> int:
+    def step_temporaries(
+        self, parameters: Sequence[TensorSpec], settings: Optimizer, counted: Counted = "live"
+    ) -> int:
         """See `OptimizerFamily.step_temporaries`.
 
         Weight decay is added to a copy of the gradient: of all parameters at once in `foreach`,
@@ -36,7 +38,7 @@ class Sgd(OptimizerFamily):
         """
         if settings.implementation == "fused" or not settings.weight_decay:
             return 0
-        sizes = [p.nbytes for p in parameters]
+        sizes = [counted_size(p.nbytes, counted) for p in parameters]
         if settings.implementation == "foreach":
             return sum(sizes)
         return max(sizes, default=0)

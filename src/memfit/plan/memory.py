@@ -14,7 +14,7 @@ import msgspec
 from memfit.hardware import Device
 from memfit.ledger import Entry, Kind, Ledger, Phase
 from memfit.model import DTYPE_BYTES, Model, TensorSpec
-from memfit.optimizers import find_optimizer
+from memfit.optimizers import Counted, find_optimizer
 from memfit.plan.because import explain
 from memfit.plan.blocks import (
     AFTER_PRODUCT,
@@ -268,9 +268,10 @@ class _Step:
     def _update(self, phase: Phase, specs: Sequence[TensorSpec]) -> None:
         settings = self.recipe.optimizer
         family, temporary = find_optimizer(settings), (Kind.TEMPORARY, "optimizer")
-        copies = {temporary: family.step_temporaries(specs, settings)}
+        counted: Counted = "live" if self.device.is_cpu else "device"
+        copies = {temporary: family.step_temporaries(specs, settings, counted)}
         if not self.device.is_cpu:
-            blocks = family.step_temporaries([_as_block(s) for s in specs], settings)
+            blocks = family.step_temporaries(specs, settings, "blocks")
             copies[ROUNDING] = blocks - copies[temporary]
         self.level.note(phase, copies)
 
@@ -281,12 +282,6 @@ class _Step:
         if not self.device.is_cpu:
             nbytes = [s.nbytes for s in self.trainable]
             level.add({ROUNDING: sum(nbytes) - sum(block_size(n) for n in nbytes)})
-
-
-def _as_block(spec: TensorSpec) -> TensorSpec:
-    """A specification of as many bytes as the allocator's block has."""
-    numel = block_size(spec.nbytes) // DTYPE_BYTES[spec.dtype]
-    return TensorSpec(shape=(numel,), dtype=spec.dtype)
 
 
 def _capability(device: Device) -> tuple[int, int] | None:

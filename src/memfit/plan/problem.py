@@ -14,6 +14,7 @@ from memfit.errors import InvalidRequest, UnknownName
 from memfit.hardware import Device
 from memfit.model import Model, ModelReference
 from memfit.nouns import Noun
+from memfit.optimizers import default_implementation, optimizers
 from memfit.recipe import Freeze, Lora, Method, Optimizer, Precision, Recipe
 from memfit.request import RecomputeBlocks, Request
 
@@ -351,9 +352,20 @@ def _optimizer(request: Request, problem: Problem, method: Method) -> Optimizer:
         scratch = find_weights(request, problem.reference) == "random"
         small = problem.model.parameters < 50_000_000
         rate = (1e-3 if small else 3e-4) if scratch else (2e-4 if method == "lora" else 2e-5)
+    name = "adamw" if asked.name == "auto" else asked.name
+    cuda = not problem.device.is_cpu
+    implementation = asked.implementation
+    if implementation == "auto":
+        implementation = default_implementation(name, cuda=cuda)
+    elif not cuda and implementation in optimizers.find(name).cuda_only:
+        raise InvalidRequest(
+            f"`optimizer.implementation: {implementation}` of `{name}` exists on CUDA only, and the"
+            " device is a CPU",
+            hint=f"use `{default_implementation(name, cuda=False)}`",
+        )
     return Optimizer(
-        name="adamw" if asked.name == "auto" else asked.name,
-        implementation="fused" if asked.implementation == "auto" else asked.implementation,
+        name=name,
+        implementation=implementation,
         learning_rate=rate,
         weight_decay=asked.weight_decay,
         beta1=asked.beta1,

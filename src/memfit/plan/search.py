@@ -18,6 +18,7 @@ from memfit.adapters import find_adapter
 from memfit.errors import InvalidRequest
 from memfit.ledger import Ledger
 from memfit.model import Model
+from memfit.optimizers import find_optimizer
 from memfit.plan.estimate import Estimate, applies
 from memfit.plan.memory import predict_memory, predict_peak
 from memfit.plan.problem import CHUNKS, Problem, divisors, first_recipe
@@ -356,7 +357,8 @@ def _levers(chosen: Candidate) -> tuple[Considered, ...]:
         if recipe.loss == "chunked"
         else {"loss": "chunked", "loss_chunk": 1024}
     )
-    if recipe.optimizer.implementation != "foreach":
+    has_foreach = "foreach" in find_optimizer(recipe.optimizer).implementations
+    if has_foreach and recipe.optimizer.implementation != "foreach":
         foreach = msgspec.structs.replace(recipe.optimizer, implementation="foreach")
         changes.append({"optimizer": foreach})
     rows = [(chosen.but(**change), change) for change in changes]

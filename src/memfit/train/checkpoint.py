@@ -1,7 +1,8 @@
 """What a run needs to go on: written whole or not at all, used only when every byte is right.
 
     checkpoints/step-000100/   weights.safetensors     trainable parameters, by name
-                               optimizer.safetensors   optimizer state, `parameter::key`
+                               optimizer.safetensors   optimizer state, `parameter::key`, or
+                                                       `parameter::key::part` of coded moments
                                state.json              step, digests, the state's plain numbers
                                manifest.json           size and SHA-256 of the other files
 
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from memfit.errors import InvalidRequest, RunFailed
 from memfit.train.build import Built
+from memfit.train.live import inner_tensors
 from memfit.units import MIB
 
 KEPT = 2
@@ -114,9 +116,14 @@ def load_checkpoint(folder: Path, built: Built, data_digest: str) -> int:
     built.optimizer.state.clear()
     with safe_open(folder / "optimizer.safetensors", framework="pt") as file:
         for key in file.keys():  # noqa: SIM118 (not a dict)
-            name, _, field = key.partition("::")
+            name, field, *part = key.split("::")
             home = "cpu" if key in state["on_cpu"] else device
-            built.optimizer.state[parameters[name]][field] = file.get_tensor(key).to(home)
+            value = file.get_tensor(key).to(home)
+            held = built.optimizer.state[parameters[name]]
+            if part:
+                _fill_part(built.optimizer, parameters[name], field, part[0], value)
+            else:
+                held[field] = value
     for key, value in state["scalars"].items():
         name, _, field = key.partition("::")
         built.optimizer.state[parameters[name]][field] = value
@@ -158,8 +165,12 @@ def _write(folder: Path, step: int, built: Built, data_digest: str) -> None:
     scalars: dict[str, Any] = {}
     for parameter, held in built.optimizer.state.items():
         for field, value in held.items():
-            place = tensors if isinstance(value, Tensor) else scalars
-            place[f"{names[id(parameter)]}::{field}"] = value
+            key = f"{names[id(parameter)]}::{field}"
+            if not isinstance(value, Tensor):
+                scalars[key] = value
+                continue
+            for part, inner in inner_tensors(value).items():
+                tensors[f"{key}::{part}" if part else key] = inner
     state = {
         "schema": 1,
         "step": step,
@@ -180,6 +191,14 @@ def _write(folder: Path, step: int, built: Built, data_digest: str) -> None:
     for path in folder.iterdir():
         flush(path)
     flush(folder)
+
+
+def _fill_part(optimizer: Any, parameter: Tensor, field: str, part: str, value: Tensor) -> None:
+    """Put one tensor of a coded moment back, into a state made as the optimizer makes them."""
+    held = optimizer.state[parameter]
+    if field not in held:
+        held[field] = optimizer.new_state(parameter)[field]
+    inner_tensors(held[field])[part].copy_(value)
 
 
 def _trainable(built: Built) -> dict[str, torch.nn.Parameter]:

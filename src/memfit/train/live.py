@@ -233,6 +233,8 @@ class LiveBytes(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operator and count what it returned."""
+        if any(_is_wrapper(kind) for kind in types):
+            return NotImplemented  # its class runs operators on the tensors inside, seen here
         if func is _DEVICE_OF_FAKE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         kwargs = kwargs or {}
@@ -258,7 +260,12 @@ class LiveBytes(TorchDispatchMode):
                 self._track_all(out, op)
 
     def _track(self, tensor: Tensor, op: str) -> int | None:
-        """The block of a tensor's storage, made when it is new; None on another device."""
+        """The block of a tensor's storage, made when it is new; None on another device.
+
+        A tensor that wraps others has no storage of its own: they are counted when they are made.
+        """
+        if _is_wrapper(type(tensor)):
+            return None
         device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
         if device.type != self._device_type:
             return None
@@ -312,6 +319,10 @@ class LiveBytes(TorchDispatchMode):
     # -- labels ------------------------------------------------------------------------------
 
     def _label(self, tensor: Tensor, kind: Kind, module: str) -> None:
+        for part in inner_tensors(tensor).values():
+            self._label_one(part, kind, module)
+
+    def _label_one(self, tensor: Tensor, kind: Kind, module: str) -> None:
         index = self._track(tensor, "registered")
         if index is not None:
             block = self.blocks[index]
@@ -360,6 +371,23 @@ class LiveBytes(TorchDispatchMode):
             if number not in self._place_of_node:
                 path = self._frames[-1][0] if self._frames else OUTSIDE[Phase.LOSS]
                 self._place_of_node[number] = path, find_source()
+
+
+def _is_wrapper(kind: type) -> bool:
+    """Whether tensors of this class hold others instead of a storage (low-bit states, DTensor)."""
+    return hasattr(kind, "__tensor_flatten__") and not issubclass(kind, FakeTensor)
+
+
+def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
+    """The plain tensors that a tensor consists of, by dotted name; itself under "" when plain."""
+    if not _is_wrapper(type(tensor)):
+        return {"": tensor}
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    found = {}
+    for name in names:
+        for rest, inner in inner_tensors(getattr(tensor, name)).items():
+            found[f"{name}.{rest}".rstrip(".")] = inner
+    return found
 
 
 def _because(group: list[Block]) -> str:
