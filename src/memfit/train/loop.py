@@ -37,7 +37,7 @@ from memfit.train.export import save_model
 from memfit.train.guard import Interrupts, explained_out_of_memory, locked
 from memfit.train.logs import Log, read_log
 from memfit.train.machine import describe_environment
-from memfit.train.measure import Meter, run_step, time_measurements, to_batch, torch_device
+from memfit.train.measure import Meter, run_step, start_device, time_measurements, to_batch
 from memfit.train.packing import Sampler
 from memfit.train.prepare import Data, build_samplers, read_data
 from memfit.train.progress import Facts, Moment, Progress, Silent
@@ -130,7 +130,7 @@ def train(
             data=data,
             training=training,
             held_out=held_out,
-            meter=Meter(torch_device(catalog.find_device(recipe.device))),
+            meter=Meter(start_device(recipe, catalog.find_device(recipe.device))),
             progress=progress or Silent(),
             cadence=cadence or Cadence(),
             certificate=certificate,

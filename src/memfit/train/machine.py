@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from statistics import median
@@ -23,8 +25,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def describe_environment(device: torch.device) -> dict[str, str]:
     """What a measured figure depends on besides its recipe."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    return {
+    cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if cuda else platform.machine()
+    found = {
         "device": name,
         "memfit": memfit.__version__,
         "peft": peft.__version__,
@@ -34,6 +37,24 @@ def describe_environment(device: torch.device) -> dict[str, str]:
         "torch": str(torch.__version__),
         "transformers": transformers.__version__,
     }
+    if not cuda:
+        return found
+    return found | {
+        "allocator": torch._C._accelerator_getAllocatorSettings(),
+        "cuda": str(torch.version.cuda or torch.version.hip),
+        "device_memory": str(torch.cuda.get_device_properties(device).total_memory),
+        "driver": _driver(),
+    }
+
+
+def _driver() -> str:
+    """The driver's version as its own tool says it; `unknown` without that tool."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return "unknown"
+    asked = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split()
+    return said[0] if said else "unknown"
 
 
 def measure_machine(device: Device) -> Device:

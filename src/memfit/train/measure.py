@@ -16,6 +16,7 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
+from memfit.allocator_settings import check_allocator
 from memfit.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.hardware import Device
@@ -23,6 +24,7 @@ from memfit.ledger import Entry, Ledger, Phase
 from memfit.recipe import Recipe
 from memfit.results import Measurement
 from memfit.train.build import Built, build_model, build_optimizer
+from memfit.train.cuda_allocator import set_allocator
 from memfit.train.live import LiveBytes
 from memfit.train.machine import describe_environment
 from memfit.train.packing import IGNORED, Micro
@@ -55,7 +57,7 @@ class Meter:
         self._entries: dict[Phase, tuple[int, tuple[Entry, ...]]] = {}
         self._phase = Phase.LOAD
         self._cuda = device.type == "cuda"
-        self._lowest_free: int | None = None
+        self._reserved = self._used = self._outside = 0  # highest so far, CUDA only
 
     @property
     def peak(self) -> int:
@@ -110,6 +112,7 @@ class Meter:
             run_step(built, micros, watch)
             del built
         if self._cuda:
+            self._enter(self._phase)
             torch.cuda.empty_cache()
         return model
 
@@ -143,14 +146,15 @@ class Meter:
         if not self._cuda:
             return {"memory.peak_allocated": _bytes(self.peak, LIVE)} | found
         self._enter(self._phase)
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        used = total - (self._lowest_free or total)
         return {
             "memory.peak_allocated": _bytes(self.peak, "torch.cuda.max_memory_allocated"),
-            "memory.peak_reserved": _bytes(
-                torch.cuda.memory_reserved(self.device), "torch.cuda.memory_reserved"
+            "memory.peak_reserved": _bytes(self._reserved, "torch.cuda.max_memory_reserved"),
+            "memory.device_total": _bytes(
+                self._used, "torch.cuda.mem_get_info where phases begin, of all processes"
             ),
-            "memory.device_total": _bytes(used, "torch.cuda.mem_get_info, of all processes"),
+            "memory.outside_allocator": _bytes(
+                self._outside, "mem_get_info less memory_reserved, of all processes"
+            ),
         } | found
 
     def _enter(self, phase: Phase) -> None:
@@ -158,9 +162,12 @@ class Meter:
         if self._cuda:
             reached = torch.cuda.max_memory_allocated(self.device)
             self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), reached)
+            self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self.device))
             torch.cuda.reset_peak_memory_stats(self.device)
-            free = torch.cuda.mem_get_info(self.device)[0]
-            self._lowest_free = min(free, self._lowest_free or free)
+            free, total = torch.cuda.mem_get_info(self.device)
+            self._used = max(self._used, total - free)
+            held = torch.cuda.memory_reserved(self.device)
+            self._outside = max(self._outside, total - free - held)
         self._phase = phase
 
     def _merge(self, live: LiveBytes) -> None:
@@ -178,8 +185,12 @@ def peak_rss() -> int:
     return reached if sys.platform == "darwin" else reached * KIB
 
 
-def torch_device(device: Device) -> torch.device:
-    """Where a recipe for this device runs; InvalidRequest when this machine has none."""
+def start_device(recipe: Recipe, device: Device) -> torch.device:
+    """Where a recipe runs, its allocator set.
+
+    Raises InvalidRequest when this machine has no such device, or this process another allocator.
+    """
+    check_allocator(recipe.allocator, device)
     if device.is_cpu:
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -187,6 +198,7 @@ def torch_device(device: Device) -> torch.device:
             f"the recipe is for `{device.id}`, and torch finds no GPU here",
             hint="run it on a machine with one; `memfit certify` needs none",
         )
+    set_allocator(recipe.allocator)
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -247,7 +259,7 @@ def measure(recipe: Recipe, device: Device, steps: int = 3) -> Measured:
 
     Raises InvalidRequest when this machine has no such device.
     """
-    where = torch_device(device)
+    where = start_device(recipe, device)
     recipe = replace(recipe, weights="random")
     meter = Meter(where)
     micro = synthetic_micro(recipe, read_model(recipe.model).architecture.vocab)
