@@ -33,7 +33,19 @@ LAYERS = [
     },
     {"plan", "train"},
     {"certify"},
-    {"report", "report_page", "request_file", "doctor", "look_up", "run_folder", "corpus", "api"},
+    {
+        "report",
+        "report_page",
+        "request_file",
+        "doctor",
+        "look_up",
+        "run_folder",
+        "corpus",
+        "proving",
+        "difference",
+        "timeline_files",
+        "api",
+    },
     {"cli", "screens"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -22,6 +22,10 @@ from memfit.nouns import Noun, from_data, read_json, write_atomically, write_jso
 from memfit.plan import problem as problems
 from memfit.plan import search
 from memfit.plan.verdict import needs
+from memfit.proving import change as change
+from memfit.proving import find_levers as find_levers
+from memfit.proving import find_nearest as find_nearest
+from memfit.proving import put
 from memfit.recipe import Recipe
 from memfit.request import Request, read_yaml
 from memfit.results import Certificate, Plan, Report, Run
@@ -51,7 +55,7 @@ def read(target: str | Path, *, changes: Mapping[str, Any] | None = None, **keys
     data = read_yaml(path) if is_file else {"model": str(target)}
     where = str(target) if is_file else "the options"
     for key, value in {**(changes or {}), **_dotted(keys)}.items():
-        _put(data, key, value)
+        put(data, key, value)
     return from_data(data, Request, where=where)
 
 
@@ -59,15 +63,6 @@ def _dotted(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Short names of the few options that have one."""
     short = {"device": "hardware.device", "memory": "limits.memory"}
     return {short.get(k, k): v for k, v in keys.items() if v is not None}
-
-
-def _put(data: dict[str, Any], key: str, value: Any) -> None:
-    *parents, last = key.split(".")
-    for parent in parents:
-        data = data.setdefault(parent, {})
-        if not isinstance(data, dict):
-            raise InvalidRequest(f"`{key}` cannot be set: `{parent}` holds a value, not keys")
-    data[last] = value
 
 
 def plan(request: Request, *, device: Device | None = None) -> Plan:
@@ -103,12 +98,16 @@ def find_lengths(request: Request) -> Request:
 
 
 def certify(
-    recipe: Recipe, *, usable: int | None = None, request: Request | None = None
+    recipe: Recipe,
+    *,
+    usable: int | None = None,
+    request: Request | None = None,
+    tape: Path | None = None,
 ) -> Certificate:
     """Run the recipe's own step on fake tensors of its device; raises NotCertified.
 
     With a request that names data, on the worst micro-batch of that data; else on the worst that
-    the recipe allows.
+    the recipe allows. tape: where a `certify.recording` is written, for `write_timeline`.
     """
     from memfit import certify as certification
 
@@ -122,7 +121,7 @@ def certify(
             rows=worst.rows, tokens=worst.width, documents=worst.documents
         )
         batches = (shape,) * min(recipe.accumulation, 2)
-    return certification.certify(recipe, device, usable, batches)
+    return certification.certify(recipe, device, usable, batches, tape=tape)
 
 
 class Prepared(Noun, frozen=True, kw_only=True):

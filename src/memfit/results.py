@@ -56,7 +56,7 @@ class Considered(Noun, frozen=True, kw_only=True):
     """One recipe of the search: what it needs, and why it was chosen or lost."""
 
     label: str
-    changes: dict[str, Any]  # knob -> value
+    changes: dict[str, Any]  # key of the request -> value, as `--set` takes them
     peak_allocated: int
     device_total: int | None
     exact: bool  # predicted in full; else estimated for the search, within a few per cent
@@ -139,6 +139,28 @@ class Certificate(Noun, frozen=True, kw_only=True):
     bounds: tuple[str, ...]  # what was assumed about data
     seconds: float  # taken to certify
     versions: dict[str, str]
+
+
+class Lever(Noun, frozen=True, kw_only=True):
+    """A certified recipe with one knob turned, certified too; None where it could not be."""
+
+    changes: dict[str, Any]  # key of the request -> value, as `--set` takes them
+    peak_allocated: int | None
+    device_total: int | None
+    removed: int | None  # bytes that the allocated peak loses; negative: it grows
+    verdict: Verdict | None
+    exact: bool  # what is learned stays the same
+    because: str
+
+
+class Nearest(Noun, frozen=True, kw_only=True):
+    """The certified recipe nearest to one that does not fit; `memory.verdict` says if it does."""
+
+    changes: dict[str, Any]  # what to set in the request to get exactly this recipe; {} is itself
+    recipe_digest: str
+    memory: Memory
+    relative_time: float  # predicted step time over the asked recipe's
+    exact: bool  # what is learned stays the same
 
 
 class Measurement(Noun, frozen=True, kw_only=True):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
 from memfit import units
 
 VERDICTS = {
@@ -67,3 +71,21 @@ def short_name(name: str) -> str:
     """`memory.phase.backward` -> `backward`, in words where there are some."""
     last = name.rsplit(".", 1)[-1]
     return PHASES.get(last, last)
+
+
+def as_yaml(value: Any) -> str:
+    """A value in YAML's flow style, as `--set` reads it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if value is None:
+        return "null"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {as_yaml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(as_yaml, value)) + "]"
+    return str(value)
+
+
+def set_words(changes: Mapping[str, Any]) -> list[str]:
+    """Changes of a request as values of `--set`, quoted for a shell."""
+    return [shlex.quote(f"{key}={as_yaml(value)}") for key, value in changes.items()]

@@ -10,7 +10,7 @@ import pytest
 from tiny_steps import CPU, H100, make_device, make_recipe, watch_real_step
 
 from memfit.allocator_settings import Settings
-from memfit.certify import BatchShape, _read_answer, certify, trace
+from memfit.certify import BatchShape, Order, _read_answers, certify, certify_all, trace
 from memfit.certify.allocator import replay
 from memfit.certify.certificate import _judge, find_overhead, make_certificate
 from memfit.certify.recorder import Trace, worst_shapes
@@ -50,8 +50,21 @@ def test_what_can_run_nowhere_is_the_users_error_and_the_rest_is_not_certified()
 def test_a_crashed_child_is_not_certified_with_its_last_lines() -> None:
     crash = [sys.executable, "-c", "import os, sys; print('why', file=sys.stderr); os.abort()"]
     child = subprocess.run(crash, capture_output=True, text=True)
-    with pytest.raises(NotCertified, match=r"code -6:\nwhy"):
-        _read_answer(child)
+    (crashed,) = _read_answers(child, 1)
+    assert isinstance(crashed, NotCertified)
+    assert "code -6:\nwhy" in crashed.message
+
+
+def test_one_process_answers_each_order_on_its_own() -> None:
+    """The second order's error harms neither neighbour, and what was traced before changes none."""
+    full, broken = make_recipe(), make_recipe("gpt2", sequence_length=400)
+    lora = make_recipe(method="lora", recompute_blocks=2)
+    orders = [Order(recipe=r, device=CPU, usable=None) for r in (full, broken, lora, full)]
+    first, error, second, again = certify_all(orders)
+    assert isinstance(error, InvalidRequest)
+    assert (first.at_peak, first.phases) == (again.at_peak, again.phases)
+    alone = certify(lora, CPU, None)
+    assert (second.phases, second.ledger) == (alone.phases, alone.ledger)
 
 
 def test_importing_the_package_imports_no_torch() -> None:

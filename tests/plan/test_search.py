@@ -175,6 +175,6 @@ def test_four_limits_give_the_demos_model_four_recipes():
 
 def test_a_lever_that_changes_nothing_at_the_peak_is_shown_as_no_change():
     plan = api.plan(api.read("llama-3.1-8b", device="rtx-4090", changes={"method": "lora"}))
-    (foreach,) = [c for c in plan.levers if c.changes == {"optimizer": "foreach"}]
+    (foreach,) = [c for c in plan.levers if c.changes == {"optimizer.implementation": "foreach"}]
     assert not foreach.exact
     assert foreach.peak_allocated == plan.memory.peak_allocated

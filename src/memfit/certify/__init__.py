@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import Error, InvalidRequest, NotCertified
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from memfit.certify.recorder import Trace
 
 NEEDED = ("torch", "transformers", "peft")
+OLDEST_TORCH, NEWEST_TORCH = "2.11", "2.13"  # tried; the self-check judges a newer one
 LAST_LINES = 15  # of a crashed child's output, shown to the user
 
 
@@ -41,7 +45,8 @@ class Order(Noun, frozen=True, kw_only=True):
     recipe: Recipe
     device: Device
     usable: int | None
-    batches: tuple[BatchShape, ...] | None
+    batches: tuple[BatchShape, ...] | None = None
+    tape: str = ""  # a file for the tape; "" keeps none
 
 
 def certify(
@@ -49,17 +54,35 @@ def certify(
     device: Device,
     usable: int | None,
     batches: Sequence[BatchShape] | None = None,
+    *,
+    tape: Path | None = None,
 ) -> Certificate:
     """Run the recipe's own step on fake tensors of the device, in a process of its own.
 
     usable: bytes of the limit (of live tensors on a CPU, of the whole device otherwise).
     batches: the micro-batches of the worst step; None takes the worst that the recipe allows.
+    tape: where a `certify.recording.Recording` is written; None keeps none.
     Raises NotCertified (the step cannot be traced here), InvalidRequest (it can run nowhere).
     """
-    _check_libraries()
     order = Order(
-        recipe=recipe, device=device, usable=usable, batches=tuple(batches) if batches else None
+        recipe=recipe,
+        device=device,
+        usable=usable,
+        batches=tuple(batches) if batches else None,
+        tape=str(tape or ""),
     )
+    (made,) = certify_all([order])
+    if isinstance(made, Error):
+        raise made
+    return made
+
+
+def certify_all(orders: Sequence[Order]) -> list[Certificate | Error]:
+    """Each order's certificate, or the error that explains why there is none; one process for all.
+
+    Raises NotCertified when nothing can be certified here.
+    """
+    check_libraries()
     environment = os.environ | {
         "CUDA_VISIBLE_DEVICES": "",  # a certificate does not depend on this machine's GPUs
         "HIP_VISIBLE_DEVICES": "",
@@ -67,39 +90,56 @@ def certify(
     }
     child = subprocess.run(
         [sys.executable, "-m", "memfit.certify"],
-        input=to_json(order),
+        input="".join(to_json(order, indent=-1) + "\n" for order in orders),
         capture_output=True,
         text=True,
         env=environment,
     )
-    answer = _read_answer(child)
-    if "error" in answer:
-        kind = NotCertified if answer["exit_code"] == NotCertified.exit_code else InvalidRequest
-        raise kind(answer["error"], hint=answer["hint"])
-    return from_data(answer, Certificate, where="the certifying process's answer")
+    return _read_answers(child, len(orders))
 
 
-def _check_libraries() -> None:
-    """Raise NotCertified when what the step runs on is not installed; nothing is imported."""
+def check_libraries() -> None:
+    """Raise NotCertified when what the step runs on is missing or too old; nothing is imported."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise NotCertified(
             f"certifying runs the trainer's own step, and `{missing[0]}` is not installed",
             hint="pip install 'memfit[train]'",
         )
+    found = version("torch")
+    if release(found) < release(OLDEST_TORCH):
+        raise NotCertified(
+            f"torch {found} is older than {OLDEST_TORCH}, the oldest whose step memfit can trace",
+            hint=f"pip install 'torch>={OLDEST_TORCH}'",
+        )
 
 
-def _read_answer(child: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    """The last line of its output; a crash is NotCertified with the last lines of its errors."""
-    lines = child.stdout.splitlines()
-    if child.returncode == 0 and lines:
-        answer: dict[str, Any] = json.loads(lines[-1])
-        return answer
+def release(text: str) -> tuple[int, ...]:
+    """(major, minor) of a version such as `2.13.0+cpu`."""
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
+
+
+def _read_answers(
+    child: subprocess.CompletedProcess[str], orders: int
+) -> list[Certificate | Error]:
+    """One line an order; where the process ended too early, NotCertified with its last lines."""
+    found = [_read_answer(line) for line in child.stdout.splitlines()]
+    if child.returncode == 0 and len(found) == orders:
+        return found
     said = "\n".join(child.stderr.splitlines()[-LAST_LINES:])
-    raise NotCertified(
+    crash = NotCertified(
         f"the certifying process ended with code {child.returncode}:\n{said}",
         hint="please report this; `memfit predict` gives the closed form meanwhile",
     )
+    return [*found, *[crash] * (orders - len(found))]
+
+
+def _read_answer(line: str) -> Certificate | Error:
+    answer: dict[str, Any] = json.loads(line)
+    if "error" not in answer:
+        return from_data(answer, Certificate, where="the certifying process's answer")
+    kind = NotCertified if answer["exit_code"] == NotCertified.exit_code else InvalidRequest
+    return kind(answer["error"], hint=answer["hint"])
 
 
 def answer_order(text: str) -> str:
@@ -107,8 +147,9 @@ def answer_order(text: str) -> str:
     from memfit.certify.certificate import make_certificate
 
     order = from_data(json.loads(text), Order, where="the order to certify")
+    tape = Path(order.tape) if order.tape else None
     try:
-        made = make_certificate(order.recipe, order.device, order.usable, order.batches)
+        made = make_certificate(order.recipe, order.device, order.usable, order.batches, tape=tape)
     except Error as error:
         code = type(error).exit_code
         return json.dumps({"error": error.message, "hint": error.hint, "exit_code": code})

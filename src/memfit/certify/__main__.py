@@ -1,4 +1,4 @@
-"""`python -m memfit.certify`: an order on stdin, a certificate (or an error) on stdout."""
+"""`python -m memfit.certify`: orders on stdin, a certificate (or an error) each on stdout."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import sys
 
 
 def main() -> None:
-    """Answer one order. What libraries print goes to stderr; only the answer goes to stdout."""
+    """Answer line by line. What libraries print goes to stderr; only answers go to stdout."""
     answer_to = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     from memfit.certify import answer_order
 
-    answer_to.write(answer_order(sys.stdin.read()) + "\n")
-    answer_to.flush()
+    for line in sys.stdin.read().splitlines():
+        answer_to.write(answer_order(line) + "\n")
+        answer_to.flush()
     os._exit(0)  # no destructors: fake CUDA tensors have no driver to return to
 
 

@@ -14,9 +14,10 @@ from msgspec.structs import replace
 import memfit
 from memfit import catalog, units
 from memfit.allocator_settings import Settings, check_allocator, read_settings
-from memfit.certify import BatchShape
+from memfit.certify import NEWEST_TORCH, BatchShape, release
 from memfit.certify.allocator import Replay, replay
 from memfit.certify.recorder import Trace, trace_step
+from memfit.certify.recording import Recording, write_recording
 from memfit.hardware import Device
 from memfit.ledger import Entry, Kind, Phase
 from memfit.nouns import Noun
@@ -53,6 +54,8 @@ def make_certificate(
     device: Device,
     usable: int | None,
     batches: Sequence[BatchShape] | None,
+    *,
+    tape: Path | None = None,
 ) -> Certificate:
     """Trace the recipe's step in this process and judge it; see `memfit.certify.certify`."""
     started = time.perf_counter()
@@ -61,6 +64,8 @@ def make_certificate(
     settings = read_settings(recipe.allocator, device_memory=memory_driver)
     trace = trace_step(recipe, device, batches)
     replayed = None if device.is_cpu else replay(trace.tape, settings, trace.marks)
+    if tape is not None:
+        write_recording(_record(trace, None if device.is_cpu else settings), tape)
     phases = dict(trace.phases) if replayed is None else _by_phase(trace, replayed)
     if replayed is None:
         memory, bounds = _on_cpu(trace, usable), trace.bounds
@@ -76,9 +81,20 @@ def make_certificate(
         phases={str(phase): n for phase, n in phases.items()},
         ledger=trace.ledger,
         at_peak=trace.alive(Phase(memory.peak_phase)),
-        bounds=bounds,
+        bounds=(*bounds, *_torch_bounds()),
         seconds=round(time.perf_counter() - started, 3),
         versions=_versions(),
+    )
+
+
+def _record(trace: Trace, settings: Settings | None) -> Recording:
+    made = (event.tensor for event in trace.tape if event.nbytes > 0)
+    return Recording(
+        events=trace.tape,
+        marks=trace.marks,
+        stretches=trace.stretches,
+        tensors={number: trace.tensor(number) for number in made},
+        settings=settings,
     )
 
 
@@ -183,6 +199,14 @@ def _cuda_bounds(settings: Settings, overhead: Overhead | None) -> tuple[str, ..
     if overhead is not None and not overhead.verified:
         bounds.append("the context's band comes from published figures, not from this device")
     return tuple(bounds)
+
+
+def _torch_bounds() -> tuple[str, ...]:
+    """A torch that nobody has tried passed the self-check, and a reader should know that."""
+    if release(version("torch")) <= release(NEWEST_TORCH):
+        return ()
+    newer = f"torch {version('torch')} is newer than {NEWEST_TORCH}, the newest tried"
+    return (f"{newer}: the self-check found nothing that it imitates wrongly",)
 
 
 def _versions() -> dict[str, str]:

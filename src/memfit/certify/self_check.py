@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from torch.utils._foreach_utils import _has_foreach_support
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memfit.certify import NEWEST_TORCH, OLDEST_TORCH
 from memfit.errors import NotCertified
 
 
@@ -46,7 +47,7 @@ def check_imitation(kind: str) -> None:
     if missing:
         raise NotCertified(
             f"torch {torch.__version__} does not imitate a {kind} device: {', '.join(missing)}",
-            hint="use a torch version that memfit supports (2.11 to 2.13)",
+            hint=f"use a torch version that memfit supports ({OLDEST_TORCH} to {NEWEST_TORCH})",
         )
 
 

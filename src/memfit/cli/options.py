@@ -111,22 +111,11 @@ def same_options(device: str | None, memory: str | None, changes: Changes) -> st
         words += ["--device", device]
     if memory:
         words += ["--memory", memory]
+    from memfit.words import as_yaml
+
     for key, value in changes.items():
-        words += ["--set", f"{key}={_as_yaml(value)}"]
+        words += ["--set", f"{key}={as_yaml(value)}"]
     return " " + shlex.join(words) if words else ""
-
-
-def _as_yaml(value: Any) -> str:
-    """A value in YAML's flow style, for `--set`."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if value is None:
-        return "null"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{k}: {_as_yaml(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_as_yaml, value)) + "]"
-    return str(value)
 
 
 def print_json(noun: object) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -23,7 +24,7 @@ from memfit.cli.options import (
 from memfit.errors import DoesNotFit, InvalidRequest
 
 if TYPE_CHECKING:
-    from memfit.results import Certificate, Plan
+    from memfit.results import Certificate, Lever, Nearest, Plan
 
 
 @click.command("plan", short_help="Decide every knob left on `auto` under the limits.")
@@ -92,10 +93,10 @@ def _after_plan(
         helping = [lever for lever in plan.levers if lever.fits]
         if not helping:
             return [f"memfit plan {again} --why"]
-        from memfit.screens.plan import set_options
+        from memfit.words import set_words
 
         best = min(helping, key=lambda lever: lever.relative_time)
-        words = " ".join(f"--set {word}" for word in set_options(best.changes, plan))
+        words = " ".join(f"--set {word}" for word in set_words(best.changes))
         return [f"memfit plan {again} {words}"]
     if folder:
         return [f"memfit certify {shlex.quote(str(folder / 'plan.json'))}"]
@@ -132,7 +133,7 @@ def predict_command(
 @request_options
 @folder_option
 @anyway_option
-@why_option
+@click.option("--why", is_flag=True, help="Every tensor at the peak, and every lever certified.")
 @output_options
 def certify_command(
     target: str,
@@ -147,30 +148,93 @@ def certify_command(
 ) -> int:
     """Prove a plan: run the trainer's own step on fake tensors of the target device.
 
-    Needs no accelerator. Writes certificate.json beside plan.json, or into --folder.
+    Needs no accelerator. Writes certificate.json beside plan.json, or into --folder. Exit 3 when
+    it does not fit, with the nearest recipe that does, certified too.
     """
     from memfit import api
 
     say = note(quiet)
     plan, home = _plan_of(target, device, memory, changes, folder)
+    asked = Asked(target=target, device=device, memory=memory, changes=changes)
     if plan.memory.verdict == "does_not_fit" and not anyway:
-        say("the plan does not fit, so there is nothing to certify; --anyway certifies it")
-        return _finish(plan, as_json, why, _after_plan(plan, target, device, memory, changes, None))
+        say("the plan does not fit, so it is not certified itself; --anyway does that too")
+        return _show_miss(plan, asked, as_json, why, say)
     say(f"certifying recipe {plan.recipe_digest} for {plan.recipe.device}")
     certificate = api.certify(plan.recipe, usable=plan.memory.usable)
     if home:
         api.write_plan(plan, home)
         api.write_certificate(certificate, home)
         say(f"wrote {home / 'certificate.json'}")
-    commands = _after_certificate(certificate, plan, home)
+    levers: Sequence[Lever] = ()
+    nearest = None
+    if why:
+        say("certifying every lever")
+        levers = api.find_levers(plan, certificate)
+    if certificate.memory.verdict == "does_not_fit":
+        say("searching the nearest recipe that fits")
+        nearest = api.find_nearest(plan, certificate)
     if as_json:
-        print_json(_with_time(certificate, plan))
+        print_json(_with_time(certificate, plan, levers, nearest))
     else:
         from memfit.screens.certificate import show_certificate
         from memfit.screens.layout import make_console
 
-        show_certificate(make_console(), certificate, plan, commands=commands, why=why)
+        commands = _after_certificate(certificate, plan, home, asked, nearest)
+        show_certificate(
+            make_console(), certificate, plan, commands=commands, why=why, levers=levers,
+            nearest=nearest,
+        )  # fmt: skip
     return _exit_code(certificate.memory.verdict)
+
+
+class Asked(NamedTuple):
+    """What was typed, to be typed again with a change."""
+
+    target: str
+    device: str | None
+    memory: str | None
+    changes: Changes
+
+    def again(self, more: Changes) -> str:
+        """The target and its options with more keys set."""
+        options = same_options(self.device, self.memory, {**self.changes, **more})
+        return f"{shlex.quote(self.target)}{options}"
+
+
+def _show_miss(
+    plan: Plan, asked: Asked, as_json: bool, why: bool, say: Callable[[str], None]
+) -> int:
+    """A plan that cannot fit needs no certificate, but what comes nearest to it does."""
+    from memfit import api
+
+    say("searching the nearest recipe that fits")
+    nearest = api.find_nearest(plan, None)
+    if as_json:
+        from memfit.nouns import to_data
+
+        print_json({**to_data(plan), "nearest": to_data(nearest)})
+        return _exit_code(plan.memory.verdict)
+    from memfit.screens.certificate import show_nearest
+    from memfit.screens.layout import make_console, next_commands
+    from memfit.screens.plan import show_plan
+
+    console = make_console()
+    show_plan(console, plan, commands=[], why=why)
+    show_nearest(console, nearest, plan.recipe.device)
+    next_commands(console, _after_miss(plan, asked, nearest))
+    return _exit_code(plan.memory.verdict)
+
+
+def _after_miss(plan: Plan, asked: Asked, nearest: Nearest | None) -> list[str]:
+    """The nearest recipe's own command; a plan is fixed, so that it is planned again."""
+    if nearest is None or nearest.memory.verdict == "does_not_fit":
+        return []
+    if asked.target.endswith(".json"):
+        from memfit.words import set_words
+
+        words = " ".join(f"--set {word}" for word in set_words(nearest.changes))
+        return [f"memfit plan REQUEST.YAML {words}"]
+    return [f"memfit certify {asked.again(nearest.changes)}"]
 
 
 def _plan_of(
@@ -186,15 +250,27 @@ def _plan_of(
     return api.plan(request), folder
 
 
-def _with_time(certificate: Certificate, plan: Plan) -> dict[str, Any]:
+def _with_time(
+    certificate: Certificate, plan: Plan, levers: Sequence[Lever], nearest: Nearest | None
+) -> dict[str, Any]:
     """A certificate proves memory; its time and cost are the plan's predictions."""
     from memfit.nouns import to_data
 
-    return {**to_data(certificate), "time": to_data(plan.time), "cost": to_data(plan.cost)}
+    return {
+        **to_data(certificate),
+        "time": to_data(plan.time),
+        "cost": to_data(plan.cost),
+        "levers": to_data(levers),
+        "nearest": to_data(nearest),
+    }
 
 
-def _after_certificate(certificate: Certificate, plan: Plan, home: Path | None) -> list[str]:
-    if certificate.memory.verdict == "does_not_fit" or not home:
+def _after_certificate(
+    certificate: Certificate, plan: Plan, home: Path | None, asked: Asked, nearest: Nearest | None
+) -> list[str]:
+    if certificate.memory.verdict == "does_not_fit":
+        return _after_miss(plan, asked, nearest)
+    if not home:
         return []
     file = shlex.quote(str(home / "plan.json"))
     if not plan.request.task.data:

@@ -69,7 +69,7 @@ def read_problem(
         usable_because=because,
         assumptions=_assumptions(request, model),
     )
-    _check(problem)
+    check(problem)
     return problem
 
 
@@ -197,7 +197,8 @@ def sequence_length(request: Request, model: Model) -> int:
     return min(ASSUMED_SEQUENCE, model.architecture.max_sequence)
 
 
-def _check(problem: Problem) -> None:
+def check(problem: Problem) -> None:
+    """Raise InvalidRequest where two things asked for exclude each other, or one the device."""
     request, architecture = problem.request, problem.model.architecture
     length = sequence_length(request, problem.model)
     name = problem.reference.name
@@ -247,6 +248,12 @@ def _check(problem: Problem) -> None:
             "`attention: flash` computes in 16 bits, but `precision: fp32` was asked for",
             hint="use `attention: efficient`",
         )
+
+
+def allowed(problem: Problem, precision: Precision) -> bool:
+    """Whether the frozen format that the request fixes can go with this precision."""
+    pair = (problem.request.base_format, precision)
+    return pair not in (("bf16", "fp32"), ("fp32", "bf16"))
 
 
 def divisors(n: int) -> list[int]:

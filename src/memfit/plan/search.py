@@ -18,10 +18,10 @@ from memfit.adapters import find_adapter
 from memfit.errors import InvalidRequest
 from memfit.ledger import Ledger
 from memfit.model import Model
-from memfit.optimizers import find_optimizer
 from memfit.plan.estimate import Estimate, applies
+from memfit.plan.levers import head_adapter, turn
 from memfit.plan.memory import predict_memory, predict_peak
-from memfit.plan.problem import CHUNKS, Problem, divisors, first_recipe
+from memfit.plan.problem import CHUNKS, Problem, allowed, divisors, first_recipe
 from memfit.plan.time import (
     Totals,
     describe_cost,
@@ -150,26 +150,20 @@ def _preferences(problem: Problem) -> Iterator[Candidate]:
             "bf16-mixed", "bf16"]  # fmt: skip
     for method in methods:
         for precision in precisions:
-            if _allowed(problem, precision):
+            if allowed(problem, precision):
                 recipe = first_recipe(problem, method=method, precision=precision)
                 yield Candidate.of(problem, recipe)
-
-
-def _allowed(problem: Problem, precision: Precision) -> bool:
-    """Whether the frozen format that the request fixes can go with this precision."""
-    pair = (problem.request.base_format, precision)
-    return pair not in (("bf16", "fp32"), ("fp32", "bf16"))
 
 
 def _chunks(start: Candidate, tokens: int) -> list[int]:
     """Chunk sizes of the loss to try; 0 is the plain loss."""
     request = start.problem.request
     asked, chunk = request.loss, request.loss_chunk
-    adapted = [w.name for w in start.model.weights if w.part == "head" and "lora_" in w.name]
+    adapted = head_adapter(start.model)
     if adapted and asked == "chunked":
         raise InvalidRequest(
             f"`loss: chunked` needs a head without adapter, and `lora.targets` gives it one "
-            f"(`{adapted[0]}`)",
+            f"(`{adapted}`)",
             hint="use `loss: plain`, or leave the head out of `lora.targets`",
         )
     if asked == "plain" or adapted:
@@ -226,9 +220,8 @@ def _fastest_that_fits(start: Candidate, tried: list[Candidate]) -> Candidate | 
         if found is not None and (best is None or found.seconds < best.seconds):
             best = found
     if best is not None:
-        best.estimate = start.estimate  # its levers need no more than that
+        r, best.estimate = best.recipe, start.estimate  # its levers need no more than that
         if best.estimate is not None:
-            r = best.recipe
             best.estimate.anchor(best.peak, r.micro_batch, r.recompute_blocks, r.loss_chunk)
     tried += [c for c in ranked if best is None or not _same_pair(c, best)]
     return best
@@ -236,10 +229,8 @@ def _fastest_that_fits(start: Candidate, tried: list[Candidate]) -> Candidate | 
 
 def _same_pair(a: Candidate, b: Candidate) -> bool:
     """Whether they differ in recompute alone."""
-    return (a.recipe.micro_batch, a.recipe.loss_chunk) == (
-        b.recipe.micro_batch,
-        b.recipe.loss_chunk,
-    )
+    mine, other = a.recipe, b.recipe
+    return (mine.micro_batch, mine.loss_chunk) == (other.micro_batch, other.loss_chunk)
 
 
 def _least_recompute(plain: Candidate) -> Candidate | None:
@@ -320,11 +311,18 @@ def _reason(candidate: Candidate, chosen: Candidate) -> str:
     if not candidate.likely and usable is not None:
         over = candidate.needs - usable
         return f"needs {units.show_bytes(over)} more than there is"
+    other = " and changes what is learned" if _learns(candidate) != _learns(chosen) else ""
     if candidate.seconds > chosen.seconds:
-        return f"fits, {candidate.seconds / chosen.seconds - 1:.1%} slower"
+        return f"fits, {candidate.seconds / chosen.seconds - 1:.1%} slower{other}"
     if candidate.seconds == chosen.seconds:
-        return "fits, equally fast"
+        return f"fits, equally fast{other}"
     return "fits and is faster, but changes what is learned"
+
+
+def _learns(candidate: Candidate) -> tuple[str, ...]:
+    """The knobs on which the result of training depends."""
+    r = candidate.recipe
+    return r.method, r.precision, r.optimizer.name
 
 
 def _knobs(candidate: Candidate) -> tuple[object, ...]:
@@ -343,62 +341,22 @@ def _considered(chosen: Candidate, tried: list[Candidate]) -> tuple[Considered, 
 
 
 def _levers(chosen: Candidate) -> tuple[Considered, ...]:
-    """The chosen recipe with one knob turned: what each lever saves or costs."""
-    recipe, layers = chosen.recipe, chosen.model.architecture.layers
-    batch = recipe.global_batch
-    smaller = [d for d in divisors(batch) if d < recipe.micro_batch][-1:]
-    larger = [d for d in divisors(batch) if d > recipe.micro_batch][:1]
-    changes: list[dict[str, object]] = [
-        {"recompute_blocks": n} for n in (0, layers) if n != recipe.recompute_blocks
-    ]
-    changes += [{"micro_batch": m, "accumulation": batch // m} for m in (*smaller, *larger)]
-    changes.append(
-        {"loss": "plain", "loss_chunk": 0}
-        if recipe.loss == "chunked"
-        else {"loss": "chunked", "loss_chunk": 1024}
-    )
-    has_foreach = "foreach" in find_optimizer(recipe.optimizer).implementations
-    if has_foreach and recipe.optimizer.implementation != "foreach":
-        foreach = msgspec.structs.replace(recipe.optimizer, implementation="foreach")
-        changes.append({"optimizer": foreach})
-    rows = [(chosen.but(**change), change) for change in changes]
-    rows += [
-        (c, {"method": c.recipe.method, "precision": c.recipe.precision}) for c in _others(chosen)
-    ]
-    return tuple(
-        _row(c, chosen, because=_reason(c, chosen), changes=_named(change)) for c, change in rows
-    )
+    """The chosen recipe with one knob turned: what each lever saves or costs.
+
+    Another kernel is left to the certificate: the estimate knows the chosen one alone.
+    """
+    levers = turn(chosen.problem, chosen.recipe)
+    rows = [(_turned(chosen, r), changes) for changes, r in levers if "attention" not in changes]
+    return tuple(_row(c, chosen, because=_reason(c, chosen), changes=way) for c, way in rows)
 
 
-def _others(chosen: Candidate) -> list[Candidate]:
-    """The chosen exact knobs under another precision or method."""
-    recipe, problem = chosen.recipe, chosen.problem
-    pairs: list[tuple[Method, Precision]] = []
-    if recipe.precision != "bf16" and not (recipe.method == "full" and recipe.precision == "fp32"):
-        pairs.append((recipe.method, "bf16"))
-    if recipe.precision == "fp32":
-        pairs.append((recipe.method, "bf16-mixed"))
-    if recipe.method == "full" and recipe.weights == "pretrained":
-        pairs.append(("lora", recipe.precision))
-    kept = ("micro_batch", "accumulation", "recompute_blocks", "loss", "loss_chunk")
-    found = []
-    for method, precision in pairs:
-        if not _allowed(problem, precision):
-            continue
-        other = first_recipe(problem, method=method, precision=precision)
-        same = {k: getattr(recipe, k) for k in kept}
-        found.append(Candidate.of(problem, msgspec.structs.replace(other, **same)))
-    return found
-
-
-def _named(change: dict[str, object]) -> dict[str, object]:
-    """Knobs as the request names them."""
-    named = {k: v for k, v in change.items() if k not in ("accumulation", "optimizer")}
-    if "optimizer" in change:
-        named["optimizer"] = getattr(change["optimizer"], "implementation", "")
-    if named.get("loss_chunk") == 0:
-        del named["loss_chunk"]
-    return named
+def _turned(chosen: Candidate, recipe: Recipe) -> Candidate:
+    """With the chosen one's estimate where that still holds."""
+    mine = chosen.recipe
+    if (recipe.method, recipe.precision) != (mine.method, mine.precision):
+        return Candidate.of(chosen.problem, recipe)
+    names = [n for n in recipe.__struct_fields__ if getattr(recipe, n) != getattr(mine, n)]
+    return chosen.but(**{n: getattr(recipe, n) for n in names})
 
 
 def _plan(problem: Problem, chosen: Candidate, tried: list[Candidate]) -> Plan:

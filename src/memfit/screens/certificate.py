@@ -6,12 +6,22 @@ from collections.abc import Iterable, Sequence
 
 from memfit import units
 from memfit.ledger import Ledger
+from memfit.plan.verdict import describe_lack, needs
 from memfit.report import signed_error
-from memfit.results import Certificate, Plan
-from memfit.screens.layout import bullets, heading, make_table, next_commands, plain, say, show
+from memfit.results import Certificate, Lever, Nearest, Plan, Tensor
+from memfit.screens.layout import (
+    INDENT,
+    bullets,
+    heading,
+    make_table,
+    next_commands,
+    plain,
+    say,
+    show,
+)
 from memfit.screens.memory import show_bar, show_breakdown, show_verdict
 from memfit.screens.terminal import Console
-from memfit.words import PHASES, show_error
+from memfit.words import PHASES, VERDICTS, set_words, show_error
 
 TENSORS = 10
 
@@ -23,6 +33,8 @@ def show_certificate(
     *,
     commands: Sequence[str],
     why: bool = False,
+    levers: Sequence[Lever] = (),
+    nearest: Nearest | None = None,
 ) -> None:
     """The whole screen of `memfit certify`; `plan` adds the predicted column."""
     recipe, memory = certificate.recipe, certificate.memory
@@ -40,7 +52,13 @@ def show_certificate(
     _show_phases(console, certificate, plan)
     if plan is not None:
         _show_kinds(console, certificate, plan)
-    _show_tensors(console, certificate)
+    if why:
+        _show_every_tensor(console, certificate)
+        _show_levers(console, levers)
+    else:
+        _show_tensors(console, certificate)
+    if memory.verdict == "does_not_fit":
+        show_nearest(console, nearest, recipe.device)
     bullets(console, "Holds for", certificate.bounds)
     next_commands(console, commands)
 
@@ -108,5 +126,77 @@ def _show_tensors(console: Console, certificate: Certificate) -> None:
     table = make_table("bytes", "kind", "module", "made by", numbers=("bytes",))
     for t in certificate.at_peak[:TENSORS]:
         row = (t.kind, t.module or "(outside any module)", t.op)
-        table.add_row(units.show_bytes(t.nbytes), *(plain(console, cell) for cell in row))
+        table.add_row(_each(t), *(plain(console, cell) for cell in row))
     show(console, table)
+    if (more := len(certificate.at_peak) - TENSORS) > 0:
+        said = f"{more} more rows, and each one's source line, with --why"
+        say(console, said, style="dim", indent=INDENT)
+
+
+def _each(tensor: Tensor) -> str:
+    """`32 x 112.00 MiB`."""
+    size = units.show_bytes(tensor.nbytes)
+    return size if tensor.count == 1 else f"{tensor.count} x {size}"
+
+
+def _show_every_tensor(console: Console, certificate: Certificate) -> None:
+    """Two lines a row: what it is, and where it comes from."""
+    rows = certificate.at_peak
+    count = sum(row.count for row in rows)
+    heading(console, f"All {count:,} tensors alive at the peak")
+    width = max((len(_each(row)) for row in rows), default=0)
+    for row in rows:
+        what = f"{_each(row):>{width}}  {row.kind}  {row.module or '(outside any module)'}"
+        say(console, what, indent=INDENT)
+        shape = f"{row.dtype} ({', '.join(map(str, row.shape))})" if row.dtype else ""
+        where = "  ".join(filter(None, (row.op, shape, row.source)))
+        say(console, where, style="dim", indent=INDENT + width + 2)
+
+
+def _show_levers(console: Console, levers: Sequence[Lever]) -> None:
+    heading(console, "Levers (one knob turned, each certified)")
+    if not levers:
+        say(console, "no knob can be turned", indent=INDENT)
+        return
+    numbers = ("removes", "new peak")
+    table = make_table("--set", *numbers, "verdict", "note", numbers=numbers)
+    table.columns[0].no_wrap = True
+    for lever in levers:
+        learned = "" if lever.exact else "changes what is learned"
+        notes = "; ".join(filter(None, (lever.because, learned)))
+        table.add_row(
+            "\n".join(set_words(lever.changes)),
+            "unknown" if lever.removed is None else _signed(lever.removed),
+            _bytes(lever.peak_allocated),
+            VERDICTS[lever.verdict] if lever.verdict else "NOT CERTIFIED",
+            plain(console, notes),
+        )
+    show(console, table)
+
+
+def _signed(removed: int) -> str:
+    """Bytes taken off the peak; a minus where it grows."""
+    return ("-" if removed < 0 else "") + units.show_bytes(abs(removed))
+
+
+def show_nearest(console: Console, nearest: Nearest | None, device: str) -> None:
+    """What to set so that it fits; or how near the smallest recipe comes."""
+    if nearest is None:
+        heading(console, "The nearest recipe that fits")
+        say(console, "not searched: the limit is unknown, or no other can be certified",
+            indent=INDENT)  # fmt: skip
+        return
+    fits = nearest.memory.verdict != "does_not_fit"
+    title = "The nearest recipe that fits" if fits else "No recipe found fits; the smallest found"
+    heading(console, f"{title} (certified, recipe {nearest.recipe_digest})")
+    for word in set_words(nearest.changes) or ["(as it was asked)"]:
+        say(console, f"--set {word}" if nearest.changes else word, indent=INDENT)
+    said = [
+        describe_lack(nearest.memory, device)
+        if not fits
+        else f"needs {units.show_bytes(needs(nearest.memory))} "
+        f"of {_bytes(nearest.memory.usable)} usable",
+        f"{nearest.relative_time - 1:+.1%} time a step (predicted)",
+        "learns the same" if nearest.exact else "changes what is learned",
+    ]
+    say(console, "; ".join(said), indent=INDENT)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from memfit import units
 from memfit.plan.verdict import describe_lack, needs
@@ -22,6 +21,7 @@ from memfit.screens.layout import (
 )
 from memfit.screens.memory import show_bar, show_breakdown, show_instants, show_verdict
 from memfit.screens.terminal import Console
+from memfit.words import set_words
 
 FIRST = 6  # rows of the "considered" table without --why
 
@@ -169,7 +169,7 @@ def _show_levers(console: Console, plan: Plan) -> None:
         if miss and saved >= 0:
             continue
         table.add_row(
-            between.join(set_options(row.changes, plan)),
+            between.join(set_words(row.changes)),
             ("+" if saved > 0 else "-" if saved < 0 else "") + units.show_bytes(abs(saved)),
             f"{row.relative_time - 1:+.1%}",
             "yes" if row.fits else "no",
@@ -180,16 +180,3 @@ def _show_levers(console: Console, plan: Plan) -> None:
         return
     show(console, table)
     _note_ranking(console, plan)
-
-
-def set_options(changes: dict[str, Any], plan: Plan) -> Iterable[str]:
-    """The changes of a lever as values that `--set` takes; what stays as it is goes without."""
-    for knob, value in changes.items():
-        if getattr(plan.recipe, knob, None) == value:
-            continue
-        if knob == "recompute_blocks":
-            yield "recompute=none" if value == 0 else f"'recompute={{blocks: {value}}}'"
-        elif knob == "optimizer":
-            yield f"optimizer.implementation={value}"
-        else:
-            yield f"{knob}={value}"

@@ -1,0 +1,122 @@
+"""A recipe with one knob turned: the one list of levers that a plan predicts and a certificate
+proves, and the knobs of a recipe as `--set` takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, get_args
+
+from msgspec.structs import replace
+
+from memfit.adapters import find_adapter
+from memfit.errors import InvalidRequest
+from memfit.model import Model
+from memfit.optimizers import optimizers
+from memfit.plan.problem import Problem, allowed, check, divisors, first_recipe
+from memfit.recipe import Attention, Method, Precision, Recipe
+
+CHUNK = 1024  # tokens per chunk of the loss that the lever tries
+# what is decided alike whichever way the others stand; of these the result does not depend
+EXACT = ("recompute", "micro_batch", "loss", "loss_chunk", "optimizer.implementation", "attention")
+KEPT = ("micro_batch", "accumulation", "recompute_blocks", "loss", "loss_chunk", "parallel")
+
+
+class Lever(NamedTuple):
+    """One knob turned."""
+
+    changes: dict[str, Any]  # key of the request -> value, as `--set` takes them
+    recipe: Recipe
+
+
+def knobs(recipe: Recipe, layers: int) -> dict[str, Any]:
+    """What a recipe decides, by the request's keys; a request with all of them gives this recipe.
+
+    Seeds, lengths and the settings of adapters and optimizers are the request's own.
+    """
+    blocks = recipe.recompute_blocks
+    found: dict[str, Any] = {
+        "method": recipe.method,
+        "precision": recipe.precision,
+        "recompute": {0: "none", layers: "full"}.get(blocks, {"blocks": blocks}),
+        "micro_batch": recipe.micro_batch,
+        "loss": recipe.loss,
+        "optimizer.name": recipe.optimizer.name,
+        "optimizer.implementation": recipe.optimizer.implementation,
+        "attention": recipe.attention,
+    }
+    if recipe.method != "full":
+        found["base_format"] = recipe.base_format
+    if recipe.loss == "chunked":
+        found["loss_chunk"] = recipe.loss_chunk
+    return found
+
+
+def changed(old: Recipe, new: Recipe, layers: int) -> dict[str, Any]:
+    """The knobs of `new` that stand otherwise than in `old`; another method has its own format."""
+    before, after = knobs(old, layers), knobs(new, layers)
+    if old.method != new.method:
+        after.pop("base_format", None)
+    return {k: v for k, v in after.items() if before.get(k) != v}
+
+
+def turn(problem: Problem, recipe: Recipe) -> Iterator[Lever]:
+    """Every lever that applies, those that leave what is learned alone first."""
+    layers = problem.model.architecture.layers
+    for other in (*_exact(problem, recipe, layers), *_inexact(problem, recipe)):
+        yield Lever(changed(recipe, other, layers), other)
+
+
+def _exact(problem: Problem, recipe: Recipe, layers: int) -> Iterator[Recipe]:
+    batch, own = recipe.global_batch, recipe.optimizer
+    for blocks in sorted({0, layers // 2, layers} - {recipe.recompute_blocks}):
+        yield replace(recipe, recompute_blocks=blocks)
+    smaller = [d for d in divisors(batch) if d < recipe.micro_batch][-1:]
+    larger = [d for d in divisors(batch) if d > recipe.micro_batch][:1]
+    for micro in (*smaller, *larger):
+        yield replace(recipe, micro_batch=micro, accumulation=batch // micro)
+    if recipe.loss == "chunked":
+        yield replace(recipe, loss="plain", loss_chunk=0)
+    elif not head_adapter(find_adapter(recipe).adapt(problem.model, recipe)):
+        yield replace(recipe, loss="chunked", loss_chunk=CHUNK)
+    for implementation in optimizers.find(own.name).implementations:
+        if implementation != own.implementation:
+            yield replace(recipe, optimizer=replace(own, implementation=implementation))
+    for kernel in get_args(Attention):
+        if kernel != recipe.attention and _possible(problem, recipe, kernel):
+            yield replace(recipe, attention=kernel)
+
+
+def _possible(problem: Problem, recipe: Recipe, kernel: str) -> bool:
+    """Whether the device and the precision have this kernel."""
+    asked = replace(problem.request, attention=kernel, precision=recipe.precision)
+    try:
+        check(replace(problem, request=asked))
+    except InvalidRequest:
+        return False
+    return True
+
+
+def head_adapter(model: Model) -> str:
+    """The name of an adapter's weight in the head, which a chunked loss cannot go with, or ""."""
+    return next((w.name for w in model.weights if w.part == "head" and "lora_" in w.name), "")
+
+
+def _inexact(problem: Problem, recipe: Recipe) -> Iterator[Recipe]:
+    """The same exact knobs under another precision, method or optimizer."""
+    pairs: list[tuple[Method, Precision]] = []
+    if recipe.precision != "bf16" and not (recipe.method == "full" and recipe.precision == "fp32"):
+        pairs.append((recipe.method, "bf16"))
+    if recipe.precision == "fp32":
+        pairs.append((recipe.method, "bf16-mixed"))
+    if recipe.method == "full" and recipe.weights == "pretrained":
+        pairs.append(("lora", recipe.precision))
+    for method, precision in pairs:
+        if allowed(problem, precision):
+            other = first_recipe(problem, method=method, precision=precision)
+            yield replace(other, **{k: getattr(recipe, k) for k in KEPT})
+    if recipe.optimizer.name != "sgd":
+        sgd = replace(recipe.optimizer, name="sgd")
+        if sgd.implementation not in optimizers.find("sgd").implementations:
+            sgd = replace(sgd, implementation="fused")
+        yield replace(recipe, optimizer=sgd)

@@ -1,0 +1,190 @@
+"""What would change a certificate's verdict: every lever, and the nearest recipe that fits.
+
+Nothing here is a prediction: the search proposes, and what is named has been certified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+from msgspec.structs import replace
+
+from memfit.errors import Error, InvalidRequest
+from memfit.nouns import from_data, to_data
+from memfit.plan import problem as problems
+from memfit.plan import search
+from memfit.plan.levers import EXACT, changed, knobs, turn
+from memfit.plan.verdict import needs
+from memfit.recipe import Recipe
+from memfit.request import Request
+from memfit.results import Certificate, Lever, Nearest, Plan
+
+# what a request may state and the search could decide, those that change no result first
+LOOSENED: tuple[tuple[str, ...], ...] = (
+    ("recompute",), ("micro_batch",), ("loss", "loss_chunk"), ("optimizer.implementation",),
+    ("attention",), ("precision", "base_format"), ("method",),
+)  # fmt: skip
+TRIES = 3  # proposals certified of each number of knobs loosened
+
+
+def put(data: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in a request's data; raises InvalidRequest where a parent is no mapping."""
+    *parents, last = key.split(".")
+    for parent in parents:
+        data = data.setdefault(parent, {})
+        if not isinstance(data, dict):
+            raise InvalidRequest(f"`{key}` cannot be set: `{parent}` holds a value, not keys")
+    data[last] = value
+
+
+def change(request: Request, changes: Mapping[str, Any]) -> Request:
+    """The request with dotted keys set, as `--set` does."""
+    data = to_data(request)
+    for key, value in changes.items():
+        put(data, key, value)
+    return from_data(data, Request, where="the changed request")
+
+
+def prove(recipes: Sequence[Recipe], usable: int | None) -> list[Certificate | Error]:
+    """Each recipe's certificate, or why there is none; all in one process beside this one."""
+    from memfit import certify as certification
+
+    if not recipes:
+        return []
+    name = recipes[0].device
+    device = problems.find_device("cpu" if name == "cpu-x86" else name)
+    orders = [certification.Order(recipe=r, device=device, usable=usable) for r in recipes]
+    return certification.certify_all(orders)
+
+
+def find_levers(plan: Plan, proof: Certificate) -> tuple[Lever, ...]:
+    """The certified recipe with one knob turned, each certified; what removes most comes first."""
+    ways = list(turn(problems.read_problem(plan.request), plan.recipe))
+    proofs = prove([way.recipe for way in ways], proof.memory.usable)
+    pairs = zip(ways, proofs, strict=True)
+    rows = [_lever(way.changes, proof, other) for way, other in pairs]
+    return tuple(sorted(rows, key=lambda row: -(row.removed if row.removed is not None else -1e30)))
+
+
+def _lever(changes: dict[str, Any], proof: Certificate, other: Certificate | Error) -> Lever:
+    exact = set(changes) <= set(EXACT)
+    if isinstance(other, Error):
+        return Lever(
+            changes=changes, peak_allocated=None, device_total=None, removed=None, verdict=None,
+            exact=exact, because=other.message,
+        )  # fmt: skip
+    found = other.memory
+    return Lever(
+        changes=changes,
+        peak_allocated=found.peak_allocated,
+        device_total=found.device_total,
+        removed=proof.memory.peak_allocated - found.peak_allocated,
+        verdict=found.verdict,
+        exact=exact,
+        because=f"the peak is then in {found.peak_phase}",
+    )
+
+
+def find_nearest(asked: Plan, proof: Certificate | None) -> Nearest | None:
+    """The recipe nearest to a request that does not fit, or the smallest found.
+
+    The search runs again with the knobs that the request states left to it one or two at a time;
+    proof: the certificate that refuted the plan, whose excess is taken off the limit. None where
+    nothing is to be searched: no limit is known, or nothing else can be planned.
+    """
+    limit = _limit(asked, proof)
+    if limit is None:
+        return None
+    misses: list[Plan] = []
+    for number in range(3):
+        ways = list(_ways(asked.request, number))
+        proposals = [] if number == 0 and proof is None else _propose(asked, ways, limit)
+        misses += [made for made in proposals if made.memory.verdict == "does_not_fit"]
+        fitting = [made for made in proposals if made.memory.verdict != "does_not_fit"]
+        for made in sorted(fitting, key=lambda made: _distance(asked, made))[:TRIES]:
+            (found,) = prove([made.recipe], asked.memory.usable)
+            if isinstance(found, Certificate):
+                if found.memory.verdict == "fits":
+                    return _name(asked, made, found)
+                misses.append(made)
+    smallest = min([asked, *misses], key=lambda made: needs(made.memory))
+    (found,) = prove([smallest.recipe], asked.memory.usable)
+    return _name(asked, smallest, found) if isinstance(found, Certificate) else None
+
+
+def _limit(asked: Plan, proof: Certificate | None) -> int | None:
+    usable = asked.memory.usable
+    if usable is None or proof is None:
+        return usable
+    return usable - max(0, needs(proof.memory) - needs(asked.memory))
+
+
+def _ways(request: Request, number: int) -> Iterator[Request]:
+    """The request with so many of its stated knobs left to the search."""
+    data = to_data(request)
+    stated = [group for group in LOOSENED if _value(data, group[0]) not in ("auto", None)]
+    for groups in combinations(stated, number):
+        open_ = {key: 0 if key == "loss_chunk" else "auto" for group in groups for key in group}
+        yield change(request, open_)
+
+
+def _value(data: dict[str, Any], key: str) -> Any:
+    for part in key.split("."):
+        data = data[part]
+    return data
+
+
+def _propose(asked: Plan, ways: Sequence[Request], limit: int) -> list[Plan]:
+    """The plan of each, within the limit, that is not the one asked for."""
+    found: dict[str, Plan] = {}
+    for way in ways:
+        limits = replace(way.limits, memory=f"{max(limit, 0)} B")
+        try:
+            problem = problems.read_problem(replace(way, limits=limits))
+        except InvalidRequest:  # what was stated held two others together
+            continue
+        made = search.search(problem)
+        if made.recipe != asked.recipe:
+            found.setdefault(made.recipe_digest, made)
+    return list(found.values())
+
+
+def _distance(asked: Plan, made: Plan) -> tuple[bool, float]:
+    """What changes the result is further than any slowness."""
+    inexact = not set(_changes(asked, made)) <= set(EXACT)
+    return inexact, _relative_time(asked, made)
+
+
+def _relative_time(asked: Plan, made: Plan) -> float:
+    problem = problems.read_problem(asked.request)
+    one, other = (search.Candidate.of(problem, plan.recipe).seconds for plan in (asked, made))
+    return other / one
+
+
+def _changes(asked: Plan, made: Plan) -> dict[str, Any]:
+    layers = problems.read_problem(asked.request).model.architecture.layers
+    return changed(asked.recipe, made.recipe, layers)
+
+
+def _name(asked: Plan, made: Plan, proof: Certificate) -> Nearest:
+    """With the words that give exactly this recipe when they are set in the request."""
+    changes = _changes(asked, made)
+    if _recipe_of(asked.request, changes) != made.recipe:  # the search decides the rest otherwise
+        layers = problems.read_problem(asked.request).model.architecture.layers
+        changes = knobs(made.recipe, layers)
+    return Nearest(
+        changes=changes,
+        recipe_digest=proof.recipe_digest,
+        memory=proof.memory,
+        relative_time=_relative_time(asked, made),
+        exact=set(_changes(asked, made)) <= set(EXACT),
+    )
+
+
+def _recipe_of(request: Request, changes: Mapping[str, Any]) -> Recipe | None:
+    try:
+        return search.search(problems.read_problem(change(request, changes))).recipe
+    except InvalidRequest:
+        return None

@@ -1,0 +1,78 @@
+"""The levers: each turns one knob, is named as `--set` takes it, and can run."""
+
+import msgspec
+import pytest
+
+from memfit import api
+from memfit.nouns import from_data
+from memfit.plan.levers import EXACT, changed, knobs, turn
+from memfit.plan.problem import read_problem
+from memfit.request import Request
+
+MODEL = {
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 128, "tie_word_embeddings": False,
+}  # fmt: skip
+STATED = {
+    "model": MODEL, "method": "full", "precision": "fp32", "recompute": {"blocks": 2},
+    "loss": "plain", "micro_batch": 2, "attention": "flash", "optimizer": {"name": "adamw"},
+    "task": {"sequence_length": 64, "global_batch": 8}, "hardware": {"device": "cpu"},
+}  # fmt: skip
+CASES = [
+    {}, {"loss": "chunked", "loss_chunk": 64, "precision": "bf16-mixed"},
+    {"method": "lora", "weights": "random"}, {"recompute": "full", "micro_batch": 8},
+    {"hardware": {"device": "h100-sxm"}, "attention": "efficient"},
+    {"optimizer": {"name": "sgd", "implementation": "loop"}, "micro_batch": 1},
+]  # fmt: skip
+
+
+def ask(**changes):
+    return from_data({**STATED, **changes}, Request, where="the test")
+
+
+def put(request, changes):
+    return api.change(request, changes)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_setting_a_levers_changes_gives_its_recipe_and_nothing_else(case):
+    """The words that a user is told to type plan to the very recipe that was judged."""
+    request = ask(**case)
+    recipe = api.plan(request).recipe
+    levers = list(turn(read_problem(request), recipe))
+    for lever in levers:
+        assert api.plan(put(request, lever.changes)).recipe == lever.recipe, lever.changes
+        turned = set(lever.changes) - {"loss_chunk", "base_format"}  # they follow
+        assert len(turned) == 1, lever.changes
+    assert len({msgspec.json.encode(lever.recipe) for lever in levers}) == len(levers)
+
+
+def test_every_kind_of_lever_is_there_and_exact_ones_come_first():
+    request = ask()
+    levers = [c for c, _ in turn(read_problem(request), api.plan(request).recipe)]
+    assert levers == [
+        {"recompute": "none"}, {"recompute": "full"}, {"micro_batch": 1}, {"micro_batch": 4},
+        {"loss": "chunked", "loss_chunk": 1024}, {"optimizer.implementation": "foreach"},
+        {"optimizer.implementation": "loop"}, {"attention": "math"},
+        {"precision": "bf16-mixed"}, {"optimizer.name": "sgd"},
+    ]  # fmt: skip
+    exact = [set(c) <= set(EXACT) for c in levers]
+    assert exact == sorted(exact, reverse=True)
+    half = api.plan(ask(recompute="full"))
+    assert {"recompute": {"blocks": 2}} in [c.changes for c in half.levers]
+    pretrained = api.plan(api.read("gpt2", device="cpu", changes={"method": "full"}))
+    assert {"method": "lora"} in [c.changes for c in pretrained.levers]
+
+
+def test_a_head_with_an_adapter_has_no_chunked_loss():
+    request = ask(method="lora", lora={"rank": 4, "targets": ["lm_head"]}, weights="random")
+    levers = [c for c, _ in turn(read_problem(request), api.plan(request).recipe)]
+    assert not any("loss" in changes for changes in levers)
+
+
+def test_knobs_name_what_differs():
+    plain, other = api.plan(ask()).recipe, api.plan(ask(recompute="full", micro_batch=4)).recipe
+    assert changed(plain, other, 5) == {"recompute": "full", "micro_batch": 4}
+    assert changed(plain, plain, 5) == {}
+    assert knobs(plain, 5)["recompute"] == {"blocks": 2}
