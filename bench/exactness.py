@@ -46,6 +46,12 @@ GRID: dict[str, dict[str, Any]] = {
     },
     "adamw4bit bf16": {**BF16, "name": "adamw4bit", "implementation": "loop"},
     "adamwfp8 fp32": {"name": "adamwfp8", "implementation": "loop"},
+    "full fp16-mixed": {"precision": "fp16-mixed"},
+    "full fp16-mixed foreach, chunked loss": {
+        "precision": "fp16-mixed", "implementation": "foreach", "loss": "chunked",
+        "loss_chunk": 20,
+    },
+    "lora fp16 base": {"method": "lora", "precision": "fp16-mixed", "base_format": "fp16"},
     "sgd fp32": {"name": "sgd", "implementation": "foreach"},
     "freeze fp32": {"method": "freeze", "freeze": Freeze(last_blocks=1)},
     "lora fp32": {"method": "lora"},

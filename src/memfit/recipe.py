@@ -11,14 +11,14 @@ from memfit.model import ModelReference
 from memfit.nouns import Noun
 
 Method = Literal["full", "freeze", "lora"]
-Precision = Literal["fp32", "bf16", "bf16-mixed"]
-Format = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
+Format = Literal["fp32", "bf16", "fp16"]
 Attention = Literal["math", "flash", "efficient"]
 Loss = Literal["plain", "chunked"]
 Schedule = Literal["constant", "linear", "cosine"]
 Implementation = Literal["fused", "foreach", "loop"]
 
-FORMAT_DTYPE = {"fp32": "float32", "bf16": "bfloat16"}
+FORMAT_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class Lora(Noun, frozen=True, kw_only=True):
@@ -136,9 +136,14 @@ class Recipe(Noun, frozen=True, kw_only=True):
     @property
     def compute_dtype(self) -> str:
         """Dtype of matrix products and of the saved activations."""
-        return "float32" if self.precision == "fp32" else "bfloat16"
+        return {"fp32": "float32", "fp16-mixed": "float16"}.get(self.precision, "bfloat16")
 
     @property
     def autocast(self) -> bool:
-        """Whether the forward runs under `torch.autocast(bfloat16)`."""
-        return self.precision == "bf16-mixed"
+        """Whether the forward runs under `torch.autocast`, in `compute_dtype`."""
+        return self.precision in ("bf16-mixed", "fp16-mixed")
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the loss is scaled: fp16's smallest number is 6e-8, and gradients are smaller."""
+        return self.precision == "fp16-mixed"

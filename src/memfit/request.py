@@ -125,8 +125,8 @@ class Request(Noun, frozen=True, kw_only=True):
     method: Literal["auto", "full", "freeze", "lora"] = "auto"
     lora: LoraRequest = LoraRequest()
     freeze: FreezeRequest = FreezeRequest()
-    base_format: Literal["auto", "fp32", "bf16"] = "auto"
-    precision: Literal["auto", "fp32", "bf16", "bf16-mixed"] = "auto"
+    base_format: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "bf16-mixed", "fp16-mixed"] = "auto"
     optimizer: OptimizerRequest = OptimizerRequest()
     recompute: Literal["auto", "none", "full"] | RecomputeBlocks = "auto"
     attention: Literal["auto", "math", "flash", "efficient"] = "auto"

@@ -15,6 +15,7 @@ from memfit.recipe import Freeze, Lora
 
 BF16 = {"precision": "bf16", "base_format": "bf16"}
 MIXED = {"precision": "bf16-mixed"}
+FP16 = {"precision": "fp16-mixed"}
 LORA = {"method": "lora"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -38,6 +39,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "8-bit-lora-mixed": {**LORA, **MIXED, "name": "adamw8bit", "implementation": "loop"},
     "4-bit-bf16": {**BF16, "name": "adamw4bit", "implementation": "loop"},
     "fp8-accumulation": {"name": "adamwfp8", "implementation": "loop", "accumulation": 2},
+    "fp16": FP16,
+    "fp16-lora-base": {**LORA, **FP16, "base_format": "fp16"},
+    "fp16-foreach-accumulation": {**FP16, "implementation": "foreach", "accumulation": 2},
+    "fp16-chunked-recompute": {
+        **FP16,
+        "loss": "chunked",
+        "loss_chunk": 20,
+        "recompute_blocks": 3,
+    },
     "no-clipping": {"clip_norm": 0.0},
     "math": {"attention": "math"},
 }

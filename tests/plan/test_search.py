@@ -131,7 +131,7 @@ def test_predict_refuses_what_is_left_open():
         ),
         ({"micro_batch": 3}, "`micro_batch: 3` does not divide `task.global_batch: 8`"),
         ({"recompute": {"blocks": 9}}, "`recompute.blocks: 9` is more than the 4 blocks"),
-        ({"base_format": "bf16"}, "`precision: fp32` cannot compute on `base_format: bf16`"),
+        ({"base_format": "bf16"}, "`precision: fp32` casts nothing, but `base_format: bf16`"),
         ({"attention": "efficient"}, "`attention: efficient` exists on CUDA only"),
         ({"method": "freeze"}, "`method: freeze` does not say what stays trainable"),
         ({"weights": "pretrained"}, "`weights: pretrained`, but `model` is only a configuration"),

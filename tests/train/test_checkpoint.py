@@ -40,6 +40,8 @@ def advance(built, steps):
 
 def held(built):
     tensors = {n: p for n, p in built.model.named_parameters() if p.requires_grad}
+    if built.scaler is not None:
+        tensors |= built.scaler.state_dict()
     names = {id(p): n for n, p in tensors.items()}
     for parameter, state in built.optimizer.state.items():
         for key, value in state.items():
@@ -69,6 +71,7 @@ RECIPES = {
     "8-bit": tiny_recipe(optimizer={"name": "adamw8bit", "implementation": "loop"}),
     "4-bit": tiny_recipe(optimizer={"name": "adamw4bit", "implementation": "loop"}),
     "fp8": tiny_recipe(optimizer={"name": "adamwfp8", "implementation": "loop"}),
+    "fp16": tiny_recipe(precision="fp16-mixed"),
     "lora": tiny_recipe(method="lora", lora=Lora(rank=4, alpha=8.0, targets=("q_proj",))),
 }
 

@@ -52,6 +52,7 @@ def fake_device(device: Device) -> Iterator[FakeTensorMode]:
     with ExitStack() as stack:
         stack.enter_context(_foreach_on_fake_tensors())
         stack.enter_context(_set(torch, "compile", _leave_out))
+        stack.enter_context(_set(torch.amp.GradScaler, "_maybe_opt_step", _never_skip))
         if kind == "cuda":
             stack.enter_context(_no_cuda_initialisation())
             install_guard()
@@ -99,6 +100,13 @@ def _foreach_on_fake_tensors() -> Iterator[None]:
     finally:
         for kinds, kind in added:
             kinds.remove(kind)
+
+
+def _never_skip(_: Any, optimizer: Any, __: Any, *args: Any, **kwargs: Any) -> Any:
+    """The scaler would read from the device whether gradients are finite. A skipped step holds
+    less than one that is taken.
+    """
+    return optimizer.step(*args, **kwargs)
 
 
 def _leave_out(function: Any = None, **_: Any) -> Any:

@@ -106,12 +106,8 @@ def _check_compiler(parameter: torch.nn.Parameter) -> None:
 @cache
 def _torchao() -> Any:
     """torchao.optim.adam. Raises InvalidRequest when torchao is not installed."""
-    import logging
-
     from torch.utils._python_dispatch import _disable_current_modes
 
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # it tells of kernels that it could not load; none is used
     try:
         with _disable_current_modes():  # its tables are constants, also when a trace comes first
             from torchao.optim import adam, subclass_4bit, subclass_8bit
@@ -124,8 +120,6 @@ def _torchao() -> Any:
             "low-bit optimizers are torchao's, and `torchao` is not installed",
             hint="pip install 'memfit[train]', or use `optimizer.name: adamw`",
         ) from None
-    finally:
-        logging.disable(before)
     return adam
 
 

@@ -66,6 +66,8 @@ class Setting(Noun, frozen=True, kw_only=True):
     batch: Batch
     kernel: str
     autocast: bool
+    compute: str  # dtype of matrix products
+    scaled: bool  # whether the loss is multiplied by a scale before its backward
     chunk: int  # tokens per chunk of the loss; 0 = plain
     cuda: bool
     adapter_dropout: bool
@@ -166,7 +168,7 @@ class _Simulation:
         self.family: Family = find_family(a.family)
         self.meter = Meter(
             cuda=setting.cuda,
-            autocast=setting.autocast, vocab=a.vocab,
+            autocast=setting.autocast, low=setting.compute, vocab=a.vocab,
         )  # fmt: skip
         self.outside = self._weights(setting.outside)
         if "lm_head.weight" not in self.outside and "lm_head.base_layer.weight" not in self.outside:
@@ -176,6 +178,7 @@ class _Simulation:
         for run in setting.runs:
             for _ in range(run.count):
                 self.blocks.append((self._weights(run.rows), run.recomputed))
+        self.scale = sizes.parameter(self.meter, (), "float32", trainable=False)
         self.marks: list[tuple[str, int, int]] = []  # name, events and FLOP before
 
     def _weights(self, rows: tuple[Row, ...]) -> Weights:
@@ -223,9 +226,10 @@ class _Simulation:
             loss = loss_mean(forward, self.outside, hidden, labels, self.setting.chunk)
             del hidden
         self.mark("head", "loss")
+        product = sizes.mul(loss, self.scale) if self.setting.scaled else loss
         meter.on_product = self._product_begins
         with meter.with_autocast(False):
-            sizes.backward(loss, self._watch(boundaries))
+            sizes.backward(product, self._watch(boundaries))
         self._pass_all(boundaries)
         self.mark("end", "")
         return self._cut()

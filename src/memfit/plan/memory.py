@@ -131,6 +131,8 @@ def describe(model: Model, recipe: Recipe, device: Device) -> tuple[Setting, lis
         batch=worst_batch(recipe),
         kernel=recipe.attention,
         autocast=recipe.autocast,
+        compute=recipe.compute_dtype,
+        scaled=recipe.scaled,
         chunk=recipe.loss_chunk if recipe.loss == "chunked" else 0,
         cuda=cuda,
         adapter_dropout=recipe.lora.dropout > 0,
@@ -178,10 +180,12 @@ class _Step:
         level.add(
             self._cublas
         )  # the forward's; autograd's thread takes its own in its first product
+        self._scale_loss()
         self._micro_batches(Phase.FIRST_STEP, Phase.FIRST_STEP, Phase.FIRST_STEP, Phase.FIRST_STEP)
         level.note(Phase.FIRST_STEP)
         self._first_update()
         self._release_gradients()
+        self._scale_loss()
         self._micro_batches(Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.ACCUMULATE)
         self._clip(Phase.OPTIMIZER_STEP)
         self._update(Phase.OPTIMIZER_STEP, self.trainable)
@@ -259,11 +263,22 @@ class _Step:
         level.note(phase)
         if not self.recipe.optimizer.clip_norm:
             return
-        scalars = [DTYPE_BYTES["float32"]] * 3 * len(self.trainable)
-        norms = self._hold((Kind.TEMPORARY, "optimizer"), scalars)
+        scalar, count = DTYPE_BYTES["float32"], len(self.trainable)
+        norm = {(Kind.TEMPORARY, "optimizer"): scalar}  # held until the step has returned it
+        each = [scalar] * count
+        norms = self._hold((Kind.TEMPORARY, "optimizer"), each)
         if not self.device.is_cpu:
             norms[Kind.WORKSPACE, "optimizer"] = foreach_norm([s.numel for s in self.trainable])
         level.note(phase, norms)
+        level.note(
+            phase, self._hold((Kind.TEMPORARY, "optimizer"), [*each, scalar * count, scalar])
+        )
+        level.add(norm)
+
+    def _scale_loss(self) -> None:
+        """fp16: the scaler's two numbers, and the scale that this step uses."""
+        if self.recipe.scaled:
+            self.level.add({(Kind.TEMPORARY, "loss"): 3 * DTYPE_BYTES["float32"]})
 
     def _update(self, phase: Phase, specs: Sequence[TensorSpec]) -> None:
         settings = self.recipe.optimizer

@@ -15,7 +15,8 @@ from memfit.hardware import Device
 from memfit.model import Model, ModelReference
 from memfit.nouns import Noun
 from memfit.optimizers import default_implementation, optimizers
-from memfit.recipe import Freeze, Lora, Method, Optimizer, Precision, Recipe
+from memfit.plan.precision import HALF, find_conflict
+from memfit.recipe import Format, Freeze, Lora, Method, Optimizer, Precision, Recipe
 from memfit.request import RecomputeBlocks, Request
 
 ASSUMED_STEPS = 1000  # when neither a length nor data is given
@@ -228,15 +229,12 @@ def check(problem: Problem) -> None:
                 f"`recompute.blocks: {blocks}` is more than the {layers} blocks of `{name}`",
                 hint=f"use at most {layers}, or `recompute: full`",
             )
-    if request.precision == "fp32" and request.base_format == "bf16":
+    if conflict := find_conflict(request.base_format, request.precision):
+        own = HALF.get(request.precision, "fp32")
         raise InvalidRequest(
-            "`precision: fp32` cannot compute on `base_format: bf16`",
-            hint="use `base_format: fp32`, or `precision: bf16-mixed`",
-        )
-    if request.precision == "bf16" and request.base_format == "fp32":
-        raise InvalidRequest(
-            "`precision: bf16` stores everything in bf16, but `base_format: fp32` was asked for",
-            hint="use `base_format: bf16`, or `precision: bf16-mixed`",
+            f"`precision: {request.precision}` {conflict}, but `base_format: {request.base_format}`"
+            " was asked for",
+            hint=f"use `base_format: {own}`, or leave it out",
         )
     if problem.device.is_cpu and request.attention == "efficient":
         raise InvalidRequest(
@@ -252,8 +250,7 @@ def check(problem: Problem) -> None:
 
 def allowed(problem: Problem, precision: Precision) -> bool:
     """Whether the frozen format that the request fixes can go with this precision."""
-    pair = (problem.request.base_format, precision)
-    return pair not in (("bf16", "fp32"), ("fp32", "bf16"))
+    return not find_conflict(problem.request.base_format, precision)
 
 
 def divisors(n: int) -> list[int]:
@@ -276,7 +273,7 @@ def first_recipe(problem: Problem, *, method: Method, precision: Precision) -> R
     request = problem.request
     length = sequence_length(request, problem.model)
     asked = request.base_format
-    base = asked if asked != "auto" else ("fp32" if precision == "fp32" else "bf16")
+    base: Format = asked if asked != "auto" else HALF.get(precision, "fp32")
     attention = request.attention
     if attention == "auto":
         half = precision != "fp32"

@@ -21,6 +21,7 @@ from memfit.model import Model
 from memfit.plan.estimate import Estimate, applies
 from memfit.plan.levers import head_adapter, turn
 from memfit.plan.memory import predict_memory, predict_peak
+from memfit.plan.precision import precisions
 from memfit.plan.problem import CHUNKS, Problem, allowed, divisors, first_recipe
 from memfit.plan.time import (
     Totals,
@@ -31,7 +32,7 @@ from memfit.plan.time import (
     sum_up,
 )
 from memfit.plan.verdict import describe_lack, describe_memory, held
-from memfit.recipe import Method, Precision, Recipe
+from memfit.recipe import Method, Recipe
 from memfit.request import RecomputeBlocks
 from memfit.results import Considered, Memory, Plan
 
@@ -141,15 +142,8 @@ def _preferences(problem: Problem) -> Iterator[Candidate]:
         and first_recipe(problem, method="full", precision="fp32").weights == "random"
     ):
         methods = ["full"]  # an adapter on random weights has nothing to adapt
-    half = problem.device.is_cpu or bool(problem.device.flops.get("bf16"))
-    precisions: list[Precision] = ["fp32"]
-    if request.precision != "auto":
-        precisions = [request.precision]
-    elif half:
-        precisions = ["fp32", "bf16-mixed", "bf16"] if problem.device.is_cpu else [
-            "bf16-mixed", "bf16"]  # fmt: skip
     for method in methods:
-        for precision in precisions:
+        for precision in precisions(problem.request, problem.device):
             if allowed(problem, precision):
                 recipe = first_recipe(problem, method=method, precision=precision)
                 yield Candidate.of(problem, recipe)

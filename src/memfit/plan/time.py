@@ -27,7 +27,7 @@ ASSUMED_MATMUL, ASSUMED_ATTENTION, ASSUMED_BANDWIDTH = 0.65, 0.4, 0.75
 ASSUMED_LAUNCH = 5e-6
 KERNELS_PER_BLOCK = 60  # of one forward of one block, run eagerly
 # Where the device's speed is unknown, recipes are still ranked, by rates nobody claims.
-RANKING_FLOPS, RANKING_BANDWIDTH = {"fp32": 1e12, "bf16": 1.5e12}, 5e10
+RANKING_FLOPS, RANKING_BANDWIDTH = {"fp32": 1e12, "bf16": 1.5e12, "fp16": 1.5e12}, 5e10
 
 
 class Work(Noun, frozen=True, kw_only=True):
@@ -133,7 +133,7 @@ def relative_seconds(totals: Totals, recipe: Recipe, device: Device) -> float:
 
 
 def _dtype(recipe: Recipe) -> str:
-    return "fp32" if recipe.compute_dtype == "float32" else "bf16"
+    return {"float32": "fp32", "float16": "fp16"}.get(recipe.compute_dtype, "bf16")
 
 
 def _timeline(

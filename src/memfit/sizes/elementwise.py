@@ -57,9 +57,9 @@ def _cast_backward(dtype: str) -> Rule:
 
 
 def autocast_lower(x: Tensor) -> Tensor:
-    """What autocast feeds to matrix products: bf16 copies, made anew at each use (no cache)."""
+    """What autocast feeds to matrix products: 16-bit copies, made anew at each use (no cache)."""
     wide = x.meter.autocast and x.dtype == "float32"
-    return cast(x, "bfloat16") if wide else x
+    return cast(x, x.meter.low) if wide else x
 
 
 def autocast_upper(x: Tensor) -> Tensor:

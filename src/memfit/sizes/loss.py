@@ -44,7 +44,7 @@ def chunked_sum(hidden: Tensor, weight: Tensor, chunk: int) -> Tensor:
     As train/loss.py: hidden (tokens, hidden), weight (vocab, hidden) -> 0-dim.
     """
     meter = hidden.meter
-    compute = "bfloat16" if meter.autocast else hidden.dtype
+    compute = meter.low if meter.autocast else hidden.dtype
     node = record(_chunked_backward, (hidden, weight))
     total = empty(meter, (), "float32")
     d_hidden = like(hidden) if hidden.requires_grad else None
@@ -85,8 +85,10 @@ def _slope(piece: Tensor, weight: Tensor) -> Tensor:
     meter, rows, vocab = piece.meter, piece.shape[0], weight.shape[0]
     meter.flop += 2 * rows * vocab * piece.shape[1]
     logits = empty(meter, (rows, vocab), piece.dtype)
-    wide = cast(logits, "float32")
-    result = like(wide)
+    # CUDA's log-softmax reads fp16 and writes fp32 (SoftMax.cpp); other kernels want a copy
+    reads = meter.cuda and piece.dtype == "float16"
+    wide = logits if reads else cast(logits, "float32")
+    result = like(wide, dtype="float32")
     del wide, logits
     is_target = empty(meter, (rows, 1), "bool")
     column = empty(meter, (rows, 1), "int64")

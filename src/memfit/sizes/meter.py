@@ -43,9 +43,17 @@ def block_size(nbytes: int) -> int:
 class Meter:
     """The live bytes of one simulated device: a CPU's tensors, or a CUDA allocator's blocks."""
 
-    def __init__(self, *, cuda: bool = False, autocast: bool = False, vocab: int = -1) -> None:
+    def __init__(
+        self,
+        *,
+        cuda: bool = False,
+        autocast: bool = False,
+        low: str = "bfloat16",
+        vocab: int = -1,
+    ) -> None:
         self.cuda = cuda
         self.autocast = autocast
+        self.low = low  # the dtype that autocast lowers to
         self.vocab = vocab
         self.saver: Any = None  # the recomputed region that saved tensors are handed to
         self.sequence = 0  # autograd's sequence number

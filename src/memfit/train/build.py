@@ -6,7 +6,7 @@ then given empty storage: the same code runs on real devices and under `FakeTens
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from memfit.train.attention import check_attention
 from memfit.train.hugging_face import bare_model, parts
 from memfit.train.loss import check_chunked
 from memfit.train.recompute import recompute_first
+from memfit.train.scaling import make_scaler
 from memfit.train.weights import fill_weights
 
 __all__ = ["Built", "build_model", "build_optimizer", "check_census", "fill_weights"]
@@ -34,6 +35,11 @@ class Built:
     recipe: Recipe
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        """A recipe that computes in fp16 scales its loss."""
+        object.__setattr__(self, "scaler", make_scaler(self.recipe, self.device))
 
     @property
     def device(self) -> torch.device:
@@ -114,6 +120,12 @@ def _check(recipe: Recipe) -> None:
             f"`base_format: {recipe.base_format}` cannot be computed with under"
             f" `precision: {recipe.precision}`, which casts nothing",
             hint="use `precision: bf16-mixed`, or the same format for both",
+        )
+    if frozen and recipe.autocast and recipe.frozen_dtype not in ("float32", recipe.compute_dtype):
+        raise InvalidRequest(
+            f"`base_format: {recipe.base_format}` would be cast to another 16-bit format in every"
+            f" product under `precision: {recipe.precision}`",
+            hint=f"use `base_format: {recipe.precision.removesuffix('-mixed')}`",
         )
     if not architecture.rotary_dim and length > architecture.max_sequence:
         raise InvalidRequest(

@@ -3,7 +3,7 @@
     checkpoints/step-000100/   weights.safetensors     trainable parameters, by name
                                optimizer.safetensors   optimizer state, `parameter::key`, or
                                                        `parameter::key::part` of coded moments
-                               state.json              step, digests, the state's plain numbers
+                               state.json              step, digests, the state's numbers, scale
                                manifest.json           size and SHA-256 of the other files
 
 Batches and random numbers are functions of (seed, step), so the step is all else there is. A
@@ -127,6 +127,8 @@ def load_checkpoint(folder: Path, built: Built, data_digest: str) -> int:
     for key, value in state["scalars"].items():
         name, _, field = key.partition("::")
         built.optimizer.state[parameters[name]][field] = value
+    if built.scaler is not None:
+        built.scaler.load_state_dict(state["scaler"])
     return int(state["step"])
 
 
@@ -178,6 +180,7 @@ def _write(folder: Path, step: int, built: Built, data_digest: str) -> None:
         "data_digest": data_digest,
         "on_cpu": [k for k, t in tensors.items() if t.device.type == "cpu"],
         "scalars": scalars,
+        "scaler": built.scaler.state_dict() if built.scaler is not None else None,
         "torch": torch.__version__,
     }
     save_file({n: p.detach() for n, p in parameters.items()}, folder / "weights.safetensors")

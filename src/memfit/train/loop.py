@@ -41,6 +41,7 @@ from memfit.train.measure import Meter, run_step, start_device, time_measurement
 from memfit.train.packing import Sampler
 from memfit.train.prepare import Data, build_samplers, read_data
 from memfit.train.progress import Facts, Moment, Progress, Silent
+from memfit.train.scaling import was_skipped
 from memfit.train.schedule import learning_rate
 from memfit.train.step import StepResult, evaluate
 from memfit.train.weights import fill_weights
@@ -78,6 +79,7 @@ class _Session:
     cadence: Cadence
     certificate: Certificate | None
     interrupts: Interrupts
+    skipped: int = 0  # steps of this process whose fp16 gradients were not finite
     warnings: list[str] = field(default_factory=list)
 
     def every(self, asked: int) -> int:
@@ -206,6 +208,7 @@ def _advance(session: _Session, built: Built, log: Log, index: int) -> None:
             tokens_per_second=row["tokens"] / row["seconds"],
             memory=session.meter.peak,
             evaluation_loss=row.get("evaluation_loss"),
+            skipped=session.skipped,
         )
     )
     if last or step % session.every(session.cadence.save_every) == 0:
@@ -228,12 +231,16 @@ def _take_step(session: _Session, built: Built, index: int) -> dict[str, Any]:
         result = session.meter.watch_step(built, lambda watch: run_step(built, micros, watch))
     else:
         result = run_step(built, micros)
-    loss, norm = _read_result(result, index + 1)
+    skipped = was_skipped(built.scaler, result.scale, index + 1)
+    loss, norm = _read_result(result, index + 1, skipped=skipped)
     seconds = time.perf_counter() - start
     _compare(session)
     row: dict[str, Any] = {"step": index + 1, "loss": loss, "learning_rate": rate}
     if norm is not None:
         row["grad_norm"] = norm
+    if result.scale is not None:
+        row |= {"loss_scale": float(result.scale), "skipped": skipped}
+        session.skipped += skipped
     tokens = sum(micro.tokens for micro in micros)
     return row | {
         "tokens": tokens,
@@ -249,10 +256,15 @@ def _seed_of(recipe: Recipe, index: int) -> int:
     return int(np.random.SeedSequence([recipe.seed, index]).generate_state(1, np.uint32)[0])
 
 
-def _read_result(result: StepResult, step: int) -> tuple[float, float | None]:
-    """Loss and gradient norm, waiting for the device; RunFailed when one is not finite."""
+def _read_result(
+    result: StepResult, step: int, *, skipped: bool = False
+) -> tuple[float, float | None]:
+    """Loss and gradient norm, waiting for the device; RunFailed when one is not finite.
+
+    A skipped step has no norm: that its gradients are not finite is why it was skipped.
+    """
     loss = float(result.loss)
-    norm = None if result.grad_norm is None else float(result.grad_norm)
+    norm = None if result.grad_norm is None or skipped else float(result.grad_norm)
     for name, value in (("loss", loss), ("gradient norm", norm)):
         if value is not None and not math.isfinite(value):
             raise RunFailed(

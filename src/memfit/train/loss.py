@@ -18,15 +18,21 @@ IGNORE = -100  # a label that is no target
 
 
 def loss_mean(
-    head: nn.Module, hidden: Tensor, labels: Tensor, recipe: Recipe, target_tokens: int
+    head: nn.Module,
+    hidden: Tensor,
+    labels: Tensor,
+    recipe: Recipe,
+    target_tokens: int,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """Sum of the losses of this batch's target tokens over `target_tokens`, 0-dim fp32.
 
     hidden (batch, tokens, hidden); labels (batch, tokens), aligned: what each position predicts.
+    scale: what the caller multiplies the loss by before its backward; None is 1.
     """
     if recipe.loss == "plain":
         return plain_sum(head, hidden, labels) / target_tokens
-    return chunked_mean(head, hidden, labels, recipe, target_tokens)
+    return chunked_mean(head, hidden, labels, recipe, target_tokens, scale)
 
 
 def plain_sum(head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -38,18 +44,26 @@ def plain_sum(head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
 
 
 def chunked_mean(
-    head: nn.Module, hidden: Tensor, labels: Tensor, recipe: Recipe, target_tokens: int
+    head: nn.Module,
+    hidden: Tensor,
+    labels: Tensor,
+    recipe: Recipe,
+    target_tokens: int,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """The same with at most `recipe.loss_chunk` tokens' logits alive.
 
     Gradients of the hidden states and of the head are computed at once, while a chunk's logits
     exist; backward only hands them out (after Liger Kernel, Hsu et al. 2410.10989, section 3.2).
+    They are scaled when they are made: in fp16 they would vanish before backward could.
     """
     check_chunked(head, recipe)
-    compute = torch.bfloat16 if recipe.autocast else hidden.dtype
+    compute = getattr(torch, recipe.compute_dtype) if recipe.autocast else hidden.dtype
     flat = hidden.flatten(0, 1)
-    arguments = (flat, head.weight, labels.flatten(), compute, recipe.loss_chunk, target_tokens)
-    return cast(Tensor, _Chunked.apply(*arguments))  # type: ignore[no-untyped-call]
+    made = _Chunked.apply(  # type: ignore[no-untyped-call]
+        flat, head.weight, labels.flatten(), compute, recipe.loss_chunk, target_tokens, scale
+    )
+    return cast(Tensor, made)
 
 
 def check_chunked(head: nn.Module, recipe: Recipe) -> None:
@@ -76,6 +90,7 @@ class _Chunked(torch.autograd.Function):
         compute: torch.dtype,
         chunk: int,
         target_tokens: int,
+        scale: Tensor | None,
     ) -> Tensor:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -86,7 +101,9 @@ class _Chunked(torch.autograd.Function):
             for start in range(0, hidden.shape[0], chunk):
                 here = slice(start, start + chunk)
                 piece = hidden[here].to(compute)
-                loss, slope = _loss_and_slope(piece @ cast_weight.t(), labels[here], target_tokens)
+                loss, slope = _loss_and_slope(
+                    piece @ cast_weight.t(), labels[here], target_tokens, scale
+                )
                 total += loss
                 if not (wants_hidden or wants_weight):
                     continue
@@ -99,20 +116,23 @@ class _Chunked(torch.autograd.Function):
                 del slope, piece
         if d_weight is not None:
             d_weight = d_weight.to(weight.dtype)
-        ctx.save_for_backward(d_hidden, d_weight)
+        ctx.save_for_backward(d_hidden, d_weight, scale)
         return total
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
-        d_hidden, d_weight = ctx.saved_tensors
+        d_hidden, d_weight, scale = ctx.saved_tensors
+        factor = outer[0] if scale is None else outer[0] / scale
         for gradient in (d_hidden, d_weight):
             if gradient is not None:
-                gradient.mul_(outer[0])
-        return d_hidden, d_weight, None, None, None, None
+                gradient.mul_(factor)
+        return d_hidden, d_weight, None, None, None, None, None
 
 
-def _loss_and_slope(logits: Tensor, labels: Tensor, target_tokens: int) -> tuple[Tensor, Tensor]:
-    """(mean's share, its fp32 slope by the logits); the logits are given up.
+def _loss_and_slope(
+    logits: Tensor, labels: Tensor, target_tokens: int, scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(mean's share, its scaled fp32 slope by the logits); the logits are given up.
 
     d loss / d logits = softmax(logits) - one_hot(label), 0 where there is no target.
     """
@@ -124,7 +144,7 @@ def _loss_and_slope(logits: Tensor, labels: Tensor, target_tokens: int) -> tuple
     loss = -(log_p.gather(1, column) * weight).sum()
     slope = log_p.exp_()
     slope.scatter_add_(1, column, torch.full_like(weight, -1.0))
-    return loss, slope.mul_(weight)
+    return loss, slope.mul_(weight if scale is None else weight * scale)
 
 
 def _add_outer(

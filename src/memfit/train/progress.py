@@ -33,6 +33,7 @@ class Moment(NamedTuple):
     tokens_per_second: float
     memory: int  # bytes, the measured peak so far
     evaluation_loss: float | None
+    skipped: int = 0  # steps so far that a loss scale made skip
 
 
 class Progress(Protocol):
@@ -166,6 +167,8 @@ def describe(moment: Moment) -> str:
     said = f"loss {moment.loss:.4f}"
     if moment.evaluation_loss is not None:
         said += f"  held-out {moment.evaluation_loss:.4f}"
+    if moment.skipped:
+        said += f"  {moment.skipped} skipped"
     speed = units.show_count(moment.tokens_per_second)
     return f"{said}  lr {moment.learning_rate:.1e}  {speed} tokens/s"
 

@@ -15,6 +15,7 @@ from memfit.train.attention import Documents
 from memfit.train.build import Built
 from memfit.train.hugging_face import parts
 from memfit.train.loss import IGNORE, loss_mean
+from memfit.train.scaling import current_scale, unscale, update
 
 Enter = Callable[[Phase], None]
 
@@ -35,6 +36,7 @@ class StepResult:
 
     loss: Tensor  # mean over the target tokens of the global batch
     grad_norm: Tensor | None  # before clipping; None without clipping
+    scale: Tensor | None = None  # what the loss was multiplied by; None when it was not
 
 
 def nowhere(phase: Phase) -> None:
@@ -52,19 +54,21 @@ def step(
     if target_tokens < 1:
         raise InvalidRequest("a global batch holds no target token", hint="check the data's labels")
     total: Tensor | None = None
+    scale = current_scale(built.scaler, built.device)
     for index, batch in enumerate(batches):
         if index:
             enter(Phase.ACCUMULATE)
-        loss = _accumulate(built, batch, target_tokens, nowhere if index else enter)
+        loss = _accumulate(built, batch, target_tokens, scale, nowhere if index else enter)
         total = loss if total is None else total.add_(loss)
         del loss, batch
     if total is None:
         raise InvalidRequest("a global batch holds no micro-batch")
     enter(Phase.OPTIMIZER_STEP)
+    unscale(built.scaler, built.optimizer)
     norm = _clip(built)
-    built.optimizer.step()
+    update(built.scaler, built.optimizer)
     built.optimizer.zero_grad(set_to_none=True)
-    return StepResult(total, norm)
+    return StepResult(total, norm, scale)
 
 
 def evaluate(built: Built, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -73,7 +77,7 @@ def evaluate(built: Built, batch: Batch) -> tuple[Tensor, Tensor]:
     built.model.eval()
     try:
         with torch.no_grad(), autocast(built):
-            loss = _loss(built, _hidden(built, batch), batch.labels, 1)
+            loss = _loss(built, _hidden(built, batch), batch.labels, 1, None)
     finally:
         built.model.train(was_training)
     return loss, (batch.labels != IGNORE).sum()
@@ -83,20 +87,26 @@ def autocast(built: Built) -> AbstractContextManager[object]:
     """Mixed precision of the recipe. Uncached: a cache would keep every weight's cast alive."""
     if not built.recipe.autocast:
         return nullcontext()
-    return torch.autocast(built.device.type, torch.bfloat16, cache_enabled=False)
+    dtype: torch.dtype = getattr(torch, built.recipe.compute_dtype)
+    return torch.autocast(built.device.type, dtype, cache_enabled=False)
 
 
-def _accumulate(built: Built, batch: Batch, target_tokens: int, enter: Enter) -> Tensor:
+def _accumulate(
+    built: Built, batch: Batch, target_tokens: int, scale: Tensor | None, enter: Enter
+) -> Tensor:
     """Forward, loss and backward of one micro-batch; returns its share of the mean loss."""
     enter(Phase.FORWARD)
     with autocast(built):
         hidden = _hidden(built, batch)
         enter(Phase.LOSS)
-        loss = _loss(built, hidden, batch.labels, target_tokens)
+        loss = _loss(built, hidden, batch.labels, target_tokens, scale)
         del hidden
     enter(Phase.BACKWARD)
-    loss.backward()  # type: ignore[no-untyped-call]
-    return loss.detach()
+    value = loss.detach()
+    product = loss if scale is None else loss * scale
+    del loss
+    product.backward()  # type: ignore[no-untyped-call]
+    return value
 
 
 def _hidden(built: Built, batch: Batch) -> Tensor:
@@ -109,8 +119,10 @@ def _hidden(built: Built, batch: Batch) -> Tensor:
     return hidden
 
 
-def _loss(built: Built, hidden: Tensor, labels: Tensor, target_tokens: int) -> Tensor:
-    return loss_mean(parts(built.model).head, hidden, labels, built.recipe, target_tokens)
+def _loss(
+    built: Built, hidden: Tensor, labels: Tensor, target_tokens: int, scale: Tensor | None
+) -> Tensor:
+    return loss_mean(parts(built.model).head, hidden, labels, built.recipe, target_tokens, scale)
 
 
 def _clip(built: Built) -> Tensor | None:
