@@ -44,6 +44,7 @@ LAYERS = [
         "proving",
         "difference",
         "timeline_files",
+        "curve",
         "api",
     },
     {"cli", "screens"},

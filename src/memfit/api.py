@@ -264,6 +264,24 @@ def write_certificate(certificate: Certificate, folder: Path) -> None:
     write_json(folder / "certificate.json", certificate)
 
 
+def check_writable(folder: Path) -> None:
+    """Raise InvalidRequest where nothing can be written, before anything is computed."""
+    from memfit import timeline_files
+
+    timeline_files.check_writable(folder)
+
+
+def write_timeline(recording: Path, certificate: Certificate, folder: Path) -> list[Path]:
+    """timeline.html, timeline.trace.json and, of a GPU, timeline.snapshot.pickle of a run folder.
+
+    recording: the file that `certify(tape=…)` left.
+    """
+    from memfit import timeline_files
+    from memfit.certify.recording import read_recording
+
+    return timeline_files.write_timeline(read_recording(recording), certificate, folder)
+
+
 def write_report(folder: Path) -> Report:
     """Join a run folder's files and write report.json and report.html into it."""
     from memfit.report_page import render_page

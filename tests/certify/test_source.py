@@ -41,6 +41,16 @@ def test_a_source_is_the_line_that_asked_and_of_a_backward_its_forwards(device) 
     assert "optimizer.step()" in text_of(state)
 
 
+def test_the_loss_of_further_micro_batches_has_its_lines_too() -> None:
+    traced = trace(make_recipe(accumulation=2, clip_norm=0.0), CPU)
+    (logits,) = {
+        text_of(t.source).strip()
+        for t in traced.alive(Phase.ACCUMULATE)
+        if t.op.startswith("_log_softmax_backward")
+    }
+    assert "cross_entropy" in logits or logits.startswith("logits")
+
+
 def test_a_recomputed_forward_is_named_by_its_own_lines() -> None:
     traced = trace(make_recipe(recompute_blocks=3), CPU)
     gates = rows_of(traced, "activations", "model.layers.0.mlp.gate_proj")

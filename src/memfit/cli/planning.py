@@ -133,6 +133,11 @@ def predict_command(
 @request_options
 @folder_option
 @anyway_option
+@click.option(
+    "--timeline",
+    is_flag=True,
+    help="Draw memory event by event: a page, a Chrome trace, an allocator snapshot.",
+)
 @click.option("--why", is_flag=True, help="Every tensor at the peak, and every lever certified.")
 @output_options
 def certify_command(
@@ -142,6 +147,7 @@ def certify_command(
     changes: Changes,
     folder: Path | None,
     anyway: bool,
+    timeline: bool,
     why: bool,
     as_json: bool,
     quiet: bool,
@@ -155,16 +161,19 @@ def certify_command(
 
     say = note(quiet)
     plan, home = _plan_of(target, device, memory, changes, folder)
+    if home:
+        api.check_writable(home)
+    elif timeline:
+        raise InvalidRequest(
+            "`--timeline` writes files, and no folder is named",
+            hint="add `--folder runs/first`",
+        )
     asked = Asked(target=target, device=device, memory=memory, changes=changes)
     if plan.memory.verdict == "does_not_fit" and not anyway:
         say("the plan does not fit, so it is not certified itself; --anyway does that too")
         return _show_miss(plan, asked, as_json, why, say)
     say(f"certifying recipe {plan.recipe_digest} for {plan.recipe.device}")
-    certificate = api.certify(plan.recipe, usable=plan.memory.usable)
-    if home:
-        api.write_plan(plan, home)
-        api.write_certificate(certificate, home)
-        say(f"wrote {home / 'certificate.json'}")
+    certificate = _certify(plan, home, timeline, say)
     levers: Sequence[Lever] = ()
     nearest = None
     if why:
@@ -185,6 +194,29 @@ def certify_command(
             nearest=nearest,
         )  # fmt: skip
     return _exit_code(certificate.memory.verdict)
+
+
+def _certify(
+    plan: Plan, home: Path | None, timeline: bool, say: Callable[[str], None]
+) -> Certificate:
+    """Certify, and write what there is to write."""
+    import tempfile
+
+    from memfit import api
+
+    if home is None:
+        return api.certify(plan.recipe, usable=plan.memory.usable)
+    with tempfile.TemporaryDirectory(prefix="memfit-") as place:
+        recording = Path(place) / "recording" if timeline else None
+        certificate = api.certify(plan.recipe, usable=plan.memory.usable, tape=recording)
+        drawn = api.write_timeline(recording, certificate, home) if recording else []
+    api.write_plan(plan, home)
+    api.write_certificate(certificate, home)
+    for path in (home / "certificate.json", *drawn):
+        say(f"wrote {path}")
+    if timeline and certificate.memory.peak_reserved is None:
+        say("no snapshot for PyTorch's memory viewer: a CPU has no caching allocator")
+    return certificate
 
 
 class Asked(NamedTuple):

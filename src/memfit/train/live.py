@@ -242,7 +242,7 @@ class LiveBytes(TorchDispatchMode):
         name = func.__name__ if hasattr(func, "__name__") else str(func)
         index = self._allocate(inside, name, Kind.WORKSPACE, False) if inside else -1
         out = func(*args, **kwargs)
-        if self._frames or self._phase is Phase.LOSS:
+        if torch.is_grad_enabled():
             self._remember_node()
         if isinstance(out, Tensor):
             self._track(out, name)
@@ -366,10 +366,10 @@ class LiveBytes(TorchDispatchMode):
 
     def _remember_node(self) -> None:
         """Operators of the forward made autograd's latest node; its backward is this module's."""
-        if _sequence_number is not None and torch.is_grad_enabled():
+        if _sequence_number is not None:
             number = _sequence_number() - 1
             if number not in self._place_of_node:
-                path = self._frames[-1][0] if self._frames else OUTSIDE[Phase.LOSS]
+                path = self._frames[-1][0] if self._frames else OUTSIDE.get(self._phase, "")
                 self._place_of_node[number] = path, find_source()
 
 

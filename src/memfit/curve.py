@@ -1,0 +1,130 @@
+"""A step's memory over its events: what a timeline is drawn from, thinned without losing a peak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+from memfit import units
+from memfit.certify.recording import Recording
+from memfit.ledger import Kind
+from memfit.results import Tensor
+
+STRETCHES = 700  # that a long tape is cut into; each gives its highest and its lowest event
+
+
+class Point(NamedTuple):
+    """The state after one event."""
+
+    event: int
+    phase: str
+    total: int  # bytes of tensors alive
+    kinds: list[int]  # bytes by kind, in the order of `Curve.kinds`
+    reserved: int | None  # by the caching allocator; None on a CPU
+    what: str  # what the event did
+    where: str  # the line of it
+
+
+class Curve(NamedTuple):
+    """Points in order, and what they are of."""
+
+    events: int  # of the whole tape
+    kinds: tuple[str, ...]
+    points: list[Point]
+    stretches: list[tuple[str, int, int]]  # phase, first event, event after the last
+    peak: Point  # where the most is allocated
+
+
+class State(NamedTuple):
+    """What is alive after an event."""
+
+    tensors: int
+    by_kind: dict[str, int]
+    allocated: int  # blocks of the caching allocator; the tensors themselves on a CPU
+    reserved: int | None
+
+
+def walk(recording: Recording) -> Iterator[State]:
+    """The state after each event; `by_kind` is one dict that goes on changing."""
+    by_kind: dict[str, int] = {}
+    tensors = 0
+    held = recording.held()
+    sizes = {number: (t.kind, t.nbytes) for number, t in recording.tensors.items()}
+    for index, event in enumerate(recording.events):
+        if index >= len(held) and recording.settings is not None:
+            return  # the device had no more to give
+        if event.nbytes >= 0:
+            kind, nbytes = sizes[event.tensor]
+            change = nbytes if event.nbytes else -nbytes
+            by_kind[kind] = by_kind.get(kind, 0) + change
+            tensors += change
+        allocated, reserved = held[index] if held else (tensors, None)
+        yield State(tensors, by_kind, allocated, reserved)
+
+
+def draw_curve(recording: Recording) -> Curve:
+    """The whole tape, or the highest and lowest event of each of many stretches of it.
+
+    Kinds are stacked up to what is allocated: on a GPU `fragmentation` is what blocks are larger
+    than the tensors in them.
+    """
+    allocated = [state.allocated for state in walk(recording)]
+    if not allocated:
+        raise ValueError("a tape without events has no curve")
+    top = max(range(len(allocated)), key=allocated.__getitem__)
+    kept = set(_keep(allocated)) | {top}
+    marks = [0, *recording.marks, len(recording.events)]
+    kept |= {min(mark, len(allocated) - 1) for mark in marks}
+    kinds = _kinds(recording)
+    points = []
+    phases = list(recording.phase_at())
+    for index, state in enumerate(walk(recording)):
+        if index not in kept:
+            continue
+        sums = dict(state.by_kind)
+        if state.reserved is not None:
+            sums[Kind.FRAGMENTATION] = state.allocated - state.tensors
+        what, where = _describe(recording, index)
+        values = [sums.get(kind, 0) for kind in kinds]
+        points.append(
+            Point(index, phases[index], state.tensors, values, state.reserved, what, where)
+        )
+    peak = next(p for p in points if p.event == top)
+    pairs = zip(recording.stretches, pairwise(marks), strict=True)
+    stretches = [(str(phase), start, stop) for phase, (start, stop) in pairs if stop > start]
+    return Curve(len(recording.events), kinds, points, stretches, peak)
+
+
+def _kinds(recording: Recording) -> tuple[str, ...]:
+    """Those that occur, in the order of `Kind`."""
+    found = {t.kind for t in recording.tensors.values()}
+    if recording.settings is not None:
+        found.add(Kind.FRAGMENTATION)
+    return tuple(str(kind) for kind in Kind if kind in found)
+
+
+def _keep(values: list[int]) -> Iterator[int]:
+    size = max(1, -(-len(values) // STRETCHES))
+    for start in range(0, len(values), size):
+        stretch = range(start, min(start + size, len(values)))
+        yield max(stretch, key=values.__getitem__)
+        yield min(stretch, key=values.__getitem__)
+    yield len(values) - 1
+
+
+def _describe(recording: Recording, index: int) -> tuple[str, str]:
+    event = recording.events[index]
+    tensor = recording.tensors.get(event.tensor)
+    if tensor is None:
+        return "the allocator is told of a stream or its cache", ""
+    verb = {0: "releases", -1: "uses on another stream"}.get(event.nbytes, "allocates")
+    place = f" in {tensor.module}" if tensor.module else ""
+    what = f"{verb} {units.show_bytes(tensor.nbytes)} of {tensor.kind}, {name_of(tensor)}{place}"
+    return what, tensor.source
+
+
+def name_of(tensor: Tensor) -> str:
+    """Operator, dtype and shape in a few words."""
+    shape = f" {tensor.dtype} {list(tensor.shape)}" if tensor.dtype else ""
+    return f"{tensor.op}{shape}"
