@@ -3,8 +3,8 @@
 PyTorch aborts the process (`std::terminate`) when autograd meets a fake `cuda` tensor and no CUDA
 guard is registered. A CUDA build without a GPU has what is needed: `c10` installs its own no-op
 guard over the registered one when that counts no devices. Here the same is asked of a CPU build,
-by two small writes through ctypes, both checked, so that a changed layout is an error and not a
-crash. Linux and macOS (Itanium C++ ABI).
+by two small writes through ctypes, both checked: in the process that certifies, a changed layout
+is an error, or at worst the end of that process, which its parent reports. Linux and macOS (Itanium C++ ABI).
 """
 
 from __future__ import annotations
@@ -64,15 +64,12 @@ def install_guard() -> None:
 
 @contextmanager
 def cuda_hooks() -> Iterator[None]:
-    """Let autograd's engine find that the accelerator is CUDA, as a CUDA build tells it.
+    """Let autograd's engine find that the accelerator is CUDA, and that no context is open on it.
 
-    The engine asks `at::getAccelerator(checked=true)`, which asks `CUDAHooksInterface::isBuilt`.
-    The default hooks object gets a copy of its table in which `isBuilt` is a native function that
-    returns 1 and `hasPrimaryContext` is `isAvailable`, which returns 0.
+    The engine asks `at::getAccelerator(checked=true)`, which asks `CUDAHooksInterface::isBuilt`,
+    and `hasPrimaryContext`, which raises in a CUDA build that sees no GPU. For a while the hooks
+    object gets a copy of its table in which native functions answer 1 and 0.
     """
-    if torch.accelerator.current_accelerator() is not None:
-        yield
-        return
     get_hooks = _library("torch_cpu")["_ZN2at6detail12getCUDAHooksEv"]
     get_hooks.restype, get_hooks.argtypes = ctypes.c_void_p, []
     pointer = ctypes.c_void_p.from_address(get_hooks())
@@ -91,7 +88,7 @@ def cuda_hooks() -> Iterator[None]:
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 _HEAD = 2 * _WORD  # offset to top and type info come before the first virtual function
 _ENTRIES = 80
-_IS_BUILT, _IS_AVAILABLE, _HAS_PRIMARY_CONTEXT = 4, 5, 6  # the head and two destructors first
+_IS_BUILT, _HAS_PRIMARY_CONTEXT = 4, 6  # the head and two destructors come first
 
 
 def _hooks_table(address: int | None) -> Any:
@@ -104,8 +101,16 @@ def _hooks_table(address: int | None) -> Any:
     source = (ctypes.c_void_p * _ENTRIES).from_address(address - _HEAD)
     for i in range(_ENTRIES):
         table[i] = source[i]
-    one = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p).value
-    table[_IS_BUILT] = one
-    table[_HAS_PRIMARY_CONTEXT] = source[_IS_AVAILABLE]
+    # Native functions without arguments, which need no lock of Python's: they answer 1 and 0.
+    table[_IS_BUILT] = _address("Py_IsInitialized")
+    table[_HAS_PRIMARY_CONTEXT] = _address("Py_IsFinalizing", "_Py_IsFinalizing")
     _kept.append(table)
     return table
+
+
+def _address(*names: str) -> int | None:
+    """Of the first function of these names that this Python has (3.13 made one public)."""
+    for name in names:
+        if hasattr(ctypes.pythonapi, name):
+            return ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value
+    raise NotCertified(f"this Python has none of {', '.join(names)}")
