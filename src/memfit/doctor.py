@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from memfit import units
+from memfit.certify.prove import prove
+from memfit.errors import NotCertified
 from memfit.nouns import Noun
 
 
@@ -18,12 +20,16 @@ class Diagnosis(Noun, frozen=True, kw_only=True):
     versions: dict[str, str]
     system: dict[str, str]
     accelerators: tuple[str, ...]
+    certificates: dict[str, str]  # kind of device -> whether this torch is proved to imitate it
     caches: dict[str, str]
     problems: tuple[str, ...]  # what will not work here, and how to mend it
 
 
 def diagnose(versions: dict[str, str]) -> Diagnosis:
-    """Look at this machine; imports torch when it is installed, to ask for its devices."""
+    """Look at this machine; imports torch when it is installed, to ask for its devices.
+
+    A few seconds with torch: its certificates are proved here, in processes of their own.
+    """
     accelerators, problems = _accelerators()
     return Diagnosis(
         versions=versions,
@@ -34,6 +40,7 @@ def diagnose(versions: dict[str, str]) -> Diagnosis:
             "memory": units.show_gib(_memory()),
         },
         accelerators=accelerators,
+        certificates=_certificates(),
         caches={str(path): _state(path) for path in _caches()},
         problems=problems,
     )
@@ -53,6 +60,19 @@ def _accelerators() -> tuple[tuple[str, ...], tuple[str, ...]]:
         properties = torch.cuda.get_device_properties(index)
         found.append(f"{index}: {properties.name}, {units.show_gib(properties.total_memory)}")
     return tuple(found), ()
+
+
+def _certificates() -> dict[str, str]:
+    """Runs the certificate's self-check, for one device of each kind."""
+    if find_spec("torch") is None:
+        return {}
+    found = {}
+    for kind, device in (("CPU", "cpu-x86"), ("CUDA", "h100-sxm")):
+        try:
+            found[kind] = f"proved: {prove(device)}"
+        except NotCertified as refusal:
+            found[kind] = f"refused: {refusal.message}"
+    return found
 
 
 def _memory() -> int:

@@ -83,19 +83,23 @@ def certify_all(orders: Sequence[Order]) -> list[Certificate | Error]:
     Raises NotCertified when nothing can be certified here.
     """
     check_libraries()
-    environment = os.environ | {
-        "CUDA_VISIBLE_DEVICES": "",  # a certificate does not depend on this machine's GPUs
-        "HIP_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-    }
     child = subprocess.run(
         [sys.executable, "-m", "memfit.certify"],
         input="".join(to_json(order, indent=-1) + "\n" for order in orders),
         capture_output=True,
         text=True,
-        env=environment,
+        env=child_environment(),
     )
     return _read_answers(child, len(orders))
+
+
+def child_environment() -> dict[str, str]:
+    """Of a process that imports what this one would, and sees none of this machine's GPUs."""
+    return os.environ | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "HIP_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
 
 
 def check_libraries() -> None:

@@ -4,7 +4,8 @@ PyTorch aborts the process (`std::terminate`) when autograd meets a fake `cuda` 
 guard is registered. A CUDA build without a GPU has what is needed: `c10` installs its own no-op
 guard over the registered one when that counts no devices. Here the same is asked of a CPU build,
 by two small writes through ctypes, both checked: in the process that certifies, a changed layout
-is an error, or at worst the end of that process, which its parent reports. Linux and macOS (Itanium C++ ABI).
+is an error, or at worst the end of that process, which its parent reports. Linux and macOS
+(Itanium C++ ABI).
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ aten = torch.ops.aten
 
 # CompositeImplicitAutograd and a CUDA kernel, in native_functions.yaml of torch 2.11 to 2.13.
 COMPOSITE_WITH_CUDA_KERNEL = ("silu_backward", "mish_backward")
+FIRST_WITH_FLASH = (8, 0)  # compute capability
 FLASH_HEAD_DIM = 256  # largest of the flash kernels
 FLASH_ALIGNMENT = 8  # elements of a head; torch pads to it
 EFFICIENT_ALIGNMENT = {torch.float32: 4, torch.bfloat16: 8, torch.float16: 8}  # on 8.0 and later
@@ -68,7 +69,7 @@ def attention_backend(
     The cuDNN kernel, which torch prefers on no device by default, is not imitated.
     """
     head, half = query.shape[-1], query.dtype in (torch.float16, torch.bfloat16)
-    modern = capability is None or capability >= (8, 0)
+    modern = capability is None or capability >= FIRST_WITH_FLASH
     same = query.shape[1] == key.shape[1] == value.shape[1]
     flash = (
         torch._C._get_flash_sdp_enabled() and modern and half and not masked

@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memfit.certify.cuda_guard import cuda_hooks, install_guard
-from memfit.certify.cuda_kernels import cuda_kernels
+from memfit.certify.cuda_kernels import FIRST_WITH_FLASH, compute_capability, cuda_kernels
 from memfit.certify.fast_fake import FastFakeMode
 from memfit.certify.self_check import check_imitation
 from memfit.errors import NotCertified
@@ -43,7 +43,7 @@ def device_type(device: Device) -> str:
 
 
 @contextmanager
-def fake_device(device: Device) -> Iterator[FakeTensorMode]:
+def fake_device(device: Device) -> Iterator[FastFakeMode]:
     """Make factories with this device's torch name give tensors without data.
 
     Raises NotCertified when this torch cannot imitate the device.
@@ -61,7 +61,10 @@ def fake_device(device: Device) -> Iterator[FakeTensorMode]:
             stack.enter_context(cuda_kernels(device))
         stack.enter_context(_backward_on_this_thread())
         mode = stack.enter_context(FastFakeMode())
-        check_imitation(kind)
+        capability = compute_capability(device)
+        mode.proofs = check_imitation(
+            kind, flash=capability is None or capability >= FIRST_WITH_FLASH
+        )
         yield mode
 
 

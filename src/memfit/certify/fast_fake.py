@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from memfit.certify.self_check import Proof
+
 _PLAIN = frozenset(
     {
         int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout,
@@ -30,6 +32,7 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()
+        self.proofs: tuple[Proof, ...] = ()  # what was checked of this torch before it is used
         self.remembered: dict[Hashable, _Answer | None] = {}  # None: ask torch each time
 
     @classmethod

@@ -8,12 +8,15 @@ from memfit.screens.terminal import Console
 
 
 def show_doctor(console: Console, found: Diagnosis) -> None:
-    """Versions, machine, accelerators, caches, and what will not work here."""
+    """Versions, machine, accelerators, certificates, caches, and what will not work here."""
     for title, rows in (
         ("Versions", found.versions),
         ("Machine", found.system),
+        ("Certificates", found.certificates),
         ("Caches", found.caches),
     ):
+        if not rows:
+            continue
         heading(console, title)
         table = make_table("", "")
         table.show_header = False
