@@ -167,7 +167,7 @@ def compare(name: str, recipe: Recipe, device: Device) -> dict[str, Any]:
     seconds = time.perf_counter() - started
     certificate = make_certificate(recipe, device, None, None)
     component, worst = "", 0.0
-    for phase in certificate.ledger.phases:
+    for phase in predicted.phases:
         want, have = certificate.ledger.by_kind(phase), predicted.by_kind(phase)
         for kind in COMPARED:
             if (size := want.get(kind, 0)) > COMPONENT_FLOOR:
@@ -188,6 +188,7 @@ def compare(name: str, recipe: Recipe, device: Device) -> dict[str, Any]:
         "phases": {
             phase: [predicted.total(Phase(phase)), nbytes]
             for phase, nbytes in certificate.phases.items()
+            if Phase(phase) in predicted.phases
         },
         "predict_seconds": round(seconds, 5),
         "certify_seconds": certificate.seconds,

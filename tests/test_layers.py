@@ -19,6 +19,7 @@ LAYERS = [
         "ledger",
         "timeline",
         "results",
+        "shapes",
         "registry",
         "words",
     },

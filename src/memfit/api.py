@@ -106,22 +106,19 @@ def certify(
 ) -> Certificate:
     """Run the recipe's own step on fake tensors of its device; raises NotCertified.
 
-    With a request that names data, on the worst micro-batch of that data; else on the worst that
-    the recipe allows. tape: where a `certify.recording` is written, for `write_timeline`.
+    With a request that names data, on shapes that bound all micro-batches of that data; else on
+    the rows of `shapes.bounds_of`. tape: where a `certify.recording` is written, for
+    `write_timeline`.
     """
     from memfit import certify as certification
 
     device = find_device("cpu" if recipe.device == "cpu-x86" else recipe.device)
-    batches = None
+    data = held_out = None
     if request is not None and request.task.data:
-        from memfit.train.prepare import find_worst
+        from memfit.train.prepare import find_bounds
 
-        worst = find_worst(request, recipe)
-        shape = certification.BatchShape(
-            rows=worst.rows, tokens=worst.width, documents=worst.documents
-        )
-        batches = (shape,) * min(recipe.accumulation, 2)
-    return certification.certify(recipe, device, usable, batches, tape=tape)
+        data, held_out = find_bounds(request, recipe)
+    return certification.certify(recipe, device, usable, data=data, held_out=held_out, tape=tape)
 
 
 class Prepared(Noun, frozen=True, kw_only=True):

@@ -41,6 +41,7 @@ class Phase(StrEnum):
     OPTIMIZER_STEP = "optimizer_step"
     EVALUATE = "evaluate"
     SAVE = "save"
+    GENERATE = "generate"  # a process of its own, after training
 
 
 class Entry(Noun, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from memfit.ledger import Entry, Ledger
 from memfit.nouns import Noun
 from memfit.recipe import Recipe
 from memfit.request import Request
+from memfit.shapes import RowBounds
 from memfit.timeline import Timeline
 
 Verdict = Literal["fits", "at_risk", "does_not_fit", "unproven"]
@@ -139,6 +140,9 @@ class Certificate(Noun, frozen=True, kw_only=True):
     bounds: tuple[str, ...]  # what was assumed about data
     seconds: float  # taken to certify
     versions: dict[str, str]
+    generation: Memory | None = None  # of `memfit generate`, a process of its own after the run
+    data: RowBounds | None = None  # within which training data must stay
+    held_out: RowBounds | None = None  # and what is evaluated on
 
 
 class Lever(Noun, frozen=True, kw_only=True):

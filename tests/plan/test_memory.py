@@ -113,8 +113,8 @@ def tensors(ledger, phase):
 def test_the_prediction_equals_the_trace_on_a_cpu(name):
     recipe = recipe_of(*SETTINGS[name])
     ledger, traced = predict(recipe), trace(recipe, CPU)
-    assert ledger.phases == traced.ledger.phases
-    for phase in traced.ledger.phases:
+    assert {*traced.ledger.phases} - {*ledger.phases} == {Phase.EVALUATE, Phase.SAVE}
+    for phase in ledger.phases:
         slack = SCALARS
         if phase not in EXACT:
             slack += NORMS * sum(w.trainable for w in adapted(recipe).weights) + 256

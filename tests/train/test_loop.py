@@ -19,7 +19,8 @@ from transformers import (
 )
 
 from memfit import catalog
-from memfit.certify import BatchShape, trace
+from memfit.certify import trace
+from memfit.certify.certificate import make_certificate
 from memfit.errors import InvalidRequest, RunFailed
 from memfit.ledger import Entry, Kind, Ledger, Phase
 from memfit.model import ModelReference
@@ -32,7 +33,7 @@ from memfit.train.checkpoint import save_checkpoint
 from memfit.train.guard import explained_out_of_memory
 from memfit.train.loop import Cadence, train
 from memfit.train.measure import Meter, measure, run_step, to_batch
-from memfit.train.prepare import build_samplers, find_lengths, find_worst, read_data
+from memfit.train.prepare import build_samplers, find_bounds, find_lengths, read_data
 from memfit.train.progress import Facts, Moment, Plain, live_lines, open_progress
 from memfit.train.schedule import learning_rate
 from memfit.train.step import evaluate
@@ -116,7 +117,7 @@ def test_the_rehearsal_leaves_no_trace(request_, cache, tmp_path):
     sampler, _ = build_samplers(request_, recipe, read_data(request_, recipe.model, cache))
     torch.manual_seed(7)
     before = torch.get_rng_state()
-    model = Meter(CPU).rehearse(recipe, sampler.sample(0)[0])
+    model = Meter(CPU).rehearse(recipe, sampler.sample(0)[:1])
     assert torch.equal(torch.get_rng_state(), before)
     assert all(p.grad is None for p in model.parameters())
     plain = build_model(recipe, "cpu")
@@ -147,14 +148,13 @@ RECIPES = {
 def test_the_measured_peak_is_the_certified_one_to_the_byte(name, go, request_, cache):
     recipe = tiny_recipe(**RECIPES[name])
     run = go(recipe)
-    worst = find_worst(request_, recipe, cache)
-    shape = BatchShape(rows=worst.rows, tokens=worst.width, documents=worst.documents)
-    shapes = [shape] * min(2, recipe.accumulation)
-    traced = trace(recipe, catalog.find_device("cpu-x86"), shapes)
-    steps = {str(phase): n for phase, n in traced.phases.items() if phase != Phase.LOAD}
-    assert {phase: n for phase, n in run.phases.items() if phase != "load"} == steps
-    assert run.measurements["memory.peak_allocated"].value == traced.peak
-    assert run.measurements["memory.rss_peak"].value > traced.peak
+    data, held_out = find_bounds(request_, recipe, cache)
+    device = catalog.find_device("cpu-x86")
+    made = make_certificate(recipe, device, None, None, data=data, held_out=held_out)
+    certified = {phase: n for phase, n in made.phases.items() if phase != "generate"}
+    assert run.phases == certified
+    assert run.measurements["memory.peak_allocated"].value == made.memory.peak_allocated
+    assert run.measurements["memory.rss_peak"].value > made.memory.peak_allocated
 
 
 def test_measure_is_the_certified_worst_case_to_the_byte():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tiny_runs import tiny_recipe
 
 from memfit.errors import InvalidRequest
+from memfit.shapes import RowBounds
 from memfit.train import packing as packing_module
 from memfit.train.packing import (
     IGNORED,
@@ -176,32 +177,31 @@ def test_examples_too_long_are_cut_or_left_out_and_counted():
 
 
 @given(lengths=LENGTHS, width=st.integers(2, 12), packing=st.booleans(),
-       objective=st.sampled_from(["pretrain", "sft"]),
-       attention=st.sampled_from(["flash", "math"]), block=st.integers(1, 20))  # fmt: skip
+       objective=st.sampled_from(["pretrain", "sft"]), block=st.integers(1, 20))  # fmt: skip
 @settings(deadline=None, max_examples=60)
-def test_the_worst_batch_is_the_worst_of_all_that_are_sampled(
-    lengths, width, packing, objective, attention, block
+def test_the_bounds_are_the_largest_figures_of_all_that_is_sampled(
+    lengths, width, packing, objective, block
 ):
     recipe = tiny_recipe(sequence_length=width, micro_batch=2, accumulation=2, steps=7,
-                         packing=packing, objective=objective, attention=attention)  # fmt: skip
+                         packing=packing, objective=objective)  # fmt: skip
     sampler = build_sampler(corpus([*lengths, 2]), recipe, "d")
 
-    def cost(batch):
-        documents = batch.documents or ()
-        flat = [n for row in documents for n in row]
-        copied = sum(len(row) > 1 for row in documents) if attention == "flash" else 0
-        return batch.input_ids.size, copied, sum(n * n for n in flat), len(flat)
+    def figures(batch):
+        rows = batch.documents or ()
+        longest = max((n for row in rows for n in row), default=batch.input_ids.shape[1])
+        return batch.input_ids.shape[1], sum(map(len, rows)), longest
 
-    costs = {(s, m): cost(b) for s in range(7) for m, b in enumerate(sampler.sample(s))}
+    shown = [figures(batch) for step in range(7) for batch in sampler.sample(step)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing_module, "BLOCK", block)
-        worst = sampler.worst()
-    found = costs[worst.step, worst.micro]
-    if packing:
-        assert found == max(costs.values())
-    else:
-        assert found[0] == max(c[0] for c in costs.values())
-    assert worst.width == sampler.sample(worst.step)[worst.micro].input_ids.shape[1]
+        found = sampler.bounds()
+    assert (found.tokens, found.documents, found.longest) == tuple(
+        map(max, zip(*shown, strict=True))
+    )
+    once = sampler.bounds_once()
+    for batch in sampler.all_once():
+        tokens, documents, longest = figures(batch)
+        assert once.covers(RowBounds(tokens=tokens, documents=documents, longest=longest))
 
 
 def test_an_evaluation_reads_every_example_once():

@@ -22,6 +22,8 @@ from memfit.hardware import Device
 from memfit.nouns import Noun, from_data, to_data, to_json
 from memfit.recipe import Recipe
 from memfit.results import Certificate
+from memfit.shapes import BatchShape as BatchShape
+from memfit.shapes import RowBounds
 
 if TYPE_CHECKING:
     from memfit.certify.recorder import Trace
@@ -31,14 +33,6 @@ OLDEST_TORCH, NEWEST_TORCH = "2.11", "2.13"  # tried; the self-check judges a ne
 LAST_LINES = 15  # of a crashed child's output, shown to the user
 
 
-class BatchShape(Noun, frozen=True, kw_only=True):
-    """One micro-batch without its tokens."""
-
-    rows: int
-    tokens: int  # of one row
-    documents: tuple[tuple[int, ...], ...] | None = None  # lengths in each row; None = one a row
-
-
 class Order(Noun, frozen=True, kw_only=True):
     """What the certifying process is asked for."""
 
@@ -46,6 +40,8 @@ class Order(Noun, frozen=True, kw_only=True):
     device: Device
     usable: int | None
     batches: tuple[BatchShape, ...] | None = None
+    data: RowBounds | None = None
+    held_out: RowBounds | None = None
     tape: str = ""  # a file for the tape; "" keeps none
 
 
@@ -55,12 +51,16 @@ def certify(
     usable: int | None,
     batches: Sequence[BatchShape] | None = None,
     *,
+    data: RowBounds | None = None,
+    held_out: RowBounds | None = None,
     tape: Path | None = None,
 ) -> Certificate:
     """Run the recipe's own step on fake tensors of the device, in a process of its own.
 
     usable: bytes of the limit (of live tensors on a CPU, of the whole device otherwise).
-    batches: the micro-batches of the worst step; None takes the worst that the recipe allows.
+    batches: the micro-batches of one step, for what is not a run; a run gives bounds instead:
+    data, held_out: what no micro-batch of the training data, and of the held-out data, exceeds;
+    None takes the rows of `bounds_of`.
     tape: where a `certify.recording.Recording` is written; None keeps none.
     Raises NotCertified (the step cannot be traced here), InvalidRequest (it can run nowhere).
     """
@@ -69,6 +69,8 @@ def certify(
         device=device,
         usable=usable,
         batches=tuple(batches) if batches else None,
+        data=data,
+        held_out=held_out,
         tape=str(tape or ""),
     )
     (made,) = certify_all([order])
@@ -153,7 +155,10 @@ def answer_order(text: str) -> str:
     order = from_data(json.loads(text), Order, where="the order to certify")
     tape = Path(order.tape) if order.tape else None
     try:
-        made = make_certificate(order.recipe, order.device, order.usable, order.batches, tape=tape)
+        made = make_certificate(
+            order.recipe, order.device, order.usable, order.batches,
+            data=order.data, held_out=order.held_out, tape=tape,
+        )  # fmt: skip
     except Error as error:
         code = type(error).exit_code
         return json.dumps({"error": error.message, "hint": error.hint, "exit_code": code})

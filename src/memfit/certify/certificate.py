@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import tomllib
 from collections.abc import Sequence
@@ -14,15 +15,21 @@ from msgspec.structs import replace
 import memfit
 from memfit import catalog, units
 from memfit.allocator_settings import Settings, check_allocator, read_settings
-from memfit.certify import NEWEST_TORCH, BatchShape, release
+from memfit.certify import NEWEST_TORCH, release
 from memfit.certify.allocator import Replay, replay
-from memfit.certify.recorder import Trace, trace_step
+from memfit.certify.recorder import (
+    TRACED_MICRO_BATCHES,
+    Trace,
+    trace_generation,
+    trace_step,
+)
 from memfit.certify.recording import Recording, write_recording
 from memfit.hardware import Device
 from memfit.ledger import Entry, Kind, Phase
 from memfit.nouns import Noun
 from memfit.recipe import Recipe
 from memfit.results import Certificate, Memory, Verdict
+from memfit.shapes import BatchShape, RowBounds, bounding_shapes, bounds_of, evaluation_shapes
 
 LIBRARIES = ("torch", "transformers", "peft")
 
@@ -55,6 +62,8 @@ def make_certificate(
     usable: int | None,
     batches: Sequence[BatchShape] | None,
     *,
+    data: RowBounds | None = None,
+    held_out: RowBounds | None = None,
     tape: Path | None = None,
 ) -> Certificate:
     """Trace the recipe's step in this process and judge it; see `memfit.certify.certify`."""
@@ -62,28 +71,26 @@ def make_certificate(
     check_allocator(recipe.allocator, device)
     memory_driver = device.memory_driver or Settings().device_memory
     settings = read_settings(recipe.allocator, device_memory=memory_driver)
-    trace = trace_step(recipe, device, batches)
-    replayed = None if device.is_cpu else replay(trace.tape, settings, trace.marks)
+    trace = _trace_data(recipe, device, batches, data, held_out)
     if tape is not None:
         write_recording(_record(trace, None if device.is_cpu else settings), tape)
-    phases = dict(trace.phases) if replayed is None else _by_phase(trace, replayed)
-    if replayed is None:
-        memory, bounds = _on_cpu(trace, usable), trace.bounds
-    else:
-        overhead = find_overhead(device)
-        memory = _on_cuda(trace, settings, replayed, phases, overhead, usable)
-        bounds = (*trace.bounds, *_cuda_bounds(settings, overhead))
+    memory, phases, bounds = _judge_trace(trace, device, settings, usable)
+    later = trace_generation(recipe, device)
+    generation, phases_later, _ = _judge_trace(later, device, settings, usable)
     return Certificate(
         recipe_digest=recipe.digest,
         recipe=recipe,
         device=device.id,
         memory=memory,
-        phases={str(phase): n for phase, n in phases.items()},
+        phases={str(phase): n for phase, n in {**phases, **phases_later}.items()},
         ledger=trace.ledger,
         at_peak=trace.alive(Phase(memory.peak_phase)),
         bounds=(*bounds, *_torch_bounds()),
         seconds=round(time.perf_counter() - started, 3),
         versions=_versions(),
+        generation=generation,
+        data=data or (None if batches else bounds_of(recipe)),
+        held_out=held_out,
     )
 
 
@@ -96,6 +103,36 @@ def _record(trace: Trace, settings: Settings | None) -> Recording:
         tensors={number: trace.tensor(number) for number in made},
         settings=settings,
     )
+
+
+def _trace_data(
+    recipe: Recipe,
+    device: Device,
+    batches: Sequence[BatchShape] | None,
+    data: RowBounds | None,
+    held_out: RowBounds | None,
+) -> Trace:
+    """The instants of a run whose data stays within bounds, which the trace then states."""
+    evaluation = evaluation_shapes(recipe, held_out) if held_out else ()
+    if data is None:
+        return trace_step(recipe, device, batches, evaluation=evaluation)
+    first, *also = bounding_shapes(recipe, data)
+    repeated = (first,) * min(recipe.accumulation, TRACED_MICRO_BATCHES)
+    trace = trace_step(recipe, device, repeated, also=also, evaluation=evaluation)
+    stated = (str(data), *([f"held out: {held_out}"] if held_out else ()))
+    return dataclasses.replace(trace, bounds=(*stated, *trace.bounds))
+
+
+def _judge_trace(
+    trace: Trace, device: Device, settings: Settings, usable: int | None
+) -> tuple[Memory, dict[Phase, int], tuple[str, ...]]:
+    """The memory of one process, the peak of each of its phases, and what was assumed."""
+    if device.is_cpu:
+        return _on_cpu(trace, usable), dict(trace.phases), trace.bounds
+    replayed = replay(trace.tape, settings, trace.marks)
+    phases, overhead = _by_phase(trace, replayed), find_overhead(device)
+    memory = _on_cuda(trace, settings, replayed, phases, overhead, usable)
+    return memory, phases, (*trace.bounds, *_cuda_bounds(settings, overhead))
 
 
 def _by_phase(trace: Trace, replayed: Replay) -> dict[Phase, int]:
@@ -118,7 +155,7 @@ def _on_cpu(trace: Trace, usable: int | None) -> Memory:
         device_total=None,
         usable=usable,
         verdict=verdict,
-        because="live tensors of the trainer's own step, run on fake tensors",
+        because=f"live tensors of {_what(trace)} on fake tensors",
         peak_phase=phase,
         entries=trace.ledger.at(phase),
     )
@@ -159,10 +196,16 @@ def _on_cuda(
         device_total=None if overhead is None else peaks.reserved + overhead.typical,
         usable=usable,
         verdict=verdict,
-        because=f"the trainer's own step on fake tensors, through the caching allocator; {why}",
+        because=f"{_what(trace)} on fake tensors, through the caching allocator; {why}",
         peak_phase=phase,
         entries=tuple(entries),
     )
+
+
+def _what(trace: Trace) -> str:
+    if Phase.GENERATE in trace.phases:
+        return f"`memfit generate`, a process of its own after the run ({trace.bounds[0]}),"
+    return "the trainer's own step"
 
 
 def _judge(

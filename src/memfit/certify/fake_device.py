@@ -58,6 +58,7 @@ def fake_device(device: Device) -> Iterator[FastFakeMode]:
             install_guard()
             stack.enter_context(cuda_hooks())
             stack.enter_context(_cuda_autocast())
+            stack.enter_context(_no_cuda_generator())
             stack.enter_context(cuda_kernels(device))
         stack.enter_context(_backward_on_this_thread())
         mode = stack.enter_context(FastFakeMode())
@@ -135,6 +136,17 @@ def _cuda_autocast() -> Iterator[None]:
     with (
         _set(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
         _set(torch.cuda, "is_bf16_supported", lambda *args, **kwargs: True),
+    ):
+        yield
+
+
+@contextmanager
+def _no_cuda_generator() -> Iterator[None]:
+    """Seeding and `fork_rng` ask the driver for a generator's state, which lives on the host."""
+    with (
+        _set(torch.cuda, "get_rng_state", lambda device=0: None),
+        _set(torch.cuda, "set_rng_state", lambda state, device=0: None),
+        _set(torch.cuda, "manual_seed_all", lambda seed: None),
     ):
         yield
 

@@ -10,21 +10,26 @@ from typing import Any
 
 import torch
 
-from memfit.certify import BatchShape
 from memfit.certify.cuda_kernels import compute_capability
 from memfit.certify.fake_device import device_type, fake_device
 from memfit.certify.tape import Event
 from memfit.certify.workspace import PRODUCTS, RULES, cublas_workspace
 from memfit.errors import Error, NotCertified
+from memfit.families import read_model
 from memfit.hardware import Device
 from memfit.ledger import Kind, Ledger, Phase
 from memfit.optimizers import find_optimizer
 from memfit.recipe import Recipe
 from memfit.results import Tensor, group_tensors
+from memfit.shapes import BatchShape, bounds_of
 from memfit.train.build import Built, build_model, build_optimizer
+from memfit.train.checkpoint import checkpoint_tensors, on_host
+from memfit.train.generate import advance, build_generator, chances, fill_generator
 from memfit.train.live import LiveBytes
 from memfit.train.step import Batch, evaluate, step
+from memfit.train.weights import EmptyWeights, fill_weights
 
+EVALUATED = 2  # evaluation batches: at the second, the first one's results are there
 TRACED_MICRO_BATCHES = 2  # from the second on, all are alike: gradients exist and are added to
 
 
@@ -54,12 +59,10 @@ class Trace:
 
 
 def worst_shapes(recipe: Recipe) -> tuple[BatchShape, ...]:
-    """The micro-batches that need the most memory of all that the recipe allows, nearly.
+    """The micro-batches that a recipe is held to where no data is named, as `bounds` say.
 
-    All rows at full length; packed ones in the documents of `Recipe.worst_documents`. Found by
-    tracing rows split in 1, 2 (in half, in quarters, one token apart), 4, 16, 64 and 201
-    documents on CPU and CUDA under each kernel. What it leaves out is said in `bounds`: a further
-    document keeps a few small tensors more in every block (blocks of 512 B on CUDA).
+    All rows at full length; packed ones in the documents of `Recipe.worst_documents`. Data with
+    more documents needs more on a GPU, and is certified with its own (`memfit.shapes`).
     """
     tokens, documents = recipe.sequence_length, recipe.worst_documents
     shape = BatchShape(rows=recipe.micro_batch, tokens=tokens, documents=documents)
@@ -73,19 +76,52 @@ def trace_step(
     steps: int = 2,
     *,
     workspaces: bool = True,
-    evaluation: bool = False,
+    also: Sequence[BatchShape] = (),
+    evaluation: Sequence[BatchShape] = (),
 ) -> Trace:
-    """Build and `steps` optimizer steps (the first makes the optimizer's state), in this process.
+    """A run's instants in this process: load, `steps` optimizer steps, an evaluation, a checkpoint.
 
+    The first step makes the optimizer's state. also: micro-batches each of which a further step
+    takes as often as the recipe accumulates. evaluation: held-out micro-batches; none of them takes
+    the first of the batches.
     workspaces: count what CUDA kernels allocate inside themselves (`workspace.RULES`).
-    evaluation: also run one evaluation batch after the steps.
     Raises InvalidRequest (the recipe can run nowhere) and NotCertified (or not be traced here).
     """
-    kind = device_type(device)
     shapes = tuple(batches) if batches else worst_shapes(recipe)
+    kind = device_type(device)
     recorder = Recorder(kind, device if workspaces and kind == "cuda" else None)
-    # Once on meta: what building imports must not be imported under FakeTensorMode, where a
-    # module's constants would be fake for ever, and would be counted.
+    weights = _weights_of(recipe)
+    with _traced(recipe, device, recorder):
+        repeated = min(recipe.accumulation, TRACED_MICRO_BATCHES)
+        later = [shapes] * (steps - 1) + [(shape,) * repeated for shape in also]
+        _run(recipe, kind, [shapes, *later], recorder, weights, evaluation or shapes[:1])
+    bounds = _bounds(recipe, batches, shapes, kind, workspaces)
+    return recorder.trace((*bounds, *_bounds_of_weights(recipe, kind, weights)))
+
+
+def trace_generation(recipe: Recipe, device: Device, *, workspaces: bool = True) -> Trace:
+    """`memfit generate` after the run, which is a process of its own: load and say a full row.
+
+    A prompt of all but one token of a row and the token after it: no prompt and continuation of
+    `sequence_length` tokens together holds more, as longer ones never hold less.
+    """
+    kind = device_type(device)
+    recorder = Recorder(kind, device if workspaces and kind == "cuda" else None)
+    weights = _weights_of(recipe)
+    with _traced(recipe, device, recorder):
+        recorder.restart_in(Phase.GENERATE)
+        _generate(recipe, kind, recorder, weights)
+    length = f"a prompt and its continuation of {recipe.sequence_length} tokens together"
+    return recorder.trace((length, *_bounds_of_weights(recipe, kind, weights)))
+
+
+@contextmanager
+def _traced(recipe: Recipe, device: Device, recorder: Recorder) -> Iterator[None]:
+    """The trainer's code runs on fake tensors meanwhile, and the recorder sees it.
+
+    First once on meta: what building imports must not be imported under FakeTensorMode, where a
+    module's constants would be fake for ever, and would be counted.
+    """
     build_optimizer(recipe, build_model(recipe, "meta"))
     with ExitStack() as stack:
         stack.enter_context(_one_thread())
@@ -93,7 +129,7 @@ def trace_step(
         stack.enter_context(fake_device(device))
         stack.enter_context(recorder)
         try:
-            _run(recipe, kind, shapes, steps, recorder, evaluation)
+            yield
         except Error:
             raise
         except Exception as error:
@@ -101,30 +137,58 @@ def trace_step(
                 f"the step failed on fake tensors: {type(error).__name__}: {error}",
                 hint="the step may fail on the device too; try `memfit train` with one step",
             ) from error
-    return recorder.trace(_bounds(recipe, batches, shapes, kind, workspaces))
 
 
 def _run(
     recipe: Recipe,
     kind: str,
-    shapes: Sequence[BatchShape],
-    steps: int,
+    steps: Sequence[Sequence[BatchShape]],
     recorder: Recorder,
-    evaluation: bool,
+    weights: EmptyWeights | None,
+    evaluation: Sequence[BatchShape],
 ) -> None:
     model = build_model(recipe, kind)
     recorder.register_model(model)
+    fill_weights(model, recipe, weights)
     optimizer = build_optimizer(recipe, model)
     recorder.register_optimizer(optimizer)
     built = Built(recipe, model, optimizer)
-    targets = sum(shape.rows * shape.tokens for shape in shapes)
     recorder.enter(Phase.FIRST_STEP)
-    step(built, _make_batches(shapes, kind, recorder), targets, recorder.stay)
-    for _ in range(steps - 1):
-        step(built, _make_batches(shapes, kind, recorder), targets, recorder.enter)
-    if evaluation:
-        recorder.enter(Phase.EVALUATE)
-        evaluate(built, next(_make_batches(shapes, kind, recorder)))
+    for index, shapes in enumerate(steps):
+        targets = sum(shape.rows * shape.tokens for shape in shapes)
+        enter = recorder.enter if index else recorder.stay
+        step(built, _make_batches(shapes, kind, recorder), targets, enter)
+    recorder.enter(Phase.EVALUATE)
+    for shape in evaluation:
+        for _ in range(EVALUATED):
+            loss, count = evaluate(built, _make_batch(shape, kind, recorder))
+    del loss, count
+    recorder.enter(Phase.SAVE)
+    parameters, states, _ = checkpoint_tensors(built)
+    for tensors in (parameters, states):
+        on_host(tensors)
+
+
+def _generate(recipe: Recipe, kind: str, recorder: Recorder, weights: EmptyWeights | None) -> None:
+    model = build_generator(recipe, kind)
+    recorder.register_model(model)
+    trained = EmptyWeights.like(model)
+    fill_generator(model, recipe, weights if recipe.method == "lora" else None, trained)
+    cache = None
+    for tokens in (max(1, recipe.sequence_length - 1), 1):
+        new = torch.zeros(1, tokens, dtype=torch.int64)
+        recorder.register_batch(new)
+        logits, cache = advance(model, new, cache)
+        chances(logits, temperature=1.0, top_k=50)
+        del logits, new
+
+
+def _weights_of(recipe: Recipe) -> EmptyWeights | None:
+    """What `fill_weights` reads, without values; made before anything is fake: it opens files."""
+    if recipe.weights == "random":
+        return None
+    prefix = read_model(recipe.model).weights[0].name.partition(".")[0]
+    return EmptyWeights.of(recipe.model.source, prefix)
 
 
 def _make_batches(shapes: Sequence[BatchShape], kind: str, recorder: LiveBytes) -> Iterator[Batch]:
@@ -156,6 +220,12 @@ class Recorder(LiveBytes):  # type: ignore[no-untyped-call]
         """Begin a phase, and a stretch of the tape."""
         super().enter(phase)
         self._starts.append((phase, len(self._events)))
+
+    def restart_in(self, phase: Phase) -> None:
+        """Let the tape begin with a phase other than `load`."""
+        self._phase = phase
+        self._starts = [(phase, 0)]
+        self.restart()
 
     def stay(self, phase: Phase) -> None:
         """Label what an instant of the first step made, which is one phase as a whole."""
@@ -232,6 +302,14 @@ def _compiled(recipe: Recipe) -> tuple[str, ...]:
     return find_optimizer(recipe.optimizer).cuda_only
 
 
+def _bounds_of_weights(recipe: Recipe, kind: str, weights: EmptyWeights | None) -> tuple[str, ...]:
+    """Of loading: on a CPU a tensor of the file is alive beside the parameter that it fills."""
+    if weights is None or weights.known or kind != "cpu":
+        return ()
+    source = recipe.model.source or recipe.model.name
+    return (f"the files of `{source}` are not here: their tensors are taken as fp32",)
+
+
 def _bounds(
     recipe: Recipe,
     batches: Sequence[BatchShape] | None,
@@ -240,11 +318,7 @@ def _bounds(
     workspaces: bool,
 ) -> tuple[str, ...]:
     """What a reader must know of the data and the device for the certificate to hold."""
-    bounds = [f"no row longer than {max(shape.tokens for shape in shapes)} tokens"]
-    if recipe.packing and not batches:
-        bounds.append(
-            "packed rows of at most two documents: each further one keeps a few small tensors more"
-        )
+    bounds = [] if batches else [str(bounds_of(recipe))]
     if recipe.accumulation > len(shapes):
         bounds.append(
             f"{len(shapes)} of {recipe.accumulation} micro-batches traced: later ones are alike"

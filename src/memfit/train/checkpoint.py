@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -161,18 +161,7 @@ def flush(path: Path) -> None:
 
 
 def _write(folder: Path, step: int, built: Built, data_digest: str) -> None:
-    parameters = _trainable(built)
-    names = {id(p): name for name, p in parameters.items()}
-    tensors: dict[str, Tensor] = {}
-    scalars: dict[str, Any] = {}
-    for parameter, held in built.optimizer.state.items():
-        for field, value in held.items():
-            key = f"{names[id(parameter)]}::{field}"
-            if not isinstance(value, Tensor):
-                scalars[key] = value
-                continue
-            for part, inner in inner_tensors(value).items():
-                tensors[f"{key}::{part}" if part else key] = inner
+    weights, tensors, scalars = checkpoint_tensors(built)
     state = {
         "schema": 1,
         "step": step,
@@ -183,8 +172,8 @@ def _write(folder: Path, step: int, built: Built, data_digest: str) -> None:
         "scaler": built.scaler.state_dict() if built.scaler is not None else None,
         "torch": torch.__version__,
     }
-    save_file({n: p.detach() for n, p in parameters.items()}, folder / "weights.safetensors")
-    save_file(tensors, folder / "optimizer.safetensors")
+    save_file(on_host(weights), folder / "weights.safetensors")
+    save_file(on_host(tensors), folder / "optimizer.safetensors")
     (folder / "state.json").write_text(json.dumps(state))
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
@@ -202,6 +191,31 @@ def _fill_part(optimizer: Any, parameter: Tensor, field: str, part: str, value: 
     if field not in held:
         held[field] = optimizer.new_state(parameter)[field]
     inner_tensors(held[field])[part].copy_(value)
+
+
+def checkpoint_tensors(built: Built) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """What a checkpoint holds: trainable parameters, optimizer state, the state's plain numbers."""
+    parameters = _trainable(built)
+    names = {id(p): name for name, p in parameters.items()}
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, Any] = {}
+    for parameter, held in built.optimizer.state.items():
+        for field, value in held.items():
+            key = f"{names[id(parameter)]}::{field}"
+            if not isinstance(value, Tensor):
+                scalars[key] = value
+                continue
+            for part, inner in inner_tensors(value).items():
+                tensors[f"{key}::{part}" if part else key] = inner
+    return {name: p.detach() for name, p in parameters.items()}, tensors, scalars
+
+
+def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of one file as they are written: all of them in host memory at once.
+
+    On a CPU they are the same tensors, so saving allocates nothing.
+    """
+    return {name: tensor.detach().to("cpu") for name, tensor in tensors.items()}
 
 
 def _trainable(built: Built) -> dict[str, torch.nn.Parameter]:

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from memfit.errors import RunFailed
 from memfit.train.build import Built
-from memfit.train.checkpoint import flush
+from memfit.train.checkpoint import flush, on_host
 from memfit.train.hugging_face import base_model
 from memfit.train.tokenizer import Tokenizer
 
@@ -57,7 +57,7 @@ def _save_whole(folder: Path, built: Built, tokenizer: Tokenizer) -> None:
     """A tied head is left out, as Hugging Face does; the config is the one the user gave."""
     model = base_model(built.model)
     save_file(
-        {name: p.detach() for name, p in model.named_parameters()},
+        on_host(dict(model.named_parameters())),
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )

@@ -8,11 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from msgspec.structs import replace
+from torch import Tensor, nn
 
+from memfit.adapters import find_adapter
 from memfit.errors import InvalidRequest
+from memfit.nouns import read_json
+from memfit.recipe import Attention, Recipe
+from memfit.results import Run
+from memfit.train.build import build_model
 from memfit.train.export import FOLDER
+from memfit.train.hugging_face import base_model
 from memfit.train.tokenizer import read_tokenizer
+from memfit.train.weights import ADAPTER, SINGLE, FileWeights, Weights, copy_weights
 
 
 def generate(
@@ -45,17 +53,27 @@ def generate(
     chance = torch.Generator().manual_seed(seed)
     made: list[int] = []
     cache, new = None, torch.tensor([ids])
+    while len(made) < max_new_tokens and len(ids) + len(made) < limit:
+        logits, cache = advance(model, new, cache)
+        token = draw(chances(logits, temperature, top_k), chance)
+        if token == tokenizer.end:
+            break
+        made.append(token)
+        new = torch.tensor([[token]])
+    return tokenizer.decode(made)
+
+
+def advance(model: Any, new: Tensor, cache: Any) -> tuple[Tensor, Any]:
+    """(1, tokens) new ids after what the cache holds -> (vocab,) fp32 host logits, the cache.
+
+    Logits are of the last position alone. A certificate traces this very function.
+    """
     device = next(model.parameters()).device
     with torch.no_grad():
-        while len(made) < max_new_tokens and len(ids) + len(made) < limit:
-            out = model(input_ids=new.to(device), past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            token = _draw(out.logits[0, -1].float().cpu(), temperature, top_k, chance)
-            if token == tokenizer.end:
-                break
-            made.append(token)
-            new = torch.tensor([[token]])
-    return tokenizer.decode(made)
+        out = model(
+            input_ids=new.to(device), past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
+        return out.logits[0, -1].float().cpu(), out.past_key_values
 
 
 def find_model_folder(folder: Path) -> Path:
@@ -72,8 +90,72 @@ def find_model_folder(folder: Path) -> Path:
 def load_model(folder: Path) -> Any:
     """The model of a folder, adapter included, ready to generate.
 
-    Raises InvalidRequest when it, or the base of its adapter, cannot be read.
+    What memfit trained is built by the trainer's own `build_model`; any other folder by
+    transformers and peft. Raises InvalidRequest when it, or the base of its adapter, cannot be
+    read.
     """
+    if (recipe := find_recipe(folder)) is None:
+        return _load_foreign(folder)
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    model = build_generator(recipe, kind)
+    prefix = base_model(model).base_model_prefix
+    base = FileWeights(recipe.model.source, prefix) if recipe.method == "lora" else None
+    trained = FileWeights(str(folder), prefix, SINGLE if base is None else ADAPTER)
+    fill_generator(model, recipe, base, trained)
+    return model
+
+
+def find_recipe(folder: Path) -> Recipe | None:
+    """The recipe that trained a `model` folder, as the run beside it says; None without a run."""
+    run = folder.parent / "run.json"
+    if folder.name != FOLDER or not run.exists():
+        return None
+    recipe = read_json(run, Run).recipe
+    if recipe.method == "lora" and not recipe.model.source:
+        raise InvalidRequest(
+            f"the adapter in `{folder}` was trained on random weights that nobody kept",
+            hint="train LoRA on a folder or hub id with weights",
+        )
+    return recipe
+
+
+def build_generator(recipe: Recipe, device: str) -> nn.Module:
+    """The trained module, empty, in the dtypes that it was trained in, ready to generate.
+
+    Where the device lacks the recipe's attention kernel, with one that it has: the result differs
+    by rounding. Raises InvalidRequest as `build_model` does.
+    """
+    kernel: Attention = recipe.attention
+    if device == "cpu" and kernel != "math":
+        kernel = "flash"
+    elif device == "cuda" and kernel == "flash" and recipe.compute_dtype == "float32":
+        kernel = "efficient"
+    alone = replace(recipe, attention=kernel, recompute_blocks=0, loss="plain", loss_chunk=0)
+    model = build_model(alone, device).eval()
+    if recipe.autocast:
+        plain, dtype = model.forward, getattr(torch, recipe.compute_dtype)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with torch.autocast(device, dtype, cache_enabled=False):
+                return plain(*args, **kwargs)
+
+        model.forward = forward
+    return model
+
+
+def fill_generator(
+    model: nn.Module, recipe: Recipe, base: Weights | None, trained: Weights
+) -> None:
+    """Give every parameter what training left; the base of an adapter is where it was."""
+    if base is None:
+        copy_weights(dict(model.named_parameters()), trained)
+        return
+    copy_weights(find_adapter(recipe).base_parameters(model), base)
+    own = {n: p for n, p in model.named_parameters() if ".lora_" in n}
+    copy_weights({n.replace(".default.", "."): p for n, p in own.items()}, trained)
+
+
+def _load_foreign(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -103,12 +185,16 @@ def load_model(folder: Path) -> Any:
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
-def _draw(logits: Tensor, temperature: float, top_k: int, chance: torch.Generator) -> int:
-    """One token from (vocab,) logits."""
+def chances(logits: Tensor, temperature: float, top_k: int) -> Tensor:
+    """(vocab,) logits -> (vocab,) chances; one of them is 1 at temperature 0."""
     if temperature <= 0:
-        return int(logits.argmax())
+        return torch.zeros_like(logits).scatter_(0, logits.argmax(keepdim=True), 1.0)
     if 0 < top_k < len(logits):
         least = torch.topk(logits, top_k).values[-1]
         logits = logits.masked_fill(logits < least, float("-inf"))
-    weights = torch.softmax(logits / temperature, dim=-1)
+    return torch.softmax(logits / temperature, dim=-1)
+
+
+def draw(weights: Tensor, chance: torch.Generator) -> int:
+    """One token from (vocab,) chances."""
     return int(torch.multinomial(weights, 1, generator=chance))

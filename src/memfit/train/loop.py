@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ import torch
 
 from memfit import catalog
 from memfit.errors import InvalidRequest, RunFailed
+from memfit.families import read_model
 from memfit.ledger import Phase
 from memfit.nouns import Noun, read_json, write_json
 from memfit.recipe import Recipe
 from memfit.request import Request
 from memfit.results import Certificate, Measurement, Run
+from memfit.shapes import BatchShape, RowBounds, bounding_shapes, evaluation_shapes
 from memfit.train.build import Built, build_optimizer
 from memfit.train.checkpoint import (
     check_digest,
@@ -37,8 +40,15 @@ from memfit.train.export import save_model
 from memfit.train.guard import Interrupts, explained_out_of_memory, locked
 from memfit.train.logs import Log, read_log
 from memfit.train.machine import describe_environment
-from memfit.train.measure import Meter, run_step, start_device, time_measurements, to_batch
-from memfit.train.packing import Sampler
+from memfit.train.measure import (
+    Meter,
+    run_step,
+    start_device,
+    synthetic_micro,
+    time_measurements,
+    to_batch,
+)
+from memfit.train.packing import Micro, Sampler
 from memfit.train.prepare import Data, build_samplers, read_data
 from memfit.train.progress import Facts, Moment, Progress, Silent
 from memfit.train.scaling import was_skipped
@@ -73,7 +83,9 @@ class _Session:
     folder: Path
     data: Data
     training: Sampler
+    bounds: RowBounds
     held_out: Sampler | None
+    held_out_bounds: RowBounds | None
     meter: Meter
     progress: Progress
     cadence: Cadence
@@ -126,12 +138,18 @@ def train(
             if before.finished and (folder / MODEL).is_dir():
                 return before
         training, held_out = build_samplers(request, recipe, data)
+        bounds = training.bounds()
+        held_out_bounds = held_out.bounds_once() if held_out else None
+        if certificate is not None:
+            _check_bounds(certificate, bounds, held_out_bounds)
         session = _Session(
             recipe=recipe,
             folder=folder,
             data=data,
             training=training,
+            bounds=bounds,
             held_out=held_out,
+            held_out_bounds=held_out_bounds,
             meter=Meter(start_device(recipe, catalog.find_device(recipe.device))),
             progress=progress or Silent(),
             cadence=cadence or Cadence(),
@@ -141,6 +159,22 @@ def train(
         for note in training.notes:
             session.progress.note(note)
         return _run(session, predicted_seconds, tensorboard=tensorboard)
+
+
+def _check_bounds(
+    certificate: Certificate, bounds: RowBounds, held_out_bounds: RowBounds | None
+) -> None:
+    """Raise InvalidRequest when data goes beyond what the certificate holds for."""
+    found = (
+        ("the training data", certificate.data, bounds),
+        ("the held-out data", certificate.held_out or certificate.data, held_out_bounds),
+    )
+    for name, certified, own in found:
+        if certified is not None and own is not None and not certified.covers(own):
+            raise InvalidRequest(
+                f"{name} has {own}; the certificate holds for {certified}",
+                hint="certify again with this data: `memfit train` does it by itself",
+            )
 
 
 def _read_before(folder: Path, recipe: Recipe) -> Run | None:
@@ -173,11 +207,19 @@ def _run(session: _Session, predicted_seconds: float | None, *, tensorboard: boo
 
 
 def _prepare(session: _Session) -> tuple[Built, int]:
-    """Rehearse on the worst batch, fill the weights, go back to the newest checkpoint."""
+    """Rehearse on the bounding batches, fill the weights, go back to the newest checkpoint."""
     recipe, meter = session.recipe, session.meter
-    worst = session.training.worst()
-    micro = session.training.sample(worst.step)[worst.micro]
-    model = meter.rehearse(recipe, micro)
+    vocab = read_model(recipe.model).architecture.vocab
+
+    def make(shapes: Sequence[BatchShape]) -> list[Micro]:
+        return [synthetic_micro(recipe, vocab, shape) for shape in shapes]
+
+    held_out = session.held_out_bounds
+    model = meter.rehearse(
+        recipe,
+        make(bounding_shapes(recipe, session.bounds)),
+        make(evaluation_shapes(recipe, held_out)) if held_out else (),
+    )
     _compare(session)
     meter.watch_load(model, lambda: fill_weights(model, recipe))
     built = Built(recipe, model, build_optimizer(recipe, model))
@@ -301,7 +343,11 @@ def _evaluation_tokens(session: _Session) -> int:
 def _save(session: _Session, built: Built, log: Log, step: int) -> None:
     """The log first: a checkpoint promises that every line up to it is on disk."""
     log.flush()
-    save_checkpoint(session.folder, step, built, session.data.training.digest)
+    session.meter.watch(
+        built,
+        Phase.SAVE,
+        lambda: save_checkpoint(session.folder, step, built, session.data.training.digest),
+    )
     _record(session, step, finished=False)
 
 

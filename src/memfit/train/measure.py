@@ -6,7 +6,7 @@ import gc
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import NamedTuple, TypeVar
@@ -23,12 +23,13 @@ from memfit.hardware import Device
 from memfit.ledger import Entry, Ledger, Phase
 from memfit.recipe import Recipe
 from memfit.results import Measurement
+from memfit.shapes import BatchShape
 from memfit.train.build import Built, build_model, build_optimizer
 from memfit.train.cuda_allocator import set_allocator
 from memfit.train.live import LiveBytes
 from memfit.train.machine import describe_environment
 from memfit.train.packing import IGNORED, Micro
-from memfit.train.step import Batch, Enter, StepResult, nowhere, step
+from memfit.train.step import Batch, Enter, StepResult, evaluate, nowhere, step
 from memfit.train.weights import fill_weights
 from memfit.units import KIB
 
@@ -78,6 +79,16 @@ class Meter:
             self._enter(Phase.LOAD)
             work()
 
+    def watch(self, built: Built, phase: Phase, work: Callable[[], T]) -> T:
+        """Run what comes between two steps; its peak belongs to one phase."""
+        with self._live() as live:
+            live.register_model(built.model)
+            live.register_optimizer(built.optimizer)
+            live.enter(phase)
+            live.restart()
+            self._enter(phase)
+            return work()
+
     def watch_step(self, built: Built, work: Callable[[Watch], T]) -> T:
         """Run one step after the first and count every tensor of it."""
         with self._live() as live:
@@ -88,14 +99,19 @@ class Meter:
             self._enter(Phase.FORWARD)
             return work(self._watch(live))
 
-    def rehearse(self, recipe: Recipe, micro: Micro) -> nn.Module:
-        """Build the model and run two optimizer steps on one micro-batch, all of it watched.
+    def rehearse(
+        self, recipe: Recipe, micros: Sequence[Micro], held_out: Sequence[Micro] = ()
+    ) -> nn.Module:
+        """Build the model, run optimizer steps and an evaluation on the worst, all of it watched.
+
+        micros: two steps on the first one, one on each other; each step repeats its micro-batch as
+        often as the recipe accumulates, but twice at most.
 
         The model comes back before its weights are filled, the optimizer is thrown away and the
         generators are put back: what follows cannot know that this has been. It is what a
         certificate traces, step by step, so that the two can be compared to the byte.
         """
-        micros = [micro] * min(REHEARSED, recipe.accumulation)
+        repeated = [[micro] * min(REHEARSED, recipe.accumulation) for micro in micros]
         gpus = [self.device] if self._cuda else []
         with torch.random.fork_rng(devices=gpus), self._live() as live:
             self._enter(Phase.LOAD)
@@ -108,13 +124,23 @@ class Meter:
             live.register_optimizer(built.optimizer)
             watch = self._watch(live)
             watch.enter(Phase.FIRST_STEP)
-            run_step(built, micros, watch._replace(enter=lambda _: watch.enter(Phase.FIRST_STEP)))
-            run_step(built, micros, watch)
+            first = watch._replace(enter=lambda _: watch.enter(Phase.FIRST_STEP))
+            run_step(built, repeated[0], first)
+            for step_micros in repeated:
+                run_step(built, step_micros, watch)
+            self._rehearse_evaluation(built, held_out or micros[:1], watch)
             del built
         if self._cuda:
             self._enter(self._phase)
             torch.cuda.empty_cache()
         return model
+
+    def _rehearse_evaluation(self, built: Built, micros: Sequence[Micro], watch: Watch) -> None:
+        watch.enter(Phase.EVALUATE)
+        for micro in micros:
+            for _ in range(REHEARSED):
+                result = evaluate(built, put(micro, built.device, watch))
+        del result
 
     def _watch(self, live: LiveBytes) -> Watch:
         def enter(phase: Phase) -> None:
@@ -213,36 +239,44 @@ def to_batch(micro: Micro, device: torch.device) -> Batch:
     return Batch(ids, labels, positions, micro.documents)
 
 
+def put(micro: Micro, device: torch.device, watch: Watch) -> Batch:
+    """The micro-batch on the device, and its watcher is told."""
+    batch = to_batch(micro, device)
+    watch.register(batch)
+    return batch
+
+
 def run_step(built: Built, micros: list[Micro], watch: Watch | None = None) -> StepResult:
     """One optimizer step over the micro-batches, each put on the device when its turn comes."""
     seen = watch or Watch(nowhere, lambda _: None)
     targets = sum(micro.targets for micro in micros)
 
-    def put(micro: Micro) -> Batch:
-        batch = to_batch(micro, built.device)
-        seen.register(batch)
-        return batch
-
-    batches = (put(micro) for micro in micros)  # holds no batch once it is given out
+    # holds no batch once it is given out
+    batches = (put(micro, built.device, seen) for micro in micros)
     return step(built, batches, targets, seen.enter)
 
 
-def synthetic_micro(recipe: Recipe, vocab: int) -> Micro:
-    """Random tokens in the shape that needs the most memory of all that a recipe allows.
+def synthetic_micro(recipe: Recipe, vocab: int, shape: BatchShape | None = None) -> Micro:
+    """Random tokens in a shape; by default the one that a recipe takes for its worst.
 
     Packed, that is one token beside a document that fills the rest of the row: a second document
     makes attention's outputs be copied together.
     """
     rows, width = recipe.micro_batch, recipe.sequence_length
+    documents = recipe.worst_documents
+    if shape is not None:
+        rows, width, documents = shape.rows, shape.tokens, shape.documents
     ids = np.random.default_rng(recipe.seed).integers(0, vocab, (rows, width), dtype="int64")
     labels = np.full_like(ids, IGNORED)
     labels[:, :-1] = ids[:, 1:]
-    if not recipe.packing:
+    if documents is None:
         return Micro(ids, labels, None, None, ids.size)
-    lengths = (width - 1, 1) if width > 1 else (1,)
-    positions = np.concatenate([np.arange(n) for n in lengths])
-    labels[:, np.cumsum(lengths) - 1] = IGNORED
-    return Micro(ids, labels, np.tile(positions, (rows, 1)), (lengths,) * rows, ids.size)
+    for row, lengths in zip(labels, documents, strict=True):
+        row[np.cumsum(lengths) - 1] = IGNORED
+    if not (labels != IGNORED).any():
+        labels[0, 0] = ids[0, 0]  # documents of one token learn nothing, and a step must
+    positions = [np.concatenate([np.arange(n) for n in lengths]) for lengths in documents]
+    return Micro(ids, labels, np.stack(positions), documents, ids.size)
 
 
 class Measured(NamedTuple):
@@ -263,7 +297,7 @@ def measure(recipe: Recipe, device: Device, steps: int = 3) -> Measured:
     recipe = replace(recipe, weights="random")
     meter = Meter(where)
     micro = synthetic_micro(recipe, read_model(recipe.model).architecture.vocab)
-    model = meter.rehearse(recipe, micro)
+    model = meter.rehearse(recipe, [micro])
     meter.watch_load(model, lambda: fill_weights(model, recipe))
     built = Built(recipe, model, build_optimizer(recipe, model))
     micros = [micro] * recipe.accumulation

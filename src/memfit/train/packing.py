@@ -26,6 +26,7 @@ import numpy as np
 
 from memfit.errors import InvalidRequest
 from memfit.recipe import Recipe
+from memfit.shapes import RowBounds
 from memfit.train.tokens import Corpus
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -61,16 +62,6 @@ class Micro(NamedTuple):
         return int((self.labels != IGNORED).sum())
 
 
-class Worst(NamedTuple):
-    """The micro-batch with the largest memory of all that a run will see."""
-
-    step: int
-    micro: int
-    rows: int
-    width: int  # tokens a row, padding counted
-    documents: tuple[tuple[int, ...], ...] | None  # lengths in each row; None = one a row
-
-
 def seeded_order(count: int, seed: int, epoch: int, *purpose: int) -> Array:
     """A permutation of range(count); a pure function of its arguments.
 
@@ -95,8 +86,8 @@ class Rows(ABC):
         """The pieces of one row, left to right; with `once`, of the first epoch only."""
 
     @abstractmethod
-    def costs(self, first: int, count: int) -> Array:
-        """(count, 3) of the rows from `first` on: tokens, sum of squared lengths, documents."""
+    def costs(self, first: int, count: int, *, once: bool = False) -> Array:
+        """(count, 3) of the rows from `first` on: tokens, documents, the longest one's tokens."""
 
 
 class StreamRows(Rows):
@@ -163,8 +154,10 @@ class StreamRows(Rows):
             position += length
         return tuple(pieces)
 
-    def costs(self, first: int, count: int) -> Array:
-        """Of the rows as they are shown."""
+    def costs(self, first: int, count: int, *, once: bool = False) -> Array:
+        """Of the rows as they are shown, or of the stream's first ones."""
+        if once:
+            return self._stream_costs(first, count)
         places = self._places(first, count)
         low = int(places.min())
         shown: Array = self._stream_costs(low, int(places.max()) + 1 - low)[places - low]
@@ -183,8 +176,8 @@ class StreamRows(Rows):
             documents = starts[slice(*inside)] + epoch * total
             pieces = np.union1d(documents, np.arange(-(-low // width) * width, high, width))
             lengths = np.diff(np.append(pieces, high))
-            np.add.at(rows[:, 1], pieces // width - first, lengths**2)
-            np.add.at(rows[:, 2], pieces // width - first, 1)
+            np.add.at(rows[:, 1], pieces // width - first, 1)
+            np.maximum.at(rows[:, 2], pieces // width - first, lengths)
         return rows
 
 
@@ -212,7 +205,7 @@ class TableRows(Rows):
             return ()
         return self._rows[int(self._epoch(epoch)[at])]
 
-    def costs(self, first: int, count: int) -> Array:
+    def costs(self, first: int, count: int, *, once: bool = False) -> Array:
         """Read off the table; a packed row is as wide as all, its padding one document more."""
         size = len(self._table)
         epochs = range(first // size, -(-(first + count) // size))
@@ -223,7 +216,7 @@ class TableRows(Rows):
         lengths = [p.length for p in row]
         if self.packed:
             lengths += [self._width - sum(lengths)] if sum(lengths) < self._width else []
-        return sum(lengths), sum(n * n for n in lengths), len(lengths)
+        return sum(lengths), len(lengths), max(lengths, default=0)
 
 
 def pack_best_fit(lengths: Array, width: int, seed: int) -> list[tuple[Piece, ...]]:
@@ -277,7 +270,6 @@ class Sampler:
         self._global = recipe.global_batch
         self._width = recipe.sequence_length
         self._steps = recipe.steps
-        self._math = recipe.attention == "math"
 
     @property
     def steps_per_epoch(self) -> float:
@@ -294,30 +286,43 @@ class Sampler:
 
         The last micro-batch is filled up with rows that predict nothing.
         """
-        count = int(-(-self._rows.per_epoch // 1))
-        return (self._batch(first, once=True) for first in range(0, count, self._micro))
+        rows = range(0, self._count_once(), self._micro)
+        return (self._batch(first, once=True) for first in rows)
 
-    def worst(self) -> Worst:
-        """The micro-batch with the largest memory of all steps.
-
-        The most tokens a row (padding counted) go first. Then, as attention saves: with `math`,
-        which keeps a matrix of each document, the longest documents; with the others, the most
-        rows of several documents, whose outputs are copied together, and then the longest.
-        """
+    def bounds(self) -> RowBounds:
+        """What no micro-batch of the run exceeds."""
         micros = self._steps * self._accumulation
-        best: tuple[tuple[int, ...], int] = ((-1,), 0)
+        found = np.zeros(3, dtype="int64")
         for start in range(0, micros, BLOCK):
             count = min(BLOCK, micros - start)
             costs = self._rows.costs(start * self._micro, count * self._micro)
-            tokens, squares, documents = costs.reshape(count, self._micro, 3).transpose(2, 0, 1)
-            copied = (documents > 1).sum(axis=1) * (not self._math)
-            keys = (tokens.max(axis=1), copied, squares.sum(axis=1), documents.sum(axis=1))
-            at = int(np.lexsort(keys[::-1])[-1])
-            best = max(best, (tuple(int(key[at]) for key in keys), start + at))
-        step, micro = divmod(best[1], self._accumulation)
-        batch = self._batch(best[1] * self._micro)
-        rows, width = batch.input_ids.shape
-        return Worst(step, micro, rows, width, batch.documents)
+            found = np.maximum(found, self._largest(costs))
+        return self._as_bounds(found)
+
+    def bounds_once(self) -> RowBounds:
+        """What no micro-batch of `all_once` exceeds. Where rows are short, padding fills them."""
+        count = self._count_once()
+        filled = -(-count // self._micro) * self._micro
+        costs = self._rows.costs(0, count, once=True)
+        padding = np.array([[0, 1, self._width if self._rows.packed else 0]])
+        found = self._largest(np.concatenate([costs, np.repeat(padding, filled - count, axis=0)]))
+        if self._rows.per_epoch % 1:
+            found[2] = self._width  # the last row ends early
+        return self._as_bounds(found)
+
+    def _largest(self, costs: Array) -> Array:
+        """Of micro-batches: tokens of a row, documents of all rows, the longest document."""
+        tokens, documents, longest = costs.reshape(-1, self._micro, 3).transpose(2, 0, 1)
+        return np.array([tokens.max(), documents.sum(axis=1).max(), longest.max()])
+
+    def _as_bounds(self, found: Array) -> RowBounds:
+        tokens, documents, longest = (int(x) for x in found)
+        return RowBounds(
+            tokens=tokens, documents=documents if self._rows.packed else 0, longest=longest
+        )
+
+    def _count_once(self) -> int:
+        return int(-(-self._rows.per_epoch // 1))
 
     def _batch(self, first: int, *, once: bool = False) -> Micro:
         rows = [self._rows.row(i, once=once) for i in range(first, first + self._micro)]

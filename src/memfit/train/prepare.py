@@ -20,8 +20,9 @@ from memfit.families import read_model
 from memfit.model import ModelReference
 from memfit.recipe import Recipe
 from memfit.request import Request
+from memfit.shapes import RowBounds
 from memfit.train.data import Sources, find_sources, read_texts
-from memfit.train.packing import Sampler, Worst, build_rows, build_sampler
+from memfit.train.packing import Sampler, build_rows, build_sampler
 from memfit.train.tokenizer import Tokenizer, read_tokenizer, train_tokenizer
 from memfit.train.tokens import Corpus, default_cache, read_corpus
 
@@ -111,10 +112,12 @@ def find_lengths(
     return replace(request, task=replace(task, steps=whole, epochs=None))
 
 
-def find_worst(request: Request, recipe: Recipe, cache: Path | None = None) -> Worst:
-    """The micro-batch with the largest memory of all that the recipe will see of the data."""
-    data = read_data(request, recipe.model, cache)
-    return build_sampler(data.training, recipe, request.task.data).worst()
+def find_bounds(
+    request: Request, recipe: Recipe, cache: Path | None = None
+) -> tuple[RowBounds, RowBounds | None]:
+    """What no micro-batch of the run, and none of its evaluations, exceeds."""
+    training, held_out = build_samplers(request, recipe, read_data(request, recipe.model, cache))
+    return training.bounds(), None if held_out is None else held_out.bounds_once()
 
 
 def build_samplers(request: Request, recipe: Recipe, data: Data) -> tuple[Sampler, Sampler | None]:

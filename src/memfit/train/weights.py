@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,15 +21,30 @@ from memfit.train.hugging_face import bare_model, base_model
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_model.safetensors"  # peft's
 OTHER_NAMES = {"lm_head.weight": "embed_out.weight"}  # what GPT-NeoX's files still call the head
 
 
-def fill_weights(model: nn.Module, recipe: Recipe) -> None:
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip  # of a file's header; integers are not weights
+UNKNOWN = torch.float32  # the widest that weights are published in
+
+
+class Weights(Protocol):
+    """Where a parameter's values come from, one at a time."""
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor of a parameter, in host memory, as the file stores it."""
+
+
+def fill_weights(model: nn.Module, recipe: Recipe, weights: Weights | None = None) -> None:
     """Give every parameter its value; adapters start as peft's do, changing nothing.
 
     `random` is Hugging Face's own initialisation; equal seeds give equal base weights whatever
     the method. `pretrained` reads the folder or hub id `recipe.model.source`, tensor by tensor,
-    casting to the stored dtype.
+    casting to the stored dtype. weights: what to read in place of that source.
     Raises InvalidRequest: no weights file, a truncated one, a missing tensor, a wrong shape.
     """
     adapter = find_adapter(recipe)
@@ -40,8 +55,83 @@ def fill_weights(model: nn.Module, recipe: Recipe) -> None:
         if recipe.weights == "random":
             _fill_random(recipe, base)
         else:
-            _fill_pretrained(recipe.model.source, base, base_model(model).base_model_prefix)
+            prefix = base_model(model).base_model_prefix
+            copy_weights(base, weights or FileWeights(recipe.model.source, prefix))
         adapter.reset(model)
+
+
+def copy_weights(parameters: Mapping[str, nn.Parameter], weights: Weights) -> None:
+    """Put each parameter's values in place; one tensor of the source is alive at a time.
+
+    A cast happens on the host where the device is another (aten/src/ATen/native/cuda/Copy.cu,
+    copy_requires_temporaries), so a GPU holds nothing but its parameters.
+    """
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights.read(name, tuple(parameter.shape)))
+
+
+class FileWeights:
+    """Safetensors of a folder or hub id, under any of the names that files give a parameter."""
+
+    def __init__(self, source: str, prefix: str, single: str = SINGLE) -> None:
+        self._source = source
+        self._prefix = prefix
+        self._files = _tensor_files(source) if single == SINGLE else _names_in(Path(source, single))
+        self._opened: dict[Path, Any] = {}
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """See `Weights`. Raises InvalidRequest: a missing tensor, a wrong shape, a broken file."""
+        stored = _stored_name(name, self._prefix, self._files, self._source)
+        file = self._files[stored]
+        if file not in self._opened:
+            self._opened[file] = _open(file)  # mapped, not read
+        opened = self._opened[file]
+        _check_shape(opened, stored, file, shape)
+        tensor: Tensor = opened.get_tensor(stored)
+        return tensor
+
+
+class EmptyWeights:
+    """Host tensors with the shapes and dtypes of a source and no values: what a trace reads.
+
+    `known` is false where the source's files are not on this machine; their dtype is then taken
+    to be `UNKNOWN`.
+    """
+
+    def __init__(self, prefix: str, dtypes: Mapping[str, torch.dtype]) -> None:
+        self._prefix = prefix
+        self._dtypes = dtypes
+        self.known = bool(dtypes)
+
+    @classmethod
+    def of(cls, source: str, prefix: str) -> EmptyWeights:
+        """Of a folder or hub id, as far as its files are on this machine."""
+        return cls(prefix, _dtypes_here(source))
+
+    @classmethod
+    def like(cls, model: nn.Module) -> EmptyWeights:
+        """Of a file that holds the model's own parameters in their own dtypes."""
+        own = {n.replace(".default.", "."): p.dtype for n, p in model.named_parameters()}
+        return cls("", own)
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """See `Weights`."""
+        names = (n for n in _names_on_disk(name, self._prefix) if n in self._dtypes)
+        return torch.empty(shape, dtype=self._dtypes.get(next(names, name), UNKNOWN))
+
+
+def _dtypes_here(source: str) -> dict[str, torch.dtype]:
+    """Tensor name -> dtype, from the headers of files that are on this machine; else nothing."""
+    try:
+        files = _files_of_folder(Path(source)) if Path(source).is_dir() else _files_in_cache(source)
+        opened = {file: _open(file) for file in set(files.values())}
+        return {
+            name: DTYPES.get(opened[file].get_slice(name).get_dtype(), UNKNOWN)
+            for name, file in files.items()
+        }
+    except (InvalidRequest, SafetensorError):
+        return {}
 
 
 def check_weights(recipe: Recipe) -> None:
@@ -68,19 +158,6 @@ def _fill_random(recipe: Recipe, base: dict[str, nn.Parameter]) -> None:
     twin.apply(twin._init_weights)  # children first: a GPT-2 block scales its projections last
 
 
-def _fill_pretrained(source: str, base: dict[str, nn.Parameter], prefix: str) -> None:
-    """Read each parameter under one of the names that files give it."""
-    files = _tensor_files(source)
-    wanted: dict[Path, list[tuple[str, nn.Parameter]]] = defaultdict(list)
-    for name, parameter in base.items():
-        stored = _stored_name(name, prefix, files, source)
-        wanted[files[stored]].append((stored, parameter))
-    for file, tensors in wanted.items():
-        with _open(file) as opened:
-            for stored, parameter in tensors:
-                _copy(parameter, opened, stored, file)
-
-
 def _names_on_disk(name: str, prefix: str) -> tuple[str, ...]:
     """Files of a bare backbone, such as GPT-2's on the hub, lack the prefix."""
     return name, name.removeprefix(f"{prefix}."), OTHER_NAMES.get(name, name)
@@ -104,11 +181,6 @@ def _check_shape(opened: Any, name: str, file: Path, want: tuple[int, ...]) -> N
             f"`{name}` in `{file}` has shape {have}, the model needs {want}",
             hint="the weights and config.json belong to different models",
         )
-
-
-def _copy(parameter: Tensor, opened: Any, name: str, file: Path) -> None:
-    _check_shape(opened, name, file, tuple(parameter.shape))
-    parameter.copy_(opened.get_tensor(name))
 
 
 def _open(file: Path) -> Any:
@@ -174,6 +246,24 @@ def _files_of_hub(name: str) -> dict[str, Path]:
             f" ({type(error).__name__}: {str(error).splitlines()[0]})",
             hint="check the name and the network; `weights: random` needs no file",
         ) from None
+
+
+def _files_in_cache(name: str) -> dict[str, Path]:
+    """The same for what the hub's cache holds; nothing is downloaded."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        index, single = (try_to_load_from_cache(name, file) for file in (INDEX, SINGLE))
+        if isinstance(index, str):
+            places = {
+                tensor: try_to_load_from_cache(name, file)
+                for tensor, file in _weight_map(Path(index)).items()
+            }
+            return {t: Path(p) for t, p in places.items() if isinstance(p, str)}
+    except HFValidationError:  # no hub id: a config, or a folder that is gone
+        return {}
+    return _names_in(Path(single)) if isinstance(single, str) else {}
 
 
 def _weight_map(index: Path) -> dict[str, str]:
