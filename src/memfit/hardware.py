@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from memfit.nouns import Noun
@@ -53,3 +55,16 @@ class Device(Noun, frozen=True, kw_only=True):
     def is_cpu(self) -> bool:
         """Whether tensors live in the host's memory: no context, no caching allocator."""
         return self.vendor == "CPU"
+
+    @property
+    def platform(self) -> Literal["cpu", "cuda", "rocm"]:
+        """Whose kernels run there."""
+        return "cpu" if self.is_cpu else "rocm" if self.vendor == "AMD" else "cuda"
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """(major, minor) of the compute capability; None when unknown or not NVIDIA's."""
+        if self.vendor != "NVIDIA" or self.compute_capability is None:
+            return None
+        major, _, minor = self.compute_capability.partition(".")
+        return int(major), int(minor or 0)

@@ -13,12 +13,17 @@ from memfit.nouns import Noun
 Method = Literal["full", "freeze", "lora"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
 Format = Literal["fp32", "bf16", "fp16"]
-Attention = Literal["math", "flash", "efficient"]
+Attention = Literal["math", "flash", "efficient", "cudnn"]
 Loss = Literal["plain", "chunked"]
 Schedule = Literal["constant", "linear", "cosine"]
 Implementation = Literal["fused", "foreach", "loop"]
 
 FORMAT_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def compute_dtype(precision: Precision) -> str:
+    """Dtype of matrix products and of the saved activations."""
+    return {"fp32": "float32", "fp16-mixed": "float16"}.get(precision, "bfloat16")
 
 
 class Lora(Noun, frozen=True, kw_only=True):
@@ -136,7 +141,7 @@ class Recipe(Noun, frozen=True, kw_only=True):
     @property
     def compute_dtype(self) -> str:
         """Dtype of matrix products and of the saved activations."""
-        return {"fp32": "float32", "fp16-mixed": "float16"}.get(self.precision, "bfloat16")
+        return compute_dtype(self.precision)
 
     @property
     def autocast(self) -> bool:

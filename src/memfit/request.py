@@ -129,7 +129,7 @@ class Request(Noun, frozen=True, kw_only=True):
     precision: Literal["auto", "fp32", "bf16", "bf16-mixed", "fp16-mixed"] = "auto"
     optimizer: OptimizerRequest = OptimizerRequest()
     recompute: Literal["auto", "none", "full"] | RecomputeBlocks = "auto"
-    attention: Literal["auto", "math", "flash", "efficient"] = "auto"
+    attention: Literal["auto", "math", "flash", "efficient", "cudnn"] = "auto"
     loss: Literal["auto", "plain", "chunked"] = "auto"
     loss_chunk: NotNegative = 0  # tokens per chunk; 0 chooses
     micro_batch: Positive | Auto = "auto"

@@ -54,7 +54,7 @@ KEYS = {
     "optimizer.clip_norm": "largest gradient norm; 0 does not clip",
     "recompute": "none | full | {blocks: n}: activations of n blocks are computed twice, not kept",
     "recompute.blocks": "the first n blocks",
-    "attention": "math | flash | efficient",
+    "attention": "math | flash | efficient | cudnn; auto: flash where it serves, else efficient",
     "loss": "plain | chunked: whether all logits exist at once",
     "loss_chunk": "tokens per chunk of the loss; 0 chooses",
     "micro_batch": "sequences per forward and backward; divides task.global_batch",

@@ -21,7 +21,7 @@ from memfit.certify.cuda_kernels import attention_backend
 from memfit.certify.fake_device import device_type, fake_device
 from memfit.certify.recorder import trace_step
 from memfit.certify.workspace import RULES, cublas_workspace
-from memfit.errors import NotCertified
+from memfit.errors import InvalidRequest, NotCertified
 from memfit.ledger import Kind, Phase
 from memfit.units import KIB, MIB
 
@@ -130,9 +130,23 @@ def heads(dtype: torch.dtype, n: int = 4, kv: int = 4, dim: int = 64) -> list[to
     return [query, key, key]
 
 
-FLASH, EFFICIENT, MATH = (
+FLASH, EFFICIENT, MATH, CUDNN = (
     SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
+    SDPBackend.CUDNN_ATTENTION,
 )  # fmt: skip
+
+
+def one_key() -> list[torch.Tensor]:
+    return [x[:, :, :1] for x in heads(torch.bfloat16)]
+
+
+def longer_keys() -> list[torch.Tensor]:
+    query, key, _ = heads(torch.bfloat16)
+    return [query[:, :, :8], key, key]
+
+
+def transposed() -> list[torch.Tensor]:
+    return [x.transpose(2, 3) for x in heads(torch.bfloat16)]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +155,21 @@ FLASH, EFFICIENT, MATH = (
         (heads(torch.bfloat16), {}, None, FLASH),
         (heads(torch.float32), {}, None, EFFICIENT),
         (heads(torch.bfloat16), {"masked": True}, None, EFFICIENT),
-        (heads(torch.bfloat16), {"capability": (7, 5)}, None, EFFICIENT),
+        (heads(torch.bfloat16), {"capability": (7, 5)}, None, MATH),
+        (heads(torch.float16), {"capability": (7, 5)}, None, EFFICIENT),
+        (heads(torch.float16, dim=36), {"capability": (7, 5)}, None, MATH),
+        (heads(torch.float32, dim=33), {"capability": (7, 5)}, None, EFFICIENT),
+        (heads(torch.bfloat16, dim=200), {"capability": (8, 6)}, None, EFFICIENT),
+        (heads(torch.bfloat16, dim=200), {"capability": (12, 0)}, None, EFFICIENT),
+        (heads(torch.bfloat16, dim=200), {"capability": (10, 0)}, None, FLASH),
+        (longer_keys(), {"causal": True}, None, EFFICIENT),
+        (longer_keys(), {}, None, FLASH),
+        (transposed(), {}, None, MATH),
+        (heads(torch.bfloat16), {}, CUDNN, CUDNN),
+        (heads(torch.bfloat16, kv=2), {"grouped": True}, CUDNN, CUDNN),
+        (heads(torch.bfloat16), {"capability": (7, 5)}, CUDNN, None),
+        (heads(torch.bfloat16, dim=136), {}, CUDNN, None),
+        (one_key(), {}, CUDNN, None),
         (heads(torch.bfloat16, dim=264), {}, None, EFFICIENT),
         (heads(torch.bfloat16, dim=36), {}, None, FLASH),
         (heads(torch.float32, dim=36), {}, None, EFFICIENT),
@@ -248,7 +276,7 @@ def test_the_tape_is_balanced_and_gives_the_traced_peak_back() -> None:
 
 
 def test_an_evaluation_needs_less_than_a_step() -> None:
-    traced = trace_step(make_recipe(**BF16), H100, evaluation=True)
+    traced = trace(make_recipe(**BF16), H100)
     assert traced.phases[Phase.EVALUATE] < traced.phases[Phase.LOSS]
 
 
@@ -256,3 +284,21 @@ def test_a_step_that_cannot_run_is_not_certified() -> None:
     broken = SimpleNamespace(rows=2, tokens=48, documents=((30, 10), (48,)))  # 40 of 48 tokens
     with pytest.raises(NotCertified, match="failed on fake tensors"):
         trace(make_recipe(packing=True), CPU, (broken,))
+
+
+def test_cudnns_kernel_is_the_one_traced_and_its_workspace_is_said_to_be_assumed() -> None:
+    traced, flash = (
+        trace(make_recipe(attention=kernel, **BF16), H100) for kernel in ("cudnn", "flash")
+    )
+    assert any("cuDNN decides" in bound for bound in traced.bounds)
+    assert not any("cuDNN decides" in bound for bound in flash.bounds)
+    saved, other = (by_kind(t, Phase.LOSS)[Kind.ACTIVATIONS] for t in (traced, flash))
+    assert other - saved == 3 * 8  # blocks; flash keeps a seed of two words, cuDNN of one
+
+
+def test_a_kernel_that_the_device_lacks_is_refused_before_the_trace() -> None:
+    turing = make_device("NVIDIA", "t4", "7.5")
+    with pytest.raises(InvalidRequest, match=r"needs compute capability 8\.0") as caught:
+        trace(make_recipe(precision="fp16-mixed"), turing)
+    assert "efficient" in caught.value.hint
+    assert trace(make_recipe(precision="fp16-mixed", attention="efficient"), turing).peak

@@ -64,6 +64,23 @@ SETTINGS = {
         "llama", {"optimizer": {"implementation": "loop", "clip_norm": 0.0}}
     ),
     "llama, sgd": ("llama", {"optimizer": {"name": "sgd", "implementation": "foreach"}}),
+    "llama, fp16 base, lora": (
+        "llama", {"method": "lora", "precision": "fp16-mixed", "base_format": "fp16"}
+    ),
+    "gpt2, fp16, chunked loss, accumulated": (
+        "gpt2", {"precision": "fp16-mixed", "loss": "chunked", "loss_chunk": 12, "accumulation": 2}
+    ),
+    "llama, adamw8bit": (
+        "llama", {"optimizer": {"name": "adamw8bit", "implementation": "loop"}}
+    ),
+    "qwen3, adamw4bit, bf16": (
+        "qwen3", {"precision": "bf16", "base_format": "bf16",
+                  "optimizer": {"name": "adamw4bit", "implementation": "loop"}}
+    ),
+    "gpt2, adamwfp8, mixed": (
+        "gpt2", {"precision": "bf16-mixed",
+                 "optimizer": {"name": "adamwfp8", "implementation": "loop"}}
+    ),
     "mistral, bf16": ("mistral", {"precision": "bf16", "base_format": "bf16"}),
     "qwen2, tied, mixed": ("qwen2", {"precision": "bf16-mixed", "accumulation": 2}),
     "qwen3, math, recomputed": ("qwen3", {"attention": "math", "recompute_blocks": 3}),
@@ -82,6 +99,30 @@ ON_CUDA = {
     "qwen3, math": ("qwen3", {"attention": "math"}),
     "gpt2, flash, bf16": ("gpt2", {"precision": "bf16", "base_format": "bf16", "packing": True}),
     "gpt_neox, flash, mixed": ("gpt_neox", {"precision": "bf16-mixed"}),
+    "llama, cudnn, packed, fp16": (
+        "llama", {"attention": "cudnn", "precision": "fp16-mixed", "packing": True}
+    ),
+    "qwen3, cudnn, bf16": (
+        "qwen3", {"attention": "cudnn", "precision": "bf16", "base_format": "bf16"}
+    ),
+    "llama, lora with dropout, mixed": (
+        "llama", {"method": "lora", "lora": replace(LORA, dropout=0.1), "precision": "bf16-mixed"}
+    ),
+    "llama, lora with dropout, recomputed, efficient": (
+        "llama", {"method": "lora", "lora": replace(LORA, dropout=0.1), "recompute_blocks": 2,
+                  "attention": "efficient"}
+    ),
+    "gpt2, lora with dropout, bf16": (
+        "gpt2", {"method": "lora", "precision": "bf16", "base_format": "bf16",
+                 "lora": Lora(rank=4, alpha=8.0, dropout=0.1, targets=("c_attn",))}
+    ),
+    "llama, fp16, chunked": (
+        "llama", {"precision": "fp16-mixed", "loss": "chunked", "loss_chunk": 12}
+    ),
+    "llama, adamw8bit in a loop": (
+        "llama", {"attention": "efficient",
+                  "optimizer": {"name": "adamw8bit", "implementation": "loop"}}
+    ),
     "llama, chunked, lora": (
         "llama", {"method": "lora", "precision": "bf16", "base_format": "bf16", "loss": "chunked",
                   "loss_chunk": 12}
@@ -157,8 +198,9 @@ def test_plan_and_certificate_read_one_table_of_kernel_workspaces(rows, heads, d
     assert rules["aten._foreach_norm.Scalar"]([many]) == workspace.foreach_norm(
         [t.numel() for t in many]
     )
+    assert rules[attention.format("cudnn")]([query, query]) == workspace.cudnn_backward(query.shape)
     assert set(rules) == {
-        attention.format("flash"), attention.format("efficient"),
+        attention.format("flash"), attention.format("efficient"), attention.format("cudnn"),
         "aten.embedding_dense_backward.default", "aten._foreach_norm.Scalar",
     }  # fmt: skip
     for capability in (None, (8, 0), (9, 0)):

@@ -255,7 +255,8 @@ LORA_HEAD = Lora(rank=2, alpha=4.0, targets=("q_proj", "lm_head"))
 @pytest.mark.parametrize(
     ("recipe", "said"),
     [
-        (make_recipe(attention="efficient"), "no kernel on a CPU"),
+        (make_recipe(attention="efficient"), "exists on CUDA only"),
+        (make_recipe(attention="cudnn", precision="bf16"), "exists on CUDA only"),
         (make_recipe(method="lora", base_format="bf16"), "casts nothing"),
         (make_recipe(method="lora", precision="bf16"), "casts nothing"),
         (make_recipe("gpt2", sequence_length=65), "64 positions"),
@@ -276,10 +277,10 @@ def test_a_base_format_is_no_matter_when_nothing_is_frozen():
 
 def test_flash_in_fp32_is_refused_on_cuda_alone():
     recipe = make_recipe()
-    check_attention(recipe, "cpu")
-    check_attention(replace(recipe, precision="bf16-mixed"), "cuda")
-    with pytest.raises(InvalidRequest, match="16-bit compute"):
-        check_attention(recipe, "cuda")
+    check_attention(recipe, 64, "cpu")
+    check_attention(replace(recipe, precision="bf16-mixed"), 64, "cuda")
+    with pytest.raises(InvalidRequest, match="computes in 16 bits, not in float32"):
+        check_attention(recipe, 64, "cuda")
 
 
 def test_dropouts_of_the_config_are_off():

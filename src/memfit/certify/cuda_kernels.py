@@ -17,22 +17,19 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from memfit.hardware import Device
+from memfit.sizes.kernels import FLASH_ALIGNMENT, Capability, refusal
 
 aten = torch.ops.aten
 
 # CompositeImplicitAutograd and a CUDA kernel, in native_functions.yaml of torch 2.11 to 2.13.
 COMPOSITE_WITH_CUDA_KERNEL = ("silu_backward", "mish_backward")
-FIRST_WITH_FLASH = (8, 0)  # compute capability
-FLASH_HEAD_DIM = 256  # largest of the flash kernels
-FLASH_ALIGNMENT = 8  # elements of a head; torch pads to it
-EFFICIENT_ALIGNMENT = {torch.float32: 4, torch.bfloat16: 8, torch.float16: 8}  # on 8.0 and later
 
 
 @contextmanager
 def cuda_kernels(device: Device) -> Iterator[None]:
     """Route the operators above to the kernels that this device has; undone at exit."""
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    attention = _attention(compute_capability(device))
+    attention = _attention(device.capability)
     with warnings.catch_warnings():  # torch warns of every kernel that is overridden
         warnings.simplefilter("ignore")
         for key in ("AutogradCUDA", "CUDA"):
@@ -46,14 +43,6 @@ def cuda_kernels(device: Device) -> Iterator[None]:
         library._destroy()
 
 
-def compute_capability(device: Device) -> tuple[int, int] | None:
-    """(major, minor); None when unknown or not NVIDIA's."""
-    if device.vendor != "NVIDIA" or device.compute_capability is None:
-        return None
-    major, _, minor = device.compute_capability.partition(".")
-    return int(major), int(minor or 0)
-
-
 def attention_backend(
     query: Tensor,
     key: Tensor,
@@ -61,33 +50,41 @@ def attention_backend(
     *,
     masked: bool,
     grouped: bool,
-    capability: tuple[int, int] | None,
+    causal: bool = False,
+    capability: Capability | None,
 ) -> SDPBackend | None:
     """The kernel of `sdp::select_sdp_backend`, in its default order, under the enabled flags.
 
-    None when no enabled kernel can serve the inputs. An unknown capability counts as 8.0 or later.
-    The cuDNN kernel, which torch prefers on no device by default, is not imitated.
+    None when no enabled kernel can serve the inputs. An unknown capability counts as 8.0. cuDNN's
+    comes last here: whether torch puts it first on 9.0 and 10.x depends on the version of cuDNN
+    that is loaded, and memfit enables it alone.
     """
-    head, half = query.shape[-1], query.dtype in (torch.float16, torch.bfloat16)
-    modern = capability is None or capability >= FIRST_WITH_FLASH
-    same = query.shape[1] == key.shape[1] == value.shape[1]
-    flash = (
-        torch._C._get_flash_sdp_enabled() and modern and half and not masked
-        and head == value.shape[-1] and head <= FLASH_HEAD_DIM and (same or grouped)
-    )  # fmt: skip
-    aligned = EFFICIENT_ALIGNMENT.get(query.dtype, 0) if modern else 1
-    efficient = (
-        torch._C._get_mem_efficient_sdp_enabled() and same and aligned
-        and head % aligned == 0 and value.shape[-1] % aligned == 0
-    )  # fmt: skip
-    if query.dim() == 4 and flash:
-        return SDPBackend.FLASH_ATTENTION
-    if query.dim() == 4 and efficient:
-        return SDPBackend.EFFICIENT_ATTENTION
+    if query.dim() == 4 and all(x.stride(-1) == 1 for x in (query, key, value)):
+        same = query.shape[1] == key.shape[1] == value.shape[1]
+        alike = query.shape[-1] == key.shape[-1] == value.shape[-1]
+        square = query.shape[2] == key.shape[2] or not causal
+        possible = {
+            "flash": not masked and alike and square and (same or grouped),
+            "efficient": same and query.shape[-1] == key.shape[-1],
+            "cudnn": not masked and alike and (same or grouped) and key.shape[2] != 1,
+        }
+        heads = {query.shape[-1], value.shape[-1]}
+        dtype = str(query.dtype).removeprefix("torch.")
+        for kernel, (enabled, backend) in _FUSED.items():
+            lacks = [refusal(kernel, dtype, head, capability=capability) for head in heads]
+            if enabled() and possible[kernel] and not any(lacks):
+                return backend
     return SDPBackend.MATH if torch._C._get_math_sdp_enabled() else None
 
 
-def _attention(capability: tuple[int, int] | None) -> Callable[..., Tensor]:
+_FUSED: dict[str, tuple[Callable[[], bool], SDPBackend]] = {
+    "flash": (torch._C._get_flash_sdp_enabled, SDPBackend.FLASH_ATTENTION),
+    "efficient": (torch._C._get_mem_efficient_sdp_enabled, SDPBackend.EFFICIENT_ATTENTION),
+    "cudnn": (torch._C._get_cudnn_sdp_enabled, SDPBackend.CUDNN_ATTENTION),
+}
+
+
+def _attention(capability: Capability | None) -> Callable[..., Tensor]:
     """`aten::scaled_dot_product_attention` as CUDA runs it: (batch, heads, tokens, head_dim)."""
 
     def attention(
@@ -103,12 +100,17 @@ def _attention(capability: tuple[int, int] | None) -> Callable[..., Tensor]:
     ) -> Tensor:
         backend = attention_backend(
             query, key, value,
-            masked=attn_mask is not None, grouped=enable_gqa, capability=capability,
+            masked=attn_mask is not None, grouped=enable_gqa, causal=is_causal,
+            capability=capability,
         )  # fmt: skip
         if backend is SDPBackend.FLASH_ATTENTION:
             return _flash(query, key, value, dropout_p, is_causal, scale)
-        if backend is SDPBackend.EFFICIENT_ATTENTION and attn_mask is None:
-            saved = any(x.requires_grad for x in (query, key, value)) and torch.is_grad_enabled()
+        saved = any(x.requires_grad for x in (query, key, value)) and torch.is_grad_enabled()
+        if backend is SDPBackend.CUDNN_ATTENTION:
+            chosen = aten._scaled_dot_product_cudnn_attention(
+                query, key, value, None, saved, dropout_p, is_causal, False, scale=scale
+            )
+        elif backend is SDPBackend.EFFICIENT_ATTENTION and attn_mask is None:
             chosen = aten._scaled_dot_product_efficient_attention(
                 query, key, value, None, saved, dropout_p, is_causal, scale=scale
             )

@@ -19,11 +19,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memfit.certify.cuda_guard import cuda_hooks, install_guard
-from memfit.certify.cuda_kernels import FIRST_WITH_FLASH, compute_capability, cuda_kernels
+from memfit.certify.cuda_kernels import cuda_kernels
 from memfit.certify.fast_fake import FastFakeMode
-from memfit.certify.self_check import check_imitation
+from memfit.certify.self_check import HEAD_DIM, check_imitation
 from memfit.errors import NotCertified
 from memfit.hardware import Device
+from memfit.sizes.kernels import refusal
 
 
 def device_type(device: Device) -> str:
@@ -62,10 +63,8 @@ def fake_device(device: Device) -> Iterator[FastFakeMode]:
             stack.enter_context(cuda_kernels(device))
         stack.enter_context(_backward_on_this_thread())
         mode = stack.enter_context(FastFakeMode())
-        capability = compute_capability(device)
-        mode.proofs = check_imitation(
-            kind, flash=capability is None or capability >= FIRST_WITH_FLASH
-        )
+        flash = not refusal("flash", "bfloat16", HEAD_DIM, capability=device.capability)
+        mode.proofs = check_imitation(kind, flash=flash)
         yield mode
 
 

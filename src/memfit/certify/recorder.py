@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from memfit.certify.cuda_kernels import compute_capability
 from memfit.certify.fake_device import device_type, fake_device
 from memfit.certify.tape import Event
 from memfit.certify.workspace import PRODUCTS, RULES, cublas_workspace
@@ -22,6 +21,7 @@ from memfit.optimizers import find_optimizer
 from memfit.recipe import Recipe
 from memfit.results import Tensor, group_tensors
 from memfit.shapes import BatchShape, bounds_of
+from memfit.train.attention import check_attention
 from memfit.train.build import Built, build_model, build_optimizer
 from memfit.train.checkpoint import checkpoint_tensors, on_host
 from memfit.train.generate import advance, build_generator, chances, fill_generator
@@ -123,6 +123,8 @@ def _traced(recipe: Recipe, device: Device, recorder: Recorder) -> Iterator[None
     module's constants would be fake for ever, and would be counted.
     """
     build_optimizer(recipe, build_model(recipe, "meta"))
+    head = read_model(recipe.model).architecture.head_dim
+    check_attention(recipe, head, device.platform, device.capability)
     with ExitStack() as stack:
         stack.enter_context(_one_thread())
         stack.enter_context(_no_collection())
@@ -212,7 +214,7 @@ class Recorder(LiveBytes):  # type: ignore[no-untyped-call]
 
     def __init__(self, device_type: str, cuda: Device | None) -> None:
         super().__init__(device_type, workspace=None if cuda is None else self._inside)
-        self._cublas = 0 if cuda is None else cublas_workspace(compute_capability(cuda))
+        self._cublas = 0 if cuda is None else cublas_workspace(cuda.capability)
         self._threads: set[bool] = set()  # False: the forward's, True: autograd's
         self._starts: list[tuple[Phase, int]] = [(Phase.LOAD, 0)]
 
@@ -328,6 +330,8 @@ def _bounds(
             f"the compiled update of `{recipe.optimizer.name}` is assumed to keep what it computes"
             " in between in registers: not measured"
         )
+    if recipe.attention == "cudnn":
+        bounds.append("cuDNN decides its attention's workspace: taken to be as large as flash's")
     if kind == "cuda" and workspaces:
         bounds.append("memory inside CUDA kernels is read from their source, not yet measured")
     return tuple(bounds)

@@ -39,6 +39,11 @@ def _flash_backward(args: Sequence[Any]) -> int:
     return table.flash_backward(_shape(query), _shape(key), query.element_size())
 
 
+def _cudnn_backward(args: Sequence[Any]) -> int:
+    """grad_out, query, …"""
+    return table.cudnn_backward(_shape(args[1]))
+
+
 def _efficient_backward(args: Sequence[Any]) -> int:
     """grad_out, query, …"""
     grad, query = args[0], args[1]
@@ -63,6 +68,12 @@ RULES = {
             _flash_backward,
             "softmax_d, the fp32 dq accumulator and, with grouped heads, dk and dv of all heads",
             "aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp: mha_bwd",
+        ),
+        Rule(
+            "aten._scaled_dot_product_cudnn_attention_backward.default",
+            _cudnn_backward,
+            "cuDNN's workspace, which it alone decides: taken to be flash's",
+            "aten/src/ATen/native/cudnn/MHA.cpp: run_cudnn_SDP_bprop",
         ),
         Rule(
             "aten._scaled_dot_product_efficient_attention_backward.default",

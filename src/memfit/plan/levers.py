@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from memfit.adapters import find_adapter
 from memfit.errors import InvalidRequest
 from memfit.model import Model
-from memfit.optimizers import optimizers
+from memfit.optimizers import default_implementation, optimizers
 from memfit.plan.problem import Problem, allowed, check, divisors, first_recipe
 from memfit.recipe import Attention, Method, Precision, Recipe
 
@@ -79,8 +79,10 @@ def _exact(problem: Problem, recipe: Recipe, layers: int) -> Iterator[Recipe]:
         yield replace(recipe, loss="plain", loss_chunk=0)
     elif not head_adapter(find_adapter(recipe).adapt(problem.model, recipe)):
         yield replace(recipe, loss="chunked", loss_chunk=CHUNK)
-    for implementation in optimizers.find(own.name).implementations:
-        if implementation != own.implementation:
+    family = optimizers.find(own.name)
+    for implementation in family.implementations:
+        here = not problem.device.is_cpu or implementation not in family.cuda_only
+        if here and implementation != own.implementation:
             yield replace(recipe, optimizer=replace(own, implementation=implementation))
     for kernel in get_args(Attention):
         if kernel != recipe.attention and _possible(problem, recipe, kernel):
@@ -115,6 +117,10 @@ def _inexact(problem: Problem, recipe: Recipe) -> Iterator[Recipe]:
         if allowed(problem, precision):
             other = first_recipe(problem, method=method, precision=precision)
             yield replace(other, **{k: getattr(recipe, k) for k in KEPT})
+    if recipe.optimizer.name == "adamw":
+        coded = default_implementation("adamw8bit", cuda=not problem.device.is_cpu)
+        eight = replace(recipe.optimizer, name="adamw8bit", implementation=coded)
+        yield replace(recipe, optimizer=eight)
     if recipe.optimizer.name != "sgd":
         sgd = replace(recipe.optimizer, name="sgd")
         if sgd.implementation not in optimizers.find("sgd").implementations:

@@ -170,7 +170,7 @@ class _Step:
         self.trainable = [w.spec for w in model.weights if w.trainable]
         self._cublas: Parts = {}
         if not device.is_cpu:
-            self._cublas[Kind.WORKSPACE, "cublas"] = cublas_workspace(_capability(device))
+            self._cublas[Kind.WORKSPACE, "cublas"] = cublas_workspace(device.capability)
 
     def run(self) -> dict[Phase, tuple[int, Parts]]:
         """The peak of each phase and its parts."""
@@ -263,7 +263,7 @@ class _Step:
         level.note(phase)
         if not self.recipe.optimizer.clip_norm:
             return
-        scalar, count = DTYPE_BYTES["float32"], len(self.trainable)
+        scalar, count = DTYPE_BYTES[self.recipe.trainable_dtype], len(self.trainable)
         norm = {(Kind.TEMPORARY, "optimizer"): scalar}  # held until the step has returned it
         each = [scalar] * count
         norms = self._hold((Kind.TEMPORARY, "optimizer"), each)
@@ -297,11 +297,3 @@ class _Step:
         if not self.device.is_cpu:
             nbytes = [s.nbytes for s in self.trainable]
             level.add({ROUNDING: sum(nbytes) - sum(block_size(n) for n in nbytes)})
-
-
-def _capability(device: Device) -> tuple[int, int] | None:
-    """(major, minor); None when unknown or not NVIDIA's."""
-    if device.vendor != "NVIDIA" or device.compute_capability is None:
-        return None
-    major, _, minor = device.compute_capability.partition(".")
-    return int(major), int(minor or 0)

@@ -15,9 +15,10 @@ from memfit.hardware import Device
 from memfit.model import Model, ModelReference
 from memfit.nouns import Noun
 from memfit.optimizers import default_implementation, optimizers
-from memfit.plan.precision import HALF, find_conflict
-from memfit.recipe import Format, Freeze, Lora, Method, Optimizer, Precision, Recipe
+from memfit.plan.precision import HALF, find_conflict, precisions
+from memfit.recipe import Format, Freeze, Lora, Method, Optimizer, Precision, Recipe, compute_dtype
 from memfit.request import RecomputeBlocks, Request
+from memfit.sizes.kernels import refusal, usable
 
 ASSUMED_STEPS = 1000  # when neither a length nor data is given
 ASSUMED_SEQUENCE = 4096
@@ -236,21 +237,34 @@ def check(problem: Problem) -> None:
             " was asked for",
             hint=f"use `base_format: {own}`, or leave it out",
         )
-    if problem.device.is_cpu and request.attention == "efficient":
+    tried = precisions(request, problem.device)
+    if all(lacks := [find_lack(problem, precision) for precision in tried]):
         raise InvalidRequest(
-            "`attention: efficient` exists on CUDA only, and the device is a CPU",
-            hint="use `flash` or `math`",
-        )
-    if not problem.device.is_cpu and request.attention == "flash" and request.precision == "fp32":
-        raise InvalidRequest(
-            "`attention: flash` computes in 16 bits, but `precision: fp32` was asked for",
-            hint="use `attention: efficient`",
+            f"`attention: {request.attention}` {lacks[-1]}",
+            hint=f"use one of {', '.join(find_kernels(problem, tried[-1]))}",
         )
 
 
 def allowed(problem: Problem, precision: Precision) -> bool:
     """Whether the frozen format that the request fixes can go with this precision."""
-    return not find_conflict(problem.request.base_format, precision)
+    conflict = find_conflict(problem.request.base_format, precision)
+    return not conflict and not find_lack(problem, precision)
+
+
+def find_lack(problem: Problem, precision: Precision) -> str:
+    """Why the attention kernel asked for does not serve the model here; empty when it does."""
+    device, asked = problem.device, problem.request.attention
+    if asked == "auto":
+        return ""
+    dtype, head = compute_dtype(precision), problem.model.architecture.head_dim
+    return refusal(asked, dtype, head, platform=device.platform, capability=device.capability)
+
+
+def find_kernels(problem: Problem, precision: Precision) -> tuple[str, ...]:
+    """The attention kernels that serve the model on the device, the preferred one first."""
+    device, head = problem.device, problem.model.architecture.head_dim
+    dtype = compute_dtype(precision)
+    return usable(dtype, head, platform=device.platform, capability=device.capability)
 
 
 def divisors(n: int) -> list[int]:
@@ -274,10 +288,9 @@ def first_recipe(problem: Problem, *, method: Method, precision: Precision) -> R
     length = sequence_length(request, problem.model)
     asked = request.base_format
     base: Format = asked if asked != "auto" else HALF.get(precision, "fp32")
-    attention = request.attention
+    attention: Any = request.attention
     if attention == "auto":
-        half = precision != "fp32"
-        attention = "flash" if problem.device.is_cpu or half else "efficient"
+        attention = find_kernels(problem, precision)[0]
     return Recipe(
         model=problem.reference,
         weights=find_weights(request, problem.reference),

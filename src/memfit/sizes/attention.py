@@ -18,6 +18,7 @@ from memfit.sizes.elementwise import (
     softmax,
     upstream,
 )
+from memfit.sizes.kernels import FLASH_ALIGNMENT
 from memfit.sizes.products import multiply_batched
 from memfit.sizes.tensor import Tensor, empty
 from memfit.sizes.views import (
@@ -30,9 +31,8 @@ from memfit.sizes.views import (
     transpose,
     view,
 )
-from memfit.sizes.workspace import efficient_backward, flash_backward
+from memfit.sizes.workspace import cudnn_backward, efficient_backward, flash_backward
 
-FLASH_ALIGNMENT = 8  # elements of a head; torch pads to it on CUDA
 Documents = Sequence[Sequence[int]]  # for each row, the lengths of its documents
 
 
@@ -41,6 +41,8 @@ def attention(kernel: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     low = [autocast_lower(x) for x in (value, key, query)]  # C++ evaluates the last first
     low.reverse()
     with query.meter.with_autocast(False):
+        if kernel == "cudnn" and key.shape[2] == 1:
+            kernel = "math"  # as train/attention.py
         size = query.shape[-1]
         padding = -size % FLASH_ALIGNMENT if kernel == "flash" and query.meter.cuda else 0
         if not padding:
@@ -149,6 +151,30 @@ def _efficient_backward(node: Node, grads: Incoming) -> Gradients:
     return made
 
 
+def _cudnn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """cuDNN's kernel: as flash, with seed and offset of the random generator in two scalars."""
+    meter = query.meter
+    node = record(_cudnn_backward, (query, key, value), (query, key, value))
+    out = attach(node, like(query))
+    extra = [empty(meter, (*query.shape[:3], 1), "float32")]
+    extra += [empty(meter, (), "int64"), empty(meter, (), "int64")]
+    _count(query, key, 2)
+    if node is not None:
+        node.saved = [*node.saved, *(meter.pack(x) for x in extra), meter.pack(out)]
+    return out
+
+
+def _cudnn_backward(node: Node, grads: Incoming) -> Gradients:
+    upstream(grads)
+    unpacked = [node.unpack(i) for i in range(len(node.saved))]
+    query, key, value = unpacked[:3]
+    _count(query, key, 5)
+    inside = _workspace(query, cudnn_backward(query.shape))
+    made = [like(x) for x in (query, key, value)]
+    del inside
+    return made
+
+
 def _math(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Products and a softmax: materialises (tokens x tokens) for every head, in fp32."""
     dtype = query.dtype
@@ -194,4 +220,4 @@ def _scores(query: Tensor, key: Tensor) -> Tensor:
     return view(multiply_batched(flat_query, flat_key), batch, heads, tokens, key.shape[3])
 
 
-KERNELS = {"flash": _flash, "efficient": _efficient, "math": _math}
+KERNELS = {"flash": _flash, "efficient": _efficient, "cudnn": _cudnn, "math": _math}

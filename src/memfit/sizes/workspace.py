@@ -32,6 +32,15 @@ def flash_backward(query: tuple[int, ...], key: tuple[int, ...], width: int) -> 
     return rows + accumulator + expanded
 
 
+def cudnn_backward(query: tuple[int, ...]) -> int:
+    """Unknown: cuDNN decides. Taken to be what flash needs, an fp32 gradient of the query and rows.
+
+    Source: aten/src/ATen/native/cudnn/MHA.cpp, run_cudnn_SDP_bprop, allocates what the graph's
+    get_workspace_size says.
+    """
+    return flash_backward(query, query, 2)
+
+
 def efficient_backward(query: tuple[int, ...], gradient_numel: int, width: int) -> int:
     """Row sums of grad * out; fp32 inputs: with their products.
 

@@ -1,5 +1,7 @@
 """Causal attention without a mask, under the kernel that the recipe names.
 
+There is no dropout of attention's weights, whatever a config.json says.
+
 Hugging Face's models look their attention up by name. Each kernel is registered under a name of
 its own and no mask is, so that Hugging Face builds none. A name, unlike a context, also reaches
 the recomputation, which runs on autograd's thread.
@@ -18,6 +20,7 @@ from transformers import AttentionInterface
 
 from memfit.errors import InvalidRequest
 from memfit.recipe import Recipe
+from memfit.sizes.kernels import Capability, Platform, refusal, usable
 
 Documents = Sequence[Sequence[int]]  # for each row, the lengths of its documents; they fill it
 
@@ -25,6 +28,7 @@ BACKENDS = {
     "math": SDPBackend.MATH,
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 
 
@@ -35,18 +39,19 @@ def register_attention(kernel: str) -> str:
     return name
 
 
-def check_attention(recipe: Recipe, device_type: str) -> None:
-    """Raise InvalidRequest when the device has no such kernel for the recipe's dtype."""
-    half = recipe.compute_dtype != "float32"
-    if recipe.attention == "efficient" and device_type == "cpu":
+def check_attention(
+    recipe: Recipe, head: int, platform: Platform, capability: Capability | None = None
+) -> None:
+    """Raise InvalidRequest when such a device has no such kernel for the recipe's dtype.
+
+    head: elements of one head of the model.
+    """
+    dtype = recipe.compute_dtype
+    lack = refusal(recipe.attention, dtype, head, platform=platform, capability=capability)
+    if lack:
+        others = usable(dtype, head, platform=platform, capability=capability)
         raise InvalidRequest(
-            "`attention: efficient` has no kernel on a CPU", hint="use `attention: flash`"
-        )
-    if recipe.attention == "flash" and device_type == "cuda" and not half:
-        raise InvalidRequest(
-            f"`attention: flash` needs 16-bit compute on CUDA, and `precision: {recipe.precision}`"
-            " computes in fp32",
-            hint="use `attention: efficient`, or `precision: bf16-mixed`",
+            f"`attention: {recipe.attention}` {lack}", hint=f"use one of {', '.join(others)}"
         )
 
 
@@ -74,18 +79,20 @@ def attend(
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         grouped = False
     causal = query.shape[2] > 1  # one new token beside a cache sees everything before it
-    kernel = partial(
-        nn.functional.scaled_dot_product_attention,
-        is_causal=causal,
-        scale=scaling,
-        enable_gqa=grouped,
-    )
-    with sdpa_kernel(backend):
-        if documents is None:
-            out = kernel(query, key, value)
-        else:
-            out = _by_document(kernel, query, key, value, documents)
+    kernel = partial(_run, backend, is_causal=causal, scale=scaling, enable_gqa=grouped)
+    if documents is None:
+        out = kernel(query, key, value)
+    else:
+        out = _by_document(kernel, query, key, value, documents)
     return out.transpose(1, 2), None
+
+
+def _run(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """The kernel itself. cuDNN's takes no single key: one-token documents go to the math kernel."""
+    if backend is SDPBackend.CUDNN_ATTENTION and key.shape[2] == 1:
+        backend = SDPBackend.MATH
+    with sdpa_kernel(backend):
+        return nn.functional.scaled_dot_product_attention(query, key, value, **options)
 
 
 def _by_document(

@@ -54,7 +54,9 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
     frozen weights that the precision cannot compute with, a sequence that the model cannot hold.
     """
     device = torch.device(device)
-    check_attention(recipe, device.type)
+    if device.type != "meta":
+        head = read_model(recipe.model).architecture.head_dim
+        check_attention(recipe, head, "cpu" if device.type == "cpu" else "cuda")
     _check(recipe)
     with _disable_current_modes():  # on meta nothing needs tracing, and peft cannot move fakes
         model = find_adapter(recipe).apply(bare_model(recipe), recipe)

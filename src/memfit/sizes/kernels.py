@@ -1,0 +1,104 @@
+"""Which attention kernels serve which inputs on which device: torch's own conditions, as a table.
+
+Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `can_use_flash_attention`,
+`can_use_mem_efficient_attention`, `can_use_cudnn_attention` and the checks that they list. One
+table for plan, trainer and certificate. What depends on the version of cuDNN is taken at its
+narrowest: heads of 192 and 256 elements, which new ones take on 9.0 and 10.x, are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Platform = Literal["cpu", "cuda", "rocm"]
+Capability = tuple[int, int]  # of an NVIDIA device
+
+BY_PREFERENCE = ("flash", "efficient", "math")  # torch's order; cuDNN only where it is named
+HALF = ("bfloat16", "float16")
+NEWEST: Capability = (12, 1)  # the newest device that the fused kernels are allowed on
+FLASH_HEAD, CUDNN_HEAD = 256, 128  # elements of the largest heads
+FLASH_ALIGNMENT = CUDNN_ALIGNMENT = 8  # elements; torch pads a head to it for flash
+
+
+def refusal(
+    kernel: str,
+    dtype: str,
+    head: int,
+    *,
+    platform: Platform = "cuda",
+    capability: Capability | None = None,
+) -> str:
+    """Why a kernel does not serve heads of this size and dtype in training; empty when it does.
+
+    capability: None when unknown, which counts as 8.0 with no exception of its own.
+    """
+    if kernel == "math":
+        return ""
+    if platform == "cpu":
+        return "" if kernel == "flash" else "exists on CUDA only, and the device is a CPU"
+    at = capability or (8, 0)
+    if kernel == "flash":
+        return _flash(dtype, head, at)
+    if kernel == "cudnn":
+        return "exists on NVIDIA's devices only" if platform == "rocm" else _cudnn(dtype, head, at)
+    return _efficient(dtype, head, at)
+
+
+def usable(
+    dtype: str, head: int, *, platform: Platform, capability: Capability | None
+) -> tuple[str, ...]:
+    """The kernels that serve these inputs, in the order of preference."""
+
+    def serves(kernel: str) -> bool:
+        return not refusal(kernel, dtype, head, platform=platform, capability=capability)
+
+    return tuple(kernel for kernel in BY_PREFERENCE if serves(kernel))
+
+
+def _show(at: Capability) -> str:
+    return f"{at[0]}.{at[1]}"
+
+
+def _flash(dtype: str, head: int, at: Capability) -> str:
+    if dtype not in HALF:
+        return f"computes in 16 bits, not in {dtype}"
+    if not (8, 0) <= at <= NEWEST:
+        return f"needs compute capability 8.0 to {_show(NEWEST)}, and the device has {_show(at)}"
+    if head > FLASH_HEAD:
+        return f"takes heads of up to {FLASH_HEAD} elements, and the model's have {head}"
+    small = (8, 6) <= at <= (8, 9) or (12, 0) <= at <= (12, 1)  # shared memory, in backward
+    if small and 192 < head <= 224:
+        return f"does not train heads of {head} elements on compute capability {_show(at)}"
+    return ""
+
+
+def _efficient(dtype: str, head: int, at: Capability) -> str:
+    if not (5, 0) <= at <= NEWEST:
+        return f"needs compute capability 5.0 to {_show(NEWEST)}, and the device has {_show(at)}"
+    if dtype not in ("float32", "float16") and (dtype != "bfloat16" or at < (8, 0)):
+        return f"does not compute in {dtype} on compute capability {_show(at)}"
+    multiple = efficient_alignment(dtype, at)
+    if head % multiple:
+        return f"takes heads of a multiple of {multiple} elements, and the model's have {head}"
+    return ""
+
+
+def efficient_alignment(dtype: str, at: Capability) -> int:
+    """Elements that a head is a multiple of: what a tensor core reads at once."""
+    half = dtype in HALF
+    if at >= (8, 0):
+        return 8 if half else 4
+    return 8 if half and at >= (7, 0) else 1
+
+
+def _cudnn(dtype: str, head: int, at: Capability) -> str:
+    if dtype not in HALF:
+        return f"computes in 16 bits, not in {dtype}"
+    if not (8, 0) <= at <= NEWEST:
+        return f"needs compute capability 8.0 to {_show(NEWEST)}, and the device has {_show(at)}"
+    if head > CUDNN_HEAD or head % CUDNN_ALIGNMENT:
+        return (
+            f"takes heads of a multiple of {CUDNN_ALIGNMENT} up to {CUDNN_HEAD} elements, and the"
+            f" model's have {head}"
+        )
+    return ""
