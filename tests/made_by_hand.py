@@ -10,8 +10,10 @@ from memfit.results import (
     Certificate,
     Considered,
     Cost,
+    Lever,
     Measurement,
     Memory,
+    Nearest,
     Plan,
     Run,
     Tensor,
@@ -135,17 +137,57 @@ def certificate(of, *, more=0, module="model.layers.31.mlp"):
         recipe_digest=of.recipe_digest,
         recipe=of.recipe,
         device=of.recipe.device,
-        memory=memory(held, usable=of.memory.usable, cuda=of.memory.device_total is not None),
+        memory=memory(
+            held,
+            usable=of.memory.usable,
+            verdict=of.memory.verdict,
+            cuda=of.memory.device_total is not None,
+        ),
         phases={str(p): held.total(p) for p in held.phases},
         ledger=held,
         at_peak=tuple(
-            Tensor(nbytes=(12 - n) * 64 * MIB, kind="activations", module=module, op="aten.mm")
+            Tensor(
+                nbytes=(12 - n) * 64 * MIB,
+                count=2,
+                kind="activations",
+                module=module,
+                op="aten.mm",
+                shape=(1, 4096),
+                dtype="bfloat16",
+                source="transformers/models/llama/modeling_llama.py:164",
+            )
             for n in range(12)
         ),
         bounds=("every document fills its sequence", "micro-batches of 2 x 4096 tokens"),
         seconds=3.21,
         versions={"memfit": "0.1.0", "torch": "2.13.0"},
     )
+
+
+def levers():
+    def lever(changes, removed, peak, verdict, *, exact=True, because="the peak is in loss"):
+        return Lever(
+            changes=changes, peak_allocated=peak, device_total=peak and peak + GIB, removed=removed,
+            verdict=verdict, exact=exact, because=because,
+        )  # fmt: skip
+
+    return (
+        lever({"recompute": "full"}, 9 * GIB, 62 * GIB, "fits"),
+        lever({"precision": "bf16"}, 5 * GIB, 66 * GIB, "at_risk", exact=False),
+        lever({"optimizer.implementation": "foreach"}, 0, 71 * GIB, "fits"),
+        lever({"attention": "math"}, -2 * GIB, 73 * GIB, "does_not_fit"),
+        lever({"loss": "chunked", "loss_chunk": 1024}, None, None, None, because="it failed"),
+    )
+
+
+def nearest(of, *, fits=True):
+    held = ledger(more=-GIB)
+    verdict = "fits" if fits else "does_not_fit"
+    return Nearest(
+        changes={"recompute": {"blocks": 30}, "loss_chunk": 1024}, recipe_digest="0" * 16,
+        memory=memory(held, usable=(80 if fits else 60) * GIB, verdict=verdict),
+        relative_time=1.177, exact=True,
+    )  # fmt: skip
 
 
 def run(of, *, steps=200, finished=True):

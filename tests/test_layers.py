@@ -42,6 +42,7 @@ LAYERS = [
         "look_up",
         "run_folder",
         "corpus",
+        "reading",
         "proving",
         "difference",
         "timeline_files",

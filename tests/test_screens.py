@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 import made_by_hand as made
+from memfit.difference import compare
 from memfit.formats import formats
 from memfit.ledger import Entry, Kind, Phase
 from memfit.report import join
 from memfit.screens import bar, chart, layout
-from memfit.screens.certificate import show_certificate
+from memfit.screens.certificate import show_certificate, show_nearest
+from memfit.screens.diff import show_diff
 from memfit.screens.formats import show_formats
 from memfit.screens.plan import show_plan, split_labels
 from memfit.screens.report import show_report
@@ -45,6 +47,14 @@ def all_screens(**keys):
     yield screen(show_plan, cpu, commands=[], **keys)
     yield screen(show_certificate, made.certificate(fits, more=GIB), fits, commands=[LONG], **keys)
     yield screen(show_certificate, made.certificate(cpu), None, commands=[], **keys)
+    proof, levers, nearest = made.certificate(miss), made.levers(), made.nearest(miss)
+    yield screen(
+        show_certificate, proof, miss, commands=[], why=True, levers=levers, nearest=nearest, **keys
+    )
+    yield screen(show_certificate, proof, miss, commands=[], why=True, **keys)
+    yield screen(show_nearest, made.nearest(miss, fits=False), "h100-sxm", **keys)
+    other = made.certificate(cpu, module="transformer.h.11.mlp.a_rather_long_name_of_a_module")
+    yield screen(show_diff, compare(proof, other, names=("runs/a", "runs/b")), **keys)
     yield screen(show_report, full, commands=["memfit generate runs/a 'x'"], **keys)
     yield screen(show_report, join(fits, None, None), commands=[], **keys)
     yield screen(show_formats, 3.14159265, formats(3.14159265), **keys)
@@ -173,6 +183,24 @@ def test_a_certificate_shows_predicted_beside_certified_with_the_signed_error():
     assert row.split() == ["gradients", "15.00", "GiB", "16.00", "GiB", "-6.25%"]
     assert "model.layers.31.mlp" in text
     assert "every document fills its sequence" in text
+
+
+def test_why_shows_every_tensor_with_its_line_and_each_lever_with_its_verdict():
+    plan = made.plan(usable=60 * GIB, verdict="does_not_fit")
+    keys = {"commands": [], "why": True, "levers": made.levers(), "nearest": made.nearest(plan)}
+    text = screen(show_certificate, made.certificate(plan), plan, **keys, width=120)
+    assert "All 24 tensors alive at the peak" in text
+    assert "2 x 768.00 MiB  activations  model.layers.31.mlp" in text
+    assert "aten.mm  bfloat16 (1, 4096)  transformers/models/llama/modeling_llama.py:164" in text
+    lines = [line for line in text.splitlines() if line.startswith("  recompute=full ")]
+    assert lines[0].split()[1:7] == ["9.00", "GiB", "62.00", "GiB", "FITS", "the"]
+    (worse,) = [line for line in text.splitlines() if line.startswith("  attention=math ")]
+    assert worse.split()[1:6] == ["-2.00", "GiB", "73.00", "GiB", "DOES"]
+    (failed,) = [line for line in text.splitlines() if line.startswith("  loss=chunked")]
+    assert "unknown" in failed
+    assert "NOT CERTIFIED" in failed
+    assert "--set 'recompute={blocks: 30}'" in text
+    assert "+17.7% time a step (predicted); learns the same" in text
 
 
 def test_the_report_shows_three_sources_curve_and_sample():

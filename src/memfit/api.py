@@ -8,7 +8,7 @@ Torch is imported only by the verbs that need it, when they are called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -22,13 +22,15 @@ from memfit.nouns import Noun, from_data, read_json, write_atomically, write_jso
 from memfit.plan import problem as problems
 from memfit.plan import search
 from memfit.plan.verdict import needs
-from memfit.proving import change as change
+from memfit.proving import certify as certify  # the command line calls the api only
 from memfit.proving import find_levers as find_levers
 from memfit.proving import find_nearest as find_nearest
-from memfit.proving import put
+from memfit.reading import change as change
+from memfit.reading import read as read
+from memfit.reading import read_certificate as read_certificate
 from memfit.recipe import Recipe
-from memfit.request import Request, read_yaml
-from memfit.results import Certificate, Plan, Report, Run
+from memfit.request import Request
+from memfit.results import Certificate, Diff, Plan, Report, Run
 from memfit.run_folder import check_folder
 from memfit.run_folder import is_plan as is_plan  # the command line calls the api only
 from memfit.run_folder import read_plan as read_plan
@@ -43,26 +45,6 @@ if TYPE_CHECKING:
     from memfit.train.progress import Progress
 
 REPLANS = 3  # a plan that its certificate refutes is made again with the difference taken off
-
-
-def read(target: str | Path, *, changes: Mapping[str, Any] | None = None, **keys: Any) -> Request:
-    """A request from request.yaml, or from a model's name; `changes` are dotted keys that override.
-
-    Raises InvalidRequest or UnknownName, each with a hint.
-    """
-    path = Path(target)
-    is_file = path.suffix in (".yaml", ".yml", ".json") and path.name != "config.json"
-    data = read_yaml(path) if is_file else {"model": str(target)}
-    where = str(target) if is_file else "the options"
-    for key, value in {**(changes or {}), **_dotted(keys)}.items():
-        put(data, key, value)
-    return from_data(data, Request, where=where)
-
-
-def _dotted(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Short names of the few options that have one."""
-    short = {"device": "hardware.device", "memory": "limits.memory"}
-    return {short.get(k, k): v for k, v in keys.items() if v is not None}
 
 
 def plan(request: Request, *, device: Device | None = None) -> Plan:
@@ -95,30 +77,6 @@ def find_lengths(request: Request) -> Request:
     start = problems.read_problem(request)
     length = problems.sequence_length(request, start.model)
     return preparing.find_lengths(request, start.reference, length)
-
-
-def certify(
-    recipe: Recipe,
-    *,
-    usable: int | None = None,
-    request: Request | None = None,
-    tape: Path | None = None,
-) -> Certificate:
-    """Run the recipe's own step on fake tensors of its device; raises NotCertified.
-
-    With a request that names data, on shapes that bound all micro-batches of that data; else on
-    the rows of `shapes.bounds_of`. tape: where a `certify.recording` is written, for
-    `write_timeline`.
-    """
-    from memfit import certify as certification
-
-    device = find_device("cpu" if recipe.device == "cpu-x86" else recipe.device)
-    data = held_out = None
-    if request is not None and request.task.data:
-        from memfit.train.prepare import find_bounds
-
-        data, held_out = find_bounds(request, recipe)
-    return certification.certify(recipe, device, usable, data=data, held_out=held_out, tape=tape)
 
 
 class Prepared(Noun, frozen=True, kw_only=True):
@@ -259,6 +217,14 @@ def write_plan(plan: Plan, folder: Path) -> None:
 def write_certificate(certificate: Certificate, folder: Path) -> None:
     """certificate.json of a run folder."""
     write_json(folder / "certificate.json", certificate)
+
+
+def diff(a: str, b: str, *, say: Callable[[str], None] = lambda _: None) -> Diff:
+    """Two certificates side by side; each a certificate.json, run folder, plan.json or request."""
+    from memfit import difference
+
+    first = difference.find_certificate(a, say)
+    return difference.compare(first, difference.find_certificate(b, say), names=(a, b))
 
 
 def check_writable(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What would change a certificate's verdict: every lever, and the nearest recipe that fits.
+"""Certify a recipe, and what would change its verdict: every lever, the nearest one that fits.
 
 Nothing here is a prediction: the search proposes, and what is named has been certified.
 """
@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
 from memfit.errors import Error, InvalidRequest
-from memfit.nouns import from_data, to_data
+from memfit.hardware import Device
+from memfit.nouns import to_data
 from memfit.plan import problem as problems
 from memfit.plan import search
 from memfit.plan.levers import EXACT, changed, knobs, turn
 from memfit.plan.verdict import needs
+from memfit.reading import change
 from memfit.recipe import Recipe
 from memfit.request import Request
 from memfit.results import Certificate, Lever, Nearest, Plan
@@ -29,22 +32,32 @@ LOOSENED: tuple[tuple[str, ...], ...] = (
 TRIES = 3  # proposals certified of each number of knobs loosened
 
 
-def put(data: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key in a request's data; raises InvalidRequest where a parent is no mapping."""
-    *parents, last = key.split(".")
-    for parent in parents:
-        data = data.setdefault(parent, {})
-        if not isinstance(data, dict):
-            raise InvalidRequest(f"`{key}` cannot be set: `{parent}` holds a value, not keys")
-    data[last] = value
+def certify(
+    recipe: Recipe,
+    *,
+    usable: int | None = None,
+    request: Request | None = None,
+    tape: Path | None = None,
+) -> Certificate:
+    """Run the recipe's own step on fake tensors of its device; raises NotCertified.
+
+    With a request that names data, on shapes that bound all micro-batches of that data; else on
+    the rows of `shapes.bounds_of`. tape: where a `certify.recording` is written, for
+    `write_timeline`.
+    """
+    from memfit import certify as certification
+
+    device = _device_of(recipe)
+    data = held_out = None
+    if request is not None and request.task.data:
+        from memfit.train.prepare import find_bounds
+
+        data, held_out = find_bounds(request, recipe)
+    return certification.certify(recipe, device, usable, data=data, held_out=held_out, tape=tape)
 
 
-def change(request: Request, changes: Mapping[str, Any]) -> Request:
-    """The request with dotted keys set, as `--set` does."""
-    data = to_data(request)
-    for key, value in changes.items():
-        put(data, key, value)
-    return from_data(data, Request, where="the changed request")
+def _device_of(recipe: Recipe) -> Device:
+    return problems.find_device("cpu" if recipe.device == "cpu-x86" else recipe.device)
 
 
 def prove(recipes: Sequence[Recipe], usable: int | None) -> list[Certificate | Error]:
@@ -53,8 +66,7 @@ def prove(recipes: Sequence[Recipe], usable: int | None) -> list[Certificate | E
 
     if not recipes:
         return []
-    name = recipes[0].device
-    device = problems.find_device("cpu" if name == "cpu-x86" else name)
+    device = _device_of(recipes[0])
     orders = [certification.Order(recipe=r, device=device, usable=usable) for r in recipes]
     return certification.certify_all(orders)
 

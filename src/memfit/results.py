@@ -167,6 +167,48 @@ class Nearest(Noun, frozen=True, kw_only=True):
     exact: bool  # what is learned stays the same
 
 
+class Change(Noun, frozen=True, kw_only=True):
+    """Bytes of one thing in two certificates; None where one does not have it."""
+
+    name: str
+    a: int | None
+    b: int | None
+
+    @property
+    def difference(self) -> int | None:
+        """b - a, where something that is not there counts nothing; None without both."""
+        if self.a is None and self.b is None:
+            return None
+        return (self.b or 0) - (self.a or 0)
+
+
+class Side(Noun, frozen=True, kw_only=True):
+    """One of two certificates that are compared."""
+
+    name: str
+    recipe_digest: str
+    model: str
+    device: str
+    verdict: Verdict
+    peak_phase: str
+
+
+class Diff(Noun, frozen=True, kw_only=True):
+    """What one certificate has otherwise than another."""
+
+    schema: int = 1
+    a: Side
+    b: Side
+    recipe: dict[str, tuple[Any, Any]]  # dotted key -> (old, new), of those that differ
+    versions: dict[str, tuple[str | None, str | None]]  # the same of libraries
+    numbers: tuple[Change, ...]  # the three memory numbers and the limit
+    phases: tuple[Change, ...]  # the peak of each phase
+    components: tuple[Change, ...]  # `phase/kind` at that phase's own peak
+    modules: tuple[Change, ...]  # at the largest peak, blocks' indices as `*`
+    appeared: tuple[Tensor, ...]  # at B's peak and not, or not so many, at A's
+    disappeared: tuple[Tensor, ...]
+
+
 class Measurement(Noun, frozen=True, kw_only=True):
     """One measured value and which counter gave it."""
 

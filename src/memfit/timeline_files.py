@@ -25,10 +25,10 @@ PAGE, TRACE, SNAPSHOT = "timeline.html", "timeline.trace.json", "timeline.snapsh
 
 
 def check_writable(folder: Path) -> None:
-    """Raise InvalidRequest where nothing can be written, before anything is computed."""
+    """Raise InvalidRequest where nothing could be written; nothing is left there, not even it."""
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=place):
             pass
     except OSError as error:
         raise InvalidRequest(

@@ -46,7 +46,8 @@ def test_the_curve_reaches_the_certificates_numbers(made) -> None:
     for phase, start, stop in curve.stretches:  # what is alive as a phase begins is its own too
         held = max(allocated[max(start - 1, 0) : stop])
         highest[phase] = max(highest.get(phase, 0), held)
-    assert highest == certificate.phases
+    of_another_process = {"generate"}
+    assert highest == {p: n for p, n in certificate.phases.items() if p not in of_another_process}
     at_peak = {kind: n for kind, n in zip(curve.kinds, curve.peak.kinds, strict=True) if n}
     at_peak.pop("fragmentation", None)
     rows = certificate.at_peak
@@ -149,8 +150,8 @@ def test_a_folder_that_cannot_be_written_is_refused_and_nothing_is_left(tmp_path
         timeline_files.check_writable(tmp_path / "file" / "run")
     assert caught.value.hint
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
-    timeline_files.check_writable(tmp_path / "run")
-    assert list((tmp_path / "run").iterdir()) == []
+    timeline_files.check_writable(tmp_path / "run" / "first")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 def test_nothing_is_written_where_one_file_cannot_be_made(made, tmp_path, monkeypatch) -> None:

@@ -25,6 +25,7 @@ VERBS = {
     "plan": "planning",
     "predict": "planning",
     "certify": "planning",
+    "diff": "planning",
     "train": "running",
     "measure": "running",
     "report": "running",

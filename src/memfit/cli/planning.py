@@ -1,4 +1,4 @@
-"""plan, predict, certify."""
+"""plan, predict, certify, diff."""
 
 from __future__ import annotations
 
@@ -308,3 +308,26 @@ def _after_certificate(
     if not plan.request.task.data:
         return ["memfit train request.yaml   # with `task.data:` set, to train for real"]
     return [f"memfit train {file}"]
+
+
+@click.command("diff", short_help="Compare two certificates by component, module and tensor.")
+@click.argument("first", metavar="A")
+@click.argument("second", metavar="B")
+@output_options
+def diff_command(first: str, second: str, as_json: bool, quiet: bool) -> int:
+    """Compare two certificates: of two recipes, or of two library versions.
+
+    A and B are each a certificate.json, the folder of a run, a plan.json, or a request or model,
+    which is planned and certified now.
+    """
+    from memfit import api
+
+    found = api.diff(first, second, say=note(quiet))
+    if as_json:
+        print_json(found)
+    else:
+        from memfit.screens.diff import show_diff
+        from memfit.screens.layout import make_console
+
+        show_diff(make_console(), found)
+    return 0

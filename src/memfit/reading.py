@@ -1,0 +1,90 @@
+"""What a user names, read: a request with its options, a certificate; and what a file holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from memfit.errors import InvalidRequest
+from memfit.nouns import from_data, to_data
+from memfit.request import Request, read_yaml
+from memfit.results import Certificate
+
+SCHEMA = 1  # of certificates that this memfit reads
+# a key that only this file of a run folder has, the most telling first
+TELLING = {
+    "comparisons": "a report", "at_peak": "a certificate", "considered": "a plan",
+    "measurements": "a run", "hardware": "a request", "model": "a request",
+}  # fmt: skip
+
+
+def read(target: str | Path, *, changes: Mapping[str, Any] | None = None, **keys: Any) -> Request:
+    """A request from request.yaml, or from a model's name; `changes` are dotted keys that override.
+
+    Raises InvalidRequest or UnknownName, each with a hint.
+    """
+    path = Path(target)
+    is_file = path.suffix in (".yaml", ".yml", ".json") and path.name != "config.json"
+    data = read_yaml(path) if is_file else {"model": str(target)}
+    where = str(target) if is_file else "the options"
+    for key, value in {**(changes or {}), **_dotted(keys)}.items():
+        put(data, key, value)
+    return from_data(data, Request, where=where)
+
+
+def _dotted(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Short names of the few options that have one."""
+    short = {"device": "hardware.device", "memory": "limits.memory"}
+    return {short.get(k, k): v for k, v in keys.items() if v is not None}
+
+
+def put(data: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in a request's data; raises InvalidRequest where a parent is no mapping."""
+    *parents, last = key.split(".")
+    for parent in parents:
+        data = data.setdefault(parent, {})
+        if not isinstance(data, dict):
+            raise InvalidRequest(f"`{key}` cannot be set: `{parent}` holds a value, not keys")
+    data[last] = value
+
+
+def change(request: Request, changes: Mapping[str, Any]) -> Request:
+    """The request with dotted keys set, as `--set` does."""
+    data = to_data(request)
+    for key, value in changes.items():
+        put(data, key, value)
+    return from_data(data, Request, where="the changed request")
+
+
+def what_is(path: Path) -> str:
+    """What a JSON file of memfit's holds: "a certificate", "a plan", …; "" for anything else."""
+    try:
+        data = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return ""
+    keys: Iterable[str] = data if isinstance(data, dict) else ()
+    return next((word for key, word in TELLING.items() if key in keys), "")
+
+
+def read_certificate(path: Path) -> Certificate:
+    """Read certificate.json; raises InvalidRequest for anything else, or another schema."""
+    try:
+        data = msgspec.json.decode(path.read_bytes())
+    except OSError as error:
+        raise InvalidRequest(f"cannot read `{path}`: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"`{path}` is not JSON: {error}") from None
+    again = "`memfit certify` writes certificate.json beside plan.json"
+    if (kind := what_is(path)) != "a certificate":
+        held = f"; it holds {kind}" if kind else ""
+        raise InvalidRequest(f"`{path}` is not a certificate{held}", hint=again)
+    if data.get("schema") != SCHEMA:
+        raise InvalidRequest(
+            f"`{path}` is a certificate of schema {data.get('schema')}, and this memfit reads "
+            f"schema {SCHEMA}",
+            hint=f"certify again: {again}",
+        )
+    return from_data(data, Certificate, where=str(path))
