@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from itertools import pairwise
 
 import pytest
 from tiny_steps import CPU, H100, make_recipe
@@ -43,8 +44,9 @@ def test_the_curve_reaches_the_certificates_numbers(made) -> None:
         assert max(reserved) == memory.peak_reserved
     allocated = [state.allocated for state in walk(recording)]
     highest: dict[str, int] = {}
-    for phase, start, stop in curve.stretches:  # what is alive as a phase begins is its own too
-        held = max(allocated[max(start - 1, 0) : stop])
+    pairs = pairwise((0, *recording.marks, len(recording.events)))
+    for phase, (start, stop) in zip(recording.stretches, pairs, strict=True):
+        held = max(allocated[max(start - 1, 0) : stop])  # what is alive as it begins counts too
         highest[phase] = max(highest.get(phase, 0), held)
     of_another_process = {"generate"}
     assert highest == {p: n for p, n in certificate.phases.items() if p not in of_another_process}
