@@ -30,6 +30,7 @@ LAYERS = [
         "families",
         "optimizers",
         "adapters",
+        "parallelism",
         "formats",
     },
     {"plan", "train"},

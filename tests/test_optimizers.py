@@ -10,7 +10,8 @@ from memfit.errors import InvalidRequest, UnknownName
 from memfit.ledger import Phase
 from memfit.model import TensorSpec
 from memfit.optimizers import find_optimizer, optimizers
-from memfit.train.live import LiveBytes, inner_tensors
+from memfit.train.live import LiveBytes
+from memfit.train.storages import inner_tensors
 
 SHAPES = {
     "aligned": ((64, 64), (128,), (256, 64)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -80,10 +81,20 @@ H100 = make_device("NVIDIA", "h100-sxm", "9.0")
 A100 = make_device("NVIDIA", "a100-80gb", "8.0")
 
 
-def watch_real_step(recipe: Recipe, shapes: tuple[BatchShape, ...], steps: int = 2) -> LiveBytes:
-    """Build, fill and step for real on this CPU, as the trace does on fake tensors."""
+def watch_real_step(
+    recipe: Recipe,
+    shapes: tuple[BatchShape, ...],
+    steps: int = 2,
+    *,
+    fill: Any = fill_weights,
+    inside: Any = nullcontext,
+) -> LiveBytes:
+    """Build, fill and step for real on this CPU, as the trace does on fake tensors.
+
+    inside: a context that is given the counter and entered around the steps.
+    """
     model = build_model(recipe, "cpu")
-    fill_weights(model, recipe)
+    fill(model, recipe)
     live = LiveBytes("cpu")
     live.register_model(model)
     optimizer = build_optimizer(recipe, model)
@@ -99,7 +110,7 @@ def watch_real_step(recipe: Recipe, shapes: tuple[BatchShape, ...], steps: int =
     gc.collect()
     gc.disable()
     try:
-        with live:
+        with live, inside(live):
             live.enter(Phase.FIRST_STEP)
             step(built, batches(), targets, lambda _: live.enter(Phase.FIRST_STEP))
             for _ in range(steps - 1):

@@ -19,8 +19,8 @@ from memfit.train.checkpoint import (
     remove_unfinished,
     save_checkpoint,
 )
-from memfit.train.live import inner_tensors
 from memfit.train.measure import run_step, synthetic_micro
+from memfit.train.storages import inner_tensors
 from memfit.train.weights import fill_weights
 
 DATA = "d" * 32

@@ -170,11 +170,12 @@ def trace(
     device: Device,
     batches: Sequence[BatchShape] | None = None,
     steps: int = 2,
+    rank: int = 0,
 ) -> Trace:
-    """Run the recipe's own step on fake tensors of the device, in this process.
+    """Run the recipe's own step on fake tensors of the device, in this process, as that rank.
 
     Raises NotCertified and InvalidRequest as `certify` does; what torch aborts on ends the process.
     """
     from memfit.certify.recorder import trace_step
 
-    return trace_step(recipe, device, batches, steps)
+    return trace_step(recipe, device, batches, steps, rank=rank)

@@ -52,8 +52,8 @@ def fake_device(device: Device) -> Iterator[FastFakeMode]:
     kind = device_type(device)
     with ExitStack() as stack:
         stack.enter_context(_foreach_on_fake_tensors())
-        stack.enter_context(_set(torch, "compile", _leave_out))
-        stack.enter_context(_set(torch.amp.GradScaler, "_maybe_opt_step", _never_skip))
+        stack.enter_context(set_while(torch, "compile", _leave_out))
+        stack.enter_context(set_while(torch.amp.GradScaler, "_maybe_opt_step", _never_skip))
         if kind == "cuda":
             stack.enter_context(_no_cuda_initialisation())
             install_guard()
@@ -69,7 +69,7 @@ def fake_device(device: Device) -> Iterator[FastFakeMode]:
 
 
 @contextmanager
-def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+def set_while(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set an attribute for a while. NotCertified when this torch has no such attribute."""
     before = getattr(owner, name, _MISSING)
     if before is _MISSING:
@@ -125,7 +125,7 @@ def _leave_out(function: Any = None, **_: Any) -> Any:
 @contextmanager
 def _no_cuda_initialisation() -> Iterator[None]:
     """With a GPU present, FakeTensorMode would start a context on it; a fake needs none."""
-    with _set(FakeTensorMode, "avoid_device_init", property(lambda self: True)):
+    with set_while(FakeTensorMode, "avoid_device_init", property(lambda self: True)):
         yield
 
 
@@ -133,8 +133,8 @@ def _no_cuda_initialisation() -> Iterator[None]:
 def _cuda_autocast() -> Iterator[None]:
     """`torch.autocast("cuda")` disables itself where no GPU is found."""
     with (
-        _set(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
-        _set(torch.cuda, "is_bf16_supported", lambda *args, **kwargs: True),
+        set_while(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        set_while(torch.cuda, "is_bf16_supported", lambda *args, **kwargs: True),
     ):
         yield
 
@@ -143,9 +143,9 @@ def _cuda_autocast() -> Iterator[None]:
 def _no_cuda_generator() -> Iterator[None]:
     """Seeding and `fork_rng` ask the driver for a generator's state, which lives on the host."""
     with (
-        _set(torch.cuda, "get_rng_state", lambda device=0: None),
-        _set(torch.cuda, "set_rng_state", lambda state, device=0: None),
-        _set(torch.cuda, "manual_seed_all", lambda seed: None),
+        set_while(torch.cuda, "get_rng_state", lambda device=0: None),
+        set_while(torch.cuda, "set_rng_state", lambda state, device=0: None),
+        set_while(torch.cuda, "manual_seed_all", lambda seed: None),
     ):
         yield
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from memfit.certify.fake_device import device_type, fake_device
 from memfit.certify.tape import Event
@@ -18,7 +19,7 @@ from memfit.families import read_model
 from memfit.hardware import Device
 from memfit.ledger import Kind, Ledger, Phase
 from memfit.optimizers import find_optimizer
-from memfit.recipe import Recipe
+from memfit.recipe import Parallel, Recipe
 from memfit.results import Tensor, group_tensors
 from memfit.shapes import BatchShape, bounds_of
 from memfit.train.attention import check_attention
@@ -78,6 +79,7 @@ def trace_step(
     workspaces: bool = True,
     also: Sequence[BatchShape] = (),
     evaluation: Sequence[BatchShape] = (),
+    rank: int = 0,
 ) -> Trace:
     """A run's instants in this process: load, `steps` optimizer steps, an evaluation, a checkpoint.
 
@@ -85,13 +87,14 @@ def trace_step(
     takes as often as the recipe accumulates. evaluation: held-out micro-batches; none of them takes
     the first of the batches.
     workspaces: count what CUDA kernels allocate inside themselves (`workspace.RULES`).
+    rank: of the recipe's mesh; its shards, in a world of `recipe.parallel.world`.
     Raises InvalidRequest (the recipe can run nowhere) and NotCertified (or not be traced here).
     """
     shapes = tuple(batches) if batches else worst_shapes(recipe)
     kind = device_type(device)
     recorder = Recorder(kind, device if workspaces and kind == "cuda" else None)
     weights = _weights_of(recipe)
-    with _traced(recipe, device, recorder):
+    with _traced(recipe, device, recorder, rank):
         repeated = min(recipe.accumulation, TRACED_MICRO_BATCHES)
         later = [shapes] * (steps - 1) + [(shape,) * repeated for shape in also]
         _run(recipe, kind, [shapes, *later], recorder, weights, evaluation or shapes[:1])
@@ -116,19 +119,22 @@ def trace_generation(recipe: Recipe, device: Device, *, workspaces: bool = True)
 
 
 @contextmanager
-def _traced(recipe: Recipe, device: Device, recorder: Recorder) -> Iterator[None]:
+def _traced(recipe: Recipe, device: Device, recorder: Recorder, rank: int = 0) -> Iterator[None]:
     """The trainer's code runs on fake tensors meanwhile, and the recorder sees it.
 
     First once on meta: what building imports must not be imported under FakeTensorMode, where a
     module's constants would be fake for ever, and would be counted.
     """
-    build_optimizer(recipe, build_model(recipe, "meta"))
+    alone = replace(recipe, parallel=Parallel())
+    build_optimizer(alone, build_model(alone, "meta"))
     head = read_model(recipe.model).architecture.head_dim
     check_attention(recipe, head, device.platform, device.capability)
     with ExitStack() as stack:
         stack.enter_context(_one_thread())
         stack.enter_context(_no_collection())
-        stack.enter_context(fake_device(device))
+        stack.enter_context(_world(recipe.parallel, rank, device_type(device), recorder))
+        mode = stack.enter_context(fake_device(device))
+        mode.allow_non_fake_inputs = recipe.parallel.world > 1  # shards are cut on meta
         stack.enter_context(recorder)
         try:
             yield
@@ -141,6 +147,21 @@ def _traced(recipe: Recipe, device: Device, recorder: Recorder) -> Iterator[None
             ) from error
 
 
+@contextmanager
+def _world(parallel: Parallel, rank: int, kind: str, recorder: LiveBytes) -> Iterator[None]:
+    """The other ranks, where there are any; imported only then."""
+    if parallel.world == 1:
+        yield
+        return
+    from memfit.certify.world import fake_world
+
+    def on_stream(stream: int) -> None:
+        recorder.stream = stream
+
+    with fake_world(parallel, rank, kind, on_stream):
+        yield
+
+
 def _run(
     recipe: Recipe,
     kind: str,
@@ -151,7 +172,9 @@ def _run(
 ) -> None:
     model = build_model(recipe, kind)
     recorder.register_model(model)
-    fill_weights(model, recipe, weights)
+    alone = recipe.parallel.world == 1
+    if alone:
+        fill_weights(model, recipe, weights)
     optimizer = build_optimizer(recipe, model)
     recorder.register_optimizer(optimizer)
     built = Built(recipe, model, optimizer)
@@ -165,6 +188,8 @@ def _run(
         for _ in range(EVALUATED):
             loss, count = evaluate(built, _make_batch(shape, kind, recorder))
     del loss, count
+    if not alone:
+        return  # the trainer does not load, save or generate in many processes yet
     recorder.enter(Phase.SAVE)
     parameters, states, _ = checkpoint_tensors(built)
     for tensors in (parameters, states):
@@ -187,7 +212,7 @@ def _generate(recipe: Recipe, kind: str, recorder: Recorder, weights: EmptyWeigh
 
 def _weights_of(recipe: Recipe) -> EmptyWeights | None:
     """What `fill_weights` reads, without values; made before anything is fake: it opens files."""
-    if recipe.weights == "random":
+    if recipe.weights == "random" or recipe.parallel.world > 1:
         return None
     prefix = read_model(recipe.model).weights[0].name.partition(".")[0]
     return EmptyWeights.of(recipe.model.source, prefix)
@@ -245,7 +270,8 @@ class Recorder(LiveBytes):  # type: ignore[no-untyped-call]
                 marks.append(len(tape))
             index = event if event >= 0 else ~event
             if nbytes := self.blocks[index].nbytes:
-                tape.append(Event(index, nbytes if event >= 0 else 0))
+                stream = self.blocks[index].stream
+                tape.append(Event(index, nbytes if event >= 0 else 0, stream))
         marks += [len(tape)] * (len(starts) - len(marks))
         return Trace(
             phases=self.peaks,
@@ -324,6 +350,10 @@ def _bounds(
     if recipe.accumulation > len(shapes):
         bounds.append(
             f"{len(shapes)} of {recipe.accumulation} micro-batches traced: later ones are alike"
+        )
+    if recipe.parallel.world > 1:
+        bounds.append(
+            "weights appear empty, and nothing is saved: the trainer does not start ranks yet"
         )
     if kind == "cuda" and recipe.optimizer.implementation in _compiled(recipe):
         bounds.append(

@@ -32,6 +32,8 @@ class OptimizerFamily(ABC):
     # those that make a parameter's state during its first update, not all states before it
     state_while_updating: ClassVar[tuple[str, ...]] = ()
     cuda_only: ClassVar[tuple[str, ...]] = ()
+    # those whose operator torch's DTensor (2.13) cannot run on sharded parameters
+    unsharded_only: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def state(self, local: TensorSpec, settings: Optimizer) -> tuple[TensorSpec, ...]:

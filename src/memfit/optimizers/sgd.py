@@ -19,6 +19,7 @@ class Sgd(OptimizerFamily):
 
     implementations = ("fused", "foreach", "loop")
     state_while_updating = ("loop",)
+    unsharded_only = ("fused",)
 
     def state(self, local: TensorSpec, settings: Optimizer) -> tuple[TensorSpec, ...]:
         """See `OptimizerFamily.state`."""

@@ -1,7 +1,8 @@
 """From a recipe to the module and the optimizer that a step needs.
 
-The module is born on the meta device, gets its dtypes, adapter and recomputation there, and is
-then given empty storage: the same code runs on real devices and under `FakeTensorMode`.
+The module is born on the meta device, gets its dtypes, adapter, recomputation and (on many ranks)
+its shards there, and is then given empty storage: the same code runs on real devices and under
+`FakeTensorMode`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memfit import parallelism
 from memfit.adapters import find_adapter
 from memfit.adapters._apply import replace_parameters
 from memfit.errors import InvalidRequest
@@ -52,6 +54,7 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
 
     Raises InvalidRequest when the recipe cannot run there: no such attention kernel, a dtype of
     frozen weights that the precision cannot compute with, a sequence that the model cannot hold.
+    With more than one rank, this rank's shard; the process group must exist.
     """
     device = torch.device(device)
     if device.type != "meta":
@@ -65,8 +68,13 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
     )
     if recipe.loss == "chunked":
         check_chunked(parts(model).head, recipe)
-    _materialise(model, device)
     check_census(model, recipe)
+    if recipe.parallel.world > 1:
+        where = parts(model)
+        tail = (*where.norms, where.head)
+        mesh = parallelism.make_mesh(recipe.parallel, device.type)
+        parallelism.shard(where.base, where.embedding, list(where.blocks), tail, recipe, mesh)
+    _materialise(model, device)
     return model.train()
 
 
@@ -80,7 +88,7 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
     """Empty storage for every parameter, ties kept, and right values for every buffer."""
 
     def empty(_: str, old: Tensor) -> Tensor:
-        new = torch.empty(old.shape, dtype=old.dtype, device=device)
+        new = parallelism.materialise(old, device)
         return nn.Parameter(new, requires_grad=old.requires_grad)
 
     replace_parameters(model, empty)
@@ -114,6 +122,8 @@ def check_census(model: nn.Module, recipe: Recipe) -> None:
 
 def _check(recipe: Recipe) -> None:
     """What no device can run."""
+    if recipe.parallel.world > 1:
+        _check_ranks(recipe)
     model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
     architecture, length = model.architecture, recipe.sequence_length
     frozen = any(not w.trainable for w in model.weights)
@@ -147,4 +157,21 @@ def _check(recipe: Recipe) -> None:
             f"recompute of {recipe.recompute_blocks} blocks, but `{model.name}` has"
             f" {architecture.layers}",
             hint="use `recompute: full`",
+        )
+
+
+def _check_ranks(recipe: Recipe) -> None:
+    """What no rank of many can run."""
+    ranks, optimizer = recipe.parallel.world, recipe.optimizer
+    if optimizer.implementation in find_optimizer(optimizer).unsharded_only:
+        raise InvalidRequest(
+            f"torch's `{optimizer.implementation}` {optimizer.name} cannot update the shards of"
+            f" {ranks} ranks",
+            hint="use `optimizer.implementation: foreach`",
+        )
+    if recipe.scaled:
+        raise InvalidRequest(
+            f"`precision: {recipe.precision}` skips steps that overflow, and {ranks} ranks do not"
+            " agree on which",
+            hint="use `precision: bf16-mixed`",
         )

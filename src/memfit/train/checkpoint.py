@@ -27,7 +27,7 @@ from torch import Tensor
 
 from memfit.errors import InvalidRequest, RunFailed
 from memfit.train.build import Built
-from memfit.train.live import inner_tensors
+from memfit.train.storages import inner_tensors
 from memfit.units import MIB
 
 KEPT = 2

@@ -18,8 +18,11 @@ from memfit.train.attention import register_attention
 class Parts:
     """The places of a causal language model that memfit needs to reach."""
 
+    base: nn.Module  # the whole model, without what an adapter wrapped around it
     backbone: nn.Module  # (batch, tokens) -> (batch, tokens, hidden), final norm included
+    embedding: nn.Module
     blocks: nn.ModuleList
+    norms: tuple[nn.Module, ...]  # after the last block
     head: nn.Module  # hidden -> vocab
 
 
@@ -50,4 +53,12 @@ def parts(model: nn.Module) -> Parts:
     blocks = getattr(backbone, "layers", None)
     if blocks is None:
         blocks = cast(nn.ModuleList, backbone.h)
-    return Parts(backbone, blocks, cast(nn.Module, base.get_output_embeddings()))
+    norms = tuple(
+        child
+        for child in backbone.children()
+        if not isinstance(child, nn.Embedding)
+        and any(True for _ in child.parameters(recurse=False))
+    )
+    embedding = cast(nn.Module, base.get_input_embeddings())
+    head = cast(nn.Module, base.get_output_embeddings())
+    return Parts(base, backbone, embedding, cast(nn.ModuleList, blocks), norms, head)

@@ -8,8 +8,10 @@ the `workspace` hook is where that is added.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -19,36 +21,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.ledger import Entry, Kind, Ledger, Phase
+from memfit.parallelism.collectives import buffers, propagation
 from memfit.results import Tensor as TensorRow
 from memfit.train.owners import OUTSIDE, Owners
 from memfit.train.source import find_source
+from memfit.train.storages import Block, describe, inner_tensors, is_wrapper, resizes
 
 Workspace = Callable[[Any, Sequence[Any], Mapping[str, Any]], int]  # bytes inside one operator
 
 _DEVICE_OF_FAKE = torch.ops.prim.device.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _sequence_number: Callable[[], int] | None = getattr(torch.autograd, "_get_sequence_nr", None)
 _current_node: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_node", None)
-
-
-class Block:
-    """One storage from its allocation to its release."""
-
-    __slots__ = (
-        "dtype", "kind", "module", "nbytes", "op", "outlived", "released", "shape", "source",
-        "vocab",
-    )  # fmt: skip
-
-    def __init__(self, nbytes: int, op: str, module: str, source: str, vocab: bool) -> None:
-        self.nbytes = nbytes
-        self.op = op
-        self.module = module  # path of the module, or of the parameter; "" outside all of them
-        self.source = source  # the line that asked for it; of a backward, its forward's
-        self.vocab = vocab  # whether the last dimension is the vocabulary
-        self.shape: Sequence[int] = ()  # of the first tensor on it; () inside a kernel
-        self.dtype: torch.dtype | None = None
-        self.kind: Kind | None = None  # what it was registered as
-        self.outlived = False  # whether it outlived the call of the module that made it
-        self.released = False
 
 
 class LiveBytes(TorchDispatchMode):
@@ -72,6 +56,9 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0  # bytes alive now
         self.blocks: list[Block] = []
+        self.stream = 0  # what new blocks are allocated on
+        self._sharded = False  # whether FSDP2's operators may be met
+        self._hidden = 0  # > 0 while DTensor runs operators on shapes alone
         self._device_type = device_type
         self._workspace = workspace
         self._events: list[int] = []  # index of a block: allocated; its complement: released
@@ -96,7 +83,7 @@ class LiveBytes(TorchDispatchMode):
         self._modules = {module: name for name, module in model.named_modules()}
         self._parameters = dict(model.named_parameters())
         self._vocab = getattr(getattr(model, "config", None), "vocab_size", -1)
-        for name, tensor in (*self._parameters.items(), *model.named_buffers()):
+        for name, tensor in model.named_buffers():
             self._label(tensor, Kind.PARAMETERS, name)
         self._label_gradients()
 
@@ -186,7 +173,7 @@ class LiveBytes(TorchDispatchMode):
                 phase=phase,
                 owner=owner,
                 nbytes=sum(b.nbytes for b in group),
-                because=_because(group),
+                because=describe(group),
             )
             for (kind, owner), group in sorted(groups.items())
         ]
@@ -210,6 +197,10 @@ class LiveBytes(TorchDispatchMode):
             register_before(self._call_begins),
             register_after(self._call_ends, always_call=True),  # recomputation stops by raising
         ]
+        self._sharded = "torch.distributed.fsdp" in sys.modules
+        self._patches = ExitStack()
+        self._patches.enter_context(propagation(self._hide, self._show))
+        self._patches.enter_context(resizes(self._on_resize))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -220,6 +211,7 @@ class LiveBytes(TorchDispatchMode):
         trace: TracebackType | None,
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._patches.close()
         for hook in self._hooks:
             hook.remove()
         self._label_gradients()
@@ -233,11 +225,15 @@ class LiveBytes(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operator and count what it returned."""
-        if any(_is_wrapper(kind) for kind in types):
+        if any(is_wrapper(kind) for kind in types):
             return NotImplemented  # its class runs operators on the tensors inside, seen here
         if func is _DEVICE_OF_FAKE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         kwargs = kwargs or {}
+        if self._hidden:
+            return func(*args, **kwargs)
+        if func is _WAIT and isinstance(args[0], FakeTensor):
+            return args[0]  # as it does; the fake one would make a tensor
         inside = self._workspace(func, args, kwargs) if self._workspace else 0
         name = func.__name__ if hasattr(func, "__name__") else str(func)
         index = self._allocate(inside, name, Kind.WORKSPACE, False) if inside else -1
@@ -250,6 +246,9 @@ class LiveBytes(TorchDispatchMode):
             self._track_all(out, name)
         if index >= 0:
             self._release(index)
+        if self._sharded:
+            for kind, tensor in buffers(str(func), args, kwargs):
+                self._label(tensor, kind)
         return out
 
     def _track_all(self, outputs: Iterable[Any], op: str) -> None:
@@ -264,25 +263,41 @@ class LiveBytes(TorchDispatchMode):
 
         A tensor that wraps others has no storage of its own: they are counted when they are made.
         """
-        if _is_wrapper(type(tensor)):
+        if is_wrapper(type(tensor)):
             return None
         device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
         if device.type != self._device_type:
             return None
         storage = tensor.untyped_storage()
-        key, nbytes = storage._cdata, storage.nbytes()
-        known = self._alive.get(key)
+        known = self._alive.get(storage._cdata)
         if known is not None:
-            if self.blocks[known[0]].nbytes == nbytes:
+            if self.blocks[known[0]].nbytes == storage.nbytes():
                 return known[0]
-            old = self.blocks[known[0]]  # resized in place: released and allocated again
-            self._release(known[0])
-            index = self._allocate(nbytes, op, old.kind, old.vocab)
-        else:
-            shape = tensor.shape
-            index = self._allocate(nbytes, op, None, bool(shape) and shape[-1] == self._vocab)
-            block = self.blocks[index]
-            block.shape, block.dtype = shape, tensor.dtype
+            return self._resized(storage, op)
+        shape = tensor.shape
+        vocab = bool(shape) and shape[-1] == self._vocab
+        index = self._allocate(storage.nbytes(), op, None, vocab)
+        block = self.blocks[index]
+        block.shape, block.dtype = shape, tensor.dtype
+        self._watch(storage, index)
+        return index
+
+    def _resized(self, storage: torch.UntypedStorage, op: str) -> int:
+        """A storage resized in place: released, and allocated again as what it was."""
+        old, _ = self._alive[storage._cdata]
+        before = self.blocks[old]
+        self._release(old)
+        index = self._allocate(storage.nbytes(), op, before.kind, before.vocab)
+        block = self.blocks[index]
+        block.shape, block.dtype = before.shape, before.dtype
+        if before.kind is not None:
+            block.module = before.module
+        self._watch(storage, index)
+        return index
+
+    def _watch(self, storage: torch.UntypedStorage, index: int) -> None:
+        """Release the block when its storage is freed."""
+        key = storage._cdata
 
         def freed(_: object) -> None:
             entry = self._alive.get(key)
@@ -291,12 +306,22 @@ class LiveBytes(TorchDispatchMode):
                 self._release(index)
 
         self._alive[key] = (index, weakref.ref(storage, freed))
-        return index
+
+    def _on_resize(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._alive:
+            self._resized(storage, "resize_")
+
+    def _hide(self) -> None:
+        self._hidden += 1
+
+    def _show(self) -> None:
+        self._hidden -= 1
 
     def _allocate(self, nbytes: int, op: str, kind: Kind | None, vocab: bool) -> int:
         index = len(self.blocks)
         block = Block(nbytes, op, *self._place_now(), vocab)
         block.kind = kind
+        block.stream = self.stream
         self.blocks.append(block)
         if self._frames:
             self._frames[-1][1].append(index)
@@ -318,7 +343,7 @@ class LiveBytes(TorchDispatchMode):
 
     # -- labels ------------------------------------------------------------------------------
 
-    def _label(self, tensor: Tensor, kind: Kind, module: str) -> None:
+    def _label(self, tensor: Tensor, kind: Kind, module: str = "") -> None:
         for part in inner_tensors(tensor).values():
             self._label_one(part, kind, module)
 
@@ -326,11 +351,13 @@ class LiveBytes(TorchDispatchMode):
         index = self._track(tensor, "registered")
         if index is not None:
             block = self.blocks[index]
-            if block.kind is None:
-                block.kind, block.module = kind, module
+            reduced = kind is Kind.GRADIENTS and block.kind is Kind.REDUCE_SCATTER
+            if block.kind is None or reduced:  # a reduced buffer may be the gradient itself
+                block.kind, block.module = kind, module or block.module
 
     def _label_gradients(self) -> None:
         for name, parameter in self._parameters.items():
+            self._label(parameter, Kind.PARAMETERS, name)  # FSDP2 pads shards in the first forward
             if parameter.grad is not None:
                 self._label(parameter.grad, Kind.GRADIENTS, name)
 
@@ -371,27 +398,3 @@ class LiveBytes(TorchDispatchMode):
             if number not in self._place_of_node:
                 path = self._frames[-1][0] if self._frames else OUTSIDE.get(self._phase, "")
                 self._place_of_node[number] = path, find_source()
-
-
-def _is_wrapper(kind: type) -> bool:
-    """Whether tensors of this class hold others instead of a storage (low-bit states, DTensor)."""
-    return hasattr(kind, "__tensor_flatten__") and not issubclass(kind, FakeTensor)
-
-
-def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
-    """The plain tensors that a tensor consists of, by dotted name; itself under "" when plain."""
-    if not _is_wrapper(type(tensor)):
-        return {"": tensor}
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    found = {}
-    for name in names:
-        for rest, inner in inner_tensors(getattr(tensor, name)).items():
-            found[f"{name}.{rest}".rstrip(".")] = inner
-    return found
-
-
-def _because(group: list[Block]) -> str:
-    largest = max(group, key=lambda block: block.nbytes)
-    place = f" of {largest.module}" if largest.module else ""
-    count = "1 tensor" if len(group) == 1 else f"{len(group)} tensors"
-    return f"{count}, largest {largest.nbytes} B{place} ({largest.op})"

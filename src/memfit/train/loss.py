@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memfit.errors import InvalidRequest
+from memfit.parallelism import run_as_forward
 from memfit.recipe import Recipe
 
 IGNORE = -100  # a label that is no target
@@ -60,17 +61,22 @@ def chunked_mean(
     check_chunked(head, recipe)
     compute = getattr(torch, recipe.compute_dtype) if recipe.autocast else hidden.dtype
     flat = hidden.flatten(0, 1)
-    made = _Chunked.apply(  # type: ignore[no-untyped-call]
-        flat, head.weight, labels.flatten(), compute, recipe.loss_chunk, target_tokens, scale
-    )
-    return cast(Tensor, made)
+
+    def chunks() -> Tensor:
+        made = _Chunked.apply(  # type: ignore[no-untyped-call]
+            flat, head.weight, labels.flatten(), compute, recipe.loss_chunk, target_tokens, scale
+        )
+        return cast(Tensor, made)
+
+    # A sharded head holds its whole weight only while its forward runs.
+    return run_as_forward(head, chunks) if recipe.parallel.world > 1 else chunks()
 
 
 def check_chunked(head: nn.Module, recipe: Recipe) -> None:
     """Raise InvalidRequest when the loss cannot be cut into chunks."""
     if recipe.loss_chunk < 1:
         raise InvalidRequest("`loss: chunked` needs `loss_chunk` of 1 or more tokens")
-    if type(head) is not nn.Linear or head.bias is not None:
+    if not isinstance(head, nn.Linear) or head.bias is not None:  # FSDP2 makes it a subclass
         raise InvalidRequest(
             "`loss: chunked` needs an output projection without adapter or bias, and"
             f" this one is {type(head).__name__}",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from memfit.errors import InvalidRequest
 from memfit.ledger import Phase
+from memfit.parallelism import clip_sharded, run_as_forward
 from memfit.train.attention import Documents
 from memfit.train.build import Built
 from memfit.train.hugging_face import parts
@@ -34,7 +35,7 @@ class Batch:
 class StepResult:
     """0-dim tensors, read by the loop after the step so that no step waits for the device."""
 
-    loss: Tensor  # mean over the target tokens of the global batch
+    loss: Tensor  # mean over the target tokens of the global batch; of ranks, this one's share
     grad_norm: Tensor | None  # before clipping; None without clipping
     scale: Tensor | None = None  # what the loss was multiplied by; None when it was not
 
@@ -48,8 +49,9 @@ def step(
 ) -> StepResult:
     """Accumulate the gradients of all micro-batches, clip, update, release the gradients.
 
-    `target_tokens` counts the labels that are not -100 in all micro-batches together: each loss
-    is divided by it, so that how a global batch is cut does not change the gradient.
+    `target_tokens` counts the labels that are not -100 in all micro-batches (of all ranks)
+    together: each loss is divided by it, so that how a global batch is cut does not change the
+    gradient. On many ranks gradients are summed, and `loss` is this rank's share of the mean.
     """
     if target_tokens < 1:
         raise InvalidRequest("a global batch holds no target token", hint="check the data's labels")
@@ -77,15 +79,18 @@ def evaluate(built: Built, batch: Batch) -> tuple[Tensor, Tensor]:
     built.model.eval()
     try:
         with torch.no_grad(), autocast(built):
-            loss = _loss(built, _hidden(built, batch), batch.labels, 1, None)
+            loss = _forward(built, batch, 1, None, nowhere)
     finally:
         built.model.train(was_training)
     return loss, (batch.labels != IGNORE).sum()
 
 
 def autocast(built: Built) -> AbstractContextManager[object]:
-    """Mixed precision of the recipe. Uncached: a cache would keep every weight's cast alive."""
-    if not built.recipe.autocast:
+    """Mixed precision of the recipe. Uncached: a cache would keep every weight's cast alive.
+
+    Sharded weights are gathered in bf16 instead: see `parallelism.shard`.
+    """
+    if not built.recipe.autocast or built.recipe.parallel.world > 1:
         return nullcontext()
     dtype: torch.dtype = getattr(torch, built.recipe.compute_dtype)
     return torch.autocast(built.device.type, dtype, cache_enabled=False)
@@ -97,16 +102,28 @@ def _accumulate(
     """Forward, loss and backward of one micro-batch; returns its share of the mean loss."""
     enter(Phase.FORWARD)
     with autocast(built):
-        hidden = _hidden(built, batch)
-        enter(Phase.LOSS)
-        loss = _loss(built, hidden, batch.labels, target_tokens, scale)
-        del hidden
+        loss = _forward(built, batch, target_tokens, scale, enter)
     enter(Phase.BACKWARD)
     value = loss.detach()
     product = loss if scale is None else loss * scale
     del loss
     product.backward()  # type: ignore[no-untyped-call]
     return value
+
+
+def _forward(
+    built: Built, batch: Batch, target_tokens: int, scale: Tensor | None, enter: Enter
+) -> Tensor:
+    """The loss of one micro-batch; all of it is the forward of FSDP2's root where there is one."""
+
+    def work() -> Tensor:
+        hidden = _hidden(built, batch)
+        enter(Phase.LOSS)
+        return _loss(built, hidden, batch.labels, target_tokens, scale)
+
+    if built.recipe.parallel.world == 1:
+        return work()
+    return run_as_forward(parts(built.model).base, work)
 
 
 def _hidden(built: Built, batch: Batch) -> Tensor:
@@ -130,4 +147,6 @@ def _clip(built: Built) -> Tensor | None:
     if not clip_norm:
         return None
     trainable = [p for group in built.optimizer.param_groups for p in group["params"]]
-    return nn.utils.clip_grad_norm_(trainable, clip_norm, foreach=True)
+    if built.recipe.parallel.world == 1:
+        return nn.utils.clip_grad_norm_(trainable, clip_norm, foreach=True)
+    return clip_sharded(trainable, clip_norm)

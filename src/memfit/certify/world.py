@@ -1,0 +1,196 @@
+"""One rank of a world that is not here: a process group that communicates with nobody, a mesh of
+its size, and the streams of a CUDA device that is not here either.
+
+Torch's own sharding code runs unchanged in it. Each function undoes one place where torch would
+notice, and says which; all are undone when the context ends.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_param
+import torch.distributed.tensor  # imported here: not under FakeTensorMode
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memfit.certify.fake_device import set_while
+from memfit.errors import NotCertified
+from memfit.recipe import Parallel
+
+OnStream = Callable[[int], None]  # told the number of the stream that becomes current
+
+
+@contextmanager
+def fake_world(parallel: Parallel, rank: int, kind: str, on_stream: OnStream) -> Iterator[None]:
+    """Be this rank of `parallel.world`; nothing at all for a world of one.
+
+    kind: torch's name of the device. Enter it outside FakeTensorMode.
+    Raises NotCertified when a process group exists already, or this torch cannot imitate one.
+    """
+    if parallel.world == 1:
+        yield
+        return
+    with ExitStack() as stack:
+        stack.enter_context(_process_group(parallel.world, rank))
+        stack.enter_context(_meshes_outside_modes())
+        stack.enter_context(_own_chunk_only())
+        stack.enter_context(set_while(torch.Tensor, "record_stream", _used_on_another_stream))
+        if kind == "cuda":
+            stack.enter_context(_streams(on_stream))
+        yield
+
+
+@contextmanager
+def _process_group(world: int, rank: int) -> Iterator[None]:
+    if dist.is_initialized():
+        raise NotCertified("a process group exists in this process: certify in one of its own")
+    try:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+    except ImportError:
+        raise NotCertified(
+            f"torch {torch.__version__} has no fake process group to trace many ranks with"
+        ) from None
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+# Methods that compute with a mesh's table of ranks: `.tolist()` and `.nonzero()` need real numbers.
+MESH_METHODS = (
+    "__init__", "__getitem__", "_concatenate", "_flatten", "_unflatten", "_get_all_submeshes",
+    "get_local_rank", "get_coordinate", "_compute_coordinates_from_mesh",
+)  # fmt: skip
+
+
+@contextmanager
+def _meshes_outside_modes() -> Iterator[None]:
+    with ExitStack() as stack:
+        for name in MESH_METHODS:
+            plain = DeviceMesh.__dict__.get(name)
+            if plain is None:
+                continue  # not in this version
+            if isinstance(plain, staticmethod | classmethod):
+                outside: Any = type(plain)(_outside_modes(plain.__func__))
+            else:
+                outside = _outside_modes(plain)
+            setattr(DeviceMesh, name, outside)
+            stack.callback(setattr, DeviceMesh, name, plain)
+        yield
+
+
+def _outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return run
+
+
+class _Chunks:
+    """`torch.chunk` of a tensor, of which a rank looks at the first and its own chunk only.
+
+    FSDP2 makes a view for every rank of every parameter: 28 s for 70B on 512 ranks.
+    """
+
+    def __init__(self, tensor: Tensor, chunks: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._rows = -(-tensor.size(dim) // chunks)
+
+    def __getitem__(self, index: int) -> Tensor:
+        rows = self._tensor.size(self._dim)
+        start = min(index * self._rows, rows)
+        length = min(self._rows, rows - start)
+        if length == 0:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, length)
+
+
+@contextmanager
+def _own_chunk_only() -> Iterator[None]:
+    with set_while(fsdp_param, "_chunk_with_empty", _Chunks):
+        yield
+
+
+def _used_on_another_stream(tensor: Tensor, stream: Any) -> None:
+    """`Tensor.record_stream` asks the driver; FSDP2 does not call it, by design."""
+    raise NotCertified("the step calls `Tensor.record_stream`, which is not traced yet")
+
+
+class _Stream:
+    """A number. Stream 0 is the default one."""
+
+    made = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        _Stream.made += 1
+        self.stream_id = _Stream.made
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing runs, so nothing waits."""
+
+    def wait_event(self, event: Any) -> None:
+        """See `wait_stream`."""
+
+    def record_event(self, event: Any = None) -> Any:
+        """See `wait_stream`."""
+        return event or _Event()
+
+
+class _Event:
+    """Always over."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None:
+        """Nothing to record."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+@contextmanager
+def _streams(on_stream: OnStream) -> Iterator[None]:
+    """The Python side of `torch.cuda` that FSDP2 uses, of a device with streams and no driver."""
+    default = _Stream()
+    default.stream_id = _Stream.made = 0
+    now = [default]
+
+    @contextmanager
+    def stream(chosen: _Stream | None) -> Iterator[None]:
+        before = now[0]
+        now[0] = chosen or before
+        on_stream(now[0].stream_id)
+        try:
+            yield
+        finally:
+            now[0] = before
+            on_stream(before.stream_id)
+
+    answers: dict[str, Any] = {
+        "Stream": _Stream,
+        "Event": _Event,
+        "stream": stream,
+        "current_stream": lambda device=None: now[0],
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "is_initialized": lambda: True,
+        "set_device": lambda device: None,
+    }
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(set_while(torch.cuda, name, answer))
+        yield

@@ -1,0 +1,129 @@
+"""Training on many ranks with torch's own sharding (FSDP2; Zhao et al. 2304.11277).
+
+Sharding, gathering and reducing are torch's; this package only says what is one unit of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from memfit.errors import InvalidRequest
+from memfit.recipe import Parallel, Recipe
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+R = TypeVar("R")
+
+
+def make_mesh(parallel: Parallel, device_type: str) -> DeviceMesh:
+    """The mesh (dp_replicate, dp_shard), without the axis of copies when there is one copy.
+
+    Raises InvalidRequest unless a process group of that many ranks exists.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks != parallel.world:
+        raise InvalidRequest(
+            f"`parallel` names {parallel.world} ranks, and this process is one of {ranks}",
+            hint="start as many processes, each with its process group, before building the model",
+        )
+    axes = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard}
+    if parallel.dp_replicate == 1:
+        del axes["dp_replicate"]
+    with _disable_current_modes():  # a mesh is a table of real integers
+        return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def shard(
+    root: nn.Module,
+    embedding: nn.Module,
+    blocks: Sequence[nn.Module],
+    tail: Sequence[nn.Module],
+    recipe: Recipe,
+    mesh: DeviceMesh,
+) -> None:
+    """Make the embedding, each block, and the tail (final norm and head) units of FSDP2, in place.
+
+    These are torchtitan's units (torchtitan/models/llama3/infra/parallelize.py, `apply_fsdp`).
+    With units of their own the embedding's weights are gone while the blocks run, and the head's
+    gradient is reduced before the blocks' backward instead of being held through it. The tail is
+    not resharded after the forward: backward begins with it. A head tied to the embedding cannot
+    be in another unit than the embedding; both then stay in the root's, which is gathered once.
+
+    Gradients are summed, not averaged, because each rank divides its loss by the target tokens
+    of the whole global batch. They are reduced in every micro-batch: to skip that, each rank
+    would hold unsharded gradients of the whole model.
+
+    Under `bf16-mixed` the gathered weights are bf16, gradients are reduced in fp32, and the shards
+    are fp32 master copies; nothing is autocast.
+    """
+    import torch
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy()
+    if recipe.precision == "bf16-mixed":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    reshard = recipe.parallel.reshard_after_forward
+    shared = {id(p) for p in embedding.parameters()}
+    tied = any(id(p) in shared for module in tail for p in module.parameters())
+    if not tied:
+        fully_shard(embedding, reshard_after_forward=reshard, **options)
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=reshard, **options)
+    if not tied:
+        fully_shard(list(tail), reshard_after_forward=False, **options)
+    fully_shard(root, **options)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+
+
+def run_as_forward(module: nn.Module, work: Callable[[], R]) -> R:
+    """Run `work` as the forward of a module, with the hooks around it that FSDP2 gathers in."""
+    module.forward = work
+    try:
+        out: R = module()
+    finally:
+        del module.forward
+    return out
+
+
+def clip_sharded(parameters: Sequence[nn.Parameter], clip_norm: float) -> Tensor:
+    """Scale the gradients of all ranks to at most this norm; returns their norm before, 0-dim."""
+    from torch.distributed.tensor import DTensor
+    from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = get_total_norm(gradients, foreach=True)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()  # the norm of one rank's shards until here
+    clip_grads_with_norm_(parameters, clip_norm, norm, foreach=True)
+    return norm
+
+
+def materialise(old: Tensor, device: Any) -> Tensor:
+    """Empty storage for a rank's shard of a parameter that `shard` cut on the meta device."""
+    import torch
+
+    if not hasattr(old, "to_local"):  # whole: on one device
+        return torch.empty(old.shape, dtype=old.dtype, device=device)
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(old, DTensor)
+    local = old.to_local()
+    return DTensor.from_local(
+        torch.empty(local.shape, dtype=old.dtype, device=device),
+        old.device_mesh,
+        old.placements,
+        run_check=False,
+        shape=old.shape,
+        stride=old.stride(),
+    )

@@ -1,0 +1,50 @@
+"""Which part of a weight a rank holds: arithmetic, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from memfit.model import Model, Weight
+from memfit.recipe import Parallel
+
+
+def local_shape(shape: tuple[int, ...], parallel: Parallel, rank: int) -> tuple[int, ...]:
+    """The shape of a rank's shard: FSDP2 cuts dimension 0 as `torch.chunk` does.
+
+    Every shard holds ceil(n / shards) rows until none are left: the last ones hold fewer, or none.
+    """
+    rows = -(-shape[0] // parallel.dp_shard)
+    start = shard_index(parallel, rank) * rows
+    return (max(0, min(rows, shape[0] - start)), *shape[1:])
+
+
+def shard_index(parallel: Parallel, rank: int) -> int:
+    """A rank's place among those that share one copy of the model; copies are alike."""
+    return rank % parallel.dp_shard
+
+
+def held_bytes(weights: Iterable[Weight], parallel: Parallel, rank: int) -> int:
+    """Bytes of a rank's shards of these weights, without the padding that FSDP2 adds."""
+    shards = (replace(w.spec, shape=local_shape(w.shape, parallel, rank)) for w in weights)
+    return sum(shard.nbytes for shard in shards)
+
+
+def fullest_rank(model: Model, parallel: Parallel) -> tuple[int, str]:
+    """The rank that needs the most memory, and why: chosen among the first, the second and the
+    last of one copy of the model.
+
+    Every rank runs the same operators on the same batch shapes; only the shards differ. A shard
+    never has more rows than the one before it, so the three cover all. Ties go to the first.
+    """
+    candidates = sorted({0, min(1, parallel.dp_shard - 1), parallel.dp_shard - 1})
+    held = {rank: held_bytes(model.weights, parallel, rank) for rank in candidates}
+    fullest = max(candidates, key=lambda rank: held[rank])
+    if len(set(held.values())) == 1:
+        return fullest, f"rank {fullest} of {parallel.world}: all ranks are alike"
+    least = min(held, key=lambda rank: held[rank])
+    return fullest, (
+        f"rank {fullest} of {parallel.world}, the fullest: it holds {held[fullest]} B of weights,"
+        f" rank {least} {held[least]} B"
+    )
