@@ -66,7 +66,7 @@ class RecordingAllocator(CachingAllocator):
         self.next_address = FIRST_ADDRESS
         self._frames = frames
         self._stacks: dict[int, list[dict[str, Any]]] = {}  # shared, so that a pickle is small
-        self._tensors: dict[int, int] = {}  # by the identity of the block that holds it
+        self.tensors: dict[int, int] = {}  # by the identity of the block that holds it
 
     def allocate(self, tensor: int, nbytes: int, stream: int = 0) -> None:
         """Serve one storage, and say where; raises OutOfMemory, also said."""
@@ -79,7 +79,7 @@ class RecordingAllocator(CachingAllocator):
             raise
         if nbytes:
             block = self.blocks[tensor]
-            self._tensors[id(block)] = tensor
+            self.tensors[id(block)] = tensor
             self._write("alloc", block.address, nbytes, stream, tensor)
 
     def free(self, tensor: int) -> None:
@@ -90,7 +90,7 @@ class RecordingAllocator(CachingAllocator):
 
     def cache(self, block: Block) -> None:
         """Put a block into its pool."""
-        tensor = self._tensors.pop(id(block))
+        tensor = self.tensors.pop(id(block))
         self._write("free_completed", block.address, block.requested, block.pool.stream, tensor)
         super().cache(block)
 
@@ -131,7 +131,7 @@ class RecordingAllocator(CachingAllocator):
         }
 
     def _describe_block(self, block: Block) -> dict[str, Any]:
-        tensor = self._tensors.get(id(block))
+        tensor = self.tensors.get(id(block))
         state = "inactive"
         if block.allocated:
             state = "active_pending_free" if block.waits else "active_allocated"
