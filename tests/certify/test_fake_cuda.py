@@ -20,9 +20,10 @@ from memfit.certify.allocator import replay
 from memfit.certify.cuda_kernels import attention_backend
 from memfit.certify.fake_device import device_type, fake_device
 from memfit.certify.recorder import trace_step
-from memfit.certify.workspace import RULES, cublas_workspace
+from memfit.certify.workspace import RULES
 from memfit.errors import InvalidRequest, NotCertified
 from memfit.ledger import Kind, Phase
+from memfit.sizes.workspace import product_workspace
 from memfit.units import KIB, MIB
 
 BF16 = {"precision": "bf16", "base_format": "bf16"}
@@ -245,13 +246,39 @@ def test_workspace_rules_count_what_the_sources_allocate() -> None:
     found = nbytes(embedding, tensor(3073, 64), tensor(3073, dtype=torch.int64))
     assert found == 3073 * (64 * 4 + 6 * 8)
     efficient = "_scaled_dot_product_efficient_attention_backward"
-    assert nbytes(efficient, query, query) == 2 * 8 * 100 * 4
+    tile = 128 * 128 * 4 + 16  # one for 100 tokens and 80 elements
+    assert nbytes(efficient, query, query) == 2 * 8 * (100 * 4 + tile)
+    small = tensor(2, 8, 100, 32)
+    assert nbytes(efficient, small, small) == 2 * 8 * (100 * 4 + 128 * 64 * 4 + 16)
+    large = tensor(2, 8, 100, 200)  # two tiles, and dk and dv of 128 tokens and 256 elements
+    assert nbytes(efficient, large, large) == 2 * 8 * (400 + 2 * tile + 2 * 128 * 256 * 4)
     wide = query.float()
-    assert nbytes(efficient, wide, wide) == 2 * 8 * 100 * (80 + 2) * 4
+    tiles = 2 * 2 * (64 * 64 * 4 + 16)
+    assert nbytes(efficient, wide, wide) == 2 * 8 * (100 * 4 + tiles)
+    assert nbytes(flash, *[tensor(1, 1, 128, 160)] * 3) == 128 * 4 * (1 + 192)
     norm = RULES["aten._foreach_norm.Scalar"]
-    assert norm.nbytes([[tensor(65537), tensor(5)]]) == 2 * 2 * 4
-    assert cublas_workspace((9, 0)) == cublas_workspace(None) == 32 * MIB
-    assert cublas_workspace((8, 0)) == 8 * MIB + 128 * KIB
+    assert norm.nbytes([[tensor(65537), tensor(5)]]) == (2 * 2 + 320) * 4
+    layer_norm, weight = "native_layer_norm_backward", tensor(768)
+
+    def of_rows(rows: int, wanted: tuple[bool, ...], columns: int = 768) -> int:
+        x = tensor(rows, columns)
+        return nbytes(layer_norm, x, x, [columns], x, x, weight, weight, wanted)
+
+    assert of_rows(65536, (True, True, True)) == 0
+    assert of_rows(65537, (True, True, True)) == 2 * (32768 // 24) * 768 * 2
+    assert of_rows(65537, (True, True, False)) == (32768 // 24) * 768 * 2
+    assert of_rows(65537, (True, True, True), 4096) == 0
+
+
+def test_products_keep_a_workspace_of_the_devices_size() -> None:
+    def of(vendor: str, capability: str | None) -> int:
+        return product_workspace(make_device(vendor, "a device", capability))
+
+    assert of("NVIDIA", "8.0") == of("NVIDIA", "7.5") == of("NVIDIA", "8.9") == 8 * MIB + 128 * KIB
+    assert of("NVIDIA", "9.0") == of("NVIDIA", "10.0") == of("NVIDIA", "12.0") == 32 * MIB
+    assert of("NVIDIA", None) == 32 * MIB, "the larger one when nobody knows"
+    assert of("AMD", "gfx942") == of("AMD", "gfx950") == 128 * MIB
+    assert of("AMD", "gfx90a") == 32 * MIB
 
 
 def test_the_tape_is_balanced_and_gives_the_traced_peak_back() -> None:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from memfit.certify.fake_device import device_type, fake_device
 from memfit.certify.tape import Event
-from memfit.certify.workspace import PRODUCTS, RULES, cublas_workspace
+from memfit.certify.workspace import PRODUCTS, RULES
 from memfit.errors import Error, NotCertified
 from memfit.families import read_model
 from memfit.hardware import Device
@@ -22,6 +22,7 @@ from memfit.optimizers import find_optimizer
 from memfit.recipe import Parallel, Recipe
 from memfit.results import Tensor, group_tensors
 from memfit.shapes import BatchShape, bounds_of
+from memfit.sizes.workspace import product_workspace
 from memfit.train.attention import check_attention
 from memfit.train.build import Built, build_model, build_optimizer
 from memfit.train.checkpoint import checkpoint_tensors, on_host
@@ -239,7 +240,7 @@ class Recorder(LiveBytes):  # type: ignore[no-untyped-call]
 
     def __init__(self, device_type: str, cuda: Device | None) -> None:
         super().__init__(device_type, workspace=None if cuda is None else self._inside)
-        self._cublas = 0 if cuda is None else cublas_workspace(cuda.capability)
+        self._cublas = 0 if cuda is None else product_workspace(cuda)
         self._threads: set[bool] = set()  # False: the forward's, True: autograd's
         self._starts: list[tuple[Phase, int]] = [(Phase.LOAD, 0)]
 

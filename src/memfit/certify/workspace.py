@@ -55,6 +55,13 @@ def _embedding_backward(args: Sequence[Any]) -> int:
     return table.embedding_backward(prod(_shape(args[1])), _shape(args[0])[-1])
 
 
+def _layer_norm_backward(args: Sequence[Any]) -> int:
+    """grad, input, normalized_shape, mean, rstd, weight, bias, which gradients are wanted."""
+    numel, columns, weight, wanted = prod(_shape(args[1])), prod(args[2]), args[5], args[7]
+    width = 4 if weight is None else weight.element_size()
+    return table.layer_norm_backward(numel // columns, columns, width, sum(wanted[1:]))
+
+
 def _foreach_norm(args: Sequence[Any]) -> int:
     """A list of tensors."""
     return table.foreach_norm([t.numel() for t in args[0]])
@@ -78,21 +85,28 @@ RULES = {
         Rule(
             "aten._scaled_dot_product_efficient_attention_backward.default",
             _efficient_backward,
-            "the row sums of grad * out (fp32 inputs: with their products)",
+            "row sums of grad * out, the fp32 accumulator of dq, of dk and dv above 128 elements",
             "aten/src/ATen/native/transformers/cuda/attention_backward.cu:"
-            " _efficient_attention_backward; accumulators of split keys are left out",
+            " _efficient_attention_backward; mem_eff_attention/kernel_backward.h: workspace_size",
         ),
         Rule(
             "aten.embedding_dense_backward.default",
             _embedding_backward,
             "one fp32 row an index and six index arrays, above 3072 indices",
-            "aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu: embedding_backward_cuda_kernel",
+            "aten/src/ATen/native/cuda/Embedding.cu: embedding_dense_backward_cuda;"
+            " EmbeddingBackwardKernel.cu: embedding_backward_cuda_kernel",
+        ),
+        Rule(
+            "aten.native_layer_norm_backward.default",
+            _layer_norm_backward,
+            "partial gradients of weight and bias, from more than 65536 rows on",
+            "aten/src/ATen/native/cuda/layer_norm_kernel.cu: LaunchGammaBetaBackwardCUDAKernel",
         ),
         Rule(
             "aten._foreach_norm.Scalar",
             _foreach_norm,
             "partial norms of the multi-tensor kernel",
-            "aten/src/ATen/native/cuda/ForeachReduceOp.cu: foreach_tensor_norm_cuda",
+            "aten/src/ATen/native/cuda/ForeachReduceOp.cu: _foreach_tensor_norm_cuda_impl",
         ),
     )
 }
@@ -100,5 +114,28 @@ RULES = {
 PRODUCTS = frozenset(
     {"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"}
 )  # the operators that run on cuBLAS
-CUBLAS_SOURCE = "aten/src/ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceSize"
-cublas_workspace = table.cublas_workspace
+
+# What is known to be there and is not counted, and why: for docs/workspaces.md.
+NOT_COUNTED = (
+    (
+        "sums over rows (gradients of biases, of broadcast factors)",
+        "partial results where one block cannot hold a column; how many depends on the device",
+        "aten/src/ATen/native/cuda/Reduce.cuh: gpu_reduce_kernel",
+    ),
+    (
+        "efficient attention of 16-bit heads above 128 elements, few in a batch",
+        "dk and dv for each part of the keys; how many parts depends on the device",
+        "aten/src/ATen/native/transformers/cuda/attention_backward.cu:"
+        " _efficient_attention_backward",
+    ),
+    (
+        "hipBLASLt on ROCm",
+        "76 MiB a thread where it serves a product instead of hipBLAS",
+        "aten/src/ATen/cuda/CublasHandlePool.cpp: parseCUDABlasLtWorkspaceSize",
+    ),
+    (
+        "compiled updates of low-bit optimizers",
+        "what the compiler does not keep in registers",
+        "torchao/optim/adam.py: single_param_adam, through torch.compile",
+    ),
+)

@@ -36,7 +36,7 @@ from memfit.plan.blocks import (
 )
 from memfit.recipe import Recipe
 from memfit.sizes.meter import block_size
-from memfit.sizes.workspace import cublas_workspace, foreach_norm
+from memfit.sizes.workspace import foreach_norm, product_workspace
 
 
 class Level(msgspec.Struct):
@@ -170,7 +170,7 @@ class _Step:
         self.trainable = [w.spec for w in model.weights if w.trainable]
         self._cublas: Parts = {}
         if not device.is_cpu:
-            self._cublas[Kind.WORKSPACE, "cublas"] = cublas_workspace(device.capability)
+            self._cublas[Kind.WORKSPACE, "cublas"] = product_workspace(device)
 
     def run(self) -> dict[Phase, tuple[int, Parts]]:
         """The peak of each phase and its parts."""

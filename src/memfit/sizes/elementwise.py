@@ -7,9 +7,10 @@ of one operation are written out by the alphabet of its arguments' names: `other
 from __future__ import annotations
 
 from memfit.ledger import Kind
+from memfit.model import DTYPE_BYTES
 from memfit.sizes.autograd import Gradients, Node, Rule, record
 from memfit.sizes.tensor import Shape, Tensor, broadcast, elementwise_strides, empty
-from memfit.sizes.workspace import embedding_backward
+from memfit.sizes.workspace import embedding_backward, layer_norm_backward
 
 WIDTH = {"float64": 3, "float32": 2, "bfloat16": 1, "float16": 1}
 Incoming = list[Tensor | None]
@@ -252,11 +253,21 @@ def _layer_norm_backward(node: Node, grads: Incoming) -> Gradients:
     upstream(grads)
     unpacked = [None if saved is None else node.unpack(i) for i, saved in enumerate(node.saved)]
     x, weight, bias = unpacked[:3]
+    inside = _layer_norm_workspace(node, x, weight) if x is not None and x.meter.cuda else None
     result: list[Tensor | None] = []
     for i, t in enumerate((x, weight, bias)):
         wanted = t is not None and node.needs(i)
         result.append(like(t) if t is not None and wanted else None)
+    del inside
     return result
+
+
+def _layer_norm_workspace(node: Node, x: Tensor, weight: Tensor | None) -> Tensor:
+    columns = x.shape[-1]
+    width = DTYPE_BYTES[x.dtype if weight is None else weight.dtype]
+    wanted = node.needs(1) + node.needs(2)
+    nbytes = layer_norm_backward(x.numel // columns, columns, width, wanted)
+    return empty(x.meter, (nbytes,), "int8", Kind.WORKSPACE)
 
 
 def gather_rows(weight: Tensor, indices: Tensor) -> Tensor:

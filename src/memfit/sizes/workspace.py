@@ -1,30 +1,43 @@
 """What CUDA kernels allocate inside themselves, in numbers: one table for plan and certificate.
 
-Read from torch's sources; none of it has been measured on a GPU yet.
+Read from torch's sources; none of it has been measured on a GPU yet. Where versions differ, or the
+kernel that is chosen depends on more than the shapes, the larger number stands.
 """
 
 from __future__ import annotations
 
+from memfit.hardware import Device
 from memfit.units import KIB, MIB
 
 FP32, INT64 = 4, 8
 EMBEDDING_SORTED_ABOVE = 3072  # indices; up to here one kernel adds rows directly
 NORM_CHUNK = 65536  # elements that one block of a multi-tensor kernel reads
+NORM_TOTAL = 320  # fp32 partial results of the norm of all tensors
+TILE_LOCK = 16  # bytes of lock and counter before each tile of the efficient kernel's accumulator
+LAYER_NORM_ROWS = 64 * 1024  # from more rows on, blocks share the columns of a gradient
+LAYER_NORM_GRID = 32 * 1024  # of those blocks there are at most this many
+LARGEST_HALF = 80  # half the multiprocessors of the largest devices
+Shape = tuple[int, ...]
+
+
+def _blocks(n: int, of: int) -> int:
+    return -(-n // of)
 
 
 def _round_up(n: int, to: int) -> int:
-    return -(-n // to) * to
+    return _blocks(n, to) * to
 
 
-def flash_backward(query: tuple[int, ...], key: tuple[int, ...], width: int) -> int:
+def flash_backward(query: Shape, key: Shape, width: int) -> int:
     """softmax_d, the fp32 accumulator of dq and, with grouped heads, dk and dv of all heads.
 
-    query, key: (batch, heads, tokens, head_dim); width: bytes of an element.
+    query, key: (batch, heads, tokens, head_dim); width: bytes of an element. Deterministic
+    algorithms would take an accumulator for each part of the key; memfit does not ask for them.
     Source: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd.
     """
     batch, heads, tokens, head = query
     rounded_tokens = _round_up(tokens, 128)
-    rounded_head = _round_up(head, 32) if head <= 192 else 256
+    rounded_head = _round_up(head, 32 if head <= 128 else 64)
     rows = batch * heads * rounded_tokens * FP32
     accumulator = batch * rounded_tokens * heads * rounded_head * FP32
     grouped = key[1] != heads
@@ -32,7 +45,7 @@ def flash_backward(query: tuple[int, ...], key: tuple[int, ...], width: int) -> 
     return rows + accumulator + expanded
 
 
-def cudnn_backward(query: tuple[int, ...]) -> int:
+def cudnn_backward(query: Shape) -> int:
     """Unknown: cuDNN decides. Taken to be what flash needs, an fp32 gradient of the query and rows.
 
     Source: aten/src/ATen/native/cudnn/MHA.cpp, run_cudnn_SDP_bprop, allocates what the graph's
@@ -41,41 +54,68 @@ def cudnn_backward(query: tuple[int, ...]) -> int:
     return flash_backward(query, query, 2)
 
 
-def efficient_backward(query: tuple[int, ...], gradient_numel: int, width: int) -> int:
-    """Row sums of grad * out; fp32 inputs: with their products.
+def efficient_backward(query: Shape, gradient_numel: int, width: int) -> int:
+    """Row sums of grad * out, and fp32 accumulators: of dq always, of dk and dv for large heads.
 
+    fp32 inputs: first the products of the row sums. Keys are taken not to be split, as they are
+    where a batch has few heads. Block sizes are those of the largest tiles.
     Source: aten/src/ATen/native/transformers/cuda/attention_backward.cu,
-    _efficient_attention_backward; accumulators of split keys are left out.
+    _efficient_attention_backward; mem_eff_attention/kernel_backward.h, workspace_size.
     """
-    rows = query[0] * query[1] * query[2] * FP32
-    return rows if width == 2 else rows * 2 + gradient_numel * FP32
+    batch, heads, tokens, head = query
+    rows = batch * heads * tokens * FP32
+    height = 128 if width == 2 else 64
+    breadth = 128 if width == 2 and head > 64 else 64
+    tile = height * breadth * FP32 + TILE_LOCK
+    accumulators = _blocks(tokens, height) * _blocks(head, breadth) * tile
+    if width == 2 and head > height:
+        accumulators += 2 * _round_up(tokens, breadth) * _round_up(head, height) * FP32
+    inside = rows + batch * heads * accumulators
+    return inside if width == 2 else max(inside, rows * 2 + gradient_numel * FP32)
 
 
 def embedding_backward(indices: int, hidden: int) -> int:
     """One fp32 row an index and six index arrays, above 3072 indices.
 
-    Source: aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu, embedding_backward_cuda_kernel.
+    Source: aten/src/ATen/native/cuda/Embedding.cu, embedding_dense_backward_cuda;
+    EmbeddingBackwardKernel.cu, embedding_backward_cuda_kernel.
     """
     if indices <= EMBEDDING_SORTED_ABOVE:
         return 0
     return indices * hidden * FP32 + 6 * indices * INT64
 
 
-def foreach_norm(numels: list[int]) -> int:
-    """One fp32 partial result for each chunk of the largest tensor, for every tensor.
+def layer_norm_backward(rows: int, columns: int, width: int, gradients: int) -> int:
+    """Partial gradients of weight and bias, where many rows meet few columns.
 
-    Source: aten/src/ATen/native/cuda/ForeachReduceOp.cu, foreach_tensor_norm_cuda.
+    width: bytes of an element of the weight; gradients: how many of weight and bias have one.
+    Whether columns are few depends on the device's multiprocessors; the largest ones count here.
+    Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel.
     """
-    chunks = max((-(-n // NORM_CHUNK) for n in numels), default=0)
-    return len(numels) * chunks * FP32
+    across = _blocks(columns, 32)
+    if rows <= LAYER_NORM_ROWS or columns // 32 >= LARGEST_HALF:
+        return 0
+    return gradients * min(LAYER_NORM_GRID // across, _blocks(rows, 32)) * columns * width
 
 
-def cublas_workspace(capability: tuple[int, int] | None) -> int:
-    """Bytes of one cuBLAS workspace, kept from a thread's first product on.
+def foreach_norm(numels: list[int]) -> int:
+    """fp32 partial results: one a chunk of the largest tensor for every tensor, and 320 of all.
+
+    Source: aten/src/ATen/native/cuda/ForeachReduceOp.cu, _foreach_tensor_norm_cuda_impl.
+    """
+    chunks = max((_blocks(n, NORM_CHUNK) for n in numels), default=0)
+    return (len(numels) * chunks + NORM_TOTAL) * FP32
+
+
+def product_workspace(device: Device) -> int:
+    """Bytes of one cuBLAS (hipBLAS) workspace, kept from a thread's first product on.
 
     One for each thread and stream: the forward's and autograd's. cuBLASLt shares it.
     Source: aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize.
     """
-    if capability is None or capability >= (9, 0):
+    if device.platform == "rocm":
+        large = (device.compute_capability or "").startswith(("gfx94", "gfx95"))
+        return (128 if large else 32) * MIB
+    if device.capability is None or device.capability >= (9, 0):
         return 32 * MIB  # Hopper and Blackwell; the larger one when the device is unknown
     return 8 * MIB + 128 * KIB
