@@ -77,6 +77,20 @@ def test_a_source_without_the_phase_says_nothing_rather_than_zero():
     assert found.measured is None
 
 
+def test_warnings_and_the_verdict_of_generating_are_on_the_page_and_only_where_there_are_some():
+    plan = made.plan()
+    certificate, run = made.certificate(plan), made.run(plan)
+    plain = render_page(join(plan, certificate, run), folder="runs/x")
+    assert "Warnings" not in plain
+    assert "process of its own" not in plain
+    later = msgspec.structs.replace(certificate.memory, verdict="does_not_fit", because="by <hand>")
+    certificate = msgspec.structs.replace(certificate, generation=later)
+    run = msgspec.structs.replace(run, warnings=("backward holds 2 GiB & more",))
+    page = render_page(join(plan, certificate, run), folder="runs/x")
+    assert "<li>backward holds 2 GiB &amp; more</li>" in page
+    assert "by &lt;hand&gt;" in page
+
+
 def test_measured_utilisation_follows_the_measured_time():
     plan = made.plan()
     found = row(join(plan, None, made.run(plan)), "time.mfu")

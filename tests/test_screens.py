@@ -203,6 +203,21 @@ def test_why_shows_every_tensor_with_its_line_and_each_lever_with_its_verdict():
     assert "+17.7% time a step (predicted); learns the same" in text
 
 
+def test_generating_has_a_verdict_of_its_own_and_warnings_are_shown():
+    plan = made.plan()
+    certificate = made.certificate(plan)
+    assert "Generating" not in screen(show_certificate, certificate, plan, commands=[])
+    later = msgspec.structs.replace(certificate.memory, verdict="does_not_fit", because="by hand")
+    certificate = msgspec.structs.replace(certificate, generation=later)
+    shown = screen(show_certificate, certificate, plan, commands=[])
+    assert "Generating, in a process of its own" in shown
+    assert "DOES NOT FIT: needs" in shown
+    run = msgspec.structs.replace(made.run(plan), warnings=("backward holds 2 GiB more",))
+    assert "- backward holds 2 GiB more" in screen(
+        show_report, join(plan, certificate, run), commands=[]
+    )
+
+
 def test_the_report_shows_three_sources_curve_and_sample():
     plan = made.plan()
     report = join(plan, made.certificate(plan), made.run(plan), sample="def answer():")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from memfit.ledger import Entry, Ledger
+from memfit.ledger import Entry, Kind, Ledger
 from memfit.nouns import Noun
 from memfit.recipe import Recipe
 from memfit.request import Request
@@ -234,6 +234,38 @@ class Run(Noun, frozen=True, kw_only=True):
     finished: bool
     environment: dict[str, str]
     warnings: tuple[str, ...] = ()  # such as a measured peak above the certified one
+
+
+class Excess(Noun, frozen=True, kw_only=True):
+    """What one component held beside what was certified for the same phase, bytes."""
+
+    kind: Kind
+    owner: str
+    held: int
+    certified: int
+    because: str = ""  # of what was held
+
+    @property
+    def excess(self) -> int:
+        """Bytes above the certified ones; negative below them."""
+        return self.held - self.certified
+
+
+class OutOfMemory(Noun, frozen=True, kw_only=True):
+    """out_of_memory.json: what was alive when memory ran out, against the certificate."""
+
+    schema: int = 1
+    recipe_digest: str
+    where: str  # the rehearsal, or a step
+    phase: str
+    message: str  # the allocator's own first line
+    complete: bool  # whether every tensor was counted; else only those that Python reaches
+    held: int  # bytes of what was counted
+    certified: int | None  # the phase's certified peak
+    components: tuple[Excess, ...]  # the largest excess first
+    tensors: tuple[Tensor, ...]  # the largest of components above their certificate
+    checkpoint: str  # the newest complete one; "" when there is none
+    snapshot: str  # of torch's CUDA allocator, for PyTorch's memory viewer; "" on a CPU
 
 
 class Comparison(Noun, frozen=True, kw_only=True):

@@ -24,7 +24,7 @@ PHASES = {
     "optimizer_step": "optimizer step",
     "evaluate": "evaluate",
     "save": "save",
-    "generate": "generate",
+    "generate": "generate, after the run",
 }
 # The Okabe-Ito palette, which colour-blind readers can tell apart; texts label every use anyway.
 COLOURS = {

@@ -36,6 +36,7 @@ def render_page(report: Report, *, folder: str) -> str:
     body = "".join(
         (
             _header(report),
+            _warnings(report),
             _memory(report),
             _instants(report),
             _losses(report),
@@ -88,6 +89,12 @@ def _header(report: Report) -> str:
         f"{text(_room(memory))}</p>"
         f'<div class="figures">{"".join(figures)}</div></header>\n'
     )
+
+
+def _warnings(report: Report) -> str:
+    said = report.run.warnings if report.run else ()
+    items = "".join(f"<li>{text(line)}</li>" for line in said)
+    return section("Warnings", f"<ul>{items}</ul>" if items else "")
 
 
 def _room(memory: Memory) -> str:
@@ -214,11 +221,17 @@ def _certificate(report: Report) -> str:
         for t in made.at_peak[:TENSORS]
     ]  # fmt: skip
     bounds = "".join(f"<li>{text(b)}</li>" for b in made.bounds)
+    later = made.generation
+    generating = ""
+    if later is not None:
+        said = f"{VERDICTS[later.verdict]}, needs {units.show_bytes(needs(later))}; {later.because}"
+        generating = f"<h3>Generating, in a process of its own</h3><p>{text(said)}</p>"
     return section(
         "Certificate",
         f"<p>The trainer's own step ran on fake tensors in {units.show_seconds(made.seconds)}. "
         "Largest tensors alive at the peak:</p>",
         table(("kind", "module", "made by", "bytes"), tensors, numbers=1),
+        generating,
         f"<h3>Holds for</h3><ul>{bounds}</ul>" if bounds else "",
     )
 

@@ -50,6 +50,7 @@ def show_certificate(
     show_breakdown(console, memory, why=why)
     _show_numbers(console, certificate, plan)
     _show_phases(console, certificate, plan)
+    _show_generation(console, certificate)
     if plan is not None:
         _show_kinds(console, certificate, plan)
     if why:
@@ -103,6 +104,16 @@ def _show_phases(console: Console, certificate: Certificate, plan: Plan | None) 
         for phase, n in certificate.phases.items()
     ]
     _compare(console, "By instant", rows)
+
+
+def _show_generation(console: Console, certificate: Certificate) -> None:
+    """A verdict of its own: `memfit generate` is another process, after the run."""
+    made = certificate.generation
+    if made is None:
+        return
+    heading(console, "Generating, in a process of its own")
+    said = f"{VERDICTS[made.verdict]}: needs {units.show_bytes(needs(made))}; {made.because}"
+    say(console, said, indent=INDENT)
 
 
 def totals(ledger: Ledger) -> dict[str, int]:

@@ -9,6 +9,7 @@ from memfit.results import Comparison, Report, Run
 from memfit.screens.chart import draw_curve
 from memfit.screens.layout import (
     INDENT,
+    bullets,
     heading,
     make_table,
     next_commands,
@@ -38,6 +39,8 @@ def show_report(console: Console, report: Report, *, commands: Sequence[str]) ->
     show_bar(console, source.memory)
     for title, rows in sections(report.comparisons):
         _show_rows(console, title, rows)
+    if report.run is not None and report.run.warnings:
+        bullets(console, "Mind", report.run.warnings)
     if report.run is not None:
         _show_losses(console, report.run)
         _show_environment(console, report.run)

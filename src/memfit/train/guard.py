@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import signal
 import threading
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
+from memfit import units
 from memfit.errors import InvalidRequest, RunFailed
-from memfit.nouns import write_atomically
+from memfit.nouns import write_json
+from memfit.results import OutOfMemory
+from memfit.train.shortage import dump_snapshot
 
 LOCK = ".lock"
-SNAPSHOT = "memory_snapshot.json"
+SHORTAGE = "out_of_memory.json"
 
 
 @contextmanager
@@ -71,30 +75,65 @@ class Interrupts:
         self.requested = True
 
 
+Diagnose = Callable[[str], OutOfMemory]  # from the error's first line
+Rescue = Callable[[], Path | None]  # the newest complete checkpoint, saved now if it can be
+
+
 @contextmanager
-def explained_out_of_memory(run: Path, where: str) -> Iterator[None]:
-    """Turn torch's out-of-memory errors into RunFailed, with the allocator's state in a file."""
+def explained_out_of_memory(
+    run: Path, where: str, diagnose: Diagnose | None = None, rescue: Rescue | None = None
+) -> Iterator[None]:
+    """Turn out-of-memory errors into RunFailed, and leave `out_of_memory.json` in the run folder.
+
+    diagnose: looks at what is alive while the failure's frames still hold it.
+    rescue: runs once they are gone.
+    """
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        path = run / SNAPSHOT
-        state: object = []
-        if torch.cuda.is_available():
-            state = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        write_atomically(path, json.dumps(state, default=str).encode())
-        raise RunFailed(
-            f"out of memory in {where}: {_first_line(error)}",
-            hint=f"the allocator's state is in `{path}`; set `limits.memory` lower to plan again",
-        ) from None
-    except (RuntimeError, MemoryError) as error:
-        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        if not is_out_of_memory(error):
             raise
-        raise RunFailed(
-            f"out of memory in {where}: {_first_line(error) or 'the system gave none'}",
-            hint="other programs hold it, or the limit is above what is free; "
-            "set `limits.memory` lower to plan again",
-        ) from None
+        said = str(error).strip().partition("\n")[0] or "the system gave none"
+        found = diagnose(said) if diagnose else None
+        snapshot = dump_snapshot(run)
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        saved = rescue() if rescue else None
+        hint = _leave(run, found, saved, snapshot)
+        raise RunFailed(f"out of memory in {where}: {said}", hint=hint) from None
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator gave up, on any device."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        "can't allocate memory" in str(error)
+    )
+
+
+def _leave(run: Path, found: OutOfMemory | None, saved: Path | None, snapshot: str) -> str:
+    """Write what was found; returns the hint that names it."""
+    parts = []
+    if found is not None:
+        path = run / SHORTAGE
+        made = replace(found, checkpoint=str(saved or ""), snapshot=snapshot)
+        try:
+            write_json(path, made)
+        except OSError as error:
+            parts.append(f"what was alive could not be written: {error.strerror}")
+        else:
+            parts.append(f"`{path}` says what was alive{_first(made)}")
+    if saved is not None:
+        parts.append(f"`{saved}` is complete and the same command goes on from there")
+    parts.append("set `limits.memory` lower to plan again, or stop what else holds memory")
+    return "; ".join(parts)
+
+
+def _first(found: OutOfMemory) -> str:
+    above = [row for row in found.components if row.excess > 0]
+    if found.certified is None or not above:
+        return ""
+    row = above[0]
+    return (
+        f": {row.kind} of {row.owner} held {units.show_bytes(row.excess)} more than certified"
+        f" for {found.phase}"
+    )

@@ -161,9 +161,22 @@ class LiveBytes(TorchDispatchMode):
             return Kind.LOGITS
         return Kind.ACTIVATIONS if block.outlived else Kind.TEMPORARY
 
+    def now(self) -> tuple[Phase, list[Entry], tuple[TensorRow, ...]]:
+        """The phase, and what is alive at this moment."""
+        blocks = self._alive_at(len(self._events))
+        return self._phase, self._group(blocks, self._phase), tuple(map(self.describe, blocks))
+
+    def owner_of(self, tensor: TensorRow) -> str:
+        """The component that a ledger counts a tensor under."""
+        state = tensor.kind == Kind.OPTIMIZER_STATE
+        return "optimizer" if state else self._owners.find(tensor.module)
+
     def _entries(self, phase: Phase) -> list[Entry]:
+        return self._group(self._alive_at(self._peaks[phase][1]), phase)
+
+    def _group(self, blocks: list[Block], phase: Phase) -> list[Entry]:
         groups: dict[tuple[Kind, str], list[Block]] = {}
-        for block in self._alive_at(self._peaks[phase][1]):
+        for block in blocks:
             kind = self.kind_of(block)
             owner = "optimizer" if kind is Kind.OPTIMIZER_STATE else self._owners.find(block.module)
             groups.setdefault((kind, owner), []).append(block)

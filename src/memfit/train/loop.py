@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ from memfit import catalog
 from memfit.errors import InvalidRequest, RunFailed
 from memfit.families import read_model
 from memfit.ledger import Phase
-from memfit.nouns import Noun, read_json, write_json
+from memfit.nouns import read_json
 from memfit.recipe import Recipe
 from memfit.request import Request
-from memfit.results import Certificate, Measurement, Run
+from memfit.results import Certificate, OutOfMemory, Run
 from memfit.shapes import BatchShape, RowBounds, bounding_shapes, evaluation_shapes
 from memfit.train.build import Built, build_optimizer
 from memfit.train.checkpoint import (
@@ -38,71 +39,28 @@ from memfit.train.checkpoint import (
 from memfit.train.export import FOLDER as MODEL
 from memfit.train.export import save_model
 from memfit.train.guard import Interrupts, explained_out_of_memory, locked
-from memfit.train.logs import Log, read_log
-from memfit.train.machine import describe_environment
+from memfit.train.logs import Log
 from memfit.train.measure import (
     Meter,
     run_step,
     start_device,
     synthetic_micro,
-    time_measurements,
     to_batch,
 )
 from memfit.train.packing import Micro, Sampler
-from memfit.train.prepare import Data, build_samplers, read_data
+from memfit.train.prepare import build_samplers, read_data
 from memfit.train.progress import Facts, Moment, Progress, Silent
 from memfit.train.scaling import was_skipped
 from memfit.train.schedule import learning_rate
+from memfit.train.session import Cadence, Session, evaluation_tokens, write_run
+from memfit.train.shortage import describe_shortage, find_alive
 from memfit.train.step import StepResult, evaluate
 from memfit.train.weights import fill_weights
 
 __all__ = ["Cadence", "Progress", "train"]
 
-PARTS = 10  # a run is saved and evaluated this often, unless it is told otherwise
 WATCHED_FIRST = 3
-EVALUATED = 0.15  # held-out tokens read in all, over tokens trained on: a twentieth of the time
-BAND = 0.01  # a measured peak this much above the certified one is reported
-
-
-class Cadence(Noun, frozen=True, kw_only=True):
-    """How often, in steps; 0 means a tenth of the run."""
-
-    save_every: int = 0
-    evaluate_every: int = 0
-    evaluate_tokens: int = (
-        0  # held-out tokens of one evaluation; 0: what a twentieth of time allows
-    )
-    watch_every: int = 20  # CPU: a step whose tensors are all counted; the first three are, too
-
-
-@dataclass(kw_only=True)
-class _Session:
-    """One process's share of a run."""
-
-    recipe: Recipe
-    folder: Path
-    data: Data
-    training: Sampler
-    bounds: RowBounds
-    held_out: Sampler | None
-    held_out_bounds: RowBounds | None
-    meter: Meter
-    progress: Progress
-    cadence: Cadence
-    certificate: Certificate | None
-    interrupts: Interrupts
-    skipped: int = 0  # steps of this process whose fp16 gradients were not finite
-    warnings: list[str] = field(default_factory=list)
-
-    def every(self, asked: int) -> int:
-        """Steps between two of what `asked` says."""
-        return asked or max(1, self.recipe.steps // PARTS)
-
-    def warn(self, text: str) -> None:
-        """Tell the user now, and whoever reads run.json."""
-        if text not in self.warnings:
-            self.warnings.append(text)
-            self.progress.note(f"warning: {text}")
+UNTOUCHED = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.ACCUMULATE)  # weights and states
 
 
 def train(
@@ -142,7 +100,7 @@ def train(
         held_out_bounds = held_out.bounds_once() if held_out else None
         if certificate is not None:
             _check_bounds(certificate, bounds, held_out_bounds)
-        session = _Session(
+        session = Session(
             recipe=recipe,
             folder=folder,
             data=data,
@@ -155,7 +113,9 @@ def train(
             cadence=cadence or Cadence(),
             certificate=certificate,
             interrupts=interrupts,
+            warnings=list(before.warnings) if before else [],
         )
+        _warn_of_verdict(session)
         for note in training.notes:
             session.progress.note(note)
         return _run(session, predicted_seconds, tensorboard=tensorboard)
@@ -177,6 +137,15 @@ def _check_bounds(
             )
 
 
+def _warn_of_verdict(session: Session) -> None:
+    """Training goes on under a certificate that promises nothing, but never in silence."""
+    made = session.certificate
+    if made is None or made.memory.verdict not in ("at_risk", "does_not_fit"):
+        return
+    verdict = made.memory.verdict.replace("_", " ")
+    session.warn(f"the certificate says: {verdict} ({made.memory.because})")
+
+
 def _read_before(folder: Path, recipe: Recipe) -> Run | None:
     """run.json of an earlier start; InvalidRequest when it is of another recipe."""
     file = folder / "run.json"
@@ -187,26 +156,61 @@ def _read_before(folder: Path, recipe: Recipe) -> Run | None:
     return before
 
 
-def _run(session: _Session, predicted_seconds: float | None, *, tensorboard: bool) -> Run:
+def _run(session: Session, predicted_seconds: float | None, *, tensorboard: bool) -> Run:
     remove_unfinished(session.folder)
-    with explained_out_of_memory(session.folder, "the rehearsal of the worst batch"):
-        built, done = _prepare(session)
-    _record(session, done, finished=False)
+    where = "the rehearsal of the worst batch"
+    with explained_out_of_memory(
+        session.folder, where, _diagnosis(session, None, where), lambda: _newest(session)
+    ):
+        built, session.done = _prepare(session)
+    write_run(session, session.done, finished=False)
     certified = session.certificate.memory.peak_allocated if session.certificate else None
-    session.progress.begin(Facts(session.recipe.steps, done, predicted_seconds, certified))
+    session.progress.begin(Facts(session.recipe.steps, session.done, predicted_seconds, certified))
     try:
-        with Log(session.folder, done, tensorboard=tensorboard) as log:
-            for index in range(done, session.recipe.steps):
+        with Log(session.folder, session.done, tensorboard=tensorboard) as log:
+            for index in range(session.done, session.recipe.steps):
                 _stop_if_asked(session, built, log, index)
-                with explained_out_of_memory(session.folder, f"step {index + 1}"):
+                where = f"step {index + 1}"
+                with explained_out_of_memory(
+                    session.folder, where, _diagnosis(session, built, where),
+                    partial(_rescue, session, built, log),
+                ):  # fmt: skip
                     _advance(session, built, log, index)
         save_model(session.folder, built, session.data.tokenizer)
-        return _record(session, session.recipe.steps, finished=True)
+        return write_run(session, session.recipe.steps, finished=True)
     finally:
         session.progress.end()
 
 
-def _prepare(session: _Session) -> tuple[Built, int]:
+def _diagnosis(session: Session, built: Built | None, where: str) -> Callable[[str], OutOfMemory]:
+    """What looks at the tensors that are alive when memory runs out."""
+
+    def diagnose(message: str) -> OutOfMemory:
+        meter = session.meter
+        alive = meter.failed or find_alive(built, meter.phase, meter.device)
+        return describe_shortage(
+            alive, session.certificate, recipe_digest=session.recipe.digest, where=where,
+            message=message,
+        )  # fmt: skip
+
+    return diagnose
+
+
+def _rescue(session: Session, built: Built, log: Log) -> Path | None:
+    """Save where the step that failed began, if it has changed nothing yet."""
+    if session.done and session.meter.phase in UNTOUCHED:
+        built.optimizer.zero_grad(set_to_none=True)
+        session.meter.failed = None
+        with suppress(RunFailed, RuntimeError, MemoryError):
+            _save(session, built, log, session.done)
+    return _newest(session)
+
+
+def _newest(session: Session) -> Path | None:
+    return newest_checkpoint(session.folder, session.warn)
+
+
+def _prepare(session: Session) -> tuple[Built, int]:
     """Rehearse on the bounding batches, fill the weights, go back to the newest checkpoint."""
     recipe, meter = session.recipe, session.meter
     vocab = read_model(recipe.model).architecture.vocab
@@ -220,7 +224,7 @@ def _prepare(session: _Session) -> tuple[Built, int]:
         make(bounding_shapes(recipe, session.bounds)),
         make(evaluation_shapes(recipe, held_out)) if held_out else (),
     )
-    _compare(session)
+    session.compare()
     meter.watch_load(model, lambda: fill_weights(model, recipe))
     built = Built(recipe, model, build_optimizer(recipe, model))
     found = newest_checkpoint(session.folder, session.warn)
@@ -231,7 +235,7 @@ def _prepare(session: _Session) -> tuple[Built, int]:
     return built, done
 
 
-def _advance(session: _Session, built: Built, log: Log, index: int) -> None:
+def _advance(session: Session, built: Built, log: Log, index: int) -> None:
     """One step and what is due after it."""
     recipe, step = session.recipe, index + 1
     row = _take_step(session, built, index)
@@ -239,7 +243,7 @@ def _advance(session: _Session, built: Built, log: Log, index: int) -> None:
     if session.held_out is not None and (
         last or step % session.every(session.cadence.evaluate_every) == 0
     ):
-        row["evaluation_loss"] = _evaluate(built, session.held_out, _evaluation_tokens(session))
+        row["evaluation_loss"] = _evaluate(session, built, session.held_out)
     log.write(row)
     session.progress.show(
         Moment(
@@ -257,7 +261,7 @@ def _advance(session: _Session, built: Built, log: Log, index: int) -> None:
         _save(session, built, log, step)
 
 
-def _take_step(session: _Session, built: Built, index: int) -> dict[str, Any]:
+def _take_step(session: Session, built: Built, index: int) -> dict[str, Any]:
     """Run step `index` and return its line of the log."""
     recipe = session.recipe
     rate = learning_rate(recipe.optimizer, index, recipe.steps)
@@ -269,14 +273,17 @@ def _take_step(session: _Session, built: Built, index: int) -> dict[str, Any]:
         index < WATCHED_FIRST or index % session.cadence.watch_every == 0
     )
     start = time.perf_counter()
-    if watched:
-        result = session.meter.watch_step(built, lambda watch: run_step(built, micros, watch))
+    meter = session.meter
+    if watched or session.watcher.wants_names:
+        result = meter.watch_step(built, lambda watch: run_step(built, micros, watch))
     else:
-        result = run_step(built, micros)
+        meter.failed = None
+        result = run_step(built, micros, meter.mark())
+    session.done = index + 1
     skipped = was_skipped(built.scaler, result.scale, index + 1)
     loss, norm = _read_result(result, index + 1, skipped=skipped)
     seconds = time.perf_counter() - start
-    _compare(session)
+    session.compare()
     row: dict[str, Any] = {"step": index + 1, "loss": loss, "learning_rate": rate}
     if norm is not None:
         row["grad_norm"] = norm
@@ -316,9 +323,10 @@ def _read_result(
     return loss, norm
 
 
-def _evaluate(built: Built, held_out: Sampler, tokens: int) -> float:
-    """Mean loss over the target tokens of the first `tokens` held-out ones, the same each time."""
-    total, count, read = 0.0, 0, 0
+def _evaluate(session: Session, built: Built, held_out: Sampler) -> float:
+    """Mean loss over the target tokens of the first held-out ones, the same each time."""
+    tokens, total, count, read = evaluation_tokens(session), 0.0, 0, 0
+    session.meter.mark().enter(Phase.EVALUATE)
     for micro in held_out.all_once():
         if micro.targets:
             loss, targets = evaluate(built, to_batch(micro, built.device))
@@ -327,20 +335,11 @@ def _evaluate(built: Built, held_out: Sampler, tokens: int) -> float:
             read += micro.tokens
         if count and read >= tokens:
             break
+    session.compare()
     return total / count
 
 
-def _evaluation_tokens(session: _Session) -> int:
-    """At least one global batch; in a long run, what a twentieth of its time allows."""
-    recipe, cadence = session.recipe, session.cadence
-    if cadence.evaluate_tokens:
-        return cadence.evaluate_tokens
-    batch = recipe.global_batch * recipe.sequence_length
-    times = -(-recipe.steps // session.every(cadence.evaluate_every))
-    return max(batch, round(EVALUATED * batch * recipe.steps / times))
-
-
-def _save(session: _Session, built: Built, log: Log, step: int) -> None:
+def _save(session: Session, built: Built, log: Log, step: int) -> None:
     """The log first: a checkpoint promises that every line up to it is on disk."""
     log.flush()
     session.meter.watch(
@@ -348,10 +347,11 @@ def _save(session: _Session, built: Built, log: Log, step: int) -> None:
         Phase.SAVE,
         lambda: save_checkpoint(session.folder, step, built, session.data.training.digest),
     )
-    _record(session, step, finished=False)
+    session.compare()
+    write_run(session, step, finished=False)
 
 
-def _stop_if_asked(session: _Session, built: Built, log: Log, done: int) -> None:
+def _stop_if_asked(session: Session, built: Built, log: Log, done: int) -> None:
     if not session.interrupts.requested:
         return
     if done:
@@ -361,69 +361,3 @@ def _stop_if_asked(session: _Session, built: Built, log: Log, done: int) -> None
         + ("; a checkpoint is saved" if done else ""),
         hint="start the same command again: it goes on from there",
     )
-
-
-def _compare(session: _Session) -> None:
-    """Warn, naming the component, when a measured peak is above the certified one."""
-    if session.certificate is None or not session.meter.peaks:
-        return
-    certified, measured = session.certificate.memory.peak_allocated, session.meter.peak
-    if measured <= certified * (1 + BAND):
-        return
-    phase: Phase = max(session.meter.peaks, key=lambda p: session.meter.peaks[p])
-    held = session.meter.ledger.by_kind(phase)
-    promised = session.certificate.ledger.by_kind(phase)
-    excess = {kind: n - promised.get(kind, 0) for kind, n in held.items()}
-    said = f"measured peak {measured} B in {phase} is above the certified {certified} B"
-    if excess:
-        component = max(excess, key=lambda kind: excess[kind])
-        said += f": {component} holds {excess[component]} B more than certified"
-    session.warn(said)
-
-
-def _record(session: _Session, done: int, *, finished: bool) -> Run:
-    """Write run.json from the log and the counters."""
-    rows = [row for row in read_log(session.folder) if row["step"] <= done]
-    plain = [row for row in rows if not row["watched"]] or rows
-    found = session.meter.measurements()
-    found |= time_measurements([r["seconds"] for r in plain], [r["tokens"] for r in plain])
-    evaluations = [(r["step"], r["evaluation_loss"]) for r in rows if "evaluation_loss" in r]
-    total = sum(r["seconds"] for r in rows)
-    found["time.total_seconds"] = _measured(total, "s", "perf_counter, all steps", len(rows))
-    if rows:
-        found["loss.final"] = _measured(rows[-1]["loss"], "nats/token", "the last step's batch")
-    if evaluations:
-        found["loss.evaluation"] = _measured(
-            evaluations[-1][1],
-            "nats/token",
-            f"the first {_evaluation_tokens(session)} held-out tokens, the same each time",
-        )
-    peaks = session.meter.peaks
-    run = Run(
-        recipe_digest=session.recipe.digest,
-        recipe=session.recipe,
-        measurements=found,
-        phases={str(phase): peaks[phase] for phase in Phase if phase in peaks},
-        ledger=session.meter.ledger,
-        losses=tuple((r["step"], r["loss"]) for r in rows),
-        evaluations=tuple(evaluations),
-        steps_done=done,
-        finished=finished,
-        environment={
-            **describe_environment(session.meter.device),
-            "data": session.data.training.digest,
-        },
-        warnings=tuple(session.warnings),
-    )
-    try:
-        write_json(session.folder / "run.json", run)
-    except OSError as error:
-        raise RunFailed(
-            f"could not write run.json in `{session.folder}`: {error.strerror}",
-            hint="free space there and start the same command again: it resumes",
-        ) from None
-    return run
-
-
-def _measured(value: float, unit: str, counter: str, n: int = 1) -> Measurement:
-    return Measurement(value=value, unit=unit, counter=counter, n=n)

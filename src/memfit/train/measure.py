@@ -26,9 +26,11 @@ from memfit.results import Measurement
 from memfit.shapes import BatchShape
 from memfit.train.build import Built, build_model, build_optimizer
 from memfit.train.cuda_allocator import set_allocator
+from memfit.train.drift import Counters
 from memfit.train.live import LiveBytes
 from memfit.train.machine import describe_environment
 from memfit.train.packing import IGNORED, Micro
+from memfit.train.shortage import Alive
 from memfit.train.step import Batch, Enter, StepResult, evaluate, nowhere, step
 from memfit.train.weights import fill_weights
 from memfit.units import KIB
@@ -59,11 +61,27 @@ class Meter:
         self._phase = Phase.LOAD
         self._cuda = device.type == "cuda"
         self._reserved = self._used = self._outside = 0  # highest so far, CUDA only
+        self.failed: Alive | None = None  # what was alive when watched work failed
 
     @property
     def peak(self) -> int:
         """The largest of all instants, bytes."""
         return max(self.peaks.values(), default=0)
+
+    @property
+    def phase(self) -> Phase:
+        """The phase that is running, or ran last."""
+        return self._phase
+
+    def counters(self) -> Counters:
+        """What has been reached so far, up to now."""
+        self._enter(self._phase)
+        return Counters(dict(self.peaks), self.ledger, self._reserved, self._used)
+
+    def mark(self) -> Watch:
+        """The watch of a step whose tensors nobody counts: it keeps the phase, and on CUDA the
+        allocator's peaks."""
+        return Watch(self._enter, lambda _: None)
 
     @property
     def ledger(self) -> Ledger:
@@ -158,9 +176,15 @@ class Meter:
         enabled = gc.isenabled()
         gc.disable()
         live = LiveBytes(self.device.type)
+        self.failed = None
         try:
             with live:
                 yield live
+        except BaseException:
+            phase, entries, tensors = live.now()
+            rows = tuple((live.owner_of(tensor), tensor) for tensor in tensors)
+            self.failed = Alive(phase, tuple(entries), rows, complete=True)
+            raise
         finally:
             if enabled:
                 gc.enable()

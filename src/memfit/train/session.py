@@ -1,0 +1,133 @@
+"""One process's share of a run: what it knows, and run.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from memfit.errors import RunFailed
+from memfit.ledger import Phase
+from memfit.nouns import Noun, write_json
+from memfit.recipe import Recipe
+from memfit.results import Certificate, Measurement, Run
+from memfit.shapes import RowBounds
+from memfit.train.drift import Watcher
+from memfit.train.guard import Interrupts
+from memfit.train.logs import read_log
+from memfit.train.machine import describe_environment
+from memfit.train.measure import Meter, time_measurements
+from memfit.train.packing import Sampler
+from memfit.train.prepare import Data
+from memfit.train.progress import Progress
+
+PARTS = 10  # a run is saved and evaluated this often, unless it is told otherwise
+EVALUATED = 0.15  # held-out tokens read in all, over tokens trained on: a twentieth of the time
+
+
+class Cadence(Noun, frozen=True, kw_only=True):
+    """How often, in steps; 0 means a tenth of the run."""
+
+    save_every: int = 0
+    evaluate_every: int = 0
+    evaluate_tokens: int = (
+        0  # held-out tokens of one evaluation; 0: what a twentieth of time allows
+    )
+    watch_every: int = 20  # CPU: a step whose tensors are all counted; the first three are, too
+
+
+@dataclass(kw_only=True)
+class Session:
+    """One process's share of a run."""
+
+    recipe: Recipe
+    folder: Path
+    data: Data
+    training: Sampler
+    bounds: RowBounds
+    held_out: Sampler | None
+    held_out_bounds: RowBounds | None
+    meter: Meter
+    progress: Progress
+    cadence: Cadence
+    certificate: Certificate | None
+    interrupts: Interrupts
+    skipped: int = 0  # steps of this process whose fp16 gradients were not finite
+    warnings: list[str] = field(default_factory=list)
+    done: int = 0  # steps whose result is complete
+    watcher: Watcher = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.watcher = Watcher(self.certificate)
+
+    def every(self, asked: int) -> int:
+        """Steps between two of what `asked` says."""
+        return asked or max(1, self.recipe.steps // PARTS)
+
+    def warn(self, text: str) -> None:
+        """Tell the user now, and whoever reads run.json."""
+        if text not in self.warnings:
+            self.warnings.append(text)
+        self.progress.note(f"warning: {text}")
+
+    def compare(self) -> None:
+        """Warn of what is above the certificate by now, naming who holds it."""
+        for said in self.watcher.look(self.meter.counters(), self.done):
+            self.warn(said)
+
+
+def evaluation_tokens(session: Session) -> int:
+    """At least one global batch; in a long run, what a twentieth of its time allows."""
+    recipe, cadence = session.recipe, session.cadence
+    if cadence.evaluate_tokens:
+        return cadence.evaluate_tokens
+    batch = recipe.global_batch * recipe.sequence_length
+    times = -(-recipe.steps // session.every(cadence.evaluate_every))
+    return max(batch, round(EVALUATED * batch * recipe.steps / times))
+
+
+def write_run(session: Session, done: int, *, finished: bool) -> Run:
+    """Write run.json from the log and the counters."""
+    rows = [row for row in read_log(session.folder) if row["step"] <= done]
+    plain = [row for row in rows if not row["watched"]] or rows
+    found = session.meter.measurements()
+    found |= time_measurements([r["seconds"] for r in plain], [r["tokens"] for r in plain])
+    evaluations = [(r["step"], r["evaluation_loss"]) for r in rows if "evaluation_loss" in r]
+    total = sum(r["seconds"] for r in rows)
+    found["time.total_seconds"] = _measured(total, "s", "perf_counter, all steps", len(rows))
+    if rows:
+        found["loss.final"] = _measured(rows[-1]["loss"], "nats/token", "the last step's batch")
+    if evaluations:
+        found["loss.evaluation"] = _measured(
+            evaluations[-1][1],
+            "nats/token",
+            f"the first {evaluation_tokens(session)} held-out tokens, the same each time",
+        )
+    peaks = session.meter.peaks
+    run = Run(
+        recipe_digest=session.recipe.digest,
+        recipe=session.recipe,
+        measurements=found,
+        phases={str(phase): peaks[phase] for phase in Phase if phase in peaks},
+        ledger=session.meter.ledger,
+        losses=tuple((r["step"], r["loss"]) for r in rows),
+        evaluations=tuple(evaluations),
+        steps_done=done,
+        finished=finished,
+        environment={
+            **describe_environment(session.meter.device),
+            "data": session.data.training.digest,
+        },
+        warnings=tuple(session.warnings),
+    )
+    try:
+        write_json(session.folder / "run.json", run)
+    except OSError as error:
+        raise RunFailed(
+            f"could not write run.json in `{session.folder}`: {error.strerror}",
+            hint="free space there and start the same command again: it resumes",
+        ) from None
+    return run
+
+
+def _measured(value: float, unit: str, counter: str, n: int = 1) -> Measurement:
+    return Measurement(value=value, unit=unit, counter=counter, n=n)
