@@ -150,6 +150,10 @@ def test_what_cannot_be_read_is_one_clear_error() -> None:
     unknown = {"action": "teleport", "addr": 1, "size": 1, "stream": 0}
     with pytest.raises(InvalidRequest, match="teleport"):
         read_snapshot({"segments": [], "device_traces": [[unknown]]})
+    twice = write_snapshot([Event(0, 1), Event(0, FREED)], Settings())
+    twice["device_traces"][0] += twice["device_traces"][0][-2:]
+    with pytest.raises(InvalidRequest, match=r"entry 4 releases .* where nothing is live"):
+        read_snapshot(twice)
     pages = write_snapshot([Event(0, MIB), Event(1, MIB)], Settings(expandable_segments=True))
     pages["device_traces"][0] = pages["device_traces"][0][1:]
     with pytest.raises(InvalidRequest, match="mapped before the recording began"):

@@ -122,7 +122,12 @@ class _Reader:
                 yield Event(-1, EMPTIED)
 
     def _free(self, index: int, address: int) -> Iterator[Event]:
-        tensor = self._live.pop(address)
+        tensor = self._live.pop(address, None)
+        if tensor is None:
+            raise InvalidRequest(
+                f"entry {index} releases address {address:#x}, where nothing is live",
+                hint="record again, from before the first allocation",
+            )
         if not self._completes_at_once(index, address):
             self._delayed[address] = tensor
             yield Event(tensor, USED, _own_stream(tensor))
