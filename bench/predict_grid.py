@@ -24,8 +24,10 @@ from memfit.families import family_of, read_model
 from memfit.hardware import Device
 from memfit.ledger import Kind, Phase
 from memfit.model import ModelReference
+from memfit.optimizers import default_implementation, find_optimizer
 from memfit.plan.memory import predict_memory
 from memfit.recipe import Freeze, Lora, Optimizer, Recipe
+from memfit.sizes.kernels import refusal, usable
 from memfit.units import MIB, show_gib
 
 DEVICES = ("cpu-x86", "h100-sxm")
@@ -66,6 +68,16 @@ OPTIMIZERS = (
 RECOMPUTE = ("none", "half", "full")
 BATCHES = ((1, 4096), (8, 128), (2, 1024), (4, 512), (1, 8192), (2, 2048), (8, 1024))
 A_MODEL = 6  # recipes of each model
+# Settings that are only taken when a request names them: two more recipes of each model.
+NAMED: tuple[dict[str, Any], ...] = (
+    {"precision": "fp16-mixed", "base_format": "fp16", "attention": "cudnn"},
+    {"optimizer": ("adamw8bit", "loop")},
+    {"precision": "fp16-mixed", "base_format": "fp16", "optimizer": ("adamw", "foreach")},
+    {"optimizer": ("adamw4bit", "loop"), "attention": "cudnn"},
+    {"precision": "fp16-mixed", "base_format": "fp16", "optimizer": ("adamw8bit", "fused")},
+    {"optimizer": ("adamwfp8", "loop")},
+    {"optimizer": ("adamw8bit", "fused"), "attention": "cudnn"},
+)
 
 
 def grid(everywhere: bool) -> list[tuple[str, Recipe, Device]]:
@@ -80,7 +92,29 @@ def grid(everywhere: bool) -> list[tuple[str, Recipe, Device]]:
         for name in DEVICES if everywhere else (own,):
             device = catalog.find_device(name)
             found.append((describe(recipe), on(recipe, device), device))
+    for n in range(2 * len(MODELS)):
+        recipe = name_settings(make_recipe(MODELS[n // 2], 7 * n + 3), NAMED[n % len(NAMED)])
+        own = DEVICES[1 if recipe.attention == "cudnn" else (n // 2) % 2]
+        for name in DEVICES if everywhere else (own,):
+            device = catalog.find_device(name)
+            placed = on(recipe, device)
+            found.append((describe(placed), placed, device))
     return found
+
+
+def name_settings(recipe: Recipe, named: dict[str, Any]) -> Recipe:
+    """The recipe with settings that no search chooses."""
+    from msgspec.structs import replace
+
+    changes = dict(named)
+    if "optimizer" in changes:
+        name, implementation = changes.pop("optimizer")
+        changes["optimizer"] = replace(recipe.optimizer, name=name, implementation=implementation)
+    if recipe.method == "full":
+        changes.pop("base_format", None)
+    if recipe.method == "lora":
+        changes["lora"] = replace(recipe.lora, dropout=0.05)
+    return replace(recipe, **changes)
 
 
 def make_recipe(name: str, n: int) -> Recipe:
@@ -148,13 +182,19 @@ def describe(recipe: Recipe) -> str:
 
 
 def on(recipe: Recipe, device: Device) -> Recipe:
-    """The recipe for a device: CUDA's flash kernel takes 16-bit inputs only."""
+    """The recipe for a device: the kernel and the implementation that it has, or the nearest."""
     from msgspec.structs import replace
 
-    kernel = recipe.attention
-    if kernel == "flash" and not device.is_cpu and recipe.compute_dtype == "float32":
-        kernel = "efficient"
-    return replace(recipe, device=device.id, attention=kernel)
+    head = read_model(recipe.model).architecture.head_dim
+    facts = {"platform": device.platform, "capability": device.capability}
+    kernel: Any = recipe.attention
+    if refusal(kernel, recipe.compute_dtype, head, **facts):
+        kernel = usable(recipe.compute_dtype, head, **facts)[0]
+    optimizer = recipe.optimizer
+    if device.is_cpu and optimizer.implementation in find_optimizer(optimizer).cuda_only:
+        own = default_implementation(optimizer.name, cuda=False)
+        optimizer = replace(optimizer, implementation=own)
+    return replace(recipe, device=device.id, attention=kernel, optimizer=optimizer)
 
 
 def compare(name: str, recipe: Recipe, device: Device) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_steps import CPU, FAMILIES, make_recipe, watch_real_step
+from msgspec.structs import replace
+from tiny_steps import CPU, FAMILIES, LORA_TARGETS, make_recipe, watch_real_step
 
 from memfit.certify import BatchShape, trace
 from memfit.certify.recorder import worst_shapes
@@ -85,10 +86,24 @@ def test_every_phase_holds_the_same_bytes_real_and_fake(family: str, changes: di
         assert fake.ledger.by_kind(phase) == real.ledger().by_kind(phase)
 
 
-def test_dropout_in_recomputed_blocks_holds_the_same_bytes() -> None:
-    lora = Lora(rank=4, alpha=8.0, dropout=0.1, targets=("q_proj", "v_proj"))
-    recipe = make_recipe(method="lora", lora=lora, recompute_blocks=2)
-    assert trace(recipe, CPU).peak == watch_real_step(recipe, worst_shapes(recipe)).peak
+DROPOUT = {
+    "recomputed": {"recompute_blocks": 2},
+    "mixed": {**MIXED, "base_format": "bf16"},
+    "bf16, all recomputed": {**BF16, "recompute_blocks": 3, "accumulation": 2},
+    "fp16, 8-bit": {**FP16, "base_format": "fp16", "name": "adamw8bit", "implementation": "loop"},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("changes", DROPOUT.values(), ids=DROPOUT)
+def test_dropout_of_adapters_holds_the_same_bytes(family: str, changes: dict) -> None:
+    targets = LORA_TARGETS.get(family, ("q_proj", "v_proj"))
+    lora = Lora(rank=4, alpha=8.0, dropout=0.1, targets=targets)
+    recipe = make_recipe(family, method="lora", lora=lora, **changes)
+    fake, real = trace(recipe, CPU), watch_real_step(recipe, worst_shapes(recipe))
+    steps = {phase: n for phase, n in real.peaks.items() if phase is not Phase.LOAD}
+    assert {phase: fake.phases[phase] for phase in steps} == steps
+    assert fake.peak > trace(replace(recipe, lora=replace(lora, dropout=0.0)), CPU).peak
 
 
 def test_given_documents_are_the_ones_traced() -> None:

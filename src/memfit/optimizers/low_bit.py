@@ -95,7 +95,8 @@ def _check_compiler(parameter: torch.nn.Parameter) -> None:
             "`optimizer.implementation: fused` of a low-bit optimizer is compiled for GPUs only",
             hint="use `implementation: loop`",
         )
-    real = parameter.device.type == "cuda" and not isinstance(parameter, FakeTensor)
+    local = getattr(parameter, "_local_tensor", parameter)  # of a DTensor
+    real = parameter.device.type == "cuda" and not isinstance(local, FakeTensor)
     if real and not has_triton():
         raise InvalidRequest(
             "`optimizer.implementation: fused` of a low-bit optimizer needs Triton to compile",
