@@ -43,6 +43,7 @@ class Order(Noun, frozen=True, kw_only=True):
     data: RowBounds | None = None
     held_out: RowBounds | None = None
     tape: str = ""  # a file for the tape; "" keeps none
+    rank: int | None = None  # of the recipe's mesh; None certifies the fullest
 
 
 def certify(
@@ -54,6 +55,7 @@ def certify(
     data: RowBounds | None = None,
     held_out: RowBounds | None = None,
     tape: Path | None = None,
+    rank: int | None = None,
 ) -> Certificate:
     """Run the recipe's own step on fake tensors of the device, in a process of its own.
 
@@ -62,6 +64,7 @@ def certify(
     data, held_out: what no micro-batch of the training data, and of the held-out data, exceeds;
     None takes the rows of `bounds_of`.
     tape: where a `certify.recording.Recording` is written; None keeps none.
+    rank: of the recipe's mesh; None certifies the fullest, and its bounds say which that is.
     Raises NotCertified (the step cannot be traced here), InvalidRequest (it can run nowhere).
     """
     order = Order(
@@ -72,6 +75,7 @@ def certify(
         data=data,
         held_out=held_out,
         tape=str(tape or ""),
+        rank=rank,
     )
     (made,) = certify_all([order])
     if isinstance(made, Error):
@@ -157,7 +161,7 @@ def answer_order(text: str) -> str:
     try:
         made = make_certificate(
             order.recipe, order.device, order.usable, order.batches,
-            data=order.data, held_out=order.held_out, tape=tape,
+            data=order.data, held_out=order.held_out, tape=tape, rank=order.rank,
         )  # fmt: skip
     except Error as error:
         code = type(error).exit_code

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 import memfit
 from memfit import catalog, units
+from memfit.adapters import find_adapter
 from memfit.allocator_settings import Settings, check_allocator, read_settings
 from memfit.certify import NEWEST_TORCH, release
 from memfit.certify.allocator import Replay, replay
@@ -24,10 +25,13 @@ from memfit.certify.recorder import (
     trace_step,
 )
 from memfit.certify.recording import Recording, write_recording
+from memfit.errors import InvalidRequest
+from memfit.families import read_model
 from memfit.hardware import Device
 from memfit.ledger import Entry, Kind, Phase
 from memfit.nouns import Noun
-from memfit.recipe import Recipe
+from memfit.parallelism.shards import fullest_rank
+from memfit.recipe import Parallel, Recipe
 from memfit.results import Certificate, Memory, Verdict
 from memfit.shapes import BatchShape, RowBounds, bounding_shapes, bounds_of, evaluation_shapes
 
@@ -46,8 +50,29 @@ class Overhead(Noun, frozen=True, kw_only=True):
 
 def find_overhead(device: Device) -> Overhead | None:
     """The row of `catalog/overheads.toml` for this device; None when there is none."""
+    return _find_row("overhead", device)
+
+
+def find_outside(device: Device, parallel: Parallel) -> Overhead | None:
+    """The context and NCCL's communicators together; None where the context is unknown."""
+    context, each = find_overhead(device), _find_row("communicator", device)
+    count = sum(ranks > 1 for ranks in (parallel.dp_replicate, parallel.dp_shard))
+    if context is None or not count:
+        return context
+    if each is None:
+        return None
+    return Overhead(
+        low=context.low + count * each.low,
+        typical=context.typical + count * each.typical,
+        high=context.high + count * each.high,
+        source=f"{context.source}; NCCL, {count} x: {each.source}",
+        verified=context.verified and each.verified,
+    )
+
+
+def _find_row(table: str, device: Device) -> Overhead | None:
     path = Path(catalog.__file__).parent / "overheads.toml"
-    rows: list[dict[str, Any]] = tomllib.loads(path.read_text(encoding="utf-8"))["overhead"]
+    rows: list[dict[str, Any]] = tomllib.loads(path.read_text(encoding="utf-8"))[table]
     for key in (device.id, device.vendor):  # a device's own row goes before its vendor's
         for row in rows:
             if row["match"] == key:
@@ -65,18 +90,22 @@ def make_certificate(
     data: RowBounds | None = None,
     held_out: RowBounds | None = None,
     tape: Path | None = None,
+    rank: int | None = None,
 ) -> Certificate:
     """Trace the recipe's step in this process and judge it; see `memfit.certify.certify`."""
     started = time.perf_counter()
+    rank, which = _choose_rank(recipe, rank)
     check_allocator(recipe.allocator, device)
     memory_driver = device.memory_driver or Settings().device_memory
     settings = read_settings(recipe.allocator, device_memory=memory_driver)
-    trace = _trace_data(recipe, device, batches, data, held_out)
+    trace = _trace_data(recipe, device, batches, data, held_out, rank)
     if tape is not None:
         write_recording(_record(trace, None if device.is_cpu else settings), tape)
-    memory, phases, bounds = _judge_trace(trace, device, settings, usable)
-    later = trace_generation(recipe, device)
-    generation, phases_later, _ = _judge_trace(later, device, settings, usable)
+    memory, phases, bounds = _judge_trace(trace, device, settings, usable, recipe.parallel)
+    generation, phases_later = None, dict[Phase, int]()
+    if recipe.parallel.world == 1:
+        later = trace_generation(recipe, device)
+        generation, phases_later, _ = _judge_trace(later, device, settings, usable, Parallel())
     return Certificate(
         recipe_digest=recipe.digest,
         recipe=recipe,
@@ -85,13 +114,29 @@ def make_certificate(
         phases={str(phase): n for phase, n in {**phases, **phases_later}.items()},
         ledger=trace.ledger,
         at_peak=trace.alive(Phase(memory.peak_phase)),
-        bounds=(*bounds, *_torch_bounds()),
+        bounds=(*which, *bounds, *_torch_bounds()),
         seconds=round(time.perf_counter() - started, 3),
         versions=_versions(),
         generation=generation,
         data=data or (None if batches else bounds_of(recipe)),
         held_out=held_out,
     )
+
+
+def _choose_rank(recipe: Recipe, rank: int | None) -> tuple[int, tuple[str, ...]]:
+    """The rank asked for, else the fullest; and what the certificate says of it, if anything."""
+    world = recipe.parallel.world
+    if rank is not None and not 0 <= rank < world:
+        raise InvalidRequest(
+            f"rank {rank} is not one of {world}", hint=f"use a rank from 0 to {world - 1}"
+        )
+    if world == 1:
+        return 0, ()
+    if rank is not None:
+        return rank, (f"rank {rank} of {world}, which was asked for",)
+    model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+    fullest, why = fullest_rank(model, recipe.parallel)
+    return fullest, (why,)
 
 
 def _record(trace: Trace, settings: Settings | None) -> Recording:
@@ -111,28 +156,29 @@ def _trace_data(
     batches: Sequence[BatchShape] | None,
     data: RowBounds | None,
     held_out: RowBounds | None,
+    rank: int,
 ) -> Trace:
     """The instants of a run whose data stays within bounds, which the trace then states."""
     evaluation = evaluation_shapes(recipe, held_out) if held_out else ()
     if data is None:
-        return trace_step(recipe, device, batches, evaluation=evaluation)
+        return trace_step(recipe, device, batches, evaluation=evaluation, rank=rank)
     first, *also = bounding_shapes(recipe, data)
     repeated = (first,) * min(recipe.accumulation, TRACED_MICRO_BATCHES)
-    trace = trace_step(recipe, device, repeated, also=also, evaluation=evaluation)
+    trace = trace_step(recipe, device, repeated, also=also, evaluation=evaluation, rank=rank)
     stated = (str(data), *([f"held out: {held_out}"] if held_out else ()))
     return dataclasses.replace(trace, bounds=(*stated, *trace.bounds))
 
 
 def _judge_trace(
-    trace: Trace, device: Device, settings: Settings, usable: int | None
+    trace: Trace, device: Device, settings: Settings, usable: int | None, parallel: Parallel
 ) -> tuple[Memory, dict[Phase, int], tuple[str, ...]]:
     """The memory of one process, the peak of each of its phases, and what was assumed."""
     if device.is_cpu:
         return _on_cpu(trace, usable), dict(trace.phases), trace.bounds
     replayed = replay(trace.tape, settings, trace.marks)
-    phases, overhead = _by_phase(trace, replayed), find_overhead(device)
+    phases, overhead = _by_phase(trace, replayed), find_outside(device, parallel)
     memory = _on_cuda(trace, settings, replayed, phases, overhead, usable)
-    return memory, phases, (*trace.bounds, *_cuda_bounds(settings, overhead))
+    return memory, phases, (*trace.bounds, *_cuda_bounds(trace, settings, overhead))
 
 
 def _by_phase(trace: Trace, replayed: Replay) -> dict[Phase, int]:
@@ -234,9 +280,11 @@ def _judge(
     return "at_risk" if high is not None else "unproven", f"{band}, which straddles the limit"
 
 
-def _cuda_bounds(settings: Settings, overhead: Overhead | None) -> tuple[str, ...]:
+def _cuda_bounds(trace: Trace, settings: Settings, overhead: Overhead | None) -> tuple[str, ...]:
     set_to = f"set to {settings.text}" if settings.text else "at its defaults"
-    bounds = [f"one stream; the CUDA allocator {set_to}"]
+    streams = len({event.stream for event in trace.tape if event.nbytes > 0})
+    several = "one stream" if streams == 1 else f"{streams} streams, each with pools of its own"
+    bounds = [f"{several}; the CUDA allocator {set_to}"]
     if settings.garbage_collection_threshold and settings.allowed is None:
         bounds.append("garbage_collection_threshold does nothing without a memory fraction below 1")
     if overhead is not None and not overhead.verified:
