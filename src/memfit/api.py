@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from memfit.formats import FormatRow
     from memfit.plan.budget import Budget
     from memfit.plan.rules import Rule
+    from memfit.plan.stated import Stated
     from memfit.train.progress import Progress
 
 REPLANS = 3  # a plan that its certificate refutes is made again with the difference taken off
@@ -55,6 +56,23 @@ def plan(request: Request, *, device: Device | None = None) -> Plan:
 def predict(request: Request) -> Plan:
     """Memory and time of one fully stated configuration; no search."""
     return search.predict(problems.read_problem(request))
+
+
+def read_stated(request: Request) -> Stated:
+    """The recipe of a request for many ranks; raises InvalidRequest where numbers disagree."""
+    from memfit.plan import stated
+
+    return stated.read_stated(request)
+
+
+def refuse_ranks(request: Request) -> None:
+    """Raise InvalidRequest for what only one process can do today."""
+    if request.ranks > 1:
+        raise InvalidRequest(
+            f"the request is for {request.ranks} devices, and memfit does not start ranks yet",
+            hint="`memfit certify` proves its memory; for one device, leave `parallel`,"
+            " `hardware.count` and `hardware.nodes` out",
+        )
 
 
 def find_device(name: str) -> Device:
@@ -175,6 +193,7 @@ def train(
     """
     from memfit.train import loop
 
+    refuse_ranks(request)
     if not request.task.data:
         raise InvalidRequest("no training data is named", hint="set `task.data`, a file or folder")
     prepared = prepare(request, folder, say=say, override=override)

@@ -91,8 +91,8 @@ class Recipe(Noun, frozen=True, kw_only=True):
     loss_chunk: int  # tokens per chunk of the loss; 0 when plain
     sequence_length: int
     packing: bool
-    micro_batch: int  # sequences per forward and backward
-    accumulation: int  # forwards per optimizer step: global_batch = micro_batch * accumulation
+    micro_batch: int  # sequences per forward and backward, of one rank
+    accumulation: int  # forwards of a rank per optimizer step; see `global_batch`
     steps: int
     device: str  # a catalogue id
     seed: int
@@ -106,8 +106,8 @@ class Recipe(Noun, frozen=True, kw_only=True):
 
     @property
     def global_batch(self) -> int:
-        """Sequences per optimizer step."""
-        return self.micro_batch * self.accumulation
+        """Sequences per optimizer step, of all ranks."""
+        return self.micro_batch * self.accumulation * self.parallel.world
 
     @property
     def tokens(self) -> int:

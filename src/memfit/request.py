@@ -143,6 +143,16 @@ class Request(Noun, frozen=True, kw_only=True):
     tokenizer: str = ""  # a folder or hub id; "" uses the model's own
     seed: NotNegative = 0
 
+    @property
+    def devices(self) -> int:
+        """Devices of all nodes."""
+        return self.hardware.count * self.hardware.nodes
+
+    @property
+    def ranks(self) -> int:
+        """Processes that the mesh or the hardware asks for, whichever are more."""
+        return max(self.devices, 1 if self.parallel == "auto" else self.parallel.world)
+
     def __post_init__(self) -> None:
         """Quantities are checked when the request is read, not when they are first needed."""
         for value in (self.limits.memory_bytes, self.limits.seconds, self.limits.usd):

@@ -24,6 +24,8 @@ from memfit.cli.options import (
 from memfit.errors import DoesNotFit, InvalidRequest
 
 if TYPE_CHECKING:
+    from memfit.recipe import Recipe
+    from memfit.request import Request
     from memfit.results import Certificate, Lever, Nearest, Plan
 
 
@@ -156,24 +158,26 @@ def certify_command(
 
     Needs no accelerator. Writes certificate.json beside plan.json, or into --folder. Exit 3 when
     it does not fit, with the nearest recipe that does, certified too.
+
+    A request for many devices has no plan: its recipe is what it states, with plain defaults, and
+    the rank that needs the most memory is certified.
     """
     from memfit import api
 
     say = note(quiet)
-    plan, home = _plan_of(target, device, memory, changes, folder)
-    if home:
-        api.check_writable(home)
-    elif timeline:
-        raise InvalidRequest(
-            "`--timeline` writes files, and no folder is named",
-            hint="add `--folder runs/first`",
-        )
+    request = read_target(target, device, memory, changes)
+    if request.ranks > 1 and not _is_plan_file(target):
+        return _certify_ranks(request, folder, timeline, as_json, why, say)
+    plan, home = _plan_of(target, request, folder)
+    _check_home(home, timeline)
     asked = Asked(target=target, device=device, memory=memory, changes=changes)
     if plan.memory.verdict == "does_not_fit" and not anyway:
         say("the plan does not fit, so it is not certified itself; --anyway does that too")
         return _show_miss(plan, asked, as_json, why, say)
     say(f"certifying recipe {plan.recipe_digest} for {plan.recipe.device}")
-    certificate = _certify(plan, home, timeline, say)
+    certificate = _certify(plan.recipe, plan.memory.usable, home, timeline, say)
+    if home:
+        api.write_plan(plan, home)
     levers: Sequence[Lever] = ()
     nearest = None
     if why:
@@ -196,8 +200,57 @@ def certify_command(
     return _exit_code(certificate.memory.verdict)
 
 
+def _certify_ranks(
+    request: Request,
+    home: Path | None,
+    timeline: bool,
+    as_json: bool,
+    why: bool,
+    say: Callable[[str], None],
+) -> int:
+    """Certify the fullest rank of what a request states, without a plan."""
+    from memfit import api
+
+    _check_home(home, timeline)
+    stated = api.read_stated(request)
+    recipe = stated.recipe
+    if stated.defaults:
+        became = ", ".join(f"{key}: {value}" for key, value in stated.defaults.items())
+        say(f"left on auto, so plain defaults: {became}")
+    for assumed in stated.assumptions:
+        say(f"assumed: {assumed}")
+    say(f"certifying recipe {recipe.digest} for {recipe.parallel.world} x {recipe.device}")
+    certificate = _certify(recipe, stated.usable, home, timeline, say)
+    if as_json:
+        from memfit.nouns import to_data
+
+        print_json({**to_data(certificate), "defaults": to_data(stated.defaults)})
+    else:
+        from memfit.screens.certificate import show_certificate
+        from memfit.screens.layout import make_console
+
+        show_certificate(make_console(), certificate, None, commands=[], why=why)
+    return _exit_code(certificate.memory.verdict)
+
+
+def _check_home(home: Path | None, timeline: bool) -> None:
+    from memfit import api
+
+    if home:
+        api.check_writable(home)
+    elif timeline:
+        raise InvalidRequest(
+            "`--timeline` writes files, and no folder is named",
+            hint="add `--folder runs/first`",
+        )
+
+
 def _certify(
-    plan: Plan, home: Path | None, timeline: bool, say: Callable[[str], None]
+    recipe: Recipe,
+    usable: int | None,
+    home: Path | None,
+    timeline: bool,
+    say: Callable[[str], None],
 ) -> Certificate:
     """Certify, and write what there is to write."""
     import tempfile
@@ -205,12 +258,11 @@ def _certify(
     from memfit import api
 
     if home is None:
-        return api.certify(plan.recipe, usable=plan.memory.usable)
+        return api.certify(recipe, usable=usable)
     with tempfile.TemporaryDirectory(prefix="memfit-") as place:
         recording = Path(place) / "recording" if timeline else None
-        certificate = api.certify(plan.recipe, usable=plan.memory.usable, tape=recording)
+        certificate = api.certify(recipe, usable=usable, tape=recording)
         drawn = api.write_timeline(recording, certificate, home) if recording else []
-    api.write_plan(plan, home)
     api.write_certificate(certificate, home)
     for path in (home / "certificate.json", *drawn):
         say(f"wrote {path}")
@@ -269,17 +321,21 @@ def _after_miss(plan: Plan, asked: Asked, nearest: Nearest | None) -> list[str]:
     return [f"memfit certify {asked.again(nearest.changes)}"]
 
 
-def _plan_of(
-    target: str, device: str | None, memory: str | None, changes: Changes, folder: Path | None
-) -> tuple[Plan, Path | None]:
+def _plan_of(target: str, request: Request, folder: Path | None) -> tuple[Plan, Path | None]:
     """The plan of a plan.json as it stands, or of a request; and the folder that it belongs to."""
     from memfit import api
 
     path = Path(target)
-    request = read_target(target, device, memory, changes)
-    if path.suffix == ".json" and path.name != "config.json" and api.is_plan(path):
+    if _is_plan_file(target):
         return api.read_plan(path), folder or path.parent
     return api.plan(request), folder
+
+
+def _is_plan_file(target: str) -> bool:
+    from memfit import api
+
+    path = Path(target)
+    return path.suffix == ".json" and path.name != "config.json" and api.is_plan(path)
 
 
 def _with_time(

@@ -102,6 +102,7 @@ def measure_command(
     from memfit import api
 
     request = read_target(target, device, memory, changes)
+    api.refuse_ranks(request)
     plan = api.plan(request, device=api.find_machine(request))
     note(quiet)(f"measuring {steps} steps of recipe {plan.recipe_digest} on {plan.recipe.device}")
     run = api.measure(plan.recipe, steps=steps)

@@ -38,9 +38,15 @@ class Problem(Noun, frozen=True, kw_only=True):
 
 
 def read_problem(
-    request: Request, *, device: Device | None = None, published: bool = False
+    request: Request,
+    *,
+    device: Device | None = None,
+    published: bool = False,
+    ranks: bool = False,
 ) -> Problem:
     """Look up the model and the device; raises UnknownName or InvalidRequest with a hint.
+
+    ranks: whether the request may name more than one device, which a plan cannot yet.
 
     published: where pretrained weights will be loaded, take the config.json beside them. A
     catalogue row says every size, which is all that planning needs, but not the rotary base.
@@ -50,15 +56,10 @@ def read_problem(
         reference = _published(reference)
     model = families.read_model(reference)
     device = device or find_device(request.hardware.device)
-    if (count := request.hardware.count * request.hardware.nodes) > 1:
+    if request.ranks > 1 and not ranks:
         raise InvalidRequest(
-            f"`hardware.count` x `hardware.nodes` is {count}: memfit plans for one device today",
-            hint="set `count: 1` and `nodes: 1`",
-        )
-    if request.parallel != "auto" and (ranks := request.parallel.world) > 1:
-        raise InvalidRequest(
-            f"`parallel` names {ranks} ranks: memfit plans for one device today",
-            hint="leave `parallel` out",
+            f"the request is for {request.ranks} devices: memfit plans and predicts for one today",
+            hint="`memfit certify REQUEST` proves the memory of a stated recipe on many",
         )
     check_allocator(request.allocator, device)
     usable, because = _usable(request, device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from memfit import units
-from memfit.ledger import Entry, sum_by_kind
+from memfit.ledger import Entry, Kind, sum_by_kind
 from memfit.plan.verdict import needs
 from memfit.results import Memory
 from memfit.screens.bar import Part, fill, scale, share_bar, stacked_bar
@@ -62,13 +62,19 @@ def parts_of(memory: Memory) -> list[Part]:
 
 
 def _beyond_the_entries(memory: Memory) -> dict[str, int]:
-    """What the three numbers say beyond the entries, which add up to the allocated peak."""
+    """What the three numbers say beyond the entries.
+
+    A prediction's add up to the allocated peak; a certificate's hold the allocator's and the
+    context's share themselves.
+    """
     reserved, total = memory.peak_reserved, memory.device_total
     if reserved is None:
         return {}
-    found = {"fragmentation": max(0, reserved - memory.peak_allocated)}
+    held = sum_by_kind(memory.entries)
+    context = held.pop(Kind.CONTEXT, 0)
+    found = {"fragmentation": max(0, reserved - sum(held.values()))}
     if total is not None:
-        found["context"] = max(0, total - reserved)
+        found["context"] = max(0, total - reserved - context)
     return found
 
 

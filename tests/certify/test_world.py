@@ -1,0 +1,160 @@
+"""The certificate of one rank of a world that is not here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from msgspec.structs import replace
+from tiny_steps import A100, CONFIGS, CPU, H100, make_device, make_recipe
+
+from memfit.adapters import find_adapter
+from memfit.certify import trace
+from memfit.certify.certificate import find_outside, find_overhead, make_certificate
+from memfit.errors import InvalidRequest, NotCertified
+from memfit.families import read_model
+from memfit.ledger import Kind, Phase
+from memfit.parallelism.shards import fullest_rank, held_bytes, local_shape
+from memfit.recipe import Parallel, Recipe
+from memfit.train.build import build_model
+from memfit.units import GIB
+
+RAGGED = {**CONFIGS["llama"], "vocab_size": 251, "intermediate_size": 177}
+MIXED = {"precision": "bf16-mixed"}
+
+
+def model_of(recipe: Recipe):
+    return find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 9, 64, 251])
+@pytest.mark.parametrize("shards", [1, 2, 3, 5, 8, 64])
+def test_shards_are_those_of_torch_chunk(rows: int, shards: int) -> None:
+    parallel = Parallel(dp_shard=shards)
+    chunks = [tuple(c.shape) for c in torch.empty(rows, 6, device="meta").chunk(shards)]
+    mine = [local_shape((rows, 6), parallel, rank) for rank in range(shards)]
+    assert [shape for shape in mine if shape[0]] == chunks
+    assert mine == sorted(mine, reverse=True)
+
+
+def test_copies_of_the_model_are_alike() -> None:
+    model, parallel = model_of(make_recipe(config=RAGGED)), Parallel(dp_replicate=2, dp_shard=3)
+    held = [held_bytes(model.weights, parallel, rank) for rank in range(6)]
+    assert held[:3] == held[3:]
+    assert sum(held[:3]) == sum(w.nbytes for w in model.weights)
+
+
+@pytest.mark.parametrize(("shards", "config"), [(4, "llama"), (5, "ragged")])
+def test_no_rank_holds_more_than_the_fullest(shards: int, config: str) -> None:
+    configs = {"llama": CONFIGS["llama"] | {"vocab_size": 256}, "ragged": RAGGED}
+    recipe = make_recipe(config=configs[config], parallel=Parallel(dp_shard=shards), **MIXED)
+    fullest, why = fullest_rank(model_of(recipe), recipe.parallel)
+    made = {r: make_certificate(recipe, H100, None, None, rank=r) for r in range(shards)}
+    numbers = {r: (c.memory.peak_allocated, c.memory.peak_reserved) for r, c in made.items()}
+    assert all(n <= numbers[fullest][0] for n, _ in numbers.values())
+    assert all(n <= numbers[fullest][1] for _, n in numbers.values())
+    assert ("alike" in why) == (len({c.phases["optimizer_step"] for c in made.values()}) == 1)
+    assert made[fullest].bounds[0] == f"rank {fullest} of {shards}, which was asked for"
+
+
+def test_a_certificate_says_which_rank_it_is_of() -> None:
+    recipe = make_recipe(config=RAGGED, parallel=Parallel(dp_shard=5))
+    made = make_certificate(recipe, CPU, GIB, None)
+    assert made.bounds[0].startswith("rank 0 of 5, the fullest: it holds ")
+    assert made.generation is None
+    with pytest.raises(InvalidRequest, match="rank 5 is not one of 5"):
+        make_certificate(recipe, CPU, GIB, None, rank=5)
+
+
+def test_persistent_bytes_fall_with_the_number_of_ranks() -> None:
+    one, four = (
+        trace(make_recipe(**MIXED, parallel=Parallel(dp_shard=n), config=CONFIGS["llama"] | {
+            "vocab_size": 256}), CPU).ledger.by_kind(Phase.OPTIMIZER_STEP)
+        for n in (1, 4)
+    )  # fmt: skip
+    buffers = 2 * 8 * 4  # the rotary frequencies, on every rank
+    assert 4 * (four[Kind.PARAMETERS] - buffers) == one[Kind.PARAMETERS] - buffers
+    assert 4 * four[Kind.GRADIENTS] == one[Kind.GRADIENTS]
+
+
+def test_gathered_and_reduced_buffers_have_kinds_and_streams_of_their_own() -> None:
+    recipe = make_recipe(**MIXED, parallel=Parallel(dp_shard=4))
+    found = trace(recipe, H100)
+    forward = found.ledger.by_kind(Phase.FORWARD)
+    block = 2 * sum(w.numel for w in model_of(recipe).weights if w.layer == 0)
+    assert forward[Kind.ALL_GATHER] == 2 * block  # what is gathered, and the weights cut of it
+    assert Kind.REDUCE_SCATTER in found.ledger.by_kind(Phase.FIRST_STEP)
+    streams = {e.stream for e in found.tape if e.nbytes > 0}
+    assert 0 in streams
+    assert len(streams) == 3  # compute, gathering, reducing
+    assert {e.stream for e in trace(recipe, CPU).tape} == {0}
+    assert {e.stream for e in trace(make_recipe(**MIXED), H100).tape} == {0}
+
+
+def test_kept_weights_are_held_until_backward_and_resharded_ones_are_not() -> None:
+    def gathered(reshard: bool) -> int:
+        parallel = Parallel(dp_shard=2, reshard_after_forward=reshard)
+        found = trace(make_recipe(**MIXED, parallel=parallel), CPU)
+        return found.ledger.by_kind(Phase.LOSS).get(Kind.ALL_GATHER, 0)
+
+    block = 2 * sum(w.numel for w in model_of(make_recipe()).weights if w.layer == 0)
+    assert gathered(False) - gathered(True) >= 2 * block
+
+
+def test_memory_of_a_rank_does_not_depend_on_how_many_copies_there_are() -> None:
+    peaks = [
+        trace(make_recipe(**MIXED, parallel=Parallel(dp_replicate=n, dp_shard=2)), H100).phases
+        for n in (2, 32)
+    ]
+    assert peaks[0] == peaks[1]
+
+
+def test_more_ranks_than_rows_leave_empty_shards() -> None:
+    recipe = make_recipe(parallel=Parallel(dp_shard=300), **MIXED)
+    fullest, last = (trace(recipe, H100, rank=rank) for rank in (0, 299))
+    assert last.phases[Phase.OPTIMIZER_STEP] < fullest.phases[Phase.OPTIMIZER_STEP]
+
+
+def test_a_world_of_thousands_costs_what_a_world_of_tens_costs() -> None:
+    small, large = (
+        trace(make_recipe(parallel=Parallel(dp_shard=n), **MIXED), CPU) for n in (64, 4096)
+    )
+    assert len(small.tape) == len(large.tape)
+
+
+def test_communicators_widen_the_band_outside_the_allocator() -> None:
+    alone, one, two = (
+        find_outside(H100, p)
+        for p in (Parallel(), Parallel(dp_shard=8), Parallel(dp_replicate=2, dp_shard=8))
+    )
+    assert alone == find_overhead(H100)
+    assert one.high - alone.high == two.high - one.high == 10**9
+    assert one.low > alone.low
+    assert "NCCL" in one.source
+    assert find_outside(replace(H100, vendor="Intel"), Parallel(dp_shard=8)) is None
+
+
+def test_near_the_limit_communicators_make_a_certificate_at_risk() -> None:
+    recipe = make_recipe(parallel=Parallel(dp_shard=2), **MIXED)
+    reserved = make_certificate(recipe, A100, None, None).memory.peak_reserved
+    usable = reserved + find_overhead(A100).high  # the context fits, NCCL's band does not
+    assert make_certificate(recipe, A100, usable, None).memory.verdict == "at_risk"
+
+
+def test_what_ranks_cannot_run_is_refused() -> None:
+    shards = Parallel(dp_shard=2)
+    with pytest.raises(InvalidRequest, match="`fused` sgd cannot update the shards of 2 ranks"):
+        trace(make_recipe(name="sgd", parallel=shards), CPU)
+    with pytest.raises(InvalidRequest, match="`precision: fp16-mixed` skips steps"):
+        trace(make_recipe(precision="fp16-mixed", parallel=shards), H100)
+    with pytest.raises(InvalidRequest, match="names 2 ranks, and this process is one of 1"):
+        build_model(make_recipe(parallel=shards), "cpu")
+
+
+def test_everything_is_undone_after_a_trace() -> None:
+    before = torch.cuda.current_device, torch.Tensor.record_stream, torch.UntypedStorage.resize_
+    trace(make_recipe(**MIXED, parallel=Parallel(dp_replicate=2, dp_shard=2)), H100)
+    with pytest.raises(NotCertified):
+        trace(make_recipe(parallel=Parallel(dp_shard=2)), make_device("Intel", "gaudi", None))
+    after = torch.cuda.current_device, torch.Tensor.record_stream, torch.UntypedStorage.resize_
+    assert before == after
+    assert not torch.distributed.is_initialized()
