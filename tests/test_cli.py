@@ -364,6 +364,36 @@ def test_certify_prints_its_certificate_with_the_plans_time(tmp_path):
 
 
 @pytest.mark.slow
+def test_certify_of_many_devices_needs_no_plan_and_says_what_auto_became(tmp_path):
+    ranks = {"device": "h100-sxm", "count": 4, "nodes": 2}
+    asked = {"model": TINY, "weights": "random", "hardware": ranks, "recompute": "full",
+             "task": {"sequence_length": 64, "global_batch": 16}}  # fmt: skip
+    file = write(tmp_path, asked)
+    code, out, err = quick("certify", file, "--folder", tmp_path / "run")
+    assert code == 0, err
+    assert "method: full, precision: bf16-mixed" in err
+    assert "parallel: dp_shard 8" in err
+    assert "rank 0 of 8" in out
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["certificate.json"]
+    code, out, err = quick("certify", file, "--json", "--quiet")
+    assert (code, err) == (0, "")
+    data = strict(out)
+    assert data["recipe"]["parallel"]["dp_shard"] == 8
+    assert data["defaults"]["micro_batch"] == 1
+
+
+@pytest.mark.parametrize("verb", ["plan", "predict", "train", "measure"])
+def test_many_devices_are_refused_where_one_process_does_the_work(verb, tmp_path):
+    changed = {**STATED, "parallel": {"dp_shard": 4}, "task": {**STATED["task"], "data": "x.txt"}}
+    file = write(tmp_path, changed)
+    code, out, err = quick(verb, file)
+    assert (code, out) == (2, "")
+    assert "4 devices" in err
+    assert "hint: `memfit certify" in err
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.slow
 def test_measure_prints_measured_memory_and_time(tmp_path):
     code, out, err = quick("measure", write(tmp_path, STATED), "--steps", "2", "--json", "--quiet")
     assert (code, err) == (0, "")

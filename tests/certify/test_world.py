@@ -43,6 +43,7 @@ def test_copies_of_the_model_are_alike() -> None:
     assert sum(held[:3]) == sum(w.nbytes for w in model.weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shards", "config"), [(4, "llama"), (5, "ragged")])
 def test_no_rank_holds_more_than_the_fullest(shards: int, config: str) -> None:
     configs = {"llama": CONFIGS["llama"] | {"vocab_size": 256}, "ragged": RAGGED}
