@@ -162,6 +162,15 @@ def test_garbage_is_collected_until_it_is_enough() -> None:
     assert b.reserved == (40 + 70) * MIB
 
 
+def test_no_more_oversize_blocks_go_back_than_are_wanted() -> None:
+    conf = Settings(max_split_size=64 * MIB, capacity=260 * MIB)
+    a = run(70 * MIB, 80 * MIB, 90 * MIB, free(0), free(1), free(2), 150 * MIB, conf=conf)
+    assert (a.reserved, a.retries) == ((70 + 150) * MIB, 0)  # 90 and 80 went, the largest first
+    b = run(70 * MIB, 90 * MIB, 100 * MIB, free(0), free(1), free(2), conf=conf)
+    b.allocate(3, 65 * MIB, 7)  # nothing of its own stream: all wholly free segments go back
+    assert (b.reserved, b.retries) == (66 * MIB, 1)
+
+
 def test_garbage_stays_below_the_threshold_and_without_a_fraction() -> None:
     sizes = (30 * MIB, 30 * MIB, free(0), free(1), 32 * MIB)
     allowed = Settings(

@@ -12,7 +12,8 @@ Rules from `c10/cuda/CUDACachingAllocator.cpp` (torch 2.13; each has a hand-work
   it before that stream has caught up with the free; each allocation looks for such blocks first;
 - beyond the allowed fraction, or at the capacity, oversize blocks go back (`max_split_size`), then
   every stream is waited for and every wholly free segment goes back, then it is an error;
-- garbage is collected only where a fraction is set, as in torch;
+- garbage is collected only where a fraction is set, as in torch, and never of expandable pages,
+  whose blocks never fill their range of addresses;
 - `expandable_segments` grow one address range by pages instead (`certify.expandable`); the
   fraction is checked once a miss, against the segment that native mode would take.
 
@@ -102,7 +103,6 @@ class CachingAllocator:
         self._expandable: ExpandableSegments | None = None
         if settings.expandable_segments:
             self._expandable = ExpandableSegments(settings, self)
-            self._collects = False  # torch skips blocks that can be unmapped
         self.reset_peaks()
 
     def reset_peaks(self) -> None:
