@@ -38,6 +38,7 @@ LAYERS = [
     {
         "report",
         "report_page",
+        "starting",
         "request_file",
         "doctor",
         "look_up",

@@ -12,16 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-import msgspec
-
 from memfit import __version__, catalog, families, look_up
 from memfit.corpus import append_row as append_row
-from memfit.errors import DoesNotFit, InvalidRequest, NotCertified
+from memfit.errors import InvalidRequest
 from memfit.hardware import Device
-from memfit.nouns import Noun, from_data, read_json, write_atomically, write_json
+from memfit.nouns import from_data, write_atomically, write_json
 from memfit.plan import problem as problems
 from memfit.plan import search
-from memfit.plan.verdict import needs
 from memfit.proving import certify as certify  # the command line calls the api only
 from memfit.proving import find_levers as find_levers
 from memfit.proving import find_nearest as find_nearest
@@ -31,10 +28,11 @@ from memfit.reading import read_certificate as read_certificate
 from memfit.recipe import Recipe
 from memfit.request import Request
 from memfit.results import Certificate, Diff, Plan, Report, Run
-from memfit.run_folder import check_folder
 from memfit.run_folder import is_plan as is_plan  # the command line calls the api only
 from memfit.run_folder import read_plan as read_plan
 from memfit.run_folder import state as state
+from memfit.starting import find_machine as find_machine
+from memfit.starting import prepare as prepare
 
 if TYPE_CHECKING:
     from memfit.catalog import CatalogModel
@@ -44,8 +42,6 @@ if TYPE_CHECKING:
     from memfit.plan.rules import Rule
     from memfit.plan.stated import Stated
     from memfit.train.progress import Progress
-
-REPLANS = 3  # a plan that its certificate refutes is made again with the difference taken off
 
 
 def plan(request: Request, *, device: Device | None = None) -> Plan:
@@ -80,103 +76,6 @@ def find_device(name: str) -> Device:
     return problems.find_device(name)
 
 
-def find_machine(request: Request) -> Device:
-    """The request's device; a processor's speed is measured here, since no catalogue states it."""
-    from memfit.train.machine import measure_machine
-
-    device = find_device(request.hardware.device)
-    return measure_machine(device) if device.is_cpu else device
-
-
-def find_lengths(request: Request) -> Request:
-    """The request with its epochs counted in steps, which needs its data tokenised (once)."""
-    from memfit.train import prepare as preparing
-
-    start = problems.read_problem(request)
-    length = problems.sequence_length(request, start.model)
-    return preparing.find_lengths(request, start.reference, length)
-
-
-class Prepared(Noun, frozen=True, kw_only=True):
-    """What a run needs before its first step; each part is also a file of the run folder."""
-
-    request: Request
-    plan: Plan
-    certificate: Certificate
-
-
-def prepare(
-    request: Request, folder: Path, *, say: Callable[[str], None] = lambda _: None,
-    override: bool = False,
-) -> Prepared:  # fmt: skip
-    """Plan and certify, or take both from the folder when they are this request's.
-
-    Raises DoesNotFit unless overridden, NotCertified, InvalidRequest (another request's folder).
-    """
-    from memfit.train.weights import check_weights
-
-    check_folder(folder, [request, request := find_lengths(request)])
-    if (kept := _kept(folder, request)) is not None:
-        write_json(folder / "request.json", request)
-        return kept
-    device = find_machine(request)
-    limit: int | None = None
-    for _ in range(REPLANS):
-        made = _plan_within(request, device, limit)
-        if made.memory.verdict == "does_not_fit" and not override:
-            raise DoesNotFit(search.lack(made), hint="raise the limit, or see `memfit plan --why`")
-        check_weights(made.recipe)  # before anything is written
-        say(f"certifying recipe {made.recipe_digest}")
-        proof = certify(made.recipe, usable=made.memory.usable, request=request)
-        if proof.memory.verdict != "does_not_fit" or override:
-            prepared = Prepared(request=request, plan=made, certificate=proof)
-            _write(prepared, folder)
-            return prepared
-        over = needs(proof.memory) - needs(made.memory)
-        limit = (made.memory.usable or 0) - over
-        say(f"certified {over} B above the prediction: planning again within {limit} B")
-    raise NotCertified(
-        f"{REPLANS} plans in a row were refuted by their certificates",
-        hint="lower `limits.memory` a little, or state the knobs and use `memfit certify`",
-    )
-
-
-def _plan_within(request: Request, device: Device, limit: int | None) -> Plan:
-    """The plan under a tighter limit than the request's own, which its verdict still names."""
-    own = problems.read_problem(request, device=device, published=True)
-    if limit is None:
-        return search.search(own)
-    limits = msgspec.structs.replace(request.limits, memory=f"{max(limit, 0)} B")
-    within = msgspec.structs.replace(request, limits=limits)
-    tighter = search.search(problems.read_problem(within, device=device, published=True))
-    memory = msgspec.structs.replace(tighter.memory, usable=own.usable)
-    return msgspec.structs.replace(tighter, request=request, memory=memory)
-
-
-def _kept(folder: Path, request: Request) -> Prepared | None:
-    """Plan and certificate of an earlier start of the same run, when they still hold."""
-    if not (folder / "certificate.json").exists() or not (folder / "plan.json").exists():
-        return None
-    made, proof = (
-        read_plan(folder / "plan.json"),
-        read_json(folder / "certificate.json", Certificate),
-    )
-    if request not in (made.request, state(made)):  # its length was not known when it was made
-        return None
-    now = versions()
-    if proof.recipe_digest != made.recipe_digest or any(
-        now[name] != version for name, version in proof.versions.items()
-    ):
-        return None
-    return Prepared(request=request, plan=made, certificate=proof)
-
-
-def _write(prepared: Prepared, folder: Path) -> None:
-    write_json(folder / "request.json", prepared.request)
-    write_json(folder / "plan.json", prepared.plan)
-    write_json(folder / "certificate.json", prepared.certificate)
-
-
 def train(
     request: Request,
     folder: Path,
@@ -188,8 +87,9 @@ def train(
 ) -> Run:
     """Plan and certify where that has not been done, then run exactly the certified recipe.
 
-    The same call resumes from the newest complete checkpoint. Raises RunFailed (with what was saved
-    intact), DoesNotFit, NotCertified, InvalidRequest.
+    The same call resumes from the newest complete checkpoint. override: also where the certificate
+    says that it does not fit. Raises RunFailed (with what was saved intact), DoesNotFit,
+    NotCertified, InvalidRequest.
     """
     from memfit.train import loop
 
@@ -205,6 +105,7 @@ def train(
         predicted_seconds=prepared.plan.time.step_seconds,
         progress=progress,
         tensorboard=tensorboard,
+        override=override,
     )
 
 

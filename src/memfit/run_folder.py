@@ -66,15 +66,18 @@ def state(plan: Plan) -> Request:
 def check_folder(folder: Path, asked: Sequence[Request]) -> None:
     """A folder belongs to one request; anything else is refused before a byte is written.
 
-    asked: the request as it was written, and with its length counted. A folder that only holds a
-    plan takes the request that it was made of, or the plan itself as a request.
+    asked: the request as it was written, and with its length counted. A folder that holds a plan
+    takes the request that it was made of, or the plan itself as a request.
     """
+    held: list[Request] = []
     if (folder / "request.json").exists():
         held = [read_json(folder / "request.json", Request)]
-    elif (folder / "plan.json").exists():
+    if (folder / "plan.json").exists():
         made = read_plan(folder / "plan.json")
-        held = [made.request, state(made)]
-    else:
+        of_plan = [made.request, state(made)]
+        if not held or any(request in held for request in of_plan):
+            held += of_plan
+    if not held:
         return
     if not any(request == old for request in asked for old in held):
         changed = ", ".join(_differences(to_data(held[0]), to_data(asked[-1])))

@@ -20,14 +20,14 @@ import numpy as np
 import torch
 
 from memfit import catalog
-from memfit.errors import InvalidRequest, RunFailed
+from memfit.errors import DoesNotFit, InvalidRequest, RunFailed
 from memfit.families import read_model
 from memfit.ledger import Phase
 from memfit.nouns import read_json
 from memfit.recipe import Recipe
 from memfit.request import Request
 from memfit.results import Certificate, OutOfMemory, Run
-from memfit.shapes import BatchShape, RowBounds, bounding_shapes, evaluation_shapes
+from memfit.shapes import BatchShape, RowBounds, bounding_shapes, evaluation_shapes, holds
 from memfit.train.build import Built, build_optimizer
 from memfit.train.checkpoint import (
     check_digest,
@@ -40,6 +40,7 @@ from memfit.train.export import FOLDER as MODEL
 from memfit.train.export import save_model
 from memfit.train.guard import Interrupts, explained_out_of_memory, locked
 from memfit.train.logs import Log
+from memfit.train.machine import installed_versions
 from memfit.train.measure import (
     Meter,
     run_step,
@@ -74,13 +75,15 @@ def train(
     tensorboard: bool = False,
     cadence: Cadence | None = None,
     cache: Path | None = None,
+    override: bool = False,
 ) -> Run:
     """Run the recipe on the request's data; the same call goes on where an earlier one stopped.
 
-    A finished run is returned as it is. `predicted_seconds` is of one step.
+    A finished run is returned as it is. `predicted_seconds` is of one step. override: train under
+    a certificate that does not hold here, or says that it does not fit.
     Raises InvalidRequest: data, weights or tokenizer that cannot be used, a folder of another
-    recipe; RunFailed: out of memory, a loss that is not finite, a full disk, Ctrl-C — what was
-    saved is intact.
+    recipe, a certificate that does not hold; DoesNotFit; RunFailed: out of memory, a loss that is
+    not finite, a full disk, Ctrl-C — what was saved is intact.
     """
     if recipe.steps < 1:
         raise InvalidRequest(
@@ -88,6 +91,8 @@ def train(
         )
     if certificate is not None:
         check_digest("recipe", certificate.recipe_digest, recipe.digest, folder)
+        if not override:
+            _check_certificate(certificate)
     with locked(folder), Interrupts() as interrupts:
         before = _read_before(folder, recipe)
         data = read_data(request, recipe.model, cache)
@@ -98,8 +103,8 @@ def train(
         training, held_out = build_samplers(request, recipe, data)
         bounds = training.bounds()
         held_out_bounds = held_out.bounds_once() if held_out else None
-        if certificate is not None:
-            _check_bounds(certificate, bounds, held_out_bounds)
+        if certificate is not None and not override:
+            _check_bounds(recipe, certificate, bounds, held_out_bounds)
         session = Session(
             recipe=recipe,
             folder=folder,
@@ -121,8 +126,24 @@ def train(
         return _run(session, predicted_seconds, tensorboard=tensorboard)
 
 
+def _check_certificate(certificate: Certificate) -> None:
+    """Refuse one that was made with other libraries, or that says no."""
+    here = installed_versions(certificate.versions)
+    for name, then in certificate.versions.items():
+        if here[name] != then:
+            raise InvalidRequest(
+                f"the certificate was made with {name} {then}, and this is {name} {here[name]}",
+                hint="`memfit train` certifies again by itself",
+            )
+    if certificate.memory.verdict == "does_not_fit":
+        raise DoesNotFit(
+            f"certified: does not fit ({certificate.memory.because})",
+            hint="raise `limits.memory`; `--anyway` trains all the same, this once",
+        )
+
+
 def _check_bounds(
-    certificate: Certificate, bounds: RowBounds, held_out_bounds: RowBounds | None
+    recipe: Recipe, certificate: Certificate, bounds: RowBounds, held_out_bounds: RowBounds | None
 ) -> None:
     """Raise InvalidRequest when data goes beyond what the certificate holds for."""
     found = (
@@ -130,7 +151,7 @@ def _check_bounds(
         ("the held-out data", certificate.held_out or certificate.data, held_out_bounds),
     )
     for name, certified, own in found:
-        if certified is not None and own is not None and not certified.covers(own):
+        if certified is not None and own is not None and not holds(recipe, certified, own):
             raise InvalidRequest(
                 f"{name} has {own}; the certificate holds for {certified}",
                 hint="certify again with this data: `memfit train` does it by itself",

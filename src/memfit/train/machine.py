@@ -6,7 +6,8 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 
 import msgspec
@@ -55,6 +56,17 @@ def _driver() -> str:
     asked = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
     said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split()
     return said[0] if said else "unknown"
+
+
+def installed_versions(names: Iterable[str]) -> dict[str, str]:
+    """The versions here of the libraries that a certificate names."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = memfit.__version__ if name == "memfit" else version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
 
 
 def measure_machine(device: Device) -> Device:

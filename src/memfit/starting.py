@@ -1,0 +1,189 @@
+"""What a run needs before its first step: a plan, and a certificate of it that holds here and now.
+
+A certificate holds for one recipe, under the library versions that it was made with, for data
+within its bounds. One that does not is never trained under: it is made again, and the reason said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from memfit.errors import DoesNotFit, NotCertified
+from memfit.hardware import Device
+from memfit.nouns import Noun, read_json, write_json
+from memfit.plan import problem as problems
+from memfit.plan import search
+from memfit.plan.verdict import describe_lack, needs
+from memfit.proving import certify
+from memfit.request import Request
+from memfit.results import Certificate, Plan
+from memfit.run_folder import check_folder, read_plan, state
+from memfit.shapes import RowBounds, holds
+
+REPLANS = 3  # a plan that its certificate refutes is made again with the difference taken off
+ANYWAY = "`--anyway` trains all the same, this once"
+Say = Callable[[str], None]
+
+
+class Prepared(Noun, frozen=True, kw_only=True):
+    """What a run needs before its first step; each part is also a file of the run folder."""
+
+    request: Request
+    plan: Plan
+    certificate: Certificate
+
+
+def prepare(
+    request: Request, folder: Path, *, say: Say = lambda _: None, override: bool = False
+) -> Prepared:
+    """Plan and certify, or take both from the folder when they hold for this request.
+
+    A plan of the folder is kept and certified again where its certificate is stale: of another
+    recipe, of other library versions, or of other data.
+    Raises DoesNotFit unless overridden, NotCertified, InvalidRequest (another request's folder).
+    """
+    check_folder(folder, [request, request := find_lengths(request)])
+    made = _kept_plan(folder, request)
+    if made is not None:
+        prepared = _prepare_again(request, made, folder, say, override=override)
+        if prepared is not None:
+            return _write(prepared, folder)
+    return _write(_prepare_anew(request, say, override=override), folder)
+
+
+def find_lengths(request: Request) -> Request:
+    """The request with its epochs counted in steps, which needs its data tokenised (once)."""
+    from memfit.train import prepare as preparing
+
+    start = problems.read_problem(request)
+    length = problems.sequence_length(request, start.model)
+    return preparing.find_lengths(request, start.reference, length)
+
+
+def find_machine(request: Request) -> Device:
+    """The request's device; a processor's speed is measured here, since no catalogue states it."""
+    from memfit.train.machine import measure_machine
+
+    device = problems.find_device(request.hardware.device)
+    return measure_machine(device) if device.is_cpu else device
+
+
+def why_stale(
+    certificate: Certificate,
+    plan: Plan,
+    installed: Mapping[str, str],
+    data: tuple[RowBounds, RowBounds | None],
+) -> str:
+    """The reason why a certificate does not hold, naming both sides; "" when it does."""
+    if certificate.recipe_digest != plan.recipe_digest:
+        return f"it is of recipe {certificate.recipe_digest}, the plan of {plan.recipe_digest}"
+    for name, then in certificate.versions.items():
+        now = installed.get(name, "not installed")
+        if now != then:
+            return f"it was made with {name} {then}, and this is {name} {now}"
+    for what, certified, own in (
+        ("training data", certificate.data, data[0]),
+        ("held-out data", certificate.held_out or certificate.data, data[1]),
+    ):
+        if own is None:
+            continue
+        if certified is None:
+            return f"it does not say for which {what} it holds"
+        if not holds(plan.recipe, certified, own):
+            return f"the {what} has {own}, and it holds for {certified}"
+    return ""
+
+
+def _kept_plan(folder: Path, request: Request) -> Plan | None:
+    """The plan of an earlier start, or of `memfit plan`, when it is this request's."""
+    if not (folder / "plan.json").exists():
+        return None
+    made = read_plan(folder / "plan.json")
+    # its length may not have been known when it was made
+    return made if request in (made.request, state(made)) else None
+
+
+def _prepare_again(
+    request: Request, made: Plan, folder: Path, say: Say, *, override: bool
+) -> Prepared | None:
+    """The folder's plan under its certificate, or under a new one; None where it must be planned
+    again, because it has not begun and a new certificate refutes it."""
+    from memfit.train.machine import installed_versions
+    from memfit.train.prepare import find_bounds
+    from memfit.train.weights import check_weights
+
+    file = folder / "certificate.json"
+    proof = read_json(file, Certificate) if file.exists() else None
+    if proof is not None:
+        data = find_bounds(request, made.recipe)
+        stale = why_stale(proof, made, installed_versions(proof.versions), data)
+        if not stale:
+            return _judged(Prepared(request=request, plan=made, certificate=proof), override)
+        say(f"`{file}` does not hold: {stale}; certifying again")
+    elif made.memory.verdict == "does_not_fit" and not override:
+        return None
+    check_weights(made.recipe)
+    new = certify(made.recipe, usable=made.memory.usable, request=request)
+    prepared = Prepared(request=request, plan=made, certificate=new)
+    if new.memory.verdict == "does_not_fit" and not (folder / "run.json").exists() and not override:
+        say("the plan's new certificate says that it does not fit: planning again")
+        return None
+    return _judged(prepared, override)
+
+
+def _judged(prepared: Prepared, override: bool) -> Prepared:
+    """Raise DoesNotFit for a certificate that says so, unless overridden."""
+    memory = prepared.certificate.memory
+    if memory.verdict == "does_not_fit" and not override:
+        lack = describe_lack(memory, prepared.plan.recipe.device)
+        raise DoesNotFit(
+            f"certified: {lack}", hint=f"raise `limits.memory`, or see `memfit certify`; {ANYWAY}"
+        )
+    return prepared
+
+
+def _prepare_anew(request: Request, say: Say, *, override: bool) -> Prepared:
+    from memfit.train.weights import check_weights
+
+    device = find_machine(request)
+    limit: int | None = None
+    for _ in range(REPLANS):
+        made = _plan_within(request, device, limit)
+        if made.memory.verdict == "does_not_fit" and not override:
+            raise DoesNotFit(
+                search.lack(made), hint=f"raise the limit, or see `memfit plan --why`; {ANYWAY}"
+            )
+        check_weights(made.recipe)  # before anything is written
+        say(f"certifying recipe {made.recipe_digest}")
+        proof = certify(made.recipe, usable=made.memory.usable, request=request)
+        if proof.memory.verdict != "does_not_fit" or override:
+            return Prepared(request=request, plan=made, certificate=proof)
+        over = needs(proof.memory) - needs(made.memory)
+        limit = (made.memory.usable or 0) - over
+        say(f"certified {over} B above the prediction: planning again within {limit} B")
+    raise NotCertified(
+        f"{REPLANS} plans in a row were refuted by their certificates",
+        hint="lower `limits.memory` a little, or state the knobs and use `memfit certify`",
+    )
+
+
+def _plan_within(request: Request, device: Device, limit: int | None) -> Plan:
+    """The plan under a tighter limit than the request's own, which its verdict still names."""
+    own = problems.read_problem(request, device=device, published=True)
+    if limit is None:
+        return search.search(own)
+    limits = msgspec.structs.replace(request.limits, memory=f"{max(limit, 0)} B")
+    within = msgspec.structs.replace(request, limits=limits)
+    tighter = search.search(problems.read_problem(within, device=device, published=True))
+    memory = msgspec.structs.replace(tighter.memory, usable=own.usable)
+    return msgspec.structs.replace(tighter, request=request, memory=memory)
+
+
+def _write(prepared: Prepared, folder: Path) -> Prepared:
+    write_json(folder / "request.json", prepared.request)
+    write_json(folder / "plan.json", prepared.plan)
+    write_json(folder / "certificate.json", prepared.certificate)
+    return prepared
