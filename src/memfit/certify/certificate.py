@@ -176,13 +176,9 @@ def _judge_trace(
     if device.is_cpu:
         return _on_cpu(trace, usable), dict(trace.phases), trace.bounds
     replayed = replay(trace.tape, settings, trace.marks)
-<<<<<<< HEAD
-    phases, overhead = _by_phase(trace, replayed), find_outside(device, parallel)
-=======
     if replayed.failure is not None:  # beyond the allowed fraction: say what it would take
         replayed = replay(trace.tape, replace(settings, memory_fraction=1.0), trace.marks)
-    phases, overhead = _by_phase(trace, replayed), find_overhead(device)
->>>>>>> 75e75f9 (A fraction of the device that a step does not fit in is a verdict, not a crash; certificates under set allocators tested)
+    phases, overhead = _by_phase(trace, replayed), find_outside(device, parallel)
     memory = _on_cuda(trace, settings, replayed, phases, overhead, usable)
     return memory, phases, (*trace.bounds, *_cuda_bounds(trace, settings, overhead))
 
@@ -297,121 +293,6 @@ def _fails(trace: Trace, stopped: Replay) -> str:
 
 
 def _cuda_bounds(trace: Trace, settings: Settings, overhead: Overhead | None) -> tuple[str, ...]:
-    memory = _on_cuda(trace, settings, replayed, phases, overhead, usable)
-    return memory, phases, (*trace.bounds, *_cuda_bounds(trace, settings, overhead))
-
-
-def _by_phase(trace: Trace, replayed: Replay) -> dict[Phase, int]:
-    """Highest allocated bytes of each phase; a phase may come in several stretches."""
-    peaks: dict[Phase, int] = {}
-    for phase, stretch in zip(trace.stretches, replayed.stretches, strict=True):
-        peaks[phase] = max(peaks.get(phase, 0), stretch.allocated)
-    return {phase: peaks[phase] for phase in Phase if phase in peaks}
-
-
-def _on_cpu(trace: Trace, usable: int | None) -> Memory:
-    phase = trace.ledger.peak_phase
-    peak = trace.ledger.peak
-    verdict: Verdict = (
-        "unproven" if usable is None else "fits" if peak <= usable else "does_not_fit"
-    )
-    return Memory(
-        peak_allocated=peak,
-        peak_reserved=None,
-        device_total=None,
-        usable=usable,
-        verdict=verdict,
-        because=f"live tensors of {_what(trace)} on fake tensors",
-        peak_phase=phase,
-        entries=trace.ledger.at(phase),
-    )
-
-
-def _on_cuda(
-    trace: Trace,
-    settings: Settings,
-    replayed: Replay,
-    phases: dict[Phase, int],
-    overhead: Overhead | None,
-    usable: int | None,
-) -> Memory:
-    phase = max(phases, key=lambda p: phases[p])
-    peaks = replayed.peaks
-    entries = list(trace.ledger.at(phase))
-    tensors = sum(e.nbytes for e in entries)
-
-    def add(kind: Kind, owner: str, nbytes: int, because: str) -> None:
-        if nbytes:
-            entry = Entry(kind=kind, phase=phase, owner=owner, nbytes=nbytes, because=because)
-            entries.append(entry)
-
-    add(
-        Kind.FRAGMENTATION, "rounding", peaks.allocated - tensors,
-        "blocks are multiples of 512 B and keep rests of up to 1 MiB",
-    )  # fmt: skip
-    add(
-        Kind.FRAGMENTATION, "cached", peaks.reserved - peaks.allocated,
-        "segments that the caching allocator holds and no tensor uses",
-    )  # fmt: skip
-    if overhead is not None:
-        add(Kind.CONTEXT, "context", overhead.typical, f"typical; {overhead.source}")
-    verdict, why = _judge(trace, settings, peaks.reserved, overhead, usable)
-    return Memory(
-        peak_allocated=peaks.allocated,
-        peak_reserved=peaks.reserved,
-        device_total=None if overhead is None else peaks.reserved + overhead.typical,
-        usable=usable,
-        verdict=verdict,
-        because=f"{_what(trace)} on fake tensors, through the caching allocator; {why}",
-        peak_phase=phase,
-        entries=tuple(entries),
-    )
-
-
-def _what(trace: Trace) -> str:
-    if Phase.GENERATE in trace.phases:
-        return f"`memfit generate`, a process of its own after the run ({trace.bounds[0]}),"
-    return "the trainer's own step"
-
-
-def _judge(
-    trace: Trace, settings: Settings, reserved: int, overhead: Overhead | None, usable: int | None
-) -> tuple[Verdict, str]:
-    """Against the limit with the whole band of the context, not with its middle.
-
-    Where the reserved peak does not fit, the tape runs again under the limit: the allocator gives
-    cached segments back before it gives up.
-    """
-    if settings.allowed is not None:
-        within = replay(trace.tape, settings, trace.marks)
-        if within.failure is not None:
-            allowed = units.show_gib(settings.allowed)
-            return "does_not_fit", f"{_fails(trace, within)}; the recipe allows itself {allowed}"
-    if usable is None:
-        return "unproven", "no limit is known"
-    low, high = (overhead.low, overhead.high) if overhead else (0, None)
-    band = f"the context is taken as {units.show_gib(low)}"
-    band += f" to {units.show_gib(high)}" if high is not None else " or more: it is unknown"
-    if high is not None and reserved + high <= usable:
-        return "fits", band
-    tight = replay(trace.tape, replace(settings, capacity=max(usable - low, 0)), trace.marks)
-    if tight.failure is not None:
-        return "does_not_fit", f"{_fails(trace, tight)}; {band}"
-    if tight.retries:
-        return "at_risk", f"it fits only by giving cached segments back; {band}"
-    return "at_risk" if high is not None else "unproven", f"{band}, which straddles the limit"
-
-
-def _fails(trace: Trace, stopped: Replay) -> str:
-    assert stopped.failure is not None
-    phase = trace.stretches[len(stopped.stretches) - 1]
-    wanted = units.show_bytes(stopped.failure.nbytes)
-    held = units.show_gib(stopped.failure.reserved)
-    return f"an allocation of {wanted} fails in {phase} at {held}"
-
-
-def _cuda_bounds(settings: Settings, overhead: Overhead | None) -> tuple[str, ...]:
->>>>>>> 75e75f9 (A fraction of the device that a step does not fit in is a verdict, not a crash; certificates under set allocators tested)
     set_to = f"set to {settings.text}" if settings.text else "at its defaults"
     streams = len({event.stream for event in trace.tape if event.nbytes > 0})
     several = "one stream" if streams == 1 else f"{streams} streams, each with pools of its own"
