@@ -131,4 +131,4 @@ def test_nf4_and_int8_by_hand():
     assert found["load-4bit"].exact == n / 2 + n / 64 + 4 * n / 64 / 256 + 4 + 200
     assert (found["load-4bit"].exact - 200) * 8 / n == pytest.approx(4.127, abs=1e-3)
     assert found["load-8bit"].exact == n + 4 * 4096 + 200
-    assert found["adam8bit-6"].exact == 2 * (n + n / 256 * 4) + 8 * 100
+    assert found["adam8bit-6"].exact == 2 * (n + n / 256 * 4 + 256 * 4) + 8 * 100 + 2 * 4

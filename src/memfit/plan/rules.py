@@ -15,8 +15,6 @@ from memfit.nouns import Noun
 from memfit.optimizers import find_optimizer
 from memfit.recipe import Optimizer
 
-# bitsandbytes: 8-bit states and absmax of blocks of 256; small tensors keep fp32 states.
-BNB_BLOCK, BNB_SMALLEST = 256, 4096
 TWENTY = units.parse_count("20B")  # the size that the rule is usually told for
 NF4_BLOCK, NF4_NESTED = 64, 256  # QLoRA (2305.14314), section 3: absmax in fp8, its absmax in fp32
 
@@ -154,16 +152,16 @@ def _training(model: Model, size: float, peak: int | None) -> Iterable[Rule]:
 
 
 def _optimizers(model: Model, size: float) -> Iterable[Rule]:
-    eight = sum(map(_adam8bit_nbytes, model.weights))
     copy = "counts a fp32 copy of 16-bit weights in; memfit's trainable weights are that copy"
     rows: list[tuple[str, str, int, int, str, str]] = [
         ("adamw-12", "AdamW keeps 12 bytes a parameter", 12, _state(model, "adamw"),
          "two fp32 moments and a counter a tensor", f"{copy}: 8 without it"),
         ("sgd-8", "SGD with momentum keeps 8 bytes a parameter", 8, _state(model, "sgd"),
          "one fp32 momentum", f"{copy}: 4 without it"),
-        ("adam8bit-6", "an 8-bit optimizer keeps 6 bytes a parameter", 6, eight,
-         f"bitsandbytes: two bytes and two fp32 scales a {BNB_BLOCK} elements; tensors under"
-         f" {BNB_SMALLEST} elements keep fp32", f"{copy}: about 2 without it"),
+        ("adam8bit-6", "an 8-bit optimizer keeps 6 bytes a parameter", 6,
+         _state(model, "adamw8bit"),
+         "torchao: two bytes an element, two fp32 scales a 256, two tables a tensor; tensors under"
+         " 4096 elements keep their dtype", f"{copy}: about 2 without it"),
     ]  # fmt: skip
     for name, says, factor, exact, because, holds in rows:
         words = f"{says}: {units.show_gb(factor * size)}"
@@ -203,9 +201,3 @@ def _nf4_nbytes(weight: Weight) -> int:
         return 2 * weight.numel
     scales = -(-weight.numel // NF4_BLOCK)
     return -(-weight.numel // 2) + scales + 4 * -(-scales // NF4_NESTED) + 4
-
-
-def _adam8bit_nbytes(weight: Weight) -> int:
-    if weight.numel < BNB_SMALLEST:
-        return 8 * weight.numel
-    return 2 * (weight.numel + 4 * -(-weight.numel // BNB_BLOCK))
