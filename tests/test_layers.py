@@ -9,7 +9,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "memfit"
 LAYERS = [
-    {"errors", "units"},
+    {"errors", "libraries", "units"},
     {
         "nouns",
         "model",

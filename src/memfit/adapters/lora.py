@@ -11,6 +11,7 @@ from memfit.adapters import Adapter, adapters
 from memfit.adapters._apply import apply_rows, store_rows
 from memfit.errors import InvalidRequest, did_you_mean
 from memfit.families import read_model
+from memfit.libraries import quiet_import
 from memfit.model import Model, Weight
 from memfit.recipe import Recipe
 
@@ -45,7 +46,8 @@ class Lora(Adapter):
 
     def apply(self, module: nn.Module, recipe: Recipe) -> nn.Module:
         """See `Adapter.apply`."""
-        from peft import LoraConfig, get_peft_model
+        with quiet_import():
+            from peft import LoraConfig, get_peft_model
 
         lora, rows = recipe.lora, self.adapt(read_model(recipe.model), recipe)
         config = LoraConfig(
@@ -77,7 +79,8 @@ class Lora(Adapter):
 
     def reset(self, module: nn.Module) -> None:
         """See `Adapter.reset`: a random A and a zero B."""
-        from peft.tuners.lora import LoraLayer
+        with quiet_import():
+            from peft.tuners.lora import LoraLayer
 
         for layer in module.modules():
             if isinstance(layer, LoraLayer):

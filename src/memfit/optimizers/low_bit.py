@@ -12,6 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, final
 
 from memfit.errors import InvalidRequest
+from memfit.libraries import quiet_import
 from memfit.model import TensorSpec
 from memfit.optimizers import Counted, OptimizerFamily, optimizers
 from memfit.optimizers._low_bit_update import Code, rise
@@ -110,7 +111,8 @@ def _torchao() -> Any:
     from torch.utils._python_dispatch import _disable_current_modes
 
     try:
-        with _disable_current_modes():  # its tables are constants, also when a trace comes first
+        # its tables are constants, also when a trace comes first
+        with quiet_import(), _disable_current_modes():
             from torchao.optim import adam, subclass_4bit, subclass_8bit
 
             for tables in (subclass_4bit, subclass_8bit):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from memfit.adapters import find_adapter
 from memfit.errors import InvalidRequest
+from memfit.libraries import quiet_import
 from memfit.nouns import read_json
 from memfit.recipe import Attention, Recipe
 from memfit.results import Run
@@ -177,7 +178,8 @@ def _load_foreign(folder: Path) -> Any:
             hint=f"it is the base of the adapter in `{folder}`" if adapter.exists() else "",
         ) from None
     if adapter.exists():
-        from peft import PeftModel
+        with quiet_import():
+            from peft import PeftModel
 
         with warnings.catch_warnings():  # peft calls what transformers has renamed
             warnings.simplefilter("ignore", FutureWarning)

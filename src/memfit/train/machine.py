@@ -11,9 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 
 import msgspec
-import peft
 import torch
-import transformers
 
 import memfit
 from memfit.hardware import Device
@@ -31,12 +29,12 @@ def describe_environment(device: torch.device) -> dict[str, str]:
     found = {
         "device": name,
         "memfit": memfit.__version__,
-        "peft": peft.__version__,
+        "peft": version("peft"),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "threads": str(torch.get_num_threads()),
         "torch": str(torch.__version__),
-        "transformers": transformers.__version__,
+        "transformers": version("transformers"),
     }
     if not cuda:
         return found

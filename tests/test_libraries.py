@@ -1,0 +1,20 @@
+import logging
+import subprocess
+import sys
+
+from memfit.libraries import TALKATIVE, quiet_import
+
+
+def test_warnings_are_left_out_while_importing_and_only_then(caplog):
+    for name in TALKATIVE:
+        with quiet_import():
+            logging.getLogger(name).warning("noise")
+            logging.getLogger(name).error("trouble")
+        logging.getLogger(name).warning("news")
+    assert [r.message for r in caplog.records] == ["trouble", "news"] * len(TALKATIVE)
+
+
+def test_importing_peft_says_nothing():
+    code = "from memfit.libraries import quiet_import\nwith quiet_import():\n    import peft"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
