@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import settings as testing
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from test_allocator import configurations, requests, tape_of
+from tapes import configurations, requests, tape_of
 
 from memfit.allocator_settings import UNLIMITED, Settings
 from memfit.certify.allocator import OutOfMemory, follow, replay
