@@ -262,6 +262,10 @@ def main(arguments: list[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     try:
         device = find_gpu(asked.device)
+        if device.is_cpu and not asked.quick:
+            raise InvalidRequest(
+                f"the grid's models are for a GPU, and `{device.id}` is none", hint="add --quick"
+            )
         requests = islice(make_requests(device, quick=asked.quick), asked.most)
         plans = [api.predict(request) for request in requests]
         if asked.list:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from memfit import api, catalog
 from memfit.allocator_settings import (
     INTERVALS,
+    KEYS,
     UNLIMITED,
     Settings,
     check_allocator,
@@ -201,6 +202,20 @@ def test_any_mixture_is_read_as_torch_reads_it(oracle: TorchParser, drawn: dict)
     ours = read_settings(text)
     assert as_torch(ours) == oracle.parse(text)
     assert read_settings(ours.text) == ours  # what it writes, it reads
+
+
+@given(
+    st.sampled_from([*KEYS, "", "x"]),
+    st.text(alphabet="0123456789.:,[]>-+eTrueFalse_ ²٣", max_size=12),
+)
+@testing(max_examples=300, deadline=None)
+def test_whatever_is_written_is_read_or_refused(key: str, value: str) -> None:
+    text = f"{key}:{value}"
+    try:
+        read = read_settings(text)
+    except InvalidRequest:
+        return
+    assert read_settings(read.text) == read
 
 
 def test_a_fraction_of_the_device_is_what_torch_allows_itself() -> None:

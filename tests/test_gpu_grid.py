@@ -107,6 +107,8 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys) -> No
     monkeypatch.setattr(gpu_grid.api, "find_device", lambda name: catalog.find_device("cpu-x86"))
     assert gpu_grid.main([]) == 2
     assert "no GPU here" in capsys.readouterr().err
+    assert gpu_grid.main(["--device", "cpu"]) == 2
+    assert "add --quick" in capsys.readouterr().err
 
 
 def test_a_measurement_that_takes_too_long_is_a_failure(tmp_path: Path) -> None:

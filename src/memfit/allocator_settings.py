@@ -23,6 +23,7 @@ KEYS = (
     "max_non_split_rounding_mb", "max_split_size_mb", "per_process_memory_fraction",
     "roundup_power2_divisions",
 )  # fmt: skip
+SHARE = re.compile(r"[0-9]*\.?[0-9]+(e[+-]?[0-9]+)?")
 ITEM = re.compile(r"([^:,\[\]]*):(\[[^\]]*\]|[^:,\[\]]*)(?:,|$)")
 
 
@@ -150,7 +151,7 @@ def _mib(items: dict[str, str], key: str, least: int, default: int = 0) -> int:
     value = items.get(key)
     if value is None:
         return default * MIB
-    if not value.isdecimal() or not least <= int(value) <= UNLIMITED // MIB:
+    if not _is_whole(value) or not least <= int(value) <= UNLIMITED // MIB:
         raise InvalidRequest(
             f"`allocator` gives `{key}` the value `{value}`: it is a whole number of MiB, and at"
             f" least {least}"
@@ -158,15 +159,16 @@ def _mib(items: dict[str, str], key: str, least: int, default: int = 0) -> int:
     return int(value) * MIB
 
 
+def _is_whole(value: str) -> bool:
+    return value.isascii() and value.isdecimal() and len(value) < 20
+
+
 def _share(items: dict[str, str], key: str, default: float) -> float:
     value = items.get(key)
     if value is None:
         return default
     whole = default == 1.0  # all of the memory is a fraction of it, a threshold of 1 is none
-    try:
-        share = float(value)
-    except ValueError:
-        share = -1.0
+    share = float(value) if SHARE.fullmatch(value) else -1.0
     if not (0 < share < 1 or (whole and share == 1)):
         raise InvalidRequest(
             f"`allocator` gives `{key}` the value `{value}`: it is above 0 and"
@@ -201,7 +203,7 @@ def _divisions(value: str) -> tuple[int, ...]:
 
 
 def _power_of_two(value: str, what: str) -> int:
-    number = int(value) if value.isdecimal() else 0
+    number = int(value) if _is_whole(value) else 0
     if number < 1 or number & (number - 1):
         raise InvalidRequest(
             f"`allocator` gives `roundup_power2_divisions` {what} of `{value}`: a power of two",

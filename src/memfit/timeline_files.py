@@ -47,7 +47,7 @@ def write_timeline(recording: Recording, certificate: Certificate, folder: Path)
         TRACE: msgspec.json.encode(chrome_trace(recording, certificate)),
     }
     if recording.settings is not None:
-        made[SNAPSHOT] = pickle.dumps(snapshot(recording))
+        made[SNAPSHOT] = pickle.dumps(snapshot(recording), protocol=4)  # the viewer's newest
     for name, content in made.items():
         write_atomically(folder / name, content)
     return [folder / name for name in made]
