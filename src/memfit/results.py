@@ -143,6 +143,8 @@ class Certificate(Noun, frozen=True, kw_only=True):
     generation: Memory | None = None  # of `memfit generate`, a process of its own after the run
     data: RowBounds | None = None  # within which training data must stay
     held_out: RowBounds | None = None  # and what is evaluated on
+    # bytes of host tensors while a run on a GPU loads and saves; they are in none of the phases
+    host: dict[str, int] = {}  # noqa: RUF012 (msgspec gives each its own)
 
 
 class Lever(Noun, frozen=True, kw_only=True):

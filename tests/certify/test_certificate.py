@@ -116,7 +116,7 @@ def test_what_fits_only_by_giving_segments_back_is_at_risk() -> None:
     tape = (Event(0, 30 * MIB), Event(0, 0), Event(1, 38 * MIB))
     traced = Trace(
         phases={}, ledger=Ledger(entries=()), tape=tape, marks=(),
-        stretches=(Phase.LOAD,), bounds=(), tensor=lambda _: None, alive=lambda _: (),
+        stretches=(Phase.LOAD,), bounds=(), host={}, tensor=lambda _: None, alive=lambda _: (),
     )  # fmt: skip
     overhead = find_overhead(H100)
     reserved = replay(tape, Settings()).peaks.reserved

@@ -143,6 +143,15 @@ def test_a_gpu_holds_nothing_but_its_parameters_while_they_are_loaded(tmp_path) 
     assert set(held) == {Kind.PARAMETERS}
 
 
+def test_the_host_holds_a_tensor_of_the_file_and_the_larger_file_of_a_checkpoint(tmp_path) -> None:
+    recipe = pretrained(tmp_path / "base", "fp32", **BF16)
+    made = make_certificate(recipe, H100, None, None)
+    parameters = sum(e.nbytes for e in made.ledger.at(Phase.LOAD) if e.owner != "rotary")
+    steps = 4 * sum(1 for _ in build_model(recipe, "meta").parameters())  # one fp32 count each
+    assert made.host == {"load": 250 * 64 * 4, "save": 2 * parameters + steps}
+    assert make_certificate(recipe, CPU, None, None).host == {}
+
+
 def test_loading_can_need_more_than_training() -> None:
     # one wide embedding, frozen, in a file of a wider dtype: the cast is the peak
     config = {**CONFIGS["llama"], "vocab_size": 60_000, "tie_word_embeddings": True}

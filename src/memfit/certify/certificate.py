@@ -120,6 +120,7 @@ def make_certificate(
         generation=generation,
         data=data or (None if batches else bounds_of(recipe)),
         held_out=held_out,
+        host={str(phase): n for phase, n in trace.host.items()},
     )
 
 

@@ -45,6 +45,7 @@ class Trace:
     marks: tuple[int, ...]  # where in the tape each stretch after the first begins
     stretches: tuple[Phase, ...]  # the phase of each stretch: len(marks) + 1
     bounds: tuple[str, ...]  # what was assumed
+    host: Mapping[Phase, int]  # bytes of host tensors, where the device is another
     tensor: Callable[[int], Tensor] = field(compare=False)  # what a number on the tape is
     # at a phase's peak, those alike in one row
     alive: Callable[[Phase], tuple[Tensor, ...]] = field(compare=False)
@@ -175,7 +176,8 @@ def _run(
     recorder.register_model(model)
     alone = recipe.parallel.world == 1
     if alone:
-        fill_weights(model, recipe, weights)
+        with recorder.watch_host(Phase.LOAD):
+            fill_weights(model, recipe, weights)
     optimizer = build_optimizer(recipe, model)
     recorder.register_optimizer(optimizer)
     built = Built(recipe, model, optimizer)
@@ -193,8 +195,9 @@ def _run(
         return  # the trainer does not load, save or generate in many processes yet
     recorder.enter(Phase.SAVE)
     parameters, states, _ = checkpoint_tensors(built)
-    for tensors in (parameters, states):
-        on_host(tensors)
+    with recorder.watch_host(Phase.SAVE):
+        for tensors in (parameters, states):
+            on_host(tensors)
 
 
 def _generate(recipe: Recipe, kind: str, recorder: Recorder, weights: EmptyWeights | None) -> None:
@@ -243,6 +246,7 @@ class Recorder(LiveBytes):  # type: ignore[no-untyped-call]
         self._cublas = 0 if cuda is None else product_workspace(cuda)
         self._threads: set[bool] = set()  # False: the forward's, True: autograd's
         self._starts: list[tuple[Phase, int]] = [(Phase.LOAD, 0)]
+        self.host: dict[Phase, int] = {}
 
     def enter(self, phase: Phase) -> None:
         """Begin a phase, and a stretch of the tape."""
@@ -254,6 +258,19 @@ class Recorder(LiveBytes):  # type: ignore[no-untyped-call]
         self._phase = phase
         self._starts = [(phase, 0)]
         self.restart()
+
+    @contextmanager
+    def watch_host(self, phase: Phase) -> Iterator[None]:
+        """Count host tensors meanwhile, where the device is another.
+
+        What a copy to the device casts on the host is inside the copy, and not seen.
+        """
+        if self._device_type == "cpu":
+            yield
+            return
+        with LiveBytes("cpu") as host:
+            yield
+        self.host[phase] = host.peak
 
     def stay(self, phase: Phase) -> None:
         """Label what an instant of the first step made, which is one phase as a whole."""
@@ -281,6 +298,7 @@ class Recorder(LiveBytes):  # type: ignore[no-untyped-call]
             marks=tuple(marks),
             stretches=tuple(phase for phase, _ in self._starts),
             bounds=bounds,
+            host=self.host,
             tensor=lambda index: self.describe(self.blocks[index]),
             alive=lambda phase: group_tensors(self.at_peak(phase)),
         )

@@ -50,6 +50,9 @@ def show_certificate(
     show_breakdown(console, memory, why=why)
     _show_numbers(console, certificate, plan)
     _show_phases(console, certificate, plan)
+    if certificate.host:
+        held = (f"{PHASES.get(p, p)} {units.show_bytes(n)}" for p, n in certificate.host.items())
+        say(console, f"host tensors meanwhile: {', '.join(held)}", indent=INDENT)
     _show_generation(console, certificate)
     if plan is not None:
         _show_kinds(console, certificate, plan)
