@@ -91,9 +91,9 @@ def train(
     says that it does not fit. Raises RunFailed (with what was saved intact), DoesNotFit,
     NotCertified, InvalidRequest.
     """
+    refuse_ranks(request)
     from memfit.train import loop
 
-    refuse_ranks(request)
     if not request.task.data:
         raise InvalidRequest("no training data is named", hint="set `task.data`, a file or folder")
     prepared = prepare(request, folder, say=say, override=override)

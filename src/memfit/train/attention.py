@@ -16,11 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AttentionInterface
 
 from memfit.errors import InvalidRequest
+from memfit.libraries import quiet_import
 from memfit.recipe import Recipe
 from memfit.sizes.kernels import Capability, Platform, refusal, usable
+
+with quiet_import():
+    from transformers import AttentionInterface
 
 Documents = Sequence[Sequence[int]]  # for each row, the lengths of its documents; they fill it
 

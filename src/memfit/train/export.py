@@ -11,13 +11,16 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from transformers import AutoConfig
 
 from memfit.errors import RunFailed
+from memfit.libraries import quiet_import
 from memfit.train.build import Built
 from memfit.train.checkpoint import flush, on_host
 from memfit.train.hugging_face import base_model
 from memfit.train.tokenizer import Tokenizer
+
+with quiet_import():
+    from transformers import AutoConfig
 
 FOLDER = "model"
 

@@ -7,11 +7,14 @@ from typing import cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from memfit.families import without_dropout
+from memfit.libraries import quiet_import
 from memfit.recipe import Recipe
 from memfit.train.attention import register_attention
+
+with quiet_import():
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)
