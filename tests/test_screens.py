@@ -193,12 +193,15 @@ def test_why_shows_every_tensor_with_its_line_and_each_lever_with_its_verdict():
     assert "2 x 768.00 MiB  activations  model.layers.31.mlp" in text
     assert "aten.mm  bfloat16 (1, 4096)  transformers/models/llama/modeling_llama.py:164" in text
     lines = [line for line in text.splitlines() if line.startswith("  recompute=full ")]
-    assert lines[0].split()[1:7] == ["9.00", "GiB", "62.00", "GiB", "FITS", "the"]
+    assert lines[0].split()[1:7] == ["9.00", "GiB", "62.00", "GiB", "FITS"]
     (worse,) = [line for line in text.splitlines() if line.startswith("  attention=math ")]
     assert worse.split()[1:6] == ["-2.00", "GiB", "73.00", "GiB", "DOES"]
-    (failed,) = [line for line in text.splitlines() if line.startswith("  loss=chunked")]
+    (failed, _) = [line for line in text.splitlines() if line.startswith("  loss=chunked")]
     assert "unknown" in failed
     assert "NOT CERTIFIED" in failed
+    assert "loss=chunked loss_chunk=1024: it failed" in text
+    assert "precision=bf16 *  " in text
+    assert "* changes what is learned" in text
     assert "--set 'recompute={blocks: 30}'" in text
     assert "+17.7% time a step (predicted); learns the same" in text
 

@@ -12,13 +12,14 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from memfit.catalog.overheads import find_band
 from memfit.errors import Error, InvalidRequest
 from memfit.hardware import Device
 from memfit.nouns import to_data
 from memfit.plan import problem as problems
 from memfit.plan import search
 from memfit.plan.levers import EXACT, changed, knobs, turn
-from memfit.plan.verdict import needs
+from memfit.plan.verdict import ASSUMED_CONTEXT, needs
 from memfit.reading import change
 from memfit.recipe import Recipe
 from memfit.request import Request
@@ -29,6 +30,7 @@ LOOSENED: tuple[tuple[str, ...], ...] = (
     ("recompute",), ("micro_batch",), ("loss", "loss_chunk"), ("optimizer.implementation",),
     ("attention",), ("precision", "base_format"), ("method",),
 )  # fmt: skip
+SURE, POSSIBLE = ("fits",), ("fits", "at_risk", "unproven")
 TRIES = 3  # proposals certified of each number of knobs loosened
 
 
@@ -95,7 +97,7 @@ def _lever(changes: dict[str, Any], proof: Certificate, other: Certificate | Err
         removed=proof.memory.peak_allocated - found.peak_allocated,
         verdict=found.verdict,
         exact=exact,
-        because=f"the peak is then in {found.peak_phase}",
+        because=f"its peak is in {found.peak_phase}",
     )
 
 
@@ -103,27 +105,38 @@ def find_nearest(asked: Plan, proof: Certificate | None) -> Nearest | None:
     """The recipe nearest to a request that does not fit, or the smallest found.
 
     The search runs again with the knobs that the request states left to it one or two at a time;
-    proof: the certificate that refuted the plan, whose excess is taken off the limit. None where
-    nothing is to be searched: no limit is known, or nothing else can be planned.
+    proof: the certificate that refuted the plan, whose excess is taken off the limit. First for
+    what surely fits, with the largest context of the band; then for what may. None where nothing
+    is to be searched: no limit is known, or nothing else can be planned.
     """
     limit = _limit(asked, proof)
     if limit is None:
         return None
+    surely = limit - _doubt(asked.recipe)
     misses: list[Plan] = []
-    for number in range(3):
-        ways = list(_ways(asked.request, number))
-        proposals = [] if number == 0 and proof is None else _propose(asked, ways, limit)
-        misses += [made for made in proposals if made.memory.verdict == "does_not_fit"]
-        fitting = [made for made in proposals if made.memory.verdict != "does_not_fit"]
-        for made in sorted(fitting, key=lambda made: _distance(asked, made))[:TRIES]:
-            (found,) = prove([made.recipe], asked.memory.usable)
-            if isinstance(found, Certificate):
-                if found.memory.verdict == "fits":
+    for within, accepted in ((surely, SURE), (limit, POSSIBLE)):
+        for number in range(3):
+            ways = list(_ways(asked.request, number))
+            proposals = _propose(asked, ways, within)
+            misses += [made for made in proposals if made.memory.verdict == "does_not_fit"]
+            fitting = [made for made in proposals if made.memory.verdict != "does_not_fit"]
+            for made in sorted(fitting, key=lambda made: _distance(asked, made))[:TRIES]:
+                (found,) = prove([made.recipe], asked.memory.usable)
+                if isinstance(found, Certificate) and found.memory.verdict in accepted:
                     return _name(asked, made, found)
                 misses.append(made)
+        if surely == limit:
+            break
     smallest = min([asked, *misses], key=lambda made: needs(made.memory))
     (found,) = prove([smallest.recipe], asked.memory.usable)
     return _name(asked, smallest, found) if isinstance(found, Certificate) else None
+
+
+def _doubt(recipe: Recipe) -> int:
+    """How much more than a prediction takes for it the context may be, bytes."""
+    device = _device_of(recipe)
+    band = None if device.is_cpu else find_band("overhead", device)
+    return max(0, band["high"] - ASSUMED_CONTEXT) if band else 0
 
 
 def _limit(asked: Plan, proof: Certificate | None) -> int | None:

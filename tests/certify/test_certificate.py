@@ -17,6 +17,7 @@ from memfit.certify.recorder import Trace, worst_shapes
 from memfit.certify.tape import Event
 from memfit.errors import InvalidRequest, NotCertified
 from memfit.ledger import Kind, Ledger, Phase
+from memfit.screens.memory import parts_of
 from memfit.units import GIB, MIB
 
 BF16 = {"precision": "bf16", "base_format": "bf16"}
@@ -94,6 +95,7 @@ def test_on_cuda_the_entries_add_up_to_the_device_total() -> None:
     assert memory.device_total == peaks.reserved + overhead.typical
     assert sum(e.nbytes for e in memory.entries) == memory.device_total
     assert {e.kind for e in memory.entries} > {Kind.CONTEXT, Kind.FRAGMENTATION}
+    assert sum(n for _, n in parts_of(memory)) == memory.device_total  # as the screen shows them
     assert made.ledger == traced.ledger  # of tensors alone, as a prediction's is
     assert {e.phase for e in memory.entries} == {Phase(memory.peak_phase)}
 

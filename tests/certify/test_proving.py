@@ -15,7 +15,7 @@ from memfit.units import MIB
 
 MODEL = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 256, "tie_word_embeddings": False,
 }  # fmt: skip
 STATED = {
@@ -68,12 +68,13 @@ def test_each_lever_is_the_certificate_of_the_request_with_its_words_set(device)
     }  # fmt: skip
     assert [lever.removed for lever in levers] == sorted((v.removed for v in levers), reverse=True)
     assert levers[0].removed > 0 > levers[-1].removed
-    for lever in levers[::3]:
+    for lever in levers[::4]:
         own = certified(api.plan(api.change(request, lever.changes))).memory
         assert (lever.peak_allocated, lever.verdict) == (own.peak_allocated, own.verdict)
         assert lever.removed == proof.memory.peak_allocated - own.peak_allocated
     inexact = {key for lever in levers if not lever.exact for key in lever.changes}
-    assert inexact <= {"precision", "base_format", "optimizer.name", "method"}
+    followers = {"base_format", "optimizer.implementation"}
+    assert inexact - followers <= {"precision", "optimizer.name", "method"}
 
 
 def test_a_lever_that_cannot_be_certified_says_why(monkeypatch) -> None:

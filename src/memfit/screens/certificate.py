@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from memfit import units
-from memfit.ledger import Ledger
+from memfit.ledger import Ledger, Phase, sum_by_kind
 from memfit.plan.verdict import describe_lack, needs
 from memfit.report import signed_error
 from memfit.results import Certificate, Lever, Nearest, Plan, Tensor
@@ -24,6 +24,8 @@ from memfit.screens.terminal import Console
 from memfit.words import PHASES, VERDICTS, set_words, show_error
 
 TENSORS = 10
+BEYOND_ALLOCATED = ("cached", "context")  # owners of what no tensor's block holds
+CHANGES = "*"  # the mark of a lever that changes what is learned
 
 
 def show_certificate(
@@ -125,9 +127,10 @@ def totals(ledger: Ledger) -> dict[str, int]:
 
 
 def _show_kinds(console: Console, certificate: Certificate, plan: Plan) -> None:
-    """Both ledgers at the certified peak's phase, so that like is compared with like."""
-    phase = certificate.ledger.peak_phase
-    predicted, certified = plan.ledger.by_kind(phase), certificate.ledger.by_kind(phase)
+    """Both at the certified peak's phase and up to what is allocated: like beside like."""
+    phase = Phase(certificate.memory.peak_phase)
+    allocated = (e for e in certificate.memory.entries if e.owner not in BEYOND_ALLOCATED)
+    predicted, certified = plan.ledger.by_kind(phase), sum_by_kind(allocated)
     kinds = [k for k in predicted | certified]
     rows = [(str(k), predicted.get(k, 0), certified.get(k, 0), "") for k in kinds]
     _compare(console, f"By kind at the peak ({PHASES.get(phase, phase)})", rows)
@@ -173,24 +176,36 @@ def _show_levers(console: Console, levers: Sequence[Lever]) -> None:
         say(console, "no knob can be turned", indent=INDENT)
         return
     numbers = ("removes", "new peak")
-    table = make_table("--set", *numbers, "verdict", "note", numbers=numbers)
+    table = make_table("--set", *numbers, "verdict", numbers=numbers)
     table.columns[0].no_wrap = True
     for lever in levers:
-        learned = "" if lever.exact else "changes what is learned"
-        notes = "; ".join(filter(None, (lever.because, learned)))
+        mark = "" if lever.exact else f" {CHANGES}"
         table.add_row(
-            "\n".join(set_words(lever.changes)),
+            "\n".join(set_words(lever.changes)) + mark,
             "unknown" if lever.removed is None else _signed(lever.removed),
-            _bytes(lever.peak_allocated),
+            "unknown" if lever.peak_allocated is None else _bytes(lever.peak_allocated),
             VERDICTS[lever.verdict] if lever.verdict else "NOT CERTIFIED",
-            plain(console, notes),
         )
     show(console, table)
+    if not all(lever.exact for lever in levers):
+        say(console, f"{CHANGES} changes what is learned", style="dim", indent=INDENT)
+    for lever in levers:
+        if lever.verdict is None:
+            said = f"{' '.join(set_words(lever.changes))}: {lever.because}"
+            say(console, said, style="dim", indent=INDENT)
 
 
 def _signed(removed: int) -> str:
     """Bytes taken off the peak; a minus where it grows."""
     return ("-" if removed < 0 else "") + units.show_bytes(abs(removed))
+
+
+NEAREST = {
+    "fits": "The nearest recipe that fits",
+    "at_risk": "None found surely fits; the nearest that may",
+    "unproven": "None found surely fits; the nearest that may",
+    "does_not_fit": "No recipe found fits; the smallest found",
+}
 
 
 def show_nearest(console: Console, nearest: Nearest | None, device: str) -> None:
@@ -201,7 +216,7 @@ def show_nearest(console: Console, nearest: Nearest | None, device: str) -> None
             indent=INDENT)  # fmt: skip
         return
     fits = nearest.memory.verdict != "does_not_fit"
-    title = "The nearest recipe that fits" if fits else "No recipe found fits; the smallest found"
+    title = NEAREST[nearest.memory.verdict]
     heading(console, f"{title} (certified, recipe {nearest.recipe_digest})")
     for word in set_words(nearest.changes) or ["(as it was asked)"]:
         say(console, f"--set {word}" if nearest.changes else word, indent=INDENT)
