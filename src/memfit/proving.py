@@ -73,9 +73,12 @@ def prove(recipes: Sequence[Recipe], usable: int | None) -> list[Certificate | E
     return certification.certify_all(orders)
 
 
-def find_levers(plan: Plan, proof: Certificate) -> tuple[Lever, ...]:
-    """The certified recipe with one knob turned, each certified; what removes most comes first."""
-    ways = list(turn(problems.read_problem(plan.request), plan.recipe))
+def find_levers(request: Request, proof: Certificate) -> tuple[Lever, ...]:
+    """The certified recipe with one knob turned, each certified; what removes most comes first.
+
+    request: the one that the recipe was made of, for one device or for many.
+    """
+    ways = list(turn(problems.read_problem(request, ranks=True), proof.recipe))
     proofs = prove([way.recipe for way in ways], proof.memory.usable)
     pairs = zip(ways, proofs, strict=True)
     rows = [_lever(way.changes, proof, other) for way, other in pairs]

@@ -83,3 +83,20 @@ def test_knobs_name_what_differs():
     assert changed(plain, other, 5) == {"recompute": "full", "micro_batch": 4}
     assert changed(plain, plain, 5) == {}
     assert knobs(plain, 5)["recompute"] == {"blocks": 2}
+
+
+def test_levers_of_many_ranks_keep_the_mesh_and_what_it_can_run():
+    request = ask(
+        hardware={"device": "h100-sxm", "count": 4}, attention="efficient", micro_batch=2,
+        parallel={"dp_shard": 4}, task={"sequence_length": 64, "global_batch": 16},
+    )  # fmt: skip
+    from memfit.plan.stated import read_stated
+
+    recipe = read_stated(request).recipe
+    levers = list(turn(read_problem(request, ranks=True), recipe))
+    for lever in levers:
+        assert lever.recipe.parallel == recipe.parallel
+        assert lever.recipe.global_batch == 16
+        assert read_stated(put(request, lever.changes)).recipe == lever.recipe, lever.changes
+    (sgd,) = [r for changes, r in levers if changes.get("optimizer.name") == "sgd"]
+    assert sgd.optimizer.implementation == "foreach"  # torch cannot update shards with fused sgd

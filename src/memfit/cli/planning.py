@@ -182,7 +182,7 @@ def certify_command(
     nearest = None
     if why:
         say("certifying every lever")
-        levers = api.find_levers(plan, certificate)
+        levers = api.find_levers(plan.request, certificate)
     if certificate.memory.verdict == "does_not_fit":
         say("searching the nearest recipe that fits")
         nearest = api.find_nearest(plan, certificate)
@@ -221,15 +221,20 @@ def _certify_ranks(
         say(f"assumed: {assumed}")
     say(f"certifying recipe {recipe.digest} for {recipe.parallel.world} x {recipe.device}")
     certificate = _certify(recipe, stated.usable, home, timeline, say)
+    levers: Sequence[Lever] = ()
+    if why:
+        say("certifying every lever")
+        levers = api.find_levers(request, certificate)
     if as_json:
         from memfit.nouns import to_data
 
-        print_json({**to_data(certificate), "defaults": to_data(stated.defaults)})
+        more = {"defaults": to_data(stated.defaults), "levers": to_data(levers), "nearest": None}
+        print_json({**to_data(certificate), **more})
     else:
         from memfit.screens.certificate import show_certificate
         from memfit.screens.layout import make_console
 
-        show_certificate(make_console(), certificate, None, commands=[], why=why)
+        show_certificate(make_console(), certificate, None, commands=[], why=why, levers=levers)
     return _exit_code(certificate.memory.verdict)
 
 

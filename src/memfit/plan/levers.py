@@ -68,7 +68,7 @@ def turn(problem: Problem, recipe: Recipe) -> Iterator[Lever]:
 
 
 def _exact(problem: Problem, recipe: Recipe, layers: int) -> Iterator[Recipe]:
-    batch, own = recipe.global_batch, recipe.optimizer
+    batch, own = recipe.micro_batch * recipe.accumulation, recipe.optimizer  # of one rank
     for blocks in sorted({0, layers // 2, layers} - {recipe.recompute_blocks}):
         yield replace(recipe, recompute_blocks=blocks)
     smaller = [d for d in divisors(batch) if d < recipe.micro_batch][-1:]
@@ -79,14 +79,30 @@ def _exact(problem: Problem, recipe: Recipe, layers: int) -> Iterator[Recipe]:
         yield replace(recipe, loss="plain", loss_chunk=0)
     elif not head_adapter(find_adapter(recipe).adapt(problem.model, recipe)):
         yield replace(recipe, loss="chunked", loss_chunk=CHUNK)
-    family = optimizers.find(own.name)
-    for implementation in family.implementations:
-        here = not problem.device.is_cpu or implementation not in family.cuda_only
-        if here and implementation != own.implementation:
-            yield replace(recipe, optimizer=replace(own, implementation=implementation))
+    for implementation in _implementations(problem, recipe):
+        yield replace(recipe, optimizer=replace(own, implementation=implementation))
     for kernel in get_args(Attention):
         if kernel != recipe.attention and _possible(problem, recipe, kernel):
             yield replace(recipe, attention=kernel)
+
+
+def _implementations(problem: Problem, recipe: Recipe) -> Iterator[Any]:
+    """The other ones of the same optimizer that the device and the mesh can have."""
+    own = recipe.optimizer
+    for name in optimizers.find(own.name).implementations:
+        other = replace(recipe, optimizer=replace(own, implementation=name))
+        if name != own.implementation and _runs(problem, other):
+            yield name
+
+
+def _runs(problem: Problem, recipe: Recipe) -> bool:
+    """Whether the optimizer has this implementation, on this device and mesh."""
+    family, name = optimizers.find(recipe.optimizer.name), recipe.optimizer.implementation
+    if problem.device.is_cpu and name in family.cuda_only:
+        return False
+    if recipe.parallel.world > 1 and name in family.unsharded_only:
+        return False
+    return name in family.implementations
 
 
 def _possible(problem: Problem, recipe: Recipe, kernel: str) -> bool:
@@ -122,7 +138,8 @@ def _inexact(problem: Problem, recipe: Recipe) -> Iterator[Recipe]:
         eight = replace(recipe.optimizer, name="adamw8bit", implementation=coded)
         yield replace(recipe, optimizer=eight)
     if recipe.optimizer.name != "sgd":
-        sgd = replace(recipe.optimizer, name="sgd")
-        if sgd.implementation not in optimizers.find("sgd").implementations:
-            sgd = replace(sgd, implementation="fused")
-        yield replace(recipe, optimizer=sgd)
+        other = replace(recipe, optimizer=replace(recipe.optimizer, name="sgd"))
+        if not _runs(problem, other):
+            possible = next(_implementations(problem, other))
+            other = replace(other, optimizer=replace(other.optimizer, implementation=possible))
+        yield other

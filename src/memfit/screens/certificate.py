@@ -64,7 +64,7 @@ def show_certificate(
     else:
         _show_tensors(console, certificate)
     if memory.verdict == "does_not_fit":
-        show_nearest(console, nearest, recipe.device)
+        show_nearest(console, nearest, recipe.device, ranks=recipe.parallel.world)
     bullets(console, "Holds for", certificate.bounds)
     next_commands(console, commands)
 
@@ -208,12 +208,14 @@ NEAREST = {
 }
 
 
-def show_nearest(console: Console, nearest: Nearest | None, device: str) -> None:
+def show_nearest(console: Console, nearest: Nearest | None, device: str, *, ranks: int = 1) -> None:
     """What to set so that it fits; or how near the smallest recipe comes."""
     if nearest is None:
         heading(console, "The nearest recipe that fits")
-        say(console, "not searched: the limit is unknown, or no other can be certified",
-            indent=INDENT)  # fmt: skip
+        why = "the limit is unknown, or no other can be certified"
+        if ranks > 1:
+            why = "a plan is for one device today; --why certifies every lever"
+        say(console, f"not searched: {why}", indent=INDENT)
         return
     fits = nearest.memory.verdict != "does_not_fit"
     title = NEAREST[nearest.memory.verdict]
