@@ -105,15 +105,18 @@ def as_nccl(live: LiveBytes) -> Iterator[None]:
         def run(*args: Any, **kwargs: Any) -> Any:
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
             before = [tensor._use_count() for tensor in tensors]
-            live._hide()
-            try:
-                out = plain(*args, **kwargs)
-            finally:
-                live._show()
+            out = plain(*args, **kwargs)
             wait_until_let_go(tensors, before)
             return out
 
         return run
+
+    def wait(*args: Any) -> Any:
+        live._hide()
+        try:
+            return plain_wait(*args)
+        finally:
+            live._show()
 
     def functional(*args: Any, **kwargs: Any) -> Any:  # of the gradients' norms
         out = reduce(*args, **kwargs)
@@ -122,14 +125,14 @@ def as_nccl(live: LiveBytes) -> Iterator[None]:
         wait_until_let_go([elem], [1])
         return out
 
-    reduce = funcol.all_reduce
+    reduce, plain_wait = funcol.all_reduce, dist.Work.wait
     for name, plain in kept.items():
         setattr(dist, name, collective(plain))
-    funcol.all_reduce = functional
+    funcol.all_reduce, dist.Work.wait = functional, wait
     try:
         yield
     finally:
-        funcol.all_reduce = reduce
+        funcol.all_reduce, dist.Work.wait = reduce, plain_wait
         for name, plain in kept.items():
             setattr(dist, name, plain)
 
