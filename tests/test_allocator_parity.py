@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from memfit import api
 from memfit.certify.tape import CAUGHT_UP, EMPTIED, FREED, USED, Event
 from memfit.errors import InvalidRequest
 
@@ -86,6 +87,9 @@ def test_cases_cover_every_setting_and_two_kinds_of_step() -> None:
     played = [event.nbytes for case in cases for event in case.tape]
     assert min(played.count(kind) for kind in (USED, CAUGHT_UP, EMPTIED)) > 5
     for case in cases:
+        if case.model:
+            request = api.read(case.model, device="h200-sxm", changes=dict(case.changes))
+            assert api.predict(request).recipe.allocator == case.allocator
         if EMPTIED in [event.nbytes for event in case.tape]:
             assert case.allowed is None  # or it could not be told from a retry
 

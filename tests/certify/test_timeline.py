@@ -134,6 +134,7 @@ def test_pytorchs_own_viewer_reads_the_snapshot_with_its_lines(made, tmp_path) -
         assert names == ["timeline.html", "timeline.trace.json"]
         return
     assert names[-1] == "timeline.snapshot.pickle"
+    assert written[-1].read_bytes()[:2] == b"\x80\x04"  # the newest that the viewer reads
     snapshot = pickle.loads(written[-1].read_bytes())
     assert "<html" in _memory_viz.trace_plot(snapshot)
     frames = {
