@@ -51,6 +51,17 @@ def test_what_no_recipe_can_name_is_not_the_default(plain: None) -> None:
         set_allocator("")
 
 
+def test_what_this_torch_does_not_know_is_one_clear_error(
+    plain: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = torch._C._accelerator_setAllocatorSettings
+    monkeypatch.setattr(  # as an older torch: torch's own words for a value that it does not take
+        torch._C, "_accelerator_setAllocatorSettings", lambda text: real("max_split_size_mb:1")
+    )
+    with pytest.raises(InvalidRequest, match=r"does not take .*large_segment_size_mb:64.*small"):
+        set_allocator("large_segment_size_mb:64")
+
+
 def test_nothing_is_set_once_cuda_has_started(plain: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     set_allocator("")

@@ -11,8 +11,9 @@ from memfit.errors import InvalidRequest
 def set_allocator(text: str) -> None:
     """Make torch's CUDA allocator follow a recipe's `allocator`; call it before CUDA starts.
 
-    Raises InvalidRequest when the process already follows other settings: torch keeps some from
-    one call to the next, and memory that is held was taken under the old ones.
+    Raises InvalidRequest when this torch does not know a setting, and when the process already
+    follows others: torch keeps some from one call to the next, and memory that is held was taken
+    under the old ones.
     """
     running = torch._C._accelerator_getAllocatorSettings()  # PYTORCH_ALLOC_CONF's, or the last set
     if _same(running, text):
@@ -25,7 +26,14 @@ def set_allocator(text: str) -> None:
             hint="unset PYTORCH_ALLOC_CONF, or plan again with `allocator` set to its value; one"
             " process runs one setting",
         )
-    torch._C._accelerator_setAllocatorSettings(text)
+    try:
+        torch._C._accelerator_setAllocatorSettings(text)
+    except (RuntimeError, ValueError) as error:
+        raise InvalidRequest(
+            f"torch {torch.__version__} does not take the recipe's `allocator: {text}`:"
+            f" {str(error).partition(chr(10))[0]}",
+            hint="an older torch has fewer settings; leave it out and plan again",
+        ) from None
 
 
 def _same(running: str, wanted: str) -> bool:
