@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.errors import Error, InvalidRequest, NotCertified
 from memfit.hardware import Device
+from memfit.ledger import Phase
 from memfit.nouns import Noun, from_data, to_data, to_json
 from memfit.recipe import Recipe
 from memfit.results import Certificate
@@ -183,3 +184,14 @@ def trace(
     from memfit.certify.recorder import trace_step
 
     return trace_step(recipe, device, batches, steps, rank=rank)
+
+
+def sweep(recipes: Iterable[Recipe], device: Device) -> list[dict[Phase, int]]:
+    """Each recipe's peaks of live bytes by phase, from traces of shallow twins; `certify.depth`.
+
+    The bytes that `trace` finds, sooner for deep models; reserved memory needs `certify`. Runs in
+    this process. Raises NotCertified where a model's blocks are not alike.
+    """
+    from memfit.certify.depth import sweep as sweep_depths
+
+    return sweep_depths(recipes, device)

@@ -1,0 +1,152 @@
+"""Peaks extrapolated from shallow twins are those of the full trace, to the byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from tiny_steps import CONFIGS, CPU, FAMILIES, H100, make_recipe
+
+from memfit import catalog
+from memfit.certify import depth, sweep, trace
+from memfit.certify.depth import find_runs, with_runs
+from memfit.errors import NotCertified
+from memfit.ledger import Phase
+from memfit.recipe import Freeze, Lora, Recipe
+
+LAYERS = 8
+BF16 = {"precision": "bf16", "base_format": "bf16"}
+MIXED = {"precision": "bf16-mixed"}
+CHUNKED = {"loss": "chunked", "loss_chunk": 20}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "none": {**BF16, "accumulation": 2},
+    "full": {**BF16, "recompute_blocks": LAYERS, "implementation": "foreach"},
+    "some": {"recompute_blocks": 2, "name": "sgd", "implementation": "loop", "attention": "math"},
+    "freeze": {
+        "method": "freeze", "freeze": Freeze(last_blocks=6), **BF16, **CHUNKED,
+        "implementation": "loop",
+    },
+    "lora": {
+        "method": "lora", **MIXED, "base_format": "bf16", "recompute_blocks": LAYERS,
+        "packing": True,
+    },
+    "freeze-recompute": {
+        "method": "freeze", "freeze": Freeze(last_blocks=2), **MIXED, "recompute_blocks": 7,
+        "implementation": "foreach",
+    },
+}  # fmt: skip
+
+
+def deep(family: str, variant: str, layers: int = LAYERS, **more: Any) -> Recipe:
+    key = "n_layer" if family == "gpt2" else "num_hidden_layers"
+    return make_recipe(family, config={**CONFIGS[family], key: layers, **more}, **VARIANTS[variant])
+
+
+def cases() -> list[Any]:
+    """Each variant on one family, and slowly every one on every family."""
+    quick = set(zip(FAMILIES, VARIANTS, strict=True))
+    pairs = [(family, variant) for family in FAMILIES for variant in VARIANTS]
+    return [
+        pytest.param(*pair, id="-".join(pair), marks=() if pair in quick else pytest.mark.slow)
+        for pair in pairs
+    ]
+
+
+@pytest.mark.parametrize(("family", "variant"), cases())
+def test_every_phase_peaks_at_the_byte_of_the_full_trace(family: str, variant: str) -> None:
+    recipe = deep(family, variant)
+    device = CPU if family == "mistral" else H100
+    (found,) = sweep([recipe], device)
+    assert found == dict(trace(recipe, device).phases)
+
+
+@pytest.mark.slow
+def test_two_kinds_of_blocks_grow_on_their_own() -> None:
+    recipe = replace(deep("llama", "none", 14), recompute_blocks=7)
+    assert find_runs(recipe) == (7, 7)
+    (found,) = sweep([recipe], H100)
+    assert found == dict(trace(recipe, H100).phases)
+
+
+def of_catalogue(name: str, **changes: Any) -> Recipe:
+    reference = catalog.find_model(name).reference()
+    recipe = make_recipe(config=reference.config, **BF16, sequence_length=2048, micro_batch=1)
+    return replace(recipe, model=reference, **changes)
+
+
+LORA = {"method": "lora", "lora": Lora(rank=16, alpha=16.0, targets=("q_proj", "v_proj"))}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"recompute_blocks": 32}, LORA], ids=str)
+def test_a_model_of_8_billion_parameters(changes: dict) -> None:
+    recipe = of_catalogue("llama-3.1-8b", **changes)
+    (found,) = sweep([recipe], H100)
+    assert found == dict(trace(recipe, H100).phases)
+
+
+@pytest.mark.slow
+def test_a_model_of_80_blocks_where_a_line_through_two_depths_fails() -> None:
+    recipe = of_catalogue("llama-3-70b", recompute_blocks=80)
+    full = dict(trace(recipe, H100).phases)
+    (found,) = sweep([recipe], H100)
+    assert found == full
+    three, four = (trace(with_runs(recipe, [n]), H100).phases for n in (3, 4))
+    line = {p: three[p] + (80 - 3) * (four[p] - three[p]) for p in full}
+    assert line[Phase.BACKWARD] != full[Phase.BACKWARD]
+
+
+def test_shallow_traces_serve_every_depth(monkeypatch) -> None:
+    traced = []
+    run = depth.trace_step
+    monkeypatch.setattr(depth, "trace_step", lambda *args: traced.append(1) or run(*args))
+    a, b, c = sweep([deep("llama", "none", n) for n in (30, 60, 90)], H100)
+    assert len(traced) == 3
+    assert b[Phase.BACKWARD] - a[Phase.BACKWARD] == c[Phase.BACKWARD] - b[Phase.BACKWARD] > 0
+
+
+def test_shallow_models_are_traced_themselves() -> None:
+    recipe = deep("llama", "none", 2)
+    assert sweep([recipe], CPU) == [dict(trace(recipe, CPU).phases)]
+
+
+def test_runs_of_blocks_that_are_alike() -> None:
+    assert find_runs(deep("llama", "none")) == (8,)
+    assert find_runs(deep("llama", "some")) == (2, 6)
+    assert find_runs(deep("gpt2", "freeze-recompute")) == (6, 1, 1)
+    shallow = with_runs(deep("gpt2", "freeze-recompute"), [3, 1, 1])
+    assert shallow.model.config["n_layer"] == 5
+    assert (shallow.recompute_blocks, shallow.freeze.last_blocks) == (4, 2)
+
+
+def test_blocks_that_are_not_alike_are_refused() -> None:
+    one = make_recipe(
+        config={**CONFIGS["llama"], "num_hidden_layers": 9}, method="freeze",
+        freeze=Freeze(patterns=("model.layers.4.*",)),
+    )  # fmt: skip
+    with pytest.raises(NotCertified, match="blocks of `llama` are not alike"):
+        sweep([one], CPU)
+    kinds = deep("llama", "none", some_list=[1, 2, 3, 4, 5, 6, 7, 8])
+    with pytest.raises(NotCertified, match="`some_list` of config"):
+        sweep([kinds], CPU)
+
+
+def test_a_tape_that_does_not_come_out_is_refused(monkeypatch) -> None:
+    """One tensor of the deepest twin is larger than the others say."""
+    run = depth.trace_step
+
+    def uneven(recipe: Recipe, device: Any) -> Any:
+        traced = run(recipe, device)
+        if recipe.model.config["num_hidden_layers"] != depth.SHALLOW + depth.CHECKED:
+            return traced
+        events = list(traced.tape)
+        place = next(i for i, e in enumerate(events) if i > traced.marks[1] and e.nbytes)
+        events[place] = events[place]._replace(nbytes=events[place].nbytes + 512)
+        return type(traced)(
+            **{f: getattr(traced, f) for f in traced.__slots__} | {"tape": tuple(events)}
+        )
+
+    monkeypatch.setattr(depth, "trace_step", uneven)
+    with pytest.raises(NotCertified, match="do not repeat in"):
+        sweep([deep("llama", "none")], CPU)
