@@ -88,7 +88,7 @@ def test_a_model_of_8_billion_parameters(changes: dict) -> None:
 
 @pytest.mark.slow
 def test_a_model_of_80_blocks_where_a_line_through_two_depths_fails() -> None:
-    recipe = of_catalogue("llama-3-70b", recompute_blocks=80)
+    recipe = of_catalogue("llama-3-70b", recompute_blocks=80, sequence_length=8192)
     full = dict(trace(recipe, H100).phases)
     (found,) = sweep([recipe], H100)
     assert found == full
