@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from memfit.errors import InvalidRequest
-from memfit.shapes import MOST_DOCUMENTS, RowBounds, bounding_shapes, most_unequal
+from memfit.shapes import (
+    MOST_DOCUMENTS,
+    RowBounds,
+    bounding_shapes,
+    evaluation_shapes,
+    holds,
+    most_unequal,
+)
 from tiny_models import make_recipe
 
 
@@ -79,3 +86,19 @@ def test_bounds_cover_what_is_within_all_of_them():
     for beyond in (bounds(9, 5, 7), bounds(8, 6, 7), bounds(8, 5, 8)):
         assert not mine.covers(beyond)
     assert str(mine).startswith("rows of at most 8 tokens, at most 5 documents a micro-batch")
+
+
+def test_an_evaluation_takes_the_longest_document_last():
+    recipe = make_recipe(packing=True, micro_batch=2, device="h100-sxm")
+    (shape,) = evaluation_shapes(recipe, bounds(6, 5, 4))
+    assert shape.documents == ((1, 1, 4), (2, 4))
+    assert evaluation_shapes(recipe, bounds(6, 0, 6))[0].documents is None
+
+
+def test_on_a_cpu_more_documents_ask_for_no_new_certificate():
+    here = make_recipe(packing=True, micro_batch=1)
+    there = make_recipe(packing=True, micro_batch=1, device="h100-sxm")
+    assert holds(here, bounds(8, 2, 8), bounds(8, 8, 8))
+    assert not holds(there, bounds(8, 2, 8), bounds(8, 8, 8))
+    assert not holds(here, bounds(8, 1, 8), bounds(8, 2, 8)), "outputs of two are joined"
+    assert not holds(here, bounds(8, 2, 4), bounds(8, 2, 8))
