@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+
 import msgspec
 import pytest
 
@@ -12,6 +15,8 @@ from memfit.nouns import from_data
 from memfit.plan.verdict import needs
 from memfit.request import Request
 from memfit.units import MIB
+from memfit.words import set_words
+from test_cli import quick
 
 MODEL = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
@@ -146,6 +151,21 @@ def test_a_certificate_that_refutes_its_plan_tightens_the_search() -> None:
     assert nearest.memory.verdict == "fits"
     assert nearest.memory.usable == 20 * MIB
     assert nearest.memory.peak_allocated <= 20 * MIB - excess
+
+
+def test_a_miss_exits_3_and_its_json_names_the_nearest(tmp_path) -> None:
+    file = tmp_path / "request.yaml"
+    file.write_text(json.dumps(STATED))
+    code, out, err = quick("certify", file, "--memory", "8 MiB", "--json")
+    assert (code, "searching the nearest recipe that fits" in err) == (3, True)
+    nearest = json.loads(out)["nearest"]
+    assert nearest["memory"]["verdict"] == "fits"
+    words = [
+        part for word in set_words(nearest["changes"]) for part in ("--set", *shlex.split(word))
+    ]
+    code, out, _ = quick("plan", file, "--memory", "8 MiB", "--json", *words)
+    assert code == 0
+    assert json.loads(out)["recipe_digest"] == nearest["recipe_digest"]
 
 
 def test_without_a_limit_nothing_is_searched() -> None:
