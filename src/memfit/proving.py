@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from memfit.catalog.overheads import find_band
+from memfit.catalog.overheads import find_outside
 from memfit.errors import Error, InvalidRequest
 from memfit.hardware import Device
 from memfit.nouns import to_data
@@ -138,8 +138,8 @@ def find_nearest(asked: Plan, proof: Certificate | None) -> Nearest | None:
 def _doubt(recipe: Recipe) -> int:
     """How much more than a prediction takes for it the context may be, bytes."""
     device = _device_of(recipe)
-    band = None if device.is_cpu else find_band("overhead", device)
-    return max(0, band["high"] - ASSUMED_CONTEXT) if band else 0
+    band = None if device.is_cpu else find_outside(device, recipe.parallel)
+    return max(0, band.high - ASSUMED_CONTEXT) if band else 0
 
 
 def _limit(asked: Plan, proof: Certificate | None) -> int | None:

@@ -10,9 +10,10 @@ import pytest
 from tiny_steps import CPU, H100, make_device, make_recipe, watch_real_step
 
 from memfit.allocator_settings import Settings
+from memfit.catalog.overheads import find_overhead
 from memfit.certify import BatchShape, Order, _read_answers, certify, certify_all, trace
 from memfit.certify.allocator import replay
-from memfit.certify.certificate import _judge, find_overhead, make_certificate
+from memfit.certify.certificate import _judge, make_certificate
 from memfit.certify.recorder import Trace, worst_shapes
 from memfit.certify.tape import Event
 from memfit.errors import InvalidRequest, NotCertified

@@ -8,8 +8,9 @@ from msgspec.structs import replace
 from tiny_steps import A100, CONFIGS, CPU, H100, make_device, make_recipe
 
 from memfit.adapters import find_adapter
+from memfit.catalog.overheads import find_outside, find_overhead
 from memfit.certify import trace
-from memfit.certify.certificate import find_outside, find_overhead, make_certificate
+from memfit.certify.certificate import make_certificate
 from memfit.errors import InvalidRequest, NotCertified
 from memfit.families import read_model
 from memfit.ledger import Kind, Phase

@@ -8,14 +8,48 @@ from typing import Any
 
 from memfit import units
 from memfit.hardware import Device
+from memfit.nouns import Noun
+from memfit.recipe import Parallel
 
 
-def find_band(table: str, device: Device) -> dict[str, int] | None:
-    """low, typical and high in bytes, of the device's own row or its vendor's; None without one."""
+class Overhead(Noun, frozen=True, kw_only=True):
+    """What a process holds on a device outside the caching allocator, bytes; a band."""
+
+    low: int
+    typical: int
+    high: int
+    source: str
+    verified: bool
+
+
+def find_overhead(device: Device) -> Overhead | None:
+    """The row of `catalog/overheads.toml` for this device; None when there is none."""
+    return _find_row("overhead", device)
+
+
+def find_outside(device: Device, parallel: Parallel) -> Overhead | None:
+    """The context and NCCL's communicators together; None where the context is unknown."""
+    context, each = find_overhead(device), _find_row("communicator", device)
+    count = sum(ranks > 1 for ranks in (parallel.dp_replicate, parallel.dp_shard))
+    if context is None or not count:
+        return context
+    if each is None:
+        return None
+    return Overhead(
+        low=context.low + count * each.low,
+        typical=context.typical + count * each.typical,
+        high=context.high + count * each.high,
+        source=f"{context.source}; NCCL, {count} x: {each.source}",
+        verified=context.verified and each.verified,
+    )
+
+
+def _find_row(table: str, device: Device) -> Overhead | None:
     path = Path(__file__).with_name("overheads.toml")
-    rows: list[dict[str, Any]] = tomllib.loads(path.read_text(encoding="utf-8")).get(table, [])
-    for key in (device.id, device.vendor):
+    rows: list[dict[str, Any]] = tomllib.loads(path.read_text(encoding="utf-8"))[table]
+    for key in (device.id, device.vendor):  # a device's own row goes before its vendor's
         for row in rows:
             if row["match"] == key:
-                return {name: units.parse_bytes(row[name]) for name in ("low", "typical", "high")}
+                sizes = {k: units.parse_bytes(row[k]) for k in ("low", "typical", "high")}
+                return Overhead(**sizes, source=row["source"], verified=row["verified"])
     return None

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import time
-import tomllib
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import replace
 
 import memfit
-from memfit import catalog, units
+from memfit import units
 from memfit.adapters import find_adapter
 from memfit.allocator_settings import Settings, check_allocator, read_settings
+from memfit.catalog.overheads import Overhead, find_outside
 from memfit.certify import NEWEST_TORCH, release
 from memfit.certify.allocator import Replay, replay
 from memfit.certify.recorder import (
@@ -29,56 +28,12 @@ from memfit.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.hardware import Device
 from memfit.ledger import Entry, Kind, Phase
-from memfit.nouns import Noun
 from memfit.parallelism.shards import fullest_rank
 from memfit.recipe import Parallel, Recipe
 from memfit.results import Certificate, Memory, Verdict
 from memfit.shapes import BatchShape, RowBounds, bounding_shapes, bounds_of, evaluation_shapes
 
 LIBRARIES = ("torch", "transformers", "peft")
-
-
-class Overhead(Noun, frozen=True, kw_only=True):
-    """What a process holds on a device outside the caching allocator, bytes; a band."""
-
-    low: int
-    typical: int
-    high: int
-    source: str
-    verified: bool
-
-
-def find_overhead(device: Device) -> Overhead | None:
-    """The row of `catalog/overheads.toml` for this device; None when there is none."""
-    return _find_row("overhead", device)
-
-
-def find_outside(device: Device, parallel: Parallel) -> Overhead | None:
-    """The context and NCCL's communicators together; None where the context is unknown."""
-    context, each = find_overhead(device), _find_row("communicator", device)
-    count = sum(ranks > 1 for ranks in (parallel.dp_replicate, parallel.dp_shard))
-    if context is None or not count:
-        return context
-    if each is None:
-        return None
-    return Overhead(
-        low=context.low + count * each.low,
-        typical=context.typical + count * each.typical,
-        high=context.high + count * each.high,
-        source=f"{context.source}; NCCL, {count} x: {each.source}",
-        verified=context.verified and each.verified,
-    )
-
-
-def _find_row(table: str, device: Device) -> Overhead | None:
-    path = Path(catalog.__file__).parent / "overheads.toml"
-    rows: list[dict[str, Any]] = tomllib.loads(path.read_text(encoding="utf-8"))[table]
-    for key in (device.id, device.vendor):  # a device's own row goes before its vendor's
-        for row in rows:
-            if row["match"] == key:
-                sizes = {k: units.parse_bytes(row[k]) for k in ("low", "typical", "high")}
-                return Overhead(**sizes, source=row["source"], verified=row["verified"])
-    return None
 
 
 def make_certificate(
