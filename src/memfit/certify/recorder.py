@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import torch
 from msgspec.structs import replace
 
 from memfit.certify.fake_device import device_type, fake_device
-from memfit.certify.tape import Event
+from memfit.certify.tape import CAUGHT_UP, USED, Event
 from memfit.certify.workspace import PRODUCTS, RULES
 from memfit.errors import Error, NotCertified
 from memfit.families import read_model
@@ -150,17 +151,14 @@ def _traced(recipe: Recipe, device: Device, recorder: Recorder, rank: int = 0) -
 
 
 @contextmanager
-def _world(parallel: Parallel, rank: int, kind: str, recorder: LiveBytes) -> Iterator[None]:
-    """The other ranks, where there are any; imported only then."""
+def _world(parallel: Parallel, rank: int, kind: str, recorder: Recorder) -> Iterator[None]:
+    """The other ranks, where there are any."""
     if parallel.world == 1:
         yield
         return
-    from memfit.certify.world import fake_world
+    from memfit.certify.world import fake_world  # imports what one device does not need
 
-    def on_stream(stream: int) -> None:
-        recorder.stream = stream
-
-    with fake_world(parallel, rank, kind, on_stream):
+    with fake_world(parallel, rank, kind, recorder.be_on, recorder.use):
         yield
 
 
@@ -247,11 +245,25 @@ class Recorder(LiveBytes):  # type: ignore[no-untyped-call]
         self._threads: set[bool] = set()  # False: the forward's, True: autograd's
         self._starts: list[tuple[Phase, int]] = [(Phase.LOAD, 0)]
         self.host: dict[Phase, int] = {}
+        self._uses: list[tuple[int, Event]] = []  # position among the events, line of the tape
 
     def enter(self, phase: Phase) -> None:
         """Begin a phase, and a stretch of the tape."""
         super().enter(phase)
         self._starts.append((phase, len(self._events)))
+        if phase is Phase.FORWARD:  # the loop has read the step before it: streams are done
+            streams = sorted({event.stream for _, event in self._uses})
+            self._uses += [(len(self._events), Event(-1, CAUGHT_UP, s)) for s in streams]
+
+    def be_on(self, stream: int) -> None:
+        """From now on work is given to this stream."""
+        self.stream = stream
+
+    def use(self, tensor: torch.Tensor, stream: int) -> None:
+        """`Tensor.record_stream`: freed, the storage waits for that stream too."""
+        index = self._track(tensor, "registered")
+        if index is not None:
+            self._uses.append((len(self._events), Event(index, USED, stream)))
 
     def restart_in(self, phase: Phase) -> None:
         """Let the tape begin with a phase other than `load`."""
@@ -283,14 +295,18 @@ class Recorder(LiveBytes):  # type: ignore[no-untyped-call]
         tape: list[Event] = []
         marks: list[int] = []
         starts = [position for _, position in self._starts[1:]]
+        uses = deque(self._uses)
         for position, event in enumerate(self._events):
             while len(marks) < len(starts) and starts[len(marks)] == position:
                 marks.append(len(tape))
+            while uses and uses[0][0] == position:
+                tape.append(uses.popleft()[1])
             index = event if event >= 0 else ~event
             if nbytes := self.blocks[index].nbytes:
                 stream = self.blocks[index].stream
                 tape.append(Event(index, nbytes if event >= 0 else 0, stream))
         marks += [len(tape)] * (len(starts) - len(marks))
+        bounds += ("streams have caught up when a step begins",) if self._uses else ()
         return Trace(
             phases=self.peaks,
             ledger=self.ledger(),
@@ -371,9 +387,7 @@ def _bounds(
             f"{len(shapes)} of {recipe.accumulation} micro-batches traced: later ones are alike"
         )
     if recipe.parallel.world > 1:
-        bounds.append(
-            "weights appear empty, and nothing is saved: the trainer does not start ranks yet"
-        )
+        bounds.append("weights appear empty and nothing is saved: ranks are not started yet")
     if kind == "cuda" and recipe.optimizer.implementation in _compiled(recipe):
         bounds.append(
             f"the compiled update of `{recipe.optimizer.name}` is assumed to keep what it computes"

@@ -26,10 +26,13 @@ from memfit.errors import NotCertified
 from memfit.recipe import Parallel
 
 OnStream = Callable[[int], None]  # told the number of the stream that becomes current
+OnUse = Callable[[Tensor, int], None]  # told a tensor that another stream uses, and which
 
 
 @contextmanager
-def fake_world(parallel: Parallel, rank: int, kind: str, on_stream: OnStream) -> Iterator[None]:
+def fake_world(
+    parallel: Parallel, rank: int, kind: str, on_stream: OnStream, on_use: OnUse
+) -> Iterator[None]:
     """Be this rank of `parallel.world`; nothing at all for a world of one.
 
     kind: torch's name of the device. Enter it outside FakeTensorMode.
@@ -42,9 +45,9 @@ def fake_world(parallel: Parallel, rank: int, kind: str, on_stream: OnStream) ->
         stack.enter_context(_process_group(parallel.world, rank))
         stack.enter_context(_meshes_outside_modes())
         stack.enter_context(_own_chunk_only())
-        stack.enter_context(set_while(torch.Tensor, "record_stream", _used_on_another_stream))
         if kind == "cuda":
             stack.enter_context(_streams(on_stream))
+            stack.enter_context(set_while(torch.Tensor, "record_stream", _recording(on_use)))
         yield
 
 
@@ -122,9 +125,13 @@ def _own_chunk_only() -> Iterator[None]:
         yield
 
 
-def _used_on_another_stream(tensor: Tensor, stream: Any) -> None:
-    """`Tensor.record_stream` asks the driver; FSDP2 does not call it, by design."""
-    raise NotCertified("the step calls `Tensor.record_stream`, which is not traced yet")
+def _recording(on_use: OnUse) -> Callable[[Tensor, Any], None]:
+    """`Tensor.record_stream` asks the driver. FSDP2 does without it; collectives may not."""
+
+    def record_stream(tensor: Tensor, stream: Any) -> None:
+        on_use(tensor, stream.stream_id)
+
+    return record_stream
 
 
 class _Stream:
