@@ -182,6 +182,13 @@ def test_what_ranks_cannot_run_is_refused() -> None:
         build_model(make_recipe(parallel=shards), "cpu")
 
 
+def test_weights_gathered_for_no_gradient_are_waited_for_without_a_driver() -> None:
+    """Of frozen blocks FSDP2 gathers some ahead whose backward never asks for them."""
+    recipe = make_recipe(method="lora", parallel=Parallel(dp_shard=8), **MIXED)
+    frozen, full = trace(recipe, H100), trace(replace(recipe, method="full"), H100)
+    assert frozen.phases[Phase.OPTIMIZER_STEP] < full.phases[Phase.OPTIMIZER_STEP]
+
+
 def test_everything_is_undone_after_a_trace() -> None:
     before = torch.cuda.current_device, torch.Tensor.record_stream, torch.UntypedStorage.resize_
     trace(make_recipe(**MIXED, parallel=Parallel(dp_replicate=2, dp_shard=2)), H100)

@@ -200,4 +200,6 @@ def _streams(on_stream: OnStream) -> Iterator[None]:
     with ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(set_while(torch.cuda, name, answer))
+        # FSDP2 waits there for weights that it gathered and no gradient asked for (LoRA)
+        stack.enter_context(set_while(torch.accelerator, "current_stream", lambda: now[0]))
         yield
