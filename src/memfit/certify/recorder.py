@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -322,7 +323,7 @@ class Recorder(LiveBytes):  # type: ignore[no-untyped-call]
     def _inside(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         """Bytes that the operator's kernel holds while it runs (the `workspace` hook)."""
         del kwargs
-        name = str(func)
+        name = _name(func)
         if name in PRODUCTS:
             self._keep_cublas_workspace()
             return 0
@@ -334,6 +335,11 @@ class Recorder(LiveBytes):  # type: ignore[no-untyped-call]
         if in_backward not in self._threads:
             self._threads.add(in_backward)
             self._allocate(self._cublas, "cublasSetWorkspace", Kind.WORKSPACE, False)
+
+
+@cache
+def _name(operator: Any) -> str:
+    return str(operator)  # composed anew at each call, and asked for at every operator
 
 
 @contextmanager

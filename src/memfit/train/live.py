@@ -238,10 +238,10 @@ class LiveBytes(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operator and count what it returned."""
+        if func is _DEVICE_OF_FAKE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # first, as it is asked for more often than all else
         if any(is_wrapper(kind) for kind in types):
             return NotImplemented  # its class runs operators on the tensors inside, seen here
-        if func is _DEVICE_OF_FAKE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device
         kwargs = kwargs or {}
         if self._hidden:
             return func(*args, **kwargs)

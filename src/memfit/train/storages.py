@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class Block:
         self.stream = 0  # the stream current when it was allocated
 
 
+@cache
 def is_wrapper(kind: type) -> bool:
     """Whether tensors of this class hold others instead of a storage (low-bit states, DTensor)."""
     return hasattr(kind, "__tensor_flatten__") and not issubclass(kind, FakeTensor)
