@@ -193,11 +193,13 @@ def _tokens(trace: Trace) -> list[list[tuple[Token, int]]]:
     names: dict[int, Token] = {}
     found: list[tuple[Token, int]] = []
     for event in trace.tape:
-        if event.nbytes:
+        if event.nbytes > 0:
             tensor = trace.tensor(event.tensor)
             module = _NUMBER.sub(".*", tensor.module)
             names[event.tensor] = Token(1, tensor.op, module, Kind(tensor.kind), event.nbytes)
             found.append((names[event.tensor], event.nbytes))
+        elif event.nbytes < 0:  # streams that meet: no tensor comes or goes
+            found.append((Token(0, "", "", Kind.TEMPORARY, event.nbytes), 0))
         else:
             token = names.pop(event.tensor)
             found.append((token._replace(sign=-1), -(token.nbytes or 0)))
