@@ -254,7 +254,7 @@ def test_a_value_of_set_is_yaml(text, value):
     ("micro_batch", 3, "`micro_batch: 3` does not divide `task.global_batch: 4`"),
     ("recompute", {"blocks": 9}, "`recompute.blocks: 9` is more than the 2 blocks of `tiny`"),
     ("optimizer.learning_rate", -1, "`optimizer.learning_rate: -1`"),
-    ("hardware.count", 2, "memfit plans for one device today"),
+    ("hardware.count", 2, "memfit plans and predicts for one today"),
     ("seed", "one", "`seed: one` in "),
     ("limits.time", "soon", "cannot read `soon` as a duration"),
 ])  # fmt: skip

@@ -340,6 +340,24 @@ def test_evaluation_is_the_loss_and_changes_nothing():
     assert all(torch.equal(v, weights[k]) for k, v in built.model.state_dict().items())
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
+def test_an_evaluation_in_chunks_is_the_plain_one_and_makes_no_gradient(precision):
+    plain, chunked = (
+        make_built(make_recipe(precision=precision, loss=loss, loss_chunk=chunk))
+        for loss, chunk in (("plain", 0), ("chunked", 5))
+    )
+    batch = make_batch(ignored=3)
+    with LiveBytes("cpu") as seen:
+        loss, targets = evaluate(chunked, batch)
+    expected, _ = evaluate(plain, batch)
+    assert int(targets) == targets_of(batch)
+    torch.testing.assert_close(loss, expected, rtol=1e-5 if precision == "fp32" else 1e-2, atol=0)
+    head = parts(chunked.model).head.weight
+    assert not [
+        b for b in seen.blocks if tuple(b.shape) == head.shape and b.op != "_to_copy.default"
+    ]
+
+
 def test_training_learns_a_batch_by_heart():
     built = make_built(make_recipe())
     batch = make_batch()

@@ -21,6 +21,15 @@ class Overhead(Noun, frozen=True, kw_only=True):
     source: str
     verified: bool
 
+    @property
+    def because(self) -> str:
+        """The band in words; where its figures come from stands in overheads.toml."""
+        known = "measured" if self.verified else "published"
+        return (
+            f"typical of {known} figures between {units.show_gib(self.low)} and"
+            f" {units.show_gib(self.high)} (catalog/overheads.toml)"
+        )
+
 
 def find_overhead(device: Device) -> Overhead | None:
     """The row of `catalog/overheads.toml` for this device; None when there is none."""

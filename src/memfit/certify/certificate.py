@@ -192,7 +192,7 @@ def _on_cuda(
         "segments that the caching allocator holds and no tensor uses",
     )  # fmt: skip
     if overhead is not None:
-        add(Kind.CONTEXT, "context", overhead.typical, f"typical; {overhead.source}")
+        add(Kind.CONTEXT, "context", overhead.typical, overhead.because)
     verdict, why = _judge(trace, settings, peaks.reserved, overhead, usable)
     return Memory(
         peak_allocated=peaks.allocated,

@@ -63,13 +63,35 @@ def chunked_mean(
     flat = hidden.flatten(0, 1)
 
     def chunks() -> Tensor:
+        if not torch.is_grad_enabled():  # inside the function below it never is
+            weight = cast(Tensor, head.weight)
+            return _sum_of_chunks(flat, weight, labels.flatten(), compute, recipe.loss_chunk)
         made = _Chunked.apply(  # type: ignore[no-untyped-call]
             flat, head.weight, labels.flatten(), compute, recipe.loss_chunk, target_tokens, scale
         )
         return cast(Tensor, made)
 
     # A sharded head holds its whole weight only while its forward runs.
-    return run_as_forward(head, chunks) if recipe.parallel.world > 1 else chunks()
+    made = run_as_forward(head, chunks) if recipe.parallel.world > 1 else chunks()
+    return made if torch.is_grad_enabled() else made / target_tokens
+
+
+def _sum_of_chunks(
+    hidden: Tensor, weight: Tensor, labels: Tensor, compute: torch.dtype, chunk: int
+) -> Tensor:
+    """The sum of losses alone, for an evaluation: no gradient is made. See `_Chunked.forward`."""
+    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    with torch.autocast(hidden.device.type, enabled=False):
+        cast_weight = weight.to(compute)
+        for start in range(0, hidden.shape[0], chunk):
+            here = slice(start, start + chunk)
+            logits = hidden[here].to(compute) @ cast_weight.t()
+            log_p = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+            total += nn.functional.nll_loss(
+                log_p, labels[here], ignore_index=IGNORE, reduction="sum"
+            )
+            del logits, log_p
+    return total
 
 
 def check_chunked(head: nn.Module, recipe: Recipe) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memfit import units
 from memfit.ledger import Kind
 
 
@@ -82,4 +83,4 @@ def describe(group: list[Block]) -> str:
     largest = max(group, key=lambda block: block.nbytes)
     place = f" of {largest.module}" if largest.module else ""
     count = "1 tensor" if len(group) == 1 else f"{len(group)} tensors"
-    return f"{count}, largest {largest.nbytes} B{place} ({largest.op})"
+    return f"{count}, largest {units.show_bytes(largest.nbytes)}{place} ({largest.op})"
