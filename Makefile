@@ -19,7 +19,7 @@ demo: setup  ## train a small model from scratch under 1 GiB, then adapt it with
 	$(PY) scripts/demo.py --steps $(STEPS)
 
 test: setup  ## every test, slow proofs included
-	$(PY) -m pytest
+	$(PY) -m pytest --numprocesses auto --dist worksteal
 
 check: lint types
 

@@ -67,7 +67,7 @@ def test_a_certificate_says_its_bounds_and_grows_with_the_documents() -> None:
     assert many.bounds[0].endswith("at most 24 documents a micro-batch, none longer than 48 tokens")
     assert many.memory.peak_allocated > few.memory.peak_allocated
     plain = make_certificate(recipe, H100, None, None)
-    assert plain.data == RowBounds(tokens=W, documents=2, longest=W - 1)
+    assert plain.data == RowBounds(tokens=W, documents=2, longest=W)
     assert plain.bounds[0] == str(plain.data)
     assert plain.phases["backward"] == few.phases["backward"]
 
