@@ -44,7 +44,7 @@ def digest(family: str, name: str, device: Device) -> str | None:
 def main() -> None:
     torch.set_num_threads(1)
     low_bit = find_spec("torchao") is not None
-    names = [name for name in GRID if low_bit or "bit" not in name and "fp8" not in name]
+    names = [name for name in GRID if low_bit or ("bit" not in name and "fp8" not in name)]
     found = {
         f"{device.id}, {family}, {name}": digest(family, name, device)
         for device in (CPU, H100)
