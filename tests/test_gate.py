@@ -217,3 +217,21 @@ def test_the_command_line_trains_a_plan_under_its_folders_certificate(folder):
     assert code == 0, said
     assert "warning: the certificate says: does not fit" in said
     assert "the certificate says: does not fit" in shown
+
+
+def test_what_cannot_be_certified_is_trained_only_when_overridden(folder, data, monkeypatch):
+    def refuse(*_, **__):
+        raise NotCertified("this torch cannot be traced", hint="use another")
+
+    monkeypatch.setattr(starting, "certify", refuse)
+    spoil(folder, versions={"torch": "1.0"})
+    with pytest.raises(NotCertified, match="cannot be traced") as refused:
+        start(folder, data)
+    assert refused.value.hint == f"use another; {starting.ANYWAY}"
+    assert not (folder / "run.json").exists()
+    done, said = start(folder, data, override=True)
+    assert done.finished
+    assert "training without a certificate: this torch cannot be traced" in said
+    assert not (folder / "certificate.json").exists()
+    assert (folder / starting.STALE).exists()
+    assert api.write_report(folder).certificate is None

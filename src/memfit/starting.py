@@ -25,6 +25,7 @@ from memfit.shapes import RowBounds, holds
 
 REPLANS = 3  # a plan that its certificate refutes is made again with the difference taken off
 ANYWAY = "`--anyway` trains all the same, this once"
+STALE = "certificate.stale.json"
 Say = Callable[[str], None]
 
 
@@ -33,7 +34,7 @@ class Prepared(Noun, frozen=True, kw_only=True):
 
     request: Request
     plan: Plan
-    certificate: Certificate
+    certificate: Certificate | None  # None: it could not be made, and the user trains all the same
 
 
 def prepare(
@@ -43,7 +44,7 @@ def prepare(
 
     A plan of the folder is kept and certified again where its certificate is stale: of another
     recipe, of other library versions, or of other data.
-    Raises DoesNotFit unless overridden, NotCertified, InvalidRequest (another request's folder).
+    Raises DoesNotFit and NotCertified unless overridden, InvalidRequest (another request's folder).
     """
     check_folder(folder, [request, request := find_lengths(request)])
     made = _kept_plan(folder, request)
@@ -126,16 +127,32 @@ def _prepare_again(
     elif made.memory.verdict == "does_not_fit" and not override:
         return None
     check_weights(made.recipe)
-    new = certify(made.recipe, usable=made.memory.usable, request=request)
+    new = _certify(request, made, say, override=override)
     prepared = Prepared(request=request, plan=made, certificate=new)
-    if new.memory.verdict == "does_not_fit" and not (folder / "run.json").exists() and not override:
+    if override or new is None:
+        return prepared
+    if new.memory.verdict == "does_not_fit" and not (folder / "run.json").exists():
         say("the plan's new certificate says that it does not fit: planning again")
         return None
     return _judged(prepared, override)
 
 
+def _certify(request: Request, made: Plan, say: Say, *, override: bool) -> Certificate | None:
+    """The plan's certificate. Where none can be made: NotCertified, or None when overridden."""
+    try:
+        return certify(made.recipe, usable=made.memory.usable, request=request)
+    except NotCertified as error:
+        if not override:
+            hint = f"{error.hint}; {ANYWAY}" if error.hint else ANYWAY
+            raise NotCertified(error.message, hint=hint) from None
+        say(f"warning: training without a certificate: {error.message}")
+        return None
+
+
 def _judged(prepared: Prepared, override: bool) -> Prepared:
     """Raise DoesNotFit for a certificate that says so, unless overridden."""
+    if prepared.certificate is None:
+        return prepared
     memory = prepared.certificate.memory
     if memory.verdict == "does_not_fit" and not override:
         lack = describe_lack(memory, prepared.plan.recipe.device)
@@ -158,8 +175,8 @@ def _prepare_anew(request: Request, say: Say, *, override: bool) -> Prepared:
             )
         check_weights(made.recipe)  # before anything is written
         say(f"certifying recipe {made.recipe_digest}")
-        proof = certify(made.recipe, usable=made.memory.usable, request=request)
-        if proof.memory.verdict != "does_not_fit" or override:
+        proof = _certify(request, made, say, override=override)
+        if proof is None or proof.memory.verdict != "does_not_fit" or override:
             return Prepared(request=request, plan=made, certificate=proof)
         over = needs(proof.memory) - needs(made.memory)
         limit = (made.memory.usable or 0) - over
@@ -185,5 +202,9 @@ def _plan_within(request: Request, device: Device, limit: int | None) -> Plan:
 def _write(prepared: Prepared, folder: Path) -> Prepared:
     write_json(folder / "request.json", prepared.request)
     write_json(folder / "plan.json", prepared.plan)
-    write_json(folder / "certificate.json", prepared.certificate)
+    file = folder / "certificate.json"
+    if prepared.certificate is not None:
+        write_json(file, prepared.certificate)
+    elif file.exists():  # it does not hold, and the report must not join it
+        file.replace(folder / STALE)
     return prepared

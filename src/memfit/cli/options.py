@@ -84,7 +84,7 @@ folder_option = click.option(
 )  # fmt: skip
 why_option = click.option("--why", is_flag=True, help="Every entry and everything considered.")
 anyway_option = click.option(
-    "--anyway", is_flag=True, help="Go on although the verdict is `does_not_fit`."
+    "--anyway", is_flag=True, help="Go on although it does not fit, or cannot be certified."
 )
 
 
