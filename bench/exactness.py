@@ -23,7 +23,7 @@ import transformers  # noqa: E402
 from tiny_steps import CPU, FAMILIES, make_recipe, watch_real_step  # noqa: E402
 
 from memfit.certify import trace  # noqa: E402
-from memfit.certify.recorder import worst_shapes  # noqa: E402
+from memfit.certify.tracing import worst_shapes  # noqa: E402
 from memfit.ledger import Phase  # noqa: E402
 from memfit.nouns import write_atomically  # noqa: E402
 from memfit.recipe import Freeze  # noqa: E402

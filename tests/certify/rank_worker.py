@@ -21,7 +21,7 @@ import torch.distributed._functional_collectives as funcol
 from msgspec.structs import replace
 from tiny_steps import watch_real_step
 
-from memfit.certify.recorder import worst_shapes
+from memfit.certify.tracing import worst_shapes
 from memfit.ledger import Phase
 from memfit.parallelism.shards import local_shape
 from memfit.recipe import Parallel, Recipe

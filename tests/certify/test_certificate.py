@@ -14,8 +14,9 @@ from memfit.catalog.overheads import find_overhead
 from memfit.certify import BatchShape, Order, _read_answers, certify, certify_all, trace
 from memfit.certify.allocator import replay
 from memfit.certify.certificate import _judge, make_certificate
-from memfit.certify.recorder import Trace, worst_shapes
+from memfit.certify.recorder import Trace
 from memfit.certify.tape import Event
+from memfit.certify.tracing import worst_shapes
 from memfit.errors import InvalidRequest, NotCertified
 from memfit.ledger import Kind, Ledger, Phase
 from memfit.screens.memory import parts_of

@@ -10,7 +10,7 @@ import torch
 from tiny_steps import CPU, make_batch, make_recipe
 
 from memfit.certify import trace
-from memfit.certify.recorder import worst_shapes
+from memfit.certify.tracing import worst_shapes
 from memfit.recipe import Recipe
 from memfit.train.build import Built, build_model, build_optimizer
 from memfit.train.step import step

@@ -7,7 +7,7 @@ from tiny_steps import CONFIGS, CPU, H100, make_recipe
 
 from memfit.certify.allocator import Settings, replay
 from memfit.certify.certificate import make_certificate
-from memfit.certify.recorder import trace_step
+from memfit.certify.tracing import trace_step
 from memfit.shapes import BatchShape, RowBounds, bounding_shapes, evaluation_shapes
 
 BF16 = {"precision": "bf16", "base_format": "bf16"}

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from tiny_steps import CPU, FAMILIES, LORA_TARGETS, make_recipe, watch_real_step
 
 from memfit.certify import BatchShape, trace
-from memfit.certify.recorder import worst_shapes
+from memfit.certify.tracing import worst_shapes
 from memfit.ledger import Phase
 from memfit.recipe import Freeze, Lora
 

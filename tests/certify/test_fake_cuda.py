@@ -19,7 +19,7 @@ from memfit.certify import trace
 from memfit.certify.allocator import replay
 from memfit.certify.cuda_kernels import attention_backend
 from memfit.certify.fake_device import device_type, fake_device
-from memfit.certify.recorder import trace_step
+from memfit.certify.tracing import trace_step
 from memfit.certify.workspace import RULES
 from memfit.errors import InvalidRequest, NotCertified
 from memfit.ledger import Kind, Phase

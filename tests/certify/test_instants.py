@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tiny_steps import CONFIGS, CPU, FAMILIES, H100, make_batch, make_recipe
 
 from memfit.certify.certificate import make_certificate
-from memfit.certify.recorder import trace_generation, trace_step, worst_shapes
+from memfit.certify.tracing import trace_generation, trace_step, worst_shapes
 from memfit.ledger import Kind, Ledger, Phase
 from memfit.model import ModelReference
 from memfit.nouns import write_json

@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend
 
 from memfit.certify import cuda_kernels, fake_device, trace
 from memfit.certify.allocator import CachingAllocator, Settings
-from memfit.certify.recorder import Recorder, worst_shapes
+from memfit.certify.recorder import Recorder
+from memfit.certify.tracing import worst_shapes
 from memfit.errors import NotCertified
 from memfit.ledger import Kind, Phase
 from memfit.train import build
@@ -126,7 +127,7 @@ def double_a_block(patch: pytest.MonkeyPatch) -> None:
         block.forward = lambda hidden, **kwargs: once(once(hidden, **kwargs), **kwargs)
         return model
 
-    patch.setattr("memfit.certify.recorder.build_model", doubled)
+    patch.setattr("memfit.certify.tracing.build_model", doubled)
 
 
 FAULTS = {

@@ -11,16 +11,9 @@ from tiny_runs import tiny_recipe
 
 from memfit.errors import InvalidRequest
 from memfit.shapes import RowBounds
-from memfit.train import packing as packing_module
-from memfit.train.packing import (
-    IGNORED,
-    StreamRows,
-    TableRows,
-    build_sampler,
-    one_a_row,
-    pack_best_fit,
-    seeded_order,
-)
+from memfit.train import sampler as sampler_module
+from memfit.train.packing import StreamRows, TableRows, one_a_row, pack_best_fit, seeded_order
+from memfit.train.sampler import IGNORED, build_sampler
 from memfit.train.tokens import Corpus
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
@@ -193,7 +186,7 @@ def test_the_bounds_are_the_largest_figures_of_all_that_is_sampled(
 
     shown = [figures(batch) for step in range(7) for batch in sampler.sample(step)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing_module, "BLOCK", block)
+        patch.setattr(sampler_module, "BLOCK", block)
         found = sampler.bounds()
     assert (found.tokens, found.documents, found.longest) == tuple(
         map(max, zip(*shown, strict=True))

@@ -181,7 +181,7 @@ def trace(
 
     Raises NotCertified and InvalidRequest as `certify` does; what torch aborts on ends the process.
     """
-    from memfit.certify.recorder import trace_step
+    from memfit.certify.tracing import trace_step
 
     return trace_step(recipe, device, batches, steps, rank=rank)
 

@@ -17,13 +17,9 @@ from memfit.allocator_settings import Settings, check_allocator, read_settings
 from memfit.catalog.overheads import Overhead, find_outside
 from memfit.certify import NEWEST_TORCH, release
 from memfit.certify.allocator import Replay, replay
-from memfit.certify.recorder import (
-    TRACED_MICRO_BATCHES,
-    Trace,
-    trace_generation,
-    trace_step,
-)
+from memfit.certify.recorder import Trace
 from memfit.certify.recording import Recording, write_recording
+from memfit.certify.tracing import TRACED_MICRO_BATCHES, trace_generation, trace_step
 from memfit.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.hardware import Device

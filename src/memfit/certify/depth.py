@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from memfit.adapters import find_adapter
-from memfit.certify.recorder import Trace, trace_step
+from memfit.certify.recorder import Trace
+from memfit.certify.tracing import trace_step
 from memfit.errors import NotCertified
 from memfit.families import read_model
 from memfit.hardware import Device

@@ -1,40 +1,23 @@
-"""The trainer's own build and step on fake tensors: every allocation in order, and who holds it."""
+"""What a trace leaves: every allocation and release in order, what each is, and who holds it."""
 
 from __future__ import annotations
 
-import gc
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
-from msgspec.structs import replace
 
-from memfit.certify.fake_device import device_type, fake_device
 from memfit.certify.tape import CAUGHT_UP, USED, Event
 from memfit.certify.workspace import PRODUCTS, RULES
-from memfit.errors import Error, NotCertified
-from memfit.families import read_model
 from memfit.hardware import Device
 from memfit.ledger import Kind, Ledger, Phase
-from memfit.optimizers import find_optimizer
-from memfit.recipe import Parallel, Recipe
 from memfit.results import Tensor, group_tensors
-from memfit.shapes import BatchShape, bounds_of
 from memfit.sizes.workspace import product_workspace
-from memfit.train.attention import check_attention
-from memfit.train.build import Built, build_model, build_optimizer
-from memfit.train.checkpoint import checkpoint_tensors, on_host
-from memfit.train.generate import advance, build_generator, chances, fill_generator
 from memfit.train.live import LiveBytes
-from memfit.train.step import Batch, evaluate, step
-from memfit.train.weights import EmptyWeights, fill_weights
-
-EVALUATED = 2  # evaluation batches: at the second, the first one's results are there
-TRACED_MICRO_BATCHES = 2  # from the second on, all are alike: gradients exist and are added to
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,180 +44,6 @@ class Trace:
     def at_peak(self) -> tuple[Tensor, ...]:
         """All tensors alive at the largest peak."""
         return self.alive(self.ledger.peak_phase)
-
-
-def worst_shapes(recipe: Recipe) -> tuple[BatchShape, ...]:
-    """The micro-batches that a recipe is held to where no data is named, as `bounds` say.
-
-    All rows at full length; packed ones in the documents of `Recipe.worst_documents`. Data with
-    more documents needs more on a GPU, and is certified with its own (`memfit.shapes`).
-    """
-    tokens, documents = recipe.sequence_length, recipe.worst_documents
-    shape = BatchShape(rows=recipe.micro_batch, tokens=tokens, documents=documents)
-    return (shape,) * min(recipe.accumulation, TRACED_MICRO_BATCHES)
-
-
-def trace_step(
-    recipe: Recipe,
-    device: Device,
-    batches: Sequence[BatchShape] | None = None,
-    steps: int = 2,
-    *,
-    workspaces: bool = True,
-    also: Sequence[BatchShape] = (),
-    evaluation: Sequence[BatchShape] = (),
-    rank: int = 0,
-) -> Trace:
-    """A run's instants in this process: load, `steps` optimizer steps, an evaluation, a checkpoint.
-
-    The first step makes the optimizer's state. also: micro-batches each of which a further step
-    takes as often as the recipe accumulates. evaluation: held-out micro-batches; none of them takes
-    the first of the batches.
-    workspaces: count what CUDA kernels allocate inside themselves (`workspace.RULES`).
-    rank: of the recipe's mesh; its shards, in a world of `recipe.parallel.world`.
-    Raises InvalidRequest (the recipe can run nowhere) and NotCertified (or not be traced here).
-    """
-    shapes = tuple(batches) if batches else worst_shapes(recipe)
-    kind = device_type(device)
-    recorder = Recorder(kind, device if workspaces and kind == "cuda" else None)
-    weights = _weights_of(recipe)
-    with _traced(recipe, device, recorder, rank):
-        repeated = min(recipe.accumulation, TRACED_MICRO_BATCHES)
-        later = [shapes] * (steps - 1) + [(shape,) * repeated for shape in also]
-        _run(recipe, kind, [shapes, *later], recorder, weights, evaluation or shapes[:1])
-    bounds = _bounds(recipe, batches, shapes, kind, workspaces)
-    return recorder.trace((*bounds, *_bounds_of_weights(recipe, kind, weights)))
-
-
-def trace_generation(recipe: Recipe, device: Device, *, workspaces: bool = True) -> Trace:
-    """`memfit generate` after the run, which is a process of its own: load and say a full row.
-
-    A prompt of all but one token of a row and the token after it: no prompt and continuation of
-    `sequence_length` tokens together holds more, as longer ones never hold less.
-    """
-    kind = device_type(device)
-    recorder = Recorder(kind, device if workspaces and kind == "cuda" else None)
-    weights = _weights_of(recipe)
-    with _traced(recipe, device, recorder):
-        recorder.restart_in(Phase.GENERATE)
-        _generate(recipe, kind, recorder, weights)
-    length = f"a prompt and its continuation of {recipe.sequence_length} tokens together"
-    return recorder.trace((length, *_bounds_of_weights(recipe, kind, weights)))
-
-
-@contextmanager
-def _traced(recipe: Recipe, device: Device, recorder: Recorder, rank: int = 0) -> Iterator[None]:
-    """The trainer's code runs on fake tensors meanwhile, and the recorder sees it.
-
-    First once on meta: what building imports must not be imported under FakeTensorMode, where a
-    module's constants would be fake for ever, and would be counted.
-    """
-    alone = replace(recipe, parallel=Parallel())
-    build_optimizer(alone, build_model(alone, "meta"))
-    head = read_model(recipe.model).architecture.head_dim
-    check_attention(recipe, head, device.platform, device.capability)
-    with ExitStack() as stack:
-        stack.enter_context(_one_thread())
-        stack.enter_context(_no_collection())
-        stack.enter_context(_world(recipe.parallel, rank, device_type(device), recorder))
-        mode = stack.enter_context(fake_device(device))
-        mode.allow_non_fake_inputs = recipe.parallel.world > 1  # shards are cut on meta
-        stack.enter_context(recorder)
-        try:
-            yield
-        except Error:
-            raise
-        except Exception as error:
-            raise NotCertified(
-                f"the step failed on fake tensors: {type(error).__name__}: {error}",
-                hint="the step may fail on the device too; try `memfit train` with one step",
-            ) from error
-
-
-@contextmanager
-def _world(parallel: Parallel, rank: int, kind: str, recorder: Recorder) -> Iterator[None]:
-    """The other ranks, where there are any."""
-    if parallel.world == 1:
-        yield
-        return
-    from memfit.certify.world import fake_world  # imports what one device does not need
-
-    with fake_world(parallel, rank, kind, recorder.be_on, recorder.use):
-        yield
-
-
-def _run(
-    recipe: Recipe,
-    kind: str,
-    steps: Sequence[Sequence[BatchShape]],
-    recorder: Recorder,
-    weights: EmptyWeights | None,
-    evaluation: Sequence[BatchShape],
-) -> None:
-    model = build_model(recipe, kind)
-    recorder.register_model(model)
-    alone = recipe.parallel.world == 1
-    if alone:
-        with recorder.watch_host(Phase.LOAD):
-            fill_weights(model, recipe, weights)
-    optimizer = build_optimizer(recipe, model)
-    recorder.register_optimizer(optimizer)
-    built = Built(recipe, model, optimizer)
-    recorder.enter(Phase.FIRST_STEP)
-    for index, shapes in enumerate(steps):
-        targets = sum(shape.rows * shape.tokens for shape in shapes)
-        enter = recorder.enter if index else recorder.stay
-        step(built, _make_batches(shapes, kind, recorder), targets, enter)
-    recorder.enter(Phase.EVALUATE)
-    for shape in evaluation:
-        for _ in range(EVALUATED):
-            loss, count = evaluate(built, _make_batch(shape, kind, recorder))
-    del loss, count
-    if not alone:
-        return  # the trainer does not load, save or generate in many processes yet
-    recorder.enter(Phase.SAVE)
-    parameters, states, _ = checkpoint_tensors(built)
-    with recorder.watch_host(Phase.SAVE):
-        for tensors in (parameters, states):
-            on_host(tensors)
-
-
-def _generate(recipe: Recipe, kind: str, recorder: Recorder, weights: EmptyWeights | None) -> None:
-    model = build_generator(recipe, kind)
-    recorder.register_model(model)
-    trained = EmptyWeights.like(model)
-    fill_generator(model, recipe, weights if recipe.method == "lora" else None, trained)
-    cache = None
-    for tokens in (max(1, recipe.sequence_length - 1), 1):
-        new = torch.zeros(1, tokens, dtype=torch.int64)
-        recorder.register_batch(new)
-        logits, cache = advance(model, new, cache)
-        chances(logits, temperature=1.0, top_k=50)
-        del logits, new
-
-
-def _weights_of(recipe: Recipe) -> EmptyWeights | None:
-    """What `fill_weights` reads, without values; made before anything is fake: it opens files."""
-    if recipe.weights == "random" or recipe.parallel.world > 1:
-        return None
-    prefix = read_model(recipe.model).weights[0].name.partition(".")[0]
-    return EmptyWeights.of(recipe.model.source, prefix)
-
-
-def _make_batches(shapes: Sequence[BatchShape], kind: str, recorder: LiveBytes) -> Iterator[Batch]:
-    """Batches of these shapes, each made when it is asked for, as the training loop makes them."""
-    for shape in shapes:
-        yield _make_batch(shape, kind, recorder)
-
-
-def _make_batch(shape: BatchShape, kind: str, recorder: LiveBytes) -> Batch:
-    def integers() -> torch.Tensor:
-        return torch.zeros(shape.rows, shape.tokens, dtype=torch.int64, device=kind)
-
-    positions = None if shape.documents is None else integers()
-    batch = Batch(integers(), integers(), positions, shape.documents)
-    recorder.register_batch(batch.input_ids, batch.labels, batch.position_ids)
-    return batch
 
 
 class Recorder(LiveBytes):  # type: ignore[no-untyped-call]
@@ -340,67 +149,3 @@ class Recorder(LiveBytes):  # type: ignore[no-untyped-call]
 @cache
 def _name(operator: Any) -> str:
     return str(operator)  # composed anew at each call, and asked for at every operator
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Frees come from reference counts alone, so that two traces are equal event by event."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Nothing is computed, so more threads would only cost their start."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _compiled(recipe: Recipe) -> tuple[str, ...]:
-    """The implementations of the recipe's optimizer that run through torch.compile."""
-    return find_optimizer(recipe.optimizer).cuda_only
-
-
-def _bounds_of_weights(recipe: Recipe, kind: str, weights: EmptyWeights | None) -> tuple[str, ...]:
-    """Of loading: on a CPU a tensor of the file is alive beside the parameter that it fills."""
-    if weights is None or weights.known or kind != "cpu":
-        return ()
-    source = recipe.model.source or recipe.model.name
-    return (f"the files of `{source}` are not here: their tensors are taken as fp32",)
-
-
-def _bounds(
-    recipe: Recipe,
-    batches: Sequence[BatchShape] | None,
-    shapes: Sequence[BatchShape],
-    kind: str,
-    workspaces: bool,
-) -> tuple[str, ...]:
-    """What a reader must know of the data and the device for the certificate to hold."""
-    bounds = [] if batches else [str(bounds_of(recipe))]
-    if recipe.accumulation > len(shapes):
-        bounds.append(
-            f"{len(shapes)} of {recipe.accumulation} micro-batches traced: later ones are alike"
-        )
-    if recipe.parallel.world > 1:
-        bounds.append("weights appear empty and nothing is saved: ranks are not started yet")
-    if kind == "cuda" and recipe.optimizer.implementation in _compiled(recipe):
-        bounds.append(
-            f"the compiled update of `{recipe.optimizer.name}` is assumed to keep what it computes"
-            " in between in registers: not measured"
-        )
-    if recipe.attention == "cudnn":
-        bounds.append("cuDNN decides its attention's workspace: taken to be as large as flash's")
-    if kind == "cuda" and workspaces:
-        bounds.append("memory inside CUDA kernels is read from their source, not yet measured")
-    return tuple(bounds)

@@ -48,9 +48,9 @@ from memfit.train.measure import (
     synthetic_micro,
     to_batch,
 )
-from memfit.train.packing import Micro, Sampler
 from memfit.train.prepare import build_samplers, read_data
 from memfit.train.progress import Facts, Moment, Progress, Silent
+from memfit.train.sampler import Micro, Sampler
 from memfit.train.scaling import was_skipped
 from memfit.train.schedule import learning_rate
 from memfit.train.session import Cadence, Session, evaluation_tokens, write_run

@@ -29,7 +29,7 @@ from memfit.train.cuda_allocator import set_allocator
 from memfit.train.drift import Counters
 from memfit.train.live import LiveBytes
 from memfit.train.machine import describe_environment
-from memfit.train.packing import IGNORED, Micro
+from memfit.train.sampler import IGNORED, Micro
 from memfit.train.shortage import Alive
 from memfit.train.step import Batch, Enter, StepResult, evaluate, nowhere, step
 from memfit.train.weights import fill_weights

@@ -22,7 +22,7 @@ from memfit.recipe import Recipe
 from memfit.request import Request
 from memfit.shapes import RowBounds
 from memfit.train.data import Sources, find_sources, read_texts
-from memfit.train.packing import Sampler, build_rows, build_sampler
+from memfit.train.sampler import Sampler, build_rows, build_sampler
 from memfit.train.tokenizer import Tokenizer, read_tokenizer, train_tokenizer
 from memfit.train.tokens import Corpus, default_cache, read_corpus
 

@@ -16,9 +16,9 @@ from memfit.train.guard import Interrupts
 from memfit.train.logs import read_log
 from memfit.train.machine import describe_environment
 from memfit.train.measure import Meter, time_measurements
-from memfit.train.packing import Sampler
 from memfit.train.prepare import Data
 from memfit.train.progress import Progress
+from memfit.train.sampler import Sampler
 
 PARTS = 10  # a run is saved and evaluated this often, unless it is told otherwise
 EVALUATED = 0.15  # held-out tokens read in all, over tokens trained on: a twentieth of the time

@@ -1,0 +1,202 @@
+"""The micro-batches of a run, in numbers, from the rows of `train.packing`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from memfit.errors import InvalidRequest
+from memfit.recipe import Recipe
+from memfit.shapes import RowBounds
+from memfit.train.packing import (
+    Array,
+    Piece,
+    Rows,
+    StreamRows,
+    TableRows,
+    one_a_row,
+    pack_best_fit,
+)
+from memfit.train.tokens import Corpus
+
+BLOCK = 2**16  # micro-batches whose memory is compared at once
+IGNORED = -100  # the label of a position that predicts nothing
+
+
+class Micro(NamedTuple):
+    """One micro-batch in numbers: (rows, width) int64 arrays and each row's document lengths."""
+
+    input_ids: Array
+    labels: Array  # the token each position predicts, or -100
+    position_ids: Array | None  # within the document; None when a row is one document
+    documents: tuple[tuple[int, ...], ...] | None  # sums to width in each row; None likewise
+    tokens: int  # padding not counted
+
+    @property
+    def targets(self) -> int:
+        """Positions that predict a token."""
+        return int((self.labels != IGNORED).sum())
+
+
+class Sampler:
+    """The batches of a recipe over a corpus."""
+
+    def __init__(self, corpus: Corpus, rows: Rows, recipe: Recipe, notes: tuple[str, ...]) -> None:
+        self.corpus = corpus
+        self.notes = notes
+        self._rows = rows
+        self._micro = recipe.micro_batch
+        self._accumulation = recipe.accumulation
+        self._global = recipe.global_batch
+        self._width = recipe.sequence_length
+        self._steps = recipe.steps
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Optimizer steps that see every token once."""
+        return self._rows.per_epoch / self._global
+
+    def sample(self, step: int) -> list[Micro]:
+        """The micro-batches of one optimizer step."""
+        first = step * self._global
+        return [self._batch(first + i * self._micro) for i in range(self._accumulation)]
+
+    def all_once(self) -> Iterator[Micro]:
+        """Every row of the first epoch once, in micro-batches: what an evaluation reads.
+
+        The last micro-batch is filled up with rows that predict nothing.
+        """
+        rows = range(0, self._count_once(), self._micro)
+        return (self._batch(first, once=True) for first in rows)
+
+    def bounds(self) -> RowBounds:
+        """What no micro-batch of the run exceeds."""
+        micros = self._steps * self._accumulation
+        found = np.zeros(3, dtype="int64")
+        for start in range(0, micros, BLOCK):
+            count = min(BLOCK, micros - start)
+            costs = self._rows.costs(start * self._micro, count * self._micro)
+            found = np.maximum(found, self._largest(costs))
+        return self._as_bounds(found)
+
+    def bounds_once(self) -> RowBounds:
+        """What no micro-batch of `all_once` exceeds. Where rows are short, padding fills them."""
+        count = self._count_once()
+        filled = -(-count // self._micro) * self._micro
+        costs = self._rows.costs(0, count, once=True)
+        padding = np.array([[0, 1, self._width if self._rows.packed else 0]])
+        found = self._largest(np.concatenate([costs, np.repeat(padding, filled - count, axis=0)]))
+        if self._rows.per_epoch % 1:
+            found[2] = self._width  # the last row ends early
+        return self._as_bounds(found)
+
+    def _largest(self, costs: Array) -> Array:
+        """Of micro-batches: tokens of a row, documents of all rows, the longest document."""
+        tokens, documents, longest = costs.reshape(-1, self._micro, 3).transpose(2, 0, 1)
+        return np.array([tokens.max(), documents.sum(axis=1).max(), longest.max()])
+
+    def _as_bounds(self, found: Array) -> RowBounds:
+        tokens, documents, longest = (int(x) for x in found)
+        return RowBounds(
+            tokens=tokens, documents=documents if self._rows.packed else 0, longest=longest
+        )
+
+    def _count_once(self) -> int:
+        return int(-(-self._rows.per_epoch // 1))
+
+    def _batch(self, first: int, *, once: bool = False) -> Micro:
+        rows = [self._rows.row(i, once=once) for i in range(first, first + self._micro)]
+        packed = self._rows.packed
+        width = self._width if packed else max(sum(p.length for p in row) for row in rows)
+        ids = np.zeros((len(rows), width), dtype="int64")
+        labels = np.full((len(rows), width), IGNORED, dtype="int64")
+        positions = np.zeros((len(rows), width), dtype="int64")
+        documents = []
+        for i, row in enumerate(rows):
+            at = 0
+            for piece in row:
+                end = at + piece.length
+                ids[i, at:end], labels[i, at:end] = self._read(piece)
+                positions[i, at:end] = np.arange(piece.length)
+                at = end
+            padding = width - at
+            positions[i, at:] = np.arange(padding)
+            documents.append((*(p.length for p in row), *((padding,) if padding else ())))
+        tokens = sum(p.length for row in rows for p in row)
+        if not packed:
+            return Micro(ids, labels, None, None, tokens)
+        return Micro(ids, labels, positions, tuple(documents), tokens)
+
+    def _read(self, piece: Piece) -> tuple[Array, Array]:
+        """Ids and labels of a piece; its last token predicts the next one of its document."""
+        offset, after = (int(self.corpus.offsets[piece.document + i]) for i in (0, 1))
+        start, stop = offset + piece.start, offset + piece.stop
+        ids = self.corpus.tokens[start : min(stop + 1, after)].astype("int64")
+        labels = np.full(piece.length, IGNORED, dtype="int64")
+        labels[: len(ids) - 1] = ids[1:]
+        if self.corpus.learned is not None:
+            learned = self.corpus.learned[start + 1 : start + len(ids)]
+            labels[: len(ids) - 1][learned == 0] = IGNORED
+        return ids[: piece.length], labels
+
+
+def build_sampler(corpus: Corpus, recipe: Recipe, name: str) -> Sampler:
+    """The sampler that a recipe asks for; `name` is how the data is called in messages.
+
+    Raises InvalidRequest when nothing is left to learn.
+    """
+    rows, notes = build_rows(
+        corpus, objective=recipe.objective, packing=recipe.packing, width=recipe.sequence_length,
+        seed=recipe.seed, name=name,
+    )  # fmt: skip
+    return Sampler(corpus, rows, recipe, notes)
+
+
+def build_rows(
+    corpus: Corpus, *, objective: str, packing: bool, width: int, seed: int, name: str
+) -> tuple[Rows, tuple[str, ...]]:
+    """The endless sequence of rows, and what the user should know about it.
+
+    Fine-tuning examples longer than a row are cut and counted; those of which no answer is left
+    are left out and counted.
+    """
+    sft = objective == "sft"
+    lengths, told = np.asarray(corpus.lengths), list(corpus.notes)
+    if sft:
+        lengths, more = _fit(corpus, width, name)
+        told += more
+    elif int((lengths - 1).sum()) == 0:
+        raise InvalidRequest(f"`{name}` has no token that another one predicts")
+    rows: Rows
+    if packing and not sft:
+        rows = StreamRows(lengths, width, seed)
+    elif packing:
+        rows = TableRows(pack_best_fit(lengths, width, seed), width, seed, packed=True)
+    else:
+        rows = TableRows(one_a_row(lengths, width, cut=sft), width, seed, packed=False)
+    return rows, tuple(told)
+
+
+def _fit(corpus: Corpus, width: int, name: str) -> tuple[Array, list[str]]:
+    """Lengths of fine-tuning examples, 0 for those that are left out, and what the user is told."""
+    lengths = np.array(corpus.lengths)
+    long = np.flatnonzero(lengths > width)
+    refused = 0
+    for document in long.tolist():
+        begin = int(corpus.offsets[document]) + 1
+        if corpus.learned is not None and not corpus.learned[begin : begin + width].any():
+            lengths[document] = 0
+            refused += 1
+    if not lengths.any():
+        raise InvalidRequest(
+            f"no example of `{name}` has an answer within sequence_length {width}",
+            hint=f"the shortest example has {int(corpus.lengths.min())} tokens",
+        )
+    told = []
+    if cut := len(long) - refused:
+        told.append(f"{cut} examples of `{name}` are cut to sequence_length {width}")
+    if refused:
+        told.append(f"{refused} examples of `{name}` are left out: no answer within {width} tokens")
+    return lengths, told
