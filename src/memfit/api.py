@@ -12,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from memfit import __version__, catalog, families, look_up
+from memfit import catalog, families, look_up
 from memfit.corpus import append_row as append_row
 from memfit.errors import InvalidRequest
 from memfit.hardware import Device
+from memfit.libraries import installed_versions
 from memfit.nouns import from_data, write_atomically, write_json
 from memfit.plan import problem as problems
 from memfit.plan import search
@@ -42,6 +43,10 @@ if TYPE_CHECKING:
     from memfit.plan.rules import Rule
     from memfit.plan.stated import Stated
     from memfit.train.progress import Progress
+
+LIBRARIES = (
+    "memfit", "torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "numpy",
+)  # fmt: skip
 
 
 def plan(request: Request, *, device: Device | None = None) -> Plan:
@@ -118,15 +123,7 @@ def report(folder: Path) -> Report:
 
 def versions() -> dict[str, str]:
     """memfit's own version and those of the libraries a step depends on, where installed."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {"memfit": __version__}
-    for name in ("torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "numpy"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    return installed_versions(LIBRARIES)
 
 
 def write_plan(plan: Plan, folder: Path) -> None:

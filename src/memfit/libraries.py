@@ -1,9 +1,8 @@
-"""Importing libraries that talk while they are imported."""
+"""The libraries a step runs on: their versions, and importing those that talk meanwhile."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 # torchao, which peft imports where it is installed, warns of each kernel that this build of torch
@@ -14,6 +13,8 @@ TALKATIVE = ("torchao", "torch.utils._pytree")
 @contextmanager
 def quiet_import() -> Iterator[None]:
     """Their warnings are left out while the block imports; errors are still shown."""
+    import logging  # a plan imports this module and needs none
+
     loggers = [logging.getLogger(name) for name in TALKATIVE]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -23,3 +24,18 @@ def quiet_import() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def installed_versions(names: Iterable[str]) -> dict[str, str]:
+    """The version of each library here, memfit among them; `not installed` where it is not."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from memfit import __version__
+
+    found = {}
+    for name in names:
+        try:
+            found[name] = __version__ if name == "memfit" else version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found

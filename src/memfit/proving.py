@@ -198,7 +198,7 @@ def _changes(asked: Plan, made: Plan) -> dict[str, Any]:
 
 def _name(asked: Plan, made: Plan, proof: Certificate) -> Nearest:
     """With the words that give exactly this recipe when they are set in the request."""
-    changes = _changes(asked, made)
+    changes = turned = _changes(asked, made)
     if _recipe_of(asked.request, changes) != made.recipe:  # the search decides the rest otherwise
         layers = problems.read_problem(asked.request).model.architecture.layers
         changes = knobs(made.recipe, layers)
@@ -207,7 +207,7 @@ def _name(asked: Plan, made: Plan, proof: Certificate) -> Nearest:
         recipe_digest=proof.recipe_digest,
         memory=proof.memory,
         relative_time=_relative_time(asked, made),
-        exact=set(_changes(asked, made)) <= set(EXACT),
+        exact=set(turned) <= set(EXACT),
     )
 
 

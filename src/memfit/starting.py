@@ -6,7 +6,7 @@ within its bounds. One that does not is never trained under: it is made again, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -21,7 +21,7 @@ from memfit.proving import certify
 from memfit.request import Request
 from memfit.results import Certificate, Plan
 from memfit.run_folder import check_folder, read_plan, state
-from memfit.shapes import RowBounds, holds
+from memfit.shapes import RowBounds
 
 REPLANS = 3  # a plan that its certificate refutes is made again with the difference taken off
 ANYWAY = "`--anyway` trains all the same, this once"
@@ -73,29 +73,18 @@ def find_machine(request: Request) -> Device:
 
 
 def why_stale(
-    certificate: Certificate,
-    plan: Plan,
-    installed: Mapping[str, str],
-    data: tuple[RowBounds, RowBounds | None],
+    certificate: Certificate, plan: Plan, data: tuple[RowBounds, RowBounds | None]
 ) -> str:
     """The reason why a certificate does not hold, naming both sides; "" when it does."""
+    from memfit.train.certified import find_excess, find_other_version
+
     if certificate.recipe_digest != plan.recipe_digest:
         return f"it is of recipe {certificate.recipe_digest}, the plan of {plan.recipe_digest}"
-    for name, then in certificate.versions.items():
-        now = installed.get(name, "not installed")
-        if now != then:
-            return f"it was made with {name} {then}, and this is {name} {now}"
-    for what, certified, own in (
-        ("training data", certificate.data, data[0]),
-        ("held-out data", certificate.held_out or certificate.data, data[1]),
-    ):
-        if own is None:
-            continue
-        if certified is None:
-            return f"it does not say for which {what} it holds"
-        if not holds(plan.recipe, certified, own):
-            return f"the {what} has {own}, and it holds for {certified}"
-    return ""
+    if other := find_other_version(certificate):
+        return other
+    if certificate.data is None:
+        return "it does not say for which training data it holds"
+    return find_excess(plan.recipe, certificate, *data)
 
 
 def _kept_plan(folder: Path, request: Request) -> Plan | None:
@@ -112,15 +101,13 @@ def _prepare_again(
 ) -> Prepared | None:
     """The folder's plan under its certificate, or under a new one; None where it must be planned
     again, because it has not begun and a new certificate refutes it."""
-    from memfit.train.machine import installed_versions
     from memfit.train.prepare import find_bounds
     from memfit.train.weights import check_weights
 
     file = folder / "certificate.json"
     proof = read_json(file, Certificate) if file.exists() else None
     if proof is not None:
-        data = find_bounds(request, made.recipe)
-        stale = why_stale(proof, made, installed_versions(proof.versions), data)
+        stale = why_stale(proof, made, find_bounds(request, made.recipe))
         if not stale:
             return _judged(Prepared(request=request, plan=made, certificate=proof), override)
         say(f"`{file}` does not hold: {stale}; certifying again")

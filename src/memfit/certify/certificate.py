@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 from msgspec.structs import replace
 
-import memfit
 from memfit import units
 from memfit.adapters import find_adapter
 from memfit.allocator_settings import Settings, check_allocator, read_settings
@@ -24,12 +23,13 @@ from memfit.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.hardware import Device
 from memfit.ledger import Entry, Kind, Phase
+from memfit.libraries import installed_versions
 from memfit.parallelism.shards import fullest_rank
 from memfit.recipe import Parallel, Recipe
 from memfit.results import Certificate, Memory, Verdict
 from memfit.shapes import BatchShape, RowBounds, bounding_shapes, bounds_of, evaluation_shapes
 
-LIBRARIES = ("torch", "transformers", "peft")
+LIBRARIES = ("memfit", "torch", "transformers", "peft")
 
 
 def make_certificate(
@@ -67,7 +67,7 @@ def make_certificate(
         at_peak=trace.alive(Phase(memory.peak_phase)),
         bounds=(*which, *bounds, *_torch_bounds()),
         seconds=round(time.perf_counter() - started, 3),
-        versions=_versions(),
+        versions=installed_versions(LIBRARIES),
         generation=generation,
         data=data or (None if batches else bounds_of(recipe)),
         held_out=held_out,
@@ -262,13 +262,3 @@ def _torch_bounds() -> tuple[str, ...]:
         return ()
     newer = f"torch {version('torch')} is newer than {NEWEST_TORCH}, the newest tried"
     return (f"{newer}: the self-check found nothing that it imitates wrongly",)
-
-
-def _versions() -> dict[str, str]:
-    found = {"memfit": memfit.__version__}
-    for library in LIBRARIES:
-        try:
-            found[library] = version(library)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -13,10 +13,9 @@ from memfit.adapters import find_adapter
 from memfit.errors import InvalidRequest
 from memfit.model import Model
 from memfit.optimizers import default_implementation, optimizers
-from memfit.plan.problem import Problem, allowed, check, divisors, first_recipe
+from memfit.plan.problem import CHUNKS, Problem, allowed, check, divisors, first_recipe
 from memfit.recipe import Attention, Method, Precision, Recipe
 
-CHUNK = 1024  # tokens per chunk of the loss that the lever tries
 # what is decided alike whichever way the others stand; of these the result does not depend
 EXACT = ("recompute", "micro_batch", "loss", "loss_chunk", "optimizer.implementation", "attention")
 KEPT = ("micro_batch", "accumulation", "recompute_blocks", "loss", "loss_chunk", "parallel")
@@ -78,7 +77,7 @@ def _exact(problem: Problem, recipe: Recipe, layers: int) -> Iterator[Recipe]:
     if recipe.loss == "chunked":
         yield replace(recipe, loss="plain", loss_chunk=0)
     elif not head_adapter(find_adapter(recipe).adapt(problem.model, recipe)):
-        yield replace(recipe, loss="chunked", loss_chunk=CHUNK)
+        yield replace(recipe, loss="chunked", loss_chunk=CHUNKS[0])
     for implementation in _implementations(problem, recipe):
         yield replace(recipe, optimizer=replace(own, implementation=implementation))
     for kernel in get_args(Attention):

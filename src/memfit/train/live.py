@@ -168,8 +168,10 @@ class LiveBytes(TorchDispatchMode):
 
     def owner_of(self, tensor: TensorRow) -> str:
         """The component that a ledger counts a tensor under."""
-        state = tensor.kind == Kind.OPTIMIZER_STATE
-        return "optimizer" if state else self._owners.find(tensor.module)
+        return self._owner(tensor.kind, tensor.module)
+
+    def _owner(self, kind: str, module: str) -> str:
+        return "optimizer" if kind == Kind.OPTIMIZER_STATE else self._owners.find(module)
 
     def _entries(self, phase: Phase) -> list[Entry]:
         return self._group(self._alive_at(self._peaks[phase][1]), phase)
@@ -178,8 +180,7 @@ class LiveBytes(TorchDispatchMode):
         groups: dict[tuple[Kind, str], list[Block]] = {}
         for block in blocks:
             kind = self.kind_of(block)
-            owner = "optimizer" if kind is Kind.OPTIMIZER_STATE else self._owners.find(block.module)
-            groups.setdefault((kind, owner), []).append(block)
+            groups.setdefault((kind, self._owner(kind, block.module)), []).append(block)
         return [
             Entry(
                 kind=kind,

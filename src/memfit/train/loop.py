@@ -27,8 +27,9 @@ from memfit.nouns import read_json
 from memfit.recipe import Recipe
 from memfit.request import Request
 from memfit.results import Certificate, OutOfMemory, Run
-from memfit.shapes import BatchShape, RowBounds, bounding_shapes, evaluation_shapes, holds
+from memfit.shapes import BatchShape, bounding_shapes, evaluation_shapes
 from memfit.train.build import Built, build_optimizer
+from memfit.train.certified import find_excess, find_other_version
 from memfit.train.checkpoint import (
     check_digest,
     load_checkpoint,
@@ -40,7 +41,6 @@ from memfit.train.export import FOLDER as MODEL
 from memfit.train.export import save_model
 from memfit.train.guard import Interrupts, explained_out_of_memory, locked
 from memfit.train.logs import Log
-from memfit.train.machine import installed_versions
 from memfit.train.measure import (
     Meter,
     run_step,
@@ -104,7 +104,7 @@ def train(
         bounds = training.bounds()
         held_out_bounds = held_out.bounds_once() if held_out else None
         if certificate is not None and not override:
-            _check_bounds(recipe, certificate, bounds, held_out_bounds)
+            _check_holds(find_excess(recipe, certificate, bounds, held_out_bounds))
         session = Session(
             recipe=recipe,
             folder=folder,
@@ -128,13 +128,7 @@ def train(
 
 def _check_certificate(certificate: Certificate) -> None:
     """Refuse one that was made with other libraries, or that says no."""
-    here = installed_versions(certificate.versions)
-    for name, then in certificate.versions.items():
-        if here[name] != then:
-            raise InvalidRequest(
-                f"the certificate was made with {name} {then}, and this is {name} {here[name]}",
-                hint="`memfit train` certifies again by itself",
-            )
+    _check_holds(find_other_version(certificate))
     if certificate.memory.verdict == "does_not_fit":
         raise DoesNotFit(
             f"certified: does not fit ({certificate.memory.because})",
@@ -142,20 +136,12 @@ def _check_certificate(certificate: Certificate) -> None:
         )
 
 
-def _check_bounds(
-    recipe: Recipe, certificate: Certificate, bounds: RowBounds, held_out_bounds: RowBounds | None
-) -> None:
-    """Raise InvalidRequest when data goes beyond what the certificate holds for."""
-    found = (
-        ("the training data", certificate.data, bounds),
-        ("the held-out data", certificate.held_out or certificate.data, held_out_bounds),
-    )
-    for name, certified, own in found:
-        if certified is not None and own is not None and not holds(recipe, certified, own):
-            raise InvalidRequest(
-                f"{name} has {own}; the certificate holds for {certified}",
-                hint="certify again with this data: `memfit train` does it by itself",
-            )
+def _check_holds(stale: str) -> None:
+    if stale:
+        raise InvalidRequest(
+            f"the certificate does not hold: {stale}",
+            hint="`memfit train` certifies again by itself",
+        )
 
 
 def _warn_of_verdict(session: Session) -> None:

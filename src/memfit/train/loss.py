@@ -133,8 +133,6 @@ class _Chunked(torch.autograd.Function):
                     piece @ cast_weight.t(), labels[here], target_tokens, scale
                 )
                 total += loss
-                if not (wants_hidden or wants_weight):
-                    continue
                 slope = slope.to(compute)
                 if d_hidden is not None:
                     d_hidden[here] = slope @ cast_weight

@@ -6,15 +6,14 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterable
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable
 from statistics import median
 
 import msgspec
 import torch
 
-import memfit
 from memfit.hardware import Device
+from memfit.libraries import installed_versions
 
 SIDE = 1024  # of the square products; larger ones change the rate by a few per cent
 COPY = 2**25  # elements copied to measure bandwidth: beyond any cache
@@ -28,13 +27,11 @@ def describe_environment(device: torch.device) -> dict[str, str]:
     name = torch.cuda.get_device_name(device) if cuda else platform.machine()
     found = {
         "device": name,
-        "memfit": memfit.__version__,
-        "peft": version("peft"),
+        **installed_versions(("memfit", "peft", "transformers")),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "threads": str(torch.get_num_threads()),
         "torch": str(torch.__version__),
-        "transformers": version("transformers"),
     }
     if not cuda:
         return found
@@ -54,17 +51,6 @@ def _driver() -> str:
     asked = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
     said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split()
     return said[0] if said else "unknown"
-
-
-def installed_versions(names: Iterable[str]) -> dict[str, str]:
-    """The versions here of the libraries that a certificate names."""
-    found = {}
-    for name in names:
-        try:
-            found[name] = memfit.__version__ if name == "memfit" else version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 def measure_machine(device: Device) -> Device:
