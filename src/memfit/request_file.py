@@ -14,6 +14,7 @@ import msgspec
 from memfit.errors import InvalidRequest
 from memfit.nouns import write_atomically
 from memfit.request import Request
+from memfit.words import as_yaml
 
 KEYS = {
     "schema": "version of this file's format",
@@ -136,13 +137,7 @@ def _lines(field: Any, prefix: str, *, off: bool) -> list[str]:
 
 def _yaml(value: Any) -> str:
     """A default as YAML writes it."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return "[" + ", ".join(value) + "]"
-    return '""' if value == "" else str(value)
+    return '""' if value == "" else as_yaml(value)
 
 
 def write_template(path: Path) -> Path:

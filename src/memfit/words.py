@@ -82,7 +82,7 @@ def as_yaml(value: Any) -> str:
         return "null"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{k}: {as_yaml(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return "[" + ", ".join(map(as_yaml, value)) + "]"
     return str(value)
 

@@ -8,7 +8,7 @@ from memfit import units
 from memfit.ledger import Ledger, Phase, sum_by_kind
 from memfit.plan.verdict import describe_lack, needs
 from memfit.report import signed_error
-from memfit.results import Certificate, Lever, Nearest, Plan, Tensor
+from memfit.results import Certificate, Lever, Nearest, Plan
 from memfit.screens.layout import (
     INDENT,
     bullets,
@@ -20,6 +20,7 @@ from memfit.screens.layout import (
     show,
 )
 from memfit.screens.memory import show_bar, show_breakdown, show_verdict
+from memfit.screens.tensors import NOWHERE, each, show_tensors
 from memfit.screens.terminal import Console
 from memfit.words import PHASES, VERDICTS, set_words, show_error
 
@@ -140,20 +141,10 @@ def _show_tensors(console: Console, certificate: Certificate) -> None:
     if not certificate.at_peak:
         return
     heading(console, "Largest tensors alive at the peak")
-    table = make_table("bytes", "kind", "module", "made by", numbers=("bytes",))
-    for t in certificate.at_peak[:TENSORS]:
-        row = (t.kind, t.module or "(outside any module)", t.op)
-        table.add_row(_each(t), *(plain(console, cell) for cell in row))
-    show(console, table)
+    show_tensors(console, certificate.at_peak[:TENSORS])
     if (more := len(certificate.at_peak) - TENSORS) > 0:
         said = f"{more} more rows, and each one's source line, with --why"
         say(console, said, style="dim", indent=INDENT)
-
-
-def _each(tensor: Tensor) -> str:
-    """`32 x 112.00 MiB`."""
-    size = units.show_bytes(tensor.nbytes)
-    return size if tensor.count == 1 else f"{tensor.count} x {size}"
 
 
 def _show_every_tensor(console: Console, certificate: Certificate) -> None:
@@ -161,9 +152,9 @@ def _show_every_tensor(console: Console, certificate: Certificate) -> None:
     rows = certificate.at_peak
     count = sum(row.count for row in rows)
     heading(console, f"All {count:,} tensors alive at the peak")
-    width = max((len(_each(row)) for row in rows), default=0)
+    width = max((len(each(row)) for row in rows), default=0)
     for row in rows:
-        what = f"{_each(row):>{width}}  {row.kind}  {row.module or '(outside any module)'}"
+        what = f"{each(row):>{width}}  {row.kind}  {row.module or NOWHERE}"
         say(console, what, indent=INDENT)
         shape = f"{row.dtype} ({', '.join(map(str, row.shape))})" if row.dtype else ""
         where = "  ".join(filter(None, (row.op, shape, row.source)))

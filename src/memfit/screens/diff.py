@@ -8,6 +8,7 @@ from typing import Any
 from memfit import units
 from memfit.results import Change, Diff, Side, Tensor
 from memfit.screens.layout import INDENT, STYLES, heading, make_table, plain, say, show
+from memfit.screens.tensors import NOWHERE, show_tensors
 from memfit.screens.terminal import Console, Styled
 from memfit.words import PHASES, VERDICTS
 
@@ -29,7 +30,7 @@ def show_diff(console: Console, diff: Diff) -> None:
     _show_changes(console, "By instant", diff.phases, PHASES, every=True)
     words = {c.name: _component(c.name) for c in diff.components}
     _show_changes(console, "By instant and kind", diff.components, words)
-    _show_changes(console, "By module at the peak", diff.modules, {"": "(outside any module)"})
+    _show_changes(console, "By module at the peak", diff.modules, {"": NOWHERE})
     _show_tensors(console, "Only in B at the peak", diff.appeared)
     _show_tensors(console, "Only in A at the peak", diff.disappeared)
 
@@ -108,11 +109,5 @@ def _show_tensors(console: Console, title: str, tensors: Sequence[Tensor]) -> No
     if not tensors:
         return
     heading(console, title)
-    table = make_table("bytes", "kind", "module", "made by", numbers=("bytes",))
-    for t in tensors[:TENSORS]:
-        size = units.show_bytes(t.nbytes)
-        size = size if t.count == 1 else f"{t.count} x {size}"
-        row = (t.kind, t.module or "(outside any module)", t.op)
-        table.add_row(size, *(plain(console, cell) for cell in row))
-    show(console, table)
+    show_tensors(console, tensors[:TENSORS])
     _show_rest(console, len(tensors), TENSORS, 0)
