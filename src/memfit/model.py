@@ -38,8 +38,28 @@ class ModelReference(Noun, frozen=True, kw_only=True):
     config: dict[str, Any]  # the content of config.json: `model_type` and what the family reads
 
 
+class Experts(Noun, frozen=True, kw_only=True):
+    """A mixture-of-experts feed-forward; `count` 0 where all tokens share a plain one."""
+
+    count: int = 0  # routed experts of a layer
+    per_token: int = 0  # of them, those that one token visits
+    ffn: int = 0  # width of a routed expert
+    shared_ffn: int = 0  # width of the expert that every token visits; 0 = none
+    dense_layers: int = 0  # the first layers, which have a plain feed-forward instead
+
+
+class Latent(Noun, frozen=True, kw_only=True):
+    """Multi-head latent attention (DeepSeek-V2, 2405.04434); `kv_rank` 0 where there is none."""
+
+    kv_rank: int = 0  # of the compressed keys and values
+    query_rank: int = 0  # of the compressed queries; 0 = queries are not compressed
+    rotated: int = 0  # elements of a query's head that are rotated
+    unrotated: int = 0  # and those that are not
+    value: int = 0  # elements of a value's head
+
+
 class Architecture(Noun, frozen=True, kw_only=True):
-    """A dense decoder in memfit's words; `families/` translates Hugging Face's names to these."""
+    """A decoder in memfit's words; `families/` translates Hugging Face's names to these."""
 
     family: str  # = `model_type` of config.json
     layers: int
@@ -59,6 +79,8 @@ class Architecture(Noun, frozen=True, kw_only=True):
     rotary_dim: int = 0  # elements of a head that are rotated; 0 = learned positions
     activation: str = "silu"
     sliding_window: int = 0  # tokens that attention looks back over; 0 = all of them
+    experts: Experts = Experts()
+    latent: Latent = Latent()
 
 
 class Weight(Noun, frozen=True, kw_only=True):
