@@ -81,6 +81,12 @@ class Architecture(Noun, frozen=True, kw_only=True):
     sliding_window: int = 0  # tokens that attention looks back over; 0 = all of them
     experts: Experts = Experts()
     latent: Latent = Latent()
+    # what blocks are, in turn, where their weights do not tell; empty where all are alike
+    layer_kinds: tuple[str, ...] = ()
+
+    def kind(self, layer: int) -> str:
+        """The kind of a block, of a cycle that repeats to the last one; empty without kinds."""
+        return self.layer_kinds[layer % len(self.layer_kinds)] if self.layer_kinds else ""
 
 
 class Weight(Noun, frozen=True, kw_only=True):

@@ -47,7 +47,9 @@ class CatalogModel(Noun, frozen=True, kw_only=True):
     max_sequence: int
     tied_embeddings: bool
     # what else the family's file needs, or facts of a family without one
-    details: dict[str, int | float | bool | str] = msgspec.field(default_factory=dict)
+    details: dict[str, int | float | bool | str | tuple[str, ...]] = msgspec.field(
+        default_factory=dict
+    )
     published: str  # the publisher's figure, such as `8B`
     published_active: str = ""
     published_source: str
@@ -65,7 +67,7 @@ class CatalogModel(Noun, frozen=True, kw_only=True):
         """
         if "kv_lora_rank" in self.details:
             latent = self.details["kv_lora_rank"], self.details["qk_rope_head_dim"]
-            return self.layers * sum(int(n) for n in latent)
+            return self.layers * sum(n for n in latent if isinstance(n, int))
         return 2 * self.layers * self.kv_heads * self.head_dim
 
     def architecture(self) -> Architecture:

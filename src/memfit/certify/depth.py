@@ -118,13 +118,14 @@ def peaks(
 
 
 def find_runs(recipe: Recipe) -> tuple[int, ...]:
-    """How many successive blocks are alike: in their weights, and in being recomputed.
+    """How many successive blocks are alike: in weights, in kind, and in being recomputed.
 
     Raises NotCertified when config.json or the recipe treats single blocks by their number.
     """
     model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
     layers = model.architecture.layers
-    kinds: list[list[Any]] = [[layer < recipe.recompute_blocks] for layer in range(layers)]
+    kind = model.architecture.kind
+    kinds: list[list[Any]] = [[i < recipe.recompute_blocks, kind(i)] for i in range(layers)]
     for row in model.weights:
         if row.layer >= 0:
             name = row.name.replace(f".{row.layer}.", ".*.", 1)

@@ -32,6 +32,7 @@ class Forward(msgspec.Struct, frozen=True):
     position_ids: Tensor | None  # (batch, tokens) of packed rows
     documents: Documents | None
     adapter_dropout: bool = False
+    kind: str = ""  # of the block that runs, where the architecture has kinds
 
     @property
     def batch(self) -> int:
@@ -306,39 +307,11 @@ def gated_block(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -
 
 
 @module
-def fused_attention(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-    """GPT-2's attention: one projection for query, key and value."""
-    width, size = forward.architecture.hidden, forward.architecture.head_dim
-    shape = (*x.shape[:-1], -1, size)
-    fused = project(forward, weights, "attn.c_attn", x)
-    query, key, value = sizes.split(fused, (width, width, width), 2)
-    del fused
-    key = sizes.transpose(sizes.view(key, *shape), 1, 2)
-    value = sizes.transpose(sizes.view(value, *shape), 1, 2)
-    query = sizes.transpose(sizes.view(query, *shape), 1, 2)
-    out = attend(forward, query, key, value)
-    out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
-    return project(forward, weights, "attn.c_proj", out)
-
-
-@module
 def plain_mlp(forward: Forward, weights: Weights, up: str, down: str, x: Tensor) -> Tensor:
     """down(act(up(x)))."""
     x = project(forward, weights, up, x)
     x = activate(forward, x)
     return project(forward, weights, down, x)
-
-
-def gpt2_block(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-    """One block of gpt2."""
-    residual = x
-    x = apply_layer_norm(forward, weights, "ln_1", x)
-    attended = fused_attention(forward, weights, x)
-    x = sizes.add(attended, residual)
-    residual = x
-    x = apply_layer_norm(forward, weights, "ln_2", x)
-    fed = plain_mlp(forward, weights, "mlp.c_fc", "mlp.c_proj", x)
-    return sizes.add(residual, fed)
 
 
 @module

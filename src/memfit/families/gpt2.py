@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
+from memfit import sizes
 from memfit.families import Family, families
 from memfit.families._config import activation, flag, head_size, refuse, size, size_or
 from memfit.families._weights import Rows, head, layer_norm, repeat
@@ -13,12 +14,15 @@ from memfit.families.forward import (
     Forward,
     Weights,
     apply_layer_norm,
+    attend,
     embedding,
-    gpt2_block,
+    module,
+    plain_mlp,
     positions,
+    project,
 )
 from memfit.model import Architecture, TensorSpec, Weight
-from memfit.sizes import Tensor, add
+from memfit.sizes import Tensor
 
 
 @final
@@ -97,13 +101,13 @@ class Gpt2(Family):
         tokens = embedding(forward, weights["wte.weight"], forward.input_ids)
         position_ids = positions(forward)
         learned = embedding(forward, weights["wpe.weight"], position_ids)
-        return Embedded(add(tokens, learned), (position_ids,), (tokens, learned))
+        return Embedded(sizes.add(tokens, learned), (position_ids,), (tokens, learned))
 
     def block(
         self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
     ) -> Tensor:
         """See `Family.block`."""
-        return gpt2_block(forward, weights, x)
+        return _block(forward, weights, x)
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""
@@ -113,6 +117,34 @@ class Gpt2(Family):
 def _conv1d(name: str, columns: int, rows: int) -> Rows:
     """(columns) -> (rows), stored the other way round than a Linear."""
     return [(f"{name}.weight", (columns, rows)), (f"{name}.bias", (rows,))]
+
+
+@module
+def _attention(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+    """GPT-2's attention: one projection for query, key and value."""
+    width, size = forward.architecture.hidden, forward.architecture.head_dim
+    shape = (*x.shape[:-1], -1, size)
+    fused = project(forward, weights, "attn.c_attn", x)
+    query, key, value = sizes.split(fused, (width, width, width), 2)
+    del fused
+    key = sizes.transpose(sizes.view(key, *shape), 1, 2)
+    value = sizes.transpose(sizes.view(value, *shape), 1, 2)
+    query = sizes.transpose(sizes.view(query, *shape), 1, 2)
+    out = attend(forward, query, key, value)
+    out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
+    return project(forward, weights, "attn.c_proj", out)
+
+
+def _block(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+    """One block of gpt2."""
+    residual = x
+    x = apply_layer_norm(forward, weights, "ln_1", x)
+    attended = _attention(forward, weights, x)
+    x = sizes.add(attended, residual)
+    residual = x
+    x = apply_layer_norm(forward, weights, "ln_2", x)
+    fed = plain_mlp(forward, weights, "mlp.c_fc", "mlp.c_proj", x)
+    return sizes.add(residual, fed)
 
 
 families.register("gpt2")(Gpt2())

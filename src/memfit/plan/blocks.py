@@ -1,9 +1,10 @@
 """A small model that stands for a deep one, byte for byte.
 
-Blocks that are alike form a run; of each run only the first, one in the middle and the last are
-simulated. A step is then a sequence of segments (the forward or the backward of one block, the
-embedding, the head and the loss), each with what it adds and how far it rises above its start;
-the middle segments of a run repeat. Nothing is fitted: the sum over segments is exact.
+Blocks that are alike form a run, and so do cycles of blocks that are alike (sliding, full, sliding,
+full); of each run only the first, one in the middle and the last cycle are simulated. A step is
+then a sequence of segments (the forward or the backward of one block, the embedding, the head and
+the loss), each with what it adds and how far it rises above its start; the middle segments of a
+run repeat. Nothing is fitted: the sum over segments is exact.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
+from typing import NamedTuple
 
 import msgspec
 
@@ -26,7 +28,8 @@ from memfit.sizes import Meter, Tensor
 Part = tuple[Kind, str]  # kind, owner
 Parts = dict[Part, int]
 ROUNDING: Part = (Kind.FRAGMENTATION, "rounding")  # what blocks are larger than their tensors
-ENDS = 3  # blocks simulated of a run of equal ones: first, middle, last
+ENDS = 3  # cycles simulated of a run of equal ones: first, middle, last
+LONGEST = 16  # blocks of the longest cycle that is looked for
 AFTER_PRODUCT = "'"  # marks the segment that begins with a backward's first product
 WRAPPER = "base_model.model."  # what peft puts before every name
 
@@ -41,12 +44,26 @@ class Row(Noun, frozen=True, kw_only=True):
     part: str
 
 
-class Run(Noun, frozen=True, kw_only=True):
-    """Consecutive blocks that are alike."""
+class Block(Noun, frozen=True, kw_only=True):
+    """What a block's segments depend on."""
 
     rows: tuple[Row, ...]
     recomputed: bool
+    kind: str = ""  # of `Architecture.layer_kinds`
+
+
+class Run(Noun, frozen=True, kw_only=True):
+    """Consecutive cycles of blocks that are alike; mostly of one block."""
+
+    cycle: tuple[Block, ...]
     count: int
+
+
+class Repeat(NamedTuple):
+    """How often a simulated block stands in the model."""
+
+    cycle: int  # blocks of one cycle follow each other before it begins again
+    times: int
 
 
 class Batch(Noun, frozen=True, kw_only=True):
@@ -91,20 +108,25 @@ class Passes(msgspec.Struct):
     loss: list[Segment] = []
     backward: list[Segment] = []
 
-    def flop(self, counts: list[int]) -> int:
+    def flop(self, counts: list[Repeat]) -> int:
         """FLOP of the deep model's micro-batch, recomputation included."""
         segments = (*self.forward, *self.loss, *self.backward)
-        return sum(s.flop * times for s, times in expand(segments, counts))
+        stretches = expand(segments, counts)
+        return sum(s.flop * times for stretch, times in stretches for s in stretch)
 
 
-def split_rows(model: Model) -> tuple[tuple[Row, ...], list[tuple[Row, ...]]]:
-    """The rows outside the blocks, and those of each block."""
+def split_rows(model: Model, recomputed: int) -> tuple[tuple[Row, ...], list[Block]]:
+    """The rows outside the blocks, and each block; the first `recomputed` ones run twice."""
     outside: list[Row] = []
     blocks: list[list[Row]] = [[] for _ in range(model.architecture.layers)]
     for weight in model.weights:
         row = _row(weight)
         (outside if weight.layer < 0 else blocks[weight.layer]).append(row)
-    return tuple(outside), [tuple(rows) for rows in blocks]
+    kind = model.architecture.kind
+    return tuple(outside), [
+        Block(rows=tuple(rows), recomputed=index < recomputed, kind=kind(index))
+        for index, rows in enumerate(blocks)
+    ]
 
 
 def _row(weight: Weight) -> Row:
@@ -119,32 +141,57 @@ def _row(weight: Weight) -> Row:
     )  # fmt: skip
 
 
-def find_runs(blocks: Iterable[tuple[Row, ...]], recomputed: int) -> tuple[Run, ...]:
-    """Neighbours that are alike, joined."""
+def find_runs(blocks: Iterable[Block]) -> tuple[Run, ...]:
+    """Neighbours that are alike, joined; and cycles of neighbours that are."""
+    known: list[Block] = []
+    order: list[int] = []  # which of the known ones each block is: numbers compare quickly
+    for block in blocks:
+        if block not in known:
+            known.append(block)
+        order.append(known.index(block))
     runs: list[Run] = []
-    for index, rows in enumerate(blocks):
-        again = index < recomputed
-        if runs and runs[-1].rows == rows and runs[-1].recomputed == again:
-            runs[-1] = Run(rows=rows, recomputed=again, count=runs[-1].count + 1)
-        else:
-            runs.append(Run(rows=rows, recomputed=again, count=1))
+    at = 0
+    while at < len(order):
+        length, count = _longest_run(order[at:])
+        runs.append(Run(cycle=tuple(known[i] for i in order[at : at + length]), count=count))
+        at += length * count
     return tuple(runs)
+
+
+def _longest_run(order: list[int]) -> tuple[int, int]:
+    """(blocks of a cycle, cycles) at the start: those that leave the fewest blocks to simulate."""
+    best, saved = (1, _cycles(order, 1)), -1
+    for length in range(1, min(LONGEST, len(order) // ENDS) + 1):
+        count = _cycles(order, length)
+        if (count - ENDS) * length > saved:
+            best, saved = (length, count), (count - ENDS) * length
+    return best
+
+
+def _cycles(order: list[int], length: int) -> int:
+    """How often the first `length` blocks stand one behind the other."""
+    count = 1
+    while order[count * length : (count + 1) * length] == order[:length]:
+        count += 1
+    return count
 
 
 def shorten(runs: tuple[Run, ...]) -> tuple[Run, ...]:
     """The runs as they are simulated."""
-    return tuple(Run(rows=r.rows, recomputed=r.recomputed, count=min(r.count, ENDS)) for r in runs)
+    return tuple(Run(cycle=r.cycle, count=min(r.count, ENDS)) for r in runs)
 
 
-def repeats(runs: tuple[Run, ...]) -> list[int]:
+def repeats(runs: tuple[Run, ...]) -> list[Repeat]:
     """How often each simulated block stands in the model, in its order."""
-    counts: list[int] = []
+    found: list[Repeat] = []
+    cycle = 0
     for run in runs:
-        if run.count <= ENDS:
-            counts += [1] * run.count
-        else:
-            counts += [1, run.count - 2, 1]
-    return counts
+        simulated = min(run.count, ENDS)
+        for at in range(simulated):
+            middle = at == 1 and run.count > ENDS
+            found += [Repeat(cycle, run.count - 2 if middle else 1)] * len(run.cycle)
+            cycle += 1
+    return found
 
 
 @lru_cache(maxsize=256)
@@ -174,10 +221,10 @@ class _Simulation:
         if "lm_head.weight" not in self.outside and "lm_head.base_layer.weight" not in self.outside:
             name = next(r.name for r in setting.outside if r.part == "embedding")
             self.outside["lm_head.weight"] = self.outside[name]
-        self.blocks: list[tuple[Weights, bool]] = []
+        self.blocks: list[tuple[Weights, Block]] = []
         for run in setting.runs:
-            for _ in range(run.count):
-                self.blocks.append((self._weights(run.rows), run.recomputed))
+            for block in run.cycle * run.count:
+                self.blocks.append((self._weights(block.rows), block))
         self.scale = sizes.parameter(self.meter, (), "float32", trainable=False)
         self.marks: list[tuple[str, int, int]] = []  # name, events and FLOP before
 
@@ -297,10 +344,11 @@ def _backbone(forward: Forward, simulation: _Simulation, boundaries: list[int]) 
     """The model without its head; notes where each block begins."""
     family, meter = simulation.family, forward.meter
     x, given, kept = family.embed(forward, simulation.outside)
-    for index, (weights, recomputed) in enumerate(simulation.blocks):
+    for index, (weights, block) in enumerate(simulation.blocks):
         simulation.mark(f"block {index}", "blocks")
         boundaries.append(meter.sequence)
-        x = _block(forward, family, weights, x, given, recomputed)
+        here = msgspec.structs.replace(forward, kind=block.kind)
+        x = _block(here, family, weights, x, given, block.recomputed)
     simulation.mark("norm", "norm")
     boundaries.append(meter.sequence)
     x = family.finish(forward, simulation.outside, x)
@@ -327,8 +375,20 @@ def owner_of(part: str) -> str:
     return "blocks" if part == "block" else part
 
 
-def expand(segments: Iterable[Segment], counts: list[int]) -> Iterator[tuple[Segment, int]]:
-    """Each segment with how often it runs in the deep model."""
-    for segment in segments:
-        name, _, index = segment.name.removesuffix(AFTER_PRODUCT).partition(" ")
-        yield segment, counts[int(index)] if name == "block" else 1
+def expand(
+    segments: Iterable[Segment], counts: list[Repeat]
+) -> Iterator[tuple[list[Segment], int]]:
+    """Stretches of segments, each with how often it runs in the deep model.
+
+    What follows the first product begins a stretch of its own: it is of the last block at most.
+    """
+
+    def repeat(segment: Segment) -> Repeat:
+        name, after, _ = segment.name.partition(AFTER_PRODUCT)
+        name, _, index = name.partition(" ")
+        if after or name != "block":
+            return Repeat(-1 - bool(after), 1)
+        return counts[int(index)]
+
+    for found, stretch in groupby(segments, repeat):
+        yield list(stretch), found.times

@@ -23,6 +23,7 @@ from memfit.plan.blocks import (
     Part,
     Parts,
     Passes,
+    Repeat,
     Run,
     Segment,
     Setting,
@@ -68,13 +69,18 @@ class Level(msgspec.Struct):
                 parts[part] = parts.get(part, 0) + nbytes
             self.peaks[phase] = (height, parts)
 
-    def walk(self, phase: Phase, segment: Segment, times: int) -> None:
-        """Run a segment, again and again; the first and the last time decide."""
-        self.note(phase, segment.top, segment.rise)
+    def walk(self, phase: Phase, segments: list[Segment], times: int) -> None:
+        """Run segments, again and again; the first and the last time decide."""
+        self._once(phase, segments)
         if times > 1:
-            self.add(segment.net, times - 1)
+            for segment in segments:
+                self.add(segment.net, times - 2)
+            self._once(phase, segments)
+
+    def _once(self, phase: Phase, segments: list[Segment]) -> None:
+        for segment in segments:
             self.note(phase, segment.top, segment.rise)
-        self.add(segment.net)
+            self.add(segment.net)
 
 
 def predict_memory(model: Model, recipe: Recipe, device: Device) -> Ledger:
@@ -117,12 +123,12 @@ def predict_flop(model: Model, recipe: Recipe, device: Device) -> int:
     return simulate(setting)[0].flop(counts) * recipe.accumulation
 
 
-def describe(model: Model, recipe: Recipe, device: Device) -> tuple[Setting, list[int]]:
+def describe(model: Model, recipe: Recipe, device: Device) -> tuple[Setting, list[Repeat]]:
     """What to simulate, and how often each simulated block stands in the model."""
     from msgspec.structs import replace
 
-    outside, blocks = split_rows(model)
-    runs: tuple[Run, ...] = find_runs(blocks, recipe.recompute_blocks)
+    outside, blocks = split_rows(model, recipe.recompute_blocks)
+    runs: tuple[Run, ...] = find_runs(blocks)
     cuda = not device.is_cpu
     setting = Setting(
         architecture=replace(model.architecture, layers=0),
@@ -156,7 +162,7 @@ class _Step:
         model: Model,
         recipe: Recipe,
         device: Device,
-        counts: list[int],
+        counts: list[Repeat],
         first: Passes,
         later: Passes | None,
     ) -> None:
@@ -221,15 +227,15 @@ class _Step:
         for phase, segments in (
             (forward, self.first.forward), (loss, self.first.loss), (backward, self.first.backward)
         ):  # fmt: skip
-            for segment, times in expand(segments, self.counts):
-                if segment.name.endswith(AFTER_PRODUCT) and phase is Phase.FIRST_STEP:
+            for stretch, times in expand(segments, self.counts):
+                if stretch[0].name.endswith(AFTER_PRODUCT) and phase is Phase.FIRST_STEP:
                     level.add(self._cublas)
-                level.walk(phase, segment, times)
+                level.walk(phase, stretch, times)
         level.note(backward)
         if self.later is not None:
             for segments in (self.later.forward, self.later.loss, self.later.backward):
-                for segment, times in expand(segments, self.counts):
-                    level.walk(more, segment, times)
+                for stretch, times in expand(segments, self.counts):
+                    level.walk(more, stretch, times)
             level.note(more)
         level.add(self._inputs(), -1)
 
