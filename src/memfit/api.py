@@ -18,8 +18,8 @@ from memfit.errors import InvalidRequest
 from memfit.hardware import Device
 from memfit.libraries import installed_versions
 from memfit.nouns import from_data, write_atomically, write_json
+from memfit.plan import foreign, search
 from memfit.plan import problem as problems
-from memfit.plan import search
 from memfit.proving import certify as certify  # the command line calls the api only
 from memfit.proving import find_levers as find_levers
 from memfit.proving import find_nearest as find_nearest
@@ -55,7 +55,12 @@ def plan(request: Request, *, device: Device | None = None) -> Plan:
 
 
 def predict(request: Request) -> Plan:
-    """Memory and time of one fully stated configuration; no search."""
+    """Memory and time of one fully stated configuration; no search.
+
+    Of another framework's step (`framework:`) the memory alone.
+    """
+    if request.framework != "memfit":
+        return foreign.predict_foreign(request)
     return search.predict(problems.read_problem(request))
 
 

@@ -11,19 +11,36 @@ from memfit.model import ModelReference
 from memfit.nouns import Noun
 
 Method = Literal["full", "freeze", "lora"]
-Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
-Format = Literal["fp32", "bf16", "fp16"]
-Attention = Literal["math", "flash", "efficient", "cudnn"]
-Loss = Literal["plain", "chunked"]
+Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp16", "fp8-mixed"]
+Format = Literal["fp32", "bf16", "fp16", "int8", "nf4", "fp4"]
+Attention = Literal["math", "flash", "efficient", "cudnn", "eager"]
+Loss = Literal["plain", "chunked", "fused"]
+Recompute = Literal["full", "selective"]
+Compile = Literal["none", "blocks", "model"]
+Offload = Literal["none", "optimizer", "parameters", "activations"]
+Option = bool | int | float | str
 Schedule = Literal["constant", "linear", "cosine"]
 Implementation = Literal["fused", "foreach", "loop"]
 
 FORMAT_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+OWN_ATTENTION: tuple[Attention, ...] = ("math", "flash", "efficient", "cudnn")
+# What memfit's own step has, of the knobs that other frameworks' steps have more values of.
+OWN_VALUES: dict[str, tuple[object, ...]] = {
+    "precision": ("fp32", "bf16", "bf16-mixed", "fp16-mixed"),
+    "base_format": ("fp32", "bf16", "fp16"),
+    "attention": OWN_ATTENTION,
+    "loss": ("plain", "chunked"),
+    "recompute": ("none", "full"),
+    "compile": ("none",),
+    "offload": ("none",),
+}
+OWN_AXES = ("dp_replicate", "dp_shard", "reshard_after_forward")
 
 
 def compute_dtype(precision: Precision) -> str:
     """Dtype of matrix products and of the saved activations."""
-    return {"fp32": "float32", "fp16-mixed": "float16"}.get(precision, "bfloat16")
+    known = {"fp32": "float32", "fp16": "float16", "fp16-mixed": "float16"}
+    return known.get(precision, "bfloat16")
 
 
 class Lora(Noun, frozen=True, kw_only=True):
@@ -62,20 +79,32 @@ class Parallel(Noun, frozen=True, kw_only=True):
     """How many devices hold the model, along which axes of the mesh; 1 everywhere is one device."""
 
     dp_replicate: int = 1  # copies of the (sharded) model
-    dp_shard: int = 1  # FSDP2: ranks among which weights, gradients and states are cut
-    reshard_after_forward: bool = True  # ZeRO-3 when true
+    dp_shard: int = 1  # ranks among which what `zero` names is cut
+    reshard_after_forward: bool = True  # free gathered weights until the backward
+    zero: int = 3  # what dp_shard cuts: 1 states, 2 gradients too, 3 weights too (1910.02054)
+    tp: int = 1  # ranks that share each matrix product
+    sequence_parallel: bool = False  # between products, tokens are cut among the tp ranks
+    cp: int = 1  # ranks that share the tokens of a sequence
+    pp: int = 1  # ranks that hold the blocks one after the other
+    virtual_pp: int = 1  # pieces of the model that one pp rank holds
+    ep: int = 1  # ranks among which the experts are dealt; taken from the data-parallel ones
+
+    @property
+    def dp(self) -> int:
+        """Ranks with a share of the batch of their own."""
+        return self.dp_replicate * self.dp_shard
 
     @property
     def world(self) -> int:
         """Ranks in all."""
-        return self.dp_replicate * self.dp_shard
+        return self.dp * self.tp * self.cp * self.pp
 
 
 class Recipe(Noun, frozen=True, kw_only=True):
     """Everything that determines a step of one rank: no `None`, no `auto`."""
 
     schema: int = 1
-    framework: Literal["memfit"] = "memfit"
+    framework: str = "memfit"  # whose step it is; only memfit's can be certified and trained
     model: ModelReference
     weights: Literal["pretrained", "random"]
     objective: Literal["pretrain", "sft"]
@@ -98,6 +127,10 @@ class Recipe(Noun, frozen=True, kw_only=True):
     seed: int
     parallel: Parallel = Parallel()
     allocator: str = ""  # in the syntax of PYTORCH_ALLOC_CONF; "" takes torch's defaults
+    recompute: Recompute = "full"  # what is computed again in a recomputed block
+    compile: Compile = "none"
+    offload: Offload = "none"
+    options: dict[str, Option] = {}  # noqa: RUF012 (knobs that only this framework has)
 
     @property
     def digest(self) -> str:
@@ -107,7 +140,7 @@ class Recipe(Noun, frozen=True, kw_only=True):
     @property
     def global_batch(self) -> int:
         """Sequences per optimizer step, of all ranks."""
-        return self.micro_batch * self.accumulation * self.parallel.world
+        return self.micro_batch * self.accumulation * self.parallel.dp
 
     @property
     def tokens(self) -> int:
@@ -130,8 +163,8 @@ class Recipe(Noun, frozen=True, kw_only=True):
 
     @property
     def trainable_dtype(self) -> str:
-        """Storage dtype of trainable parameters: fp32 master copies unless precision is `bf16`."""
-        return "bfloat16" if self.precision == "bf16" else "float32"
+        """Storage dtype of trainable parameters: fp32 master copies unless all is 16-bit."""
+        return FORMAT_DTYPE.get(self.precision, "float32")
 
     @property
     def frozen_dtype(self) -> str:

@@ -10,6 +10,18 @@ import msgspec
 from memfit import units
 from memfit.errors import InvalidRequest
 from memfit.nouns import Noun, from_data
+from memfit.recipe import (
+    OWN_AXES,
+    OWN_VALUES,
+    Attention,
+    Compile,
+    Format,
+    Loss,
+    Offload,
+    Option,
+    Parallel,
+    Precision,
+)
 
 Auto = Literal["auto"]
 Positive = Annotated[int, msgspec.Meta(ge=1, description="a whole number, 1 or more")]
@@ -77,11 +89,23 @@ class ParallelRequest(Noun, frozen=True, kw_only=True):
     dp_replicate: Positive = 1
     dp_shard: Positive = 1
     reshard_after_forward: bool = True
+    zero: Literal[1, 2, 3] = 3
+    tp: Positive = 1
+    sequence_parallel: bool = False
+    cp: Positive = 1
+    pp: Positive = 1
+    virtual_pp: Positive = 1
+    ep: Positive = 1
+
+    @property
+    def stated(self) -> Parallel:
+        """The same axes, in the recipe's words."""
+        return Parallel(**{name: getattr(self, name) for name in self.__struct_fields__})
 
     @property
     def world(self) -> int:
         """Ranks in all."""
-        return self.dp_replicate * self.dp_shard
+        return self.stated.world
 
 
 class Hardware(Noun, frozen=True, kw_only=True):
@@ -125,17 +149,18 @@ class Request(Noun, frozen=True, kw_only=True):
     method: Literal["auto", "full", "freeze", "lora"] = "auto"
     lora: LoraRequest = LoraRequest()
     freeze: FreezeRequest = FreezeRequest()
-    base_format: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    precision: Literal["auto", "fp32", "bf16", "bf16-mixed", "fp16-mixed"] = "auto"
+    base_format: Auto | Format = "auto"
+    precision: Auto | Precision = "auto"
     optimizer: OptimizerRequest = OptimizerRequest()
-    recompute: Literal["auto", "none", "full"] | RecomputeBlocks = "auto"
-    attention: Literal["auto", "math", "flash", "efficient", "cudnn"] = "auto"
-    loss: Literal["auto", "plain", "chunked"] = "auto"
+    recompute: Literal["auto", "none", "full", "selective"] | RecomputeBlocks = "auto"
+    attention: Auto | Attention = "auto"
+    loss: Auto | Loss = "auto"
     loss_chunk: NotNegative = 0  # tokens per chunk; 0 chooses
     micro_batch: Positive | Auto = "auto"
-    compile: Literal["auto", "none"] = "auto"
-    offload: Literal["none"] = "none"
-    framework: Literal["memfit"] = "memfit"
+    compile: Auto | Compile = "auto"
+    offload: Auto | Offload = "none"
+    framework: str = "memfit"
+    options: dict[str, Option] = {}  # noqa: RUF012 (knobs that only this framework has)
     parallel: Literal["auto"] | ParallelRequest = "auto"
     allocator: str = ""  # as in PYTORCH_ALLOC_CONF, such as "expandable_segments:True"
     hardware: Hardware = Hardware()
@@ -163,6 +188,36 @@ class Request(Noun, frozen=True, kw_only=True):
                 f"`task.{lengths[0]}` and `task.{lengths[1]}` both say how long to train",
                 hint="keep one of steps, epochs, tokens",
             )
+        if self.framework == "memfit":
+            self._check_own()
+
+    def _check_own(self) -> None:
+        """Refuse what only other frameworks' steps have; memfit's does not do it silently."""
+        hint = "`framework: megatron`, `hf-trainer`, … predict the steps of others"
+        for name, own in OWN_VALUES.items():
+            value = getattr(self, name)
+            if isinstance(value, str) and value not in ("auto", *own):
+                raise InvalidRequest(
+                    f"`{name}: {value}` is not in memfit's own step, which has"
+                    f" {', '.join(map(str, own))}",
+                    hint=hint,
+                )
+        if self.options:
+            raise InvalidRequest(
+                f"`options.{next(iter(self.options))}` is set, and memfit's own step has no"
+                " `options`",
+                hint=hint,
+            )
+        if self.parallel != "auto":
+            plain = ParallelRequest()
+            for name in self.parallel.__struct_fields__:
+                value = getattr(self.parallel, name)
+                if name not in OWN_AXES and value != getattr(plain, name):
+                    raise InvalidRequest(
+                        f"`parallel.{name}: {value}` is not in memfit's own step, which has"
+                        f" {', '.join(OWN_AXES)}",
+                        hint=hint,
+                    )
 
 
 def read_request(path: Path) -> Request:

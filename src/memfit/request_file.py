@@ -39,7 +39,7 @@ KEYS = {
     "freeze": "used when the method is freeze",
     "freeze.last_blocks": "the last n blocks stay trainable, with the final norm and the head",
     "freeze.patterns": "parameter names that stay trainable, such as '*norm*'",
-    "base_format": "storage of frozen weights: fp32 | bf16 | fp16",
+    "base_format": "storage of frozen weights: fp32 | bf16 | fp16; others' steps: int8, nf4, fp4",
     "precision": "fp32 | bf16 (everything) | bf16-mixed, fp16-mixed (fp32 weights, 16-bit compute)",
     "optimizer": "the optimizer, its schedule and clipping",
     "optimizer.name": "adamw | adamw8bit | adamw4bit | adamwfp8 | sgd; auto: adamw",
@@ -53,19 +53,27 @@ KEYS = {
     "optimizer.schedule": "constant | linear | cosine, after the warm-up",
     "optimizer.warmup_steps": "steps of linear warm-up",
     "optimizer.clip_norm": "largest gradient norm; 0 does not clip",
-    "recompute": "none | full | {blocks: n}: activations of n blocks are computed twice, not kept",
+    "recompute": "none | full | {blocks: n}: computed twice, not kept; others' steps: selective",
     "recompute.blocks": "the first n blocks",
     "attention": "math | flash | efficient | cudnn; auto: flash where it serves, else efficient",
-    "loss": "plain | chunked: whether all logits exist at once",
+    "loss": "plain | chunked: whether all logits exist at once; others' steps: fused",
     "loss_chunk": "tokens per chunk of the loss; 0 chooses",
     "micro_batch": "sequences per forward and backward; divides task.global_batch",
-    "compile": "none",
-    "offload": "none",
-    "framework": "whose training step it is: memfit",
+    "compile": "none; others' steps: blocks, model",
+    "offload": "none; others' steps: optimizer, parameters, activations",
+    "framework": "whose training step it is: memfit; others' are predicted, never run",
+    "options": "knobs that only another framework has; `memfit predict` names them",
     "parallel": "axes of the device mesh",
     "parallel.dp_replicate": "copies of the model, each on its own share of the batch",
     "parallel.dp_shard": "devices among which FSDP2 cuts weights, gradients and states",
     "parallel.reshard_after_forward": "free gathered weights between forward and backward (ZeRO-3)",
+    "parallel.zero": "what dp_shard cuts in others' steps: 1 states, 2 gradients, 3 weights too",
+    "parallel.tp": "devices that share each matrix product (others' steps)",
+    "parallel.sequence_parallel": "cut tokens among the tp devices between products",
+    "parallel.cp": "devices that share the tokens of a sequence (others' steps)",
+    "parallel.pp": "devices that hold the blocks one after the other (others' steps)",
+    "parallel.virtual_pp": "pieces of the model that one pp device holds (others' steps)",
+    "parallel.ep": "devices among which experts are dealt (others' steps)",
     "allocator": "settings of the CUDA allocator as in PYTORCH_ALLOC_CONF; empty: its defaults",
     "hardware": "on what to train",
     "hardware.device": "catalogue name (`memfit devices`); auto: this machine",
@@ -122,7 +130,8 @@ def template() -> str:
 def _lines(field: Any, prefix: str, *, off: bool) -> list[str]:
     key = prefix + field.encode_name
     indent = "  " * prefix.count(".")
-    default = field.default
+    made = field.default_factory is not msgspec.NODEFAULT
+    default = field.default_factory() if made else field.default
     if isinstance(default, msgspec.Struct):
         inner = msgspec.structs.fields(type(default))
         on = any(f"{key}.{f.encode_name}" in STARTERS for f in inner)
@@ -137,6 +146,8 @@ def _lines(field: Any, prefix: str, *, off: bool) -> list[str]:
 
 def _yaml(value: Any) -> str:
     """A default as YAML writes it."""
+    if value == {}:
+        return "{}"
     return '""' if value == "" else as_yaml(value)
 
 

@@ -5,7 +5,7 @@ proves, and the knobs of a recipe as `--set` takes them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -14,7 +14,7 @@ from memfit.errors import InvalidRequest
 from memfit.model import Model
 from memfit.optimizers import default_implementation, optimizers
 from memfit.plan.problem import CHUNKS, Problem, allowed, check, divisors, first_recipe
-from memfit.recipe import Attention, Method, Precision, Recipe
+from memfit.recipe import OWN_ATTENTION, Method, Precision, Recipe
 
 # what is decided alike whichever way the others stand; of these the result does not depend
 EXACT = ("recompute", "micro_batch", "loss", "loss_chunk", "optimizer.implementation", "attention")
@@ -80,7 +80,7 @@ def _exact(problem: Problem, recipe: Recipe, layers: int) -> Iterator[Recipe]:
         yield replace(recipe, loss="chunked", loss_chunk=CHUNKS[0])
     for implementation in _implementations(problem, recipe):
         yield replace(recipe, optimizer=replace(own, implementation=implementation))
-    for kernel in get_args(Attention):
+    for kernel in OWN_ATTENTION:
         if kernel != recipe.attention and _possible(problem, recipe, kernel):
             yield replace(recipe, attention=kernel)
 

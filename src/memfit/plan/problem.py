@@ -51,6 +51,12 @@ def read_problem(
     published: where pretrained weights will be loaded, take the config.json beside them. A
     catalogue row says every size, which is all that planning needs, but not the rotary base.
     """
+    if request.framework != "memfit":
+        raise InvalidRequest(
+            f"`framework: {request.framework}` is another framework's step, which memfit can"
+            " predict but neither search, certify nor run",
+            hint="`memfit predict REQUEST`; or `framework: memfit`",
+        )
     reference = find_reference(request.model)
     if published and find_weights(request, reference) == "pretrained":
         reference = _published(reference)

@@ -101,11 +101,7 @@ def _parallel(request: Request) -> Parallel:
             f" `nodes: {hardware.nodes}`",
             hint="one rank a device: make the two products equal",
         )
-    return Parallel(
-        dp_replicate=asked.dp_replicate,
-        dp_shard=asked.dp_shard,
-        reshard_after_forward=asked.reshard_after_forward,
-    )
+    return asked.stated
 
 
 def _check_batch(request: Request, parallel: Parallel, micro: int) -> None:

@@ -122,6 +122,11 @@ def check_census(model: nn.Module, recipe: Recipe) -> None:
 
 def _check(recipe: Recipe) -> None:
     """What no device can run."""
+    if recipe.framework != "memfit":
+        raise InvalidRequest(
+            f"the recipe is of `framework: {recipe.framework}`, whose step memfit cannot build",
+            hint="`memfit predict` predicts it",
+        )
     if recipe.parallel.world > 1:
         _check_ranks(recipe)
     model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)

@@ -1,0 +1,237 @@
+"""A step of another framework, predicted: from a request to a plan without a search.
+
+What a request leaves on `auto` takes the framework's own default, and the plan says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memfit import __version__, families
+from memfit.catalog.overheads import find_outside
+from memfit.errors import InvalidRequest
+from memfit.hardware import Device
+from memfit.ledger import Ledger
+from memfit.model import Model
+from memfit.plan.frameworks import Framework, Job, find_framework, resolve_options
+from memfit.plan.problem import find_device, find_reference, find_steps, sequence_length
+from memfit.recipe import Freeze, Lora, Optimizer, Parallel, Recipe
+from memfit.request import ParallelRequest, RecomputeBlocks, Request
+from memfit.results import Cost, Memory, Plan, Time, Verdict
+from memfit.timeline import Timeline
+
+UNKNOWN_TIME = "memfit does not describe the time of another framework's step"
+
+
+def predict_foreign(request: Request) -> Plan:
+    """Memory of another framework's step on its fullest rank; its time is unknown.
+
+    Raises UnknownName or InvalidRequest: no such framework, or what its file does not describe.
+    """
+    recipe, model, assumed = read_foreign(request)
+    device = find_device(request.hardware.device)
+    limit = request.limits.memory_bytes
+    usable = device.memory if limit is None else min(limit, device.memory or limit)
+    ledger = predict_ledger(recipe, model, device)
+    unknown = Time(
+        step_seconds=None, tokens_per_second=None, tokens_per_second_per_device=None, mfu=None,
+        hfu=None, model_flops_per_step=0.0, total_seconds=None, because=UNKNOWN_TIME,
+    )  # fmt: skip
+    return Plan(
+        recipe_digest=recipe.digest,
+        request=request,
+        recipe=recipe,
+        memory=describe_foreign(ledger, recipe, device, usable),
+        time=unknown,
+        cost=Cost(device_hours=None, usd=None, kwh=None, because=UNKNOWN_TIME),
+        ledger=ledger,
+        timeline=Timeline(spans=()),
+        considered=(),
+        levers=(),
+        assumptions=assumed,
+        versions={"memfit": __version__},
+    )
+
+
+def predict_ledger(recipe: Recipe, model: Model, device: Device) -> Ledger:
+    """Allocated bytes of the fullest rank, by phase and kind; model: before any adapter."""
+    job = Job(model=model, recipe=recipe, device=device)
+    framework = find_framework(recipe.framework)
+    framework.check(job)
+    return framework.predict(job)
+
+
+def describe_foreign(ledger: Ledger, recipe: Recipe, device: Device, usable: int | None) -> Memory:
+    """The three numbers and a verdict; reserved and context are bands, and the verdict sees both.
+
+    `fits` at the high ends, `at_risk` between, `does_not_fit` at the low ends.
+    """
+    framework, peak = find_framework(recipe.framework), ledger.peak
+    slack, outside = framework.slack, find_outside(device, recipe.parallel)
+    reserved = round(peak * slack.typical)
+    total = None if outside is None else reserved + outside.typical
+    verdict: Verdict = "unproven"
+    if usable is not None and outside is not None:
+        verdict = "fits"
+        if peak * slack.high + outside.high > usable:
+            verdict = "at_risk"
+        if peak * slack.low + outside.low > usable:
+            verdict = "does_not_fit"
+    said = (
+        f"{framework.title}: read from {framework.source}; reserved is allocated x"
+        f" {slack.typical:.3f} ({slack.low:.3f} to {slack.high:.3f}: {slack.source})"
+    )
+    said += f"; context {outside.because}" if outside else "; the context is unknown"
+    return Memory(
+        peak_allocated=peak,
+        peak_reserved=reserved,
+        device_total=total,
+        usable=usable,
+        verdict=verdict,
+        because=said,
+        peak_phase=ledger.peak_phase,
+        entries=ledger.at(ledger.peak_phase),
+    )
+
+
+def read_foreign(request: Request) -> tuple[Recipe, Model, tuple[str, ...]]:
+    """The recipe of a request, its model, and what was left to the framework's defaults."""
+    framework = find_framework(request.framework)
+    reference = find_reference(request.model)
+    model = families.read_model(reference)
+    device = find_device(request.hardware.device)
+    parallel = _parallel(request, framework)
+    length = sequence_length(request, model)
+    micro = 1 if request.micro_batch == "auto" else request.micro_batch
+    each = parallel.dp * micro
+    if request.task.global_batch % each:
+        raise InvalidRequest(
+            f"`task.global_batch: {request.task.global_batch}` is not a multiple of {each}:"
+            f" {parallel.dp} data-parallel ranks x `micro_batch: {micro}`",
+            hint=f"use `global_batch: {-(-request.task.global_batch // each) * each}`",
+        )
+    chosen, left = _choose(request, framework)
+    layers = model.architecture.layers
+    kind, blocks = _recompute(chosen["recompute"], request, layers)
+    if parallel.pp * parallel.virtual_pp > layers:
+        raise InvalidRequest(
+            f"`parallel.pp: {parallel.pp}` x `virtual_pp: {parallel.virtual_pp}` is more than the"
+            f" {layers} blocks of `{reference.name}`",
+            hint="a stage holds one block or more",
+        )
+    lora = request.lora
+    targets = families.find_family(model.architecture.family).lora_targets
+    method: Any = chosen["method"]
+    values: dict[str, Any] = {
+        key: chosen[key]
+        for key in ("precision", "base_format", "attention", "loss", "compile", "offload")
+    }
+    recipe = Recipe(
+        **values,
+        framework=framework.name,
+        model=reference,
+        weights="random",
+        objective=request.task.objective,
+        method=method,
+        lora=Lora(
+            rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout,
+            targets=tuple(targets if lora.targets == "auto" else lora.targets),
+        ) if method == "lora" else Lora(),
+        freeze=Freeze(last_blocks=request.freeze.last_blocks, patterns=request.freeze.patterns)
+        if method == "freeze" else Freeze(),
+        optimizer=_optimizer(request, chosen),
+        recompute_blocks=blocks,
+        recompute=kind,
+        loss_chunk=request.loss_chunk,
+        sequence_length=length,
+        packing=request.task.packing,
+        micro_batch=micro,
+        accumulation=request.task.global_batch // each,
+        steps=find_steps(request, length=length),
+        device=device.id,
+        seed=request.seed,
+        parallel=parallel,
+        allocator=request.allocator,
+        options=resolve_options(framework, request.options),
+    )  # fmt: skip
+    return recipe, model, left
+
+
+def _choose(request: Request, framework: Framework) -> tuple[dict[str, str], tuple[str, ...]]:
+    """A value of each shared knob, and in words those that the framework's default decided."""
+    recompute = request.recompute
+    asked: dict[str, Any] = {
+        "precision": request.precision,
+        "method": request.method,
+        "base_format": request.base_format,
+        "optimizer": request.optimizer.name,
+        "implementation": request.optimizer.implementation,
+        "recompute": "full" if isinstance(recompute, RecomputeBlocks) else recompute,
+        "attention": request.attention,
+        "loss": request.loss,
+        "compile": request.compile,
+        "offload": request.offload,
+    }
+    chosen: dict[str, str] = {}
+    left: list[str] = []
+    for key, value in asked.items():
+        allowed = framework.values[key]
+        if value == "auto":
+            left.append(f"{key} {allowed[0]} ({framework.name}'s default)")
+            value = allowed[0]
+        elif value not in allowed:
+            raise InvalidRequest(
+                f"`{key}: {value}` is not described for `framework: {framework.name}`",
+                hint=f"described: {', '.join(allowed)}",
+            )
+        chosen[key] = value
+    return chosen, tuple(left)
+
+
+def _recompute(chosen: str, request: Request, layers: int) -> tuple[Any, int]:
+    """What is computed again, and in how many blocks."""
+    if isinstance(request.recompute, RecomputeBlocks):
+        return "full", min(request.recompute.blocks, layers)
+    if chosen == "none":
+        return "full", 0
+    return chosen, layers
+
+
+def _optimizer(request: Request, chosen: dict[str, str]) -> Optimizer:
+    asked = request.optimizer
+    implementation: Any = chosen["implementation"]
+    return Optimizer(
+        name=chosen["optimizer"],
+        implementation=implementation,
+        learning_rate=1e-4 if asked.learning_rate == "auto" else asked.learning_rate,
+        weight_decay=asked.weight_decay,
+        beta1=asked.beta1,
+        beta2=asked.beta2,
+        eps=asked.eps,
+        momentum=asked.momentum,
+        schedule=asked.schedule,
+        warmup_steps=asked.warmup_steps,
+        clip_norm=asked.clip_norm,
+    )
+
+
+def _parallel(request: Request, framework: Framework) -> Parallel:
+    """The axes asked for; left on `auto`, all devices are data-parallel in the framework's way."""
+    devices = request.devices
+    if request.parallel == "auto":
+        sharded = "dp_shard" in framework.axes
+        return Parallel(dp_shard=devices) if sharded else Parallel(dp_replicate=devices)
+    asked, plain = request.parallel, ParallelRequest()
+    for name in asked.__struct_fields__:
+        value = getattr(asked, name)
+        if value != getattr(plain, name) and name not in framework.axes:
+            raise InvalidRequest(
+                f"`parallel.{name}: {value}` is not described for `framework: {framework.name}`",
+                hint=f"described: {', '.join(framework.axes) or 'one device'}",
+            )
+    if asked.world != devices:
+        raise InvalidRequest(
+            f"`parallel` names {asked.world} ranks, but `hardware` has {devices} devices",
+            hint="one rank a device: make the products equal",
+        )
+    return asked.stated

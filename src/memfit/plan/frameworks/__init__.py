@@ -1,0 +1,129 @@
+"""Whose training step a recipe describes, when it is not memfit's: one file a framework.
+
+memfit can neither run nor trace these steps, so each is a closed form read from the framework's
+own source and held against published measurements (`memfit accuracy`). What a framework's file
+does not describe it refuses; it never answers with another framework's numbers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import ClassVar
+
+from memfit.errors import InvalidRequest, did_you_mean
+from memfit.hardware import Device
+from memfit.ledger import Entry, Kind, Ledger, Phase
+from memfit.model import Model
+from memfit.nouns import Noun
+from memfit.recipe import Option, Recipe
+from memfit.registry import Registry
+
+
+class Knob(Noun, frozen=True, kw_only=True):
+    """A setting that only one framework has: `options: {NAME: value}` of a request."""
+
+    default: Option
+    means: str
+    values: tuple[Option, ...] = ()  # the allowed ones; () any of the default's type
+
+
+class Slack(Noun, frozen=True, kw_only=True):
+    """Reserved over allocated bytes at the peak: what the allocator holds but cannot use."""
+
+    low: float
+    typical: float
+    high: float
+    source: str  # where the band comes from; `fitted` names the corpus rows
+
+
+class Job(Noun, frozen=True, kw_only=True):
+    """One recipe of another framework, with everything that its closed form may ask."""
+
+    model: Model  # as published: before adapters, all weights trainable, fp32
+    recipe: Recipe
+    device: Device
+
+    def option(self, name: str) -> Option:
+        """A knob of the framework's own, as the recipe says it."""
+        return self.recipe.options[name]
+
+
+class Framework(ABC):
+    """What memfit knows of the training step of one framework; registered in `frameworks`."""
+
+    name: ClassVar[str]  # of `framework:` in a request
+    title: ClassVar[str]
+    source: ClassVar[str]  # whose code was read, and which version
+    # Values that the step has, of the shared knobs: precision, method, base_format, optimizer,
+    # implementation, recompute, attention, loss, compile, offload. The first is what `auto` means.
+    values: ClassVar[Mapping[str, tuple[str, ...]]]
+    axes: ClassVar[tuple[str, ...]]  # names of `parallel` that may differ from their defaults
+    knobs: ClassVar[Mapping[str, Knob]]
+    slack: ClassVar[Slack]
+
+    def check(self, job: Job) -> None:
+        """Raise InvalidRequest where values that are allowed one by one exclude each other."""
+        del job
+
+    @abstractmethod
+    def predict(self, job: Job) -> Ledger:
+        """Bytes that torch's allocator gives out on the fullest rank, at the peak of each phase.
+
+        A phase's entries are what is alive at one instant: a peak is a maximum over instants.
+        """
+
+
+frameworks: Registry[Framework] = Registry("framework", "memfit.plan.frameworks")
+
+
+def find_framework(name: str) -> Framework:
+    """The framework of that name; raises UnknownName with the nearest names."""
+    module = name.replace("-", "_")
+    if module.isidentifier() and find_spec(f"{__name__}.{module}") is not None:
+        import_module(f"{__name__}.{module}")  # this one alone, not all of them
+    return frameworks.find(name)
+
+
+def resolve_options(framework: Framework, asked: Mapping[str, Option]) -> dict[str, Option]:
+    """A value for every knob of the framework's own; raises InvalidRequest naming the wrong one."""
+    for name, value in asked.items():
+        knob = framework.knobs.get(name)
+        if knob is None:
+            near = did_you_mean(name, framework.knobs)
+            known = ", ".join(framework.knobs) or "none"
+            raise InvalidRequest(
+                f"`options.{name}` is no knob of `{framework.name}`",
+                hint=f"did you mean {near}?" if near else f"its own knobs: {known}",
+            )
+        kind = type(knob.default)
+        right = isinstance(value, kind) or (kind is float and type(value) is int)
+        if not right or isinstance(value, bool) != (kind is bool):
+            raise InvalidRequest(
+                f"`options.{name}: {value!r}` is not like its default, `{knob.default!r}`",
+                hint=knob.means,
+            )
+        if knob.values and value not in knob.values:
+            raise InvalidRequest(
+                f"`options.{name}: {value}` is not a value of `{framework.name}`'s knob",
+                hint=f"{knob.means}: {', '.join(map(str, knob.values))}",
+            )
+    return {name: asked.get(name, knob.default) for name, knob in framework.knobs.items()}
+
+
+Instant = Mapping[tuple[Kind, str], tuple[int, str]]  # (kind, owner) -> bytes, because
+
+
+def make_ledger(instants: Mapping[Phase, Instant]) -> Ledger:
+    """A ledger from what is alive at each phase's peak; parts of 0 bytes are left out."""
+    return Ledger(
+        entries=tuple(
+            Entry(kind=kind, phase=phase, owner=owner, nbytes=nbytes, because=because)
+            for phase in Phase
+            if phase in instants
+            for (kind, owner), (nbytes, because) in instants[phase].items()
+            if nbytes
+        )
+    )
