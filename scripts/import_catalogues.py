@@ -89,7 +89,7 @@ FRIENDLY = {  # ids that people type; the rest are the name in lower case
 DETAILS = (  # facts of other families, kept under their own names
     "n_experts", "top_k", "moe_ffn", "shared_experts", "shared_ffn", "dense_layers",
     "decoder_layers", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
-    "v_head_dim", "mtp_layers", "word_embed_proj_dim", "norm_before", "qk_norm",
+    "v_head_dim", "mtp_layers", "qk_norm",
 )  # fmt: skip
 
 
@@ -251,6 +251,19 @@ def architecture(model, model_type):
             "rotary_dim": model["head_dim"] // 4,  # rotary_pct 0.25 in all of them
             "activation": "gelu_fast" if model["name"] == "gpt-neox-20b" else "gelu",
         }
+    biases = {"attention_bias": True, "output_bias": True, "mlp_bias": True}
+    if model_type == "opt":
+        narrow, after = model.get("word_embed_proj_dim"), not model.get("norm_before", True)
+        odd = {"embedding_size": narrow} if narrow else {}
+        return {**biases, "activation": "relu", **odd, **({"norm_after": True} if after else {})}
+    if model_type == "bloom":
+        return {**biases, "activation": "gelu_fast", "alibi": True}
+    if model_type == "mpt":
+        return {"activation": "gelu", "alibi": True}
+    if model_type == "falcon":
+        one = {"shared_norm": True} if model["kv_heads"] == 1 else {}
+        size = model["head_dim"]
+        return {"parallel_residual": True, "rotary_dim": size, "activation": "gelu", **one}
     extra = {
         "mistral": {"sliding_window": 4096} if model["name"] == "Mistral-7B-v0.1" else {},
         "qwen2": {"attention_bias": True},

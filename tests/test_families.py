@@ -18,6 +18,7 @@ GPT2 = {"model_type": "gpt2", "vocab_size": 101, "n_embd": 48, "n_head": 4, "n_l
 NEOX = {"model_type": "gpt_neox", **SMALL, "intermediate_size": 80}
 LLAMA = {"model_type": "llama", **GATED}
 QWEN3 = {"model_type": "qwen3", **GATED, "head_dim": 16}
+OPT = {"model_type": "opt", **SMALL, "ffn_dim": 80, "max_position_embeddings": 64}
 BASE = {
     "gpt2": GPT2,
     "gpt_neox": NEOX,
@@ -25,6 +26,7 @@ BASE = {
     "mistral": {"model_type": "mistral", **GATED},
     "qwen2": {"model_type": "qwen2", **GATED},
     "qwen3": QWEN3,
+    "opt": OPT,
 }
 TOGGLED = [
     GPT2,
@@ -57,6 +59,10 @@ TOGGLED = [
     QWEN3,
     QWEN3 | {"attention_bias": True, "tie_word_embeddings": True},
     {k: v for k, v in QWEN3.items() if k != "head_dim"},
+    OPT,
+    OPT | {"word_embed_proj_dim": 20, "do_layer_norm_before": False},
+    OPT | {"enable_bias": False, "tie_word_embeddings": False},
+    OPT | {"word_embed_proj_dim": 20, "tie_word_embeddings": False, "activation_function": "gelu"},
 ]
 
 
@@ -135,8 +141,9 @@ def test_every_base_config_has_a_family_and_the_other_way_round():
 
 REQUIRED = {
     "gpt2": ["vocab_size", "n_embd", "n_head", "n_layer"],
-    **{name: [*SMALL, "intermediate_size"] for name in BASE if name != "gpt2"},
+    "opt": [*SMALL, "ffn_dim"],
 }
+REQUIRED |= {n: [*SMALL, "intermediate_size"] for n in BASE if n not in REQUIRED}
 
 
 @pytest.mark.parametrize(("name", "key"), [(n, k) for n, keys in REQUIRED.items() for k in keys])
@@ -169,6 +176,8 @@ def test_a_size_that_is_missing_or_no_number_is_refused_by_name(name, key, value
         (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config"),
         (NEOX | {"rotary_pct": 0.0}, "rotary_pct"),
         (NEOX | {"head_dim": 99}, "head_dim"),
+        (OPT | {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
+        (OPT | {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
         (BASE["qwen2"] | {"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
@@ -220,7 +229,7 @@ def test_qwens_window_is_read_only_where_a_layer_uses_it(name, change, window):
 def test_an_unsupported_family_is_refused_by_name_with_the_supported_ones():
     with pytest.raises(UnknownName, match="`gemma2` of `tiny`") as caught:
         read_model(reference({"model_type": "gemma2"}))
-    assert "gpt2, gpt_neox, llama, mistral, qwen2, qwen3" in caught.value.hint
+    assert ", ".join(sorted(BASE)) in caught.value.hint
     with pytest.raises(InvalidRequest, match="no `model_type`"):
         read_model(reference({"hidden_size": 8}))
 

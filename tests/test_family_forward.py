@@ -10,6 +10,7 @@ from memfit.families._config import ACTIVATIONS as described_activations
 from memfit.families.forward import Forward, rotation
 from memfit.ledger import Kind
 from memfit.train.attention import register_attention
+from memfit.train.hugging_face import parts
 from size_oracle import Births, listen, make, meter_events, ordered, saved_bytes, total
 
 CONFIGS = {
@@ -22,6 +23,9 @@ CONFIGS = {
     "gpt_neox one after the other": {"use_parallel_residual": False},
     "gpt_neox rotating whole heads": {"rotary_pct": 1.0},
     "gpt2": {"n_head": 4},
+    "opt": {"ffn_dim": 96},
+    "opt norming afterwards": {"ffn_dim": 96, "do_layer_norm_before": False},
+    "opt without biases": {"ffn_dim": 96, "enable_bias": False},
 }
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
 
@@ -30,7 +34,7 @@ def config_of(name, activation=None):
     family = name.split()[0]
     common = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 96, "use_cache": False}
     common |= {"num_hidden_layers": 1, "max_position_embeddings": 64}
-    common |= {"num_attention_heads": 4}
+    common |= {"num_attention_heads": 4, "dropout": 0.0}
     if family == "gpt2":
         common = {"n_embd": 32, "n_layer": 1, "vocab_size": 50, "n_positions": 64}
         common |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
@@ -46,11 +50,11 @@ def real_block(name, dtype, autocast, activation=None):
     )
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    backbone = getattr(model, model.base_model_prefix)
-    block = (backbone.h if name == "gpt2" else backbone.layers)[0]
+    where = parts(model)
+    backbone, block = where.backbone, where.blocks[0]
     x = torch.zeros(2, 16, 32, dtype=dtype, requires_grad=True)
     given = {}
-    if name != "gpt2":
+    if hasattr(backbone, "rotary_emb"):
         turn = backbone.rotary_emb(x, torch.arange(16).unsqueeze(0))
         given = {"position_embeddings": turn}
     known = [x, *model.parameters(), *given.get("position_embeddings", ())]
@@ -80,7 +84,7 @@ def size_only_block(name, dtype, autocast, activation=None):
     )  # fmt: skip
     x = make(meter, (2, 16, 32), dtype)
     positions = sizes.empty(meter, (1, 16), "int64", Kind.INPUT)
-    given = () if name == "gpt2" else rotation(forward, dtype, positions)
+    given = rotation(forward, dtype, positions) if architecture.rotary_dim else ()
     known = [x, *weights.values(), *given]
     saved, start = listen(meter), len(meter.events)
     with meter.with_autocast(autocast):

@@ -4,6 +4,7 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from memfit.families import find_family
 from memfit.model import ModelReference
 from memfit.recipe import Freeze, Lora, Optimizer, Recipe
 from memfit.train.build import Built, build_model, build_optimizer, fill_weights
@@ -29,6 +30,11 @@ CONFIGS = {
         "model_type": "gpt_neox", "vocab_size": VOCAB, "hidden_size": 32,
         "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
         "max_position_embeddings": 64, "rotary_pct": 0.25, "bos_token_id": 0, "eos_token_id": 0,
+    },
+    "opt": {
+        "model_type": "opt", "vocab_size": VOCAB, "hidden_size": 32, "word_embed_proj_dim": 16,
+        "ffn_dim": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "max_position_embeddings": 64,
     },
 }  # fmt: skip
 FAMILIES = tuple(CONFIGS)
@@ -96,7 +102,7 @@ def gradients_in(built) -> dict[str, torch.Tensor]:
 def textbook(recipe, weights, batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss and gradients of Hugging Face's own class: eager attention, its own shifted loss."""
     config = AutoConfig.for_model(**recipe.model.config)
-    for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "hidden_dropout"):
+    for key in find_family(config.model_type).dropouts:
         if hasattr(config, key):
             setattr(config, key, 0.0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")

@@ -76,17 +76,27 @@ class Architecture(Noun, frozen=True, kw_only=True):
     mlp_bias: bool = False
     qk_norm: bool = False
     parallel_residual: bool = False
-    rotary_dim: int = 0  # elements of a head that are rotated; 0 = learned positions
+    rotary_dim: int = 0  # elements of a head that are rotated; 0 = learned positions, or alibi
     activation: str = "silu"
     sliding_window: int = 0  # tokens that attention looks back over; 0 = all of them
     experts: Experts = Experts()
     latent: Latent = Latent()
     # what blocks are, in turn, where their weights do not tell; empty where all are alike
     layer_kinds: tuple[str, ...] = ()
+    embedding_size: int = 0  # of the token embeddings and of what the head reads; 0 = hidden
+    norm_after: bool = False  # blocks norm what each part has added, not what it reads
+    shared_norm: bool = False  # attention and feed-forward, side by side, read one norm
+    head_bias: bool = False
+    alibi: bool = False  # a bias by distance on the scores, instead of positions (2108.12409)
 
     def kind(self, layer: int) -> str:
         """The kind of a block, of a cycle that repeats to the last one; empty without kinds."""
         return self.layer_kinds[layer % len(self.layer_kinds)] if self.layer_kinds else ""
+
+    @property
+    def head_input(self) -> int:
+        """Elements of what the head reads."""
+        return self.embedding_size or self.hidden
 
 
 class Weight(Noun, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -37,9 +38,7 @@ def trace(recipe: Recipe, device: Device) -> tuple[Any, ...]:
     return traced.phases, traced.ledger, traced.tape, traced.marks, traced.at_peak
 
 
-@pytest.mark.parametrize(
-    ("family", "variant"), list(zip(FAMILIES, (*VARIANTS, "bf16"), strict=True))
-)
+@pytest.mark.parametrize(("family", "variant"), list(zip(FAMILIES, cycle(VARIANTS), strict=False)))
 def test_a_trace_is_the_same_with_torchs_own_mode(monkeypatch, family: str, variant: str) -> None:
     recipe = make_recipe(family, **VARIANTS[variant])
     fast = trace(recipe, H100)

@@ -39,6 +39,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 250,
         "max_position_embeddings": 256, "rotary_pct": 0.25,
     },
+    "opt": {
+        "model_type": "opt", "hidden_size": 64, "word_embed_proj_dim": 32, "ffn_dim": 176,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 250,
+        "max_position_embeddings": 256,
+    },
 }  # fmt: skip
 FAMILIES = tuple(CONFIGS)
 LORA_TARGETS = {"gpt2": ("c_attn",), "gpt_neox": ("query_key_value",)}

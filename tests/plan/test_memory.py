@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from memfit import catalog
 from memfit.adapters import find_adapter
 from memfit.certify import trace
+from memfit.certify.depth import DEPTH_KEYS
 from memfit.certify.workspace import RULES
 from memfit.families import read_model
 from memfit.ledger import Kind, Phase
@@ -92,6 +93,13 @@ SETTINGS = {
     "gpt_neox, freeze, mixed over bf16": (
         "gpt_neox", {"method": "freeze", "precision": "bf16-mixed", "base_format": "bf16"}
     ),
+    "opt, mixed, recomputed": ("opt", {"precision": "bf16-mixed", "recompute_blocks": 2}),
+    "opt, packed, lora, bf16": (
+        "opt", {"packing": True, "method": "lora", "precision": "bf16", "base_format": "bf16"}
+    ),
+    "opt, chunked, accumulated": (
+        "opt", {"loss": "chunked", "loss_chunk": 12, "accumulation": 2, "layers": 6}
+    ),
 }  # fmt: skip
 ON_CUDA = {
     "llama, flash, mixed": ("llama", {"precision": "bf16-mixed", "recompute_blocks": 1}),
@@ -124,6 +132,7 @@ ON_CUDA = {
                   "optimizer": {"name": "adamw8bit", "implementation": "loop"}}
     ),
     "gpt2, many rows": ("gpt2", {"micro_batch": 1366, "attention": "efficient"}),
+    "opt, flash, mixed": ("opt", {"precision": "bf16-mixed", "recompute_blocks": 1}),
     "llama, chunked, lora": (
         "llama", {"method": "lora", "precision": "bf16", "base_format": "bf16", "loss": "chunked",
                   "loss_chunk": 12}
@@ -134,7 +143,7 @@ ON_CUDA = {
 def recipe_of(family, changes):
     changes = dict(changes)
     layers = changes.pop("layers", 3)
-    key = "n_layer" if family == "gpt2" else "num_hidden_layers"
+    key = next(key for key in DEPTH_KEYS if key in CONFIGS[family])
     return make_recipe(family, config=CONFIGS[family] | {key: layers}, **changes)
 
 

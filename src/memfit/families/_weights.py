@@ -34,7 +34,10 @@ def head(a: Architecture) -> tuple[Weight, ...]:
     """The output projection, (hidden) -> (vocab); nothing when it is the embedding itself."""
     if a.tied_embeddings:
         return ()
-    return (Weight(name="lm_head.weight", shape=(a.vocab, a.hidden), part="head"),)
+    found = [Weight(name="lm_head.weight", shape=(a.vocab, a.head_input), part="head")]
+    if a.head_bias:
+        found.append(Weight(name="lm_head.bias", shape=(a.vocab,), part="head"))
+    return tuple(found)
 
 
 def gated_block(a: Architecture) -> Rows:

@@ -359,13 +359,13 @@ def loss_mean(
     """The loss, as train/loss.py: (batch, tokens, hidden) -> (); chunk 0 is the plain one."""
     if not chunk:
         return sizes.scale(_plain_sum(forward, weights, hidden, labels))
-    flat = sizes.view(hidden, forward.batch * forward.tokens, forward.architecture.hidden)
+    flat = sizes.view(hidden, forward.batch * forward.tokens, hidden.shape[-1])
     return chunked_sum(flat, weights["lm_head.weight"], chunk)
 
 
 def _plain_sum(forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor) -> Tensor:
     rows = forward.batch * forward.tokens
-    flat = sizes.view(hidden, rows, forward.architecture.hidden)
+    flat = sizes.view(hidden, rows, hidden.shape[-1])
     head = project(forward, weights, "lm_head", flat)
     del flat
     logits = sizes.cast(head, "float32")

@@ -68,7 +68,7 @@ def sum_up(model: Model) -> Totals:
     """The totals of a model after its adapter."""
     a = model.architecture
     dense, trained, last = [0] * a.layers, [0] * a.layers, [0] * a.layers
-    head = prod((a.vocab, a.hidden)) if a.tied_embeddings else 0
+    head = prod((a.vocab, a.head_input)) if a.tied_embeddings else 0
     head_trained = head if a.tied_embeddings and _embedding_trains(model) else 0
     first, weight_bytes, gradient_bytes, trainable = a.layers, 0, 0, 0
     for w in model.weights:
@@ -150,7 +150,7 @@ def _timeline(
     logits = 4.0 * moved * a.vocab
     if recipe.loss == "chunked":  # each chunk reads and adds to the head's gradient again
         chunks = -(-recipe.tokens // recipe.loss_chunk) * recipe.accumulation
-        logits += 2.0 * chunks * a.vocab * a.hidden * (4 if recipe.method == "full" else 0)
+        logits += 2.0 * chunks * a.vocab * a.head_input * (4 if recipe.method == "full" else 0)
     # each micro-batch reads the weights anew and adds to the gradients
     weights = float(recipe.accumulation * totals.weight_bytes)
     gradients = recipe.accumulation * 3.0 * totals.gradient_bytes

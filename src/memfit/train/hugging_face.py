@@ -17,6 +17,10 @@ with quiet_import():
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 
+# Modules with weights that run before the first block: OPT's, BLOOM's.
+ENTRY = ("project_in", "word_embeddings_layernorm")
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """The places of a causal language model that memfit needs to reach."""
@@ -25,6 +29,7 @@ class Parts:
     backbone: nn.Module  # (batch, tokens) -> (batch, tokens, hidden), final norm included
     embedding: nn.Module
     blocks: nn.ModuleList
+    entry: tuple[nn.Module, ...]  # between the embeddings and the first block
     norms: tuple[nn.Module, ...]  # after the last block
     head: nn.Module  # hidden -> vocab
 
@@ -53,15 +58,15 @@ def parts(model: nn.Module) -> Parts:
     """Backbone, blocks and head of the module, with or without an adapter around it."""
     base = base_model(model)
     backbone = cast(nn.Module, getattr(base, base.base_model_prefix))
-    blocks = getattr(backbone, "layers", None)
-    if blocks is None:
-        blocks = cast(nn.ModuleList, backbone.h)
-    norms = tuple(
-        child
-        for child in backbone.children()
+    backbone = cast(nn.Module, getattr(backbone, "decoder", backbone))  # OPT wraps its own
+    blocks = next(child for child in backbone.children() if isinstance(child, nn.ModuleList))
+    others = {
+        name: child
+        for name, child in backbone.named_children()
         if not isinstance(child, nn.Embedding)
         and any(True for _ in child.parameters(recurse=False))
-    )
+    }
+    entry = tuple(others.pop(name) for name in ENTRY if name in others)
     embedding = cast(nn.Module, base.get_input_embeddings())
     head = cast(nn.Module, base.get_output_embeddings())
-    return Parts(base, backbone, embedding, cast(nn.ModuleList, blocks), norms, head)
+    return Parts(base, backbone, embedding, blocks, entry, tuple(others.values()), head)

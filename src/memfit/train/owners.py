@@ -29,7 +29,7 @@ class Owners:
                 prefixes[name] = "blocks"
             elif module is places.head:
                 prefixes[name] = "head"
-            elif isinstance(module, nn.Embedding):
+            elif isinstance(module, nn.Embedding) or module in places.entry:
                 prefixes[name] = "embedding"
         for name, module in model.named_modules():
             if any(name == p or name.startswith(f"{p}.") for p in prefixes):

@@ -1,0 +1,189 @@
+"""OPT (Zhang et al. 2205.01068; Hugging Face's `opt`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from memfit import sizes
+from memfit.families import Family, families
+from memfit.families._config import activation, flag, head_size, refuse, size, size_or
+from memfit.families._weights import Rows, head, layer_norm, linear, repeat
+from memfit.families.forward import (
+    Embedded,
+    Forward,
+    Weights,
+    activate,
+    apply_layer_norm,
+    attend,
+    embedding,
+    module,
+    project,
+)
+from memfit.model import Architecture, TensorSpec, Weight
+from memfit.sizes import Tensor
+
+OFFSET = 2  # rows of the learned positions that no position uses
+
+
+@final
+class Opt(Family):
+    """LayerNorm, learned positions, projections with biases; small embeddings are projected."""
+
+    name = "opt"
+    lora_targets = ("q_proj", "v_proj")
+    dropouts = ("dropout", "attention_dropout", "layerdrop")
+
+    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+        """See `Family.architecture`; defaults are those of `OPTConfig`."""
+        hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
+        refuse(config, "head_dim", (None,))
+        refuse(config, "_remove_final_layer_norm", (False,))
+        refuse(config, "layer_norm_elementwise_affine", (True,))
+        bias = flag(config, "enable_bias", True)
+        narrow = size_or(config, "word_embed_proj_dim", hidden)
+        return Architecture(
+            family=self.name,
+            layers=size(config, "num_hidden_layers"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=head_size(config, hidden, heads),
+            ffn=size(config, "ffn_dim"),
+            vocab=size(config, "vocab_size"),
+            max_sequence=size(config, "max_position_embeddings", 2048),
+            tied_embeddings=flag(config, "tie_word_embeddings", True),
+            attention_bias=bias,
+            output_bias=bias,
+            mlp_bias=bias,
+            activation=activation(config, "activation_function", "relu"),
+            embedding_size=0 if narrow == hidden else narrow,
+            norm_after=not flag(config, "do_layer_norm_before", True),
+        )
+
+    def config(self, a: Architecture) -> dict[str, Any]:
+        """See `Family.config`."""
+        return {
+            "model_type": self.name,
+            "vocab_size": a.vocab,
+            "hidden_size": a.hidden,
+            "word_embed_proj_dim": a.head_input,
+            "num_hidden_layers": a.layers,
+            "num_attention_heads": a.heads,
+            "ffn_dim": a.ffn,
+            "activation_function": a.activation,
+            "max_position_embeddings": a.max_sequence,
+            "tie_word_embeddings": a.tied_embeddings,
+            "enable_bias": a.attention_bias,
+            "do_layer_norm_before": not a.norm_after,
+            **dict.fromkeys(self.dropouts, 0.0),
+            "use_cache": False,
+        }
+
+    def weights(self, a: Architecture) -> tuple[Weight, ...]:
+        """See `Family.weights`."""
+        width, narrow = a.hidden, a.head_input
+        rows: Rows = []
+        for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
+            rows += linear(f"self_attn.{name}", width, width, a.attention_bias)
+        rows += layer_norm("self_attn_layer_norm", width)
+        rows += linear("fc1", a.ffn, width, a.mlp_bias)
+        rows += linear("fc2", width, a.ffn, a.mlp_bias)
+        rows += layer_norm("final_layer_norm", width)
+        outside: list[tuple[str, tuple[int, ...], str]] = [
+            ("embed_tokens.weight", (a.vocab, narrow), "embedding"),
+            ("embed_positions.weight", (a.max_sequence + OFFSET, width), "embedding"),
+        ]
+        if narrow != width:
+            outside.append(("project_out.weight", (narrow, width), "norm"))
+            outside.append(("project_in.weight", (width, narrow), "embedding"))
+        if not a.norm_after:
+            outside += [(n, s, "norm") for n, s in layer_norm("final_layer_norm", width)]
+        return (
+            *(Weight(name=f"model.decoder.{n}", shape=s, part=part) for n, s, part in outside),
+            *repeat("model.decoder.layers", rows, a.layers),
+            *head(a),
+        )
+
+    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
+        """See `Family.buffers`; positions are parameters here."""
+        return ()
+
+    def embed(self, forward: Forward, weights: Weights) -> Embedded:
+        """See `Family.embed`."""
+        tokens = embedding(forward, weights["decoder.embed_tokens.weight"], forward.input_ids)
+        ones = sizes.empty(forward.meter, (forward.batch, forward.tokens), "float32")
+        position_ids = forward.position_ids
+        if position_ids is None:
+            position_ids = _count(ones)
+        learned = _positions(forward, weights["decoder.embed_positions.weight"], position_ids)
+        if "decoder.project_in.weight" in weights:
+            tokens = project(forward, weights, "decoder.project_in", tokens)
+        x = sizes.add(tokens, learned)
+        return Embedded(x, (position_ids,), (tokens, learned, ones))
+
+    def block(
+        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+    ) -> Tensor:
+        """See `Family.block`."""
+        after, shape, residual = forward.architecture.norm_after, x.shape, x
+        if not after:
+            x = apply_layer_norm(forward, weights, "self_attn_layer_norm", x)
+        x = _attention(forward, weights, x)
+        x = sizes.add(residual, x)
+        if after:
+            x = apply_layer_norm(forward, weights, "self_attn_layer_norm", x)
+        x = sizes.reshape(x, -1, x.shape[-1])
+        residual = x
+        if not after:
+            x = apply_layer_norm(forward, weights, "final_layer_norm", x)
+        x = project(forward, weights, "fc1", x)
+        x = activate(forward, x)
+        x = project(forward, weights, "fc2", x)
+        x = sizes.view(sizes.add(residual, x), *shape)
+        if after:
+            x = apply_layer_norm(forward, weights, "final_layer_norm", x)
+        return x
+
+    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `Family.finish`."""
+        if not forward.architecture.norm_after:
+            x = apply_layer_norm(forward, weights, "decoder.final_layer_norm", x)
+        if "decoder.project_out.weight" in weights:
+            x = project(forward, weights, "decoder.project_out", x)
+        return x
+
+
+def _count(ones: Tensor) -> Tensor:
+    """Positions as sums over a mask of ones, in floating point first: (batch, tokens) int64."""
+    meter, shape = ones.meter, ones.shape
+    summed = sizes.empty(meter, shape, "float32")
+    masked = sizes.empty(meter, shape, "float32")
+    shifted = sizes.empty(meter, shape, "float32")
+    del masked
+    whole = sizes.empty(meter, shape, "int64")
+    del shifted, summed
+    return whole
+
+
+@module
+def _positions(forward: Forward, weight: Tensor, position_ids: Tensor) -> Tensor:
+    moved = sizes.empty(forward.meter, position_ids.shape, "int64")
+    return sizes.gather_rows(weight, moved)
+
+
+@module
+def _attention(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+    shape = (*x.shape[:-1], -1, forward.architecture.head_dim)
+    query = sizes.scale(project(forward, weights, "self_attn.q_proj", x))
+    query = sizes.transpose(sizes.view(query, *shape), 1, 2)
+    key = project(forward, weights, "self_attn.k_proj", x)
+    value = project(forward, weights, "self_attn.v_proj", x)
+    key = sizes.transpose(sizes.view(key, *shape), 1, 2)
+    value = sizes.transpose(sizes.view(value, *shape), 1, 2)
+    out = attend(forward, query, key, value)
+    out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
+    return project(forward, weights, "self_attn.out_proj", out)
+
+
+families.register("opt")(Opt())
