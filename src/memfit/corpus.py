@@ -1,26 +1,156 @@
-"""The corpus of measured runs: one JSON line a row, under measurements/."""
+"""The corpus of measured runs: one JSON line a row, under measurements/.
+
+A row is a recipe, what was measured, where it comes from and in which environment. Rows of other
+people's runs carry their source; memfit's own come from `memfit measure`.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, Literal
 
-from memfit.nouns import to_data, write_atomically
-from memfit.results import Plan, Run
+import msgspec
+
+from memfit.errors import InvalidRequest
+from memfit.nouns import Noun, from_data, to_data, write_atomically
+from memfit.recipe import Recipe
+from memfit.results import Measurement, Plan, Run
+
+OWN = "memfit measure"  # the source of rows that memfit measured itself
+# What a memory figure counted; `unspecified` where its source does not say.
+MEMORY_KINDS = ("peak_allocated", "peak_active", "peak_reserved", "device_total", "unspecified")
+Split = Literal["fit", "test"]
+
+
+class Source(Noun, frozen=True, kw_only=True):
+    """Where a row comes from, and how far it is to be trusted."""
+
+    name: str  # `memfit measure`, or the repository and page
+    url: str = ""
+    year: int = 0
+    confidence: Literal["high", "medium", "low"] = "high"
+    group: str = ""  # rows of one group share a measurement or a configuration
+    notes: str = ""  # what was inferred, and from what
+
+
+class Row(Noun, frozen=True, kw_only=True):
+    """One measured run."""
+
+    schema: int = 1
+    id: str
+    source: Source
+    recipe_digest: str
+    recipe: Recipe
+    measurements: dict[str, Measurement]  # `memory.KIND` in B, `time.…`; {} where it only ran out
+    out_of_memory: bool = False
+    split: Split = "test"  # a constant may be fitted on `fit` rows alone
+    phases: dict[str, int] = {}  # noqa: RUF012 (msgspec gives each its own)  measured peaks, B
+    predicted_phases: dict[str, int] = {}  # noqa: RUF012  as predicted when it was measured
+    environment: dict[str, str] = {}  # noqa: RUF012
+
+    @property
+    def memory(self) -> dict[str, Measurement]:
+        """The memory figures, by kind."""
+        found = {kind: self.measurements.get(f"memory.{kind}") for kind in MEMORY_KINDS}
+        return {kind: figure for kind, figure in found.items() if figure is not None}
+
+
+def split_of(name: str) -> Split:
+    """Half of all names may be fitted on, whichever they are: by the first bit of SHA-256."""
+    return "fit" if hashlib.sha256(name.encode()).digest()[0] < 128 else "test"
+
+
+def own_row(plan: Plan, run: Run) -> Row:
+    """The row of a run that memfit measured."""
+    content = json.dumps([to_data(run.measurements), run.environment], sort_keys=True)
+    return Row(
+        id=f"memfit-{run.recipe_digest}-{hashlib.sha256(content.encode()).hexdigest()[:8]}",
+        source=Source(name=OWN),
+        recipe_digest=run.recipe_digest,
+        recipe=run.recipe,
+        measurements=run.measurements,
+        phases=run.phases,
+        predicted_phases={str(p): plan.ledger.total(p) for p in plan.ledger.phases},
+        environment=run.environment,
+        split=split_of(run.recipe_digest),
+    )
 
 
 def append_row(path: Path, plan: Plan, run: Run) -> None:
     """Add a measured run: recipe, counters, what was predicted, environment. Atomic."""
-    row = {
-        "schema": 1,
-        "source": "memfit measure",
-        "recipe_digest": run.recipe_digest,
-        "recipe": to_data(run.recipe),
-        "measurements": to_data(run.measurements),
-        "phases": run.phases,
-        "predicted_phases": {str(p): plan.ledger.total(p) for p in plan.ledger.phases},
-        "environment": run.environment,
-    }
-    line = json.dumps(row, sort_keys=True) + "\n"
     old = path.read_bytes() if path.exists() else b""
-    write_atomically(path, old + line.encode())
+    write_atomically(path, old + line(own_row(plan, run)).encode())
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Write a file of the corpus; atomic."""
+    write_atomically(path, "".join(map(line, rows)).encode())
+
+
+def line(row: Row) -> str:
+    """A row as the corpus stores it: what equals its default is left out."""
+    return json.dumps(_lean(row), sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def _lean(noun: Noun) -> dict[str, Any]:
+    found: dict[str, Any] = {"schema": 1} if isinstance(noun, Row) else {}
+    for field in msgspec.structs.fields(type(noun)):
+        value = getattr(noun, field.name)
+        made = field.default_factory is not msgspec.NODEFAULT
+        default = field.default_factory() if made else field.default
+        if value == default and default is not msgspec.NODEFAULT:
+            continue
+        if isinstance(value, Noun):
+            found[field.name] = _lean(value)
+        elif isinstance(value, dict):
+            found[field.name] = {
+                k: _lean(v) if isinstance(v, Noun) else to_data(v) for k, v in value.items()
+            }
+        else:
+            found[field.name] = to_data(value)
+    return found
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The rows of one file; raises InvalidRequest naming the file, the line and the key."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"cannot read `{path}`: {error}") from None
+    for number, content in enumerate(text.splitlines(), 1):
+        if not content.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            data = msgspec.json.decode(content)
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(f"{where} is not JSON: {error}") from None
+        yield from_data(data, Row, where=where)
+
+
+def read_corpus(paths: Iterable[Path] = ()) -> tuple[Row, ...]:
+    """All rows of these files and folders; without any, of the corpus that memfit comes with.
+
+    Raises InvalidRequest: a row that does not read, or an id that stands there twice.
+    """
+    files: list[Path] = []
+    for path in paths or (home(),):
+        files += sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    if not files:
+        raise InvalidRequest(f"no rows: `{home()}` holds no .jsonl files")
+    rows = tuple(row for file in files for row in read_rows(file))
+    seen: set[str] = set()
+    for row in rows:
+        if row.id in seen:
+            raise InvalidRequest(f"two rows of the corpus have the id `{row.id}`")
+        seen.add(row.id)
+    return rows
+
+
+def home() -> Path:
+    """measurements/ of an installed memfit, or of the checkout it runs from."""
+    installed = Path(__file__).parent / "measurements"
+    return installed if installed.is_dir() else Path(__file__).parents[2] / "measurements"

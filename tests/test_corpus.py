@@ -1,0 +1,106 @@
+"""The corpus: rows read strictly, write back the same, and say where they come from."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from memfit import corpus
+from memfit.errors import InvalidRequest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+
+import import_published
+import published
+
+ROWS = corpus.read_corpus()
+
+
+def test_the_corpus_that_memfit_comes_with_reads_and_writes_back_byte_for_byte():
+    for file in sorted(corpus.home().glob("*.jsonl")):
+        rows = list(corpus.read_rows(file))
+        assert rows, file
+        assert "".join(map(corpus.line, rows)) == file.read_text(encoding="utf-8")
+
+
+def test_every_row_has_the_digest_of_its_recipe_and_a_source():
+    for row in ROWS:
+        assert row.recipe_digest == row.recipe.digest, row.id
+        assert row.source.name
+        assert row.source.url or row.source.name == corpus.OWN, row.id
+        assert row.out_of_memory or row.measurements, row.id
+
+
+def test_rows_of_one_group_are_never_split_between_fit_and_test():
+    groups = {}
+    for row in ROWS:
+        if row.source.group:
+            groups.setdefault(row.source.group, set()).add(row.split)
+    assert all(len(splits) == 1 for splits in groups.values())
+
+
+def test_half_of_all_names_may_be_fitted_on():
+    fit = [corpus.split_of(f"name-{n}") for n in range(1000)].count("fit")
+    assert 450 < fit < 550
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda d: d.pop("recipe"), "line 1"),
+        (lambda d: d.update(nonsense=1), "unknown key `nonsense`"),
+        (lambda d: d.update(split="both"), "`split: both`"),
+    ],
+)
+def test_a_wrong_row_is_named_with_its_file_line_and_key(tmp_path, change, said):
+    data = json.loads(corpus.line(ROWS[0]))
+    change(data)
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(data) + "\n")
+    with pytest.raises(InvalidRequest) as error:
+        list(corpus.read_rows(file))
+    assert said in str(error.value)
+    assert "rows.jsonl, line 1" in str(error.value)
+
+
+def test_two_rows_of_one_id_and_an_empty_folder_are_refused(tmp_path):
+    with pytest.raises(InvalidRequest, match="no rows"):
+        corpus.read_corpus([tmp_path])
+    file = tmp_path / "rows.jsonl"
+    file.write_text(corpus.line(ROWS[0]) * 2)
+    with pytest.raises(InvalidRequest, match="the id"):
+        corpus.read_corpus([file])
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("allocated (torch max_memory_allocated GiB, inferred)", "peak_allocated"),
+        ("active (torch max_memory_active)", "peak_active"),
+        ("reserved (inferred)", "peak_reserved"),
+        ("reserved-like (non-monotonic; tool unstated)", "unspecified"),
+        ("nvidia-smi (integer GiB)", "device_total"),
+        ("unspecified (rank 0)", "unspecified"),
+    ],
+)
+def test_a_memory_figure_counts_what_its_source_says(said, kind):
+    assert published.kind_of({"measured": {"peak_mem_kind": said}}) == kind
+
+
+def test_a_printed_figure_is_known_to_half_of_its_last_digit():
+    row = {
+        "measured": {"peak_mem_gb": 82.4, "peak_mem_unit": "GB10", "peak_mem_kind": "reserved"},
+        "usable_for": ["memory"], "derived": {},
+    }  # fmt: skip
+    found = import_published.measurements(row, "peak_reserved")["memory.peak_reserved"]
+    assert (found.value, found.spread) == (82.4e9, pytest.approx(0.05e9))
+    row["measured"]["peak_mem_gb"] = 67.0
+    assert import_published.measurements(row, "x")["memory.x"].spread == 0.5e9
+
+
+def test_a_source_without_a_translator_is_not_expressible():
+    with pytest.raises(
+        published.NotExpressible, match="no translator for rows of `nobody/nothing`"
+    ):
+        import_published.translate({"source": "nobody/nothing README"})
