@@ -44,6 +44,7 @@ LAYERS = [
         "look_up",
         "run_folder",
         "corpus",
+        "accuracy",
         "reading",
         "proving",
         "difference",

@@ -8,7 +8,7 @@ Torch is imported only by the verbs that need it, when they are called.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -36,6 +36,7 @@ from memfit.starting import find_machine as find_machine
 from memfit.starting import prepare as prepare
 
 if TYPE_CHECKING:
+    from memfit.accuracy import Accuracy
     from memfit.catalog import CatalogModel
     from memfit.doctor import Diagnosis
     from memfit.formats import FormatRow
@@ -193,6 +194,22 @@ def rules(model: str) -> tuple[Rule, ...]:
     problem = problems.read_problem(from_data(stated, Request, where="the rules"))
     peak = search.predict(problem).memory.peak_allocated
     return folklore.rules(problem.model, predicted_peak=peak)
+
+
+def accuracy(rows: Sequence[Path] = (), ways: Sequence[str] = ()) -> Accuracy:
+    """Every measured run of these files, or of memfit's own corpus, predicted today and compared.
+
+    ways: the fields that will be grouped by; raises InvalidRequest for one that is none.
+    """
+    from memfit import accuracy as judging
+    from memfit import corpus
+
+    for way in ways:
+        if way not in judging.WAYS:
+            raise InvalidRequest(
+                f"rows cannot be grouped by `{way}`", hint=f"by one of {', '.join(judging.WAYS)}"
+            )
+    return judging.compare(corpus.read_corpus(rows), corpus.read_refused(rows))
 
 
 def budget(**known: Any) -> Budget:

@@ -150,6 +150,28 @@ def read_corpus(paths: Iterable[Path] = ()) -> tuple[Row, ...]:
     return rows
 
 
+class Refused(Noun, frozen=True, kw_only=True):
+    """Rows of a source that no recipe describes, and why."""
+
+    reason: str
+    source: str
+    rows: int
+
+
+def read_refused(paths: Iterable[Path] = ()) -> tuple[Refused, ...]:
+    """What the imports beside these files could not express; see `scripts/import_published.py`."""
+    files: list[Path] = []
+    for path in paths or (home(),):
+        beside = path.with_suffix(".refused.json")
+        files += sorted(path.glob("*.refused.json")) if path.is_dir() else [beside]
+    found: list[Refused] = []
+    for file in files:
+        if file.exists():
+            data = msgspec.json.decode(file.read_bytes())
+            found += [from_data(one, Refused, where=str(file)) for one in data]
+    return tuple(found)
+
+
 def home() -> Path:
     """measurements/ of an installed memfit, or of the checkout it runs from."""
     installed = Path(__file__).parent / "measurements"

@@ -35,6 +35,7 @@ VERBS = {
     "budget": "looking",
     "formats": "looking",
     "rules": "looking",
+    "accuracy": "looking",
     "init": "setting_up",
     "schema": "setting_up",
     "doctor": "setting_up",

@@ -1,8 +1,9 @@
-"""models, devices, budget, formats, rules: what one looks up before planning."""
+"""models, devices, budget, formats, rules, accuracy: what one looks up before planning."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -161,3 +162,37 @@ def _number(text: str, what: str) -> float:
         raise InvalidRequest(
             f"`{text}` is not a number", hint=f"{what} is a number such as 3.14159265 or -2e-5"
         ) from None
+
+
+@click.command("accuracy", short_help="How far predictions are off, over measured runs.")
+@click.argument(
+    "rows", nargs=-1, metavar="[ROWS.JSONL]...", type=click.Path(exists=True, path_type=Path)
+)
+@click.option(
+    "--by",
+    "ways",
+    multiple=True,
+    metavar="FIELD",
+    default=("source", "kind", "device"),
+    help="source, framework, device, kind, model, confidence or split; can be repeated.",
+)
+@click.option("--worst", metavar="N", type=click.IntRange(0), default=5, help="Rows shown: 5.")
+@output_options
+def accuracy_command(
+    rows: tuple[Path, ...], ways: tuple[str, ...], worst: int, as_json: bool, quiet: bool
+) -> None:
+    """Predict every measured run of the corpus today, and compare.
+
+    ROWS are files or folders of rows; without any, the corpus that memfit comes with.
+    """
+    from memfit import api
+
+    del quiet
+    found = api.accuracy(rows, ways)
+    if as_json:
+        print_json(found)
+        return
+    from memfit.screens.accuracy import show_accuracy
+    from memfit.screens.layout import make_console
+
+    show_accuracy(make_console(), found, ways, worst)
