@@ -37,6 +37,9 @@ class ModelReference(Noun, frozen=True, kw_only=True):
     source: str  # a hub id or a folder; "" when the weights can only be random
     config: dict[str, Any]  # the content of config.json: `model_type` and what the family reads
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.source))  # dicts have no hash; equal references have this one
+
 
 class Experts(Noun, frozen=True, kw_only=True):
     """A mixture-of-experts feed-forward; `count` 0 where all tokens share a plain one."""
@@ -131,6 +134,10 @@ class Model(Noun, frozen=True, kw_only=True):
     name: str
     architecture: Architecture
     weights: tuple[Weight, ...]
+
+    def __hash__(self) -> int:
+        """Of what tells models apart quickly: hashing every weight takes a millisecond."""
+        return hash((self.name, len(self.weights), self.architecture.layers))
 
     @property
     def parameters(self) -> int:
