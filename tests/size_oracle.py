@@ -53,7 +53,7 @@ def ordered(events):
 
 
 def meter_events(meter, start=0):
-    return ordered(meter.sizes[e] if e >= 0 else -meter.sizes[~e] for e in meter.events[start:])
+    return ordered(meter.held(e) if e >= 0 else -meter.held(~e) for e in meter.events[start:])
 
 
 def saved_bytes(saved, inputs):
@@ -65,7 +65,7 @@ def saved_bytes(saved, inputs):
         if isinstance(t, torch.Tensor):
             found[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
         else:
-            found[id(t.storage)] = t.meter.sizes[t.storage.index]
+            found[id(t.storage)] = t.meter.held(t.storage.index)
     return sum(n for key, n in found.items() if key not in own and n > HOST_SCALAR)
 
 

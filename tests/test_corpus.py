@@ -102,3 +102,33 @@ def test_a_printed_figure_is_known_to_half_of_its_last_digit():
 def test_a_source_without_a_translator_is_not_expressible():
     with pytest.raises(published.NotExpressible, match="of `nobody/nothing`"):
         import_published.translate({"source": "nobody/nothing README"})
+
+
+def test_a_submitted_row_is_one_file_that_reads_and_names_none_of_the_users_folders(
+    tmp_path, monkeypatch, capfd
+):
+    from memfit.cli.app import app
+    from memfit.cli.app import run as run_app
+
+    folder = tmp_path / "secret-project" / "my-model"
+    folder.mkdir(parents=True)
+    config = {
+        "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    words = ["measure", str(folder), "--device", "cpu", "--steps", "1", "--submit"]
+    for word in ("task.sequence_length=16", "task.global_batch=1", "method=full", "precision=fp32"):
+        words += ["--set", word]
+    done = run_app(lambda: app.main(words, prog_name="memfit", standalone_mode=False))
+    assert done == 0, capfd.readouterr().err
+    (file,) = tmp_path.glob("memfit-*.jsonl")
+    assert "secret-project" not in file.read_text()
+    (row,) = corpus.read_corpus([file])
+    assert row.source.name == corpus.OWN
+    assert row.recipe.model.name == "my-model"
+    assert row.memory["peak_allocated"].value > 0
+    assert row.recipe_digest == row.recipe.digest
+    assert "pull request" in capfd.readouterr().err

@@ -19,7 +19,6 @@ NEOX = {"model_type": "gpt_neox", **SMALL, "intermediate_size": 80}
 LLAMA = {"model_type": "llama", **GATED}
 QWEN3 = {"model_type": "qwen3", **GATED, "head_dim": 16}
 OPT = {"model_type": "opt", **SMALL, "ffn_dim": 80, "max_position_embeddings": 64}
-MIXTRAL = {"model_type": "mixtral", **GATED, "num_local_experts": 4, "num_experts_per_tok": 2}
 BASE = {
     "gpt2": GPT2,
     "gpt_neox": NEOX,
@@ -28,7 +27,6 @@ BASE = {
     "qwen2": {"model_type": "qwen2", **GATED},
     "qwen3": QWEN3,
     "opt": OPT,
-    "mixtral": MIXTRAL,
 }
 TOGGLED = [
     GPT2,
@@ -65,9 +63,6 @@ TOGGLED = [
     OPT | {"word_embed_proj_dim": 20, "do_layer_norm_before": False},
     OPT | {"enable_bias": False, "tie_word_embeddings": False},
     OPT | {"word_embed_proj_dim": 20, "tie_word_embeddings": False, "activation_function": "gelu"},
-    MIXTRAL,
-    MIXTRAL | {"head_dim": 20, "tie_word_embeddings": True, "sliding_window": 32},
-    {k: v for k, v in MIXTRAL.items() if k not in ("num_local_experts", "num_experts_per_tok")},
 ]
 
 
@@ -183,10 +178,6 @@ def test_a_size_that_is_missing_or_no_number_is_refused_by_name(name, key, value
         (NEOX | {"head_dim": 99}, "head_dim"),
         (OPT | {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
         (OPT | {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
-        (MIXTRAL | {"num_experts_per_tok": 5}, "num_experts_per_tok: 5"),
-        (MIXTRAL | {"output_router_logits": True}, "output_router_logits"),
-        (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise"),
-        (MIXTRAL | {"intermediate_size": 84}, "intermediate_size: 84"),
         (BASE["qwen2"] | {"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),
     ],
     ids=lambda v: v if isinstance(v, str) else "",

@@ -10,7 +10,6 @@ from memfit.families._config import ACTIVATIONS as described_activations
 from memfit.families.forward import Forward, rotation
 from memfit.ledger import Kind
 from memfit.train.attention import register_attention
-from memfit.train.experts import register_experts
 from memfit.train.hugging_face import parts
 from size_oracle import Births, listen, make, meter_events, ordered, saved_bytes, total
 
@@ -27,7 +26,6 @@ CONFIGS = {
     "opt": {"ffn_dim": 96},
     "opt norming afterwards": {"ffn_dim": 96, "do_layer_norm_before": False},
     "opt without biases": {"ffn_dim": 96, "enable_bias": False},
-    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 3},
 }
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
 
@@ -49,7 +47,6 @@ def real_block(name, dtype, autocast, activation=None):
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**config_of(name, activation)),
         attn_implementation=register_attention("flash"),
-        experts_implementation=register_experts(),
     )
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)

@@ -36,9 +36,6 @@ CONFIGS = {
         "ffn_dim": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
         "max_position_embeddings": 64,
     },
-    "mixtral": {
-        "model_type": "mixtral", **_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2,
-    },
 }  # fmt: skip
 FAMILIES = tuple(CONFIGS)
 TARGETS = {"gpt2": ("c_attn", "c_proj"), "gpt_neox": ("query_key_value",)}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from memfit import catalog, families, look_up
 from memfit.corpus import append_row as append_row
+from memfit.corpus import submit_row as submit_row
 from memfit.errors import InvalidRequest
 from memfit.hardware import Device
 from memfit.libraries import installed_versions

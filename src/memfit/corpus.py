@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from memfit.errors import InvalidRequest
 from memfit.nouns import Noun, from_data, to_data, write_atomically
@@ -83,6 +84,22 @@ def append_row(path: Path, plan: Plan, run: Run) -> None:
     """Add a measured run: recipe, counters, what was predicted, environment. Atomic."""
     old = path.read_bytes() if path.exists() else b""
     write_atomically(path, old + line(own_row(plan, run)).encode())
+
+
+def submit_row(folder: Path, plan: Plan, run: Run) -> Path:
+    """Write a measured run as a file of one row, ready for a pull request; its path.
+
+    What names the user's own files is left out: a model from a folder keeps its sizes alone.
+    """
+    row = own_row(plan, run)
+    model = row.recipe.model
+    if Path(model.source).is_absolute():
+        model = replace(model, source="", name=Path(model.name).name)
+        recipe = replace(row.recipe, model=model)
+        row = replace(row, recipe=recipe, recipe_digest=recipe.digest)
+    path = folder / f"{row.id}.jsonl"
+    write_atomically(path, line(row).encode())
+    return path
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:

@@ -51,6 +51,9 @@ class Device(Noun, frozen=True, kw_only=True):
     internode: str = ""  # the usual network between nodes, in words
     pcie_generation: int | None = None
 
+    def __hash__(self) -> int:
+        return hash(self.id)  # rates are dicts, which have no hash
+
     @property
     def is_cpu(self) -> bool:
         """Whether tensors live in the host's memory: no context, no caching allocator."""

@@ -37,6 +37,9 @@ class ModelReference(Noun, frozen=True, kw_only=True):
     source: str  # a hub id or a folder; "" when the weights can only be random
     config: dict[str, Any]  # the content of config.json: `model_type` and what the family reads
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.source))  # dicts have no hash; equal references have this one
+
 
 class Experts(Noun, frozen=True, kw_only=True):
     """A mixture-of-experts feed-forward; `count` 0 where all tokens share a plain one."""
@@ -46,7 +49,6 @@ class Experts(Noun, frozen=True, kw_only=True):
     ffn: int = 0  # width of a routed expert
     shared_ffn: int = 0  # width of the expert that every token visits; 0 = none
     dense_layers: int = 0  # the first layers, which have a plain feed-forward instead
-    normalised: bool = False  # whether a token's shares are divided by their sum
 
 
 class Latent(Noun, frozen=True, kw_only=True):
@@ -125,11 +127,6 @@ class Weight(Noun, frozen=True, kw_only=True):
         """Bytes of the elements."""
         return self.numel * DTYPE_BYTES[self.dtype]
 
-    @property
-    def routed(self) -> bool:
-        """Whether it holds all routed experts of a layer, of which a token visits a few."""
-        return ".experts." in self.name
-
 
 class Model(Noun, frozen=True, kw_only=True):
     """An architecture and its parameters; a tied head appears once, as the embedding."""
@@ -137,6 +134,10 @@ class Model(Noun, frozen=True, kw_only=True):
     name: str
     architecture: Architecture
     weights: tuple[Weight, ...]
+
+    def __hash__(self) -> int:
+        """Of what tells models apart quickly: hashing every weight takes a millisecond."""
+        return hash((self.name, len(self.weights), self.architecture.layers))
 
     @property
     def parameters(self) -> int:
@@ -147,15 +148,3 @@ class Model(Noun, frozen=True, kw_only=True):
     def trainable_parameters(self) -> int:
         """Number of parameters that receive a gradient."""
         return sum(w.numel for w in self.weights if w.trainable)
-
-    @property
-    def active_parameters(self) -> int:
-        """Number of parameters that one token meets; all of them without experts."""
-        return sum(self.active(w) for w in self.weights)
-
-    def active(self, weight: Weight) -> int:
-        """Elements of one weight that a token meets."""
-        experts = self.architecture.experts
-        if not weight.routed:
-            return weight.numel
-        return weight.numel * experts.per_token // experts.count

@@ -132,6 +132,11 @@ class Recipe(Noun, frozen=True, kw_only=True):
     offload: Offload = "none"
     options: dict[str, Option] = {}  # noqa: RUF012 (knobs that only this framework has)
 
+    def __hash__(self) -> int:
+        """Of the knobs that differ the most; options are a dict, which has no hash."""
+        knobs = self.method, self.precision, self.recompute_blocks, self.loss_chunk, self.attention
+        return hash((self.model, *knobs, self.micro_batch, self.sequence_length))
+
     @property
     def digest(self) -> str:
         """16 hexadecimal digits that name this recipe; equal recipes have equal digests."""

@@ -44,9 +44,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 250,
         "max_position_embeddings": 256,
     },
-    "mixtral": {
-        "model_type": "mixtral", **_LLAMA_SHAPED, "num_local_experts": 4, "num_experts_per_tok": 2,
-    },
 }  # fmt: skip
 FAMILIES = tuple(CONFIGS)
 LORA_TARGETS = {"gpt2": ("c_attn",), "gpt_neox": ("query_key_value",)}

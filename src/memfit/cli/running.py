@@ -84,6 +84,9 @@ def _folder_of(target: str) -> Path:
     metavar="FILE",
     help="Add the run as one JSON line, as in measurements/.",
 )
+@click.option(
+    "--submit", is_flag=True, help="Write the run as a file of its own, for a pull request."
+)
 @output_options
 def measure_command(
     target: str,
@@ -92,12 +95,13 @@ def measure_command(
     changes: Changes,
     steps: int,
     append: Path | None,
+    submit: bool,
     as_json: bool,
     quiet: bool,
 ) -> None:
     """Run a few real steps on this machine, on random tokens and weights, and compare.
 
-    Needs no data. Nothing is kept but the row that --append asks for.
+    Needs no data. Nothing is kept but the row that --append or --submit asks for.
     """
     from memfit import api
 
@@ -109,6 +113,12 @@ def measure_command(
     report = api.join(plan, None, run)
     if append is not None:
         api.append_row(append, plan, run)
+    if submit:
+        path = api.submit_row(Path(), plan, run)
+        note(quiet)(
+            f"wrote {path}: look through it, then add it to measurements/ in a pull request;"
+            f" `memfit accuracy {path}` judges it alone"
+        )
     if as_json:
         print_json(_with_figures(report))
     else:

@@ -42,7 +42,7 @@ def rise(numel: int, dtype: str, code: Code, *, cuda: bool, blocks: bool) -> int
     update.run(narrow=dtype != "float32")
     live = top = 0
     for event in meter.events:
-        live += meter.sizes[event] if event >= 0 else -meter.sizes[~event]
+        live += meter.held(event) if event >= 0 else -meter.held(~event)
         top = max(top, live)
     return top
 

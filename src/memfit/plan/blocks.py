@@ -10,9 +10,7 @@ run repeat. Nothing is fitted: the sum over segments is exact.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
-from itertools import groupby, pairwise
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -75,12 +73,12 @@ class Batch(Noun, frozen=True, kw_only=True):
 
 
 class Setting(Noun, frozen=True, kw_only=True):
-    """All that a micro-batch's segments depend on."""
+    """All that a micro-batch's segments depend on beside its shape."""
 
     architecture: Architecture
     outside: tuple[Row, ...]
     runs: tuple[Run, ...]  # counts as simulated
-    batch: Batch
+    rows: int  # of a packed micro-batch, whose documents are calls of their own; else 0
     kernel: str
     autocast: bool
     compute: str  # dtype of matrix products
@@ -91,28 +89,20 @@ class Setting(Noun, frozen=True, kw_only=True):
     accumulates: bool  # whether there is a later micro-batch
 
 
-class Segment(msgspec.Struct):
-    """A stretch of the step: what it adds in the end, and its highest point."""
+class Mark(NamedTuple):
+    """Where a segment of a recording begins."""
 
     name: str
-    net: Parts
-    rise: int  # bytes of tensors at the highest point, above the start
-    top: Parts  # the parts of that rise
-    flop: int  # of matrix products and attention
+    event: int  # events of the meter before it
+    flop: int  # FLOP before it
 
 
-class Passes(msgspec.Struct):
-    """The segments of one micro-batch."""
+class Recording(NamedTuple):
+    """What a simulation logged; the last mark of a micro-batch is its end."""
 
-    forward: list[Segment] = []
-    loss: list[Segment] = []
-    backward: list[Segment] = []
-
-    def flop(self, counts: list[Repeat]) -> int:
-        """FLOP of the deep model's micro-batch, recomputation included."""
-        segments = (*self.forward, *self.loss, *self.backward)
-        stretches = expand(segments, counts)
-        return sum(s.flop * times for stretch, times in stretches for s in stretch)
+    meter: Meter
+    first: list[Mark]
+    later: list[Mark] | None
 
 
 def split_rows(model: Model, recomputed: int) -> tuple[tuple[Row, ...], list[Block]]:
@@ -194,13 +184,12 @@ def repeats(runs: tuple[Run, ...]) -> list[Repeat]:
     return found
 
 
-@lru_cache(maxsize=256)
-def simulate(setting: Setting) -> tuple[Passes, Passes | None]:
-    """The first micro-batch of a step, and a later one, which adds to its gradients."""
+def record(setting: Setting, batch: Batch) -> Recording:
+    """Run a first micro-batch, and a later one where there is any, and log every byte."""
     collecting = gc.isenabled()
     gc.disable()  # storages die by reference counting; a collection would only cost time
     try:
-        return _Simulation(setting).run()
+        return _Simulation(setting, batch).run()
     finally:
         if collecting:
             gc.enable()
@@ -209,8 +198,8 @@ def simulate(setting: Setting) -> tuple[Passes, Passes | None]:
 class _Simulation:
     """One step of the small model on a meter."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
+    def __init__(self, setting: Setting, batch: Batch) -> None:
+        self.setting, self.batch = setting, batch
         a = setting.architecture
         self.family: Family = find_family(a.family)
         self.meter = Meter(
@@ -226,7 +215,7 @@ class _Simulation:
             for block in run.cycle * run.count:
                 self.blocks.append((self._weights(block.rows), block))
         self.scale = sizes.parameter(self.meter, (), "float32", trainable=False)
-        self.marks: list[tuple[str, int, int]] = []  # name, events and FLOP before
+        self.marks: list[Mark] = []
 
     def _weights(self, rows: tuple[Row, ...]) -> Weights:
         made: Weights = {}
@@ -237,21 +226,22 @@ class _Simulation:
             )
         return made
 
-    def run(self) -> tuple[Passes, Passes | None]:
+    def run(self) -> Recording:
         first = self._micro_batch()
-        return first, self._micro_batch() if self.setting.accumulates else None
+        later = self._micro_batch() if self.setting.accumulates else None
+        return Recording(self.meter, first, later)
 
     def _product_begins(self) -> None:
         """The first product of a backward ends one segment and begins another."""
         name = f"{self.marks[-1][0]}{AFTER_PRODUCT}"
-        self.marks.append((name, len(self.meter.events), self.meter.flop))
+        self.marks.append(Mark(name, len(self.meter.events), self.meter.flop))
 
     def mark(self, name: str, owner: str) -> None:
-        self.marks.append((name, len(self.meter.events), self.meter.flop))
+        self.marks.append(Mark(name, len(self.meter.events), self.meter.flop))
         self.meter.owner = owner
 
-    def _micro_batch(self) -> Passes:
-        meter, batch = self.meter, self.setting.batch
+    def _micro_batch(self) -> list[Mark]:
+        meter, batch = self.meter, self.batch
         meter.owner = "batch"
         shape = (batch.rows, batch.tokens)
         input_ids = sizes.empty(meter, shape, "int64", Kind.INPUT)
@@ -279,7 +269,7 @@ class _Simulation:
             sizes.backward(product, self._watch(boundaries))
         self._pass_all(boundaries)
         self.mark("end", "")
-        return self._cut()
+        return self.marks
 
     def _watch(self, boundaries: list[int]) -> Callable[[int], None]:
         def passing(sequence: int) -> None:
@@ -298,45 +288,6 @@ class _Simulation:
     def _pass_all(self, boundaries: list[int]) -> None:
         while boundaries:
             self._pass(boundaries)
-
-    def _cut(self) -> Passes:
-        passes = Passes()
-        target = passes.forward
-        for (name, start, flop), (_, stop, flop_then) in pairwise(self.marks):
-            if name == "loss":
-                target = passes.loss
-            elif name == "head":
-                target = passes.backward
-            target.append(self._segment(name, start, stop, flop_then - flop))
-        return passes
-
-    def _segment(self, name: str, start: int, stop: int, flop: int) -> Segment:
-        meter = self.meter
-        nbytes, asked, kinds, owners = meter.sizes, meter.asked, meter.kinds, meter.owners
-        level = rise = 0
-        top_at = start
-        for at in range(start, stop):
-            event = meter.events[at]
-            if event >= 0:
-                level += asked[event]
-                if level > rise:
-                    rise, top_at = level, at + 1
-            else:
-                level -= asked[~event]
-        net: Parts = {}
-        top: Parts = {}
-        for at in range(start, stop):
-            if at == top_at:
-                top = dict(net)
-            event = meter.events[at]
-            index = event if event >= 0 else ~event
-            part, sign = (kinds[index], owners[index]), 1 if event >= 0 else -1
-            net[part] = net.get(part, 0) + sign * asked[index]
-            if nbytes[index] != asked[index]:
-                net[ROUNDING] = net.get(ROUNDING, 0) + sign * (nbytes[index] - asked[index])
-        if top_at == stop:
-            top = dict(net)
-        return Segment(name, net, rise, top, flop)
 
 
 @module
@@ -373,22 +324,3 @@ def _block(
 def owner_of(part: str) -> str:
     """The component's name in ledgers of a weight's part."""
     return "blocks" if part == "block" else part
-
-
-def expand(
-    segments: Iterable[Segment], counts: list[Repeat]
-) -> Iterator[tuple[list[Segment], int]]:
-    """Stretches of segments, each with how often it runs in the deep model.
-
-    What follows the first product begins a stretch of its own: it is of the last block at most.
-    """
-
-    def repeat(segment: Segment) -> Repeat:
-        name, after, _ = segment.name.partition(AFTER_PRODUCT)
-        name, _, index = name.partition(" ")
-        if after or name != "block":
-            return Repeat(-1 - bool(after), 1)
-        return counts[int(index)]
-
-    for found, stretch in groupby(segments, repeat):
-        yield list(stretch), found.times

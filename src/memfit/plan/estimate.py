@@ -16,8 +16,9 @@ import msgspec
 from memfit.hardware import Device
 from memfit.model import Model
 from memfit.optimizers import find_optimizer
-from memfit.plan.blocks import AFTER_PRODUCT, Passes, Segment, simulate
-from memfit.plan.memory import describe
+from memfit.plan.blocks import AFTER_PRODUCT
+from memfit.plan.memory import describe, worst_batch
+from memfit.plan.segments import Passes, Segment, simulate
 from memfit.recipe import Recipe
 from memfit.sizes.meter import block_size
 
@@ -82,8 +83,9 @@ class Lines:
         several = msgspec.structs.replace(recipe, accumulation=2)
         setting = describe(model, several, self.device)[0]
         runs = tuple(msgspec.structs.replace(r, count=min(r.count, KINDS)) for r in setting.runs)
-        first, later = simulate(msgspec.structs.replace(setting, runs=runs))
-        return (*_lists(first), *_lists(later or first))
+        setting = msgspec.structs.replace(setting, runs=runs)
+        first, later = simulate(setting, worst_batch(several))
+        return (*_lists(first), *_lists(later))
 
 
 class Estimate:

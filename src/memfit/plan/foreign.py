@@ -220,7 +220,9 @@ def _parallel(request: Request, framework: Framework) -> Parallel:
     devices = request.devices
     if request.parallel == "auto":
         sharded = "dp_shard" in framework.axes
-        return Parallel(dp_shard=devices) if sharded else Parallel(dp_replicate=devices)
+        if not sharded:
+            return Parallel(dp_replicate=devices)
+        return Parallel(dp_shard=devices, zero=framework.cuts)
     asked, plain = request.parallel, ParallelRequest()
     for name in asked.__struct_fields__:
         value = getattr(asked, name)

@@ -7,37 +7,33 @@ always there. A phase's peak is a maximum over instants, never a sum of maxima.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import msgspec
+from msgspec.structs import replace
 
 from memfit.hardware import Device
 from memfit.ledger import Entry, Kind, Ledger, Phase
-from memfit.model import DTYPE_BYTES, Model, TensorSpec
-from memfit.optimizers import Counted, find_optimizer
+from memfit.model import DTYPE_BYTES, Model
 from memfit.plan.because import explain
 from memfit.plan.blocks import (
     AFTER_PRODUCT,
     ROUNDING,
     Batch,
-    Part,
     Parts,
-    Passes,
     Repeat,
     Run,
-    Segment,
     Setting,
-    expand,
     find_runs,
-    owner_of,
     repeats,
     shorten,
-    simulate,
     split_rows,
 )
+from memfit.plan.closed_form import find_answers
+from memfit.plan.segments import Passes, Segment, expand
+from memfit.plan.updates import around_micro_batches, hold
 from memfit.recipe import Recipe
-from memfit.sizes.meter import block_size
-from memfit.sizes.workspace import foreach_norm, product_workspace
+from memfit.sizes.workspace import product_workspace
 
 
 class Level(msgspec.Struct):
@@ -111,22 +107,20 @@ def predict_peak(model: Model, recipe: Recipe, device: Device) -> int:
 
 
 def _peaks(model: Model, recipe: Recipe, device: Device) -> dict[Phase, Parts]:
-    setting, counts = describe(model, recipe, device)
-    first, later = simulate(setting)
-    peaks = _Step(model, recipe, device, counts, first, later).run()
-    return {phase: parts for phase, (_, parts) in peaks.items()}
+    outline = find_outline(model, recipe, device)
+    step = _Step(outline, recipe, device)
+    step.run()
+    return {phase: parts for phase, (_, parts) in step.level.peaks.items()}
 
 
 def predict_flop(model: Model, recipe: Recipe, device: Device) -> int:
     """FLOP of matrix products and attention of one optimizer step, recomputation included."""
-    setting, counts = describe(model, recipe, device)
-    return simulate(setting)[0].flop(counts) * recipe.accumulation
+    outline = find_outline(model, recipe, device)
+    return outline.passes(recipe)[0].flop(outline.counts) * recipe.accumulation
 
 
 def describe(model: Model, recipe: Recipe, device: Device) -> tuple[Setting, list[Repeat]]:
     """What to simulate, and how often each simulated block stands in the model."""
-    from msgspec.structs import replace
-
     outside, blocks = split_rows(model, recipe.recompute_blocks)
     runs: tuple[Run, ...] = find_runs(blocks)
     cuda = not device.is_cpu
@@ -134,7 +128,7 @@ def describe(model: Model, recipe: Recipe, device: Device) -> tuple[Setting, lis
         architecture=replace(model.architecture, layers=0),
         outside=outside,
         runs=shorten(runs),
-        batch=worst_batch(recipe),
+        rows=recipe.micro_batch if recipe.packing else 0,
         kernel=recipe.attention,
         autocast=recipe.autocast,
         compute=recipe.compute_dtype,
@@ -154,152 +148,97 @@ def worst_batch(recipe: Recipe) -> Batch:
     )
 
 
+class Outline:
+    """All of a recipe's step that its rows and tokens do not change."""
+
+    def __init__(self, model: Model, recipe: Recipe, device: Device) -> None:
+        self.setting, self.counts = describe(model, recipe, device)
+        self.around = around_micro_batches(model, recipe, device)
+        self.answers = find_answers(self.setting)
+
+    def passes(self, recipe: Recipe) -> list[Passes]:
+        """The segments of the first micro-batch, and of a later one where there is any."""
+
+        def general(rows: int, tokens: int) -> Batch:
+            rows = recipe.micro_batch if recipe.packing else rows
+            return worst_batch(replace(recipe, micro_batch=rows, sequence_length=tokens))
+
+        return self.answers.passes(worst_batch(recipe), general)
+
+
+def find_outline(model: Model, recipe: Recipe, device: Device) -> Outline:
+    """The outline of a recipe, made once for all of its shapes."""
+    packed = recipe.micro_batch if recipe.packing else 1  # each of its documents is a call
+    plain = replace(
+        recipe, micro_batch=packed, sequence_length=1, accumulation=min(2, recipe.accumulation),
+        steps=0, seed=0,
+    )  # fmt: skip
+    return _outline(model, plain, device)
+
+
+@lru_cache(maxsize=256)
+def _outline(model: Model, recipe: Recipe, device: Device) -> Outline:
+    return Outline(model, recipe, device)
+
+
 class _Step:
     """Two optimizer steps, laid out instant by instant."""
 
-    def __init__(
-        self,
-        model: Model,
-        recipe: Recipe,
-        device: Device,
-        counts: list[Repeat],
-        first: Passes,
-        later: Passes | None,
-    ) -> None:
-        self.model = model
-        self.recipe = recipe
-        self.device = device
-        self.counts = counts
-        self.first = first
-        self.later = later
+    def __init__(self, outline: Outline, recipe: Recipe, device: Device) -> None:
+        self.outline, self.recipe, self.device = outline, recipe, device
+        self.passes = outline.passes(recipe)
         self.level = Level()
-        self.trainable = [w.spec for w in model.weights if w.trainable]
         self._cublas: Parts = {}
         if not device.is_cpu:
             self._cublas[Kind.WORKSPACE, "cublas"] = product_workspace(device)
 
-    def run(self) -> dict[Phase, tuple[int, Parts]]:
-        """The peak of each phase and its parts."""
-        level = self.level
-        self._load()
+    def run(self) -> None:
+        """The peak of each phase and its parts, into `level.peaks`."""
+        level, around = self.level, self.outline.around
+        level.add(around.loaded)
         level.note(Phase.LOAD)
-        level.add(
-            self._cublas
-        )  # the forward's; autograd's thread takes its own in its first product
+        # the forward's; autograd's thread takes its own in its first product
+        level.add(self._cublas)
         self._scale_loss()
         self._micro_batches(Phase.FIRST_STEP, Phase.FIRST_STEP, Phase.FIRST_STEP, Phase.FIRST_STEP)
-        level.note(Phase.FIRST_STEP)
-        self._first_update()
+        level.walk(Phase.FIRST_STEP, [around.first], 1)
         self._release_gradients()
         self._scale_loss()
         self._micro_batches(Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.ACCUMULATE)
-        self._clip(Phase.OPTIMIZER_STEP)
-        self._update(Phase.OPTIMIZER_STEP, self.trainable)
-        return level.peaks
-
-    def _hold(self, part: Part, nbytes: Iterable[int]) -> Parts:
-        """Storages of these bytes, and what their blocks are larger."""
-        asked = list(nbytes)
-        total = sum(asked)
-        if self.device.is_cpu:
-            return {part: total}
-        return {part: total, ROUNDING: sum(block_size(n) for n in asked) - total}
-
-    def _load(self) -> None:
-        from memfit.families import find_family
-
-        parts: dict[str, list[int]] = {}
-        for weight in self.model.weights:
-            parts.setdefault(owner_of(weight.part), []).append(weight.nbytes)
-        a = self.model.architecture
-        parts["rotary"] = [spec.nbytes for spec in find_family(a.family).buffers(a)]
-        for owner, nbytes in parts.items():
-            self.level.add(self._hold((Kind.PARAMETERS, owner), nbytes))
+        level.walk(Phase.OPTIMIZER_STEP, [around.later], 1)
 
     def _inputs(self) -> Parts:
-        batch = worst_batch(self.recipe)
-        one = batch.rows * batch.tokens * DTYPE_BYTES["int64"]
-        return self._hold((Kind.INPUT, "batch"), [one] * (2 if batch.documents is None else 3))
+        one = self.recipe.tokens * DTYPE_BYTES["int64"]
+        return hold((Kind.INPUT, "batch"), [one] * (3 if self.recipe.packing else 2), self.device)
 
     def _micro_batches(self, forward: Phase, loss: Phase, backward: Phase, more: Phase) -> None:
-        level = self.level
-        level.add(self._inputs())
+        level, counts = self.level, self.outline.counts
+        inputs = self._inputs()
+        level.add(inputs)
+        first, *later = self.passes
         for phase, segments in (
-            (forward, self.first.forward), (loss, self.first.loss), (backward, self.first.backward)
+            (forward, first.forward), (loss, first.loss), (backward, first.backward)
         ):  # fmt: skip
-            for stretch, times in expand(segments, self.counts):
+            for stretch, times in expand(segments, counts):
                 if stretch[0].name.endswith(AFTER_PRODUCT) and phase is Phase.FIRST_STEP:
                     level.add(self._cublas)
                 level.walk(phase, stretch, times)
         level.note(backward)
-        if self.later is not None:
-            for segments in (self.later.forward, self.later.loss, self.later.backward):
-                for stretch, times in expand(segments, self.counts):
+        for one in later:
+            for segments in (one.forward, one.loss, one.backward):
+                for stretch, times in expand(segments, counts):
                     level.walk(more, stretch, times)
             level.note(more)
-        level.add(self._inputs(), -1)
-
-    def _first_update(self) -> None:
-        """The step that makes the optimizer's state: before all updates, or each with its own."""
-        settings, level = self.recipe.optimizer, self.level
-        family = find_optimizer(settings)
-        self._clip(Phase.FIRST_STEP)
-        if settings.implementation not in family.state_while_updating:
-            level.add(self._state(self.trainable))
-            self._update(Phase.FIRST_STEP, self.trainable)
-            return
-        for spec in self.trainable:
-            level.add(self._state([spec]))
-            self._update(Phase.FIRST_STEP, [spec])
-
-    def _state(self, specs: Iterable[TensorSpec]) -> Parts:
-        settings = self.recipe.optimizer
-        optimizer = find_optimizer(settings)
-        host = () if self.device.is_cpu else optimizer.host_state(settings)
-        nbytes: list[int] = []
-        for spec in specs:
-            held = list(optimizer.state(spec, settings))
-            for elsewhere in host:
-                held.remove(elsewhere)
-            nbytes += [s.nbytes for s in held]
-        return self._hold((Kind.OPTIMIZER_STATE, "optimizer"), nbytes)
-
-    def _clip(self, phase: Phase) -> None:
-        level = self.level
-        level.note(phase)
-        if not self.recipe.optimizer.clip_norm:
-            return
-        scalar, count = DTYPE_BYTES[self.recipe.trainable_dtype], len(self.trainable)
-        norm = {(Kind.TEMPORARY, "optimizer"): scalar}  # held until the step has returned it
-        each = [scalar] * count
-        norms = self._hold((Kind.TEMPORARY, "optimizer"), each)
-        if not self.device.is_cpu:
-            norms[Kind.WORKSPACE, "optimizer"] = foreach_norm([s.numel for s in self.trainable])
-        level.note(phase, norms)
-        level.note(
-            phase, self._hold((Kind.TEMPORARY, "optimizer"), [*each, scalar * count, scalar])
-        )
-        level.add(norm)
+        level.add(inputs, -1)
 
     def _scale_loss(self) -> None:
         """fp16: the scaler's two numbers, and the scale that this step uses."""
         if self.recipe.scaled:
             self.level.add({(Kind.TEMPORARY, "loss"): 3 * DTYPE_BYTES["float32"]})
 
-    def _update(self, phase: Phase, specs: Sequence[TensorSpec]) -> None:
-        settings = self.recipe.optimizer
-        family, temporary = find_optimizer(settings), (Kind.TEMPORARY, "optimizer")
-        counted: Counted = "live" if self.device.is_cpu else "device"
-        copies = {temporary: family.step_temporaries(specs, settings, counted)}
-        if not self.device.is_cpu:
-            blocks = family.step_temporaries(specs, settings, "blocks")
-            copies[ROUNDING] = blocks - copies[temporary]
-        self.level.note(phase, copies)
-
     def _release_gradients(self) -> None:
         level = self.level
         gone = (Kind.GRADIENTS, Kind.TEMPORARY)  # and the 0-dim results of the first step
         level.add({p: -n for p, n in level.live.items() if p[0] in gone})
         if not self.device.is_cpu:
-            nbytes = [s.nbytes for s in self.trainable]
-            level.add({ROUNDING: sum(nbytes) - sum(block_size(n) for n in nbytes)})
+            level.add({ROUNDING: -self.outline.around.rounded})

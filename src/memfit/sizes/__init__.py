@@ -22,7 +22,6 @@ from memfit.sizes.elementwise import (
     scale,
     shift,
     silu,
-    softmax,
     tanh,
 )
 from memfit.sizes.meter import Meter
@@ -44,6 +43,6 @@ __all__ = [
     "Meter", "Shape", "Storage", "Tensor", "add", "attention", "backward", "by_document", "cast",
     "checkpoint", "concatenate", "contiguous", "conv1d", "dropout", "empty", "expand_heads",
     "gather_rows", "gelu", "layer_norm", "linear", "mean_last", "mul", "multiply", "narrow",
-    "negative", "parameter", "power", "relu", "reshape", "rsqrt", "scale", "shift", "silu",
-    "softmax", "split", "tanh", "transpose", "unsqueeze", "view",
+    "negative", "parameter", "power", "relu", "reshape", "rsqrt", "scale", "shift", "silu", "split",
+    "tanh", "transpose", "unsqueeze", "view",
 ]  # fmt: skip

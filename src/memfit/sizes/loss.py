@@ -6,6 +6,8 @@ from memfit.sizes.autograd import Gradients, Node, record
 from memfit.sizes.elementwise import Incoming, attach, cast, like, upstream
 from memfit.sizes.tensor import Tensor, empty
 
+SHOWN = 3  # chunks run of many: the first, the second and the last
+
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """`F.cross_entropy(logits, labels, reduction="sum")`: (tokens, vocab) -> 0-dim."""
@@ -58,32 +60,37 @@ def chunked_sum(hidden: Tensor, weight: Tensor, chunk: int) -> Tensor:
 def _chunks(
     hidden: Tensor, weight: Tensor, compute: str, chunk: int, node: Node | None
 ) -> Tensor | None:
-    """Every chunk in turn; returns the head's gradient."""
+    """Every chunk in turn; returns the head's gradient.
+
+    Those between the second and the last allocate and free what the second does: they only count.
+    """
     tokens, vocab = hidden.shape[0], weight.shape[0]
+    meter, width = hidden.meter, hidden.shape[1]
     low = cast(weight, compute)
     total: Tensor | None = None
-    for start in range(0, tokens, chunk):
-        rows = min(chunk, tokens - start)
-        piece = cast(hidden.viewed((rows, hidden.shape[1]), hidden.strides), compute)
+    chunks = -(-tokens // chunk)
+    seen = range(SHOWN if chunks > SHOWN else chunks)
+    for index in seen:
+        last = index == len(seen) - 1
+        rows = tokens - (chunks - 1) * chunk if last else chunk
+        piece = cast(hidden.viewed((rows, width), hidden.strides), compute)
         slope = _slope(piece, low)
         if node is None:
             continue
         slope = cast(slope, compute)
         if node.needs(0):
-            empty(hidden.meter, (rows, hidden.shape[1]), compute)
-            hidden.meter.flop += 2 * rows * vocab * hidden.shape[1]
+            empty(meter, (rows, width), compute)
         if node.needs(1):
-            alone = chunk >= tokens
-            hidden.meter.flop += 2 * rows * vocab * hidden.shape[1]
-            total = _outer(total, slope, piece, weight.dtype, alone=alone)
+            total = _outer(total, slope, piece, weight.dtype, alone=chunk >= tokens)
         del slope, piece
+    products = 1 if node is None else 1 + node.needs(0) + node.needs(1)
+    meter.flop += 2 * tokens * vocab * width * products
     return None if total is None else cast(total, weight.dtype)
 
 
 def _slope(piece: Tensor, weight: Tensor) -> Tensor:
     """(rows, vocab) fp32: log-probabilities, turned in place into the slope of the loss."""
     meter, rows, vocab = piece.meter, piece.shape[0], weight.shape[0]
-    meter.flop += 2 * rows * vocab * piece.shape[1]
     logits = empty(meter, (rows, vocab), piece.dtype)
     # CUDA's log-softmax reads fp16 and writes fp32 (SoftMax.cpp); other kernels want a copy
     reads = meter.cuda and piece.dtype == "float16"

@@ -62,7 +62,6 @@ class Meter:
         self.flop = 0  # of matrix products and attention so far
         self.events: list[int] = []  # i: storage i was born; ~i: it died
         self.asked: list[int] = []  # bytes of each storage
-        self.sizes: list[int] = []  # bytes of the block that holds it
         self.kinds: list[Kind] = []
         self.owners: list[str] = []
         self._calls: list[int] = [0]  # calls of modules that are open, innermost last
@@ -71,9 +70,8 @@ class Meter:
 
     def allocate(self, nbytes: int, kind: Kind | None, last: int) -> tuple[int, int]:
         """Log a birth; returns the storage's index and the module call that made it."""
-        index = len(self.sizes)
+        index = len(self.asked)
         self.asked.append(nbytes)
-        self.sizes.append(block_size(nbytes) if self.cuda else nbytes)
         call = 0
         if kind is None:
             call = self._calls[-1]
@@ -91,6 +89,10 @@ class Meter:
         if call in self._open:
             self.kinds[index] = Kind.TEMPORARY
         self.events.append(~index)
+
+    def held(self, index: int) -> int:
+        """Bytes of what holds a storage: itself, or its block."""
+        return block_size(self.asked[index]) if self.cuda else self.asked[index]
 
     def begin_module(self) -> int:
         """Open a module's call: what is allocated in it and outlives it is an activation."""

@@ -7,6 +7,7 @@ kernel that is chosen depends on more than the shapes, the larger number stands.
 from __future__ import annotations
 
 from memfit.hardware import Device
+from memfit.nouns import Noun
 from memfit.units import KIB, MIB
 
 FP32, INT64 = 4, 8
@@ -18,6 +19,17 @@ LAYER_NORM_ROWS = 64 * 1024  # from more rows on, blocks share the columns of a 
 LAYER_NORM_GRID = 32 * 1024  # of those blocks there are at most this many
 LARGEST_HALF = 80  # half the multiprocessors of the largest devices
 Shape = tuple[int, ...]
+REDUCE_THREADS = 512  # of a block of a reduction
+REDUCE_VECTOR = 4  # neighbouring columns that one of its threads adds up
+REDUCE_WARP = 32
+REDUCE_LEAST, REDUCE_MOST = 16, 256  # values that one of its threads adds up
+
+
+class Grid(Noun, frozen=True, kw_only=True):
+    """What of a device decides how a reduction is cut."""
+
+    multiprocessors: int
+    threads: int  # that one multiprocessor holds
 
 
 def _blocks(n: int, of: int) -> int:
@@ -105,6 +117,40 @@ def foreach_norm(numels: list[int]) -> int:
     """
     chunks = max((_blocks(n, NORM_CHUNK) for n in numels), default=0)
     return (len(numels) * chunks + NORM_TOTAL) * FP32
+
+
+def row_sum(columns: int, rows: int, grid: Grid) -> int:
+    """Partial results of a sum over the rows of a row-major (rows, columns): fp32, or none.
+
+    Where one block would add up too many values for each thread and blocks are fewer than the
+    device runs at once, several blocks share a column.
+    Source: aten/src/ATen/native/cuda/Reduce.cuh, setReduceConfig and global_memory_size. The rows
+    of Liger-Kernel's benchmark on an A100 show it to the KiB (tests/test_liger.py).
+    """
+    vector = REDUCE_VECTOR
+    while vector > 1 and columns % vector:
+        vector //= 2
+    most = REDUCE_THREADS // vector
+    across, down = _power(columns // vector, most), _power(rows, most)
+    width = min(across, REDUCE_WARP)
+    height = min(down, most // width)
+    width = min(across, most // height)
+    if rows < min(height * REDUCE_LEAST, REDUCE_MOST):
+        return 0
+    values = _blocks(rows, height)
+    blocks = _blocks(columns // vector, width)
+    wanted = grid.multiprocessors * (grid.threads // (width * height))
+    if values < REDUCE_MOST or blocks > wanted:
+        return 0
+    shared = max(
+        min(_blocks(wanted, blocks), _blocks(values, REDUCE_LEAST)), _blocks(values, REDUCE_MOST)
+    )
+    return FP32 * columns * shared * width * vector if shared > 1 else 0
+
+
+def _power(n: int, most: int) -> int:
+    """The largest power of two up to n, and at most `most`."""
+    return most if n >= most else max(1, 1 << (n.bit_length() - 1) if n else 1)
 
 
 def product_workspace(device: Device) -> int:

@@ -12,7 +12,6 @@ from memfit.families import without_dropout
 from memfit.libraries import quiet_import
 from memfit.recipe import Recipe
 from memfit.train.attention import register_attention
-from memfit.train.experts import register_experts
 
 with quiet_import():
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -36,14 +35,12 @@ class Parts:
 
 
 def bare_model(recipe: Recipe) -> PreTrainedModel:
-    """Hugging Face's class on the meta device, in fp32, with memfit's attention and experts."""
+    """Hugging Face's class on the meta device, in fp32, with memfit's attention."""
     config = AutoConfig.for_model(**without_dropout(recipe.model))
+    name = register_attention(recipe.attention)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config,
-            attn_implementation=register_attention(recipe.attention),
-            experts_implementation=register_experts(),
-            dtype=torch.float32,
+            config, attn_implementation=name, dtype=torch.float32
         )
     # With it set, GPT-2 compares the batch with the padding token at every forward: a read-back
     # from the device that changes nothing.

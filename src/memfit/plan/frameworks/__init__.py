@@ -63,6 +63,7 @@ class Framework(ABC):
     axes: ClassVar[tuple[str, ...]]  # names of `parallel` that may differ from their defaults
     knobs: ClassVar[Mapping[str, Knob]]
     slack: ClassVar[Slack]
+    cuts: ClassVar[int] = 3  # `zero` of a request that leaves `parallel` on auto
 
     def check(self, job: Job) -> None:
         """Raise InvalidRequest where values that are allowed one by one exclude each other."""

@@ -1,0 +1,238 @@
+"""A step's segments as formulas of its rows and tokens: simulated once, evaluated for any shape.
+
+A recording over unknown sizes (`sizes.unknown`) holds for every shape under which the same
+operations run. What a segment adds is then linear in a few products of the unknowns (1, rows x
+tokens, rows x tokens squared, …) and, on CUDA, in what each distinct block is larger than its
+tensor, which is not linear and is worked out for each shape. Of the instants of a segment only
+those are kept that are the highest for some shape. Nothing is fitted or interpolated.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import pairwise
+from math import prod
+from typing import NamedTuple
+
+from memfit.plan.blocks import ROUNDING, Batch, Mark, Part, Parts, Recording, Setting, record
+from memfit.plan.segments import Passes, Segment, simulate
+from memfit.sizes.meter import block_size
+from memfit.sizes.unknown import Monomial, Number, Size, Unknowns, terms_of, value_at
+
+MOST_FORMS = 64  # of one setting
+Vector = dict[int, int]  # what is in the basis, by index -> coefficient
+Form = tuple[tuple[int, int], ...]  # the same, sorted, without zeros
+ByPart = dict[tuple[Part, int], int]
+
+
+class Instant(NamedTuple):
+    """A moment of a segment that is its highest for some shape; numbers are forms' indices."""
+
+    rise: int
+    top: tuple[tuple[Part, int], ...]
+
+
+class Stretch(NamedTuple):
+    """A segment before its shape is known; numbers are forms' indices."""
+
+    net: tuple[tuple[Part, int], ...]
+    instants: tuple[Instant, ...]  # in the order of time
+    flop: int
+
+
+class Named(NamedTuple):
+    """Which stretch a segment is."""
+
+    name: str
+    stretch: int
+
+
+class Answers:
+    """The passes of one setting for every shape, simulated anew only where it must be.
+
+    A first shape may be the only one, and plain numbers are several times faster to simulate; from
+    the second on, what is simulated answers for other shapes too.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.forms: deque[ClosedForm] = deque(maxlen=MOST_FORMS)  # the newest first
+        self._first: tuple[Batch, list[Passes]] | None = None
+
+    def passes(self, batch: Batch, general: Callable[[int, int], Batch]) -> list[Passes]:
+        """Of the first micro-batch and of a later one; general: the batch of other sizes."""
+        if self._first is None:
+            self._first = batch, simulate(self.setting, batch)
+        if self._first[0] == batch:
+            return self._first[1]
+        for form in self.forms:
+            values = form.fit(batch)
+            if values is not None:
+                return form.at(values)
+        unknowns = Unknowns(batch.rows, batch.tokens)
+        wide = general(unknowns[0], unknowns[1])
+        form = ClosedForm(record(self.setting, wide), unknowns, wide)
+        self.forms.appendleft(form)
+        return form.at(unknowns.examples)
+
+
+@lru_cache(maxsize=256)
+def find_answers(setting: Setting) -> Answers:
+    """Those of one setting, kept."""
+    return Answers(setting)
+
+
+class Basis:
+    """What every form is linear in: products of unknowns, and what blocks are larger."""
+
+    def __init__(self, unknowns: Unknowns) -> None:
+        self.unknowns = unknowns
+        self.keys: list[Monomial | Size] = []  # a size stands for the rest of its block
+        self._index: dict[Monomial | Size, int] = {}
+
+    def of(self, key: Monomial | Size) -> int:
+        """The index of a product, or of the rest of a size's block."""
+        if key not in self._index:
+            self._index[key] = len(self.keys)
+            self.keys.append(key)
+        return self._index[key]
+
+    def tensor(self, nbytes: Number) -> list[tuple[int, int]]:
+        """Bytes in the basis: (index, coefficient)."""
+        return [(self.of(monomial), c) for monomial, c in terms_of(nbytes)]
+
+    def rest(self, nbytes: Number) -> list[tuple[int, int]]:
+        """What a CUDA block of these bytes is larger."""
+        if isinstance(nbytes, Size):
+            return [(self.of(nbytes), 1)]
+        return [(self.of(()), block_size(nbytes) - nbytes)]
+
+    def surely(self, difference: Vector) -> int | None:
+        """The least that tensors differ by for any shape; None when it may be less than nothing."""
+        least = 0
+        for index, coefficient in difference.items():
+            key = self.keys[index]
+            if isinstance(key, Size) or (coefficient < 0 and key):
+                return None
+            if self.unknowns.positive(key):
+                least += coefficient
+        return least if least >= 0 else None
+
+    def evaluate(self, values: list[int]) -> list[int]:
+        """The basis under these values of the unknowns."""
+        found = []
+        for key in self.keys:
+            if isinstance(key, Size):
+                nbytes = key.at(values)
+                found.append(block_size(nbytes) - nbytes)
+            else:
+                found.append(prod(values[i] for i in key))
+        return found
+
+
+class ClosedForm:
+    """The segments of a recording, and the conditions under which they hold."""
+
+    def __init__(self, recording: Recording, unknowns: Unknowns, batch: Batch) -> None:
+        self.unknowns, self.batch = unknowns, batch
+        self.basis = Basis(unknowns)
+        self.forms: dict[Form, int] = {}
+        self.stretches: dict[Stretch, int] = {}
+        self.passes = [self._cut(recording, marks) for marks in recording[1:] if marks]
+
+    def fit(self, batch: Batch) -> list[int] | None:
+        """The unknowns of a micro-batch; None when other operations would run."""
+        values = self.unknowns.evaluate(batch.rows, batch.tokens)
+        if values is None or not self._same_documents(batch, values):
+            return None
+        return values
+
+    def _same_documents(self, batch: Batch, values: list[int]) -> bool:
+        mine, asked = self.batch.documents, batch.documents
+        if mine is None or asked is None:
+            return mine is asked
+        rows = {row: tuple(value_at(n, values) for n in row) for row in mine}
+        return tuple(rows[row] for row in mine) == asked
+
+    def at(self, values: list[int]) -> list[Passes]:
+        """The passes of one shape: of the first micro-batch, and of a later one."""
+        found = self.basis.evaluate(values)
+        amounts = [sum(c * found[i] for i, c in form) for form in self.forms]
+        made = [_fill(stretch, amounts) for stretch in self.stretches]
+        return [
+            Passes(*([Segment(name, *made[number]) for name, number in part] for part in parts))
+            for parts in self.passes
+        ]
+
+    def _cut(self, recording: Recording, marks: list[Mark]) -> list[list[Named]]:
+        """Forward, loss and backward."""
+        parts: list[list[Named]] = [[]]
+        for mark, until in pairwise(marks):
+            if mark.name in ("loss", "head"):
+                parts.append([])
+            stretch = self._stretch(recording, mark, until)
+            number = self.stretches.setdefault(stretch, len(self.stretches))
+            parts[-1].append(Named(mark.name, number))
+        return parts
+
+    def _stretch(self, recording: Recording, mark: Mark, until: Mark) -> Stretch:
+        """Follow the log from one mark to the next, and keep the instants that can be highest."""
+        meter, basis = recording.meter, self.basis
+        level: Vector = {}
+        parts: ByPart = {}
+        kept: list[tuple[Vector, ByPart]] = [({}, {})]
+        events = meter.events[mark.event : until.event]
+        for event, following in zip(events, [*events, -1][1:], strict=True):
+            index, sign = (event, 1) if event >= 0 else (~event, -1)
+            nbytes, part = meter.asked[index], (meter.kinds[index], meter.owners[index])
+            for at, coefficient in basis.tensor(nbytes):
+                level[at] = level.get(at, 0) + sign * coefficient
+                parts[part, at] = parts.get((part, at), 0) + sign * coefficient
+            if meter.cuda:
+                for at, coefficient in basis.rest(nbytes):
+                    parts[ROUNDING, at] = parts.get((ROUNDING, at), 0) + sign * coefficient
+            if event >= 0 > following:
+                self._keep(kept, level, parts)
+        instants = tuple(
+            Instant(self._form(level), self._by_part(parts)) for level, parts in kept
+        )  # fmt: skip
+        flop = dict(basis.tensor(until.flop - mark.flop))
+        return Stretch(self._by_part(parts), instants, self._form(flop))
+
+    def _keep(self, kept: list[tuple[Vector, ByPart]], level: Vector, parts: ByPart) -> None:
+        """Add an instant that may be the highest; drop those that it is higher than everywhere.
+
+        Of equal ones the first stays.
+        """
+        others = []
+        for earlier in kept:
+            if self._over(earlier[0], level) is not None:
+                return
+            if not self._over(level, earlier[0]):
+                others.append(earlier)
+        kept[:] = [*others, (dict(level), dict(parts))]
+
+    def _over(self, high: Vector, low: Vector) -> int | None:
+        difference = {i: high.get(i, 0) - low.get(i, 0) for i in {*high, *low}}
+        return self.basis.surely({i: c for i, c in difference.items() if c})
+
+    def _form(self, vector: Vector) -> int:
+        kept = tuple(sorted((i, c) for i, c in vector.items() if c))
+        return self.forms.setdefault(kept, len(self.forms))
+
+    def _by_part(self, parts: ByPart) -> tuple[tuple[Part, int], ...]:
+        vectors: dict[Part, Vector] = {}
+        for (part, at), coefficient in parts.items():
+            if coefficient:
+                vectors.setdefault(part, {})[at] = coefficient
+        return tuple((part, self._form(vector)) for part, vector in vectors.items())
+
+
+def _fill(stretch: Stretch, amounts: list[int]) -> tuple[Parts, int, Parts, int]:
+    """A segment without its name, at the highest of its instants (the first of equal ones)."""
+    highest = max(stretch.instants, key=lambda instant: amounts[instant.rise])
+    net = {part: amounts[form] for part, form in stretch.net}
+    top = {part: amounts[form] for part, form in highest.top}
+    return net, amounts[highest.rise], top, amounts[stretch.flop]

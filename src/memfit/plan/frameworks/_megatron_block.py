@@ -1,0 +1,149 @@
+"""What a transformer block of Megatron-LM keeps for its backward, and what that adds for a moment.
+
+Source: megatron/core/transformer (attention, mlp, moe, multi_latent_attention), Transformer
+Engine's LayerNormLinear, Linear, GroupedLinear and DotProductAttention, and Korthikanti et al.
+2205.05198, whose 34 sbh + 5 as^2b of a block these sums give for GPT with dropout.
+"""
+
+from __future__ import annotations
+
+from memfit.nouns import Noun
+from memfit.plan.frameworks._megatron_shape import Shape
+
+FLOAT = 4  # bytes: statistics, log-sum-exp and routing are fp32 in any precision
+
+
+class BlockSettings(Noun, frozen=True, kw_only=True):
+    """How a block is computed."""
+
+    engine: bool  # Transformer Engine's layers; else Megatron's own ("local")
+    attention: str  # eager | flash | cudnn
+    scatters_heads: bool  # --cp-comm-type a2a: cp ranks exchange tokens for heads, and back
+    hidden_dropout: bool
+    attention_dropout: bool
+    router_fp32: bool
+    recomputed: frozenset[str]  # modules of --recompute-modules; empty where none are
+    imbalance: float  # tokens of the fullest rank's experts over the mean
+    allgather: bool  # the dispatcher gathers all tokens instead of sending each where it goes
+    fuses_wgrad: bool  # --gradient-accumulation-fusion: a weight's gradient goes to its buffer
+
+
+Parts = dict[str, int]
+
+
+def save_block(shape: Shape, settings: BlockSettings, *, moe: bool) -> Parts:
+    """Bytes that one block keeps of one micro-batch, by what they are."""
+    parts = save_norm(shape, settings, "attention", "layernorm" in settings.recomputed)
+    parts |= _save_latent(shape, settings) if shape.latent.kv_rank else _save_projected(shape)
+    parts |= save_core(shape, settings)
+    if settings.hidden_dropout:
+        parts["dropout masks"] = 2 * shape.own_tokens * shape.hidden
+    parts |= save_norm(shape, settings, "feed-forward", "layernorm" in settings.recomputed)
+    parts |= save_experts(shape, settings) if moe else save_dense(shape, settings)
+    return parts
+
+
+def save_norm(shape: Shape, settings: BlockSettings, of: str, recomputed: bool) -> Parts:
+    """The norm's input (the residual stream), its statistics, and its output for the linear."""
+    statistics = shape.norm * FLOAT * shape.own_tokens
+    parts = {f"{of} norm's input": shape.stream + statistics}
+    if not recomputed:
+        parts[f"{of} norm's output"] = shape.stream
+    return parts
+
+
+def _save_projected(shape: Shape) -> Parts:
+    """Queries, keys and values, after rotation where there is one."""
+    wide = shape.query + 2 * shape.keys
+    normed = shape.query + shape.keys if shape.qk_norm else 0  # the norms' inputs, made contiguous
+    return {"query, key, value": shape.element * shape.tokens * (wide + normed) // shape.tp}
+
+
+def _save_latent(shape: Shape, settings: BlockSettings) -> Parts:
+    """Compressed queries and keys with their norms' outputs; then heads, rotated and joined."""
+    m, tokens, e = shape.latent, shape.tokens, shape.element
+    own = shape.own_tokens
+    compressed = 2 * (m.query_rank + m.kv_rank) + m.rotated
+    wide = shape.heads * (2 * (m.unrotated + m.rotated) + m.value)
+    if "mla_up_proj" in settings.recomputed:
+        return {"latent": e * own * (m.query_rank + m.kv_rank + m.rotated)}
+    return {
+        "latent": e * own * compressed + FLOAT * shape.norm * own * 2,
+        "query, key, value": e * tokens * wide // shape.tp,
+    }
+
+
+def save_core(shape: Shape, settings: BlockSettings) -> Parts:
+    """The attention kernel's output, which the projection keeps, and what its backward needs."""
+    value = shape.heads * shape.latent.value if shape.latent.kv_rank else shape.query
+    out = shape.element * shape.tokens * value // shape.tp
+    parts = {"attention's output": out}
+    if "core_attn" in settings.recomputed:
+        return parts
+    if settings.attention == "eager":
+        elements = shape.heads * shape.tokens * shape.sequence * shape.cp // shape.tp
+        each = shape.element + (1 + shape.element if settings.attention_dropout else 0)
+        parts["probabilities"] = elements * each
+        return parts
+    parts["log-sum-exp"] = FLOAT * shape.tokens * shape.heads // shape.tp
+    if settings.attention == "flash" or (settings.scatters_heads and shape.cp > 1):
+        parts["attention's output, as the kernel laid it out"] = out
+    return parts
+
+
+def save_dense(shape: Shape, settings: BlockSettings) -> Parts:
+    """Both linears' inputs between which the activation stands."""
+    if "mlp" in settings.recomputed:
+        return {}
+    width = shape.element * shape.tokens * shape.ffn // shape.tp
+    return {"feed-forward, first linear": shape.widen * width, "feed-forward, activation": width}
+
+
+def routed_tokens(shape: Shape, settings: BlockSettings) -> int:
+    """Token copies that the experts of one rank receive, of one micro-batch."""
+    copies = shape.own_tokens * shape.experts.per_token * shape.etp
+    return round(copies * settings.imbalance)
+
+
+def save_experts(shape: Shape, settings: BlockSettings) -> Parts:
+    """The router's scores, the tokens in the experts' order, and both grouped linears' inputs."""
+    e, x = shape.element, shape.experts
+    routed = routed_tokens(shape, settings)
+    width = e * routed * x.ffn // shape.etp
+    # logits, scores and the mask of choices: 4 + 4 + 1 bytes an expert
+    parts = {"router": shape.own_tokens * x.count * (2 * FLOAT + 1)}
+    parts["experts, tokens"] = e * routed * shape.hidden
+    parts["experts, first linear"] = shape.widen * width
+    if "moe_act" not in settings.recomputed:
+        # a gated activation weighs its output by the router's scores in the same kernel; any other
+        # one is weighed by a product, which keeps the activation beside what the linear keeps
+        parts["experts, activation"] = width if shape.widen == 2 else 2 * width
+    if x.shared_ffn and "shared_experts" not in settings.recomputed:
+        shared = e * shape.tokens * x.shared_ffn // shape.tp
+        parts["shared expert"] = (shape.widen + 1) * shared
+    return parts
+
+
+def backward_extra(shape: Shape, settings: BlockSettings, *, moe: bool) -> int:
+    """The most that a block's backward holds beyond what its forward kept, bytes.
+
+    In the feed-forward: the stream's gradient and that of the first linear's output, when the
+    activation's backward has run. In eager attention: two gradients of the scores, when the
+    feed-forward's tensors are gone already.
+    """
+    e = shape.element
+    if moe:
+        routed = routed_tokens(shape, settings)
+        inside = e * routed * (shape.widen * shape.experts.ffn // shape.etp + shape.hidden)
+        freed = sum(save_experts(shape, settings).values())
+    else:
+        inside = e * shape.tokens * shape.widen * shape.ffn // shape.tp
+        inside += e * shape.tokens * shape.hidden if shape.sp else 0
+        freed = sum(save_dense(shape, settings).values())
+    if not settings.fuses_wgrad:
+        inside += e * shape.widen * shape.hidden * shape.ffn // shape.tp
+    most = inside
+    if settings.attention == "eager":
+        scores = e * shape.heads * shape.tokens * shape.sequence * shape.cp // shape.tp
+        most = max(most, 2 * scores - freed)
+    return shape.stream + most

@@ -1,0 +1,207 @@
+"""A model and a step in Megatron-LM's words: what one rank holds of each part of the model."""
+
+from __future__ import annotations
+
+from memfit.errors import InvalidRequest
+from memfit.model import Experts, Latent
+from memfit.nouns import Noun
+from memfit.plan.frameworks import Job
+
+
+class Shape(Noun, frozen=True, kw_only=True):
+    """Sizes of the model, the micro-batch and the mesh; lengths are elements."""
+
+    layers: int
+    hidden: int
+    heads: int
+    query: int  # width of all queries of a block
+    keys: int  # width of all keys, and of all values
+    head_dim: int
+    ffn: int
+    widen: int  # outputs of the first linear per element of ffn: 2 where gated, else 1
+    norm: int  # vectors of a norm: 1 RMSNorm, 2 LayerNorm
+    vocab: int  # padded to make_vocab_size_divisible_by x tp
+    positions: int  # rows of learned positions; 0 = rotary
+    tied: bool
+    qkv_bias: bool
+    bias: bool  # of the other linears
+    qk_norm: bool
+    experts: Experts
+    latent: Latent
+    batch: int
+    sequence: int  # tokens of a sequence on one cp rank
+    micro_batches: int
+    tp: int
+    sp: bool
+    cp: int
+    pp: int
+    chunks: int  # virtual_pp
+    ep: int
+    etp: int  # tensor-parallel ranks of an expert
+    shards: int  # ranks among which the states of dense weights are cut
+    expert_shards: int
+    element: int  # bytes of an activation
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch inside a tensor-parallel matrix product."""
+        return self.batch * self.sequence
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens of a micro-batch between the matrix products."""
+        return self.tokens // self.tp if self.sp else self.tokens
+
+    @property
+    def stream(self) -> int:
+        """Bytes of a micro-batch's hidden states between the products."""
+        return self.element * self.own_tokens * self.hidden
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether a block's feed-forward is experts."""
+        return self.experts.count > 0 and layer >= self.experts.dense_layers
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of one block on one rank, with its norm."""
+        h, one = self.hidden, self.norm * self.hidden
+        if self.latent.kv_rank:
+            return one + self._latent_parameters
+        wide = self.query + 2 * self.keys
+        total = one + (h * wide + self.query * h) // self.tp
+        total += wide // self.tp if self.qkv_bias else 0
+        total += h if self.bias else 0
+        return total + (2 * self.norm * self.head_dim if self.qk_norm else 0)
+
+    @property
+    def _latent_parameters(self) -> int:
+        """Down-projections are whole on every rank, up-projections are cut by heads."""
+        m, h = self.latent, self.hidden
+        wide = self.heads * (m.unrotated + m.rotated)
+        total = h * (m.kv_rank + m.rotated) + self.norm * m.kv_rank
+        total += m.kv_rank * self.heads * (m.unrotated + m.value) // self.tp
+        total += self.heads * m.value * h // self.tp
+        if m.query_rank:
+            return total + m.query_rank * (h + wide // self.tp) + self.norm * m.query_rank
+        return total + h * wide // self.tp
+
+    def feed_forward(self, width: int, ranks: int) -> int:
+        """Parameters of a feed-forward of that width cut among so many ranks."""
+        total = (self.widen + 1) * self.hidden * width // ranks
+        return total + (self.widen * width // ranks + self.hidden if self.bias else 0)
+
+    def dense_parameters(self, layer: int) -> int:
+        """Of a block, all but its routed experts."""
+        total = self.attention_parameters + self.norm * self.hidden
+        if not self.is_moe(layer):
+            return total + self.feed_forward(self.ffn, self.tp)
+        total += self.experts.count * self.hidden  # the router
+        if self.experts.shared_ffn:
+            total += self.feed_forward(self.experts.shared_ffn, self.tp)
+        return total
+
+    def expert_parameters(self, layer: int) -> int:
+        """Of a block, its routed experts on one rank."""
+        if not self.is_moe(layer):
+            return 0
+        return self.experts.count // self.ep * self.feed_forward(self.experts.ffn, self.etp)
+
+    @property
+    def table(self) -> int:
+        """Elements of the vocabulary's rows on one rank: of the embedding, and of the head."""
+        return self.vocab // self.tp * self.hidden
+
+
+def read_shape(job: Job) -> Shape:
+    """The shape of a job; raises InvalidRequest where the mesh does not divide the model."""
+    a, recipe = job.model.architecture, job.recipe
+    p = recipe.parallel
+    experts = _experts(job)
+    kind = str(job.option("position_embedding_type"))
+    rotary = a.rotary_dim > 0 if kind == "model" else kind == "rope"
+    multiple = int(job.option("make_vocab_size_divisible_by")) * p.tp
+    no_bias = bool(job.option("disable_bias_linear"))
+    etp = int(job.option("expert_tensor_parallel_size")) or p.tp
+    norms = [w for w in job.model.weights if w.part == "norm"]
+    sharded = bool(job.option("use_distributed_optimizer"))
+    ranks = p.dp * p.cp * p.tp
+    _check_divides(job, experts, etp, ranks)
+    return Shape(
+        layers=a.layers,
+        hidden=a.hidden,
+        heads=a.heads,
+        query=a.heads * a.head_dim,
+        keys=a.kv_heads * a.head_dim,
+        head_dim=a.head_dim,
+        ffn=a.ffn,
+        widen=_widen(job),
+        norm=min(2, len(norms)) or 1,
+        vocab=-(-a.vocab // multiple) * multiple,
+        positions=0 if rotary else a.max_sequence,
+        tied=a.tied_embeddings and not job.option("untie_embeddings_and_output_weights"),
+        qkv_bias=a.attention_bias and not no_bias,
+        bias=a.mlp_bias and not no_bias,
+        qk_norm=a.qk_norm or bool(job.option("qk_layernorm")),
+        experts=experts,
+        latent=a.latent,
+        batch=recipe.micro_batch,
+        sequence=recipe.sequence_length // p.cp,
+        micro_batches=recipe.accumulation,
+        tp=p.tp,
+        sp=p.sequence_parallel and p.tp > 1,
+        cp=p.cp,
+        pp=p.pp,
+        chunks=p.virtual_pp,
+        ep=p.ep,
+        etp=etp,
+        shards=p.dp_shard * p.cp if sharded else 1,
+        expert_shards=max(1, ranks // (p.ep * etp * p.dp_replicate)) if sharded else 1,
+        element=4 if recipe.precision == "fp32" else 2,
+    )
+
+
+def _experts(job: Job) -> Experts:
+    """The model's own experts, or those that Megatron's arguments put into a dense model."""
+    count = int(job.option("num_experts"))
+    if not count:
+        return job.model.architecture.experts
+    return Experts(
+        count=count,
+        per_token=int(job.option("moe_router_topk")),
+        ffn=int(job.option("moe_ffn_hidden_size")) or job.model.architecture.ffn,
+        shared_ffn=int(job.option("moe_shared_expert_intermediate_size")),
+    )
+
+
+def _widen(job: Job) -> int:
+    """Whether the feed-forward is gated: the model's weights tell, by their number of elements."""
+    if job.option("swiglu") != "model":
+        return 2 if job.option("swiglu") == "on" else 1
+    a = job.model.architecture
+    if a.experts.count:
+        return 2  # every family with experts of its own is gated
+    sizes = {a.ffn, 2 * a.ffn}
+    total = sum(
+        w.numel
+        for w in job.model.weights
+        if w.layer == 0 and len(w.shape) == 2 and sizes.intersection(w.shape)
+    )
+    return 2 if total >= 3 * a.hidden * a.ffn else 1
+
+
+def _check_divides(job: Job, experts: Experts, etp: int, ranks: int) -> None:
+    a, p = job.model.architecture, job.recipe.parallel
+    pairs = [
+        ("parallel.tp", p.tp, "attention heads", a.heads),
+        ("parallel.tp", p.tp, "elements of the feed-forward", a.ffn),
+        ("parallel.cp", 2 * p.cp if p.cp > 1 else 1, "tokens", job.recipe.sequence_length),
+    ]
+    if p.ep > 1 or experts.count:
+        pairs.append(("parallel.ep", p.ep, "experts", experts.count))
+        pairs.append(("parallel.ep", p.ep * etp, "ranks of a pipeline stage", ranks))
+    for name, parts, what, whole in pairs:
+        if whole % parts or (not whole and parts > 1):
+            raise InvalidRequest(
+                f"`{name}` cuts the {whole} {what} of `{job.model.name}` into {parts} parts",
+                hint="Megatron-LM needs equal parts",
+            )

@@ -1,0 +1,232 @@
+"""What one pipeline stage holds at the instants where its memory may peak."""
+
+from __future__ import annotations
+
+from memfit.ledger import Kind, Phase
+from memfit.nouns import Noun
+from memfit.plan.frameworks._megatron_block import (
+    BlockSettings,
+    Parts,
+    backward_extra,
+    save_block,
+)
+from memfit.plan.frameworks._megatron_shape import Shape
+from memfit.plan.frameworks._pipeline import count_in_flight
+
+Held = dict[tuple[Kind, str], tuple[int, str]]  # (kind, owner) -> bytes, because
+MIB = 2**20
+GROUPED_STREAMS = 4  # on which Transformer Engine runs the products of grouped linears
+
+
+class Settings(Noun, frozen=True, kw_only=True):
+    """How Megatron runs the step, of what more than one stage shares."""
+
+    block: BlockSettings
+    recompute: str  # none | selective | full
+    recomputed_blocks: int  # the first ones of each stage's chunk, where `full`
+    recompute_group: int  # blocks between two kept inputs (--recompute-num-layers, uniform)
+    loss: str  # plain | native | te: --cross-entropy-loss-fusion and its implementation
+    main_gradient: int  # bytes of a gradient in the buffer
+    state: int  # bytes of states a parameter that the distributed optimizer cuts
+    step_extra: int  # bytes a parameter that only the optimizer's step holds
+    group: int  # micro-batches in a row of one chunk (--microbatch-group-size-per-vp-stage)
+    workspace: int  # cuBLAS's workspace of one thread, bytes
+    engine_workspace: int  # Transformer Engine's, bytes
+    grouped: bool  # --moe-grouped-gemm
+    mask: bool  # the dataloader makes an attention mask
+
+
+class Stage(Noun, frozen=True, kw_only=True):
+    """One stage: which blocks its chunks hold, and whether it has the embedding or the head."""
+
+    index: int
+    chunks: tuple[range, ...]
+    first: bool
+    last: bool
+
+
+def count_parameters(shape: Shape, stage: Stage) -> tuple[int, int]:
+    """Parameters of one rank: all but routed experts, and routed experts."""
+    layers = [layer for chunk in stage.chunks for layer in chunk]
+    dense = sum(shape.dense_parameters(layer) for layer in layers)
+    expert = sum(shape.expert_parameters(layer) for layer in layers)
+    if stage.first:
+        dense += shape.table + shape.positions * shape.hidden
+    if stage.last:
+        dense += shape.norm * shape.hidden
+        # a tied head is the embedding on one stage, a copy with states of its own on two
+        dense += 0 if shape.tied and stage.first else shape.table
+    return dense, expert
+
+
+def hold_states(shape: Shape, settings: Settings, stage: Stage) -> Held:
+    """Weights, gradients in their contiguous buffers, and the optimizer's shard."""
+    dense, expert = count_parameters(shape, stage)
+    both = dense + expert
+    cut = dense // shape.shards + expert // shape.expert_shards
+    among = f" among {shape.shards} ranks" if shape.shards > 1 else ""
+    return {
+        (Kind.PARAMETERS, "blocks and tables"): (
+            shape.element * both,
+            f"{both} parameters of stage {stage.index}, {shape.element} B each",
+        ),
+        (Kind.GRADIENTS, "buffers"): (
+            settings.main_gradient * both,
+            f"contiguous main gradients, {settings.main_gradient} B a parameter",
+        ),
+        (Kind.OPTIMIZER_STATE, "optimizer"): (
+            settings.state * cut,
+            f"master weights and moments, {settings.state} B a parameter{among}",
+        ),
+    }  # fmt: skip
+
+
+def hold_fixed(shape: Shape, settings: Settings, stage: Stage) -> Held:
+    """What stays from the first step on beside the states."""
+    block, e = settings.block, shape.element
+    held: Held = {}
+    matmuls = stage.last or block.attention == "eager" or not block.engine
+    if matmuls:
+        held[Kind.WORKSPACE, "cuBLAS"] = (
+            2 * settings.workspace, "torch's products: one workspace for the forward's thread, one"
+            " for the backward's"
+        )  # fmt: skip
+    moe = any(shape.is_moe(layer) for chunk in stage.chunks for layer in chunk)
+    if block.engine or moe:  # the router's product is Transformer Engine's in any case
+        streams = 1 + GROUPED_STREAMS * (block.engine and moe and settings.grouped)
+        held[Kind.WORKSPACE, "Transformer Engine"] = (
+            streams * settings.engine_workspace, "cuBLASLt's workspaces of its linears"
+        )  # fmt: skip
+    if block.engine:
+        held[Kind.WORKSPACE, "placeholders of weight gradients"] = (
+            e * _placeholders(shape, stage) if block.fuses_wgrad else 0,
+            "Transformer Engine keeps one empty gradient for each shape of weight",
+        )
+    elif block.attention == "eager":
+        scores = e * shape.heads * shape.tokens * shape.sequence * shape.cp // shape.tp
+        held[Kind.WORKSPACE, "scores"] = (scores, "a buffer of the local attention's scores")
+    if shape.sp and stage.last:
+        held[Kind.ALL_GATHER, "head"] = (
+            e * shape.tokens * shape.hidden, "the head gathers its input into a buffer that stays"
+        )  # fmt: skip
+    tokens = shape.tokens * (3 * 8 + 4)
+    if settings.mask and (stage.first or stage.last):
+        tokens += shape.tokens * shape.sequence * shape.cp
+    held[Kind.INPUT, "batch"] = (tokens, "tokens, labels, loss mask, positions, attention mask")
+    return held
+
+
+def _placeholders(shape: Shape, stage: Stage) -> int:
+    """Elements of the distinct shapes of weights of a stage's linears."""
+    h, tp = shape.hidden, shape.tp
+    layers = [layer for chunk in stage.chunks for layer in chunk]
+    seen: set[tuple[int, int]] = set()
+    if shape.latent.kv_rank:
+        m = shape.latent
+        head = m.unrotated + m.rotated
+        seen |= {
+            (m.kv_rank + m.rotated, h),
+            (shape.heads * (m.unrotated + m.value) // tp, m.kv_rank),
+        }
+        seen |= {(h, shape.heads * m.value // tp)}
+        if m.query_rank:
+            seen |= {(m.query_rank, h), (shape.heads * head // tp, m.query_rank)}
+        else:
+            seen |= {(shape.heads * head // tp, h)}
+    else:
+        seen |= {((shape.query + 2 * shape.keys) // tp, h), (h, shape.query // tp)}
+    widths = [(shape.ffn, tp)] if any(not shape.is_moe(layer) for layer in layers) else []
+    if any(shape.is_moe(layer) for layer in layers):
+        widths += [(shape.experts.ffn, shape.etp)]
+        widths += [(shape.experts.shared_ffn, tp)] if shape.experts.shared_ffn else []
+    for width, ranks in widths:
+        seen |= {(shape.widen * width // ranks, h), (h, width // ranks)}
+    return sum(rows * columns for rows, columns in seen)
+
+
+def _kept(shape: Shape, settings: Settings, layers: range) -> tuple[Parts, int]:
+    """What a chunk's blocks keep of one micro-batch, and how many of them keep all."""
+    total: Parts = {}
+    recomputed = min(settings.recomputed_blocks, len(layers)) if settings.recompute == "full" else 0
+    if recomputed:
+        inputs = -(-recomputed // settings.recompute_group)
+        total["blocks' inputs"] = inputs * shape.stream
+    for moe in (False, True):
+        count = sum(shape.is_moe(layer) == moe for layer in layers[recomputed:])
+        if count:
+            for part, nbytes in save_block(shape, settings.block, moe=moe).items():
+                total[part] = total.get(part, 0) + count * nbytes
+    return total, recomputed
+
+
+def describe_instants(shape: Shape, settings: Settings, stage: Stage) -> dict[Phase, Held]:
+    """What is alive in the loss, in the backward and in the optimizer's step of a stage."""
+    fixed = hold_states(shape, settings, stage) | hold_fixed(shape, settings, stage)
+    flights = count_in_flight(
+        stage.index, stages=shape.pp, chunks=shape.chunks, micro_batches=shape.micro_batches,
+        group=settings.group,
+    )  # fmt: skip
+    kept: Held = {}
+    for chunk, count in zip(stage.chunks, flights, strict=True):
+        parts, _ = _kept(shape, settings, chunk)
+        for part, nbytes in parts.items():
+            before = kept.get((Kind.ACTIVATIONS, part), (0, ""))[0]
+            kept[Kind.ACTIVATIONS, part] = (
+                before + count * nbytes, f"{sum(flights)} forwards in flight on stage {stage.index}"
+            )  # fmt: skip
+    if stage.first and settings.block.hidden_dropout:
+        kept[Kind.ACTIVATIONS, "embedding's dropout mask"] = (
+            flights[0] * shape.own_tokens * shape.hidden, "1 B an element"
+        )  # fmt: skip
+    last = stage.chunks[-1] if stage.chunks[-1] else stage.chunks[0]
+    backward = dict(kept) | _backward(shape, settings, last)
+    phases: dict[Phase, Held] = {}
+    if stage.last:
+        kept[Kind.ACTIVATIONS, "final norm"] = (
+            2 * shape.stream, "its input and its output, which the head keeps"
+        )  # fmt: skip
+        phases[Phase.LOSS] = {**fixed, **kept, **_loss(shape, settings)}
+    phases[Phase.BACKWARD] = {**fixed, **backward}
+    dense, expert = count_parameters(shape, stage)
+    extra = settings.step_extra * (dense // shape.shards + expert // shape.expert_shards)
+    phases[Phase.OPTIMIZER_STEP] = {
+        **fixed, (Kind.TEMPORARY, "optimizer"): (extra, "fp32 copies of 16-bit gradients")
+    }  # fmt: skip
+    return phases
+
+
+def _backward(shape: Shape, settings: Settings, layers: range) -> Held:
+    """Beyond what the forwards kept: the last block's gradients, and what it computes again."""
+    moe = bool(layers) and shape.is_moe(layers[-1])
+    recomputed = settings.recompute == "full" and settings.recomputed_blocks >= len(layers) > 0
+    again = 0
+    if recomputed:
+        group = min(settings.recompute_group, len(layers))
+        again = group * sum(save_block(shape, settings.block, moe=moe).values())
+        again -= shape.stream  # the group's input is kept already
+    return {
+        (Kind.TEMPORARY, "blocks"): (
+            backward_extra(shape, settings.block, moe=moe), "gradients inside the last block"
+        ),
+        (Kind.ACTIVATIONS, "computed again"): (again, "blocks whose inputs alone were kept"),
+    }  # fmt: skip
+
+
+def _loss(shape: Shape, settings: Settings) -> Held:
+    """Logits of one micro-batch at the loss's worst instant, of this rank's rows of the table."""
+    logits = shape.tokens * shape.vocab // shape.tp
+    e = shape.element
+    if settings.loss == "te":
+        weight = e * shape.table
+        return {
+            (Kind.LOGITS, "head"): (e * logits, "the fused loss writes the gradient over them"),
+            (Kind.TEMPORARY, "head"): (
+                weight + 2 * e * shape.tokens * shape.hidden,
+                "the gradients of the head's weight and input",
+            ),
+        }
+    if settings.loss == "native":
+        each, why = e + 8, "16-bit logits, and their fp32 copy before and after the exponential"
+    else:
+        each, why = e + 4, "16-bit logits and the fp32 softmax: 6 B a logit"
+    return {(Kind.LOGITS, "head"): (each * logits, why)}

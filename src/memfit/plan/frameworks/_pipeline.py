@@ -1,0 +1,48 @@
+"""Pipelines: which blocks a stage holds, and how many micro-batches it has in flight.
+
+Source: Narayanan et al. 2104.04473 (1F1B, interleaved) and Megatron-LM's
+megatron/core/pipeline_parallel/schedules.py (get_pp_rank_microbatches).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def deal_blocks(layers: int, stages: int, chunks: int) -> tuple[tuple[range, ...], ...]:
+    """Blocks of each stage's chunks: chunk c of stage i is the (c x stages + i)th piece.
+
+    The pieces are equal but for a remainder, which goes to the first ones.
+    """
+    pieces = stages * chunks
+    each, more = divmod(layers, pieces)
+    return deal_sizes([each + (i < more) for i in range(pieces)], stages)
+
+
+def deal_sizes(sizes: Sequence[int], stages: int) -> tuple[tuple[range, ...], ...]:
+    """The same where the pieces have those sizes, in the order of the model."""
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    pieces = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    return tuple(tuple(pieces[stage::stages]) for stage in range(stages))
+
+
+def count_in_flight(
+    stage: int, *, stages: int, chunks: int, micro_batches: int, group: int = 0
+) -> tuple[int, ...]:
+    """Forwards of each chunk whose backward has not begun, when the stage holds the most.
+
+    One chunk: stages - stage of 1F1B. More: 2 (stages - stage - 1) + (chunks - 1) x group warm-up
+    forwards and one more, dealt to the chunks in groups of `group` (0: as many as stages).
+    """
+    if chunks == 1:
+        return (min(stages - stage, micro_batches),)
+    group = group or stages
+    total = micro_batches * chunks
+    ahead = min((stages - stage - 1) * 2 + (chunks - 1) * group + 1, total)
+    counts = [0] * chunks
+    for forward in range(ahead):
+        # the last group may be short: its chunks take what micro-batches are left
+        lap, inside = divmod(forward, group * chunks)
+        left = min(group, micro_batches - lap * group)
+        counts[min(inside // left, chunks - 1)] += 1
+    return tuple(counts)

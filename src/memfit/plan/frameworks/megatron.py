@@ -1,0 +1,218 @@
+"""NVIDIA's Megatron-LM: contiguous buffers, tensor, sequence, context, expert and pipeline ranks.
+
+Every part is read from Megatron-LM's and Transformer Engine's source; nothing is fitted. The
+fullest stage of the pipeline decides, or the last one, whose memory Megatron logs.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+from memfit.errors import InvalidRequest
+from memfit.ledger import Ledger
+from memfit.plan.frameworks import Framework, Job, Knob, Slack, frameworks, make_ledger
+from memfit.plan.frameworks._megatron_block import BlockSettings
+from memfit.plan.frameworks._megatron_shape import Shape, read_shape
+from memfit.plan.frameworks._megatron_stage import MIB, Settings, Stage, describe_instants
+from memfit.plan.frameworks._pipeline import deal_blocks, deal_sizes
+
+RECOMPUTABLE = (
+    "core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts",
+)  # fmt: skip
+
+KNOBS = {
+    "transformer_impl": Knob(
+        default="transformer_engine", means="whose layers",
+        values=("transformer_engine", "local"),
+    ),
+    "hidden_dropout": Knob(default=0.0, means="dropout of the residual stream (Megatron: 0.1)"),
+    "attention_dropout": Knob(default=0.0, means="dropout of probabilities (Megatron: 0.1)"),
+    "make_vocab_size_divisible_by": Knob(default=128, means="the vocabulary is padded to it x tp"),
+    "position_embedding_type": Knob(
+        default="model", means="`model`: as the model's own",
+        values=("model", "rope", "learned_absolute"),
+    ),
+    "untie_embeddings_and_output_weights": Knob(default=False, means="a head of its own"),
+    "disable_bias_linear": Knob(default=False, means="no biases in linears"),
+    "swiglu": Knob(
+        default="model", means="whether the feed-forward is gated", values=("model", "on", "off"),
+    ),
+    "qk_layernorm": Knob(default=False, means="norms of queries and keys"),
+    "cross_entropy_loss_fusion": Knob(
+        default="none", means="the fused loss and whose", values=("none", "native", "te"),
+    ),
+    "gradient_accumulation_fusion": Knob(default=True, means="wgrad adds to its buffer"),
+    "accumulate_allreduce_grads_in_fp32": Knob(default=True, means="fp32 main gradients"),
+    "use_distributed_optimizer": Knob(default=True, means="dp_shard x cp ranks share the states"),
+    "deterministic_mode": Knob(default=False, means="cuBLAS's workspaces are 8 of 4 MiB"),
+    "create_attention_mask_in_dataloader": Knob(default=True, means="a mask comes with a batch"),
+    "decoder_first_pipeline_num_layers": Knob(default=0, means="blocks of the first stage"),
+    "decoder_last_pipeline_num_layers": Knob(default=0, means="blocks of the last stage"),
+    "account_for_embedding_in_pipeline_split": Knob(default=False, means="it counts as a block"),
+    "account_for_loss_in_pipeline_split": Knob(default=False, means="it counts as a block"),
+    "microbatch_group_size_per_vp_stage": Knob(default=0, means="0: as many as stages"),
+    "recompute_num_layers": Knob(default=1, means="blocks between kept inputs (uniform)"),
+    "recompute_modules": Knob(default="core_attn", means="of selective, comma-separated"),
+    "num_experts": Knob(default=0, means="experts put into a model that has none"),
+    "moe_router_topk": Knob(default=2, means="experts a token visits, of those"),
+    "moe_ffn_hidden_size": Knob(default=0, means="their width; 0: the model's"),
+    "moe_shared_expert_intermediate_size": Knob(default=0, means="width of a shared expert"),
+    "moe_token_dispatcher_type": Knob(
+        default="alltoall", means="how tokens travel", values=("alltoall", "allgather"),
+    ),
+    "moe_grouped_gemm": Knob(default=True, means="one kernel for all experts of a rank"),
+    "moe_router_dtype": Knob(default="none", means="of routing", values=("none", "fp32")),
+    "expert_tensor_parallel_size": Knob(default=0, means="ranks of an expert; 0: tp"),
+    "expert_imbalance": Knob(default=1.0, means="tokens of the fullest rank's experts / mean"),
+    "cp_comm_type": Knob(
+        default="p2p", means="how cp ranks attend to each other's tokens", values=("p2p", "a2a"),
+    ),
+    "rank": Knob(
+        default="fullest", means="`last`: the last stage, whose memory Megatron logs",
+        values=("fullest", "last"),
+    ),
+}  # fmt: skip
+
+VALUES = {
+    "precision": ("bf16-mixed", "fp16-mixed", "fp32"),
+    "method": ("full",),
+    "base_format": ("fp32",),
+    "optimizer": ("adamw",),
+    "implementation": ("fused",),
+    "recompute": ("none", "full", "selective"),
+    "attention": ("flash", "cudnn", "eager"),
+    "loss": ("plain",),
+    "compile": ("none",),
+    "offload": ("none",),
+}  # fmt: skip
+
+
+@final
+class Megatron(Framework):
+    """Megatron-core's GPT with its own or Transformer Engine's layers."""
+
+    name = "megatron"
+    title = "Megatron-LM"
+    source = "NVIDIA/Megatron-LM d98e8a6 (megatron/core) and TransformerEngine 2"
+    values = VALUES
+    axes = (
+        "dp_replicate", "dp_shard", "zero", "tp", "sequence_parallel", "cp", "pp", "virtual_pp",
+        "ep",
+    )  # fmt: skip
+    knobs = KNOBS
+    cuts = 1
+    slack = Slack(
+        low=1.01, typical=1.053, high=1.10,
+        source="reserved over allocated of 16 runs on 8 B200 (MooreThreads/SimuMax)",
+    )  # fmt: skip
+
+    def check(self, job: Job) -> None:
+        """See `Framework.check`."""
+        p = job.recipe.parallel
+        if job.model.architecture.parallel_residual:
+            raise InvalidRequest(
+                f"`{job.model.name}` computes attention and feed-forward side by side, and"
+                " Megatron-LM's block does not",
+                hint="set `use_parallel_residual: false` in its config",
+            )
+        if p.dp_shard > 1 and p.zero != 1:
+            raise InvalidRequest(
+                f"`parallel.zero: {p.zero}` with `dp_shard: {p.dp_shard}`: Megatron-LM's"
+                " distributed optimizer cuts the states alone",
+                hint="use `zero: 1`",
+            )
+        for name in _modules(job):
+            if name not in RECOMPUTABLE:
+                raise InvalidRequest(
+                    f"`options.recompute_modules` names `{name}`",
+                    hint=f"described: {', '.join(RECOMPUTABLE)}",
+                )
+
+    def predict(self, job: Job) -> Ledger:
+        """See `Framework.predict`."""
+        shape = read_shape(job)
+        settings = read_settings(job)
+        stages = deal_stages(job, shape)
+        if job.option("rank") == "last":
+            stages = stages[-1:]
+        ledgers = [make_ledger(describe_instants(shape, settings, stage)) for stage in stages]
+        return max(ledgers, key=lambda ledger: ledger.peak)
+
+
+def _modules(job: Job) -> list[str]:
+    return [name.strip() for name in str(job.option("recompute_modules")).split(",")]
+
+
+def read_settings(job: Job) -> Settings:
+    """How the step runs, from the recipe and Megatron's own arguments."""
+    recipe = job.recipe
+    selective = recipe.recompute == "selective" and recipe.recompute_blocks > 0
+    full = recipe.recompute == "full" and recipe.recompute_blocks > 0
+    whole = recipe.precision == "fp32"
+    summed = whole or bool(job.option("accumulate_allreduce_grads_in_fp32"))
+    engine = job.option("transformer_impl") == "transformer_engine"
+    capability = job.device.capability or (0, 0)
+    wide = capability == (9, 0) or bool(job.option("deterministic_mode"))
+    return Settings(
+        block=BlockSettings(
+            engine=engine,
+            attention=recipe.attention,
+            scatters_heads=job.option("cp_comm_type") == "a2a",
+            hidden_dropout=float(job.option("hidden_dropout")) > 0,
+            attention_dropout=float(job.option("attention_dropout")) > 0,
+            router_fp32=job.option("moe_router_dtype") == "fp32",
+            recomputed=frozenset(_modules(job)) if selective else frozenset(),
+            imbalance=float(job.option("expert_imbalance")),
+            allgather=job.option("moe_token_dispatcher_type") == "allgather",
+            fuses_wgrad=bool(job.option("gradient_accumulation_fusion")),
+        ),
+        recompute="full" if full else "none",
+        recomputed_blocks=recipe.recompute_blocks,
+        recompute_group=int(job.option("recompute_num_layers")),
+        loss=str(job.option("cross_entropy_loss_fusion")),
+        main_gradient=4 if summed else 2,
+        state=8 if whole else 12,
+        step_extra=0 if summed else 4,
+        group=int(job.option("microbatch_group_size_per_vp_stage")),
+        workspace=32 * MIB if wide else 8 * MIB + 2**17,
+        engine_workspace=32 * MIB + 1024 if capability >= (9, 0) else 4 * MIB,
+        grouped=bool(job.option("moe_grouped_gemm")),
+        mask=bool(job.option("create_attention_mask_in_dataloader")),
+    )
+
+
+def deal_stages(job: Job, shape: Shape) -> list[Stage]:
+    """The blocks of each stage, by Megatron's rules; raises InvalidRequest for a bad split."""
+    first = int(job.option("decoder_first_pipeline_num_layers"))
+    last = int(job.option("decoder_last_pipeline_num_layers"))
+    embedding = bool(job.option("account_for_embedding_in_pipeline_split"))
+    loss = bool(job.option("account_for_loss_in_pipeline_split"))
+    pieces = shape.pp * shape.chunks
+    if first or last:
+        middle = shape.pp - bool(first) - bool(last)
+        each = (shape.layers - first - last) // middle if middle else 0
+        sizes = [first or each, *[each] * (shape.pp - 2), last or each]
+        sizes = [size // shape.chunks for _ in range(shape.chunks) for size in sizes]
+        dealt = deal_sizes(sizes, shape.pp)
+    elif embedding or loss:
+        each = (shape.layers + embedding + loss) // pieces
+        sizes = [each] * pieces
+        sizes[0] -= embedding
+        sizes[-1] -= loss
+        dealt = deal_sizes(sizes, shape.pp)
+    else:
+        dealt = deal_blocks(shape.layers, shape.pp, shape.chunks)
+    total = sum(len(chunk) for chunks in dealt for chunk in chunks)
+    if total != shape.layers:
+        raise InvalidRequest(
+            f"{shape.layers} blocks of `{job.model.name}` do not divide among {shape.pp} stages of"
+            f" {shape.chunks} chunks",
+            hint="`options.decoder_first_pipeline_num_layers` makes the first stage another size",
+        )
+    return [
+        Stage(index=i, chunks=chunks, first=i == 0, last=i == shape.pp - 1)
+        for i, chunks in enumerate(dealt)
+    ]
+
+
+frameworks.register("megatron")(Megatron())

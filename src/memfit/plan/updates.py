@@ -1,0 +1,152 @@
+"""What lies around the micro-batches of a step: loaded weights, clipping, the optimizer's update.
+
+None of it depends on the shape of a micro-batch, so it is summed once for a model and an optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from memfit.families import find_family
+from memfit.hardware import Device
+from memfit.ledger import Kind
+from memfit.model import DTYPE_BYTES, Model, TensorSpec
+from memfit.optimizers import Counted, find_optimizer
+from memfit.plan.blocks import ROUNDING, Part, Parts, owner_of
+from memfit.plan.segments import Segment
+from memfit.recipe import Recipe
+from memfit.sizes.meter import block_size
+from memfit.sizes.workspace import foreach_norm
+
+TEMPORARY: Part = (Kind.TEMPORARY, "optimizer")
+
+
+class Around(NamedTuple):
+    """What is alive before the first micro-batch, and what follows the last."""
+
+    loaded: Parts
+    first: Segment  # clipping and the update that makes the optimizer's state
+    later: Segment  # the same of every later step
+    rounded: int  # what the blocks of all gradients are larger
+
+
+def around_micro_batches(model: Model, recipe: Recipe, device: Device) -> Around:
+    """See `Around`; raises InvalidRequest when the optimizer has no such implementation."""
+    made = _Around(model, recipe, device)
+    return Around(made.load(), made.first(), made.later(), made.rounded())
+
+
+class _Line:
+    """Instants one behind the other, of which the highest is kept (the first of equal ones)."""
+
+    def __init__(self) -> None:
+        self.net: Parts = {}
+        self.rise = 0
+        self.top: Parts = {}
+
+    def note(self, parts: Parts) -> None:
+        """An instant at which these are alive too."""
+        here = _sum(self.net, parts)
+        rise = sum(n for part, n in here.items() if part != ROUNDING)
+        if rise > self.rise:
+            self.rise, self.top = rise, here
+
+    def add(self, parts: Parts) -> None:
+        self.net = _sum(self.net, parts)
+
+    def close(self, name: str) -> Segment:
+        return Segment(name, self.net, self.rise, self.top, 0)
+
+
+def _sum(a: Parts, b: Parts) -> Parts:
+    return {part: a.get(part, 0) + b.get(part, 0) for part in (*a, *(p for p in b if p not in a))}
+
+
+class _Around:
+    """Sums over the weights of one model."""
+
+    def __init__(self, model: Model, recipe: Recipe, device: Device) -> None:
+        self.model, self.recipe, self.device = model, recipe, device
+        self.trainable = [w.spec for w in model.weights if w.trainable]
+
+    def load(self) -> Parts:
+        """Parameters and buffers."""
+        nbytes: dict[str, list[int]] = {}
+        for weight in self.model.weights:
+            nbytes.setdefault(owner_of(weight.part), []).append(weight.nbytes)
+        a = self.model.architecture
+        nbytes["rotary"] = [spec.nbytes for spec in find_family(a.family).buffers(a)]
+        parts: Parts = {}
+        for owner, sizes in nbytes.items():
+            parts = _sum(parts, hold((Kind.PARAMETERS, owner), sizes, self.device))
+        return parts
+
+    def first(self) -> Segment:
+        """The step that makes the optimizer's state: before all updates, or each with its own."""
+        settings = self.recipe.optimizer
+        line = _Line()
+        self._clip(line)
+        if settings.implementation not in find_optimizer(settings).state_while_updating:
+            line.add(self._state(self.trainable))
+            line.note(self._update(self.trainable))
+        else:
+            for spec in self.trainable:
+                line.add(self._state([spec]))
+                line.note(self._update([spec]))
+        return line.close("first update")
+
+    def later(self) -> Segment:
+        """A step that finds the state."""
+        line = _Line()
+        self._clip(line)
+        line.note(self._update(self.trainable))
+        return line.close("update")
+
+    def rounded(self) -> int:
+        """What the gradients' blocks are larger."""
+        sizes = [] if self.device.is_cpu else [s.nbytes for s in self.trainable]
+        return sum(block_size(n) - n for n in sizes)
+
+    def _state(self, specs: Iterable[TensorSpec]) -> Parts:
+        settings = self.recipe.optimizer
+        optimizer = find_optimizer(settings)
+        host = () if self.device.is_cpu else optimizer.host_state(settings)
+        nbytes: list[int] = []
+        for spec in specs:
+            held = list(optimizer.state(spec, settings))
+            for elsewhere in host:
+                held.remove(elsewhere)
+            nbytes += [s.nbytes for s in held]
+        return hold((Kind.OPTIMIZER_STATE, "optimizer"), nbytes, self.device)
+
+    def _clip(self, line: _Line) -> None:
+        if not self.recipe.optimizer.clip_norm:
+            return
+        scalar, count = DTYPE_BYTES[self.recipe.trainable_dtype], len(self.trainable)
+        each = [scalar] * count
+        norms = hold(TEMPORARY, each, self.device)
+        if not self.device.is_cpu:
+            norms[Kind.WORKSPACE, "optimizer"] = foreach_norm([s.numel for s in self.trainable])
+        line.note(norms)
+        line.note(hold(TEMPORARY, [*each, scalar * count, scalar], self.device))
+        line.add({TEMPORARY: scalar})  # the norm, held until the step has returned it
+
+    def _update(self, specs: Sequence[TensorSpec]) -> Parts:
+        settings = self.recipe.optimizer
+        family = find_optimizer(settings)
+        counted: Counted = "live" if self.device.is_cpu else "device"
+        copies = {TEMPORARY: family.step_temporaries(specs, settings, counted)}
+        if not self.device.is_cpu:
+            blocks = family.step_temporaries(specs, settings, "blocks")
+            copies[ROUNDING] = blocks - copies[TEMPORARY]
+        return copies
+
+
+def hold(part: Part, nbytes: Iterable[int], device: Device) -> Parts:
+    """Storages of these bytes, and what their blocks are larger."""
+    asked = list(nbytes)
+    total = sum(asked)
+    if device.is_cpu:
+        return {part: total}
+    return {part: total, ROUNDING: sum(block_size(n) for n in asked) - total}

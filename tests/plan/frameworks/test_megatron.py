@@ -1,0 +1,339 @@
+"""Megatron-LM's step: published sums, hand-worked schedules, measured peaks, refusals."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from memfit import catalog, families
+from memfit.errors import InvalidRequest
+from memfit.ledger import Kind, Phase
+from memfit.nouns import from_data
+from memfit.plan.foreign import predict_foreign, predict_ledger, read_foreign
+from memfit.plan.frameworks import Job, find_framework
+from memfit.plan.frameworks import _megatron_stage as stages
+from memfit.plan.frameworks._megatron_block import save_block
+from memfit.plan.frameworks._megatron_shape import read_shape
+from memfit.plan.frameworks._pipeline import count_in_flight, deal_blocks
+from memfit.plan.frameworks.megatron import deal_stages, read_settings
+from memfit.plan.problem import find_device
+from memfit.request import Request
+from memfit.units import GIB
+
+ROOT = Path(__file__).parents[3]
+GPT = {
+    "name": "GPT", "model_type": "gpt2", "vocab_size": 51200, "n_embd": 1024, "n_layer": 24,
+    "n_head": 16, "n_positions": 2048,
+}  # fmt: skip
+LLAMA_70B_CUT = {
+    "name": "12 blocks of Llama-3-70B", "model_type": "llama", "vocab_size": 128256,
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 12,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+}  # fmt: skip
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+
+
+def job(model=GPT, device="a100-sxm-80", length=1024, batch=4, micro=4, **more):
+    parallel = {"zero": 1} | more.pop("parallel", {})
+    count = 1
+    for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp"):
+        count *= parallel.get(axis, 1)
+    request = {
+        "model": model, "framework": "megatron", "parallel": parallel, "micro_batch": micro,
+        "task": {"sequence_length": length, "global_batch": batch},
+        "hardware": {"device": device, "count": count}, **more,
+    }  # fmt: skip
+    recipe, read, _ = read_foreign(from_data(request, Request, where="test"))
+    asked = Job(model=read, recipe=recipe, device=find_device(recipe.device))
+    find_framework("megatron").check(asked)
+    return asked
+
+
+def predict(**asked):
+    made = job(**asked)
+    return predict_ledger(made.recipe, made.model, made.device)
+
+
+def kept(made, moe=False):
+    """Bytes that one block keeps, without statistics and log-sum-exp (which the papers drop)."""
+    shape = read_shape(made)
+    total = sum(save_block(shape, read_settings(made).block, moe=moe).values())
+    return total - 2 * shape.norm * 4 * shape.own_tokens
+
+
+@pytest.mark.parametrize(
+    ("tp", "sp", "expected"),  # Korthikanti et al. 2205.05198, Table 2, in bytes / sbh
+    [
+        (1, False, lambda t, scores: 34 + scores),
+        (4, False, lambda t, scores: 10 + 24 / t + scores / t),
+        (4, True, lambda t, scores: (34 + scores) / t),
+    ],
+)
+def test_a_block_keeps_what_korthikanti_counts(tp, sp, expected):
+    made = job(
+        length=2048, attention="eager", options=DROPOUT,
+        parallel={"tp": tp, "sequence_parallel": sp},
+    )  # fmt: skip
+    a = made.model.architecture
+    scores = 5 * a.heads * 2048 / a.hidden
+    sbh = 2048 * 4 * a.hidden
+    assert kept(made) == sbh * expected(tp, scores)
+
+
+def test_selective_recompute_drops_the_scores_alone():
+    made = job(
+        length=2048, attention="eager", recompute="selective", options=DROPOUT,
+        parallel={"tp": 4, "sequence_parallel": True},
+    )  # fmt: skip
+    assert kept(made) == 2048 * 4 * 1024 * 34 / 4
+
+
+def test_full_recompute_keeps_inputs_and_one_block_at_a_time():
+    none, full = (predict(options=DROPOUT, recompute=how) for how in ("none", "full"))
+    stream = 2 * 1024 * 4 * 1024
+    inputs = [e for e in full.at(Phase.BACKWARD) if e.owner == "blocks' inputs"]
+    assert [e.nbytes for e in inputs] == [24 * stream]
+    again = [e for e in full.at(Phase.BACKWARD) if e.owner == "computed again"]
+    one = save_block(read_shape(job(options=DROPOUT)), read_settings(job()).block, moe=False)
+    assert again[0].nbytes == sum(one.values()) + 2 * 1024 * 4 * 1024 - stream  # two masks of 1 B
+    assert full.peak < none.peak
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "gpt2", "qwen3-8b"])
+def test_one_rank_has_the_models_parameters(name):
+    reference = catalog.find_model(name).reference()
+    model = families.read_model(reference)
+    made = job(
+        model={"name": name, **reference.config}, length=128, micro=1, batch=1,
+        options={"make_vocab_size_divisible_by": 1},
+    )  # fmt: skip
+    shape = read_shape(made)
+    (stage,) = deal_stages(made, shape)
+    assert stages.count_parameters(shape, stage) == (model.parameters, 0)
+
+
+def test_states_are_18_bytes_and_6_and_12_over_the_distributed_optimizers_ranks():
+    for shards, each in ((1, 18), (8, 6 + 12 / 8)):
+        made = job(batch=32, parallel={"dp_shard": shards})
+        shape = read_shape(made)
+        (stage,) = deal_stages(made, shape)
+        held = stages.hold_states(shape, read_settings(made), stage)
+        total = sum(nbytes for nbytes, _ in held.values())
+        assert total == pytest.approx(each * made.model.parameters, rel=1e-9)
+
+
+def test_16_bit_gradients_are_copied_to_fp32_in_the_optimizers_step():
+    options = {"accumulate_allreduce_grads_in_fp32": False}
+    plain, half = predict(), predict(precision="fp16-mixed", options=options)
+    parameters = job().model.parameters
+
+    def of(ledger, kind, phase):
+        return ledger.by_kind(phase).get(kind, 0)
+
+    assert of(plain, Kind.GRADIENTS, Phase.LOSS) == 4 * parameters
+    assert of(half, Kind.GRADIENTS, Phase.LOSS) == 2 * parameters
+    assert of(half, Kind.TEMPORARY, Phase.OPTIMIZER_STEP) == 4 * parameters
+    assert of(plain, Kind.TEMPORARY, Phase.OPTIMIZER_STEP) == 0
+
+
+def simulate(stage, stages, chunks, micro_batches, group):
+    """Forwards minus backwards of Megatron's own order of work; the most there are."""
+    total = micro_batches * chunks
+    warmup = stages - stage - 1
+    if chunks > 1:
+        warmup = 2 * warmup + (chunks - 1) * group
+    warmup = min(warmup, total)
+    alive = most = warmup
+    for _ in range(total - warmup):
+        alive += 1
+        most = max(most, alive)
+        alive -= 1
+    return most
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("micro_batches", [1, 4, 8, 12])
+def test_in_flight_is_what_the_schedule_leaves_open(stage, chunks, micro_batches):
+    counts = count_in_flight(stage, stages=4, chunks=chunks, micro_batches=micro_batches)
+    assert sum(counts) == simulate(stage, 4, chunks, micro_batches, 4)
+    assert max(counts) <= micro_batches
+
+
+def test_interleaved_chunks_by_hand():
+    # stage 0 of 4 with 2 chunks: 3 x 2 + 4 forwards of warm-up and one more: 0 0 0 0 1 1 1 1 0 0 0
+    assert count_in_flight(0, stages=4, chunks=2, micro_batches=8) == (7, 4)
+    assert count_in_flight(3, stages=4, chunks=2, micro_batches=8) == (4, 1)
+    # groups of 5 micro-batches: 2 x 5 of warm-up and one more on the last of 3 chunks
+    assert count_in_flight(3, stages=4, chunks=3, micro_batches=5, group=5) == (5, 5, 1)
+    assert deal_blocks(8, 2, 2) == ((range(2), range(4, 6)), (range(2, 4), range(6, 8)))
+
+
+def test_the_first_stage_is_the_fullest_where_blocks_outweigh_the_head():
+    model = GPT | {"n_layer": 48}
+    pipeline = {"parallel": {"pp": 8}, "batch": 64, "model": model, "options": DROPOUT}
+    ledger = predict(**pipeline)
+    assert "8 forwards in flight on stage 0" in {e.because for e in ledger.at(Phase.BACKWARD)}
+    last = predict(**pipeline | {"options": DROPOUT | {"rank": "last"}})
+    assert last.peak < ledger.peak
+    assert last.peak_phase == Phase.LOSS
+
+
+def test_uneven_and_counted_splits():
+    made = job(
+        model=GPT | {"n_layer": 12}, batch=32, parallel={"pp": 4},
+        options={"decoder_first_pipeline_num_layers": 2, "decoder_last_pipeline_num_layers": 2},
+    )  # fmt: skip
+    dealt = deal_stages(made, read_shape(made))
+    assert [len(s.chunks[0]) for s in dealt] == [2, 4, 4, 2]
+    made = job(
+        model=GPT | {"n_layer": 14}, batch=32, parallel={"pp": 4, "virtual_pp": 2},
+        options={
+            "account_for_embedding_in_pipeline_split": True,
+            "account_for_loss_in_pipeline_split": True,
+        },
+    )  # fmt: skip
+    dealt = deal_stages(made, read_shape(made))
+    assert [[len(c) for c in s.chunks] for s in dealt] == [[1, 2], [2, 2], [2, 2], [2, 1]]
+
+
+MEASURED = [  # max_memory_allocated, GiB; published by MooreThreads/SimuMax (8 B200)
+    ({"tp": 1, "pp": 2, "dp_shard": 4}, 4096, 66.55),
+    ({"tp": 2, "dp_shard": 4, "sequence_parallel": True}, 4096, 60.68),
+    ({"tp": 8, "sequence_parallel": True}, 4096, 28.29),
+    ({"tp": 2, "cp": 4, "sequence_parallel": True}, 32768, 68.43),
+    ({"cp": 8}, 131072, 147.99),
+]
+
+
+@pytest.mark.parametrize(("parallel", "length", "gib"), MEASURED)
+def test_a_gated_model_is_within_half_a_percent_of_what_was_measured(parallel, length, gib):
+    ledger = predict(
+        model=LLAMA_70B_CUT, device="b200-sxm", length=length, micro=1,
+        batch=4 * parallel.get("dp_shard", 1), parallel=parallel, attention="cudnn",
+        options={
+            "cross_entropy_loss_fusion": "te", "create_attention_mask_in_dataloader": False,
+            "cp_comm_type": "a2a",
+        },
+    )  # fmt: skip
+    assert ledger.peak / GIB == pytest.approx(gib, rel=0.005)
+
+
+def test_golden_values_are_met_where_nothing_is_routed_by_data():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        from published.megatron_golden import translate
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
+    cases = {  # test and machine -> GiB of mem-max-allocated-bytes
+        ("gpt3_mcore_te_tp1_pp1_dist_optimizer_no_mmap_bin_files", "dev_dgx_a100"): 4.352,
+        ("gpt3_mcore_te_tp1_pp1_resume_torch_dist_dist_optimizer", "dev_dgx_h100"): 2.507,
+        ("gpt3_mcore_te_tp1_pp4_vp1_tunable_overlap", "dev_dgx_a100"): 4.281,
+        ("gpt3_mcore_te_tp1_pp1_resume_torch_dist_uniform_full_recompute", "dev_dgx_h100"): 2.385,
+        ("gpt3_mcore_tp1_pp4", "dev_dgx_a100"): 2.56,
+        ("gpt3_mcore_te_tp2_pp2_cross_entropy_loss_fusion", "dev_dgx_h100"): 1.711,
+    }
+    for (name, machine), gib in cases.items():
+        request = translate({"case": f"gpt/{name}", "hw": machine}).request
+        recipe, model, _ = read_foreign(from_data(request, Request, where=name))
+        ledger = predict_ledger(recipe, model, find_device(recipe.device))
+        assert ledger.peak / GIB == pytest.approx(gib, rel=0.01), name
+
+
+EXPERTS = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 4096}
+
+
+def test_experts_by_hand():
+    made = job(batch=16, parallel={"dp_shard": 4, "ep": 4}, options=EXPERTS)
+    shape = read_shape(made)
+    (stage,) = deal_stages(made, shape)
+    dense, expert = stages.count_parameters(shape, stage)
+    one = 2 * 1024 * 4096 + 4096 + 1024
+    assert expert == 24 * 2 * one  # 8 experts on 4 ranks
+    router = 24 * 8 * 1024
+    assert dense == made.model.parameters - 24 * one + router
+    parts = save_block(shape, read_settings(made).block, moe=True)
+    copies = 2 * 4096  # of 4096 tokens, each to 2 experts
+    assert parts["experts, tokens"] == 2 * copies * 1024
+    assert parts["experts, first linear"] == 2 * copies * 4096
+    assert parts["experts, activation"] == 2 * (2 * copies * 4096)  # and beside it, weighed
+    # dp x tp = 4 ranks, of which 4 hold different experts: none shares an expert's states
+    assert (shape.shards, shape.expert_shards) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "names"),
+    [
+        ({"parallel": {"dp_shard": 2, "zero": 3}, "batch": 8}, "zero: 3"),
+        ({"parallel": {"tp": 3}}, "16 attention heads"),
+        ({"parallel": {"dp_shard": 2, "ep": 2}, "batch": 8}, "experts"),
+        ({"parallel": {"pp": 5}, "batch": 40, "options": {"decoder_first_pipeline_num_layers": 1}},
+         "24 blocks"),
+        ({"options": {"recompute_modules": "core_atn"}}, "core_atn"),
+        ({"attention": "math"}, "attention: math"),
+        ({"method": "lora"}, "method: lora"),
+        ({"options": {"hiden_dropout": 0.1}}, "hiden_dropout"),
+    ],
+)  # fmt: skip
+def test_what_megatron_cannot_do_is_refused_by_name(asked, names):
+    with pytest.raises(InvalidRequest, match=names):
+        predict(**asked)
+
+
+def test_parallel_residuals_are_refused():
+    pythia = catalog.find_model("pythia-1b").reference()
+    with pytest.raises(InvalidRequest, match="side by side"):
+        predict(model={"name": "pythia-1b", **pythia.config}, length=128)
+
+
+def test_a_prediction_names_the_three_numbers():
+    plan = predict_foreign(
+        from_data(
+            {
+                "model": "llama-3.1-8b", "framework": "megatron", "micro_batch": 1,
+                "task": {"sequence_length": 8192, "global_batch": 8},
+                "hardware": {"device": "h100-sxm", "count": 8},
+                "parallel": {"tp": 2, "dp_shard": 4, "zero": 1, "sequence_parallel": True},
+            },
+            Request, where="test",
+        )
+    )  # fmt: skip
+    memory = plan.memory
+    assert memory.peak_allocated < memory.peak_reserved < memory.device_total
+    assert memory.verdict in ("fits", "at_risk")
+
+
+def test_left_on_auto_all_devices_share_the_states():
+    request = from_data(
+        {
+            "model": "gpt2", "framework": "megatron", "task": {"global_batch": 8},
+            "hardware": {"device": "h100-sxm", "count": 8},
+        },
+        Request, where="test",
+    )  # fmt: skip
+    parallel = predict_foreign(request).recipe.parallel
+    assert (parallel.dp_shard, parallel.zero, parallel.world) == (8, 1, 8)
+
+
+def test_a_deep_pipeline_takes_milliseconds_at_most():
+    made = job(
+        model=LLAMA_70B_CUT | {"num_hidden_layers": 128}, device="b200-sxm", micro=1, batch=64,
+        parallel={"pp": 16, "virtual_pp": 4},
+    )  # fmt: skip
+    best = min(_seconds(made) for _ in range(5))
+    assert best < 0.02
+
+
+def _seconds(made):
+    start = time.perf_counter()
+    find_framework("megatron").predict(made)
+    return time.perf_counter() - start
+
+
+def test_arguments_of_golden_values_are_complete():
+    text = (ROOT / "scripts/published/megatron_arguments.json").read_text(encoding="utf-8")
+    for case, forms in json.loads(text).items():
+        for form in forms:
+            assert {"machines", "gpus", "arguments", "environment"} == set(form), case

@@ -1,0 +1,100 @@
+"""A closed form against simulations of the very shapes that it answers for, to the byte."""
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from test_memory import CPU, H100, ON_CUDA, SETTINGS, adapted, recipe_of
+
+from memfit.plan import closed_form, memory
+from memfit.plan.blocks import record
+from memfit.plan.memory import find_outline, worst_batch
+from memfit.plan.segments import simulate
+
+SHAPES = ((1, 1), (2, 1), (1, 128), (2, 129), (3, 13), (70, 1024))  # rows, tokens
+CASES = {**{("cpu", name): case for name, case in SETTINGS.items()},
+         **{("cuda", name): case for name, case in ON_CUDA.items()}}  # fmt: skip
+
+
+def simulated(setting, recipe):
+    """The passes of one shape in plain numbers."""
+    return simulate(setting, worst_batch(recipe))
+
+
+def plain(passes):
+    """As data, without parts of 0 bytes."""
+    data = msgspec.to_builtins(passes, str_keys=False)
+    for one in data:
+        for segments in one.values():
+            for segment in segments:
+                segment["net"] = {k: n for k, n in segment["net"].items() if n}
+                segment["top"] = {k: n for k, n in segment["top"].items() if n}
+    return data
+
+
+def shaped(recipe, rows, tokens):
+    return replace(recipe, micro_batch=rows, sequence_length=tokens)
+
+
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_a_closed_form_is_the_simulation_of_every_shape(case):
+    family, changes = CASES[case]
+    device = CPU if case[0] == "cpu" else H100
+    recipe = recipe_of(family, changes)
+    model = adapted(recipe)
+    find_outline(model, recipe, device).passes(recipe)  # the first is not a closed form
+    for rows, tokens in SHAPES:
+        if recipe.packing and rows > 3:
+            continue
+        here = shaped(recipe, rows, tokens)
+        outline = find_outline(model, here, device)
+        assert plain(outline.passes(here)) == plain(simulated(outline.setting, here)), (
+            rows,
+            tokens,
+        )
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows=st.integers(1, 80), tokens=st.integers(1, 5000), case=st.sampled_from(sorted(CASES)))
+def test_any_shape_of_any_setting(rows, tokens, case):
+    family, changes = CASES[case]
+    recipe = shaped(recipe_of(family, changes), rows, tokens)
+    if recipe.packing:
+        recipe = replace(recipe, micro_batch=min(rows, 4))
+    device = CPU if case[0] == "cpu" else H100
+    outline = find_outline(adapted(recipe), recipe, device)
+    outline.passes(replace(recipe, sequence_length=17))  # the first is not a closed form
+    assert plain(outline.passes(recipe)) == plain(simulated(outline.setting, recipe))
+
+
+def test_one_simulation_answers_for_all_shapes_that_run_the_same_operations(monkeypatch):
+    made = []
+
+    def counted(setting, batch):
+        made.append(batch)
+        return record(setting, batch)
+
+    monkeypatch.setattr(closed_form, "record", counted)
+    closed_form.find_answers.cache_clear()
+    memory._outline.cache_clear()
+    recipe = recipe_of("llama", {"loss": "chunked", "loss_chunk": 64, "precision": "bf16-mixed"})
+    model = adapted(recipe)
+    find_outline(model, recipe, H100).passes(shaped(recipe, 7, 7))  # the first is not a closed form
+    for rows in range(2, 30, 3):
+        for tokens in range(1600, 3200, 110):
+            find_outline(model, recipe, H100).passes(shaped(recipe, rows, tokens))
+    assert len(made) == 1
+    find_outline(model, recipe, H100).passes(shaped(recipe, 1, 1600))  # one row: other strides
+    assert len(made) == 2
+
+
+def test_chunks_between_the_second_and_the_last_change_nothing(monkeypatch):
+    from memfit.sizes import loss
+
+    recipe = recipe_of("llama", {"loss": "chunked", "loss_chunk": 12, "precision": "bf16-mixed"})
+    recipe = shaped(recipe, 3, 29)
+    setting = find_outline(adapted(recipe), recipe, CPU).setting
+    short = simulated(setting, recipe)
+    monkeypatch.setattr(loss, "SHOWN", 1000)
+    assert plain(simulated(setting, recipe)) == plain(short)
