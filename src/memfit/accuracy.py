@@ -165,7 +165,8 @@ def _foreign(row: Row, ledger: Ledger, device: Device) -> tuple[Memory, Band]:
         find_outside(device, row.recipe.parallel),
     )
     ends = (outside.low, outside.high) if outside else (0, 0)
-    return memory, (slack.low, slack.high, *ends)
+    held = ledger.peak / memory.peak_allocated  # blocks that cannot be used again come first
+    return memory, (slack.low * held, slack.high * held, *ends)
 
 
 def _figures(row: Row, memory: Memory, band: Band) -> Iterable[Compared]:

@@ -11,7 +11,7 @@ from memfit import __version__, families
 from memfit.catalog.overheads import find_outside
 from memfit.errors import InvalidRequest
 from memfit.hardware import Device
-from memfit.ledger import Ledger
+from memfit.ledger import Kind, Ledger, Phase
 from memfit.model import Model
 from memfit.plan.frameworks import Framework, Job, find_framework, resolve_options
 from memfit.plan.problem import find_device, find_reference, find_steps, sequence_length
@@ -69,6 +69,8 @@ def describe_foreign(ledger: Ledger, recipe: Recipe, device: Device, usable: int
     framework, peak = find_framework(recipe.framework), ledger.peak
     slack, outside = framework.slack, find_outside(device, recipe.parallel)
     reserved = round(peak * slack.typical)
+    live = {p: ledger.total(p) - _unusable(ledger, p) for p in ledger.phases}
+    peak_phase = max(live, key=live.__getitem__)
     total = None if outside is None else reserved + outside.typical
     verdict: Verdict = "unproven"
     if usable is not None and outside is not None:
@@ -83,7 +85,7 @@ def describe_foreign(ledger: Ledger, recipe: Recipe, device: Device, usable: int
     )
     said += f"; context {outside.because}" if outside else "; the context is unknown"
     return Memory(
-        peak_allocated=peak,
+        peak_allocated=live[peak_phase],
         peak_reserved=reserved,
         device_total=total,
         usable=usable,
@@ -92,6 +94,11 @@ def describe_foreign(ledger: Ledger, recipe: Recipe, device: Device, usable: int
         peak_phase=ledger.peak_phase,
         entries=ledger.at(ledger.peak_phase),
     )
+
+
+def _unusable(ledger: Ledger, phase: Phase) -> int:
+    """Bytes of a phase that are reserved and hold no tensor."""
+    return sum(e.nbytes for e in ledger.at(phase) if e.kind == Kind.FRAGMENTATION)
 
 
 def read_foreign(request: Request) -> tuple[Recipe, Model, tuple[str, ...]]:

@@ -74,6 +74,8 @@ class Framework(ABC):
         """Bytes that torch's allocator gives out on the fullest rank, at the peak of each phase.
 
         A phase's entries are what is alive at one instant: a peak is a maximum over instants.
+        Blocks that are reserved but cannot be used at that instant are entries of kind
+        `fragmentation`: they count for reserved memory, before `slack`, and not for allocated.
         """
 
 
