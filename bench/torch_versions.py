@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "bench")]
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from exactness import GRID  # noqa: E402
-from tiny_steps import CPU, FAMILIES, H100, make_recipe  # noqa: E402
+from tiny_steps import CPU, FAMILIES, H100, make_recipe, possible  # noqa: E402
 
 from memfit.certify import trace  # noqa: E402
 from memfit.hardware import Device  # noqa: E402
@@ -50,6 +50,7 @@ def main() -> None:
         for device in (CPU, H100)
         for family in FAMILIES
         for name in names
+        if possible(family, GRID[name])
     }
     build = str(torch.__version__)
     rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}

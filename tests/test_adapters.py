@@ -17,6 +17,8 @@ WIDE_TARGETS = {
     "gpt2": ("c_attn", "c_proj", "c_fc"),
     "gpt_neox": ("query_key_value", "dense_4h_to_h"),
     "llama": ("q_proj", "down_proj", "lm_head"),
+    "gptj": ("k_proj", "fc_in", "lm_head"),
+    "falcon": ("query_key_value", "dense_4h_to_h"),
     "opt": ("out_proj", "fc1", "project_out"),
 }
 

@@ -19,6 +19,9 @@ NEOX = {"model_type": "gpt_neox", **SMALL, "intermediate_size": 80}
 LLAMA = {"model_type": "llama", **GATED}
 QWEN3 = {"model_type": "qwen3", **GATED, "head_dim": 16}
 OPT = {"model_type": "opt", **SMALL, "ffn_dim": 80, "max_position_embeddings": 64}
+GPTJ = GPT2 | {"model_type": "gptj", "rotary_dim": 4}
+FALCON = {"model_type": "falcon", **SMALL, "max_position_embeddings": 64}
+GROUPED = FALCON | {"num_kv_heads": 2, "new_decoder_architecture": True}
 BASE = {
     "gpt2": GPT2,
     "gpt_neox": NEOX,
@@ -27,6 +30,8 @@ BASE = {
     "qwen2": {"model_type": "qwen2", **GATED},
     "qwen3": QWEN3,
     "opt": OPT,
+    "gptj": GPTJ,
+    "falcon": FALCON,
 }
 TOGGLED = [
     GPT2,
@@ -63,6 +68,14 @@ TOGGLED = [
     OPT | {"word_embed_proj_dim": 20, "do_layer_norm_before": False},
     OPT | {"enable_bias": False, "tie_word_embeddings": False},
     OPT | {"word_embed_proj_dim": 20, "tie_word_embeddings": False, "activation_function": "gelu"},
+    GPTJ,
+    GPTJ | {"n_inner": 100, "n_positions": 32, "tie_word_embeddings": True},
+    FALCON,
+    FALCON | {"multi_query": False, "bias": True},
+    FALCON | {"multi_query": False, "parallel_attn": False},
+    FALCON | {"parallel_attn": False, "tie_word_embeddings": False},
+    GROUPED,
+    GROUPED | {"num_ln_in_parallel_attn": 1, "ffn_hidden_size": 80},
 ]
 
 
@@ -141,7 +154,9 @@ def test_every_base_config_has_a_family_and_the_other_way_round():
 
 REQUIRED = {
     "gpt2": ["vocab_size", "n_embd", "n_head", "n_layer"],
+    "gptj": ["vocab_size", "n_embd", "n_head", "n_layer"],
     "opt": [*SMALL, "ffn_dim"],
+    "falcon": [*SMALL],
 }
 REQUIRED |= {n: [*SMALL, "intermediate_size"] for n in BASE if n not in REQUIRED}
 
@@ -178,6 +193,14 @@ def test_a_size_that_is_missing_or_no_number_is_refused_by_name(name, key, value
         (NEOX | {"head_dim": 99}, "head_dim"),
         (OPT | {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
         (OPT | {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
+        (GPTJ | {"rotary_dim": 14}, "rotary_dim: 14"),
+        (GPTJ | {"rotary_dim": 5}, "rotary_dim: 5"),
+        (FALCON | {"alibi": True}, "alibi"),
+        (FALCON | {"num_kv_heads": 2, "multi_query": False}, "new_decoder_architecture"),
+        (FALCON | {"new_decoder_architecture": True}, "num_kv_heads: 4"),
+        (FALCON | {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn"),
+        (GROUPED | {"num_kv_heads": 3}, "num_kv_heads: 3"),
+        (GROUPED | {"parallel_attn": False}, "parallel_attn"),
         (BASE["qwen2"] | {"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),
     ],
     ids=lambda v: v if isinstance(v, str) else "",

@@ -9,7 +9,8 @@ from memfit.families import find_family
 from memfit.families._config import ACTIVATIONS as described_activations
 from memfit.families.forward import Forward, rotation
 from memfit.ledger import Kind
-from memfit.train.attention import register_attention
+from memfit.train.attention import BACKENDS, register_attention
+from memfit.train.attention_classes import register_class
 from memfit.train.hugging_face import parts
 from size_oracle import Births, listen, make, meter_events, ordered, saved_bytes, total
 
@@ -26,7 +27,19 @@ CONFIGS = {
     "opt": {"ffn_dim": 96},
     "opt norming afterwards": {"ffn_dim": 96, "do_layer_norm_before": False},
     "opt without biases": {"ffn_dim": 96, "enable_bias": False},
-}
+    "gptj": {"rotary_dim": 4},
+    "gptj rotating whole heads": {"rotary_dim": 8},
+    "falcon": {"ffn_hidden_size": 96},
+    "falcon with groups": {
+        "ffn_hidden_size": 96, "num_kv_heads": 2, "new_decoder_architecture": True
+    },
+    "falcon with groups and one norm": {
+        "num_kv_heads": 2, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1
+    },
+    "falcon with all heads, one after the other": {
+        "multi_query": False, "parallel_attn": False, "bias": True
+    },
+}  # fmt: skip
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
 
 
@@ -35,8 +48,8 @@ def config_of(name, activation=None):
     common = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 96, "use_cache": False}
     common |= {"num_hidden_layers": 1, "max_position_embeddings": 64}
     common |= {"num_attention_heads": 4, "dropout": 0.0}
-    if family == "gpt2":
-        common = {"n_embd": 32, "n_layer": 1, "vocab_size": 50, "n_positions": 64}
+    if family in ("gpt2", "gptj"):
+        common = {"n_head": 4, "n_embd": 32, "n_layer": 1, "vocab_size": 50, "n_positions": 64}
         common |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     chosen = {} if activation is None else {"hidden_act": activation}
     return {"model_type": family, **common, **CONFIGS[name], **chosen}
@@ -44,25 +57,32 @@ def config_of(name, activation=None):
 
 def real_block(name, dtype, autocast, activation=None):
     """Events and saved bytes of one block of Hugging Face's class, and of its backward."""
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**config_of(name, activation)),
-        attn_implementation=register_attention("flash"),
-    )
+    config = AutoConfig.for_model(**config_of(name, activation))
+    kernel = register_attention("flash")
+    register_class(config.model_type, kernel, BACKENDS["flash"])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=kernel)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     where = parts(model)
     backbone, block = where.backbone, where.blocks[0]
     x = torch.zeros(2, 16, 32, dtype=dtype, requires_grad=True)
     given = {}
-    if hasattr(backbone, "rotary_emb"):
+    if name.startswith("gptj"):
+        given = {"position_ids": torch.arange(16).unsqueeze(0)}
+    elif name.startswith("falcon"):
+        turn = backbone.rotary_emb(x, torch.arange(16).unsqueeze(0))
+        given = {"position_embeddings": turn, "alibi": None}
+    elif hasattr(backbone, "rotary_emb"):
         turn = backbone.rotary_emb(x, torch.arange(16).unsqueeze(0))
         given = {"position_embeddings": turn}
-    known = [x, *model.parameters(), *given.get("position_embeddings", ())]
+    known = [x, *model.parameters(), *model.buffers(), *given.get("position_embeddings", ())]
+    known += [given["position_ids"]] if "position_ids" in given else []
     saved = []
     keep = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
     with Births(*known) as births:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False), keep:
             out = block(x, attention_mask=None, **given)
+            out = out[0] if isinstance(out, tuple) else out
         kept = saved_bytes(saved, known)
         del saved[:]
         out.sum().backward()
@@ -84,7 +104,8 @@ def size_only_block(name, dtype, autocast, activation=None):
     )  # fmt: skip
     x = make(meter, (2, 16, 32), dtype)
     positions = sizes.empty(meter, (1, 16), "int64", Kind.INPUT)
-    given = rotation(forward, dtype, positions) if architecture.rotary_dim else ()
+    turns = architecture.rotary_dim and not name.startswith("gptj")
+    given = rotation(forward, dtype, positions) if turns else ()
     known = [x, *weights.values(), *given]
     saved, start = listen(meter), len(meter.events)
     with meter.with_autocast(autocast):

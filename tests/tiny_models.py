@@ -36,9 +36,21 @@ CONFIGS = {
         "ffn_dim": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
         "max_position_embeddings": 64,
     },
+    "gptj": {
+        "model_type": "gptj", "vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4,
+        "n_positions": 64, "rotary_dim": 4, "bos_token_id": 0, "eos_token_id": 0,
+    },
+    "falcon": {
+        "model_type": "falcon", "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_kv_heads": 2, "new_decoder_architecture": True,
+        "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0,
+    },
 }  # fmt: skip
 FAMILIES = tuple(CONFIGS)
-TARGETS = {"gpt2": ("c_attn", "c_proj"), "gpt_neox": ("query_key_value",)}
+TARGETS = {
+    "gpt2": ("c_attn", "c_proj"), "gpt_neox": ("query_key_value",),
+    "falcon": ("query_key_value",),
+}  # fmt: skip
 PRECISIONS = (  # precision, base_format
     ("fp32", "fp32"), ("bf16", "bf16"), ("bf16-mixed", "fp32"), ("bf16-mixed", "bf16"),
 )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
-from tiny_steps import CPU, FAMILIES, LORA_TARGETS, make_recipe, watch_real_step
+from tiny_steps import CPU, FAMILIES, LORA_TARGETS, make_recipe, possible, watch_real_step
 
 from memfit.certify import BatchShape, trace
 from memfit.certify.tracing import worst_shapes
@@ -60,6 +60,8 @@ def grid() -> list[Any]:
     cases = []
     for family in FAMILIES:
         for name in VARIANTS:
+            if not possible(family, VARIANTS[name]):
+                continue
             quick = family == "llama" or name in QUICK
             marks = () if quick else (pytest.mark.slow,)
             cases.append(pytest.param(family, VARIANTS[name], id=f"{family}-{name}", marks=marks))

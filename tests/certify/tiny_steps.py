@@ -44,14 +44,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 250,
         "max_position_embeddings": 256,
     },
+    "gptj": {
+        "model_type": "gptj", "vocab_size": 250, "n_embd": 64, "n_layer": 3, "n_head": 4,
+        "n_positions": 256, "rotary_dim": 8,
+    },
+    "falcon": {
+        "model_type": "falcon", "vocab_size": 250, "hidden_size": 64, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "max_position_embeddings": 256,
+    },
 }  # fmt: skip
 FAMILIES = tuple(CONFIGS)
-LORA_TARGETS = {"gpt2": ("c_attn",), "gpt_neox": ("query_key_value",)}
+LORA_TARGETS = {
+    "gpt2": ("c_attn",), "gpt_neox": ("query_key_value",), "falcon": ("query_key_value",),
+}  # fmt: skip
 
 _ADAMW = Optimizer(
     name="adamw", implementation="fused", learning_rate=1e-3, weight_decay=0.0, beta1=0.9,
     beta2=0.95, eps=1e-8, momentum=0.9, schedule="cosine", warmup_steps=0, clip_norm=1.0,
 )  # fmt: skip
+
+
+def possible(family: str, changes: dict[str, Any]) -> bool:
+    """Whether a family's step can be so: a chunked loss takes no bias of the head."""
+    return not (family == "gptj" and changes.get("loss") == "chunked")
 
 
 def make_recipe(

@@ -93,6 +93,17 @@ SETTINGS = {
     "gpt_neox, freeze, mixed over bf16": (
         "gpt_neox", {"method": "freeze", "precision": "bf16-mixed", "base_format": "bf16"}
     ),
+    "gptj, mixed, recomputed": ("gptj", {"precision": "bf16-mixed", "recompute_blocks": 2}),
+    "gptj, packed, lora, bf16": (
+        "gptj", {"packing": True, "method": "lora", "precision": "bf16", "base_format": "bf16"}
+    ),
+    "falcon, mixed, recomputed": ("falcon", {"precision": "bf16-mixed", "recompute_blocks": 2}),
+    "falcon, packed, lora, bf16": (
+        "falcon", {"packing": True, "method": "lora", "precision": "bf16", "base_format": "bf16"}
+    ),
+    "falcon, chunked, accumulated, frozen": (
+        "falcon", {"loss": "chunked", "loss_chunk": 12, "accumulation": 2, "method": "freeze"}
+    ),
     "opt, mixed, recomputed": ("opt", {"precision": "bf16-mixed", "recompute_blocks": 2}),
     "opt, packed, lora, bf16": (
         "opt", {"packing": True, "method": "lora", "precision": "bf16", "base_format": "bf16"}
@@ -132,6 +143,8 @@ ON_CUDA = {
                   "optimizer": {"name": "adamw8bit", "implementation": "loop"}}
     ),
     "gpt2, many rows": ("gpt2", {"micro_batch": 1366, "attention": "efficient"}),
+    "gptj, flash, mixed": ("gptj", {"precision": "bf16-mixed", "recompute_blocks": 1}),
+    "falcon, efficient, lora": ("falcon", {"method": "lora", "attention": "efficient"}),
     "opt, flash, mixed": ("opt", {"precision": "bf16-mixed", "recompute_blocks": 1}),
     "llama, chunked, lora": (
         "llama", {"method": "lora", "precision": "bf16", "base_format": "bf16", "loss": "chunked",

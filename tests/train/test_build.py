@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memfit.adapters import find_adapter
+from memfit.certify.depth import DEPTH_KEYS
 from memfit.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.recipe import Freeze, Lora
@@ -94,11 +95,9 @@ def test_the_optimizer_updates_what_is_trainable_and_nothing_else():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_weights_have_hugging_faces_distribution(family):
     """GPT-2's scaled output projections included."""
-    config = CONFIGS[family] | (
-        {"n_embd": 128, "n_layer": 8}
-        if family == "gpt2"
-        else {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8}
-    )
+    wider = {"n_embd": 128, "hidden_size": 128, "intermediate_size": 256, "ffn_dim": 256}
+    deeper = dict.fromkeys(DEPTH_KEYS, 8)
+    config = {k: (wider | deeper).get(k, v) for k, v in CONFIGS[family].items()}
     recipe = make_recipe(family, config=config)
     ours = build_model(recipe, "cpu")
     fill_weights(ours, recipe)
@@ -260,6 +259,9 @@ LORA_HEAD = Lora(rank=2, alpha=4.0, targets=("q_proj", "lm_head"))
         (make_recipe(method="lora", base_format="bf16"), "casts nothing"),
         (make_recipe(method="lora", precision="bf16"), "casts nothing"),
         (make_recipe("gpt2", sequence_length=65), "64 positions"),
+        (make_recipe("opt", sequence_length=65), "64 positions"),
+        (make_recipe("gptj", sequence_length=65), "64 positions"),
+        (make_recipe("gptj", loss="chunked", loss_chunk=8), "lm_head.bias"),
         (make_recipe("mistral", config=WINDOWED), "sliding window of 8"),
         (make_recipe(recompute_blocks=4), "has 3"),
         (make_recipe(loss="chunked"), "loss_chunk"),

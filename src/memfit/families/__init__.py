@@ -26,6 +26,7 @@ class Family(ABC):
     name: ClassVar[str]  # = `model_type` of config.json
     lora_targets: ClassVar[tuple[str, ...]]  # query and value projections, last parts of names
     dropouts: ClassVar[tuple[str, ...]]  # keys of config.json that hold a dropout probability
+    ends: ClassVar[bool] = False  # whether nothing stands at positions past `max_sequence`
 
     @abstractmethod
     def architecture(self, config: Mapping[str, Any]) -> Architecture:

@@ -31,13 +31,11 @@ def repeat(prefix: str, rows: Rows, layers: int) -> Iterable[Weight]:
 
 
 def head(a: Architecture) -> tuple[Weight, ...]:
-    """The output projection, (hidden) -> (vocab); nothing when it is the embedding itself."""
-    if a.tied_embeddings:
-        return ()
-    found = [Weight(name="lm_head.weight", shape=(a.vocab, a.head_input), part="head")]
+    """The output projection, (head_input) -> (vocab); no weight when it is the embedding itself."""
+    found: Rows = [] if a.tied_embeddings else [("lm_head.weight", (a.vocab, a.head_input))]
     if a.head_bias:
-        found.append(Weight(name="lm_head.bias", shape=(a.vocab,), part="head"))
-    return tuple(found)
+        found.append(("lm_head.bias", (a.vocab,)))
+    return tuple(Weight(name=name, shape=shape, part="head") for name, shape in found)
 
 
 def gated_block(a: Architecture) -> Rows:

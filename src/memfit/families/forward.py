@@ -86,8 +86,11 @@ def project(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
 @module
 def _plain(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
     weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
-    if forward.architecture.family == "gpt2" and bias is not None:
+    family, of_head = forward.architecture.family, name == "lm_head"
+    if family == "gpt2" and bias is not None:
         return sizes.conv1d(x, weight, bias)
+    if family == "falcon" and not of_head:
+        return sizes.multiply_turned(x, weight, bias)
     return sizes.linear(x, weight, bias)
 
 
@@ -234,9 +237,8 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotate_part(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
     """Rotary embedding of the first elements of each head, the rest joined again."""
     cos, sin = sizes.unsqueeze(turn[0], 1), sizes.unsqueeze(turn[1], 1)
-    size, rest = cos.shape[-1], query.shape[-1] - cos.shape[-1]
-    query_part, query_rest = _cut(query, size, rest)
-    key_part, key_rest = _cut(key, size, rest)
+    query_part, query_rest = cut_head(query, cos.shape[-1])
+    key_part, key_rest = cut_head(key, cos.shape[-1])
     query_rotated = _turn(query_part, cos, sin)
     key_rotated = _turn(key_part, cos, sin)
     query_rotated = sizes.concatenate((query_rotated, query_rest), 3)
@@ -244,7 +246,9 @@ def rotate_part(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Ten
     return query_rotated, key_rotated
 
 
-def _cut(x: Tensor, size: int, rest: int) -> tuple[Tensor, Tensor]:
+def cut_head(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The first `size` elements of each head, and the rest."""
+    rest = x.shape[-1] - size
     part = sizes.narrow(x, 3, 0, size) if rest else x  # `x[..., :all]` is x itself
     return part, sizes.narrow(x, 3, size, rest)
 

@@ -32,6 +32,7 @@ class Gpt2(Family):
     name = "gpt2"
     lora_targets = ("c_attn",)
     dropouts = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+    ends = True  # positions are learned
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `GPT2Config`."""

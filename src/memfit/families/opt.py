@@ -33,6 +33,7 @@ class Opt(Family):
     name = "opt"
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("dropout", "attention_dropout", "layerdrop")
+    ends = True  # positions are learned
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `OPTConfig`."""

@@ -76,7 +76,7 @@ def _exact(problem: Problem, recipe: Recipe, layers: int) -> Iterator[Recipe]:
         yield replace(recipe, micro_batch=micro, accumulation=batch // micro)
     if recipe.loss == "chunked":
         yield replace(recipe, loss="plain", loss_chunk=0)
-    elif not head_adapter(find_adapter(recipe).adapt(problem.model, recipe)):
+    elif not head_extra(find_adapter(recipe).adapt(problem.model, recipe)):
         yield replace(recipe, loss="chunked", loss_chunk=CHUNKS[0])
     for implementation in _implementations(problem, recipe):
         yield replace(recipe, optimizer=replace(own, implementation=implementation))
@@ -114,9 +114,13 @@ def _possible(problem: Problem, recipe: Recipe, kernel: str) -> bool:
     return True
 
 
-def head_adapter(model: Model) -> str:
-    """The name of an adapter's weight in the head, which a chunked loss cannot go with, or ""."""
-    return next((w.name for w in model.weights if w.part == "head" and "lora_" in w.name), "")
+def head_extra(model: Model) -> str:
+    """The name of a head's bias, or of an adapter's weight in it, or "".
+
+    A chunked loss goes with neither.
+    """
+    head = [w.name for w in model.weights if w.part == "head"]
+    return next((name for name in head if "lora_" in name or name.endswith(".bias")), "")
 
 
 def _inexact(problem: Problem, recipe: Recipe) -> Iterator[Recipe]:

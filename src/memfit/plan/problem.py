@@ -11,6 +11,7 @@ import msgspec
 from memfit import catalog, families
 from memfit.allocator_settings import check_allocator
 from memfit.errors import InvalidRequest, UnknownName
+from memfit.families.limits import check_limits, own_kernels
 from memfit.hardware import Device
 from memfit.model import Model, ModelReference
 from memfit.nouns import Noun
@@ -217,6 +218,8 @@ def check(problem: Problem) -> None:
             f"positions of `{name}`",
             hint=f"use at most {architecture.max_sequence}",
         )
+    packing, loss = request.task.packing, request.loss
+    check_limits(name, architecture, attention=request.attention, packing=packing, loss=loss)
     window = architecture.sliding_window
     if window and length > window:
         raise InvalidRequest(
@@ -270,6 +273,8 @@ def find_lack(problem: Problem, precision: Precision) -> str:
 def find_kernels(problem: Problem, precision: Precision) -> tuple[str, ...]:
     """The attention kernels that serve the model on the device, the preferred one first."""
     device, head = problem.device, problem.model.architecture.head_dim
+    if only := own_kernels(problem.model.architecture):
+        return only
     dtype = compute_dtype(precision)
     return usable(dtype, head, platform=device.platform, capability=device.capability)
 

@@ -19,7 +19,7 @@ from memfit.errors import InvalidRequest
 from memfit.ledger import Ledger
 from memfit.model import Model
 from memfit.plan.estimate import Estimate, applies
-from memfit.plan.levers import head_adapter, turn
+from memfit.plan.levers import head_extra, turn
 from memfit.plan.memory import predict_memory, predict_peak
 from memfit.plan.precision import precisions
 from memfit.plan.problem import CHUNKS, Problem, allowed, divisors, first_recipe
@@ -153,14 +153,14 @@ def _chunks(start: Candidate, tokens: int) -> list[int]:
     """Chunk sizes of the loss to try; 0 is the plain loss."""
     request = start.problem.request
     asked, chunk = request.loss, request.loss_chunk
-    adapted = head_adapter(start.model)
-    if adapted and asked == "chunked":
+    extra = head_extra(start.model)
+    if extra and asked == "chunked":
         raise InvalidRequest(
-            f"`loss: chunked` needs a head without adapter, and `lora.targets` gives it one "
-            f"(`{adapted}`)",
-            hint="use `loss: plain`, or leave the head out of `lora.targets`",
+            f"`loss: chunked` needs a head without bias or adapter, and this one has `{extra}`",
+            hint="use `loss: plain`"
+            + (", or leave the head out of `lora.targets`" if "lora_" in extra else ""),
         )
-    if asked == "plain" or adapted:
+    if asked == "plain" or extra:
         return [0]
     chunks = [chunk] if chunk else [c for c in CHUNKS if c < tokens] or [min(CHUNKS)]
     return chunks if asked == "chunked" else [0, *chunks]

@@ -8,6 +8,7 @@ from memfit.sizes.attention import attention, by_document
 from memfit.sizes.autograd import backward, checkpoint
 from memfit.sizes.elementwise import (
     add,
+    add_into,
     cast,
     dropout,
     gather_rows,
@@ -25,11 +26,12 @@ from memfit.sizes.elementwise import (
     tanh,
 )
 from memfit.sizes.meter import Meter
-from memfit.sizes.products import conv1d, linear, multiply
+from memfit.sizes.products import conv1d, linear, multiply, multiply_turned
 from memfit.sizes.tensor import Shape, Storage, Tensor, empty, parameter
 from memfit.sizes.views import (
     concatenate,
     contiguous,
+    every_other,
     expand_heads,
     narrow,
     reshape,
@@ -40,9 +42,10 @@ from memfit.sizes.views import (
 )
 
 __all__ = [
-    "Meter", "Shape", "Storage", "Tensor", "add", "attention", "backward", "by_document", "cast",
-    "checkpoint", "concatenate", "contiguous", "conv1d", "dropout", "empty", "expand_heads",
-    "gather_rows", "gelu", "layer_norm", "linear", "mean_last", "mul", "multiply", "narrow",
-    "negative", "parameter", "power", "relu", "reshape", "rsqrt", "scale", "shift", "silu", "split",
-    "tanh", "transpose", "unsqueeze", "view",
+    "Meter", "Shape", "Storage", "Tensor", "add", "add_into", "attention", "backward",
+    "by_document", "cast", "checkpoint", "concatenate", "contiguous", "conv1d", "dropout", "empty",
+    "every_other", "expand_heads", "gather_rows", "gelu", "layer_norm", "linear",
+    "mean_last", "mul", "multiply", "multiply_turned", "narrow", "negative", "parameter", 
+    "power", "relu", "reshape", "rsqrt", "scale", "shift", "silu", "split", "tanh",
+    "transpose", "unsqueeze", "view",
 ]  # fmt: skip

@@ -119,6 +119,11 @@ def add(a: Tensor, b: Tensor) -> Tensor:
     return attach(node, like(a, b, shape=broadcast(a.shape, b.shape)))
 
 
+def add_into(a: Tensor, b: Tensor) -> Tensor:
+    """`a += b`: a's storage with another history."""
+    return attach(record(_add_backward, (a, b)), a.detached())
+
+
 def _add_backward(node: Node, grads: Incoming) -> Gradients:
     grad = upstream(grads)
     return (grad if node.needs(0) else None), (grad if node.needs(1) else None)

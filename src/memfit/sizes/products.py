@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from memfit.sizes.autograd import Gradients, Node, record
-from memfit.sizes.elementwise import Incoming, attach, autocast_lower, upstream
+from memfit.sizes.autograd import Gradients, Node, Rule, record
+from memfit.sizes.elementwise import Incoming, add, attach, autocast_lower, upstream
 from memfit.sizes.tensor import Tensor, empty
 from memfit.sizes.views import reshape, transpose, view
 
@@ -26,6 +26,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return product if flat else view(product, *x.shape[:-1], weight.shape[0])
 
 
+def multiply_turned(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`x @ weight.T + bias`: as `linear`, with a tensor of its own for the product."""
+    turned = transpose(weight, 0, 1)
+    low_weight = autocast_lower(turned)  # C++ evaluates the last first
+    low = autocast_lower(x)
+    flat = len(x.shape) == 2
+    rows = multiply(low if flat else reshape(low, -1, x.shape[-1]), low_weight)
+    product = rows if flat else view(rows, *x.shape[:-1], weight.shape[0])
+    return product if bias is None else add(product, bias)
+
+
 def conv1d(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """GPT-2's Conv1D: `torch.addmm(bias, x, weight)` with weight (columns, rows)."""
     rows = view(x, -1, x.shape[-1])
@@ -37,33 +48,39 @@ def conv1d(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def multiply(a: Tensor, b: Tensor) -> Tensor:
     """`torch.mm(a, b)`: (m, k) x (k, n) -> (m, n)."""
     saved = (a if b.requires_grad else None, b if a.requires_grad else None)
-    node = record(_multiply_backward, (a, b), saved)
+    node = record(_multiply_backward(_by_column(b)), (a, b), saved)
     return attach(node, _product(a, b))
 
 
-def _multiply_backward(node: Node, grads: Incoming) -> Gradients:
-    grad = upstream(grads)
-    a = node.unpack(0) if node.needs(1) else None
-    b = node.unpack(1) if node.needs(0) else None
-    second = None if a is None else _second_factor(grad, a, node)
-    first = None if b is None else _product(grad, _flip(b))
-    return first, second
+def _multiply_backward(by_column: bool) -> Rule:
+    def rule(node: Node, grads: Incoming) -> Gradients:
+        grad = upstream(grads)
+        a = node.unpack(0) if node.needs(1) else None
+        b = node.unpack(1) if node.needs(0) else None
+        second = None if a is None else _second_factor(grad, a, by_column)
+        first = None if b is None else _product(grad, _flip(b))
+        return first, second
+
+    return rule
 
 
 def add_multiply(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """`torch.addmm(bias, a, b)`: (n) + (m, k) x (k, n) -> (m, n)."""
     saved = (a if b.requires_grad else None, b if a.requires_grad else None)
-    node = record(_add_multiply_backward, (a, b, bias), saved)
+    node = record(_add_multiply_backward(_by_column(b)), (a, b, bias), saved)
     return attach(node, _product(a, b))
 
 
-def _add_multiply_backward(node: Node, grads: Incoming) -> Gradients:
-    grad = upstream(grads)
-    a = node.unpack(0) if node.needs(1) else None
-    b = node.unpack(1) if node.needs(0) else None
-    first = None if b is None else _product(grad, _flip(b))
-    second = None if a is None else _second_factor(grad, a, node)
-    return first, second, (grad if node.needs(2) else None)
+def _add_multiply_backward(by_column: bool) -> Rule:
+    def rule(node: Node, grads: Incoming) -> Gradients:
+        grad = upstream(grads)
+        a = node.unpack(0) if node.needs(1) else None
+        b = node.unpack(1) if node.needs(0) else None
+        first = None if b is None else _product(grad, _flip(b))
+        second = None if a is None else _second_factor(grad, a, by_column)
+        return first, second, (grad if node.needs(2) else None)
+
+    return rule
 
 
 def multiply_batched(a: Tensor, b: Tensor) -> Tensor:
@@ -99,10 +116,14 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return empty(a.meter, (m, n), a.dtype)
 
 
-def _second_factor(grad: Tensor, a: Tensor, node: Node) -> Tensor:
-    """The gradient of (k, n), column-major when the factor was: a transposed weight."""
-    target = node.edges[1]
-    if target is not None and target[0].rule.__name__ == "transposed":
+def _by_column(b: Tensor) -> bool:
+    """Whether a matrix lies column after column, as a transposed weight does."""
+    return b.strides == (1, b.shape[0])
+
+
+def _second_factor(grad: Tensor, a: Tensor, by_column: bool) -> Tensor:
+    """The gradient of (k, n), laid out as the factor is (ATen's `mm_mat2_backward`)."""
+    if by_column:
         return _flip(_product(_flip(grad), a))
     return _product(_flip(a), grad)
 

@@ -82,14 +82,14 @@ def unsqueeze(x: Tensor, dim: int) -> Tensor:
 def expand_heads(x: Tensor, repeats: int) -> Tensor:
     """(batch, heads, sequence, size) -> heads repeated in place: a copy, as `repeat_kv` makes."""
     batch, heads, sequence, size = x.shape
-    node = record(_expand_backward(x.shape, repeats), (x,))
+    node = record(_expand_backward(x.shape), (x,))
     full = (batch, heads, repeats, sequence, size)
     strides = (x.strides[0], x.strides[1], 0, x.strides[2], x.strides[3])
     wide = attach(node, x.viewed(full, strides))
     return reshape(wide, batch, heads * repeats, sequence, size)
 
 
-def _expand_backward(shape: Shape, repeats: int) -> Rule:
+def _expand_backward(shape: Shape) -> Rule:
     def rule(node: Node, grads: Incoming) -> Gradients:
         grad = upstream(grads)
         return (empty(grad.meter, shape, grad.dtype),)
@@ -118,6 +118,13 @@ def _narrow_backward(shape: Shape) -> Rule:
         return (empty(grad.meter, shape, grad.dtype),)
 
     return rule
+
+
+def every_other(x: Tensor) -> Tensor:
+    """`x[..., ::2]`; its gradient is a full tensor of zeros around it."""
+    node = record(_narrow_backward(x.shape), (x,))
+    strides = (*x.strides[:-1], 2 * x.strides[-1])
+    return attach(node, x.viewed((*x.shape[:-1], x.shape[-1] // 2), strides))
 
 
 def pad_last(x: Tensor, extra: int) -> Tensor:

@@ -17,11 +17,12 @@ from memfit import parallelism
 from memfit.adapters import find_adapter
 from memfit.adapters._apply import replace_parameters
 from memfit.errors import InvalidRequest
-from memfit.families import read_model
+from memfit.families import family_of, read_model
+from memfit.families.limits import check_limits
 from memfit.optimizers import find_optimizer
 from memfit.recipe import Recipe
 from memfit.train.attention import check_attention
-from memfit.train.hugging_face import bare_model, parts
+from memfit.train.hugging_face import bare_model, base_model, parts
 from memfit.train.loss import check_chunked
 from memfit.train.recompute import recompute_first
 from memfit.train.scaling import make_scaler
@@ -85,20 +86,33 @@ def build_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _materialise(model: nn.Module, device: torch.device) -> None:
-    """Empty storage for every parameter, ties kept, and right values for every buffer."""
+    """Right values for every buffer, and empty storage for every parameter, ties kept.
+
+    Buffers first: what computing them needs is gone when the weights come.
+    """
 
     def empty(_: str, old: Tensor) -> Tensor:
         new = parallelism.materialise(old, device)
         return nn.Parameter(new, requires_grad=old.requires_grad)
 
-    replace_parameters(model, empty)
     for module in list(model.modules()):
         if any(b is not None and b.device.type == "meta" for b in module._buffers.values()):
-            _fill_buffers(module, device)
+            _fill_buffers(model, module, device)
+    replace_parameters(model, empty)
 
 
-def _fill_buffers(module: nn.Module, device: torch.device) -> None:
-    """Buffers are not in a checkpoint (rotary frequencies): a twin on the CPU computes them."""
+def _fill_buffers(model: nn.Module, module: nn.Module, device: torch.device) -> None:
+    """Buffers are not in a checkpoint (rotary frequencies): a twin on the CPU computes them.
+
+    A module with weights of its own (GPT-J's attention) is not made twice: its model fills it.
+    """
+    if any(True for _ in module.parameters()):
+        for name, value in module._buffers.items():
+            if value is not None:
+                module._buffers[name] = torch.empty(value.shape, dtype=value.dtype, device=device)
+        with torch.no_grad():
+            base_model(model)._init_weights(module)
+        return
     twin = type(module)(module.config)
     for name, value in twin._buffers.items():
         if value is not None:
@@ -144,12 +158,16 @@ def _check(recipe: Recipe) -> None:
             f" product under `precision: {recipe.precision}`",
             hint=f"use `base_format: {recipe.precision.removesuffix('-mixed')}`",
         )
-    if not architecture.rotary_dim and length > architecture.max_sequence:
+    if family_of(recipe.model).ends and length > architecture.max_sequence:
         raise InvalidRequest(
             f"sequence_length {length} is longer than the {architecture.max_sequence} positions"
-            f" that `{model.name}` has learned",
+            f" that `{model.name}` has",
             hint=f"use a sequence_length of at most {architecture.max_sequence}",
         )
+    check_limits(
+        model.name, architecture,
+        attention=recipe.attention, packing=recipe.packing, loss=recipe.loss,
+    )  # fmt: skip
     window = architecture.sliding_window
     if window and length > window:
         raise InvalidRequest(

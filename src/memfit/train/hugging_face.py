@@ -11,7 +11,8 @@ from torch import nn
 from memfit.families import without_dropout
 from memfit.libraries import quiet_import
 from memfit.recipe import Recipe
-from memfit.train.attention import register_attention
+from memfit.train.attention import BACKENDS, register_attention
+from memfit.train.attention_classes import hand_on_documents, register_class
 
 with quiet_import():
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -38,6 +39,7 @@ def bare_model(recipe: Recipe) -> PreTrainedModel:
     """Hugging Face's class on the meta device, in fp32, with memfit's attention."""
     config = AutoConfig.for_model(**without_dropout(recipe.model))
     name = register_attention(recipe.attention)
+    register_class(config.model_type, name, BACKENDS[recipe.attention])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, attn_implementation=name, dtype=torch.float32
@@ -45,6 +47,7 @@ def bare_model(recipe: Recipe) -> PreTrainedModel:
     # With it set, GPT-2 compares the batch with the padding token at every forward: a read-back
     # from the device that changes nothing.
     model.config.pad_token_id = None
+    hand_on_documents(getattr(model, model.base_model_prefix))
     return cast(PreTrainedModel, model)
 
 

@@ -99,10 +99,12 @@ def check_chunked(head: nn.Module, recipe: Recipe) -> None:
     if recipe.loss_chunk < 1:
         raise InvalidRequest("`loss: chunked` needs `loss_chunk` of 1 or more tokens")
     if not isinstance(head, nn.Linear) or head.bias is not None:  # FSDP2 makes it a subclass
+        biased = isinstance(head, nn.Linear)
         raise InvalidRequest(
             "`loss: chunked` needs an output projection without adapter or bias, and"
-            f" this one is {type(head).__name__}",
-            hint="use `loss: plain`, or leave `lm_head` out of `lora.targets`",
+            f" this one {'has a bias' if biased else f'is {type(head).__name__}'}",
+            hint="use `loss: plain`"
+            + ("" if biased else ", or leave `lm_head` out of `lora.targets`"),
         )
 
 

@@ -155,7 +155,8 @@ def _fill_random(recipe: Recipe, base: dict[str, nn.Parameter]) -> None:
     shares the parameters is initialised."""
     twin = bare_model(recipe)
     replace_parameters(twin, lambda name, _: base[name])
-    twin.apply(twin._init_weights)  # children first: a GPT-2 block scales its projections last
+    with torch.device("meta"):  # where its buffers are, which nobody needs
+        twin.apply(twin._init_weights)  # children first: GPT-2's blocks scale projections last
 
 
 def _names_on_disk(name: str, prefix: str) -> tuple[str, ...]:

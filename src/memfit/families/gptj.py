@@ -1,0 +1,167 @@
+"""GPT-J (Wang and Komatsuzaki 2021; Hugging Face's `gptj`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from memfit import sizes
+from memfit.errors import InvalidRequest
+from memfit.families import Family, families
+from memfit.families._config import activation, flag, head_size, refuse, size, size_or
+from memfit.families._weights import Rows, head, layer_norm, linear, repeat
+from memfit.families.forward import (
+    Embedded,
+    Forward,
+    Weights,
+    apply_layer_norm,
+    attend,
+    cut_head,
+    embedding,
+    module,
+    plain_mlp,
+    positions,
+    project,
+)
+from memfit.model import Architecture, TensorSpec, Weight
+from memfit.sizes import Tensor
+
+
+@final
+class GptJ(Family):
+    """LayerNorm, neighbours rotated in part of a head, attention beside the feed-forward."""
+
+    name = "gptj"
+    lora_targets = ("q_proj", "v_proj")
+    dropouts = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+    ends = True  # every block holds a table of all positions
+
+    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+        """See `Family.architecture`; defaults are those of `GPTJConfig`."""
+        hidden, heads = size(config, "n_embd"), size(config, "n_head")
+        refuse(config, "head_dim", (None,))
+        head_dim, rotary = head_size(config, hidden, heads), size(config, "rotary_dim", 64)
+        if rotary > head_dim or rotary % 2:
+            raise InvalidRequest(
+                f"`rotary_dim: {rotary}` in config.json is no even part of a head of {head_dim}"
+            )
+        return Architecture(
+            family=self.name,
+            layers=size(config, "n_layer"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=head_dim,
+            ffn=size_or(config, "n_inner", 4 * hidden),
+            vocab=size(config, "vocab_size"),
+            max_sequence=size(config, "n_positions", 2048),
+            tied_embeddings=flag(config, "tie_word_embeddings", False),
+            mlp_bias=True,
+            parallel_residual=True,
+            rotary_dim=rotary,
+            activation=activation(config, "activation_function", "gelu_new"),
+            shared_norm=True,
+            head_bias=True,
+        )
+
+    def config(self, a: Architecture) -> dict[str, Any]:
+        """See `Family.config`."""
+        return {
+            "model_type": self.name,
+            "vocab_size": a.vocab,
+            "n_positions": a.max_sequence,
+            "n_embd": a.hidden,
+            "n_layer": a.layers,
+            "n_head": a.heads,
+            "n_inner": a.ffn,
+            "rotary_dim": a.rotary_dim,
+            "activation_function": a.activation,
+            "tie_word_embeddings": a.tied_embeddings,
+            **dict.fromkeys(self.dropouts, 0.0),
+            "use_cache": False,
+        }
+
+    def weights(self, a: Architecture) -> tuple[Weight, ...]:
+        """See `Family.weights`."""
+        width = a.hidden
+        rows: Rows = layer_norm("ln_1", width)
+        for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
+            rows += linear(f"attn.{name}", width, width, False)
+        rows += linear("mlp.fc_in", a.ffn, width, True)
+        rows += linear("mlp.fc_out", width, a.ffn, True)
+        return (
+            Weight(name="transformer.wte.weight", shape=(a.vocab, width), part="embedding"),
+            *repeat("transformer.h", rows, a.layers),
+            Weight(name="transformer.ln_f.weight", shape=(width,), part="norm"),
+            Weight(name="transformer.ln_f.bias", shape=(width,), part="norm"),
+            *head(a),
+        )
+
+    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
+        """See `Family.buffers`: sines and cosines of every position, in every block."""
+        return (TensorSpec(shape=(a.max_sequence, a.rotary_dim)),) * a.layers
+
+    def embed(self, forward: Forward, weights: Weights) -> Embedded:
+        """See `Family.embed`."""
+        x = embedding(forward, weights["wte.weight"], forward.input_ids)
+        return Embedded(x, (positions(forward),), (x,))
+
+    def block(
+        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+    ) -> Tensor:
+        """See `Family.block`."""
+        residual = x
+        x = apply_layer_norm(forward, weights, "ln_1", x)
+        attended = _attention(forward, weights, x, given[0])
+        fed = plain_mlp(forward, weights, "mlp.fc_in", "mlp.fc_out", x)
+        return sizes.add(sizes.add(attended, fed), residual)
+
+    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `Family.finish`."""
+        return apply_layer_norm(forward, weights, "ln_f", x)
+
+
+@module
+def _attention(forward: Forward, weights: Weights, x: Tensor, position_ids: Tensor) -> Tensor:
+    a = forward.architecture
+    query = project(forward, weights, "attn.q_proj", x)
+    key = project(forward, weights, "attn.k_proj", x)
+    value = project(forward, weights, "attn.v_proj", x)
+    shape = (*x.shape[:-1], a.heads, a.head_dim)
+    query, key = sizes.view(query, *shape), sizes.view(key, *shape)
+    value = sizes.transpose(sizes.view(value, *shape), 1, 2)
+    rows, (meter, size) = position_ids.shape, (forward.meter, a.rotary_dim)
+    table = sizes.empty(meter, (rows[0], a.max_sequence, size), "float32")
+    looked_up = sizes.empty(meter, (*rows, size), "int64")
+    turn = sizes.cast(sizes.empty(meter, (*rows, size), "float32"), key.dtype)
+    key_part, key_rest = cut_head(key, size)
+    query_part, query_rest = cut_head(query, size)
+    key_part = _turn(key_part, turn)
+    query_part = _turn(query_part, turn)
+    key = sizes.concatenate((key_part, key_rest), 3)
+    query = sizes.concatenate((query_part, query_rest), 3)
+    key, query = sizes.transpose(key, 1, 2), sizes.transpose(query, 1, 2)
+    out = attend(forward, query, key, value)
+    out = sizes.contiguous(sizes.reshape(out, *x.shape))
+    out = project(forward, weights, "attn.out_proj", out)
+    del table, looked_up
+    return out
+
+
+def _turn(x: Tensor, turn: Tensor) -> Tensor:
+    """Rotary embedding of neighbours: (batch, tokens, heads, size) -> the same."""
+    shape = (*turn.shape[:2], 1, turn.shape[-1])
+    sines = sizes.empty(x.meter, shape, turn.dtype)
+    cosines = sizes.empty(x.meter, shape, turn.dtype)
+    return sizes.add(sizes.mul(x, cosines), sizes.mul(_swap_neighbours(x), sines))
+
+
+def _swap_neighbours(x: Tensor) -> Tensor:
+    """(…, size) -> each pair (a, b) as (-b, a)."""
+    first, second = sizes.every_other(x), sizes.every_other(x)
+    pairs = (sizes.negative(second), first)
+    joined = sizes.concatenate([sizes.view(p, *p.shape, 1) for p in pairs], 4)
+    return sizes.view(joined, *x.shape)
+
+
+families.register("gptj")(GptJ())
