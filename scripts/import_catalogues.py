@@ -270,8 +270,18 @@ def architecture(model, model_type):
         "qwen3": {"qk_norm": True},
         "llama": {},
     }
+    experts = {
+        "mixtral": {"norm_top_k": True},
+        "qwen2_moe": {"attention_bias": True},
+        "qwen3_moe": {"qk_norm": True, "norm_top_k": True},
+        "glm4_moe": {"attention_bias": True, "norm_top_k": True},
+    }
     if model_type not in extra:
-        return {k: model[k] for k in DETAILS if k in model}
+        facts = {k: model[k] for k in DETAILS if k in model}
+        if model_type not in experts:
+            return facts
+        whole = 2 if model_type == "glm4_moe" else 1  # partial_rotary_factor 0.5
+        return {**facts, "rotary_dim": model["head_dim"] // whole, **experts[model_type]}
     return {"rotary_dim": model["head_dim"], **extra[model_type]}
 
 

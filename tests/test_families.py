@@ -17,6 +17,7 @@ GATED = {**SMALL, "intermediate_size": 80, "num_key_value_heads": 2, "max_positi
 GPT2 = {"model_type": "gpt2", "vocab_size": 101, "n_embd": 48, "n_head": 4, "n_layer": 2}
 NEOX = {"model_type": "gpt_neox", **SMALL, "intermediate_size": 80}
 LLAMA = {"model_type": "llama", **GATED}
+MIXTRAL = {"model_type": "mixtral", **GATED, "num_local_experts": 4, "num_experts_per_tok": 2}
 QWEN3 = {"model_type": "qwen3", **GATED, "head_dim": 16}
 OPT = {"model_type": "opt", **SMALL, "ffn_dim": 80, "max_position_embeddings": 64}
 GPTJ = GPT2 | {"model_type": "gptj", "rotary_dim": 4}
@@ -27,6 +28,7 @@ BASE = {
     "gpt_neox": NEOX,
     "llama": LLAMA,
     "mistral": {"model_type": "mistral", **GATED},
+    "mixtral": MIXTRAL,
     "qwen2": {"model_type": "qwen2", **GATED},
     "qwen3": QWEN3,
     "opt": OPT,
@@ -57,6 +59,9 @@ TOGGLED = [
     BASE["mistral"] | {"head_dim": 20, "tie_word_embeddings": True},
     {k: v for k, v in BASE["mistral"].items() if k != "num_key_value_heads"}
     | {"num_attention_heads": 16},
+    MIXTRAL,
+    MIXTRAL | {"head_dim": 20, "tie_word_embeddings": True, "sliding_window": 32},
+    {k: v for k, v in MIXTRAL.items() if k not in ("num_local_experts", "num_experts_per_tok")},
     BASE["qwen2"],
     BASE["qwen2"] | {"tie_word_embeddings": True, "head_dim": 20},
     BASE["qwen2"] | {"num_key_value_heads": None},
@@ -189,6 +194,10 @@ def test_a_size_that_is_missing_or_no_number_is_refused_by_name(name, key, value
         (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config"),
+        (MIXTRAL | {"num_experts_per_tok": 5}, "num_experts_per_tok: 5"),
+        (MIXTRAL | {"output_router_logits": True}, "output_router_logits"),
+        (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+        (MIXTRAL | {"intermediate_size": 84}, "intermediate_size: 84"),
         (NEOX | {"rotary_pct": 0.0}, "rotary_pct"),
         (NEOX | {"head_dim": 99}, "head_dim"),
         (OPT | {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),

@@ -11,6 +11,7 @@ from memfit.families.forward import Forward, rotation
 from memfit.ledger import Kind
 from memfit.train.attention import BACKENDS, register_attention
 from memfit.train.attention_classes import register_class
+from memfit.train.experts import register_experts
 from memfit.train.hugging_face import parts
 from size_oracle import Births, listen, make, meter_events, ordered, saved_bytes, total
 
@@ -20,6 +21,7 @@ CONFIGS = {
     "mistral": {"num_key_value_heads": 2},
     "qwen2": {"num_key_value_heads": 2},
     "qwen3": {"num_key_value_heads": 2, "head_dim": 16},
+    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 3},
     "gpt_neox": {},
     "gpt_neox one after the other": {"use_parallel_residual": False},
     "gpt_neox rotating whole heads": {"rotary_pct": 1.0},
@@ -60,7 +62,9 @@ def real_block(name, dtype, autocast, activation=None):
     config = AutoConfig.for_model(**config_of(name, activation))
     kernel = register_attention("flash")
     register_class(config.model_type, kernel, BACKENDS["flash"])
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=kernel)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=kernel, experts_implementation=register_experts()
+    )
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     where = parts(model)

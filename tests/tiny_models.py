@@ -20,6 +20,9 @@ _LLAMA = {
 CONFIGS = {
     "llama": {"model_type": "llama", **_LLAMA},
     "mistral": {"model_type": "mistral", **_LLAMA, "sliding_window": None},
+    "mixtral": {
+        "model_type": "mixtral", **_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2,
+    },
     "qwen2": {"model_type": "qwen2", **_LLAMA, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", **_LLAMA, "head_dim": 16, "tie_word_embeddings": True},
     "gpt2": {

@@ -49,6 +49,7 @@ class Experts(Noun, frozen=True, kw_only=True):
     ffn: int = 0  # width of a routed expert
     shared_ffn: int = 0  # width of the expert that every token visits; 0 = none
     dense_layers: int = 0  # the first layers, which have a plain feed-forward instead
+    normalised: bool = False  # whether a token's shares are divided by their sum
 
 
 class Latent(Noun, frozen=True, kw_only=True):
@@ -127,6 +128,11 @@ class Weight(Noun, frozen=True, kw_only=True):
         """Bytes of the elements."""
         return self.numel * DTYPE_BYTES[self.dtype]
 
+    @property
+    def routed(self) -> bool:
+        """Whether it holds all routed experts of a layer, of which a token visits a few."""
+        return ".experts." in self.name
+
 
 class Model(Noun, frozen=True, kw_only=True):
     """An architecture and its parameters; a tied head appears once, as the embedding."""
@@ -148,3 +154,15 @@ class Model(Noun, frozen=True, kw_only=True):
     def trainable_parameters(self) -> int:
         """Number of parameters that receive a gradient."""
         return sum(w.numel for w in self.weights if w.trainable)
+
+    @property
+    def active_parameters(self) -> int:
+        """Number of parameters that one token meets; all of them without experts."""
+        return sum(self.active(w) for w in self.weights)
+
+    def active(self, weight: Weight) -> int:
+        """Elements of one weight that a token meets."""
+        experts = self.architecture.experts
+        if not weight.routed:
+            return weight.numel
+        return weight.numel * experts.per_token // experts.count

@@ -28,6 +28,9 @@ _LLAMA_SHAPED = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **_LLAMA_SHAPED},
     "mistral": {"model_type": "mistral", **_LLAMA_SHAPED, "sliding_window": None},
+    "mixtral": {
+        "model_type": "mixtral", **_LLAMA_SHAPED, "num_local_experts": 4, "num_experts_per_tok": 2,
+    },
     "qwen2": {"model_type": "qwen2", **_LLAMA_SHAPED, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", **_LLAMA_SHAPED, "head_dim": 32},
     "gpt2": {

@@ -111,6 +111,21 @@ SETTINGS = {
     "opt, chunked, accumulated": (
         "opt", {"loss": "chunked", "loss_chunk": 12, "accumulation": 2, "layers": 6}
     ),
+    "mixtral, full": ("mixtral", {}),
+    "mixtral, bf16, recomputed, chunked loss": (
+        "mixtral", {"precision": "bf16", "base_format": "bf16", "layers": 5, "recompute_blocks": 2,
+                    "loss": "chunked", "loss_chunk": 12}
+    ),
+    "mixtral, mixed, all recomputed, accumulated": (
+        "mixtral", {"precision": "bf16-mixed", "recompute_blocks": 6, "layers": 6,
+                    "accumulation": 2}
+    ),
+    "mixtral, lora, mixed over bf16": (
+        "mixtral", {"method": "lora", "precision": "bf16-mixed", "base_format": "bf16"}
+    ),
+    "mixtral, adamw4bit": (
+        "mixtral", {"optimizer": {"name": "adamw4bit", "implementation": "loop"}}
+    ),
 }  # fmt: skip
 ON_CUDA = {
     "llama, flash, mixed": ("llama", {"precision": "bf16-mixed", "recompute_blocks": 1}),
@@ -146,6 +161,10 @@ ON_CUDA = {
     "gptj, flash, mixed": ("gptj", {"precision": "bf16-mixed", "recompute_blocks": 1}),
     "falcon, efficient, lora": ("falcon", {"method": "lora", "attention": "efficient"}),
     "opt, flash, mixed": ("opt", {"precision": "bf16-mixed", "recompute_blocks": 1}),
+    "mixtral, flash, mixed, recomputed": (
+        "mixtral", {"precision": "bf16-mixed", "recompute_blocks": 2}
+    ),
+    "mixtral, fp16": ("mixtral", {"precision": "fp16-mixed"}),
     "llama, chunked, lora": (
         "llama", {"method": "lora", "precision": "bf16", "base_format": "bf16", "loss": "chunked",
                   "loss_chunk": 12}

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -16,6 +17,7 @@ from memfit.families import read_model
 from memfit.recipe import Freeze, Lora
 from memfit.train.attention import check_attention
 from memfit.train.build import build_model, build_optimizer, fill_weights
+from memfit.train.export import file_tensors
 from tiny_models import CONFIGS, FAMILIES, PRECISIONS, make_recipe
 
 METHODS = ("full", "freeze", "lora")
@@ -173,6 +175,28 @@ def test_a_gpt2_checkpoint_without_the_prefix_is_read(tmp_path):
     theirs.transformer.save_pretrained(tmp_path)
     ours = filled(from_folder(tmp_path, "gpt2")).state_dict()
     assert all(torch.equal(v, ours[k]) for k, v in theirs.state_dict().items())
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if "num_experts_per_tok" in CONFIGS[f]])
+def test_experts_are_read_and_exported_each_on_its_own(tmp_path, family):
+    """As published files store them, and to the name what Hugging Face's own export writes."""
+    theirs = hugging_face(family)
+    theirs.save_pretrained(tmp_path)
+    ours = file_tensors(filled(from_folder(tmp_path, family)), family)
+    save_file(ours, tmp_path / "again.safetensors")
+    published, again = (
+        load_file(tmp_path / name) for name in ("model.safetensors", "again.safetensors")
+    )
+    assert again.keys() == published.keys()
+    assert all(torch.equal(again[name], published[name]) for name in again)
+    assert any(".experts.0." in name for name in again)
+
+
+def test_experts_of_a_file_that_holds_a_whole_layer_are_read(tmp_path):
+    theirs = hugging_face("mixtral")
+    save_file(dict(theirs.named_parameters()), tmp_path / "model.safetensors")
+    ours = filled(from_folder(tmp_path, "mixtral")).state_dict()
+    assert all(torch.equal(p, ours[name]) for name, p in theirs.named_parameters())
 
 
 @pytest.fixture

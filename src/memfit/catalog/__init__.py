@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from memfit import units
+from memfit.catalog._details import architecture_fields
 from memfit.catalog._rows import Rows
 from memfit.families import find_family
 from memfit.hardware import Device
@@ -80,7 +81,7 @@ class CatalogModel(Noun, frozen=True, kw_only=True):
                 "max_sequence", "tied_embeddings",
             )
         }  # fmt: skip
-        fields = {"family": self.model_type, **sizes, **self.details}
+        fields = {"family": self.model_type, **sizes, **architecture_fields(self.details)}
         return from_data(fields, Architecture, where=f"row `{self.id}` of models.toml")
 
     def reference(self) -> ModelReference:

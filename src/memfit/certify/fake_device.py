@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.optim.optimizer as torch_optimizer
 import torch.utils._foreach_utils as foreach_utils
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memfit.certify.cuda_guard import cuda_hooks, install_guard
@@ -54,6 +55,7 @@ def fake_device(device: Device) -> Iterator[FastFakeMode]:
         stack.enter_context(_foreach_on_fake_tensors())
         stack.enter_context(set_while(torch, "compile", _leave_out))
         stack.enter_context(set_while(torch.amp.GradScaler, "_maybe_opt_step", _never_skip))
+        stack.enter_context(_grouped_products())
         if kind == "cuda":
             stack.enter_context(_no_cuda_initialisation())
             install_guard()
@@ -103,6 +105,32 @@ def _foreach_on_fake_tensors() -> Iterator[None]:
     finally:
         for kinds, kind in added:
             kinds.remove(kind)
+
+
+@contextmanager
+def _grouped_products() -> Iterator[None]:
+    """torch's shape rule of a grouped product refuses all dtypes but bf16, which its kernels do
+
+    not: fp32 and fp16 are multiplied group by group (aten/src/ATen/native/GroupedMMUtils.h).
+    """
+    product = torch.ops.aten._grouped_mm.default
+    if fake_impls._is_op_registered_to_fake_rule(product):
+        raise NotCertified(f"torch {torch.__version__} has a rule of its own for {product}")
+    fake_impls.register_op_impl(product)(_grouped_product)
+    try:
+        yield
+    finally:
+        fake_impls._deregister_op_impl(product)
+
+
+def _grouped_product(
+    mode: FakeTensorMode, _: Any, x: Tensor, weight: Tensor, offs: Tensor, *options: Any
+) -> Tensor:
+    """(rows, k) x (groups, k, n) -> (rows, n), and (m, rows) x (rows, n) -> (groups, m, n)."""
+    summed = weight.dim() == 2  # over the rows of each group
+    shape = (*offs.shape, x.shape[0], weight.shape[1]) if summed else (x.shape[0], weight.shape[2])
+    with mode:
+        return torch.empty(shape, dtype=x.dtype, device=x.device)
 
 
 def _never_skip(_: Any, optimizer: Any, __: Any, *args: Any, **kwargs: Any) -> Any:

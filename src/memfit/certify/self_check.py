@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import grouped_mm, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
 from memfit.errors import NotCertified
@@ -183,6 +183,31 @@ def _a_block(kind: str) -> list[Proof]:
     return [Proof("tensors that a block keeps", (saved + 2 * tokens * HIDDEN,), (found.kept,))]
 
 
+def _grouped_products(kind: str) -> list[Proof]:
+    """Rows with the matrices of their groups: the product, and gradients of both; in any dtype."""
+    return [_grouped_product(kind, dtype) for dtype in (torch.bfloat16, torch.float32)]
+
+
+def _grouped_product(kind: str, dtype: torch.dtype) -> Proof:
+    rows = _empty(kind, TOKENS, HIDDEN, dtype=dtype)
+    weights = _empty(kind, HEADS, FFN, HIDDEN, dtype=dtype)
+    ends = torch.empty(HEADS, dtype=torch.int32, device=kind).fill_(TOKENS)
+    inputs, out = [rows, weights], list[Tensor]()
+    forward = _watch(
+        kind, [*inputs, ends],
+        lambda: out.append(grouped_mm(rows, weights.transpose(1, 2), offs=ends)),
+    )  # fmt: skip
+    outer = torch.empty_like(out[0])
+    backward = _watch(
+        kind, [*inputs, ends, *out, outer], lambda: torch.autograd.grad(out[0], inputs, outer)
+    )
+    return Proof(
+        f"a grouped product of {str(dtype).removeprefix('torch.')} and its gradients",
+        (outer.nbytes, rows.nbytes + weights.nbytes),
+        (forward.kept, backward.kept),
+    )
+
+
 def _silu_backward(kind: str) -> list[Proof]:
     x = _empty(kind, TOKENS, FFN)
     y = silu(x)
@@ -295,8 +320,8 @@ def _show(figures: Figures) -> str:
 
 
 _PROOFS: tuple[Callable[[str], list[Proof]], ...] = (
-    _nothing_is_computed, _math_attention, _a_block, _silu_backward, _autocast_casts,
-    _recomputation, _optimizer_step, _clipping, _order_of_frees,
+    _nothing_is_computed, _math_attention, _a_block, _grouped_products, _silu_backward,
+    _autocast_casts, _recomputation, _optimizer_step, _clipping, _order_of_frees,
 )  # fmt: skip
 _FLASH: tuple[Callable[[str], list[Proof]], ...] = (_flash_attention,)
 _CUDA: tuple[Callable[[str], list[Proof]], ...] = (_efficient_attention,)

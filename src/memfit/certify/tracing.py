@@ -169,7 +169,7 @@ def _run(
 def _generate(recipe: Recipe, kind: str, recorder: Recorder, weights: EmptyWeights | None) -> None:
     model = build_generator(recipe, kind)
     recorder.register_model(model)
-    trained = EmptyWeights.like(model)
+    trained = EmptyWeights.like(model, recipe.model.config["model_type"])
     fill_generator(model, recipe, weights if recipe.method == "lora" else None, trained)
     cache = None
     for tokens in (max(1, recipe.sequence_length - 1), 1):
@@ -184,8 +184,9 @@ def _weights_of(recipe: Recipe) -> EmptyWeights | None:
     """What `fill_weights` reads, without values; made before anything is fake: it opens files."""
     if recipe.weights == "random" or recipe.parallel.world > 1:
         return None
-    prefix = read_model(recipe.model).weights[0].name.partition(".")[0]
-    return EmptyWeights.of(recipe.model.source, prefix)
+    model = read_model(recipe.model)
+    prefix = model.weights[0].name.partition(".")[0]
+    return EmptyWeights.of(recipe.model.source, prefix, model.architecture.family)
 
 
 def _make_batches(shapes: Sequence[BatchShape], kind: str, recorder: LiveBytes) -> Iterator[Batch]:

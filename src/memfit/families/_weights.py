@@ -38,22 +38,36 @@ def head(a: Architecture) -> tuple[Weight, ...]:
     return tuple(Weight(name=name, shape=shape, part="head") for name, shape in found)
 
 
-def gated_block(a: Architecture) -> Rows:
-    """Llama's block: grouped attention, a gated feed-forward and two RMSNorms."""
+def attention_rows(a: Architecture) -> Rows:
+    """Llama's attention: grouped heads, and Qwen3's norms over one head after the projection."""
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     rows = linear("self_attn.q_proj", q, a.hidden, a.attention_bias)
     rows += linear("self_attn.k_proj", kv, a.hidden, a.attention_bias)
     rows += linear("self_attn.v_proj", kv, a.hidden, a.attention_bias)
     rows += linear("self_attn.o_proj", a.hidden, q, a.output_bias)
-    if a.qk_norm:  # over one head, after the projection
+    if a.qk_norm:
         rows += [("self_attn.q_norm.weight", (a.head_dim,))]
         rows += [("self_attn.k_norm.weight", (a.head_dim,))]
-    rows += linear("mlp.gate_proj", a.ffn, a.hidden, a.mlp_bias)
-    rows += linear("mlp.up_proj", a.ffn, a.hidden, a.mlp_bias)
-    rows += linear("mlp.down_proj", a.hidden, a.ffn, a.mlp_bias)
-    rows += [("input_layernorm.weight", (a.hidden,))]
-    rows += [("post_attention_layernorm.weight", (a.hidden,))]
     return rows
+
+
+def gated_rows(name: str, a: Architecture, ffn: int) -> Rows:
+    """A gated feed-forward of that width."""
+    rows = linear(f"{name}.gate_proj", ffn, a.hidden, a.mlp_bias)
+    rows += linear(f"{name}.up_proj", ffn, a.hidden, a.mlp_bias)
+    rows += linear(f"{name}.down_proj", a.hidden, ffn, a.mlp_bias)
+    return rows
+
+
+def norm_rows(a: Architecture) -> Rows:
+    """The two RMSNorms of Llama's block."""
+    names = ("input_layernorm.weight", "post_attention_layernorm.weight")
+    return [(name, (a.hidden,)) for name in names]
+
+
+def gated_block(a: Architecture) -> Rows:
+    """Llama's block: grouped attention, a gated feed-forward and two RMSNorms."""
+    return attention_rows(a) + gated_rows("mlp", a, a.ffn) + norm_rows(a)
 
 
 def gated_weights(a: Architecture) -> tuple[Weight, ...]:

@@ -2,7 +2,8 @@
 
 FLOP: 2 per parameter and token forward, 2 for the input's gradient, 2 for the weight's (Kaplan et
 al. 2001.08361, section 2.1; 6 in all for full training), plus causal attention's 2 x 2 x s x s/2 x
-hidden a sequence forward and twice that backward. A frozen weight needs no weight gradient, and a
+hidden a sequence forward and twice that backward. Of a layer's experts only those count that a
+token visits. A frozen weight needs no weight gradient, and a
 block before the first trainable parameter no backward at all. Known error: under LoRA the gradient
 of the first block's input is counted though nothing needs it (one block's q, k, v).
 
@@ -77,8 +78,9 @@ def sum_up(model: Model) -> Totals:
         if w.trainable:
             gradient_bytes, trainable = gradient_bytes + nbytes, trainable + numel
             first = min(first, {"embedding": 0, "block": w.layer}.get(w.part, first))
-        if len(w.shape) != 2:
+        if len(w.shape) < 2:
             continue
+        numel = model.active(w)
         if w.part == "head":
             head, head_trained = head + numel, head_trained + numel * w.trainable
         elif w.part == "block":

@@ -11,12 +11,14 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import nn
 
 from memfit.errors import RunFailed
 from memfit.libraries import quiet_import
 from memfit.train.build import Built
 from memfit.train.checkpoint import flush, on_host
 from memfit.train.hugging_face import base_model
+from memfit.train.stored import file_parts
 from memfit.train.tokenizer import Tokenizer
 
 with quiet_import():
@@ -60,7 +62,7 @@ def _save_whole(folder: Path, built: Built, tokenizer: Tokenizer) -> None:
     """A tied head is left out, as Hugging Face does; the config is the one the user gave."""
     model = base_model(built.model)
     save_file(
-        on_host(dict(model.named_parameters())),
+        file_tensors(model, built.recipe.model.config["model_type"]),
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
@@ -70,6 +72,15 @@ def _save_whole(folder: Path, built: Built, tokenizer: Tokenizer) -> None:
     if tokenizer.end is not None:
         config.eos_token_id = tokenizer.end
     config.save_pretrained(str(folder))
+
+
+def file_tensors(model: nn.Module, family: str) -> dict[str, torch.Tensor]:
+    """The parameters on the host, under the names of the family's published files."""
+    return {
+        part.name: tensor[part.where]
+        for name, tensor in on_host(dict(model.named_parameters())).items()
+        for part in file_parts(name, tuple(tensor.shape), family)
+    }
 
 
 def _save_adapter(folder: Path, built: Built) -> None:

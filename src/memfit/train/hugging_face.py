@@ -13,6 +13,7 @@ from memfit.libraries import quiet_import
 from memfit.recipe import Recipe
 from memfit.train.attention import BACKENDS, register_attention
 from memfit.train.attention_classes import hand_on_documents, register_class
+from memfit.train.experts import register_experts
 
 with quiet_import():
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -36,13 +37,16 @@ class Parts:
 
 
 def bare_model(recipe: Recipe) -> PreTrainedModel:
-    """Hugging Face's class on the meta device, in fp32, with memfit's attention."""
+    """Hugging Face's class on the meta device, in fp32, with memfit's attention and experts."""
     config = AutoConfig.for_model(**without_dropout(recipe.model))
     name = register_attention(recipe.attention)
     register_class(config.model_type, name, BACKENDS[recipe.attention])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=name, dtype=torch.float32
+            config,
+            attn_implementation=name,
+            experts_implementation=register_experts(),
+            dtype=torch.float32,
         )
     # With it set, GPT-2 compares the batch with the padding token at every forward: a read-back
     # from the device that changes nothing.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,11 +18,11 @@ from memfit.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.recipe import Recipe
 from memfit.train.hugging_face import bare_model, base_model
+from memfit.train.stored import Part, file_parts, find_parts
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"  # peft's
-OTHER_NAMES = {"lm_head.weight": "embed_out.weight"}  # what GPT-NeoX's files still call the head
 
 
 DTYPES = {
@@ -33,10 +33,13 @@ UNKNOWN = torch.float32  # the widest that weights are published in
 
 
 class Weights(Protocol):
-    """Where a parameter's values come from, one at a time."""
+    """Where a parameter's values come from, one tensor at a time."""
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor of a parameter, in host memory, as the file stores it."""
+    def parts(self, name: str, shape: tuple[int, ...]) -> Sequence[Part]:
+        """The tensors of the source that make up a parameter."""
+
+    def read(self, part: Part) -> Tensor:
+        """One of them, in host memory, as the file stores it."""
 
 
 def fill_weights(model: nn.Module, recipe: Recipe, weights: Weights | None = None) -> None:
@@ -68,7 +71,8 @@ def copy_weights(parameters: Mapping[str, nn.Parameter], weights: Weights) -> No
     """
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(weights.read(name, tuple(parameter.shape)))
+            for part in weights.parts(name, tuple(parameter.shape)):
+                parameter[part.where].copy_(weights.read(part))
 
 
 class FileWeights:
@@ -80,15 +84,18 @@ class FileWeights:
         self._files = _tensor_files(source) if single == SINGLE else _names_in(Path(source, single))
         self._opened: dict[Path, Any] = {}
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """See `Weights`. Raises InvalidRequest: a missing tensor, a wrong shape, a broken file."""
-        stored = _stored_name(name, self._prefix, self._files, self._source)
-        file = self._files[stored]
+    def parts(self, name: str, shape: tuple[int, ...]) -> Sequence[Part]:
+        """See `Weights`. Raises InvalidRequest: a missing tensor."""
+        return _parts(name, shape, self._prefix, self._files, self._source)
+
+    def read(self, part: Part) -> Tensor:
+        """See `Weights`. Raises InvalidRequest: a wrong shape, a broken file."""
+        file = self._files[part.name]
         if file not in self._opened:
             self._opened[file] = _open(file)  # mapped, not read
         opened = self._opened[file]
-        _check_shape(opened, stored, file, shape)
-        tensor: Tensor = opened.get_tensor(stored)
+        _check_shape(opened, part.name, file, part.shape)
+        tensor: Tensor = opened.get_tensor(part.name)
         return tensor
 
 
@@ -96,29 +103,40 @@ class EmptyWeights:
     """Host tensors with the shapes and dtypes of a source and no values: what a trace reads.
 
     `known` is false where the source's files are not on this machine; their dtype is then taken
-    to be `UNKNOWN`.
+    to be `UNKNOWN`, and their tensors to be those that the family's publisher stores.
     """
 
-    def __init__(self, prefix: str, dtypes: Mapping[str, torch.dtype]) -> None:
+    def __init__(self, prefix: str, family: str, dtypes: Mapping[str, torch.dtype]) -> None:
         self._prefix = prefix
+        self._family = family
         self._dtypes = dtypes
         self.known = bool(dtypes)
 
     @classmethod
-    def of(cls, source: str, prefix: str) -> EmptyWeights:
+    def of(cls, source: str, prefix: str, family: str) -> EmptyWeights:
         """Of a folder or hub id, as far as its files are on this machine."""
-        return cls(prefix, _dtypes_here(source))
+        return cls(prefix, family, _dtypes_here(source))
 
     @classmethod
-    def like(cls, model: nn.Module) -> EmptyWeights:
+    def like(cls, model: nn.Module, family: str) -> EmptyWeights:
         """Of a file that holds the model's own parameters in their own dtypes."""
-        own = {n.replace(".default.", "."): p.dtype for n, p in model.named_parameters()}
-        return cls("", own)
+        own = {n.replace(".default.", "."): p for n, p in model.named_parameters()}
+        stored = {
+            part.name: p.dtype
+            for n, p in own.items()
+            for part in file_parts(n, tuple(p.shape), family)
+        }
+        return cls("", family, stored)
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def parts(self, name: str, shape: tuple[int, ...]) -> Sequence[Part]:
+        """See `Weights`; of those alike, which are read one after the other, one stands for all."""
+        found = find_parts(name, shape, self._prefix, self._dtypes.__contains__)
+        parts = found or file_parts(name, shape, self._family)
+        return list({(p.shape, self._dtypes.get(p.name)): p for p in parts}.values())
+
+    def read(self, part: Part) -> Tensor:
         """See `Weights`."""
-        names = (n for n in _names_on_disk(name, self._prefix) if n in self._dtypes)
-        return torch.empty(shape, dtype=self._dtypes.get(next(names, name), UNKNOWN))
+        return torch.empty(part.shape, dtype=self._dtypes.get(part.name, UNKNOWN))
 
 
 def _dtypes_here(source: str) -> dict[str, torch.dtype]:
@@ -142,8 +160,8 @@ def check_weights(recipe: Recipe) -> None:
     files, prefix = _tensor_files(source), rows[0].name.partition(".")[0]
     wanted: dict[Path, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
     for row in rows:
-        stored = _stored_name(row.name, prefix, files, source)
-        wanted[files[stored]].append((stored, row.shape))
+        for part in _parts(row.name, row.shape, prefix, files, source):
+            wanted[files[part.name]].append((part.name, part.shape))
     for file, tensors in wanted.items():
         with _open(file) as opened:
             for stored, shape in tensors:
@@ -159,20 +177,17 @@ def _fill_random(recipe: Recipe, base: dict[str, nn.Parameter]) -> None:
         twin.apply(twin._init_weights)  # children first: GPT-2's blocks scale projections last
 
 
-def _names_on_disk(name: str, prefix: str) -> tuple[str, ...]:
-    """Files of a bare backbone, such as GPT-2's on the hub, lack the prefix."""
-    return name, name.removeprefix(f"{prefix}."), OTHER_NAMES.get(name, name)
-
-
-def _stored_name(name: str, prefix: str, files: Mapping[str, Path], source: str) -> str:
-    """The one of a parameter's names on disk that the files hold."""
-    stored = next((n for n in _names_on_disk(name, prefix) if n in files), None)
-    if stored is None:
+def _parts(
+    name: str, shape: tuple[int, ...], prefix: str, files: Mapping[str, Path], source: str
+) -> list[Part]:
+    """The tensors of these files that make up a parameter."""
+    parts = find_parts(name, shape, prefix, files.__contains__)
+    if not parts:
         raise InvalidRequest(
             f"no tensor `{name}` in the weights of `{source}`",
             hint="the weights and config.json belong to different models",
         )
-    return stored
+    return parts
 
 
 def _check_shape(opened: Any, name: str, file: Path, want: tuple[int, ...]) -> None:

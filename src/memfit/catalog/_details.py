@@ -1,0 +1,29 @@
+"""What a row of models.toml says of experts, in memfit's words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_EXPERTS = {
+    "n_experts": "count",
+    "top_k": "per_token",
+    "moe_ffn": "ffn",
+    "dense_layers": "dense_layers",
+    "norm_top_k": "normalised",
+}
+_NOT_TRAINED = ("mtp_layers",)  # blocks that predict further tokens; Hugging Face drops them
+
+
+def architecture_fields(details: Mapping[str, Any]) -> dict[str, Any]:
+    """The details of a row as fields of `Architecture`; nested where it nests them.
+
+    A row's shared experts are `shared_experts` of the routed ones' width, or one of `shared_ffn`.
+    """
+    left = {key: value for key, value in details.items() if key not in _NOT_TRAINED}
+    if "n_experts" not in left:
+        return left
+    experts = {new: left.pop(old) for old, new in _EXPERTS.items() if old in left}
+    joined = left.pop("shared_experts", 0) * experts["ffn"]
+    experts["shared_ffn"] = left.pop("shared_ffn", joined)
+    return {**left, "experts": experts}

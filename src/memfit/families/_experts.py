@@ -1,0 +1,200 @@
+"""What mixtures of experts share: their keys of config.json, their weights, their forward.
+
+Every expert of a layer is one slice of two 3-D parameters, and a layer's tokens are multiplied in
+the order of their experts (train/experts.py). What that holds does not depend on the routing: one
+row a token and chosen expert, whoever was chosen. So an imbalance of experts costs no memory
+where all experts are on one device or sharded as FSDP2 shards them; it would under expert
+parallelism, where each rank receives the tokens of its own experts.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from memfit import sizes
+from memfit.errors import InvalidRequest
+from memfit.families import Family
+from memfit.families._config import refuse, size
+from memfit.families._weights import Rows, gated_block, head, rotary_buffers
+from memfit.families.forward import (
+    Embedded,
+    Forward,
+    Weights,
+    activate,
+    gated_attention,
+    gated_mlp,
+    module,
+    rms_norm,
+    rotary_embed,
+)
+from memfit.model import Architecture, Experts, TensorSpec, Weight
+from memfit.sizes import Tensor, routing
+
+ALIGNMENT = 8  # elements: torch's grouped product reads 16 bytes at once, of any dtype
+
+
+def read_experts(
+    config: Mapping[str, Any],
+    *,
+    count: tuple[str, int],
+    per_token: tuple[str, int],
+    ffn: tuple[str, int],
+    shared_ffn: int = 0,
+    dense_layers: int = 0,
+    normalised: bool = True,
+) -> Experts:
+    """The experts of config.json; of each key its name and the default of Hugging Face's class.
+
+    Raises InvalidRequest: more experts a token than there are, a layer that has none at all, the
+    router's own loss (which memfit's step does not add), or widths that no grouped product takes.
+    """
+    refuse(config, "output_router_logits", (False, None))
+    experts = Experts(
+        count=size(config, *count), per_token=size(config, *per_token), ffn=size(config, *ffn),
+        shared_ffn=shared_ffn, dense_layers=dense_layers, normalised=normalised,
+    )  # fmt: skip
+    if experts.per_token > experts.count:
+        raise InvalidRequest(
+            f"`{per_token[0]}: {experts.per_token}` in config.json, and there are"
+            f" {experts.count} experts (`{count[0]}`)"
+        )
+    for key, width in ((ffn[0], experts.ffn), ("hidden_size", size(config, "hidden_size"))):
+        if width % ALIGNMENT:
+            raise InvalidRequest(
+                f"`{key}: {width}` in config.json: experts are multiplied together in rows of a"
+                f" multiple of {ALIGNMENT} elements"
+            )
+    return experts
+
+
+def every_layer_has_experts(config: Mapping[str, Any]) -> None:
+    """Refuse Qwen's keys that give some layers a plain feed-forward: no published model does."""
+    refuse(config, "mlp_only_layers", (None, []))
+    refuse(config, "decoder_sparse_step", (1,))
+
+
+def expert_rows(a: Architecture) -> Rows:
+    """All routed experts of a layer: gate and up joined, and down."""
+    e = a.experts
+    return [
+        ("mlp.experts.gate_up_proj", (e.count, 2 * e.ffn, a.hidden)),
+        ("mlp.experts.down_proj", (e.count, a.hidden, e.ffn)),
+    ]
+
+
+def router_rows(a: Architecture) -> Rows:
+    """One score a token and expert."""
+    return [("mlp.gate.weight", (a.experts.count, a.hidden))]
+
+
+class ExpertFamily(Family):
+    """Llama's decoder with experts; a family adds its config, its rows and its feed-forward.
+
+    Abstract, as `Family` is: a family implements it once and is final.
+    """
+
+    @abstractmethod
+    def rows(self, a: Architecture) -> Rows:
+        """The weights of one block that has experts, in the order of Hugging Face's class."""
+
+    @abstractmethod
+    def feed_forward(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """The experts of one block: (batch, tokens, hidden) -> the same."""
+
+    def weights(self, a: Architecture) -> tuple[Weight, ...]:
+        """See `Family.weights`; the first layers may have a plain feed-forward."""
+        dense, sparse = gated_block(a), self.rows(a)
+        return (
+            Weight(name="model.embed_tokens.weight", shape=(a.vocab, a.hidden), part="embedding"),
+            *(
+                Weight(name=f"model.layers.{layer}.{name}", shape=shape, part="block", layer=layer)
+                for layer in range(a.layers)
+                for name, shape in (dense if layer < a.experts.dense_layers else sparse)
+            ),
+            Weight(name="model.norm.weight", shape=(a.hidden,), part="norm"),
+            *head(a),
+        )
+
+    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
+        """See `Family.buffers`."""
+        return rotary_buffers(a)
+
+    def embed(self, forward: Forward, weights: Weights) -> Embedded:
+        """See `Family.embed`."""
+        return rotary_embed(forward, weights["embed_tokens.weight"])
+
+    def block(
+        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+    ) -> Tensor:
+        """See `Family.block`."""
+        residual = x
+        x = rms_norm(forward, weights["input_layernorm.weight"], x)
+        x = gated_attention(forward, weights, x, (given[0], given[1]))
+        x = sizes.add(residual, x)
+        residual = x
+        x = rms_norm(forward, weights["post_attention_layernorm.weight"], x)
+        if "mlp.experts.gate_up_proj" in weights:
+            x = self.feed_forward(forward, weights, x)
+        else:
+            x = gated_mlp(forward, weights, x)
+        return sizes.add(residual, x)
+
+    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `Family.finish`."""
+        return rms_norm(forward, weights["norm.weight"], x)
+
+
+Routed = tuple[Tensor, Tensor, Tensor]  # the router's logits, shares, chosen experts
+
+
+@module
+def route(forward: Forward, weights: Weights, x: Tensor) -> Routed:
+    """Qwen's router: softmax over all experts in fp32, the best of them, in the logits' dtype.
+
+    x: (tokens, hidden). Returns (tokens, experts), (tokens, per_token), (tokens, per_token).
+    """
+    experts = forward.architecture.experts
+    x = sizes.reshape(x, -1, forward.architecture.hidden)
+    logits = sizes.linear(x, weights["mlp.gate.weight"])
+    odds = routing.softmax_in_float(logits)
+    shares, chosen = routing.top_k(odds, experts.per_token)
+    if experts.normalised:
+        shares = routing.divide_in_place(shares, routing.total(shares, -1, keep=True))
+    shares = sizes.cast(shares, logits.dtype)
+    return logits, shares, chosen
+
+
+@module
+def run_experts(
+    forward: Forward, weights: Weights, hidden: Tensor, chosen: Tensor, shares: Tensor
+) -> Tensor:
+    """`run_experts` of train/experts.py: (tokens, hidden) -> the same."""
+    per_token = chosen.shape[1]
+    ordered, order = routing.sort(sizes.view(chosen, -1))
+    back = _inverse(order)
+    numbers = routing.integers(hidden, forward.architecture.experts.count)
+    ends = routing.integers(hidden, forward.architecture.experts.count, "int32")
+    x = routing.spread(hidden, order, back)
+    x = routing.grouped_linear(x, weights["mlp.experts.gate_up_proj"], ends)
+    x = _gate(forward, x)
+    x = routing.grouped_linear(x, weights["mlp.experts.down_proj"], ends)
+    x = routing.restore(x, order, back)
+    x = sizes.mul(sizes.view(x, -1, per_token, hidden.shape[1]), routing.add_dimension(shares))
+    x = sizes.cast(routing.total(x, 1), hidden.dtype)
+    del ordered, numbers  # alive until here
+    return x
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """Where each row went; the numbers that are written into it are gone afterwards."""
+    back = routing.integers(order, order.shape[0])
+    routing.integers(order, order.shape[0])
+    return back
+
+
+def _gate(forward: Forward, x: Tensor) -> Tensor:
+    """act(first half) * second half."""
+    gate, up = sizes.split(x, (x.shape[1] // 2,) * 2, 1)
+    return sizes.mul(activate(forward, gate), up)

@@ -1,0 +1,119 @@
+"""Mixtral 8x7B and 8x22B (Jiang et al. 2401.04088; Hugging Face's `mixtral`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from memfit import sizes
+from memfit.families import families
+from memfit.families._config import (
+    activation,
+    flag,
+    head_size,
+    key_value_heads,
+    refuse,
+    size,
+    whole_head_rotates,
+)
+from memfit.families._experts import (
+    ExpertFamily,
+    Routed,
+    expert_rows,
+    read_experts,
+    router_rows,
+    run_experts,
+)
+from memfit.families._weights import Rows, attention_rows, gated_config, norm_rows
+from memfit.families.forward import Forward, Weights, module
+from memfit.model import Architecture
+from memfit.sizes import Tensor, routing
+from memfit.sizes.elementwise import softmax
+
+
+@final
+class Mixtral(ExpertFamily):
+    """Mistral's block with a feed-forward chosen for each token among several.
+
+    Memory does not depend on which experts are chosen (`_experts`). The router's auxiliary loss
+    is not part of memfit's step: it is off unless `output_router_logits` asks for it, and then
+    the config is refused.
+    """
+
+    name = "mixtral"
+    lora_targets = ("q_proj", "v_proj")
+    dropouts = ("attention_dropout",)
+
+    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+        """See `Family.architecture`; defaults are those of `MixtralConfig`."""
+        hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
+        kv_heads = key_value_heads(config, heads, absent=8)
+        whole_head_rotates(config)
+        refuse(config, "router_jitter_noise", (0, 0.0, None))
+        head_dim = head_size(config, hidden, heads)
+        ffn = size(config, "intermediate_size")
+        window = config.get("sliding_window")
+        return Architecture(
+            family=self.name,
+            layers=size(config, "num_hidden_layers"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            ffn=ffn,
+            vocab=size(config, "vocab_size"),
+            max_sequence=size(config, "max_position_embeddings", 4096 * 32),
+            tied_embeddings=flag(config, "tie_word_embeddings", False),
+            rotary_dim=head_dim,
+            activation=activation(config, "hidden_act", "silu"),
+            sliding_window=0 if window is None else size(config, "sliding_window"),
+            experts=read_experts(
+                config,
+                count=("num_local_experts", 8),
+                per_token=("num_experts_per_tok", 2),
+                ffn=("intermediate_size", ffn),
+            ),
+        )
+
+    def config(self, a: Architecture) -> dict[str, Any]:
+        """See `Family.config`."""
+        return gated_config(a) | {
+            "num_local_experts": a.experts.count,
+            "num_experts_per_tok": a.experts.per_token,
+            "sliding_window": a.sliding_window or None,
+            "router_jitter_noise": 0.0,
+        }
+
+    def rows(self, a: Architecture) -> Rows:
+        """See `ExpertFamily.rows`."""
+        return attention_rows(a) + router_rows(a) + expert_rows(a) + norm_rows(a)
+
+    def feed_forward(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `ExpertFamily.feed_forward`."""
+        return _experts(forward, weights, x)
+
+
+@module
+def _experts(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+    """`MixtralSparseMoeBlock`."""
+    shape = x.shape
+    x = sizes.view(x, -1, shape[-1])
+    logits, shares, chosen = _route(forward, weights, x)
+    x = run_experts(forward, weights, x, chosen, shares)
+    x = sizes.reshape(x, *shape)
+    del logits  # alive until here
+    return x
+
+
+@module
+def _route(forward: Forward, weights: Weights, x: Tensor) -> Routed:
+    """`MixtralTopKRouter`: as Qwen's, but the shares stay in fp32."""
+    x = sizes.reshape(x, -1, forward.architecture.hidden)
+    logits = sizes.linear(x, weights["mlp.gate.weight"])
+    odds = softmax(sizes.cast(logits, "float32"))
+    shares, chosen = routing.top_k(odds, forward.architecture.experts.per_token)
+    shares = routing.divide_in_place(shares, routing.total(shares, -1, keep=True))
+    return logits, shares, chosen
+
+
+families.register("mixtral")(Mixtral())
