@@ -33,6 +33,8 @@ class Forward(msgspec.Struct, frozen=True):
     documents: Documents | None
     adapter_dropout: bool = False
     kind: str = ""  # of the block that runs, where the architecture has kinds
+    # what variables of the training loop hold until the next micro-batch names them again
+    loop: dict[str, list[Tensor]] = {}
 
     @property
     def batch(self) -> int:

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import msgspec
 
 from memfit import sizes
-from memfit.families import Family, find_family
-from memfit.families.forward import Documents, Forward, Weights, loss_mean, module
+from memfit.families.forward import Documents, Forward, Weights, module
 from memfit.ledger import Kind
 from memfit.model import Architecture, Model, Weight
 from memfit.nouns import Noun
+from memfit.plan.program import OwnProgram, Program
 from memfit.sizes import Meter, Tensor
 
 Part = tuple[Kind, str]  # kind, owner
@@ -87,6 +87,8 @@ class Setting(Noun, frozen=True, kw_only=True):
     cuda: bool
     adapter_dropout: bool
     accumulates: bool  # whether there is a later micro-batch
+    again: bool = False  # whether the later micro-batch is of the next step, without gradients
+    program: Program | None = None  # of another framework's step; None is memfit's own
 
 
 class Mark(NamedTuple):
@@ -201,7 +203,7 @@ class _Simulation:
     def __init__(self, setting: Setting, batch: Batch) -> None:
         self.setting, self.batch = setting, batch
         a = setting.architecture
-        self.family: Family = find_family(a.family)
+        self.program = setting.program or OwnProgram(family=a.family, chunk=setting.chunk)
         self.meter = Meter(
             cuda=setting.cuda,
             autocast=setting.autocast, low=setting.compute, vocab=a.vocab,
@@ -215,6 +217,7 @@ class _Simulation:
             for block in run.cycle * run.count:
                 self.blocks.append((self._weights(block.rows), block))
         self.scale = sizes.parameter(self.meter, (), "float32", trainable=False)
+        self.loop: dict[str, list[Tensor]] = {}
         self.marks: list[Mark] = []
 
     def _weights(self, rows: tuple[Row, ...]) -> Weights:
@@ -228,7 +231,11 @@ class _Simulation:
 
     def run(self) -> Recording:
         first = self._micro_batch()
-        later = self._micro_batch() if self.setting.accumulates else None
+        setting = self.setting
+        for weights in (self.outside, *(w for w, _ in self.blocks)) if setting.again else ():
+            for weight in weights.values():
+                weight.grad = None
+        later = self._micro_batch() if setting.accumulates or setting.again else None
         return Recording(self.meter, first, later)
 
     def _product_begins(self) -> None:
@@ -252,7 +259,7 @@ class _Simulation:
         forward = Forward(
             architecture=self.setting.architecture, meter=meter, kernel=self.setting.kernel,
             input_ids=input_ids, position_ids=position_ids, documents=batch.documents,
-            adapter_dropout=self.setting.adapter_dropout,
+            adapter_dropout=self.setting.adapter_dropout, loop=self.loop,
         )  # fmt: skip
         self.marks = []
         self.mark("embedding", "embedding")
@@ -260,7 +267,7 @@ class _Simulation:
         with meter.with_autocast(self.setting.autocast):
             hidden = _backbone(forward, self, boundaries)
             self.mark("loss", "loss")
-            loss = loss_mean(forward, self.outside, hidden, labels, self.setting.chunk)
+            loss = self.program.loss(forward, self.outside, hidden, labels)
             del hidden
         self.mark("head", "loss")
         product = sizes.mul(loss, self.scale) if self.setting.scaled else loss
@@ -293,16 +300,16 @@ class _Simulation:
 @module
 def _backbone(forward: Forward, simulation: _Simulation, boundaries: list[int]) -> Tensor:
     """The model without its head; notes where each block begins."""
-    family, meter = simulation.family, forward.meter
-    x, given, kept = family.embed(forward, simulation.outside)
+    program, meter = simulation.program, forward.meter
+    x, given, kept = program.embed(forward, simulation.outside)
     for index, (weights, block) in enumerate(simulation.blocks):
         simulation.mark(f"block {index}", "blocks")
         boundaries.append(meter.sequence)
         here = msgspec.structs.replace(forward, kind=block.kind)
-        x = _block(here, family, weights, x, given, block.recomputed)
+        x = _block(here, program, weights, x, given, block.recomputed)
     simulation.mark("norm", "norm")
     boundaries.append(meter.sequence)
-    x = family.finish(forward, simulation.outside, x)
+    x = program.finish(forward, simulation.outside, x)
     del kept  # alive until here
     return x
 
@@ -310,15 +317,15 @@ def _backbone(forward: Forward, simulation: _Simulation, boundaries: list[int]) 
 @module
 def _block(
     forward: Forward,
-    family: Family,
+    program: Program,
     weights: Weights,
     x: Tensor,
     given: tuple[Tensor, ...],
     recomputed: bool,
 ) -> Tensor:
     if not recomputed:
-        return family.block(forward, weights, x, given)
-    return sizes.checkpoint(lambda x: family.block(forward, weights, x, given), x)
+        return program.block(forward, weights, x, given)
+    return sizes.checkpoint(lambda x: program.block(forward, weights, x, given), x)
 
 
 def owner_of(part: str) -> str:

@@ -14,6 +14,16 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     return _negative_likelihood(_log_softmax(logits), labels)
 
 
+def cross_entropy_rows(logits: Tensor, labels: Tensor) -> Tensor:
+    """`F.cross_entropy(logits, labels, reduction="none")`: (tokens, vocab) -> (tokens)."""
+    x = _log_softmax(logits)
+    node = record(_negative_likelihood_backward, (x,), (x, labels))
+    result = attach(node, empty(x.meter, x.shape[:1], x.dtype))
+    if node is not None:
+        node.saved = [*node.saved, x.meter.pack(empty(x.meter, (), x.dtype))]
+    return result
+
+
 def _log_softmax(x: Tensor) -> Tensor:
     node = record(_log_softmax_backward, (x,))
     result = attach(node, like(x))

@@ -1,0 +1,199 @@
+"""A step of another framework, laid end to end: what is always held, the passes, the update.
+
+Shared by the frameworks whose forward is simulated over `memfit.sizes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+
+import msgspec
+
+from memfit.hardware import Device
+from memfit.ledger import Kind, Ledger, Phase
+from memfit.model import DTYPE_BYTES, Model
+from memfit.plan.blocks import (
+    ROUNDING,
+    Batch,
+    Part,
+    Parts,
+    Repeat,
+    Setting,
+    find_runs,
+    repeats,
+    shorten,
+    split_rows,
+)
+from memfit.plan.frameworks import Job, make_ledger
+from memfit.plan.memory import Level
+from memfit.plan.program import Program
+from memfit.plan.segments import Passes, Segment, expand, simulate
+from memfit.sizes.kernels import usable
+from memfit.sizes.meter import block_size
+from memfit.sizes.workspace import product_workspace
+from memfit.units import show_bytes
+
+Held = Mapping[Part, tuple[int, str]]  # kind, owner -> bytes, because
+GRADIENTS, INPUTS = Kind.GRADIENTS, (Kind.INPUT, "batch")
+
+
+class Simulated(msgspec.Struct, frozen=True):
+    """The passes of one rank's micro-batches, and how often each block stands in the model."""
+
+    first: Passes
+    later: Passes | None
+    counts: list[Repeat]
+
+
+def attention_kernel(job: Job) -> str:
+    """The kernel asked for, or the one that torch takes where that one cannot run."""
+    recipe, device = job.recipe, job.device
+    runs = usable(
+        recipe.compute_dtype, job.model.architecture.head_dim,
+        platform=device.platform, capability=device.capability,
+    )  # fmt: skip
+    return recipe.attention if recipe.attention in runs else runs[0]
+
+
+def run_passes(
+    job: Job, model: Model, program: Program, kernel: str, *, again: bool = False
+) -> Simulated:
+    """Simulate the micro-batches; model: with the dtypes and names that `program` asks for.
+
+    again: of a step with one micro-batch, the next step's too: for loops whose variables hold what
+    the one before has made.
+    """
+    recipe = job.recipe
+    outside, blocks = split_rows(model, recipe.recompute_blocks)
+    runs = find_runs(blocks)
+    setting = Setting(
+        architecture=msgspec.structs.replace(model.architecture, layers=0),
+        outside=outside,
+        runs=shorten(runs),
+        rows=0,
+        kernel=kernel,
+        autocast=recipe.autocast,
+        compute=recipe.compute_dtype,
+        scaled=recipe.scaled,
+        chunk=recipe.loss_chunk,
+        cuda=not job.device.is_cpu,
+        adapter_dropout=recipe.lora.dropout > 0,
+        accumulates=recipe.accumulation > 1,
+        again=again and recipe.accumulation == 1,
+        program=program,
+    )
+    batch = Batch(rows=recipe.micro_batch, tokens=recipe.sequence_length, documents=None)
+    first, *later = _simulate(setting, batch)
+    return Simulated(first, later[0] if later else None, repeats(runs))
+
+
+@lru_cache(maxsize=256)
+def _simulate(setting: Setting, batch: Batch) -> list[Passes]:
+    return simulate(setting, batch)
+
+
+def without(passes: Passes, kind: Kind) -> Passes:
+    """The same passes where these bytes are never there: another part of the ledger holds them."""
+
+    def strip(segment: Segment) -> Segment:
+        gone = sum(n for (k, _), n in segment.top.items() if k is kind)
+        return Segment(
+            segment.name,
+            {part: n for part, n in segment.net.items() if part[0] is not kind},
+            segment.rise - gone,
+            {part: n for part, n in segment.top.items() if part[0] is not kind},
+            segment.flop,
+        )
+
+    return Passes(*([strip(s) for s in stretch] for stretch in _stretches(passes)))
+
+
+def _stretches(passes: Passes) -> tuple[list[Segment], list[Segment], list[Segment]]:
+    return passes.forward, passes.loss, passes.backward
+
+
+def cublas(device: Device) -> Held:
+    """The workspaces of the forward's thread and of autograd's."""
+    each = 0 if device.is_cpu else product_workspace(device)
+    return {
+        (Kind.WORKSPACE, "cublas"): (2 * each, f"2 threads x {show_bytes(each)}, kept by the first")
+    }
+
+
+def rounded(nbytes: Iterable[int]) -> int:
+    """Bytes of the blocks that hold these tensors on CUDA."""
+    return sum(map(block_size, nbytes))
+
+
+def assemble(
+    job: Job,
+    simulated: Simulated,
+    *,
+    load: Held,
+    held: Held,
+    update: Held,
+    during: Mapping[Phase, Held] | None = None,
+) -> Ledger:
+    """The ledger of an optimizer step that is not the first.
+
+    load: at the end of loading; held: in every later instant; update: beside gradients, at the
+    worst moment of the optimizer's step; during: of the passes named, in each instant.
+    """
+    level = Level()
+    level.add(_bytes(held))
+    level.add({INPUTS: 2 * job.recipe.tokens * DTYPE_BYTES["int64"]})
+    extra = during or {}
+    why: dict[Part, str] = {}
+    for parts in (load, held, update, *extra.values()):
+        why |= {part: because for part, (_, because) in parts.items()}
+    _walk(level, simulated.first, simulated.counts, extra)
+    if simulated.later is not None:
+        if job.recipe.accumulation == 1:  # of the next step
+            level.add({p: -n for p, n in level.live.items() if p[0] is GRADIENTS})
+        later = _bytes(extra.get(Phase.ACCUMULATE, {}))
+        for stretch in _stretches(simulated.later):
+            for segments, times in expand(stretch, simulated.counts):
+                level.add(later)
+                level.walk(Phase.ACCUMULATE, segments, times)
+                level.add(later, -1)
+        level.note(Phase.ACCUMULATE)
+    elif job.recipe.accumulation > 1:  # by shorter samples, of which nothing is known
+        level.note(Phase.ACCUMULATE, _bytes(extra.get(Phase.ACCUMULATE, {})))
+    level.note(Phase.OPTIMIZER_STEP, _bytes(update))
+    instants = {Phase.LOAD: dict(load)}
+    for phase, (_, alive) in level.peaks.items():
+        instants[phase] = _named(alive, why)
+    return make_ledger(instants)
+
+
+def _walk(level: Level, passes: Passes, counts: list[Repeat], extra: Mapping[Phase, Held]) -> None:
+    phases = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD)
+    for phase, stretch in zip(phases, _stretches(passes), strict=True):
+        more = _bytes(extra.get(phase, {}))
+        level.add(more)
+        for segments, times in expand(stretch, counts):
+            level.walk(phase, segments, times)
+        level.note(phase)
+        level.add(more, -1)
+
+
+def _bytes(held: Held) -> Parts:
+    return {part: nbytes for part, (nbytes, _) in held.items()}
+
+
+def _named(parts: Parts, why: Mapping[Part, str]) -> dict[Part, tuple[int, str]]:
+    return {
+        part: (nbytes, why.get(part) or f"{show_bytes(nbytes)} of {part[0]} of the {part[1]}")
+        for part, nbytes in sorted(parts.items())
+        if nbytes and (part != ROUNDING or nbytes > 0)
+    }
+
+
+def owners(model: Model, nbytes: Callable[[str, tuple[int, ...]], int]) -> dict[str, list[int]]:
+    """Bytes of each parameter by component; nbytes: of a dtype and a shape."""
+    found: dict[str, list[int]] = {}
+    for w in model.weights:
+        part = "blocks" if w.part == "block" else w.part
+        found.setdefault(part, []).append(nbytes(w.dtype, w.shape))
+    return found
