@@ -29,7 +29,7 @@ from memfit import api, families
 from memfit.errors import Error, InvalidRequest
 from memfit.hardware import Device
 from memfit.nouns import from_data, to_data, to_json, write_atomically
-from memfit.plan.problem import find_reference
+from memfit.plan.reference import find_reference
 from memfit.request import Request
 from memfit.results import Plan
 from memfit.units import GIB, show_gib

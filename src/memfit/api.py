@@ -57,13 +57,20 @@ def plan(request: Request, *, device: Device | None = None) -> Plan:
 
 
 def predict(request: Request) -> Plan:
-    """Memory and time of one fully stated configuration; no search.
+    """Memory and time of one fully stated configuration; no search, no levers.
 
     Of another framework's step (`framework:`) the memory alone.
     """
     if request.framework != "memfit":
         return foreign.predict_foreign(request)
     return search.predict(problems.read_problem(request))
+
+
+def predict_with_levers(request: Request) -> Plan:
+    """As `predict`, with what each knob turned would save or cost (of memfit's own step)."""
+    if request.framework != "memfit":
+        return foreign.predict_foreign(request)
+    return search.predict_with_levers(problems.read_problem(request))
 
 
 def read_stated(request: Request) -> Stated:

@@ -18,6 +18,7 @@ from memfit.hardware import Device
 from memfit.nouns import to_data
 from memfit.plan import problem as problems
 from memfit.plan import search
+from memfit.plan.candidate import Candidate
 from memfit.plan.levers import EXACT, changed, knobs, turn
 from memfit.plan.verdict import ASSUMED_CONTEXT, needs
 from memfit.reading import change
@@ -187,7 +188,7 @@ def _distance(asked: Plan, made: Plan) -> tuple[bool, float]:
 
 def _relative_time(asked: Plan, made: Plan) -> float:
     problem = problems.read_problem(asked.request)
-    one, other = (search.Candidate.of(problem, plan.recipe).seconds for plan in (asked, made))
+    one, other = (Candidate.of(problem, plan.recipe).seconds for plan in (asked, made))
     return other / one
 
 

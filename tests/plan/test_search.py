@@ -6,8 +6,9 @@ import pytest
 from memfit import api
 from memfit.errors import InvalidRequest, UnknownName
 from memfit.nouns import from_data
+from memfit.plan.candidate import Candidate
 from memfit.plan.problem import CHUNKS, divisors, read_problem
-from memfit.plan.search import Candidate, describe, predict, search
+from memfit.plan.search import describe, predict, predict_with_levers, search
 from memfit.plan.verdict import needs
 from memfit.request import Request
 from memfit.units import MIB
@@ -120,6 +121,9 @@ def test_predict_refuses_what_is_left_open():
     stated = ask(recompute="full", loss="plain", micro_batch=4)
     plan = predict(read_problem(stated))
     assert describe(plan.recipe, 4) == "full fp32, micro-batch 4, recompute full, loss plain"
+    weighed = predict_with_levers(read_problem(stated))
+    assert weighed.levers
+    assert msgspec.structs.replace(weighed, levers=()) == plan
 
 
 @pytest.mark.parametrize(

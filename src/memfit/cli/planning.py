@@ -126,7 +126,7 @@ def predict_command(
     from memfit import api
 
     del quiet
-    plan = api.predict(read_target(target, device, memory, changes))
+    plan = api.predict_with_levers(read_target(target, device, memory, changes))
     return _finish(plan, as_json, why, _after_plan(plan, target, device, memory, changes, None))
 
 

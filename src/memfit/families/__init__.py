@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from memfit.errors import InvalidRequest, UnknownName, did_you_mean
@@ -100,6 +101,7 @@ def family_of(reference: ModelReference) -> Family:
     return find_family(model_type, of=reference.name)
 
 
+@lru_cache(maxsize=256)
 def read_model(reference: ModelReference) -> Model:
     """The model that a config.json describes, all weights trainable fp32.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import NamedTuple
 
 from memfit.ledger import Kind
 from memfit.model import DTYPE_BYTES, Model, Weight
@@ -17,9 +19,24 @@ def explain(kind: Kind, owner: str, nbytes: int, model: Model, recipe: Recipe) -
     return f"{show_bytes(nbytes)} of {kind}"
 
 
-def _rows(model: Model, owner: str) -> list[Weight]:
+class Weights(NamedTuple):
+    """The weights of one component, in sum."""
+
+    products: str  # as `_products` says them
+    nbytes: int
+
+
+@lru_cache(maxsize=1024)
+def _sum(model: Model, owner: str, *, trainable: bool) -> Weights:
+    """trainable: those alone. Kept, because a model has hundreds of weights."""
     part = "block" if owner == "blocks" else owner
-    return [w for w in model.weights if w.part == part]
+    rows = [w for w in model.weights if w.part == part and (w.trainable or not trainable)]
+    return Weights(_products(rows), sum(w.nbytes for w in rows))
+
+
+@lru_cache(maxsize=256)
+def _trainable(model: Model) -> int:
+    return model.trainable_parameters
 
 
 def _products(rows: Iterable[Weight]) -> str:
@@ -33,21 +50,19 @@ def _products(rows: Iterable[Weight]) -> str:
 
 
 def _parameters(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
-    rows = _rows(model, owner)
-    return _products(rows) if rows else f"buffers of {owner}: {show_bytes(nbytes)}"
+    weights = _sum(model, owner, trainable=False)
+    return weights.products or f"buffers of {owner}: {show_bytes(nbytes)}"
 
 
 def _gradients(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
-    rows = [w for w in _rows(model, owner) if w.trainable]
-    whole = sum(w.nbytes for w in rows)
+    products, whole = _sum(model, owner, trainable=True)
     if not whole:  # tied: the head's gradient is summed into the embedding's
         return f"{show_bytes(nbytes)}: gradients made by the {owner}"
-    products = _products(rows)
     return products if nbytes >= whole else f"{nbytes / whole:.0%} of {products}, so far"
 
 
 def _state(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
-    count = model.trainable_parameters
+    count = _trainable(model)
     optimizer = recipe.optimizer
     return (
         f"{show_count(count)} trainable parameters x {nbytes / count:.2f} B"

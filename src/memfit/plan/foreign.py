@@ -14,7 +14,8 @@ from memfit.hardware import Device
 from memfit.ledger import Kind, Ledger, Phase
 from memfit.model import Model
 from memfit.plan.frameworks import Framework, Job, find_framework, resolve_options
-from memfit.plan.problem import find_device, find_reference, find_steps, sequence_length
+from memfit.plan.problem import find_device, find_steps, sequence_length
+from memfit.plan.reference import find_reference
 from memfit.recipe import Freeze, Lora, Optimizer, Parallel, Recipe
 from memfit.request import ParallelRequest, RecomputeBlocks, Request
 from memfit.results import Cost, Memory, Plan, Time, Verdict

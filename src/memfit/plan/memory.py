@@ -168,12 +168,14 @@ class Outline:
 
 def find_outline(model: Model, recipe: Recipe, device: Device) -> Outline:
     """The outline of a recipe, made once for all of its shapes."""
-    packed = recipe.micro_batch if recipe.packing else 1  # each of its documents is a call
-    plain = replace(
-        recipe, micro_batch=packed, sequence_length=1, accumulation=min(2, recipe.accumulation),
-        steps=0, seed=0,
-    )  # fmt: skip
-    return _outline(model, plain, device)
+    return _outline(model, without_shape(recipe), device)
+
+
+def without_shape(recipe: Recipe) -> Recipe:
+    """The same for all rows, tokens and steps; documents of packed rows are calls of their own."""
+    rows = recipe.micro_batch if recipe.packing else 1
+    more = min(2, recipe.accumulation)
+    return replace(recipe, micro_batch=rows, sequence_length=1, accumulation=more, steps=0, seed=0)
 
 
 @lru_cache(maxsize=256)

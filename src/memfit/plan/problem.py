@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ import msgspec
 
 from memfit import catalog, families
 from memfit.allocator_settings import check_allocator
-from memfit.errors import InvalidRequest, UnknownName
+from memfit.errors import InvalidRequest
 from memfit.families.limits import check_limits, own_kernels
 from memfit.hardware import Device
 from memfit.model import Model, ModelReference
 from memfit.nouns import Noun
 from memfit.optimizers import default_implementation, optimizers
 from memfit.plan.precision import HALF, find_conflict, precisions
+from memfit.plan.reference import find_published, find_reference
 from memfit.recipe import Format, Freeze, Lora, Method, Optimizer, Precision, Recipe, compute_dtype
 from memfit.request import RecomputeBlocks, Request
 from memfit.sizes.kernels import refusal, usable
@@ -60,7 +62,7 @@ def read_problem(
         )
     reference = find_reference(request.model)
     if published and find_weights(request, reference) == "pretrained":
-        reference = _published(reference)
+        reference = find_published(reference)
     model = families.read_model(reference)
     device = device or find_device(request.hardware.device)
     if request.ranks > 1 and not ranks:
@@ -106,78 +108,6 @@ def _this_gpu() -> str | None:
     done = subprocess.run(asked, capture_output=True, text=True, check=False)
     names = done.stdout.strip().splitlines()
     return names[0].strip() if done.returncode == 0 and names else None
-
-
-def find_reference(model: str | dict[str, Any]) -> ModelReference:
-    """A catalogue name, a folder with config.json, a config.json, its content, or a hub id."""
-    if isinstance(model, dict):
-        return ModelReference(
-            name=model.get("name", "model"), source="", config=_config(model, "request")
-        )
-    path = Path(model).expanduser()
-    if path.is_dir() or path.name == "config.json":
-        return _read_folder(path.parent if path.name == "config.json" else path)
-    try:
-        return catalog.find_model(model).reference()
-    except UnknownName:
-        if model.count("/") != 1 or model.startswith((".", "/", "~")):
-            raise
-    return _read_hub(model)
-
-
-def _config(config: dict[str, Any], where: str) -> dict[str, Any]:
-    if "model_type" not in config:
-        hint = "a config.json of Hugging Face's names its `model_type`, for example `llama`"
-        raise InvalidRequest(f"no `model_type` in {where}", hint=hint)
-    return {k: v for k, v in config.items() if k != "name"}
-
-
-def _read_folder(folder: Path) -> ModelReference:
-    import json  # accepts the NaN and Infinity that some published files hold
-
-    file = folder / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        hint = "a model folder holds config.json beside its safetensors"
-        raise InvalidRequest(f"cannot read `{file}`: {error.strerror}", hint=hint) from None
-    except ValueError as error:
-        raise InvalidRequest(f"`{file}` is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise InvalidRequest(f"`{file}` holds {type(config).__name__}, not keys with values")
-    return ModelReference(
-        name=folder.resolve().name, source=str(folder.resolve()), config=_config(config, str(file))
-    )
-
-
-def _published(reference: ModelReference) -> ModelReference:
-    """The reference with the config.json that its weights came with."""
-    if Path(reference.source).is_dir():
-        return reference  # it was read from there
-    config = _read_hub(reference.source).config
-    return msgspec.structs.replace(reference, config=config)
-
-
-def _read_hub(name: str) -> ModelReference:
-    """config.json of a hub id, from the local cache or the hub."""
-    import json
-
-    try:
-        from huggingface_hub import hf_hub_download
-    except ImportError:
-        known = [row.id for row in catalog.models()]
-        see = "`memfit models` lists them; reading a hub id needs `pip install huggingface_hub`"
-        raise UnknownName("model", name, known, see=see) from None
-    try:
-        file = hf_hub_download(name, "config.json")
-    except Exception as error:  # the library's error types differ between its versions
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InvalidRequest(
-            f"`{name}` is not in the catalogue, and its config.json could not be read: {first}",
-            hint="check the name, or pass a folder that holds config.json; see `memfit models`",
-        ) from None
-    config = json.loads(Path(file).read_text(encoding="utf-8"))
-    return ModelReference(name=name, source=name, config=_config(config, file))
 
 
 def _usable(request: Request, device: Device) -> tuple[int | None, str]:
@@ -277,6 +207,11 @@ def find_kernels(problem: Problem, precision: Precision) -> tuple[str, ...]:
         return only
     dtype = compute_dtype(precision)
     return usable(dtype, head, platform=device.platform, capability=device.capability)
+
+
+@lru_cache(maxsize=256)
+def _count(model: Model) -> int:
+    return model.parameters
 
 
 def divisors(n: int) -> list[int]:
@@ -379,7 +314,7 @@ def _optimizer(request: Request, problem: Problem, method: Method) -> Optimizer:
     rate = asked.learning_rate
     if rate == "auto":
         scratch = find_weights(request, problem.reference) == "random"
-        small = problem.model.parameters < 50_000_000
+        small = _count(problem.model) < 50_000_000
         rate = (1e-3 if small else 3e-4) if scratch else (2e-4 if method == "lora" else 2e-5)
     name = "adamw" if asked.name == "auto" else asked.name
     cuda = not problem.device.is_cpu

@@ -9,116 +9,25 @@ first of a fixed order of preference under which anything fits, and never gives 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
-
-import msgspec
 
 from memfit import __version__, units
-from memfit.adapters import find_adapter
 from memfit.errors import InvalidRequest
-from memfit.ledger import Ledger
-from memfit.model import Model
+from memfit.plan.candidate import Candidate
 from memfit.plan.estimate import Estimate, applies
 from memfit.plan.levers import head_extra, turn
-from memfit.plan.memory import predict_memory, predict_peak
 from memfit.plan.precision import precisions
 from memfit.plan.problem import CHUNKS, Problem, allowed, divisors, first_recipe
 from memfit.plan.time import (
-    Totals,
     describe_cost,
     describe_time,
     predict_timeline,
-    relative_seconds,
-    sum_up,
 )
-from memfit.plan.verdict import describe_lack, describe_memory, held
+from memfit.plan.verdict import describe_lack
 from memfit.recipe import Method, Recipe
 from memfit.request import RecomputeBlocks
-from memfit.results import Considered, Memory, Plan
+from memfit.results import Considered, Plan
 
 SHOWN = 5  # runners-up and rejected ones that a plan keeps
-
-
-class Candidate:
-    """One recipe and what is predicted of it, computed when first asked."""
-
-    def __init__(
-        self,
-        problem: Problem,
-        recipe: Recipe,
-        model: Model,
-        totals: Totals,
-        estimate: Estimate | None = None,
-    ) -> None:
-        self.problem, self.recipe, self.estimate = problem, recipe, estimate
-        self.model, self.totals = model, totals
-
-    @classmethod
-    def of(cls, problem: Problem, recipe: Recipe) -> Candidate:
-        """With the model as its method stores it: dtypes, trainable flags, extra rows."""
-        model = find_adapter(recipe).adapt(problem.model, recipe)
-        return cls(problem, recipe, model, sum_up(model))
-
-    def but(self, **changes: object) -> Candidate:
-        """The same method and precision with some of the exact knobs changed."""
-        recipe = msgspec.structs.replace(self.recipe, **changes)
-        estimate = self.estimate
-        if estimate is not None and "optimizer" in changes:
-            estimate = estimate.with_optimizer(recipe)
-        return Candidate(self.problem, recipe, self.model, self.totals, estimate)
-
-    @cached_property
-    def ledger(self) -> Ledger:
-        """Predicted bytes, instant by instant."""
-        return predict_memory(self.model, self.recipe, self.problem.device)
-
-    @cached_property
-    def memory(self) -> Memory:
-        """Predicted memory and its verdict."""
-        usable, because = self.problem.usable, self.problem.usable_because
-        return describe_memory(self.ledger, self.problem.device, usable, because)
-
-    @cached_property
-    def seconds(self) -> float:
-        """Predicted step time, for ranking."""
-        return relative_seconds(self.totals, self.recipe, self.problem.device)
-
-    @property
-    def fits(self) -> bool:
-        """Whether the prediction fits (with an unknown limit everything does)."""
-        usable = self.problem.usable
-        return usable is None or held(self.peak, self.problem.device) <= usable
-
-    @cached_property
-    def peak(self) -> int:
-        """The predicted peak, without its reasons."""
-        return predict_peak(self.model, self.recipe, self.problem.device)
-
-    @property
-    def exact(self) -> bool:
-        """Whether `about` is the prediction itself."""
-        return self.estimate is None or "peak" in self.__dict__
-
-    @property
-    def about(self) -> int:
-        """The peak: the prediction where it was made, else the estimate, within a few per cent."""
-        return self.peak if self.exact else self._estimated
-
-    @cached_property
-    def _estimated(self) -> int:
-        assert self.estimate is not None
-        r = self.recipe
-        return self.estimate.peak(r.micro_batch, r.recompute_blocks, r.loss_chunk)
-
-    @property
-    def needs(self) -> int:
-        """`about` as it is held against the usable line."""
-        return held(self.about, self.problem.device)
-
-    @property
-    def likely(self) -> bool:
-        """Whether it fits by `about`."""
-        return self.problem.usable is None or self.needs <= self.problem.usable
 
 
 def search(problem: Problem) -> Plan:
@@ -128,9 +37,10 @@ def search(problem: Problem) -> Plan:
         tried: list[Candidate] = []
         best = _fastest_that_fits(start, tried)
         if best is not None:
-            return _plan(problem, best, tried)
+            return _plan(problem, best, tried, _levers(best))
         failed += tried
-    return _plan(problem, min(failed, key=lambda c: c.needs), failed)
+    nearest = min(failed, key=lambda c: c.needs)
+    return _plan(problem, nearest, failed, _levers(nearest))
 
 
 def _preferences(problem: Problem) -> Iterator[Candidate]:
@@ -353,7 +263,9 @@ def _turned(chosen: Candidate, recipe: Recipe) -> Candidate:
     return chosen.but(**{n: getattr(recipe, n) for n in names})
 
 
-def _plan(problem: Problem, chosen: Candidate, tried: list[Candidate]) -> Plan:
+def _plan(
+    problem: Problem, chosen: Candidate, tried: list[Candidate], levers: tuple[Considered, ...]
+) -> Plan:
     recipe, device = chosen.recipe, problem.device
     timeline = predict_timeline(chosen.totals, recipe, device)
     time = describe_time(chosen.totals, recipe, device, timeline)
@@ -367,7 +279,7 @@ def _plan(problem: Problem, chosen: Candidate, tried: list[Candidate]) -> Plan:
         ledger=chosen.ledger,
         timeline=timeline,
         considered=_considered(chosen, tried),
-        levers=_levers(chosen),
+        levers=levers,
         assumptions=problem.assumptions,
         versions={"memfit": __version__},
     )
@@ -375,6 +287,17 @@ def _plan(problem: Problem, chosen: Candidate, tried: list[Candidate]) -> Plan:
 
 def predict(problem: Problem) -> Plan:
     """The plan of a request that leaves nothing to decide; no search, no alternatives."""
+    return _plan(problem, _stated(problem), [], levers=())
+
+
+def predict_with_levers(problem: Problem) -> Plan:
+    """The same with every lever: about ten further predictions."""
+    stated = _stated(problem)
+    return _plan(problem, stated, [], _levers(stated))
+
+
+def _stated(problem: Problem) -> Candidate:
+    """The one configuration of a request; raises InvalidRequest where it leaves several."""
     request = problem.request
     stated = {
         "method": request.method, "precision": request.precision, "recompute": request.recompute,
@@ -385,8 +308,7 @@ def predict(problem: Problem) -> Plan:
             f"`predict` takes one stated configuration, but {', '.join(left)} is left on `auto`",
             hint="state it, or let `memfit plan` decide",
         )
-    start = next(_preferences(problem))
-    return _plan(problem, next(_combinations(start)), [])
+    return next(_combinations(next(_preferences(problem))))
 
 
 def lack(plan: Plan) -> str:

@@ -20,7 +20,8 @@ def held(peak: int, device: Device) -> int:
 
 def describe_memory(ledger: Ledger, device: Device, usable: int | None, because: str) -> Memory:
     """The JSON's `memory` object of a prediction."""
-    peak, phase = ledger.peak, ledger.peak_phase
+    phase = ledger.peak_phase
+    peak = ledger.total(phase)
     reserved = None if device.is_cpu else round(peak * (1 + ASSUMED_SLACK))
     total = None if reserved is None else reserved + ASSUMED_CONTEXT
     least = peak if device.is_cpu else peak + ASSUMED_CONTEXT

@@ -228,6 +228,19 @@ class Size:
 
     __int__ = __index__
 
+    def __truediv__(self, other: float) -> float:
+        return self.__index__() / other
+
+    def __rtruediv__(self, other: float) -> float:
+        return other / self.__index__()
+
+    def __rlshift__(self, other: int) -> int:
+        return other << self.__index__()
+
+    def bit_length(self) -> int:
+        """As of the number."""
+        return self.__index__().bit_length()
+
 
 def terms_of(number: Number) -> Terms:
     """The terms of a size or of a plain number."""
