@@ -160,10 +160,9 @@ def predict(row: Row) -> tuple[Memory, Band]:
 
 def _foreign(row: Row, ledger: Ledger, device: Device) -> tuple[Memory, Band]:
     memory = describe_foreign(ledger, row.recipe, device, device.memory)
-    slack, outside = (
-        find_framework(row.recipe.framework).slack,
-        find_outside(device, row.recipe.parallel),
-    )
+    framework, parallel = find_framework(row.recipe.framework), row.recipe.parallel
+    slack = framework.slack
+    outside = find_outside(device, parallel, framework.count_groups(parallel))
     ends = (outside.low, outside.high) if outside else (0, 0)
     held = ledger.peak / memory.peak_allocated  # blocks that cannot be used again come first
     return memory, (slack.low * held, slack.high * held, *ends)

@@ -36,10 +36,13 @@ def find_overhead(device: Device) -> Overhead | None:
     return _find_row("overhead", device)
 
 
-def find_outside(device: Device, parallel: Parallel) -> Overhead | None:
-    """The context and NCCL's communicators together; None where the context is unknown."""
+def find_outside(device: Device, parallel: Parallel, groups: int | None = None) -> Overhead | None:
+    """The context and NCCL's communicators together; None where the context is unknown.
+
+    One communicator for each of `groups`; left out, for each axis with more than one rank.
+    """
     context, each = find_overhead(device), _find_row("communicator", device)
-    count = sum(ranks > 1 for ranks in (parallel.dp_replicate, parallel.dp_shard))
+    count = count_axes(parallel) if groups is None else groups
     if context is None or not count:
         return context
     if each is None:
@@ -51,6 +54,12 @@ def find_outside(device: Device, parallel: Parallel) -> Overhead | None:
         source=f"{context.source}; NCCL, {count} x: {each.source}",
         verified=context.verified and each.verified,
     )
+
+
+def count_axes(parallel: Parallel) -> int:
+    """Axes of the mesh with more than one rank."""
+    p = parallel
+    return sum(ranks > 1 for ranks in (p.dp_replicate, p.dp_shard, p.tp, p.cp, p.pp, p.ep))
 
 
 def _find_row(table: str, device: Device) -> Overhead | None:

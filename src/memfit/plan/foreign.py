@@ -68,7 +68,8 @@ def describe_foreign(ledger: Ledger, recipe: Recipe, device: Device, usable: int
     `fits` at the high ends, `at_risk` between, `does_not_fit` at the low ends.
     """
     framework, peak = find_framework(recipe.framework), ledger.peak
-    slack, outside = framework.slack, find_outside(device, recipe.parallel)
+    groups = framework.count_groups(recipe.parallel)
+    slack, outside = framework.slack, find_outside(device, recipe.parallel, groups)
     reserved = round(peak * slack.typical)
     live = {p: ledger.total(p) - _unusable(ledger, p) for p in ledger.phases}
     peak_phase = max(live, key=live.__getitem__)

@@ -13,12 +13,13 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import ClassVar
 
+from memfit.catalog.overheads import count_axes
 from memfit.errors import InvalidRequest, did_you_mean
 from memfit.hardware import Device
 from memfit.ledger import Entry, Kind, Ledger, Phase
 from memfit.model import Model
 from memfit.nouns import Noun
-from memfit.recipe import Option, Recipe
+from memfit.recipe import Option, Parallel, Recipe
 from memfit.registry import Registry
 
 
@@ -64,6 +65,10 @@ class Framework(ABC):
     knobs: ClassVar[Mapping[str, Knob]]
     slack: ClassVar[Slack]
     cuts: ClassVar[int] = 3  # `zero` of a request that leaves `parallel` on auto
+
+    def count_groups(self, parallel: Parallel) -> int:
+        """Groups of ranks in which one process communicates: each takes memory of its own."""
+        return count_axes(parallel)
 
     def check(self, job: Job) -> None:
         """Raise InvalidRequest where values that are allowed one by one exclude each other."""

@@ -21,7 +21,7 @@ class Shape(Noun, frozen=True, kw_only=True):
     widen: int  # outputs of the first linear per element of ffn: 2 where gated, else 1
     norm: int  # vectors of a norm: 1 RMSNorm, 2 LayerNorm
     vocab: int  # padded to make_vocab_size_divisible_by x tp
-    positions: int  # rows of learned positions; 0 = rotary
+    positions: int  # rows of learned positions; 0 = rotary or none
     tied: bool
     qkv_bias: bool
     bias: bool  # of the other linears
@@ -118,7 +118,8 @@ def read_shape(job: Job) -> Shape:
     p = recipe.parallel
     experts = _experts(job)
     kind = str(job.option("position_embedding_type"))
-    rotary = a.rotary_dim > 0 if kind == "model" else kind == "rope"
+    own = [w.shape[0] for w in job.model.weights if w.part == "embedding" and len(w.shape) == 2]
+    positions = {"model": sum(own[1:]), "rope": 0}.get(kind, a.max_sequence)
     multiple = int(job.option("make_vocab_size_divisible_by")) * p.tp
     no_bias = bool(job.option("disable_bias_linear"))
     etp = int(job.option("expert_tensor_parallel_size")) or p.tp
@@ -137,7 +138,7 @@ def read_shape(job: Job) -> Shape:
         widen=_widen(job),
         norm=min(2, len(norms)) or 1,
         vocab=-(-a.vocab // multiple) * multiple,
-        positions=0 if rotary else a.max_sequence,
+        positions=positions,
         tied=a.tied_embeddings and not job.option("untie_embeddings_and_output_weights"),
         qkv_bias=a.attention_bias and not no_bias,
         bias=a.mlp_bias and not no_bias,

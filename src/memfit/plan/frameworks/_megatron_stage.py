@@ -26,6 +26,7 @@ class Settings(Noun, frozen=True, kw_only=True):
     recomputed_blocks: int  # the first ones of each stage's chunk, where `full`
     recompute_group: int  # blocks between two kept inputs (--recompute-num-layers, uniform)
     loss: str  # plain | native | te: --cross-entropy-loss-fusion and its implementation
+    loss_copies: int  # fp32 tensors of the logits' size at the loss's worst instant
     main_gradient: int  # bytes of a gradient in the buffer
     state: int  # bytes of states a parameter that the distributed optimizer cuts
     step_extra: int  # bytes a parameter that only the optimizer's step holds
@@ -144,7 +145,7 @@ def _placeholders(shape: Shape, stage: Stage) -> int:
     return sum(rows * columns for rows, columns in seen)
 
 
-def _kept(shape: Shape, settings: Settings, layers: range) -> tuple[Parts, int]:
+def keep_chunk(shape: Shape, settings: Settings, layers: range) -> tuple[Parts, int]:
     """What a chunk's blocks keep of one micro-batch, and how many of them keep all."""
     total: Parts = {}
     recomputed = min(settings.recomputed_blocks, len(layers)) if settings.recompute == "full" else 0
@@ -168,7 +169,7 @@ def describe_instants(shape: Shape, settings: Settings, stage: Stage) -> dict[Ph
     )  # fmt: skip
     kept: Held = {}
     for chunk, count in zip(stage.chunks, flights, strict=True):
-        parts, _ = _kept(shape, settings, chunk)
+        parts, _ = keep_chunk(shape, settings, chunk)
         for part, nbytes in parts.items():
             before = kept.get((Kind.ACTIVATIONS, part), (0, ""))[0]
             kept[Kind.ACTIVATIONS, part] = (
@@ -179,13 +180,13 @@ def describe_instants(shape: Shape, settings: Settings, stage: Stage) -> dict[Ph
             flights[0] * shape.own_tokens * shape.hidden, "1 B an element"
         )  # fmt: skip
     last = stage.chunks[-1] if stage.chunks[-1] else stage.chunks[0]
-    backward = dict(kept) | _backward(shape, settings, last)
+    backward = dict(kept) | add_backward(shape, settings, last)
     phases: dict[Phase, Held] = {}
     if stage.last:
         kept[Kind.ACTIVATIONS, "final norm"] = (
             2 * shape.stream, "its input and its output, which the head keeps"
         )  # fmt: skip
-        phases[Phase.LOSS] = {**fixed, **kept, **_loss(shape, settings)}
+        phases[Phase.LOSS] = {**fixed, **kept, **add_loss(shape, settings)}
     phases[Phase.BACKWARD] = {**fixed, **backward}
     dense, expert = count_parameters(shape, stage)
     extra = settings.step_extra * (dense // shape.shards + expert // shape.expert_shards)
@@ -195,7 +196,7 @@ def describe_instants(shape: Shape, settings: Settings, stage: Stage) -> dict[Ph
     return phases
 
 
-def _backward(shape: Shape, settings: Settings, layers: range) -> Held:
+def add_backward(shape: Shape, settings: Settings, layers: range) -> Held:
     """Beyond what the forwards kept: the last block's gradients, and what it computes again."""
     moe = bool(layers) and shape.is_moe(layers[-1])
     recomputed = settings.recompute == "full" and settings.recomputed_blocks >= len(layers) > 0
@@ -212,7 +213,7 @@ def _backward(shape: Shape, settings: Settings, layers: range) -> Held:
     }  # fmt: skip
 
 
-def _loss(shape: Shape, settings: Settings) -> Held:
+def add_loss(shape: Shape, settings: Settings) -> Held:
     """Logits of one micro-batch at the loss's worst instant, of this rank's rows of the table."""
     logits = shape.tokens * shape.vocab // shape.tp
     e = shape.element
@@ -225,8 +226,6 @@ def _loss(shape: Shape, settings: Settings) -> Held:
                 "the gradients of the head's weight and input",
             ),
         }
-    if settings.loss == "native":
-        each, why = e + 8, "16-bit logits, and their fp32 copy before and after the exponential"
-    else:
-        each, why = e + 4, "16-bit logits and the fp32 softmax: 6 B a logit"
-    return {(Kind.LOGITS, "head"): (each * logits, why)}
+    copies = settings.loss_copies + (settings.loss == "native")  # before the exponential, after it
+    why = f"16-bit logits and {copies} fp32 tensors of their size, the softmax among them"
+    return {(Kind.LOGITS, "head"): ((e + 4 * copies) * logits, why)}

@@ -15,6 +15,7 @@ from memfit.plan.frameworks._megatron_block import BlockSettings
 from memfit.plan.frameworks._megatron_shape import Shape, read_shape
 from memfit.plan.frameworks._megatron_stage import MIB, Settings, Stage, describe_instants
 from memfit.plan.frameworks._pipeline import deal_blocks, deal_sizes
+from memfit.recipe import Parallel
 
 RECOMPUTABLE = (
     "core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts",
@@ -41,6 +42,7 @@ KNOBS = {
     "cross_entropy_loss_fusion": Knob(
         default="none", means="the fused loss and whose", values=("none", "native", "te"),
     ),
+    "in_place_loss": Knob(default=True, means="False: before June 2024 (core 0.8), one copy more"),
     "gradient_accumulation_fusion": Knob(default=True, means="wgrad adds to its buffer"),
     "accumulate_allreduce_grads_in_fp32": Knob(default=True, means="fp32 main gradients"),
     "use_distributed_optimizer": Knob(default=True, means="dp_shard x cp ranks share the states"),
@@ -106,6 +108,15 @@ class Megatron(Framework):
         source="reserved over allocated of 16 runs on 8 B200 (MooreThreads/SimuMax)",
     )  # fmt: skip
 
+    def count_groups(self, parallel: Parallel) -> int:
+        """See `Framework.count_groups`: all ranks, each axis, all ranks of a model, the embeddings.
+
+        megatron/core/parallel_state.py; NCCL connects a group at its first collective.
+        """
+        p = parallel
+        axes = (p.dp * p.cp, p.tp, p.cp, p.pp, p.ep)
+        return (p.world > 1) + sum(n > 1 for n in axes) + (p.tp * p.pp > 1) + (p.pp > 1)
+
     def check(self, job: Job) -> None:
         """See `Framework.check`."""
         p = job.recipe.parallel
@@ -170,6 +181,7 @@ def read_settings(job: Job) -> Settings:
         recomputed_blocks=recipe.recompute_blocks,
         recompute_group=int(job.option("recompute_num_layers")),
         loss=str(job.option("cross_entropy_loss_fusion")),
+        loss_copies=1 if job.option("in_place_loss") else 2,
         main_gradient=4 if summed else 2,
         state=8 if whole else 12,
         step_extra=0 if summed else 4,

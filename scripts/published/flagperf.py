@@ -1,0 +1,90 @@
+"""FlagOpen/FlagPerf: Megatron-core 0.6 and FlagScale on A800, H100 and H800 (nvidia-smi).
+
+What the tables leave out is in the launch scripts of training/benchmarks: the Llama-3 ones keep
+Megatron's defaults (dropout of 0.1, biases, learned positions, a tied head); FlagScale's Llama-2
+one turns dropout and biases off.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from published import (
+    NotExpressible,
+    Published,
+    Translated,
+    hardware_of,
+    kind_of,
+    llama_config,
+    task_of,
+)
+
+
+def translate(row: Published) -> Translated:
+    """The request of a row; raises NotExpressible."""
+    c, framework = row["config"], row["config"]["framework"]
+    if "Paddle" in framework:
+        raise NotExpressible("PaddlePaddle")
+    if "fp8" in c["precision"]:
+        raise NotExpressible("FP8 linears, with copies of weights in FP8")
+    if framework.startswith("Megatron-core") and not row["model"].get("n_experts"):
+        return _megatron(row, _llama3(row))
+    if framework == "FlagScale/Megatron":
+        return _megatron(row, {})
+    if framework == "Megatron-DeepSpeed":
+        return _deepspeed(row)
+    raise NotExpressible(f"{framework}: optimizer's sharding or recompute are not stated")
+
+
+def _llama3(row: Published) -> dict[str, Any]:
+    """Megatron's defaults, which the Llama-3 scripts leave as they are."""
+    return {
+        "hidden_dropout": 0.1, "attention_dropout": 0.1,
+        "position_embedding_type": "learned_absolute",
+    }  # fmt: skip
+
+
+def _megatron(row: Published, options: dict[str, Any]) -> Translated:
+    c = row["config"]
+    defaults = bool(options)
+    request = {
+        "model": llama_config(
+            row, attention_bias=defaults, mlp_bias=defaults, tie_word_embeddings=defaults
+        ),
+        "framework": "megatron",
+        "task": task_of(row),
+        "precision": "fp32" if c["precision"].startswith("fp32") else "bf16-mixed",
+        "micro_batch": c["micro_batch"],
+        "attention": "flash",
+        "recompute": "selective" if _selective(c) else "none",
+        "parallel": {
+            "dp_shard": c["dp"], "zero": 1, "tp": c["tp"], "pp": c["pp"],
+            "sequence_parallel": c["tp"] > 1,
+        },
+        "hardware": hardware_of(row),
+        "options": options | {"in_place_loss": False},  # core 0.6 and FlagScale of early 2024
+    }  # fmt: skip
+    return Translated(request, kind_of(row))
+
+
+def _selective(c: dict[str, Any]) -> bool:
+    """`--recompute-activations` of the scripts; the Llama-3 ones do not pass it."""
+    return c["precision"].startswith("fp32")
+
+
+def _deepspeed(row: Published) -> Translated:
+    c = row["config"]
+    request = {
+        "model": llama_config(row, attention_bias=True, mlp_bias=True, tie_word_embeddings=False),
+        "framework": "megatron-deepspeed",
+        "task": task_of(row),
+        "precision": "bf16-mixed",
+        "micro_batch": c["micro_batch"],
+        "attention": "flash",
+        "recompute": "none",
+        "parallel": {"dp_shard": c["dp"], "zero": 1, "tp": c["tp"], "pp": c["pp"]},
+        "hardware": hardware_of(row),
+        # grad_accum_dtype: bf16 and a bucket of 5e6, from the script's ds_config.json
+        "options": {"fp32_gradients": False, "reduce_bucket_size": 5_000_000},
+    }  # fmt: skip
+    return Translated(request, kind_of(row))
