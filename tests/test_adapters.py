@@ -14,7 +14,7 @@ from memfit.recipe import Freeze, Lora
 from tiny_models import CONFIGS, FAMILIES, TARGETS, make_recipe
 
 WIDE_TARGETS = {
-    "mixtral": ("k_proj", "o_proj"),
+    **dict.fromkeys(("mixtral", "qwen3_moe"), ("k_proj", "o_proj")),
     "gpt2": ("c_attn", "c_proj", "c_fc"),
     "gpt_neox": ("query_key_value", "dense_4h_to_h"),
     "llama": ("q_proj", "down_proj", "lm_head"),

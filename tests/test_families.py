@@ -18,6 +18,9 @@ GPT2 = {"model_type": "gpt2", "vocab_size": 101, "n_embd": 48, "n_head": 4, "n_l
 NEOX = {"model_type": "gpt_neox", **SMALL, "intermediate_size": 80}
 LLAMA = {"model_type": "llama", **GATED}
 MIXTRAL = {"model_type": "mixtral", **GATED, "num_local_experts": 4, "num_experts_per_tok": 2}
+FEW = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+QWEN2_MOE = {"model_type": "qwen2_moe", **GATED, **FEW, "shared_expert_intermediate_size": 40}
+QWEN3_MOE = {"model_type": "qwen3_moe", **GATED, **FEW, "head_dim": 16}
 QWEN3 = {"model_type": "qwen3", **GATED, "head_dim": 16}
 OPT = {"model_type": "opt", **SMALL, "ffn_dim": 80, "max_position_embeddings": 64}
 GPTJ = GPT2 | {"model_type": "gptj", "rotary_dim": 4}
@@ -29,6 +32,8 @@ BASE = {
     "llama": LLAMA,
     "mistral": {"model_type": "mistral", **GATED},
     "mixtral": MIXTRAL,
+    "qwen2_moe": QWEN2_MOE,
+    "qwen3_moe": QWEN3_MOE,
     "qwen2": {"model_type": "qwen2", **GATED},
     "qwen3": QWEN3,
     "opt": OPT,
@@ -62,6 +67,14 @@ TOGGLED = [
     MIXTRAL,
     MIXTRAL | {"head_dim": 20, "tie_word_embeddings": True, "sliding_window": 32},
     {k: v for k, v in MIXTRAL.items() if k not in ("num_local_experts", "num_experts_per_tok")},
+    QWEN2_MOE,
+    {k: v for k, v in QWEN2_MOE.items() if k not in FEW},
+    QWEN2_MOE | {"qkv_bias": False, "norm_topk_prob": True, "tie_word_embeddings": True},
+    QWEN2_MOE | {"use_sliding_window": True, "sliding_window": 16},
+    QWEN3_MOE,
+    {k: v for k, v in QWEN3_MOE.items() if k not in FEW and k != "head_dim"},
+    QWEN3_MOE | {"attention_bias": True, "norm_topk_prob": True},
+    QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 16},
     BASE["qwen2"],
     BASE["qwen2"] | {"tie_word_embeddings": True, "head_dim": 20},
     BASE["qwen2"] | {"num_key_value_heads": None},
@@ -158,6 +171,8 @@ def test_every_base_config_has_a_family_and_the_other_way_round():
 
 
 REQUIRED = {
+    "qwen2_moe": [*SMALL],
+    "qwen3_moe": [*SMALL],
     "gpt2": ["vocab_size", "n_embd", "n_head", "n_layer"],
     "gptj": ["vocab_size", "n_embd", "n_head", "n_layer"],
     "opt": [*SMALL, "ffn_dim"],
@@ -198,6 +213,11 @@ def test_a_size_that_is_missing_or_no_number_is_refused_by_name(name, key, value
         (MIXTRAL | {"output_router_logits": True}, "output_router_logits"),
         (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise"),
         (MIXTRAL | {"intermediate_size": 84}, "intermediate_size: 84"),
+        (QWEN2_MOE | {"mlp_only_layers": [1]}, "mlp_only_layers"),
+        (QWEN2_MOE | {"layer_types": ["linear_attention"] * 2}, "layer_types"),
+        (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        (QWEN3_MOE | {"moe_intermediate_size": 20}, "moe_intermediate_size: 20"),
+        (QWEN3_MOE | {"output_router_logits": True}, "output_router_logits"),
         (NEOX | {"rotary_pct": 0.0}, "rotary_pct"),
         (NEOX | {"head_dim": 99}, "head_dim"),
         (OPT | {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
@@ -256,6 +276,29 @@ def test_qwens_window_is_read_only_where_a_layer_uses_it(name, change, window):
     assert find_family(name).architecture(config).sliding_window == window
     kinds = AutoConfig.for_model(**config).layer_types
     assert ("sliding_attention" in kinds) == bool(window)
+
+
+@pytest.mark.parametrize(
+    ("config", "window"),
+    [
+        (QWEN2_MOE, 0),
+        (QWEN2_MOE | {"use_sliding_window": True}, 4096),
+        (QWEN2_MOE | {"use_sliding_window": True, "max_window_layers": 0}, 0),
+        (QWEN2_MOE | {"use_sliding_window": True, "layer_types": ["full_attention"] * 2}, 0),
+        (QWEN3_MOE, 0),
+        (QWEN3_MOE | {"sliding_window": 16}, 0),
+        (QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 16}, 16),
+        (QWEN3_MOE | {"use_sliding_window": True, "sliding_window": None}, 0),
+    ],
+)
+def test_the_window_of_qwens_mixtures_is_the_one_that_hugging_face_uses(config, window):
+    assert find_family(config["model_type"]).architecture(config).sliding_window == window
+    theirs = AutoConfig.for_model(**config)
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"]
+    assert (theirs.sliding_window if "sliding_attention" in kinds else 0) in (
+        window,
+        window or None,
+    )
 
 
 def test_an_unsupported_family_is_refused_by_name_with_the_supported_ones():

@@ -22,6 +22,17 @@ CONFIGS = {
     "qwen2": {"num_key_value_heads": 2},
     "qwen3": {"num_key_value_heads": 2, "head_dim": 16},
     "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 3},
+    "qwen2_moe": {
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40, "num_key_value_heads": 2,
+    },
+    "qwen3_moe": {
+        "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24
+    },
+    "qwen3_moe with shares of 1": {
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
     "gpt_neox": {},
     "gpt_neox one after the other": {"use_parallel_residual": False},
     "gpt_neox rotating whole heads": {"rotary_pct": 1.0},

@@ -31,6 +31,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": {
         "model_type": "mixtral", **_LLAMA_SHAPED, "num_local_experts": 4, "num_experts_per_tok": 2,
     },
+    "qwen2_moe": {
+        "model_type": "qwen2_moe", **_LLAMA_SHAPED, "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "shared_expert_intermediate_size": 48,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe", **_LLAMA_SHAPED, "head_dim": 16, "num_experts": 8,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True,
+    },
     "qwen2": {"model_type": "qwen2", **_LLAMA_SHAPED, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", **_LLAMA_SHAPED, "head_dim": 32},
     "gpt2": {

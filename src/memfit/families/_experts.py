@@ -10,7 +10,7 @@ parallelism, where each rank receives the tokens of its own experts.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from memfit import sizes
@@ -147,6 +147,7 @@ class ExpertFamily(Family):
 
 
 Routed = tuple[Tensor, Tensor, Tensor]  # the router's logits, shares, chosen experts
+Router = Callable[[Forward, Weights, Tensor], Routed]
 
 
 @module
@@ -164,6 +165,18 @@ def route(forward: Forward, weights: Weights, x: Tensor) -> Routed:
         shares = routing.divide_in_place(shares, routing.total(shares, -1, keep=True))
     shares = sizes.cast(shares, logits.dtype)
     return logits, shares, chosen
+
+
+@module
+def sparse(forward: Forward, weights: Weights, x: Tensor, router: Router) -> Tensor:
+    """A block's experts and nothing else (`MixtralSparseMoeBlock`, `Qwen3MoeSparseMoeBlock`)."""
+    shape = x.shape
+    flat = sizes.view(x, -1, shape[-1])
+    logits, shares, chosen = router(forward, weights, flat)
+    out = run_experts(forward, weights, flat, chosen, shares)
+    out = sizes.reshape(out, *shape)
+    del logits  # alive until here
+    return out
 
 
 @module

@@ -291,13 +291,13 @@ def _heads(
 
 
 @module
-def gated_mlp(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+def gated_mlp(forward: Forward, weights: Weights, x: Tensor, name: str = "mlp") -> Tensor:
     """SwiGLU (Shazeer 2002.05202): down(act(gate(x)) * up(x))."""
-    gate = activate(forward, project(forward, weights, "mlp.gate_proj", x))
-    up = project(forward, weights, "mlp.up_proj", x)
+    gate = activate(forward, project(forward, weights, f"{name}.gate_proj", x))
+    up = project(forward, weights, f"{name}.up_proj", x)
     product = sizes.mul(gate, up)
     del gate, up
-    return project(forward, weights, "mlp.down_proj", product)
+    return project(forward, weights, f"{name}.down_proj", product)
 
 
 def gated_block(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:

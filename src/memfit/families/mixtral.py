@@ -22,7 +22,7 @@ from memfit.families._experts import (
     expert_rows,
     read_experts,
     router_rows,
-    run_experts,
+    sparse,
 )
 from memfit.families._weights import Rows, attention_rows, gated_config, norm_rows
 from memfit.families.forward import Forward, Weights, module
@@ -89,20 +89,8 @@ class Mixtral(ExpertFamily):
         return attention_rows(a) + router_rows(a) + expert_rows(a) + norm_rows(a)
 
     def feed_forward(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-        """See `ExpertFamily.feed_forward`."""
-        return _experts(forward, weights, x)
-
-
-@module
-def _experts(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-    """`MixtralSparseMoeBlock`."""
-    shape = x.shape
-    x = sizes.view(x, -1, shape[-1])
-    logits, shares, chosen = _route(forward, weights, x)
-    x = run_experts(forward, weights, x, chosen, shares)
-    x = sizes.reshape(x, *shape)
-    del logits  # alive until here
-    return x
+        """See `ExpertFamily.feed_forward`: `MixtralSparseMoeBlock`."""
+        return sparse(forward, weights, x, _route)
 
 
 @module

@@ -71,8 +71,7 @@ def _scatter_backward(shape: Shape) -> Rule:
     """
 
     def rule(node: Node, grads: Incoming) -> Gradients:
-        grad = upstream(grads)
-        node.unpack(0)
+        grad, _ = upstream(grads), node.unpack(0)
         zeros = empty(grad.meter, shape, grad.dtype)
         return (like(zeros),)
 
@@ -142,8 +141,7 @@ def spread(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
 
 def _spread_backward(shape: Shape) -> Rule:
     def rule(node: Node, grads: Incoming) -> Gradients:
-        grad = upstream(grads)
-        node.unpack(0)
+        grad, _ = upstream(grads), node.unpack(0)
         rows = empty(grad.meter, grad.shape, grad.dtype)
         result = empty(grad.meter, shape, grad.dtype)
         del rows  # alive until here
@@ -159,8 +157,7 @@ def restore(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
 
 
 def _restore_backward(node: Node, grads: Incoming) -> Gradients:
-    grad = upstream(grads)
-    node.unpack(0)
+    grad, _ = upstream(grads), node.unpack(0)
     return (empty(grad.meter, grad.shape, grad.dtype),)
 
 
@@ -196,9 +193,9 @@ def grouped_multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def _grouped_backward(node: Node, grads: Incoming) -> Gradients:
     grad = upstream(grads)
     weight = node.unpack(0) if node.needs(0) else None
-    groups = node.unpack(1).shape[0]
+    ends = node.unpack(1)  # alive to the end, as every unpacked tensor
     x = node.unpack(2) if node.needs(1) else None
-    other = None if x is None else _grouped_weights(grad, x, groups)
+    other = None if x is None else _grouped_weights(grad, x, ends.shape[0])
     return (None if weight is None else _grouped_rows(grad, transpose(weight, 1, 2))), other
 
 

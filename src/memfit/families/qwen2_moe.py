@@ -1,0 +1,147 @@
+"""Qwen1.5-MoE-A2.7B and Qwen2-57B-A14B (2407.10671; Hugging Face's `qwen2_moe`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from memfit import sizes
+from memfit.errors import InvalidRequest
+from memfit.families import families
+from memfit.families._config import (
+    activation,
+    flag,
+    head_size,
+    key_value_heads,
+    size,
+    whole_head_rotates,
+)
+from memfit.families._experts import (
+    ExpertFamily,
+    every_layer_has_experts,
+    expert_rows,
+    read_experts,
+    route,
+    router_rows,
+    run_experts,
+)
+from memfit.families._weights import (
+    Rows,
+    attention_rows,
+    gated_config,
+    gated_rows,
+    linear,
+    norm_rows,
+)
+from memfit.families.forward import Forward, Weights, gated_mlp, module, project
+from memfit.model import Architecture
+from memfit.sizes import Tensor, routing
+
+
+@final
+class Qwen2Moe(ExpertFamily):
+    """Qwen2's block with many small experts, and a shared one that a gate of its own weighs.
+
+    Memory does not depend on which experts are chosen (`_experts`). The router's auxiliary loss is
+    not part of memfit's step: a config that asks for it is refused.
+    """
+
+    name = "qwen2_moe"
+    lora_targets = ("q_proj", "v_proj")
+    dropouts = ("attention_dropout",)
+
+    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+        """See `Family.architecture`; defaults are those of `Qwen2MoeConfig`."""
+        hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
+        kv_heads = key_value_heads(config, heads, absent=16)
+        whole_head_rotates(config)
+        every_layer_has_experts(config)
+        head_dim = head_size(config, hidden, heads)
+        return Architecture(
+            family=self.name,
+            layers=size(config, "num_hidden_layers"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            ffn=size(config, "intermediate_size", 5632),
+            vocab=size(config, "vocab_size"),
+            max_sequence=size(config, "max_position_embeddings", 32768),
+            tied_embeddings=flag(config, "tie_word_embeddings", False),
+            attention_bias=flag(config, "qkv_bias", True),
+            rotary_dim=head_dim,
+            activation=activation(config, "hidden_act", "silu"),
+            sliding_window=_window(config),
+            experts=read_experts(
+                config,
+                count=("num_experts", 60),
+                per_token=("num_experts_per_tok", 4),
+                ffn=("moe_intermediate_size", 1408),
+                shared_ffn=size(config, "shared_expert_intermediate_size", 5632),
+                normalised=flag(config, "norm_topk_prob", False),
+            ),
+        )
+
+    def config(self, a: Architecture) -> dict[str, Any]:
+        """See `Family.config`."""
+        return gated_config(a) | {
+            "qkv_bias": a.attention_bias,
+            "use_sliding_window": bool(a.sliding_window),
+            "sliding_window": a.sliding_window or 4096,
+            "num_experts": a.experts.count,
+            "num_experts_per_tok": a.experts.per_token,
+            "moe_intermediate_size": a.experts.ffn,
+            "shared_expert_intermediate_size": a.experts.shared_ffn,
+            "norm_topk_prob": a.experts.normalised,
+        }
+
+    def rows(self, a: Architecture) -> Rows:
+        """See `ExpertFamily.rows`."""
+        feed_forward = router_rows(a) + expert_rows(a)
+        feed_forward += gated_rows("mlp.shared_expert", a, a.experts.shared_ffn)
+        feed_forward += linear("mlp.shared_expert_gate", 1, a.hidden, False)
+        return attention_rows(a) + feed_forward + norm_rows(a)
+
+    def feed_forward(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `ExpertFamily.feed_forward`."""
+        return _experts(forward, weights, x)
+
+
+@module
+def _experts(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+    """`Qwen2MoeSparseMoeBlock`: what every token visits runs first."""
+    shape = x.shape
+    flat = sizes.view(x, -1, shape[-1])
+    shared = gated_mlp(forward, weights, flat, "mlp.shared_expert")
+    logits, shares, chosen = route(forward, weights, flat)
+    out = run_experts(forward, weights, flat, chosen, shares)
+    shared = sizes.mul(_gate(forward, weights, flat), shared)
+    out = sizes.add(out, shared)
+    out = sizes.reshape(out, *shape)
+    del logits  # alive until here
+    return out
+
+
+def _gate(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+    """What the shared expert counts for: (tokens, 1)."""
+    return routing.sigmoid(project(forward, weights, "mlp.shared_expert_gate", x))
+
+
+def _window(config: Mapping[str, Any]) -> int:
+    """Tokens that sliding layers look back over; 0 where every layer sees everything.
+
+    Which layers slide: `layer_types`, or every other one of the first `max_window_layers`.
+    """
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        odd = set(kinds) - {"full_attention", "sliding_attention"}
+        if odd:
+            raise InvalidRequest(f"`layer_types` in config.json holds {sorted(odd)}")
+    first = config.get("max_window_layers", 28)
+    slides = "sliding_attention" in kinds if kinds is not None else first > 0
+    if not slides or not flag(config, "use_sliding_window", False):
+        return 0
+    return size(config, "sliding_window", 4096)
+
+
+families.register("qwen2_moe")(Qwen2Moe())
