@@ -15,6 +15,7 @@ import msgspec
 from memfit import sizes
 from memfit.model import Architecture
 from memfit.sizes import Meter, Tensor
+from memfit.sizes.coded import CODED, Dequantised, coded_linear
 from memfit.sizes.loss import chunked_sum, cross_entropy_sum
 
 Weights = dict[str, Tensor]  # by name inside the block, or inside the model
@@ -33,6 +34,8 @@ class Forward(msgspec.Struct, frozen=True):
     documents: Documents | None
     adapter_dropout: bool = False
     kind: str = ""  # of the block that runs, where the architecture has kinds
+    coded: Dequantised = Dequantised()  # how weights that are stored quantised become dense
+    adapter_casts: bool = False  # adapters read inputs cast to their own dtype, as peft has them
     # what variables of the training loop hold until the next micro-batch names them again
     loop: dict[str, list[Tensor]] = {}
 
@@ -88,6 +91,8 @@ def project(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
 @module
 def _plain(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
     weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
+    if weight.dtype == CODED:
+        return coded_linear(sizes.cast(x, forward.coded.computed), weight, bias, forward.coded)
     family, of_head = forward.architecture.family, name == "lm_head"
     if family == "gpt2" and bias is not None:
         return sizes.conv1d(x, weight, bias)
@@ -98,18 +103,20 @@ def _plain(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
 
 @module
 def _adapted(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
-    """peft's LoRA layer: base(x) + B(A(x)) * scaling."""
+    """peft's LoRA layer: base(x) + B(A(x)) * scaling, in the dtype of base(x)."""
     result = _plain(forward, weights, f"{name}.base_layer", x)
     down, up = (
         weights[f"{name}.lora_A.default.weight"],
         weights[f"{name}.lora_B.default.weight"],
     )
+    if forward.adapter_casts:
+        x = sizes.cast(x, down.dtype)
     low = _matrix(forward, down, _drop(forward, x) if forward.adapter_dropout else x)
     delta = _matrix(forward, up, low)
     del low
     scaled = sizes.scale(delta)
     del delta
-    return sizes.add(result, scaled)
+    return sizes.cast(sizes.add(result, scaled), result.dtype)
 
 
 @module

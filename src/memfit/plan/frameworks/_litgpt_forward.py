@@ -8,9 +8,9 @@ from __future__ import annotations
 from memfit import sizes
 from memfit.families.forward import Embedded, Forward, Weights, embedding, module
 from memfit.nouns import Noun
-from memfit.plan.frameworks._quantised import CODED, Dequantised, coded_linear
 from memfit.sizes import Tensor
 from memfit.sizes.autograd import Gradients, Node, Rule, record
+from memfit.sizes.coded import CODED, Dequantised, coded_linear
 from memfit.sizes.elementwise import Incoming, attach, upstream
 from memfit.sizes.loss import cross_entropy_rows
 from memfit.sizes.products import multiply_batched

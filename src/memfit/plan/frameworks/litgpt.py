@@ -27,8 +27,9 @@ from memfit.plan.frameworks._assembly import (
 )
 from memfit.plan.frameworks._fsdp1 import shard
 from memfit.plan.frameworks._litgpt_forward import LitProgram
-from memfit.plan.frameworks._quantised import CODED, four_bit_bytes
+from memfit.plan.frameworks._quantised import four_bit_bytes
 from memfit.recipe import Recipe
+from memfit.sizes.coded import CODED
 from memfit.units import show_bytes, show_count
 
 QUERY, KEY, VALUE, PROJECTION, MLP, HEAD = "query", "key", "value", "projection", "mlp", "head"

@@ -1,0 +1,197 @@
+"""What Hugging Face's trainers share: the class's forward, its loss, peft's adapters, bnb's bases.
+
+Source: transformers 5.23 (loss/loss_utils.py, integrations/bitsandbytes.py, trainer.py), peft 0.21
+(tuners/lora/layer.py, utils/other.py: prepare_model_for_kbit_training), accelerate 1.15.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from msgspec.structs import replace
+
+from memfit import sizes
+from memfit.adapters import find_adapter
+from memfit.families import find_family
+from memfit.families.forward import Embedded, Forward, Weights, project
+from memfit.ledger import Kind
+from memfit.model import DTYPE_BYTES, Model, Weight
+from memfit.nouns import Noun
+from memfit.optimizers import find_optimizer
+from memfit.plan.frameworks import Job
+from memfit.plan.frameworks._assembly import Held, owners, rounded
+from memfit.plan.frameworks._quantised import eight_bit_bytes, four_bit_bytes
+from memfit.recipe import FORMAT_DTYPE, Recipe
+from memfit.sizes import Tensor
+from memfit.sizes.coded import CODED, Dequantised
+from memfit.sizes.loss import cross_entropy_sum
+from memfit.units import show_bytes, show_count
+
+ALL_LINEAR = "all-linear"  # peft's word for every projection but the head
+EIGHT_BIT_BLOCK = 256  # elements that share a scale in bitsandbytes' optimizers
+SMALLEST_CODED = 4096  # elements from which its 8-bit optimizers code a tensor's moments
+PAGED = 100_000  # elements from which its paged ones keep them in managed memory
+
+
+class HfProgram(Noun, frozen=True, kw_only=True):
+    """The forward of Hugging Face's class with its own loss (ForCausalLMLoss)."""
+
+    family: str
+    computed: str  # dtype that quantised weights become dense in
+    bits: int  # of quantised weights
+    adapter_casts: bool
+    keeps_outputs: bool  # whether the loop holds the class's outputs, with the logits, in backward
+
+    def _told(self, forward: Forward) -> Forward:
+        how = Dequantised(stored=self.computed, computed=self.computed, bits=self.bits)
+        return replace(forward, coded=how, adapter_casts=self.adapter_casts)
+
+    def embed(self, forward: Forward, weights: Weights) -> Embedded:
+        """See `plan.program.Program.embed`."""
+        return find_family(self.family).embed(self._told(forward), weights)
+
+    def block(
+        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+    ) -> Tensor:
+        """See `plan.program.Program.block`."""
+        return find_family(self.family).block(self._told(forward), weights, x, given)
+
+    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `plan.program.Program.finish`."""
+        return find_family(self.family).finish(self._told(forward), weights, x)
+
+    def loss(self, forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Logits of all positions, upcast; labels, not logits, are shifted."""
+        logits = project(self._told(forward), weights, "lm_head", hidden)
+        wide = sizes.cast(logits, "float32")
+        rows, tokens = labels.shape
+        padded = sizes.empty(forward.meter, (rows, tokens + 1), "int64")
+        shifted = sizes.empty(forward.meter, (rows, tokens), "int64")
+        del padded
+        flat = sizes.view(wide, rows * tokens, wide.shape[-1])
+        if self.keeps_outputs:
+            forward.loop["outputs"] = [logits.detached()]
+        return sizes.scale(cross_entropy_sum(flat, shifted))
+
+
+def hf_program(job: Job, *, keeps_outputs: bool) -> HfProgram:
+    """The program of a job's recipe."""
+    recipe = job.recipe
+    return HfProgram(
+        family=job.model.architecture.family,
+        computed=recipe.compute_dtype,
+        bits=8 if recipe.base_format == "int8" else 4,
+        adapter_casts=recipe.method == "lora",
+        keeps_outputs=keeps_outputs,
+    )
+
+
+def hf_model(job: Job) -> Model:
+    """The job's parameters as the trainer stores them: adapters of fp32, quantised projections."""
+    recipe, model = job.recipe, job.model
+    if recipe.method != "lora":
+        return find_adapter(recipe).adapt(model, recipe)
+    coded = recipe.base_format in ("int8", "nf4", "fp4")
+    told = replace(recipe, lora=replace(recipe.lora, targets=targets_of(model, recipe)))
+    if coded:
+        told = replace(told, base_format="bf16")
+    adapted = find_adapter(told).adapt(model, told)
+    rest = "float32" if recipe.options.get("prepare_kbit") else recipe.compute_dtype
+    frozen = rest if coded else FORMAT_DTYPE[recipe.base_format]
+    low = recipe.options["adapter_dtype"]
+    own = "float32" if low == "fp32" else FORMAT_DTYPE.get(recipe.base_format, frozen)
+
+    def store(w: Weight) -> Weight:
+        if w.trainable:
+            return replace(w, dtype=own)
+        quantised = coded and len(w.shape) == 2 and w.part == "block"
+        return replace(w, dtype=CODED if quantised else frozen)
+
+    return replace(adapted, weights=tuple(map(store, adapted.weights)))
+
+
+def targets_of(model: Model, recipe: Recipe) -> tuple[str, ...]:
+    """The adapted projections; `all-linear` written out."""
+    if recipe.lora.targets != (ALL_LINEAR,):
+        return recipe.lora.targets
+    block = [w for w in model.weights if w.layer == 0 and len(w.shape) == 2]
+    return tuple(dict.fromkeys(w.name.removesuffix(".weight").rpartition(".")[2] for w in block))
+
+
+def parameter_bytes(recipe: Recipe, dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of one stored parameter."""
+    if dtype != CODED:
+        return prod(shape) * DTYPE_BYTES[dtype]
+    if recipe.base_format == "int8":
+        return eight_bit_bytes(shape[0], prod(shape[1:]))
+    return four_bit_bytes(prod(shape), double=bool(recipe.options["double_quantisation"]))
+
+
+def hold_parameters(model: Model, recipe: Recipe, ranks: int = 1) -> Held:
+    """Parameters by component."""
+    held: dict[tuple[Kind, str], tuple[int, str]] = {}
+    for owner, each in owners(model, lambda d, s: parameter_bytes(recipe, d, s) // ranks).items():
+        dtypes = {w.dtype for w in model.weights if _owner(w) == owner}
+        names = sorted(recipe.base_format if d == CODED else d for d in dtypes)
+        said = f"{len(each)} tensors, {' and '.join(names)}: {show_bytes(sum(each))}"
+        held[Kind.PARAMETERS, owner] = (rounded(each), said)
+    buffers = [spec.nbytes for spec in find_family(model.architecture.family).buffers(
+        model.architecture
+    )]  # fmt: skip
+    held[Kind.PARAMETERS, "rotary"] = (sum(buffers), "buffers of the class, on every rank")
+    return held
+
+
+def _owner(w: Weight) -> str:
+    return "blocks" if w.part == "block" else w.part
+
+
+def hold_states(model: Model, recipe: Recipe) -> Held:
+    """The optimizer's state on the device; `adamw8bit` is bitsandbytes' here."""
+    trainable = [w for w in model.weights if w.trainable]
+    count = show_count(sum(w.numel for w in trainable))
+    key = (Kind.OPTIMIZER_STATE, "optimizer")
+    if recipe.optimizer.name == "adamw8bit":
+        paged = bool(recipe.options["paged"])
+        each = [_moment(w.numel) for w in trainable if not (paged and w.numel >= PAGED)]
+        said = f"two 8-bit moments of {count} parameters, a scale for {EIGHT_BIT_BLOCK}"
+        return {key: (2 * rounded(each), said + (", the large ones paged" if paged else ""))}
+    family, nbytes = find_optimizer(recipe.optimizer), 0
+    host = len(family.host_state(recipe.optimizer))
+    for w in trainable:
+        nbytes += rounded(s.nbytes for s in family.state(w.spec, recipe.optimizer)[host:])
+    return {key: (nbytes, f"state of {count} parameters in their own dtype")}
+
+
+def _moment(numel: int) -> int:
+    if numel < SMALLEST_CODED:
+        return numel * 4
+    return numel + -(-numel // EIGHT_BIT_BLOCK) * 4
+
+
+def hold_update(model: Model, recipe: Recipe) -> Held:
+    """Temporaries of the optimizer's step."""
+    if recipe.optimizer.name == "adamw8bit":
+        return {}
+    specs = [w.spec for w in model.weights if w.trainable]
+    family = find_optimizer(recipe.optimizer)
+    nbytes = family.step_temporaries(specs, recipe.optimizer, "blocks")
+    said = f"{recipe.optimizer.name}'s temporaries ({recipe.optimizer.implementation})"
+    return {(Kind.TEMPORARY, "optimizer"): (nbytes, said)}
+
+
+def shared_values() -> dict[str, Any]:
+    """What the trainers over Hugging Face's classes have of the shared knobs."""
+    return {
+        "precision": ("bf16-mixed", "bf16", "fp32", "fp16-mixed"),
+        "method": ("full", "lora"),
+        "base_format": ("bf16", "fp16", "fp32", "nf4", "fp4", "int8"),
+        "optimizer": ("adamw", "adamw8bit", "sgd"),
+        "implementation": ("fused", "foreach", "loop"),
+        "recompute": ("none", "full"),
+        "attention": ("flash", "efficient", "math"),
+        "loss": ("plain",),
+        "compile": ("none",),
+        "offload": ("none",),
+    }

@@ -1,0 +1,194 @@
+"""The Trainer's step against Hugging Face's class, its loss and peft's adapters on a CPU."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from memfit.errors import InvalidRequest
+from memfit.ledger import Kind, Ledger, Phase
+from memfit.nouns import from_data
+from memfit.plan.foreign import predict_foreign, predict_ledger, read_foreign
+from memfit.plan.problem import find_device
+from memfit.request import Request
+from size_oracle import Births
+
+TOKENS, ROWS = 40, 2
+TINY: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 768, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+BIG: dict[str, Any] = TINY | {
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+OUTSIDE = (Kind.PARAMETERS, Kind.OPTIMIZER_STATE, Kind.INPUT, Kind.WORKSPACE)
+
+
+def ledger(model: dict[str, Any], device: str = "cpu", **changes: Any) -> Ledger:
+    asked: dict[str, Any] = {
+        "framework": "hf-trainer", "model": model, "hardware": {"device": device},
+        "task": {"sequence_length": TOKENS, "global_batch": ROWS, "packing": False},
+        "micro_batch": ROWS, "precision": "bf16",
+    }  # fmt: skip
+    recipe, described, _ = read_foreign(from_data(asked | changes, Request, where="request"))
+    return predict_ledger(recipe, described, find_device(device))
+
+
+def rise(found: Ledger) -> int:
+    """Bytes of the micro-batch's highest instant, above what is there before it."""
+    phases = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD)
+    return max(sum(e.nbytes for e in found.at(p) if e.kind not in OUTSIDE) for p in phases)
+
+
+def real_rise(*, lora: bool, keeps_outputs: bool, checkpointing: bool, dtype: torch.dtype) -> int:
+    """The same of one real micro-batch on the CPU."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **{k: v for k, v in TINY.items() if k != "model_type"},
+        attn_implementation="sdpa", use_cache=False, tie_word_embeddings=False,
+    )  # fmt: skip
+    model: Any = LlamaForCausalLM(config).to(dtype)
+    with warnings.catch_warnings():  # peft calls what transformers has renamed
+        warnings.simplefilter("ignore", FutureWarning)
+        if lora:
+            wanted = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+            model = get_peft_model(model, wanted)
+        if checkpointing:
+            chosen = {"use_reentrant": False}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=chosen)
+    model.train()
+    ids = torch.zeros(ROWS, TOKENS, dtype=torch.int64)
+    labels = ids.clone()
+    with Births(*model.parameters(), *model.buffers(), ids, labels) as births:
+        outputs = model(input_ids=ids, labels=labels)
+        loss = outputs.loss
+        if not keeps_outputs:
+            del outputs
+        loss.backward()
+    level = highest = 0
+    for event in births.events:
+        level += event
+        highest = max(highest, level)
+    return highest
+
+
+@pytest.mark.parametrize("keeps_outputs", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "dtype"),
+    [
+        ({"method": "full", "precision": "fp32"}, torch.float32),
+        ({"method": "full"}, torch.bfloat16),
+        ({"method": "lora", "lora": {"rank": 4, "targets": ["q_proj", "v_proj"]}}, torch.bfloat16),
+    ],
+)
+def test_a_micro_batch_holds_what_the_class_holds(
+    changes: dict[str, Any], dtype: torch.dtype, keeps_outputs: bool
+) -> None:
+    mine = rise(ledger(TINY, **changes, options={"keeps_outputs": keeps_outputs}))
+    theirs = real_rise(
+        lora=changes["method"] == "lora", keeps_outputs=keeps_outputs, checkpointing=False,
+        dtype=dtype,
+    )  # fmt: skip
+    assert mine == pytest.approx(theirs, rel=0.005)
+
+
+def test_recomputed_blocks() -> None:
+    mine = rise(ledger(TINY, method="full", recompute="full"))
+    theirs = real_rise(lora=False, keeps_outputs=False, checkpointing=True, dtype=torch.bfloat16)
+    assert mine == pytest.approx(theirs, rel=0.005)
+
+
+def held(found: Ledger, kind: Kind) -> int:
+    return found.by_kind(Phase.FORWARD).get(kind, 0)
+
+
+LORA = {"method": "lora", "lora": {"rank": 8, "targets": ["q_proj", "v_proj"]}}
+BLOCK = 4 * 4096 * 4096 + 3 * 4096 * 11008  # weights of the projections of a block
+
+
+def test_quantised_bases() -> None:
+    """Projections of 4.5 bits; what is not quantised becomes fp32 (prepare_model_for_kbit_…)."""
+    adapters = 32 * 2 * 8 * (4096 + 4096) * 4
+    dense = 2 * 32000 * 4096 + 65 * 4096
+    four = held(ledger(BIG, "h100-sxm", **LORA, base_format="nf4"), Kind.PARAMETERS)
+    expected = 32 * BLOCK // 2 + 32 * BLOCK // 64 * 4 + dense * 4 + adapters
+    assert four == pytest.approx(expected, rel=0.01)
+    eight = held(ledger(BIG, "h100-sxm", **LORA, base_format="int8"), Kind.PARAMETERS)
+    assert eight == pytest.approx(32 * BLOCK + dense * 4 + adapters, rel=0.015)
+    options = {"prepare_kbit": False, "double_quantisation": True}
+    bare = ledger(BIG, "h100-sxm", **LORA, base_format="nf4", options=options)
+    nested = 32 * BLOCK // 2 + 32 * BLOCK // 64 + 32 * BLOCK // 64 // 256 * 4
+    assert held(bare, Kind.PARAMETERS) == pytest.approx(nested + dense * 2 + adapters, rel=0.01)
+
+
+def test_a_dense_copy_of_one_quantised_weight_lives_with_its_product() -> None:
+    short = {"task": {"sequence_length": 8, "global_batch": 1, "packing": False}, "micro_batch": 1}
+    coded = ledger(BIG, "h100-sxm", **LORA, **short, base_format="nf4")
+    temporary = sum(e.nbytes for e in coded.at(Phase.FORWARD) if e.kind is Kind.TEMPORARY)
+    assert temporary == pytest.approx(4096 * 11008 * 2, rel=0.01)
+
+
+def test_states() -> None:
+    count = 32 * (BLOCK + 2 * 4096) + 2 * 32000 * 4096 + 4096
+    fused = ledger(BIG, "h100-sxm", method="full")
+    assert held(fused, Kind.OPTIMIZER_STATE) == pytest.approx(count * 4, rel=0.01)
+    mixed = ledger(BIG, "h100-sxm", method="full", precision="bf16-mixed")
+    assert held(mixed, Kind.OPTIMIZER_STATE) == pytest.approx(count * 8, rel=0.01)
+    eight = ledger(BIG, "h100-sxm", method="full", optimizer={"name": "adamw8bit"})
+    assert held(eight, Kind.OPTIMIZER_STATE) == pytest.approx(count * (2 + 8 / 256), rel=0.01)
+    paged = ledger(
+        BIG, "h100-sxm", method="full", optimizer={"name": "adamw8bit"}, options={"paged": True}
+    )
+    assert held(paged, Kind.OPTIMIZER_STATE) < 10**7  # norms alone
+
+
+def test_ddp_holds_a_copy_of_every_gradient() -> None:
+    two = {
+        "hardware": {"device": "h100-sxm", "count": 2}, "parallel": {"dp_replicate": 2},
+        "task": {"sequence_length": TOKENS, "global_batch": 2 * ROWS, "packing": False},
+    }  # fmt: skip
+    one, both = ledger(BIG, "h100-sxm"), ledger(BIG, "h100-sxm", **two)
+    grown = both.by_kind(Phase.FORWARD)[Kind.GRADIENTS]
+    assert grown == held(one, Kind.PARAMETERS) - buffers(one)
+
+
+def buffers(found: Ledger) -> int:
+    return sum(
+        e.nbytes for e in found.at(Phase.FORWARD)
+        if (e.kind, e.owner) == (Kind.PARAMETERS, "rotary")
+    )  # fmt: skip
+
+
+def test_all_linear_is_every_projection_of_a_block() -> None:
+    every = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    named = ledger(TINY, method="lora", lora={"rank": 4, "targets": every})
+    short = ledger(TINY, method="lora", lora={"rank": 4, "targets": ["all-linear"]})
+    assert short == named
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": "full", "base_format": "nf4"}, "cannot train weights stored as"),
+        ({"method": "freeze"}, "`method: freeze` is not described"),
+        ({"loss": "fused"}, "`loss: fused` is not described"),
+        ({"options": {"pagd": True}}, "`options.pagd` is no knob of `hf-trainer`"),
+        ({"options": {"adapter_dtype": "int8"}}, "is not a value of `hf-trainer`'s knob"),
+    ],
+)
+def test_what_the_trainer_has_not(changes: dict[str, Any], message: str) -> None:
+    asked: dict[str, Any] = {
+        "framework": "hf-trainer", "model": TINY, "hardware": {"device": "h100-sxm"},
+        "task": {"sequence_length": TOKENS, "global_batch": ROWS, "packing": False},
+    }  # fmt: skip
+    with pytest.raises(InvalidRequest, match=message):
+        predict_foreign(from_data(asked | changes, Request, where="request"))
