@@ -20,6 +20,7 @@ from memfit.families.forward import rotate
 from memfit.sizes import Meter, Tensor, liger
 from memfit.sizes.autograd import record
 from memfit.sizes.loss import cross_entropy_sum
+from memfit.sizes.meter import block_size
 from memfit.sizes.workspace import Grid
 from memfit.units import KIB, MIB
 
@@ -163,7 +164,8 @@ def together(results: list[Tensor], given: list[Tensor]) -> Tensor:
 def peak(meter: Meter, start: int) -> int:
     level = top = 0
     for at, event in enumerate(meter.events):
-        level += meter.sizes[event] if event >= 0 else -meter.sizes[~event]
+        index = event if event >= 0 else ~event
+        level += block_size(meter.asked[index]) * (1 if event >= 0 else -1)
         if at >= start:
             top = max(top, level)
     return top

@@ -50,6 +50,7 @@ class Device(Noun, frozen=True, kw_only=True):
     flops_measured: dict[str, float] = msgspec.field(default_factory=dict)
     internode: str = ""  # the usual network between nodes, in words
     pcie_generation: int | None = None
+    multiprocessors: int | None = None  # of an NVIDIA GPU: how many blocks run at once
 
     def __hash__(self) -> int:
         return hash(self.id)  # rates are dicts, which have no hash

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memfit.allocator_settings import Settings
+from memfit.catalog import find_device
 from memfit.certify import trace
 from memfit.certify.allocator import replay
 from memfit.certify.cuda_kernels import attention_backend
@@ -23,7 +24,7 @@ from memfit.certify.tracing import trace_step
 from memfit.certify.workspace import RULES
 from memfit.errors import InvalidRequest, NotCertified
 from memfit.ledger import Kind, Phase
-from memfit.sizes.workspace import product_workspace
+from memfit.sizes.workspace import LARGEST, Grid, find_grid, product_workspace
 from memfit.units import KIB, MIB
 
 BF16 = {"precision": "bf16", "base_format": "bf16"}
@@ -233,7 +234,7 @@ def test_workspace_rules_count_what_the_sources_allocate() -> None:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
     def nbytes(operator: str, *args: object) -> int:
-        return RULES[f"aten.{operator}.default"].nbytes(args)
+        return RULES[f"aten.{operator}.default"].nbytes(args, None)
 
     flash = "_scaled_dot_product_flash_attention_backward"
     query, key = tensor(2, 8, 100, 80), tensor(2, 2, 100, 80)
@@ -257,7 +258,7 @@ def test_workspace_rules_count_what_the_sources_allocate() -> None:
     assert nbytes(efficient, wide, wide) == 2 * 8 * (100 * 4 + tiles)
     assert nbytes(flash, *[tensor(1, 1, 128, 160)] * 3) == 128 * 4 * (1 + 192)
     norm = RULES["aten._foreach_norm.Scalar"]
-    assert norm.nbytes([[tensor(65537), tensor(5)]]) == (2 * 2 + 320) * 4
+    assert norm.nbytes([[tensor(65537), tensor(5)]], None) == (2 * 2 + 320) * 4
     layer_norm, weight = "native_layer_norm_backward", tensor(768)
 
     def of_rows(rows: int, wanted: tuple[bool, ...], columns: int = 768) -> int:
@@ -268,6 +269,26 @@ def test_workspace_rules_count_what_the_sources_allocate() -> None:
     assert of_rows(65537, (True, True, True)) == 2 * (32768 // 24) * 768 * 2
     assert of_rows(65537, (True, True, False)) == (32768 // 24) * 768 * 2
     assert of_rows(65537, (True, True, True), 4096) == 0
+
+
+def test_a_sum_over_all_rows_takes_partial_results_and_no_other_sum_does() -> None:
+    grid = Grid(multiprocessors=108, threads=2048)
+    rule = RULES["aten.sum.dim_IntList"]
+    x = torch.empty(4, 512, 1024, device="meta")
+    assert rule.nbytes([x, [0, 1], True], grid) == 16 * MIB  # 2048 rows, as on a real A100
+    assert rule.nbytes([x, [-3, -2], True], grid) == 16 * MIB
+    assert rule.nbytes([x, [0, 1], True], None) == 0
+    assert rule.nbytes([x, [2], True], grid) == 0
+    assert rule.nbytes([x, [0], True], grid) == 0
+    assert rule.nbytes([x.transpose(0, 1), [0, 1], True], grid) == 0
+
+
+def test_the_grid_is_the_devices_the_largest_where_unknown_and_none_off_cuda() -> None:
+    assert find_grid(find_device("a100-sxm-80")) == Grid(multiprocessors=108, threads=2048)
+    assert find_grid(find_device("rtx-4090")) == Grid(multiprocessors=128, threads=1536)
+    assert find_grid(find_device("gb300")) == LARGEST
+    assert find_grid(find_device("mi300x")) is None
+    assert find_grid(find_device("cpu-x86")) is None
 
 
 def test_products_keep_a_workspace_of_the_devices_size() -> None:

@@ -243,7 +243,8 @@ def test_plan_and_certificate_read_one_table_of_kernel_workspaces(rows, heads, d
     key = torch.empty(rows, heads, 64, 80, dtype=dtype, device="meta")
     grad, indices = query.transpose(1, 2).flatten(2), torch.empty(rows, 64, device="meta")
     many, width = [query, key], dtype.itemsize
-    rules = {name: rule.nbytes for name, rule in RULES.items()}
+    grid = workspace.find_grid(H100)
+    rules = {name: lambda args, of=rule.nbytes: of(args, grid) for name, rule in RULES.items()}
     attention = "aten._scaled_dot_product_{}_attention_backward.default"
     assert rules[attention.format("flash")]([query, query, key]) == workspace.flash_backward(
         query.shape, key.shape, width
@@ -258,10 +259,13 @@ def test_plan_and_certificate_read_one_table_of_kernel_workspaces(rows, heads, d
         [t.numel() for t in many]
     )
     assert rules[attention.format("cudnn")]([query, query]) == workspace.cudnn_backward(query.shape)
+    assert rules["aten.sum.dim_IntList"]([grad, [0, 1]]) == (
+        workspace.row_sum(grad.shape[-1], rows * 64, grid)
+    )
     assert set(rules) == {
         attention.format("flash"), attention.format("efficient"), attention.format("cudnn"),
         "aten.embedding_dense_backward.default", "aten._foreach_norm.Scalar",
-        "aten.native_layer_norm_backward.default",
+        "aten.native_layer_norm_backward.default", "aten.sum.dim_IntList",
     }  # fmt: skip
 
 

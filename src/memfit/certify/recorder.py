@@ -16,7 +16,7 @@ from memfit.certify.workspace import PRODUCTS, RULES
 from memfit.hardware import Device
 from memfit.ledger import Kind, Ledger, Phase
 from memfit.results import Tensor, group_tensors
-from memfit.sizes.workspace import product_workspace
+from memfit.sizes.workspace import find_grid, product_workspace
 from memfit.train.live import LiveBytes
 
 
@@ -52,6 +52,7 @@ class Recorder(LiveBytes):  # type: ignore[no-untyped-call]
     def __init__(self, device_type: str, cuda: Device | None) -> None:
         super().__init__(device_type, workspace=None if cuda is None else self._inside)
         self._cublas = 0 if cuda is None else product_workspace(cuda)
+        self._grid = None if cuda is None else find_grid(cuda)
         self._threads: set[bool] = set()  # False: the forward's, True: autograd's
         self._starts: list[tuple[Phase, int]] = [(Phase.LOAD, 0)]
         self.host: dict[Phase, int] = {}
@@ -137,7 +138,7 @@ class Recorder(LiveBytes):  # type: ignore[no-untyped-call]
             self._keep_cublas_workspace()
             return 0
         rule = RULES.get(name)
-        return rule.nbytes(args) if rule is not None else 0
+        return rule.nbytes(args, self._grid) if rule is not None else 0
 
     def _keep_cublas_workspace(self) -> None:
         in_backward = torch._C._current_autograd_node() is not None

@@ -22,6 +22,7 @@ from memfit.model import Architecture, Model, Weight
 from memfit.nouns import Noun
 from memfit.plan.program import OwnProgram, Program
 from memfit.sizes import Meter, Tensor
+from memfit.sizes.workspace import Grid
 
 Part = tuple[Kind, str]  # kind, owner
 Parts = dict[Part, int]
@@ -85,6 +86,7 @@ class Setting(Noun, frozen=True, kw_only=True):
     scaled: bool  # whether the loss is multiplied by a scale before its backward
     chunk: int  # tokens per chunk of the loss; 0 = plain
     cuda: bool
+    grid: Grid | None  # see `Meter.grid`
     adapter_dropout: bool
     accumulates: bool  # whether there is a later micro-batch
     again: bool = False  # whether the later micro-batch is of the next step, without gradients
@@ -205,6 +207,7 @@ class _Simulation:
         a = setting.architecture
         self.program = setting.program or OwnProgram(family=a.family, chunk=setting.chunk)
         self.meter = Meter(
+            grid=setting.grid,
             cuda=setting.cuda,
             autocast=setting.autocast, low=setting.compute, vocab=a.vocab,
         )  # fmt: skip

@@ -33,7 +33,7 @@ from memfit.plan.closed_form import find_answers
 from memfit.plan.segments import Passes, Segment, expand
 from memfit.plan.updates import around_micro_batches, hold
 from memfit.recipe import Recipe
-from memfit.sizes.workspace import product_workspace
+from memfit.sizes.workspace import find_grid, product_workspace
 
 
 class Level(msgspec.Struct):
@@ -135,6 +135,7 @@ def describe(model: Model, recipe: Recipe, device: Device) -> tuple[Setting, lis
         scaled=recipe.scaled,
         chunk=recipe.loss_chunk if recipe.loss == "chunked" else 0,
         cuda=cuda,
+        grid=find_grid(device),
         adapter_dropout=recipe.lora.dropout > 0,
         accumulates=recipe.accumulation > 1,
     )

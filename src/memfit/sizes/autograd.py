@@ -13,12 +13,8 @@ from weakref import ref
 
 from memfit.ledger import Kind
 from memfit.sizes.meter import Meter
-from memfit.sizes.tensor import (
-    Shape,
-    Tensor,
-    elementwise_strides,
-    empty,
-)
+from memfit.sizes.tensor import Shape, Tensor, elementwise_strides, empty
+from memfit.sizes.workspace import row_sum
 
 Gradients = Sequence[Tensor | None]
 Rule = Callable[["Node", "list[Tensor | None]"], Gradients]
@@ -153,13 +149,24 @@ def _call(node: Node, grads: list[Tensor | None]) -> list[Tensor | None]:
             continue
         shape, dtype = target[0].outputs[target[1]]
         if grad.shape != shape:
-            outputs[i] = grad = empty(grad.meter, shape, grad.dtype)
+            outputs[i] = grad = _sum_to(grad, shape)
         if grad.dtype != dtype:
             outputs[i] = empty(
                 grad.meter, shape, dtype, strides=elementwise_strides(shape, (grad,))
             )
         del grad
     return outputs
+
+
+def _sum_to(x: Tensor, shape: Shape) -> Tensor:
+    """`x.sum_to_size(shape)`, with the partial results of a sum over rows on CUDA."""
+    result = empty(x.meter, shape, x.dtype)
+    grid = x.meter.grid
+    if grid is not None and len(shape) == 1 and shape[0] == x.shape[-1] and x.contiguous:
+        nbytes = row_sum(shape[0], x.numel // shape[0], grid)
+        inside = empty(x.meter, (nbytes,), "uint8", Kind.WORKSPACE) if nbytes else None
+        del inside
+    return result
 
 
 def _dependencies(root: Node) -> dict[Node, int]:

@@ -15,6 +15,7 @@ from memfit.units import MIB
 
 if TYPE_CHECKING:
     from memfit.sizes.tensor import Tensor
+    from memfit.sizes.workspace import Grid
 
 
 GRANULARITY = 512  # bytes; torch's caching allocator for CUDA rounds every request up to it
@@ -47,11 +48,13 @@ class Meter:
         self,
         *,
         cuda: bool = False,
+        grid: Grid | None = None,
         autocast: bool = False,
         low: str = "bfloat16",
         vocab: int = -1,
     ) -> None:
         self.cuda = cuda
+        self.grid = grid  # of the device, where sums over rows are known to need partial results
         self.autocast = autocast
         self.low = low  # the dtype that autocast lowers to
         self.vocab = vocab

@@ -1,7 +1,7 @@
 """What CUDA kernels allocate inside themselves, in numbers: one table for plan and certificate.
 
-Read from torch's sources; none of it has been measured on a GPU yet. Where versions differ, or the
-kernel that is chosen depends on more than the shapes, the larger number stands.
+Read from torch's sources; only sums over rows have been held against a GPU. Where versions differ,
+or the kernel that is chosen depends on more than the shapes, the larger number stands.
 """
 
 from __future__ import annotations
@@ -30,6 +30,22 @@ class Grid(Noun, frozen=True, kw_only=True):
 
     multiprocessors: int
     threads: int  # that one multiprocessor holds
+
+
+# Where a device's count is unknown, the largest of any: more blocks, more partial results.
+LARGEST = Grid(multiprocessors=188, threads=2048)
+THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
+MANY_THREADS = 2048  # of one multiprocessor of the other capabilities
+
+
+def find_grid(device: Device) -> Grid | None:
+    """What decides how a device cuts reductions; None where CUDA's rule is not the one."""
+    if device.platform != "cuda":
+        return None
+    if device.multiprocessors is None or device.capability is None:
+        return LARGEST
+    threads = THREADS.get(device.capability, MANY_THREADS)
+    return Grid(multiprocessors=device.multiprocessors, threads=threads)
 
 
 def _blocks(n: int, of: int) -> int:
@@ -149,8 +165,11 @@ def row_sum(columns: int, rows: int, grid: Grid) -> int:
 
 
 def _power(n: int, most: int) -> int:
-    """The largest power of two up to n, and at most `most`."""
-    return most if n >= most else max(1, 1 << (n.bit_length() - 1) if n else 1)
+    """The largest power of two up to n, and at most `most`, which is one."""
+    found = 1
+    while found < most and n >= 2 * found:
+        found *= 2
+    return found
 
 
 def product_workspace(device: Device) -> int:
