@@ -264,6 +264,9 @@ def architecture(model, model_type):
         one = {"shared_norm": True} if model["kv_heads"] == 1 else {}
         size = model["head_dim"]
         return {"parallel_residual": True, "rotary_dim": size, "activation": "gelu", **one}
+    gated = gated_architecture(model, model_type)
+    if gated is not None:
+        return gated
     extra = {
         "mistral": {"sliding_window": 4096} if model["name"] == "Mistral-7B-v0.1" else {},
         "qwen2": {"attention_bias": True},
@@ -283,6 +286,26 @@ def architecture(model, model_type):
         whole = 2 if model_type == "glm4_moe" else 1  # partial_rotary_factor 0.5
         return {**facts, "rotary_dim": model["head_dim"] // whole, **experts[model_type]}
     return {"rotary_dim": model["head_dim"], **extra[model_type]}
+
+
+def gated_architecture(model, model_type):
+    """The same of the gated families beside Llama's own; None for another family."""
+    size, name = model["head_dim"], model["name"]
+    plain = {"rotary_dim": size}
+    tanh = {"activation": "gelu_pytorch_tanh"}
+    if model_type == "phi3":
+        window = {"sliding_window": 2047} if "4k" in name else {}
+        return {"rotary_dim": size * 3 // 4 if name == "Phi-4-mini-instruct" else size, **window}
+    if model_type == "stablelm":
+        odd = {"qk_norm": True, "parallel_residual": True} if "12b" in name else {}
+        odd |= {"attention_bias": True} if "1_6b" in name else {}
+        return {"rotary_dim": size // 4, **odd}
+    return {
+        "gemma": {**plain, **tanh},
+        "olmo2": {**plain, "qk_norm": True},
+        "granite": {**plain, "logits_scaled": True},
+        "smollm3": {**plain, "layer_kinds": ["", "", "", "unrotated"]},
+    }.get(model_type)
 
 
 def model_row(model):

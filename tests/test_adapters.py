@@ -21,6 +21,8 @@ WIDE_TARGETS = {
     "gptj": ("k_proj", "fc_in", "lm_head"),
     "falcon": ("query_key_value", "dense_4h_to_h"),
     "opt": ("out_proj", "fc1", "project_out"),
+    "phi3": ("o_proj", "gate_up_proj"),
+    "glm4": ("k_proj", "gate_up_proj"),
 }
 
 

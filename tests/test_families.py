@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from gated_families import gated
 from memfit.errors import InvalidRequest, UnknownName
 from memfit.families import families, find_family, read_model, without_dropout
 from memfit.model import Architecture, ModelReference
@@ -39,6 +40,7 @@ BASE = {
     "opt": OPT,
     "gptj": GPTJ,
     "falcon": FALCON,
+    **gated(GATED),
 }
 TOGGLED = [
     GPT2,
@@ -94,6 +96,18 @@ TOGGLED = [
     FALCON | {"parallel_attn": False, "tie_word_embeddings": False},
     GROUPED,
     GROUPED | {"num_ln_in_parallel_attn": 1, "ffn_hidden_size": 80},
+    *gated(GATED).values(),
+    BASE["phi3"] | {"partial_rotary_factor": 1.0, "sliding_window": 7},
+    BASE["phi3"] | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.34}},
+    BASE["gemma"] | {"hidden_act": "gelu", "attention_bias": True},
+    BASE["gemma"] | {"tie_word_embeddings": False},
+    BASE["olmo2"] | {"attention_bias": True, "num_key_value_heads": None},
+    BASE["granite"] | {"attention_bias": True, "tie_word_embeddings": True},
+    BASE["smollm3"] | {"no_rope_layers": [0, 0], "attention_bias": True, "mlp_bias": True},
+    BASE["smollm3"] | {"tie_word_embeddings": False, "num_key_value_heads": None},
+    BASE["glm4"] | {"attention_bias": False, "partial_rotary_factor": 1.0},
+    BASE["stablelm"] | {"use_parallel_residual": False, "use_qkv_bias": True},
+    BASE["stablelm"] | {"qk_layernorm": True, "partial_rotary_factor": 0.5},
 ]
 
 
@@ -219,6 +233,11 @@ def test_a_size_that_is_missing_or_no_number_is_refused_by_name(name, key, value
         (QWEN3_MOE | {"moe_intermediate_size": 20}, "moe_intermediate_size: 20"),
         (QWEN3_MOE | {"output_router_logits": True}, "output_router_logits"),
         (NEOX | {"rotary_pct": 0.0}, "rotary_pct"),
+        (BASE["phi3"] | {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        (BASE["gemma"] | {"use_bidirectional_attention": True}, "use_bidirectional"),
+        (BASE["smollm3"] | {"use_sliding_window": True}, "use_sliding_window"),
+        (BASE["smollm3"] | {"no_rope_layers": [1]}, "no_rope_layers"),
+        (BASE["stablelm"] | {"head_dim": 99}, "head_dim"),
         (NEOX | {"head_dim": 99}, "head_dim"),
         (OPT | {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
         (OPT | {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
@@ -307,6 +326,23 @@ def test_an_unsupported_family_is_refused_by_name_with_the_supported_ones():
     assert ", ".join(sorted(BASE)) in caught.value.hint
     with pytest.raises(InvalidRequest, match="no `model_type`"):
         read_model(reference({"hidden_size": 8}))
+
+
+@pytest.mark.parametrize(
+    ("change", "kinds"),
+    [
+        ({}, ("", "unrotated")),
+        ({"no_rope_layer_interval": 9}, ()),
+        ({"no_rope_layers": [0, 0, 0, 0, 0]}, ("unrotated",)),
+        ({"no_rope_layers": [1, 1, 0, 1, 1]}, ("", "", "unrotated")),
+    ],
+)
+def test_smollms_blocks_without_rotation_are_a_cycle(change, kinds):
+    config = BASE["smollm3"] | {"num_hidden_layers": 5} | change
+    architecture = find_family("smollm3").architecture(config)
+    assert architecture.layer_kinds == kinds
+    rotates = AutoConfig.for_model(**config).no_rope_layers
+    assert [architecture.kind(i) != "unrotated" for i in range(5)] == [bool(r) for r in rotates]
 
 
 @settings(max_examples=200, deadline=None)

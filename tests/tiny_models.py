@@ -4,6 +4,7 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from gated_families import LORA_TARGETS, gated
 from memfit.families import find_family
 from memfit.model import ModelReference
 from memfit.recipe import Freeze, Lora, Optimizer, Recipe
@@ -56,11 +57,12 @@ CONFIGS = {
         "num_attention_heads": 4, "num_kv_heads": 2, "new_decoder_architecture": True,
         "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0,
     },
+    **gated(_LLAMA),
 }  # fmt: skip
 FAMILIES = tuple(CONFIGS)
 TARGETS = {
     "gpt2": ("c_attn", "c_proj"), "gpt_neox": ("query_key_value",),
-    "falcon": ("query_key_value",),
+    "falcon": ("query_key_value",), **LORA_TARGETS,
 }  # fmt: skip
 PRECISIONS = (  # precision, base_format
     ("fp32", "fp32"), ("bf16", "bf16"), ("bf16-mixed", "fp32"), ("bf16-mixed", "bf16"),

@@ -92,6 +92,7 @@ class Architecture(Noun, frozen=True, kw_only=True):
     shared_norm: bool = False  # attention and feed-forward, side by side, read one norm
     head_bias: bool = False
     alibi: bool = False  # a bias by distance on the scores, instead of positions (2108.12409)
+    logits_scaled: bool = False  # whether logits are divided by a number
 
     def kind(self, layer: int) -> str:
         """The kind of a block, of a cycle that repeats to the last one; empty without kinds."""

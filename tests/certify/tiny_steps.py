@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
+from gated_families import LORA_TARGETS as GATED_TARGETS
+from gated_families import gated
 from memfit.certify import BatchShape
 from memfit.hardware import Device, Link
 from memfit.ledger import Phase
@@ -63,10 +65,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "falcon", "vocab_size": 250, "hidden_size": 64, "num_hidden_layers": 3,
         "num_attention_heads": 4, "max_position_embeddings": 256,
     },
+    **gated(_LLAMA_SHAPED),
 }  # fmt: skip
 FAMILIES = tuple(CONFIGS)
 LORA_TARGETS = {
     "gpt2": ("c_attn",), "gpt_neox": ("query_key_value",), "falcon": ("query_key_value",),
+    **GATED_TARGETS,
 }  # fmt: skip
 
 _ADAMW = Optimizer(

@@ -137,6 +137,30 @@ SETTINGS = {
     "mixtral, adamw4bit": (
         "mixtral", {"optimizer": {"name": "adamw4bit", "implementation": "loop"}}
     ),
+    "phi3, mixed, recomputed": ("phi3", {"precision": "bf16-mixed", "recompute_blocks": 2}),
+    "phi3, freeze, bf16": (
+        "phi3", {"method": "freeze", "precision": "bf16", "base_format": "bf16"}
+    ),
+    "gemma, bf16, accumulated": (
+        "gemma", {"precision": "bf16", "base_format": "bf16", "accumulation": 2}
+    ),
+    "gemma, lora, mixed over bf16, recomputed": (
+        "gemma", {"method": "lora", "precision": "bf16-mixed", "base_format": "bf16",
+                  "recompute_blocks": 3}
+    ),
+    "olmo2, mixed, packed": ("olmo2", {"precision": "bf16-mixed", "packing": True}),
+    "granite, chunked, mixed": (
+        "granite", {"loss": "chunked", "loss_chunk": 12, "precision": "bf16-mixed"}
+    ),
+    "granite, recomputed": ("granite", {"recompute_blocks": 3, "layers": 5}),
+    "smollm3, two kinds of blocks, deep": ("smollm3", {"layers": 11, "recompute_blocks": 5}),
+    "smollm3, lora, mixed, deep": (
+        "smollm3", {"method": "lora", "precision": "bf16-mixed", "layers": 12}
+    ),
+    "glm4, mixed": ("glm4", {"precision": "bf16-mixed", "recompute_blocks": 1}),
+    "stablelm, packed, bf16": (
+        "stablelm", {"packing": True, "precision": "bf16", "base_format": "bf16"}
+    ),
 }  # fmt: skip
 ON_CUDA = {
     "llama, flash, mixed": ("llama", {"precision": "bf16-mixed", "recompute_blocks": 1}),
@@ -168,6 +192,11 @@ ON_CUDA = {
         "llama", {"attention": "efficient",
                   "optimizer": {"name": "adamw8bit", "implementation": "loop"}}
     ),
+    "phi3, flash, mixed": ("phi3", {"precision": "bf16-mixed", "recompute_blocks": 1}),
+    "gemma, efficient": ("gemma", {"attention": "efficient", "accumulation": 2}),
+    "olmo2, flash, bf16": ("olmo2", {"precision": "bf16", "base_format": "bf16"}),
+    "smollm3, flash, mixed, deep": ("smollm3", {"precision": "bf16-mixed", "layers": 9}),
+    "stablelm, flash, mixed": ("stablelm", {"precision": "bf16-mixed", "packing": True}),
     "gpt2, many rows": ("gpt2", {"micro_batch": 1366, "attention": "efficient"}),
     "gptj, flash, mixed": ("gptj", {"precision": "bf16-mixed", "recompute_blocks": 1}),
     "falcon, efficient, lora": ("falcon", {"method": "lora", "attention": "efficient"}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from memfit.errors import InvalidRequest
@@ -110,6 +110,36 @@ def key_value_heads(config: Mapping[str, Any], heads: int, absent: int) -> int:
             f"config.json: {kv_heads} key-value heads do not divide {heads} attention heads"
         )
     return kv_heads
+
+
+def share_of_head(config: Mapping[str, Any], head_dim: int, default: float, key: str = "") -> int:
+    """Elements of a head that are rotated; the file says a fraction, under an old or new name.
+
+    key: the fraction's name in old files, `partial_rotary_factor` without one.
+    """
+    old = config.get(key or "partial_rotary_factor", default)
+    fraction = rope(config).get("partial_rotary_factor", old)
+    number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
+    if not number or not 0 < fraction <= 1 or int(head_dim * fraction) < 2:
+        raise InvalidRequest(
+            f"`{key or 'partial_rotary_factor'}: {fraction!r}` in config.json rotates no part of a"
+            f" head of {head_dim}"
+        )
+    return int(head_dim * fraction)
+
+
+def fraction_of(part: int, whole: int) -> float:
+    """A fraction of `whole` that truncates to `part` again; 24 / 47 of 47 would give 23."""
+    exact = part / whole
+    return exact if int(whole * exact) == part else (part + 0.5) / whole
+
+
+def cycle(kinds: Sequence[str]) -> tuple[str, ...]:
+    """The shortest cycle that gives all blocks' kinds; empty where none has a name."""
+    for length in range(1, len(kinds) + 1):
+        if all(kind == kinds[i % length] for i, kind in enumerate(kinds)):
+            return tuple(kinds[:length]) if any(kinds) else ()
+    return ()
 
 
 def windows(config: Mapping[str, Any], layers: int) -> int:

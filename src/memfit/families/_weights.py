@@ -72,9 +72,14 @@ def gated_block(a: Architecture) -> Rows:
 
 def gated_weights(a: Architecture) -> tuple[Weight, ...]:
     """All weights of a decoder made of `gated_block`s: llama, mistral, qwen2, qwen3."""
+    return decoder(a, gated_block(a))
+
+
+def decoder(a: Architecture, rows: Rows) -> tuple[Weight, ...]:
+    """All weights of a decoder of such blocks, one norm without a bias at its end."""
     return (
         Weight(name="model.embed_tokens.weight", shape=(a.vocab, a.hidden), part="embedding"),
-        *repeat("model.layers", gated_block(a), a.layers),
+        *repeat("model.layers", rows, a.layers),
         Weight(name="model.norm.weight", shape=(a.hidden,), part="norm"),
         *head(a),
     )

@@ -20,6 +20,7 @@ from memfit.sizes.loss import chunked_sum, cross_entropy_sum
 
 Weights = dict[str, Tensor]  # by name inside the block, or inside the model
 Rotation = tuple[Tensor, Tensor]  # cosines, sines
+Turn = Rotation | None  # None where a block does not rotate
 Documents = tuple[tuple[int, ...], ...]  # for each row, the lengths of its documents
 
 
@@ -234,12 +235,13 @@ def rotate_half(x: Tensor) -> Tensor:
 def rotate(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
     """Rotary embedding of whole heads (Su et al. 2104.09864)."""
     cos, sin = sizes.unsqueeze(turn[0], 1), sizes.unsqueeze(turn[1], 1)
-    query_rotated = _turn(query, cos, sin)
-    key_rotated = _turn(key, cos, sin)
+    query_rotated = turn_part(query, cos, sin)
+    key_rotated = turn_part(key, cos, sin)
     return query_rotated, key_rotated
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def turn_part(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x * cos + rotate_half(x) * sin."""
     return sizes.add(sizes.mul(x, cos), sizes.mul(rotate_half(x), sin))
 
 
@@ -248,8 +250,8 @@ def rotate_part(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Ten
     cos, sin = sizes.unsqueeze(turn[0], 1), sizes.unsqueeze(turn[1], 1)
     query_part, query_rest = cut_head(query, cos.shape[-1])
     key_part, key_rest = cut_head(key, cos.shape[-1])
-    query_rotated = _turn(query_part, cos, sin)
-    key_rotated = _turn(key_part, cos, sin)
+    query_rotated = turn_part(query_part, cos, sin)
+    key_rotated = turn_part(key_part, cos, sin)
     query_rotated = sizes.concatenate((query_rotated, query_rest), 3)
     key_rotated = sizes.concatenate((key_rotated, key_rest), 3)
     return query_rotated, key_rotated
@@ -276,21 +278,23 @@ def attend(forward: Forward, query: Tensor, key: Tensor, value: Tensor) -> Tenso
 
 
 @module
-def gated_attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
+def gated_attention(forward: Forward, weights: Weights, x: Tensor, turn: Turn) -> Tensor:
     """Llama's attention: grouped heads, rotary positions; Qwen3's norms when the block has them."""
     shape = (*x.shape[:-1], -1, forward.architecture.head_dim)
-    query = _heads(forward, weights, "self_attn.q_proj", x, shape, "self_attn.q_norm.weight")
-    key = _heads(forward, weights, "self_attn.k_proj", x, shape, "self_attn.k_norm.weight")
-    value = _heads(forward, weights, "self_attn.v_proj", x, shape, "")
-    query, key = rotate(query, key, turn)
+    query = heads(forward, weights, "self_attn.q_proj", x, shape, "self_attn.q_norm.weight")
+    key = heads(forward, weights, "self_attn.k_proj", x, shape, "self_attn.k_norm.weight")
+    value = heads(forward, weights, "self_attn.v_proj", x, shape)
+    if turn is not None:
+        query, key = rotate(query, key, turn)
     out = attend(forward, query, key, value)
     out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
     return project(forward, weights, "self_attn.o_proj", out)
 
 
-def _heads(
-    forward: Forward, weights: Weights, name: str, x: Tensor, shape: sizes.Shape, norm: str
+def heads(
+    forward: Forward, weights: Weights, name: str, x: Tensor, shape: sizes.Shape, norm: str = ""
 ) -> Tensor:
+    """A projection as (batch, heads, tokens, size), each head normed where it has a norm."""
     split = sizes.view(project(forward, weights, name, x), *shape)
     if norm in weights:
         split = rms_norm(forward, weights[norm], split)
@@ -307,8 +311,8 @@ def gated_mlp(forward: Forward, weights: Weights, x: Tensor, name: str = "mlp") 
     return project(forward, weights, f"{name}.down_proj", product)
 
 
-def gated_block(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
-    """One block of llama, mistral, qwen2, qwen3."""
+def gated_block(forward: Forward, weights: Weights, x: Tensor, turn: Turn) -> Tensor:
+    """One block of llama, mistral, qwen2, qwen3, smollm3."""
     residual = x
     x = rms_norm(forward, weights["input_layernorm.weight"], x)
     x = gated_attention(forward, weights, x, turn)
@@ -370,6 +374,8 @@ def loss_mean(
     forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor, chunk: int
 ) -> Tensor:
     """The loss, as train/loss.py: (batch, tokens, hidden) -> (); chunk 0 is the plain one."""
+    if forward.architecture.logits_scaled:
+        hidden = sizes.scale(hidden)
     if not chunk:
         return sizes.scale(_plain_sum(forward, weights, hidden, labels))
     flat = sizes.view(hidden, forward.batch * forward.tokens, hidden.shape[-1])

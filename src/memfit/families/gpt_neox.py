@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from memfit.errors import InvalidRequest
 from memfit.families import Family, families
-from memfit.families._config import activation, flag, head_size, refuse, rope, size
+from memfit.families._config import (
+    activation,
+    flag,
+    fraction_of,
+    head_size,
+    refuse,
+    share_of_head,
+    size,
+)
 from memfit.families._weights import Rows, head, layer_norm, linear, repeat, rotary_buffers
 from memfit.families.forward import (
     Embedded,
@@ -50,7 +57,7 @@ class GptNeox(Family):
             output_bias=bias,
             mlp_bias=True,
             parallel_residual=flag(config, "use_parallel_residual", True),
-            rotary_dim=_rotary_dim(config, head_dim),
+            rotary_dim=share_of_head(config, head_dim, 0.25, "rotary_pct"),
             activation=activation(config, "hidden_act", "gelu"),
         )
 
@@ -64,7 +71,7 @@ class GptNeox(Family):
             "num_attention_heads": a.heads,
             "intermediate_size": a.ffn,
             "hidden_act": a.activation,
-            "rotary_pct": _fraction(a.rotary_dim, a.head_dim),
+            "rotary_pct": fraction_of(a.rotary_dim, a.head_dim),
             "max_position_embeddings": a.max_sequence,
             "tie_word_embeddings": a.tied_embeddings,
             "use_parallel_residual": a.parallel_residual,
@@ -107,23 +114,6 @@ class GptNeox(Family):
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""
         return apply_layer_norm(forward, weights, "final_layer_norm", x)
-
-
-def _rotary_dim(config: Mapping[str, Any], head_dim: int) -> int:
-    """Elements of a head that are rotated; the file says a fraction, under an old or new name."""
-    fraction = rope(config).get("partial_rotary_factor", config.get("rotary_pct", 0.25))
-    number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
-    if not number or not 0 < fraction <= 1 or int(head_dim * fraction) < 2:
-        raise InvalidRequest(
-            f"`rotary_pct: {fraction!r}` in config.json rotates no part of a head of {head_dim}"
-        )
-    return int(head_dim * fraction)
-
-
-def _fraction(part: int, whole: int) -> float:
-    """A fraction of `whole` that truncates to `part` again; 24 / 47 of 47 would give 23."""
-    exact = part / whole
-    return exact if int(whole * exact) == part else (part + 0.5) / whole
 
 
 families.register("gpt_neox")(GptNeox())

@@ -8,6 +8,7 @@ from typing import Any, final
 from memfit import sizes
 from memfit.errors import InvalidRequest
 from memfit.families import Family, families
+from memfit.families._blocks import swap_neighbours
 from memfit.families._config import activation, flag, head_size, refuse, size, size_or
 from memfit.families._weights import Rows, head, layer_norm, linear, repeat
 from memfit.families.forward import (
@@ -153,15 +154,7 @@ def _turn(x: Tensor, turn: Tensor) -> Tensor:
     shape = (*turn.shape[:2], 1, turn.shape[-1])
     sines = sizes.empty(x.meter, shape, turn.dtype)
     cosines = sizes.empty(x.meter, shape, turn.dtype)
-    return sizes.add(sizes.mul(x, cosines), sizes.mul(_swap_neighbours(x), sines))
-
-
-def _swap_neighbours(x: Tensor) -> Tensor:
-    """(…, size) -> each pair (a, b) as (-b, a)."""
-    first, second = sizes.every_other(x), sizes.every_other(x)
-    pairs = (sizes.negative(second), first)
-    joined = sizes.concatenate([sizes.view(p, *p.shape, 1) for p in pairs], 4)
-    return sizes.view(joined, *x.shape)
+    return sizes.add(sizes.mul(x, cosines), sizes.mul(swap_neighbours(x), sines))
 
 
 families.register("gptj")(GptJ())

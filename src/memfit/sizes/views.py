@@ -121,10 +121,10 @@ def _narrow_backward(shape: Shape) -> Rule:
 
 
 def every_other(x: Tensor) -> Tensor:
-    """`x[..., ::2]`; its gradient is a full tensor of zeros around it."""
+    """`x[..., start::2]` of an even size; its gradient is a full tensor of zeros around it."""
     node = record(_narrow_backward(x.shape), (x,))
-    strides = (*x.strides[:-1], 2 * x.strides[-1])
-    return attach(node, x.viewed((*x.shape[:-1], x.shape[-1] // 2), strides))
+    shape = (*x.shape[:-1], x.shape[-1] // 2)
+    return attach(node, x.viewed(shape, (*x.strides[:-1], 2 * x.strides[-1])))
 
 
 def pad_last(x: Tensor, extra: int) -> Tensor:

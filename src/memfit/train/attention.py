@@ -75,7 +75,8 @@ def attend(
     Returns (batch, tokens, heads, head_dim). With `documents`, no token attends to another
     document: each is a separate call of the kernel, so nothing can leak.
     """
-    del module, attention_mask
+    del attention_mask
+    documents = documents or getattr(module, "documents", None)
     grouped = query.shape[1] != key.shape[1]
     if grouped and backend is SDPBackend.EFFICIENT_ATTENTION:  # has no grouped form
         groups = query.shape[1] // key.shape[1]

@@ -1,7 +1,7 @@
 """Families whose class picks its attention from a table of classes: memfit's stand there too.
 
 Falcon and GPT-J do not ask Hugging Face's `AttentionInterface`. The classes here keep their
-weights and their rotation, and hand query, key and value to `attend`.
+weights and their rotation, and hand query, key and value to `attend`. StableLM's does ask.
 These backbones give a block nothing but what they know, so a hook hands on where documents end.
 """
 
@@ -20,6 +20,7 @@ from memfit.train.attention import Documents, attend
 with quiet_import():
     from transformers.models.falcon import modeling_falcon as falcon
     from transformers.models.gptj import modeling_gptj as gptj
+    from transformers.models.stablelm.modeling_stablelm import StableLmAttention
 
 
 class _Gptj(gptj.GPTJAttention):  # type: ignore[misc]
@@ -89,15 +90,14 @@ def register_class(family: str, name: str, kernel: SDPBackend) -> None:
 
 
 def hand_on_documents(backbone: nn.Module) -> None:
-    """Before each forward, tell memfit's attention classes the documents that it is given."""
-    ours = [m for m in backbone.modules() if isinstance(m, (_Falcon, _Gptj))]
+    """Before each forward, tell such attention classes the documents that it is given."""
+    told = (_Falcon, _Gptj, StableLmAttention)
+    ours = [m for m in backbone.modules() if isinstance(m, told)]
     if ours:
         backbone.register_forward_pre_hook(partial(_hand_on, ours), with_kwargs=True)
 
 
-def _hand_on(
-    classes: list[_Falcon | _Gptj], module: nn.Module, given: Any, named: dict[str, Any]
-) -> None:
+def _hand_on(classes: list[Any], module: nn.Module, given: Any, named: dict[str, Any]) -> None:
     del module, given
     for attention in classes:  # kept until the next forward: a recomputation needs them too
         attention.documents = named.get("documents")

@@ -8,6 +8,7 @@ its shards there, and is then given empty storage: the same code runs on real de
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +107,10 @@ def _fill_buffers(model: nn.Module, module: nn.Module, device: torch.device) -> 
 
     A module with weights of its own (GPT-J's attention) is not made twice: its model fills it.
     """
+    if hasattr(module, "scalar_embed_scale"):  # Gemma's embedding, which has no config
+        factor = cast(float, module.scalar_embed_scale)
+        module._buffers["embed_scale"] = torch.full((), factor, device=device)
+        return
     if any(True for _ in module.parameters()):
         for name, value in module._buffers.items():
             if value is not None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.adapters import find_adapter
 from memfit.adapters._apply import replace_parameters
@@ -171,7 +172,12 @@ def check_weights(recipe: Recipe) -> None:
 def _fill_random(recipe: Recipe, base: dict[str, nn.Parameter]) -> None:
     """Hugging Face's initialisation looks at names, which an adapter changes: so a bare twin that
     shares the parameters is initialised."""
-    twin = bare_model(recipe)
+    with _disable_current_modes():  # a trace has no constants on the meta device
+        twin = bare_model(recipe)
+    for module in twin.modules():  # which the initialisation fills too
+        for name, old in module._buffers.items():
+            if old is not None:
+                module._buffers[name] = torch.empty(old.shape, dtype=old.dtype, device="meta")
     replace_parameters(twin, lambda name, _: base[name])
     with torch.device("meta"):  # where its buffers are, which nobody needs
         twin.apply(twin._init_weights)  # children first: GPT-2's blocks scale projections last

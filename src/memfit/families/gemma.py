@@ -1,0 +1,95 @@
+"""Gemma (2403.08295; Hugging Face's `gemma`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from memfit import sizes
+from memfit.families import Family, families
+from memfit.families._blocks import scaled_embed, unit_norm
+from memfit.families._config import (
+    activation,
+    flag,
+    key_value_heads,
+    refuse,
+    size,
+    whole_head_rotates,
+)
+from memfit.families._weights import gated_config, gated_weights, rotary_buffers
+from memfit.families.forward import Embedded, Forward, Weights, gated_attention, gated_mlp
+from memfit.model import Architecture, TensorSpec, Weight
+from memfit.sizes import Tensor
+
+
+@final
+class Gemma(Family):
+    """Llama's block with wide heads, scaled embeddings and norms in fp32."""
+
+    name = "gemma"
+    lora_targets = ("q_proj", "v_proj")
+    dropouts = ("attention_dropout",)
+
+    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+        """See `Family.architecture`; defaults are those of `GemmaConfig`.
+
+        `gelu` means its tanh form, as in the files of the first release.
+        """
+        heads = size(config, "num_attention_heads")
+        whole_head_rotates(config)
+        refuse(config, "use_bidirectional_attention", (None, False))
+        head_dim = size(config, "head_dim", 256)
+        bias = flag(config, "attention_bias", False)
+        act = activation(config, "hidden_act", "gelu_pytorch_tanh")
+        return Architecture(
+            family=self.name,
+            layers=size(config, "num_hidden_layers"),
+            hidden=size(config, "hidden_size"),
+            heads=heads,
+            kv_heads=key_value_heads(config, heads, absent=16),
+            head_dim=head_dim,
+            ffn=size(config, "intermediate_size"),
+            vocab=size(config, "vocab_size"),
+            max_sequence=size(config, "max_position_embeddings", 8192),
+            tied_embeddings=flag(config, "tie_word_embeddings", True),
+            attention_bias=bias,
+            output_bias=bias,
+            rotary_dim=head_dim,
+            activation="gelu_pytorch_tanh" if act == "gelu" else act,
+        )
+
+    def config(self, a: Architecture) -> dict[str, Any]:
+        """See `Family.config`."""
+        return gated_config(a) | {"attention_bias": a.attention_bias}
+
+    def weights(self, a: Architecture) -> tuple[Weight, ...]:
+        """See `Family.weights`."""
+        return gated_weights(a)
+
+    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
+        """See `Family.buffers`; the embedding holds its factor."""
+        return (TensorSpec(shape=()), *rotary_buffers(a))
+
+    def embed(self, forward: Forward, weights: Weights) -> Embedded:
+        """See `Family.embed`."""
+        return scaled_embed(forward, weights["embed_tokens.weight"])
+
+    def block(
+        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+    ) -> Tensor:
+        """See `Family.block`."""
+        residual = x
+        x = unit_norm(forward, weights["input_layernorm.weight"], x)
+        x = gated_attention(forward, weights, x, (given[0], given[1]))
+        x = sizes.add(residual, x)
+        residual = x
+        x = unit_norm(forward, weights["post_attention_layernorm.weight"], x)
+        x = gated_mlp(forward, weights, x)
+        return sizes.add(residual, x)
+
+    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `Family.finish`."""
+        return unit_norm(forward, weights["norm.weight"], x)
+
+
+families.register("gemma")(Gemma())

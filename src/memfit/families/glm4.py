@@ -1,0 +1,152 @@
+"""GLM-4 of 2025, dense (2406.12793; Hugging Face's `glm4`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from memfit import sizes
+from memfit.families import Family, families
+from memfit.families._blocks import fused_gated_mlp, sandwich_block, swap_neighbours
+from memfit.families._config import (
+    activation,
+    flag,
+    fraction_of,
+    key_value_heads,
+    share_of_head,
+    size,
+)
+from memfit.families._weights import decoder, gated_config, linear, rotary_buffers
+from memfit.families.forward import (
+    Embedded,
+    Forward,
+    Rotation,
+    Weights,
+    attend,
+    cut_head,
+    heads,
+    module,
+    project,
+    rms_norm,
+    rotary_embed,
+)
+from memfit.model import Architecture, TensorSpec, Weight
+from memfit.sizes import Tensor
+
+NORMS = (
+    "input_layernorm",
+    "post_self_attn_layernorm",
+    "post_attention_layernorm",
+    "post_mlp_layernorm",
+)
+
+
+@final
+class Glm4(Family):
+    """Norms before and after attention and feed-forward; pairs of neighbours are rotated."""
+
+    name = "glm4"
+    lora_targets = ("q_proj", "v_proj")
+    dropouts = ("attention_dropout",)
+
+    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+        """See `Family.architecture`; defaults are those of `Glm4Config`."""
+        count = size(config, "num_attention_heads")
+        head_dim = size(config, "head_dim", 128)
+        return Architecture(
+            family=self.name,
+            layers=size(config, "num_hidden_layers"),
+            hidden=size(config, "hidden_size"),
+            heads=count,
+            kv_heads=key_value_heads(config, count, absent=2),
+            head_dim=head_dim,
+            ffn=size(config, "intermediate_size"),
+            vocab=size(config, "vocab_size"),
+            max_sequence=size(config, "max_position_embeddings", 131072),
+            tied_embeddings=flag(config, "tie_word_embeddings", False),
+            attention_bias=flag(config, "attention_bias", True),
+            rotary_dim=share_of_head(config, head_dim, 0.5),
+            activation=activation(config, "hidden_act", "silu"),
+        )
+
+    def config(self, a: Architecture) -> dict[str, Any]:
+        """See `Family.config`."""
+        return gated_config(a) | {
+            "attention_bias": a.attention_bias,
+            "partial_rotary_factor": fraction_of(a.rotary_dim, a.head_dim),
+            "pad_token_id": None,  # the class's own is larger than a small vocabulary
+        }
+
+    def weights(self, a: Architecture) -> tuple[Weight, ...]:
+        """See `Family.weights`."""
+        q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+        rows = linear("self_attn.q_proj", q, a.hidden, a.attention_bias)
+        rows += linear("self_attn.k_proj", kv, a.hidden, a.attention_bias)
+        rows += linear("self_attn.v_proj", kv, a.hidden, a.attention_bias)
+        rows += linear("self_attn.o_proj", a.hidden, q, False)
+        rows += linear("mlp.gate_up_proj", 2 * a.ffn, a.hidden, False)
+        rows += linear("mlp.down_proj", a.hidden, a.ffn, False)
+        order = (NORMS[0], NORMS[2], NORMS[1], NORMS[3])
+        return decoder(a, rows + [(f"{name}.weight", (a.hidden,)) for name in order])
+
+    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
+        """See `Family.buffers`."""
+        return rotary_buffers(a)
+
+    def embed(self, forward: Forward, weights: Weights) -> Embedded:
+        """See `Family.embed`."""
+        return rotary_embed(forward, weights["embed_tokens.weight"])
+
+    def block(
+        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+    ) -> Tensor:
+        """See `Family.block`."""
+        turn = given[0], given[1]
+
+        def attention(x: Tensor) -> Tensor:
+            return _attention(forward, weights, x, turn)
+
+        return sandwich_block(forward, weights, x, attention, rms_norm, NORMS, fused_gated_mlp)
+
+    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `Family.finish`."""
+        return rms_norm(forward, weights["norm.weight"], x)
+
+
+@module
+def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
+    shape = (*x.shape[:-1], -1, forward.architecture.head_dim)
+    query = heads(forward, weights, "self_attn.q_proj", x, shape)
+    key = heads(forward, weights, "self_attn.k_proj", x, shape)
+    value = heads(forward, weights, "self_attn.v_proj", x, shape)
+    query, key = _rotate(query, key, turn)
+    out = attend(forward, query, key, value)
+    out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
+    return project(forward, weights, "self_attn.o_proj", out)
+
+
+def _rotate(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
+    """Neighbours are pairs, so each block writes cosines and sines out twice for itself."""
+    cos, sin = sizes.unsqueeze(turn[0], 1), sizes.unsqueeze(turn[1], 1)
+    cos = _again(cos)
+    sin = _again(sin)
+    size = cos.shape[-1]
+    query_part, query_rest = cut_head(query, size)
+    key_part, key_rest = cut_head(key, size)
+    query_rotated = _turn(query_part, cos, sin)
+    key_rotated = _turn(key_part, cos, sin)
+    query_rotated = sizes.concatenate((query_rotated, query_rest), 3)
+    key_rotated = sizes.concatenate((key_rotated, key_rest), 3)
+    return query_rotated, key_rotated
+
+
+def _again(x: Tensor) -> Tensor:
+    """`x[..., :half].repeat_interleave(2, dim=-1)`."""
+    return sizes.empty(x.meter, x.shape, x.dtype)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return sizes.add(sizes.mul(x, cos), sizes.mul(swap_neighbours(x), sin))
+
+
+families.register("glm4")(Glm4())

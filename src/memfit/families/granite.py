@@ -1,0 +1,109 @@
+"""Granite 3 (Hugging Face's `granite`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from memfit import sizes
+from memfit.families import Family, families
+from memfit.families._config import (
+    activation,
+    flag,
+    head_size,
+    key_value_heads,
+    size,
+    whole_head_rotates,
+)
+from memfit.families._weights import gated_config, gated_weights, rotary_buffers
+from memfit.families.forward import (
+    Embedded,
+    Forward,
+    Weights,
+    embedding,
+    gated_attention,
+    gated_mlp,
+    positions,
+    rms_norm,
+    rotation,
+)
+from memfit.model import Architecture, TensorSpec, Weight
+from memfit.sizes import Tensor
+
+
+@final
+class Granite(Family):
+    """Llama's block; embeddings, residuals and logits are multiplied by numbers.
+
+    A number of 1 is multiplied by as well, so the numbers change no memory and are not kept.
+    """
+
+    name = "granite"
+    lora_targets = ("q_proj", "v_proj")
+    dropouts = ("attention_dropout",)
+
+    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+        """See `Family.architecture`; defaults are those of `GraniteConfig`."""
+        hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
+        whole_head_rotates(config)
+        head_dim = head_size(config, hidden, heads)
+        bias = flag(config, "attention_bias", False)
+        return Architecture(
+            family=self.name,
+            layers=size(config, "num_hidden_layers"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=key_value_heads(config, heads, absent=heads),
+            head_dim=head_dim,
+            ffn=size(config, "intermediate_size"),
+            vocab=size(config, "vocab_size"),
+            max_sequence=size(config, "max_position_embeddings", 2048),
+            tied_embeddings=flag(config, "tie_word_embeddings", False),
+            attention_bias=bias,
+            output_bias=bias,
+            mlp_bias=flag(config, "mlp_bias", False),
+            rotary_dim=head_dim,
+            activation=activation(config, "hidden_act", "silu"),
+            logits_scaled=True,
+        )
+
+    def config(self, a: Architecture) -> dict[str, Any]:
+        """See `Family.config`."""
+        biases = {"attention_bias": a.attention_bias, "mlp_bias": a.mlp_bias}
+        return gated_config(a) | biases
+
+    def weights(self, a: Architecture) -> tuple[Weight, ...]:
+        """See `Family.weights`."""
+        return gated_weights(a)
+
+    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
+        """See `Family.buffers`."""
+        return rotary_buffers(a)
+
+    def embed(self, forward: Forward, weights: Weights) -> Embedded:
+        """See `Family.embed`."""
+        x = embedding(forward, weights["embed_tokens.weight"], forward.input_ids)
+        x = sizes.scale(x)
+        position_ids = positions(forward)
+        cosines, sines = rotation(forward, x.dtype, position_ids)
+        return Embedded(x, (cosines, sines, position_ids), (x,))
+
+    def block(
+        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+    ) -> Tensor:
+        """See `Family.block`."""
+        residual = x
+        x = rms_norm(forward, weights["input_layernorm.weight"], x)
+        x = gated_attention(forward, weights, x, (given[0], given[1]))
+        x = sizes.add(residual, sizes.scale(x))
+        residual = x
+        x = rms_norm(forward, weights["post_attention_layernorm.weight"], x)
+        x = gated_mlp(forward, weights, x)
+        return sizes.add(residual, sizes.scale(x))
+
+    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `Family.finish`."""
+        return rms_norm(forward, weights["norm.weight"], x)
+
+
+families.register("granite")(Granite())

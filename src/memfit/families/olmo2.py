@@ -1,0 +1,141 @@
+"""OLMo 2 (2501.00656; Hugging Face's `olmo2`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from memfit import sizes
+from memfit.families import Family, families
+from memfit.families._blocks import wide_norm
+from memfit.families._config import (
+    activation,
+    flag,
+    head_size,
+    key_value_heads,
+    size,
+    whole_head_rotates,
+)
+from memfit.families._weights import decoder, gated_config, linear, rotary_buffers
+from memfit.families.forward import (
+    Embedded,
+    Forward,
+    Rotation,
+    Weights,
+    attend,
+    embedding,
+    gated_mlp,
+    module,
+    positions,
+    project,
+    rotate,
+    rotation,
+)
+from memfit.model import Architecture, TensorSpec, Weight
+from memfit.sizes import Tensor
+
+
+@final
+class Olmo2(Family):
+    """Norms after attention and feed-forward, and over all heads of query and key together."""
+
+    name = "olmo2"
+    lora_targets = ("q_proj", "v_proj")
+    dropouts = ("attention_dropout",)
+
+    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+        """See `Family.architecture`; defaults are those of `Olmo2Config`."""
+        hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
+        whole_head_rotates(config)
+        head_dim = head_size(config, hidden, heads)
+        bias = flag(config, "attention_bias", False)
+        return Architecture(
+            family=self.name,
+            layers=size(config, "num_hidden_layers"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=key_value_heads(config, heads, absent=heads),
+            head_dim=head_dim,
+            ffn=size(config, "intermediate_size"),
+            vocab=size(config, "vocab_size"),
+            max_sequence=size(config, "max_position_embeddings", 2048),
+            tied_embeddings=flag(config, "tie_word_embeddings", False),
+            attention_bias=bias,
+            output_bias=bias,
+            qk_norm=True,
+            rotary_dim=head_dim,
+            activation=activation(config, "hidden_act", "silu"),
+        )
+
+    def config(self, a: Architecture) -> dict[str, Any]:
+        """See `Family.config`."""
+        return gated_config(a) | {"attention_bias": a.attention_bias}
+
+    def weights(self, a: Architecture) -> tuple[Weight, ...]:
+        """See `Family.weights`."""
+        q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+        rows = linear("self_attn.q_proj", q, a.hidden, a.attention_bias)
+        rows += linear("self_attn.k_proj", kv, a.hidden, a.attention_bias)
+        rows += linear("self_attn.v_proj", kv, a.hidden, a.attention_bias)
+        rows += linear("self_attn.o_proj", a.hidden, q, a.output_bias)
+        rows += [("self_attn.q_norm.weight", (q,)), ("self_attn.k_norm.weight", (kv,))]
+        rows += linear("mlp.gate_proj", a.ffn, a.hidden, False)
+        rows += linear("mlp.up_proj", a.ffn, a.hidden, False)
+        rows += linear("mlp.down_proj", a.hidden, a.ffn, False)
+        rows += [("post_attention_layernorm.weight", (a.hidden,))]
+        rows += [("post_feedforward_layernorm.weight", (a.hidden,))]
+        return decoder(a, rows)
+
+    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
+        """See `Family.buffers`."""
+        return rotary_buffers(a)
+
+    def embed(self, forward: Forward, weights: Weights) -> Embedded:
+        """See `Family.embed`; cosines and sines stay in fp32."""
+        x = embedding(forward, weights["embed_tokens.weight"], forward.input_ids)
+        position_ids = positions(forward)
+        cosines, sines = rotation(forward, "float32", position_ids)
+        return Embedded(x, (cosines, sines, position_ids), (x,))
+
+    def block(
+        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+    ) -> Tensor:
+        """See `Family.block`."""
+        residual = x
+        x = _attention(forward, weights, x, (given[0], given[1]))
+        x = wide_norm(forward, weights["post_attention_layernorm.weight"], x)
+        x = sizes.add(residual, x)
+        residual = x
+        x = gated_mlp(forward, weights, x)
+        x = wide_norm(forward, weights["post_feedforward_layernorm.weight"], x)
+        return sizes.add(residual, x)
+
+    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `Family.finish`."""
+        return wide_norm(forward, weights["norm.weight"], x)
+
+
+@module
+def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
+    shape = (*x.shape[:-1], -1, forward.architecture.head_dim)
+    query = project(forward, weights, "self_attn.q_proj", x)
+    query = wide_norm(forward, weights["self_attn.q_norm.weight"], query)
+    key = project(forward, weights, "self_attn.k_proj", x)
+    key = wide_norm(forward, weights["self_attn.k_norm.weight"], key)
+    value = project(forward, weights, "self_attn.v_proj", x)
+    query = sizes.transpose(sizes.view(query, *shape), 1, 2)
+    key = sizes.transpose(sizes.view(key, *shape), 1, 2)
+    value = sizes.transpose(sizes.view(value, *shape), 1, 2)
+    query, key = _rotate(query, key, turn)
+    out = attend(forward, query, key, value)
+    out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
+    return project(forward, weights, "self_attn.o_proj", out)
+
+
+def _rotate(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
+    """Rotated in fp32, then cast back."""
+    query_rotated, key_rotated = rotate(query, key, turn)
+    return sizes.cast(query_rotated, query.dtype), sizes.cast(key_rotated, key.dtype)
+
+
+families.register("olmo2")(Olmo2())

@@ -1,0 +1,135 @@
+"""Phi-3 and Phi-4 (Abdin et al. 2404.14219; Hugging Face's `phi3`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from memfit import sizes
+from memfit.errors import InvalidRequest
+from memfit.families import Family, families
+from memfit.families._blocks import fused_gated_mlp, rotate_part_by_part
+from memfit.families._config import (
+    activation,
+    flag,
+    fraction_of,
+    head_size,
+    key_value_heads,
+    rope,
+    share_of_head,
+    size,
+)
+from memfit.families._weights import decoder, gated_config, linear, rotary_buffers
+from memfit.families.forward import (
+    Embedded,
+    Forward,
+    Rotation,
+    Weights,
+    attend,
+    module,
+    project,
+    rms_norm,
+    rotary_embed,
+)
+from memfit.model import Architecture, TensorSpec, Weight
+from memfit.sizes import Tensor
+
+
+@final
+class Phi3(Family):
+    """Llama's block with one projection for query, key and value and one for gate and up."""
+
+    name = "phi3"
+    lora_targets = ("qkv_proj",)
+    dropouts = ("attention_dropout", "resid_pdrop", "embd_pdrop")
+
+    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+        """See `Family.architecture`; defaults are those of `Phi3Config`."""
+        hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
+        head_dim = head_size(config, hidden, heads)
+        kind = rope(config).get("rope_type", rope(config).get("type", "default"))
+        if kind != "default":
+            raise InvalidRequest(f"rotary embedding `{kind}` in config.json is not one of `phi3`")
+        window = config.get("sliding_window")
+        return Architecture(
+            family=self.name,
+            layers=size(config, "num_hidden_layers"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=key_value_heads(config, heads, absent=heads),
+            head_dim=head_dim,
+            ffn=size(config, "intermediate_size"),
+            vocab=size(config, "vocab_size"),
+            max_sequence=size(config, "max_position_embeddings", 4096),
+            tied_embeddings=flag(config, "tie_word_embeddings", False),
+            rotary_dim=share_of_head(config, head_dim, 1.0),
+            activation=activation(config, "hidden_act", "silu"),
+            sliding_window=0 if window is None else size(config, "sliding_window"),
+        )
+
+    def config(self, a: Architecture) -> dict[str, Any]:
+        """See `Family.config`."""
+        return gated_config(a) | {
+            **dict.fromkeys(self.dropouts, 0.0),
+            "partial_rotary_factor": fraction_of(a.rotary_dim, a.head_dim),
+            "sliding_window": a.sliding_window or None,
+            "pad_token_id": None,  # the class's own is larger than a small vocabulary
+        }
+
+    def weights(self, a: Architecture) -> tuple[Weight, ...]:
+        """See `Family.weights`."""
+        q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+        rows = linear("self_attn.o_proj", a.hidden, q, False)
+        rows += linear("self_attn.qkv_proj", q + 2 * kv, a.hidden, False)
+        rows += linear("mlp.gate_up_proj", 2 * a.ffn, a.hidden, False)
+        rows += linear("mlp.down_proj", a.hidden, a.ffn, False)
+        rows += [("input_layernorm.weight", (a.hidden,))]
+        rows += [("post_attention_layernorm.weight", (a.hidden,))]
+        return decoder(a, rows)
+
+    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
+        """See `Family.buffers`."""
+        return rotary_buffers(a)
+
+    def embed(self, forward: Forward, weights: Weights) -> Embedded:
+        """See `Family.embed`."""
+        return rotary_embed(forward, weights["embed_tokens.weight"])
+
+    def block(
+        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+    ) -> Tensor:
+        """See `Family.block`."""
+        residual = x
+        x = rms_norm(forward, weights["input_layernorm.weight"], x)
+        x = _attention(forward, weights, x, (given[0], given[1]))
+        x = sizes.add(residual, x)
+        residual = x
+        x = rms_norm(forward, weights["post_attention_layernorm.weight"], x)
+        x = fused_gated_mlp(forward, weights, x)
+        return sizes.add(residual, x)
+
+    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `Family.finish`."""
+        return rms_norm(forward, weights["norm.weight"], x)
+
+
+@module
+def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
+    """Query, key and value are slices of one projection: their gradients are padded and added."""
+    a = forward.architecture
+    q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    shape = (*x.shape[:-1], -1, a.head_dim)
+    fused = project(forward, weights, "self_attn.qkv_proj", x)
+    query = sizes.narrow(fused, 2, 0, q)
+    key = sizes.narrow(fused, 2, q, kv)
+    value = sizes.narrow(fused, 2, q + kv, kv)
+    query = sizes.transpose(sizes.view(query, *shape), 1, 2)
+    key = sizes.transpose(sizes.view(key, *shape), 1, 2)
+    value = sizes.transpose(sizes.view(value, *shape), 1, 2)
+    query, key = rotate_part_by_part(query, key, turn)
+    out = attend(forward, query, key, value)
+    out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
+    return project(forward, weights, "self_attn.o_proj", out)
+
+
+families.register("phi3")(Phi3())

@@ -1,0 +1,117 @@
+"""SmolLM3 (Hugging Face's `smollm3`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from memfit.errors import InvalidRequest
+from memfit.families import Family, families
+from memfit.families._config import (
+    activation,
+    cycle,
+    flag,
+    head_size,
+    key_value_heads,
+    refuse,
+    size,
+    whole_head_rotates,
+)
+from memfit.families._weights import gated_config, gated_weights, rotary_buffers
+from memfit.families.forward import (
+    Embedded,
+    Forward,
+    Weights,
+    gated_block,
+    rms_norm,
+    rotary_embed,
+)
+from memfit.model import Architecture, TensorSpec, Weight
+from memfit.sizes import Tensor
+
+UNROTATED = "unrotated"
+
+
+@final
+class SmolLm3(Family):
+    """Llama's block; every fourth one does not rotate (NoPE, Kazemnejad et al. 2305.19466)."""
+
+    name = "smollm3"
+    lora_targets = ("q_proj", "v_proj")
+    dropouts = ("attention_dropout",)
+
+    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+        """See `Family.architecture`; defaults are those of `SmolLM3Config`."""
+        hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
+        whole_head_rotates(config)
+        refuse(config, "use_sliding_window", (False,))
+        layers = size(config, "num_hidden_layers")
+        head_dim = head_size(config, hidden, heads)
+        bias = flag(config, "attention_bias", False)
+        return Architecture(
+            family=self.name,
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=key_value_heads(config, heads, absent=4),
+            head_dim=head_dim,
+            ffn=size(config, "intermediate_size"),
+            vocab=size(config, "vocab_size"),
+            max_sequence=size(config, "max_position_embeddings", 32768),
+            tied_embeddings=flag(config, "tie_word_embeddings", True),
+            attention_bias=bias,
+            output_bias=bias,
+            mlp_bias=flag(config, "mlp_bias", False),
+            rotary_dim=head_dim,
+            activation=activation(config, "hidden_act", "silu"),
+            layer_kinds=cycle(_kinds(config, layers)),
+        )
+
+    def config(self, a: Architecture) -> dict[str, Any]:
+        """See `Family.config`."""
+        return gated_config(a) | {
+            "attention_bias": a.attention_bias,
+            "mlp_bias": a.mlp_bias,
+            "no_rope_layers": [int(a.kind(i) != UNROTATED) for i in range(a.layers)],
+            "pad_token_id": None,  # the class's own is larger than a small vocabulary
+        }
+
+    def weights(self, a: Architecture) -> tuple[Weight, ...]:
+        """See `Family.weights`."""
+        return gated_weights(a)
+
+    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
+        """See `Family.buffers`."""
+        return rotary_buffers(a)
+
+    def embed(self, forward: Forward, weights: Weights) -> Embedded:
+        """See `Family.embed`."""
+        return rotary_embed(forward, weights["embed_tokens.weight"])
+
+    def block(
+        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+    ) -> Tensor:
+        """See `Family.block`."""
+        turn = None if forward.kind == UNROTATED else (given[0], given[1])
+        return gated_block(forward, weights, x, turn)
+
+    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `Family.finish`."""
+        return rms_norm(forward, weights["norm.weight"], x)
+
+
+def _kinds(config: Mapping[str, Any], layers: int) -> list[str]:
+    """`no_rope_layers` holds a 1 for each layer that rotates, whatever its name says."""
+    given = config.get("no_rope_layers")
+    if given is None:
+        interval = size(config, "no_rope_layer_interval", 4)
+        given = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    if not isinstance(given, list) or len(given) < layers or set(given) - {0, 1}:
+        raise InvalidRequest(
+            f"`no_rope_layers: {given!r}` in config.json is not a 0 or 1 for each of {layers}"
+            " layers"
+        )
+    return ["" if rotates else UNROTATED for rotates in given[:layers]]
+
+
+families.register("smollm3")(SmolLm3())

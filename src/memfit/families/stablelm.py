@@ -1,0 +1,189 @@
+"""StableLM (Hugging Face's `stablelm`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from memfit import sizes
+from memfit.families import Family, families
+from memfit.families._config import (
+    activation,
+    flag,
+    fraction_of,
+    head_size,
+    key_value_heads,
+    refuse,
+    share_of_head,
+    size,
+)
+from memfit.families._weights import (
+    Rows,
+    gated_config,
+    head,
+    layer_norm,
+    linear,
+    repeat,
+    rotary_buffers,
+)
+from memfit.families.forward import (
+    Embedded,
+    Forward,
+    Rotation,
+    Weights,
+    apply_layer_norm,
+    attend,
+    cut_head,
+    gated_mlp,
+    module,
+    project,
+    rotary_embed,
+    turn_part,
+)
+from memfit.model import Architecture, TensorSpec, Weight
+from memfit.sizes import Tensor
+
+
+@final
+class StableLm(Family):
+    """Llama's block with LayerNorm, rotation of part of a head and, in the 12B, a norm a head."""
+
+    name = "stablelm"
+    lora_targets = ("q_proj", "v_proj")
+    dropouts = ("attention_dropout", "hidden_dropout")
+
+    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+        """See `Family.architecture`; defaults are those of `StableLmConfig`."""
+        hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
+        refuse(config, "head_dim", (None, hidden // heads))
+        head_dim = head_size(config, hidden, heads)
+        return Architecture(
+            family=self.name,
+            layers=size(config, "num_hidden_layers"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=key_value_heads(config, heads, absent=32),
+            head_dim=head_dim,
+            ffn=size(config, "intermediate_size"),
+            vocab=size(config, "vocab_size"),
+            max_sequence=size(config, "max_position_embeddings", 4096),
+            tied_embeddings=flag(config, "tie_word_embeddings", False),
+            attention_bias=flag(config, "use_qkv_bias", False),
+            qk_norm=flag(config, "qk_layernorm", False),
+            parallel_residual=flag(config, "use_parallel_residual", False),
+            rotary_dim=share_of_head(config, head_dim, 0.25),
+            activation=activation(config, "hidden_act", "silu"),
+        )
+
+    def config(self, a: Architecture) -> dict[str, Any]:
+        """See `Family.config`."""
+        return gated_config(a) | {
+            **dict.fromkeys(self.dropouts, 0.0),
+            "use_qkv_bias": a.attention_bias,
+            "qk_layernorm": a.qk_norm,
+            "use_parallel_residual": a.parallel_residual,
+            "partial_rotary_factor": fraction_of(a.rotary_dim, a.head_dim),
+        }
+
+    def weights(self, a: Architecture) -> tuple[Weight, ...]:
+        """See `Family.weights`."""
+        q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+        rows: Rows = linear("self_attn.q_proj", q, a.hidden, a.attention_bias)
+        rows += linear("self_attn.k_proj", kv, a.hidden, a.attention_bias)
+        rows += linear("self_attn.v_proj", kv, a.hidden, a.attention_bias)
+        rows += linear("self_attn.o_proj", a.hidden, q, False)
+        for name, count in (("q", a.heads), ("k", a.kv_heads)) if a.qk_norm else ():
+            norms = f"self_attn.{name}_layernorm.norms"
+            rows += [(f"{norms}.{i}.weight", (a.head_dim,)) for i in range(count)]
+        rows += linear("mlp.gate_proj", a.ffn, a.hidden, False)
+        rows += linear("mlp.up_proj", a.ffn, a.hidden, False)
+        rows += linear("mlp.down_proj", a.hidden, a.ffn, False)
+        rows += layer_norm("input_layernorm", a.hidden)
+        if not a.parallel_residual:
+            rows += layer_norm("post_attention_layernorm", a.hidden)
+        return (
+            Weight(name="model.embed_tokens.weight", shape=(a.vocab, a.hidden), part="embedding"),
+            *repeat("model.layers", rows, a.layers),
+            Weight(name="model.norm.weight", shape=(a.hidden,), part="norm"),
+            Weight(name="model.norm.bias", shape=(a.hidden,), part="norm"),
+            *head(a),
+        )
+
+    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
+        """See `Family.buffers`."""
+        return rotary_buffers(a)
+
+    def embed(self, forward: Forward, weights: Weights) -> Embedded:
+        """See `Family.embed`."""
+        return rotary_embed(forward, weights["embed_tokens.weight"])
+
+    def block(
+        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+    ) -> Tensor:
+        """See `Family.block`."""
+        residual = x
+        x = apply_layer_norm(forward, weights, "input_layernorm", x)
+        attended = _attention(forward, weights, x, (given[0], given[1]))
+        if forward.architecture.parallel_residual:
+            fed = gated_mlp(forward, weights, x)
+            return sizes.add(sizes.add(residual, attended), fed)
+        residual = sizes.add(residual, attended)
+        fed = gated_mlp(
+            forward,
+            weights,
+            apply_layer_norm(forward, weights, "post_attention_layernorm", residual),
+        )
+        return sizes.add(residual, fed)
+
+    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `Family.finish`."""
+        return apply_layer_norm(forward, weights, "norm", x)
+
+
+@module
+def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
+    """The rotated parts stay named until the projection has run."""
+    shape = (*x.shape[:-1], -1, forward.architecture.head_dim)
+    query = project(forward, weights, "self_attn.q_proj", x)
+    key = project(forward, weights, "self_attn.k_proj", x)
+    value = project(forward, weights, "self_attn.v_proj", x)
+    query = sizes.transpose(sizes.view(query, *shape), 1, 2)
+    key = sizes.transpose(sizes.view(key, *shape), 1, 2)
+    value = sizes.transpose(sizes.view(value, *shape), 1, 2)
+    if forward.architecture.qk_norm:
+        query = _norm_heads(forward, weights, "self_attn.q_layernorm", query)
+        key = _norm_heads(forward, weights, "self_attn.k_layernorm", key)
+    size = forward.architecture.rotary_dim
+    query_part, query_rest = cut_head(query, size)
+    key_part, key_rest = cut_head(key, size)
+    query_part, key_part = _rotate(query_part, key_part, turn)
+    query = sizes.concatenate((query_part, query_rest), 3)
+    key = sizes.concatenate((key_part, key_rest), 3)
+    out = attend(forward, query, key, value)
+    out = sizes.reshape(out, *x.shape[:-1], -1)
+    return project(forward, weights, "self_attn.o_proj", out)
+
+
+def _rotate(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
+    cos, sin = sizes.unsqueeze(turn[0], 1), sizes.unsqueeze(turn[1], 1)
+    query_rotated = turn_part(query, cos, sin)
+    key_rotated = turn_part(key, cos, sin)
+    return query_rotated, key_rotated
+
+
+@module
+def _norm_heads(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
+    """A LayerNorm without bias of its own for each head, joined again."""
+    parts = sizes.split(x, (1,) * x.shape[1], 1)
+    normed = [
+        _norm(forward, weights[f"{name}.norms.{i}.weight"], part) for i, part in enumerate(parts)
+    ]
+    return sizes.concatenate(normed, 1)
+
+
+@module
+def _norm(forward: Forward, weight: Tensor, x: Tensor) -> Tensor:
+    return sizes.layer_norm(x, weight, None)
+
+
+families.register("stablelm")(StableLm())
