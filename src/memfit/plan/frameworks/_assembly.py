@@ -30,6 +30,7 @@ from memfit.plan.memory import Level
 from memfit.plan.program import Program
 from memfit.plan.segments import Passes, Segment, expand, simulate
 from memfit.sizes.kernels import usable
+from memfit.sizes.workspace import find_grid
 from memfit.sizes.meter import block_size
 from memfit.sizes.workspace import product_workspace
 from memfit.units import show_bytes
@@ -78,6 +79,7 @@ def run_passes(
         scaled=recipe.scaled,
         chunk=recipe.loss_chunk,
         cuda=not job.device.is_cpu,
+        grid=find_grid(job.device),
         adapter_dropout=recipe.lora.dropout > 0,
         accumulates=recipe.accumulation > 1,
         again=again and recipe.accumulation == 1,
