@@ -30,9 +30,8 @@ from memfit.plan.memory import Level
 from memfit.plan.program import Program
 from memfit.plan.segments import Passes, Segment, expand, simulate
 from memfit.sizes.kernels import usable
-from memfit.sizes.workspace import find_grid
 from memfit.sizes.meter import block_size
-from memfit.sizes.workspace import product_workspace
+from memfit.sizes.workspace import find_grid, product_workspace
 from memfit.units import show_bytes
 
 Held = Mapping[Part, tuple[int, str]]  # kind, owner -> bytes, because
