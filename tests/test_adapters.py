@@ -80,6 +80,12 @@ def test_a_lora_target_that_names_no_projection_is_refused_with_those_that_exist
     assert "lm_head" in caught.value.hint
 
 
+def test_a_router_is_no_projection_that_lora_could_adapt():
+    with pytest.raises(InvalidRequest, match="`gate` matches no projection") as caught:
+        adapted(with_lora("qwen2_moe", ("q_proj", "gate")))
+    assert "shared_expert_gate" in caught.value.hint
+
+
 def test_a_misspelt_lora_target_is_corrected():
     with pytest.raises(InvalidRequest, match="did you mean `q_proj`"):
         adapted(with_lora("llama", ("q_porj",)))

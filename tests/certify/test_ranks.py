@@ -39,6 +39,8 @@ CASES: dict[str, Recipe] = {
         config=RAGGED, parallel=SHARDS, **MIXED, loss="chunked", loss_chunk=20, recompute_blocks=3
     ),
     "mixed-lora-bf16": make_recipe("qwen3", parallel=KEPT, **MIXED, **LORA, base_format="bf16"),
+    "experts": make_recipe("qwen3_moe", parallel=SHARDS, recompute_blocks=1, accumulation=2),
+    "mixed-experts": make_recipe("mixtral", parallel=SHARDS, **MIXED),
     "bf16-foreach": make_recipe(parallel=SHARDS, **BF16, implementation="foreach"),
     "mixed-8bit": make_recipe(parallel=SHARDS, **MIXED, name="adamw8bit", implementation="loop"),
     "mixed-copies-sgd": make_recipe(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 PREFIX = "base_model.model."  # peft wraps the model twice
+ROUTERS = (".mlp.gate.weight", ".mlp.router.weight")  # modules of their own kind, not Linear
 STORED_TRANSPOSED = ("gpt2",)  # families whose blocks hold Conv1D: weights are (in, out)
 
 
@@ -107,7 +108,11 @@ def _pair(weight: Weight, module: str, model: Model, rank: int) -> list[Weight]:
 
 def _check_targets(model: Model, targets: tuple[str, ...]) -> None:
     """Each target must name at least one projection, and nothing else."""
-    matrices = [w for w in model.weights if len(w.shape) == 2 and w.part != "embedding"]
+    matrices = [
+        w
+        for w in model.weights
+        if len(w.shape) == 2 and w.part != "embedding" and not w.name.endswith(ROUTERS)
+    ]
     projections = [w.name.rpartition(".")[0] for w in matrices]
     last_parts = sorted({p.rpartition(".")[2] for p in projections})
     known = f"projections of `{model.name}`: {', '.join(last_parts)}"

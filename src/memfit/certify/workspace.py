@@ -147,6 +147,17 @@ NOT_COUNTED = (
         " _efficient_attention_backward",
     ),
     (
+        "sorting what chose which expert",
+        "24 bytes for each token and expert of it; gone before the tokens are copied, which takes"
+        " a hundred times that",
+        "aten/src/ATen/native/cuda/Sort.cpp: sort_cuda_kernel",
+    ),
+    (
+        "grouped products of experts",
+        "60 bytes an expert, and what CUTLASS keeps for each multiprocessor",
+        "aten/src/ATen/native/cuda/GroupMM.cu: bf16bf16_grouped_gemm_impl_sm90_sm100",
+    ),
+    (
         "hipBLASLt on ROCm",
         "76 MiB a thread where it serves a product instead of hipBLAS",
         "aten/src/ATen/cuda/CublasHandlePool.cpp: parseCUDABlasLtWorkspaceSize",
