@@ -122,7 +122,7 @@ def read_foreign(request: Request) -> tuple[Recipe, Model, tuple[str, ...]]:
     chosen, left = _choose(request, framework)
     layers = model.architecture.layers
     kind, blocks = _recompute(chosen["recompute"], request, layers)
-    if parallel.pp * parallel.virtual_pp > layers:
+    if parallel.pp * parallel.virtual_pp > layers + framework.ends:
         raise InvalidRequest(
             f"`parallel.pp: {parallel.pp}` x `virtual_pp: {parallel.virtual_pp}` is more than the"
             f" {layers} blocks of `{reference.name}`",

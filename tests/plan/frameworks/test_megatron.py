@@ -273,7 +273,10 @@ def test_experts_by_hand():
          "24 blocks"),
         ({"options": {"recompute_modules": "core_atn"}}, "core_atn"),
         ({"attention": "math"}, "attention: math"),
-        ({"method": "lora"}, "method: lora"),
+        ({"method": "freeze"}, "method: freeze"),
+        ({"precision": "fp8-mixed"}, "fp8-mixed"),
+        ({"method": "lora", "lora": {"targets": ["mlp"]}}, "mlp"),
+        ({"method": "lora", "options": {"num_experts": 8}}, "adapters beside experts"),
         ({"options": {"hiden_dropout": 0.1}}, "hiden_dropout"),
     ],
 )  # fmt: skip
@@ -303,6 +306,55 @@ def test_a_prediction_names_the_three_numbers():
     memory = plan.memory
     assert memory.peak_allocated < memory.peak_reserved < memory.device_total
     assert memory.verdict in ("fits", "at_risk")
+
+
+LLAMA_2_70B = {
+    "name": "Llama-2-70B", "model_type": "llama", "vocab_size": 32000, "hidden_size": 8192,
+    "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "max_position_embeddings": 8192,
+}  # fmt: skip
+ADAPTERS = {"rank": 16, "alpha": 32, "targets": ["linear_qkv", "linear_proj"]}
+
+
+@pytest.mark.parametrize(("cp", "gib"), [(2, 134.083), (4, 99.574), (8, 82.323)])
+def test_adapters_over_fp8_weights_as_mlcommons_measured_them(cp, gib):
+    ledger = predict(
+        model=LLAMA_2_70B, device="gb200", length=8192, micro=1, batch=8, method="lora",
+        lora=ADAPTERS | {"dropout": 0.1}, precision="fp8-mixed", attention="cudnn",
+        parallel={"dp_shard": 8, "cp": cp},
+        options={
+            "cp_comm_type": "a2a", "fp8_dot_product_attention": True,
+            "accumulate_allreduce_grads_in_fp32": False,
+        },
+    )  # fmt: skip
+    assert ledger.peak / GIB == pytest.approx(gib, rel=0.005)
+
+
+def test_frozen_linears_keep_no_inputs_and_adapters_keep_theirs():
+    full = save_block(read_shape(job()), read_settings(job()).block, moe=False)
+    made = job(method="lora", lora=ADAPTERS)
+    frozen = save_block(read_shape(made), read_settings(made).block, moe=False)
+    stream = 2 * 4 * 1024 * 1024
+    gone = {name: n for name, n in full.items() if name not in frozen}
+    # the second norm's output and the activation; the first norm's is the adapter's input
+    assert gone == {"feed-forward norm's output": stream, "feed-forward, activation": 4 * stream}
+    assert frozen["adapters"] == 2 * 2 * 16 * 4 * 1024
+    dropped = job(method="lora", lora=ADAPTERS | {"dropout": 0.1})
+    kept_then = save_block(read_shape(dropped), read_settings(dropped).block, moe=False)
+    # either adapter keeps a dropped input and its mask; the norm's output itself is not needed
+    assert kept_then["adapters"] - frozen["adapters"] == 2 * stream * 3 // 2
+    assert "attention norm's output" not in kept_then
+
+
+def test_adapters_have_states_and_frozen_weights_have_none():
+    made = job(method="lora", lora=ADAPTERS, batch=32, parallel={"dp_shard": 8})
+    shape = read_shape(made)
+    (stage,) = deal_stages(made, shape)
+    held = stages.hold_states(shape, read_settings(made), stage)
+    trained = 24 * 16 * ((1024 + 3 * 1024) + (1024 + 1024))
+    assert held[Kind.PARAMETERS, "frozen"][0] == 2 * made.model.parameters
+    assert held[Kind.PARAMETERS, "adapters"][0] == 2 * trained
+    assert held[Kind.OPTIMIZER_STATE, "adapters"][0] == 12 * trained // 8
 
 
 def test_left_on_auto_all_devices_share_the_states():

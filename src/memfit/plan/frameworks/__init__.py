@@ -66,6 +66,10 @@ class Framework(ABC):
     slack: ClassVar[Slack]
     cuts: ClassVar[int] = 3  # `zero` of a request that leaves `parallel` on auto
 
+    ends: ClassVar[int] = (
+        0  # pieces of a pipeline that may hold no block, only the embedding or head
+    )
+
     def count_groups(self, parallel: Parallel) -> int:
         """Groups of ranks in which one process communicates: each takes memory of its own."""
         return count_axes(parallel)

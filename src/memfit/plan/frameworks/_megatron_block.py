@@ -23,6 +23,11 @@ class BlockSettings(Noun, frozen=True, kw_only=True):
     attention_dropout: bool
     router_fp32: bool
     recomputed: frozenset[str]  # modules of --recompute-modules; empty where none are
+    adapted: frozenset[str] | None  # linears with adapters, where all else is frozen; None: full
+    adapter_dropout: bool
+    adapter_rank: int
+    fp8_attention: bool  # --fp8-dot-product-attention
+    fp8_activation: bool  # --activation-func-fp8-input-store
     imbalance: float  # tokens of the fullest rank's experts over the mean
     allgather: bool  # the dispatcher gathers all tokens instead of sending each where it goes
     fuses_wgrad: bool  # --gradient-accumulation-fusion: a weight's gradient goes to its buffer
@@ -33,30 +38,64 @@ Parts = dict[str, int]
 
 def save_block(shape: Shape, settings: BlockSettings, *, moe: bool) -> Parts:
     """Bytes that one block keeps of one micro-batch, by what they are."""
-    parts = save_norm(shape, settings, "attention", "layernorm" in settings.recomputed)
-    parts |= _save_latent(shape, settings) if shape.latent.kv_rank else _save_projected(shape)
+    parts = save_norm(shape, settings, "attention", "linear_qkv")
+    if shape.latent.kv_rank:
+        parts |= _save_latent(shape, settings)
+    else:
+        parts |= _save_projected(shape, settings)
     parts |= save_core(shape, settings)
+    if settings.adapted is not None:
+        parts |= _save_adapters(shape, settings)
     if settings.hidden_dropout:
         parts["dropout masks"] = 2 * shape.own_tokens * shape.hidden
-    parts |= save_norm(shape, settings, "feed-forward", "layernorm" in settings.recomputed)
+    parts |= save_norm(shape, settings, "feed-forward", "linear_fc1")
     parts |= save_experts(shape, settings) if moe else save_dense(shape, settings)
     return parts
 
 
-def save_norm(shape: Shape, settings: BlockSettings, of: str, recomputed: bool) -> Parts:
-    """The norm's input (the residual stream), its statistics, and its output for the linear."""
+def save_norm(shape: Shape, settings: BlockSettings, of: str, linear: str) -> Parts:
+    """The norm's input (the residual stream), its statistics, and its output for the linear.
+
+    A frozen linear needs no input; its adapter keeps one of its own.
+    """
     statistics = shape.norm * FLOAT * shape.own_tokens
     parts = {f"{of} norm's input": shape.stream + statistics}
-    if not recomputed:
+    if "layernorm" not in settings.recomputed and _learns(settings, linear):
         parts[f"{of} norm's output"] = shape.stream
     return parts
 
 
-def _save_projected(shape: Shape) -> Parts:
+def _learns(settings: BlockSettings, linear: str) -> bool:
+    """Whether a linear, or an adapter without dropout beside it, needs the linear's input."""
+    if settings.adapted is None:
+        return True
+    return linear in settings.adapted and not settings.adapter_dropout
+
+
+def _save_adapters(shape: Shape, settings: BlockSettings) -> Parts:
+    """Low-rank products, and where there is dropout the inputs behind it with their masks."""
+    adapted = settings.adapted or frozenset()
+    ffn = shape.tokens * shape.ffn // shape.tp
+    inputs = {
+        "linear_qkv": shape.own_tokens * shape.hidden,
+        "linear_proj": shape.tokens * shape.query // shape.tp,
+        "linear_fc1": shape.own_tokens * shape.hidden,
+        "linear_fc2": ffn,
+    }
+    total = shape.element * shape.tokens * settings.adapter_rank * len(adapted)
+    if settings.adapter_dropout:
+        total += (shape.element + 1) * sum(inputs[linear] for linear in adapted)
+    return {"adapters": total}
+
+
+def _save_projected(shape: Shape, settings: BlockSettings) -> Parts:
     """Queries, keys and values, after rotation where there is one."""
     wide = shape.query + 2 * shape.keys
     normed = shape.query + shape.keys if shape.qk_norm else 0  # the norms' inputs, made contiguous
-    return {"query, key, value": shape.element * shape.tokens * (wide + normed) // shape.tp}
+    e = 1 if settings.fp8_attention else shape.element
+    return {
+        "query, key, value": shape.tokens * (e * wide + shape.element * normed) // shape.tp,
+    }
 
 
 def _save_latent(shape: Shape, settings: BlockSettings) -> Parts:
@@ -76,7 +115,8 @@ def _save_latent(shape: Shape, settings: BlockSettings) -> Parts:
 def save_core(shape: Shape, settings: BlockSettings) -> Parts:
     """The attention kernel's output, which the projection keeps, and what its backward needs."""
     value = shape.heads * shape.latent.value if shape.latent.kv_rank else shape.query
-    out = shape.element * shape.tokens * value // shape.tp
+    e = 1 if settings.fp8_attention else shape.element
+    out = e * shape.tokens * value // shape.tp
     parts = {"attention's output": out}
     if "core_attn" in settings.recomputed:
         return parts
@@ -95,8 +135,12 @@ def save_dense(shape: Shape, settings: BlockSettings) -> Parts:
     """Both linears' inputs between which the activation stands."""
     if "mlp" in settings.recomputed:
         return {}
-    width = shape.element * shape.tokens * shape.ffn // shape.tp
-    return {"feed-forward, first linear": shape.widen * width, "feed-forward, activation": width}
+    elements = shape.tokens * shape.ffn // shape.tp
+    e = 1 if settings.fp8_activation else shape.element
+    parts = {"feed-forward, first linear": e * shape.widen * elements}
+    if _learns(settings, "linear_fc2"):
+        parts["feed-forward, activation"] = shape.element * elements
+    return parts
 
 
 def routed_tokens(shape: Shape, settings: BlockSettings) -> int:

@@ -106,6 +106,15 @@ class Shape(Noun, frozen=True, kw_only=True):
             return 0
         return self.experts.count // self.ep * self.feed_forward(self.experts.ffn, self.etp)
 
+    def adapter_parameters(self, adapted: frozenset[str], rank: int) -> int:
+        """Of one block, the low-rank matrices beside those linears, cut among the tp ranks."""
+        h, q = self.hidden, self.query
+        ends = {
+            "linear_qkv": h + q + 2 * self.keys, "linear_proj": q + h,
+            "linear_fc1": h + self.widen * self.ffn, "linear_fc2": self.ffn + h,
+        }  # fmt: skip
+        return rank * sum(ends[linear] for linear in adapted) // self.tp
+
     @property
     def table(self) -> int:
         """Elements of the vocabulary's rows on one rank: of the embedding, and of the head."""

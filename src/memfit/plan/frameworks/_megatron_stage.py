@@ -25,6 +25,7 @@ class Settings(Noun, frozen=True, kw_only=True):
     recompute: str  # none | selective | full
     recomputed_blocks: int  # the first ones of each stage's chunk, where `full`
     recompute_group: int  # blocks between two kept inputs (--recompute-num-layers, uniform)
+    frozen: int  # bytes of an element of a frozen linear's weight, where adapters are trained
     loss: str  # plain | native | te: --cross-entropy-loss-fusion and its implementation
     loss_copies: int  # fp32 tensors of the logits' size at the loss's worst instant
     main_gradient: int  # bytes of a gradient in the buffer
@@ -63,6 +64,8 @@ def count_parameters(shape: Shape, stage: Stage) -> tuple[int, int]:
 def hold_states(shape: Shape, settings: Settings, stage: Stage) -> Held:
     """Weights, gradients in their contiguous buffers, and the optimizer's shard."""
     dense, expert = count_parameters(shape, stage)
+    if settings.block.adapted is not None:
+        return _hold_adapted(shape, settings, stage, dense)
     both = dense + expert
     cut = dense // shape.shards + expert // shape.expert_shards
     among = f" among {shape.shards} ranks" if shape.shards > 1 else ""
@@ -78,6 +81,27 @@ def hold_states(shape: Shape, settings: Settings, stage: Stage) -> Held:
         (Kind.OPTIMIZER_STATE, "optimizer"): (
             settings.state * cut,
             f"master weights and moments, {settings.state} B a parameter{among}",
+        ),
+    }  # fmt: skip
+
+
+def _hold_adapted(shape: Shape, settings: Settings, stage: Stage, dense: int) -> Held:
+    """Frozen weights as they are stored, and the states of the adapters alone."""
+    layers = sum(len(chunk) for chunk in stage.chunks)
+    adapted, rank = settings.block.adapted or frozenset(), settings.block.adapter_rank
+    trained = layers * shape.adapter_parameters(adapted, rank)
+    linears = layers * ((shape.query + shape.keys) * 2 + (shape.widen + 1) * shape.ffn)
+    linears = linears * shape.hidden // shape.tp
+    return {
+        (Kind.PARAMETERS, "frozen"): (
+            settings.frozen * linears + shape.element * (dense - linears),
+            f"{dense} frozen parameters: linears {settings.frozen} B each, others {shape.element}",
+        ),
+        (Kind.PARAMETERS, "adapters"): (shape.element * trained, f"{trained} parameters"),
+        (Kind.GRADIENTS, "adapters"): (settings.main_gradient * trained, "main gradients"),
+        (Kind.OPTIMIZER_STATE, "adapters"): (
+            settings.state * trained // shape.shards,
+            f"{settings.state} B a parameter among {shape.shards} ranks",
         ),
     }  # fmt: skip
 
@@ -100,7 +124,7 @@ def hold_fixed(shape: Shape, settings: Settings, stage: Stage) -> Held:
         )  # fmt: skip
     if block.engine:
         held[Kind.WORKSPACE, "placeholders of weight gradients"] = (
-            e * _placeholders(shape, stage) if block.fuses_wgrad else 0,
+            e * _placeholders(shape, stage) if block.fuses_wgrad and block.adapted is None else 0,
             "Transformer Engine keeps one empty gradient for each shape of weight",
         )
     elif block.attention == "eager":
@@ -190,6 +214,8 @@ def describe_instants(shape: Shape, settings: Settings, stage: Stage) -> dict[Ph
     phases[Phase.BACKWARD] = {**fixed, **backward}
     dense, expert = count_parameters(shape, stage)
     extra = settings.step_extra * (dense // shape.shards + expert // shape.expert_shards)
+    if settings.block.adapted is not None:
+        extra = 0  # a few megabytes
     phases[Phase.OPTIMIZER_STEP] = {
         **fixed, (Kind.TEMPORARY, "optimizer"): (extra, "fp32 copies of 16-bit gradients")
     }  # fmt: skip

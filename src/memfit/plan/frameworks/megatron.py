@@ -69,6 +69,8 @@ KNOBS = {
     "cp_comm_type": Knob(
         default="p2p", means="how cp ranks attend to each other's tokens", values=("p2p", "a2a"),
     ),
+    "fp8_dot_product_attention": Knob(default=False, means="attention in FP8 too"),
+    "activation_func_fp8_input_store": Knob(default=False, means="its input is kept in FP8"),
     "rank": Knob(
         default="fullest", means="`last`: the last stage, whose memory Megatron logs",
         values=("fullest", "last"),
@@ -76,8 +78,8 @@ KNOBS = {
 }  # fmt: skip
 
 VALUES = {
-    "precision": ("bf16-mixed", "fp16-mixed", "fp32"),
-    "method": ("full",),
+    "precision": ("bf16-mixed", "fp16-mixed", "fp32", "fp8-mixed"),
+    "method": ("full", "lora"),
     "base_format": ("fp32",),
     "optimizer": ("adamw",),
     "implementation": ("fused",),
@@ -103,6 +105,7 @@ class Megatron(Framework):
     )  # fmt: skip
     knobs = KNOBS
     cuts = 1
+    ends = 2
     slack = Slack(
         low=1.01, typical=1.053, high=1.10,
         source="reserved over allocated of 16 runs on 8 B200 (MooreThreads/SimuMax)",
@@ -132,6 +135,7 @@ class Megatron(Framework):
                 " distributed optimizer cuts the states alone",
                 hint="use `zero: 1`",
             )
+        _check_adapters(job)
         for name in _modules(job):
             if name not in RECOMPUTABLE:
                 raise InvalidRequest(
@@ -150,6 +154,33 @@ class Megatron(Framework):
         return max(ledgers, key=lambda ledger: ledger.peak)
 
 
+LINEARS = {  # Megatron's linear of each of Hugging Face's
+    "q_proj": "linear_qkv", "k_proj": "linear_qkv", "v_proj": "linear_qkv",
+    "c_attn": "linear_qkv", "query_key_value": "linear_qkv", "o_proj": "linear_proj",
+    "gate_proj": "linear_fc1", "up_proj": "linear_fc1", "down_proj": "linear_fc2",
+    **{name: name for name in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")},
+}  # fmt: skip
+
+
+def _check_adapters(job: Job) -> None:
+    """Adapters: beside known linears of a dense model; FP8 only where it stores frozen weights."""
+    a, recipe = job.model.architecture, job.recipe
+    lora = recipe.method == "lora"
+    if recipe.precision == "fp8-mixed" and not lora:
+        raise InvalidRequest(
+            "`precision: fp8-mixed` is described with `method: lora` alone",
+            hint="weights that are trained are also copied to FP8, in ways that recipes differ in",
+        )
+    if lora and (a.experts.count or a.latent.kv_rank or job.option("num_experts")):
+        raise InvalidRequest("adapters beside experts or latent attention are not described")
+    for name in recipe.lora.targets if lora else ():
+        if name not in LINEARS:
+            raise InvalidRequest(
+                f"`lora.targets` names `{name}`, which is none of Megatron-LM's linears",
+                hint=f"known: {', '.join(LINEARS)}",
+            )
+
+
 def _modules(job: Job) -> list[str]:
     return [name.strip() for name in str(job.option("recompute_modules")).split(",")]
 
@@ -164,6 +195,8 @@ def read_settings(job: Job) -> Settings:
     engine = job.option("transformer_impl") == "transformer_engine"
     capability = job.device.capability or (0, 0)
     wide = capability == (9, 0) or bool(job.option("deterministic_mode"))
+    lora = recipe.method == "lora"
+    fp8 = recipe.precision == "fp8-mixed"
     return Settings(
         block=BlockSettings(
             engine=engine,
@@ -173,6 +206,11 @@ def read_settings(job: Job) -> Settings:
             attention_dropout=float(job.option("attention_dropout")) > 0,
             router_fp32=job.option("moe_router_dtype") == "fp32",
             recomputed=frozenset(_modules(job)) if selective else frozenset(),
+            adapted=frozenset(LINEARS[t] for t in recipe.lora.targets) if lora else None,
+            adapter_dropout=lora and recipe.lora.dropout > 0,
+            adapter_rank=recipe.lora.rank,
+            fp8_attention=fp8 and bool(job.option("fp8_dot_product_attention")),
+            fp8_activation=fp8 and bool(job.option("activation_func_fp8_input_store")),
             imbalance=float(job.option("expert_imbalance")),
             allgather=job.option("moe_token_dispatcher_type") == "allgather",
             fuses_wgrad=bool(job.option("gradient_accumulation_fusion")),
@@ -180,6 +218,7 @@ def read_settings(job: Job) -> Settings:
         recompute="full" if full else "none",
         recomputed_blocks=recipe.recompute_blocks,
         recompute_group=int(job.option("recompute_num_layers")),
+        frozen=1 if fp8 else 4 if whole else 2,
         loss=str(job.option("cross_entropy_loss_fusion")),
         loss_copies=1 if job.option("in_place_loss") else 2,
         main_gradient=4 if summed else 2,

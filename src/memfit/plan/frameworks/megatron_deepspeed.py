@@ -38,6 +38,7 @@ SHARED = (
 
 OWN_VALUES = {
     **VALUES, "precision": ("fp16-mixed", "bf16-mixed"), "attention": ("eager", "flash"),
+    "method": ("full",),
 }  # fmt: skip
 OWN_KNOBS = {
     **{name: KNOBS[name] for name in SHARED},
@@ -116,6 +117,11 @@ def _read_settings(job: Job) -> Settings:
             attention_dropout=float(job.option("attention_dropout")) > 0,
             router_fp32=False,
             recomputed=frozenset(),
+            adapted=None,
+            adapter_dropout=False,
+            adapter_rank=0,
+            fp8_attention=False,
+            fp8_activation=False,
             imbalance=1.0,
             allgather=False,
             fuses_wgrad=False,
@@ -123,6 +129,7 @@ def _read_settings(job: Job) -> Settings:
         recompute="full" if full else "none",
         recomputed_blocks=recipe.recompute_blocks,
         recompute_group=1,
+        frozen=2,
         loss="plain",
         loss_copies=1,
         main_gradient=4 if wide else 0,
