@@ -6,14 +6,12 @@ from typing import Any
 
 from published import NotExpressible, Published, Translated, hardware_of, kind_of, llama_config
 
-WORDS = {"all-linear": "all-linear"}
-
 
 def translate(row: Published) -> Translated:
     """See the package."""
     if "MetaMathQA" in row["source"]:
         return Translated(metamath(row), kind_of(row))
-    raise NotExpressible("no translator for these rows of peft's documentation")
+    return Translated(documented(row), kind_of(row))
 
 
 def metamath(row: Published) -> dict[str, Any]:
@@ -44,4 +42,32 @@ def metamath(row: Published) -> dict[str, Any]:
             raise NotExpressible(f"the optimizer `{config['optimizer']}` is not described")
         request["method"] = "lora"
         request["lora"] = {"rank": lora["rank"], "targets": targets.split(",")}
+    return request
+
+
+def documented(row: Published) -> dict[str, Any]:
+    """A launch command of the documentation: TRL's SFTTrainer through accelerate."""
+    c, devices = row["config"], row["hardware"]["n_gpus"]
+    if c.get("offload") not in (None, "none"):
+        raise NotExpressible(f"offload of {c['offload']} is not described")
+    if not c.get("zero_stage"):
+        raise NotExpressible("accelerate's FSDP is not described")
+    request: dict[str, Any] = {
+        "framework": "deepspeed",
+        "model": llama_config(row),
+        "hardware": hardware_of(row),
+        "task": {
+            "objective": "sft", "sequence_length": row["model"]["seq_len"], "packing": False,
+            "global_batch": c["global_batch"],
+        },
+        "micro_batch": c["micro_batch"],
+        "precision": "bf16-mixed",
+        "method": "lora",
+        "lora": {"rank": c["lora"]["rank"], "targets": [c["lora"]["targets"]]},
+        "recompute": "full" if c["recompute"] == "full" else "none",
+        "parallel": {"dp_shard": devices, "zero": c["zero_stage"]},
+    }  # fmt: skip
+    if "nf4" in (c.get("quant") or ""):
+        request["base_format"] = "nf4"
+        request["options"] = {"double_quantisation": "double-quant" in c["quant"]}
     return request

@@ -13,14 +13,23 @@ from msgspec.structs import replace
 
 from memfit import sizes
 from memfit.adapters import find_adapter
+from memfit.errors import InvalidRequest
 from memfit.families import find_family
 from memfit.families.forward import Embedded, Forward, Weights, project
-from memfit.ledger import Kind
+from memfit.ledger import Kind, Ledger
 from memfit.model import DTYPE_BYTES, Model, Weight
 from memfit.nouns import Noun
 from memfit.optimizers import find_optimizer
-from memfit.plan.frameworks import Job
-from memfit.plan.frameworks._assembly import Held, owners, rounded
+from memfit.plan.frameworks import Job, Knob
+from memfit.plan.frameworks._assembly import (
+    Held,
+    assemble,
+    attention_kernel,
+    cublas,
+    owners,
+    rounded,
+    run_passes,
+)
 from memfit.plan.frameworks._quantised import eight_bit_bytes, four_bit_bytes
 from memfit.recipe import FORMAT_DTYPE, Recipe
 from memfit.sizes import Tensor
@@ -100,7 +109,9 @@ def hf_model(job: Job) -> Model:
     rest = "float32" if recipe.options.get("prepare_kbit") else recipe.compute_dtype
     frozen = rest if coded else FORMAT_DTYPE[recipe.base_format]
     low = recipe.options["adapter_dtype"]
-    own = "float32" if low == "fp32" else FORMAT_DTYPE.get(recipe.base_format, frozen)
+    if low == "auto":
+        low = "base" if coded else "fp32"
+    own = "float32" if low == "fp32" else recipe.compute_dtype if coded else frozen
 
     def store(w: Weight) -> Weight:
         if w.trainable:
@@ -179,6 +190,61 @@ def hold_update(model: Model, recipe: Recipe) -> Held:
     nbytes = family.step_temporaries(specs, recipe.optimizer, "blocks")
     said = f"{recipe.optimizer.name}'s temporaries ({recipe.optimizer.implementation})"
     return {(Kind.TEMPORARY, "optimizer"): (nbytes, said)}
+
+
+def hf_knobs() -> dict[str, Knob]:
+    """What the Trainer and those built on it have of their own."""
+    return {
+        "adapter_dtype": Knob(
+            default="fp32", means="dtype of adapters: peft casts those of a 16-bit base to fp32",
+            values=("fp32", "base"),
+        ),
+        "double_quantisation": Knob(default=False, means="bnb_4bit_use_double_quant"),
+        "prepare_kbit": Knob(
+            default=True, means="prepare_model_for_kbit_training: what is not quantised is fp32"
+        ),
+        "padded": Knob(
+            default=False, means="rows of a batch differ in length: attention is given a mask"
+        ),
+        "keeps_outputs": Knob(
+            default=False, means="the loop holds the model's outputs in backward, as own loops do"
+        ),
+        "paged": Knob(default=False, means="paged_adamw_8bit, for `optimizer: adamw8bit`"),
+    }  # fmt: skip
+
+
+def predict_hf(job: Job) -> Ledger:
+    """The Trainer's step: its own passes, states and update, and DDP's buckets."""
+    recipe, device = job.recipe, job.device
+    model = hf_model(job)
+    kernel = "efficient" if recipe.options["padded"] else attention_kernel(job)
+    program = hf_program(job, keeps_outputs=bool(recipe.options["keeps_outputs"]))
+    simulated = run_passes(job, model, program, kernel)
+    weights = hold_parameters(model, recipe)
+    held = {**weights, **hold_states(model, recipe), **cublas(device)}
+    if recipe.parallel.dp_replicate > 1:
+        held |= _buckets(sum(w.nbytes for w in model.weights if w.trainable))
+    update = hold_update(model, recipe)
+    return assemble(job, simulated, load=weights, held=held, update=update)
+
+
+def _buckets(nbytes: int) -> Held:
+    return {
+        (Kind.GRADIENTS, "buckets"): (
+            nbytes, f"DDP's buckets: a copy of every gradient, {show_bytes(nbytes)}",
+        )
+    }  # fmt: skip
+
+
+def check_base(recipe: Recipe) -> None:
+    """Raise InvalidRequest for weights that no step of Hugging Face's trainers trains."""
+    if recipe.method == "full" and recipe.base_format in ("nf4", "fp4", "int8"):
+        raise InvalidRequest(
+            f"`method: full` cannot train weights stored as `base_format: {recipe.base_format}`",
+            hint="`method: lora`",
+        )
+    if recipe.optimizer.name == "adamw8bit" and recipe.optimizer.implementation == "foreach":
+        raise InvalidRequest("bitsandbytes' optimizers have no `implementation: foreach`")
 
 
 def shared_values() -> dict[str, Any]:

@@ -1,0 +1,48 @@
+"""The step of TRL's `SFTTrainer`: the Trainer's, with recompute, and adapters of QLoRA in bf16.
+
+Source: trl 0.29 (trainer/sft_trainer.py, trainer/base_config.py), which lets the class make its
+loss. Since 1.0 TRL makes the loss from tiles of the logits, in Triton; that one is not described.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, final
+
+from memfit.ledger import Ledger
+from memfit.plan.frameworks import Framework, Job, Knob, Slack, frameworks
+from memfit.plan.frameworks._hf import check_base, hf_knobs, predict_hf, shared_values
+
+
+@final
+class Trl(Framework):
+    """SFTConfig's defaults: bf16, gradient checkpointing."""
+
+    name = "trl"
+    title = "the step of TRL's SFTTrainer"
+    source = "trl 0.29, transformers 5.23, peft 0.21, bitsandbytes 0.50"
+    values: ClassVar = shared_values() | {"recompute": ("full", "none")}
+    axes = ("dp_replicate",)
+    knobs: ClassVar = hf_knobs() | {
+        "adapter_dtype": Knob(
+            default="auto", means="dtype of adapters: auto is fp32, and bf16 over quantised bases",
+            values=("auto", "fp32", "base"),
+        ),
+        "prepare_kbit": Knob(
+            default=False, means="prepare_model_for_kbit_training, as TRL did until 0.24"
+        ),
+    }  # fmt: skip
+    slack = Slack(
+        low=1.0, typical=1.04, high=1.12,
+        source="bench/certify.py's replays of the allocator over steps without recompute",
+    )  # fmt: skip
+
+    def check(self, job: Job) -> None:
+        """See `Framework.check`."""
+        check_base(job.recipe)
+
+    def predict(self, job: Job) -> Ledger:
+        """See `Framework.predict`."""
+        return predict_hf(job)
+
+
+frameworks.register("trl")(Trl())

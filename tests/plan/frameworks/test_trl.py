@@ -1,0 +1,57 @@
+"""TRL's step: the Trainer's, but for its defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from memfit.errors import InvalidRequest
+from memfit.ledger import Kind, Ledger, Phase
+from memfit.nouns import from_data
+from memfit.plan.foreign import predict_ledger, read_foreign
+from memfit.plan.problem import find_device
+from memfit.request import Request
+
+MODEL: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816,
+    "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8,
+    "max_position_embeddings": 2048,
+}  # fmt: skip
+LORA: dict[str, Any] = {
+    "method": "lora", "lora": {"rank": 256, "targets": ["q_proj"]}, "base_format": "nf4",
+}  # fmt: skip
+TRAINED = 8 * 2 * 256 * 1024
+
+
+def ledger(framework: str, **changes: Any) -> Ledger:
+    asked: dict[str, Any] = {
+        "framework": framework, "model": MODEL, "hardware": {"device": "h100-sxm"},
+        "task": {"sequence_length": 512, "global_batch": 4, "packing": False}, "micro_batch": 4,
+    }  # fmt: skip
+    recipe, model, _ = read_foreign(from_data(asked | changes, Request, where="request"))
+    return predict_ledger(recipe, model, find_device("h100-sxm"))
+
+
+def test_blocks_are_recomputed_unless_told_otherwise() -> None:
+    assert ledger("trl") == ledger("hf-trainer", recompute="full")
+    assert ledger("trl", recompute="none") == ledger("hf-trainer")
+
+
+def test_adapters_over_a_quantised_base_are_bf16() -> None:
+    found = ledger("trl", **LORA).by_kind(Phase.FORWARD)
+    assert found[Kind.OPTIMIZER_STATE] == pytest.approx(TRAINED * 2 * 2, rel=0.01)
+    wide = ledger("hf-trainer", **LORA).by_kind(Phase.FORWARD)
+    assert wide[Kind.OPTIMIZER_STATE] == pytest.approx(TRAINED * 2 * 4, rel=0.01)
+
+
+def test_the_rest_of_a_quantised_base_stays_in_16_bits() -> None:
+    found = {e.owner: e.nbytes for e in ledger("trl", **LORA).at(Phase.LOAD)}
+    assert found["head"] == pytest.approx(32000 * 1024 * 2, rel=0.02)
+    wide = {e.owner: e.nbytes for e in ledger("hf-trainer", **LORA).at(Phase.LOAD)}
+    assert wide["head"] == pytest.approx(32000 * 1024 * 4, rel=0.02)
+
+
+def test_its_tiled_loss_is_not_described() -> None:
+    with pytest.raises(InvalidRequest, match="`loss: chunked` is not described"):
+        ledger("trl", loss="chunked")
