@@ -33,6 +33,7 @@ TRANSLATORS = {
     "MLCommons": "mlcommons",
     "FlagOpen/FlagPerf": "flagperf",
     "bigscience-workshop/bigscience": "bigscience",
+    "NVIDIA-NeMo/Megatron-Bridge": "megatron_bridge",
     "huggingface/nanotron": "nanotron",
     "pytorch/torchtitan": "torchtitan",
     "pytorch/ao": "torchtitan",

@@ -46,9 +46,12 @@ def translate(row: Published) -> Translated:
 
 
 def _config(row: Published) -> dict[str, Any]:
+    return deepseek_config(row) if row["model"].get("n_experts") else llama_config(row)
+
+
+def deepseek_config(row: Published) -> dict[str, Any]:
+    """config.json of experts with latent attention, from the row's words for its sizes."""
     m = row["model"]
-    if not m.get("n_experts"):
-        return llama_config(row)
     arch = m["arch"]
     sizes = {
         "q_lora_rank": number_in(arch, r"q_lora (\d+)"),

@@ -101,7 +101,7 @@ def test_full_recompute_keeps_inputs_and_one_block_at_a_time():
     assert full.peak < none.peak
 
 
-@pytest.mark.parametrize("name", ["llama-3.1-8b", "gpt2", "qwen3-8b"])
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "gpt2", "qwen3-8b", "opt-1.3b"])
 def test_one_rank_has_the_models_parameters(name):
     reference = catalog.find_model(name).reference()
     model = families.read_model(reference)
@@ -283,6 +283,23 @@ def test_experts_by_hand():
 def test_what_megatron_cannot_do_is_refused_by_name(asked, names):
     with pytest.raises(InvalidRequest, match=names):
         predict(**asked)
+
+
+@pytest.mark.parametrize("name", ["olmo-2-1b", "opt-350m"])
+def test_models_with_other_parts_are_refused(name):
+    reference = catalog.find_model(name).reference()
+    with pytest.raises(InvalidRequest, match="parameters"):
+        predict(model={"name": name, **reference.config}, length=128)
+
+
+def test_moments_in_16_bits_take_half():
+    whole = predict(batch=8, parallel={"dp_shard": 2})
+    half = predict(
+        batch=8, parallel={"dp_shard": 2},
+        options={"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+    )  # fmt: skip
+    was, now = (x.by_kind(Phase.LOSS)[Kind.OPTIMIZER_STATE] for x in (whole, half))
+    assert (was, now) == (6 * job().model.parameters, 4 * job().model.parameters)
 
 
 def test_parallel_residuals_are_refused():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from memfit.errors import InvalidRequest
 from memfit.model import Experts, Latent
 from memfit.nouns import Noun
@@ -21,12 +23,14 @@ class Shape(Noun, frozen=True, kw_only=True):
     widen: int  # outputs of the first linear per element of ffn: 2 where gated, else 1
     norm: int  # vectors of a norm: 1 RMSNorm, 2 LayerNorm
     vocab: int  # padded to make_vocab_size_divisible_by x tp
+    embedding_norm: int  # elements of a norm behind the embedding
     positions: int  # rows of learned positions; 0 = rotary or none
     tied: bool
     qkv_bias: bool
     bias: bool  # of the other linears
     qk_norm: bool
     experts: Experts
+    shared_gate: bool  # a row that weighs the shared expert
     latent: Latent
     batch: int
     sequence: int  # tokens of a sequence on one cp rank
@@ -98,6 +102,7 @@ class Shape(Noun, frozen=True, kw_only=True):
         total += self.experts.count * self.hidden  # the router
         if self.experts.shared_ffn:
             total += self.feed_forward(self.experts.shared_ffn, self.tp)
+            total += self.hidden if self.shared_gate else 0
         return total
 
     def expert_parameters(self, layer: int) -> int:
@@ -127,7 +132,8 @@ def read_shape(job: Job) -> Shape:
     p = recipe.parallel
     experts = _experts(job)
     kind = str(job.option("position_embedding_type"))
-    own = [w.shape[0] for w in job.model.weights if w.part == "embedding" and len(w.shape) == 2]
+    tables = [w for w in job.model.weights if w.part == "embedding"]
+    own = [w.shape[0] for w in tables if len(w.shape) == 2]
     positions = {"model": sum(own[1:]), "rope": 0}.get(kind, a.max_sequence)
     multiple = int(job.option("make_vocab_size_divisible_by")) * p.tp
     no_bias = bool(job.option("disable_bias_linear"))
@@ -147,12 +153,14 @@ def read_shape(job: Job) -> Shape:
         widen=_widen(job),
         norm=min(2, len(norms)) or 1,
         vocab=-(-a.vocab // multiple) * multiple,
+        embedding_norm=sum(w.numel for w in tables if len(w.shape) == 1),
         positions=positions,
         tied=a.tied_embeddings and not job.option("untie_embeddings_and_output_weights"),
         qkv_bias=a.attention_bias and not no_bias,
         bias=a.mlp_bias and not no_bias,
         qk_norm=a.qk_norm or bool(job.option("qk_layernorm")),
         experts=experts,
+        shared_gate=any("shared_expert_gate" in w.name for w in job.model.weights),
         latent=a.latent,
         batch=recipe.micro_batch,
         sequence=recipe.sequence_length // p.cp,
@@ -168,6 +176,34 @@ def read_shape(job: Job) -> Shape:
         expert_shards=max(1, ranks // (p.ep * etp * p.dp_replicate)) if sharded else 1,
         element=4 if recipe.precision == "fp32" else 2,
     )
+
+
+STRUCTURAL = (
+    "untie_embeddings_and_output_weights", "disable_bias_linear", "qk_layernorm", "num_experts",
+    "swiglu", "position_embedding_type",
+)  # fmt: skip
+
+
+def check_parts(job: Job) -> None:
+    """Refuse a model with parts that Megatron's GPT has not: their parameters are counted here.
+
+    Not where Megatron's own arguments change the model: then its config says only part of it.
+    """
+    if any(job.option(name) not in (False, 0, "model") for name in STRUCTURAL):
+        return
+    plain = structs.replace(
+        read_shape(job), vocab=job.model.architecture.vocab, tp=1, ep=1, etp=1, shards=1
+    )
+    layers = range(plain.layers)
+    total = sum(plain.dense_parameters(i) + plain.expert_parameters(i) for i in layers)
+    total += plain.table * (1 if plain.tied else 2) + plain.positions * plain.hidden
+    total += plain.norm * plain.hidden + plain.embedding_norm
+    if total != job.model.parameters:
+        raise InvalidRequest(
+            f"Megatron-LM's GPT of these sizes has {total} parameters, `{job.model.name}` has"
+            f" {job.model.parameters}",
+            hint="a model with other parts in its blocks is not described",
+        )
 
 
 def _experts(job: Job) -> Experts:

@@ -53,7 +53,7 @@ def count_parameters(shape: Shape, stage: Stage) -> tuple[int, int]:
     dense = sum(shape.dense_parameters(layer) for layer in layers)
     expert = sum(shape.expert_parameters(layer) for layer in layers)
     if stage.first:
-        dense += shape.table + shape.positions * shape.hidden
+        dense += shape.table + shape.positions * shape.hidden + shape.embedding_norm
     if stage.last:
         dense += shape.norm * shape.hidden
         # a tied head is the embedding on one stage, a copy with states of its own on two

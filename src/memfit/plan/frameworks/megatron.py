@@ -12,7 +12,7 @@ from memfit.errors import InvalidRequest
 from memfit.ledger import Ledger
 from memfit.plan.frameworks import Framework, Job, Knob, Slack, frameworks, make_ledger
 from memfit.plan.frameworks._megatron_block import BlockSettings
-from memfit.plan.frameworks._megatron_shape import Shape, read_shape
+from memfit.plan.frameworks._megatron_shape import Shape, check_parts, read_shape
 from memfit.plan.frameworks._megatron_stage import MIB, Settings, Stage, describe_instants
 from memfit.plan.frameworks._pipeline import deal_blocks, deal_sizes
 from memfit.recipe import Parallel
@@ -21,6 +21,8 @@ RECOMPUTABLE = (
     "core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts",
 )  # fmt: skip
 
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+DTYPES = tuple(BYTES)
 KNOBS = {
     "transformer_impl": Knob(
         default="transformer_engine", means="whose layers",
@@ -45,6 +47,9 @@ KNOBS = {
     "in_place_loss": Knob(default=True, means="False: before June 2024 (core 0.8), one copy more"),
     "gradient_accumulation_fusion": Knob(default=True, means="wgrad adds to its buffer"),
     "accumulate_allreduce_grads_in_fp32": Knob(default=True, means="fp32 main gradients"),
+    "exp_avg_dtype": Knob(default="fp32", means="of Adam's first moment", values=DTYPES),
+    "exp_avg_sq_dtype": Knob(default="fp32", means="of Adam's second moment", values=DTYPES),
+    "main_params_dtype": Knob(default="fp32", means="of master weights", values=DTYPES),
     "use_distributed_optimizer": Knob(default=True, means="dp_shard x cp ranks share the states"),
     "deterministic_mode": Knob(default=False, means="cuBLAS's workspaces are 8 of 4 MiB"),
     "create_attention_mask_in_dataloader": Knob(default=True, means="a mask comes with a batch"),
@@ -136,6 +141,7 @@ class Megatron(Framework):
                 hint="use `zero: 1`",
             )
         _check_adapters(job)
+        check_parts(job)
         for name in _modules(job):
             if name not in RECOMPUTABLE:
                 raise InvalidRequest(
@@ -222,7 +228,7 @@ def read_settings(job: Job) -> Settings:
         loss=str(job.option("cross_entropy_loss_fusion")),
         loss_copies=1 if job.option("in_place_loss") else 2,
         main_gradient=4 if summed else 2,
-        state=8 if whole else 12,
+        state=_state_bytes(job),
         step_extra=0 if summed else 4,
         group=int(job.option("microbatch_group_size_per_vp_stage")),
         workspace=32 * MIB if wide else 8 * MIB + 2**17,
@@ -230,6 +236,13 @@ def read_settings(job: Job) -> Settings:
         grouped=bool(job.option("moe_grouped_gemm")),
         mask=bool(job.option("create_attention_mask_in_dataloader")),
     )
+
+
+def _state_bytes(job: Job) -> int:
+    """Of a parameter: both moments, and a master copy unless the weights are fp32 themselves."""
+    names = ["exp_avg_dtype", "exp_avg_sq_dtype"]
+    names += [] if job.recipe.precision == "fp32" else ["main_params_dtype"]
+    return sum(BYTES[str(job.option(name))] for name in names)
 
 
 def deal_stages(job: Job, shape: Shape) -> list[Stage]:

@@ -13,7 +13,7 @@ from memfit.errors import InvalidRequest
 from memfit.ledger import Kind, Ledger, Phase
 from memfit.plan.frameworks import Framework, Job, Knob, Slack, frameworks, make_ledger
 from memfit.plan.frameworks._megatron_block import BlockSettings
-from memfit.plan.frameworks._megatron_shape import Shape, read_shape
+from memfit.plan.frameworks._megatron_shape import Shape, check_parts, read_shape
 from memfit.plan.frameworks._megatron_stage import (
     MIB,
     Held,
@@ -91,6 +91,7 @@ class MegatronDeepSpeed(Framework):
             raise InvalidRequest("experts of Megatron-DeepSpeed are not described")
         if job.recipe.recompute == "selective" and job.recipe.recompute_blocks:
             raise InvalidRequest("`recompute: selective` is not in Megatron-DeepSpeed")
+        check_parts(job)
 
     def predict(self, job: Job) -> Ledger:
         """See `Framework.predict`."""
