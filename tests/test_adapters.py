@@ -20,6 +20,8 @@ WIDE_TARGETS = {
     "llama": ("q_proj", "down_proj", "lm_head"),
     "gptj": ("k_proj", "fc_in", "lm_head"),
     "falcon": ("query_key_value", "dense_4h_to_h"),
+    "bloom": ("query_key_value", "dense"),
+    "mpt": ("Wqkv", "down_proj"),
     "opt": ("out_proj", "fc1", "project_out"),
     "phi3": ("o_proj", "gate_up_proj"),
     "glm4": ("k_proj", "gate_up_proj"),

@@ -27,6 +27,8 @@ OPT = {"model_type": "opt", **SMALL, "ffn_dim": 80, "max_position_embeddings": 6
 GPTJ = GPT2 | {"model_type": "gptj", "rotary_dim": 4}
 FALCON = {"model_type": "falcon", **SMALL, "max_position_embeddings": 64}
 GROUPED = FALCON | {"num_kv_heads": 2, "new_decoder_architecture": True}
+BLOOM = {"model_type": "bloom", "vocab_size": 101, "hidden_size": 48, "n_head": 4, "n_layer": 2}
+MPT = {"model_type": "mpt", "vocab_size": 101, "d_model": 48, "n_heads": 4, "n_layers": 2}
 BASE = {
     "gpt2": GPT2,
     "gpt_neox": NEOX,
@@ -41,6 +43,8 @@ BASE = {
     "gptj": GPTJ,
     "falcon": FALCON,
     **gated(GATED),
+    "bloom": BLOOM,
+    "mpt": MPT,
 }
 TOGGLED = [
     GPT2,
@@ -94,6 +98,12 @@ TOGGLED = [
     FALCON | {"multi_query": False, "bias": True},
     FALCON | {"multi_query": False, "parallel_attn": False},
     FALCON | {"parallel_attn": False, "tie_word_embeddings": False},
+    BLOOM,
+    BLOOM | {"tie_word_embeddings": False},
+    {"n_embed" if k == "hidden_size" else k: v for k, v in BLOOM.items()},
+    MPT,
+    MPT | {"tie_word_embeddings": False, "max_seq_len": 32},
+    MPT | {"attn_config": {"alibi": True, "attn_impl": "torch", "clip_qkv": None}},
     GROUPED,
     GROUPED | {"num_ln_in_parallel_attn": 1, "ffn_hidden_size": 80},
     *gated(GATED).values(),
@@ -191,6 +201,8 @@ REQUIRED = {
     "gptj": ["vocab_size", "n_embd", "n_head", "n_layer"],
     "opt": [*SMALL, "ffn_dim"],
     "falcon": [*SMALL],
+    "bloom": [k for k in BLOOM if k != "model_type"],
+    "mpt": [k for k in MPT if k != "model_type"],
 }
 REQUIRED |= {n: [*SMALL, "intermediate_size"] for n in BASE if n not in REQUIRED}
 
@@ -247,6 +259,15 @@ def test_a_size_that_is_missing_or_no_number_is_refused_by_name(name, key, value
         (FALCON | {"num_kv_heads": 2, "multi_query": False}, "new_decoder_architecture"),
         (FALCON | {"new_decoder_architecture": True}, "num_kv_heads: 4"),
         (FALCON | {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn"),
+        (BLOOM | {"slow_but_exact": True}, "slow_but_exact"),
+        (BLOOM | {"apply_residual_connection_post_layernorm": True}, "apply_residual"),
+        (BLOOM | {"n_embed": 64}, "n_embed: 64"),
+        (MPT | {"no_bias": False}, "no_bias"),
+        (MPT | {"expansion_ratio": 8}, "expansion_ratio"),
+        (MPT | {"attn_config": {"clip_qkv": 6.0}}, "clip_qkv"),
+        (MPT | {"attn_config": {"alibi": False}}, "alibi"),
+        (MPT | {"attn_config": {"attn_type": "multiquery_attention"}}, "attn_type"),
+        (MPT | {"attn_config": [1]}, "attn_config"),
         (GROUPED | {"num_kv_heads": 3}, "num_kv_heads: 3"),
         (GROUPED | {"parallel_attn": False}, "parallel_attn"),
         (BASE["qwen2"] | {"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),

@@ -59,6 +59,8 @@ CONFIGS = {
         "glm4": {"head_dim": 16}, "stablelm": {}, "stablelm with norms": {"qk_layernorm": True},
         "stablelm side by side": {"use_parallel_residual": True, "use_qkv_bias": True},
     }.items()},
+    "bloom": {},
+    "mpt": {"d_model": 32, "n_layers": 1, "n_heads": 4, "max_seq_len": 64},
 }  # fmt: skip
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
 
@@ -80,6 +82,8 @@ def real_block(name, dtype, autocast, activation=None):
     config = AutoConfig.for_model(**config_of(name, activation))
     kernel = register_attention("flash")
     register_class(config.model_type, kernel, BACKENDS["flash"])
+    if name in ("bloom", "mpt"):
+        kernel = "eager"
     model = AutoModelForCausalLM.from_config(
         config, attn_implementation=kernel, experts_implementation=register_experts()
     )
@@ -89,7 +93,14 @@ def real_block(name, dtype, autocast, activation=None):
     backbone, block = where.backbone, where.blocks[0]
     x = torch.zeros(2, 16, 32, dtype=dtype, requires_grad=True)
     given = {}
-    if name.startswith("gptj"):
+    mask = None
+    if name == "bloom":
+        given = {"alibi": torch.zeros(8, 1, 16, dtype=dtype)}
+        mask = torch.zeros(2, 1, 16, 16, dtype=dtype)
+    elif name == "mpt":
+        given = {"position_bias": torch.zeros(4, 1, 64)}
+        mask = torch.zeros(2, 1, 16, 16, dtype=torch.bool)
+    elif name.startswith("gptj"):
         given = {"position_ids": torch.arange(16).unsqueeze(0)}
     elif name.startswith("falcon"):
         turn = backbone.rotary_emb(x, torch.arange(16).unsqueeze(0))
@@ -98,13 +109,14 @@ def real_block(name, dtype, autocast, activation=None):
         turn = backbone.rotary_emb(x, torch.arange(16).unsqueeze(0))
         given = {"position_embeddings": turn}
     known = [x, *model.parameters(), *model.buffers(), *given.get("position_embeddings", ())]
-    known += [given["position_ids"]] if "position_ids" in given else []
+    known += [t for t in (mask, *given.values()) if isinstance(t, torch.Tensor)]
     saved = []
     keep = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
     with Births(*known) as births:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False), keep:
-            out = block(x, attention_mask=None, **given)
-            out = out[0] if isinstance(out, tuple) else out
+            found = block(x, attention_mask=mask, **given)
+        out = found[0] if isinstance(found, tuple) else found
+        del found
         kept = saved_bytes(saved, known)
         del saved[:]
         out.sum().backward()
@@ -129,10 +141,19 @@ def size_only_block(name, dtype, autocast, activation=None):
     wide = "float32" if name == "olmo2" else dtype
     turns = architecture.rotary_dim and not name.startswith("gptj")
     given = rotation(forward, wide, positions) if turns else ()
+    if name in ("bloom", "mpt"):
+        narrow = name == "bloom"
+        bias = (8, 1, 16) if narrow else (4, 1, 64)
+        given = (
+            sizes.empty(meter, bias, dtype if narrow else "float32", Kind.PARAMETERS),
+            sizes.empty(meter, (2, 1, 16, 16), dtype if narrow else "bool", Kind.PARAMETERS),
+        )
     known = [x, *weights.values(), *given]
     saved, start = listen(meter), len(meter.events)
     with meter.with_autocast(autocast):
-        out = found.block(forward, weights, x, (*given, positions))
+        given = given if name in ("bloom", "mpt") else (*given, positions)
+        out = found.block(forward, weights, x, given)
+    forward.beside.clear()
     kept = saved_bytes(saved, known)
     del saved[:]
     sizes.backward(total(out))

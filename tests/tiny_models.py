@@ -58,11 +58,22 @@ CONFIGS = {
         "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0,
     },
     **gated(_LLAMA),
+    "bloom": {
+        "model_type": "bloom", "vocab_size": VOCAB, "hidden_size": 32, "n_layer": 3, "n_head": 4,
+        "seq_length": 64,
+    },
+    "mpt": {
+        "model_type": "mpt", "vocab_size": VOCAB, "d_model": 32, "n_layers": 3, "n_heads": 4,
+        "max_seq_len": 64,
+    },
 }  # fmt: skip
 FAMILIES = tuple(CONFIGS)
+OWN_ATTENTION = ("bloom", "mpt")  # of these classes: `math` alone, and no packed rows
+ANY_KERNEL = tuple(family for family in FAMILIES if family not in OWN_ATTENTION)
 TARGETS = {
     "gpt2": ("c_attn", "c_proj"), "gpt_neox": ("query_key_value",),
-    "falcon": ("query_key_value",), **LORA_TARGETS,
+    "falcon": ("query_key_value",), "bloom": ("query_key_value",), "mpt": ("Wqkv",),
+    **LORA_TARGETS,
 }  # fmt: skip
 PRECISIONS = (  # precision, base_format
     ("fp32", "fp32"), ("bf16", "bf16"), ("bf16-mixed", "fp32"), ("bf16-mixed", "bf16"),
@@ -80,6 +91,8 @@ def make_recipe(family="llama", *, config=None, optimizer=None, **changes) -> Re
         changes.setdefault("lora", lora)
     if changes.get("method") == "freeze":
         changes.setdefault("freeze", Freeze(last_blocks=1))
+    if family in OWN_ATTENTION:
+        changes.setdefault("attention", "math")
     recipe = Recipe(
         model=ModelReference(name=family, source="", config=config or CONFIGS[family]),
         weights="random", objective="pretrain", method="full", lora=Lora(), freeze=Freeze(),

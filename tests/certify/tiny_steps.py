@@ -66,11 +66,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4, "max_position_embeddings": 256,
     },
     **gated(_LLAMA_SHAPED),
+    "bloom": {
+        "model_type": "bloom", "vocab_size": 250, "hidden_size": 64, "n_layer": 3, "n_head": 4,
+        "seq_length": 256,
+    },
+    "mpt": {
+        "model_type": "mpt", "vocab_size": 250, "d_model": 64, "n_layers": 3, "n_heads": 4,
+        "max_seq_len": 256,
+    },
 }  # fmt: skip
 FAMILIES = tuple(CONFIGS)
+OWN_ATTENTION = ("bloom", "mpt")  # of these classes: `math` alone, and no packed rows
+ANY_KERNEL = tuple(family for family in FAMILIES if family not in OWN_ATTENTION)
 LORA_TARGETS = {
     "gpt2": ("c_attn",), "gpt_neox": ("query_key_value",), "falcon": ("query_key_value",),
     **GATED_TARGETS,
+    "bloom": ("query_key_value",), "mpt": ("Wqkv",),
 }  # fmt: skip
 
 _ADAMW = Optimizer(
@@ -80,8 +91,12 @@ _ADAMW = Optimizer(
 
 
 def possible(family: str, changes: dict[str, Any]) -> bool:
-    """Whether a family's step can be so: a chunked loss takes no bias of the head."""
-    return not (family == "gptj" and changes.get("loss") == "chunked")
+    """Whether a family's step can be so: see `memfit.families.limits`."""
+    if family == "gptj":
+        return changes.get("loss") != "chunked"
+    if family in OWN_ATTENTION:
+        return changes.get("attention", "math") == "math" and not changes.get("packing")
+    return True
 
 
 def make_recipe(
@@ -92,6 +107,8 @@ def make_recipe(
     if changes.get("method") == "lora" and "lora" not in changes:
         targets = LORA_TARGETS.get(family, ("q_proj", "v_proj"))
         changes["lora"] = Lora(rank=4, alpha=8.0, targets=targets)
+    if family in OWN_ATTENTION:
+        changes.setdefault("attention", "math")
     recipe = Recipe(
         model=ModelReference(name=family, source="", config=config or CONFIGS[family]),
         weights="random", objective="pretrain", method="full", lora=Lora(), freeze=Freeze(),

@@ -104,6 +104,18 @@ SETTINGS = {
     "falcon, chunked, accumulated, frozen": (
         "falcon", {"loss": "chunked", "loss_chunk": 12, "accumulation": 2, "method": "freeze"}
     ),
+    "bloom, mixed, recomputed": ("bloom", {"precision": "bf16-mixed", "recompute_blocks": 2}),
+    "bloom, lora, bf16": ("bloom", {"method": "lora", "precision": "bf16", "base_format": "bf16"}),
+    "bloom, chunked, accumulated, frozen": (
+        "bloom", {"loss": "chunked", "loss_chunk": 12, "accumulation": 2, "method": "freeze",
+                  "layers": 5}
+    ),
+    "mpt, mixed, recomputed": ("mpt", {"precision": "bf16-mixed", "recompute_blocks": 2}),
+    "mpt, lora, bf16": ("mpt", {"method": "lora", "precision": "bf16", "base_format": "bf16"}),
+    "mpt, chunked, accumulated, frozen": (
+        "mpt", {"loss": "chunked", "loss_chunk": 12, "accumulation": 2, "method": "freeze",
+                "layers": 5}
+    ),
     "opt, mixed, recomputed": ("opt", {"precision": "bf16-mixed", "recompute_blocks": 2}),
     "opt, packed, lora, bf16": (
         "opt", {"packing": True, "method": "lora", "precision": "bf16", "base_format": "bf16"}
@@ -200,6 +212,8 @@ ON_CUDA = {
     "gpt2, many rows": ("gpt2", {"micro_batch": 1366, "attention": "efficient"}),
     "gptj, flash, mixed": ("gptj", {"precision": "bf16-mixed", "recompute_blocks": 1}),
     "falcon, efficient, lora": ("falcon", {"method": "lora", "attention": "efficient"}),
+    "bloom, mixed": ("bloom", {"precision": "bf16-mixed", "recompute_blocks": 1}),
+    "mpt, bf16": ("mpt", {"precision": "bf16", "base_format": "bf16", "recompute_blocks": 1}),
     "opt, flash, mixed": ("opt", {"precision": "bf16-mixed", "recompute_blocks": 1}),
     "mixtral, flash, mixed, recomputed": (
         "mixtral", {"precision": "bf16-mixed", "recompute_blocks": 2}

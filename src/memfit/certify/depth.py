@@ -33,7 +33,7 @@ from memfit.recipe import Recipe
 SHALLOW = 3  # blocks of one kind in the shallowest trace: a first, a last and one between
 CHECKED = 2  # blocks more in the trace that must come out
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
-DEPTH_KEYS = ("num_hidden_layers", "n_layer")  # of config.json
+DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers")  # of config.json
 
 
 Signed = tuple[int, ...]  # bytes, allocated or freed

@@ -39,6 +39,8 @@ class Forward(msgspec.Struct, frozen=True):
     adapter_casts: bool = False  # adapters read inputs cast to their own dtype, as peft has them
     # what variables of the training loop hold until the next micro-batch names them again
     loop: dict[str, list[Tensor]] = {}
+    # what a block returned beside its output: alive until the next block has returned
+    beside: list[Tensor] = msgspec.field(default_factory=list)
 
     @property
     def batch(self) -> int:
@@ -143,7 +145,7 @@ def rms_norm(forward: Forward, weight: Tensor, x: Tensor) -> Tensor:
 @module
 def apply_layer_norm(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
     """`nn.LayerNorm`."""
-    return sizes.layer_norm(x, weights[f"{name}.weight"], weights[f"{name}.bias"])
+    return sizes.layer_norm(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
 
 @module
@@ -163,7 +165,7 @@ def _gelu_new(x: Tensor) -> Tensor:
     return sizes.mul(half, bent)
 
 
-def _gelu_fast(x: Tensor) -> Tensor:
+def gelu_fast(x: Tensor) -> Tensor:
     """0.5 * x * (1 + tanh(c * x * (1 + 0.044715 * x * x))), nine kernels."""
     half = sizes.scale(x)
     outer = sizes.scale(x)
@@ -182,7 +184,7 @@ _ACTIVATIONS = {
     "gelu": sizes.gelu,
     "gelu_pytorch_tanh": sizes.gelu,
     "gelu_new": _gelu_new,
-    "gelu_fast": _gelu_fast,
+    "gelu_fast": gelu_fast,
     "relu": sizes.relu,
 }
 

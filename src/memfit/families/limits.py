@@ -26,7 +26,7 @@ def check_limits(name: str, a: Architecture, *, attention: str, packing: bool, l
         raise InvalidRequest(
             f"`packing: true`, but the class of `{name}` counts distances over the whole row and"
             " cannot keep documents apart",
-            hint="use `packing: false`",
+            hint="use `packing: false`, which a request calls `task.packing`",
         )
     if a.head_bias and loss == "chunked":
         raise InvalidRequest(

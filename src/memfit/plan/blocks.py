@@ -314,6 +314,7 @@ def _backbone(forward: Forward, simulation: _Simulation, boundaries: list[int]) 
     boundaries.append(meter.sequence)
     x = program.finish(forward, simulation.outside, x)
     del kept  # alive until here
+    forward.beside.clear()
     return x
 
 

@@ -11,22 +11,33 @@ from memfit.sizes.elementwise import (
     add_into,
     cast,
     dropout,
+    fill_masked,
     gather_rows,
     gelu,
     layer_norm,
     mean_last,
     mul,
     negative,
+    own_function,
     power,
     relu,
     rsqrt,
     scale,
     shift,
     silu,
+    softmax,
     tanh,
 )
 from memfit.sizes.meter import Meter
-from memfit.sizes.products import conv1d, linear, multiply, multiply_turned
+from memfit.sizes.products import (
+    add_multiply_batched,
+    conv1d,
+    linear,
+    multiply,
+    multiply_batched,
+    multiply_heads,
+    multiply_turned,
+)
 from memfit.sizes.tensor import Shape, Storage, Tensor, empty, parameter
 from memfit.sizes.views import (
     concatenate,
@@ -35,6 +46,7 @@ from memfit.sizes.views import (
     expand_heads,
     narrow,
     reshape,
+    select,
     split,
     transpose,
     unsqueeze,
@@ -42,10 +54,11 @@ from memfit.sizes.views import (
 )
 
 __all__ = [
-    "Meter", "Shape", "Storage", "Tensor", "add", "add_into", "attention", "backward",
-    "by_document", "cast", "checkpoint", "concatenate", "contiguous", "conv1d", "dropout", "empty",
-    "every_other", "expand_heads", "gather_rows", "gelu", "layer_norm", "linear",
-    "mean_last", "mul", "multiply", "multiply_turned", "narrow", "negative", "parameter", 
-    "power", "relu", "reshape", "rsqrt", "scale", "shift", "silu", "split", "tanh",
+    "Meter", "Shape", "Storage", "Tensor", "add", "add_into", "add_multiply_batched", "attention",
+    "backward", "by_document", "cast", "checkpoint", "concatenate", "contiguous", "conv1d",
+    "dropout", "empty", "every_other", "expand_heads", "fill_masked", "gather_rows", "gelu",
+    "layer_norm", "linear", "mean_last", "mul", "multiply", "multiply_batched", "multiply_heads",
+    "multiply_turned", "narrow", "negative", "own_function", "parameter", "power", "relu",
+    "reshape", "rsqrt", "scale", "select", "shift", "silu", "softmax", "split", "tanh",
     "transpose", "unsqueeze", "view",
 ]  # fmt: skip

@@ -6,6 +6,8 @@ of one operation are written out by the alphabet of its arguments' names: `other
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from memfit.ledger import Kind
 from memfit.model import DTYPE_BYTES
 from memfit.sizes.autograd import Gradients, Node, Rule, record
@@ -194,6 +196,31 @@ def _rsqrt_backward(node: Node, grads: Incoming) -> Gradients:
     cubed = like(result)
     scaled = like(grad)
     return (like(scaled, cubed),)
+
+
+def fill_masked(x: Tensor, mask: Tensor) -> Tensor:
+    """`x.masked_fill(mask, number)`: keeps the mask."""
+    return attach(record(_fill_masked_backward, (x,), (mask,)), like(x))
+
+
+def _fill_masked_backward(node: Node, grads: Incoming) -> Gradients:
+    grad, _ = upstream(grads), node.unpack(0)
+    return (like(grad),)
+
+
+def own_function(
+    forward: Callable[[Tensor], Tensor], slope: Callable[[Tensor, Tensor], Tensor], x: Tensor
+) -> Tensor:
+    """A `torch.autograd.Function` of x that keeps x alone; `slope` is given x and the gradient."""
+
+    def rule(node: Node, grads: Incoming) -> Gradients:
+        return (slope(node.unpack(0), upstream(grads)),)
+
+    node = record(rule, (x,))
+    result = attach(node, forward(x.detached()))
+    if node is not None:
+        node.saved = [x.meter.pack(x)]
+    return result
 
 
 def tanh(x: Tensor) -> Tensor:

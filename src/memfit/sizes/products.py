@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memfit.sizes.autograd import Gradients, Node, Rule, record
-from memfit.sizes.elementwise import Incoming, add, attach, autocast_lower, upstream
+from memfit.sizes.elementwise import Incoming, add, attach, autocast_lower, like, upstream
 from memfit.sizes.tensor import Tensor, empty
 from memfit.sizes.views import reshape, transpose, view
 
@@ -97,6 +97,36 @@ def _multiply_batched_backward(node: Node, grads: Incoming) -> Gradients:
     second = None if a is None else _batched_product(_swap(a), grad)
     first = None if b is None else _batched_product(grad, _swap(b))
     return first, second
+
+
+def add_multiply_batched(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """`torch.baddbmm(c, a, b, alpha=number)`; c has no gradient and is broadcast."""
+    low_b = autocast_lower(b)  # C++ evaluates the last first
+    low_a = autocast_lower(a)
+    low_c = autocast_lower(c)
+    node = record(_add_multiply_batched_backward, (low_a, low_b), (low_a, low_b))
+    result = attach(node, _batched_product(low_a, low_b))
+    del low_c
+    return result
+
+
+def _add_multiply_batched_backward(node: Node, grads: Incoming) -> Gradients:
+    grad = upstream(grads)
+    b = node.unpack(1) if node.needs(0) else None
+    a = node.unpack(0) if node.needs(1) else None
+    first = None if b is None else like(_batched_product(grad, _swap(b)))  # times the number
+    second = None if a is None else like(_batched_product(_swap(a), grad))
+    return first, second
+
+
+def multiply_heads(a: Tensor, b: Tensor) -> Tensor:
+    """`torch.matmul` of (batch, heads, m, k) and (batch, heads, k, n)."""
+    low_b = autocast_lower(b)  # C++ evaluates the last first
+    low_a = autocast_lower(a)
+    rows, heads = a.shape[:2]
+    flat_a = reshape(low_a, rows * heads, *a.shape[2:])
+    flat_b = reshape(low_b, rows * heads, *b.shape[2:])
+    return view(multiply_batched(flat_a, flat_b), rows, heads, a.shape[2], b.shape[3])
 
 
 def _batched_product(a: Tensor, b: Tensor) -> Tensor:

@@ -120,6 +120,13 @@ def _narrow_backward(shape: Shape) -> Rule:
     return rule
 
 
+def select(x: Tensor, dim: int) -> Tensor:
+    """`x.select(dim, index)`: a view without that dimension; zeros around its gradient."""
+    node = record(_narrow_backward(x.shape), (x,))
+    strides = (*x.strides[:dim], *x.strides[dim + 1 :])
+    return attach(node, x.viewed((*x.shape[:dim], *x.shape[dim + 1 :]), strides))
+
+
 def every_other(x: Tensor) -> Tensor:
     """`x[..., start::2]` of an even size; its gradient is a full tensor of zeros around it."""
     node = record(_narrow_backward(x.shape), (x,))

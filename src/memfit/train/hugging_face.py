@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from memfit.families import without_dropout
+from memfit.families import family_of, without_dropout
 from memfit.libraries import quiet_import
 from memfit.recipe import Recipe
 from memfit.train.attention import BACKENDS, register_attention
@@ -37,10 +37,15 @@ class Parts:
 
 
 def bare_model(recipe: Recipe) -> PreTrainedModel:
-    """Hugging Face's class on the meta device, in fp32, with memfit's attention and experts."""
+    """Hugging Face's class on the meta device, in fp32, with memfit's attention and experts.
+
+    A class with a bias by distance (alibi) keeps its own: no kernel of memfit's knows the bias.
+    """
     config = AutoConfig.for_model(**without_dropout(recipe.model))
     name = register_attention(recipe.attention)
     register_class(config.model_type, name, BACKENDS[recipe.attention])
+    if family_of(recipe.model).architecture(recipe.model.config).alibi:
+        name = "eager"
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config,

@@ -1,0 +1,200 @@
+"""BLOOM (Workshop et al. 2211.05100; Hugging Face's `bloom`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from memfit import sizes
+from memfit.errors import InvalidRequest
+from memfit.families import Family, families
+from memfit.families._alibi import causal_mask, hold_until_next
+from memfit.families._config import flag, head_size, refuse, size
+from memfit.families._weights import Rows, head, layer_norm, linear, repeat
+from memfit.families.forward import (
+    Embedded,
+    Forward,
+    Weights,
+    apply_layer_norm,
+    embedding,
+    gelu_fast,
+    module,
+    project,
+)
+from memfit.model import Architecture, TensorSpec, Weight
+from memfit.sizes import Tensor
+
+
+@final
+class Bloom(Family):
+    """LayerNorm, also on the embeddings; a bias by distance; the class's own attention and GELU."""
+
+    name = "bloom"
+    lora_targets = ("query_key_value",)
+    dropouts = ("hidden_dropout", "attention_dropout")
+
+    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+        """See `Family.architecture`; defaults are those of `BloomConfig`.
+
+        Published files name the width `n_embed` or `hidden_size`, heads `num_attention_heads` or
+        `n_head`.
+        """
+        hidden = size(config, _one_of(config, "hidden_size", "n_embed"))
+        heads = size(config, _one_of(config, "n_head", "num_attention_heads"))
+        refuse(config, "head_dim", (None,))
+        refuse(config, "apply_residual_connection_post_layernorm", (False,))
+        refuse(config, "slow_but_exact", (False,))
+        return Architecture(
+            family=self.name,
+            layers=size(config, _one_of(config, "n_layer", "num_hidden_layers")),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=head_size(config, hidden, heads),
+            ffn=4 * hidden,
+            vocab=size(config, "vocab_size"),
+            max_sequence=size(config, "seq_length", 2048),
+            tied_embeddings=flag(config, "tie_word_embeddings", True),
+            attention_bias=True,
+            output_bias=True,
+            mlp_bias=True,
+            activation="gelu_fast",  # its formula, in a function with a backward of its own
+            alibi=True,
+        )
+
+    def config(self, a: Architecture) -> dict[str, Any]:
+        """See `Family.config`."""
+        return {
+            "model_type": self.name,
+            "vocab_size": a.vocab,
+            "hidden_size": a.hidden,
+            "n_layer": a.layers,
+            "n_head": a.heads,
+            "seq_length": a.max_sequence,
+            "tie_word_embeddings": a.tied_embeddings,
+            **dict.fromkeys(self.dropouts, 0.0),
+            "use_cache": False,
+        }
+
+    def weights(self, a: Architecture) -> tuple[Weight, ...]:
+        """See `Family.weights`."""
+        width = a.hidden
+        rows: Rows = layer_norm("input_layernorm", width)
+        rows += linear("self_attention.query_key_value", 3 * width, width, True)
+        rows += linear("self_attention.dense", width, width, True)
+        rows += layer_norm("post_attention_layernorm", width)
+        rows += linear("mlp.dense_h_to_4h", a.ffn, width, True)
+        rows += linear("mlp.dense_4h_to_h", width, a.ffn, True)
+        entry: Rows = [("word_embeddings.weight", (a.vocab, width))]
+        entry += layer_norm("word_embeddings_layernorm", width)
+        return (
+            *(Weight(name=f"transformer.{n}", shape=s, part="embedding") for n, s in entry),
+            *repeat("transformer.h", rows, a.layers),
+            Weight(name="transformer.ln_f.weight", shape=(width,), part="norm"),
+            Weight(name="transformer.ln_f.bias", shape=(width,), part="norm"),
+            *head(a),
+        )
+
+    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
+        """See `Family.buffers`; the bias is made in each forward."""
+        return ()
+
+    def embed(self, forward: Forward, weights: Weights) -> Embedded:
+        """See `Family.embed`; blocks are given the bias and the mask."""
+        meter, heads = forward.meter, forward.architecture.heads
+        tokens = embedding(forward, weights["word_embeddings.weight"], forward.input_ids)
+        x = apply_layer_norm(forward, weights, "word_embeddings_layernorm", tokens)
+        slopes = sizes.empty(meter, (heads,), "float32")
+        counted = sizes.empty(meter, (forward.tokens,), "int64")
+        bias = sizes.empty(meter, (heads, 1, forward.tokens), "float32")
+        del counted
+        bias = sizes.empty(meter, (forward.batch * heads, 1, forward.tokens), "float32")
+        bias = sizes.cast(bias, x.dtype)
+        return Embedded(x, (bias, causal_mask(forward, tokens.dtype)), (tokens, slopes))
+
+    def block(
+        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+    ) -> Tensor:
+        """See `Family.block`."""
+        normed = apply_layer_norm(forward, weights, "input_layernorm", x)
+        attended, chances = _attention(forward, weights, normed, x, given)
+        normed = apply_layer_norm(forward, weights, "post_attention_layernorm", attended)
+        out = _mlp(forward, weights, normed, attended)
+        hold_until_next(forward, chances)
+        return out
+
+    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `Family.finish`."""
+        return apply_layer_norm(forward, weights, "ln_f", x)
+
+
+def _one_of(config: Mapping[str, Any], key: str, other: str) -> str:
+    """The name under which the file has a size; both only when they say the same."""
+    if config.get(other) is None:
+        return key
+    if config.get(key) not in (None, config[other]):
+        raise InvalidRequest(
+            f"`{key}: {config[key]}` and `{other}: {config[other]}` in config.json differ"
+        )
+    return other
+
+
+@module
+def _attention(
+    forward: Forward, weights: Weights, x: Tensor, residual: Tensor, given: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor]:
+    """The class's own code: scores for every pair of tokens, and what it returns of them."""
+    a, (batch, tokens, _), (bias, mask) = forward.architecture, x.shape, given
+    fused = project(forward, weights, "self_attention.query_key_value", x)
+    whole = sizes.view(fused, batch, tokens, a.heads, 3, a.head_dim)
+    parts = [sizes.transpose(sizes.select(whole, 3), 1, 2) for _ in range(3)]
+    flat = (batch * a.heads, tokens, a.head_dim)
+    query = sizes.reshape(parts[0], *flat)
+    key = sizes.transpose(sizes.reshape(parts[1], *flat), 1, 2)
+    value = sizes.reshape(parts[2], *flat)
+    scores = sizes.add_multiply_batched(bias, query, key)
+    masked = sizes.add(sizes.view(scores, batch, a.heads, tokens, tokens), mask)
+    chances = sizes.cast(sizes.softmax(sizes.cast(masked, "float32")), query.dtype)
+    rows = sizes.view(chances, batch * a.heads, tokens, tokens)
+    context = sizes.multiply_batched(rows, value)
+    context = sizes.view(context, batch, a.heads, tokens, a.head_dim)
+    context = sizes.reshape(sizes.transpose(context, 1, 2), *x.shape)
+    out = project(forward, weights, "self_attention.dense", context)
+    out = sizes.add(residual, out)
+    return out, chances
+
+
+@module
+def _mlp(forward: Forward, weights: Weights, x: Tensor, residual: Tensor) -> Tensor:
+    x = _gelu(forward, project(forward, weights, "mlp.dense_h_to_4h", x))
+    fed = project(forward, weights, "mlp.dense_4h_to_h", x)
+    return sizes.add(residual, fed)
+
+
+@module
+def _gelu(forward: Forward, x: Tensor) -> Tensor:
+    """A function of its own: keeps its input alone, and computes the curve again in backward."""
+    return sizes.own_function(gelu_fast, _gelu_slope, x)
+
+
+def _gelu_slope(x: Tensor, grad: Tensor) -> Tensor:
+    """grad times the curve's slope at x."""
+    outer = sizes.scale(x)
+    inner = sizes.shift(sizes.mul(sizes.scale(x), x))
+    product = sizes.mul(outer, inner)
+    del outer, inner
+    curve = sizes.tanh(product)
+    del product
+    half = sizes.scale(x)
+    bent = sizes.shift(sizes.mul(curve, curve))
+    straight = sizes.shift(sizes.mul(sizes.scale(x), x))
+    product = sizes.mul(bent, straight)
+    del bent, straight
+    left = sizes.mul(half, product)
+    del half, product
+    slope = sizes.add(left, sizes.scale(sizes.shift(curve)))
+    del left
+    return sizes.mul(slope, grad)
+
+
+families.register("bloom")(Bloom())

@@ -1,0 +1,41 @@
+"""What a model's class excludes is refused by plan and trainer in the same words."""
+
+import pytest
+
+from memfit import api
+from memfit.errors import InvalidRequest
+from memfit.train.build import build_model
+from tiny_models import CONFIGS, make_recipe
+
+
+def ask(family, **changes):
+    keys = {"task.packing": False, "task.sequence_length": 32, "hardware.device": "h100-sxm"}
+    return api.change(api.Request(model=CONFIGS[family]), keys | changes)
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt"])
+def test_a_bias_by_distance_is_planned_with_the_classs_own_attention(family):
+    plan = api.plan(ask(family))
+    assert plan.recipe.attention == "math"
+
+
+@pytest.mark.parametrize(
+    ("family", "asked", "recipe", "said"),
+    [
+        ("bloom", {"attention": "flash"}, {"attention": "flash"}, "attention: flash"),
+        ("mpt", {"attention": "efficient"}, {"attention": "efficient"}, "attention: efficient"),
+        ("bloom", {"task.packing": True}, {"packing": True}, "packing: true"),
+        ("gptj", {"loss": "chunked"}, {"loss": "chunked", "loss_chunk": 8}, "lm_head.bias"),
+    ],
+)
+def test_plan_and_trainer_refuse_alike(family, asked, recipe, said):
+    with pytest.raises(InvalidRequest, match=said) as planned:
+        api.plan(ask(family, **asked))
+    with pytest.raises(InvalidRequest, match=said) as trained:
+        build_model(make_recipe(family, **recipe), "meta")
+    assert planned.value.hint == trained.value.hint
+
+
+def test_a_plan_never_cuts_the_loss_of_a_head_with_a_bias():
+    plan = api.plan(ask("gptj"))
+    assert plan.recipe.loss == "plain"
