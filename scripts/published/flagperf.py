@@ -30,7 +30,7 @@ def translate(row: Published) -> Translated:
     if framework.startswith("Megatron-core") and not row["model"].get("n_experts"):
         return _megatron(row, _llama3(row))
     if framework == "FlagScale/Megatron":
-        return _megatron(row, {})
+        return _megatron(row, {"transformer_impl": "legacy"})
     if framework == "Megatron-DeepSpeed":
         return _deepspeed(row)
     raise NotExpressible(f"{framework}: optimizer's sharding or recompute are not stated")
@@ -46,17 +46,18 @@ def _llama3(row: Published) -> dict[str, Any]:
 
 def _megatron(row: Published, options: dict[str, Any]) -> Translated:
     c = row["config"]
-    defaults = bool(options)
+    defaults = "hidden_dropout" in options
+    fp32 = c["precision"].startswith("fp32")
     request = {
         "model": llama_config(
             row, attention_bias=defaults, mlp_bias=defaults, tie_word_embeddings=defaults
         ),
         "framework": "megatron",
         "task": task_of(row),
-        "precision": "fp32" if c["precision"].startswith("fp32") else "bf16-mixed",
+        "precision": "fp32" if fp32 else "bf16-mixed",
         "micro_batch": c["micro_batch"],
-        "attention": "flash",
-        "recompute": "selective" if _selective(c) else "none",
+        "attention": "eager" if fp32 else "flash",  # its FlashAttention takes 16 bits alone
+        "recompute": "selective" if fp32 else "none",  # --recompute-activations
         "parallel": {
             "dp_shard": c["dp"], "zero": 1, "tp": c["tp"], "pp": c["pp"],
             "sequence_parallel": c["tp"] > 1,
@@ -65,11 +66,6 @@ def _megatron(row: Published, options: dict[str, Any]) -> Translated:
         "options": options | {"in_place_loss": False},  # core 0.6 and FlagScale of early 2024
     }  # fmt: skip
     return Translated(request, kind_of(row))
-
-
-def _selective(c: dict[str, Any]) -> bool:
-    """`--recompute-activations` of the scripts; the Llama-3 ones do not pass it."""
-    return c["precision"].startswith("fp32")
 
 
 def _deepspeed(row: Published) -> Translated:
@@ -84,7 +80,10 @@ def _deepspeed(row: Published) -> Translated:
         "recompute": "none",
         "parallel": {"dp_shard": c["dp"], "zero": 1, "tp": c["tp"], "pp": c["pp"]},
         "hardware": hardware_of(row),
-        # grad_accum_dtype: bf16 and a bucket of 5e6, from the script's ds_config.json
-        "options": {"fp32_gradients": False, "reduce_bucket_size": 5_000_000},
+        # grad_accum_dtype: bf16 and a bucket of 5e6, from the script's ds_config.json; what stands
+        # behind the `#` of the launch command never reaches it: RMSNorm, no biases
+        "options": {
+            "fp32_gradients": False, "reduce_bucket_size": 5_000_000, "normalization": "LayerNorm",
+        },
     }  # fmt: skip
     return Translated(request, kind_of(row))

@@ -325,6 +325,24 @@ def test_a_prediction_names_the_three_numbers():
     assert memory.verdict in ("fits", "at_risk")
 
 
+def test_blocks_of_before_megatron_core_by_hand():
+    model = LLAMA_70B_CUT | {"num_hidden_layers": 2}
+    sizes = []
+    for impl in ("local", "legacy"):
+        made = job(model=model, micro=1, batch=1, options={"transformer_impl": impl})
+        sizes.append(save_block(read_shape(made), read_settings(made).block, moe=False))
+    local, legacy = sizes
+    tokens, h, f = 1024, 8192, 28672
+    for norm in ("attention", "feed-forward"):
+        # RMSNorm in steps: the input in fp32 and the product in 16 bits, for the input in 16 bits
+        more = legacy[f"{norm} norm's input"] - local[f"{norm} norm's input"]
+        assert more + legacy[f"{norm} norm's product"] == 4 * tokens * h
+    # SwiGLU in steps: silu's output; keys and values repeated for all heads
+    assert legacy["feed-forward, gate"] == 2 * tokens * f
+    assert legacy["query, key, value"] == 2 * 3 * tokens * h
+    assert local["query, key, value"] == 2 * (h + 2 * 1024) * tokens
+
+
 LLAMA_2_70B = {
     "name": "Llama-2-70B", "model_type": "llama", "vocab_size": 32000, "hidden_size": 8192,
     "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,

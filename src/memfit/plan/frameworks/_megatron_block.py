@@ -17,6 +17,7 @@ class BlockSettings(Noun, frozen=True, kw_only=True):
     """How a block is computed."""
 
     engine: bool  # Transformer Engine's layers; else Megatron's own ("local")
+    legacy: bool  # blocks of before megatron-core: unfused RMSNorm and SwiGLU, repeated keys
     attention: str  # eager | flash | cudnn
     scatters_heads: bool  # --cp-comm-type a2a: cp ranks exchange tokens for heads, and back
     hidden_dropout: bool
@@ -60,6 +61,10 @@ def save_norm(shape: Shape, settings: BlockSettings, of: str, linear: str) -> Pa
     """
     statistics = shape.norm * FLOAT * shape.own_tokens
     parts = {f"{of} norm's input": shape.stream + statistics}
+    if settings.legacy and shape.norm == 1:
+        # an fp32 copy of the input instead, and the product that the weight multiplies
+        copy = FLOAT * shape.own_tokens * shape.hidden
+        parts = {f"{of} norm's input": copy + statistics, f"{of} norm's product": shape.stream}
     if "layernorm" not in settings.recomputed and _learns(settings, linear):
         parts[f"{of} norm's output"] = shape.stream
     return parts
@@ -90,7 +95,7 @@ def _save_adapters(shape: Shape, settings: BlockSettings) -> Parts:
 
 def _save_projected(shape: Shape, settings: BlockSettings) -> Parts:
     """Queries, keys and values, after rotation where there is one."""
-    wide = shape.query + 2 * shape.keys
+    wide = 3 * shape.query if settings.legacy else shape.query + 2 * shape.keys
     normed = shape.query + shape.keys if shape.qk_norm else 0  # the norms' inputs, made contiguous
     e = 1 if settings.fp8_attention else shape.element
     return {
@@ -138,6 +143,8 @@ def save_dense(shape: Shape, settings: BlockSettings) -> Parts:
     elements = shape.tokens * shape.ffn // shape.tp
     e = 1 if settings.fp8_activation else shape.element
     parts = {"feed-forward, first linear": e * shape.widen * elements}
+    if settings.legacy and shape.widen == 2:
+        parts["feed-forward, gate"] = shape.element * elements
     if _learns(settings, "linear_fc2"):
         parts["feed-forward, activation"] = shape.element * elements
     return parts

@@ -151,7 +151,9 @@ def read_shape(job: Job) -> Shape:
         head_dim=a.head_dim,
         ffn=a.ffn,
         widen=_widen(job),
-        norm=min(2, len(norms)) or 1,
+        norm={"RMSNorm": 1, "LayerNorm": 2}.get(
+            str(job.option("normalization")), min(2, len(norms)) or 1
+        ),
         vocab=-(-a.vocab // multiple) * multiple,
         embedding_norm=sum(w.numel for w in tables if len(w.shape) == 1),
         positions=positions,
@@ -180,7 +182,7 @@ def read_shape(job: Job) -> Shape:
 
 STRUCTURAL = (
     "untie_embeddings_and_output_weights", "disable_bias_linear", "qk_layernorm", "num_experts",
-    "swiglu", "position_embedding_type",
+    "swiglu", "position_embedding_type", "normalization",
 )  # fmt: skip
 
 

@@ -25,8 +25,8 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 DTYPES = tuple(BYTES)
 KNOBS = {
     "transformer_impl": Knob(
-        default="transformer_engine", means="whose layers",
-        values=("transformer_engine", "local"),
+        default="transformer_engine", means="whose layers; legacy: of before megatron-core",
+        values=("transformer_engine", "local", "legacy"),
     ),
     "hidden_dropout": Knob(default=0.0, means="dropout of the residual stream (Megatron: 0.1)"),
     "attention_dropout": Knob(default=0.0, means="dropout of probabilities (Megatron: 0.1)"),
@@ -39,6 +39,9 @@ KNOBS = {
     "disable_bias_linear": Knob(default=False, means="no biases in linears"),
     "swiglu": Knob(
         default="model", means="whether the feed-forward is gated", values=("model", "on", "off"),
+    ),
+    "normalization": Knob(
+        default="model", means="the norms", values=("model", "RMSNorm", "LayerNorm"),
     ),
     "qk_layernorm": Knob(default=False, means="norms of queries and keys"),
     "cross_entropy_loss_fusion": Knob(
@@ -206,6 +209,7 @@ def read_settings(job: Job) -> Settings:
     return Settings(
         block=BlockSettings(
             engine=engine,
+            legacy=job.option("transformer_impl") == "legacy",
             attention=recipe.attention,
             scatters_heads=job.option("cp_comm_type") == "a2a",
             hidden_dropout=float(job.option("hidden_dropout")) > 0,

@@ -31,7 +31,8 @@ from memfit.recipe import Parallel
 SHARED = (
     "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by",
     "position_embedding_type", "untie_embeddings_and_output_weights", "disable_bias_linear",
-    "swiglu", "qk_layernorm", "use_distributed_optimizer", "num_experts", "moe_router_topk",
+    "swiglu", "normalization", "qk_layernorm", "use_distributed_optimizer", "num_experts",
+    "moe_router_topk",
     "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "expert_tensor_parallel_size",
     "rank",
 )  # fmt: skip
@@ -112,6 +113,7 @@ def _read_settings(job: Job) -> Settings:
     return Settings(
         block=BlockSettings(
             engine=False,
+            legacy=True,
             attention=recipe.attention,
             scatters_heads=False,
             hidden_dropout=float(job.option("hidden_dropout")) > 0,
