@@ -45,6 +45,7 @@ LAYERS = [
         "run_folder",
         "corpus",
         "accuracy",
+        "folklore",
         "reading",
         "proving",
         "difference",

@@ -2,6 +2,7 @@
 
 import io
 import shlex
+from functools import cache
 
 import msgspec
 import pytest
@@ -10,11 +11,17 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 import made_by_hand as made
+from memfit import api
+from memfit.accuracy import compare as compare_rows
+from memfit.corpus import Refused, home, read_corpus
 from memfit.difference import compare
 from memfit.formats import formats
 from memfit.ledger import Entry, Kind, Phase
+from memfit.nouns import from_data
 from memfit.report import join
+from memfit.request import Request
 from memfit.screens import bar, chart, layout
+from memfit.screens.accuracy import show_accuracy
 from memfit.screens.certificate import show_certificate, show_nearest
 from memfit.screens.diff import show_diff
 from memfit.screens.formats import show_formats
@@ -34,6 +41,36 @@ def screen(show, *things, width=80, encoding="utf-8", terminal=False, **keys):
     show(console, *things, **keys)
     file.flush()
     return raw.getvalue().decode(encoding)
+
+
+@cache
+def foreign_plan():
+    request = {
+        "model": "llama-3.1-8b", "framework": "torchtitan", "micro_batch": 2,
+        "task": {"sequence_length": 8192, "global_batch": 16},
+        "hardware": {"device": "h100-sxm", "count": 8},
+    }  # fmt: skip
+    return api.predict(from_data(request, Request, where="the test"))
+
+
+@cache
+def judged():
+    """An accuracy with everything that its screen can show."""
+    (one, *_) = read_corpus([home() / "cpu.jsonl"])
+    replace = msgspec.structs.replace
+    reserved = {"memory.peak_reserved": replace(one.measurements["memory.peak_allocated"])}
+    plan = foreign_plan()
+    recipe = plan.recipe
+    titan = replace(one, id="titan-with-a-rather-long-name", recipe=recipe, measurements=reserved)
+    unknown = {"memory.unspecified": reserved["memory.peak_reserved"]}
+    rows = [
+        one,
+        titan,
+        replace(titan, id="out", measurements={}, out_of_memory=True),
+        replace(titan, id="unsaid", measurements=unknown),
+    ]
+    refused = Refused(reason="weights stored as ƒ are not described", source="a/b", rows=7)
+    return compare_rows(rows, [refused])
 
 
 def all_screens(**keys):
@@ -58,6 +95,8 @@ def all_screens(**keys):
     yield screen(show_report, full, commands=["memfit generate runs/a 'x'"], **keys)
     yield screen(show_report, join(fits, None, None), commands=[], **keys)
     yield screen(show_formats, 3.14159265, formats(3.14159265), **keys)
+    yield screen(show_plan, foreign_plan(), commands=["memfit predict x.yaml --why"], **keys)
+    yield screen(show_accuracy, judged(), ("source", "kind"), 5, **keys)
 
 
 @pytest.mark.parametrize("width", [64, 80, 100, 120])

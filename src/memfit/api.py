@@ -81,7 +81,8 @@ def read_stated(request: Request) -> Stated:
 
 
 def refuse_ranks(request: Request) -> None:
-    """Raise InvalidRequest for what only one process can do today."""
+    """Raise InvalidRequest for what only one process, and only memfit's own, can do today."""
+    problems.check_own_step(request)
     if request.ranks > 1:
         raise InvalidRequest(
             f"the request is for {request.ranks} devices, and memfit does not start ranks yet",
@@ -192,7 +193,10 @@ RULES_PEAK = "peaks are of full AdamW training in fp32 on one sequence of the mo
 
 def rules(model: str) -> tuple[Rule, ...]:
     """Rules of thumb beside exact accounting, for any model that a request can name."""
-    from memfit.plan import rules as folklore
+    from msgspec.structs import replace
+
+    from memfit import folklore
+    from memfit.plan import rules as thumb
 
     stated = {
         "model": model, "weights": "random", "method": "full", "precision": "fp32",
@@ -201,7 +205,11 @@ def rules(model: str) -> tuple[Rule, ...]:
     }  # fmt: skip
     problem = problems.read_problem(from_data(stated, Request, where="the rules"))
     peak = search.predict(problem).memory.peak_allocated
-    return folklore.rules(problem.model, predicted_peak=peak)
+    judged = folklore.read_judged()
+    return tuple(
+        replace(rule, measured=folklore.say(judged[rule.name])) if rule.name in judged else rule
+        for rule in thumb.rules(problem.model, predicted_peak=peak)
+    )
 
 
 def accuracy(rows: Sequence[Path] = (), ways: Sequence[str] = ()) -> Accuracy:

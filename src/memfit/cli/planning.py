@@ -91,6 +91,8 @@ def _after_plan(
     """What one would type next: make it fit, prove it, or train."""
     options = same_options(device, memory, changes)
     again = f"{shlex.quote(target)}{options}"
+    if plan.recipe.framework != "memfit":
+        return ["memfit accuracy --by framework", f"memfit predict {again} --why"]
     if plan.memory.verdict == "does_not_fit":
         helping = [lever for lever in plan.levers if lever.fits]
         if not helping:

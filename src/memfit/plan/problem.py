@@ -54,12 +54,7 @@ def read_problem(
     published: where pretrained weights will be loaded, take the config.json beside them. A
     catalogue row says every size, which is all that planning needs, but not the rotary base.
     """
-    if request.framework != "memfit":
-        raise InvalidRequest(
-            f"`framework: {request.framework}` is another framework's step, which memfit can"
-            " predict but neither search, certify nor run",
-            hint="`memfit predict REQUEST`; or `framework: memfit`",
-        )
+    check_own_step(request)
     reference = find_reference(request.model)
     if published and find_weights(request, reference) == "pretrained":
         reference = find_published(reference)
@@ -83,6 +78,16 @@ def read_problem(
     )
     check(problem)
     return problem
+
+
+def check_own_step(request: Request) -> None:
+    """Raise InvalidRequest for another framework's step: it can only be predicted."""
+    if request.framework != "memfit":
+        raise InvalidRequest(
+            f"`framework: {request.framework}` is another framework's step, which memfit can"
+            " predict but neither search, certify nor run",
+            hint="`memfit predict REQUEST`; or `framework: memfit`",
+        )
 
 
 def find_device(name: str) -> Device:

@@ -30,6 +30,7 @@ class Rule(Noun, frozen=True, kw_only=True):
     depends_on_batch: bool
     because: str  # how `exact` was counted, or why it cannot be
     holds: str  # where the rule holds and how it misleads
+    measured: str = ""  # what the corpus of measured runs says of it; empty: nothing
 
 
 def rules(model: Model, *, predicted_peak: int | None = None) -> tuple[Rule, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from memfit import units
 from memfit.plan.verdict import describe_lack, needs
+from memfit.recipe import Parallel, Recipe
 from memfit.results import Considered, Cost, Plan, Time
 from memfit.screens.layout import (
     INDENT,
@@ -48,12 +49,25 @@ def describe_recipe(plan: Plan) -> str:
     """The recipe in one line."""
     r = plan.recipe
     adapter = f" r={r.lora.rank} on {','.join(r.lora.targets)}" if r.method == "lora" else ""
+    whose = "" if r.framework == "memfit" else f"a step of {r.framework}: "
+    kind = " (selective)" if r.recompute == "selective" else ""
     return (
-        f"{r.method}{adapter}, {r.precision}, {r.optimizer.name} {r.optimizer.implementation}, "
-        f"sequence {r.sequence_length}, batch {r.micro_batch} x {r.accumulation}, "
-        f"recompute {r.recompute_blocks} blocks, loss {r.loss}, attention {r.attention}, "
-        f"{r.steps or 'unknown'} steps; recipe {plan.recipe_digest}"
+        f"{whose}{r.method}{adapter}, {r.precision}, {r.optimizer.name}"
+        f" {r.optimizer.implementation}, sequence {r.sequence_length}, batch {r.micro_batch} x"
+        f" {r.accumulation}{_describe_axes(r)}, recompute {r.recompute_blocks} blocks{kind}, loss"
+        f" {r.loss}, attention {r.attention}, {r.steps or 'unknown'} steps; recipe"
+        f" {plan.recipe_digest}"
     )
+
+
+def _describe_axes(recipe: Recipe) -> str:
+    """` x 8 ranks (dp_shard 4, tp 2)`; nothing for one device."""
+    parallel, plain = recipe.parallel, Parallel()
+    if parallel.world == 1:
+        return ""
+    names = [n for n in parallel.__struct_fields__ if getattr(parallel, n) != getattr(plain, n)]
+    axes = ", ".join(f"{name} {getattr(parallel, name)}" for name in names)
+    return f" on {parallel.world} ranks ({axes})"
 
 
 def _known(value: float | None, text: str) -> str:
@@ -78,6 +92,9 @@ def time_rows(time: Time, cost: Cost, steps: int) -> list[tuple[str, str]]:
 
 def _show_time(console: Console, time: Time, cost: Cost, steps: int) -> None:
     heading(console, "Time and cost (predicted)")
+    if time.step_seconds is None and not time.model_flops_per_step:
+        say(console, f"unknown: {time.because}", indent=INDENT)
+        return
     table = make_table("", "")
     table.show_header = False
     for what, figure in time_rows(time, cost, steps):

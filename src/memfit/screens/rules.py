@@ -29,3 +29,5 @@ def show_rules(console: Console, name: str, rows: Sequence[Rule], peak: str) -> 
         say(console, f"“{row.says}”", style="italic", indent=INDENT)
         say(console, f"counted: {row.because}", indent=INDENT)
         say(console, f"holds: {row.holds}", indent=INDENT)
+        if row.measured:
+            say(console, f"measured: {row.measured}", indent=INDENT)
