@@ -36,6 +36,7 @@ class Forward(msgspec.Struct, frozen=True):
     adapter_dropout: bool = False
     kind: str = ""  # of the block that runs, where the architecture has kinds
     coded: Dequantised = Dequantised()  # how weights that are stored quantised become dense
+    repeats_keys: bool = False  # keys and values are made for all heads, whatever the kernel
     adapter_casts: bool = False  # adapters read inputs cast to their own dtype, as peft has them
     # what variables of the training loop hold until the next micro-batch names them again
     loop: dict[str, list[Tensor]] = {}
@@ -269,7 +270,7 @@ def cut_head(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
 def attend(forward: Forward, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """(batch, heads, tokens, size) -> (batch, tokens, heads, size), as train/attention.py."""
     grouped = query.shape[1] != key.shape[1]
-    if grouped and forward.kernel == "efficient":
+    if grouped and (forward.repeats_keys or forward.kernel == "efficient"):
         groups = query.shape[1] // key.shape[1]
         key, value = sizes.expand_heads(key, groups), sizes.expand_heads(value, groups)
     if forward.documents is None:

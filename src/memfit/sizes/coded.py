@@ -19,7 +19,7 @@ class Dequantised(NamedTuple):
 
     stored: str = "bfloat16"  # dtype that it was quantised from, and comes back in
     computed: str = "bfloat16"  # dtype that inputs are cast to (`bnb_4bit_compute_dtype`)
-    # bitsandbytes before 0.43 kept the input, which no gradient needs, in an attribute of the
+    # bitsandbytes before 0.43.2 kept the input, which no gradient needs, in an attribute of the
     # node: not a saved tensor, so that it lives until the graph itself is gone
     keeps_input: bool = False
     bits: int = 4

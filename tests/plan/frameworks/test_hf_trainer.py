@@ -168,6 +168,67 @@ def buffers(found: Ledger) -> int:
     )  # fmt: skip
 
 
+TWO = {
+    "hardware": {"device": "h100-sxm", "count": 2}, "parallel": {"dp_shard": 2},
+    "task": {"sequence_length": TOKENS, "global_batch": 2 * ROWS, "packing": False},
+}  # fmt: skip
+
+
+def owned(found: Ledger, kind: Kind, owner: str) -> int:
+    entries = found.at(Phase.FORWARD)
+    return sum(e.nbytes for e in entries if (e.kind, e.owner) == (kind, owner))
+
+
+def test_fsdp_cuts_codes_and_leaves_scales_whole() -> None:
+    options = {"prepare_kbit": False, "adapter_dtype": "base"}
+    found = ledger(BIG, "h100-sxm", **LORA, **TWO, base_format="nf4", options=options)
+    adapters, outside = 32 * 2 * 8 * 8192 * 2, (2 * 32000 * 4096 + 4096) * 2
+    norms = 64 * 4096 * 2
+    cut = owned(found, Kind.PARAMETERS, "shards")
+    assert cut == (32 * BLOCK // 2 + outside + norms + adapters) // 2
+    assert owned(found, Kind.PARAMETERS, "scales") == 32 * BLOCK // 64 * 4 + 32 * 7 * 64
+    gathered = outside + 2 * (BLOCK // 2 + 2 * 4096 * 2)  # the root's unit and two blocks
+    assert owned(found, Kind.ALL_GATHER, "units") == gathered
+    assert owned(found, Kind.GRADIENTS, "units") == adapters // 2
+
+
+def test_offloaded_shards_and_states_are_elsewhere() -> None:
+    here = ledger(BIG, "h100-sxm", **LORA, **TWO)
+    away = ledger(BIG, "h100-sxm", **LORA, **TWO, offload="parameters")
+    assert Kind.PARAMETERS not in away.by_kind(Phase.FORWARD)
+    assert Kind.OPTIMIZER_STATE not in away.by_kind(Phase.FORWARD)
+    gone = here.total(Phase.FORWARD) - away.total(Phase.FORWARD)
+    kinds = here.by_kind(Phase.FORWARD)
+    held = (Kind.PARAMETERS, Kind.OPTIMIZER_STATE, Kind.GRADIENTS)
+    assert gone == sum(kinds[kind] for kind in held)
+
+
+def test_older_bitsandbytes_keeps_inputs_though_blocks_are_recomputed() -> None:
+    """An attribute of a node is no saved tensor: the first forward's graph holds it to the end."""
+    asked = {**LORA, "base_format": "nf4", "recompute": "full"}
+    options = {"prepare_kbit": False}  # norms in bf16: what they make is read without a cast
+    new = ledger(BIG, "h100-sxm", **asked, options=options)
+    old = ledger(BIG, "h100-sxm", **asked, options=options | {"bitsandbytes": "0.43"})
+    kept = 3 * 4096 + 11008  # inputs of q, k, v; of o; of gate and up; of down
+    held = [found.by_kind(Phase.LOSS)[Kind.ACTIVATIONS] for found in (old, new)]
+    assert held[0] - held[1] == pytest.approx(32 * ROWS * TOKENS * kept * 2, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "each"),
+    [
+        ({}, 12),  # log-softmax, its gradient and the loss's, in fp32
+        ({"keeps_outputs": True}, 14),  # and the logits in bf16
+        ({"keeps_outputs": True, "release": "4.38"}, 16),  # or upcast
+    ],
+)
+def test_bytes_of_a_logit(options: dict[str, Any], each: int) -> None:
+    long = {"task": {"sequence_length": 512, "global_batch": ROWS, "packing": False}}
+    found = ledger(BIG, "h100-sxm", **LORA, **long, recompute="full", options=options)
+    logits = found.by_kind(Phase.BACKWARD)[Kind.LOGITS]
+    assert logits == pytest.approx(each * 512 * ROWS * 32000, rel=0.005)
+
+
 def test_all_linear_is_every_projection_of_a_block() -> None:
     every = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     named = ledger(TINY, method="lora", lora={"rank": 4, "targets": every})
@@ -181,6 +242,11 @@ def test_all_linear_is_every_projection_of_a_block() -> None:
         ({"method": "full", "base_format": "nf4"}, "cannot train weights stored as"),
         ({"method": "freeze"}, "`method: freeze` is not described"),
         ({"loss": "fused"}, "`loss: fused` is not described"),
+        (
+            {"parallel": {"dp_shard": 2}, "hardware": {"device": "h100-sxm", "count": 2}},
+            "with weights of another dtype than products",
+        ),
+        ({"offload": "parameters"}, "is FSDP's, and described for adapters alone"),
         ({"options": {"pagd": True}}, "`options.pagd` is no knob of `hf-trainer`"),
         ({"options": {"adapter_dtype": "int8"}}, "is not a value of `hf-trainer`'s knob"),
     ],

@@ -6,10 +6,12 @@ has one gradient, frozen parts included, if any part of it is trained (`use_orig
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from memfit.ledger import Kind, Ledger, Phase
-from memfit.model import Model
+from memfit.model import Model, Weight
 from memfit.plan.blocks import AFTER_PRODUCT
 from memfit.plan.frameworks import Job, make_ledger
 from memfit.plan.frameworks._assembly import (
@@ -104,6 +106,50 @@ def shard(job: Job, model: Model, simulated: Simulated, states: Held, update: He
         return ledger
     end = {**held, GROWN: (units.trained // kept, said)}
     return _higher(ledger, _root_end(units, end))
+
+
+def shard_frozen(
+    job: Job,
+    weights: Sequence[tuple[Weight, int]],
+    simulated: Simulated,
+    whole: Held,
+    states: Held,
+    update: Held,
+) -> Ledger:
+    """Adapters in units of their own beside frozen ones, which have no gradient.
+
+    weights: each with its bytes as stored; whole: what is no parameter, and on every rank; states,
+    update: of the shard. With `offload: parameters` shards and states are in the host's memory.
+    """
+    ranks, away = job.recipe.parallel.dp_shard, job.recipe.offload == "parameters"
+    by_layer: dict[int, int] = {}
+    for w, nbytes in weights:
+        by_layer[w.layer] = by_layer.get(w.layer, 0) + (0 if w.trainable else nbytes)
+    root = by_layer.pop(-1)
+    block = max(by_layer.values())
+    trained = sum(nbytes for w, nbytes in weights if w.trainable)
+    gathered: Held = {
+        GATHERED: (
+            root + IN_FLIGHT * block,
+            f"the root's unit, {IN_FLIGHT} blocks of {show_bytes(block)}",
+        )
+    }
+    held: dict[tuple[Kind, str], tuple[int, str]] = {**whole, **cublas(job.device)}
+    if not away:
+        total = sum(nbytes for _, nbytes in weights) // ranks
+        held[Kind.PARAMETERS, "shards"] = (total, f"1/{ranks} of every flat parameter")
+        held |= states
+        held[GROWN] = (trained // ranks, f"1/{ranks} of the adapters' gradients")
+    bare = Simulated(
+        without(simulated.first, GRADIENTS),
+        None if simulated.later is None else without(simulated.later, GRADIENTS),
+        simulated.counts,
+    )
+    phases = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.ACCUMULATE)
+    return assemble(
+        job, bare, load=held, held=held, update={} if away else update,
+        during=dict.fromkeys(phases, gathered),
+    )  # fmt: skip
 
 
 def _growing(passes: Passes, units: Units, kept: int) -> Passes:

@@ -23,6 +23,7 @@ from memfit.optimizers import find_optimizer
 from memfit.plan.frameworks import Job, Knob
 from memfit.plan.frameworks._assembly import (
     Held,
+    Simulated,
     assemble,
     attention_kernel,
     cublas,
@@ -30,6 +31,7 @@ from memfit.plan.frameworks._assembly import (
     rounded,
     run_passes,
 )
+from memfit.plan.frameworks._fsdp1 import shard, shard_frozen
 from memfit.plan.frameworks._quantised import eight_bit_bytes, four_bit_bytes
 from memfit.recipe import FORMAT_DTYPE, Recipe
 from memfit.sizes import Tensor
@@ -50,11 +52,18 @@ class HfProgram(Noun, frozen=True, kw_only=True):
     computed: str  # dtype that quantised weights become dense in
     bits: int  # of quantised weights
     adapter_casts: bool
+    keeps_inputs: bool  # whether products with quantised weights keep what they have read
+    older: bool  # transformers 4.38: keys for all heads, and a loss over shifted fp32 logits
     keeps_outputs: bool  # whether the loop holds the class's outputs, with the logits, in backward
 
     def _told(self, forward: Forward) -> Forward:
-        how = Dequantised(stored=self.computed, computed=self.computed, bits=self.bits)
-        return replace(forward, coded=how, adapter_casts=self.adapter_casts)
+        how = Dequantised(
+            stored=self.computed, computed=self.computed, bits=self.bits,
+            keeps_input=self.keeps_inputs,
+        )  # fmt: skip
+        return replace(
+            forward, coded=how, adapter_casts=self.adapter_casts, repeats_keys=self.older
+        )
 
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """See `plan.program.Program.embed`."""
@@ -72,6 +81,8 @@ class HfProgram(Noun, frozen=True, kw_only=True):
 
     def loss(self, forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor) -> Tensor:
         """Logits of all positions, upcast; labels, not logits, are shifted."""
+        if self.older:
+            return self._older_loss(forward, weights, hidden, labels)
         logits = project(self._told(forward), weights, "lm_head", hidden)
         wide = sizes.cast(logits, "float32")
         rows, tokens = labels.shape
@@ -83,6 +94,20 @@ class HfProgram(Noun, frozen=True, kw_only=True):
             forward.loop["outputs"] = [logits.detached()]
         return sizes.scale(cross_entropy_sum(flat, shifted))
 
+    def _older_loss(
+        self, forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor
+    ) -> Tensor:
+        """The outputs hold the logits upcast, and a copy of them is shifted."""
+        logits = project(self._told(forward), weights, "lm_head", hidden)
+        logits = sizes.cast(logits, "float32")
+        rows, tokens = labels.shape
+        kept = sizes.contiguous(sizes.narrow(logits, 1, 0, tokens - 1))
+        flat = sizes.view(kept, rows * (tokens - 1), kept.shape[-1])
+        if self.keeps_outputs:
+            forward.loop["outputs"] = [logits.detached()]
+        shifted = sizes.empty(forward.meter, (rows, tokens - 1), "int64")
+        return sizes.scale(cross_entropy_sum(flat, shifted))
+
 
 def hf_program(job: Job, *, keeps_outputs: bool) -> HfProgram:
     """The program of a job's recipe."""
@@ -92,6 +117,8 @@ def hf_program(job: Job, *, keeps_outputs: bool) -> HfProgram:
         computed=recipe.compute_dtype,
         bits=8 if recipe.base_format == "int8" else 4,
         adapter_casts=recipe.method == "lora",
+        keeps_inputs=recipe.options.get("bitsandbytes") == "0.43",
+        older=recipe.options.get("release") == "4.38",
         keeps_outputs=keeps_outputs,
     )
 
@@ -210,6 +237,14 @@ def hf_knobs() -> dict[str, Knob]:
             default=False, means="the loop holds the model's outputs in backward, as own loops do"
         ),
         "paged": Knob(default=False, means="paged_adamw_8bit, for `optimizer: adamw8bit`"),
+        "release": Knob(
+            default="5", means="whose class: 4.38 makes keys for all heads, and shifts fp32 logits",
+            values=("5", "4.38"),
+        ),
+        "bitsandbytes": Knob(
+            default="0.50", means="0.43 keeps what products with quantised weights have read",
+            values=("0.50", "0.43"),
+        ),
     }  # fmt: skip
 
 
@@ -220,12 +255,50 @@ def predict_hf(job: Job) -> Ledger:
     kernel = "efficient" if recipe.options["padded"] else attention_kernel(job)
     program = hf_program(job, keeps_outputs=bool(recipe.options["keeps_outputs"]))
     simulated = run_passes(job, model, program, kernel)
+    if recipe.parallel.dp_shard > 1:
+        return _sharded(job, model, simulated)
     weights = hold_parameters(model, recipe)
     held = {**weights, **hold_states(model, recipe), **cublas(device)}
     if recipe.parallel.dp_replicate > 1:
         held |= _buckets(sum(w.nbytes for w in model.weights if w.trainable))
     update = hold_update(model, recipe)
     return assemble(job, simulated, load=weights, held=held, update=update)
+
+
+def _sharded(job: Job, model: Model, simulated: Simulated) -> Ledger:
+    """FSDP1, a unit a block; trained matrices beside frozen ones have units of their own."""
+    recipe, ranks = job.recipe, job.recipe.parallel.dp_shard
+    cut = {
+        key: (nbytes // ranks, f"1/{ranks} of {because}")
+        for key, (nbytes, because) in {**hold_states(model, recipe)}.items()
+    }
+    update = {
+        key: (nbytes // ranks, f"1/{ranks} of {because}")
+        for key, (nbytes, because) in hold_update(model, recipe).items()
+    }
+    if recipe.method != "lora":
+        return shard(job, model, simulated, cut, update)
+    whole = hold_scales(model, recipe)
+    stored = [(w, _parameter(recipe, w)) for w in model.weights]
+    return shard_frozen(job, stored, simulated, whole, cut, update)
+
+
+def _parameter(recipe: Recipe, w: Weight) -> int:
+    """Bytes that FSDP cuts: the codes of a 4-bit weight, without their scales."""
+    if w.dtype == CODED and recipe.base_format != "int8":
+        return -(-w.numel // 2)
+    return parameter_bytes(recipe, w.dtype, w.shape)
+
+
+def hold_scales(model: Model, recipe: Recipe) -> Held:
+    """Scales of quantised weights are no parameters: every rank keeps all of them."""
+    coded = [w.numel for w in model.weights if w.dtype == CODED]
+    if not coded or recipe.base_format == "int8":
+        return {}
+    double = bool(recipe.options["double_quantisation"])
+    nbytes = sum(four_bit_bytes(n, double=double) - -(-n // 2) for n in coded)
+    said = f"scales of {len(coded)} quantised weights, whole on every rank"
+    return {(Kind.PARAMETERS, "scales"): (nbytes, said)}
 
 
 def _buckets(nbytes: int) -> Held:
@@ -242,6 +315,25 @@ def check_base(recipe: Recipe) -> None:
         raise InvalidRequest(
             f"`method: full` cannot train weights stored as `base_format: {recipe.base_format}`",
             hint="`method: lora`",
+        )
+    shards, copies = recipe.parallel.dp_shard, recipe.parallel.dp_replicate
+    if shards > 1 and copies > 1:
+        raise InvalidRequest(
+            f"`parallel.dp_shard: {shards}` with `dp_replicate: {copies}` is not described",
+            hint="one of both",
+        )
+    if shards > 1 and recipe.parallel.zero != 3:
+        raise InvalidRequest("FSDP's SHARD_GRAD_OP (`parallel.zero: 2`) is not described")
+    if shards > 1 and recipe.method == "full" and recipe.precision != "bf16":
+        raise InvalidRequest(
+            f"FSDP with weights of another dtype than products (`precision: {recipe.precision}`)"
+            " is not described",
+            hint="`precision: bf16`",
+        )
+    if recipe.offload != "none" and (shards == 1 or recipe.method != "lora"):
+        raise InvalidRequest(
+            "`offload: parameters` is FSDP's, and described for adapters alone",
+            hint="`parallel: {dp_shard: N}` and `method: lora`",
         )
     if recipe.optimizer.name == "adamw8bit" and recipe.optimizer.implementation == "foreach":
         raise InvalidRequest("bitsandbytes' optimizers have no `implementation: foreach`")

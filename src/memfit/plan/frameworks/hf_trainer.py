@@ -14,13 +14,13 @@ from memfit.plan.frameworks._hf import check_base, hf_knobs, predict_hf, shared_
 
 @final
 class HfTrainer(Framework):
-    """One process a device, each with a whole model; gradients are averaged by DDP."""
+    """One process a device, with a whole model (DDP) or a share (FSDP1, through accelerate)."""
 
     name = "hf-trainer"
     title = "the step of transformers' Trainer"
     source = "transformers 5.23, peft 0.21, accelerate 1.15, bitsandbytes 0.50"
-    values: ClassVar = shared_values()
-    axes = ("dp_replicate",)
+    values: ClassVar = shared_values() | {"offload": ("none", "parameters")}
+    axes = ("dp_replicate", "dp_shard")
     knobs: ClassVar = hf_knobs()
     slack = Slack(
         low=1.0, typical=1.04, high=1.12,

@@ -20,8 +20,10 @@ class Trl(Framework):
     name = "trl"
     title = "the step of TRL's SFTTrainer"
     source = "trl 0.29, transformers 5.23, peft 0.21, bitsandbytes 0.50"
-    values: ClassVar = shared_values() | {"recompute": ("full", "none")}
-    axes = ("dp_replicate",)
+    values: ClassVar = shared_values() | {
+        "recompute": ("full", "none"), "offload": ("none", "parameters"),
+    }  # fmt: skip
+    axes = ("dp_replicate", "dp_shard")
     knobs: ClassVar = hf_knobs() | {
         "adapter_dtype": Knob(
             default="auto", means="dtype of adapters: auto is fp32, and bf16 over quantised bases",
