@@ -19,9 +19,7 @@ def translate(row: Published) -> Translated:
     """See the package: the request of `litgpt finetune lora` or `litgpt finetune full`."""
     config, hub = row["config"], "config_hub" in row["source"]
     if "thunder" in row["source"]:
-        raise NotExpressible(
-            "litgpt's pretraining through Thunder has an untied head and its own fusion"
-        )
+        return Translated(pretraining(row), kind_of(row))
     if "Adapter" in row["source"]:
         raise NotExpressible("litgpt's adapters are no method of memfit's")
     devices = row["hardware"]["n_gpus"]
@@ -59,6 +57,32 @@ def translate(row: Published) -> Translated:
     if devices > 1:
         request |= {"parallel": {"dp_shard": devices}, "recompute": "full"}
     return Translated(request, kind_of(row))
+
+
+def pretraining(row: Published) -> dict[str, Any]:
+    """extensions/thunder/pretrain.py, as it runs without Thunder."""
+    c, devices = row["config"], row["hardware"]["n_gpus"]
+    if c.get("compile") not in ("eager", False, None):
+        raise NotExpressible(f"what `{c['compile']}` fuses is not described")
+    request: dict[str, Any] = {
+        "framework": "litgpt",
+        "model": model(row),
+        "hardware": hardware_of(row),
+        "task": {
+            "sequence_length": row["model"]["seq_len"], "packing": False,
+            # the README's commands lower the script's own 512 for the sharded runs alone
+            "global_batch": c.get("global_batch") or 512,
+        },
+        "micro_batch": c["micro_batch"],
+        "precision": "bf16",
+        "method": "full",
+        "loss": "plain",
+        "options": {"release": "0.4"},
+    }  # fmt: skip
+    if devices > 1:
+        sharded = (c.get("zero_stage") or 0) == 3
+        request["parallel"] = {"dp_shard" if sharded else "dp_replicate": devices}
+    return request
 
 
 def model(row: Published) -> dict[str, Any] | str:

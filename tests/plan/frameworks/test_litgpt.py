@@ -76,6 +76,13 @@ PUBLISHED = [
     (14.10, TINY_LLAMA, 512, {
         "rows": 4, "batch": 32, "method": "full", "options": {"release": "0.4"},
     }),
+    (29.84, TINY_LLAMA, 2048, {  # extensions/thunder/README.md, without Thunder
+        "rows": 4, "batch": 512, "method": "full", "loss": "plain", "options": {"release": "0.4"},
+    }),
+    (32.04, TINY_LLAMA, 2048, {
+        "rows": 4, "batch": 512, "method": "full", "loss": "plain", "options": {"release": "0.4"},
+        "parallel": {"dp_replicate": 8}, "hardware": {"device": "a100-sxm-40", "count": 8},
+    }),
     (22.18, LLAMA_7B, 1304, {
         "batch": 128, "recompute": "full", "parallel": {"dp_shard": 2},
         "hardware": {"device": "a100-sxm-40", "count": 2},
@@ -236,6 +243,7 @@ def test_heads_are_never_tied() -> None:
         ({"method": "full", "base_format": "nf4"}, "cannot train weights stored as"),
         ({"base_format": "int8"}, "`base_format: int8` is not described"),
         ({"recompute": "full"}, "recomputes every block on more than one device and none on one"),
+        ({"loss": "plain"}, "`loss: plain` is of litgpt's pretraining"),
         ({"lora": {"targets": ["gate"]}}, "litgpt has no switch for `gate`"),
         (
             {

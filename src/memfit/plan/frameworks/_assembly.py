@@ -122,6 +122,13 @@ def cublas(device: Device) -> Held:
     }
 
 
+def ddp_buckets(model: Model) -> Held:
+    """DDP's buckets: a copy of every gradient, from the first backward on."""
+    nbytes = sum(w.nbytes for w in model.weights if w.trainable)
+    said = f"DDP's buckets: a copy of every gradient, {show_bytes(nbytes)}"
+    return {(Kind.GRADIENTS, "buckets"): (nbytes, said)}
+
+
 def rounded(nbytes: Iterable[int]) -> int:
     """Bytes of the blocks that hold these tensors on CUDA."""
     return sum(map(block_size, nbytes))

@@ -27,6 +27,7 @@ from memfit.plan.frameworks._assembly import (
     assemble,
     attention_kernel,
     cublas,
+    ddp_buckets,
     owners,
     rounded,
     run_passes,
@@ -260,7 +261,7 @@ def predict_hf(job: Job) -> Ledger:
     weights = hold_parameters(model, recipe)
     held = {**weights, **hold_states(model, recipe), **cublas(device)}
     if recipe.parallel.dp_replicate > 1:
-        held |= _buckets(sum(w.nbytes for w in model.weights if w.trainable))
+        held |= ddp_buckets(model)
     update = hold_update(model, recipe)
     return assemble(job, simulated, load=weights, held=held, update=update)
 
@@ -299,14 +300,6 @@ def hold_scales(model: Model, recipe: Recipe) -> Held:
     nbytes = sum(four_bit_bytes(n, double=double) - -(-n // 2) for n in coded)
     said = f"scales of {len(coded)} quantised weights, whole on every rank"
     return {(Kind.PARAMETERS, "scales"): (nbytes, said)}
-
-
-def _buckets(nbytes: int) -> Held:
-    return {
-        (Kind.GRADIENTS, "buckets"): (
-            nbytes, f"DDP's buckets: a copy of every gradient, {show_bytes(nbytes)}",
-        )
-    }  # fmt: skip
 
 
 def check_base(recipe: Recipe) -> None:

@@ -12,7 +12,7 @@ from memfit.sizes import Tensor
 from memfit.sizes.autograd import Gradients, Node, Rule, record
 from memfit.sizes.coded import CODED, Dequantised, coded_linear
 from memfit.sizes.elementwise import Incoming, attach, upstream
-from memfit.sizes.loss import cross_entropy_rows
+from memfit.sizes.loss import cross_entropy_rows, cross_entropy_sum
 from memfit.sizes.products import multiply_batched
 
 CHUNK = 128  # tokens of the chunked head and cross entropy (finetune/lora.py, utils.py)
@@ -32,6 +32,7 @@ class LitProgram(Noun, frozen=True, kw_only=True):
     scaled_embedding: bool
     wide_norm: bool  # RMSNorm multiplies by its weight in fp32
     chunked_head: bool  # finetune/lora.py; finetune/full.py chunks the loss alone
+    whole_loss: bool  # extensions/thunder/pretrain.py: over all tokens at once
 
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """See `plan.program.Program.embed`."""
@@ -73,6 +74,9 @@ class LitProgram(Noun, frozen=True, kw_only=True):
         The logits stay named in the training loop until the next micro-batch's replace them.
         """
         logits = self._logits(forward, weights, hidden)
+        if self.whole_loss:
+            flat = sizes.reshape(logits[0], -1, logits[0].shape[-1])
+            return sizes.scale(cross_entropy_sum(flat, labels))
         forward.loop["logits"] = logits
         if self.chunked_head:
             logits[-1] = sizes.narrow(logits[-1], 1, 0, logits[-1].shape[1] - 1)

@@ -21,6 +21,7 @@ from memfit.plan.frameworks._assembly import (
     assemble,
     attention_kernel,
     cublas,
+    ddp_buckets,
     owners,
     rounded,
     run_passes,
@@ -57,11 +58,11 @@ class LitGpt(Framework):
         "implementation": ("foreach",),
         "recompute": ("none", "full"),
         "attention": ("flash", "efficient", "math"),
-        "loss": ("chunked",),
+        "loss": ("chunked", "plain"),  # plain: extensions/thunder/pretrain.py
         "compile": ("none",),
         "offload": ("none",),
     }
-    axes = ("dp_shard",)
+    axes = ("dp_shard", "dp_replicate")
     knobs: ClassVar = {
         "double_quantisation": Knob(default=False, means="quantise the scales too: bnb.nf4-dq"),
         "release": Knob(
@@ -95,14 +96,21 @@ class LitGpt(Framework):
                 f" {recipe.parallel.dp_shard}",
                 hint="`base_format: bf16`, or one device",
             )
-        full = recipe.recompute_blocks == job.model.architecture.layers
-        if full != (recipe.parallel.dp_shard > 1):
+        full, plain = (
+            recipe.recompute_blocks == job.model.architecture.layers,
+            recipe.loss == "plain",
+        )
+        if plain and recipe.method != "full":
+            raise InvalidRequest("`loss: plain` is of litgpt's pretraining, without adapters")
+        if full != (recipe.parallel.dp_shard > 1 and not plain):
             raise InvalidRequest(
                 "litgpt recomputes every block on more than one device and none on one:"
                 f" `recompute_blocks` is {recipe.recompute_blocks}, `parallel.dp_shard`"
                 f" {recipe.parallel.dp_shard}",
                 hint="`recompute: full` with `parallel.dp_shard` above 1, `recompute: none` else",
             )
+        if recipe.parallel.dp_replicate > 1 and recipe.parallel.dp_shard > 1:
+            raise InvalidRequest("FSDP over copies (`parallel.dp_replicate`) is not described")
         if job.model.architecture.experts.count:
             raise InvalidRequest("litgpt's mixture of experts is not described")
 
@@ -116,6 +124,7 @@ class LitGpt(Framework):
             shared_norm=form.shared_norm, post_norms=form.post_norms, capped=form.capped,
             scaled_embedding=form.scaled_embedding,
             wide_norm=recipe.options["release"] == "0.5", chunked_head=recipe.method == "lora",
+            whole_loss=recipe.loss == "plain",
         )  # fmt: skip
         simulated = run_passes(job, model, program, attention_kernel(job), again=again)
         if not again:
@@ -125,6 +134,8 @@ class LitGpt(Framework):
             return shard(job, model, simulated, _states(model, recipe), update)
         weights = _parameters(model, recipe)
         held = {**weights, **_states(model, recipe), **cublas(device)}
+        if recipe.parallel.dp_replicate > 1:
+            held |= ddp_buckets(model)
         return assemble(job, simulated, load=weights, held=held, update=update)
 
 
