@@ -27,7 +27,7 @@ from memfit.model import ModelReference
 from memfit.optimizers import default_implementation, find_optimizer
 from memfit.plan.memory import predict_memory
 from memfit.recipe import Freeze, Lora, Optimizer, Recipe
-from memfit.sizes.kernels import refusal, usable
+from memfit.sizes.kernels import heads_of, refusal, usable
 from memfit.units import MIB, show_gib
 
 DEVICES = ("cpu-x86", "h100-sxm")
@@ -185,11 +185,11 @@ def on(recipe: Recipe, device: Device) -> Recipe:
     """The recipe for a device: the kernel and the implementation that it has, or the nearest."""
     from msgspec.structs import replace
 
-    head = read_model(recipe.model).architecture.head_dim
+    heads = heads_of(read_model(recipe.model).architecture)
     facts = {"platform": device.platform, "capability": device.capability}
     kernel: Any = recipe.attention
-    if refusal(kernel, recipe.compute_dtype, head, **facts):
-        kernel = usable(recipe.compute_dtype, head, **facts)[0]
+    if refusal(kernel, recipe.compute_dtype, heads, **facts):
+        kernel = usable(recipe.compute_dtype, heads, **facts)[0]
     optimizer = recipe.optimizer
     if device.is_cpu and optimizer.implementation in find_optimizer(optimizer).cuda_only:
         own = default_implementation(optimizer.name, cuda=False)

@@ -282,7 +282,7 @@ def architecture(model, model_type):
     if model_type not in extra:
         facts = {k: model[k] for k in DETAILS if k in model}
         if model_type not in experts:
-            return facts
+            return facts | routing_facts(model["name"], model_type)
         whole = 2 if model_type == "glm4_moe" else 1  # partial_rotary_factor 0.5
         return {**facts, "rotary_dim": model["head_dim"] // whole, **experts[model_type]}
     return {"rotary_dim": model["head_dim"], **extra[model_type]}
@@ -306,6 +306,18 @@ def gated_architecture(model, model_type):
         "granite": {**plain, "logits_scaled": True},
         "smollm3": {**plain, "layer_kinds": ["", "", "", "unrotated"]},
     }.get(model_type)
+
+
+def routing_facts(name, model_type):
+    """How tokens choose experts: config.json of DeepSeek's models and of Kimi-K2."""
+    if model_type == "deepseek_v2":
+        groups = (1, 1) if name == "DeepSeek-V2-Lite" else (8, 3)
+    elif model_type == "deepseek_v3":
+        groups = (1, 1) if name.startswith("Kimi") else (8, 4)
+    else:
+        return {}
+    shares = {"norm_top_k": True} if model_type == "deepseek_v3" else {}
+    return {**shares, "n_group": groups[0], "topk_group": groups[1]}
 
 
 def model_row(model):

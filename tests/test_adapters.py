@@ -15,6 +15,8 @@ from tiny_models import CONFIGS, FAMILIES, TARGETS, make_recipe
 
 WIDE_TARGETS = {
     **dict.fromkeys(("mixtral", "qwen3_moe"), ("k_proj", "o_proj")),
+    "deepseek_v2": ("kv_a_proj_with_mqa", "o_proj"),
+    "deepseek_v3": ("q_a_proj", "kv_a_proj_with_mqa"),
     "gpt2": ("c_attn", "c_proj", "c_fc"),
     "gpt_neox": ("query_key_value", "dense_4h_to_h"),
     "llama": ("q_proj", "down_proj", "lm_head"),

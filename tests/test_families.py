@@ -29,7 +29,17 @@ FALCON = {"model_type": "falcon", **SMALL, "max_position_embeddings": 64}
 GROUPED = FALCON | {"num_kv_heads": 2, "new_decoder_architecture": True}
 BLOOM = {"model_type": "bloom", "vocab_size": 101, "hidden_size": 48, "n_head": 4, "n_layer": 2}
 MPT = {"model_type": "mpt", "vocab_size": 101, "d_model": 48, "n_heads": 4, "n_layers": 2}
+LATENT = {
+    **SMALL, "intermediate_size": 80, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+DEEPSEEK2 = {"model_type": "deepseek_v2", **LATENT, "topk_method": "group_limited_greedy"}
+DEEPSEEK3 = {"model_type": "deepseek_v3", **LATENT}
 BASE = {
+    "deepseek_v2": DEEPSEEK2,
+    "deepseek_v3": DEEPSEEK3,
     "gpt2": GPT2,
     "gpt_neox": NEOX,
     "llama": LLAMA,
@@ -118,6 +128,24 @@ TOGGLED = [
     BASE["glm4"] | {"attention_bias": False, "partial_rotary_factor": 1.0},
     BASE["stablelm"] | {"use_parallel_residual": False, "use_qkv_bias": True},
     BASE["stablelm"] | {"qk_layernorm": True, "partial_rotary_factor": 0.5},
+    DEEPSEEK2,
+    DEEPSEEK2 | {"q_lora_rank": None, "topk_method": "greedy", "n_group": None, "topk_group": None},
+    DEEPSEEK2 | {"attention_bias": True, "mlp_bias": True, "n_shared_experts": 1},
+    {k: v for k, v in DEEPSEEK2.items() if k not in ("topk_method", "first_k_dense_replace")},
+    DEEPSEEK3,
+    DEEPSEEK3 | {"q_lora_rank": None, "first_k_dense_replace": 0, "tie_word_embeddings": True},
+    DEEPSEEK3 | {"attention_bias": True, "n_shared_experts": 2, "n_group": 1, "topk_group": 1},
+    DEEPSEEK3 | {"first_k_dense_replace": 2, "num_nextn_predict_layers": 1},
+    DEEPSEEK3
+    | {
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "mscale": 1.0,
+            "original_max_position_embeddings": 64,
+            "mscale_all_dim": 1.0,
+        }
+    },
 ]
 
 
@@ -181,11 +209,28 @@ def test_a_config_that_hugging_face_writes_reads_as_the_short_one(name):
 def test_lora_targets_are_projections_of_every_block(name):
     family = find_family(name)
     architecture = family.architecture(BASE[name])
-    for target in family.lora_targets:
+    for target in family.default_targets(architecture):
         hits = [
             w for w in family.weights(architecture) if w.name.split(".")[-2:] == [target, "weight"]
         ]
         assert len(hits) == architecture.layers
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_loras_default_follows_a_query_that_is_not_compressed(name):
+    family = find_family(name)
+    plain = family.architecture(BASE[name] | {"q_lora_rank": None})
+    assert family.default_targets(plain) == ("q_proj", "kv_b_proj")
+    assert family.default_targets(family.architecture(BASE[name])) == ("q_b_proj", "kv_b_proj")
+
+
+def test_kimi_k2_is_deepseek_v3s_class_under_another_name():
+    kimi = DEEPSEEK3 | {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1}
+    same = kimi | {"model_type": "deepseek_v3"}
+    assert read_model(reference(kimi)).weights == read_model(reference(same)).weights
+    assert read_model(reference(kimi)).architecture.family == "deepseek_v3"
+    module = built(without_dropout(reference(kimi)))
+    assert shapes(module) == shapes(built(same))
 
 
 def test_every_base_config_has_a_family_and_the_other_way_round():
@@ -205,6 +250,7 @@ REQUIRED = {
     "mpt": [k for k in MPT if k != "model_type"],
 }
 REQUIRED |= {n: [*SMALL, "intermediate_size"] for n in BASE if n not in REQUIRED}
+REQUIRED["deepseek_v2"] += ["num_experts_per_tok"]
 
 
 @pytest.mark.parametrize(("name", "key"), [(n, k) for n, keys in REQUIRED.items() for k in keys])
@@ -270,6 +316,24 @@ def test_a_size_that_is_missing_or_no_number_is_refused_by_name(name, key, value
         (MPT | {"attn_config": [1]}, "attn_config"),
         (GROUPED | {"num_kv_heads": 3}, "num_kv_heads: 3"),
         (GROUPED | {"parallel_attn": False}, "parallel_attn"),
+        (DEEPSEEK3 | {"scoring_func": "softmax"}, "scoring_func"),
+        (DEEPSEEK3 | {"norm_topk_prob": False}, "norm_topk_prob"),
+        (DEEPSEEK3 | {"rope_interleave": False}, "rope_interleave"),
+        (DEEPSEEK3 | {"num_key_value_heads": 2}, "num_key_value_heads"),
+        (DEEPSEEK3 | {"moe_layer_freq": 2}, "moe_layer_freq"),
+        (DEEPSEEK3 | {"n_group": 3}, "3 groups"),
+        (DEEPSEEK3 | {"n_group": 8, "topk_group": 8}, "two best"),
+        (DEEPSEEK3 | {"topk_group": 3}, "topk_group"),
+        (DEEPSEEK3 | {"num_experts_per_tok": 5}, "num_experts_per_tok"),
+        (DEEPSEEK3 | {"first_k_dense_replace": -1}, "first_k_dense_replace"),
+        (DEEPSEEK3 | {"qk_rope_head_dim": 5}, "qk_rope_head_dim"),
+        (DEEPSEEK2 | {"topk_method": "noaux_tc"}, "topk_method"),
+        (DEEPSEEK2 | {"n_group": 1}, "single group"),
+        (DEEPSEEK2 | {"norm_topk_prob": True}, "norm_topk_prob"),
+        (
+            DEEPSEEK2 | {"num_attention_heads": 5, "num_key_value_heads": 5},
+            "5 attention heads do not divide",
+        ),
         (BASE["qwen2"] | {"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),
     ],
     ids=lambda v: v if isinstance(v, str) else "",

@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from memfit import sizes
 from memfit.families import find_family
 from memfit.families._config import ACTIVATIONS as described_activations
+from memfit.families._latent_forward import complex_rotation
 from memfit.families.forward import Forward, rotation
 from memfit.ledger import Kind
 from memfit.train.attention import BACKENDS, register_attention
@@ -15,7 +16,25 @@ from memfit.train.experts import register_experts
 from memfit.train.hugging_face import parts
 from size_oracle import Births, listen, make, meter_events, ordered, saved_bytes, total
 
+LATENT = {
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 6, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "n_group": 2, "topk_group": 1,
+}  # fmt: skip
 CONFIGS = {
+    "deepseek_v2": {"first_k_dense_replace": 1, **LATENT},
+    "deepseek_v3": {"first_k_dense_replace": 1, **LATENT},
+    "deepseek_v2 with experts": {"first_k_dense_replace": 0, **LATENT},
+    "deepseek_v2 with experts in groups": {
+        "first_k_dense_replace": 0, **LATENT, "topk_method": "group_limited_greedy",
+    },
+    "deepseek_v3 with experts": {"first_k_dense_replace": 0, **LATENT},
+    "deepseek_v3 with experts in one group": {
+        "first_k_dense_replace": 0, **LATENT, "n_group": 1,
+    },
+    "deepseek_v3 with queries as they are": {
+        "first_k_dense_replace": 1, **LATENT, "q_lora_rank": None, "attention_bias": True,
+    },
     "llama": {"num_key_value_heads": 2},
     "llama with biases": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"num_key_value_heads": 2},
@@ -108,7 +127,9 @@ def real_block(name, dtype, autocast, activation=None):
     elif hasattr(backbone, "rotary_emb"):
         turn = backbone.rotary_emb(x, torch.arange(16).unsqueeze(0))
         given = {"position_embeddings": turn}
-    known = [x, *model.parameters(), *model.buffers(), *given.get("position_embeddings", ())]
+    turn = given.get("position_embeddings", ())
+    known = [x, *model.parameters(), *model.buffers()]
+    known += turn if isinstance(turn, tuple) else [turn]  # complex angles are one tensor
     known += [t for t in (mask, *given.values()) if isinstance(t, torch.Tensor)]
     saved = []
     keep = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
@@ -148,6 +169,8 @@ def size_only_block(name, dtype, autocast, activation=None):
             sizes.empty(meter, bias, dtype if narrow else "float32", Kind.PARAMETERS),
             sizes.empty(meter, (2, 1, 16, 16), dtype if narrow else "bool", Kind.PARAMETERS),
         )
+    if name.startswith("deepseek_v2"):
+        given = (complex_rotation(forward, positions),)
     known = [x, *weights.values(), *given]
     saved, start = listen(meter), len(meter.events)
     with meter.with_autocast(autocast):

@@ -4,7 +4,7 @@ import pytest
 
 from memfit import api, catalog
 from memfit.errors import InvalidRequest
-from memfit.sizes.kernels import refusal, usable
+from memfit.sizes.kernels import Heads, refusal, usable
 
 BF16, FP16, FP32 = "bfloat16", "float16", "float32"
 
@@ -49,24 +49,28 @@ BF16, FP16, FP32 = "bfloat16", "float16", "float32"
     ],
 )
 def test_each_condition_holds_at_its_edge(kernel, dtype, head, at, said):
-    found = refusal(kernel, dtype, head, capability=at)
+    found = refusal(kernel, dtype, Heads(head), capability=at)
     assert said in found if said else not found
 
 
 def test_other_platforms_lack_kernels():
-    assert not refusal("flash", FP32, 33, platform="cpu")
-    assert "exists on CUDA only" in refusal("efficient", FP32, 64, platform="cpu")
-    assert "exists on CUDA only" in refusal("cudnn", BF16, 64, platform="cpu")
-    assert "NVIDIA" in refusal("cudnn", BF16, 64, platform="rocm")
-    assert not refusal("flash", BF16, 64, platform="rocm")
+    assert not refusal("flash", FP32, Heads(33), platform="cpu")
+    assert "exists on CUDA only" in refusal("efficient", FP32, Heads(64), platform="cpu")
+    assert "exists on CUDA only" in refusal("cudnn", BF16, Heads(64), platform="cpu")
+    assert "NVIDIA" in refusal("cudnn", BF16, Heads(64), platform="rocm")
+    assert not refusal("flash", BF16, Heads(64), platform="rocm")
 
 
 def test_kernels_that_serve_come_in_torchs_order():
-    assert usable(BF16, 64, platform="cuda", capability=(9, 0)) == ("flash", "efficient", "math")
-    assert usable(FP32, 64, platform="cuda", capability=(9, 0)) == ("efficient", "math")
-    assert usable(FP16, 64, platform="cuda", capability=(7, 5)) == ("efficient", "math")
-    assert usable(BF16, 64, platform="cuda", capability=(7, 5)) == ("math",)
-    assert usable(FP32, 64, platform="cpu", capability=None) == ("flash", "math")
+    assert usable(BF16, Heads(64), platform="cuda", capability=(9, 0)) == (
+        "flash",
+        "efficient",
+        "math",
+    )
+    assert usable(FP32, Heads(64), platform="cuda", capability=(9, 0)) == ("efficient", "math")
+    assert usable(FP16, Heads(64), platform="cuda", capability=(7, 5)) == ("efficient", "math")
+    assert usable(BF16, Heads(64), platform="cuda", capability=(7, 5)) == ("math",)
+    assert usable(FP32, Heads(64), platform="cpu", capability=None) == ("flash", "math")
 
 
 def plan(device, **knobs):
@@ -100,3 +104,22 @@ def test_another_attention_is_refused_with_those_there_are():
     with pytest.raises(InvalidRequest, match="invalid enum value 'flex'") as caught:
         plan("h100-sxm", attention="flex")
     assert "cudnn" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("kernel", "heads", "said"),
+    [
+        ("flash", Heads(192, 128), ""),  # values are widened
+        ("efficient", Heads(192, 128), ""),
+        ("efficient", Heads(192, 100), "a multiple of 8 elements, and the model's have 100"),
+        ("cudnn", Heads(96, 64), "values as wide as keys"),
+        ("cudnn", Heads(96, 96), ""),
+        ("math", Heads(192, 100), ""),
+        ("flash", Heads(64, sinks=True), "attention sinks"),
+        ("efficient", Heads(64, sinks=True), "attention sinks"),
+        ("math", Heads(64, sinks=True), ""),
+    ],
+)
+def test_what_a_model_asks_beyond_the_size_of_its_heads(kernel, heads, said):
+    found = refusal(kernel, BF16, heads, capability=(9, 0))
+    assert said in found if said else not found

@@ -18,8 +18,16 @@ _LLAMA = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
 }  # fmt: skip
+_LATENT = {
+    **_LLAMA, "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
 CONFIGS = {
     "llama": {"model_type": "llama", **_LLAMA},
+    "deepseek_v2": {"model_type": "deepseek_v2", **_LATENT},
+    "deepseek_v3": {"model_type": "deepseek_v3", **_LATENT, "q_lora_rank": 24},
     "mistral": {"model_type": "mistral", **_LLAMA, "sliding_window": None},
     "mixtral": {
         "model_type": "mixtral", **_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2,
@@ -71,6 +79,7 @@ FAMILIES = tuple(CONFIGS)
 OWN_ATTENTION = ("bloom", "mpt")  # of these classes: `math` alone, and no packed rows
 ANY_KERNEL = tuple(family for family in FAMILIES if family not in OWN_ATTENTION)
 TARGETS = {
+    "deepseek_v2": ("q_proj", "kv_b_proj"), "deepseek_v3": ("q_b_proj", "kv_b_proj"),
     "gpt2": ("c_attn", "c_proj"), "gpt_neox": ("query_key_value",),
     "falcon": ("query_key_value",), "bloom": ("query_key_value",), "mpt": ("Wqkv",),
     **LORA_TARGETS,

@@ -10,6 +10,7 @@ from memfit.nouns import Noun
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
     "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1,
+    "complex64": 8,
 }  # fmt: skip
 
 
@@ -50,6 +51,8 @@ class Experts(Noun, frozen=True, kw_only=True):
     shared_ffn: int = 0  # width of the expert that every token visits; 0 = none
     dense_layers: int = 0  # the first layers, which have a plain feed-forward instead
     normalised: bool = False  # whether a token's shares are divided by their sum
+    groups: int = 1  # that the experts are divided into
+    groups_per_token: int = 1  # of them, those whose experts one token may visit
 
 
 class Latent(Noun, frozen=True, kw_only=True):
@@ -85,6 +88,7 @@ class Architecture(Noun, frozen=True, kw_only=True):
     sliding_window: int = 0  # tokens that attention looks back over; 0 = all of them
     experts: Experts = Experts()
     latent: Latent = Latent()
+    sinks: bool = False  # a learned logit a head that takes attention and gives no value
     # what blocks are, in turn, where their weights do not tell; empty where all are alike
     layer_kinds: tuple[str, ...] = ()
     embedding_size: int = 0  # of the token embeddings and of what the head reads; 0 = hidden

@@ -249,14 +249,16 @@ def test_workspace_rules_count_what_the_sources_allocate() -> None:
     assert found == 3073 * (64 * 4 + 6 * 8)
     efficient = "_scaled_dot_product_efficient_attention_backward"
     tile = 128 * 128 * 4 + 16  # one for 100 tokens and 80 elements
-    assert nbytes(efficient, query, query) == 2 * 8 * (100 * 4 + tile)
+    assert nbytes(efficient, query, query, query, query) == 2 * 8 * (100 * 4 + tile)
     small = tensor(2, 8, 100, 32)
-    assert nbytes(efficient, small, small) == 2 * 8 * (100 * 4 + 128 * 64 * 4 + 16)
+    assert nbytes(efficient, small, small, small, small) == 2 * 8 * (100 * 4 + 128 * 64 * 4 + 16)
     large = tensor(2, 8, 100, 200)  # two tiles, and dk and dv of 128 tokens and 256 elements
-    assert nbytes(efficient, large, large) == 2 * 8 * (400 + 2 * tile + 2 * 128 * 256 * 4)
+    assert nbytes(efficient, large, large, large, large) == 2 * 8 * (
+        400 + 2 * tile + 2 * 128 * 256 * 4
+    )
     wide = query.float()
     tiles = 2 * 2 * (64 * 64 * 4 + 16)
-    assert nbytes(efficient, wide, wide) == 2 * 8 * (100 * 4 + tiles)
+    assert nbytes(efficient, wide, wide, wide, wide) == 2 * 8 * (100 * 4 + tiles)
     assert nbytes(flash, *[tensor(1, 1, 128, 160)] * 3) == 128 * 4 * (1 + 192)
     norm = RULES["aten._foreach_norm.Scalar"]
     assert norm.nbytes([[tensor(65537), tensor(5)]], None) == (2 * 2 + 320) * 4

@@ -27,8 +27,19 @@ _LLAMA_SHAPED = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 250,
     "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
 }  # fmt: skip
+_LATENT = {
+    **_LLAMA_SHAPED, "num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_group": 2, "topk_group": 1,
+    "first_k_dense_replace": 0,
+}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **_LLAMA_SHAPED},
+    "deepseek_v2": {
+        "model_type": "deepseek_v2", **_LATENT, "q_lora_rank": None,
+        "topk_method": "group_limited_greedy",
+    },
+    "deepseek_v3": {"model_type": "deepseek_v3", **_LATENT},
     "mistral": {"model_type": "mistral", **_LLAMA_SHAPED, "sliding_window": None},
     "mixtral": {
         "model_type": "mixtral", **_LLAMA_SHAPED, "num_local_experts": 4, "num_experts_per_tok": 2,
@@ -79,6 +90,7 @@ FAMILIES = tuple(CONFIGS)
 OWN_ATTENTION = ("bloom", "mpt")  # of these classes: `math` alone, and no packed rows
 ANY_KERNEL = tuple(family for family in FAMILIES if family not in OWN_ATTENTION)
 LORA_TARGETS = {
+    "deepseek_v2": ("q_proj",), "deepseek_v3": ("q_b_proj", "kv_b_proj"),
     "gpt2": ("c_attn",), "gpt_neox": ("query_key_value",), "falcon": ("query_key_value",),
     **GATED_TARGETS,
     "bloom": ("query_key_value",), "mpt": ("Wqkv",),

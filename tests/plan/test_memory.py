@@ -173,8 +173,32 @@ SETTINGS = {
     "stablelm, packed, bf16": (
         "stablelm", {"packing": True, "precision": "bf16", "base_format": "bf16"}
     ),
+    "deepseek_v2, lora, mixed, recomputed": (
+        "deepseek_v2", {"method": "lora", "precision": "bf16-mixed", "recompute_blocks": 2}
+    ),
+    "deepseek_v2, bf16, packed": (
+        "deepseek_v2", {"precision": "bf16", "base_format": "bf16", "packing": True}
+    ),
+    "deepseek_v2, math, chunked": (
+        "deepseek_v2", {"attention": "math", "loss": "chunked", "loss_chunk": 12}
+    ),
+    "deepseek_v3, mixed, accumulated": (
+        "deepseek_v3", {"precision": "bf16-mixed", "accumulation": 2, "layers": 5}
+    ),
+    "deepseek_v3, freeze, bf16, recomputed": (
+        "deepseek_v3", {"method": "freeze", "precision": "bf16", "base_format": "bf16",
+                        "recompute_blocks": 3}
+    ),
+    "deepseek_v3, math, packed": ("deepseek_v3", {"attention": "math", "packing": True}),
 }  # fmt: skip
 ON_CUDA = {
+    "deepseek_v2, flash, bf16, packed": (
+        "deepseek_v2", {"precision": "bf16", "base_format": "bf16", "packing": True}
+    ),
+    "deepseek_v3, efficient": ("deepseek_v3", {"attention": "efficient", "recompute_blocks": 1}),
+    "deepseek_v3, flash, mixed": ("deepseek_v3", {"precision": "bf16-mixed"}),
+    "deepseek_v3, math, mixed": ("deepseek_v3", {"precision": "bf16-mixed", "attention": "math"}),
+
     "llama, flash, mixed": ("llama", {"precision": "bf16-mixed", "recompute_blocks": 1}),
     "llama, efficient, grouped": ("llama", {"attention": "efficient", "accumulation": 2}),
     "qwen3, math": ("qwen3", {"attention": "math"}),
@@ -285,6 +309,7 @@ def test_plan_and_certificate_read_one_table_of_kernel_workspaces(rows, heads, d
     query = torch.empty(rows, 4, 64, 80, dtype=dtype, device="meta")
     key = torch.empty(rows, heads, 64, 80, dtype=dtype, device="meta")
     grad, indices = query.transpose(1, 2).flatten(2), torch.empty(rows, 64, device="meta")
+    value = torch.empty(rows, heads, 64, 144, dtype=dtype, device="meta")
     many, width = [query, key], dtype.itemsize
     grid = workspace.find_grid(H100)
     rules = {name: lambda args, of=rule.nbytes: of(args, grid) for name, rule in RULES.items()}
@@ -292,9 +317,8 @@ def test_plan_and_certificate_read_one_table_of_kernel_workspaces(rows, heads, d
     assert rules[attention.format("flash")]([query, query, key]) == workspace.flash_backward(
         query.shape, key.shape, width
     )
-    assert rules[attention.format("efficient")]([query, query]) == workspace.efficient_backward(
-        query.shape, query.numel(), width
-    )
+    efficient = rules[attention.format("efficient")]([grad, query, key, value])
+    assert efficient == workspace.efficient_backward(query.shape, 144, query.numel(), width)
     assert rules["aten.embedding_dense_backward.default"]([grad, indices]) == (
         workspace.embedding_backward(indices.numel(), grad.shape[-1])
     )

@@ -15,9 +15,11 @@ from memfit.certify.depth import DEPTH_KEYS
 from memfit.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.recipe import Freeze, Lora
+from memfit.sizes.kernels import Heads
 from memfit.train.attention import check_attention
 from memfit.train.build import build_model, build_optimizer, fill_weights
 from memfit.train.export import file_tensors
+from memfit.train.stored import Part
 from tiny_models import CONFIGS, FAMILIES, PRECISIONS, make_recipe
 
 METHODS = ("full", "freeze", "lora")
@@ -161,6 +163,33 @@ def test_pretrained_weights_are_read_exactly(tmp_path, family, method, shard):
     expected = dict(theirs.named_parameters())
     assert base.keys() == expected.keys()
     assert all(torch.equal(base[n], expected[n]) for n in base)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_a_checkpoint_holds_beside_parameters_is_read_too(method):
+    """DeepSeek-V3 corrects its experts' scores by a buffer that is trained, but by no gradient."""
+
+    class Ones:
+        def __init__(self):
+            self.asked = []
+
+        def parts(self, name, shape):
+            self.asked.append(name)
+            return [Part(name, shape)]
+
+        def read(self, part):
+            return torch.ones(part.shape)
+
+    config = CONFIGS["deepseek_v3"] | {"first_k_dense_replace": 1}
+    recipe = make_recipe("deepseek_v3", config=config, method=method, weights="pretrained")
+    model, ones = build_model(recipe, "cpu"), Ones()
+    fill_weights(model, recipe, ones)
+    assert sorted(ones.asked) == sorted(
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).state_dict()
+    )
+    corrections = [b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
+    assert len(corrections) == 2
+    assert all(torch.equal(b, torch.ones(8)) for b in corrections)
 
 
 def test_pretrained_weights_are_cast_to_the_stored_dtype(tmp_path):
@@ -308,10 +337,10 @@ def test_a_base_format_is_no_matter_when_nothing_is_frozen():
 
 def test_flash_in_fp32_is_refused_on_cuda_alone():
     recipe = make_recipe()
-    check_attention(recipe, 64, "cpu")
-    check_attention(replace(recipe, precision="bf16-mixed"), 64, "cuda")
+    check_attention(recipe, Heads(64), "cpu")
+    check_attention(replace(recipe, precision="bf16-mixed"), Heads(64), "cuda")
     with pytest.raises(InvalidRequest, match="computes in 16 bits, not in float32"):
-        check_attention(recipe, 64, "cuda")
+        check_attention(recipe, Heads(64), "cuda")
 
 
 def test_dropouts_of_the_config_are_off():

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from memfit.hardware import Device
-from memfit.sizes.kernels import FLASH_ALIGNMENT, Capability, refusal
+from memfit.sizes.kernels import FLASH_ALIGNMENT, Capability, Heads, refusal
 
 aten = torch.ops.aten
 
@@ -68,11 +68,11 @@ def attention_backend(
             "efficient": same and query.shape[-1] == key.shape[-1],
             "cudnn": not masked and alike and (same or grouped) and key.shape[2] != 1,
         }
-        heads = {query.shape[-1], value.shape[-1]}
+        heads = Heads(query.shape[-1], value.shape[-1])
         dtype = str(query.dtype).removeprefix("torch.")
         for kernel, (enabled, backend) in _FUSED.items():
-            lacks = [refusal(kernel, dtype, head, capability=capability) for head in heads]
-            if enabled() and possible[kernel] and not any(lacks):
+            lack = refusal(kernel, dtype, heads, capability=capability)
+            if enabled() and possible[kernel] and not lack:
                 return backend
     return SDPBackend.MATH if torch._C._get_math_sdp_enabled() else None
 

@@ -25,7 +25,7 @@ from memfit.certify.fast_fake import FastFakeMode
 from memfit.certify.self_check import HEAD_DIM, check_imitation
 from memfit.errors import NotCertified
 from memfit.hardware import Device
-from memfit.sizes.kernels import refusal
+from memfit.sizes.kernels import Heads, refusal
 
 
 def device_type(device: Device) -> str:
@@ -65,7 +65,7 @@ def fake_device(device: Device) -> Iterator[FastFakeMode]:
             stack.enter_context(cuda_kernels(device))
         stack.enter_context(_backward_on_this_thread())
         mode = stack.enter_context(FastFakeMode())
-        flash = not refusal("flash", "bfloat16", HEAD_DIM, capability=device.capability)
+        flash = not refusal("flash", "bfloat16", Heads(HEAD_DIM), capability=device.capability)
         mode.proofs = check_imitation(kind, flash=flash)
         yield mode
 

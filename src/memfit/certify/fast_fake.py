@@ -72,6 +72,8 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             if kind is FakeTensor:
                 if value.constant is not None or value.fake_mode is not self:
                     return False
+                if value.dtype.is_complex:  # may be conjugated, which nothing below describes
+                    return False
                 tensors.append(value)
                 described += (
                     value.shape, value.stride(), value.dtype, value.fake_device,

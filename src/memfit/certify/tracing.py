@@ -12,12 +12,13 @@ from msgspec.structs import replace
 from memfit.certify.fake_device import device_type, fake_device
 from memfit.certify.recorder import Recorder, Trace
 from memfit.errors import Error, NotCertified
-from memfit.families import read_model
+from memfit.families import family_of, read_model
 from memfit.hardware import Device
 from memfit.ledger import Phase
 from memfit.optimizers import find_optimizer
 from memfit.recipe import Parallel, Recipe
 from memfit.shapes import BatchShape, bounds_of
+from memfit.sizes.kernels import heads_of
 from memfit.train.attention import check_attention
 from memfit.train.build import Built, build_model, build_optimizer
 from memfit.train.checkpoint import checkpoint_tensors, on_host
@@ -98,8 +99,8 @@ def _traced(recipe: Recipe, device: Device, recorder: Recorder, rank: int = 0) -
     """
     alone = replace(recipe, parallel=Parallel())
     build_optimizer(alone, build_model(alone, "meta"))
-    head = read_model(recipe.model).architecture.head_dim
-    check_attention(recipe, head, device.platform, device.capability)
+    heads = heads_of(read_model(recipe.model).architecture)
+    check_attention(recipe, heads, device.platform, device.capability)
     with ExitStack() as stack:
         stack.enter_context(_one_thread())
         stack.enter_context(_no_collection())
@@ -169,7 +170,7 @@ def _run(
 def _generate(recipe: Recipe, kind: str, recorder: Recorder, weights: EmptyWeights | None) -> None:
     model = build_generator(recipe, kind)
     recorder.register_model(model)
-    trained = EmptyWeights.like(model, recipe.model.config["model_type"])
+    trained = EmptyWeights.like(model, family_of(recipe.model).name)
     fill_generator(model, recipe, weights if recipe.method == "lora" else None, trained)
     cache = None
     for tokens in (max(1, recipe.sequence_length - 1), 1):

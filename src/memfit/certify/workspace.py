@@ -46,9 +46,10 @@ def _cudnn_backward(args: Sequence[Any], _: Grid | None) -> int:
 
 
 def _efficient_backward(args: Sequence[Any], _: Grid | None) -> int:
-    """grad_out, query, …"""
-    grad, query = args[0], args[1]
-    return table.efficient_backward(_shape(query), prod(_shape(grad)), query.element_size())
+    """grad_out, query, key, value, …"""
+    grad, query, value = args[0], args[1], args[3]
+    width, size = query.element_size(), _shape(value)[-1]
+    return table.efficient_backward(_shape(query), size, prod(_shape(grad)), width)
 
 
 def _embedding_backward(args: Sequence[Any], _: Grid | None) -> int:

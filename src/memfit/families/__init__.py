@@ -48,6 +48,11 @@ class Family(ABC):
     def weights(self, a: Architecture) -> tuple[Weight, ...]:
         """Every parameter: names, shapes and order of Hugging Face's class; no tied head."""
 
+    def default_targets(self, a: Architecture) -> tuple[str, ...]:
+        """What LoRA adapts unless told: `lora_targets`, as this architecture names them."""
+        del a
+        return self.lora_targets
+
     @abstractmethod
     def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
         """Tensors that the module holds beside its parameters, such as rotary frequencies."""
@@ -72,6 +77,9 @@ class Family(ABC):
 
 
 families: Registry[Family] = Registry("model family", "memfit.families")
+
+# Published under a name of its own, built by another type's class (so says the model's own guide).
+SAME_CLASS = {"kimi_k2": "deepseek_v3"}
 
 
 def find_family(model_type: str, *, of: str = "") -> Family:
@@ -98,7 +106,7 @@ def family_of(reference: ModelReference) -> Family:
             f"config.json of `{reference.name}` has no `model_type`",
             hint=f"memfit reads these: {', '.join(families.names())}",
         )
-    return find_family(model_type, of=reference.name)
+    return find_family(SAME_CLASS.get(model_type, model_type), of=reference.name)
 
 
 @lru_cache(maxsize=256)
@@ -123,5 +131,6 @@ def without_dropout(reference: ModelReference) -> dict[str, Any]:
 
     A dropout saves one mask a call, which no ledger here holds; the trainer builds from this.
     """
-    off = dict.fromkeys(family_of(reference).dropouts, 0.0)
-    return {**reference.config, **off, "use_cache": False}
+    family = family_of(reference)
+    off = dict.fromkeys(family.dropouts, 0.0)
+    return {**reference.config, **off, "model_type": family.name, "use_cache": False}

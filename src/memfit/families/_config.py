@@ -35,6 +35,14 @@ def size_or(config: Mapping[str, Any], key: str, default: int) -> int:
     return default if config.get(key) is None else size(config, key)
 
 
+def whole(config: Mapping[str, Any], key: str, default: int) -> int:
+    """A whole number of 0 or more."""
+    value = config.get(key, default)
+    if type(value) is not int or value < 0:
+        raise InvalidRequest(f"`{key}: {value!r}` in config.json is not a whole number from 0 on")
+    return value
+
+
 def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
     """True or false."""
     value = config.get(key, default)

@@ -269,6 +269,10 @@ def cut_head(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 def attend(forward: Forward, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """(batch, heads, tokens, size) -> (batch, tokens, heads, size), as train/attention.py."""
+    width = value.shape[-1]
+    padding = query.shape[-1] - width if forward.kernel == "flash" else 0
+    if padding:
+        value = sizes.pad_last(value, padding)
     grouped = query.shape[1] != key.shape[1]
     if grouped and (forward.repeats_keys or forward.kernel == "efficient"):
         groups = query.shape[1] // key.shape[1]
@@ -277,6 +281,8 @@ def attend(forward: Forward, query: Tensor, key: Tensor, value: Tensor) -> Tenso
         out = sizes.attention(forward.kernel, query, key, value)
     else:
         out = sizes.by_document(forward.kernel, query, key, value, forward.documents)
+    if padding:
+        out = sizes.narrow(out, 3, 0, width)
     return sizes.transpose(out, 1, 2)
 
 

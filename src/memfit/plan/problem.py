@@ -21,7 +21,7 @@ from memfit.plan.precision import HALF, find_conflict, precisions
 from memfit.plan.reference import find_published, find_reference
 from memfit.recipe import Format, Freeze, Lora, Method, Optimizer, Precision, Recipe, compute_dtype
 from memfit.request import RecomputeBlocks, Request
-from memfit.sizes.kernels import refusal, usable
+from memfit.sizes.kernels import heads_of, refusal, usable
 
 ASSUMED_STEPS = 1000  # when neither a length nor data is given
 ASSUMED_SEQUENCE = 4096
@@ -201,17 +201,17 @@ def find_lack(problem: Problem, precision: Precision) -> str:
     device, asked = problem.device, problem.request.attention
     if asked == "auto":
         return ""
-    dtype, head = compute_dtype(precision), problem.model.architecture.head_dim
-    return refusal(asked, dtype, head, platform=device.platform, capability=device.capability)
+    dtype, heads = compute_dtype(precision), heads_of(problem.model.architecture)
+    return refusal(asked, dtype, heads, platform=device.platform, capability=device.capability)
 
 
 def find_kernels(problem: Problem, precision: Precision) -> tuple[str, ...]:
     """The attention kernels that serve the model on the device, the preferred one first."""
-    device, head = problem.device, problem.model.architecture.head_dim
+    device, heads = problem.device, heads_of(problem.model.architecture)
     if only := own_kernels(problem.model.architecture):
         return only
     dtype = compute_dtype(precision)
-    return usable(dtype, head, platform=device.platform, capability=device.capability)
+    return usable(dtype, heads, platform=device.platform, capability=device.capability)
 
 
 @lru_cache(maxsize=256)
@@ -293,7 +293,8 @@ def find_weights(request: Request, reference: ModelReference) -> Any:
 def _lora(request: Request, problem: Problem) -> Lora:
     asked = request.lora
     family = families.families.find(problem.model.architecture.family)
-    targets = family.lora_targets if asked.targets == "auto" else asked.targets
+    own = family.default_targets(problem.model.architecture)
+    targets = own if asked.targets == "auto" else asked.targets
     return Lora(rank=asked.rank, alpha=asked.alpha, dropout=asked.dropout, targets=tuple(targets))
 
 

@@ -6,6 +6,7 @@ code; storages die by reference counting, so the log of a `Meter` is the trace o
 
 from memfit.sizes.attention import attention, by_document
 from memfit.sizes.autograd import backward, checkpoint
+from memfit.sizes.complex_numbers import turn, view_as_complex, view_as_real
 from memfit.sizes.elementwise import (
     add,
     add_into,
@@ -26,9 +27,11 @@ from memfit.sizes.elementwise import (
     shift,
     silu,
     softmax,
+    subtract,
     tanh,
 )
 from memfit.sizes.meter import Meter
+from memfit.sizes.pieces import expand, fill_part
 from memfit.sizes.products import (
     add_multiply_batched,
     conv1d,
@@ -45,6 +48,7 @@ from memfit.sizes.views import (
     every_other,
     expand_heads,
     narrow,
+    pad_last,
     reshape,
     select,
     split,
@@ -56,9 +60,10 @@ from memfit.sizes.views import (
 __all__ = [
     "Meter", "Shape", "Storage", "Tensor", "add", "add_into", "add_multiply_batched", "attention",
     "backward", "by_document", "cast", "checkpoint", "concatenate", "contiguous", "conv1d",
-    "dropout", "empty", "every_other", "expand_heads", "fill_masked", "gather_rows", "gelu",
-    "layer_norm", "linear", "mean_last", "mul", "multiply", "multiply_batched", "multiply_heads",
-    "multiply_turned", "narrow", "negative", "own_function", "parameter", "power", "relu",
-    "reshape", "rsqrt", "scale", "select", "shift", "silu", "softmax", "split", "tanh",
-    "transpose", "unsqueeze", "view",
+    "dropout", "empty", "every_other", "expand", "expand_heads", "fill_masked", "fill_part",
+    "gather_rows", "gelu", "layer_norm", "linear", "mean_last", "mul", "multiply",
+    "multiply_batched", "multiply_heads", "multiply_turned", "narrow", "negative", "own_function",
+    "pad_last", "parameter", "power", "relu", "reshape", "rsqrt", "scale", "select", "shift",
+    "silu", "softmax", "split", "subtract", "tanh", "transpose", "turn", "unsqueeze", "view",
+    "view_as_complex", "view_as_real",
 ]  # fmt: skip

@@ -74,17 +74,19 @@ def _join(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else concatenate(parts, dim)
 
 
-def _by_token(x: Tensor) -> Tensor:
+def _by_token(x: Tensor, size: int = 0) -> Tensor:
     """A new tensor of x's shape that lies in memory as (batch, tokens, heads, size)."""
-    _, heads, tokens, size = x.shape
+    batch, heads, tokens, own = x.shape
+    size = size or own
     strides = (tokens * heads * size, size, heads * size, 1)
-    return empty(x.meter, x.shape, x.dtype, strides=strides)
+    return empty(x.meter, (batch, heads, tokens, size), x.dtype, strides=strides)
 
 
-def _count(query: Tensor, key: Tensor, products: int) -> None:
+def _count(query: Tensor, key: Tensor, value: Tensor, with_keys: int, with_values: int) -> None:
     """FLOP of causal attention: half of a dense (tokens x tokens) matrix for each product."""
     batch, heads, tokens, size = query.shape
-    query.meter.flop += products * batch * heads * tokens * key.shape[2] * size
+    width = with_keys * size + with_values * value.shape[-1]
+    query.meter.flop += width * batch * heads * tokens * key.shape[2]
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -98,7 +100,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     extra = [empty(meter, query.shape[:3], "float32")]
     if meter.cuda:
         extra += [empty(meter, (2,), "int64"), empty(meter, (), "int64")]
-    _count(query, key, 2)
+    _count(query, key, value, 1, 1)
     if node is not None:
         node.saved = [*node.saved, *(meter.pack(x) for x in extra), meter.pack(out)]
     return out
@@ -108,7 +110,7 @@ def _flash_backward(node: Node, grads: Incoming) -> Gradients:
     grad = upstream(grads)
     unpacked = [node.unpack(i) for i in range(len(node.saved))]
     query, key, value = unpacked[:3]
-    _count(query, key, 5)
+    _count(query, key, value, 3, 2)
     inside = None
     if grad.meter.cuda:
         width = DTYPE_BYTES[query.dtype]
@@ -128,12 +130,12 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """CUDA's memory-efficient kernel: as flash, with fp32 inputs too and no grouped heads."""
     meter = query.meter
     node = record(_efficient_backward, (query, key, value), (query, key, value))
-    out = attach(node, _by_token(query))
     batch, heads, tokens, _ = query.shape
+    out = attach(node, _by_token(query, value.shape[-1]))
     padded = -(-tokens // 32) * 32 if node is not None else 0
     extra = [empty(meter, (batch, heads, padded), "float32")]
     extra += [empty(meter, (), "int64"), empty(meter, (), "int64")]
-    _count(query, key, 2)
+    _count(query, key, value, 1, 1)
     if node is not None:
         node.saved = [*node.saved, *(meter.pack(x) for x in extra), meter.pack(out)]
     return out
@@ -143,9 +145,9 @@ def _efficient_backward(node: Node, grads: Incoming) -> Gradients:
     grad = upstream(grads)
     unpacked = [node.unpack(i) for i in range(len(node.saved))]
     query, key, value = unpacked[:3]
-    _count(query, key, 5)
+    _count(query, key, value, 3, 2)
     width = DTYPE_BYTES[query.dtype]
-    inside = _workspace(query, efficient_backward(query.shape, grad.numel, width))
+    inside = _workspace(query, efficient_backward(query.shape, value.shape[-1], grad.numel, width))
     made = [_by_token(x) for x in (query, key, value)]
     del inside
     return made
@@ -158,7 +160,7 @@ def _cudnn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     out = attach(node, like(query))
     extra = [empty(meter, (*query.shape[:3], 1), "float32")]
     extra += [empty(meter, (), "int64"), empty(meter, (), "int64")]
-    _count(query, key, 2)
+    _count(query, key, value, 1, 1)
     if node is not None:
         node.saved = [*node.saved, *(meter.pack(x) for x in extra), meter.pack(out)]
     return out
@@ -168,7 +170,7 @@ def _cudnn_backward(node: Node, grads: Incoming) -> Gradients:
     upstream(grads)
     unpacked = [node.unpack(i) for i in range(len(node.saved))]
     query, key, value = unpacked[:3]
-    _count(query, key, 5)
+    _count(query, key, value, 3, 2)
     inside = _workspace(query, cudnn_backward(query.shape))
     made = [like(x) for x in (query, key, value)]
     del inside
@@ -180,7 +182,7 @@ def _math(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     dtype = query.dtype
     query_wide, key_wide = cast(query, "float32"), cast(key, "float32")
     value_wide = cast(value, "float32")
-    batch, heads, tokens, size = query.shape
+    batch, heads, tokens, _ = query.shape
     scaled_query = scale_by_scalar(query_wide)
     mask = _causal_mask(query)
     key_full, value_full = key_wide, value_wide  # C++ keeps the narrow ones to its end
@@ -194,9 +196,9 @@ def _math(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     del masked
     lowered = cast(weights.detached(), dtype)  # returned beside the result, and dropped
     rows = reshape(weights, batch * heads, tokens, tokens)
-    product = multiply_batched(rows, reshape(value_full, batch * heads, -1, size))
+    product = multiply_batched(rows, reshape(value_full, batch * heads, -1, value.shape[-1]))
     del rows
-    out = cast(view(product, batch, heads, tokens, size), dtype)
+    out = cast(view(product, batch, heads, tokens, value.shape[-1]), dtype)
     del product, lowered
     return out
 

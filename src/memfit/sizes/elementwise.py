@@ -14,7 +14,7 @@ from memfit.sizes.autograd import Gradients, Node, Rule, record
 from memfit.sizes.tensor import Shape, Tensor, broadcast, elementwise_strides, empty
 from memfit.sizes.workspace import embedding_backward, layer_norm_backward
 
-WIDTH = {"float64": 3, "float32": 2, "bfloat16": 1, "float16": 1}
+WIDTH = {"complex64": 4, "float64": 3, "float32": 2, "bfloat16": 1, "float16": 1}
 Incoming = list[Tensor | None]
 
 
@@ -129,6 +129,18 @@ def add_into(a: Tensor, b: Tensor) -> Tensor:
 def _add_backward(node: Node, grads: Incoming) -> Gradients:
     grad = upstream(grads)
     return (grad if node.needs(0) else None), (grad if node.needs(1) else None)
+
+
+def subtract(a: Tensor, b: Tensor) -> Tensor:
+    """`a - b` with broadcasting."""
+    node = record(_subtract_backward, (a, b))
+    return attach(node, like(a, b, shape=broadcast(a.shape, b.shape)))
+
+
+def _subtract_backward(node: Node, grads: Incoming) -> Gradients:
+    grad = upstream(grads)
+    other = like(grad) if node.needs(1) else None
+    return (grad if node.needs(0) else None), other
 
 
 def shift(x: Tensor) -> Tensor:

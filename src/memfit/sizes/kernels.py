@@ -8,10 +8,26 @@ narrowest: heads of 192 and 256 elements, which new ones take on 9.0 and 10.x, a
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from memfit.model import Architecture
 
 Platform = Literal["cpu", "cuda", "rocm"]
 Capability = tuple[int, int]  # of an NVIDIA device
+
+
+class Heads(NamedTuple):
+    """What a kernel must know of a model's attention."""
+
+    size: int  # elements of a query's or key's head
+    value: int = 0  # elements of a value's, where they are others; 0 = as many
+    sinks: bool = False  # see `Architecture.sinks`
+
+
+def heads_of(a: Architecture) -> Heads:
+    """Of one model."""
+    return Heads(a.head_dim, a.latent.value, a.sinks)
+
 
 BY_PREFERENCE = ("flash", "efficient", "math")  # torch's order; cuDNN only where it is named
 HALF = ("bfloat16", "float16")
@@ -23,34 +39,38 @@ FLASH_ALIGNMENT = CUDNN_ALIGNMENT = 8  # elements; torch pads a head to it for f
 def refusal(
     kernel: str,
     dtype: str,
-    head: int,
+    heads: Heads,
     *,
     platform: Platform = "cuda",
     capability: Capability | None = None,
 ) -> str:
-    """Why a kernel does not serve heads of this size and dtype in training; empty when it does.
+    """Why a kernel does not serve such heads in this dtype in training; empty when it does.
 
-    capability: None when unknown, which counts as 8.0 with no exception of its own.
+    Values narrower than keys are widened for flash (train/attention.py); the efficient kernel
+    takes them as they are. capability: None when unknown, which counts as 8.0 with no exception
+    of its own.
     """
     if kernel == "math":
         return ""
+    if heads.sinks:
+        return "does not know attention sinks, which the model has"
     if platform == "cpu":
         return "" if kernel == "flash" else "exists on CUDA only, and the device is a CPU"
     at = capability or (8, 0)
     if kernel == "flash":
-        return _flash(dtype, head, at)
+        return _flash(dtype, heads.size, at)
     if kernel == "cudnn":
-        return "exists on NVIDIA's devices only" if platform == "rocm" else _cudnn(dtype, head, at)
-    return _efficient(dtype, head, at)
+        return "exists on NVIDIA's devices only" if platform == "rocm" else _cudnn(dtype, heads, at)
+    return _efficient(dtype, heads.size, at) or _efficient(dtype, heads.value, at)
 
 
 def usable(
-    dtype: str, head: int, *, platform: Platform, capability: Capability | None
+    dtype: str, heads: Heads, *, platform: Platform, capability: Capability | None
 ) -> tuple[str, ...]:
     """The kernels that serve these inputs, in the order of preference."""
 
     def serves(kernel: str) -> bool:
-        return not refusal(kernel, dtype, head, platform=platform, capability=capability)
+        return not refusal(kernel, dtype, heads, platform=platform, capability=capability)
 
     return tuple(kernel for kernel in BY_PREFERENCE if serves(kernel))
 
@@ -91,7 +111,8 @@ def efficient_alignment(dtype: str, at: Capability) -> int:
     return 8 if half and at >= (7, 0) else 1
 
 
-def _cudnn(dtype: str, head: int, at: Capability) -> str:
+def _cudnn(dtype: str, heads: Heads, at: Capability) -> str:
+    head = heads.size
     if dtype not in HALF:
         return f"computes in 16 bits, not in {dtype}"
     if not (8, 0) <= at <= NEWEST:
@@ -101,4 +122,6 @@ def _cudnn(dtype: str, head: int, at: Capability) -> str:
             f"takes heads of a multiple of {CUDNN_ALIGNMENT} up to {CUDNN_HEAD} elements, and the"
             f" model's have {head}"
         )
+    if heads.value not in (0, head):
+        return f"is only run with values as wide as keys: the model's have {heads.value} and {head}"
     return ""

@@ -118,6 +118,28 @@ def _of_divisor(grad: Tensor, x: Tensor, by: Tensor) -> Tensor:
     return like(negated, twice)
 
 
+def correct(x: Tensor) -> Tensor:
+    """`x + buffer`, an fp32 one of one row."""
+    return attach(record(_same_backward, (x,)), like(x, dtype="float32"))
+
+
+def _same_backward(node: Node, grads: Incoming) -> Gradients:
+    return (upstream(grads),)
+
+
+def total_in_float(x: Tensor) -> Tensor:
+    """`x.sum(-1, keepdim=True)`, which CUDA's autocast does in fp32."""
+    wide = x.meter.autocast and x.meter.cuda
+    node = record(_total_backward(x.shape, len(x.shape) - 1, True), (x,))
+    return attach(node, empty(x.meter, (*x.shape[:-1], 1), "float32" if wide else x.dtype))
+
+
+def inverted(x: Tensor) -> Tensor:
+    """`~x.bool()`."""
+    yes = like(x, dtype="bool")
+    return like(yes)
+
+
 def sort(x: Tensor) -> tuple[Tensor, Tensor]:
     """`torch.sort(x)` of integers: them in order, and where they were (int64)."""
     return like(x), like(x, dtype="int64")

@@ -56,9 +56,9 @@ class Tensor:
         """The same storage without history."""
         return Tensor(self.meter, self.shape, self.dtype, self.strides, self.storage)
 
-    def viewed(self, shape: Shape, strides: Shape) -> Tensor:
+    def viewed(self, shape: Shape, strides: Shape, dtype: str = "") -> Tensor:
         """The same storage, seen otherwise; without history."""
-        return Tensor(self.meter, shape, self.dtype, strides, self.storage)
+        return Tensor(self.meter, shape, dtype or self.dtype, strides, self.storage)
 
     @property
     def numel(self) -> int:

@@ -82,11 +82,12 @@ def cudnn_backward(query: Shape) -> int:
     return flash_backward(query, query, 2)
 
 
-def efficient_backward(query: Shape, gradient_numel: int, width: int) -> int:
+def efficient_backward(query: Shape, value: int, gradient_numel: int, width: int) -> int:
     """Row sums of grad * out, and fp32 accumulators: of dq always, of dk and dv for large heads.
 
-    fp32 inputs: first the products of the row sums. Keys are taken not to be split, as they are
-    where a batch has few heads. Block sizes are those of the largest tiles.
+    value: elements of a value's head. fp32 inputs: first the products of the row sums. Keys are
+    taken not to be split, as they are where a batch has few heads. Block sizes are those of the
+    largest tiles.
     Source: aten/src/ATen/native/transformers/cuda/attention_backward.cu,
     _efficient_attention_backward; mem_eff_attention/kernel_backward.h, workspace_size.
     """
@@ -97,7 +98,8 @@ def efficient_backward(query: Shape, gradient_numel: int, width: int) -> int:
     tile = height * breadth * FP32 + TILE_LOCK
     accumulators = _blocks(tokens, height) * _blocks(head, breadth) * tile
     if width == 2 and head > height:
-        accumulators += 2 * _round_up(tokens, breadth) * _round_up(head, height) * FP32
+        columns = _round_up(head, height) + _round_up(value, height)
+        accumulators += _round_up(tokens, breadth) * columns * FP32
     inside = rows + batch * heads * accumulators
     return inside if width == 2 else max(inside, rows * 2 + gradient_numel * FP32)
 

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from memfit.errors import InvalidRequest
 from memfit.libraries import quiet_import
 from memfit.recipe import Recipe
-from memfit.sizes.kernels import Capability, Platform, refusal, usable
+from memfit.sizes.kernels import Capability, Heads, Platform, refusal, usable
 
 with quiet_import():
     from transformers import AttentionInterface
@@ -43,16 +43,14 @@ def register_attention(kernel: str) -> str:
 
 
 def check_attention(
-    recipe: Recipe, head: int, platform: Platform, capability: Capability | None = None
+    recipe: Recipe, heads: Heads, platform: Platform, capability: Capability | None = None
 ) -> None:
-    """Raise InvalidRequest when such a device has no such kernel for the recipe's dtype.
-
-    head: elements of one head of the model.
-    """
+    """Raise InvalidRequest when such a device has no such kernel for the model's heads and the
+    recipe's dtype."""
     dtype = recipe.compute_dtype
-    lack = refusal(recipe.attention, dtype, head, platform=platform, capability=capability)
+    lack = refusal(recipe.attention, dtype, heads, platform=platform, capability=capability)
     if lack:
-        others = usable(dtype, head, platform=platform, capability=capability)
+        others = usable(dtype, heads, platform=platform, capability=capability)
         raise InvalidRequest(
             f"`attention: {recipe.attention}` {lack}", hint=f"use one of {', '.join(others)}"
         )
@@ -73,10 +71,15 @@ def attend(
     """What Hugging Face calls: query (batch, heads, tokens, head_dim), key and value with kv_heads.
 
     Returns (batch, tokens, heads, head_dim). With `documents`, no token attends to another
-    document: each is a separate call of the kernel, so nothing can leak.
+    document: each is a separate call of the kernel, so nothing can leak. Where a value's head is
+    narrower than a key's, flash gets values with zeros behind: it takes one size only.
     """
     del attention_mask
     documents = documents or getattr(module, "documents", None)
+    width = value.shape[-1]
+    padding = query.shape[-1] - width if backend is SDPBackend.FLASH_ATTENTION else 0
+    if padding:
+        value = nn.functional.pad(value, (0, padding))
     grouped = query.shape[1] != key.shape[1]
     if grouped and backend is SDPBackend.EFFICIENT_ATTENTION:  # has no grouped form
         groups = query.shape[1] // key.shape[1]
@@ -88,6 +91,8 @@ def attend(
         out = kernel(query, key, value)
     else:
         out = _by_document(kernel, query, key, value, documents)
+    if padding:
+        out = out[..., :width]
     return out.transpose(1, 2), None
 
 

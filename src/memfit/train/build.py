@@ -22,6 +22,7 @@ from memfit.families import family_of, read_model
 from memfit.families.limits import check_limits
 from memfit.optimizers import find_optimizer
 from memfit.recipe import Recipe
+from memfit.sizes.kernels import heads_of
 from memfit.train.attention import check_attention
 from memfit.train.hugging_face import bare_model, base_model, parts
 from memfit.train.loss import check_chunked
@@ -60,8 +61,8 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
     """
     device = torch.device(device)
     if device.type != "meta":
-        head = read_model(recipe.model).architecture.head_dim
-        check_attention(recipe, head, "cpu" if device.type == "cpu" else "cuda")
+        heads = heads_of(read_model(recipe.model).architecture)
+        check_attention(recipe, heads, "cpu" if device.type == "cpu" else "cuda")
     _check(recipe)
     with _disable_current_modes():  # on meta nothing needs tracing, and peft cannot move fakes
         model = find_adapter(recipe).apply(bare_model(recipe), recipe)
@@ -105,20 +106,20 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
 def _fill_buffers(model: nn.Module, module: nn.Module, device: torch.device) -> None:
     """Buffers are not in a checkpoint (rotary frequencies): a twin on the CPU computes them.
 
-    A module with weights of its own (GPT-J's attention) is not made twice: its model fills it.
+    A module that holds projections (GPT-J's attention) is not made twice: its model fills it.
     """
     if hasattr(module, "scalar_embed_scale"):  # Gemma's embedding, which has no config
         factor = cast(float, module.scalar_embed_scale)
         module._buffers["embed_scale"] = torch.full((), factor, device=device)
         return
-    if any(True for _ in module.parameters()):
+    if any(True for child in module.children() for _ in child.parameters()):
         for name, value in module._buffers.items():
             if value is not None:
                 module._buffers[name] = torch.empty(value.shape, dtype=value.dtype, device=device)
         with torch.no_grad():
             base_model(model)._init_weights(module)
         return
-    twin = type(module)(module.config)
+    twin = type(module)(base_model(model).config)
     for name, value in twin._buffers.items():
         if value is not None:
             module._buffers[name] = value.to(device)

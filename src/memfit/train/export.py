@@ -14,10 +14,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from memfit.errors import RunFailed
+from memfit.families import family_of
 from memfit.libraries import quiet_import
 from memfit.train.build import Built
 from memfit.train.checkpoint import flush, on_host
-from memfit.train.hugging_face import base_model
+from memfit.train.hugging_face import base_model, stored_buffers
 from memfit.train.stored import file_parts
 from memfit.train.tokenizer import Tokenizer
 
@@ -60,13 +61,13 @@ def save_model(run: Path, built: Built, tokenizer: Tokenizer) -> Path:
 
 def _save_whole(folder: Path, built: Built, tokenizer: Tokenizer) -> None:
     """A tied head is left out, as Hugging Face does; the config is the one the user gave."""
-    model = base_model(built.model)
+    model, family = base_model(built.model), family_of(built.recipe.model).name
     save_file(
-        file_tensors(model, built.recipe.model.config["model_type"]),
+        file_tensors(model, family),
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
-    config = AutoConfig.for_model(**built.recipe.model.config)
+    config = AutoConfig.for_model(**built.recipe.model.config | {"model_type": family})
     config.architectures = [type(model).__name__]
     config.dtype = getattr(torch, built.recipe.trainable_dtype)
     if tokenizer.end is not None:
@@ -75,10 +76,11 @@ def _save_whole(folder: Path, built: Built, tokenizer: Tokenizer) -> None:
 
 
 def file_tensors(model: nn.Module, family: str) -> dict[str, torch.Tensor]:
-    """The parameters on the host, under the names of the family's published files."""
+    """Parameters and stored buffers on the host, named as in the family's published files."""
+    held = {**dict(model.named_parameters()), **stored_buffers(model)}
     return {
         part.name: tensor[part.where]
-        for name, tensor in on_host(dict(model.named_parameters())).items()
+        for name, tensor in on_host(held).items()
         for part in file_parts(name, tuple(tensor.shape), family)
     }
 

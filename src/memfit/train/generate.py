@@ -19,7 +19,7 @@ from memfit.recipe import Attention, Recipe
 from memfit.results import Run
 from memfit.train.build import build_model
 from memfit.train.export import FOLDER
-from memfit.train.hugging_face import base_model
+from memfit.train.hugging_face import base_model, stored_buffers
 from memfit.train.tokenizer import read_tokenizer
 from memfit.train.weights import ADAPTER, SINGLE, FileWeights, Weights, copy_weights
 
@@ -149,9 +149,9 @@ def fill_generator(
 ) -> None:
     """Give every parameter what training left; the base of an adapter is where it was."""
     if base is None:
-        copy_weights(dict(model.named_parameters()), trained)
+        copy_weights({**dict(model.named_parameters()), **stored_buffers(model)}, trained)
         return
-    copy_weights(find_adapter(recipe).base_parameters(model), base)
+    copy_weights({**find_adapter(recipe).base_parameters(model), **stored_buffers(model)}, base)
     own = {n: p for n, p in model.named_parameters() if ".lora_" in n}
     copy_weights({n.replace(".default.", "."): p for n, p in own.items()}, trained)
 

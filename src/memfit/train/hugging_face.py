@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memfit.families import family_of, without_dropout
 from memfit.libraries import quiet_import
@@ -82,3 +82,13 @@ def parts(model: nn.Module) -> Parts:
     embedding = cast(nn.Module, base.get_input_embeddings())
     head = cast(nn.Module, base.get_output_embeddings())
     return Parts(base, backbone, embedding, blocks, entry, tuple(others.values()), head)
+
+
+def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that a checkpoint holds beside the parameters, such as corrections of a router."""
+    return {
+        f"{prefix}.{name}": buffer
+        for prefix, module in base_model(model).named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }

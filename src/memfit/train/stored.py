@@ -37,7 +37,8 @@ STYLES = {
     "mixtral": Style(f"{MIXTRAL}experts.", "w1", "w3", "w2"),
     "": Style(EXPERTS, "gate_proj", "up_proj", "down_proj"),
 }
-APART = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")  # families whose files are so
+# families whose files are so
+APART = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3")
 
 
 def find_parts(

@@ -18,7 +18,7 @@ from memfit.adapters._apply import replace_parameters
 from memfit.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.recipe import Recipe
-from memfit.train.hugging_face import bare_model, base_model
+from memfit.train.hugging_face import bare_model, base_model, stored_buffers
 from memfit.train.stored import Part, file_parts, find_parts
 
 SINGLE = "model.safetensors"
@@ -60,11 +60,12 @@ def fill_weights(model: nn.Module, recipe: Recipe, weights: Weights | None = Non
             _fill_random(recipe, base)
         else:
             prefix = base_model(model).base_model_prefix
-            copy_weights(base, weights or FileWeights(recipe.model.source, prefix))
+            stored: dict[str, Tensor] = {**base, **stored_buffers(model)}
+            copy_weights(stored, weights or FileWeights(recipe.model.source, prefix))
         adapter.reset(model)
 
 
-def copy_weights(parameters: Mapping[str, nn.Parameter], weights: Weights) -> None:
+def copy_weights(parameters: Mapping[str, Tensor], weights: Weights) -> None:
     """Put each parameter's values in place; one tensor of the source is alive at a time.
 
     A cast happens on the host where the device is another (aten/src/ATen/native/cuda/Copy.cu,

@@ -29,7 +29,7 @@ from memfit.plan.frameworks import Job, make_ledger
 from memfit.plan.memory import Level
 from memfit.plan.program import Program
 from memfit.plan.segments import Passes, Segment, expand, simulate
-from memfit.sizes.kernels import usable
+from memfit.sizes.kernels import heads_of, usable
 from memfit.sizes.meter import block_size
 from memfit.sizes.workspace import find_grid, product_workspace
 from memfit.units import show_bytes
@@ -50,7 +50,7 @@ def attention_kernel(job: Job) -> str:
     """The kernel asked for, or the one that torch takes where that one cannot run."""
     recipe, device = job.recipe, job.device
     runs = usable(
-        recipe.compute_dtype, job.model.architecture.head_dim,
+        recipe.compute_dtype, heads_of(job.model.architecture),
         platform=device.platform, capability=device.capability,
     )  # fmt: skip
     return recipe.attention if recipe.attention in runs else runs[0]

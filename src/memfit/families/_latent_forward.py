@@ -1,0 +1,173 @@
+"""Multi-head latent attention over `memfit.sizes` (DeepSeek-V2, 2405.04434, section 2.1).
+
+Written as Hugging Face's modules are; see `families/forward.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from memfit import sizes
+from memfit.families._experts import Routed, run_experts
+from memfit.families.forward import (
+    Forward,
+    Weights,
+    activate,
+    attend,
+    module,
+    project,
+    rms_norm,
+)
+from memfit.sizes import Tensor
+
+# query and shared key, both (batch, heads, tokens, rotated) -> the same, rotated
+Rotate = Callable[[Tensor, Tensor, tuple[Tensor, ...]], tuple[Tensor, Tensor]]
+Route = Callable[[Forward, Weights, Tensor], Routed]
+
+
+def rotate_pairs(query: Tensor, key: Tensor, given: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """DeepSeek-V3's: elements 2i and 2i + 1 of a head are rotated together."""
+    cos, sin = _angles(given[0]), _angles(given[1])
+    query_even, query_odd = sizes.every_other(query), sizes.every_other(query)
+    key_even, key_odd = sizes.every_other(key), sizes.every_other(key)
+    query_rotated = _turn_pairs(query_even, query_odd, cos, sin)
+    key_rotated = _turn_pairs(key_even, key_odd, cos, sin)
+    return query_rotated, key_rotated
+
+
+def _angles(x: Tensor) -> Tensor:
+    """(batch, tokens, rotated), which holds everything twice -> (batch, 1, tokens, rotated / 2)."""
+    return sizes.unsqueeze(sizes.narrow(x, 2, 0, x.shape[-1] // 2), 1)
+
+
+def _turn_pairs(even: Tensor, odd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first = sizes.subtract(sizes.mul(even, cos), sizes.mul(odd, sin))
+    second = sizes.add(sizes.mul(odd, cos), sizes.mul(even, sin))
+    return sizes.concatenate((first, second), 3)
+
+
+@module
+def complex_rotation(forward: Forward, position_ids: Tensor) -> Tensor:
+    """DeepSeek-V2's angles (batch or 1, tokens, rotated / 2), complex, without a gradient."""
+    meter, half = forward.meter, forward.architecture.rotary_dim // 2
+    rows, tokens = position_ids.shape
+    wide = sizes.empty(meter, (rows, tokens, 1), "float32")
+    frequencies = sizes.empty(meter, (rows, tokens, half), "float32")
+    del wide
+    ones = sizes.empty(meter, frequencies.shape, "float32")
+    angles = sizes.empty(meter, frequencies.shape, "complex64")
+    del ones
+    scaled = sizes.empty(meter, frequencies.shape, "complex64")
+    del angles
+    return scaled
+
+
+def rotate_complex(query: Tensor, key: Tensor, given: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """DeepSeek-V2's: the same pairs, as complex numbers in fp32."""
+    query_pairs, key_pairs = _pairs(query), _pairs(key)
+    angles = sizes.unsqueeze(given[0], 1)
+    query_rotated = _flat(sizes.turn(query_pairs, angles), query)
+    key_rotated = _flat(sizes.turn(key_pairs, angles), key)
+    return query_rotated, key_rotated
+
+
+def _pairs(x: Tensor) -> Tensor:
+    wide = sizes.cast(x, "float32")
+    return sizes.view_as_complex(sizes.reshape(wide, *x.shape[:-1], -1, 2))
+
+
+def _flat(x: Tensor, like: Tensor) -> Tensor:
+    flat = sizes.reshape(sizes.view_as_real(x), *x.shape[:-1], -1)
+    return sizes.cast(flat, like.dtype)
+
+
+@module
+def latent_attention(
+    forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...], rotate: Rotate
+) -> Tensor:
+    """Keys and values from one compressed vector a token; one rotated key that heads share."""
+    a, (batch, tokens, _) = forward.architecture, x.shape
+    latent = a.latent
+    query = sizes.view(_query(forward, weights, x), batch, tokens, -1, a.head_dim)
+    query = sizes.transpose(query, 1, 2)
+    query_plain, query_turned = sizes.split(query, (latent.unrotated, latent.rotated), 3)
+    compressed = project(forward, weights, "self_attn.kv_a_proj_with_mqa", x)
+    both, key_turned = sizes.split(compressed, (latent.kv_rank, latent.rotated), 2)
+    both = rms_norm(forward, weights["self_attn.kv_a_layernorm.weight"], both)
+    both = sizes.view(both, batch, 1, tokens, latent.kv_rank)
+    key_turned = sizes.view(key_turned, batch, 1, tokens, latent.rotated)
+    query_turned, key_turned = rotate(query_turned, key_turned, given)
+    joined = sizes.concatenate((query_plain, query_turned), 3)
+    key, value = _expanded(forward, weights, both, key_turned)
+    out = attend(forward, joined, key, value)
+    out = sizes.contiguous(sizes.reshape(out, batch, tokens, -1))
+    return project(forward, weights, "self_attn.o_proj", out)
+
+
+def _query(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+    if not forward.architecture.latent.query_rank:
+        return project(forward, weights, "self_attn.q_proj", x)
+    low = project(forward, weights, "self_attn.q_a_proj", x)
+    low = rms_norm(forward, weights["self_attn.q_a_layernorm.weight"], low)
+    return project(forward, weights, "self_attn.q_b_proj", low)
+
+
+def _expanded(
+    forward: Forward, weights: Weights, both: Tensor, turned: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Keys (batch, heads, tokens, head_dim), filled part by part, and values."""
+    a, (batch, _, tokens, _) = forward.architecture, both.shape
+    latent = a.latent
+    both = project(forward, weights, "self_attn.kv_b_proj", both)
+    both = sizes.view(both, batch, tokens, -1, latent.unrotated + latent.value)
+    both = sizes.transpose(both, 1, 2)
+    plain, value = sizes.split(both, (latent.unrotated, latent.value), 3)
+    turned = sizes.expand(turned, 1, a.heads)
+    key = sizes.empty(forward.meter, (batch, a.heads, tokens, a.head_dim), both.dtype)
+    key = sizes.fill_part(key, plain)
+    key = sizes.fill_part(key, turned)
+    return key, value
+
+
+@module
+def gated_feed_forward(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
+    """down(act(gate(x)) * up(x)); `name` of the module that holds the three."""
+    gate = activate(forward, project(forward, weights, f"{name}.gate_proj", x))
+    up = project(forward, weights, f"{name}.up_proj", x)
+    product = sizes.mul(gate, up)
+    del gate, up
+    return project(forward, weights, f"{name}.down_proj", product)
+
+
+@module
+def _experts(forward: Forward, weights: Weights, x: Tensor, route: Route) -> Tensor:
+    """Routed experts and the shared one: (batch, tokens, hidden) -> the same."""
+    shape, residual = x.shape, x
+    logits, shares, chosen = route(forward, weights, x)
+    x = sizes.view(x, -1, shape[-1])
+    x = sizes.view(run_experts(forward, weights, x, chosen, shares), *shape)
+    x = sizes.add(x, gated_feed_forward(forward, weights, "mlp.shared_experts", residual))
+    del logits  # alive until here
+    return x
+
+
+def latent_block(
+    forward: Forward,
+    weights: Weights,
+    x: Tensor,
+    given: tuple[Tensor, ...],
+    rotate: Rotate,
+    route: Route,
+) -> Tensor:
+    """One block of deepseek_v2 and deepseek_v3, with experts or a plain feed-forward."""
+    residual = x
+    x = rms_norm(forward, weights["input_layernorm.weight"], x)
+    x = latent_attention(forward, weights, x, given, rotate)
+    x = sizes.add(residual, x)
+    residual = x
+    x = rms_norm(forward, weights["post_attention_layernorm.weight"], x)
+    if "mlp.gate.weight" in weights:
+        x = _experts(forward, weights, x, route)
+    else:
+        x = gated_feed_forward(forward, weights, "mlp", x)
+    return sizes.add(residual, x)

@@ -1,0 +1,90 @@
+"""DeepSeek-V3 and -R1 (2412.19437), Kimi-K2 (2507.20534; Hugging Face's `deepseek_v3`).
+
+Multi-token prediction layers lie in published checkpoints (`num_nextn_predict_layers`), but
+Hugging Face's class neither builds nor trains them: no count here includes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from memfit.errors import InvalidRequest
+from memfit.families import Family, families
+from memfit.families._config import refuse
+from memfit.families._latent import (
+    compressed_targets,
+    latent_architecture,
+    latent_config,
+    latent_weights,
+    read_groups,
+    router_biases,
+)
+from memfit.families._latent_forward import latent_block, rotate_pairs
+from memfit.families._latent_routing import route_by_sigmoid
+from memfit.families._weights import rotary_buffers
+from memfit.families.forward import Embedded, Forward, Weights, rms_norm, rotary_embed
+from memfit.model import Architecture, TensorSpec, Weight
+from memfit.sizes import Tensor
+
+_DEFAULTS = {
+    "max_position_embeddings": 4096, "n_routed_experts": 256, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3,
+    "n_group": 8, "topk_group": 4,
+}  # fmt: skip
+
+
+@final
+class DeepseekV3(Family):
+    """Latent attention; experts chosen by sigmoid scores with a correction, and a shared one."""
+
+    name = "deepseek_v3"
+    lora_targets = ("q_b_proj", "kv_b_proj")
+    dropouts = ("attention_dropout",)
+
+    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+        """See `Family.architecture`; defaults are those of `DeepseekV3Config`."""
+        refuse(config, "scoring_func", ("sigmoid",))
+        refuse(config, "topk_method", ("noaux_tc",))
+        refuse(config, "norm_topk_prob", (True,))
+        refuse(config, "rope_interleave", (True,))
+        experts = read_groups(config, _DEFAULTS)
+        if experts.count < 2 * experts.groups:
+            raise InvalidRequest(
+                f"config.json: {experts.groups} groups (`n_group`) of {experts.count} experts, but"
+                " a group is ranked by its two best"
+            )
+        return latent_architecture(config, self.name, experts, _DEFAULTS)
+
+    def config(self, a: Architecture) -> dict[str, Any]:
+        """See `Family.config`."""
+        return latent_config(a) | {"norm_topk_prob": True, "num_nextn_predict_layers": 0}
+
+    def weights(self, a: Architecture) -> tuple[Weight, ...]:
+        """See `Family.weights`."""
+        return latent_weights(a)
+
+    def default_targets(self, a: Architecture) -> tuple[str, ...]:
+        """See `Family.default_targets`."""
+        return compressed_targets(a, self.lora_targets)
+
+    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
+        """See `Family.buffers`."""
+        return rotary_buffers(a) + router_biases(a)
+
+    def embed(self, forward: Forward, weights: Weights) -> Embedded:
+        """See `Family.embed`."""
+        return rotary_embed(forward, weights["embed_tokens.weight"])
+
+    def block(
+        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+    ) -> Tensor:
+        """See `Family.block`."""
+        return latent_block(forward, weights, x, given, rotate_pairs, route_by_sigmoid)
+
+    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `Family.finish`."""
+        return rms_norm(forward, weights["norm.weight"], x)
+
+
+families.register("deepseek_v3")(DeepseekV3())

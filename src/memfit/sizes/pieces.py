@@ -1,0 +1,47 @@
+"""Tensors that are seen repeatedly, or filled part by part."""
+
+from __future__ import annotations
+
+from memfit.sizes.autograd import Gradients, Node, Rule, record
+from memfit.sizes.elementwise import Incoming, attach, like, upstream
+from memfit.sizes.tensor import Shape, Tensor, empty
+
+
+def expand(x: Tensor, dim: int, length: int) -> Tensor:
+    """`x.expand(…)`: dimension `dim` of size 1 seen `length` times; its gradient is a sum."""
+    node = record(_expand_backward(x.shape), (x,))
+    shape = (*x.shape[:dim], length, *x.shape[dim + 1 :])
+    return attach(node, x.viewed(shape, (*x.strides[:dim], 0, *x.strides[dim + 1 :])))
+
+
+def _expand_backward(shape: Shape) -> Rule:
+    def rule(node: Node, grads: Incoming) -> Gradients:
+        grad = upstream(grads)
+        return (empty(grad.meter, shape, grad.dtype),)
+
+    return rule
+
+
+def fill_part(target: Tensor, source: Tensor) -> Tensor:
+    """`target[..., a:b].copy_(source)`: the target, in which the source has a part now.
+
+    torch/csrc/autograd/functions/tensor.cpp: the gradient of the whole is copied, the part cut
+    out of it for the source, and zeros written there for what the target held before.
+    """
+    node = record(_fill_backward(target, source), (target, source))
+    return attach(node, target.detached())
+
+
+def _fill_backward(target: Tensor, source: Tensor) -> Rule:
+    shape, strides, part, dtype = target.shape, target.strides, source.shape, source.dtype
+
+    def rule(node: Node, grads: Incoming) -> Gradients:
+        grad = upstream(grads)
+        whole = empty(grad.meter, shape, grad.dtype, strides=strides)
+        cut = empty(grad.meter, part, grad.dtype)
+        zeros = empty(grad.meter, part, grad.dtype) if node.needs(0) else None
+        given = cut if cut.dtype == dtype else like(cut, dtype=dtype)
+        del zeros
+        return (whole if node.needs(0) else None), given
+
+    return rule
