@@ -257,3 +257,13 @@ def test_the_fullest_rank_may_be_the_last_and_rank_0_is_asked_for_by_name():
     assert bytes_of(first, Phase.LOSS, Kind.LOGITS) == 0
     assert bytes_of(fullest, Phase.LOSS, Kind.LOGITS) > 0
     assert fullest.peak > first.peak
+
+
+def test_devices_alone_share_optimizer_states_by_zero_1():
+    data = to_data(request()) | {
+        "parallel": "auto", "hardware": {"device": "h100-sxm", "count": 8},
+        "task": {"sequence_length": 4096, "global_batch": 8, "packing": False},
+    }  # fmt: skip
+    recipe = read_foreign(from_data(data, Request, where="test"))[0]
+    assert (recipe.parallel.dp_shard, recipe.parallel.zero) == (8, 1)
+    assert predict_foreign(from_data(data, Request, where="test")).ledger == ledger(dp_shard=8)

@@ -12,7 +12,13 @@ from memfit.nouns import from_data
 from memfit.plan.foreign import predict_foreign, predict_ledger, read_foreign
 from memfit.plan.frameworks import Job
 from memfit.plan.frameworks._fsdp import Unit, gathered
-from memfit.plan.frameworks.torchtitan import find_stage, saved_by_policy, saved_per_token, units
+from memfit.plan.frameworks.torchtitan import (
+    count,
+    find_stage,
+    saved_by_policy,
+    saved_per_token,
+    units,
+)
 from memfit.plan.problem import find_device
 from memfit.recipe import Parallel
 from memfit.request import Request
@@ -50,6 +56,10 @@ def make(*args, **changes):
 def ledger(*args, **changes):
     recipe, model, _ = read_foreign(request(*args, **changes))
     return predict_ledger(recipe, model, H100)
+
+
+def stage_of(job, rank):
+    return find_stage(job, rank, count(job.model))
 
 
 def part(found, phase, owner):
@@ -132,7 +142,7 @@ def test_buffers_by_hand():
 
 def test_units_changed_in_2025_the_ends_are_gathered_apart():
     old, new = (make(dp_shard=8, version=v) for v in (202412, 202508))
-    before, after = (units(job, find_stage(job, 0)) for job in (old, new))
+    before, after = (units(job, stage_of(job, 0)) for job in (old, new))
     assert before[0] == (2 * TABLE + 4096, True)
     assert [u.kept for u in before[1:]] == [False] * 31 + [True]
     assert after[0] == (TABLE, False)
@@ -155,16 +165,18 @@ def test_a_logit_s_bytes_by_loss():
 def test_a_pipeline_s_ends_hold_fewer_blocks_and_keep_weights_and_gradients_whole():
     model = {"num_hidden_layers": 126}
     job = make(model, pp=8, accumulation=8, recompute="full")
-    stages = [find_stage(job, rank) for rank in range(8)]
+    stages = [stage_of(job, rank) for rank in range(8)]
     assert [s.blocks for s in stages] == [(15,), *[(16,)] * 6, (15,)]
     assert [s.in_flight[0] for s in stages] == [8, 7, 6, 5, 4, 3, 2, 1]
     found = ledger(model, pp=8, accumulation=8, recompute="full")
     n = 15 * BLOCK + TABLE + 4096  # the last rank holds the most: norm, head, logits
     assert part(found, Phase.BACKWARD, "whole weights") == 2 * n
     assert part(found, Phase.BACKWARD, "whole") == 4 * n
+    # h 4096, 8192 tokens: the last rank sends nothing on, and has 7 of 8 inputs yet to receive
+    assert part(found, Phase.BACKWARD, "pipeline") == (7 + 0 + 1) * 8192 * 2 * 4096
     twice = make(model, pp=8, virtual_pp=2, accumulation=16, recompute="full")
-    assert find_stage(twice, 0).blocks == (7, 8)
-    assert sum(find_stage(twice, 0).in_flight) == 8 + 2 * 7 + 1
+    assert stage_of(twice, 0).blocks == (7, 8)
+    assert sum(stage_of(twice, 0).in_flight) == 8 + 2 * 7 + 1
 
 
 def test_reserved_is_slack_over_live_bytes_and_blocks_that_no_one_can_use():

@@ -64,6 +64,7 @@ class Nanotron(Framework):
         "compile": ("none",),
         "offload": ("none",),
     }
+    cuts = 1
     axes = ("dp_replicate", "dp_shard", "zero", "tp", "sequence_parallel", "pp")
     knobs = {  # noqa: RUF012
         "pipeline": Knob(

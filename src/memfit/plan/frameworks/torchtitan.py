@@ -7,7 +7,6 @@ goes by `options.version`, the year and month of the code.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple, final
 
 from memfit.errors import InvalidRequest
@@ -93,12 +92,13 @@ class Torchtitan(Framework):
 
     def predict(self, job: Job) -> Ledger:
         """The largest pipeline rank's ledger."""
-        ledgers = (_stage_ledger(job, rank) for rank in range(job.recipe.parallel.pp))
+        elements = count(job.model)
+        stages = (find_stage(job, rank, elements) for rank in range(job.recipe.parallel.pp))
+        ledgers = (_stage_ledger(job, stage) for stage in stages)
         return max(ledgers, key=lambda ledger: ledger.peak)
 
 
-def _stage_ledger(job: Job, rank: int) -> Ledger:
-    stage = find_stage(job, rank)
+def _stage_ledger(job: Job, stage: Stage) -> Ledger:
     shards = job.recipe.parallel.dp_shard * job.recipe.parallel.cp
     buffers = gathered(units(job, stage), 2, 4, shards)
     held = _states(stage.parameters, shards)
@@ -121,7 +121,6 @@ class Elements(NamedTuple):
     norm: int
 
 
-@lru_cache(maxsize=64)
 def count(model: Model) -> Elements:
     """Elements of a block (all alike), the embedding, the head and the final norm."""
     sums = {"embedding": 0, "head": 0, "norm": 0}
@@ -134,12 +133,12 @@ def count(model: Model) -> Elements:
     return Elements(block, sums["embedding"], sums["head"], sums["norm"])
 
 
-def find_stage(job: Job, rank: int) -> Stage:
+def find_stage(job: Job, rank: int, e: Elements) -> Stage:
     """Blocks of a pipeline rank: equal pieces, the first and the last without the remainder.
 
     From `generate_split_points`: the remainder goes to the middle pieces, one block each.
     """
-    p, e = job.recipe.parallel, count(job.model)
+    p = job.recipe.parallel
     layers, pieces = job.model.architecture.layers, p.pp * p.virtual_pp
     each, more = divmod(layers, pieces)
     sizes = [each + (0 < i <= more) for i in range(pieces)]
@@ -242,7 +241,23 @@ def _kept(job: Job, stage: Stage) -> Parts:
     if stage.last and r.parallel.pp > 1:  # torch.distributed.pipelining: `output_chunks`
         logits = 2 * tokens * a.vocab // t * (r.accumulation - 1)
         parts[Kind.LOGITS, "outputs"] = (logits, "bf16 logits of the step's other micro-batches")
+    if r.parallel.pp > 1:
+        parts[Kind.INPUT, "pipeline"] = _between_stages(job, stage, tokens * boundary)
     return parts
+
+
+def _between_stages(job: Job, stage: Stage, each: int) -> tuple[int, str]:
+    """What `torch.distributed.pipelining` holds of a stage's ends; each: bytes of one tensor.
+
+    Outputs wait with their micro-batch; tensors to receive into are made for all micro-batches
+    when the schedule starts, for inputs and for gradients.
+    """
+    pieces, micro = len(stage.blocks), job.recipe.accumulation
+    first, last = bool(stage.embedding), stage.last
+    inputs = (pieces - first) * micro - (sum(stage.in_flight) - first * stage.in_flight[0])
+    gradients = (pieces - last) * micro
+    tensors = max(0, inputs) + gradients + sum(stage.in_flight)
+    return tensors * each, f"{tensors} tensors between stages: sent, or to be received into"
 
 
 def _whole(job: Job, stage: Stage, buffers: Buffers) -> Parts:
