@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ def count_axes(parallel: Parallel) -> int:
     return sum(ranks > 1 for ranks in (p.dp_replicate, p.dp_shard, p.tp, p.cp, p.pp, p.ep))
 
 
+@cache
 def _find_row(table: str, device: Device) -> Overhead | None:
     path = Path(__file__).with_name("overheads.toml")
     rows: list[dict[str, Any]] = tomllib.loads(path.read_text(encoding="utf-8"))[table]

@@ -6,7 +6,6 @@ Shared by the frameworks whose forward is simulated over `memfit.sizes`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
 
 import msgspec
 
@@ -25,10 +24,11 @@ from memfit.plan.blocks import (
     shorten,
     split_rows,
 )
+from memfit.plan.closed_form import find_answers
 from memfit.plan.frameworks import Job, make_ledger
 from memfit.plan.memory import Level
 from memfit.plan.program import Program
-from memfit.plan.segments import Passes, Segment, expand, simulate
+from memfit.plan.segments import Passes, Segment, expand
 from memfit.sizes.kernels import heads_of, usable
 from memfit.sizes.meter import block_size
 from memfit.sizes.workspace import find_grid, product_workspace
@@ -84,14 +84,14 @@ def run_passes(
         again=again and recipe.accumulation == 1,
         program=program,
     )
-    batch = Batch(rows=recipe.micro_batch, tokens=recipe.sequence_length, documents=None)
-    first, *later = _simulate(setting, batch)
+    first, *later = find_answers(setting).passes(
+        _batch(recipe.micro_batch, recipe.sequence_length), _batch
+    )
     return Simulated(first, later[0] if later else None, repeats(runs))
 
 
-@lru_cache(maxsize=256)
-def _simulate(setting: Setting, batch: Batch) -> list[Passes]:
-    return simulate(setting, batch)
+def _batch(rows: int, tokens: int) -> Batch:
+    return Batch(rows=rows, tokens=tokens, documents=None)
 
 
 def without(passes: Passes, kind: Kind) -> Passes:

@@ -112,8 +112,8 @@ class LitProgram(Noun, frozen=True, kw_only=True):
 
 
 def _lengths(total: int) -> list[int]:
-    whole, rest = divmod(total, CHUNK)
-    return [CHUNK] * whole + ([rest] if rest else [])
+    whole, rest = total // CHUNK, total % CHUNK
+    return [CHUNK] * int(whole) + ([rest] if rest else [])
 
 
 @module
