@@ -6,10 +6,12 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from memfit import catalog, families
 from memfit.errors import InvalidRequest
 from memfit.ledger import Kind, Phase
+from memfit.model import Architecture, Experts, Latent, Model, Weight
 from memfit.nouns import from_data
 from memfit.plan.foreign import predict_foreign, predict_ledger, read_foreign
 from memfit.plan.frameworks import Job, find_framework
@@ -80,6 +82,27 @@ def test_a_block_keeps_what_korthikanti_counts(tp, sp, expected):
     scores = 5 * a.heads * 2048 / a.hidden
     sbh = 2048 * 4 * a.hidden
     assert kept(made) == sbh * expected(tp, scores)
+
+
+def test_what_selective_recompute_drops_comes_back_for_one_block():
+    ledgers = [
+        predict(length=2048, attention="eager", recompute=how, options=DROPOUT, parallel={"pp": 2})
+        for how in ("none", "selective")
+    ]
+    kinds = [ledger.by_kind(Phase.BACKWARD)[Kind.ACTIVATIONS] for ledger in ledgers]
+    scores = 5 * 16 * 4 * 2048**2
+    # two stages of 12 blocks and one micro-batch: 12 blocks in flight, of which one is back
+    assert kinds[0] - kinds[1] == 12 * 1 * scores - scores
+
+
+@pytest.mark.parametrize(("dropout", "fused", "unfused"), [(0.1, 5, 7), (0.0, 2, 6)])
+def test_probabilities_by_hand(dropout, fused, unfused):
+    # fused: 2 of the softmax, with dropout 1 + 2 more; unfused 4 in fp32 and 2 that are multiplied
+    for fusion, each in ((True, fused), (False, unfused)):
+        options = {"attention_dropout": dropout, "masked_softmax_fusion": fusion}
+        made = job(attention="eager", options=options)
+        parts = save_block(read_shape(made), read_settings(made).block, moe=False)
+        assert parts["probabilities"] == each * 16 * 4 * 1024**2
 
 
 def test_selective_recompute_drops_the_scores_alone():
@@ -242,6 +265,62 @@ def test_golden_values_are_met_where_nothing_is_routed_by_data():
         assert ledger.peak / GIB == pytest.approx(gib, rel=0.01), name
 
 
+def deepseek(hidden, ffn, experts, vocab, **mesh):
+    """4 blocks of DeepSeek's, of which the first is dense, on 8 B200."""
+    a = Architecture(
+        family="deepseek", layers=4, hidden=hidden, heads=128, kv_heads=128, head_dim=192, ffn=ffn,
+        vocab=vocab, max_sequence=4096, rotary_dim=64, experts=experts,
+        latent=Latent(kv_rank=512, query_rank=1536, rotated=64, unrotated=128, value=128),
+    )  # fmt: skip
+    made = job(
+        device="b200-sxm", length=4096, micro=1, batch=4 * mesh["dp_shard"], attention="cudnn",
+        parallel={axis: n for axis, n in mesh.items() if axis != "ep"},
+        options={
+            "cross_entropy_loss_fusion": "te", "create_attention_mask_in_dataloader": False,
+            "expert_tensor_parallel_size": 1,
+        },
+    )  # fmt: skip
+    model = Model(
+        name="deepseek", architecture=a, weights=(Weight(name="norm", shape=(1,), part="norm"),)
+    )
+    parallel = replace(made.recipe.parallel, ep=mesh["ep"])
+    return replace(made, model=model, recipe=replace(made.recipe, parallel=parallel))
+
+
+V2 = Experts(count=160, per_token=6, ffn=1536, shared_ffn=3072, dense_layers=1)
+V3 = Experts(count=256, per_token=8, ffn=2048, shared_ffn=2048, dense_layers=1)
+
+
+@pytest.mark.parametrize(  # published by MooreThreads/SimuMax
+    ("made", "gib"),
+    [
+        (deepseek(5120, 12288, V2, 102400, dp_shard=8, ep=8), 45.63),
+        (deepseek(5120, 12288, V2, 102400, dp_shard=4, pp=2, ep=4), 44.70),
+        (deepseek(7168, 18432, V3, 129280, dp_shard=4, pp=2, ep=4), 114.00),
+    ],
+    ids=["V2", "V2 in two stages", "V3 in two stages"],
+)
+def test_experts_and_latent_attention_within_one_percent_of_what_was_measured(made, gib):
+    assert find_framework("megatron").predict(made).peak / GIB == pytest.approx(gib, rel=0.01)
+
+
+def test_latent_attention_by_hand():
+    made = deepseek(5120, 12288, V2, 102400, dp_shard=8, ep=8)
+    parts = save_block(read_shape(made), read_settings(made).block, moe=False)
+    tokens = 4096
+    assert parts["query, key, value"] == 2 * tokens * 128 * (192 + 192 + 128)
+    # compressed queries and keys, before and behind their norms, and the keys' rotated part
+    compressed = 2 * tokens * (2 * 1536 + 2 * 512 + 64)
+    assert parts["latent"] == compressed + 2 * 4 * tokens  # and two statistics
+    assert parts["attention's output"] == 2 * tokens * 128 * 128
+    assert parts["log-sum-exp"] == 4 * tokens * 128
+    shape = read_shape(made)
+    down = 5120 * (1536 + 512 + 64)
+    up = 1536 * 128 * 192 + 512 * 128 * (128 + 128)
+    norms = 5120 + 1536 + 512
+    assert shape.attention_parameters == down + up + norms + 128 * 128 * 5120
+
+
 EXPERTS = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 4096}
 
 
@@ -259,8 +338,30 @@ def test_experts_by_hand():
     assert parts["experts, tokens"] == 2 * copies * 1024
     assert parts["experts, first linear"] == 2 * copies * 4096
     assert parts["experts, activation"] == 2 * (2 * copies * 4096)  # and beside it, weighed
+    again = {"recompute": "selective", "options": EXPERTS | {"recompute_modules": "moe_act"}}
+    other = job(batch=16, parallel={"dp_shard": 4, "ep": 4}, **again)
+    less = save_block(read_shape(other), read_settings(other).block, moe=True)
+    assert "experts, activation" not in less
     # dp x tp = 4 ranks, of which 4 hold different experts: none shares an expert's states
     assert (shape.shards, shape.expert_shards) == (4, 1)
+
+
+def test_grouped_products_have_a_workspace_on_each_of_four_streams():
+    held = []
+    for grouped in (False, True):
+        ledger = predict(
+            batch=16, device="h100-sxm", parallel={"dp_shard": 4, "ep": 4},
+            options=EXPERTS | {"moe_grouped_gemm": grouped},
+        )  # fmt: skip
+        held += [e.nbytes for e in ledger.at(Phase.LOSS) if e.owner == "Transformer Engine"]
+    assert held == [32 * 2**20 + 1024, 5 * (32 * 2**20 + 1024)]
+
+
+def test_a_backward_holds_the_streams_gradient_and_the_first_linears():
+    tokens, h, f = 4096, 1024, 4096
+    entries = predict(batch=4).at(Phase.BACKWARD)
+    extra = next(e.nbytes for e in entries if (e.kind, e.owner) == (Kind.TEMPORARY, "blocks"))
+    assert extra == 2 * tokens * h + 2 * tokens * f
 
 
 @pytest.mark.parametrize(

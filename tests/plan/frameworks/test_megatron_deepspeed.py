@@ -84,6 +84,21 @@ def test_states_by_hand():
     assert reduced[Kind.REDUCE_SCATTER] == 2 * count // 4 + 10**9
 
 
+def test_a_stage_keeps_what_it_sends_and_receives():
+    # 6 blocks' inputs and what is sent, on a later stage what was received too; 12 - stage times
+    last = predict(options={"rank": "last"})
+    first = predict()
+    stream = 2 * 2048 * 14336
+
+    def kept(ledger, part):
+        return next((e.nbytes for e in ledger.at(Phase.BACKWARD) if e.owner == part), 0)
+
+    assert kept(first, "blocks' inputs") == 12 * 6 * stream
+    assert kept(first, "what the stage sends") == 12 * stream
+    assert kept(first, "what the stage received") == 0
+    assert kept(last, "what the stage received") == stream
+
+
 def test_bf16_adds_up_in_fp32_beside_the_16_bit_gradients():
     small = {"hidden": 1024, "layers": 2, "heads": 16, "tp": 1, "pp": 1, "dp": 1}
     wide = of(predict(precision="bf16-mixed", **small), Phase.BACKWARD)

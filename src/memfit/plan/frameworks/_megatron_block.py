@@ -22,7 +22,7 @@ class BlockSettings(Noun, frozen=True, kw_only=True):
     scatters_heads: bool  # --cp-comm-type a2a: cp ranks exchange tokens for heads, and back
     hidden_dropout: bool
     attention_dropout: bool
-    router_fp32: bool
+    fused_softmax: bool  # one kernel scales, masks and normalises the scores
     recomputed: frozenset[str]  # modules of --recompute-modules; empty where none are
     adapted: frozenset[str] | None  # linears with adapters, where all else is frozen; None: full
     adapter_dropout: bool
@@ -30,7 +30,6 @@ class BlockSettings(Noun, frozen=True, kw_only=True):
     fp8_attention: bool  # --fp8-dot-product-attention
     fp8_activation: bool  # --activation-func-fp8-input-store
     imbalance: float  # tokens of the fullest rank's experts over the mean
-    allgather: bool  # the dispatcher gathers all tokens instead of sending each where it goes
     fuses_wgrad: bool  # --gradient-accumulation-fusion: a weight's gradient goes to its buffer
 
 
@@ -127,7 +126,13 @@ def save_core(shape: Shape, settings: BlockSettings) -> Parts:
         return parts
     if settings.attention == "eager":
         elements = shape.heads * shape.tokens * shape.sequence * shape.cp // shape.tp
-        each = shape.element + (1 + shape.element if settings.attention_dropout else 0)
+        # the softmax's output, then dropout's mask and output; unfused, the softmax is in fp32 and
+        # the product with the values keeps a 16-bit tensor of its own
+        each = shape.element if settings.fused_softmax else FLOAT
+        if settings.attention_dropout:
+            each += 1 + shape.element
+        elif not settings.fused_softmax and shape.element < FLOAT:
+            each += shape.element
         parts["probabilities"] = elements * each
         return parts
     parts["log-sum-exp"] = FLOAT * shape.tokens * shape.heads // shape.tp
@@ -158,6 +163,8 @@ def routed_tokens(shape: Shape, settings: BlockSettings) -> int:
 
 def save_experts(shape: Shape, settings: BlockSettings) -> Parts:
     """The router's scores, the tokens in the experts' order, and both grouped linears' inputs."""
+    if "moe" in settings.recomputed:
+        return {}
     e, x = shape.element, shape.experts
     routed = routed_tokens(shape, settings)
     width = e * routed * x.ffn // shape.etp

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from memfit.ledger import Kind, Phase
 from memfit.nouns import Noun
 from memfit.plan.frameworks._megatron_block import (
@@ -226,16 +228,21 @@ def add_backward(shape: Shape, settings: Settings, layers: range) -> Held:
     """Beyond what the forwards kept: the last block's gradients, and what it computes again."""
     moe = bool(layers) and shape.is_moe(layers[-1])
     recomputed = settings.recompute == "full" and settings.recomputed_blocks >= len(layers) > 0
+    block = settings.block
     again = 0
+    if block.recomputed:
+        whole = structs.replace(block, recomputed=frozenset())
+        again = sum(save_block(shape, whole, moe=moe).values())
+        again -= sum(save_block(shape, block, moe=moe).values())
     if recomputed:
         group = min(settings.recompute_group, len(layers))
         again = group * sum(save_block(shape, settings.block, moe=moe).values())
         again -= shape.stream  # the group's input is kept already
     return {
         (Kind.TEMPORARY, "blocks"): (
-            backward_extra(shape, settings.block, moe=moe), "gradients inside the last block"
+            backward_extra(shape, block, moe=moe), "gradients inside the last block"
         ),
-        (Kind.ACTIVATIONS, "computed again"): (again, "blocks whose inputs alone were kept"),
+        (Kind.ACTIVATIONS, "computed again"): (again, "of one block, what was not kept"),
     }  # fmt: skip
 
 
