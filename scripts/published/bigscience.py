@@ -24,9 +24,8 @@ def translate(row: Published) -> Translated:
     fp32 = "fp32" in c["grad_dtype"] and "predate" not in notes and rebalanced
     request = {
         "model": {
-            "name": m["name"], "model_type": "gpt2", "vocab_size": m["vocab"],
-            "n_embd": m["hidden"], "n_inner": m["ffn"], "n_layer": m["n_layers"],
-            "n_head": m["heads"], "n_positions": m["seq_len"],
+            "name": m["name"], "model_type": "bloom", "vocab_size": m["vocab"],
+            "hidden_size": m["hidden"], "n_layer": m["n_layers"], "n_head": m["heads"],
         },
         "framework": "megatron-deepspeed",
         "task": task_of(row),
@@ -41,7 +40,6 @@ def translate(row: Published) -> Translated:
         "hardware": hardware_of(row),
         "options": {
             "hidden_dropout": 0.1, "attention_dropout": 0.1, "fp32_gradients": fp32,
-            "position_embedding_type": "rope",  # ALiBi: no table of positions either
             "pp_partition_method": "type:transformer|embedding" if rebalanced
             else "type:transformer",
         },

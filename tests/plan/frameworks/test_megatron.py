@@ -6,16 +6,15 @@ import time
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
+from megatron_jobs import DROPOUT, GPT, LLAMA_70B_CUT, job, predict
 
 from memfit import catalog, families
 from memfit.errors import InvalidRequest
 from memfit.ledger import Kind, Phase
-from memfit.model import Architecture, Experts, Latent, Model, Weight
 from memfit.nouns import from_data
 from memfit.plan.foreign import predict_foreign, predict_ledger, read_foreign
-from memfit.plan.frameworks import Job, find_framework
 from memfit.plan.frameworks import _megatron_stage as stages
+from memfit.plan.frameworks import find_framework
 from memfit.plan.frameworks._megatron_block import save_block
 from memfit.plan.frameworks._megatron_shape import read_shape
 from memfit.plan.frameworks._pipeline import count_in_flight, deal_blocks
@@ -25,63 +24,6 @@ from memfit.request import Request
 from memfit.units import GIB
 
 ROOT = Path(__file__).parents[3]
-GPT = {
-    "name": "GPT", "model_type": "gpt2", "vocab_size": 51200, "n_embd": 1024, "n_layer": 24,
-    "n_head": 16, "n_positions": 2048,
-}  # fmt: skip
-LLAMA_70B_CUT = {
-    "name": "12 blocks of Llama-3-70B", "model_type": "llama", "vocab_size": 128256,
-    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 12,
-    "num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 131072,
-}  # fmt: skip
-DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-
-
-def job(model=GPT, device="a100-sxm-80", length=1024, batch=4, micro=4, **more):
-    parallel = {"zero": 1} | more.pop("parallel", {})
-    count = 1
-    for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp"):
-        count *= parallel.get(axis, 1)
-    request = {
-        "model": model, "framework": "megatron", "parallel": parallel, "micro_batch": micro,
-        "task": {"sequence_length": length, "global_batch": batch},
-        "hardware": {"device": device, "count": count}, **more,
-    }  # fmt: skip
-    recipe, read, _ = read_foreign(from_data(request, Request, where="test"))
-    asked = Job(model=read, recipe=recipe, device=find_device(recipe.device))
-    find_framework("megatron").check(asked)
-    return asked
-
-
-def predict(**asked):
-    made = job(**asked)
-    return predict_ledger(made.recipe, made.model, made.device)
-
-
-def kept(made, moe=False):
-    """Bytes that one block keeps, without statistics and log-sum-exp (which the papers drop)."""
-    shape = read_shape(made)
-    total = sum(save_block(shape, read_settings(made).block, moe=moe).values())
-    return total - 2 * shape.norm * 4 * shape.own_tokens
-
-
-@pytest.mark.parametrize(
-    ("tp", "sp", "expected"),  # Korthikanti et al. 2205.05198, Table 2, in bytes / sbh
-    [
-        (1, False, lambda t, scores: 34 + scores),
-        (4, False, lambda t, scores: 10 + 24 / t + scores / t),
-        (4, True, lambda t, scores: (34 + scores) / t),
-    ],
-)
-def test_a_block_keeps_what_korthikanti_counts(tp, sp, expected):
-    made = job(
-        length=2048, attention="eager", options=DROPOUT,
-        parallel={"tp": tp, "sequence_parallel": sp},
-    )  # fmt: skip
-    a = made.model.architecture
-    scores = 5 * a.heads * 2048 / a.hidden
-    sbh = 2048 * 4 * a.hidden
-    assert kept(made) == sbh * expected(tp, scores)
 
 
 def test_what_selective_recompute_drops_comes_back_for_one_block():
@@ -93,24 +35,6 @@ def test_what_selective_recompute_drops_comes_back_for_one_block():
     scores = 5 * 16 * 4 * 2048**2
     # two stages of 12 blocks and one micro-batch: 12 blocks in flight, of which one is back
     assert kinds[0] - kinds[1] == 12 * 1 * scores - scores
-
-
-@pytest.mark.parametrize(("dropout", "fused", "unfused"), [(0.1, 5, 7), (0.0, 2, 6)])
-def test_probabilities_by_hand(dropout, fused, unfused):
-    # fused: 2 of the softmax, with dropout 1 + 2 more; unfused 4 in fp32 and 2 that are multiplied
-    for fusion, each in ((True, fused), (False, unfused)):
-        options = {"attention_dropout": dropout, "masked_softmax_fusion": fusion}
-        made = job(attention="eager", options=options)
-        parts = save_block(read_shape(made), read_settings(made).block, moe=False)
-        assert parts["probabilities"] == each * 16 * 4 * 1024**2
-
-
-def test_selective_recompute_drops_the_scores_alone():
-    made = job(
-        length=2048, attention="eager", recompute="selective", options=DROPOUT,
-        parallel={"tp": 4, "sequence_parallel": True},
-    )  # fmt: skip
-    assert kept(made) == 2048 * 4 * 1024 * 34 / 4
 
 
 def test_full_recompute_keeps_inputs_and_one_block_at_a_time():
@@ -265,98 +189,6 @@ def test_golden_values_are_met_where_nothing_is_routed_by_data():
         assert ledger.peak / GIB == pytest.approx(gib, rel=0.01), name
 
 
-def deepseek(hidden, ffn, experts, vocab, **mesh):
-    """4 blocks of DeepSeek's, of which the first is dense, on 8 B200."""
-    a = Architecture(
-        family="deepseek", layers=4, hidden=hidden, heads=128, kv_heads=128, head_dim=192, ffn=ffn,
-        vocab=vocab, max_sequence=4096, rotary_dim=64, experts=experts,
-        latent=Latent(kv_rank=512, query_rank=1536, rotated=64, unrotated=128, value=128),
-    )  # fmt: skip
-    made = job(
-        device="b200-sxm", length=4096, micro=1, batch=4 * mesh["dp_shard"], attention="cudnn",
-        parallel={axis: n for axis, n in mesh.items() if axis != "ep"},
-        options={
-            "cross_entropy_loss_fusion": "te", "create_attention_mask_in_dataloader": False,
-            "expert_tensor_parallel_size": 1,
-        },
-    )  # fmt: skip
-    model = Model(
-        name="deepseek", architecture=a, weights=(Weight(name="norm", shape=(1,), part="norm"),)
-    )
-    parallel = replace(made.recipe.parallel, ep=mesh["ep"])
-    return replace(made, model=model, recipe=replace(made.recipe, parallel=parallel))
-
-
-V2 = Experts(count=160, per_token=6, ffn=1536, shared_ffn=3072, dense_layers=1)
-V3 = Experts(count=256, per_token=8, ffn=2048, shared_ffn=2048, dense_layers=1)
-
-
-@pytest.mark.parametrize(  # published by MooreThreads/SimuMax
-    ("made", "gib"),
-    [
-        (deepseek(5120, 12288, V2, 102400, dp_shard=8, ep=8), 45.63),
-        (deepseek(5120, 12288, V2, 102400, dp_shard=4, pp=2, ep=4), 44.70),
-        (deepseek(7168, 18432, V3, 129280, dp_shard=4, pp=2, ep=4), 114.00),
-    ],
-    ids=["V2", "V2 in two stages", "V3 in two stages"],
-)
-def test_experts_and_latent_attention_within_one_percent_of_what_was_measured(made, gib):
-    assert find_framework("megatron").predict(made).peak / GIB == pytest.approx(gib, rel=0.01)
-
-
-def test_latent_attention_by_hand():
-    made = deepseek(5120, 12288, V2, 102400, dp_shard=8, ep=8)
-    parts = save_block(read_shape(made), read_settings(made).block, moe=False)
-    tokens = 4096
-    assert parts["query, key, value"] == 2 * tokens * 128 * (192 + 192 + 128)
-    # compressed queries and keys, before and behind their norms, and the keys' rotated part
-    compressed = 2 * tokens * (2 * 1536 + 2 * 512 + 64)
-    assert parts["latent"] == compressed + 2 * 4 * tokens  # and two statistics
-    assert parts["attention's output"] == 2 * tokens * 128 * 128
-    assert parts["log-sum-exp"] == 4 * tokens * 128
-    shape = read_shape(made)
-    down = 5120 * (1536 + 512 + 64)
-    up = 1536 * 128 * 192 + 512 * 128 * (128 + 128)
-    norms = 5120 + 1536 + 512
-    assert shape.attention_parameters == down + up + norms + 128 * 128 * 5120
-
-
-EXPERTS = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 4096}
-
-
-def test_experts_by_hand():
-    made = job(batch=16, parallel={"dp_shard": 4, "ep": 4}, options=EXPERTS)
-    shape = read_shape(made)
-    (stage,) = deal_stages(made, shape)
-    dense, expert = stages.count_parameters(shape, stage)
-    one = 2 * 1024 * 4096 + 4096 + 1024
-    assert expert == 24 * 2 * one  # 8 experts on 4 ranks
-    router = 24 * 8 * 1024
-    assert dense == made.model.parameters - 24 * one + router
-    parts = save_block(shape, read_settings(made).block, moe=True)
-    copies = 2 * 4096  # of 4096 tokens, each to 2 experts
-    assert parts["experts, tokens"] == 2 * copies * 1024
-    assert parts["experts, first linear"] == 2 * copies * 4096
-    assert parts["experts, activation"] == 2 * (2 * copies * 4096)  # and beside it, weighed
-    again = {"recompute": "selective", "options": EXPERTS | {"recompute_modules": "moe_act"}}
-    other = job(batch=16, parallel={"dp_shard": 4, "ep": 4}, **again)
-    less = save_block(read_shape(other), read_settings(other).block, moe=True)
-    assert "experts, activation" not in less
-    # dp x tp = 4 ranks, of which 4 hold different experts: none shares an expert's states
-    assert (shape.shards, shape.expert_shards) == (4, 1)
-
-
-def test_grouped_products_have_a_workspace_on_each_of_four_streams():
-    held = []
-    for grouped in (False, True):
-        ledger = predict(
-            batch=16, device="h100-sxm", parallel={"dp_shard": 4, "ep": 4},
-            options=EXPERTS | {"moe_grouped_gemm": grouped},
-        )  # fmt: skip
-        held += [e.nbytes for e in ledger.at(Phase.LOSS) if e.owner == "Transformer Engine"]
-    assert held == [32 * 2**20 + 1024, 5 * (32 * 2**20 + 1024)]
-
-
 def test_a_backward_holds_the_streams_gradient_and_the_first_linears():
     tokens, h, f = 4096, 1024, 4096
     entries = predict(batch=4).at(Phase.BACKWARD)
@@ -424,73 +256,6 @@ def test_a_prediction_names_the_three_numbers():
     memory = plan.memory
     assert memory.peak_allocated < memory.peak_reserved < memory.device_total
     assert memory.verdict in ("fits", "at_risk")
-
-
-def test_blocks_of_before_megatron_core_by_hand():
-    model = LLAMA_70B_CUT | {"num_hidden_layers": 2}
-    sizes = []
-    for impl in ("local", "legacy"):
-        made = job(model=model, micro=1, batch=1, options={"transformer_impl": impl})
-        sizes.append(save_block(read_shape(made), read_settings(made).block, moe=False))
-    local, legacy = sizes
-    tokens, h, f = 1024, 8192, 28672
-    for norm in ("attention", "feed-forward"):
-        # RMSNorm in steps: the input in fp32 and the product in 16 bits, for the input in 16 bits
-        more = legacy[f"{norm} norm's input"] - local[f"{norm} norm's input"]
-        assert more + legacy[f"{norm} norm's product"] == 4 * tokens * h
-    # SwiGLU in steps: silu's output; keys and values repeated for all heads
-    assert legacy["feed-forward, gate"] == 2 * tokens * f
-    assert legacy["query, key, value"] == 2 * 3 * tokens * h
-    assert local["query, key, value"] == 2 * (h + 2 * 1024) * tokens
-
-
-LLAMA_2_70B = {
-    "name": "Llama-2-70B", "model_type": "llama", "vocab_size": 32000, "hidden_size": 8192,
-    "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
-    "num_key_value_heads": 8, "max_position_embeddings": 8192,
-}  # fmt: skip
-ADAPTERS = {"rank": 16, "alpha": 32, "targets": ["linear_qkv", "linear_proj"]}
-
-
-@pytest.mark.parametrize(("cp", "gib"), [(2, 134.083), (4, 99.574), (8, 82.323)])
-def test_adapters_over_fp8_weights_as_mlcommons_measured_them(cp, gib):
-    ledger = predict(
-        model=LLAMA_2_70B, device="gb200", length=8192, micro=1, batch=8, method="lora",
-        lora=ADAPTERS | {"dropout": 0.1}, precision="fp8-mixed", attention="cudnn",
-        parallel={"dp_shard": 8, "cp": cp},
-        options={
-            "cp_comm_type": "a2a", "fp8_dot_product_attention": True,
-            "accumulate_allreduce_grads_in_fp32": False,
-        },
-    )  # fmt: skip
-    assert ledger.peak / GIB == pytest.approx(gib, rel=0.005)
-
-
-def test_frozen_linears_keep_no_inputs_and_adapters_keep_theirs():
-    full = save_block(read_shape(job()), read_settings(job()).block, moe=False)
-    made = job(method="lora", lora=ADAPTERS)
-    frozen = save_block(read_shape(made), read_settings(made).block, moe=False)
-    stream = 2 * 4 * 1024 * 1024
-    gone = {name: n for name, n in full.items() if name not in frozen}
-    # the second norm's output and the activation; the first norm's is the adapter's input
-    assert gone == {"feed-forward norm's output": stream, "feed-forward, activation": 4 * stream}
-    assert frozen["adapters"] == 2 * 2 * 16 * 4 * 1024
-    dropped = job(method="lora", lora=ADAPTERS | {"dropout": 0.1})
-    kept_then = save_block(read_shape(dropped), read_settings(dropped).block, moe=False)
-    # either adapter keeps a dropped input and its mask; the norm's output itself is not needed
-    assert kept_then["adapters"] - frozen["adapters"] == 2 * stream * 3 // 2
-    assert "attention norm's output" not in kept_then
-
-
-def test_adapters_have_states_and_frozen_weights_have_none():
-    made = job(method="lora", lora=ADAPTERS, batch=32, parallel={"dp_shard": 8})
-    shape = read_shape(made)
-    (stage,) = deal_stages(made, shape)
-    held = stages.hold_states(shape, read_settings(made), stage)
-    trained = 24 * 16 * ((1024 + 3 * 1024) + (1024 + 1024))
-    assert held[Kind.PARAMETERS, "frozen"][0] == 2 * made.model.parameters
-    assert held[Kind.PARAMETERS, "adapters"][0] == 2 * trained
-    assert held[Kind.OPTIMIZER_STATE, "adapters"][0] == 12 * trained // 8
 
 
 def test_left_on_auto_all_devices_share_the_states():

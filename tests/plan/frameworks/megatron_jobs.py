@@ -1,0 +1,43 @@
+"""Requests of Megatron-LM's step that its tests share."""
+
+from memfit.nouns import from_data
+from memfit.plan.foreign import predict_ledger, read_foreign
+from memfit.plan.frameworks import Job, find_framework
+from memfit.plan.problem import find_device
+from memfit.request import Request
+
+GPT = {
+    "name": "GPT", "model_type": "gpt2", "vocab_size": 51200, "n_embd": 1024, "n_layer": 24,
+    "n_head": 16, "n_positions": 2048,
+}  # fmt: skip
+
+
+LLAMA_70B_CUT = {
+    "name": "12 blocks of Llama-3-70B", "model_type": "llama", "vocab_size": 128256,
+    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 12,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+}  # fmt: skip
+
+
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+
+
+def job(model=GPT, device="a100-sxm-80", length=1024, batch=4, micro=4, **more):
+    parallel = {"zero": 1} | more.pop("parallel", {})
+    count = 1
+    for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp"):
+        count *= parallel.get(axis, 1)
+    request = {
+        "model": model, "framework": "megatron", "parallel": parallel, "micro_batch": micro,
+        "task": {"sequence_length": length, "global_batch": batch},
+        "hardware": {"device": device, "count": count}, **more,
+    }  # fmt: skip
+    recipe, read, _ = read_foreign(from_data(request, Request, where="test"))
+    asked = Job(model=read, recipe=recipe, device=find_device(recipe.device))
+    find_framework("megatron").check(asked)
+    return asked
+
+
+def predict(**asked):
+    made = job(**asked)
+    return predict_ledger(made.recipe, made.model, made.device)
