@@ -6,6 +6,7 @@ Shared by the frameworks whose forward is simulated over `memfit.sizes`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 
 import msgspec
 
@@ -24,11 +25,12 @@ from memfit.plan.blocks import (
     shorten,
     split_rows,
 )
-from memfit.plan.closed_form import find_answers
+from memfit.plan.closed_form import Answers, find_answers
 from memfit.plan.frameworks import Job, make_ledger
-from memfit.plan.memory import Level
+from memfit.plan.memory import Level, without_shape
 from memfit.plan.program import Program
 from memfit.plan.segments import Passes, Segment, expand
+from memfit.recipe import Recipe
 from memfit.sizes.kernels import heads_of, usable
 from memfit.sizes.meter import block_size
 from memfit.sizes.workspace import find_grid, product_workspace
@@ -65,6 +67,16 @@ def run_passes(
     the one before has made.
     """
     recipe = job.recipe
+    answers, counts = _describe(model, without_shape(recipe), program, kernel, job.device, again)
+    first, *later = answers.passes(_batch(recipe.micro_batch, recipe.sequence_length), _batch)
+    return Simulated(first, later[0] if later else None, counts)
+
+
+@lru_cache(maxsize=256)
+def _describe(
+    model: Model, recipe: Recipe, program: Program, kernel: str, device: Device, again: bool
+) -> tuple[Answers, list[Repeat]]:
+    """The passes of any shape, and how often each block stands in the model."""
     outside, blocks = split_rows(model, recipe.recompute_blocks)
     runs = find_runs(blocks)
     setting = Setting(
@@ -77,17 +89,14 @@ def run_passes(
         compute=recipe.compute_dtype,
         scaled=recipe.scaled,
         chunk=recipe.loss_chunk,
-        cuda=not job.device.is_cpu,
-        grid=find_grid(job.device),
+        cuda=not device.is_cpu,
+        grid=find_grid(device),
         adapter_dropout=recipe.lora.dropout > 0,
         accumulates=recipe.accumulation > 1,
         again=again and recipe.accumulation == 1,
         program=program,
     )
-    first, *later = find_answers(setting).passes(
-        _batch(recipe.micro_batch, recipe.sequence_length), _batch
-    )
-    return Simulated(first, later[0] if later else None, repeats(runs))
+    return find_answers(setting), repeats(runs)
 
 
 def _batch(rows: int, tokens: int) -> Batch:

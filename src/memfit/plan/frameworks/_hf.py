@@ -6,6 +6,7 @@ Source: transformers 5.23 (loss/loss_utils.py, integrations/bitsandbytes.py, tra
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -34,6 +35,7 @@ from memfit.plan.frameworks._assembly import (
 )
 from memfit.plan.frameworks._fsdp1 import shard, shard_frozen
 from memfit.plan.frameworks._quantised import eight_bit_bytes, four_bit_bytes
+from memfit.plan.memory import without_shape
 from memfit.recipe import FORMAT_DTYPE, Recipe
 from memfit.sizes import Tensor
 from memfit.sizes.coded import CODED, Dequantised
@@ -126,7 +128,11 @@ def hf_program(job: Job, *, keeps_outputs: bool) -> HfProgram:
 
 def hf_model(job: Job) -> Model:
     """The job's parameters as the trainer stores them: adapters of fp32, quantised projections."""
-    recipe, model = job.recipe, job.model
+    return _adapted(job.model, without_shape(job.recipe))
+
+
+@lru_cache(maxsize=256)
+def _adapted(model: Model, recipe: Recipe) -> Model:
     if recipe.method != "lora":
         return find_adapter(recipe).adapt(model, recipe)
     coded = recipe.base_format in ("int8", "nf4", "fp4")
@@ -167,6 +173,7 @@ def parameter_bytes(recipe: Recipe, dtype: str, shape: tuple[int, ...]) -> int:
     return four_bit_bytes(prod(shape), double=bool(recipe.options["double_quantisation"]))
 
 
+@lru_cache(maxsize=256)
 def hold_parameters(model: Model, recipe: Recipe, ranks: int = 1) -> Held:
     """Parameters by component."""
     held: dict[tuple[Kind, str], tuple[int, str]] = {}
@@ -186,6 +193,7 @@ def _owner(w: Weight) -> str:
     return "blocks" if w.part == "block" else w.part
 
 
+@lru_cache(maxsize=256)
 def hold_states(model: Model, recipe: Recipe) -> Held:
     """The optimizer's state on the device; `adamw8bit` is bitsandbytes' here."""
     trainable = [w for w in model.weights if w.trainable]
@@ -209,6 +217,7 @@ def _moment(numel: int) -> int:
     return numel + -(-numel // EIGHT_BIT_BLOCK) * 4
 
 
+@lru_cache(maxsize=256)
 def hold_update(model: Model, recipe: Recipe) -> Held:
     """Temporaries of the optimizer's step."""
     if recipe.optimizer.name == "adamw8bit":
@@ -258,11 +267,12 @@ def predict_hf(job: Job) -> Ledger:
     simulated = run_passes(job, model, program, kernel)
     if recipe.parallel.dp_shard > 1:
         return _sharded(job, model, simulated)
-    weights = hold_parameters(model, recipe)
-    held = {**weights, **hold_states(model, recipe), **cublas(device)}
+    fixed = without_shape(recipe)
+    weights = hold_parameters(model, fixed)
+    held = {**weights, **hold_states(model, fixed), **cublas(device)}
     if recipe.parallel.dp_replicate > 1:
         held |= ddp_buckets(model)
-    update = hold_update(model, recipe)
+    update = hold_update(model, fixed)
     return assemble(job, simulated, load=weights, held=held, update=update)
 
 

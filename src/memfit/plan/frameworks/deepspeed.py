@@ -7,6 +7,7 @@ The module runs in 16 bits without autocast; its optimizer keeps fp32 copies of 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import ClassVar, final
 
 from msgspec.structs import replace
@@ -32,6 +33,7 @@ from memfit.plan.frameworks._hf import (
     parameter_bytes,
     shared_values,
 )
+from memfit.plan.memory import without_shape
 from memfit.recipe import Recipe
 from memfit.units import show_bytes, show_count
 
@@ -98,7 +100,7 @@ class DeepSpeed(Framework):
             None if simulated.later is None else without(simulated.later, GRADIENTS),
             simulated.counts,
         )
-        shares = _Shares(model, job.recipe)
+        shares = _shares(model, without_shape(job.recipe))
         held = {**shares.parameters(), **shares.states(), **cublas(job.device)}
         passing = {**shares.gathered(), **shares.buckets()}
         during: Mapping[Phase, Held] = {
@@ -121,7 +123,7 @@ class _Shares:
         self.ranks, self.stage = recipe.parallel.dp_shard, recipe.parallel.zero
         self.trained = sum(w.numel for w in model.weights if w.trainable)
         self.share = -(-self.trained // self.ranks)
-        self.largest = max(w.numel for w in model.weights)
+        self.every = sum(parameter_bytes(recipe, w.dtype, w.shape) for w in model.weights)
 
     def option(self, name: str) -> int:
         return int(self.recipe.options[name])
@@ -166,9 +168,8 @@ class _Shares:
         """Stage 3: weights that stay gathered up to a limit, and those that are fetched ahead."""
         if self.stage != 3:
             return {}
-        every = [parameter_bytes(self.recipe, w.dtype, w.shape) for w in self.model.weights]
-        live = min(LOW * self.option("max_live_parameters"), sum(every))
-        ahead = min(LOW * self.option("prefetch_bucket_size"), sum(every) - live)
+        live = min(LOW * self.option("max_live_parameters"), self.every)
+        ahead = min(LOW * self.option("prefetch_bucket_size"), self.every - live)
         said = f"gathered weights: {show_bytes(live)} kept, {show_bytes(ahead)} fetched ahead"
         return {(Kind.ALL_GATHER, "weights"): (live + ahead, said)}
 
@@ -189,6 +190,11 @@ class _Shares:
             count = min(self.trained, self.option("sub_group_size") * self.ranks)
         said = f"fp32 zeros for {show_count(count)} gradients, while states are made"
         return {(Kind.TEMPORARY, "optimizer"): (FP32 * count, said)}
+
+
+@lru_cache(maxsize=256)
+def _shares(model: Model, recipe: Recipe) -> _Shares:
+    return _Shares(model, recipe)
 
 
 def _stored(job: Job) -> Model:

@@ -7,7 +7,8 @@ than one device: FSDP1, as litgpt used it until 0.5.12, one unit a block and the
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, final
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple, final
 
 import msgspec
 
@@ -29,6 +30,7 @@ from memfit.plan.frameworks._assembly import (
 from memfit.plan.frameworks._fsdp1 import shard
 from memfit.plan.frameworks._litgpt_forward import LitProgram
 from memfit.plan.frameworks._quantised import four_bit_bytes
+from memfit.plan.memory import without_shape
 from memfit.recipe import Recipe
 from memfit.sizes.coded import CODED
 from memfit.units import show_bytes, show_count
@@ -117,8 +119,8 @@ class LitGpt(Framework):
     def predict(self, job: Job) -> Ledger:
         """See `Framework.predict`."""
         recipe, device, again = job.recipe, job.device, job.option("longest_samples") == "many"
-        form = _Form(job.model)
-        model = _adapt(form, job.model, recipe)
+        fixed = _describe(job.model, without_shape(recipe))
+        form, model = fixed.form, fixed.model
         program = LitProgram(
             gated=form.gated, rms=form.rms, parallel=form.architecture.parallel_residual,
             shared_norm=form.shared_norm, post_norms=form.post_norms, capped=form.capped,
@@ -129,11 +131,11 @@ class LitGpt(Framework):
         simulated = run_passes(job, model, program, attention_kernel(job), again=again)
         if not again:
             simulated = msgspec.structs.replace(simulated, later=None)
-        update = _update(model, recipe)
+        states, update = fixed.states, fixed.update
         if recipe.parallel.dp_shard > 1:
-            return shard(job, model, simulated, _states(model, recipe), update)
-        weights = _parameters(model, recipe)
-        held = {**weights, **_states(model, recipe), **cublas(device)}
+            return shard(job, model, simulated, states, update)
+        weights = {**fixed.weights, **_rotary(model, recipe)}
+        held = {**weights, **states, **cublas(device)}
         if recipe.parallel.dp_replicate > 1:
             held |= ddp_buckets(model)
         return assemble(job, simulated, load=weights, held=held, update=update)
@@ -181,6 +183,26 @@ class _Form:
             linear(name, a.ffn, a.hidden, a.mlp_bias)
         linear("mlp.proj", a.hidden, a.ffn, a.mlp_bias)
         return rows
+
+
+class _Fixed(NamedTuple):
+    """What does not depend on the shape of a micro-batch."""
+
+    form: _Form
+    model: Model
+    weights: Held
+    states: Held
+    update: Held
+
+
+@lru_cache(maxsize=256)
+def _describe(model: Model, recipe: Recipe) -> _Fixed:
+    form = _Form(model)
+    adapted = _adapt(form, model, recipe)
+    return _Fixed(
+        form, adapted, _parameters(adapted, recipe), _states(adapted, recipe),
+        _update(adapted, recipe),
+    )  # fmt: skip
 
 
 def _adapt(form: _Form, model: Model, recipe: Recipe) -> Model:
@@ -271,10 +293,12 @@ def _parameters(model: Model, recipe: Recipe) -> Held:
         coded = stored if recipe.base_format in ("nf4", "fp4") else ""
         said = f"{len(each)} tensors, {coded}{recipe.compute_dtype}: {show_bytes(sum(each))}"
         held[Kind.PARAMETERS, owner] = (rounded(each), said)
-    a = model.architecture
-    turn = 2 * recipe.sequence_length * a.rotary_dim * DTYPE_BYTES["float32"]
-    held[Kind.PARAMETERS, "rotary"] = (turn, "cosines and sines of every position, fp32")
     return held
+
+
+def _rotary(model: Model, recipe: Recipe) -> Held:
+    turn = 2 * recipe.sequence_length * model.architecture.rotary_dim * DTYPE_BYTES["float32"]
+    return {(Kind.PARAMETERS, "rotary"): (turn, "cosines and sines of every position, fp32")}
 
 
 def _states(model: Model, recipe: Recipe) -> Held:
