@@ -88,7 +88,7 @@ FRIENDLY = {  # ids that people type; the rest are the name in lower case
 }
 DETAILS = (  # facts of other families, kept under their own names
     "n_experts", "top_k", "moe_ffn", "shared_experts", "shared_ffn", "dense_layers",
-    "decoder_layers", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
     "v_head_dim", "mtp_layers", "qk_norm",
 )  # fmt: skip
 
@@ -256,6 +256,8 @@ def architecture(model, model_type):
         narrow, after = model.get("word_embed_proj_dim"), not model.get("norm_before", True)
         odd = {"embedding_size": narrow} if narrow else {}
         return {**biases, "activation": "relu", **odd, **({"norm_after": True} if after else {})}
+    if model_type == "t5":
+        return {"encoder_layers": model["layers"], "activation": "gelu_new"}
     if model_type == "bloom":
         return {**biases, "activation": "gelu_fast", "alibi": True}
     if model_type == "mpt":

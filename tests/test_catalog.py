@@ -6,15 +6,17 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from memfit import units
 from memfit.catalog import devices, find_device, find_model, models
 from memfit.errors import InvalidRequest, UnknownName
-from memfit.families import families, find_family, read_model
+from memfit.families import families, find_described, find_family, read_model, references
+from memfit.model import ModelReference
 
 DESCRIBED = [m for m in models() if m.model_type in families.names()]
-OTHERS = [m for m in models() if m.model_type not in families.names()]
+COUNTED = [m for m in models() if m.model_type in references.names()]
+OTHERS = [m for m in models() if m not in (*DESCRIBED, *COUNTED)]
 DATE = re.compile(r"20\d\d-\d\d-\d\d")
 
 
@@ -23,6 +25,7 @@ def test_every_model_and_accelerator_has_a_row():
     assert len(devices()) == 84
     assert len({m.id for m in models()}) == 113
     assert len({d.id for d in devices()}) == 84
+    assert len(COUNTED) == 5
     assert len(DESCRIBED) == 96
 
 
@@ -178,14 +181,32 @@ def test_a_described_models_config_reads_back_as_the_same_architecture(model):
     assert find_family(model.model_type).architecture(reference.config) == model.architecture()
 
 
-@pytest.mark.parametrize("model", OTHERS, ids=lambda m: m.id)
-def test_another_familys_count_is_a_recorded_fact_and_its_reference_is_refused(model):
-    if model.model_type != "t5":  # transformers 5 ties the head that FLAN-T5 keeps apart
-        assert model.parameters == model.transformers_parameters
-    else:
-        assert model.parameters - model.transformers_parameters == model.vocab * model.hidden
-    with pytest.raises(UnknownName, match=f"`{model.model_type}` of `{model.id}`"):
+@pytest.mark.parametrize("model", COUNTED, ids=lambda m: m.id)
+def test_an_encoder_decoders_parameters_are_hugging_faces_and_no_verb_plans_it(model):
+    """transformers 5 ties the head that FLAN-T5 keeps apart: its class lacks that one tensor."""
+    family = find_described(model.model_type)
+    ours = family.weights(model.architecture())
+    config = family.config(model.architecture())
+    with torch.device("meta"):
+        theirs = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(**config))
+    apart = [("lm_head.weight", (model.vocab, model.hidden))]
+    assert [(w.name, w.shape) for w in ours] == [
+        *((name, tuple(p.shape)) for name, p in theirs.named_parameters()), *apart
+    ]  # fmt: skip
+    assert sum(w.numel for w in ours) == model.parameters
+    assert model.parameters - model.transformers_parameters == model.vocab * model.hidden
+    assert family.architecture(config) == model.architecture()
+    with pytest.raises(InvalidRequest, match=f"`{model.id}`.* encoder too"):
         model.reference()
+    with pytest.raises(InvalidRequest, match="encoder too"):
+        read_model(ModelReference(name="folder", source="", config=config))
+
+
+def test_a_row_that_no_family_describes_keeps_its_recorded_count():
+    for model in OTHERS:
+        assert model.parameters == model.transformers_parameters
+        with pytest.raises(UnknownName, match=f"`{model.model_type}` of `{model.id}`"):
+            model.reference()
 
 
 @pytest.mark.parametrize(

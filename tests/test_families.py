@@ -10,7 +10,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gated_families import gated
 from memfit.errors import InvalidRequest, UnknownName
-from memfit.families import families, find_family, read_model, without_dropout
+from memfit.families import (
+    families,
+    find_described,
+    find_family,
+    read_model,
+    references,
+    without_dropout,
+)
 from memfit.model import Architecture, ModelReference
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 4, "vocab_size": 101}
@@ -237,6 +244,15 @@ def test_every_base_config_has_a_family_and_the_other_way_round():
     assert families.names() == sorted(BASE)
     for name in families:
         assert families.find(name).name == name
+
+
+def test_a_family_that_is_only_counted_is_none_that_is_planned():
+    assert references.names() == ["t5"]
+    assert not set(references.names()) & set(families.names())
+    with pytest.raises(InvalidRequest, match="relu"):
+        find_described("t5").architecture({"model_type": "t5", "feed_forward_proj": "relu"})
+    with pytest.raises(UnknownName, match="`bert` of `tiny`"):
+        find_described("bert", of="tiny")
 
 
 REQUIRED = {

@@ -97,6 +97,7 @@ class Architecture(Noun, frozen=True, kw_only=True):
     head_bias: bool = False
     alibi: bool = False  # a bias by distance on the scores, instead of positions (2108.12409)
     logits_scaled: bool = False  # whether logits are divided by a number
+    encoder_layers: int = 0  # of an encoder beside the decoder
 
     def kind(self, layer: int) -> str:
         """The kind of a block, of a cycle that repeats to the last one; empty without kinds."""

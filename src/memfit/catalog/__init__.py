@@ -16,7 +16,7 @@ import msgspec
 from memfit import units
 from memfit.catalog._details import architecture_fields
 from memfit.catalog._rows import Rows
-from memfit.families import find_family
+from memfit.families import find_described, find_family
 from memfit.hardware import Device
 from memfit.model import Architecture, ModelReference
 from memfit.nouns import Noun, from_data
@@ -73,7 +73,7 @@ class CatalogModel(Noun, frozen=True, kw_only=True):
 
     def architecture(self) -> Architecture:
         """The model in memfit's words; UnknownName for a family without a file."""
-        find_family(self.model_type, of=self.id)
+        find_described(self.model_type, of=self.id)
         sizes = {
             name: getattr(self, name)
             for name in (
@@ -86,6 +86,8 @@ class CatalogModel(Noun, frozen=True, kw_only=True):
 
     def reference(self) -> ModelReference:
         """What a request needs of the row; UnknownName for a family without a file.
+
+        Raises InvalidRequest for a family that is only counted.
 
         The config states every size; rotary base and norm epsilon are the defaults of Hugging
         Face's class, so pretrained weights are loaded with the config.json beside them.

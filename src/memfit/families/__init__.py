@@ -21,13 +21,10 @@ if TYPE_CHECKING:
     from memfit.sizes import Tensor
 
 
-class Family(ABC):
-    """What memfit knows of one `model_type`; instances are registered in `families`."""
+class Described(ABC):
+    """What memfit knows of the weights of one `model_type`."""
 
     name: ClassVar[str]  # = `model_type` of config.json
-    lora_targets: ClassVar[tuple[str, ...]]  # query and value projections, last parts of names
-    dropouts: ClassVar[tuple[str, ...]]  # keys of config.json that hold a dropout probability
-    ends: ClassVar[bool] = False  # whether nothing stands at positions past `max_sequence`
 
     @abstractmethod
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
@@ -47,6 +44,14 @@ class Family(ABC):
     @abstractmethod
     def weights(self, a: Architecture) -> tuple[Weight, ...]:
         """Every parameter: names, shapes and order of Hugging Face's class; no tied head."""
+
+
+class Family(Described):
+    """A decoder that memfit plans and trains; instances are registered in `families`."""
+
+    lora_targets: ClassVar[tuple[str, ...]]  # query and value projections, last parts of names
+    dropouts: ClassVar[tuple[str, ...]]  # keys of config.json that hold a dropout probability
+    ends: ClassVar[bool] = False  # whether nothing stands at positions past `max_sequence`
 
     def default_targets(self, a: Architecture) -> tuple[str, ...]:
         """What LoRA adapts unless told: `lora_targets`, as this architecture names them."""
@@ -77,6 +82,7 @@ class Family(ABC):
 
 
 families: Registry[Family] = Registry("model family", "memfit.families")
+references: Registry[Described] = Registry("model family", "memfit.families")  # counted alone
 
 # Published under a name of its own, built by another type's class (so says the model's own guide).
 SAME_CLASS = {"kimi_k2": "deepseek_v3"}
@@ -88,11 +94,30 @@ def find_family(model_type: str, *, of: str = "") -> Family:
         return families.find(model_type)
     except UnknownName as error:
         known = families.names()
+        if model_type in references.names():
+            raise InvalidRequest(
+                f"memfit counts the parameters of `{of or model_type}`, but plans and trains"
+                f" decoders, and a `{model_type}` has an encoder too",
+                hint=f"supported: {', '.join(known)}",
+            ) from None
         near = did_you_mean(model_type, known)
         error.message = f"memfit does not describe the model family `{model_type}`"
         error.message += f" of `{of}`" if of else ""
         error.hint = (f"did you mean {near}? " if near else "") + f"supported: {', '.join(known)}"
         raise
+
+
+def find_described(model_type: str, *, of: str = "") -> Described:
+    """The family of a `model_type`, or what memfit knows of the weights of one that it only counts.
+
+    Raises UnknownName as `find_family` does.
+    """
+    try:
+        return families.find(model_type)
+    except UnknownName:
+        if model_type in references.names():
+            return references.find(model_type)
+    return find_family(model_type, of=of)
 
 
 def family_of(reference: ModelReference) -> Family:
