@@ -22,11 +22,9 @@ from published import (
 
 def translate(row: Published) -> Translated:
     """The request of a row; raises NotExpressible."""
-    c, framework = row["config"], row["config"]["framework"]
+    framework = row["config"]["framework"]
     if "Paddle" in framework:
         raise NotExpressible("PaddlePaddle")
-    if "fp8" in c["precision"]:
-        raise NotExpressible("FP8 linears, with copies of weights in FP8")
     if framework.startswith("Megatron-core") and not row["model"].get("n_experts"):
         return _megatron(row, _llama3(row))
     if framework == "FlagScale/Megatron":
@@ -54,7 +52,7 @@ def _megatron(row: Published, options: dict[str, Any]) -> Translated:
         ),
         "framework": "megatron",
         "task": task_of(row),
-        "precision": "fp32" if fp32 else "bf16-mixed",
+        "precision": "fp32" if fp32 else "fp8-mixed" if "fp8" in c["precision"] else "bf16-mixed",
         "micro_batch": c["micro_batch"],
         "attention": "eager" if fp32 else "flash",  # its FlashAttention takes 16 bits alone
         "recompute": "selective" if fp32 else "none",  # --recompute-activations

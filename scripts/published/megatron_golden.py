@@ -31,7 +31,6 @@ UNKNOWN = {  # arguments whose step memfit does not describe -> what they ask fo
     "cuda-graph-impl": "CUDA graphs, which keep pools of their own",
     "enable-cuda-graph": "CUDA graphs, which keep pools of their own",
     "use-transformer-engine-op-fuser": "Transformer Engine's fused operations",
-    "fp8-format": "FP8 linears, with copies of weights in FP8",
     "fp4-format": "FP4 linears",
     "pipeline-model-parallel-layout": "a pipeline layout written out",
     "moe-layer-freq": "dense and expert blocks in a pattern of its own",
@@ -81,7 +80,7 @@ def _express(machine: str, form: dict[str, Any]) -> Translated:
             "sequence_length": a["seq-length"], "global_batch": a["global-batch-size"],
             "packing": False,
         },
-        "precision": "bf16-mixed" if a.get("bf16") else "fp16-mixed" if a.get("fp16") else "fp32",
+        "precision": _precision(a),
         "micro_batch": a["micro-batch-size"],
         "attention": _attention(machine, form, device),
         "recompute": a.get("recompute-granularity", "none"),
@@ -90,6 +89,15 @@ def _express(machine: str, form: dict[str, Any]) -> Translated:
         "options": _options(a, form["environment"]),
     }  # fmt: skip
     return Translated(request, "peak_allocated")
+
+
+def _precision(a: Arguments) -> str:
+    """FP8 with one scale a tensor is described; blocks of it with scales of their own are not."""
+    if a.get("fp8-format"):
+        if a.get("fp8-recipe", "delayed") not in ("delayed", "tensorwise"):
+            raise NotExpressible(f"FP8 by the recipe {a['fp8-recipe']}")
+        return "fp8-mixed"
+    return "bf16-mixed" if a.get("bf16") else "fp16-mixed" if a.get("fp16") else "fp32"
 
 
 def _device(machine: str) -> str:
@@ -177,6 +185,7 @@ def _options(a: Arguments, environment: dict[str, Any]) -> dict[str, Any]:
         "cross_entropy_loss_fusion": a.get("cross-entropy-fusion-impl", "native")
         if a.get("cross-entropy-loss-fusion")
         else "none",
+        "fp8_param_gather": bool(a.get("fp8-param-gather")),
         "masked_softmax_fusion": not a.get("no-masked-softmax-fusion"),
         "moe_grouped_gemm": bool(a.get("moe-grouped-gemm")),
         "create_attention_mask_in_dataloader": not a.get("no-create-attention-mask-in-dataloader"),

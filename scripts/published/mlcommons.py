@@ -1,8 +1,10 @@
-"""MLCommons training results v5.0: NeMo on GB200 and B200, allocated bytes of one rank.
+"""MLCommons training results v5.0: NeMo on H100, GB200 and B200, allocated bytes of rank 0.
 
-What the logs leave out is in the submissions' folders (config_*.sh, train.py): adapters of rank 16
-beside linear_qkv and linear_proj with a dropout of 0.1, weights and attention in FP8, tokens and
-heads exchanged among cp ranks; on one cp rank the activation's input is kept in FP8 too.
+What the logs leave out is in the submissions' folders (config_*.sh, train.py, pretrain.py).
+Fine-tuning: adapters of rank 16 beside linear_qkv and linear_proj with a dropout of 0.1, weights
+and attention in FP8, tokens and heads exchanged among cp ranks; on one cp rank the activation's
+input is kept in FP8 too. Pretraining: weights stored in FP8, 16-bit gradients, the embedding and
+the head counted as blocks of the pipeline; rank 0, which writes the log, is of its first stage.
 """
 
 from __future__ import annotations
@@ -22,9 +24,7 @@ def translate(row: Published) -> Translated:
     """The request of a row; raises NotExpressible."""
     c = row["config"]
     if not c.get("lora"):
-        raise NotExpressible(
-            "one rank of a pipeline whose stage is not said, with FP8 weights and user buffers"
-        )
+        return _pretraining(row)
     targets = [name.strip() for name in c["lora"]["targets"].split(",")]
     request = {
         "model": llama_config(row),
@@ -48,6 +48,35 @@ def translate(row: Published) -> Translated:
             "cp_comm_type": "a2a", "fp8_dot_product_attention": "fp8" in c["attention"],
             "activation_func_fp8_input_store": c["cp"] == 1,
             "accumulate_allreduce_grads_in_fp32": False,
+        },
+    }  # fmt: skip
+    return Translated(request, kind_of(row))
+
+
+def _pretraining(row: Published) -> Translated:
+    c = row["config"]
+    if "fp8" not in c["precision"] or not c["recompute"].startswith("none"):
+        raise NotExpressible(f"precision {c['precision']}, recompute {c['recompute']}")
+    split = c["pp"] > 1
+    request = {
+        "model": llama_config(row),
+        "framework": "megatron",
+        "task": task_of(row),
+        "precision": "fp8-mixed",
+        "micro_batch": c["micro_batch"],
+        "attention": "cudnn",
+        "recompute": "none",
+        "parallel": {
+            "dp_shard": c["dp"], "zero": 1, "tp": c["tp"], "pp": c["pp"], "cp": c["cp"],
+            "virtual_pp": c.get("vp") or 1, "sequence_parallel": bool(c["sp"]),
+        },
+        "hardware": hardware_of(row),
+        "options": {
+            "rank": "first", "fp8_param_gather": True, "accumulate_allreduce_grads_in_fp32": False,
+            "cross_entropy_loss_fusion": "native",
+            "account_for_embedding_in_pipeline_split": split,
+            "account_for_loss_in_pipeline_split": split,
+            "create_attention_mask_in_dataloader": False,
         },
     }  # fmt: skip
     return Translated(request, kind_of(row))

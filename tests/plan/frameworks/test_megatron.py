@@ -124,7 +124,8 @@ def test_the_first_stage_is_the_fullest_where_blocks_outweigh_the_head():
     ledger = predict(**pipeline)
     assert "8 forwards in flight on stage 0" in {e.because for e in ledger.at(Phase.BACKWARD)}
     last = predict(**pipeline | {"options": DROPOUT | {"rank": "last"}})
-    assert last.peak < ledger.peak
+    first = predict(**pipeline | {"options": DROPOUT | {"rank": "first"}})
+    assert last.peak < first.peak == ledger.peak
     assert last.peak_phase == Phase.LOSS
 
 
@@ -181,6 +182,7 @@ def test_golden_values_are_met_where_nothing_is_routed_by_data():
         ("gpt3_mcore_te_tp1_pp1_resume_torch_dist_uniform_full_recompute", "dev_dgx_h100"): 2.385,
         ("gpt3_mcore_tp1_pp4", "dev_dgx_a100"): 2.56,
         ("gpt3_mcore_te_tp2_pp2_cross_entropy_loss_fusion", "dev_dgx_h100"): 1.711,
+        ("gpt3_mcore_tp2_pp2_uninstall_te", "dev_dgx_a100"): 1.943,
     }
     for (name, machine), gib in cases.items():
         request = translate({"case": f"gpt/{name}", "hw": machine}).request
@@ -207,7 +209,7 @@ def test_a_backward_holds_the_streams_gradient_and_the_first_linears():
         ({"options": {"recompute_modules": "core_atn"}}, "core_atn"),
         ({"attention": "math"}, "attention: math"),
         ({"method": "freeze"}, "method: freeze"),
-        ({"precision": "fp8-mixed"}, "fp8-mixed"),
+        ({"precision": "fp8-mixed", "options": {"num_experts": 8}}, "fp8-mixed"),
         ({"method": "lora", "lora": {"targets": ["mlp"]}}, "mlp"),
         ({"method": "lora", "options": {"num_experts": 8}}, "adapters beside experts"),
         ({"options": {"hiden_dropout": 0.1}}, "hiden_dropout"),

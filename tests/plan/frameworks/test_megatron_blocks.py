@@ -219,3 +219,60 @@ def test_adapters_have_states_and_frozen_weights_have_none():
     assert held[Kind.PARAMETERS, "frozen"][0] == 2 * made.model.parameters
     assert held[Kind.PARAMETERS, "adapters"][0] == 2 * trained
     assert held[Kind.OPTIMIZER_STATE, "adapters"][0] == 12 * trained // 8
+
+
+LLAMA_405B = {
+    "name": "Llama-3.1-405B", "model_type": "llama", "vocab_size": 128256, "hidden_size": 16384,
+    "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
+    "num_key_value_heads": 8, "max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("dp", "gib"), [(4, 58.817), (20, 52.062), (64, 50.901)])
+def test_fp8_in_a_pipeline_as_mlcommons_measured_its_rank_0(dp, gib):
+    ledger = predict(
+        model=LLAMA_405B, device="h100-sxm", length=8192, micro=1, batch=24 * dp,
+        precision="fp8-mixed", attention="cudnn",
+        parallel={
+            "dp_shard": dp, "tp": 8, "pp": 8, "virtual_pp": 8, "cp": 2, "sequence_parallel": True,
+        },
+        options={
+            "rank": "first", "fp8_param_gather": True, "cross_entropy_loss_fusion": "native",
+            "accumulate_allreduce_grads_in_fp32": False,
+            "create_attention_mask_in_dataloader": False,
+            "account_for_embedding_in_pipeline_split": True,
+            "account_for_loss_in_pipeline_split": True,
+        },
+    )  # fmt: skip
+    assert ledger.peak / GIB == pytest.approx(gib, rel=0.03)
+
+
+def test_fp8_weights_by_hand():
+    linears = 24 * 12 * 1024**2
+    count = job().model.parameters
+    for device, gather, each in (
+        ("h100-sxm", True, 2),  # stored, and laid out the other way
+        ("b200-sxm", True, 1),  # Blackwell's products read either layout
+        ("h100-sxm", False, 4),  # beside the 16-bit weight
+        ("b200-sxm", False, 3),
+    ):
+        made = job(precision="fp8-mixed", device=device, options={"fp8_param_gather": gather})
+        shape = read_shape(made)
+        (stage,) = deal_stages(made, shape)
+        held = stages.hold_states(shape, read_settings(made), stage)
+        weights = held[Kind.PARAMETERS, "blocks and tables"][0]
+        assert weights == 2 * (count - linears) + each * linears
+
+
+def test_fp8_linears_keep_their_inputs_in_fp8():
+    plain, fp8 = (
+        save_block(read_shape(made), read_settings(made).block, moe=False)
+        for made in (job(device="h100-sxm"), job(device="h100-sxm", precision="fp8-mixed"))
+    )
+    for part in ("attention norm's output", "feed-forward norm's output"):
+        assert fp8[part] == plain[part] // 2
+    assert fp8["feed-forward, activation"] == plain["feed-forward, activation"] // 2
+    assert fp8["feed-forward, first linear"] == plain["feed-forward, first linear"]
+    # the kernel keeps its output in 16 bits, the projection in 8
+    copy = fp8["attention's output, in FP8 for the projection"]
+    assert copy == fp8["attention's output"] // 2

@@ -27,6 +27,7 @@ class BlockSettings(Noun, frozen=True, kw_only=True):
     adapted: frozenset[str] | None  # linears with adapters, where all else is frozen; None: full
     adapter_dropout: bool
     adapter_rank: int
+    fp8: bool  # linears read FP8, and keep their inputs in it
     fp8_attention: bool  # --fp8-dot-product-attention
     fp8_activation: bool  # --activation-func-fp8-input-store
     imbalance: float  # tokens of the fullest rank's experts over the mean
@@ -65,8 +66,13 @@ def save_norm(shape: Shape, settings: BlockSettings, of: str, linear: str) -> Pa
         copy = FLOAT * shape.own_tokens * shape.hidden
         parts = {f"{of} norm's input": copy + statistics, f"{of} norm's product": shape.stream}
     if "layernorm" not in settings.recomputed and _learns(settings, linear):
-        parts[f"{of} norm's output"] = shape.stream
+        parts[f"{of} norm's output"] = _input(shape, settings) * shape.own_tokens * shape.hidden
     return parts
+
+
+def _input(shape: Shape, settings: BlockSettings) -> int:
+    """Bytes of an element that a linear keeps of its input; an adapter keeps its own in 16 bits."""
+    return 1 if settings.fp8 and settings.adapted is None else shape.element
 
 
 def _learns(settings: BlockSettings, linear: str) -> bool:
@@ -122,6 +128,8 @@ def save_core(shape: Shape, settings: BlockSettings) -> Parts:
     e = 1 if settings.fp8_attention else shape.element
     out = e * shape.tokens * value // shape.tp
     parts = {"attention's output": out}
+    if settings.fp8 and settings.adapted is None and not settings.fp8_attention:
+        parts["attention's output, in FP8 for the projection"] = shape.tokens * value // shape.tp
     if "core_attn" in settings.recomputed:
         return parts
     if settings.attention == "eager":
@@ -151,7 +159,7 @@ def save_dense(shape: Shape, settings: BlockSettings) -> Parts:
     if settings.legacy and shape.widen == 2:
         parts["feed-forward, gate"] = shape.element * elements
     if _learns(settings, "linear_fc2"):
-        parts["feed-forward, activation"] = shape.element * elements
+        parts["feed-forward, activation"] = _input(shape, settings) * elements
     return parts
 
 

@@ -27,7 +27,7 @@ class Settings(Noun, frozen=True, kw_only=True):
     recompute: str  # none | selective | full
     recomputed_blocks: int  # the first ones of each stage's chunk, where `full`
     recompute_group: int  # blocks between two kept inputs (--recompute-num-layers, uniform)
-    frozen: int  # bytes of an element of a frozen linear's weight, where adapters are trained
+    weight: int  # bytes of an element of a linear's weight, with its copies in FP8
     loss: str  # plain | native | te: --cross-entropy-loss-fusion and its implementation
     loss_copies: int  # fp32 tensors of the logits' size at the loss's worst instant
     main_gradient: int  # bytes of a gradient in the buffer
@@ -63,6 +63,13 @@ def count_parameters(shape: Shape, stage: Stage) -> tuple[int, int]:
     return dense, expert
 
 
+def _count_linears(shape: Shape, stage: Stage) -> int:
+    """Parameters of a stage's linears, on one rank of a dense model."""
+    layers = sum(len(chunk) for chunk in stage.chunks)
+    wide = 2 * (shape.query + shape.keys) + (shape.widen + 1) * shape.ffn
+    return layers * wide * shape.hidden // shape.tp
+
+
 def hold_states(shape: Shape, settings: Settings, stage: Stage) -> Held:
     """Weights, gradients in their contiguous buffers, and the optimizer's shard."""
     dense, expert = count_parameters(shape, stage)
@@ -71,10 +78,14 @@ def hold_states(shape: Shape, settings: Settings, stage: Stage) -> Held:
     both = dense + expert
     cut = dense // shape.shards + expert // shape.expert_shards
     among = f" among {shape.shards} ranks" if shape.shards > 1 else ""
+    more, copies = 0, ""
+    if settings.weight != shape.element:
+        more = (settings.weight - shape.element) * _count_linears(shape, stage)
+        copies = f", those of linears {settings.weight} B with what is kept in FP8"
     return {
         (Kind.PARAMETERS, "blocks and tables"): (
-            shape.element * both,
-            f"{both} parameters of stage {stage.index}, {shape.element} B each",
+            shape.element * both + more,
+            f"{both} parameters of stage {stage.index}, {shape.element} B each{copies}",
         ),
         (Kind.GRADIENTS, "buffers"): (
             settings.main_gradient * both,
@@ -92,12 +103,11 @@ def _hold_adapted(shape: Shape, settings: Settings, stage: Stage, dense: int) ->
     layers = sum(len(chunk) for chunk in stage.chunks)
     adapted, rank = settings.block.adapted or frozenset(), settings.block.adapter_rank
     trained = layers * shape.adapter_parameters(adapted, rank)
-    linears = layers * ((shape.query + shape.keys) * 2 + (shape.widen + 1) * shape.ffn)
-    linears = linears * shape.hidden // shape.tp
+    linears = _count_linears(shape, stage)
     return {
         (Kind.PARAMETERS, "frozen"): (
-            settings.frozen * linears + shape.element * (dense - linears),
-            f"{dense} frozen parameters: linears {settings.frozen} B each, others {shape.element}",
+            settings.weight * linears + shape.element * (dense - linears),
+            f"{dense} frozen parameters: linears {settings.weight} B each, others {shape.element}",
         ),
         (Kind.PARAMETERS, "adapters"): (shape.element * trained, f"{trained} parameters"),
         (Kind.GRADIENTS, "adapters"): (settings.main_gradient * trained, "main gradients"),

@@ -74,11 +74,12 @@ KNOBS = {
     "cp_comm_type": Knob(
         default="p2p", means="how cp ranks attend to each other's tokens", values=("p2p", "a2a"),
     ),
+    "fp8_param_gather": Knob(default=False, means="weights are stored in FP8 alone"),
     "fp8_dot_product_attention": Knob(default=False, means="attention in FP8 too"),
     "activation_func_fp8_input_store": Knob(default=False, means="its input is kept in FP8"),
     "rank": Knob(
-        default="fullest", means="`last`: the last stage, whose memory Megatron logs",
-        values=("fullest", "last"),
+        default="fullest", means="`first` has rank 0; `last` has the rank that Megatron logs",
+        values=("fullest", "first", "last"),
     ),
 }  # fmt: skip
 
@@ -154,8 +155,7 @@ class Megatron(Framework):
         shape = read_shape(job)
         settings = read_settings(job)
         stages = deal_stages(job, shape)
-        if job.option("rank") == "last":
-            stages = stages[-1:]
+        stages = pick_stages(job, stages)
         ledgers = [make_ledger(describe_instants(shape, settings, stage)) for stage in stages]
         return max(ledgers, key=lambda ledger: ledger.peak)
 
@@ -169,15 +169,15 @@ LINEARS = {  # Megatron's linear of each of Hugging Face's
 
 
 def _check_adapters(job: Job) -> None:
-    """Adapters: beside known linears of a dense model; FP8 only where it stores frozen weights."""
+    """Adapters: beside known linears of a dense model; FP8, with one scale a tensor, there too."""
     a, recipe = job.model.architecture, job.recipe
     lora = recipe.method == "lora"
-    if recipe.precision == "fp8-mixed" and not lora:
+    sparse = bool(a.experts.count or a.latent.kv_rank or job.option("num_experts"))
+    if recipe.precision == "fp8-mixed" and sparse:
         raise InvalidRequest(
-            "`precision: fp8-mixed` is described with `method: lora` alone",
-            hint="weights that are trained are also copied to FP8, in ways that recipes differ in",
+            "`precision: fp8-mixed` with experts or latent attention is not described"
         )
-    if lora and (a.experts.count or a.latent.kv_rank or job.option("num_experts")):
+    if lora and sparse:
         raise InvalidRequest("adapters beside experts or latent attention are not described")
     for name in recipe.lora.targets if lora else ():
         if name not in LINEARS:
@@ -185,6 +185,14 @@ def _check_adapters(job: Job) -> None:
                 f"`lora.targets` names `{name}`, which is none of Megatron-LM's linears",
                 hint=f"known: {', '.join(LINEARS)}",
             )
+
+
+def pick_stages(job: Job, stages: list[Stage]) -> list[Stage]:
+    """Those of which the fullest is asked for: all, the first or the last."""
+    asked = job.option("rank")
+    if asked == "fullest":
+        return stages
+    return stages[:1] if asked == "first" else stages[-1:]
 
 
 def _modules(job: Job) -> list[str]:
@@ -216,6 +224,7 @@ def read_settings(job: Job) -> Settings:
             adapted=frozenset(LINEARS[t] for t in recipe.lora.targets) if lora else None,
             adapter_dropout=lora and recipe.lora.dropout > 0,
             adapter_rank=recipe.lora.rank,
+            fp8=fp8,
             fp8_attention=fp8 and bool(job.option("fp8_dot_product_attention")),
             fp8_activation=fp8 and bool(job.option("activation_func_fp8_input_store")),
             imbalance=float(job.option("expert_imbalance")),
@@ -224,7 +233,7 @@ def read_settings(job: Job) -> Settings:
         recompute="full" if full else "none",
         recomputed_blocks=recipe.recompute_blocks,
         recompute_group=int(job.option("recompute_num_layers")),
-        frozen=1 if fp8 else 4 if whole else 2,
+        weight=_weight_bytes(job),
         loss=str(job.option("cross_entropy_loss_fusion")),
         loss_copies=1 if job.option("in_place_loss") else 2,
         main_gradient=4 if summed else 2,
@@ -236,6 +245,21 @@ def read_settings(job: Job) -> Settings:
         grouped=bool(job.option("moe_grouped_gemm")),
         mask=bool(job.option("create_attention_mask_in_dataloader")),
     )
+
+
+def _weight_bytes(job: Job) -> int:
+    """Of an element of a linear's weight: as it is stored, and what is kept of it in FP8.
+
+    Hopper's products read FP8 operands of one layout alone, so that the backward needs a copy laid
+    out the other way; Blackwell's read both (Transformer Engine's Float8Tensor). Without
+    --fp8-param-gather the weights themselves are 16-bit, and their FP8 copies last for a step.
+    """
+    precision = job.recipe.precision
+    if precision != "fp8-mixed":
+        return 4 if precision == "fp32" else 2
+    copies = 1 if (job.device.capability or (0, 0)) >= (10, 0) else 2
+    stored = job.recipe.method == "lora" or bool(job.option("fp8_param_gather"))
+    return copies if stored else 2 + copies
 
 
 def _state_bytes(job: Job) -> int:

@@ -25,7 +25,7 @@ from memfit.plan.frameworks._megatron_stage import (
     keep_chunk,
 )
 from memfit.plan.frameworks._pipeline import count_in_flight, deal_sizes
-from memfit.plan.frameworks.megatron import KNOBS, VALUES
+from memfit.plan.frameworks.megatron import KNOBS, VALUES, pick_stages
 from memfit.recipe import Parallel
 
 SHARED = (
@@ -99,8 +99,7 @@ class MegatronDeepSpeed(Framework):
         shape, settings = read_shape(job), _read_settings(job)
         aware = "embedding" in str(job.option("pp_partition_method"))
         stages = _deal_stages(shape, aware)
-        if job.option("rank") == "last":
-            stages = stages[-1:]
+        stages = pick_stages(job, stages)
         bucket = 2 * int(job.option("reduce_bucket_size"))
         ledgers = [make_ledger(_describe(shape, settings, stage, bucket)) for stage in stages]
         return max(ledgers, key=lambda ledger: ledger.peak)
@@ -123,6 +122,7 @@ def _read_settings(job: Job) -> Settings:
             adapted=None,
             adapter_dropout=False,
             adapter_rank=0,
+            fp8=False,
             fp8_attention=False,
             fp8_activation=False,
             imbalance=1.0,
@@ -131,7 +131,7 @@ def _read_settings(job: Job) -> Settings:
         recompute="full" if full else "none",
         recomputed_blocks=recipe.recompute_blocks,
         recompute_group=1,
-        frozen=2,
+        weight=2,
         loss="plain",
         loss_copies=1,
         main_gradient=4 if wide else 0,
