@@ -21,7 +21,7 @@ from memfit.sizes.loss import chunked_sum, cross_entropy_sum
 Weights = dict[str, Tensor]  # by name inside the block, or inside the model
 Rotation = tuple[Tensor, Tensor]  # cosines, sines
 Turn = Rotation | None  # None where a block does not rotate
-Documents = tuple[tuple[int, ...], ...]  # for each row, the lengths of its documents
+Documents = tuple[int, ...]  # the lengths of a row's documents, the same in every row
 
 
 class Forward(msgspec.Struct, frozen=True):

@@ -79,7 +79,6 @@ class Setting(Noun, frozen=True, kw_only=True):
     architecture: Architecture
     outside: tuple[Row, ...]
     runs: tuple[Run, ...]  # counts as simulated
-    rows: int  # of a packed micro-batch, whose documents are calls of their own; else 0
     kernel: str
     autocast: bool
     compute: str  # dtype of matrix products

@@ -27,6 +27,13 @@ Form = tuple[tuple[int, int], ...]  # the same, sorted, without zeros
 ByPart = dict[tuple[Part, int], int]
 
 
+class Rest(NamedTuple):
+    """What so many blocks are larger than their tensors of so many bytes."""
+
+    nbytes: Size
+    times: Number
+
+
 class Instant(NamedTuple):
     """A moment of a segment that is its highest for some shape; numbers are forms' indices."""
 
@@ -89,11 +96,11 @@ class Basis:
 
     def __init__(self, unknowns: Unknowns) -> None:
         self.unknowns = unknowns
-        self.keys: list[Monomial | Size] = []  # a size stands for the rest of its block
-        self._index: dict[Monomial | Size, int] = {}
+        self.keys: list[Monomial | Rest] = []
+        self._index: dict[Monomial | Rest, int] = {}
 
-    def of(self, key: Monomial | Size) -> int:
-        """The index of a product, or of the rest of a size's block."""
+    def of(self, key: Monomial | Rest) -> int:
+        """The index of a product, or of the rests of blocks."""
         if key not in self._index:
             self._index[key] = len(self.keys)
             self.keys.append(key)
@@ -103,18 +110,18 @@ class Basis:
         """Bytes in the basis: (index, coefficient)."""
         return [(self.of(monomial), c) for monomial, c in terms_of(nbytes)]
 
-    def rest(self, nbytes: Number) -> list[tuple[int, int]]:
-        """What a CUDA block of these bytes is larger."""
+    def rest(self, nbytes: Number, count: Number) -> list[tuple[int, int]]:
+        """What so many CUDA blocks of these bytes are larger."""
         if isinstance(nbytes, Size):
-            return [(self.of(nbytes), 1)]
-        return [(self.of(()), block_size(nbytes) - nbytes)]
+            return [(self.of(Rest(nbytes, count)), 1)]
+        return self.tensor(count * (block_size(nbytes) - nbytes))
 
     def surely(self, difference: Vector) -> int | None:
         """The least that tensors differ by for any shape; None when it may be less than nothing."""
         least = 0
         for index, coefficient in difference.items():
             key = self.keys[index]
-            if isinstance(key, Size) or (coefficient < 0 and key):
+            if isinstance(key, Rest) or (coefficient < 0 and key):
                 return None
             if self.unknowns.positive(key):
                 least += coefficient
@@ -124,9 +131,9 @@ class Basis:
         """The basis under these values of the unknowns."""
         found = []
         for key in self.keys:
-            if isinstance(key, Size):
-                nbytes = key.at(values)
-                found.append(block_size(nbytes) - nbytes)
+            if isinstance(key, Rest):
+                nbytes = key.nbytes.at(values)
+                found.append((block_size(nbytes) - nbytes) * value_at(key.times, values))
             else:
                 found.append(prod(values[i] for i in key))
         return found
@@ -153,8 +160,7 @@ class ClosedForm:
         mine, asked = self.batch.documents, batch.documents
         if mine is None or asked is None:
             return mine is asked
-        rows = {row: tuple(value_at(n, values) for n in row) for row in mine}
-        return tuple(rows[row] for row in mine) == asked
+        return tuple(value_at(n, values) for n in mine) == asked
 
     def at(self, values: list[int]) -> list[Passes]:
         """The passes of one shape: of the first micro-batch, and of a later one."""
@@ -186,14 +192,15 @@ class ClosedForm:
         events = meter.events[mark.event : until.event]
         for event, following in zip(events, [*events, -1][1:], strict=True):
             index, sign = (event, 1) if event >= 0 else (~event, -1)
-            nbytes, part = meter.asked[index], (meter.kinds[index], meter.owners[index])
-            for at, coefficient in basis.tensor(nbytes):
+            nbytes, count = meter.asked[index], meter.counts[index]
+            part = meter.kinds[index], meter.owners[index]
+            for at, coefficient in basis.tensor(nbytes * count):
                 level[at] = level.get(at, 0) + sign * coefficient
                 parts[part, at] = parts.get((part, at), 0) + sign * coefficient
             if meter.cuda:
-                for at, coefficient in basis.rest(nbytes):
+                for at, coefficient in basis.rest(nbytes, count):
                     parts[ROUNDING, at] = parts.get((ROUNDING, at), 0) + sign * coefficient
-            if event >= 0 > following:
+            if event >= 0 > following and count == 1:
                 self._keep(kept, level, parts)
         instants = tuple(
             Instant(self._form(level), self._by_part(parts)) for level, parts in kept

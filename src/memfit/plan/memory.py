@@ -128,7 +128,6 @@ def describe(model: Model, recipe: Recipe, device: Device) -> tuple[Setting, lis
         architecture=replace(model.architecture, layers=0),
         outside=outside,
         runs=shorten(runs),
-        rows=recipe.micro_batch if recipe.packing else 0,
         kernel=recipe.attention,
         autocast=recipe.autocast,
         compute=recipe.compute_dtype,
@@ -144,8 +143,11 @@ def describe(model: Model, recipe: Recipe, device: Device) -> tuple[Setting, lis
 
 def worst_batch(recipe: Recipe) -> Batch:
     """The micro-batch that needs the most memory of all that the recipe allows: full rows."""
+    documents = replace(recipe, micro_batch=1).worst_documents  # the same in every row
     return Batch(
-        rows=recipe.micro_batch, tokens=recipe.sequence_length, documents=recipe.worst_documents
+        rows=recipe.micro_batch,
+        tokens=recipe.sequence_length,
+        documents=None if documents is None else documents[0],
     )
 
 
@@ -161,7 +163,6 @@ class Outline:
         """The segments of the first micro-batch, and of a later one where there is any."""
 
         def general(rows: int, tokens: int) -> Batch:
-            rows = recipe.micro_batch if recipe.packing else rows
             return worst_batch(replace(recipe, micro_batch=rows, sequence_length=tokens))
 
         return self.answers.passes(worst_batch(recipe), general)
@@ -173,10 +174,9 @@ def find_outline(model: Model, recipe: Recipe, device: Device) -> Outline:
 
 
 def without_shape(recipe: Recipe) -> Recipe:
-    """The same for all rows, tokens and steps; documents of packed rows are calls of their own."""
-    rows = recipe.micro_batch if recipe.packing else 1
+    """The same for all rows, tokens and steps."""
     more = min(2, recipe.accumulation)
-    return replace(recipe, micro_batch=rows, sequence_length=1, accumulation=more, steps=0, seed=0)
+    return replace(recipe, micro_batch=1, sequence_length=1, accumulation=more, steps=0, seed=0)
 
 
 @lru_cache(maxsize=256)

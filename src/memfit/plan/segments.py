@@ -63,17 +63,17 @@ def _cut(meter: Meter, marks: list[Mark]) -> Passes:
 
 
 def _segment(meter: Meter, mark: Mark, until: Mark) -> Segment:
-    asked = meter.asked
+    asked, counts = meter.asked, meter.counts
     level = rise = 0
     top_at = mark.event
     for at in range(mark.event, until.event):
         event = meter.events[at]
         if event >= 0:
-            level += asked[event]
-            if level > rise:
+            level += asked[event] * counts[event]
+            if level > rise and counts[event] == 1:
                 rise, top_at = level, at + 1
         else:
-            level -= asked[~event]
+            level -= asked[~event] * counts[~event]
     net: Parts = {}
     top: Parts = {}
     for at in range(mark.event, until.event):
@@ -81,10 +81,10 @@ def _segment(meter: Meter, mark: Mark, until: Mark) -> Segment:
             top = dict(net)
         event = meter.events[at]
         index, sign = (event, 1) if event >= 0 else (~event, -1)
-        part = meter.kinds[index], meter.owners[index]
-        net[part] = net.get(part, 0) + sign * asked[index]
+        part, times = (meter.kinds[index], meter.owners[index]), sign * counts[index]
+        net[part] = net.get(part, 0) + times * asked[index]
         if rest := meter.held(index) - asked[index]:
-            net[ROUNDING] = net.get(ROUNDING, 0) + sign * rest
+            net[ROUNDING] = net.get(ROUNDING, 0) + times * rest
     if top_at == until.event:
         top = dict(net)
     return Segment(mark.name, net, rise, top, until.flop - mark.flop)

@@ -24,11 +24,12 @@ FIRST = 1 << 62  # gradients are accumulated as soon as they are ready
 class Node:
     """One differentiable operation that ran."""
 
-    __slots__ = ("edges", "outputs", "rule", "saved", "sequence", "variable")
+    __slots__ = ("copies", "edges", "outputs", "rule", "saved", "sequence", "variable")
 
     def __init__(self, meter: Meter, rule: Rule, inputs: Sequence[Tensor | None]) -> None:
         self.sequence = meter.sequence
         meter.sequence += 1
+        self.copies = meter.copies  # its derivative stands for as many as itself
         self.rule = rule
         self.edges = [edge(t) for t in inputs]
         self.outputs: list[tuple[Shape, str]] = []
@@ -100,7 +101,7 @@ def backward(loss: Tensor, passing: Callable[[int], None] = lambda sequence: Non
 
     `passing` is told the sequence number of each node before it runs.
     """
-    root = loss.grad_fn
+    root, meter = loss.grad_fn, loss.meter
     if root is None:
         raise ValueError("nothing that the loss depends on is trainable")
     seed = empty(loss.meter, loss.shape, loss.dtype)
@@ -112,7 +113,9 @@ def backward(loss: Tensor, passing: Callable[[int], None] = lambda sequence: Non
     while ready:
         node = heapq.heappop(ready)[2]
         passing(node.sequence)
+        meter.copies = node.copies
         outputs = _call(node, buffers.pop(node))
+        meter.copies = 1
         node.saved = ()
         for i, target in enumerate(node.edges):
             if target is None:
@@ -239,7 +242,8 @@ class Region:
         autocast, meter.autocast = meter.autocast, self.autocast
         self.filled = 0
         try:
-            self.function(*self.arguments)
+            with meter.standing_for(1):
+                self.function(*self.arguments)
         except _EnoughRecomputedError:
             pass
         finally:

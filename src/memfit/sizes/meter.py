@@ -65,6 +65,8 @@ class Meter:
         self.flop = 0  # of matrix products and attention so far
         self.events: list[int] = []  # i: storage i was born; ~i: it died
         self.asked: list[int] = []  # bytes of each storage
+        self.copies = 1  # what is made now stands for so many, one made after the other
+        self.counts: list[int] = []  # how many each storage stands for
         self.kinds: list[Kind] = []
         self.owners: list[str] = []
         self._calls: list[int] = [0]  # calls of modules that are open, innermost last
@@ -75,6 +77,7 @@ class Meter:
         """Log a birth; returns the storage's index and the module call that made it."""
         index = len(self.asked)
         self.asked.append(nbytes)
+        self.counts.append(self.copies)
         call = 0
         if kind is None:
             call = self._calls[-1]
@@ -124,7 +127,16 @@ class Meter:
         if self.on_product is not None:
             told, self.on_product = self.on_product, None
             told()
-        self.flop += flop
+        self.flop += flop * self.copies
+
+    @contextmanager
+    def standing_for(self, copies: int) -> Iterator[None]:
+        """What is made inside stands for that many."""
+        before, self.copies = self.copies, copies
+        try:
+            yield
+        finally:
+            self.copies = before
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd keeps of a saved tensor: a handle without its history, or a promise."""

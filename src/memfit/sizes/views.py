@@ -170,10 +170,11 @@ def _split_backward(shape: Shape, sizes: Shape, dim: int) -> Rule:
     return rule
 
 
-def concatenate(parts: Sequence[Tensor], dim: int) -> Tensor:
+def concatenate(parts: Sequence[Tensor], dim: int, whole: int = 0) -> Tensor:
     """`torch.cat(parts, dim)`; each part's gradient is a view of the whole's.
 
-    A CPU's autocast makes copies of the narrower parts first, in the widest dtype.
+    A CPU's autocast makes copies of the narrower parts first, in the widest dtype. whole: length of
+    the result, where parts stand for several.
     """
     first = parts[0]
     wide = "float32" if any(p.dtype == "float32" for p in parts) else first.dtype
@@ -181,7 +182,8 @@ def concatenate(parts: Sequence[Tensor], dim: int) -> Tensor:
     joined = [cast(p, wide) for p in parts] if widens else list(parts)
     lengths = [p.shape[dim] for p in parts]
     node = record(_concatenate_backward(dim, lengths), joined)
-    shape = (*first.shape[:dim], sum(lengths), *first.shape[dim + 1 :])
+    length = sum(lengths) if whole == 0 else whole
+    shape = (*first.shape[:dim], length, *first.shape[dim + 1 :])
     return attach(node, empty(first.meter, shape, wide))
 
 

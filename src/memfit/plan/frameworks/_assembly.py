@@ -83,7 +83,6 @@ def _describe(
         architecture=msgspec.structs.replace(model.architecture, layers=0),
         outside=outside,
         runs=shorten(runs),
-        rows=0,
         kernel=kernel,
         autocast=recipe.autocast,
         compute=recipe.compute_dtype,

@@ -1,0 +1,182 @@
+"""How long a warm `api.predict` takes, one configuration at a time, and what peers take.
+
+    python bench/predict_speed.py [--peers FOLDER] [--no-write]
+
+Every configuration is asked once and is new: another number of rows and tokens of one of the
+recipes below. A recipe is warm after three other shapes of it; those are timed apart (`first` loads
+the model's row and simulates, the next simulates for all shapes). `simulated` counts the timed
+configurations for which a simulation was needed after all: other operations ran, as with one row.
+
+FOLDER as for bench/peers.py: each peer is asked, with its own code, for rows of the corpus that it
+can express, after one call that is not timed. They answer less: DeepSpeed's estimator and
+EleutherAI's script are sums of a few products; DeepSpeed's knows no activations, accelerate's
+neither, llm-analysis' no instants. Writes bench/results/predict_speed.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import memfit
+from memfit import api
+from memfit.corpus import read_corpus
+from memfit.nouns import from_data
+from memfit.plan import closed_form
+from memfit.request import Request
+
+OUT = Path(__file__).resolve().parent / "results" / "predict_speed.json"
+SHAPES = 32  # of each recipe
+WARM = 3  # shapes of a recipe before those that are timed
+PEER_ROWS = 40  # of the corpus, for each peer
+PLAIN = {
+    "method": "full", "precision": "bf16-mixed", "recompute": "none", "loss": "plain",
+    "optimizer": {"name": "adamw"}, "hardware": {"device": "h100-sxm"},
+}  # fmt: skip
+RECIPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b, bf16": {"model": "llama-3.1-8b", "precision": "bf16"},
+    "llama-3.1-8b, bf16, packed": {"model": "llama-3.1-8b", "precision": "bf16", "packing": True},
+    "llama-3.1-8b, LoRA": {"model": "llama-3.1-8b", "method": "lora", "precision": "bf16"},
+    "llama-3.1-8b, half recomputed, chunked loss": {
+        "model": "llama-3.1-8b", "recompute": {"blocks": 16}, "loss": "chunked",
+        "loss_chunk": 1024,
+    },
+    "llama-3.1-8b, recomputed, accumulated": {
+        "model": "llama-3.1-8b", "recompute": "full", "accumulation": 8
+    },
+    "qwen2.5-0.5b, fp32, CPU": {
+        "model": "qwen2.5-0.5b", "precision": "fp32", "hardware": {"device": "cpu-x86"}
+    },
+    "gpt2, math, CPU": {
+        "model": "gpt2", "precision": "fp32", "attention": "math", "longest": 1024,
+        "hardware": {"device": "cpu-x86"},
+    },
+    "gpt2, 8-bit AdamW": {"model": "gpt2", "longest": 1024, "optimizer": {"name": "adamw8bit"}},
+    "gpt-neox-20b, LoRA, recomputed": {
+        "model": "gpt-neox-20b", "method": "lora", "recompute": "full", "longest": 2048
+    },
+    "qwen3-8b, last blocks trained": {
+        "model": "qwen3-8b", "method": "freeze", "freeze": {"last_blocks": 4}
+    },
+}  # fmt: skip
+
+
+def request(recipe: dict[str, Any], rows: int, tokens: int) -> Request:
+    own = {k: v for k, v in recipe.items() if k not in ("packing", "accumulation", "longest")}
+    task = {
+        "global_batch": rows * recipe.get("accumulation", 1), "sequence_length": tokens,
+        "packing": recipe.get("packing", False),
+    }  # fmt: skip
+    data = PLAIN | own | {"micro_batch": rows, "task": task}
+    return from_data(data, Request, where="the bench")
+
+
+def shapes(recipe: dict[str, Any], pick: random.Random) -> list[tuple[int, int]]:
+    """Different ones, tokens of any length."""
+    found: dict[tuple[int, int], None] = {}
+    while len(found) < WARM + SHAPES:
+        found[pick.randint(1, 16), pick.randint(2, recipe.get("longest", 8192))] = None
+    return list(found)
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Milliseconds."""
+    start = time.perf_counter()
+    call()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def summary(times: list[float]) -> dict[str, Any]:
+    p90, p99 = (quantiles(times, n=100)[i] for i in (89, 98))
+    return {
+        "configurations": len(times), "median_ms": round(median(times), 3),
+        "p90_ms": round(p90, 3), "p99_ms": round(p99, 3), "max_ms": round(max(times), 3),
+        "at_most_1_ms": round(sum(t <= 1 for t in times) / len(times), 4),
+    }  # fmt: skip
+
+
+def measure() -> dict[str, Any]:
+    """First calls of each recipe in turn, then all other configurations in random order."""
+    simulations: list[object] = []
+    record = closed_form.record
+
+    def counted(*what: Any) -> Any:
+        simulations.append(what)
+        return record(*what)
+
+    closed_form.record = counted  # type: ignore[assignment]
+    pick = random.Random(0)
+    waiting: list[tuple[str, Request]] = []
+    cold: dict[str, list[float]] = {}
+    for name, recipe in RECIPES.items():
+        requests = [request(recipe, *shape) for shape in shapes(recipe, pick)]
+        cold[name] = [round(timed(lambda r=r: api.predict(r)), 1) for r in requests[:WARM]]
+        waiting += [(name, r) for r in requests[WARM:]]
+    pick.shuffle(waiting)
+    times: dict[str, list[float]] = {name: [] for name in RECIPES}
+    before = len(simulations)
+    for name, one in waiting:
+        times[name].append(timed(lambda one=one: api.predict(one)))
+    closed_form.record = record
+    everything = [t for row in times.values() for t in row]
+    return summary(everything) | {
+        "simulated": len(simulations) - before,
+        "recipes": {
+            name: {"median_ms": round(median(row), 3), "max_ms": round(max(row), 3),
+                   "first_calls_ms": cold[name]}
+            for name, row in times.items()
+        },
+    }  # fmt: skip
+
+
+def ask_peers(folder: Path) -> dict[str, Any]:
+    """Milliseconds a row of the corpus, of peers whose code is there."""
+    from peers import PEERS, NotExpressible
+
+    found: dict[str, Any] = {}
+    for peer, prepare in PEERS.items():
+        try:
+            ask = prepare(folder)
+        except (ImportError, OSError, StopIteration) as error:
+            found[peer] = f"not run: {type(error).__name__}: {error}"
+            continue
+        times: list[float] = []
+        for row in read_corpus():
+            if len(times) > PEER_ROWS:
+                break
+            try:
+                times.append(timed(lambda ask=ask, row=row: ask(row)))
+            except NotExpressible:
+                continue
+            except Exception as error:  # its own failure; the row is not counted
+                print(f"{peer}: {row.id}: {type(error).__name__}: {error}"[:120])
+        found[peer] = summary(times[1:]) if len(times) > 2 else "not run: no row of the corpus"
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peers", type=Path)
+    parser.add_argument("--write", action=argparse.BooleanOptionalAction, default=True)
+    asked = parser.parse_args()
+    ours = measure()
+    print(json.dumps(ours, indent=2))
+    theirs: Any = ask_peers(asked.peers) if asked.peers else "not run: no --peers"
+    print(json.dumps(theirs, indent=2))
+    result = {
+        "memfit": memfit.__version__, "python": platform.python_version(),
+        "machine": platform.machine(), "api.predict": ours, "peers": theirs,
+    }  # fmt: skip
+    if asked.write:
+        OUT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
