@@ -14,7 +14,7 @@ from memfit.recipe import Freeze, Lora
 from tiny_models import CONFIGS, FAMILIES, TARGETS, make_recipe
 
 WIDE_TARGETS = {
-    **dict.fromkeys(("mixtral", "qwen3_moe"), ("k_proj", "o_proj")),
+    **dict.fromkeys(("glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe"), ("k_proj", "o_proj")),
     "deepseek_v2": ("kv_a_proj_with_mqa", "o_proj"),
     "deepseek_v3": ("q_a_proj", "kv_a_proj_with_mqa"),
     "gpt2": ("c_attn", "c_proj", "c_fc"),
@@ -88,6 +88,13 @@ def test_a_router_is_no_projection_that_lora_could_adapt():
     with pytest.raises(InvalidRequest, match="`gate` matches no projection") as caught:
         adapted(with_lora("qwen2_moe", ("q_proj", "gate")))
     assert "shared_expert_gate" in caught.value.hint
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen2_moe"])
+def test_shared_experts_are_not_adapted_because_peft_would_take_the_routed_ones_too(family):
+    with pytest.raises(InvalidRequest, match=r"`up_proj` of .*whose experts") as caught:
+        adapted(with_lora(family, ("q_proj", "up_proj")))
+    assert "o_proj" in caught.value.hint
 
 
 def test_a_misspelt_lora_target_is_corrected():

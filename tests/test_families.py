@@ -29,6 +29,8 @@ MIXTRAL = {"model_type": "mixtral", **GATED, "num_local_experts": 4, "num_expert
 FEW = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 QWEN2_MOE = {"model_type": "qwen2_moe", **GATED, **FEW, "shared_expert_intermediate_size": 40}
 QWEN3_MOE = {"model_type": "qwen3_moe", **GATED, **FEW, "head_dim": 16}
+GLM4_MOE = {"model_type": "glm4_moe", **GATED, "n_routed_experts": 6, "num_experts_per_tok": 2}
+GLM4_MOE |= {"moe_intermediate_size": 24, "head_dim": 16}
 QWEN3 = {"model_type": "qwen3", **GATED, "head_dim": 16}
 OPT = {"model_type": "opt", **SMALL, "ffn_dim": 80, "max_position_embeddings": 64}
 GPTJ = GPT2 | {"model_type": "gptj", "rotary_dim": 4}
@@ -54,6 +56,7 @@ BASE = {
     "mixtral": MIXTRAL,
     "qwen2_moe": QWEN2_MOE,
     "qwen3_moe": QWEN3_MOE,
+    "glm4_moe": GLM4_MOE,
     "qwen2": {"model_type": "qwen2", **GATED},
     "qwen3": QWEN3,
     "opt": OPT,
@@ -98,6 +101,11 @@ TOGGLED = [
     {k: v for k, v in QWEN3_MOE.items() if k not in FEW and k != "head_dim"},
     QWEN3_MOE | {"attention_bias": True, "norm_topk_prob": True},
     QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 16},
+    GLM4_MOE,
+    {k: v for k, v in GLM4_MOE.items() if "experts" not in k and k != "moe_intermediate_size"},
+    GLM4_MOE | {"first_k_dense_replace": 0, "use_qk_norm": True, "attention_bias": True},
+    GLM4_MOE
+    | {"n_shared_experts": 2, "partial_rotary_factor": 0.25, "num_nextn_predict_layers": 1},
     BASE["qwen2"],
     BASE["qwen2"] | {"tie_word_embeddings": True, "head_dim": 20},
     BASE["qwen2"] | {"num_key_value_heads": None},
@@ -256,6 +264,7 @@ def test_a_family_that_is_only_counted_is_none_that_is_planned():
 
 
 REQUIRED = {
+    "glm4_moe": [*SMALL],
     "qwen2_moe": [*SMALL],
     "qwen3_moe": [*SMALL],
     "gpt2": ["vocab_size", "n_embd", "n_head", "n_layer"],
@@ -306,6 +315,10 @@ def test_a_size_that_is_missing_or_no_number_is_refused_by_name(name, key, value
         (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step"),
         (QWEN3_MOE | {"moe_intermediate_size": 20}, "moe_intermediate_size: 20"),
         (QWEN3_MOE | {"output_router_logits": True}, "output_router_logits"),
+        (GLM4_MOE | {"first_k_dense_replace": -1}, "first_k_dense_replace: -1"),
+        (GLM4_MOE | {"first_k_dense_replace": None}, "first_k_dense_replace: None"),
+        (GLM4_MOE | {"n_group": 4}, "4 groups"),
+        (GLM4_MOE | {"norm_topk_prob": False}, "norm_topk_prob"),
         (NEOX | {"rotary_pct": 0.0}, "rotary_pct"),
         (BASE["phi3"] | {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
         (BASE["gemma"] | {"use_bidirectional_attention": True}, "use_bidirectional"),

@@ -41,6 +41,15 @@ CONFIGS = {
     "qwen2": {"num_key_value_heads": 2},
     "qwen3": {"num_key_value_heads": 2, "head_dim": 16},
     "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 3},
+    "glm4_moe": {
+        "num_key_value_heads": 2, "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24, "first_k_dense_replace": 0,
+    },
+    "glm4_moe with norms": {
+        "num_key_value_heads": 2, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 0,
+        "use_qk_norm": True,
+    },
     "qwen2_moe": {
         "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": 40, "num_key_value_heads": 2,

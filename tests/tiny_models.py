@@ -40,6 +40,10 @@ CONFIGS = {
         "model_type": "qwen3_moe", **_LLAMA, "head_dim": 16, "num_experts": 8,
         "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True,
     },
+    "glm4_moe": {
+        "model_type": "glm4_moe", **_LLAMA, "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "first_k_dense_replace": 1, "use_qk_norm": True,
+    },
     "qwen2": {"model_type": "qwen2", **_LLAMA, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", **_LLAMA, "head_dim": 16, "tie_word_embeddings": True},
     "gpt2": {

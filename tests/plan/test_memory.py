@@ -146,6 +146,16 @@ SETTINGS = {
                       "packing": True}
     ),
     "qwen3_moe, lora": ("qwen3_moe", {"method": "lora"}),
+    "glm4_moe, mixed, 2 of 6 recomputed, accumulated": (
+        "glm4_moe", {"precision": "bf16-mixed", "recompute_blocks": 2, "layers": 6,
+                     "accumulation": 2}
+    ),
+    "glm4_moe, bf16, recomputed": (
+        "glm4_moe", {"precision": "bf16", "base_format": "bf16", "recompute_blocks": 3}
+    ),
+    "glm4_moe, lora, mixed over bf16": (
+        "glm4_moe", {"method": "lora", "precision": "bf16-mixed", "base_format": "bf16"}
+    ),
     "mixtral, adamw4bit": (
         "mixtral", {"optimizer": {"name": "adamw4bit", "implementation": "loop"}}
     ),
@@ -248,6 +258,12 @@ ON_CUDA = {
                       "loss_chunk": 12}
     ),
     "qwen3_moe, fp16": ("qwen3_moe", {"precision": "fp16-mixed"}),
+    "glm4_moe, mixed": ("glm4_moe", {"precision": "bf16-mixed"}),
+    "glm4_moe, fp16, lora": ("glm4_moe", {"method": "lora", "precision": "fp16-mixed"}),
+    "glm4_moe, bf16, chunked": (
+        "glm4_moe", {"precision": "bf16", "base_format": "bf16", "loss": "chunked",
+                     "loss_chunk": 12}
+    ),
     "mixtral, fp16": ("mixtral", {"precision": "fp16-mixed"}),
     "llama, chunked, lora": (
         "llama", {"method": "lora", "precision": "bf16", "base_format": "bf16", "loss": "chunked",

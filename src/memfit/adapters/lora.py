@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 PREFIX = "base_model.model."  # peft wraps the model twice
 ROUTERS = (".mlp.gate.weight", ".mlp.router.weight")  # modules of their own kind, not Linear
+JOINED = ("gate_proj", "up_proj", "down_proj")  # experts have them, joined with all others
 STORED_TRANSPOSED = ("gpt2",)  # families whose blocks hold Conv1D: weights are (in, out)
 
 
@@ -119,6 +120,13 @@ def _check_targets(model: Model, targets: tuple[str, ...]) -> None:
     if not targets:
         raise InvalidRequest("`lora.targets` is empty: nothing would be trained", hint=known)
     modules = {w.name.rpartition(".")[0] for w in model.weights}
+    joined = [t for t in targets if t.rpartition(".")[2] in JOINED]
+    if joined and model.architecture.experts.count:
+        raise InvalidRequest(
+            f"`lora.targets`: `{joined[0]}` of `{model.name}`, whose experts peft would adapt with"
+            " it, all of a layer as one",
+            hint="adapt the projections of attention: q_proj, k_proj, v_proj, o_proj",
+        )
     for target in targets:
         hits = {m for m in modules if _matches(m, (target,))}
         if not hits or hits - set(projections):

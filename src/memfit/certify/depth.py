@@ -28,12 +28,14 @@ from memfit.errors import NotCertified
 from memfit.families import read_model
 from memfit.hardware import Device
 from memfit.ledger import Kind, Phase
+from memfit.model import Architecture
 from memfit.recipe import Recipe
 
 SHALLOW = 3  # blocks of one kind in the shallowest trace: a first, a last and one between
 CHECKED = 2  # blocks more in the trace that must come out
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers")  # of config.json
+DENSE_KEY = "first_k_dense_replace"  # the first layers that have no experts
 
 
 Signed = tuple[int, ...]  # bytes, allocated or freed
@@ -131,7 +133,7 @@ def find_runs(recipe: Recipe) -> tuple[int, ...]:
             name = row.name.replace(f".{row.layer}.", ".*.", 1)
             kinds[row.layer].append((name, row.shape, row.dtype, row.trainable))
     runs = tuple(len(list(group)) for _, group in groupby(kinds))
-    in_order = _run_lengths(layers, recipe)
+    in_order = _run_lengths(model.architecture, recipe)
     if runs != in_order:
         raise NotCertified(
             f"the blocks of `{model.name}` are not alike ({len(runs)} kinds in a row), so its"
@@ -141,11 +143,15 @@ def find_runs(recipe: Recipe) -> tuple[int, ...]:
     return runs
 
 
-def _run_lengths(layers: int, recipe: Recipe) -> tuple[int, ...]:
-    """What recomputing the first blocks and training the last ones alone would make."""
-    first_trained = layers - recipe.freeze.last_blocks if recipe.method == "freeze" else 0
-    cuts = sorted({0, layers, min(recipe.recompute_blocks, layers), max(first_trained, 0)})
-    return tuple(b - a for a, b in pairwise(cuts))
+def _run_lengths(a: Architecture, recipe: Recipe) -> tuple[int, ...]:
+    """What first blocks without experts, recomputing the first ones and training the last ones
+
+    alone would make.
+    """
+    first_trained = a.layers - recipe.freeze.last_blocks if recipe.method == "freeze" else 0
+    inside = (a.experts.dense_layers, recipe.recompute_blocks, max(first_trained, 0))
+    cuts = sorted({0, a.layers, *(min(cut, a.layers) for cut in inside)})
+    return tuple(after - before for before, after in pairwise(cuts))
 
 
 def with_runs(recipe: Recipe, lengths: Sequence[int]) -> Recipe:
@@ -154,13 +160,17 @@ def with_runs(recipe: Recipe, lengths: Sequence[int]) -> Recipe:
     before, after = [0, *accumulate(runs)], [0, *accumulate(lengths)]
     moved = dict(zip(before, after, strict=True))
     layers = before[-1]
+    config = _with_layers(recipe.model.config, layers, after[-1])
+    dense = read_model(recipe.model).architecture.experts.dense_layers
+    if dense:
+        config[DENSE_KEY] = moved[min(dense, layers)]
     freeze = recipe.freeze
     if recipe.method == "freeze":
         first = moved[max(layers - freeze.last_blocks, 0)]
         freeze = replace(freeze, last_blocks=after[-1] - first)
     return replace(
         recipe,
-        model=replace(recipe.model, config=_with_layers(recipe.model.config, layers, after[-1])),
+        model=replace(recipe.model, config=config),
         recompute_blocks=moved[min(recipe.recompute_blocks, layers)],
         freeze=freeze,
     )

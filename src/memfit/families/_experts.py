@@ -21,6 +21,7 @@ from memfit.families._weights import Rows, gated_block, head, rotary_buffers
 from memfit.families.forward import (
     Embedded,
     Forward,
+    Rotation,
     Weights,
     activate,
     gated_attention,
@@ -99,6 +100,10 @@ class ExpertFamily(Family):
     def rows(self, a: Architecture) -> Rows:
         """The weights of one block that has experts, in the order of Hugging Face's class."""
 
+    def attention(self, forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
+        """Attention of one block, Llama's unless a family has its own."""
+        return gated_attention(forward, weights, x, turn)
+
     @abstractmethod
     def feed_forward(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """The experts of one block: (batch, tokens, hidden) -> the same."""
@@ -131,7 +136,7 @@ class ExpertFamily(Family):
         """See `Family.block`."""
         residual = x
         x = rms_norm(forward, weights["input_layernorm.weight"], x)
-        x = gated_attention(forward, weights, x, (given[0], given[1]))
+        x = self.attention(forward, weights, x, (given[0], given[1]))
         x = sizes.add(residual, x)
         residual = x
         x = rms_norm(forward, weights["post_attention_layernorm.weight"], x)
@@ -177,6 +182,18 @@ def sparse(forward: Forward, weights: Weights, x: Tensor, router: Router) -> Ten
     out = sizes.reshape(out, *shape)
     del logits  # alive until here
     return out
+
+
+@module
+def sparse_and_shared(forward: Forward, weights: Weights, x: Tensor, router: Router) -> Tensor:
+    """Routed experts and the one that every token visits (`Glm4MoeMoE`); x as the block has it."""
+    residuals, shape = x, x.shape
+    logits, shares, chosen = router(forward, weights, x)
+    x = sizes.view(x, -1, shape[-1])
+    x = sizes.view(run_experts(forward, weights, x, chosen, shares), *shape)
+    x = sizes.add(x, gated_mlp(forward, weights, residuals, "mlp.shared_experts"))
+    del logits  # alive until here
+    return x
 
 
 @module

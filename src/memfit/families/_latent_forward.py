@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memfit import sizes
-from memfit.families._experts import Routed, run_experts
+from memfit.families._experts import Router, sparse_and_shared
 from memfit.families.forward import (
     Forward,
     Weights,
-    activate,
     attend,
+    gated_mlp,
     module,
     project,
     rms_norm,
@@ -22,7 +22,6 @@ from memfit.sizes import Tensor
 
 # query and shared key, both (batch, heads, tokens, rotated) -> the same, rotated
 Rotate = Callable[[Tensor, Tensor, tuple[Tensor, ...]], tuple[Tensor, Tensor]]
-Route = Callable[[Forward, Weights, Tensor], Routed]
 
 
 def rotate_pairs(query: Tensor, key: Tensor, given: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -129,35 +128,13 @@ def _expanded(
     return key, value
 
 
-@module
-def gated_feed_forward(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
-    """down(act(gate(x)) * up(x)); `name` of the module that holds the three."""
-    gate = activate(forward, project(forward, weights, f"{name}.gate_proj", x))
-    up = project(forward, weights, f"{name}.up_proj", x)
-    product = sizes.mul(gate, up)
-    del gate, up
-    return project(forward, weights, f"{name}.down_proj", product)
-
-
-@module
-def _experts(forward: Forward, weights: Weights, x: Tensor, route: Route) -> Tensor:
-    """Routed experts and the shared one: (batch, tokens, hidden) -> the same."""
-    shape, residual = x.shape, x
-    logits, shares, chosen = route(forward, weights, x)
-    x = sizes.view(x, -1, shape[-1])
-    x = sizes.view(run_experts(forward, weights, x, chosen, shares), *shape)
-    x = sizes.add(x, gated_feed_forward(forward, weights, "mlp.shared_experts", residual))
-    del logits  # alive until here
-    return x
-
-
 def latent_block(
     forward: Forward,
     weights: Weights,
     x: Tensor,
     given: tuple[Tensor, ...],
     rotate: Rotate,
-    route: Route,
+    route: Router,
 ) -> Tensor:
     """One block of deepseek_v2 and deepseek_v3, with experts or a plain feed-forward."""
     residual = x
@@ -167,7 +144,7 @@ def latent_block(
     residual = x
     x = rms_norm(forward, weights["post_attention_layernorm.weight"], x)
     if "mlp.gate.weight" in weights:
-        x = _experts(forward, weights, x, route)
+        x = sparse_and_shared(forward, weights, x, route)
     else:
-        x = gated_feed_forward(forward, weights, "mlp", x)
+        x = gated_mlp(forward, weights, x)
     return sizes.add(residual, x)

@@ -1,0 +1,143 @@
+"""GLM-4.5 and GLM-4.5-Air (2508.06471; Hugging Face's `glm4_moe`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from memfit import sizes
+from memfit.families import families
+from memfit.families._config import (
+    activation,
+    flag,
+    fraction_of,
+    head_size,
+    key_value_heads,
+    refuse,
+    share_of_head,
+    size,
+)
+from memfit.families._experts import (
+    ExpertFamily,
+    expert_rows,
+    router_rows,
+    sparse_and_shared,
+)
+from memfit.families._latent import read_groups, router_biases
+from memfit.families._latent_routing import route_by_sigmoid
+from memfit.families._weights import (
+    Rows,
+    attention_rows,
+    gated_config,
+    gated_rows,
+    norm_rows,
+    rotary_buffers,
+)
+from memfit.families.forward import (
+    Forward,
+    Rotation,
+    Weights,
+    attend,
+    module,
+    project,
+    rms_norm,
+    rotate_part,
+)
+from memfit.model import Architecture, TensorSpec
+from memfit.sizes import Tensor
+
+_DEFAULTS = {
+    "n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+
+
+@final
+class Glm4Moe(ExpertFamily):
+    """Half of each head is rotated; first layers without experts, then many and a shared one.
+
+    Memory does not depend on which experts are chosen (`_experts`). The layers that predict
+    further tokens (`num_nextn_predict_layers`) are not part of Hugging Face's module.
+    """
+
+    name = "glm4_moe"
+    lora_targets = ("q_proj", "v_proj")
+    dropouts = ("attention_dropout",)
+
+    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+        """See `Family.architecture`; defaults are those of `Glm4MoeConfig`."""
+        hidden, number = size(config, "hidden_size"), size(config, "num_attention_heads")
+        head_dim = head_size(config, hidden, number)
+        refuse(config, "norm_topk_prob", (True,))
+        return Architecture(
+            family=self.name,
+            layers=size(config, "num_hidden_layers"),
+            hidden=hidden,
+            heads=number,
+            kv_heads=key_value_heads(config, number, absent=8),
+            head_dim=head_dim,
+            ffn=size(config, "intermediate_size", 10944),
+            vocab=size(config, "vocab_size"),
+            max_sequence=size(config, "max_position_embeddings", 131072),
+            tied_embeddings=flag(config, "tie_word_embeddings", False),
+            attention_bias=flag(config, "attention_bias", False),
+            qk_norm=flag(config, "use_qk_norm", False),
+            rotary_dim=share_of_head(config, head_dim, 0.5),
+            activation=activation(config, "hidden_act", "silu"),
+            experts=read_groups(config, _DEFAULTS),
+        )
+
+    def config(self, a: Architecture) -> dict[str, Any]:
+        """See `Family.config`."""
+        return gated_config(a) | {
+            "attention_bias": a.attention_bias,
+            "use_qk_norm": a.qk_norm,
+            "partial_rotary_factor": fraction_of(a.rotary_dim, a.head_dim),
+            "n_routed_experts": a.experts.count,
+            "num_experts_per_tok": a.experts.per_token,
+            "moe_intermediate_size": a.experts.ffn,
+            "n_shared_experts": a.experts.shared_ffn // a.experts.ffn,
+            "first_k_dense_replace": a.experts.dense_layers,
+            "n_group": a.experts.groups,
+            "topk_group": a.experts.groups_per_token,
+        }
+
+    def rows(self, a: Architecture) -> Rows:
+        """See `ExpertFamily.rows`."""
+        feed_forward = expert_rows(a) + router_rows(a)
+        feed_forward += gated_rows("mlp.shared_experts", a, a.experts.shared_ffn)
+        return attention_rows(a) + feed_forward + norm_rows(a)
+
+    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
+        """See `Family.buffers`."""
+        return rotary_buffers(a) + router_biases(a)
+
+    def attention(self, forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
+        """See `ExpertFamily.attention`."""
+        return _attention(forward, weights, x, turn)
+
+    def feed_forward(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `ExpertFamily.feed_forward`."""
+        return sparse_and_shared(forward, weights, x, route_by_sigmoid)
+
+
+@module
+def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
+    """`Glm4MoeAttention`: as Llama's, but heads are normed after all three projections."""
+    shape = (*x.shape[:-1], -1, forward.architecture.head_dim)
+    query = sizes.view(project(forward, weights, "self_attn.q_proj", x), *shape)
+    key = sizes.view(project(forward, weights, "self_attn.k_proj", x), *shape)
+    value = sizes.view(project(forward, weights, "self_attn.v_proj", x), *shape)
+    if forward.architecture.qk_norm:
+        query = rms_norm(forward, weights["self_attn.q_norm.weight"], query)
+        key = rms_norm(forward, weights["self_attn.k_norm.weight"], key)
+    query = sizes.transpose(query, 1, 2)
+    key = sizes.transpose(key, 1, 2)
+    value = sizes.transpose(value, 1, 2)
+    query, key = rotate_part(query, key, turn)
+    out = attend(forward, query, key, value)
+    out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
+    return project(forward, weights, "self_attn.o_proj", out)
+
+
+families.register("glm4_moe")(Glm4Moe())
