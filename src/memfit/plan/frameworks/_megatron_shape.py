@@ -61,9 +61,12 @@ class Shape(Noun, frozen=True, kw_only=True):
         """Bytes of a micro-batch's hidden states between the products."""
         return self.element * self.own_tokens * self.hidden
 
-    def is_moe(self, layer: int) -> bool:
-        """Whether a block's feed-forward is experts."""
-        return self.experts.count > 0 and layer >= self.experts.dense_layers
+    def count_kinds(self, layers: range) -> tuple[int, int]:
+        """Of those blocks: how many have a plain feed-forward, and how many have experts."""
+        if not self.experts.count:
+            return len(layers), 0
+        plain = max(0, min(layers.stop, self.experts.dense_layers) - layers.start)
+        return plain, len(layers) - plain
 
     @property
     def attention_parameters(self) -> int:
@@ -94,10 +97,10 @@ class Shape(Noun, frozen=True, kw_only=True):
         total = (self.widen + 1) * self.hidden * width // ranks
         return total + (self.widen * width // ranks + self.hidden if self.bias else 0)
 
-    def dense_parameters(self, layer: int) -> int:
+    def dense_parameters(self, *, moe: bool) -> int:
         """Of a block, all but its routed experts."""
         total = self.attention_parameters + self.norm * self.hidden
-        if not self.is_moe(layer):
+        if not moe:
             return total + self.feed_forward(self.ffn, self.tp)
         total += self.experts.count * self.hidden  # the router
         if self.experts.shared_ffn:
@@ -105,10 +108,9 @@ class Shape(Noun, frozen=True, kw_only=True):
             total += self.hidden if self.shared_gate else 0
         return total
 
-    def expert_parameters(self, layer: int) -> int:
-        """Of a block, its routed experts on one rank."""
-        if not self.is_moe(layer):
-            return 0
+    @property
+    def expert_parameters(self) -> int:
+        """Of a block with experts, the routed ones on one rank."""
         return self.experts.count // self.ep * self.feed_forward(self.experts.ffn, self.etp)
 
     def adapter_parameters(self, adapted: frozenset[str], rank: int) -> int:
@@ -196,8 +198,10 @@ def check_parts(job: Job) -> None:
     plain = structs.replace(
         read_shape(job), vocab=job.model.architecture.vocab, tp=1, ep=1, etp=1, shards=1
     )
-    layers = range(plain.layers)
-    total = sum(plain.dense_parameters(i) + plain.expert_parameters(i) for i in layers)
+    dense, sparse = plain.count_kinds(range(plain.layers))
+    total = dense * plain.dense_parameters(moe=False)
+    if sparse:
+        total += sparse * (plain.dense_parameters(moe=True) + plain.expert_parameters)
     total += plain.table * (1 if plain.tied else 2) + plain.positions * plain.hidden
     total += plain.norm * plain.hidden + plain.embedding_norm
     if total != job.model.parameters:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec import structs
 
 from memfit.ledger import Kind, Phase
@@ -51,9 +53,12 @@ class Stage(Noun, frozen=True, kw_only=True):
 
 def count_parameters(shape: Shape, stage: Stage) -> tuple[int, int]:
     """Parameters of one rank: all but routed experts, and routed experts."""
-    layers = [layer for chunk in stage.chunks for layer in chunk]
-    dense = sum(shape.dense_parameters(layer) for layer in layers)
-    expert = sum(shape.expert_parameters(layer) for layer in layers)
+    plain, sparse = _count_kinds(shape, stage)
+    dense = plain * shape.dense_parameters(moe=False)
+    expert = 0
+    if sparse:
+        dense += sparse * shape.dense_parameters(moe=True)
+        expert = sparse * shape.expert_parameters
     if stage.first:
         dense += shape.table + shape.positions * shape.hidden + shape.embedding_norm
     if stage.last:
@@ -61,6 +66,12 @@ def count_parameters(shape: Shape, stage: Stage) -> tuple[int, int]:
         # a tied head is the embedding on one stage, a copy with states of its own on two
         dense += 0 if shape.tied and stage.first else shape.table
     return dense, expert
+
+
+def _count_kinds(shape: Shape, stage: Stage) -> tuple[int, int]:
+    """Blocks of a stage with a plain feed-forward, and with experts."""
+    kinds = [shape.count_kinds(chunk) for chunk in stage.chunks]
+    return sum(plain for plain, _ in kinds), sum(sparse for _, sparse in kinds)
 
 
 def _count_linears(shape: Shape, stage: Stage) -> int:
@@ -128,7 +139,7 @@ def hold_fixed(shape: Shape, settings: Settings, stage: Stage) -> Held:
             2 * settings.workspace, "torch's products: one workspace for the forward's thread, one"
             " for the backward's"
         )  # fmt: skip
-    moe = any(shape.is_moe(layer) for chunk in stage.chunks for layer in chunk)
+    moe = _count_kinds(shape, stage)[1] > 0
     if block.engine or moe:  # the router's product is Transformer Engine's in any case
         streams = 1 + GROUPED_STREAMS * (block.engine and moe and settings.grouped)
         held[Kind.WORKSPACE, "Transformer Engine"] = (
@@ -156,7 +167,7 @@ def hold_fixed(shape: Shape, settings: Settings, stage: Stage) -> Held:
 def _placeholders(shape: Shape, stage: Stage) -> int:
     """Elements of the distinct shapes of weights of a stage's linears."""
     h, tp = shape.hidden, shape.tp
-    layers = [layer for chunk in stage.chunks for layer in chunk]
+    plain, sparse = _count_kinds(shape, stage)
     seen: set[tuple[int, int]] = set()
     if shape.latent.kv_rank:
         m = shape.latent
@@ -172,8 +183,8 @@ def _placeholders(shape: Shape, stage: Stage) -> int:
             seen |= {(shape.heads * head // tp, h)}
     else:
         seen |= {((shape.query + 2 * shape.keys) // tp, h), (h, shape.query // tp)}
-    widths = [(shape.ffn, tp)] if any(not shape.is_moe(layer) for layer in layers) else []
-    if any(shape.is_moe(layer) for layer in layers):
+    widths = [(shape.ffn, tp)] if plain else []
+    if sparse:
         widths += [(shape.experts.ffn, shape.etp)]
         widths += [(shape.experts.shared_ffn, tp)] if shape.experts.shared_ffn else []
     for width, ranks in widths:
@@ -181,19 +192,30 @@ def _placeholders(shape: Shape, stage: Stage) -> int:
     return sum(rows * columns for rows, columns in seen)
 
 
-def keep_chunk(shape: Shape, settings: Settings, layers: range) -> tuple[Parts, int]:
-    """What a chunk's blocks keep of one micro-batch, and how many of them keep all."""
+def keep_blocks(
+    shape: Shape, settings: Settings, chunks: Sequence[range], flights: Sequence[int]
+) -> Parts:
+    """What the chunks' blocks keep of so many micro-batches in flight each."""
     total: Parts = {}
-    recomputed = min(settings.recomputed_blocks, len(layers)) if settings.recompute == "full" else 0
-    if recomputed:
-        inputs = -(-recomputed // settings.recompute_group)
+    inputs = plain = sparse = 0
+    for layers, count in zip(chunks, flights, strict=True):
+        again = min(settings.recomputed_blocks, len(layers)) if settings.recompute == "full" else 0
+        inputs += count * -(-again // settings.recompute_group)
+        kinds = shape.count_kinds(layers[again:])
+        plain += count * kinds[0]
+        sparse += count * kinds[1]
+    if inputs:
         total["blocks' inputs"] = inputs * shape.stream
-    for moe in (False, True):
-        count = sum(shape.is_moe(layer) == moe for layer in layers[recomputed:])
-        if count:
+    for moe, blocks in ((False, plain), (True, sparse)):
+        if blocks:
             for part, nbytes in save_block(shape, settings.block, moe=moe).items():
-                total[part] = total.get(part, 0) + count * nbytes
-    return total, recomputed
+                total[part] = total.get(part, 0) + blocks * nbytes
+    return total
+
+
+def peak_of(phases: dict[Phase, Held]) -> int:
+    """Bytes at the largest instant."""
+    return max(sum(nbytes for nbytes, _ in held.values()) for held in phases.values())
 
 
 def describe_instants(shape: Shape, settings: Settings, stage: Stage) -> dict[Phase, Held]:
@@ -203,14 +225,9 @@ def describe_instants(shape: Shape, settings: Settings, stage: Stage) -> dict[Ph
         stage.index, stages=shape.pp, chunks=shape.chunks, micro_batches=shape.micro_batches,
         group=settings.group,
     )  # fmt: skip
-    kept: Held = {}
-    for chunk, count in zip(stage.chunks, flights, strict=True):
-        parts, _ = keep_chunk(shape, settings, chunk)
-        for part, nbytes in parts.items():
-            before = kept.get((Kind.ACTIVATIONS, part), (0, ""))[0]
-            kept[Kind.ACTIVATIONS, part] = (
-                before + count * nbytes, f"{sum(flights)} forwards in flight on stage {stage.index}"
-            )  # fmt: skip
+    why = f"{sum(flights)} forwards in flight on stage {stage.index}"
+    parts = keep_blocks(shape, settings, stage.chunks, flights)
+    kept: Held = {(Kind.ACTIVATIONS, part): (n, why) for part, n in parts.items()}
     if stage.first and settings.block.hidden_dropout:
         kept[Kind.ACTIVATIONS, "embedding's dropout mask"] = (
             flights[0] * shape.own_tokens * shape.hidden, "1 B an element"
@@ -236,7 +253,7 @@ def describe_instants(shape: Shape, settings: Settings, stage: Stage) -> dict[Ph
 
 def add_backward(shape: Shape, settings: Settings, layers: range) -> Held:
     """Beyond what the forwards kept: the last block's gradients, and what it computes again."""
-    moe = bool(layers) and shape.is_moe(layers[-1])
+    moe = shape.count_kinds(layers)[1] > 0
     recomputed = settings.recompute == "full" and settings.recomputed_blocks >= len(layers) > 0
     block = settings.block
     again = 0

@@ -13,7 +13,7 @@ from memfit.ledger import Ledger
 from memfit.plan.frameworks import Framework, Job, Knob, Slack, frameworks, make_ledger
 from memfit.plan.frameworks._megatron_block import BlockSettings
 from memfit.plan.frameworks._megatron_shape import Shape, check_parts, read_shape
-from memfit.plan.frameworks._megatron_stage import MIB, Settings, Stage, describe_instants
+from memfit.plan.frameworks._megatron_stage import MIB, Settings, Stage, describe_instants, peak_of
 from memfit.plan.frameworks._pipeline import deal_blocks, deal_sizes
 from memfit.recipe import Parallel
 
@@ -156,8 +156,9 @@ class Megatron(Framework):
         settings = read_settings(job)
         stages = deal_stages(job, shape)
         stages = pick_stages(job, stages)
-        ledgers = [make_ledger(describe_instants(shape, settings, stage)) for stage in stages]
-        return max(ledgers, key=lambda ledger: ledger.peak)
+        return make_ledger(
+            max((describe_instants(shape, settings, stage) for stage in stages), key=peak_of)
+        )
 
 
 LINEARS = {  # Megatron's linear of each of Hugging Face's

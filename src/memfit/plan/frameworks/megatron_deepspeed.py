@@ -22,7 +22,8 @@ from memfit.plan.frameworks._megatron_stage import (
     add_backward,
     add_loss,
     count_parameters,
-    keep_chunk,
+    keep_blocks,
+    peak_of,
 )
 from memfit.plan.frameworks._pipeline import count_in_flight, deal_sizes
 from memfit.plan.frameworks.megatron import KNOBS, VALUES, pick_stages
@@ -101,8 +102,9 @@ class MegatronDeepSpeed(Framework):
         stages = _deal_stages(shape, aware)
         stages = pick_stages(job, stages)
         bucket = 2 * int(job.option("reduce_bucket_size"))
-        ledgers = [make_ledger(_describe(shape, settings, stage, bucket)) for stage in stages]
-        return max(ledgers, key=lambda ledger: ledger.peak)
+        return make_ledger(
+            max((_describe(shape, settings, stage, bucket) for stage in stages), key=peak_of)
+        )
 
 
 def _read_settings(job: Job) -> Settings:
@@ -192,7 +194,7 @@ def _describe(shape: Shape, settings: Settings, stage: Stage, bucket: int) -> di
         stage.index, stages=shape.pp, chunks=1, micro_batches=shape.micro_batches
     )
     layers = stage.chunks[0]
-    parts, _ = keep_chunk(shape, settings, layers)
+    parts = keep_blocks(shape, settings, stage.chunks, (1,))
     parts["what the stage sends"] = shape.stream
     if not stage.first:
         parts["what the stage received"] = shape.stream  # beside the copy that it runs on
