@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import structs
 
 from memfit.ledger import Kind, Phase
 from memfit.nouns import Noun
+from memfit.plan.frameworks import Instant
 from memfit.plan.frameworks._megatron_block import (
     BlockSettings,
     Parts,
@@ -213,7 +214,7 @@ def keep_blocks(
     return total
 
 
-def peak_of(phases: dict[Phase, Held]) -> int:
+def peak_of(phases: Mapping[Phase, Instant]) -> int:
     """Bytes at the largest instant."""
     return max(sum(nbytes for nbytes, _ in held.values()) for held in phases.values())
 
