@@ -84,6 +84,19 @@ def test_states_by_hand():
     assert reduced[Kind.REDUCE_SCATTER] == 2 * count // 4 + 10**9
 
 
+def test_without_zero_the_step_holds_two_fp32_copies_of_the_gradients():
+    recipe, model, _ = read_foreign(
+        request(parallel={"dp_replicate": 4, "tp": 8, "pp": 12}, micro=2)
+    )
+    ledger = predict_ledger(recipe, model, find_device(recipe.device))
+    held = ledger.by_kind(Phase.OPTIMIZER_STEP)
+    count = held[Kind.PARAMETERS] // 2
+    assert held[Kind.OPTIMIZER_STATE] == 12 * count
+    assert held[Kind.GRADIENTS] == 2 * count
+    assert held[Kind.TEMPORARY] == 8 * count
+    assert ledger.peak_phase == Phase.OPTIMIZER_STEP
+
+
 def test_a_stage_keeps_what_it_sends_and_receives():
     # 6 blocks' inputs and what is sent, on a later stage what was received too; 12 - stage times
     last = predict(options={"rank": "last"})

@@ -102,8 +102,12 @@ class MegatronDeepSpeed(Framework):
         stages = _deal_stages(shape, aware)
         stages = pick_stages(job, stages)
         bucket = 2 * int(job.option("reduce_bucket_size"))
+        replicated = job.recipe.parallel.dp_replicate > 1  # no ZeRO: runtime/fp16/fused_optimizer
         return make_ledger(
-            max((_describe(shape, settings, stage, bucket) for stage in stages), key=peak_of)
+            max(
+                (_describe(shape, settings, stage, bucket, replicated) for stage in stages),
+                key=peak_of,
+            )
         )
 
 
@@ -184,7 +188,9 @@ def _hold_states(shape: Shape, settings: Settings, count: int) -> Held:
     }  # fmt: skip
 
 
-def _describe(shape: Shape, settings: Settings, stage: Stage, bucket: int) -> dict[Phase, Held]:
+def _describe(
+    shape: Shape, settings: Settings, stage: Stage, bucket: int, replicated: bool
+) -> dict[Phase, Held]:
     """What is alive in the loss, in the backward and in the optimizer's step of a stage."""
     dense, expert = count_parameters(shape, stage)
     count = dense + expert
@@ -216,6 +222,13 @@ def _describe(shape: Shape, settings: Settings, stage: Stage, bucket: int) -> di
     }
     if settings.main_gradient:
         phases[Phase.OPTIMIZER_STEP] = states
+        return phases
+    if replicated:
+        phases[Phase.OPTIMIZER_STEP] = {
+            **states, **gradients, (Kind.TEMPORARY, "optimizer"): (
+                8 * count, "fp32 copies of the gradients one by one, then flattened"
+            ),
+        }  # fmt: skip
         return phases
     own = 2 * count // shape.shards
     phases[Phase.ACCUMULATE] = {
