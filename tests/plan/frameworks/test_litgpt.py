@@ -237,6 +237,12 @@ def test_heads_are_never_tied() -> None:
     assert tied.memory.peak_allocated == predict(TINY_LLAMA, 512).memory.peak_allocated
 
 
+def test_a_family_that_litgpt_writes_otherwise_is_refused() -> None:
+    model = TINY_LLAMA | {"model_type": "qwen3", "head_dim": 64}
+    with pytest.raises(InvalidRequest, match="litgpt's model for the family `qwen3`"):
+        predict(model, 512)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

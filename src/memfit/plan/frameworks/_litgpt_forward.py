@@ -28,7 +28,8 @@ class LitProgram(Noun, frozen=True, kw_only=True):
     parallel: bool  # attention and feed-forward side by side
     shared_norm: bool
     post_norms: bool  # norms after attention and feed-forward too
-    capped: bool  # soft caps on scores and logits
+    capped_scores: bool  # soft caps need the scores themselves: no kernel of torch's
+    capped_logits: bool
     scaled_embedding: bool
     wide_norm: bool  # RMSNorm multiplies by its weight in fp32
     chunked_head: bool  # finetune/lora.py; finetune/full.py chunks the loss alone
@@ -49,7 +50,7 @@ class LitProgram(Noun, frozen=True, kw_only=True):
     ) -> Tensor:
         """See `plan.program.Program.block`."""
         normed = self._norm(forward, weights, "norm_1", x)
-        attended = _attention(forward, weights, normed, given, self.capped)
+        attended = _attention(forward, weights, normed, given, self.capped_scores)
         if self.post_norms:
             attended = self._norm(forward, weights, "post_attention_norm", attended)
         if self.parallel:
@@ -103,7 +104,7 @@ class LitProgram(Noun, frozen=True, kw_only=True):
 
     def _head(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         logits = _project(forward, weights, "lm_head", x)
-        return _soft_cap(logits) if self.capped else logits
+        return _soft_cap(logits) if self.capped_logits else logits
 
     def _norm(self, forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
         if self.rms:

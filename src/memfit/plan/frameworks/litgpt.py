@@ -41,7 +41,10 @@ TARGETS = {  # Hugging Face's names for what litgpt's switches adapt
     "query_key_value": (QUERY, KEY, VALUE), "dense": (PROJECTION,), "lm_head": (HEAD,),
     "gate_proj": (MLP,), "up_proj": (MLP,), "down_proj": (MLP,),
 } | {name: (name,) for name in (QUERY, KEY, VALUE, PROJECTION, MLP, HEAD)}  # fmt: skip
-PADDED = 512  # litgpt pads a vocabulary that no file gives to a multiple of this
+# those whose blocks litgpt writes alike, but for what `_Form` reads off a model's weights
+FAMILIES = (
+    "falcon", "gemma", "gemma2", "gpt_neox", "llama", "mistral", "phi", "phi3", "qwen2", "stablelm",
+)  # fmt: skip
 PAGED = 100_000  # elements from which bitsandbytes' paged optimizers use managed memory
 
 
@@ -68,7 +71,8 @@ class LitGpt(Framework):
     knobs: ClassVar = {
         "double_quantisation": Knob(default=False, means="quantise the scales too: bnb.nf4-dq"),
         "release": Knob(
-            default="0.5", means="whose RMSNorm: `0.4` multiplies by its weight in 16 bits",
+            default="0.5", means="`0.4` multiplies by RMSNorm's weight in 16 bits, and with a"
+            " chunked head leaves out the cap of Gemma 2's logits",
             values=("0.5", "0.4"),
         ),
         "longest_samples": Knob(
@@ -113,19 +117,26 @@ class LitGpt(Framework):
             )
         if recipe.parallel.dp_replicate > 1 and recipe.parallel.dp_shard > 1:
             raise InvalidRequest("FSDP over copies (`parallel.dp_replicate`) is not described")
-        if job.model.architecture.experts.count:
-            raise InvalidRequest("litgpt's mixture of experts is not described")
+        family = job.model.architecture.family
+        if family not in FAMILIES:
+            raise InvalidRequest(
+                f"litgpt's model for the family `{family}` is not described",
+                hint=f"described: {', '.join(FAMILIES)}",
+            )
 
     def predict(self, job: Job) -> Ledger:
         """See `Framework.predict`."""
         recipe, device, again = job.recipe, job.device, job.option("longest_samples") == "many"
+        old = recipe.options["release"] == "0.4"
         fixed = _describe(job.model, without_shape(recipe))
         form, model = fixed.form, fixed.model
         program = LitProgram(
             gated=form.gated, rms=form.rms, parallel=form.architecture.parallel_residual,
-            shared_norm=form.shared_norm, post_norms=form.post_norms, capped=form.capped,
+            shared_norm=form.shared_norm, post_norms=form.post_norms, capped_scores=form.capped,
+            # litgpt of 2024 left the cap out where it chunked the head (lora.py, GPT.forward)
+            capped_logits=form.capped and not (old and recipe.method == "lora"),
             scaled_embedding=form.scaled_embedding,
-            wide_norm=recipe.options["release"] == "0.5", chunked_head=recipe.method == "lora",
+            wide_norm=not old, chunked_head=recipe.method == "lora",
             whole_loss=recipe.loss == "plain",
         )  # fmt: skip
         simulated = run_passes(job, model, program, attention_kernel(job), again=again)
