@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from published import NotExpressible, Published, Translated, hardware_of, kind_of, llama_config
@@ -71,3 +72,35 @@ def documented(row: Published) -> dict[str, Any]:
         request["base_format"] = "nf4"
         request["options"] = {"double_quantisation": "double-quant" in c["quant"]}
     return request
+
+
+LLAMA_3_2_3B = {
+    "name": "Llama-3.2-3B", "n_layers": 28, "hidden": 3072, "heads": 24, "kv_heads": 8,
+    "head_dim": 128, "ffn": 8192, "vocab": 128256,
+}  # fmt: skip
+
+
+def experiment(record: list[Any]) -> Published:
+    """A record of the comparison's results as a published row; raises NotExpressible."""
+    name, optimizer, autocast, rows, tokens = record[:5]
+    method, _, variant = str(name).partition("/")
+    if autocast:
+        raise NotExpressible("autocast over fp32 adapters (use_amp) is not described")
+    config: dict[str, Any] = {
+        "micro_batch": rows, "global_batch": rows, "optimizer": optimizer, "tied_embeddings": True,
+    }  # fmt: skip
+    if method == "lora":
+        said = re.fullmatch(r"llama-3\.2-3B-rank(\d+)(-rslora|-target-mlp)?", variant)
+        if said is None:
+            raise NotExpressible(f"`{variant}` of LoRA is no method of memfit's")
+        mlp = said[2] == "-target-mlp"
+        targets = "up_proj,gate_proj,down_proj" if mlp else "q_proj,v_proj"
+        config["lora"] = {"rank": int(said[1]), "targets": targets}
+    elif method != "full-finetuning":
+        raise NotExpressible(f"`{method}` is no method of memfit's")
+    return {
+        "model": LLAMA_3_2_3B | {"seq_len": tokens},
+        "hardware": {"gpu": "L40S-48GB", "n_gpus": 1, "gpus_per_node": 1},
+        "config": config,
+        "measured": {},
+    }
