@@ -66,6 +66,7 @@ class Answers:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.forms: deque[ClosedForm] = deque(maxlen=MOST_FORMS)  # the newest first
+        self._likely: dict[tuple[int, int], ClosedForm] = {}  # by binary digits: where to begin
         self._first: tuple[Batch, list[Passes]] | None = None
 
     def passes(self, batch: Batch, general: Callable[[int, int], Batch]) -> list[Passes]:
@@ -74,9 +75,12 @@ class Answers:
             self._first = batch, simulate(self.setting, batch)
         if self._first[0] == batch:
             return self._first[1]
-        for form in self.forms:
+        magnitude = batch.rows.bit_length(), batch.tokens.bit_length()
+        likely = self._likely.get(magnitude)
+        for form in self.forms if likely is None else (likely, *self.forms):
             values = form.fit(batch)
             if values is not None:
+                self._likely[magnitude] = form
                 return form.at(values)
         unknowns = Unknowns(batch.rows, batch.tokens)
         wide = general(unknowns[0], unknowns[1])

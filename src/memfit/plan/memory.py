@@ -20,6 +20,7 @@ from memfit.plan.blocks import (
     AFTER_PRODUCT,
     ROUNDING,
     Batch,
+    Part,
     Parts,
     Repeat,
     Run,
@@ -87,18 +88,20 @@ def predict_memory(model: Model, recipe: Recipe, device: Device) -> Ledger:
     Raises InvalidRequest when the optimizer has no such implementation.
     """
     peaks = _peaks(model, recipe, device)
-    return Ledger(
-        entries=tuple(
-            Entry(
-                kind=kind, phase=phase, owner=owner, nbytes=nbytes,
-                because=explain(kind, owner, nbytes, model, recipe),
+    said: dict[tuple[Part, int], str] = {}  # the same parts stand in many phases
+    entries = []
+    for phase in Phase:
+        for part, nbytes in sorted(peaks.get(phase, {}).items()):
+            if not nbytes:
+                continue
+            kind, owner = part
+            if (part, nbytes) not in said:
+                said[part, nbytes] = explain(kind, owner, nbytes, model, recipe)
+            because = said[part, nbytes]
+            entries.append(
+                Entry(kind=kind, phase=phase, owner=owner, nbytes=nbytes, because=because)
             )
-            for phase in Phase
-            if phase in peaks
-            for (kind, owner), nbytes in sorted(peaks[phase].items())
-            if nbytes
-        )
-    )  # fmt: skip
+    return Ledger(entries=tuple(entries))
 
 
 def predict_peak(model: Model, recipe: Recipe, device: Device) -> int:

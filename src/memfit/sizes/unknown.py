@@ -9,7 +9,7 @@ same operations in the same order, so the log of one run is the log of both, num
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import gcd
+from math import gcd, inf
 from typing import Any, Union, cast
 
 Monomial = tuple[int, ...]  # indices of unknowns, ascending, repeated for powers; () is 1
@@ -18,13 +18,38 @@ Number = Union[int, "Size"]
 SIGNS = frozenset((-1, 0, 1))
 
 
+class Range:
+    """Which values a size may have."""
+
+    def __init__(self) -> None:
+        self.least: float = -inf
+        self.most: float = inf
+        self.without: set[int] = set()
+
+    def demand(self, number: int, signs: set[int]) -> None:
+        """Only values whose difference from a number has one of these signs."""
+        if 0 not in signs:
+            self.without.add(number)
+        if -1 not in signs:
+            self.least = max(self.least, number)
+        if 1 not in signs:
+            self.most = min(self.most, number)
+
+    def holds(self, value: int) -> bool:
+        """Whether a value is one of them."""
+        return self.least <= value <= self.most and value not in self.without
+
+    def __repr__(self) -> str:
+        return f"{self.least} to {self.most} without {sorted(self.without)}"
+
+
 class Unknowns:
     """Named numbers with an example of each, and what was asked of them."""
 
     def __init__(self, *examples: int) -> None:
         self.examples = list(examples)
         self.parts: list[tuple[Size, Number]] = []  # further unknowns: numerator // denominator
-        self.conditions: dict[Size, frozenset[int]] = {}  # the signs that each may have
+        self.conditions: dict[Size, Range] = {}
         self._known: dict[Terms, Size] = {}
         self._free = len(examples)  # the others may be 0
 
@@ -63,11 +88,18 @@ class Unknowns:
             if below <= 0:
                 return None
             found.append(over.at(found) // below)
-        for size, signs in self.conditions.items():
-            value = size.at(found)
-            if (value > 0) - (value < 0) not in signs:
+        for size, allowed in self.conditions.items():
+            if not allowed.holds(size.at(found)):
                 return None
         return found
+
+    def demand(self, size: Size, signs: frozenset[int]) -> None:
+        """Keep that a size must have one of these signs: as a range of it without its constant."""
+        flip = -1 if size.terms[-1][1] < 0 else 1
+        constant = dict(size.terms).get((), 0)
+        stem = cast(Size, (size - constant) * flip)
+        allowed = self.conditions.setdefault(stem, Range())
+        allowed.demand(-constant * flip, {sign * flip for sign in signs})
 
     def positive(self, monomial: Monomial) -> bool:
         """Whether a product is at least 1 everywhere: rows and tokens are, quotients may be 0."""
@@ -196,9 +228,7 @@ class Size:
         sign = (example(difference) > 0) - (example(difference) < 0)
         reduced = difference._reduced() if isinstance(difference, Size) else difference
         if isinstance(reduced, Size) and not reduced._certain(sign):
-            conditions = self.unknowns.conditions
-            allowed = yes if sign in yes else SIGNS - yes
-            conditions[reduced] = conditions.get(reduced, SIGNS) & allowed
+            self.unknowns.demand(reduced, yes if sign in yes else SIGNS - yes)
         return sign in yes
 
     def __eq__(self, other: object) -> bool:
