@@ -125,8 +125,9 @@ def _save_latent(shape: Shape, settings: BlockSettings) -> Parts:
 def save_core(shape: Shape, settings: BlockSettings) -> Parts:
     """The attention kernel's output, which the projection keeps, and what its backward needs."""
     value = shape.heads * shape.latent.value if shape.latent.kv_rank else shape.query
-    e = 1 if settings.fp8_attention else shape.element
-    out = e * shape.tokens * value // shape.tp
+    # attention in FP8 keeps its output in 16 bits and once: MLCommons' rows say so, with and
+    # without an exchange of heads
+    out = shape.element * shape.tokens * value // shape.tp
     parts = {"attention's output": out}
     if settings.fp8 and settings.adapted is None and not settings.fp8_attention:
         parts["attention's output, in FP8 for the projection"] = shape.tokens * value // shape.tp
@@ -144,7 +145,8 @@ def save_core(shape: Shape, settings: BlockSettings) -> Parts:
         parts["probabilities"] = elements * each
         return parts
     parts["log-sum-exp"] = FLOAT * shape.tokens * shape.heads // shape.tp
-    if settings.attention == "flash" or (settings.scatters_heads and shape.cp > 1):
+    exchanged = settings.scatters_heads and shape.cp > 1 and not settings.fp8_attention
+    if settings.attention == "flash" or exchanged:
         parts["attention's output, as the kernel laid it out"] = out
     return parts
 
