@@ -266,6 +266,11 @@ def architecture(model, model_type):
         one = {"shared_norm": True} if model["kv_heads"] == 1 else {}
         size = model["head_dim"]
         return {"parallel_residual": True, "rotary_dim": size, "activation": "gelu", **one}
+    if model_type == "gpt_oss":
+        facts = {k: model[k] for k in DETAILS if k in model}
+        biases = dict.fromkeys(("attention_bias", "output_bias", "mlp_bias"), True)
+        rest = {"rotary_dim": model["head_dim"], "sliding_window": 128, "sinks": True}
+        return {**facts, **biases, **rest}
     gated = gated_architecture(model, model_type)
     if gated is not None:
         return gated

@@ -15,6 +15,7 @@ from tiny_models import CONFIGS, FAMILIES, TARGETS, make_recipe
 
 WIDE_TARGETS = {
     **dict.fromkeys(("glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe"), ("k_proj", "o_proj")),
+    "gpt_oss": ("k_proj", "o_proj"),
     "deepseek_v2": ("kv_a_proj_with_mqa", "o_proj"),
     "deepseek_v3": ("q_a_proj", "kv_a_proj_with_mqa"),
     "gpt2": ("c_attn", "c_proj", "c_fc"),

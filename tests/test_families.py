@@ -46,7 +46,12 @@ LATENT = {
 }  # fmt: skip
 DEEPSEEK2 = {"model_type": "deepseek_v2", **LATENT, "topk_method": "group_limited_greedy"}
 DEEPSEEK3 = {"model_type": "deepseek_v3", **LATENT}
+GPT_OSS = {
+    "model_type": "gpt_oss", **GATED, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "head_dim": 16,
+}  # fmt: skip
 BASE = {
+    "gpt_oss": GPT_OSS,
     "deepseek_v2": DEEPSEEK2,
     "deepseek_v3": DEEPSEEK3,
     "gpt2": GPT2,
@@ -143,6 +148,9 @@ TOGGLED = [
     BASE["glm4"] | {"attention_bias": False, "partial_rotary_factor": 1.0},
     BASE["stablelm"] | {"use_parallel_residual": False, "use_qkv_bias": True},
     BASE["stablelm"] | {"qk_layernorm": True, "partial_rotary_factor": 0.5},
+    GPT_OSS,
+    GPT_OSS | {"attention_bias": False, "tie_word_embeddings": True, "sliding_window": 8},
+    {k: v for k, v in GPT_OSS.items() if k != "head_dim"},
     DEEPSEEK2,
     DEEPSEEK2 | {"q_lora_rank": None, "topk_method": "greedy", "n_group": None, "topk_group": None},
     DEEPSEEK2 | {"attention_bias": True, "mlp_bias": True, "n_shared_experts": 1},
@@ -345,6 +353,12 @@ def test_a_size_that_is_missing_or_no_number_is_refused_by_name(name, key, value
         (MPT | {"attn_config": [1]}, "attn_config"),
         (GROUPED | {"num_kv_heads": 3}, "num_kv_heads: 3"),
         (GROUPED | {"parallel_attn": False}, "parallel_attn"),
+        (GPT_OSS | {"layer_types": ["full_attention"] * 2}, "layer_types"),
+        (GPT_OSS | {"sliding_window": None}, "sliding_window"),
+        (GPT_OSS | {"hidden_act": "gelu"}, "hidden_act"),
+        (GPT_OSS | {"num_experts_per_tok": 9}, "9"),
+        (GPT_OSS | {"intermediate_size": 84}, "multiple of 8"),
+        (GPT_OSS | {"head_dim": 15}, "15 elements"),
         (DEEPSEEK3 | {"scoring_func": "softmax"}, "scoring_func"),
         (DEEPSEEK3 | {"norm_topk_prob": False}, "norm_topk_prob"),
         (DEEPSEEK3 | {"rope_interleave": False}, "rope_interleave"),

@@ -9,6 +9,7 @@ from memfit.families import find_family
 from memfit.families._config import ACTIVATIONS as described_activations
 from memfit.families._latent_forward import complex_rotation
 from memfit.families.forward import Forward, rotation
+from memfit.families.gpt_oss import half_rotation
 from memfit.ledger import Kind
 from memfit.train.attention import BACKENDS, register_attention
 from memfit.train.attention_classes import register_class
@@ -21,7 +22,9 @@ LATENT = {
     "v_head_dim": 6, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
     "n_group": 2, "topk_group": 1,
 }  # fmt: skip
+GROUPED = {"num_key_value_heads": 2}
 CONFIGS = {
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8, **GROUPED},
     "deepseek_v2": {"first_k_dense_replace": 1, **LATENT},
     "deepseek_v3": {"first_k_dense_replace": 1, **LATENT},
     "deepseek_v2 with experts": {"first_k_dense_replace": 0, **LATENT},
@@ -105,11 +108,17 @@ def config_of(name, activation=None):
     return {"model_type": family, **common, **CONFIGS[name], **chosen}
 
 
+def kernel_of(name):
+    """Attention sinks are in no kernel but the one that is written out."""
+    return "math" if name.startswith("gpt_oss") else "flash"
+
+
 def real_block(name, dtype, autocast, activation=None):
     """Events and saved bytes of one block of Hugging Face's class, and of its backward."""
     config = AutoConfig.for_model(**config_of(name, activation))
-    kernel = register_attention("flash")
-    register_class(config.model_type, kernel, BACKENDS["flash"])
+    served = kernel_of(name)
+    kernel = register_attention(served)
+    register_class(config.model_type, kernel, BACKENDS[served])
     if name in ("bloom", "mpt"):
         kernel = "eager"
     model = AutoModelForCausalLM.from_config(
@@ -163,8 +172,8 @@ def size_only_block(name, dtype, autocast, activation=None):
         if row.layer == 0:
             weights[inner] = sizes.parameter(meter, row.shape, dtype, trainable=True)
     forward = Forward(
-        architecture=architecture, meter=meter, kernel="flash", position_ids=None, documents=None,
-        input_ids=sizes.empty(meter, (2, 16), "int64", Kind.INPUT), kind=architecture.kind(0),
+        architecture=architecture, meter=meter, kernel=kernel_of(name), position_ids=None,
+        documents=None, input_ids=sizes.empty(meter, (2, 16), "int64", Kind.INPUT), kind=architecture.kind(0),
     )  # fmt: skip
     x = make(meter, (2, 16, 32), dtype)
     positions = sizes.empty(meter, (1, 16), "int64", Kind.INPUT)
@@ -180,6 +189,8 @@ def size_only_block(name, dtype, autocast, activation=None):
         )
     if name.startswith("deepseek_v2"):
         given = (complex_rotation(forward, positions),)
+    if name == "gpt_oss":
+        given = half_rotation(forward, dtype, positions)
     known = [x, *weights.values(), *given]
     saved, start = listen(meter), len(meter.events)
     with meter.with_autocast(autocast):

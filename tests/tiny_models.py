@@ -24,8 +24,14 @@ _LATENT = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1,
     "first_k_dense_replace": 1,
 }  # fmt: skip
+_GPT_OSS = {
+    **{k: v for k, v in _LLAMA.items() if k != "rms_norm_eps"}, "head_dim": 8,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
 CONFIGS = {
     "llama": {"model_type": "llama", **_LLAMA},
+    "gpt_oss": {"model_type": "gpt_oss", **_GPT_OSS},
     "deepseek_v2": {"model_type": "deepseek_v2", **_LATENT},
     "deepseek_v3": {"model_type": "deepseek_v3", **_LATENT, "q_lora_rank": 24},
     "mistral": {"model_type": "mistral", **_LLAMA, "sliding_window": None},
@@ -81,7 +87,8 @@ CONFIGS = {
 }  # fmt: skip
 FAMILIES = tuple(CONFIGS)
 OWN_ATTENTION = ("bloom", "mpt")  # of these classes: `math` alone, and no packed rows
-ANY_KERNEL = tuple(family for family in FAMILIES if family not in OWN_ATTENTION)
+MATH_ONLY = (*OWN_ATTENTION, "gpt_oss")
+ANY_KERNEL = tuple(family for family in FAMILIES if family not in MATH_ONLY)
 TARGETS = {
     "deepseek_v2": ("q_proj", "kv_b_proj"), "deepseek_v3": ("q_b_proj", "kv_b_proj"),
     "gpt2": ("c_attn", "c_proj"), "gpt_neox": ("query_key_value",),
@@ -104,7 +111,7 @@ def make_recipe(family="llama", *, config=None, optimizer=None, **changes) -> Re
         changes.setdefault("lora", lora)
     if changes.get("method") == "freeze":
         changes.setdefault("freeze", Freeze(last_blocks=1))
-    if family in OWN_ATTENTION:
+    if family in MATH_ONLY:
         changes.setdefault("attention", "math")
     recipe = Recipe(
         model=ModelReference(name=family, source="", config=config or CONFIGS[family]),

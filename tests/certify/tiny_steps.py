@@ -33,8 +33,14 @@ _LATENT = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_group": 2, "topk_group": 1,
     "first_k_dense_replace": 0,
 }  # fmt: skip
+_GPT_OSS = {
+    **{k: v for k, v in _LLAMA_SHAPED.items() if k != "rms_norm_eps"}, "head_dim": 16,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **_LLAMA_SHAPED},
+    "gpt_oss": {"model_type": "gpt_oss", **_GPT_OSS},
     "deepseek_v2": {
         "model_type": "deepseek_v2", **_LATENT, "q_lora_rank": None,
         "topk_method": "group_limited_greedy",
@@ -92,7 +98,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 FAMILIES = tuple(CONFIGS)
 OWN_ATTENTION = ("bloom", "mpt")  # of these classes: `math` alone, and no packed rows
-ANY_KERNEL = tuple(family for family in FAMILIES if family not in OWN_ATTENTION)
+MATH_ONLY = (*OWN_ATTENTION, "gpt_oss")
+ANY_KERNEL = tuple(family for family in FAMILIES if family not in MATH_ONLY)
 LORA_TARGETS = {
     "deepseek_v2": ("q_proj",), "deepseek_v3": ("q_b_proj", "kv_b_proj"),
     "gpt2": ("c_attn",), "gpt_neox": ("query_key_value",), "falcon": ("query_key_value",),
@@ -110,9 +117,9 @@ def possible(family: str, changes: dict[str, Any]) -> bool:
     """Whether a family's step can be so: see `memfit.families.limits`."""
     if family == "gptj":
         return changes.get("loss") != "chunked"
-    if family in OWN_ATTENTION:
-        return changes.get("attention", "math") == "math" and not changes.get("packing")
-    return True
+    if family in MATH_ONLY and changes.get("attention", "math") != "math":
+        return False
+    return not (family in OWN_ATTENTION and changes.get("packing"))
 
 
 def make_recipe(
@@ -123,7 +130,7 @@ def make_recipe(
     if changes.get("method") == "lora" and "lora" not in changes:
         targets = LORA_TARGETS.get(family, ("q_proj", "v_proj"))
         changes["lora"] = Lora(rank=4, alpha=8.0, targets=targets)
-    if family in OWN_ATTENTION:
+    if family in MATH_ONLY:
         changes.setdefault("attention", "math")
     recipe = Recipe(
         model=ModelReference(name=family, source="", config=config or CONFIGS[family]),

@@ -13,8 +13,8 @@ def ask(family, **changes):
     return api.change(api.Request(model=CONFIGS[family]), keys | changes)
 
 
-@pytest.mark.parametrize("family", ["bloom", "mpt"])
-def test_a_bias_by_distance_is_planned_with_the_classs_own_attention(family):
+@pytest.mark.parametrize("family", ["bloom", "mpt", "gpt_oss"])
+def test_what_no_kernel_knows_is_planned_with_what_is_written_out(family):
     plan = api.plan(ask(family))
     assert plan.recipe.attention == "math"
 
@@ -24,6 +24,7 @@ def test_a_bias_by_distance_is_planned_with_the_classs_own_attention(family):
     [
         ("bloom", {"attention": "flash"}, {"attention": "flash"}, "attention: flash"),
         ("mpt", {"attention": "efficient"}, {"attention": "efficient"}, "attention: efficient"),
+        ("gpt_oss", {"attention": "flash"}, {"attention": "flash"}, "attention sinks"),
         ("bloom", {"task.packing": True}, {"packing": True}, "packing: true"),
         ("gptj", {"loss": "chunked"}, {"loss": "chunked", "loss_chunk": 8}, "lm_head.bias"),
     ],

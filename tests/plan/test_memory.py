@@ -183,6 +183,17 @@ SETTINGS = {
     "stablelm, packed, bf16": (
         "stablelm", {"packing": True, "precision": "bf16", "base_format": "bf16"}
     ),
+    "gpt_oss, full": ("gpt_oss", {}),
+    "gpt_oss, mixed, recomputed, accumulated": (
+        "gpt_oss", {"precision": "bf16-mixed", "recompute_blocks": 2, "layers": 5,
+                    "accumulation": 2}
+    ),
+    "gpt_oss, lora, bf16, packed": (
+        "gpt_oss", {"method": "lora", "precision": "bf16", "base_format": "bf16", "packing": True}
+    ),
+    "gpt_oss, freeze, chunked": (
+        "gpt_oss", {"method": "freeze", "loss": "chunked", "loss_chunk": 12}
+    ),
     "deepseek_v2, lora, mixed, recomputed": (
         "deepseek_v2", {"method": "lora", "precision": "bf16-mixed", "recompute_blocks": 2}
     ),
@@ -202,6 +213,10 @@ SETTINGS = {
     "deepseek_v3, math, packed": ("deepseek_v3", {"attention": "math", "packing": True}),
 }  # fmt: skip
 ON_CUDA = {
+    "gpt_oss, mixed": ("gpt_oss", {"precision": "bf16-mixed"}),
+    "gpt_oss, bf16, recomputed": (
+        "gpt_oss", {"precision": "bf16", "base_format": "bf16", "recompute_blocks": 2}
+    ),
     "deepseek_v2, flash, bf16, packed": (
         "deepseek_v2", {"precision": "bf16", "base_format": "bf16", "packing": True}
     ),

@@ -184,6 +184,9 @@ def sparse(forward: Forward, weights: Weights, x: Tensor, router: Router) -> Ten
     return out
 
 
+Gate = Callable[[Forward, Tensor], Tensor]  # (rows, 2 * ffn) -> (rows, ffn)
+
+
 @module
 def sparse_and_shared(forward: Forward, weights: Weights, x: Tensor, router: Router) -> Tensor:
     """Routed experts and the one that every token visits (`Glm4MoeMoE`); x as the block has it."""
@@ -198,23 +201,38 @@ def sparse_and_shared(forward: Forward, weights: Weights, x: Tensor, router: Rou
 
 @module
 def run_experts(
-    forward: Forward, weights: Weights, hidden: Tensor, chosen: Tensor, shares: Tensor
+    forward: Forward,
+    weights: Weights,
+    hidden: Tensor,
+    chosen: Tensor,
+    shares: Tensor,
+    gate: Gate | None = None,
 ) -> Tensor:
-    """`run_experts` of train/experts.py: (tokens, hidden) -> the same."""
+    """`run_experts` of train/experts.py: (tokens, hidden) -> the same; gate: None is `_gate`."""
     per_token = chosen.shape[1]
     ordered, order = routing.sort(sizes.view(chosen, -1))
     back = _inverse(order)
     numbers = routing.integers(hidden, forward.architecture.experts.count)
     ends = routing.integers(hidden, forward.architecture.experts.count, "int32")
     x = routing.spread(hidden, order, back)
-    x = routing.grouped_linear(x, weights["mlp.experts.gate_up_proj"], ends)
-    x = _gate(forward, x)
-    x = routing.grouped_linear(x, weights["mlp.experts.down_proj"], ends)
+    x = _product(weights, "mlp.experts.gate_up_proj", x, ends, ordered)
+    x = (gate or _gate)(forward, x)
+    x = _product(weights, "mlp.experts.down_proj", x, ends, ordered)
     x = routing.restore(x, order, back)
     x = sizes.mul(sizes.view(x, -1, per_token, hidden.shape[1]), routing.add_dimension(shares))
     x = sizes.cast(routing.total(x, 1), hidden.dtype)
     del ordered, numbers  # alive until here
     return x
+
+
+def _product(weights: Weights, name: str, x: Tensor, ends: Tensor, ordered: Tensor) -> Tensor:
+    """Each group of rows with its expert's matrix; with a bias, as gpt-oss has them, stored
+    (columns, rows)."""
+    bias = weights.get(f"{name}_bias")
+    if bias is None:
+        return routing.grouped_linear(x, weights[name], ends)
+    product = routing.grouped_product(x, weights[name], ends)
+    return sizes.add_into(product, routing.pick_rows(bias, ordered))
 
 
 def _inverse(order: Tensor) -> Tensor:

@@ -121,7 +121,7 @@ def _expanded(
     both = sizes.view(both, batch, tokens, -1, latent.unrotated + latent.value)
     both = sizes.transpose(both, 1, 2)
     plain, value = sizes.split(both, (latent.unrotated, latent.value), 3)
-    turned = sizes.expand(turned, 1, a.heads)
+    turned = sizes.expand(turned, batch, a.heads, tokens, latent.rotated)
     key = sizes.empty(forward.meter, (batch, a.heads, tokens, a.head_dim), both.dtype)
     key = sizes.fill_part(key, plain)
     key = sizes.fill_part(key, turned)

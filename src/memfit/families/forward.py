@@ -7,7 +7,7 @@ that looks superfluous keeps a tensor alive as long as the real one is alive.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
@@ -277,10 +277,11 @@ def attend(forward: Forward, query: Tensor, key: Tensor, value: Tensor) -> Tenso
     if grouped and (forward.repeats_keys or forward.kernel == "efficient"):
         groups = query.shape[1] // key.shape[1]
         key, value = sizes.expand_heads(key, groups), sizes.expand_heads(value, groups)
+    call = partial(sizes.attention, forward.kernel)
     if forward.documents is None:
-        out = sizes.attention(forward.kernel, query, key, value)
+        out = call(query, key, value)
     else:
-        out = sizes.by_document(forward.kernel, query, key, value, forward.documents)
+        out = sizes.by_document(call, query, key, value, forward.documents)
     if padding:
         out = sizes.narrow(out, 3, 0, width)
     return sizes.transpose(out, 1, 2)

@@ -8,7 +8,7 @@ from memfit.model import Architecture
 
 def own_kernels(a: Architecture) -> tuple[str, ...]:
     """The only attention kernels that compute this model; empty where every kernel does."""
-    return ("math",) if a.alibi else ()
+    return ("math",) if a.alibi or a.sinks else ()
 
 
 def check_limits(name: str, a: Architecture, *, attention: str, packing: bool, loss: str) -> None:
@@ -20,6 +20,11 @@ def check_limits(name: str, a: Architecture, *, attention: str, packing: bool, l
         raise InvalidRequest(
             f"`attention: {attention}` knows no bias by distance, which `{name}` adds to its"
             " scores (alibi)",
+            hint="use `attention: math`",
+        )
+    if a.sinks and attention not in ("auto", *own_kernels(a)):
+        raise InvalidRequest(
+            f"`attention: {attention}` knows no attention sinks, which `{name}` has",
             hint="use `attention: math`",
         )
     if a.alibi and packing:

@@ -156,7 +156,7 @@ def check(problem: Problem) -> None:
     packing, loss = request.task.packing, request.loss
     check_limits(name, architecture, attention=request.attention, packing=packing, loss=loss)
     window = architecture.sliding_window
-    if window and length > window:
+    if window and length > window and not architecture.sinks:
         raise InvalidRequest(
             f"`task.sequence_length: {length}` is longer than the sliding window {window} of "
             f"`{name}`, and memfit's attention is causal without a window",

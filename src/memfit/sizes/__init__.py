@@ -11,6 +11,7 @@ from memfit.sizes.elementwise import (
     add,
     add_into,
     cast,
+    clamp,
     dropout,
     fill_masked,
     gather_rows,
@@ -59,9 +60,9 @@ from memfit.sizes.views import (
 
 __all__ = [
     "Meter", "Shape", "Storage", "Tensor", "add", "add_into", "add_multiply_batched", "attention",
-    "backward", "by_document", "cast", "checkpoint", "concatenate", "contiguous", "conv1d",
-    "dropout", "empty", "every_other", "expand", "expand_heads", "fill_masked", "fill_part",
-    "gather_rows", "gelu", "layer_norm", "linear", "mean_last", "mul", "multiply",
+    "backward", "by_document", "cast", "checkpoint", "clamp", "concatenate", "contiguous",
+    "conv1d", "dropout", "empty", "every_other", "expand", "expand_heads", "fill_masked",
+    "fill_part", "gather_rows", "gelu", "layer_norm", "linear", "mean_last", "mul", "multiply",
     "multiply_batched", "multiply_heads", "multiply_turned", "narrow", "negative", "own_function",
     "pad_last", "parameter", "power", "relu", "reshape", "rsqrt", "scale", "select", "shift",
     "silu", "softmax", "split", "subtract", "tanh", "transpose", "turn", "unsqueeze", "view",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from memfit.ledger import Kind
 from memfit.model import DTYPE_BYTES
@@ -53,7 +53,11 @@ def attention(kernel: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def by_document(
-    kernel: str, query: Tensor, key: Tensor, value: Tensor, documents: Documents
+    call: Callable[[Tensor, Tensor, Tensor], Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents,
 ) -> Tensor:
     """The rows laid end to end, one call of the kernel for each document, joined again.
 
@@ -69,7 +73,7 @@ def by_document(
     for row in seen:
         with query.meter.standing_for(rows - len(seen) + 1 if row == 1 else 1):
             for _ in documents:
-                outputs.append(transpose(attention(kernel, *next(calls)), 1, 2))
+                outputs.append(transpose(call(*next(calls)), 1, 2))
     joined = outputs[0] if len(outputs) == 1 else concatenate(outputs, 1, rows * tokens)
     return transpose(reshape(joined, rows, tokens, heads, joined.shape[-1]), 1, 2)
 

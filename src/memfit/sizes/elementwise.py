@@ -215,6 +215,28 @@ def fill_masked(x: Tensor, mask: Tensor) -> Tensor:
     return attach(record(_fill_masked_backward, (x,), (mask,)), like(x))
 
 
+def fill_masked_in_place(x: Tensor, mask: Tensor) -> Tensor:
+    """`x.masked_fill_(mask, number)`: x's storage with another history."""
+    return attach(record(_fill_masked_backward, (x,), (mask,)), x.detached())
+
+
+def clamp(x: Tensor, bounds: int) -> Tensor:
+    """`x.clamp(…)` with one or two bounds: saves its input."""
+    return attach(record(_clamp_backward(bounds), (x,), (x,)), like(x))
+
+
+def _clamp_backward(bounds: int) -> Rule:
+    def rule(node: Node, grads: Incoming) -> Gradients:
+        grad, x = upstream(grads), node.unpack(0)
+        inside = like(x, dtype="bool")
+        other = like(x, dtype="bool") if bounds == 2 else None
+        result = like(inside, grad, dtype=grad.dtype)
+        del other  # alive until here
+        return (result,)
+
+    return rule
+
+
 def _fill_masked_backward(node: Node, grads: Incoming) -> Gradients:
     grad, _ = upstream(grads), node.unpack(0)
     return (like(grad),)

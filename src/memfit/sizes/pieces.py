@@ -7,17 +7,18 @@ from memfit.sizes.elementwise import Incoming, attach, like, upstream
 from memfit.sizes.tensor import Shape, Tensor, empty
 
 
-def expand(x: Tensor, dim: int, length: int) -> Tensor:
-    """`x.expand(…)`: dimension `dim` of size 1 seen `length` times; its gradient is a sum."""
+def expand(x: Tensor, *shape: int) -> Tensor:
+    """`x.expand(shape)`: dimensions of size 1 are seen repeatedly; its gradient is a sum."""
     node = record(_expand_backward(x.shape), (x,))
-    shape = (*x.shape[:dim], length, *x.shape[dim + 1 :])
-    return attach(node, x.viewed(shape, (*x.strides[:dim], 0, *x.strides[dim + 1 :])))
+    pairs = zip(x.shape, x.strides, shape, strict=True)
+    strides = tuple(stride if size == n else 0 for size, stride, n in pairs)
+    return attach(node, x.viewed(shape, strides))
 
 
 def _expand_backward(shape: Shape) -> Rule:
     def rule(node: Node, grads: Incoming) -> Gradients:
         grad = upstream(grads)
-        return (empty(grad.meter, shape, grad.dtype),)
+        return (grad if grad.shape == shape else empty(grad.meter, shape, grad.dtype),)
 
     return rule
 

@@ -140,6 +140,16 @@ def inverted(x: Tensor) -> Tensor:
     return like(yes)
 
 
+def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """`x[rows]`: (count, columns) -> (rows, columns); saves `rows`.
+
+    Its gradient is zeros of the whole, and a copy into which the rows are added; see
+    `_scatter_backward` of when torch does without the copy.
+    """
+    node = record(_scatter_backward(x.shape), (x,), (rows,))
+    return attach(node, empty(x.meter, (rows.shape[0], x.shape[1]), x.dtype))
+
+
 def sort(x: Tensor) -> tuple[Tensor, Tensor]:
     """`torch.sort(x)` of integers: them in order, and where they were (int64)."""
     return like(x), like(x, dtype="int64")
@@ -200,25 +210,33 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     `torch.nn.functional.grouped_mm` with the weights transposed, autocast as train/experts.py
     does it. Empty groups, and one that holds every row, cost the same.
     """
-    turned = transpose(weight, 1, 2)
+    return grouped_product(x, transpose(weight, 1, 2), ends)
+
+
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """The same with weights (groups, columns, n)."""
     low = autocast_lower(x)
-    return grouped_multiply(low, autocast_lower(turned), ends)
+    return grouped_multiply(low, autocast_lower(weight), ends)
 
 
 def grouped_multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """`grouped_mm(x, weight, offs=ends)`: (rows, k) x (groups, k, n) -> (rows, n)."""
     saved = (weight if x.requires_grad else None, ends, x if weight.requires_grad else None)
-    node = record(_grouped_backward, (x, weight), saved)
+    by_column = weight.strides[1] < weight.strides[2]
+    node = record(_grouped_backward(by_column), (x, weight), saved)
     return attach(node, _grouped_rows(x, weight))
 
 
-def _grouped_backward(node: Node, grads: Incoming) -> Gradients:
-    grad = upstream(grads)
-    weight = node.unpack(0) if node.needs(0) else None
-    ends = node.unpack(1)  # alive to the end, as every unpacked tensor
-    x = node.unpack(2) if node.needs(1) else None
-    other = None if x is None else _grouped_weights(grad, x, ends.shape[0])
-    return (None if weight is None else _grouped_rows(grad, transpose(weight, 1, 2))), other
+def _grouped_backward(by_column: bool) -> Rule:
+    def rule(node: Node, grads: Incoming) -> Gradients:
+        grad = upstream(grads)
+        weight = node.unpack(0) if node.needs(0) else None
+        ends = node.unpack(1)  # alive to the end, as every unpacked tensor
+        x = node.unpack(2) if node.needs(1) else None
+        other = None if x is None else _grouped_weights(grad, x, ends.shape[0], by_column)
+        return (None if weight is None else _grouped_rows(grad, transpose(weight, 1, 2))), other
+
+    return rule
 
 
 def _grouped_rows(x: Tensor, weight: Tensor) -> Tensor:
@@ -227,9 +245,11 @@ def _grouped_rows(x: Tensor, weight: Tensor) -> Tensor:
     return empty(x.meter, (rows, n), x.dtype)
 
 
-def _grouped_weights(grad: Tensor, x: Tensor, groups: int) -> Tensor:
-    """(groups, k, n), column-major when the weights were: they are transposed ones."""
+def _grouped_weights(grad: Tensor, x: Tensor, groups: int, by_column: bool) -> Tensor:
+    """(groups, k, n), column after column where the weights are: transposed ones."""
     (rows, n), k = grad.shape, x.shape[1]
     grad.meter.count_product(2 * rows * k * n)
+    if not by_column:
+        return empty(grad.meter, (groups, k, n), grad.dtype)
     product = empty(grad.meter, (groups, n, k), grad.dtype)
     return product.viewed((groups, k, n), (n * k, 1, k))

@@ -21,6 +21,7 @@ from memfit.errors import InvalidRequest
 from memfit.libraries import quiet_import
 from memfit.recipe import Recipe
 from memfit.sizes.kernels import Capability, Heads, Platform, refusal, usable
+from memfit.train.sinks import attend_with_sinks
 
 with quiet_import():
     from transformers import AttentionInterface
@@ -66,6 +67,8 @@ def attend(
     *,
     scaling: float | None = None,
     documents: Documents | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """What Hugging Face calls: query (batch, heads, tokens, head_dim), key and value with kv_heads.
@@ -87,6 +90,9 @@ def attend(
         grouped = False
     causal = query.shape[2] > 1  # one new token beside a cache sees everything before it
     kernel = partial(_run, backend, is_causal=causal, scale=scaling, enable_gqa=grouped)
+    if s_aux is not None:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        kernel = partial(attend_with_sinks, sinks=s_aux, scale=scale, window=sliding_window)
     if documents is None:
         out = kernel(query, key, value)
     else:

@@ -175,7 +175,7 @@ def _check(recipe: Recipe) -> None:
         attention=recipe.attention, packing=recipe.packing, loss=recipe.loss,
     )  # fmt: skip
     window = architecture.sliding_window
-    if window and length > window:
+    if window and length > window and not architecture.sinks:
         raise InvalidRequest(
             f"sequence_length {length} exceeds the sliding window of {window} tokens that"
             f" `{model.name}` attends to; memfit's attention is fully causal",

@@ -1,0 +1,255 @@
+"""gpt-oss (OpenAI 2025, 2508.10925; Hugging Face's `gpt_oss`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, final
+
+from memfit import sizes
+from memfit.errors import InvalidRequest
+from memfit.families import Family, families
+from memfit.families._blocks import wide_norm
+from memfit.families._config import (
+    flag,
+    head_size,
+    key_value_heads,
+    refuse,
+    rope,
+    size,
+    whole_head_rotates,
+)
+from memfit.families._experts import Routed, read_experts, run_experts
+from memfit.families._weights import Rows, head, linear, repeat, rotary_buffers
+from memfit.families.forward import (
+    Embedded,
+    Forward,
+    Weights,
+    embedding,
+    heads,
+    module,
+    positions,
+    project,
+)
+from memfit.model import Architecture, TensorSpec, Weight
+from memfit.sizes import Tensor, routing
+from memfit.sizes.sinks import attend_with_sinks
+
+
+@final
+class GptOss(Family):
+    """Attention with sinks, every other layer within a window; experts with biases."""
+
+    name = "gpt_oss"
+    lora_targets = ("q_proj", "v_proj")
+    dropouts = ("attention_dropout",)
+
+    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+        """See `Family.architecture`; defaults are those of `GptOssConfig`."""
+        hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
+        kv_heads = key_value_heads(config, heads, absent=8)
+        whole_head_rotates(config)
+        rope(config)
+        refuse(config, "hidden_act", ("silu",))  # the class has its own activation, never this
+        head_dim = head_size({"head_dim": 64, **config}, hidden, heads)
+        if head_dim % 2:
+            raise InvalidRequest(f"config.json: heads of {head_dim} elements cannot be rotated")
+        layers, ffn = size(config, "num_hidden_layers"), size(config, "intermediate_size")
+        experts = read_experts(
+            config,
+            count=("num_local_experts", 128),
+            per_token=("num_experts_per_tok", 4),
+            ffn=("intermediate_size", ffn),
+            normalised=False,
+        )
+        bias = flag(config, "attention_bias", True)
+        return Architecture(
+            family=self.name,
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            ffn=ffn,
+            vocab=size(config, "vocab_size"),
+            max_sequence=size(config, "max_position_embeddings", 131072),
+            tied_embeddings=flag(config, "tie_word_embeddings", False),
+            attention_bias=bias,
+            output_bias=bias,
+            mlp_bias=True,
+            rotary_dim=head_dim,
+            sliding_window=_window(config, layers),
+            experts=experts,
+            sinks=True,
+        )
+
+    def config(self, a: Architecture) -> dict[str, Any]:
+        """See `Family.config`."""
+        kinds = ("sliding_attention", "full_attention")
+        return {
+            "model_type": a.family,
+            "vocab_size": a.vocab,
+            "hidden_size": a.hidden,
+            "intermediate_size": a.ffn,
+            "num_hidden_layers": a.layers,
+            "num_attention_heads": a.heads,
+            "num_key_value_heads": a.kv_heads,
+            "head_dim": a.head_dim,
+            "max_position_embeddings": a.max_sequence,
+            "tie_word_embeddings": a.tied_embeddings,
+            "attention_bias": a.attention_bias,
+            "num_local_experts": a.experts.count,
+            "num_experts_per_tok": a.experts.per_token,
+            "sliding_window": a.sliding_window,
+            "layer_types": [kinds[layer % 2] for layer in range(a.layers)],
+            "attention_dropout": 0.0,
+            "use_cache": False,
+        }
+
+    def weights(self, a: Architecture) -> tuple[Weight, ...]:
+        """See `Family.weights`."""
+        return (
+            Weight(name="model.embed_tokens.weight", shape=(a.vocab, a.hidden), part="embedding"),
+            *repeat("model.layers", _block(a), a.layers),
+            Weight(name="model.norm.weight", shape=(a.hidden,), part="norm"),
+            *head(a),
+        )
+
+    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
+        """See `Family.buffers`."""
+        return rotary_buffers(a)
+
+    def embed(self, forward: Forward, weights: Weights) -> Embedded:
+        """See `Family.embed`."""
+        x = embedding(forward, weights["embed_tokens.weight"], forward.input_ids)
+        position_ids = positions(forward)
+        cosines, sines = half_rotation(forward, x.dtype, position_ids)
+        return Embedded(x, (cosines, sines, position_ids), (x,))
+
+    def block(
+        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+    ) -> Tensor:
+        """See `Family.block`."""
+        residual = x
+        x = wide_norm(forward, weights["input_layernorm.weight"], x)
+        x = _attention(forward, weights, x, given)
+        x = sizes.add(residual, x)
+        residual = x
+        x = wide_norm(forward, weights["post_attention_layernorm.weight"], x)
+        x, shares = _feed_forward(forward, weights, x)
+        x = sizes.add(residual, x)
+        del shares  # alive until here
+        return x
+
+    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `Family.finish`."""
+        return wide_norm(forward, weights["norm.weight"], x)
+
+
+def _window(config: Mapping[str, Any], layers: int) -> int:
+    """The window of the even layers; refuses any other order of windows."""
+    kinds = config.get("layer_types")
+    usual = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
+    if kinds is not None and kinds != usual:
+        raise InvalidRequest(
+            "`layer_types` in config.json is not `sliding_attention` and `full_attention` in turn",
+            hint="memfit refuses what it would have to guess",
+        )
+    return size(config, "sliding_window", 128)
+
+
+def _block(a: Architecture) -> Rows:
+    query, kv, experts = a.heads * a.head_dim, a.kv_heads * a.head_dim, a.experts
+    rows: Rows = [("self_attn.sinks", (a.heads,))]
+    rows += linear("self_attn.q_proj", query, a.hidden, a.attention_bias)
+    rows += linear("self_attn.k_proj", kv, a.hidden, a.attention_bias)
+    rows += linear("self_attn.v_proj", kv, a.hidden, a.attention_bias)
+    rows += linear("self_attn.o_proj", a.hidden, query, a.output_bias)
+    rows += linear("mlp.router", experts.count, a.hidden, bias=True)
+    both = 2 * experts.ffn  # gate and up take turns: elements 0, 2, … are the gate's
+    rows += [("mlp.experts.gate_up_proj", (experts.count, a.hidden, both))]
+    rows += [("mlp.experts.gate_up_proj_bias", (experts.count, both))]
+    rows += [("mlp.experts.down_proj", (experts.count, experts.ffn, a.hidden))]
+    rows += [("mlp.experts.down_proj_bias", (experts.count, a.hidden))]
+    rows += [("input_layernorm.weight", (a.hidden,))]
+    rows += [("post_attention_layernorm.weight", (a.hidden,))]
+    return rows
+
+
+@module
+def half_rotation(forward: Forward, dtype: str, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (batch or 1, tokens, head_dim / 2), without a gradient."""
+    meter, half = forward.meter, forward.architecture.rotary_dim // 2
+    wide = sizes.empty(meter, (*position_ids.shape, 1), "float32")
+    angles = sizes.empty(meter, (*position_ids.shape, half), "float32")
+    del wide
+    cosines, sines = _scaled(angles), _scaled(angles)
+    return sizes.cast(cosines, dtype), sizes.cast(sines, dtype)
+
+
+def _scaled(angles: Tensor) -> Tensor:
+    """`angles.cos() * attention_scaling`."""
+    plain = sizes.empty(angles.meter, angles.shape, "float32")
+    scaled = sizes.empty(angles.meter, angles.shape, "float32")
+    del plain
+    return scaled
+
+
+@module
+def _attention(forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]) -> Tensor:
+    """Grouped heads; whatever the window, one mask of booleans is made in each call."""
+    shape = (*x.shape[:-1], -1, forward.architecture.head_dim)
+    query = heads(forward, weights, "self_attn.q_proj", x, shape)
+    key = heads(forward, weights, "self_attn.k_proj", x, shape)
+    value = heads(forward, weights, "self_attn.v_proj", x, shape)
+    cos, sin = sizes.unsqueeze(given[0], 1), sizes.unsqueeze(given[1], 1)
+    query, key = _turn(query, cos, sin), _turn(key, cos, sin)
+    call = partial(attend_with_sinks, sinks=weights["self_attn.sinks"])
+    if forward.documents is None:
+        out = call(query, key, value)
+    else:
+        out = sizes.by_document(call, query, key, value, forward.documents)
+    out = sizes.transpose(out, 1, 2)
+    out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
+    return project(forward, weights, "self_attn.o_proj", out)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    first, second = sizes.split(x, (half, half), 3)
+    turned_first = sizes.subtract(sizes.mul(first, cos), sizes.mul(second, sin))
+    turned_second = sizes.add(sizes.mul(second, cos), sizes.mul(first, sin))
+    return sizes.concatenate((turned_first, turned_second), 3)
+
+
+@module
+def _feed_forward(forward: Forward, weights: Weights, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(batch, tokens, hidden) -> the same, and what each chosen expert counts for."""
+    shape = x.shape
+    x = sizes.reshape(x, -1, shape[-1])
+    logits, shares, chosen = _route(forward, weights, x)
+    x = run_experts(forward, weights, x, chosen, shares, _gate)
+    x = sizes.reshape(x, *shape)
+    del logits  # alive until here
+    return x, shares
+
+
+@module
+def _route(forward: Forward, weights: Weights, x: Tensor) -> Routed:
+    """The best experts, and a softmax over their logits alone."""
+    logits = sizes.linear(x, weights["mlp.router.weight"], weights["mlp.router.bias"])
+    best, chosen = routing.top_k(logits, forward.architecture.experts.per_token)
+    return logits, sizes.softmax(best), chosen
+
+
+def _gate(forward: Forward, x: Tensor) -> Tensor:
+    """A clamped SwiGLU: (up + 1) * gate * sigmoid(alpha * gate)."""
+    del forward
+    gate, up = sizes.every_other(x), sizes.every_other(x)
+    gate = sizes.clamp(gate, 1)
+    up = sizes.clamp(up, 2)
+    glu = sizes.mul(gate, routing.sigmoid(sizes.scale(gate)))
+    return sizes.mul(sizes.shift(up), glu)
+
+
+families.register("gpt_oss")(GptOss())
