@@ -173,7 +173,8 @@ def size_only_block(name, dtype, autocast, activation=None):
             weights[inner] = sizes.parameter(meter, row.shape, dtype, trainable=True)
     forward = Forward(
         architecture=architecture, meter=meter, kernel=kernel_of(name), position_ids=None,
-        documents=None, input_ids=sizes.empty(meter, (2, 16), "int64", Kind.INPUT), kind=architecture.kind(0),
+        documents=None, kind=architecture.kind(0),
+        input_ids=sizes.empty(meter, (2, 16), "int64", Kind.INPUT),
     )  # fmt: skip
     x = make(meter, (2, 16, 32), dtype)
     positions = sizes.empty(meter, (1, 16), "int64", Kind.INPUT)
