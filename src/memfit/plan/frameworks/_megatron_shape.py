@@ -245,6 +245,7 @@ def _check_divides(job: Job, experts: Experts, etp: int, ranks: int) -> None:
     a, p = job.model.architecture, job.recipe.parallel
     pairs = [
         ("parallel.tp", p.tp, "attention heads", a.heads),
+        ("parallel.tp", p.tp, "key-value heads", a.kv_heads),
         ("parallel.tp", p.tp, "elements of the feed-forward", a.ffn),
         ("parallel.cp", 2 * p.cp if p.cp > 1 else 1, "tokens", job.recipe.sequence_length),
     ]

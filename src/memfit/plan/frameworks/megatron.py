@@ -141,6 +141,12 @@ class Megatron(Framework):
                 " distributed optimizer cuts the states alone",
                 hint="use `zero: 1`",
             )
+        if p.virtual_pp > 1 and p.pp == 1:
+            raise InvalidRequest(
+                f"`parallel.virtual_pp: {p.virtual_pp}` interleaves the chunks of a pipeline, and"
+                " `pp: 1` is none",
+                hint="use `virtual_pp: 1`",
+            )
         _check_adapters(job)
         check_parts(job)
         for name in _modules(job):
@@ -290,7 +296,7 @@ def deal_stages(job: Job, shape: Shape) -> list[Stage]:
         sizes[-1] -= loss
         dealt = deal_sizes(sizes, shape.pp)
     else:
-        dealt = deal_blocks(shape.layers, shape.pp, shape.chunks)
+        dealt = deal_blocks(shape.layers // pieces * pieces, shape.pp, shape.chunks)
     total = sum(len(chunk) for chunks in dealt for chunk in chunks)
     if total != shape.layers:
         raise InvalidRequest(
