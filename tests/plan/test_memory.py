@@ -424,9 +424,15 @@ def test_recomputing_a_deeper_share_takes_no_more(family):
     assert peaks == sorted(peaks, reverse=True)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_flop_agree_with_kaplans_count(family):
-    recipe = recipe_of(family, {"accumulation": 2, "recompute_blocks": 0, "layers": 4})
+MIXTURES = [f for f in CONFIGS if "num_experts_per_tok" in CONFIGS[f]]
+
+
+@pytest.mark.parametrize(
+    ("family", "recomputed"),
+    [*((f, 0) for f in CONFIGS), ("llama", 4), *((f, 4) for f in MIXTURES)],
+)
+def test_flop_agree_with_kaplans_count(family, recomputed):
+    recipe = recipe_of(family, {"accumulation": 2, "recompute_blocks": recomputed, "layers": 4})
     counted = count_work(sum_up(adapted(recipe)), recipe)
     # attention's backward runs five products of the tiled kernel, the formula's four
     share = counted.attention / counted.hardware

@@ -17,7 +17,7 @@ from math import prod
 
 from memfit import units
 from memfit.hardware import Device
-from memfit.model import Architecture, Model
+from memfit.model import Architecture, Model, Weight
 from memfit.nouns import Noun
 from memfit.recipe import Recipe
 from memfit.results import Cost, Time
@@ -85,13 +85,19 @@ def sum_up(model: Model) -> Totals:
             head, head_trained = head + numel, head_trained + numel * w.trainable
         elif w.part == "block":
             dense[w.layer] += numel
-            last[w.layer] = numel
+            last[w.layer] = numel if _is_only_added(w, a) else 0
             trained[w.layer] += numel * w.trainable
     return Totals(
         architecture=a, dense=tuple(dense), trained=tuple(trained), last=tuple(last), head=head,
         head_trained=head_trained, first=first, weight_bytes=weight_bytes,
         gradient_bytes=gradient_bytes, trainable=trainable,
     )  # fmt: skip
+
+
+def _is_only_added(w: Weight, a: Architecture) -> bool:
+    """Whether no derivative needs what a block's last weight makes; shares multiply experts'."""
+    sparse = a.experts.count > 0 and w.layer >= a.experts.dense_layers
+    return not sparse or ".shared_experts." in w.name
 
 
 def count_work(totals: Totals, recipe: Recipe) -> Work:
@@ -134,6 +140,16 @@ def relative_seconds(totals: Totals, recipe: Recipe, device: Device) -> float:
     return timeline.seconds or 0.0
 
 
+def _feed_forward_width(a: Architecture) -> float:
+    """Elements between a token's up and down projections, the mean of all blocks."""
+    e = a.experts
+    if not e.count:
+        return a.ffn
+    dense = min(e.dense_layers, a.layers)
+    sparse = e.per_token * e.ffn + e.shared_ffn
+    return (dense * a.ffn + (a.layers - dense) * sparse) / a.layers
+
+
 def _dtype(recipe: Recipe) -> str:
     return {"float32": "fp32", "float16": "fp16"}.get(recipe.compute_dtype, "bf16")
 
@@ -148,7 +164,7 @@ def _timeline(
     slowness = (1 - attention_share) / ASSUMED_MATMUL + attention_share / ASSUMED_ATTENTION
     width = 4 if recipe.compute_dtype == "float32" else 2
     moved = recipe.tokens * recipe.accumulation * width
-    block = moved * (30 * a.hidden + 12 * a.ffn)
+    block = moved * (30 * a.hidden + 12 * _feed_forward_width(a))
     logits = 4.0 * moved * a.vocab
     if recipe.loss == "chunked":  # each chunk reads and adds to the head's gradient again
         chunks = -(-recipe.tokens // recipe.loss_chunk) * recipe.accumulation
