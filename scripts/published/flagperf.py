@@ -31,6 +31,8 @@ def translate(row: Published) -> Translated:
         return _megatron(row, {"transformer_impl": "legacy"})
     if framework == "Megatron-DeepSpeed":
         return _deepspeed(row)
+    if framework.startswith("DeepSpeed") and row["model"]["name"].startswith("Llama"):
+        return _zero(row)
     raise NotExpressible(f"{framework}: optimizer's sharding or recompute are not stated")
 
 
@@ -82,6 +84,27 @@ def _deepspeed(row: Published) -> Translated:
         # behind the `#` of the launch command never reaches it: RMSNorm, no biases
         "options": {
             "fp32_gradients": False, "reduce_bucket_size": 5_000_000, "normalization": "LayerNorm",
+        },
+    }  # fmt: skip
+    return Translated(request, kind_of(row))
+
+
+def _zero(row: Published) -> Translated:
+    """Hugging Face's class under ZeRO-3; bucket sizes from llama2_7b/deepspeed/ds_config.json."""
+    c = row["config"]
+    request = {
+        "model": llama_config(row),
+        "framework": "deepspeed",
+        "task": task_of(row),
+        "precision": "bf16-mixed",
+        "micro_batch": c["micro_batch"],
+        "attention": "flash",
+        "recompute": c["recompute"],
+        "parallel": {"dp_shard": c["dp"], "zero": c["zero_stage"]},
+        "hardware": hardware_of(row),
+        "options": {
+            "prefetch_bucket_size": 10**7, "allgather_bucket_size": 10**8,
+            "reduce_bucket_size": 10**7,
         },
     }  # fmt: skip
     return Translated(request, kind_of(row))
