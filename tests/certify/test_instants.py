@@ -14,6 +14,7 @@ from tiny_steps import CONFIGS, CPU, FAMILIES, H100, make_batch, make_recipe
 
 from memfit.certify.certificate import make_certificate
 from memfit.certify.tracing import trace_generation, trace_step, worst_shapes
+from memfit.families import read_model
 from memfit.ledger import Kind, Ledger, Phase
 from memfit.model import ModelReference
 from memfit.nouns import write_json
@@ -21,6 +22,7 @@ from memfit.recipe import Freeze
 from memfit.results import Run
 from memfit.train.build import Built, build_model, build_optimizer
 from memfit.train.checkpoint import load_checkpoint, on_host, save_checkpoint
+from memfit.train.export import file_tensors
 from memfit.train.generate import advance, chances, draw, load_model
 from memfit.train.live import LiveBytes
 from memfit.train.step import evaluate, step
@@ -100,8 +102,11 @@ def pretrained(folder, stored: str, family: str = "llama", shards: int = 1, **ch
     plain = make_recipe(family)
     model = build_model(plain, "cpu")
     fill_weights(model, plain)
-    tensors = {n: p.detach().to(STORED[stored]) for n, p in model.named_parameters()}
-    save_file(tensors, folder / "model.safetensors")
+    tensors = file_tensors(model, family).items()
+    save_file(
+        {n: t.detach().to(STORED[stored]).contiguous() for n, t in tensors},
+        folder / "model.safetensors",
+    )
     reference = ModelReference(name="made", source=str(folder), config=CONFIGS[family])
     return replace(make_recipe(family, **changes), weights="pretrained", model=reference)
 
@@ -126,6 +131,15 @@ def test_loading_holds_one_tensor_of_the_file_beside_the_parameters(name, tmp_pa
     largest = 250 * 64 * STORED[stored].itemsize  # the embedding
     assert held[Kind.TEMPORARY] == largest
     assert traced.phases[Phase.LOAD] == held[Kind.PARAMETERS] + largest
+
+
+@pytest.mark.parametrize("family", ["mixtral", "glm4_moe"])
+def test_loading_experts_holds_one_of_them_and_not_all_of_a_layer(family, tmp_path) -> None:
+    recipe = pretrained(tmp_path / "base", "fp32", family, **BF16)
+    traced = trace_step(recipe, CPU)
+    assert_equal(run_all(recipe, tmp_path / "run"), traced)
+    largest = max(w.numel for w in read_model(recipe.model).weights if not w.routed)
+    assert traced.ledger.by_kind(Phase.LOAD)[Kind.TEMPORARY] == 4 * largest
 
 
 def test_files_that_are_not_here_are_taken_as_fp32_and_said_so(tmp_path) -> None:
