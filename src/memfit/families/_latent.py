@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from msgspec.structs import replace
-
 from memfit.errors import InvalidRequest
-from memfit.families._config import activation, flag, refuse, rope, size, size_or, whole
-from memfit.families._experts import expert_rows, read_experts, router_rows
+from memfit.families._config import activation, flag, refuse, rope, size
+from memfit.families._experts import expert_rows, router_rows
 from memfit.families._weights import Rows, head, linear
-from memfit.model import Architecture, Experts, Latent, TensorSpec, Weight
+from memfit.model import Architecture, Experts, Latent, Weight
 
 
 def latent_architecture(
@@ -59,42 +57,6 @@ def _query_rank(config: Mapping[str, Any]) -> int:
     """0 where the queries are not compressed, which config.json writes as null."""
     given = "q_lora_rank" not in config or config["q_lora_rank"] is not None
     return size(config, "q_lora_rank", 1536) if given else 0
-
-
-def read_groups(config: Mapping[str, Any], defaults: Mapping[str, int]) -> Experts:
-    """The experts, and the groups of them that a token may visit."""
-    ffn = size(config, "moe_intermediate_size", defaults["moe_intermediate_size"])
-    size(config, "num_experts_per_tok", defaults.get("num_experts_per_tok"))
-    plain = read_experts(
-        config,
-        count=("n_routed_experts", defaults["n_routed_experts"]),
-        per_token=("num_experts_per_tok", 8),
-        ffn=("moe_intermediate_size", ffn),
-        shared_ffn=size(config, "n_shared_experts", defaults["n_shared_experts"]) * ffn,
-        dense_layers=whole(config, "first_k_dense_replace", defaults["first_k_dense_replace"]),
-    )
-    experts = replace(
-        plain,
-        groups=size_or(config, "n_group", defaults["n_group"]),
-        groups_per_token=size_or(config, "topk_group", defaults["topk_group"]),
-    )
-    if experts.count % experts.groups:
-        raise InvalidRequest(
-            f"config.json: {experts.groups} groups (`n_group`) do not divide"
-            f" {experts.count} experts"
-        )
-    if experts.groups_per_token > experts.groups:
-        raise InvalidRequest(
-            f"config.json: `topk_group: {experts.groups_per_token}` is more than"
-            f" `n_group: {experts.groups}`"
-        )
-    reachable = experts.groups_per_token * experts.count // experts.groups
-    if experts.per_token > reachable:
-        raise InvalidRequest(
-            f"config.json: `num_experts_per_tok: {experts.per_token}` is more than the"
-            f" {reachable} experts of the groups that a token may visit"
-        )
-    return experts
 
 
 def latent_config(a: Architecture) -> dict[str, Any]:
@@ -181,12 +143,6 @@ def _gated(name: str, ffn: int, a: Architecture) -> Rows:
 def _experts(a: Architecture) -> Rows:
     shared = _gated("mlp.shared_experts", a.experts.shared_ffn, a)
     return expert_rows(a) + router_rows(a) + shared
-
-
-def router_biases(a: Architecture) -> tuple[TensorSpec, ...]:
-    """The corrections of the experts' scores, one vector a layer of experts."""
-    layers = max(0, a.layers - a.experts.dense_layers)
-    return (TensorSpec(shape=(a.experts.count,)),) * layers
 
 
 def compressed_targets(a: Architecture, targets: tuple[str, ...]) -> tuple[str, ...]:

@@ -10,15 +10,14 @@ from msgspec.structs import replace
 from memfit.errors import InvalidRequest
 from memfit.families import Family, families
 from memfit.families._config import flag, refuse
+from memfit.families._grouped_experts import read_groups, route_by_softmax
 from memfit.families._latent import (
     compressed_targets,
     latent_architecture,
     latent_config,
     latent_weights,
-    read_groups,
 )
 from memfit.families._latent_forward import complex_rotation, latent_block, rotate_complex
-from memfit.families._latent_routing import route_by_softmax
 from memfit.families._weights import rotary_buffers
 from memfit.families.forward import Embedded, Forward, Weights, embedding, positions, rms_norm
 from memfit.model import Architecture, TensorSpec, Weight

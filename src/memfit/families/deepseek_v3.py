@@ -12,16 +12,14 @@ from typing import Any, final
 from memfit.errors import InvalidRequest
 from memfit.families import Family, families
 from memfit.families._config import refuse
+from memfit.families._grouped_experts import read_groups, route_by_sigmoid, router_biases
 from memfit.families._latent import (
     compressed_targets,
     latent_architecture,
     latent_config,
     latent_weights,
-    read_groups,
-    router_biases,
 )
 from memfit.families._latent_forward import latent_block, rotate_pairs
-from memfit.families._latent_routing import route_by_sigmoid
 from memfit.families._weights import rotary_buffers
 from memfit.families.forward import Embedded, Forward, Weights, rms_norm, rotary_embed
 from memfit.model import Architecture, TensorSpec, Weight

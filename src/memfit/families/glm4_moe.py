@@ -23,8 +23,7 @@ from memfit.families._experts import (
     router_rows,
     sparse_and_shared,
 )
-from memfit.families._latent import read_groups, router_biases
-from memfit.families._latent_routing import route_by_sigmoid
+from memfit.families._grouped_experts import read_groups, route_by_sigmoid, router_biases
 from memfit.families._weights import (
     Rows,
     attention_rows,

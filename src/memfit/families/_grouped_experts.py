@@ -1,14 +1,64 @@
-"""How a token of DeepSeek's chooses its experts, over `memfit.sizes`.
+"""Experts in groups, of which a token may visit a few: DeepSeek-V2, DeepSeek-V3, GLM-4.5.
 
-Written as Hugging Face's modules are; see `families/forward.py`.
+The routers are written over `memfit.sizes` as Hugging Face's modules are; see `forward`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
 from memfit import sizes
-from memfit.families._experts import Routed
+from memfit.errors import InvalidRequest
+from memfit.families._config import size, size_or, whole
+from memfit.families._experts import Routed, read_experts
 from memfit.families.forward import Forward, Weights, module
+from memfit.model import Architecture, Experts, TensorSpec
 from memfit.sizes import Tensor, routing
+
+
+def read_groups(config: Mapping[str, Any], defaults: Mapping[str, int]) -> Experts:
+    """The experts, and the groups of them that a token may visit."""
+    ffn = size(config, "moe_intermediate_size", defaults["moe_intermediate_size"])
+    size(config, "num_experts_per_tok", defaults.get("num_experts_per_tok"))
+    plain = read_experts(
+        config,
+        count=("n_routed_experts", defaults["n_routed_experts"]),
+        per_token=("num_experts_per_tok", 8),
+        ffn=("moe_intermediate_size", ffn),
+        shared_ffn=size(config, "n_shared_experts", defaults["n_shared_experts"]) * ffn,
+        dense_layers=whole(config, "first_k_dense_replace", defaults["first_k_dense_replace"]),
+    )
+    experts = replace(
+        plain,
+        groups=size_or(config, "n_group", defaults["n_group"]),
+        groups_per_token=size_or(config, "topk_group", defaults["topk_group"]),
+    )
+    if experts.count % experts.groups:
+        raise InvalidRequest(
+            f"config.json: {experts.groups} groups (`n_group`) do not divide"
+            f" {experts.count} experts"
+        )
+    if experts.groups_per_token > experts.groups:
+        raise InvalidRequest(
+            f"config.json: `topk_group: {experts.groups_per_token}` is more than"
+            f" `n_group: {experts.groups}`"
+        )
+    reachable = experts.groups_per_token * experts.count // experts.groups
+    if experts.per_token > reachable:
+        raise InvalidRequest(
+            f"config.json: `num_experts_per_tok: {experts.per_token}` is more than the"
+            f" {reachable} experts of the groups that a token may visit"
+        )
+    return experts
+
+
+def router_biases(a: Architecture) -> tuple[TensorSpec, ...]:
+    """The corrections of the experts' scores, one vector a layer of experts."""
+    layers = max(0, a.layers - a.experts.dense_layers)
+    return (TensorSpec(shape=(a.experts.count,)),) * layers
 
 
 @module
