@@ -21,6 +21,7 @@ from typing import Any
 from memfit import catalog
 from memfit.adapters import find_adapter
 from memfit.families import family_of, read_model
+from memfit.families.limits import own_kernels
 from memfit.hardware import Device
 from memfit.ledger import Kind, Phase
 from memfit.model import ModelReference
@@ -47,13 +48,18 @@ SMALL: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 10, "num_attention_heads": 6, "num_key_value_heads": 2,
         "head_dim": 128, "max_position_embeddings": 4096, "tie_word_embeddings": False,
     },
+    "gptj-6b": {
+        "model_type": "gptj", "vocab_size": 50400, "n_embd": 4096, "n_layer": 28, "n_head": 16,
+        "n_positions": 2048, "rotary_dim": 64,
+    },
 }  # fmt: skip
 
 MODELS = (
     "demo-llama-10m", "small-qwen3-30m", "gpt2", "gpt2-medium", "gpt2-xl", "pythia-70m",
     "pythia-410m", "pythia-1.4b", "pythia-12b", "gpt-neox-20b", "smollm2-135m", "tinyllama-1.1b",
     "llama-2-7b", "llama-3.1-8b", "mistral-7b-v0.1", "mistral-7b-v0.3", "qwen2-0.5b", "qwen2.5-7b",
-    "qwen2.5-32b", "qwen3-0.6b", "qwen3-4b", "qwen3-14b", "llama-3-70b",
+    "qwen2.5-32b", "qwen3-0.6b", "qwen3-4b", "qwen3-14b", "llama-3-70b", "opt-125m", "opt-350m",
+    "opt-6.7b", "gptj-6b", "falcon-7b", "falcon-40b", "bloom-560m", "bloom-7b1", "mpt-7b",
 )  # fmt: skip
 
 # method, precision, storage of frozen weights
@@ -102,6 +108,18 @@ def grid(everywhere: bool) -> list[tuple[str, Recipe, Device]]:
     return found
 
 
+def fit(recipe: Recipe) -> Recipe:
+    """The recipe without what the model's class excludes: see `memfit.families.limits`."""
+    from msgspec.structs import replace
+
+    architecture = read_model(recipe.model).architecture
+    if only := own_kernels(architecture):
+        recipe = replace(recipe, attention=only[0], packing=False)
+    if architecture.head_bias:
+        recipe = replace(recipe, loss="plain", loss_chunk=0)
+    return recipe
+
+
 def name_settings(recipe: Recipe, named: dict[str, Any]) -> Recipe:
     """The recipe with settings that no search chooses."""
     from msgspec.structs import replace
@@ -114,7 +132,7 @@ def name_settings(recipe: Recipe, named: dict[str, Any]) -> Recipe:
         changes.pop("base_format", None)
     if recipe.method == "lora":
         changes["lora"] = replace(recipe.lora, dropout=0.05)
-    return replace(recipe, **changes)
+    return fit(replace(recipe, **changes))
 
 
 def make_recipe(name: str, n: int) -> Recipe:
@@ -129,7 +147,7 @@ def make_recipe(name: str, n: int) -> Recipe:
     chunked = n // 3 % 2 == 1
     window = model.architecture.sliding_window or tokens
     tokens = min(tokens, model.architecture.max_sequence, window)
-    return Recipe(
+    recipe = Recipe(
         model=reference,
         weights="random",
         objective="pretrain",
@@ -155,6 +173,7 @@ def make_recipe(name: str, n: int) -> Recipe:
         device=DEVICES[0],
         seed=0,
     )  # fmt: skip
+    return fit(recipe)
 
 
 def _lora(reference: ModelReference, n: int) -> Lora:

@@ -345,6 +345,8 @@ def test_a_size_that_is_missing_or_no_number_is_refused_by_name(name, key, value
         (BLOOM | {"slow_but_exact": True}, "slow_but_exact"),
         (BLOOM | {"apply_residual_connection_post_layernorm": True}, "apply_residual"),
         (BLOOM | {"n_embed": 64}, "n_embed: 64"),
+        (GPTJ | {"hidden_size": 64}, "hidden_size: 64"),
+        (MPT | {"num_attention_heads": 8}, "num_attention_heads: 8"),
         (MPT | {"no_bias": False}, "no_bias"),
         (MPT | {"expansion_ratio": 8}, "expansion_ratio"),
         (MPT | {"attn_config": {"clip_qkv": 6.0}}, "clip_qkv"),

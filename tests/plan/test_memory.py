@@ -261,6 +261,9 @@ ON_CUDA = {
     "gpt2, many rows": ("gpt2", {"micro_batch": 1366, "attention": "efficient"}),
     "gptj, flash, mixed": ("gptj", {"precision": "bf16-mixed", "recompute_blocks": 1}),
     "falcon, efficient, lora": ("falcon", {"method": "lora", "attention": "efficient"}),
+    "bloom, lora over fp16": (
+        "bloom", {"method": "lora", "precision": "fp16-mixed", "base_format": "fp16"}
+    ),
     "bloom, mixed": ("bloom", {"precision": "bf16-mixed", "recompute_blocks": 1}),
     "mpt, bf16": ("mpt", {"precision": "bf16", "base_format": "bf16", "recompute_blocks": 1}),
     "opt, flash, mixed": ("opt", {"precision": "bf16-mixed", "recompute_blocks": 1}),

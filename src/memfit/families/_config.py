@@ -61,6 +61,15 @@ def refuse(config: Mapping[str, Any], key: str, allowed: Iterable[object]) -> No
         )
 
 
+def refuse_other_names(config: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """Refuse a second name of a key that says something else: Hugging Face's class would obey it.
+
+    names: the second name -> the key.
+    """
+    for other, key in names.items():
+        refuse(config, other, (None, config.get(key)))
+
+
 def activation(config: Mapping[str, Any], key: str, default: str) -> str:
     """The feed-forward activation, by the name of Hugging Face's `ACT2FN`."""
     name = config.get(key, default)

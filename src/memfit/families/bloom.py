@@ -154,7 +154,7 @@ def _attention(
     value = sizes.reshape(parts[2], *flat)
     scores = sizes.add_multiply_batched(bias, query, key)
     masked = sizes.add(sizes.view(scores, batch, a.heads, tokens, tokens), mask)
-    chances = sizes.cast(sizes.softmax(sizes.cast(masked, "float32")), query.dtype)
+    chances = sizes.cast(sizes.softmax_wide(masked), query.dtype)
     rows = sizes.view(chances, batch * a.heads, tokens, tokens)
     context = sizes.multiply_batched(rows, value)
     context = sizes.view(context, batch, a.heads, tokens, a.head_dim)

@@ -9,7 +9,15 @@ from memfit import sizes
 from memfit.errors import InvalidRequest
 from memfit.families import Family, families
 from memfit.families._blocks import swap_neighbours
-from memfit.families._config import activation, flag, head_size, refuse, size, size_or
+from memfit.families._config import (
+    activation,
+    flag,
+    head_size,
+    refuse,
+    refuse_other_names,
+    size,
+    size_or,
+)
 from memfit.families._weights import Rows, head, layer_norm, linear, repeat
 from memfit.families.forward import (
     Embedded,
@@ -27,6 +35,11 @@ from memfit.families.forward import (
 from memfit.model import Architecture, TensorSpec, Weight
 from memfit.sizes import Tensor
 
+OTHER_NAMES = {
+    "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
+    "max_position_embeddings": "n_positions",
+}  # fmt: skip
+
 
 @final
 class GptJ(Family):
@@ -39,6 +52,7 @@ class GptJ(Family):
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `GPTJConfig`."""
+        refuse_other_names(config, OTHER_NAMES)
         hidden, heads = size(config, "n_embd"), size(config, "n_head")
         refuse(config, "head_dim", (None,))
         head_dim, rotary = head_size(config, hidden, heads), size(config, "rotary_dim", 64)

@@ -9,7 +9,7 @@ from memfit import sizes
 from memfit.errors import InvalidRequest
 from memfit.families import Family, families
 from memfit.families._alibi import causal_mask, hold_until_next
-from memfit.families._config import flag, head_size, refuse, size
+from memfit.families._config import flag, head_size, refuse, refuse_other_names, size
 from memfit.families._weights import Rows, head, linear, repeat
 from memfit.families.forward import (
     Embedded,
@@ -33,6 +33,10 @@ DESCRIBED: dict[str, tuple[object, ...]] = {
     "attn_uses_sequence_id": (False,),
 }
 
+OTHER_NAMES = {
+    "hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers",
+}  # fmt: skip
+
 
 @final
 class Mpt(Family):
@@ -45,6 +49,7 @@ class Mpt(Family):
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `MptConfig`."""
+        refuse_other_names(config, OTHER_NAMES)
         hidden, heads = size(config, "d_model"), size(config, "n_heads")
         refuse(config, "head_dim", (None,))
         refuse(config, "no_bias", (True,))

@@ -28,6 +28,7 @@ from memfit.sizes.elementwise import (
     shift,
     silu,
     softmax,
+    softmax_wide,
     subtract,
     tanh,
 )
@@ -65,6 +66,6 @@ __all__ = [
     "fill_part", "gather_rows", "gelu", "layer_norm", "linear", "mean_last", "mul", "multiply",
     "multiply_batched", "multiply_heads", "multiply_turned", "narrow", "negative", "own_function",
     "pad_last", "parameter", "power", "relu", "reshape", "rsqrt", "scale", "select", "shift",
-    "silu", "softmax", "split", "subtract", "tanh", "transpose", "turn", "unsqueeze", "view",
-    "view_as_complex", "view_as_real",
+    "silu", "softmax", "softmax_wide", "split", "subtract", "tanh", "transpose", "turn",
+    "unsqueeze", "view", "view_as_complex", "view_as_real",
 ]  # fmt: skip

@@ -115,6 +115,25 @@ def softmax(x: Tensor) -> Tensor:
     return _saving_result(_pointwise_backward, x)
 
 
+def softmax_wide(x: Tensor) -> Tensor:
+    """`F.softmax(x, -1, dtype=torch.float32)`; CUDA reads fp16 itself, others want a copy.
+
+    Source: aten/src/ATen/native/SoftMax.cpp, `softmax`.
+    """
+    if not x.meter.cuda or x.dtype != "float16":
+        return softmax(cast(x, "float32"))
+    node = record(_softmax_wide_backward, (x,))
+    result = attach(node, like(x, dtype="float32"))
+    if node is not None:
+        node.saved = [x.meter.pack(result)]
+    return result
+
+
+def _softmax_wide_backward(node: Node, grads: Incoming) -> Gradients:
+    grad, result = upstream(grads), node.unpack(0)
+    return (like(grad, result, dtype="float16"),)
+
+
 def add(a: Tensor, b: Tensor) -> Tensor:
     """`a + b` with broadcasting; both inputs receive the very same gradient."""
     node = record(_add_backward, (a, b))
