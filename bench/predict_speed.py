@@ -6,28 +6,32 @@ Every configuration is asked once and is new: another number of rows and tokens 
 recipes below. A recipe is warm after three other shapes of it; those are timed apart (`first` loads
 the model's row and simulates, the next simulates for all shapes). `simulated` counts the timed
 configurations for which a simulation was needed after all: other operations ran, as with one row.
+`cpu` is this process's processor time, which other work on the machine does not lengthen as much.
 
-FOLDER as for bench/peers.py: each peer is asked, with its own code, for rows of the corpus that it
-can express, after one call that is not timed. They answer less: DeepSpeed's estimator and
-EleutherAI's script are sums of a few products; DeepSpeed's knows no activations, accelerate's
-neither, llm-analysis' no instants. Writes bench/results/predict_speed.json.
+FOLDER as for bench/peers.py: each peer is asked, with its own code, for llama-3.1-8b in
+Megatron-LM's mixed precision at as many shapes as a recipe of ours, after one call that is not
+timed; telling it the sizes counts.
+They answer less: DeepSpeed's estimator and EleutherAI's script are sums of a few products;
+DeepSpeed's and accelerate's know no activations, llm-analysis no instants. SimuMax simulates and
+also times the step. Writes bench/results/predict_speed.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import random
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median, quantiles
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import memfit
 from memfit import api
-from memfit.corpus import read_corpus
 from memfit.nouns import from_data
 from memfit.plan import closed_form
 from memfit.request import Request
@@ -35,7 +39,6 @@ from memfit.request import Request
 OUT = Path(__file__).resolve().parent / "results" / "predict_speed.json"
 SHAPES = 32  # of each recipe
 WARM = 3  # shapes of a recipe before those that are timed
-PEER_ROWS = 40  # of the corpus, for each peer
 PLAIN = {
     "method": "full", "precision": "bf16-mixed", "recompute": "none", "loss": "plain",
     "optimizer": {"name": "adamw"}, "hardware": {"device": "h100-sxm"},
@@ -149,9 +152,13 @@ def measure() -> dict[str, Any]:
 
 
 def ask_peers(folder: Path) -> dict[str, Any]:
-    """Milliseconds a row of the corpus, of peers whose code is there."""
+    """Milliseconds a configuration, of peers whose code is there."""
     from peers import PEERS, NotExpressible
 
+    told = {"model": "llama-3.1-8b", "framework": "megatron", "precision": "bf16-mixed"}
+    asked = (request(told, *shape) for shape in shapes(told, random.Random(0)))
+    # of a row of the corpus, which peers are asked for, they read the recipe
+    rows: Any = [SimpleNamespace(recipe=api.predict(one).recipe, memory={}) for one in asked]
     found: dict[str, Any] = {}
     for peer, prepare in PEERS.items():
         try:
@@ -159,17 +166,12 @@ def ask_peers(folder: Path) -> dict[str, Any]:
         except (ImportError, OSError, StopIteration) as error:
             found[peer] = f"not run: {type(error).__name__}: {error}"
             continue
-        times: list[Spent] = []
-        for row in read_corpus():
-            if len(times) > PEER_ROWS:
-                break
-            try:
-                times.append(timed(lambda ask=ask, row=row: ask(row)))
-            except NotExpressible:
-                continue
-            except Exception as error:  # its own failure; the row is not counted
-                print(f"{peer}: {row.id}: {type(error).__name__}: {error}"[:120])
-        found[peer] = summary(times[1:]) if len(times) > 2 else "not run: no row of the corpus"
+        try:
+            times = [timed(lambda ask=ask, row=row: ask(row)) for row in rows]
+        except NotExpressible as reason:
+            found[peer] = f"not expressible: {reason}"
+            continue
+        found[peer] = summary(times[1:])
     return found
 
 
@@ -184,7 +186,9 @@ def main() -> None:
     print(json.dumps(theirs, indent=2))
     result = {
         "memfit": memfit.__version__, "python": platform.python_version(),
-        "machine": platform.machine(), "api.predict": ours, "peers": theirs,
+        "machine": platform.machine(), "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 1),  # others at work beside this bench
+        "api.predict": ours, "peers": theirs,
     }  # fmt: skip
     if asked.write:
         OUT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
