@@ -308,6 +308,13 @@ def gated_architecture(model, model_type):
         odd |= {"attention_bias": True} if "1_6b" in name else {}
         return {"rotary_dim": size // 4, **odd}
     return {
+        "phi": {
+            **dict.fromkeys(("attention_bias", "output_bias", "mlp_bias", "head_bias"), True),
+            "parallel_residual": True,
+            "shared_norm": True,
+            "rotary_dim": size * 2 // 5,
+            "activation": "gelu_new",
+        },
         "gemma": {**plain, **tanh},
         "olmo2": {**plain, "qk_norm": True},
         "granite": {**plain, "logits_scaled": True},

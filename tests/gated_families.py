@@ -1,4 +1,4 @@
-"""Tiny configs of the gated families beside Llama's own."""
+"""Tiny configs of the families whose sizes are named as Llama's are."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 2},
     "glm4": {"head_dim": 16},
     "stablelm": {"use_parallel_residual": True},
+    "phi": {"hidden_act": "gelu_new"},
 }  # fmt: skip
 LORA_TARGETS = {"phi3": ("qkv_proj", "down_proj")}
 

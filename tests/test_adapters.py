@@ -27,6 +27,7 @@ WIDE_TARGETS = {
     "mpt": ("Wqkv", "down_proj"),
     "opt": ("out_proj", "fc1", "project_out"),
     "phi3": ("o_proj", "gate_up_proj"),
+    "phi": ("dense", "fc1", "lm_head"),
     "glm4": ("k_proj", "gate_up_proj"),
 }
 

@@ -88,6 +88,9 @@ CONFIGS = {
         "gemma": {"head_dim": 16}, "olmo2": {}, "granite": {"residual_multiplier": 0.5},
         "smollm3": {}, "smollm3 not rotating": {"no_rope_layers": [0]},
         "glm4": {"head_dim": 16}, "stablelm": {}, "stablelm with norms": {"qk_layernorm": True},
+        "phi": {"hidden_act": "gelu_new"}, "phi rotating whole heads": {
+            "hidden_act": "gelu_new", "partial_rotary_factor": 1.0
+        },
         "stablelm side by side": {"use_parallel_residual": True, "use_qkv_bias": True},
     }.items()},
     "bloom": {},

@@ -115,7 +115,7 @@ _ADAMW = Optimizer(
 
 def possible(family: str, changes: dict[str, Any]) -> bool:
     """Whether a family's step can be so: see `memfit.families.limits`."""
-    if family == "gptj":
+    if family in ("gptj", "phi"):
         return changes.get("loss") != "chunked"
     if family in MATH_ONLY and changes.get("attention", "math") != "math":
         return False

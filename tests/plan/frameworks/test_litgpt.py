@@ -32,6 +32,11 @@ TINY_LLAMA = LLAMA_7B | {
     "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
     "num_key_value_heads": 4, "max_position_embeddings": 2048,
 }  # fmt: skip
+PHI_2 = {
+    "model_type": "phi", "vocab_size": 51200, "hidden_size": 2560, "intermediate_size": 10240,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+    "max_position_embeddings": 2048, "partial_rotary_factor": 0.4,
+}  # fmt: skip
 EVERYTHING = ["query", "key", "value", "projection", "mlp", "head"]
 
 
@@ -82,6 +87,15 @@ PUBLISHED = [
     (32.04, TINY_LLAMA, 2048, {
         "rows": 4, "batch": 512, "method": "full", "loss": "plain", "options": {"release": "0.4"},
         "parallel": {"dp_replicate": 8}, "hardware": {"device": "a100-sxm-40", "count": 8},
+    }),
+    (14.44, PHI_2, 512, {
+        "rows": 4, "batch": 8, "method": "full", "recompute": "full", "parallel": {"dp_shard": 2},
+        "hardware": {"device": "a10g", "count": 2}, "options": {"release": "0.4"},
+    }),
+    (14.27, PHI_2, 512, {
+        "rows": 4, "batch": 8, "base_format": "nf4", "options": {"release": "0.4"},
+        "lora": {"rank": 8, "targets": EVERYTHING, "dropout": 0.05},
+        "hardware": {"device": "a10g"},
     }),
     (22.18, LLAMA_7B, 1304, {
         "batch": 128, "recompute": "full", "parallel": {"dp_shard": 2},

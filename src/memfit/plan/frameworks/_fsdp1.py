@@ -68,12 +68,12 @@ def shard(job: Job, model: Model, simulated: Simulated, states: Held, update: He
     """
     units, ranks = find_units(model), job.recipe.parallel.dp_shard
     kept = 1 if job.recipe.accumulation > 1 else ranks
-    later = simulated.later
-    simulated = Simulated(
-        _growing(without(simulated.first, GRADIENTS), units, kept),
-        None if later is None else without(later, GRADIENTS),
-        simulated.counts,
-    )
+    first, later = without(simulated.first, GRADIENTS), simulated.later
+    if later is not None:
+        later = without(later, GRADIENTS)
+        if job.recipe.accumulation == 1:  # of the next step, whose gradients grow anew
+            later = _growing(later, units, kept)
+    simulated = Simulated(_growing(first, units, kept), later, simulated.counts)
     shards = (units.blocks + units.root) // ranks
     held: dict[tuple[Kind, str], tuple[int, str]] = {
         (Kind.PARAMETERS, "shards"): (shards, f"1/{ranks} of every flat parameter"),
@@ -96,7 +96,7 @@ def shard(job: Job, model: Model, simulated: Simulated, states: Held, update: He
     said = "of all units, unsharded while accumulating" if kept == 1 else f"1/{ranks} of each unit"
     step = {**update, GROWN: (units.trained // ranks - units.trained // kept, said)}
     ledger = assemble(
-        job, simulated, load={**held, **whole}, held=held, update=step,
+        job, simulated, load={**_loaded(held), **whole}, held=held, update=step,
         during={
             Phase.FORWARD: passing, Phase.LOSS: passing, Phase.BACKWARD: back,
             Phase.ACCUMULATE: back,
@@ -147,9 +147,14 @@ def shard_frozen(
     )
     phases = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.ACCUMULATE)
     return assemble(
-        job, bare, load=held, held=held, update={} if away else update,
+        job, bare, load=_loaded(held), held=held, update={} if away else update,
         during=dict.fromkeys(phases, gathered),
     )  # fmt: skip
+
+
+def _loaded(held: Held) -> Held:
+    """What is there before the first step."""
+    return {key: value for key, value in held.items() if key[0] is Kind.PARAMETERS}
 
 
 def _growing(passes: Passes, units: Units, kept: int) -> Passes:

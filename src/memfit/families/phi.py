@@ -1,0 +1,159 @@
+"""Phi-1, Phi-1.5 and Phi-2 (Hugging Face's `phi`; Li et al. 2309.05463)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from memfit import sizes
+from memfit.families import Family, families
+from memfit.families._config import (
+    activation,
+    flag,
+    fraction_of,
+    head_size,
+    key_value_heads,
+    refuse,
+    share_of_head,
+    size,
+)
+from memfit.families._weights import (
+    Rows,
+    gated_config,
+    head,
+    layer_norm,
+    linear,
+    repeat,
+    rotary_buffers,
+)
+from memfit.families.forward import (
+    Embedded,
+    Forward,
+    Rotation,
+    Weights,
+    apply_layer_norm,
+    attend,
+    cut_head,
+    module,
+    plain_mlp,
+    project,
+    rotary_embed,
+    turn_part,
+)
+from memfit.model import Architecture, TensorSpec, Weight
+from memfit.sizes import Tensor
+
+
+@final
+class Phi(Family):
+    """One LayerNorm for attention and feed-forward, side by side; biases everywhere."""
+
+    name = "phi"
+    lora_targets = ("q_proj", "v_proj")
+    dropouts = ("attention_dropout", "resid_pdrop", "embd_pdrop")
+
+    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+        """See `Family.architecture`; defaults are those of `PhiConfig`."""
+        hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
+        refuse(config, "head_dim", (None, hidden // heads))
+        refuse(config, "qk_layernorm", (False, None))
+        head_dim = head_size(config, hidden, heads)
+        return Architecture(
+            family=self.name,
+            layers=size(config, "num_hidden_layers"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=key_value_heads(config, heads, absent=heads),
+            head_dim=head_dim,
+            ffn=size(config, "intermediate_size"),
+            vocab=size(config, "vocab_size"),
+            max_sequence=size(config, "max_position_embeddings", 2048),
+            tied_embeddings=flag(config, "tie_word_embeddings", False),
+            attention_bias=True,
+            output_bias=True,
+            mlp_bias=True,
+            parallel_residual=True,
+            rotary_dim=share_of_head(config, head_dim, 0.5),
+            activation=activation(config, "hidden_act", "gelu_new"),
+            shared_norm=True,
+            head_bias=True,
+        )
+
+    def config(self, a: Architecture) -> dict[str, Any]:
+        """See `Family.config`."""
+        return gated_config(a) | {
+            **dict.fromkeys(self.dropouts, 0.0),
+            "partial_rotary_factor": fraction_of(a.rotary_dim, a.head_dim),
+        }
+
+    def weights(self, a: Architecture) -> tuple[Weight, ...]:
+        """See `Family.weights`."""
+        q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+        rows: Rows = linear("self_attn.q_proj", q, a.hidden, True)
+        rows += linear("self_attn.k_proj", kv, a.hidden, True)
+        rows += linear("self_attn.v_proj", kv, a.hidden, True)
+        rows += linear("self_attn.dense", a.hidden, q, True)
+        rows += linear("mlp.fc1", a.ffn, a.hidden, True)
+        rows += linear("mlp.fc2", a.hidden, a.ffn, True)
+        rows += layer_norm("input_layernorm", a.hidden)
+        return (
+            Weight(name="model.embed_tokens.weight", shape=(a.vocab, a.hidden), part="embedding"),
+            *repeat("model.layers", rows, a.layers),
+            Weight(name="model.final_layernorm.weight", shape=(a.hidden,), part="norm"),
+            Weight(name="model.final_layernorm.bias", shape=(a.hidden,), part="norm"),
+            *head(a),
+        )
+
+    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
+        """See `Family.buffers`."""
+        return rotary_buffers(a)
+
+    def embed(self, forward: Forward, weights: Weights) -> Embedded:
+        """See `Family.embed`."""
+        return rotary_embed(forward, weights["embed_tokens.weight"])
+
+    def block(
+        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+    ) -> Tensor:
+        """See `Family.block`."""
+        residual = x
+        x = apply_layer_norm(forward, weights, "input_layernorm", x)
+        attended = _attention(forward, weights, x, (given[0], given[1]))
+        fed = plain_mlp(forward, weights, "mlp.fc1", "mlp.fc2", x)
+        return sizes.add(sizes.add(attended, fed), residual)
+
+    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `Family.finish`."""
+        return apply_layer_norm(forward, weights, "final_layernorm", x)
+
+
+@module
+def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
+    """The rotated parts stay named until the projection has run."""
+    shape = (*x.shape[:-1], -1, forward.architecture.head_dim)
+    query = _heads(forward, weights, "self_attn.q_proj", x, shape)
+    key = _heads(forward, weights, "self_attn.k_proj", x, shape)
+    value = _heads(forward, weights, "self_attn.v_proj", x, shape)
+    size = forward.architecture.rotary_dim
+    query_part, query_rest = cut_head(query, size)
+    key_part, key_rest = cut_head(key, size)
+    query_part, key_part = _rotate(query_part, key_part, turn)
+    query = sizes.concatenate((query_part, query_rest), 3)
+    key = sizes.concatenate((key_part, key_rest), 3)
+    out = attend(forward, query, key, value)
+    out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
+    return project(forward, weights, "self_attn.dense", out)
+
+
+def _rotate(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
+    cos, sin = sizes.unsqueeze(turn[0], 1), sizes.unsqueeze(turn[1], 1)
+    query_rotated = turn_part(query, cos, sin)
+    key_rotated = turn_part(key, cos, sin)
+    return query_rotated, key_rotated
+
+
+def _heads(forward: Forward, weights: Weights, name: str, x: Tensor, shape: sizes.Shape) -> Tensor:
+    return sizes.transpose(sizes.view(project(forward, weights, name, x), *shape), 1, 2)
+
+
+families.register("phi")(Phi())
