@@ -78,7 +78,7 @@ def sum_up(model: Model) -> Totals:
         if w.trainable:
             gradient_bytes, trainable = gradient_bytes + nbytes, trainable + numel
             first = min(first, {"embedding": 0, "block": w.layer}.get(w.part, first))
-        if len(w.shape) < 2:
+        if len(w.shape) < 2 or w.name.endswith("_bias"):  # all experts' biases are one matrix
             continue
         numel = model.active(w)
         if w.part == "head":
@@ -103,7 +103,8 @@ def _is_only_added(w: Weight, a: Architecture) -> bool:
 def count_work(totals: Totals, recipe: Recipe) -> Work:
     """FLOP of one optimizer step of this recipe."""
     a, tokens = totals.architecture, recipe.tokens * recipe.accumulation
-    attention = 2.0 * recipe.sequence_length * a.heads * a.head_dim * tokens  # a block, causal
+    widths = a.head_dim + (a.latent.value or a.head_dim)  # of keys, and of values
+    attention = 1.0 * recipe.sequence_length * a.heads * widths * tokens  # a block, causal
     dense, trained, first = totals.dense, totals.trained, totals.first
     entered = a.layers - first
     forward = 2 * tokens * (sum(dense) + totals.head) + attention * a.layers
