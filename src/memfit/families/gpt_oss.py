@@ -85,7 +85,6 @@ class GptOss(Family):
 
     def config(self, a: Architecture) -> dict[str, Any]:
         """See `Family.config`."""
-        kinds = ("sliding_attention", "full_attention")
         return {
             "model_type": a.family,
             "vocab_size": a.vocab,
@@ -101,7 +100,6 @@ class GptOss(Family):
             "num_local_experts": a.experts.count,
             "num_experts_per_tok": a.experts.per_token,
             "sliding_window": a.sliding_window,
-            "layer_types": [kinds[layer % 2] for layer in range(a.layers)],
             "attention_dropout": 0.0,
             "use_cache": False,
         }
