@@ -204,7 +204,7 @@ def on(recipe: Recipe, device: Device) -> Recipe:
     """The recipe for a device: the kernel and the implementation that it has, or the nearest."""
     from msgspec.structs import replace
 
-    heads = heads_of(read_model(recipe.model).architecture)
+    heads = heads_of(read_model(recipe.model).architecture, recipe.sequence_length)
     facts = {"platform": device.platform, "capability": device.capability}
     kernel: Any = recipe.attention
     if refusal(kernel, recipe.compute_dtype, heads, **facts):

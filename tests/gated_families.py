@@ -8,6 +8,11 @@ from typing import Any
 _OWN: dict[str, dict[str, Any]] = {
     "phi3": {"partial_rotary_factor": 0.5},
     "gemma": {"head_dim": 16, "tie_word_embeddings": True},
+    "gemma2": {"head_dim": 16, "tie_word_embeddings": True, "sliding_window": 8},
+    "gemma3_text": {
+        "head_dim": 16, "tie_word_embeddings": True, "sliding_window": 64,
+        "sliding_window_pattern": 2,
+    },
     "olmo2": {"eos_token_id": 1},
     "granite": {
         "logits_scaling": 8.0, "residual_multiplier": 0.25, "embedding_multiplier": 12.0,

@@ -141,6 +141,10 @@ TOGGLED = [
     BASE["phi3"] | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.34}},
     BASE["gemma"] | {"hidden_act": "gelu", "attention_bias": True},
     BASE["gemma"] | {"tie_word_embeddings": False},
+    BASE["gemma2"] | {"attention_bias": True, "layer_types": ["full_attention"] * 2},
+    BASE["gemma2"] | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    BASE["gemma3_text"] | {"sliding_window_pattern": 1, "final_logit_softcapping": 30.0},
+    BASE["gemma3_text"] | {"sliding_window_pattern": 6, "attention_bias": True},
     BASE["olmo2"] | {"attention_bias": True, "num_key_value_heads": None},
     BASE["granite"] | {"attention_bias": True, "tie_word_embeddings": True},
     BASE["smollm3"] | {"no_rope_layers": [0, 0], "attention_bias": True, "mlp_bias": True},
@@ -332,6 +336,13 @@ def test_a_size_that_is_missing_or_no_number_is_refused_by_name(name, key, value
         (NEOX | {"rotary_pct": 0.0}, "rotary_pct"),
         (BASE["phi3"] | {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
         (BASE["gemma"] | {"use_bidirectional_attention": True}, "use_bidirectional"),
+        (BASE["gemma2"] | {"attn_logit_softcapping": 0}, "attn_logit_softcapping: 0"),
+        (BASE["gemma2"] | {"layer_types": ["full_attention"]}, "1 of 2 layers"),
+        (BASE["gemma3_text"] | {"use_bidirectional_attention": True}, "use_bidirectional"),
+        (
+            BASE["gemma3_text"] | {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}},
+            "dynamic",
+        ),
         (BASE["smollm3"] | {"use_sliding_window": True}, "use_sliding_window"),
         (BASE["smollm3"] | {"no_rope_layers": [1]}, "no_rope_layers"),
         (BASE["stablelm"] | {"head_dim": 99}, "head_dim"),
@@ -454,11 +465,28 @@ def test_the_window_of_qwens_mixtures_is_the_one_that_hugging_face_uses(config, 
 
 
 def test_an_unsupported_family_is_refused_by_name_with_the_supported_ones():
-    with pytest.raises(UnknownName, match="`gemma2` of `tiny`") as caught:
-        read_model(reference({"model_type": "gemma2"}))
+    with pytest.raises(UnknownName, match="`mamba2` of `tiny`") as caught:
+        read_model(reference({"model_type": "mamba2"}))
     assert ", ".join(sorted(BASE)) in caught.value.hint
     with pytest.raises(InvalidRequest, match="no `model_type`"):
         read_model(reference({"hidden_size": 8}))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {}, {"sliding_window_pattern": 4}, {"use_sliding_window": True, "max_window_layers": 2},
+        {"layer_types": ["sliding_attention", "full_attention", "full_attention"] * 3},
+    ],
+)  # fmt: skip
+def test_which_blocks_slide_is_what_hugging_face_says(name, change):
+    config = BASE[name] | {"num_hidden_layers": 9, "sliding_window": 16} | change
+    architecture = find_family(name).architecture(config)
+    theirs = AutoConfig.for_model(**config).layer_types
+    ours = [architecture.window(architecture.kind(i)) for i in range(9)]
+    used = change.get("use_sliding_window", name.startswith("gemma"))
+    assert ours == [16 * (used and kind == "sliding_attention") for kind in theirs]
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,10 @@ CONFIGS = {
     },
     **{name: {"num_key_value_heads": 2, **own} for name, own in {
         "phi3": {}, "phi3 rotating part": {"partial_rotary_factor": 0.5},
-        "gemma": {"head_dim": 16}, "olmo2": {}, "granite": {"residual_multiplier": 0.5},
+        "gemma": {"head_dim": 16}, "gemma2": {"head_dim": 16},
+        "gemma2 sliding": {"head_dim": 16, "sliding_window": 5},
+        "gemma2 without caps": {"head_dim": 16, "attn_logit_softcapping": None},
+        "gemma3_text": {"head_dim": 16}, "olmo2": {}, "granite": {"residual_multiplier": 0.5},
         "smollm3": {}, "smollm3 not rotating": {"no_rope_layers": [0]},
         "glm4": {"head_dim": 16}, "stablelm": {}, "stablelm with norms": {"qk_layernorm": True},
         "phi": {"hidden_act": "gelu_new"}, "phi rotating whole heads": {
@@ -143,10 +146,12 @@ def real_block(name, dtype, autocast, activation=None):
     elif name.startswith("gptj"):
         given = {"position_ids": torch.arange(16).unsqueeze(0)}
     elif name.startswith("falcon"):
-        turn = backbone.rotary_emb(x, torch.arange(16).unsqueeze(0))
+        kinds = ("sliding_attention",) if name.startswith("gemma3") else ()
+        turn = backbone.rotary_emb(x, torch.arange(16).unsqueeze(0), *kinds)
         given = {"position_embeddings": turn, "alibi": None}
     elif hasattr(backbone, "rotary_emb"):
-        turn = backbone.rotary_emb(x, torch.arange(16).unsqueeze(0))
+        kinds = ("sliding_attention",) if name.startswith("gemma3") else ()
+        turn = backbone.rotary_emb(x, torch.arange(16).unsqueeze(0), *kinds)
         given = {"position_embeddings": turn}
     turn = given.get("position_embeddings", ())
     known = [x, *model.parameters(), *model.buffers()]

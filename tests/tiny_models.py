@@ -87,7 +87,7 @@ CONFIGS = {
 }  # fmt: skip
 FAMILIES = tuple(CONFIGS)
 OWN_ATTENTION = ("bloom", "mpt")  # of these classes: `math` alone, and no packed rows
-MATH_ONLY = (*OWN_ATTENTION, "gpt_oss")
+MATH_ONLY = (*OWN_ATTENTION, "gpt_oss", "gemma2")
 ANY_KERNEL = tuple(family for family in FAMILIES if family not in MATH_ONLY)
 TARGETS = {
     "deepseek_v2": ("q_proj", "kv_b_proj"), "deepseek_v3": ("q_b_proj", "kv_b_proj"),

@@ -14,6 +14,9 @@ DTYPE_BYTES = {
 }  # fmt: skip
 
 
+SLIDING = "sliding"  # a kind of block
+
+
 class TensorSpec(Noun, frozen=True, kw_only=True):
     """Shape and dtype, no data."""
 
@@ -85,7 +88,9 @@ class Architecture(Noun, frozen=True, kw_only=True):
     parallel_residual: bool = False
     rotary_dim: int = 0  # elements of a head that are rotated; 0 = learned positions, or alibi
     activation: str = "silu"
-    sliding_window: int = 0  # tokens that attention looks back over; 0 = all of them
+    # tokens that attention looks back over, in blocks of kind `sliding` where there are such and
+    # in all where there are none; 0 = all tokens
+    sliding_window: int = 0
     experts: Experts = Experts()
     latent: Latent = Latent()
     sinks: bool = False  # a learned logit a head that takes attention and gives no value
@@ -98,10 +103,26 @@ class Architecture(Noun, frozen=True, kw_only=True):
     alibi: bool = False  # a bias by distance on the scores, instead of positions (2108.12409)
     logits_scaled: bool = False  # whether logits are divided by a number
     encoder_layers: int = 0  # of an encoder beside the decoder
+    attention_cap: float = 0.0  # scores are bent by a tanh to stay below; 0 = they are not
+    logit_cap: float = 0.0  # the same of logits
 
     def kind(self, layer: int) -> str:
         """The kind of a block, of a cycle that repeats to the last one; empty without kinds."""
         return self.layer_kinds[layer % len(self.layer_kinds)] if self.layer_kinds else ""
+
+    def windowed(self, tokens: int) -> bool:
+        """Whether rows of so many tokens are longer than the sliding window."""
+        return 0 < self.sliding_window < tokens
+
+    def banded(self, tokens: int) -> bool:
+        """Whether such rows take one mask for all sliding blocks; attention that is written out
+        makes its own in each call."""
+        return self.windowed(tokens) and not self.attention_cap and not self.sinks
+
+    def window(self, kind: str) -> int:
+        """The window of a block of this kind; 0 where it sees all tokens."""
+        slides = SLIDING not in self.layer_kinds or kind == SLIDING
+        return self.sliding_window if slides else 0
 
     @property
     def head_input(self) -> int:

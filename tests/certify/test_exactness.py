@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
-from tiny_steps import CPU, FAMILIES, LORA_TARGETS, make_recipe, possible, watch_real_step
+from tiny_steps import CONFIGS, CPU, FAMILIES, LORA_TARGETS, make_recipe, possible, watch_real_step
 
 from memfit.certify import BatchShape, trace
 from memfit.certify.tracing import worst_shapes
@@ -106,6 +106,28 @@ def test_dropout_of_adapters_holds_the_same_bytes(family: str, changes: dict) ->
     steps = {phase: n for phase, n in real.peaks.items() if phase is not Phase.LOAD}
     assert {phase: fake.phases[phase] for phase in steps} == steps
     assert fake.peak > trace(replace(recipe, lora=replace(lora, dropout=0.0)), CPU).peak
+
+
+WITHIN_WINDOWS = {
+    "mistral": ("mistral", {"sliding_window": 20}, MIXED),
+    "mistral, packed": ("mistral", {"sliding_window": 20}, {"packing": True, **BF16}),
+    "gemma3, recomputed": ("gemma3_text", {"sliding_window": 20}, {"recompute_blocks": 3}),
+    "gemma2, chunked": ("gemma2", {}, {**MIXED, "loss": "chunked", "loss_chunk": 20}),
+    "gemma2, packed": ("gemma2", {}, {"packing": True, **BF16}),
+    "phi3, math": ("phi3", {"sliding_window": 20}, {"attention": "math", "accumulation": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "window", "changes"), WITHIN_WINDOWS.values(), ids=WITHIN_WINDOWS
+)
+def test_rows_longer_than_windows_hold_the_same_bytes(
+    family: str, window: dict, changes: dict
+) -> None:
+    recipe = make_recipe(family, config=CONFIGS[family] | window, **changes)
+    fake, real = trace(recipe, CPU), watch_real_step(recipe, worst_shapes(recipe))
+    steps = {phase: n for phase, n in real.peaks.items() if phase is not Phase.LOAD}
+    assert {phase: fake.phases[phase] for phase in steps} == steps
 
 
 def test_given_documents_are_the_ones_traced() -> None:

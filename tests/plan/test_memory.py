@@ -170,6 +170,31 @@ SETTINGS = {
         "gemma", {"method": "lora", "precision": "bf16-mixed", "base_format": "bf16",
                   "recompute_blocks": 3}
     ),
+    "gemma2, capped, mixed, recomputed, deep": (
+        "gemma2", {"precision": "bf16-mixed", "recompute_blocks": 5, "layers": 11}
+    ),
+    "gemma2, capped, chunked, packed": (
+        "gemma2", {"loss": "chunked", "loss_chunk": 12, "packing": True, "precision": "bf16",
+                   "base_format": "bf16"}
+    ),
+    "gemma3_text, two rotations, freeze, recomputed, deep": (
+        "gemma3_text", {"method": "freeze", "precision": "bf16", "base_format": "bf16",
+                        "recompute_blocks": 9, "layers": 9}
+    ),
+    "gemma3_text, within windows, mixed": (
+        "gemma3_text", {"sliding_window": 8, "precision": "bf16-mixed", "layers": 9}
+    ),
+    "mistral, within a window, lora, recomputed": (
+        "mistral", {"sliding_window": 8, "method": "lora", "recompute_blocks": 2, "layers": 5}
+    ),
+    "mistral, within a window, packed": (
+        "mistral", {"sliding_window": 8, "packing": True, "precision": "bf16-mixed"}
+    ),
+    "phi3, within a window, math": ("phi3", {"sliding_window": 5, "attention": "math"}),
+    "qwen2, some blocks within windows": (
+        "qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1,
+                  "layers": 6, "recompute_blocks": 3}
+    ),
     "olmo2, mixed, packed": ("olmo2", {"precision": "bf16-mixed", "packing": True}),
     "granite, chunked, mixed": (
         "granite", {"loss": "chunked", "loss_chunk": 12, "precision": "bf16-mixed"}
@@ -255,6 +280,11 @@ ON_CUDA = {
     ),
     "phi3, flash, mixed": ("phi3", {"precision": "bf16-mixed", "recompute_blocks": 1}),
     "gemma, efficient": ("gemma", {"attention": "efficient", "accumulation": 2}),
+    "gemma2, mixed, deep": ("gemma2", {"precision": "bf16-mixed", "layers": 9}),
+    "gemma3_text, flash, mixed": ("gemma3_text", {"precision": "bf16-mixed", "layers": 9}),
+    "mistral, within a window, efficient": (
+        "mistral", {"sliding_window": 7, "attention": "efficient", "sequence_length": 19}
+    ),
     "olmo2, flash, bf16": ("olmo2", {"precision": "bf16", "base_format": "bf16"}),
     "smollm3, flash, mixed, deep": ("smollm3", {"precision": "bf16-mixed", "layers": 9}),
     "stablelm, flash, mixed": ("stablelm", {"precision": "bf16-mixed", "packing": True}),
@@ -294,7 +324,8 @@ def recipe_of(family, changes):
     changes = dict(changes)
     layers = changes.pop("layers", 3)
     key = next(key for key in DEPTH_KEYS if key in CONFIGS[family])
-    return make_recipe(family, config=CONFIGS[family] | {key: layers}, **changes)
+    windows = {k: changes.pop(k) for k in list(changes) if k.endswith(("window", "window_layers"))}
+    return make_recipe(family, config=CONFIGS[family] | {key: layers} | windows, **changes)
 
 
 def adapted(recipe):

@@ -302,7 +302,7 @@ def test_a_hub_id_that_cannot_be_reached_is_named():
 
 # -- what no device can run ----------------------------------------------------------------------
 
-WINDOWED = CONFIGS["mistral"] | {"sliding_window": 8}
+WINDOWED = CONFIGS["qwen2_moe"] | {"use_sliding_window": True, "sliding_window": 8}
 LORA_HEAD = Lora(rank=2, alpha=4.0, targets=("q_proj", "lm_head"))
 
 
@@ -320,7 +320,8 @@ LORA_HEAD = Lora(rank=2, alpha=4.0, targets=("q_proj", "lm_head"))
         (make_recipe("mpt", packing=True), "keep documents apart"),
         (make_recipe("mpt", sequence_length=65), "64 positions"),
         (make_recipe("gptj", loss="chunked", loss_chunk=8), "lm_head.bias"),
-        (make_recipe("mistral", config=WINDOWED), "sliding window of 8"),
+        (make_recipe("gemma2", attention="flash"), "attn_logit_softcapping: 50"),
+        (make_recipe("qwen2_moe", config=WINDOWED), "sliding window of 8"),
         (make_recipe(recompute_blocks=4), "has 3"),
         (make_recipe(loss="chunked"), "loss_chunk"),
         (make_recipe(method="lora", lora=LORA_HEAD, loss="chunked", loss_chunk=8), "lm_head"),

@@ -110,21 +110,32 @@ def _attention(capability: Capability | None) -> Callable[..., Tensor]:
             chosen = aten._scaled_dot_product_cudnn_attention(
                 query, key, value, None, saved, dropout_p, is_causal, False, scale=scale
             )
-        elif backend is SDPBackend.EFFICIENT_ATTENTION and attn_mask is None:
+        elif backend is SDPBackend.EFFICIENT_ATTENTION:
+            bias = None if attn_mask is None else _bias(attn_mask, query, key)
             chosen = aten._scaled_dot_product_efficient_attention(
-                query, key, value, None, saved, dropout_p, is_causal, scale=scale
+                query, key, value, bias, saved, dropout_p, is_causal, scale=scale
             )
-        elif backend is None or attn_mask is not None:
+        elif backend is None:
             raise RuntimeError("No available kernel. Aborting execution.")  # torch's own words
         else:
             chosen = aten._scaled_dot_product_attention_math(
-                query, key, value, None, dropout_p, is_causal, None,
+                query, key, value, attn_mask, dropout_p, is_causal, None,
                 scale=scale, enable_gqa=enable_gqa,
             )  # fmt: skip
         out: Tensor = chosen[0]
         return out
 
     return attention
+
+
+def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """A mask of numbers as the efficient kernel is given it (attention.cpp, preprocess_mask).
+
+    Masks of booleans, and rows that do not lie 16 elements apart, would be copied first.
+    """
+    if mask.dtype is torch.bool or any(n % 16 for n in mask.stride()[:-1]):
+        raise RuntimeError("a mask that torch would copy is not traced")
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
 def _flash(

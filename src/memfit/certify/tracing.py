@@ -99,7 +99,7 @@ def _traced(recipe: Recipe, device: Device, recorder: Recorder, rank: int = 0) -
     """
     alone = replace(recipe, parallel=Parallel())
     build_optimizer(alone, build_model(alone, "meta"))
-    heads = heads_of(read_model(recipe.model).architecture)
+    heads = heads_of(read_model(recipe.model).architecture, recipe.sequence_length)
     check_attention(recipe, heads, device.platform, device.capability)
     with ExitStack() as stack:
         stack.enter_context(_one_thread())

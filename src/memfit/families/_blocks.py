@@ -24,6 +24,12 @@ from memfit.families.forward import (
 )
 from memfit.sizes import Tensor
 
+GEMMA_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 Norm = Callable[[Forward, Tensor, Tensor], Tensor]
 Attention = Callable[[Tensor], Tensor]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from memfit.errors import InvalidRequest
-from memfit.model import Architecture
+from memfit.model import SLIDING, Architecture
 
 # Activations whose saved tensors memfit can size, by Hugging Face's names.
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
@@ -151,6 +151,16 @@ def fraction_of(part: int, whole: int) -> float:
     return exact if int(whole * exact) == part else (part + 0.5) / whole
 
 
+def cap(config: Mapping[str, Any], key: str, default: float | None) -> float:
+    """What a tanh keeps scores or logits below; 0.0 for `null`, which leaves them alone."""
+    value = config.get(key, default)
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise InvalidRequest(f"`{key}: {value!r}` in config.json is not a number above 0")
+    return float(value)
+
+
 def cycle(kinds: Sequence[str]) -> tuple[str, ...]:
     """The shortest cycle that gives all blocks' kinds; empty where none has a name."""
     for length in range(1, len(kinds) + 1):
@@ -159,26 +169,44 @@ def cycle(kinds: Sequence[str]) -> tuple[str, ...]:
     return ()
 
 
-def windows(config: Mapping[str, Any], layers: int) -> int:
-    """The sliding window of Qwen's configs in tokens; 0 when every layer sees everything."""
-    kinds = config.get("layer_types")
-    if kinds is not None:
-        odd = set(kinds) - {"full_attention", "sliding_attention"}
-        if odd:
-            raise InvalidRequest(f"`layer_types` in config.json holds {sorted(odd)}")
+def windows(config: Mapping[str, Any], layers: int) -> tuple[int, tuple[str, ...]]:
+    """The sliding window of Qwen's configs in tokens, 0 where no layer has it; blocks' kinds."""
+    kinds = layer_types(config, layers)
     if not flag(config, "use_sliding_window", False) or config.get("sliding_window", 4096) is None:
-        return 0
-    first = config.get("max_window_layers", 28)
-    slides = "sliding_attention" in kinds if kinds is not None else first < layers
-    return size(config, "sliding_window", 4096) if slides else 0
+        return 0, ()
+    if kinds is None:
+        first = config.get("max_window_layers", 28)
+        kinds = [SLIDING if layer >= first else "" for layer in range(layers)]
+    slides = SLIDING in kinds
+    return (size(config, "sliding_window", 4096), cycle(kinds)) if slides else (0, ())
+
+
+def layer_types(config: Mapping[str, Any], layers: int) -> list[str] | None:
+    """Blocks' kinds by `layer_types`, `sliding` or none; None where the file does not say."""
+    given = config.get("layer_types")
+    if given is None:
+        return None
+    odd = set(given) - {"full_attention", "sliding_attention"}
+    if odd or len(given) != layers:
+        raise InvalidRequest(
+            f"`layer_types` in config.json holds {sorted(set(given))} for {len(given)} of"
+            f" {layers} layers"
+        )
+    return [SLIDING if kind == "sliding_attention" else "" for kind in given]
+
+
+def layer_types_config(a: Architecture) -> list[str]:
+    """The list that `layer_types` reads."""
+    window = [a.window(a.kind(layer)) for layer in range(a.layers)]
+    return ["sliding_attention" if tokens else "full_attention" for tokens in window]
 
 
 def window_config(a: Architecture) -> dict[str, Any]:
-    """The keys that say what `windows` reads: a window on every layer, or none."""
+    """The keys that say what `windows` reads."""
     if not a.sliding_window:
         return {"use_sliding_window": False}
     return {
         "use_sliding_window": True,
         "sliding_window": a.sliding_window,
-        "max_window_layers": 0,
+        "layer_types": layer_types_config(a),
     }

@@ -6,8 +6,8 @@ that looks superfluous keeps a tensor alive as long as the real one is alive.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial, wraps
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
@@ -35,6 +35,7 @@ class Forward(msgspec.Struct, frozen=True):
     documents: Documents | None
     adapter_dropout: bool = False
     kind: str = ""  # of the block that runs, where the architecture has kinds
+    band: Tensor | None = None  # the mask of sliding windows, where rows are longer than they are
     coded: Dequantised = Dequantised()  # how weights that are stored quantised become dense
     repeats_keys: bool = False  # keys and values are made for all heads, whatever the kernel
     adapter_casts: bool = False  # adapters read inputs cast to their own dtype, as peft has them
@@ -60,6 +61,7 @@ class Embedded(NamedTuple):
     x: Tensor  # enters the first block: (batch, tokens, hidden)
     given: tuple[Tensor, ...]  # to every block, which holds it while it may be recomputed
     kept: tuple[Tensor, ...]  # local variables that live as long as the backbone's call
+    own: Mapping[str, tuple[Tensor, ...]] = {}  # by kind of block: what it alone is given first
 
 
 Arguments = ParamSpec("Arguments")
@@ -269,15 +271,22 @@ def cut_head(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 def attend(forward: Forward, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """(batch, heads, tokens, size) -> (batch, tokens, heads, size), as train/attention.py."""
-    width = value.shape[-1]
+    a, width = forward.architecture, value.shape[-1]
     padding = query.shape[-1] - width if forward.kernel == "flash" else 0
     if padding:
         value = sizes.pad_last(value, padding)
-    grouped = query.shape[1] != key.shape[1]
-    if grouped and (forward.repeats_keys or forward.kernel == "efficient"):
+    window = a.window(forward.kind)
+    repeats = a.attention_cap or forward.repeats_keys or forward.kernel == "efficient"
+    if query.shape[1] != key.shape[1] and repeats:
         groups = query.shape[1] // key.shape[1]
         key, value = sizes.expand_heads(key, groups), sizes.expand_heads(value, groups)
-    call = partial(sizes.attention, forward.kernel)
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if a.attention_cap:
+            return sizes.capped(query, key, value)
+        band = forward.band if window and key.shape[2] > window else None
+        return sizes.attention(forward.kernel, query, key, value, band)
+
     if forward.documents is None:
         out = call(query, key, value)
     else:
@@ -341,37 +350,6 @@ def plain_mlp(forward: Forward, weights: Weights, up: str, down: str, x: Tensor)
     return project(forward, weights, down, x)
 
 
-@module
-def neox_attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
-    """GPT-NeoX's attention: one projection, heads first, then query, key and value."""
-    size = forward.architecture.head_dim
-    fused = project(forward, weights, "attention.query_key_value", x)
-    fused = sizes.transpose(sizes.view(fused, *x.shape[:-1], -1, 3 * size), 1, 2)
-    query, key, value = sizes.split(fused, (size, size, size), 3)
-    query, key = rotate_part(query, key, turn)
-    out = attend(forward, query, key, value)
-    out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
-    return project(forward, weights, "attention.dense", out)
-
-
-def neox_block(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
-    """One block of gpt_neox, attention and feed-forward side by side or one after the other."""
-    attended = neox_attention(
-        forward, weights, apply_layer_norm(forward, weights, "input_layernorm", x), turn
-    )
-    if forward.architecture.parallel_residual:
-        fed = _neox_mlp(forward, weights, x)
-        return sizes.add(sizes.add(fed, attended), x)
-    attended = sizes.add(attended, x)
-    fed = _neox_mlp(forward, weights, attended)
-    return sizes.add(fed, attended)
-
-
-def _neox_mlp(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
-    normed = apply_layer_norm(forward, weights, "post_attention_layernorm", x)
-    return plain_mlp(forward, weights, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", normed)
-
-
 def rotary_embed(forward: Forward, weight: Tensor) -> Embedded:
     """Token embeddings; each block is given cosines, sines and position ids."""
     x = embedding(forward, weight, forward.input_ids)
@@ -384,12 +362,13 @@ def loss_mean(
     forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor, chunk: int
 ) -> Tensor:
     """The loss, as train/loss.py: (batch, tokens, hidden) -> (); chunk 0 is the plain one."""
-    if forward.architecture.logits_scaled:
+    a = forward.architecture
+    if a.logits_scaled or a.logit_cap:
         hidden = sizes.scale(hidden)
     if not chunk:
         return sizes.scale(_plain_sum(forward, weights, hidden, labels))
     flat = sizes.view(hidden, forward.batch * forward.tokens, hidden.shape[-1])
-    return chunked_sum(flat, weights["lm_head.weight"], chunk)
+    return chunked_sum(flat, weights["lm_head.weight"], chunk, bool(a.logit_cap))
 
 
 def _plain_sum(forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -397,6 +376,8 @@ def _plain_sum(forward: Forward, weights: Weights, hidden: Tensor, labels: Tenso
     flat = sizes.view(hidden, rows, hidden.shape[-1])
     head = project(forward, weights, "lm_head", flat)
     del flat
+    if forward.architecture.logit_cap:
+        head = sizes.scale(sizes.tanh(head))
     logits = sizes.cast(head, "float32")
     del head
     return cross_entropy_sum(logits, labels)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
+from memfit import sizes
 from memfit.families import Family, families
 from memfit.families._config import (
     activation,
@@ -19,10 +20,15 @@ from memfit.families._weights import Rows, head, layer_norm, linear, repeat, rot
 from memfit.families.forward import (
     Embedded,
     Forward,
+    Rotation,
     Weights,
     apply_layer_norm,
-    neox_block,
+    attend,
+    module,
+    plain_mlp,
+    project,
     rotary_embed,
+    rotate_part,
 )
 from memfit.model import Architecture, TensorSpec, Weight
 from memfit.sizes import Tensor
@@ -109,11 +115,42 @@ class GptNeox(Family):
         self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
     ) -> Tensor:
         """See `Family.block`."""
-        return neox_block(forward, weights, x, (given[0], given[1]))
+        return _block(forward, weights, x, (given[0], given[1]))
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""
         return apply_layer_norm(forward, weights, "final_layer_norm", x)
+
+
+@module
+def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
+    """GPT-NeoX's attention: one projection, heads first, then query, key and value."""
+    size = forward.architecture.head_dim
+    fused = project(forward, weights, "attention.query_key_value", x)
+    fused = sizes.transpose(sizes.view(fused, *x.shape[:-1], -1, 3 * size), 1, 2)
+    query, key, value = sizes.split(fused, (size, size, size), 3)
+    query, key = rotate_part(query, key, turn)
+    out = attend(forward, query, key, value)
+    out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
+    return project(forward, weights, "attention.dense", out)
+
+
+def _block(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
+    """One block of gpt_neox, attention and feed-forward side by side or one after the other."""
+    attended = _attention(
+        forward, weights, apply_layer_norm(forward, weights, "input_layernorm", x), turn
+    )
+    if forward.architecture.parallel_residual:
+        fed = _mlp(forward, weights, x)
+        return sizes.add(sizes.add(fed, attended), x)
+    attended = sizes.add(attended, x)
+    fed = _mlp(forward, weights, attended)
+    return sizes.add(fed, attended)
+
+
+def _mlp(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+    normed = apply_layer_norm(forward, weights, "post_attention_layernorm", x)
+    return plain_mlp(forward, weights, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", normed)
 
 
 families.register("gpt_neox")(GptNeox())

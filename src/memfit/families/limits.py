@@ -5,17 +5,30 @@ from __future__ import annotations
 from memfit.errors import InvalidRequest
 from memfit.model import Architecture
 
+# Families whose class tells attention its window; of others memfit would run without one.
+SLIDING_CLASSES = (
+    "gemma2", "gemma3_text", "gpt_oss", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe",
+)  # fmt: skip
+
 
 def own_kernels(a: Architecture) -> tuple[str, ...]:
     """The only attention kernels that compute this model; empty where every kernel does."""
-    return ("math",) if a.alibi or a.sinks else ()
+    return ("math",) if a.alibi or a.sinks or a.attention_cap else ()
 
 
-def check_limits(name: str, a: Architecture, *, attention: str, packing: bool, loss: str) -> None:
+def check_limits(
+    name: str, a: Architecture, *, attention: str, packing: bool, loss: str, tokens: int
+) -> None:
     """Raise InvalidRequest where a recipe asks what the model's class cannot do exactly.
 
-    attention and loss may be `auto`.
+    attention and loss may be `auto`; tokens: of a row.
     """
+    if a.windowed(tokens) and a.family not in SLIDING_CLASSES:
+        raise InvalidRequest(
+            f"rows of {tokens} tokens are longer than the sliding window of {a.sliding_window}"
+            f" tokens of `{name}`, whose class does not tell attention which blocks slide",
+            hint=f"use a sequence_length of at most {a.sliding_window}",
+        )
     if a.alibi and attention not in ("auto", *own_kernels(a)):
         raise InvalidRequest(
             f"`attention: {attention}` knows no bias by distance, which `{name}` adds to its"
@@ -25,6 +38,12 @@ def check_limits(name: str, a: Architecture, *, attention: str, packing: bool, l
     if a.sinks and attention not in ("auto", *own_kernels(a)):
         raise InvalidRequest(
             f"`attention: {attention}` knows no attention sinks, which `{name}` has",
+            hint="use `attention: math`",
+        )
+    if a.attention_cap and attention not in ("auto", *own_kernels(a)):
+        raise InvalidRequest(
+            f"`attention: {attention}` cannot keep scores below a cap, as `{name}` does"
+            f" (`attn_logit_softcapping: {a.attention_cap:g}`)",
             hint="use `attention: math`",
         )
     if a.alibi and packing:

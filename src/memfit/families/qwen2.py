@@ -35,6 +35,7 @@ class Qwen2(GatedFamily):
         kv_heads = key_value_heads(config, heads, absent=32)
         whole_head_rotates(config)
         layers = size(config, "num_hidden_layers")
+        window, kinds = windows(config, layers)
         head_dim = head_size(config, hidden, heads)
         return Architecture(
             family=self.name,
@@ -50,7 +51,8 @@ class Qwen2(GatedFamily):
             attention_bias=True,
             rotary_dim=head_dim,
             activation=activation(config, "hidden_act", "silu"),
-            sliding_window=windows(config, layers),
+            sliding_window=window,
+            layer_kinds=kinds,
         )
 
     def config(self, a: Architecture) -> dict[str, Any]:

@@ -34,6 +34,7 @@ class Qwen3(GatedFamily):
         kv_heads = key_value_heads(config, heads, absent=32)
         whole_head_rotates(config)
         layers = size(config, "num_hidden_layers")
+        window, kinds = windows(config, layers)
         head_dim = size(config, "head_dim", 128)
         bias = flag(config, "attention_bias", False)
         return Architecture(
@@ -52,7 +53,8 @@ class Qwen3(GatedFamily):
             qk_norm=True,
             rotary_dim=head_dim,
             activation=activation(config, "hidden_act", "silu"),
-            sliding_window=windows(config, layers),
+            sliding_window=window,
+            layer_kinds=kinds,
         )
 
     def config(self, a: Architecture) -> dict[str, Any]:

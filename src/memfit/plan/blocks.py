@@ -267,7 +267,7 @@ class _Simulation:
         self.mark("embedding", "embedding")
         boundaries: list[int] = []
         with meter.with_autocast(self.setting.autocast):
-            hidden = _backbone(forward, self, boundaries)
+            hidden = _backbone(self._with_band(forward), self, boundaries)
             self.mark("loss", "loss")
             loss = self.program.loss(forward, self.outside, hidden, labels)
             del hidden
@@ -279,6 +279,14 @@ class _Simulation:
         self._pass_all(boundaries)
         self.mark("end", "")
         return self.marks
+
+    def _with_band(self, forward: Forward) -> Forward:
+        """As train/step.py: one mask for all blocks where rows are longer than their window."""
+        a, tokens = self.setting.architecture, forward.tokens
+        if not a.banded(tokens):
+            return forward
+        band = sizes.make_band(forward.input_ids, tokens, self.setting.compute)
+        return msgspec.structs.replace(forward, band=band)
 
     def _watch(self, boundaries: list[int]) -> Callable[[int], None]:
         def passing(sequence: int) -> None:
@@ -303,12 +311,14 @@ class _Simulation:
 def _backbone(forward: Forward, simulation: _Simulation, boundaries: list[int]) -> Tensor:
     """The model without its head; notes where each block begins."""
     program, meter = simulation.program, forward.meter
-    x, given, kept = program.embed(forward, simulation.outside)
+    x, given, kept, own = program.embed(forward, simulation.outside)
     for index, (weights, block) in enumerate(simulation.blocks):
         simulation.mark(f"block {index}", "blocks")
         boundaries.append(meter.sequence)
         here = msgspec.structs.replace(forward, kind=block.kind)
-        x = _block(here, program, weights, x, given, block.recomputed)
+        mine = (*own.get(block.kind, ()), *given)
+        x = _block(here, program, weights, x, mine, block.recomputed)
+        del here, mine
     simulation.mark("norm", "norm")
     boundaries.append(meter.sequence)
     x = program.finish(forward, simulation.outside, x)

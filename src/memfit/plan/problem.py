@@ -21,7 +21,7 @@ from memfit.plan.precision import HALF, find_conflict, precisions
 from memfit.plan.reference import find_published, find_reference
 from memfit.recipe import Format, Freeze, Lora, Method, Optimizer, Precision, Recipe, compute_dtype
 from memfit.request import RecomputeBlocks, Request
-from memfit.sizes.kernels import heads_of, refusal, usable
+from memfit.sizes.kernels import Heads, heads_of, refusal, usable
 
 ASSUMED_STEPS = 1000  # when neither a length nor data is given
 ASSUMED_SEQUENCE = 4096
@@ -154,13 +154,16 @@ def check(problem: Problem) -> None:
             hint=f"use at most {architecture.max_sequence}",
         )
     packing, loss = request.task.packing, request.loss
-    check_limits(name, architecture, attention=request.attention, packing=packing, loss=loss)
-    window = architecture.sliding_window
-    if window and length > window and not architecture.sinks:
+    check_limits(
+        name, architecture,
+        attention=request.attention, packing=packing, loss=loss, tokens=length,
+    )  # fmt: skip
+    if request.framework != "memfit" and architecture.windowed(length):
         raise InvalidRequest(
-            f"`task.sequence_length: {length}` is longer than the sliding window {window} of "
-            f"`{name}`, and memfit's attention is causal without a window",
-            hint=f"use at most {window}",
+            f"`task.sequence_length: {length}` is longer than the sliding window of"
+            f" {architecture.sliding_window} tokens of `{name}`, which memfit does not describe of"
+            f" `framework: {request.framework}`",
+            hint=f"use at most {architecture.sliding_window}",
         )
     micro, batch = request.micro_batch, request.task.global_batch
     if micro != "auto" and batch % micro:
@@ -201,13 +204,19 @@ def find_lack(problem: Problem, precision: Precision) -> str:
     device, asked = problem.device, problem.request.attention
     if asked == "auto":
         return ""
-    dtype, heads = compute_dtype(precision), heads_of(problem.model.architecture)
+    dtype, heads = compute_dtype(precision), _heads(problem)
     return refusal(asked, dtype, heads, platform=device.platform, capability=device.capability)
+
+
+def _heads(problem: Problem) -> Heads:
+    """The model's, under the sequence length asked for."""
+    a = problem.model.architecture
+    return heads_of(a, sequence_length(problem.request, problem.model))
 
 
 def find_kernels(problem: Problem, precision: Precision) -> tuple[str, ...]:
     """The attention kernels that serve the model on the device, the preferred one first."""
-    device, heads = problem.device, heads_of(problem.model.architecture)
+    device, heads = problem.device, _heads(problem)
     if only := own_kernels(problem.model.architecture):
         return only
     dtype = compute_dtype(precision)

@@ -4,7 +4,7 @@ A family's forward is written over these operations with the local variables of 
 code; storages die by reference counting, so the log of a `Meter` is the trace of the real step.
 """
 
-from memfit.sizes.attention import attention, by_document
+from memfit.sizes.attention import attention, by_document, capped, make_band
 from memfit.sizes.autograd import backward, checkpoint
 from memfit.sizes.complex_numbers import turn, view_as_complex, view_as_real
 from memfit.sizes.elementwise import (
@@ -61,11 +61,11 @@ from memfit.sizes.views import (
 
 __all__ = [
     "Meter", "Shape", "Storage", "Tensor", "add", "add_into", "add_multiply_batched", "attention",
-    "backward", "by_document", "cast", "checkpoint", "clamp", "concatenate", "contiguous",
+    "backward", "by_document", "capped", "cast", "checkpoint", "clamp", "concatenate", "contiguous",
     "conv1d", "dropout", "empty", "every_other", "expand", "expand_heads", "fill_masked",
-    "fill_part", "gather_rows", "gelu", "layer_norm", "linear", "mean_last", "mul", "multiply",
-    "multiply_batched", "multiply_heads", "multiply_turned", "narrow", "negative", "own_function",
-    "pad_last", "parameter", "power", "relu", "reshape", "rsqrt", "scale", "select", "shift",
-    "silu", "softmax", "softmax_wide", "split", "subtract", "tanh", "transpose", "turn",
+    "fill_part", "gather_rows", "gelu", "layer_norm", "linear", "make_band", "mean_last", "mul",
+    "multiply", "multiply_batched", "multiply_heads", "multiply_turned", "narrow", "negative",
+    "own_function", "pad_last", "parameter", "power", "relu", "reshape", "rsqrt", "scale", "select",
+    "shift", "silu", "softmax", "softmax_wide", "split", "subtract", "tanh", "transpose", "turn",
     "unsqueeze", "view", "view_as_complex", "view_as_real",
 ]  # fmt: skip

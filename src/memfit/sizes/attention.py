@@ -14,8 +14,10 @@ from memfit.sizes.elementwise import (
     autocast_lower,
     cast,
     like,
+    scale,
     scale_by_scalar,
     softmax,
+    tanh,
     upstream,
 )
 from memfit.sizes.kernels import FLASH_ALIGNMENT
@@ -33,12 +35,18 @@ from memfit.sizes.views import (
 )
 from memfit.sizes.workspace import cudnn_backward, efficient_backward, flash_backward
 
+ROW = 16  # elements; see train/attention.py
 Documents = Sequence[int]  # the lengths of a row's documents, the same in every row
 SHOWN = 3  # rows run of many
 
 
-def attention(kernel: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """`F.scaled_dot_product_attention`: (batch, heads, tokens, size); key, value may be grouped."""
+def attention(
+    kernel: str, query: Tensor, key: Tensor, value: Tensor, band: Tensor | None = None
+) -> Tensor:
+    """`F.scaled_dot_product_attention`: (batch, heads, tokens, size); key, value may be grouped.
+
+    band: the mask of a sliding window, see `make_band`; None is causal without a mask.
+    """
     low = [autocast_lower(x) for x in (value, key, query)]  # C++ evaluates the last first
     low.reverse()
     with query.meter.with_autocast(False):
@@ -47,8 +55,9 @@ def attention(kernel: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         size = query.shape[-1]
         padding = -size % FLASH_ALIGNMENT if kernel == "flash" and query.meter.cuda else 0
         if not padding:
-            return KERNELS[kernel](*low)
-        wide = KERNELS[kernel](*(pad_last(x, padding) for x in low))
+            return KERNELS[kernel](low[0], low[1], low[2], band)
+        first, second, third = (pad_last(x, padding) for x in low)
+        wide = KERNELS[kernel](first, second, third, None)  # this kernel has no mask
         return narrow(wide, 3, 0, size)
 
 
@@ -78,6 +87,25 @@ def by_document(
     return transpose(reshape(joined, rows, tokens, heads, joined.shape[-1]), 1, 2)
 
 
+def capped(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Scores bent by a tanh, as train/attention.py writes it out; no grouped heads."""
+    batch, heads, tokens, size = query.shape
+    turned = transpose(key, 2, 3)
+    low_turned = autocast_lower(turned)  # C++ evaluates the last first
+    scores = _scores(autocast_lower(query), low_turned)
+    del turned, low_turned
+    scores = scale(scores)
+    scores = scale(tanh(scores))
+    if tokens > 1:
+        scores = add(scores, make_band(query, tokens, scores.dtype))
+    weights = cast(softmax(cast(scores, "float32")), scores.dtype)
+    low = autocast_lower(value)
+    rows = reshape(weights, batch * heads, tokens, tokens)
+    product = multiply_batched(rows, reshape(low, batch * heads, tokens, size))
+    del rows, low
+    return view(product, batch, heads, tokens, size)
+
+
 def _end_to_end(x: Tensor) -> Tensor:
     """(batch, heads, tokens, size) -> (1, heads, batch * tokens, size)."""
     rows, heads, tokens, size = x.shape
@@ -93,6 +121,19 @@ def _by_token(x: Tensor, size: int = 0) -> Tensor:
     return empty(x.meter, (batch, heads, tokens, size), x.dtype, strides=strides)
 
 
+def make_band(like: Tensor, tokens: int, dtype: str) -> Tensor:
+    """The mask of train/attention.py: (tokens, tokens) of rows a multiple of 16 apart."""
+    shape = (tokens, -(-tokens // ROW) * ROW)
+    after = empty(like.meter, shape, dtype)
+    before = empty(like.meter, shape, dtype)
+    del before
+    return after
+
+
+def _given(band: Tensor | None) -> tuple[Tensor, ...]:
+    return () if band is None else (band,)
+
+
 def _count(query: Tensor, key: Tensor, value: Tensor, with_keys: int, with_values: int) -> None:
     """FLOP of causal attention: half of a dense (tokens x tokens) matrix for each product."""
     batch, heads, tokens, size = query.shape
@@ -101,13 +142,13 @@ def _count(query: Tensor, key: Tensor, value: Tensor, with_keys: int, with_value
     query.meter.flop += flop * query.meter.copies
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _flash(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -> Tensor:
     """One kernel: saves its inputs, its result and a row of log-sums for each head.
 
     On CUDA also the state of the random generator, two 0-dim tensors.
     """
     meter = query.meter
-    node = record(_flash_backward, (query, key, value), (query, key, value))
+    node = record(_flash_backward, (query, key, value), (query, key, value, *_given(band)))
     out = attach(node, like(query))
     extra = [empty(meter, query.shape[:3], "float32")]
     if meter.cuda:
@@ -138,10 +179,10 @@ def _workspace(x: Tensor, nbytes: int) -> Tensor:
     return empty(x.meter, (nbytes,), "int8", Kind.WORKSPACE)
 
 
-def _efficient(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _efficient(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -> Tensor:
     """CUDA's memory-efficient kernel: as flash, with fp32 inputs too and no grouped heads."""
     meter = query.meter
-    node = record(_efficient_backward, (query, key, value), (query, key, value))
+    node = record(_efficient_backward, (query, key, value), (query, key, value, *_given(band)))
     batch, heads, tokens, _ = query.shape
     out = attach(node, _by_token(query, value.shape[-1]))
     padded = -(-tokens // 32) * 32 if node is not None else 0
@@ -165,10 +206,10 @@ def _efficient_backward(node: Node, grads: Incoming) -> Gradients:
     return made
 
 
-def _cudnn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _cudnn(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -> Tensor:
     """cuDNN's kernel: as flash, with seed and offset of the random generator in two scalars."""
     meter = query.meter
-    node = record(_cudnn_backward, (query, key, value), (query, key, value))
+    node = record(_cudnn_backward, (query, key, value), (query, key, value, *_given(band)))
     out = attach(node, like(query))
     extra = [empty(meter, (*query.shape[:3], 1), "float32")]
     extra += [empty(meter, (), "int64"), empty(meter, (), "int64")]
@@ -189,14 +230,14 @@ def _cudnn_backward(node: Node, grads: Incoming) -> Gradients:
     return made
 
 
-def _math(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _math(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -> Tensor:
     """Products and a softmax: materialises (tokens x tokens) for every head, in fp32."""
     dtype = query.dtype
     query_wide, key_wide = cast(query, "float32"), cast(key, "float32")
     value_wide = cast(value, "float32")
     batch, heads, tokens, _ = query.shape
     scaled_query = scale_by_scalar(query_wide)
-    mask = _causal_mask(query)
+    mask = _causal_mask(query) if band is None else band
     key_full, value_full = key_wide, value_wide  # C++ keeps the narrow ones to its end
     if key.shape[1] != heads:
         groups = heads // key.shape[1]

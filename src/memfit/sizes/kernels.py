@@ -22,11 +22,12 @@ class Heads(NamedTuple):
     size: int  # elements of a query's or key's head
     value: int = 0  # elements of a value's, where they are others; 0 = as many
     sinks: bool = False  # see `Architecture.sinks`
+    windowed: bool = False  # rows are longer than the model's sliding window, which takes a mask
 
 
-def heads_of(a: Architecture) -> Heads:
-    """Of one model."""
-    return Heads(a.head_dim, a.latent.value, a.sinks)
+def heads_of(a: Architecture, tokens: int) -> Heads:
+    """Of one model; tokens: of a row."""
+    return Heads(a.head_dim, a.latent.value, a.sinks, a.windowed(tokens))
 
 
 BY_PREFERENCE = ("flash", "efficient", "math")  # torch's order; cuDNN only where it is named
@@ -54,6 +55,8 @@ def refusal(
         return ""
     if heads.sinks:
         return "does not know attention sinks, which the model has"
+    if heads.windowed and platform != "cpu" and kernel in ("flash", "cudnn"):
+        return "takes no mask here, and the sequence is longer than the model's sliding window"
     if platform == "cpu":
         return "" if kernel == "flash" else "exists on CUDA only, and the device is a CPU"
     at = capability or (8, 0)

@@ -50,7 +50,7 @@ def _negative_likelihood_backward(node: Node, grads: Incoming) -> Gradients:
     return (like(x),)
 
 
-def chunked_sum(hidden: Tensor, weight: Tensor, chunk: int) -> Tensor:
+def chunked_sum(hidden: Tensor, weight: Tensor, chunk: int, capped: bool = False) -> Tensor:
     """The loss with at most `chunk` tokens' logits alive, and its gradients made with it.
 
     As train/loss.py: hidden (tokens, hidden), weight (vocab, hidden) -> 0-dim.
@@ -61,14 +61,14 @@ def chunked_sum(hidden: Tensor, weight: Tensor, chunk: int) -> Tensor:
     total = empty(meter, (), "float32")
     d_hidden = like(hidden) if hidden.requires_grad else None
     with meter.with_autocast(False):
-        d_weight = _chunks(hidden.detached(), weight.detached(), compute, chunk, node)
+        d_weight = _chunks(hidden.detached(), weight.detached(), compute, chunk, node, capped)
     if node is not None:
         node.saved = [d_hidden, d_weight]
     return attach(node, total)
 
 
 def _chunks(
-    hidden: Tensor, weight: Tensor, compute: str, chunk: int, node: Node | None
+    hidden: Tensor, weight: Tensor, compute: str, chunk: int, node: Node | None, capped: bool
 ) -> Tensor | None:
     """Every chunk in turn; returns the head's gradient.
 
@@ -84,7 +84,7 @@ def _chunks(
         last = index == len(seen) - 1
         rows = tokens - (chunks - 1) * chunk if last else chunk
         piece = cast(hidden.viewed((rows, width), hidden.strides), compute)
-        slope = _slope(piece, low)
+        slope = _slope(piece, low, capped)
         if node is None:
             continue
         slope = cast(slope, compute)
@@ -98,10 +98,12 @@ def _chunks(
     return None if total is None else cast(total, weight.dtype)
 
 
-def _slope(piece: Tensor, weight: Tensor) -> Tensor:
+def _slope(piece: Tensor, weight: Tensor, capped: bool) -> Tensor:
     """(rows, vocab) fp32: log-probabilities, turned in place into the slope of the loss."""
     meter, rows, vocab = piece.meter, piece.shape[0], weight.shape[0]
     logits = empty(meter, (rows, vocab), piece.dtype)
+    bent = logits if capped else None
+    logits = like(logits) if capped else logits
     # CUDA's log-softmax reads fp16 and writes fp32 (SoftMax.cpp); other kernels want a copy
     reads = meter.cuda and piece.dtype == "float16"
     wide = logits if reads else cast(logits, "float32")
@@ -114,6 +116,8 @@ def _slope(piece: Tensor, weight: Tensor) -> Tensor:
     del picked
     minus_one = like(share)
     del minus_one, is_target, column, share
+    if bent is not None:
+        cast(bent, "float32")
     return result
 
 

@@ -1,4 +1,4 @@
-"""Causal attention without a mask, under the kernel that the recipe names.
+"""Causal attention under the kernel that the recipe names; a mask only where windows are shorter.
 
 There is no dropout of attention's weights, whatever a config.json says.
 
@@ -27,6 +27,8 @@ with quiet_import():
     from transformers import AttentionInterface
 
 Documents = Sequence[Sequence[int]]  # for each row, the lengths of its documents; they fill it
+
+ROW = 16  # elements
 
 BACKENDS = {
     "math": SDPBackend.MATH,
@@ -69,6 +71,8 @@ def attend(
     documents: Documents | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
+    softcap: float | None = None,
+    band: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """What Hugging Face calls: query (batch, heads, tokens, head_dim), key and value with kv_heads.
@@ -76,6 +80,8 @@ def attend(
     Returns (batch, tokens, heads, head_dim). With `documents`, no token attends to another
     document: each is a separate call of the kernel, so nothing can leak. Where a value's head is
     narrower than a key's, flash gets values with zeros behind: it takes one size only.
+    `sliding_window` and `softcap` come from the model's class; band: see `make_band`, made here
+    where it is None.
     """
     del attention_mask
     documents = documents or getattr(module, "documents", None)
@@ -84,12 +90,15 @@ def attend(
     if padding:
         value = nn.functional.pad(value, (0, padding))
     grouped = query.shape[1] != key.shape[1]
-    if grouped and backend is SDPBackend.EFFICIENT_ATTENTION:  # has no grouped form
+    repeats = softcap is not None or backend is SDPBackend.EFFICIENT_ATTENTION
+    if grouped and repeats:  # these have no grouped form
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         grouped = False
-    causal = query.shape[2] > 1  # one new token beside a cache sees everything before it
-    kernel = partial(_run, backend, is_causal=causal, scale=scaling, enable_gqa=grouped)
+    kernel: Callable[..., Tensor] = partial(
+        _choose, backend, scale=scaling, grouped=grouped, window=sliding_window, cap=softcap,
+        band=band,
+    )  # fmt: skip
     if s_aux is not None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         kernel = partial(attend_with_sinks, sinks=s_aux, scale=scale, window=sliding_window)
@@ -100,6 +109,60 @@ def attend(
     if padding:
         out = out[..., :width]
     return out.transpose(1, 2), None
+
+
+def _choose(
+    backend: SDPBackend,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None,
+    grouped: bool,
+    window: int | None,
+    cap: float | None,
+    band: Tensor | None,
+) -> Tensor:
+    """One call: capped, within a window, or causal. (batch, heads, tokens, head_dim)."""
+    tokens, keys = query.shape[2], key.shape[2]
+    causal = tokens > 1  # one new token beside a cache sees everything before it
+    if cap is not None:
+        return _capped(query, key, value, scale, cap, window)
+    if window is None or keys <= window or not causal:
+        return _run(backend, query, key, value, is_causal=causal, scale=scale, enable_gqa=grouped)
+    if backend is SDPBackend.FLASH_ATTENTION and query.is_cuda:
+        # it takes no mask: training refuses it, and a longer text is generated with another
+        backend = SDPBackend.MATH
+    if band is None:
+        band = make_band(keys, window, query.dtype, query.device)
+    mask = band[:tokens, :keys]
+    return _run(backend, query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+def make_band(tokens: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(tokens, tokens): 0 where a row sees a column, itself and `window` - 1 before; else -inf.
+
+    Rows lie a multiple of 16 elements apart, which the efficient kernel asks for.
+    """
+    shape = (tokens, -(-tokens // ROW) * ROW)
+    after = torch.full(shape, -torch.inf, dtype=dtype, device=device).triu_(1)
+    before = torch.full(shape, -torch.inf, dtype=dtype, device=device).tril_(-window)
+    return after.add_(before)[:, :tokens]
+
+
+def _capped(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, cap: float, window: int | None
+) -> Tensor:
+    """Scores bent by a tanh, written out: no kernel of torch's has it (Gemma 2, 2408.00118)."""
+    tokens, keys, size = query.shape[2], key.shape[2], query.shape[3]
+    scale = size**-0.5 if scale is None else scale
+    scores = torch.matmul(query, key.transpose(2, 3)) * (scale / cap)
+    scores = torch.tanh(scores) * cap
+    if tokens > 1:
+        reach = keys if window is None else window
+        scores = scores + make_band(keys, reach, scores.dtype, scores.device)[-tokens:]
+    weights = torch.softmax(scores.float(), dim=-1).to(scores.dtype)
+    return torch.matmul(weights, value)
 
 
 def _run(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:

@@ -61,7 +61,8 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
     """
     device = torch.device(device)
     if device.type != "meta":
-        heads = heads_of(read_model(recipe.model).architecture)
+        a = read_model(recipe.model).architecture
+        heads = heads_of(a, recipe.sequence_length)
         check_attention(recipe, heads, "cpu" if device.type == "cpu" else "cuda")
     _check(recipe)
     with _disable_current_modes():  # on meta nothing needs tracing, and peft cannot move fakes
@@ -172,15 +173,8 @@ def _check(recipe: Recipe) -> None:
         )
     check_limits(
         model.name, architecture,
-        attention=recipe.attention, packing=recipe.packing, loss=recipe.loss,
+        attention=recipe.attention, packing=recipe.packing, loss=recipe.loss, tokens=length,
     )  # fmt: skip
-    window = architecture.sliding_window
-    if window and length > window and not architecture.sinks:
-        raise InvalidRequest(
-            f"sequence_length {length} exceeds the sliding window of {window} tokens that"
-            f" `{model.name}` attends to; memfit's attention is fully causal",
-            hint=f"use a sequence_length of at most {window}",
-        )
     if recipe.recompute_blocks > architecture.layers:
         raise InvalidRequest(
             f"recompute of {recipe.recompute_blocks} blocks, but `{model.name}` has"

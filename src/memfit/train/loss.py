@@ -25,20 +25,25 @@ def loss_mean(
     recipe: Recipe,
     target_tokens: int,
     scale: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Sum of the losses of this batch's target tokens over `target_tokens`, 0-dim fp32.
 
     hidden (batch, tokens, hidden); labels (batch, tokens), aligned: what each position predicts.
     scale: what the caller multiplies the loss by before its backward; None is 1.
+    cap: logits are bent to stay below it by a tanh; hidden is divided by it already.
     """
     if recipe.loss == "plain":
-        return plain_sum(head, hidden, labels) / target_tokens
-    return chunked_mean(head, hidden, labels, recipe, target_tokens, scale)
+        return plain_sum(head, hidden, labels, cap) / target_tokens
+    return chunked_mean(head, hidden, labels, recipe, target_tokens, scale, cap)
 
 
-def plain_sum(head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
+def plain_sum(head: nn.Module, hidden: Tensor, labels: Tensor, cap: float | None = None) -> Tensor:
     """Sum of the losses of all target tokens, 0-dim fp32; logits (tokens, vocab) are kept."""
-    logits = head(hidden.flatten(0, 1)).float()
+    logits = head(hidden.flatten(0, 1))
+    if cap is not None:
+        logits = torch.tanh(logits) * cap
+    logits = logits.float()
     return nn.functional.cross_entropy(
         logits, labels.flatten(), ignore_index=IGNORE, reduction="sum"
     )
@@ -51,6 +56,7 @@ def chunked_mean(
     recipe: Recipe,
     target_tokens: int,
     scale: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """The same with at most `recipe.loss_chunk` tokens' logits alive.
 
@@ -65,10 +71,11 @@ def chunked_mean(
     def chunks() -> Tensor:
         if not torch.is_grad_enabled():  # inside the function below it never is
             weight = cast(Tensor, head.weight)
-            return _sum_of_chunks(flat, weight, labels.flatten(), compute, recipe.loss_chunk)
+            return _sum_of_chunks(flat, weight, labels.flatten(), compute, recipe.loss_chunk, cap)
         made = _Chunked.apply(  # type: ignore[no-untyped-call]
-            flat, head.weight, labels.flatten(), compute, recipe.loss_chunk, target_tokens, scale
-        )
+            flat, head.weight, labels.flatten(), compute, recipe.loss_chunk, target_tokens, scale,
+            cap,
+        )  # fmt: skip
         return cast(Tensor, made)
 
     # A sharded head holds its whole weight only while its forward runs.
@@ -77,7 +84,12 @@ def chunked_mean(
 
 
 def _sum_of_chunks(
-    hidden: Tensor, weight: Tensor, labels: Tensor, compute: torch.dtype, chunk: int
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    compute: torch.dtype,
+    chunk: int,
+    cap: float | None,
 ) -> Tensor:
     """The sum of losses alone, for an evaluation: no gradient is made. See `_Chunked.forward`."""
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -86,6 +98,8 @@ def _sum_of_chunks(
         for start in range(0, hidden.shape[0], chunk):
             here = slice(start, start + chunk)
             logits = hidden[here].to(compute) @ cast_weight.t()
+            if cap is not None:
+                logits.tanh_().mul_(cap)
             log_p = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
             total += nn.functional.nll_loss(
                 log_p, labels[here], ignore_index=IGNORE, reduction="sum"
@@ -121,6 +135,7 @@ class _Chunked(torch.autograd.Function):
         chunk: int,
         target_tokens: int,
         scale: Tensor | None,
+        cap: float | None,
     ) -> Tensor:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -132,7 +147,7 @@ class _Chunked(torch.autograd.Function):
                 here = slice(start, start + chunk)
                 piece = hidden[here].to(compute)
                 loss, slope = _loss_and_slope(
-                    piece @ cast_weight.t(), labels[here], target_tokens, scale
+                    piece @ cast_weight.t(), labels[here], target_tokens, scale, cap
                 )
                 total += loss
                 slope = slope.to(compute)
@@ -154,16 +169,24 @@ class _Chunked(torch.autograd.Function):
         for gradient in (d_hidden, d_weight):
             if gradient is not None:
                 gradient.mul_(factor)
-        return d_hidden, d_weight, None, None, None, None, None
+        return d_hidden, d_weight, None, None, None, None, None, None
 
 
 def _loss_and_slope(
-    logits: Tensor, labels: Tensor, target_tokens: int, scale: Tensor | None
+    logits: Tensor,
+    labels: Tensor,
+    target_tokens: int,
+    scale: Tensor | None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(mean's share, its scaled fp32 slope by the logits); the logits are given up.
 
-    d loss / d logits = softmax(logits) - one_hot(label), 0 where there is no target.
+    d loss / d logits = softmax(logits) - one_hot(label), 0 where there is no target; capped ones
+    are cap * tanh(logits), whose own slope is cap * (1 - tanh²).
     """
+    bent = None if cap is None else logits.tanh_()
+    if cap is not None:
+        logits = logits * cap
     log_p = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     del logits
     is_target = (labels != IGNORE).unsqueeze(1)
@@ -172,7 +195,10 @@ def _loss_and_slope(
     loss = -(log_p.gather(1, column) * weight).sum()
     slope = log_p.exp_()
     slope.scatter_add_(1, column, torch.full_like(weight, -1.0))
-    return loss, slope.mul_(weight if scale is None else weight * scale)
+    slope.mul_(weight if scale is None else weight * scale)
+    if bent is not None and cap is not None:
+        slope.mul_(bent.float().square_().neg_().add_(1.0)).mul_(cap)
+    return loss, slope
 
 
 def _add_outer(

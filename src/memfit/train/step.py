@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from memfit.errors import InvalidRequest
+from memfit.families import read_model
 from memfit.ledger import Phase
 from memfit.parallelism import clip_sharded, run_as_forward
-from memfit.train.attention import Documents
+from memfit.train.attention import Documents, make_band
 from memfit.train.build import Built
 from memfit.train.hugging_face import parts
 from memfit.train.loss import IGNORE, loss_mean
@@ -128,7 +129,12 @@ def _forward(
 
 def _hidden(built: Built, batch: Batch) -> Tensor:
     """(micro_batch, tokens, hidden), after the final norm."""
-    extra = {} if batch.documents is None else {"documents": batch.documents}
+    extra: dict[str, object] = {} if batch.documents is None else {"documents": batch.documents}
+    tokens = batch.input_ids.shape[1]
+    a = read_model(built.recipe.model).architecture
+    if a.banded(tokens):  # one mask for all blocks
+        compute = getattr(torch, built.recipe.compute_dtype)
+        extra["band"] = make_band(tokens, a.sliding_window, compute, built.device)
     out = parts(built.model).backbone(
         input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **extra
     )
@@ -140,11 +146,12 @@ def _loss(
     built: Built, hidden: Tensor, labels: Tensor, target_tokens: int, scale: Tensor | None
 ) -> Tensor:
     where = parts(built.model)
-    # Granite divides its logits; to divide what they are made of is the same and costs less.
-    divisor = getattr(where.base.config, "logits_scaling", None)
+    # To divide what logits are made of is the same as to divide them, and costs less.
+    cap = getattr(where.base.config, "final_logit_softcapping", None)  # Gemma's
+    divisor = getattr(where.base.config, "logits_scaling", cap)  # Granite's
     if divisor is not None:
         hidden = hidden / divisor
-    return loss_mean(where.head, hidden, labels, built.recipe, target_tokens, scale)
+    return loss_mean(where.head, hidden, labels, built.recipe, target_tokens, scale, cap)
 
 
 def _clip(built: Built) -> Tensor | None:

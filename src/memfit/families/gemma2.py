@@ -1,0 +1,111 @@
+"""Gemma 2 (2408.00118; Hugging Face's `gemma2`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from memfit.families import Family, families
+from memfit.families._blocks import GEMMA_NORMS, sandwich_block, scaled_embed, unit_norm
+from memfit.families._config import (
+    activation,
+    cap,
+    cycle,
+    flag,
+    key_value_heads,
+    layer_types,
+    layer_types_config,
+    refuse,
+    size,
+    whole_head_rotates,
+)
+from memfit.families._weights import decoder, gated_block, gated_config, rotary_buffers
+from memfit.families.forward import Embedded, Forward, Weights, gated_attention
+from memfit.model import SLIDING, Architecture, TensorSpec, Weight
+from memfit.sizes import Tensor
+
+
+@final
+class Gemma2(Family):
+    """Norms before and after each part, capped scores and logits; every other block slides."""
+
+    name = "gemma2"
+    lora_targets = ("q_proj", "v_proj")
+    dropouts = ("attention_dropout",)
+
+    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+        """See `Family.architecture`; defaults are those of `Gemma2Config`."""
+        heads, layers = size(config, "num_attention_heads"), size(config, "num_hidden_layers")
+        whole_head_rotates(config)
+        refuse(config, "use_bidirectional_attention", (None, False))
+        head_dim = size(config, "head_dim", 256)
+        bias = flag(config, "attention_bias", False)
+        kinds = layer_types(config, layers)
+        if kinds is None:
+            kinds = ["" if layer % 2 else SLIDING for layer in range(layers)]
+        window = size(config, "sliding_window", 4096) if SLIDING in kinds else 0
+        return Architecture(
+            family=self.name,
+            layers=layers,
+            hidden=size(config, "hidden_size"),
+            heads=heads,
+            kv_heads=key_value_heads(config, heads, absent=4),
+            head_dim=head_dim,
+            ffn=size(config, "intermediate_size"),
+            vocab=size(config, "vocab_size"),
+            max_sequence=size(config, "max_position_embeddings", 8192),
+            tied_embeddings=flag(config, "tie_word_embeddings", True),
+            attention_bias=bias,
+            output_bias=bias,
+            rotary_dim=head_dim,
+            activation=activation(config, "hidden_activation", "gelu_pytorch_tanh"),
+            sliding_window=window,
+            layer_kinds=cycle(kinds),
+            attention_cap=cap(config, "attn_logit_softcapping", 50.0),
+            logit_cap=cap(config, "final_logit_softcapping", 30.0),
+        )
+
+    def config(self, a: Architecture) -> dict[str, Any]:
+        """See `Family.config`."""
+        common = gated_config(a)
+        return {
+            **common,
+            "hidden_activation": common.pop("hidden_act"),
+            "attention_bias": a.attention_bias,
+            "sliding_window": a.sliding_window or None,
+            "layer_types": layer_types_config(a),
+            "attn_logit_softcapping": a.attention_cap or None,
+            "final_logit_softcapping": a.logit_cap or None,
+        }
+
+    def weights(self, a: Architecture) -> tuple[Weight, ...]:
+        """See `Family.weights`."""
+        rows = gated_block(a)
+        rows += [(f"{name}.weight", (a.hidden,)) for name in GEMMA_NORMS[2:]]
+        return decoder(a, rows)
+
+    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
+        """See `Family.buffers`; the embedding holds its factor."""
+        return (TensorSpec(shape=()), *rotary_buffers(a))
+
+    def embed(self, forward: Forward, weights: Weights) -> Embedded:
+        """See `Family.embed`."""
+        return scaled_embed(forward, weights["embed_tokens.weight"])
+
+    def block(
+        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+    ) -> Tensor:
+        """See `Family.block`."""
+        turn = given[0], given[1]
+
+        def attention(x: Tensor) -> Tensor:
+            return gated_attention(forward, weights, x, turn)
+
+        return sandwich_block(forward, weights, x, attention, unit_norm, GEMMA_NORMS)
+
+    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `Family.finish`."""
+        return unit_norm(forward, weights["norm.weight"], x)
+
+
+families.register("gemma2")(Gemma2())

@@ -1,0 +1,166 @@
+"""Gemma 3, text alone (2503.19786; Hugging Face's `gemma3_text`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from memfit import sizes
+from memfit.families import Family, families
+from memfit.families._blocks import (
+    GEMMA_NORMS,
+    sandwich_block,
+    scaled_embedding,
+    unit_norm,
+)
+from memfit.families._config import (
+    activation,
+    cap,
+    cycle,
+    flag,
+    key_value_heads,
+    layer_types,
+    layer_types_config,
+    refuse,
+    rope,
+    size,
+)
+from memfit.families._weights import decoder, gated_block, gated_config, rotary_buffers
+from memfit.families.forward import (
+    Embedded,
+    Forward,
+    Rotation,
+    Weights,
+    attend,
+    module,
+    positions,
+    project,
+    rotate,
+    rotation,
+)
+from memfit.model import SLIDING, Architecture, TensorSpec, Weight
+from memfit.sizes import Tensor
+
+
+@final
+class Gemma3Text(Family):
+    """Gemma 2's block with norms over heads, no capped scores, and a rotation for each kind."""
+
+    name = "gemma3_text"
+    lora_targets = ("q_proj", "v_proj")
+    dropouts = ("attention_dropout",)
+
+    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+        """See `Family.architecture`; defaults are those of `Gemma3TextConfig`.
+
+        Its class reads `attn_logit_softcapping` and does not apply it.
+        """
+        heads, layers = size(config, "num_attention_heads"), size(config, "num_hidden_layers")
+        refuse(config, "use_bidirectional_attention", (None, False))
+        _check_rotation(config)
+        head_dim = size(config, "head_dim", 256)
+        bias = flag(config, "attention_bias", False)
+        kinds = layer_types(config, layers)
+        if kinds is None:
+            every = size(config, "sliding_window_pattern", 6)
+            kinds = [SLIDING if (layer + 1) % every else "" for layer in range(layers)]
+        window = size(config, "sliding_window", 4096) if SLIDING in kinds else 0
+        return Architecture(
+            family=self.name,
+            layers=layers,
+            hidden=size(config, "hidden_size"),
+            heads=heads,
+            kv_heads=key_value_heads(config, heads, absent=4),
+            head_dim=head_dim,
+            ffn=size(config, "intermediate_size"),
+            vocab=size(config, "vocab_size"),
+            max_sequence=size(config, "max_position_embeddings", 131072),
+            tied_embeddings=flag(config, "tie_word_embeddings", True),
+            attention_bias=bias,
+            output_bias=bias,
+            qk_norm=True,
+            rotary_dim=head_dim,
+            activation=activation(config, "hidden_activation", "gelu_pytorch_tanh"),
+            sliding_window=window,
+            layer_kinds=cycle(kinds),
+            logit_cap=cap(config, "final_logit_softcapping", None),
+        )
+
+    def config(self, a: Architecture) -> dict[str, Any]:
+        """See `Family.config`."""
+        common = gated_config(a)
+        return {
+            **common,
+            "hidden_activation": common.pop("hidden_act"),
+            "attention_bias": a.attention_bias,
+            "sliding_window": a.sliding_window or None,
+            "layer_types": layer_types_config(a),
+            "final_logit_softcapping": a.logit_cap or None,
+        }
+
+    def weights(self, a: Architecture) -> tuple[Weight, ...]:
+        """See `Family.weights`."""
+        rows = gated_block(a)
+        rows += [(f"{name}.weight", (a.hidden,)) for name in GEMMA_NORMS[2:]]
+        return decoder(a, rows)
+
+    def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
+        """See `Family.buffers`; the embedding's factor, and frequencies of each kind of block."""
+        return (TensorSpec(shape=()), *rotary_buffers(a) * len(_kinds(a)))
+
+    def embed(self, forward: Forward, weights: Weights) -> Embedded:
+        """See `Family.embed`; each kind of block has cosines and sines of its own."""
+        x = scaled_embedding(forward, weights["embed_tokens.weight"])
+        position_ids = positions(forward)
+        kinds = _kinds(forward.architecture)
+        turns = {kind: rotation(forward, x.dtype, position_ids) for kind in kinds}
+        return Embedded(x, (position_ids,), (x,), turns)
+
+    def block(
+        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+    ) -> Tensor:
+        """See `Family.block`."""
+        turn = given[0], given[1]
+
+        def attention(x: Tensor) -> Tensor:
+            return _attention(forward, weights, x, turn)
+
+        return sandwich_block(forward, weights, x, attention, unit_norm, GEMMA_NORMS)
+
+    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """See `Family.finish`."""
+        return unit_norm(forward, weights["norm.weight"], x)
+
+
+def _kinds(a: Architecture) -> list[str]:
+    """The kinds of block that there are."""
+    return sorted(set(a.layer_kinds)) or [""]
+
+
+def _check_rotation(config: Mapping[str, Any]) -> None:
+    """Both kinds of block must rotate in a way that memfit describes."""
+    given = config.get("rope_parameters") or {}
+    nested = {"full_attention", "sliding_attention"} & set(given)
+    for part in [given[key] for key in nested if given[key]] if nested else [given]:
+        rope({**config, "rope_parameters": part})
+
+
+@module
+def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
+    """As Llama's, with norms over heads that are transposed already."""
+    shape = (*x.shape[:-1], -1, forward.architecture.head_dim)
+    query = sizes.view(project(forward, weights, "self_attn.q_proj", x), *shape)
+    query = sizes.transpose(query, 1, 2)
+    key = sizes.view(project(forward, weights, "self_attn.k_proj", x), *shape)
+    key = sizes.transpose(key, 1, 2)
+    value = sizes.view(project(forward, weights, "self_attn.v_proj", x), *shape)
+    value = sizes.transpose(value, 1, 2)
+    query = unit_norm(forward, weights["self_attn.q_norm.weight"], query)
+    key = unit_norm(forward, weights["self_attn.k_norm.weight"], key)
+    query, key = rotate(query, key, turn)
+    out = attend(forward, query, key, value)
+    out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
+    return project(forward, weights, "self_attn.o_proj", out)
+
+
+families.register("gemma3_text")(Gemma3Text())
