@@ -101,6 +101,9 @@ def test_fsdp_qlora_shards_or_copies() -> None:
     assert sharded.options["bitsandbytes"] == "0.43"
     copied = recipe_of(row(QLORA, gpus=2, lora=lora, zero_stage=0))
     assert (copied.parallel.dp_replicate, copied.base_format) == (2, "bf16")
+    by_name = row(QLORA, gpus=2, lora=lora, fsdp="FULL_SHARD", recompute=True)
+    assert recipe_of(by_name).parallel.dp_shard == 2
+    assert recipe_of(by_name).recompute_blocks == 32
     away = row(QLORA, gpus=2, lora=lora, zero_stage=3, offload="params (FSDP CPU offload)")
     assert recipe_of(away).offload == "parameters"
     with pytest.raises(NotExpressible, match="HQQ"):
