@@ -158,13 +158,6 @@ def check(problem: Problem) -> None:
         name, architecture,
         attention=request.attention, packing=packing, loss=loss, tokens=length,
     )  # fmt: skip
-    if request.framework != "memfit" and architecture.windowed(length):
-        raise InvalidRequest(
-            f"`task.sequence_length: {length}` is longer than the sliding window of"
-            f" {architecture.sliding_window} tokens of `{name}`, which memfit does not describe of"
-            f" `framework: {request.framework}`",
-            hint=f"use at most {architecture.sliding_window}",
-        )
     micro, batch = request.micro_batch, request.task.global_batch
     if micro != "auto" and batch % micro:
         raise InvalidRequest(

@@ -86,7 +86,7 @@ class HfProgram(Noun, frozen=True, kw_only=True):
         """Logits of all positions, upcast; labels, not logits, are shifted."""
         if self.older:
             return self._older_loss(forward, weights, hidden, labels)
-        logits = project(self._told(forward), weights, "lm_head", hidden)
+        logits = self._logits(forward, weights, hidden)
         wide = sizes.cast(logits, "float32")
         rows, tokens = labels.shape
         padded = sizes.empty(forward.meter, (rows, tokens + 1), "int64")
@@ -97,11 +97,22 @@ class HfProgram(Noun, frozen=True, kw_only=True):
             forward.loop["outputs"] = [logits.detached()]
         return sizes.scale(cross_entropy_sum(flat, shifted))
 
+    def _logits(self, forward: Forward, weights: Weights, hidden: Tensor) -> Tensor:
+        """The head's, divided (Granite) or bent by a tanh to stay below a cap (Gemma)."""
+        a = forward.architecture
+        logits = project(self._told(forward), weights, "lm_head", hidden)
+        if a.logits_scaled or a.logit_cap:
+            logits = sizes.scale(logits)
+        if a.logit_cap:
+            logits = sizes.tanh(logits)
+            logits = sizes.scale(logits)
+        return logits
+
     def _older_loss(
         self, forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor
     ) -> Tensor:
         """The outputs hold the logits upcast, and a copy of them is shifted."""
-        logits = project(self._told(forward), weights, "lm_head", hidden)
+        logits = self._logits(forward, weights, hidden)
         logits = sizes.cast(logits, "float32")
         rows, tokens = labels.shape
         kept = sizes.contiguous(sizes.narrow(logits, 1, 0, tokens - 1))
