@@ -40,7 +40,7 @@ PHI_2 = {
 EVERYTHING = ["query", "key", "value", "projection", "mlp", "head"]
 
 
-def ask(model: dict[str, Any], tokens: int, **changes: Any) -> Request:
+def ask(model: dict[str, Any] | str, tokens: int, **changes: Any) -> Request:
     rows = changes.pop("rows", 1)
     batch = changes.pop("batch", rows)
     asked: dict[str, Any] = {
@@ -53,7 +53,7 @@ def ask(model: dict[str, Any], tokens: int, **changes: Any) -> Request:
     return from_data(asked | changes, Request, where="request")
 
 
-def predict(model: dict[str, Any], tokens: int, **changes: Any) -> Plan:
+def predict(model: dict[str, Any] | str, tokens: int, **changes: Any) -> Plan:
     return predict_foreign(ask(model, tokens, **changes))
 
 
@@ -97,6 +97,11 @@ PUBLISHED = [
         "lora": {"rank": 8, "targets": EVERYTHING, "dropout": 0.05},
         "hardware": {"device": "a10g"},
     }),
+    (13.52, "gemma-2-2b", 512, {
+        "rows": 2, "batch": 6, "base_format": "nf4", "options": {"release": "0.4"},
+        "lora": {"rank": 16, "targets": EVERYTHING, "dropout": 0.1},
+        "hardware": {"device": "a10g"},
+    }),
     (22.18, LLAMA_7B, 1304, {
         "batch": 128, "recompute": "full", "parallel": {"dp_shard": 2},
         "hardware": {"device": "a100-sxm-40", "count": 2},
@@ -110,7 +115,7 @@ PUBLISHED = [
 
 @pytest.mark.parametrize(("measured", "model", "tokens", "changes"), PUBLISHED)
 def test_published_peaks(
-    measured: float, model: dict[str, Any], tokens: int, changes: dict[str, Any]
+    measured: float, model: dict[str, Any] | str, tokens: int, changes: dict[str, Any]
 ) -> None:
     peak = predict(model, tokens, **changes).memory.peak_allocated
     assert peak == pytest.approx(measured * 1e9, rel=0.015)

@@ -129,12 +129,13 @@ class LitGpt(Framework):
         recipe, device, again = job.recipe, job.device, job.option("longest_samples") == "many"
         old = recipe.options["release"] == "0.4"
         fixed = _describe(job.model, without_shape(recipe))
-        form, model = fixed.form, fixed.model
+        form, model, a = fixed.form, fixed.model, fixed.form.architecture
         program = LitProgram(
-            gated=form.gated, rms=form.rms, parallel=form.architecture.parallel_residual,
-            shared_norm=form.shared_norm, post_norms=form.post_norms, capped_scores=form.capped,
+            gated=form.gated, rms=form.rms, parallel=a.parallel_residual,
+            shared_norm=form.shared_norm, post_norms=form.post_norms,
+            capped_scores=a.attention_cap > 0,
             # litgpt of 2024 left the cap out where it chunked the head (lora.py, GPT.forward)
-            capped_logits=form.capped and not (old and recipe.method == "lora"),
+            capped_logits=a.logit_cap > 0 and not (old and recipe.method == "lora"),
             scaled_embedding=form.scaled_embedding,
             wide_norm=not old, chunked_head=recipe.method == "lora",
             whole_loss=recipe.loss == "plain",
@@ -167,7 +168,6 @@ class _Form:
         self.norms = len(outer)
         self.shared_norm = a.parallel_residual and self.norms == 1
         self.post_norms = self.norms == 4
-        self.capped = a.family == "gemma2"
         self.scaled_embedding = a.family.startswith("gemma")
 
     def rows(self) -> list[tuple[str, tuple[int, ...]]]:
