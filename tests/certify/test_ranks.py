@@ -40,6 +40,8 @@ CASES: dict[str, Recipe] = {
     ),
     "mixed-lora-bf16": make_recipe("qwen3", parallel=KEPT, **MIXED, **LORA, base_format="bf16"),
     "experts": make_recipe("qwen3_moe", parallel=SHARDS, recompute_blocks=1, accumulation=2),
+    "latent-experts": make_recipe("deepseek_v3", parallel=SHARDS, recompute_blocks=1),
+    "sinks": make_recipe("gpt_oss", parallel=SHARDS, **MIXED),
     "mixed-experts": make_recipe("mixtral", parallel=SHARDS, **MIXED),
     "bf16-foreach": make_recipe(parallel=SHARDS, **BF16, implementation="foreach"),
     "mixed-8bit": make_recipe(parallel=SHARDS, **MIXED, name="adamw8bit", implementation="loop"),
