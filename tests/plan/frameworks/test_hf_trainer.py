@@ -27,6 +27,8 @@ BIG: dict[str, Any] = TINY | {
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
     "max_position_embeddings": 4096,
 }  # fmt: skip
+GPT2 = {"model_type": "gpt2", "name": "gpt2", "vocab_size": 101, "n_embd": 48, "n_head": 4}
+GPT2 |= {"n_layer": 2}
 OUTSIDE = (Kind.PARAMETERS, Kind.OPTIMIZER_STATE, Kind.INPUT, Kind.WORKSPACE)
 
 
@@ -229,6 +231,11 @@ def test_bytes_of_a_logit(options: dict[str, Any], each: int) -> None:
     assert logits == pytest.approx(each * 512 * ROWS * 32000, rel=0.005)
 
 
+def test_a_class_that_computes_attention_itself_does_so_here_too() -> None:
+    bloom = {"model_type": "bloom", "vocab_size": 512, "hidden_size": 64, "n_head": 4, "n_layer": 2}
+    assert ledger(bloom) == ledger(bloom, attention="math")
+
+
 def test_all_linear_is_every_projection_of_a_block() -> None:
     every = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     named = ledger(TINY, method="lora", lora={"rank": 4, "targets": every})
@@ -245,6 +252,19 @@ def test_all_linear_is_every_projection_of_a_block() -> None:
         (
             {"parallel": {"dp_shard": 2}, "hardware": {"device": "h100-sxm", "count": 2}},
             "with weights of another dtype than products",
+        ),
+        (
+            {
+                "method": "lora",
+                "base_format": "nf4",
+                "model": GPT2,
+                "lora": {"targets": ["c_attn"]},
+            },
+            "of transposed weights .Conv1D. .`gpt2`. is not described",
+        ),
+        (
+            {"method": "lora", "model": "mixtral-8x7b-v0.1", "lora": {"targets": ["all-linear"]}},
+            "`lora.targets: all-linear` of a mixture of experts",
         ),
         ({"offload": "parameters"}, "is FSDP's, and described for adapters alone"),
         ({"options": {"pagd": True}}, "`options.pagd` is no knob of `hf-trainer`"),

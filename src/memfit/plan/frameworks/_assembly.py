@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import msgspec
 
+from memfit.families.limits import own_kernels
 from memfit.hardware import Device
 from memfit.ledger import Kind, Ledger, Phase
 from memfit.model import DTYPE_BYTES, Model
@@ -51,6 +52,9 @@ class Simulated(msgspec.Struct, frozen=True):
 def attention_kernel(job: Job) -> str:
     """The kernel asked for, or the one that torch takes where that one cannot run."""
     recipe, device = job.recipe, job.device
+    own = own_kernels(job.model.architecture)
+    if own:  # of the class itself, whatever is asked for
+        return own[0]
     runs = usable(
         recipe.compute_dtype, heads_of(job.model.architecture, 0),  # their flash knows windows
         platform=device.platform, capability=device.capability,

@@ -171,6 +171,12 @@ def targets_of(model: Model, recipe: Recipe) -> tuple[str, ...]:
     """The adapted projections; `all-linear` written out."""
     if recipe.lora.targets != (ALL_LINEAR,):
         return recipe.lora.targets
+    if model.architecture.experts.count:
+        raise InvalidRequest(
+            f"`lora.targets: {ALL_LINEAR}` of a mixture of experts (`{model.name}`) is not"
+            " described",
+            hint="name the projections, for example `targets: [q_proj, v_proj]`",
+        )
     block = [w for w in model.weights if w.layer == 0 and len(w.shape) == 2]
     return tuple(dict.fromkeys(w.name.removesuffix(".weight").rpartition(".")[2] for w in block))
 
@@ -273,7 +279,9 @@ def predict_hf(job: Job) -> Ledger:
     """The Trainer's step: its own passes, states and update, and DDP's buckets."""
     recipe, device = job.recipe, job.device
     model = hf_model(job)
-    kernel = "efficient" if recipe.options["padded"] else attention_kernel(job)
+    kernel = attention_kernel(job)
+    if recipe.options["padded"] and kernel != "math":
+        kernel = "efficient"
     program = hf_program(job, keeps_outputs=bool(recipe.options["keeps_outputs"]))
     simulated = run_passes(job, model, program, kernel)
     if recipe.parallel.dp_shard > 1:
@@ -323,13 +331,28 @@ def hold_scales(model: Model, recipe: Recipe) -> Held:
     return {(Kind.PARAMETERS, "scales"): (nbytes, said)}
 
 
-def check_base(recipe: Recipe) -> None:
-    """Raise InvalidRequest for weights that no step of Hugging Face's trainers trains."""
-    if recipe.method == "full" and recipe.base_format in ("nf4", "fp4", "int8"):
+def check_coded(job: Job) -> None:
+    """Raise InvalidRequest for quantised weights that are not described, or cannot be trained."""
+    recipe, a = job.recipe, job.model.architecture
+    if recipe.base_format not in ("nf4", "fp4", "int8"):
+        return
+    if a.experts.count or a.family == "gpt2":
+        what = "a mixture of experts" if a.experts.count else "transposed weights (Conv1D)"
+        raise InvalidRequest(
+            f"`base_format: {recipe.base_format}` of {what} (`{job.model.name}`) is not described",
+            hint="`base_format: bf16`",
+        )
+    if recipe.method == "full":
         raise InvalidRequest(
             f"`method: full` cannot train weights stored as `base_format: {recipe.base_format}`",
             hint="`method: lora`",
         )
+
+
+def check_base(job: Job) -> None:
+    """Raise InvalidRequest for what the Trainer has, and this file does not describe."""
+    check_coded(job)
+    recipe = job.recipe
     shards, copies = recipe.parallel.dp_shard, recipe.parallel.dp_replicate
     if shards > 1 and copies > 1:
         raise InvalidRequest(

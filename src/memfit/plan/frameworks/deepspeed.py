@@ -27,6 +27,7 @@ from memfit.plan.frameworks._assembly import (
     without,
 )
 from memfit.plan.frameworks._hf import (
+    check_coded,
     hf_model,
     hf_program,
     hold_parameters,
@@ -75,13 +76,8 @@ class DeepSpeed(Framework):
 
     def check(self, job: Job) -> None:
         """See `Framework.check`."""
+        check_coded(job)
         recipe = job.recipe
-        if recipe.method == "full" and recipe.base_format in ("nf4", "fp4", "int8"):
-            raise InvalidRequest(
-                f"`method: full` cannot train weights stored as"
-                f" `base_format: {recipe.base_format}`",
-                hint="`method: lora`",
-            )
         if recipe.base_format == "int8" and recipe.parallel.zero == 3:
             raise InvalidRequest(
                 "`base_format: int8` cannot be partitioned (`parallel.zero: 3`): its weights keep"

@@ -29,7 +29,7 @@ class HfTrainer(Framework):
 
     def check(self, job: Job) -> None:
         """See `Framework.check`."""
-        check_base(job.recipe)
+        check_base(job)
 
     def predict(self, job: Job) -> Ledger:
         """See `Framework.predict`."""
