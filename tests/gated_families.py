@@ -7,7 +7,7 @@ from typing import Any
 # What each class has beside the sizes that all share; no padding token outside a small vocabulary.
 _OWN: dict[str, dict[str, Any]] = {
     "phi3": {"partial_rotary_factor": 0.5},
-    "gemma": {"head_dim": 16, "tie_word_embeddings": True},
+    "gemma": {"head_dim": 16, "num_key_value_heads": 1, "tie_word_embeddings": True},
     "gemma2": {"head_dim": 16, "tie_word_embeddings": True, "sliding_window": 8},
     "gemma3_text": {
         "head_dim": 16, "tie_word_embeddings": True, "sliding_window": 64,

@@ -279,7 +279,8 @@ def attend(forward: Forward, query: Tensor, key: Tensor, value: Tensor) -> Tenso
     repeats = a.attention_cap or forward.repeats_keys or forward.kernel == "efficient"
     if query.shape[1] != key.shape[1] and repeats:
         groups = query.shape[1] // key.shape[1]
-        key, value = sizes.expand_heads(key, groups), sizes.expand_heads(value, groups)
+        repeat = sizes.expand_heads if forward.repeats_keys else sizes.repeat_heads
+        key, value = repeat(key, groups), repeat(value, groups)
 
     def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if a.attention_cap:

@@ -51,6 +51,7 @@ from memfit.sizes.views import (
     expand_heads,
     narrow,
     pad_last,
+    repeat_heads,
     reshape,
     select,
     split,
@@ -65,7 +66,7 @@ __all__ = [
     "conv1d", "dropout", "empty", "every_other", "expand", "expand_heads", "fill_masked",
     "fill_part", "gather_rows", "gelu", "layer_norm", "linear", "make_band", "mean_last", "mul",
     "multiply", "multiply_batched", "multiply_heads", "multiply_turned", "narrow", "negative",
-    "own_function", "pad_last", "parameter", "power", "relu", "reshape", "rsqrt", "scale", "select",
-    "shift", "silu", "softmax", "softmax_wide", "split", "subtract", "tanh", "transpose", "turn",
-    "unsqueeze", "view", "view_as_complex", "view_as_real",
+    "own_function", "pad_last", "parameter", "power", "relu", "repeat_heads", "reshape", "rsqrt",
+    "scale", "select", "shift", "silu", "softmax", "softmax_wide", "split", "subtract", "tanh",
+    "transpose", "turn", "unsqueeze", "view", "view_as_complex", "view_as_real",
 ]  # fmt: skip

@@ -25,9 +25,9 @@ from memfit.sizes.products import multiply_batched
 from memfit.sizes.tensor import Tensor, empty
 from memfit.sizes.views import (
     concatenate,
-    expand_heads,
     narrow,
     pad_last,
+    repeat_heads,
     reshape,
     split,
     transpose,
@@ -241,7 +241,7 @@ def _math(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -> Ten
     key_full, value_full = key_wide, value_wide  # C++ keeps the narrow ones to its end
     if key.shape[1] != heads:
         groups = heads // key.shape[1]
-        key_full, value_full = expand_heads(key_wide, groups), expand_heads(value_wide, groups)
+        key_full, value_full = repeat_heads(key_wide, groups), repeat_heads(value_wide, groups)
     scores = _scores(scaled_query, scale_by_scalar(transpose(key_full, 2, 3)))
     masked = add(scores, mask)
     del scores

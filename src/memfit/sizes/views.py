@@ -89,6 +89,17 @@ def expand_heads(x: Tensor, repeats: int) -> Tensor:
     return reshape(wide, batch, heads * repeats, sequence, size)
 
 
+def repeat_heads(x: Tensor, repeats: int) -> Tensor:
+    """`x.repeat_interleave(repeats, 1)`: as `expand_heads`, and a copy even of a single head."""
+    batch, heads, sequence, size = x.shape
+    node = record(_expand_backward(x.shape), (x,))
+    full = (batch, heads, repeats, sequence, size)
+    strides = (x.strides[0], x.strides[1], 0, x.strides[2], x.strides[3])
+    wide = attach(node, x.viewed(full, strides))
+    copy = attach(record(_pass_backward, (wide,)), empty(x.meter, full, x.dtype))
+    return view(copy, batch, heads * repeats, sequence, size)
+
+
 def _expand_backward(shape: Shape) -> Rule:
     def rule(node: Node, grads: Incoming) -> Gradients:
         grad = upstream(grads)
