@@ -88,6 +88,7 @@ class Setting(Noun, frozen=True, kw_only=True):
     grid: Grid | None  # see `Meter.grid`
     adapter_dropout: bool
     accumulates: bool  # whether there is a later micro-batch
+    evaluates: bool = False  # a forward and its loss alone, of which nothing is kept
     again: bool = False  # whether the later micro-batch is of the next step, without gradients
     program: Program | None = None  # of another framework's step; None is memfit's own
 
@@ -271,6 +272,9 @@ class _Simulation:
             self.mark("loss", "loss")
             loss = self.program.loss(forward, self.outside, hidden, labels)
             del hidden
+        if self.setting.evaluates:
+            self.mark("end", "")
+            return self.marks
         self.mark("head", "loss")
         product = sizes.mul(loss, self.scale) if self.setting.scaled else loss
         meter.on_product = self._product_begins

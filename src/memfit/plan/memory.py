@@ -7,6 +7,7 @@ always there. A phase's peak is a maximum over instants, never a sum of maxima.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 
 import msgspec
@@ -23,6 +24,7 @@ from memfit.plan.blocks import (
     Part,
     Parts,
     Repeat,
+    Row,
     Run,
     Setting,
     find_runs,
@@ -30,7 +32,7 @@ from memfit.plan.blocks import (
     shorten,
     split_rows,
 )
-from memfit.plan.closed_form import find_answers
+from memfit.plan.closed_form import Answers, find_answers
 from memfit.plan.segments import Passes, Segment, expand
 from memfit.plan.updates import around_micro_batches, hold
 from memfit.recipe import Recipe
@@ -161,14 +163,44 @@ class Outline:
         self.setting, self.counts = describe(model, recipe, device)
         self.around = around_micro_batches(model, recipe, device)
         self.answers = find_answers(self.setting)
+        self.evaluation = find_answers(without_history(self.setting))
 
     def passes(self, recipe: Recipe) -> list[Passes]:
         """The segments of the first micro-batch, and of a later one where there is any."""
+        return self._ask(self.answers, recipe)
 
+    def evaluating(self, recipe: Recipe) -> Passes:
+        """The segments of an evaluated micro-batch, as large as a trained one."""
+        return self._ask(self.evaluation, recipe)[0]
+
+    def _ask(self, answers: Answers, recipe: Recipe) -> list[Passes]:
         def general(rows: int, tokens: int) -> Batch:
             return worst_batch(replace(recipe, micro_batch=rows, sequence_length=tokens))
 
-        return self.answers.passes(worst_batch(recipe), general)
+        return answers.passes(worst_batch(recipe), general)
+
+
+def without_history(setting: Setting) -> Setting:
+    """The same forward and loss under `no_grad`: nothing is saved, recomputed or dropped out."""
+
+    def frozen(rows: Iterable[Row]) -> tuple[Row, ...]:
+        return tuple(replace(row, trainable=False) for row in rows)
+
+    runs = tuple(
+        replace(
+            run,
+            cycle=tuple(replace(b, rows=frozen(b.rows), recomputed=False) for b in run.cycle),
+        )
+        for run in setting.runs
+    )
+    return replace(
+        setting,
+        outside=frozen(setting.outside),
+        runs=runs,
+        adapter_dropout=False,
+        accumulates=False,
+        evaluates=True,
+    )
 
 
 def find_outline(model: Model, recipe: Recipe, device: Device) -> Outline:
@@ -212,6 +244,25 @@ class _Step:
         self._scale_loss()
         self._micro_batches(Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.ACCUMULATE)
         level.walk(Phase.OPTIMIZER_STEP, [around.later], 1)
+        self._release_gradients()
+        level.add(self._scaler())
+        held = dict(level.live)
+        self._evaluate()
+        level.live = held
+        level.total = sum(n for part, n in held.items() if part != ROUNDING)
+        level.note(Phase.SAVE)  # the tensors of a checkpoint are there already
+
+    def _evaluate(self) -> None:
+        """Two held-out micro-batches: at the second, the first one's results are there."""
+        level, passes = self.level, self.outline.evaluating(self.recipe)
+        inputs = self._inputs()
+        for _ in range(2):
+            level.add(inputs)
+            for segments in (passes.forward, passes.loss):
+                for stretch, times in expand(segments, self.outline.counts):
+                    level.walk(Phase.EVALUATE, stretch, times)
+            level.add(inputs, -1)
+            level.add({(Kind.TEMPORARY, "loss"): DTYPE_BYTES["int64"]})  # how many tokens
 
     def _inputs(self) -> Parts:
         one = self.recipe.tokens * DTYPE_BYTES["int64"]
@@ -236,6 +287,11 @@ class _Step:
                     level.walk(more, stretch, times)
             level.note(more)
         level.add(inputs, -1)
+
+    def _scaler(self) -> Parts:
+        """fp16: the scaler's two numbers."""
+        scalars = 2 * DTYPE_BYTES["float32"] if self.recipe.scaled else 0
+        return {(Kind.TEMPORARY, "loss"): scalars} if scalars else {}
 
     def _scale_loss(self) -> None:
         """fp16: the scaler's two numbers, and the scale that this step uses."""

@@ -58,17 +58,46 @@ def chunked_sum(hidden: Tensor, weight: Tensor, chunk: int, capped: bool = False
     meter = hidden.meter
     compute = meter.low if meter.autocast else hidden.dtype
     node = record(_chunked_backward, (hidden, weight))
+    if node is None:
+        return _losses_alone(hidden, weight, compute, chunk)
     total = empty(meter, (), "float32")
     d_hidden = like(hidden) if hidden.requires_grad else None
     with meter.with_autocast(False):
         d_weight = _chunks(hidden.detached(), weight.detached(), compute, chunk, node, capped)
-    if node is not None:
-        node.saved = [d_hidden, d_weight]
+    node.saved = [d_hidden, d_weight]
     return attach(node, total)
 
 
+def _losses_alone(hidden: Tensor, weight: Tensor, compute: str, chunk: int) -> Tensor:
+    """The sum of losses of an evaluation, which makes no gradient: -> 0-dim."""
+    meter, (tokens, width), vocab = hidden.meter, hidden.shape, weight.shape[0]
+    total = empty(meter, (), "float32")
+    with meter.with_autocast(False):
+        low = cast(weight, compute)
+        for rows in (min(chunk, tokens), tokens - (-(-tokens // chunk) - 1) * chunk):
+            piece = cast(hidden.viewed((rows, width), hidden.strides), compute)
+            logits = empty(meter, (rows, vocab), piece.dtype)
+            del piece
+            chances = _widened(logits)
+            loss, counted = empty(meter, (), "float32"), empty(meter, (), "float32")
+            del logits, chances, loss, counted
+        del low
+    meter.flop += 2 * tokens * vocab * width
+    mean = empty(meter, (), "float32")
+    del total
+    return mean
+
+
+def _widened(logits: Tensor) -> Tensor:
+    """`torch.log_softmax(logits, dim=-1, dtype=torch.float32)`."""
+    # CUDA's log-softmax reads fp16 and writes fp32 (SoftMax.cpp); other kernels want a copy
+    reads = logits.meter.cuda and logits.dtype == "float16"
+    wide = logits if reads else cast(logits, "float32")
+    return like(wide, dtype="float32")
+
+
 def _chunks(
-    hidden: Tensor, weight: Tensor, compute: str, chunk: int, node: Node | None, capped: bool
+    hidden: Tensor, weight: Tensor, compute: str, chunk: int, node: Node, capped: bool
 ) -> Tensor | None:
     """Every chunk in turn; returns the head's gradient.
 
@@ -85,15 +114,13 @@ def _chunks(
         rows = tokens - (chunks - 1) * chunk if last else chunk
         piece = cast(hidden.viewed((rows, width), hidden.strides), compute)
         slope = _slope(piece, low, capped)
-        if node is None:
-            continue
         slope = cast(slope, compute)
         if node.needs(0):
             empty(meter, (rows, width), compute)
         if node.needs(1):
             total = _outer(total, slope, piece, weight.dtype, alone=chunk >= tokens)
         del slope, piece
-    products = 1 if node is None else 1 + node.needs(0) + node.needs(1)
+    products = 1 + node.needs(0) + node.needs(1)
     meter.flop += 2 * tokens * vocab * width * products
     return None if total is None else cast(total, weight.dtype)
 
@@ -104,11 +131,8 @@ def _slope(piece: Tensor, weight: Tensor, capped: bool) -> Tensor:
     logits = empty(meter, (rows, vocab), piece.dtype)
     bent = logits if capped else None
     logits = like(logits) if capped else logits
-    # CUDA's log-softmax reads fp16 and writes fp32 (SoftMax.cpp); other kernels want a copy
-    reads = meter.cuda and piece.dtype == "float16"
-    wide = logits if reads else cast(logits, "float32")
-    result = like(wide, dtype="float32")
-    del wide, logits
+    result = _widened(logits)
+    del logits
     is_target = empty(meter, (rows, 1), "bool")
     column = empty(meter, (rows, 1), "int64")
     share = like(empty(meter, (rows, 1), "float32"))
