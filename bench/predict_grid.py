@@ -187,7 +187,7 @@ def make_recipe(name: str, n: int) -> Recipe:
 
 
 def _lora(reference: ModelReference, n: int) -> Lora:
-    targets = family_of(reference).lora_targets
+    targets = family_of(reference).default_targets(read_model(reference).architecture)
     return Lora(rank=(8, 64)[n % 2], alpha=16.0, targets=targets)
 
 

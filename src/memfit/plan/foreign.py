@@ -129,7 +129,8 @@ def read_foreign(request: Request) -> tuple[Recipe, Model, tuple[str, ...]]:
             hint="a stage holds one block or more",
         )
     lora = request.lora
-    targets = families.find_family(model.architecture.family).lora_targets
+    a = model.architecture
+    targets = families.find_family(a.family).default_targets(a)
     method: Any = chosen["method"]
     values: dict[str, Any] = {
         key: chosen[key]
