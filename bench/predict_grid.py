@@ -126,7 +126,9 @@ def fit(recipe: Recipe) -> Recipe:
     """The recipe without what the model's class excludes: see `memfit.families.limits`."""
     architecture = read_model(recipe.model).architecture
     if only := own_kernels(architecture):
-        recipe = replace(recipe, attention=only[0], packing=False)
+        recipe = replace(recipe, attention=only[0])
+    if architecture.alibi:
+        recipe = replace(recipe, packing=False)
     if architecture.head_bias:
         recipe = replace(recipe, loss="plain", loss_chunk=0)
     return recipe
