@@ -135,7 +135,8 @@ def eleuther(folder: Path) -> Callable[[Row], float]:
     """EleutherAI's calc_transformer_mem.py with explicit sizes.
 
     Told: sizes, linears of a feed-forward, sequence, batch, devices, tensor and pipeline degree,
-    ZeRO stage (0 without cut states), whether activations are checkpointed.
+    ZeRO stage (0 without cut states), whether activations are checkpointed, and cut among the
+    tensor-parallel ranks.
     """
     script = load(folder / "cookbook" / "calc" / "calc_transformer_mem.py")
 
@@ -158,6 +159,7 @@ def eleuther(folder: Path) -> Callable[[Row], float]:
         }  # fmt: skip
         line = [f"--{k.replace('_', '-')}={v}" for k, v in words.items()]
         line += ["--checkpoint-activations"] if r.recompute_blocks else []
+        line += ["--partition-activations"] if p.sequence_parallel else []
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
             script.calc_mem(script.config_parser().parse_args(line))

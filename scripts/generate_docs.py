@@ -1,5 +1,6 @@
-"""Write the documentation that is generated: docs/cli.md, from the commands' own --help, and
-docs/workspaces.md, from the table of what CUDA kernels allocate.
+"""Write the documentation that is generated: docs/cli.md, from the commands' own --help,
+docs/workspaces.md, from the table of what CUDA kernels allocate, docs/frameworks.md, from what each
+framework's file declares, and docs/accuracy.md with its plot and figures, from the corpus.
 
 `--check` writes nothing and exits 1 when a file is not what would be written.
 """
@@ -9,8 +10,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import accuracy_page
 import click
+import frameworks_page
 
+from memfit import folklore
 from memfit.certify.workspace import NOT_COUNTED, PRODUCTS, RULES
 from memfit.cli.app import VERBS, app
 
@@ -81,7 +85,16 @@ def workspaces() -> str:
 
 
 def main() -> None:
-    wanted = {DOCS / "cli.md": command_line(), DOCS / "workspaces.md": workspaces()}
+    found = accuracy_page.judge()
+    wanted = {
+        DOCS / "cli.md": command_line(),
+        DOCS / "workspaces.md": workspaces(),
+        DOCS / "frameworks.md": frameworks_page.page(),
+        DOCS / "accuracy.md": accuracy_page.page(found),
+        DOCS / "accuracy.svg": accuracy_page.plot(found),
+        accuracy_page.FIGURES: accuracy_page.record(found),
+        folklore.FILE: accuracy_page.folk_file(found),
+    }
     stale = [p for p, text in wanted.items() if not p.exists() or p.read_text() != text]
     if "--check" in sys.argv[1:]:
         sys.exit(f"not fresh: {', '.join(p.name for p in stale)}; run `make docs`" if stale else 0)

@@ -19,7 +19,7 @@ from typing import Any
 
 from published import UNITS, NotExpressible, Published, Translated
 
-from memfit.corpus import Row, Source, split_of, write_rows
+from memfit.corpus import Row, Source, read_rows, split_of, write_rows
 from memfit.errors import Error
 from memfit.nouns import from_data
 from memfit.plan.foreign import read_foreign
@@ -124,9 +124,13 @@ def main() -> None:
     lines = [json.loads(x) for x in asked.file.read_text(encoding="utf-8").splitlines() if x]
     rows: list[Row] = []
     refused: Counter[tuple[str, str]] = Counter()
+    others = [r for f in beside(asked.out) for r in read_rows(f)]
     for published in filter(about_memory, lines):
         try:
-            rows.append(make_row(published))
+            row = make_row(published)
+            if any(same_run(row, other) for other in others):
+                raise NotExpressible("the same run stands in another file of the corpus")
+            rows.append(row)
         except NotExpressible as reason:
             refused[published["source"].split(" ")[0], str(reason)] += 1
     write_rows(asked.out, rows)
@@ -134,6 +138,19 @@ def main() -> None:
     print(f"{len(rows)} rows in {asked.out}, {refused.total()} not expressible:")
     for (source, reason), count in refused.most_common():
         print(f"  {count:4d}  {source}: {reason}")
+
+
+def beside(out: Path) -> list[Path]:
+    """The other files of the corpus in the same folder."""
+    return sorted(f for f in out.parent.glob("*.jsonl") if f.name != out.name)
+
+
+def same_run(one: Row, other: Row) -> bool:
+    """Whether two rows print one figure of one recipe, each to its own digits."""
+    if one.recipe_digest != other.recipe_digest:
+        return False
+    both = [(one.memory[k], other.memory[k]) for k in one.memory.keys() & other.memory.keys()]
+    return any(abs(a.value - b.value) <= a.spread + b.spread for a, b in both)
 
 
 def write_refusals(out: Path, refused: Counter[tuple[str, str]]) -> None:

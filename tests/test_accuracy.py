@@ -1,6 +1,7 @@
 """The comparison itself: errors, groups, verdicts on cards, rows that are not predicted."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,11 @@ from memfit import accuracy, api, corpus
 from memfit.errors import InvalidRequest
 from memfit.results import Measurement
 from memfit.units import GIB
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import accuracy_page  # noqa: E402
 
 ROW = next(r for r in corpus.read_corpus() if r.source.name == corpus.OWN)
 
@@ -101,3 +107,20 @@ def test_the_verb_reads_the_files_named_and_refuses_other_fields(tmp_path, capsy
 def test_every_way_of_grouping_is_a_field():
     for way in accuracy.WAYS:
         assert api.accuracy([Path(corpus.home())], [way]).by(way)
+
+
+def test_no_figure_of_accuracy_got_worse_without_a_line_in_the_changelog():
+    said = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    unsaid = [line for line in accuracy_page.worse(accuracy_page.judge()) if line not in said]
+    assert not unsaid, "worse than ever recorded; mend it, or say it in CHANGELOG.md word for word"
+
+
+def test_the_record_keeps_the_best_figure_and_names_what_is_worse(tmp_path, monkeypatch):
+    monkeypatch.setattr(accuracy_page, "FIGURES", tmp_path / "accuracy.json")
+    good = accuracy.compare([row(predicted() * 1.01)])
+    bad = accuracy.compare([row(predicted() * 1.1)])
+    accuracy_page.FIGURES.write_text(accuracy_page.record(good))
+    assert accuracy_page.worse(good) == []
+    accuracy_page.FIGURES.write_text(accuracy_page.record(bad))
+    (named,) = [line for line in accuracy_page.worse(bad) if line.startswith("all: median")]
+    assert named == "all: median: 0.009901 -> 0.090909"

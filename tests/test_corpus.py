@@ -99,6 +99,22 @@ def test_a_printed_figure_is_known_to_half_of_its_last_digit():
     assert import_published.measurements(row, "x")["memory.x"].spread == 0.5e9
 
 
+def test_a_figure_printed_twice_is_one_run():
+    from msgspec.structs import replace
+
+    row = next(r for r in ROWS if "peak_allocated" in r.memory)
+    figure = replace(row.memory["peak_allocated"], value=10.0, spread=0.5)
+
+    def printed(value, spread, **changes):
+        found = {"memory.peak_allocated": replace(figure, value=value, spread=spread)}
+        return replace(row, measurements=found, **changes)
+
+    assert import_published.same_run(printed(10.0, 0.5), printed(10.3, 0.05))
+    assert not import_published.same_run(printed(10.0, 0.5), printed(10.6, 0.05))
+    other = printed(10.0, 0.5, recipe_digest="another")
+    assert not import_published.same_run(printed(10.0, 0.5), other)
+
+
 def test_a_source_without_a_translator_is_not_expressible():
     with pytest.raises(published.NotExpressible, match="of `nobody/nothing`"):
         import_published.translate({"source": "nobody/nothing README"})

@@ -76,7 +76,7 @@ def documented(row: Published) -> dict[str, Any]:
 
 LLAMA_3_2_3B = {
     "name": "Llama-3.2-3B", "n_layers": 28, "hidden": 3072, "heads": 24, "kv_heads": 8,
-    "head_dim": 128, "ffn": 8192, "vocab": 128256,
+    "ffn": 8192, "vocab": 128256,
 }  # fmt: skip
 
 

@@ -109,7 +109,8 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 def line(row: Row) -> str:
     """A row as the corpus stores it: what equals its default is left out."""
-    return json.dumps(_lean(row), sort_keys=True, ensure_ascii=False) + "\n"
+    read = msgspec.convert(_lean(row), Row)  # so that a whole number of bytes is a float already
+    return json.dumps(_lean(read), sort_keys=True, ensure_ascii=False) + "\n"
 
 
 def _lean(noun: Noun) -> dict[str, Any]:
