@@ -7,6 +7,7 @@ framework's file declares, and docs/accuracy.md with its plot and figures, from 
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import accuracy_page
 import click
 import frameworks_page
 
-from memfit import folklore
+from memfit import corpus, folklore
 from memfit.certify.workspace import NOT_COUNTED, PRODUCTS, RULES
 from memfit.cli.app import VERBS, app
 
@@ -94,6 +95,7 @@ def main() -> None:
         DOCS / "accuracy.svg": accuracy_page.plot(found),
         accuracy_page.FIGURES: accuracy_page.record(found),
         folklore.FILE: accuracy_page.folk_file(found),
+        corpus.home() / "row.schema.json": json.dumps(corpus.schema(), indent=1) + "\n",
     }
     stale = [p for p, text in wanted.items() if not p.exists() or p.read_text() != text]
     if "--check" in sys.argv[1:]:

@@ -99,6 +99,14 @@ def test_a_printed_figure_is_known_to_half_of_its_last_digit():
     assert import_published.measurements(row, "x")["memory.x"].spread == 0.5e9
 
 
+def test_the_published_schema_names_every_field_of_a_row():
+    schema = json.loads((corpus.home() / "row.schema.json").read_text(encoding="utf-8"))
+    assert schema == json.loads(json.dumps(corpus.schema()))
+    assert set(schema["properties"]) == set(corpus.Row.__struct_fields__)
+    assert {"id", "source", "recipe", "measurements"} <= set(schema["required"])
+    assert set(schema["$defs"]["Recipe"]["properties"]) == set(ROWS[0].recipe.__struct_fields__)
+
+
 def test_a_figure_printed_twice_is_one_run():
     from msgspec.structs import replace
 

@@ -235,11 +235,11 @@ def budget(**known: Any) -> Budget:
     return budgets.solve_budget(budgets.read_budget(**known))
 
 
-def schema() -> dict[str, Any]:
-    """JSON Schema of request.yaml."""
-    from memfit import request_file
+def schema(of: str = "request") -> dict[str, Any]:
+    """JSON Schema of request.yaml, or of a `row` of the corpus of measured runs."""
+    from memfit import corpus, request_file
 
-    return request_file.schema()
+    return corpus.schema() if of == "row" else request_file.schema()
 
 
 def init(path: Path) -> Path:

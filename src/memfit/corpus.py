@@ -190,6 +190,18 @@ def read_refused(paths: Iterable[Path] = ()) -> tuple[Refused, ...]:
     return tuple(found)
 
 
+def schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of one row."""
+    (root,), components = msgspec.json.schema_components([Row], ref_template="#/$defs/{name}")
+    described = components.pop(root["$ref"].rsplit("/", 1)[-1])
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **described,
+        "title": "memfit corpus row",
+        "$defs": components,
+    }
+
+
 def home() -> Path:
     """measurements/ of an installed memfit, or of the checkout it runs from."""
     installed = Path(__file__).parent / "measurements"

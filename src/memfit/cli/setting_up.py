@@ -24,13 +24,14 @@ def init_command(path: Path, as_json: bool, quiet: bool) -> None:
 
 
 @click.command("schema", short_help="Print the JSON Schema of request.yaml.")
+@click.argument("of", type=click.Choice(("request", "row")), default="request")
 @output_options
-def schema_command(as_json: bool, quiet: bool) -> None:
-    """Print the JSON Schema of request.yaml."""
+def schema_command(of: str, as_json: bool, quiet: bool) -> None:
+    """Print the JSON Schema of request.yaml, or of a row of the corpus of measured runs."""
     from memfit import api
 
     del as_json, quiet  # it is JSON either way
-    print_json(api.schema())
+    print_json(api.schema(of))
 
 
 @click.command("doctor", short_help="Versions, machine, accelerators, caches: for bug reports.")
