@@ -4,7 +4,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 STEPS ?= 200
 
-.PHONY: demo test check lint types docs bench clean setup
+.PHONY: demo test test-wide check lint types docs bench clean setup
 
 setup: $(VENV)/.ready
 
@@ -18,7 +18,10 @@ $(VENV)/.ready: pyproject.toml
 demo: setup  ## train a small model from scratch under 1 GiB, then adapt it with LoRA
 	$(PY) scripts/demo.py --steps $(STEPS)
 
-test: setup  ## every test, slow proofs included
+test: setup  ## every test, slow proofs included; over families alike, a quarter of the settings
+	$(PY) -m pytest --numprocesses auto --dist worksteal -m 'not wide'
+
+test-wide: setup  ## every test, in all settings of every family
 	$(PY) -m pytest --numprocesses auto --dist worksteal
 
 check: lint types

@@ -1,6 +1,7 @@
 """What several tests share: the network is off, and one tiny recipe."""
 
 import os
+import zlib
 
 import pytest
 
@@ -10,6 +11,29 @@ from memfit.recipe import Freeze, Lora, Optimizer, Recipe
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: a second thread only waits, and waits busily
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+# Families whose parts another one has too: of the proofs that run over every family and many
+# settings, `make test` takes a quarter of theirs, always the same ones; `make test-wide` takes all.
+ALIKE = (
+    "mistral", "qwen2", "gptj", "mpt", "gemma", "glm4", "glm4_moe", "granite", "phi", "qwen2_moe",
+    "qwen3_moe", "smollm3", "stablelm", "deepseek_v2", "olmo2", "opt",
+)  # fmt: skip
+MANY = (
+    "test_exactness.py", "test_build.py", "test_depth.py", "test_instants.py", "test_step.py",
+    "test_live.py", "test_memory.py", "test_closed_form.py",
+)  # fmt: skip
+SHARE = 4
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        given = getattr(item, "callspec", None)
+        if given is None or item.path.name not in MANY:
+            continue
+        names = {str(value).partition(",")[0] for value in given.params.values()}
+        if names & set(ALIKE) and zlib.crc32(item.nodeid.encode()) % SHARE:
+            item.add_marker("wide")
+
 
 TINY_LLAMA = {
     "model_type": "llama",

@@ -50,7 +50,7 @@ def test_what_is_left_open_takes_the_frameworks_default_and_is_said():
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [
-        ({"framework": "torchtitn"}, UnknownName, "did you mean `torchtitan`?"),
+        ({"framework": "torchtitn"}, UnknownName, "did you mean `torchtitan`"),
         ({"attention": "eager"}, InvalidRequest, "described: flash"),
         ({"parallel": {"dp_shard": 8, "ep": 2}}, InvalidRequest, "`parallel.ep: 2`"),
         ({"parallel": {"dp_shard": 4}}, InvalidRequest, "names 4 ranks, but `hardware` has 8"),
