@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from memfit.ledger import Kind
 from memfit.model import DTYPE_BYTES
 from memfit.sizes.autograd import Gradients, Node, record
 from memfit.sizes.elementwise import (
@@ -22,7 +21,7 @@ from memfit.sizes.elementwise import (
 )
 from memfit.sizes.kernels import FLASH_ALIGNMENT
 from memfit.sizes.products import multiply_batched
-from memfit.sizes.tensor import Tensor, empty
+from memfit.sizes.tensor import Tensor, empty, workspace
 from memfit.sizes.views import (
     concatenate,
     narrow,
@@ -167,16 +166,12 @@ def _flash_backward(node: Node, grads: Incoming) -> Gradients:
     inside = None
     if grad.meter.cuda:
         width = DTYPE_BYTES[query.dtype]
-        inside = _workspace(query, flash_backward(query.shape, key.shape, width))
+        inside = workspace(query.meter, flash_backward(query.shape, key.shape, width))
         made = [like(x) for x in (query, key, value)]
     else:
         made = [_by_token(x) for x in (query, key, value)]
     del inside
     return made
-
-
-def _workspace(x: Tensor, nbytes: int) -> Tensor:
-    return empty(x.meter, (nbytes,), "int8", Kind.WORKSPACE)
 
 
 def _efficient(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -> Tensor:
@@ -200,7 +195,9 @@ def _efficient_backward(node: Node, grads: Incoming) -> Gradients:
     query, key, value = unpacked[:3]
     _count(query, key, value, 3, 2)
     width = DTYPE_BYTES[query.dtype]
-    inside = _workspace(query, efficient_backward(query.shape, value.shape[-1], grad.numel, width))
+    inside = workspace(
+        query.meter, efficient_backward(query.shape, value.shape[-1], grad.numel, width)
+    )
     made = [_by_token(x) for x in (query, key, value)]
     del inside
     return made
@@ -224,7 +221,7 @@ def _cudnn_backward(node: Node, grads: Incoming) -> Gradients:
     unpacked = [node.unpack(i) for i in range(len(node.saved))]
     query, key, value = unpacked[:3]
     _count(query, key, value, 3, 2)
-    inside = _workspace(query, cudnn_backward(query.shape))
+    inside = workspace(query.meter, cudnn_backward(query.shape))
     made = [like(x) for x in (query, key, value)]
     del inside
     return made

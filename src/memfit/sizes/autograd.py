@@ -13,7 +13,7 @@ from weakref import ref
 
 from memfit.ledger import Kind
 from memfit.sizes.meter import Meter
-from memfit.sizes.tensor import Shape, Tensor, elementwise_strides, empty
+from memfit.sizes.tensor import Shape, Tensor, elementwise_strides, empty, workspace
 from memfit.sizes.workspace import row_sum
 
 Gradients = Sequence[Tensor | None]
@@ -166,8 +166,7 @@ def _sum_to(x: Tensor, shape: Shape) -> Tensor:
     result = empty(x.meter, shape, x.dtype)
     grid = x.meter.grid
     if grid is not None and len(shape) == 1 and shape[0] == x.shape[-1] and x.contiguous:
-        nbytes = row_sum(shape[0], x.numel // shape[0], grid)
-        inside = empty(x.meter, (nbytes,), "uint8", Kind.WORKSPACE) if nbytes else None
+        inside = workspace(x.meter, row_sum(shape[0], x.numel // shape[0], grid))
         del inside
     return result
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memfit.ledger import Kind
 from memfit.model import DTYPE_BYTES
 from memfit.sizes.autograd import Gradients, Node, Rule, record
-from memfit.sizes.tensor import Shape, Tensor, broadcast, elementwise_strides, empty
+from memfit.sizes.tensor import Shape, Tensor, broadcast, elementwise_strides, empty, workspace
 from memfit.sizes.workspace import embedding_backward, layer_norm_backward
 
 WIDTH = {"complex64": 4, "float64": 3, "float32": 2, "bfloat16": 1, "float16": 1}
@@ -347,12 +346,12 @@ def _layer_norm_backward(node: Node, grads: Incoming) -> Gradients:
     return result
 
 
-def _layer_norm_workspace(node: Node, x: Tensor, weight: Tensor | None) -> Tensor:
+def _layer_norm_workspace(node: Node, x: Tensor, weight: Tensor | None) -> Tensor | None:
     columns = x.shape[-1]
     width = DTYPE_BYTES[x.dtype if weight is None else weight.dtype]
     wanted = node.needs(1) + node.needs(2)
     nbytes = layer_norm_backward(x.numel // columns, columns, width, wanted)
-    return empty(x.meter, (nbytes,), "int8", Kind.WORKSPACE)
+    return workspace(x.meter, nbytes)
 
 
 def gather_rows(weight: Tensor, indices: Tensor) -> Tensor:
@@ -367,9 +366,9 @@ def _gather_backward(shape: Shape) -> Rule:
         grad = upstream(grads)
         indices = node.unpack(0)
         inside = embedding_backward(indices.numel, shape[-1]) if grad.meter.cuda else 0
-        workspace = empty(grad.meter, (inside,), "int8", Kind.WORKSPACE)
+        taken = workspace(grad.meter, inside)
         made = empty(grad.meter, shape, grad.dtype)
-        del workspace
+        del taken
         return (made,)
 
     return rule

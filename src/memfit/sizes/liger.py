@@ -8,11 +8,10 @@ project's own benchmark on an A100 (`tests/test_liger.py`).
 
 from __future__ import annotations
 
-from memfit.ledger import Kind
 from memfit.sizes.autograd import Gradients, Node, Rule, record
 from memfit.sizes.elementwise import Incoming, attach, cast, like, upstream
 from memfit.sizes.meter import Meter
-from memfit.sizes.tensor import Tensor, empty
+from memfit.sizes.tensor import Tensor, empty, workspace
 from memfit.sizes.workspace import Grid, row_sum
 
 
@@ -40,7 +39,7 @@ def _rms_norm_backward(rows: int, weight: Tensor, grid: Grid, partial_rows: bool
     def rule(node: Node, grads: Incoming) -> Gradients:
         grad = upstream(grads)  # becomes the gradient of x in place
         partial = empty(grad.meter, (count, columns), kept)
-        inside = _workspace(grad.meter, row_sum(columns, count, grid))
+        inside = workspace(grad.meter, row_sum(columns, count, grid))
         total = empty(grad.meter, (columns,), kept)
         del inside, partial
         return grad, cast(total, dtype)
@@ -130,8 +129,3 @@ def _product(meter: Meter, shape: tuple[int, int], dtype: str, inner: int) -> Te
 def _fused_backward(node: Node, grads: Incoming) -> Gradients:
     d_hidden, d_weight = node.saved
     return d_hidden, d_weight
-
-
-def _workspace(meter: Meter, nbytes: int) -> Tensor | None:
-    """Bytes that a kernel takes from the allocator and gives back when it has run."""
-    return empty(meter, (nbytes,), "uint8", Kind.WORKSPACE) if nbytes and meter.cuda else None

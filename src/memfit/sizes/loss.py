@@ -114,12 +114,14 @@ def _chunks(
         rows = tokens - (chunks - 1) * chunk if last else chunk
         piece = cast(hidden.viewed((rows, width), hidden.strides), compute)
         slope = _slope(piece, low, capped)
+        loss = empty(meter, (), "float32")  # the local variable stays until the next chunk's
         slope = cast(slope, compute)
         if node.needs(0):
             empty(meter, (rows, width), compute)
         if node.needs(1):
             total = _outer(total, slope, piece, weight.dtype, alone=chunk >= tokens)
         del slope, piece
+    del loss
     products = 1 + node.needs(0) + node.needs(1)
     meter.flop += 2 * tokens * vocab * width * products
     return None if total is None else cast(total, weight.dtype)

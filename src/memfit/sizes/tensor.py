@@ -99,6 +99,11 @@ def empty(
     return tensor
 
 
+def workspace(meter: Meter, nbytes: int) -> Tensor | None:
+    """Bytes that a kernel takes from the allocator; it gives them back when it has run."""
+    return empty(meter, (nbytes,), "uint8", Kind.WORKSPACE) if nbytes else None
+
+
 def parameter(meter: Meter, shape: Shape, dtype: str, *, trainable: bool) -> Tensor:
     """A registered parameter; trainable ones receive a gradient."""
     tensor = empty(meter, shape, dtype, Kind.PARAMETERS)
