@@ -69,17 +69,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "measurements" / "megatron_golden.jsonl")
     asked = parser.parse_args()
     rows: list[Row] = []
-    refused: Counter[tuple[str, str]] = Counter()
+    refused: Counter[tuple[str, str, str]] = Counter()
     with asked.file.open(encoding="utf-8", newline="") as file:
         for case in csv.DictReader(file):
             try:
                 rows.append(make_row(case))
             except NotExpressible as reason:
-                refused["NVIDIA/Megatron-LM golden values", str(reason)] += 1
+                refused["NVIDIA/Megatron-LM golden values", str(reason), "memory"] += 1
     write_rows(asked.out, rows)
     write_refusals(asked.out, refused)
     print(f"{len(rows)} rows in {asked.out}, {refused.total()} not expressible:")
-    for (_, reason), count in refused.most_common():
+    for (_, reason, _), count in refused.most_common():
         print(f"  {count:4d}  {reason}")
 
 

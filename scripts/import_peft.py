@@ -62,16 +62,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=out)
     asked = parser.parse_args()
     rows: list[Row] = []
-    refused: Counter[tuple[str, str]] = Counter()
+    refused: Counter[tuple[str, str, str]] = Counter()
     for record in json.loads(asked.file.read_text(encoding="utf-8")):
         try:
             rows.append(make_row(record))
         except NotExpressible as reason:
-            refused[SOURCE, str(reason)] += 1
+            refused[SOURCE, str(reason), "memory"] += 1
     write_rows(asked.out, rows)
     write_refusals(asked.out, refused)
     print(f"{len(rows)} rows in {asked.out}, {refused.total()} not expressible:")
-    for (_, reason), count in refused.most_common():
+    for (_, reason, _), count in refused.most_common():
         print(f"  {count:4d}  {reason}")
 
 

@@ -5,6 +5,7 @@
 Each line of the input is one published run (model's sizes, hardware, configuration, what was
 measured, source). A source's translator in `scripts/published/` turns it into a request, the
 request into a recipe; what cannot be expressed is counted by reason and printed, never guessed.
+A row may carry memory, the time of a step, or both; a reason says which of them was lost.
 The same command reads rows that nobody has seen yet: then `memfit accuracy OUT` judges them.
 """
 
@@ -23,9 +24,12 @@ from memfit.corpus import Row, Source, read_rows, split_of, write_rows
 from memfit.errors import Error
 from memfit.nouns import from_data
 from memfit.plan.foreign import read_foreign
+from memfit.recipe import Recipe
 from memfit.request import Request
 from memfit.results import Measurement
 
+AGREES = 0.03  # tokens of a step by its configuration and by the printed throughput
+PRINTED = ("step_time_s", "tokens_per_s_per_gpu", "tokens_per_s_total", "samples_per_s")
 ROOT = Path(__file__).parent.parent
 # how a row's `source` begins -> module of `scripts/published` that reads it
 TRANSLATORS = {
@@ -63,57 +67,129 @@ def translate(published: Published) -> Translated:
     raise NotExpressible(f"no translator for rows of `{source.split(' ')[0]}`")
 
 
-def measurements(published: Published, kind: str) -> dict[str, Measurement]:
-    """The printed figures; half a unit of the last printed digit is their spread."""
-    measured, found = published["measured"], {}
+def half_a_digit(printed: float) -> float:
+    """Half a unit of the last printed digit."""
+    digits = len(repr(printed).partition(".")[2].rstrip("0")) if printed % 1 else 0
+    return 0.5 / 10**digits
+
+
+def measure_memory(published: Published, kind: str) -> dict[str, Measurement]:
+    """The printed peak; {} where there is none."""
+    measured = published["measured"]
     printed = measured.get("peak_mem_gb")
-    if printed is not None:
-        unit = UNITS[measured["peak_mem_unit"]]
-        digits = len(repr(printed).partition(".")[2].rstrip("0")) if printed % 1 else 0
-        found[f"memory.{kind}"] = Measurement(
-            value=printed * unit, unit="B", spread=unit * 0.5 / 10**digits,
-            counter=f"{measured['peak_mem_kind']}; printed in {measured['peak_mem_unit']}",
-        )  # fmt: skip
-    seconds = measured.get("step_time_s") or published["derived"].get("step_time_s")
-    if seconds and "time" in published["usable_for"]:
-        said = "printed" if measured.get("step_time_s") else "from the printed throughput"
-        found["time.step_seconds"] = Measurement(value=seconds, unit="s", counter=said)
-    return found
+    if printed is None:
+        return {}
+    unit = UNITS[measured["peak_mem_unit"]]
+    said = f"{measured['peak_mem_kind']}; printed in {measured['peak_mem_unit']}"
+    spread = unit * half_a_digit(printed)
+    return {
+        f"memory.{kind}": Measurement(value=printed * unit, unit="B", spread=spread, counter=said)
+    }
 
 
-def make_row(published: Published) -> Row:
-    """A row of the corpus; raises NotExpressible."""
-    translated = translate(published)
+def measure_time(published: Published, recipe: Recipe) -> dict[str, Measurement]:
+    """Seconds of an optimizer step, printed or as the printed throughput makes them.
+
+    Raises NotExpressible where the recipe's tokens and the row's time and throughput do not agree.
+    """
+    measured, derived = published["measured"], published["derived"]
+    seconds = measured.get("step_time_s") or derived.get("step_time_s")
+    if not seconds:
+        raise NotExpressible("neither a step's time nor a throughput that gives it")
+    rate = measured.get("tokens_per_s_per_gpu") or derived.get("tokens_per_s_per_gpu")
+    tokens = recipe.global_batch * recipe.sequence_length
+    done = (rate or tokens / seconds / recipe.parallel.world) * seconds * recipe.parallel.world
+    if not 1 - AGREES < done / tokens < 1 + AGREES:
+        raise NotExpressible(f"its step has {tokens} tokens, its throughput {done:.0f}")
+    printed = measured.get("step_time_s")
+    said = "printed" if printed else "from the printed throughput"
+    figure = next((measured[k] for k in PRINTED if measured.get(k)), 0)
+    spread = seconds * half_a_digit(figure) / figure if figure else 0.0
+    return {"time.step_seconds": Measurement(value=seconds, unit="s", spread=spread, counter=said)}
+
+
+def measurements(
+    published: Published, translated: Translated, recipe: Recipe
+) -> tuple[dict[str, Measurement], dict[str, str]]:
+    """The figures that a row carries, and for each use that it lost the reason."""
+    found: dict[str, Measurement] = {}
+    lost = {"memory": translated.memory_lost, "time": translated.time_lost}
+    if about_memory(published) and not translated.memory_lost:
+        found |= measure_memory(published, translated.kind)
+    if about_time(published) and not translated.time_lost:
+        try:
+            found |= measure_time(published, recipe)
+        except NotExpressible as reason:
+            lost["time"] = str(reason)
+    return found, {use: why for use, why in lost.items() if why and use in uses(published)}
+
+
+def make_row(published: Published) -> tuple[Row, dict[str, str]]:
+    """A row of the corpus, and the uses that it lost with their reasons; raises NotExpressible."""
+    try:
+        translated = translate(published)
+    except KeyError as key:
+        raise NotExpressible(f"`{key.args[0]}` is not stated") from key
     try:
         request = from_data(translated.request, Request, where=published["id"])
         recipe = read_foreign(request)[0]
     except Error as error:
         raise NotExpressible(error.message) from error
+    found, lost = measurements(published, translated, recipe)
+    out_of_memory = bool(published["measured"].get("oom")) and "memory" not in lost
+    if not found and not out_of_memory:
+        raise NotExpressible("; ".join(dict.fromkeys(lost.values())))
     group = published.get("dup_group") or ""
-    return Row(
+    row = Row(
         id=f"published-{published['id']}",
         source=Source(
             name=published["source"], url=published["url_or_path"], year=published["year"],
-            confidence=published["confidence"], group=group, notes=published["notes"],
+            confidence=published["confidence"], group=group,
+            notes=" ".join(filter(None, (published["notes"].strip(), translated.assumed))),
         ),
         recipe_digest=recipe.digest,
         recipe=recipe,
-        measurements=measurements(published, translated.kind),
-        out_of_memory=bool(published["measured"].get("oom")),
+        measurements=found,
+        out_of_memory=out_of_memory,
         split=split_of(group or published["id"]),
-        environment={
-            "framework": str(published["config"].get("framework")),
-            "device": published["hardware"]["gpu"],
-            "devices": str(published["hardware"]["n_gpus"]),
-            "device_memory_gb": str(published["hardware"].get("mem_gb")),
-        },
+        environment=environment(published),
     )  # fmt: skip
+    return row, lost
+
+
+def environment(published: Published) -> dict[str, str]:
+    """Software and machines as the row names them."""
+    hardware = published["hardware"]
+    said = {
+        "framework": published["config"].get("framework"),
+        "device": hardware["gpu"],
+        "devices": hardware["n_gpus"],
+        "device_memory_gb": hardware.get("mem_gb"),
+    }
+    optional = {
+        "devices_per_node": hardware.get("gpus_per_node"),
+        "interconnect": hardware.get("interconnect"),
+        "attention": published["config"].get("attention"),
+    }
+    stated = {key: value for key, value in optional.items() if value}
+    return {key: str(value) for key, value in (said | stated).items()}
 
 
 def about_memory(published: Published) -> bool:
     """Whether a row says something about memory that its collector found usable."""
     measured = published["measured"]
     return bool(measured.get("oom")) or "memory" in published.get("usable_for", ())
+
+
+def about_time(published: Published) -> bool:
+    """Whether a row says how long a step took, in a way that its collector found usable."""
+    return "time" in published.get("usable_for", ())
+
+
+def uses(published: Published) -> tuple[str, ...]:
+    """What a row may judge."""
+    asked = {"memory": about_memory(published), "time": about_time(published)}
+    return tuple(use for use, wanted in asked.items() if wanted)
 
 
 def main() -> None:
@@ -123,21 +199,24 @@ def main() -> None:
     asked = parser.parse_args()
     lines = [json.loads(x) for x in asked.file.read_text(encoding="utf-8").splitlines() if x]
     rows: list[Row] = []
-    refused: Counter[tuple[str, str]] = Counter()
-    others = [r for f in beside(asked.out) for r in read_rows(f)]
-    for published in filter(about_memory, lines):
+    refused: Counter[tuple[str, str, str]] = Counter()
+    files = [f for f in beside(asked.out) if f.resolve() != asked.file.resolve()]
+    others = [r for f in files for r in read_rows(f)]
+    for published in filter(uses, lines):
         try:
-            row = make_row(published)
+            row, lost = make_row(published)
             if any(same_run(row, other) for other in others):
                 raise NotExpressible("the same run stands in another file of the corpus")
             rows.append(row)
         except NotExpressible as reason:
-            refused[published["source"].split(" ")[0], str(reason)] += 1
+            lost = dict.fromkeys(uses(published), str(reason))
+        refused.update((published["source"].split(" ")[0], why, use) for use, why in lost.items())
     write_rows(asked.out, rows)
     write_refusals(asked.out, refused)
-    print(f"{len(rows)} rows in {asked.out}, {refused.total()} not expressible:")
-    for (source, reason), count in refused.most_common():
-        print(f"  {count:4d}  {source}: {reason}")
+    timed = sum("time.step_seconds" in row.measurements for row in rows)
+    print(f"{len(rows)} rows in {asked.out}, {timed} with a time; {refused.total()} uses lost:")
+    for (source, reason, use), count in refused.most_common():
+        print(f"  {count:4d}  {use}, {source}: {reason}")
 
 
 def beside(out: Path) -> list[Path]:
@@ -153,11 +232,11 @@ def same_run(one: Row, other: Row) -> bool:
     return any(abs(a.value - b.value) <= a.spread + b.spread for a, b in both)
 
 
-def write_refusals(out: Path, refused: Counter[tuple[str, str]]) -> None:
-    """Beside the rows: what could not be expressed, for `memfit accuracy` to say."""
+def write_refusals(out: Path, refused: Counter[tuple[str, str, str]]) -> None:
+    """Beside the rows: what could not be expressed (source, reason, use), for `memfit accuracy`."""
     listed: list[dict[str, Any]] = [
-        {"source": source, "reason": reason, "rows": count}
-        for (source, reason), count in sorted(refused.items())
+        {"source": source, "reason": reason, "rows": count, "use": use}
+        for (source, reason, use), count in sorted(refused.items())
     ]
     out.with_suffix(".refused.json").write_text(json.dumps(listed, indent=1) + "\n")
 

@@ -93,10 +93,10 @@ def test_a_printed_figure_is_known_to_half_of_its_last_digit():
         "measured": {"peak_mem_gb": 82.4, "peak_mem_unit": "GB10", "peak_mem_kind": "reserved"},
         "usable_for": ["memory"], "derived": {},
     }  # fmt: skip
-    found = import_published.measurements(row, "peak_reserved")["memory.peak_reserved"]
+    found = import_published.measure_memory(row, "peak_reserved")["memory.peak_reserved"]
     assert (found.value, found.spread) == (82.4e9, pytest.approx(0.05e9))
     row["measured"]["peak_mem_gb"] = 67.0
-    assert import_published.measurements(row, "x")["memory.x"].spread == 0.5e9
+    assert import_published.measure_memory(row, "x")["memory.x"].spread == 0.5e9
 
 
 def test_the_published_schema_names_every_field_of_a_row():

@@ -37,6 +37,9 @@ class Translated(NamedTuple):
 
     request: dict[str, Any]  # the content of a request.yaml
     kind: str  # what its memory figure counts: one of `memfit.corpus.MEMORY_KINDS`
+    memory_lost: str = ""  # why its memory figure judges no recipe; "" where it does
+    time_lost: str = ""  # the same of its step time
+    assumed: str = ""  # what its step takes and neither row nor page says; for the row's notes
 
 
 def kind_of(row: Published) -> str:

@@ -118,6 +118,8 @@ def compare(rows: Iterable[Row], refused: Iterable[Refused] = ()) -> Accuracy:
     outcomes: list[Outcome] = []
     reasons: dict[tuple[str, str], int] = {}
     for row in rows:
+        if not (row.memory or row.out_of_memory):  # of its time alone
+            continue
         try:
             memory, band = predict(row)
         except Error as error:
@@ -127,6 +129,7 @@ def compare(rows: Iterable[Row], refused: Iterable[Refused] = ()) -> Accuracy:
         if row.out_of_memory:
             outcomes.append(_outcome(row, memory))
         compared += _figures(row, memory, band)
+    refused = [r for r in refused if r.use == "memory"]
     found = [Refused(reason=r, source=s, rows=n) for (r, s), n in sorted(reasons.items())]
     head = [c for c in compared if c.headline]
     return Accuracy(
@@ -164,7 +167,8 @@ def _foreign(row: Row, ledger: Ledger, device: Device) -> tuple[Memory, Band]:
     slack = framework.slack
     outside = find_outside(device, parallel, framework.count_groups(parallel))
     ends = (outside.low, outside.high) if outside else (0, 0)
-    held = ledger.peak / memory.peak_allocated  # blocks that cannot be used again come first
+    # blocks that cannot be used again come first
+    held = ledger.peak / (memory.peak_allocated or ledger.peak)
     return memory, (slack.low * held, slack.high * held, *ends)
 
 
@@ -174,10 +178,10 @@ def _figures(row: Row, memory: Memory, band: Band) -> Iterable[Compared]:
         whole = kind == "device_total"
         predicted = memory.peak_allocated if allocated else memory.peak_reserved
         predicted = memory.device_total if whole else predicted
-        if predicted is None:
+        peak = memory.peak_allocated
+        if predicted is None or peak is None:
             continue
         low, high, least, most = band
-        peak = memory.peak_allocated
         yield Compared(
             id=row.id,
             source=_repository(row),

@@ -174,6 +174,7 @@ class Refused(Noun, frozen=True, kw_only=True):
     reason: str
     source: str
     rows: int
+    use: Literal["memory", "time"] = "memory"  # what the rows would have judged
 
 
 def read_refused(paths: Iterable[Path] = ()) -> tuple[Refused, ...]:

@@ -3,6 +3,7 @@
     Error                       exit code
       InvalidRequest            2   a file, flag or value of the user's is wrong
         UnknownName             2   a name that no catalogue or registry holds (did-you-mean)
+        MemoryUnknown           2   a step whose bytes memfit does not describe; its time it may
       DoesNotFit                3   needs more memory, time or money than the limit
       NotCertified              4   a certificate is missing, stale or could not be made
       RunFailed                 5   training began and could not finish
@@ -42,6 +43,10 @@ class UnknownName(InvalidRequest):
         if near and see:
             hint = f"{hint} ({see})"
         super().__init__(f"unknown {what}: `{name}`", hint=hint)
+
+
+class MemoryUnknown(InvalidRequest):
+    """Another framework's step whose bytes memfit does not describe; its time it may."""
 
 
 class DoesNotFit(Error):

@@ -93,12 +93,12 @@ def _lever(changes: dict[str, Any], proof: Certificate, other: Certificate | Err
             changes=changes, peak_allocated=None, device_total=None, removed=None, verdict=None,
             exact=exact, because=other.message,
         )  # fmt: skip
-    found = other.memory
+    found, own = other.memory, proof.memory.peak_allocated
     return Lever(
         changes=changes,
         peak_allocated=found.peak_allocated,
         device_total=found.device_total,
-        removed=proof.memory.peak_allocated - found.peak_allocated,
+        removed=None if own is None or found.peak_allocated is None else own - found.peak_allocated,
         verdict=found.verdict,
         exact=exact,
         because=f"its peak is in {found.peak_phase}",

@@ -11,7 +11,7 @@ from memfit.model import ModelReference
 from memfit.nouns import Noun
 
 Method = Literal["full", "freeze", "lora"]
-Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp16", "fp8-mixed"]
+Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp16", "fp8-mixed", "fp4-mixed"]
 Format = Literal["fp32", "bf16", "fp16", "int8", "nf4", "fp4"]
 Attention = Literal["math", "flash", "efficient", "cudnn", "eager"]
 Loss = Literal["plain", "chunked", "fused"]
@@ -130,6 +130,7 @@ class Recipe(Noun, frozen=True, kw_only=True):
     recompute: Recompute = "full"  # what is computed again in a recomputed block
     compile: Compile = "none"
     offload: Offload = "none"
+    devices_per_node: int = 0  # of each machine; 0: one machine holds all ranks
     options: dict[str, Option] = {}  # noqa: RUF012 (knobs that only this framework has)
 
     def __hash__(self) -> int:
@@ -139,8 +140,15 @@ class Recipe(Noun, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """16 hexadecimal digits that name this recipe; equal recipes have equal digests."""
-        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:16]
+        """16 hexadecimal digits that name this recipe; equal recipes have equal digests.
+
+        A key that came later counts where it is set, so that older recipes keep their names.
+        """
+        content = msgspec.to_builtins(self)
+        if not self.devices_per_node:
+            del content["devices_per_node"]
+        encoded = msgspec.json.encode(content, order="sorted")
+        return hashlib.sha256(encoded).hexdigest()[:16]
 
     @property
     def global_batch(self) -> int:

@@ -21,7 +21,7 @@ Verdict = Literal["fits", "at_risk", "does_not_fit", "unproven"]
 class Memory(Noun, frozen=True, kw_only=True):
     """The three memory numbers of the fullest rank, in bytes; None is unknown."""
 
-    peak_allocated: int  # live tensors (CPU) or the caching allocator's blocks (CUDA)
+    peak_allocated: int | None  # live tensors (CPU) or the caching allocator's blocks (CUDA)
     peak_reserved: int | None
     device_total: int | None  # reserved + context; what the driver would show
     usable: int | None  # the limit asked for, or what the device has

@@ -1,17 +1,22 @@
 """Requests for another framework's step: what is stated, what is taken, what is refused."""
 
+import hashlib
+
 import msgspec
 import pytest
 
 from memfit import api
-from memfit.errors import InvalidRequest, UnknownName
+from memfit.errors import InvalidRequest, MemoryUnknown, UnknownName
 from memfit.ledger import Kind, Phase
 from memfit.nouns import from_data
 from memfit.plan import foreign
 from memfit.plan.frameworks import Knob, find_framework, frameworks, make_ledger, resolve_options
 from memfit.plan.problem import find_device
+from memfit.plan.verdict import needs
 from memfit.recipe import OWN_AXES, OWN_VALUES, Parallel
 from memfit.request import Request
+from memfit.screens.plan import show_plan
+from memfit.screens.terminal import Console
 from memfit.units import GIB
 
 TITAN = {
@@ -36,6 +41,43 @@ def test_a_framework_is_predicted_on_its_fullest_rank_and_its_time_is_unknown():
     assert plan.memory.peak_allocated < plan.memory.peak_reserved < plan.memory.device_total
     assert plan.time.step_seconds is None
     assert plan.considered == plan.levers == ()
+
+
+MEGATRON = TITAN | {
+    "framework": "megatron", "recompute": "none", "precision": "fp8-mixed",
+    "hardware": {"device": "b200-sxm", "count": 4, "nodes": 2},
+    "parallel": {"dp_shard": 8, "zero": 1},
+}  # fmt: skip
+
+
+def test_a_step_whose_bytes_are_not_described_has_no_memory_figure_and_says_why(capsys):
+    known = api.predict(from_data(MEGATRON, Request, where="the test"))
+    assert known.memory.verdict != "unproven"
+    asked = MEGATRON | {"options": {"fp8_recipe": "mxfp8"}}
+    plan = api.predict(from_data(asked, Request, where="the test"))
+    memory = plan.memory
+    assert (memory.peak_allocated, memory.peak_reserved, memory.device_total) == (None, None, None)
+    assert memory.verdict == "unproven"
+    assert "`options.fp8_recipe: mxfp8`" in memory.because
+    assert plan.ledger.entries == ()
+    with pytest.raises(MemoryUnknown):
+        needs(memory)
+    show_plan(Console(width=100, colour=False), plan, commands=())
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "memory unknown: llama-3.1-8b on b200-sxm" in shown
+    assert "`options.fp8_recipe: mxfp8`" in shown
+
+
+def test_a_recipe_says_how_many_devices_a_machine_has_and_older_recipes_keep_their_names():
+    two = api.predict(from_data(MEGATRON, Request, where="the test")).recipe
+    hardware = {"device": "b200-sxm", "count": 8}
+    one = api.predict(from_data(MEGATRON | {"hardware": hardware}, Request, where="t")).recipe
+    assert (two.devices_per_node, one.devices_per_node) == (4, 0)
+    assert two.digest != one.digest
+    content = msgspec.to_builtins(one)
+    del content["devices_per_node"]  # as it was written before there was such a key
+    encoded = msgspec.json.encode(content, order="sorted")
+    assert hashlib.sha256(encoded).hexdigest().startswith(one.digest)
 
 
 def test_what_is_left_open_takes_the_frameworks_default_and_is_said():

@@ -70,8 +70,9 @@ class Candidate:
     @cached_property
     def peak(self) -> int:
         """The predicted peak, without its reasons."""
-        if "memory" in self.__dict__:
-            return self.memory.peak_allocated
+        known: Memory | None = self.__dict__.get("memory")
+        if known is not None and known.peak_allocated is not None:
+            return known.peak_allocated
         return predict_peak(self.model, self.recipe, self.problem.device)
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 
 from memfit import __version__, families
 from memfit.catalog.overheads import find_outside
-from memfit.errors import InvalidRequest
+from memfit.errors import InvalidRequest, MemoryUnknown
 from memfit.hardware import Device
 from memfit.ledger import Kind, Ledger, Phase
 from memfit.model import Model
@@ -25,15 +25,20 @@ UNKNOWN_TIME = "memfit does not describe the time of another framework's step"
 
 
 def predict_foreign(request: Request) -> Plan:
-    """Memory of another framework's step on its fullest rank; its time is unknown.
+    """Memory of another framework's step on its fullest rank, where that is described.
 
+    Its time is unknown.
     Raises UnknownName or InvalidRequest: no such framework, or what its file does not describe.
     """
     recipe, model, assumed = read_foreign(request)
     device = find_device(request.hardware.device)
     limit = request.limits.memory_bytes
     usable = device.memory if limit is None else min(limit, device.memory or limit)
-    ledger = predict_ledger(recipe, model, device)
+    try:
+        ledger = predict_ledger(recipe, model, device)
+        memory = describe_foreign(ledger, recipe, device, usable)
+    except MemoryUnknown as reason:
+        ledger, memory = Ledger(entries=()), _unknown_memory(usable, str(reason))
     unknown = Time(
         step_seconds=None, tokens_per_second=None, tokens_per_second_per_device=None, mfu=None,
         hfu=None, model_flops_per_step=0.0, total_seconds=None, because=UNKNOWN_TIME,
@@ -42,7 +47,7 @@ def predict_foreign(request: Request) -> Plan:
         recipe_digest=recipe.digest,
         request=request,
         recipe=recipe,
-        memory=describe_foreign(ledger, recipe, device, usable),
+        memory=memory,
         time=unknown,
         cost=Cost(device_hours=None, usd=None, kwh=None, because=UNKNOWN_TIME),
         ledger=ledger,
@@ -55,11 +60,21 @@ def predict_foreign(request: Request) -> Plan:
 
 
 def predict_ledger(recipe: Recipe, model: Model, device: Device) -> Ledger:
-    """Allocated bytes of the fullest rank, by phase and kind; model: before any adapter."""
+    """Allocated bytes of the fullest rank, by phase and kind; model: before any adapter.
+
+    Raises MemoryUnknown where the framework's file describes no bytes, and InvalidRequest.
+    """
     job = Job(model=model, recipe=recipe, device=device)
     framework = find_framework(recipe.framework)
     framework.check(job)
     return framework.predict(job)
+
+
+def _unknown_memory(usable: int | None, because: str) -> Memory:
+    return Memory(
+        peak_allocated=None, peak_reserved=None, device_total=None, usable=usable,
+        verdict="unproven", because=because, peak_phase="", entries=(),
+    )  # fmt: skip
 
 
 def describe_foreign(ledger: Ledger, recipe: Recipe, device: Device, usable: int | None) -> Memory:
@@ -162,6 +177,7 @@ def read_foreign(request: Request) -> tuple[Recipe, Model, tuple[str, ...]]:
         seed=request.seed,
         parallel=parallel,
         allocator=request.allocator,
+        devices_per_node=request.hardware.count if request.hardware.nodes > 1 else 0,
         options=resolve_options(framework, request.options),
     )  # fmt: skip
     return recipe, model, left

@@ -267,6 +267,7 @@ def first_recipe(problem: Problem, *, method: Method, precision: Precision) -> R
         device=problem.device.id,
         seed=request.seed,
         allocator=request.allocator,
+        devices_per_node=request.hardware.count if request.hardware.nodes > 1 else 0,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memfit import units
+from memfit.errors import MemoryUnknown
 from memfit.hardware import Device
 from memfit.ledger import Kind, Ledger
 from memfit.results import Memory, Verdict
@@ -49,8 +50,11 @@ def describe_memory(ledger: Ledger, device: Device, usable: int | None, because:
 
 
 def needs(memory: Memory) -> int:
-    """The bytes that are held against the usable line."""
-    return memory.peak_allocated if memory.device_total is None else memory.device_total
+    """The bytes that are held against the usable line; raises MemoryUnknown."""
+    needed = memory.peak_allocated if memory.device_total is None else memory.device_total
+    if needed is None:
+        raise MemoryUnknown(memory.because)
+    return needed
 
 
 def describe_lack(memory: Memory, device: str) -> str:

@@ -30,19 +30,30 @@ FIRST = 6  # rows of the "considered" table without --why
 def show_plan(console: Console, plan: Plan, *, commands: Sequence[str], why: bool = False) -> None:
     """The whole screen of `memfit plan` and `memfit predict`."""
     recipe, memory = plan.recipe, plan.memory
-    show_verdict(console, memory, f"{recipe.model.name} on {recipe.device}")
-    say(console, describe_recipe(plan), style="dim")
+    subject = f"{recipe.model.name} on {recipe.device}"
+    if memory.peak_allocated is None:
+        say(console, f"memory unknown: {subject}")
+        say(console, describe_recipe(plan), style="dim")
+        say(console, memory.because, indent=INDENT)
+    else:
+        show_verdict(console, memory, subject)
+        say(console, describe_recipe(plan), style="dim")
+        _show_memory(console, plan, why=why)
+    _show_time(console, plan.time, plan.cost, recipe.steps)
+    _show_considered(console, plan, why=why)
+    _show_levers(console, plan)
+    bullets(console, "Assumed", plan.assumptions)
+    next_commands(console, commands)
+
+
+def _show_memory(console: Console, plan: Plan, *, why: bool) -> None:
+    recipe, memory = plan.recipe, plan.memory
     if memory.verdict == "does_not_fit":
         say(console, f"nearest miss: {describe_lack(memory, recipe.device)}")
     show_bar(console, memory)
     show_breakdown(console, memory, why=why)
     say(console, f"limit: {memory.because}", style="dim", indent=INDENT)
     show_instants(console, {p: plan.ledger.total(p) for p in plan.ledger.phases}, memory.peak_phase)
-    _show_time(console, plan.time, plan.cost, recipe.steps)
-    _show_considered(console, plan, why=why)
-    _show_levers(console, plan)
-    bullets(console, "Assumed", plan.assumptions)
-    next_commands(console, commands)
 
 
 def describe_recipe(plan: Plan) -> str:

@@ -7,14 +7,14 @@ does not describe it refuses; it never answers with another framework's numbers.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import ClassVar
 
 from memfit.catalog.overheads import count_axes
-from memfit.errors import InvalidRequest, did_you_mean
+from memfit.errors import InvalidRequest, MemoryUnknown, did_you_mean
 from memfit.hardware import Device
 from memfit.ledger import Entry, Kind, Ledger, Phase
 from memfit.model import Model
@@ -40,6 +40,9 @@ class Slack(Noun, frozen=True, kw_only=True):
     source: str  # where the band comes from; `fitted` names the corpus rows
 
 
+NO_SLACK = Slack(low=1.0, typical=1.0, high=1.0, source="no bytes are described")
+
+
 class Job(Noun, frozen=True, kw_only=True):
     """One recipe of another framework, with everything that its closed form may ask."""
 
@@ -63,7 +66,8 @@ class Framework(ABC):
     values: ClassVar[Mapping[str, tuple[str, ...]]]
     axes: ClassVar[tuple[str, ...]]  # names of `parallel` that may differ from their defaults
     knobs: ClassVar[Mapping[str, Knob]]
-    slack: ClassVar[Slack]
+    slack: ClassVar[Slack] = NO_SLACK
+    memory_unknown: ClassVar[str] = ""  # why no bytes are described; "" where they are
     cuts: ClassVar[int] = 3  # `zero` of a request that leaves `parallel` on auto
 
     ends: ClassVar[int] = (
@@ -75,17 +79,24 @@ class Framework(ABC):
         return count_axes(parallel)
 
     def check(self, job: Job) -> None:
-        """Raise InvalidRequest where values that are allowed one by one exclude each other."""
+        """Raise InvalidRequest where values that are allowed one by one exclude each other.
+
+        MemoryUnknown where they can be run, and it is only their bytes that are not described.
+        """
         del job
 
-    @abstractmethod
     def predict(self, job: Job) -> Ledger:
         """Bytes that torch's allocator gives out on the fullest rank, at the peak of each phase.
 
         A phase's entries are what is alive at one instant: a peak is a maximum over instants.
         Blocks that are reserved but cannot be used at that instant are entries of kind
         `fragmentation`: they count for reserved memory, before `slack`, and not for allocated.
+        Raises MemoryUnknown where the file describes the step for its time alone.
         """
+        del job
+        raise MemoryUnknown(
+            f"memfit does not describe the memory of {self.title}: {self.memory_unknown}"
+        )
 
 
 frameworks: Registry[Framework] = Registry("framework", "memfit.plan.frameworks")

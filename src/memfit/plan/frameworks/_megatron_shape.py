@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from memfit.errors import InvalidRequest
+from memfit.errors import InvalidRequest, MemoryUnknown
 from memfit.model import Experts, Latent
 from memfit.nouns import Noun
 from memfit.plan.frameworks import Job
@@ -205,7 +205,7 @@ def check_parts(job: Job) -> None:
     total += plain.table * (1 if plain.tied else 2) + plain.positions * plain.hidden
     total += plain.norm * plain.hidden + plain.embedding_norm
     if total != job.model.parameters:
-        raise InvalidRequest(
+        raise MemoryUnknown(
             f"Megatron-LM's GPT of these sizes has {total} parameters, `{job.model.name}` has"
             f" {job.model.parameters}",
             hint="a model with other parts in its blocks is not described",

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import final
 
-from memfit.errors import InvalidRequest
+from memfit.errors import InvalidRequest, MemoryUnknown
 from memfit.ledger import Ledger
 from memfit.plan.frameworks import Framework, Job, Knob, Slack, frameworks, make_ledger
 from memfit.plan.frameworks._megatron_block import BlockSettings
+from memfit.plan.frameworks._megatron_clock import CLOCK_KNOBS, refuse_bytes
 from memfit.plan.frameworks._megatron_shape import Shape, check_parts, read_shape
 from memfit.plan.frameworks._megatron_stage import MIB, Settings, Stage, describe_instants, peak_of
 from memfit.plan.frameworks._pipeline import deal_blocks, deal_sizes
@@ -81,10 +82,11 @@ KNOBS = {
         default="fullest", means="`first` has rank 0; `last` has the rank that Megatron logs",
         values=("fullest", "first", "last"),
     ),
+    **CLOCK_KNOBS,
 }  # fmt: skip
 
 VALUES = {
-    "precision": ("bf16-mixed", "fp16-mixed", "fp32", "fp8-mixed"),
+    "precision": ("bf16-mixed", "fp16-mixed", "fp32", "fp8-mixed", "fp4-mixed"),
     "method": ("full", "lora"),
     "base_format": ("fp32",),
     "optimizer": ("adamw",),
@@ -135,11 +137,11 @@ class Megatron(Framework):
                 " Megatron-LM's block does not",
                 hint="set `use_parallel_residual: false` in its config",
             )
-        if p.dp_shard > 1 and p.zero != 1:
+        if p.dp_shard > 1 and p.zero != 1 and not job.option("use_megatron_fsdp"):
             raise InvalidRequest(
                 f"`parallel.zero: {p.zero}` with `dp_shard: {p.dp_shard}`: Megatron-LM's"
                 " distributed optimizer cuts the states alone",
-                hint="use `zero: 1`",
+                hint="use `zero: 1`, or `options.use_megatron_fsdp: true`",
             )
         if p.virtual_pp > 1 and p.pp == 1:
             raise InvalidRequest(
@@ -147,6 +149,7 @@ class Megatron(Framework):
                 " `pp: 1` is none",
                 hint="use `virtual_pp: 1`",
             )
+        refuse_bytes(job)
         _check_adapters(job)
         check_parts(job)
         for name in _modules(job):
@@ -181,11 +184,11 @@ def _check_adapters(job: Job) -> None:
     lora = recipe.method == "lora"
     sparse = bool(a.experts.count or a.latent.kv_rank or job.option("num_experts"))
     if recipe.precision == "fp8-mixed" and sparse:
-        raise InvalidRequest(
+        raise MemoryUnknown(
             "`precision: fp8-mixed` with experts or latent attention is not described"
         )
     if lora and sparse:
-        raise InvalidRequest("adapters beside experts or latent attention are not described")
+        raise MemoryUnknown("adapters beside experts or latent attention are not described")
     for name in recipe.lora.targets if lora else ():
         if name not in LINEARS:
             raise InvalidRequest(
