@@ -51,6 +51,8 @@ TRANSLATORS = {
     "deepspeedai/DeepSpeed": "deepspeed",
     "AnswerDotAI/fsdp_qlora": "fsdp_qlora",
     "stas00/ml-engineering": "stas00",
+    "mosaicml/llm-foundry": "llm_foundry",
+    "InternLM/InternEvo": "internevo",
 }
 
 

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from memfit import accuracy, corpus
+from memfit import accuracy, corpus, families
+from memfit.errors import MemoryUnknown
+from memfit.plan import foreign
+from memfit.plan.problem import find_device
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
@@ -118,3 +121,93 @@ def test_every_timed_rows_ranks_and_machines_are_those_of_its_source():
 def test_the_corpus_has_times_of_many_frameworks():
     assert {"megatron", "nanotron", "torchtitan"} <= {row.recipe.framework for row in OTHERS}
     assert published.NotExpressible is NotExpressible
+
+
+def recipe_of(row):
+    """The recipe of a row that its translator takes, whose time is kept."""
+    made, lost = import_published.make_row(row)
+    assert "time" not in lost
+    assert made.measurements["time.step_seconds"].value > 0
+    return made.recipe
+
+
+def at(row, seconds, **measured):
+    """The row as measured: so many seconds a step, in the throughput that its batch then has."""
+    tokens = row["config"]["global_batch"] * row["model"]["seq_len"]
+    rate = tokens / seconds / row["hardware"]["n_gpus"]
+    return row | {
+        "measured": {"tokens_per_s_per_gpu": rate} | measured, "derived": {"step_time_s": seconds},
+    }  # fmt: skip
+
+
+FOUNDRY = a_row(
+    "mosaicml/llm-foundry scripts/train/benchmarking/README.md: H100 80GB BF16",
+    model={"name": "MPT-7b", "n_layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 32,
+           "ffn": 16384, "vocab": 50368, "seq_len": 4096},
+    hardware={"n_gpus": 24},
+    config={"precision": "bf16-mixed", "micro_batch": 3, "grad_accum": 2, "global_batch": 144,
+            "recompute": "full", "dp": 24, "zero_stage": 3, "fsdp": "FULL_SHARD",
+            "framework": "Composer/FSDP1", "grad_dtype": "fp32 reduce"},
+)  # fmt: skip
+
+
+def test_llm_foundrys_models_have_the_number_of_parameters_that_its_tables_print():
+    recipe = recipe_of(at(FOUNDRY, 2.5))
+    model = families.read_model(recipe.model)
+    assert model.parameters == 6_667_247_616  # README, 7b at 4,096
+    wider = at(FOUNDRY | {"model": FOUNDRY["model"] | {"seq_len": 2048}}, 1.0)
+    assert families.read_model(recipe_of(wider).model).parameters == 6_658_859_008  # at 2,048
+
+
+def test_llm_foundrys_rows_say_how_fsdp_cuts_and_whose_attention_ran():
+    recipe = recipe_of(at(FOUNDRY, 2.5))
+    assert (recipe.framework, recipe.devices_per_node) == ("composer", 8)
+    assert (recipe.micro_batch, recipe.accumulation, recipe.global_batch) == (3, 2, 144)
+    assert recipe.recompute_blocks == 32
+    assert recipe.options["attn_impl"] == "triton"
+    assert recipe.options["mixed_precision"] == "DEFAULT"
+    assert recipe.parallel.reshard_after_forward
+    config = FOUNDRY["config"] | {"fsdp": "SHARD_GRAD_OP", "grad_dtype": "bf16 reduce"}
+    other = recipe_of(at(FOUNDRY | {"config": config}, 2.5))
+    assert not other.parallel.reshard_after_forward
+    assert other.options["mixed_precision"] == "PURE"
+    fp8 = FOUNDRY["config"] | {"precision": "fp8 (TransformerEngine)"}
+    narrow = recipe_of(at(FOUNDRY | {"config": fp8}, 2.5))
+    assert (narrow.precision, narrow.options["attn_impl"]) == ("fp8-mixed", "flash")
+    large = FOUNDRY | {"source": f"{FOUNDRY['source']} (Large Scale, >= 128 GPUs)"}
+    assert recipe_of(at(large, 2.5)).options["attn_impl"] == "flash"
+    strange = FOUNDRY | {"config": FOUNDRY["config"] | {"fsdp": "NO_SHARD"}}
+    with pytest.raises(NotExpressible, match="NO_SHARD"):
+        import_published.make_row(at(strange, 2.5))
+
+
+EVO = a_row(
+    "InternLM/InternEvo doc/en/train_performance.md throughput table",
+    model={"name": "InternLM-7B", "kv_heads": 32, "ffn": 11008, "vocab": 103168, "seq_len": 2048},
+    hardware={"gpu": "A100-SXM-80GB", "n_gpus": 32},
+    config={"precision": "bf16-mixed", "micro_batch": 4, "grad_accum": 4, "global_batch": 256,
+            "recompute": "none", "dp": 16, "tp": 2, "zero_stage": 1,
+            "extra": "ZeRO-1 group size 4; pack_sample_into_one=False"},
+)  # fmt: skip
+
+
+def test_internevos_groups_of_states_are_copied():
+    recipe = recipe_of(at(EVO, 4.5))
+    p = recipe.parallel
+    assert (p.dp_shard, p.dp_replicate, p.tp, p.zero, p.world) == (4, 4, 2, 1, 32)
+    assert recipe.packing
+    extra = "ZeRO-1 group size = dp; pack_sample_into_one=True (attention spans the pack)"
+    one = recipe_of(at(EVO | {"config": EVO["config"] | {"extra": extra}}, 4.5))
+    assert (one.parallel.dp_shard, one.parallel.dp_replicate) == (16, 1)
+    assert (one.packing, one.sequence_length, one.micro_batch) == (False, 2048, 4)
+    odd = EVO["config"] | {"extra": "ZeRO-1 group size 5"}
+    with pytest.raises(NotExpressible, match="group"):
+        import_published.make_row(at(EVO | {"config": odd}, 4.5))
+
+
+@pytest.mark.parametrize("name", ["composer", "internevo"])
+def test_a_framework_without_bytes_says_why(name):
+    row = next(r for r in OTHERS if r.recipe.framework == name)
+    model = families.read_model(row.recipe.model)
+    with pytest.raises(MemoryUnknown, match="does not describe the memory"):
+        foreign.predict_ledger(row.recipe, model, find_device(row.recipe.device))
