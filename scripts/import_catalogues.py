@@ -60,6 +60,39 @@ SOURCES = {  # said more plainly than in the research file
     "smi": "memory.total of nvidia-smi or rocm-smi, as printed in many public logs of the device",
     "oom": "'GPU 0 has a total capacity of X GiB' in public out-of-memory messages of torch's",
 }
+# Of a price's source: seller, where (one of the places at that price), when, and its name in
+# prices.toml. A copy of SkyPilot's catalogue carries no date: the day of reading stands instead.
+SELLERS = {
+    "sky-lambda": ("Lambda", "", CHECKED, "sky-lambda"),
+    "sky-nebius": ("Nebius", "eu-north1", CHECKED, "sky-nebius"),
+    "sky-nebius (8 vCPU)": ("Nebius", "eu-north1", CHECKED, "sky-nebius"),
+    "sky-verda": ("Verda", "Finland", CHECKED, "sky-verda"),
+    "sky-runpod (A100 PCIe)": ("RunPod", "", CHECKED, "sky-runpod"),
+    "tpuprice": ("Google Cloud", "", "2024-12-23", "tpuprice"),
+    "June 2026 article: g5.xlarge $1.006/h": ("AWS", "", "2026-06", "article"),
+    "AWS Capacity Blocks page (rates to 2025-01-01)": ("AWS", "US East", "2024", "awsblocks"),
+    "awsneg": ("AWS", "", "2026-05", "awsneg"),
+}
+PRICE_SOURCES = {
+    "article": "article of June 2026 that names g5.xlarge at $1.006/h",
+    "awsblocks": "aws.amazon.com/ec2/capacityblocks/pricing, rates valid to 2025-01-01",
+}
+PRICES_ADDED = {  # read in the same copies as the others
+    "v100-sxm2-16": [{"usd": 0.1381, "kind": "spot", "source": "sky-verda"}],
+    "a100-sxm-40": [{"usd": 1.844, "kind": "capacity block", "source": "awsblocks"}],
+    "a100-sxm-80": [{"usd": 0.4515, "kind": "spot", "source": "sky-verda"}],
+    "h100-sxm": [
+        {"usd": 0.8015, "kind": "spot", "source": "sky-verda"},
+        {"usd": 1.25, "kind": "spot", "source": "sky-nebius"},
+    ],
+    "h200-sxm": [
+        {"usd": 1.45, "kind": "spot", "source": "sky-nebius"},
+        {"usd": 5.408, "kind": "capacity block", "source": "awsblocks"},
+    ],
+    "b200-sxm": [{"usd": 1.712, "kind": "spot", "source": "sky-verda"}],
+    "b300-sxm": [{"usd": 2.447, "kind": "spot", "source": "sky-verda"}],
+    "rtx-pro-6000": [{"usd": 0.5915, "kind": "spot", "source": "sky-verda"}],
+}
 FIELD = {  # of the JSON's `unverified_fields`
     "driver_total_mib": "memory_driver",
     "memory_bandwidth_gbs": "bandwidth",
@@ -95,6 +128,8 @@ DETAILS = (  # facts of other families, kept under their own names
 
 def text(value):
     """A TOML value; strings as JSON writes them, which TOML reads too."""
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{k} = {text(v)}" for k, v in value.items()) + " }"
     if isinstance(value, list) and value and isinstance(value[0], dict):
@@ -104,7 +139,7 @@ def text(value):
     return json.dumps(value, ensure_ascii=False)
 
 
-def row(key, fields):
+def row_of(key, fields):
     """One table; absent values leave no line."""
     name = key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else f'"{key}"'
     lines = [f"{k} = {text(v)}" for k, v in fields.items() if v is not None]
@@ -185,14 +220,6 @@ def device_row(device, every):
         for k in ("bf16", "fp8")
         if device.get(f"measured_max_matmul_{k}_tflops")
     }
-    prices = [
-        {
-            "usd_per_hour": f"{number(p['usd'])} USD",
-            "kind": p["kind"] + (" (low confidence)" if p.get("confidence") == "low" else ""),
-            "source": p["source"],
-        }
-        for p in device["price_usd_per_gpu_hour"]
-    ]
     memory = usable(device, unverified)
     datasheet = str(device["memory_gb_marketing"])
     fields = {
@@ -219,13 +246,59 @@ def device_row(device, every):
         "pcie_generation": device["pcie_gen"],
         "devices_per_node": str(device["node_gpus_typical"]),
         "power": device["tdp_w"] and f"{number(device['tdp_w'])} W",
-        "prices": prices or None,
         "unverified": list(dict.fromkeys(unverified)),
         "notes": "; ".join(n for n in notes if n) or None,
         "sources": device["sources"],
         "checked": CHECKED,
     }
-    return row(device["id"], fields)
+    return row_of(device["id"], fields)
+
+
+def price_row(device):
+    """The prices of one device; None where nobody states one.
+
+    A share of a whole node is on demand too, said in `note`. RunPod's A100 is its PCIe card.
+    """
+    rows = []
+    for price in [*device["price_usd_per_gpu_hour"], *PRICES_ADDED.get(device["id"], [])]:
+        if price["source"].startswith("sky-runpod") and "pcie" not in device["id"]:
+            continue
+        known = price["kind"] in ("on-demand", "spot", "capacity block")
+        found = (s for s in SELLERS.values() if s[3] == price["source"])
+        seller, region, date, source = SELLERS.get(price["source"]) or next(found)
+        note = "" if known else price["kind"]
+        note = "with 8 vCPU" if "vCPU" in price["source"] else note
+        row = {
+            "usd_per_hour": f"{number(price['usd'])} USD",
+            "kind": price["kind"] if known else "on-demand",
+            "seller": seller,
+            "region": region,
+            "source": source,
+            "date": date,
+            "note": note,
+            "weak": price.get("confidence") == "low",
+        }
+        rows.append({k: v for k, v in row.items() if v})
+    return row_of(device["id"], {"prices": rows}) if rows else None
+
+
+def device_sources(hardware):
+    """The sources that devices' rows name; those of prices stand with the prices."""
+    of_prices = {name for *_, name in SELLERS.values()} - {"tpuprice"}  # TPUs' figures as well
+    return {k: v for k, v in (hardware["sources"] | SOURCES).items() if k not in of_prices}
+
+
+def write_prices(hardware):
+    """prices.toml: a table a device, with the sources that its rows name."""
+    tables = [t for d in hardware["accelerators"] if (t := price_row(d))]
+    used = {name for *_, name in SELLERS.values()}
+    known = {k: v for k, v in (hardware["sources"] | PRICE_SOURCES).items() if k in used}
+    head = (
+        "# US dollars per device-hour, as sellers stated them. `date` is the source's own, or\n"
+        "# the day on which a source without one was read. `weak`: better sources say otherwise.\n"
+        "# Which row a plan takes, and how to state your own: `memfit.catalog.prices`.\n"
+    )
+    (CATALOG / "prices.toml").write_text("\n".join([head, row_of("sources", known), *tables]))
 
 
 def billions(value):
@@ -390,7 +463,7 @@ def model_row(model):
         "notes": "; ".join(n for n in notes if n) or None,
         "checked": CHECKED,
     }
-    return row(key, fields)
+    return row_of(key, fields)
 
 
 def main(hardware_file, models_file):
@@ -401,10 +474,11 @@ def main(hardware_file, models_file):
         "# Accelerators: one row is one device of torch's. FLOP/s are dense. `memory` is what\n"
         "# torch can use, `memory_driver` what the driver prints, `memory_datasheet` what is on\n"
         "# the box. A line that is missing is unknown; `unverified` names fields of weak source.\n",
-        row("sources", hardware["sources"] | SOURCES),
+        row_of("sources", device_sources(hardware)),
         *(device_row(d, every) for d in every),
     ]
     (CATALOG / "devices.toml").write_text("\n".join(devices))
+    write_prices(hardware)
     rows = [
         "# Models. `parameters` is exact (tied weights once); `transformers_parameters` is what\n"
         "# transformers 5.23.0 counted on the meta device; `published` is the publisher's figure.\n"

@@ -1,6 +1,7 @@
 """What several tests share: the network is off, and one tiny recipe."""
 
 import os
+import tempfile
 import zlib
 
 import pytest
@@ -10,6 +11,7 @@ from memfit.recipe import Freeze, Lora, Optimizer, Recipe
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: a second thread only waits, and waits busily
+os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="memfit-no-config-")  # nobody's own rows
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 # Families whose parts another one has too: of the proofs that run over every family and many

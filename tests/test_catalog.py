@@ -38,8 +38,10 @@ def test_a_device_row_is_complete(device):
     assert device.memory_datasheet
     for price in device.prices:
         assert 0.1 < price.usd_per_hour < 20
-        assert price.source
-        assert price.kind
+        assert len(price.source) > 10  # spelled out, not a key
+        assert price.seller
+        assert re.match(r"20\d\d", price.date)
+        assert not price.own
 
 
 @pytest.mark.parametrize("device", devices(), ids=lambda d: d.id)

@@ -311,7 +311,7 @@ TIME = {
     "step_seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", "hfu",
     "model_flops_per_step",
 }  # fmt: skip
-COST = {"device_hours", "usd", "kwh"}
+COST = {"device_hours", "usd", "kwh", "kg_co2"}
 
 
 def strict(text):

@@ -8,13 +8,21 @@ import msgspec
 
 from memfit.nouns import Noun
 
+PriceKind = Literal["on-demand", "spot", "reserved", "capacity block"]
+
 
 class Price(Noun, frozen=True, kw_only=True):
     """US dollars per device-hour, as one seller stated it."""
 
     usd_per_hour: float
-    kind: str
-    source: str
+    kind: PriceKind = "on-demand"
+    seller: str = ""
+    region: str = ""  # "" where the seller asks the same everywhere, or did not say
+    source: str = ""
+    date: str = ""  # of the source, or the day it was read: YYYY, YYYY-MM or YYYY-MM-DD
+    note: str = ""
+    weak: bool = False  # contradicted by better sources: shown, and chosen only where alone
+    own: bool = False  # of the user's own file
 
 
 class Link(Noun, frozen=True, kw_only=True):
@@ -22,6 +30,36 @@ class Link(Noun, frozen=True, kw_only=True):
 
     name: str
     unidirectional: float | None
+
+
+class Curve(Noun, frozen=True, kw_only=True):
+    """Measured rates of one kind of work, by the size of one call; sizes rise.
+
+    points: (FLOP, FLOP/s) of `matmul` and `attention`; (bytes, bytes/s) of the others: `memory` as
+    read and written, `to_device` and `to_host` over PCIe, `all_reduce` as bus bandwidth.
+    """
+
+    work: Literal["matmul", "attention", "memory", "to_device", "to_host", "all_reduce"]
+    dtype: str = ""  # fp32 bf16 fp16 …; "" where bytes are counted
+    kernel: str = ""  # of attention: math flash efficient cudnn
+    points: tuple[tuple[float, float], ...]
+    spread: float = 0.0  # the widest (slowest / median - 1) of a point's repeats
+    source: str = ""
+
+    @property
+    def best(self) -> float:
+        """The highest rate of all sizes."""
+        return max(rate for _, rate in self.points)
+
+
+class Calibration(Noun, frozen=True, kw_only=True):
+    """When and with what the user measured a device (`memfit calibrate`), and what has no size."""
+
+    date: str  # YYYY-MM-DD
+    versions: dict[str, str]
+    devices: int = 1  # that took part in all_reduce
+    launch_seconds: float | None = None  # of one small kernel after another
+    context: int | None = None  # bytes outside the caching allocator, as the driver counts them
 
 
 class Device(Noun, frozen=True, kw_only=True):
@@ -51,9 +89,30 @@ class Device(Noun, frozen=True, kw_only=True):
     internode: str = ""  # the usual network between nodes, in words
     pcie_generation: int | None = None
     multiprocessors: int | None = None  # of an NVIDIA GPU: how many blocks run at once
+    curves: tuple[Curve, ...] = ()
+    calibration: Calibration | None = None  # None: nothing of this row is the user's measurement
+    own: str = ""  # the user's file that this row, or a part of it, comes from
 
     def __hash__(self) -> int:
         return hash(self.id)  # rates are dicts, which have no hash
+
+    def curve(self, work: str, dtype: str = "", kernel: str = "") -> Curve | None:
+        """The measured curve of this work; None when nobody measured it."""
+        for curve in self.curves:
+            if (curve.work, curve.dtype, curve.kernel) == (work, dtype, kernel):
+                return curve
+        return None
+
+    @property
+    def basis(self) -> str:
+        """Whose figures the speeds of this row are, in words."""
+        if self.calibration is not None:
+            return f"your own measurement of {self.calibration.date}"
+        if self.own:
+            return "your own row"
+        if self.curves or self.flops_measured:
+            return "published measurements"
+        return "the vendor's sheet"
 
     @property
     def is_cpu(self) -> bool:

@@ -28,6 +28,8 @@ Positive = Annotated[int, msgspec.Meta(ge=1, description="a whole number, 1 or m
 NotNegative = Annotated[int, msgspec.Meta(ge=0, description="a whole number, 0 or more")]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0, description="a number above 0")]
 NotNegativeFloat = Annotated[float, msgspec.Meta(ge=0, description="a number, 0 or more")]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1, description="a number above 0, up to 1")]
+AtLeastOne = Annotated[float, msgspec.Meta(ge=1, description="a number, 1 or more")]
 Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1, description="a number from 0 to below 1")]
 
 
@@ -109,11 +111,15 @@ class ParallelRequest(Noun, frozen=True, kw_only=True):
 
 
 class Hardware(Noun, frozen=True, kw_only=True):
-    """On what to train; `auto` is this machine."""
+    """On what to train, what an hour of it costs, and the electricity behind it."""
 
-    device: str = "auto"
+    device: str = "auto"  # this machine
     count: Positive = 1
     nodes: Positive = 1
+    price: str = ""  # of a device-hour: "2.50 USD", or a kind of price: on-demand, spot, …
+    grid: str = ""  # "france", or "0.4 kg/kWh"; "" leaves CO2 unknown
+    load: Share | None = None  # drawn of the rated power; None: memfit's assumption
+    pue: AtLeastOne = 1.0  # power of the whole site over that of the devices
 
 
 class Limits(Noun, frozen=True, kw_only=True):

@@ -45,11 +45,12 @@ class Time(Noun, frozen=True, kw_only=True):
 
 
 class Cost(Noun, frozen=True, kw_only=True):
-    """Of all the steps asked for; None without a time, a price or a power."""
+    """Of all the steps asked for, on all devices; None without a time, price, power or grid."""
 
     device_hours: float | None
     usd: float | None
     kwh: float | None
+    kg_co2: float | None = None  # CO2 equivalents
     because: str
 
 

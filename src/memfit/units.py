@@ -47,6 +47,7 @@ _FLOP = {f"{p}FLOP": _DECIMAL[p] for p in ("", "M", "G", "T", "P", "E")} | {
 _RATE = {f"{u}/s": f for u, f in _BYTES.items()}
 _MONEY = {"USD": 1.0}
 _POWER = {"W": 1.0, "kW": 1e3}
+_CARBON = {"kg/kWh": 1.0, "g/kWh": 1e-3}
 _COUNT = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 _QUANTITY = re.compile(r"\s*([+-]?\d[\d_,]*\.?\d*(?:[eE][+-]?\d+)?)\s*(\S*)\s*")
@@ -98,6 +99,11 @@ def parse_bandwidth(text: object) -> float:
 def parse_watts(text: object) -> float:
     """`"700 W"` -> 700.0."""
     return _parse(text, "a power", _POWER, "700 W")
+
+
+def parse_carbon(text: object) -> float:
+    """`"0.4 kg/kWh"` or `"56 g/kWh"` -> kg of CO2 equivalents per kWh."""
+    return _parse(text, "a carbon intensity", _CARBON, "0.4 kg/kWh")
 
 
 def parse_count(text: object) -> float:

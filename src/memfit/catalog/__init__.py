@@ -1,19 +1,18 @@
-"""Devices and models as rows with units, source and date.
+"""Devices, their prices and models as rows with units, source and date.
 
-`devices.toml` and `models.toml` are the source of truth, read and edited by people; a quantity is
-text with its unit. To add a device or a model is to add a row.
+`devices.toml`, `prices.toml` and `models.toml` are the source of truth, read and edited by people;
+a quantity is text with its unit. To add a device or a model is to add a row. Users add devices and
+prices in files of their own (`memfit.catalog.own`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from memfit import units
+from memfit.catalog import _devices
 from memfit.catalog._details import architecture_fields
 from memfit.catalog._rows import Rows
 from memfit.families import find_described, find_family
@@ -22,7 +21,6 @@ from memfit.model import Architecture, ModelReference
 from memfit.nouns import Noun, from_data
 
 _FOLDER = Path(__file__).parent
-_DEVICES = Rows(_FOLDER / "devices.toml", "device", ("name", "match"), shared="sources")
 _MODELS = Rows(_FOLDER / "models.toml", "model", ("name", "hub", "aliases"))
 
 
@@ -98,17 +96,17 @@ class CatalogModel(Noun, frozen=True, kw_only=True):
 
 
 def find_device(name: str) -> Device:
-    """A device by id, driver name or alias (case does not matter).
+    """A device by id, driver name or alias (case does not matter); the user's own rows as well.
 
-    Raises UnknownName with the nearest names; InvalidRequest when the name means several rows.
+    Raises UnknownName with the nearest names; InvalidRequest when the name means several rows, or
+    for a file of the user's that cannot be read.
     """
-    return _device(_DEVICES.find(name))
+    return _devices.find(name)
 
 
-@cache
 def devices() -> tuple[Device, ...]:
-    """Every device, in the file's order."""
-    return tuple(_device(key) for key in _DEVICES.ids)
+    """Every device, in the file's order, and the user's own after them."""
+    return _devices.every()
 
 
 def find_model(name: str) -> CatalogModel:
@@ -128,43 +126,3 @@ def models() -> tuple[CatalogModel, ...]:
 @cache
 def _model(key: str) -> CatalogModel:
     return from_data({"id": key, **_MODELS.row(key)}, CatalogModel, where=f"[{key}] of models.toml")
-
-
-@cache
-def _sources() -> dict[str, str]:
-    return _DEVICES.shared()
-
-
-@cache
-def _device(key: str) -> Device:
-    row = _DEVICES.row(key)
-    known = _sources()
-    row["id"] = key
-    for field, parse in _QUANTITIES.items():
-        row[field] = parse(row[field]) if field in row else None
-    row["watts"] = row.pop("power")
-    row["flops"] = _rates(row["flops"])
-    row["flops_measured"] = _rates(row.get("flops_measured", {}))
-    link = row["link"].get("unidirectional")
-    row["link"]["unidirectional"] = units.parse_bandwidth(link) if link else None
-    row["prices"] = [
-        {**price, "usd_per_hour": units.parse_usd(price["usd_per_hour"])}
-        | {"source": known.get(price["source"], price["source"])}
-        for price in row.get("prices", [])
-    ]
-    row["compute_capability"] = row.get("compute_capability")
-    row["notes"] = row.get("notes", "")
-    row["sources"] = [known[source] for source in row["sources"]]
-    return from_data(row, Device, where=f"[{key}] of devices.toml")
-
-
-_QUANTITIES: dict[str, Callable[[object], float]] = {
-    "memory": units.parse_bytes,
-    "memory_driver": units.parse_bytes,
-    "bandwidth": units.parse_bandwidth,
-    "power": units.parse_watts,
-}
-
-
-def _rates(row: dict[str, Any]) -> dict[str, float]:
-    return {dtype: units.parse_flops(rate) for dtype, rate in row.items()}

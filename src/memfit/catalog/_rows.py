@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -47,17 +47,18 @@ class Rows:
         """One row as it stands in the file."""
         return tomllib.loads(self._texts[key])
 
-    def find(self, name: str) -> str:
+    def find(self, name: str, also: Sequence[str] = ()) -> str:
         """The id that a name means: an id, another name of the row, or the start of one id only.
 
+        also: ids that are rows of another file.
         Raises UnknownName (did-you-mean), or InvalidRequest when several rows begin like that.
         """
         slug = _slug(name)
-        if slug in self.ids:
+        if slug in self.ids or slug in also:
             return slug
         if slug in self._by_word:
             return self._by_word[slug]
-        begins = [key for key in self.ids if slug and key.startswith(f"{slug}-")]
+        begins = [key for key in (*self.ids, *also) if slug and key.startswith(f"{slug}-")]
         if len(begins) == 1:
             return begins[0]
         if begins:
@@ -65,7 +66,7 @@ class Rows:
             raise InvalidRequest(
                 f"`{name}` names several {self._what}s", hint=f"say which: {shown}"
             )
-        known = [*self.ids, *self._by_word]
+        known = [*self.ids, *also, *self._by_word]
         raise UnknownName(self._what, name, known, see=f"`memfit {self._what}s` lists them")
 
     @cached_property

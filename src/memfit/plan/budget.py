@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 
 from memfit import units
 from memfit.catalog import find_device
+from memfit.catalog.prices import choose_price
 from memfit.errors import InvalidRequest
 from memfit.nouns import Noun
 from memfit.plan.inference import InferenceRequest, InferenceSize, size_by_inference
@@ -49,7 +50,7 @@ class BudgetRequest(Noun, frozen=True, kw_only=True):
     devices: float | None = None
     time: float | None = None  # seconds
     cost: float | None = None  # US dollars
-    device: str = ""  # a catalogue name: its dense peak and its cheapest price
+    device: str = ""  # a catalogue name: its dense peak and its price
     dtype: Literal["bf16", "fp16", "fp8", "tf32", "fp32"] = "bf16"
     peak: float | None = None  # FLOP/s of one device, instead of the catalogue's
     mfu: float | None = None  # None assumes 0.4
@@ -186,9 +187,9 @@ def _rates(request: BudgetRequest) -> tuple[float | None, float | None, dict[str
         if peak is None:
             said_peak = f"unknown: the catalogue has no {request.dtype} rate of `{device.id}`"
     price, said_price = request.price, "given"
-    if price is None and device is not None and device.prices:
-        least = min(device.prices, key=lambda p: p.usd_per_hour)
-        price, said_price = least.usd_per_hour, f"{least.kind}, {least.source}"
+    if price is None and device is not None:
+        chosen = choose_price(device)
+        price, said_price = chosen.usd_per_hour, chosen.because
     mfu = request.mfu if request.mfu is not None else ASSUMED_MFU
     said_mfu = "given" if request.mfu is not None else "assumed; 0.3 to 0.5 is usual"
     sources = {

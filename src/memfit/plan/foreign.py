@@ -13,12 +13,13 @@ from memfit.errors import InvalidRequest, MemoryUnknown
 from memfit.hardware import Device
 from memfit.ledger import Kind, Ledger, Phase
 from memfit.model import Model
+from memfit.plan.cost import describe_cost
 from memfit.plan.frameworks import Framework, Job, find_framework, resolve_options
 from memfit.plan.problem import find_device, find_steps, sequence_length
 from memfit.plan.reference import find_reference
 from memfit.recipe import Freeze, Lora, Optimizer, Parallel, Recipe
 from memfit.request import ParallelRequest, RecomputeBlocks, Request
-from memfit.results import Cost, Memory, Plan, Time, Verdict
+from memfit.results import Memory, Plan, Time, Verdict
 from memfit.timeline import Timeline
 
 UNKNOWN_TIME = "memfit does not describe the time of another framework's step"
@@ -49,7 +50,7 @@ def predict_foreign(request: Request) -> Plan:
         recipe=recipe,
         memory=memory,
         time=unknown,
-        cost=Cost(device_hours=None, usd=None, kwh=None, because=UNKNOWN_TIME),
+        cost=describe_cost(unknown, device, request),
         ledger=ledger,
         timeline=Timeline(spans=()),
         considered=(),

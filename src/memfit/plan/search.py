@@ -13,15 +13,12 @@ from collections.abc import Iterator
 from memfit import __version__, units
 from memfit.errors import InvalidRequest
 from memfit.plan.candidate import Candidate
+from memfit.plan.cost import describe_cost
 from memfit.plan.estimate import Estimate, applies
 from memfit.plan.levers import head_extra, turn
 from memfit.plan.precision import precisions
 from memfit.plan.problem import CHUNKS, Problem, allowed, divisors, first_recipe
-from memfit.plan.time import (
-    describe_cost,
-    describe_time,
-    predict_timeline,
-)
+from memfit.plan.time import describe_time, predict_timeline
 from memfit.plan.verdict import describe_lack
 from memfit.recipe import Method, Recipe
 from memfit.request import RecomputeBlocks
@@ -275,7 +272,7 @@ def _plan(
         recipe=recipe,
         memory=chosen.memory,
         time=time,
-        cost=describe_cost(time, device),
+        cost=describe_cost(time, device, problem.request),
         ledger=chosen.ledger,
         timeline=timeline,
         considered=_considered(chosen, tried),

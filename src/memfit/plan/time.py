@@ -15,12 +15,11 @@ from __future__ import annotations
 
 from math import prod
 
-from memfit import units
 from memfit.hardware import Device
 from memfit.model import Architecture, Model, Weight
 from memfit.nouns import Noun
 from memfit.recipe import Recipe
-from memfit.results import Cost, Time
+from memfit.results import Time
 from memfit.timeline import Span, Timeline
 
 # Shares of the dense peak and of the bandwidth, and seconds a kernel's launch takes.
@@ -223,23 +222,4 @@ def describe_time(totals: Totals, recipe: Recipe, device: Device, timeline: Time
         model_flops_per_step=work.model,
         total_seconds=seconds * recipe.steps if seconds and recipe.steps else None,
         because=because,
-    )
-
-
-def describe_cost(time: Time, device: Device) -> Cost:
-    """Device-hours, money at the cheapest stated price, energy at the device's rated power."""
-    if time.total_seconds is None:
-        return Cost(device_hours=None, usd=None, kwh=None, because="the run's time is unknown")
-    hours = time.total_seconds / units.HOUR
-    price = min(device.prices, key=lambda p: p.usd_per_hour, default=None)
-    said = (
-        f"{price.usd_per_hour} USD an hour ({price.source})"
-        if price
-        else "no price in the catalogue"
-    )
-    return Cost(
-        device_hours=hours,
-        usd=hours * price.usd_per_hour if price else None,
-        kwh=hours * device.watts / 1e3 if device.watts else None,
-        because=said + (f", {device.watts:.0f} W" if device.watts else ", power unknown"),
     )

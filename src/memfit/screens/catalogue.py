@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from memfit import units
 from memfit.catalog import CatalogModel
+from memfit.catalog.prices import choose_price
 from memfit.hardware import Device
 from memfit.nouns import to_data
 from memfit.screens.layout import WIDE, heading, make_table, next_commands, plain, say, show
@@ -52,7 +54,7 @@ def show_devices(console: Console, rows: Sequence[Device]) -> None:
     shown = numbers if wide else tuple(n for n in numbers if n not in ("on the box", "fp32"))
     table = make_table("device", *shown, numbers=shown)
     for d in rows:
-        price = min((p.usd_per_hour for p in d.prices), default=None)
+        price = choose_price(d).usd_per_hour
         cells = {
             "memory": _figure(d, "memory", d.memory and units.show_gib(d.memory, digits=1)),
             "on the box": d.memory_datasheet or "-",
@@ -99,15 +101,32 @@ def _card(console: Console, row: CatalogModel | Device) -> None:
     show(console, table)
 
 
+def _price(price: dict[str, Any]) -> str:
+    """`2.95 USD/h on-demand, Nebius, eu-north1, 2026-11-20 (source)`; weak ones are marked."""
+    said = [f"{price['usd_per_hour']:g} USD/h {price['kind']}" + (" ?" if price["weak"] else "")]
+    said += [price[k] for k in ("seller", "region", "date", "note") if price[k]]
+    source = "your own" if price["own"] else price["source"]
+    return ", ".join(said) + (f" ({source})" if source else "")
+
+
+def _curve(curve: dict[str, Any]) -> str:
+    """`matmul bf16: 9 sizes, up to 703 TFLOP/s`."""
+    name = " ".join(curve[k] for k in ("work", "kernel", "dtype") if curve[k])
+    counted = curve["work"] in ("matmul", "attention")
+    best = max(rate for _, rate in curve["points"])
+    shown = units.show_flops(best) if counted else units.show_bandwidth(best)
+    return f"{name}: {len(curve['points'])} sizes, up to {shown}"
+
+
 def _text(field: str, value: object) -> str:
     """A field in words; empty when it says nothing."""
     if value is None:
-        return "unknown"
+        return "" if field == "calibration" else "unknown"
     if field in ("memory", "memory_driver") and isinstance(value, int):
         return f"{units.show_gib(value)} ({value:,} B)"
     if field == "bandwidth" and isinstance(value, float | int):
         return units.show_bandwidth(value)
-    if field == "flops" and isinstance(value, dict):
+    if field in ("flops", "flops_measured") and isinstance(value, dict):
         return ", ".join(f"{k} {units.show_flops(v)}" for k, v in value.items())
     if field == "link" and isinstance(value, dict):
         speed = value["unidirectional"]
@@ -116,7 +135,9 @@ def _text(field: str, value: object) -> str:
     if field == "watts" and isinstance(value, float | int):
         return f"{value:g} W"
     if field == "prices" and isinstance(value, list | tuple) and value:
-        return "; ".join(f"{p['usd_per_hour']} USD/h {p['kind']} ({p['source']})" for p in value)
+        return "; ".join(_price(p) for p in value)
+    if field == "curves" and isinstance(value, list | tuple):
+        return "; ".join(_curve(c) for c in value)
     if isinstance(value, dict):
         return ", ".join(f"{k} {v}" for k, v in value.items())
     if isinstance(value, list | tuple):

@@ -87,7 +87,9 @@ def _known(value: float | None, text: str) -> str:
 
 def time_rows(time: Time, cost: Cost, steps: int) -> list[tuple[str, str]]:
     """(what, figure) of time and cost; what nobody knows says unknown."""
-    usd, kwh = cost.usd, cost.kwh
+    usd, kwh, kg = cost.usd, cost.kwh, cost.kg_co2
+    energy = _known(kwh, f"{kwh or 0:,.3g} kWh") + (f", {kg:,.3g} kg CO2" if kg is not None else "")
+    hours = cost.device_hours
     return [
         ("one step", _known(time.step_seconds, units.show_seconds(time.step_seconds or 0))),
         ("tokens/s", _known(time.tokens_per_second, f"{time.tokens_per_second or 0:,.0f}")),
@@ -97,7 +99,8 @@ def time_rows(time: Time, cost: Cost, steps: int) -> list[tuple[str, str]]:
             f"all {steps:,} steps" if steps else "all steps",
             _known(time.total_seconds, units.show_seconds(time.total_seconds or 0)),
         ),
-        ("cost", _known(usd, f"{usd or 0:,.2f} USD") + ", " + _known(kwh, f"{kwh or 0:,.3g} kWh")),
+        ("device-hours", _known(hours, f"{hours or 0:,.3g}")),
+        ("cost", f"{_known(usd, f'{usd or 0:,.2f} USD')}, {energy}"),
     ]
 
 
