@@ -3,6 +3,9 @@
 from memfit.nouns import from_data
 from memfit.plan.foreign import predict_ledger, read_foreign
 from memfit.plan.frameworks import Job, find_framework
+from memfit.plan.frameworks._megatron_shape import read_shape
+from memfit.plan.frameworks._megatron_stage import count_stage, find_flights, read_blocks
+from memfit.plan.frameworks.megatron import deal_stages, read_settings
 from memfit.plan.problem import find_device
 from memfit.request import Request
 
@@ -41,3 +44,11 @@ def job(model=GPT, device="a100-sxm-80", length=1024, batch=4, micro=4, **more):
 def predict(**asked):
     made = job(**asked)
     return predict_ledger(made.recipe, made.model, made.device)
+
+
+def one_stage(made):
+    """Shape, blocks and numbers of the only stage of a step without a pipeline."""
+    shape, settings = read_shape(made), read_settings(made)
+    (stage,) = deal_stages(made, shape)
+    count = count_stage(shape, settings, stage, find_flights(shape, settings, stage))
+    return shape, read_blocks(shape, settings), count

@@ -3,10 +3,12 @@
 import json
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
+import numpy
 import pytest
-from megatron_jobs import DROPOUT, GPT, LLAMA_70B_CUT, job, predict
+from megatron_jobs import DROPOUT, GPT, LLAMA_70B_CUT, job, one_stage, predict
 
 from memfit import catalog, families
 from memfit.errors import InvalidRequest
@@ -60,17 +62,14 @@ def test_one_rank_has_the_models_parameters(name):
         model={"name": name, **reference.config}, length=128, micro=1, batch=1,
         options={"make_vocab_size_divisible_by": 1},
     )  # fmt: skip
-    shape = read_shape(made)
-    (stage,) = deal_stages(made, shape)
-    assert sum(stages.count_parameters(shape, stage)) == model.parameters
+    assert sum(stages.count_parameters(*one_stage(made))) == model.parameters
 
 
 def test_states_are_18_bytes_and_6_and_12_over_the_distributed_optimizers_ranks():
     for shards, each in ((1, 18), (8, 6 + 12 / 8)):
         made = job(batch=32, parallel={"dp_shard": shards})
-        shape = read_shape(made)
-        (stage,) = deal_stages(made, shape)
-        held = stages.hold_states(shape, read_settings(made), stage)
+        shape, blocks, count = one_stage(made)
+        held = stages.hold_states(shape, read_settings(made), blocks, count)
         total = sum(nbytes for nbytes, _ in held.values())
         assert total == pytest.approx(each * made.model.parameters, rel=1e-9)
 
@@ -120,6 +119,46 @@ def test_interleaved_chunks_by_hand():
     # groups of 5 micro-batches: 2 x 5 of warm-up and one more on the last of 3 chunks
     assert count_in_flight(3, stages=4, chunks=3, micro_batches=5, group=5) == (5, 5, 1)
     assert deal_blocks(8, 2, 2) == ((range(2), range(4, 6)), (range(2, 4), range(6, 8)))
+
+
+def deal_one_by_one(stage, stages, chunks, micro_batches, group):
+    """The forwards of an interleaved schedule's warm-up and one more, each to its chunk."""
+    total = micro_batches * chunks
+    counts = [0] * chunks
+    for forward in range(min((stages - stage - 1) * 2 + (chunks - 1) * group + 1, total)):
+        lap, inside = divmod(forward, group * chunks)
+        left = min(group, micro_batches - lap * group)  # the last group may be short
+        counts[min(inside // left, chunks - 1)] += 1
+    return tuple(counts)
+
+
+def test_in_flight_of_each_chunk_is_what_dealing_forwards_one_by_one_gives():
+    for stages_, chunks, micro_batches in product((2, 3, 8), (2, 3, 5), (1, 2, 7, 8, 24)):
+        for stage, group in product(range(stages_), (0, 1, 3, 8)):
+            dealt = deal_one_by_one(stage, stages_, chunks, micro_batches, group or stages_)
+            asked = {"stages": stages_, "chunks": chunks, "group": group}
+            assert count_in_flight(stage, micro_batches=micro_batches, **asked) == dealt
+            many = count_in_flight(stage, micro_batches=numpy.array([micro_batches] * 2), **asked)
+            assert [int(each[1]) for each in many] == list(dealt)
+
+
+def test_no_stage_holds_more_than_the_first_of_those_alike():
+    for model, pp, chunks in ((GPT, 8, 3), (GPT | {"n_layer": 48}, 4, 2), (GPT, 6, 1)):
+        options = {"decoder_first_pipeline_num_layers": 9, "decoder_last_pipeline_num_layers": 7}
+        uneven = {"options": options} if chunks == 1 else {}
+        mesh = {"pp": pp, "virtual_pp": chunks}
+        made = job(model=model, parallel=mesh, batch=64, **uneven)
+        shape, settings = read_shape(made), read_settings(made)
+        blocks, dealt = stages.read_blocks(shape, settings), deal_stages(made, shape)
+        peaks = {}
+        for stage in dealt:
+            flights = stages.find_flights(shape, settings, stage)
+            count = stages.count_stage(shape, settings, stage, flights)
+            instants = stages.describe_instants(shape, settings, blocks, count)
+            peaks[stage.index] = stages.peak_of(instants)
+        few = stages.leave_alike(shape, dealt)
+        assert len(few) < len(dealt)
+        assert max(peaks[stage.index] for stage in few) == max(peaks.values())
 
 
 def test_the_first_stage_is_the_fullest_where_blocks_outweigh_the_head():

@@ -1,7 +1,7 @@
 """Blocks of Megatron-LM: the papers' sums, experts, latent attention, adapters, all by hand too."""
 
 import pytest
-from megatron_jobs import DROPOUT, LLAMA_70B_CUT, job, predict
+from megatron_jobs import DROPOUT, LLAMA_70B_CUT, job, one_stage, predict
 from msgspec.structs import replace
 
 from memfit.ledger import Kind, Phase
@@ -10,7 +10,7 @@ from memfit.plan.frameworks import _megatron_stage as stages
 from memfit.plan.frameworks import find_framework
 from memfit.plan.frameworks._megatron_block import save_block
 from memfit.plan.frameworks._megatron_shape import read_shape
-from memfit.plan.frameworks.megatron import deal_stages, read_settings
+from memfit.plan.frameworks.megatron import read_settings
 from memfit.units import GIB
 
 
@@ -121,9 +121,8 @@ EXPERTS = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 4096}
 
 def test_experts_by_hand():
     made = job(batch=16, parallel={"dp_shard": 4, "ep": 4}, options=EXPERTS)
-    shape = read_shape(made)
-    (stage,) = deal_stages(made, shape)
-    dense, expert = stages.count_parameters(shape, stage)
+    shape, blocks, count = one_stage(made)
+    dense, expert = stages.count_parameters(shape, blocks, count)
     one = 2 * 1024 * 4096 + 4096 + 1024
     assert expert == 24 * 2 * one  # 8 experts on 4 ranks
     router = 24 * 8 * 1024
@@ -213,9 +212,8 @@ def test_frozen_linears_keep_no_inputs_and_adapters_keep_theirs():
 
 def test_adapters_have_states_and_frozen_weights_have_none():
     made = job(method="lora", lora=ADAPTERS, batch=32, parallel={"dp_shard": 8})
-    shape = read_shape(made)
-    (stage,) = deal_stages(made, shape)
-    held = stages.hold_states(shape, read_settings(made), stage)
+    shape, blocks, count = one_stage(made)
+    held = stages.hold_states(shape, read_settings(made), blocks, count)
     trained = 24 * 16 * ((1024 + 3 * 1024) + (1024 + 1024))
     assert held[Kind.PARAMETERS, "frozen"][0] == 2 * made.model.parameters
     assert held[Kind.PARAMETERS, "adapters"][0] == 2 * trained
@@ -258,9 +256,8 @@ def test_fp8_weights_by_hand():
         ("b200-sxm", False, 3),
     ):
         made = job(precision="fp8-mixed", device=device, options={"fp8_param_gather": gather})
-        shape = read_shape(made)
-        (stage,) = deal_stages(made, shape)
-        held = stages.hold_states(shape, read_settings(made), stage)
+        shape, blocks, numbers = one_stage(made)
+        held = stages.hold_states(shape, read_settings(made), blocks, numbers)
         weights = held[Kind.PARAMETERS, "blocks and tables"][0]
         assert weights == 2 * (count - linears) + each * linears
 

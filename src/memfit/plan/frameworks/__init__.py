@@ -11,7 +11,7 @@ from abc import ABC
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from memfit.catalog.overheads import count_axes
 from memfit.errors import InvalidRequest, MemoryUnknown, did_you_mean
@@ -19,6 +19,7 @@ from memfit.hardware import Device
 from memfit.ledger import Entry, Kind, Ledger, Phase
 from memfit.model import Model
 from memfit.nouns import Noun
+from memfit.plan.clock.arrays import Number
 from memfit.recipe import Option, Parallel, Recipe
 from memfit.registry import Registry
 
@@ -53,6 +54,25 @@ class Job(Noun, frozen=True, kw_only=True):
     def option(self, name: str) -> Option:
         """A knob of the framework's own, as the recipe says it."""
         return self.recipe.options[name]
+
+
+class Division(NamedTuple):
+    """Something that a framework cuts into equal parts; parts may be an array of many recipes'."""
+
+    knob: str  # of the request, that says how many parts
+    parts: Number
+    what: str
+    whole: Number
+
+    @property
+    def uneven(self) -> Number:
+        """Whether a part would be left over, or nothing is there to be cut."""
+        return (self.whole % self.parts != 0) | ((self.whole == 0) & (self.parts > 1))
+
+    def describe(self, model: str) -> str:
+        """The sentence of a refusal."""
+        whole = f"the {self.whole} {self.what} of `{model}`"
+        return f"`{self.knob}` cuts {whole} into {self.parts} parts"
 
 
 class Framework(ABC):

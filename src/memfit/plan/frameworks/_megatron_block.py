@@ -8,6 +8,7 @@ Engine's LayerNormLinear, Linear, GroupedLinear and DotProductAttention, and Kor
 from __future__ import annotations
 
 from memfit.nouns import Noun
+from memfit.plan.clock.arrays import larger, rounded, where
 from memfit.plan.frameworks._megatron_shape import Shape
 
 FLOAT = 4  # bytes: statistics, log-sum-exp and routing are fp32 in any precision
@@ -145,9 +146,10 @@ def save_core(shape: Shape, settings: BlockSettings) -> Parts:
         parts["probabilities"] = elements * each
         return parts
     parts["log-sum-exp"] = FLOAT * shape.tokens * shape.heads // shape.tp
-    exchanged = settings.scatters_heads and shape.cp > 1 and not settings.fp8_attention
-    if settings.attention == "flash" or exchanged:
-        parts["attention's output, as the kernel laid it out"] = out
+    exchanges = settings.scatters_heads and not settings.fp8_attention
+    if settings.attention == "flash" or exchanges:
+        copied = out if settings.attention == "flash" else where(shape.cp > 1, out, 0)
+        parts["attention's output, as the kernel laid it out"] = copied
     return parts
 
 
@@ -168,7 +170,7 @@ def save_dense(shape: Shape, settings: BlockSettings) -> Parts:
 def routed_tokens(shape: Shape, settings: BlockSettings) -> int:
     """Token copies that the experts of one rank receive, of one micro-batch."""
     copies = shape.own_tokens * shape.experts.per_token * shape.etp
-    return round(copies * settings.imbalance)
+    return rounded(copies * settings.imbalance)  # type: ignore[no-any-return]
 
 
 def save_experts(shape: Shape, settings: BlockSettings) -> Parts:
@@ -206,12 +208,12 @@ def backward_extra(shape: Shape, settings: BlockSettings, *, moe: bool) -> int:
         freed = sum(save_experts(shape, settings).values())
     else:
         inside = e * shape.tokens * shape.widen * shape.ffn // shape.tp
-        inside += e * shape.tokens * shape.hidden if shape.sp else 0
+        inside += where(shape.sp, e * shape.tokens * shape.hidden, 0)
         freed = sum(save_dense(shape, settings).values())
     if not settings.fuses_wgrad:
         inside += e * shape.widen * shape.hidden * shape.ffn // shape.tp
     most = inside
     if settings.attention == "eager":
         scores = e * shape.heads * shape.tokens * shape.sequence * shape.cp // shape.tp
-        most = max(most, 2 * scores - freed)
+        most = larger(most, 2 * scores - freed)
     return shape.stream + most

@@ -1,4 +1,7 @@
-"""A model and a step in Megatron-LM's words: what one rank holds of each part of the model."""
+"""A model and a step in Megatron-LM's words: what one rank holds of each part of the model.
+
+All sums serve one recipe or many: where a recipe's numbers are arrays, so are the results.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from msgspec import structs
 from memfit.errors import InvalidRequest, MemoryUnknown
 from memfit.model import Experts, Latent
 from memfit.nouns import Noun
-from memfit.plan.frameworks import Job
+from memfit.plan.clock.arrays import Number, ceil_div, larger, where
+from memfit.plan.frameworks import Division, Job
 
 
 class Shape(Noun, frozen=True, kw_only=True):
@@ -54,19 +58,19 @@ class Shape(Noun, frozen=True, kw_only=True):
     @property
     def own_tokens(self) -> int:
         """Tokens of a micro-batch between the matrix products."""
-        return self.tokens // self.tp if self.sp else self.tokens
+        return where(self.sp, self.tokens // self.tp, self.tokens)  # type: ignore[no-any-return]
 
     @property
     def stream(self) -> int:
         """Bytes of a micro-batch's hidden states between the products."""
         return self.element * self.own_tokens * self.hidden
 
-    def count_kinds(self, layers: range) -> tuple[int, int]:
-        """Of those blocks: how many have a plain feed-forward, and how many have experts."""
+    def count_kinds(self, start: Number, stop: int) -> tuple[Number, Number]:
+        """Of blocks start to stop: how many have a plain feed-forward, and how many experts."""
         if not self.experts.count:
-            return len(layers), 0
-        plain = max(0, min(layers.stop, self.experts.dense_layers) - layers.start)
-        return plain, len(layers) - plain
+            return stop - start, 0
+        plain = larger(0, min(stop, self.experts.dense_layers) - start)
+        return plain, stop - start - plain
 
     @property
     def attention_parameters(self) -> int:
@@ -143,7 +147,6 @@ def read_shape(job: Job) -> Shape:
     norms = [w for w in job.model.weights if w.part == "norm"]
     sharded = bool(job.option("use_distributed_optimizer"))
     ranks = p.dp * p.cp * p.tp
-    _check_divides(job, experts, etp, ranks)
     return Shape(
         layers=a.layers,
         hidden=a.hidden,
@@ -156,7 +159,7 @@ def read_shape(job: Job) -> Shape:
         norm={"RMSNorm": 1, "LayerNorm": 2}.get(
             str(job.option("normalization")), min(2, len(norms)) or 1
         ),
-        vocab=-(-a.vocab // multiple) * multiple,
+        vocab=ceil_div(a.vocab, multiple) * multiple,
         embedding_norm=sum(w.numel for w in tables if len(w.shape) == 1),
         positions=positions,
         tied=a.tied_embeddings and not job.option("untie_embeddings_and_output_weights"),
@@ -170,14 +173,14 @@ def read_shape(job: Job) -> Shape:
         sequence=recipe.sequence_length // p.cp,
         micro_batches=recipe.accumulation,
         tp=p.tp,
-        sp=p.sequence_parallel and p.tp > 1,
+        sp=p.sequence_parallel & (p.tp > 1),
         cp=p.cp,
         pp=p.pp,
         chunks=p.virtual_pp,
         ep=p.ep,
         etp=etp,
         shards=p.dp_shard * p.cp if sharded else 1,
-        expert_shards=max(1, ranks // (p.ep * etp * p.dp_replicate)) if sharded else 1,
+        expert_shards=larger(1, ranks // (p.ep * etp * p.dp_replicate)) if sharded else 1,
         element=4 if recipe.precision == "fp32" else 2,
     )
 
@@ -198,7 +201,7 @@ def check_parts(job: Job) -> None:
     plain = structs.replace(
         read_shape(job), vocab=job.model.architecture.vocab, tp=1, ep=1, etp=1, shards=1
     )
-    dense, sparse = plain.count_kinds(range(plain.layers))
+    dense, sparse = plain.count_kinds(0, plain.layers)
     total = dense * plain.dense_parameters(moe=False)
     if sparse:
         total += sparse * (plain.dense_parameters(moe=True) + plain.expert_parameters)
@@ -241,20 +244,26 @@ def _widen(job: Job) -> int:
     return 2 if total >= 3 * a.hidden * a.ffn else 1
 
 
-def _check_divides(job: Job, experts: Experts, etp: int, ranks: int) -> None:
-    a, p = job.model.architecture, job.recipe.parallel
-    pairs = [
-        ("parallel.tp", p.tp, "attention heads", a.heads),
-        ("parallel.tp", p.tp, "key-value heads", a.kv_heads),
-        ("parallel.tp", p.tp, "elements of the feed-forward", a.ffn),
-        ("parallel.cp", 2 * p.cp if p.cp > 1 else 1, "tokens", job.recipe.sequence_length),
+def list_divisions(job: Job) -> list[Division]:
+    """What Megatron-LM cuts into equal parts."""
+    a, p, experts = job.model.architecture, job.recipe.parallel, _experts(job)
+    etp = int(job.option("expert_tensor_parallel_size")) or p.tp
+    pieces = where(p.cp > 1, 2 * p.cp, 1)
+    found = [
+        Division("parallel.tp", p.tp, "attention heads", a.heads),
+        Division("parallel.tp", p.tp, "key-value heads", a.kv_heads),
+        Division("parallel.tp", p.tp, "elements of the feed-forward", a.ffn),
+        Division("parallel.cp", pieces, "tokens", job.recipe.sequence_length),
     ]
-    if p.ep > 1 or experts.count:
-        pairs.append(("parallel.ep", p.ep, "experts", experts.count))
-        pairs.append(("parallel.ep", p.ep * etp, "ranks of a pipeline stage", ranks))
-    for name, parts, what, whole in pairs:
-        if whole % parts or (not whole and parts > 1):
-            raise InvalidRequest(
-                f"`{name}` cuts the {whole} {what} of `{job.model.name}` into {parts} parts",
-                hint="Megatron-LM needs equal parts",
-            )
+    found.append(Division("parallel.ep", p.ep, "experts", experts.count))
+    if experts.count:
+        ranks = p.dp * p.cp * p.tp
+        found.append(Division("parallel.ep", p.ep * etp, "ranks of a pipeline stage", ranks))
+    return found
+
+
+def check_divides(job: Job) -> None:
+    """Raise InvalidRequest where the mesh does not cut the model into equal parts."""
+    for cut in list_divisions(job):
+        if cut.uneven:
+            raise InvalidRequest(cut.describe(job.model.name), hint="Megatron-LM needs equal parts")

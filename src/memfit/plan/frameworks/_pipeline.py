@@ -7,6 +7,9 @@ megatron/core/pipeline_parallel/schedules.py (get_pp_rank_microbatches).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+
+from memfit.plan.clock.arrays import Number, larger, smaller
 
 
 def deal_blocks(layers: int, stages: int, chunks: int) -> tuple[tuple[range, ...], ...]:
@@ -21,28 +24,27 @@ def deal_blocks(layers: int, stages: int, chunks: int) -> tuple[tuple[range, ...
 
 def deal_sizes(sizes: Sequence[int], stages: int) -> tuple[tuple[range, ...], ...]:
     """The same where the pieces have those sizes, in the order of the model."""
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    starts = accumulate(sizes[:-1], initial=0)
     pieces = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
     return tuple(tuple(pieces[stage::stages]) for stage in range(stages))
 
 
 def count_in_flight(
-    stage: int, *, stages: int, chunks: int, micro_batches: int, group: int = 0
-) -> tuple[int, ...]:
+    stage: int, *, stages: int, chunks: int, micro_batches: Number, group: int = 0
+) -> tuple[Number, ...]:
     """Forwards of each chunk whose backward has not begun, when the stage holds the most.
 
     One chunk: stages - stage of 1F1B. More: 2 (stages - stage - 1) + (chunks - 1) x group warm-up
-    forwards and one more, dealt to the chunks in groups of `group` (0: as many as stages).
+    forwards and one more, dealt to the chunks in groups of `group` (0: as many as stages): so many
+    of the first chunk, as many of the second, … The last group is as short as what is left.
     """
     if chunks == 1:
-        return (min(stages - stage, micro_batches),)
+        return (smaller(stages - stage, micro_batches),)
     group = group or stages
     total = micro_batches * chunks
-    ahead = min((stages - stage - 1) * 2 + (chunks - 1) * group + 1, total)
-    counts = [0] * chunks
-    for forward in range(ahead):
-        # the last group may be short: its chunks take what micro-batches are left
-        lap, inside = divmod(forward, group * chunks)
-        left = min(group, micro_batches - lap * group)
-        counts[min(inside // left, chunks - 1)] += 1
-    return tuple(counts)
+    ahead = smaller((stages - stage - 1) * 2 + (chunks - 1) * group + 1, total)
+    laps, rest = ahead // (group * chunks), ahead % (group * chunks)
+    left = smaller(group, micro_batches - laps * group)
+    return tuple(
+        laps * group + smaller(larger(rest - chunk * left, 0), left) for chunk in range(chunks)
+    )

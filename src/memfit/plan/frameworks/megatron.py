@@ -13,8 +13,18 @@ from memfit.ledger import Ledger
 from memfit.plan.frameworks import Framework, Job, Knob, Slack, frameworks, make_ledger
 from memfit.plan.frameworks._megatron_block import BlockSettings
 from memfit.plan.frameworks._megatron_clock import CLOCK_KNOBS, refuse_bytes
-from memfit.plan.frameworks._megatron_shape import Shape, check_parts, read_shape
-from memfit.plan.frameworks._megatron_stage import MIB, Settings, Stage, describe_instants, peak_of
+from memfit.plan.frameworks._megatron_shape import Shape, check_divides, check_parts, read_shape
+from memfit.plan.frameworks._megatron_stage import (
+    MIB,
+    Settings,
+    Stage,
+    count_stage,
+    describe_instants,
+    find_flights,
+    leave_alike,
+    peak_of,
+    read_blocks,
+)
 from memfit.plan.frameworks._pipeline import deal_blocks, deal_sizes
 from memfit.recipe import Parallel
 
@@ -151,6 +161,7 @@ class Megatron(Framework):
             )
         refuse_bytes(job)
         _check_adapters(job)
+        check_divides(job)
         check_parts(job)
         for name in _modules(job):
             if name not in RECOMPUTABLE:
@@ -161,13 +172,15 @@ class Megatron(Framework):
 
     def predict(self, job: Job) -> Ledger:
         """See `Framework.predict`."""
-        shape = read_shape(job)
-        settings = read_settings(job)
-        stages = deal_stages(job, shape)
-        stages = pick_stages(job, stages)
-        return make_ledger(
-            max((describe_instants(shape, settings, stage) for stage in stages), key=peak_of)
+        shape, settings = read_shape(job), read_settings(job)
+        blocks = read_blocks(shape, settings)
+        stages = leave_alike(shape, pick_stages(job, deal_stages(job, shape)))
+        counts = (
+            count_stage(shape, settings, stage, find_flights(shape, settings, stage))
+            for stage in stages
         )
+        held = (describe_instants(shape, settings, blocks, count) for count in counts)
+        return make_ledger(max(held, key=peak_of))
 
 
 LINEARS = {  # Megatron's linear of each of Hugging Face's
@@ -213,7 +226,6 @@ def read_settings(job: Job) -> Settings:
     """How the step runs, from the recipe and Megatron's own arguments."""
     recipe = job.recipe
     selective = recipe.recompute == "selective" and recipe.recompute_blocks > 0
-    full = recipe.recompute == "full" and recipe.recompute_blocks > 0
     whole = recipe.precision == "fp32"
     summed = whole or bool(job.option("accumulate_allreduce_grads_in_fp32"))
     engine = job.option("transformer_impl") == "transformer_engine"
@@ -240,7 +252,7 @@ def read_settings(job: Job) -> Settings:
             imbalance=float(job.option("expert_imbalance")),
             fuses_wgrad=bool(job.option("gradient_accumulation_fusion")),
         ),
-        recompute="full" if full else "none",
+        recompute="full" if recipe.recompute == "full" else "none",
         recomputed_blocks=recipe.recompute_blocks,
         recompute_group=int(job.option("recompute_num_layers")),
         weight=_weight_bytes(job),

@@ -13,17 +13,20 @@ from memfit.errors import InvalidRequest
 from memfit.ledger import Kind, Ledger, Phase
 from memfit.plan.frameworks import Framework, Job, Knob, Slack, frameworks, make_ledger
 from memfit.plan.frameworks._megatron_block import BlockSettings
-from memfit.plan.frameworks._megatron_shape import Shape, check_parts, read_shape
+from memfit.plan.frameworks._megatron_shape import Shape, check_divides, check_parts, read_shape
 from memfit.plan.frameworks._megatron_stage import (
     MIB,
+    Blocks,
     Held,
     Settings,
     Stage,
     add_backward,
     add_loss,
     count_parameters,
+    count_stage,
     keep_blocks,
     peak_of,
+    read_blocks,
 )
 from memfit.plan.frameworks._pipeline import count_in_flight, deal_sizes
 from memfit.plan.frameworks.megatron import KNOBS, VALUES, pick_stages
@@ -93,19 +96,20 @@ class MegatronDeepSpeed(Framework):
             raise InvalidRequest("experts of Megatron-DeepSpeed are not described")
         if job.recipe.recompute == "selective" and job.recipe.recompute_blocks:
             raise InvalidRequest("`recompute: selective` is not in Megatron-DeepSpeed")
+        check_divides(job)
         check_parts(job)
 
     def predict(self, job: Job) -> Ledger:
         """See `Framework.predict`."""
         shape, settings = read_shape(job), _read_settings(job)
         aware = "embedding" in str(job.option("pp_partition_method"))
-        stages = _deal_stages(shape, aware)
+        blocks, stages = read_blocks(shape, settings), _deal_stages(shape, aware)
         stages = pick_stages(job, stages)
         bucket = 2 * int(job.option("reduce_bucket_size"))
         replicated = job.recipe.parallel.dp_replicate > 1  # no ZeRO: runtime/fp16/fused_optimizer
         return make_ledger(
             max(
-                (_describe(shape, settings, stage, bucket, replicated) for stage in stages),
+                (_describe(shape, settings, blocks, s, bucket, replicated) for s in stages),
                 key=peak_of,
             )
         )
@@ -113,7 +117,6 @@ class MegatronDeepSpeed(Framework):
 
 def _read_settings(job: Job) -> Settings:
     recipe = job.recipe
-    full = recipe.recompute == "full" and recipe.recompute_blocks > 0
     wide = recipe.precision == "bf16-mixed" and bool(job.option("fp32_gradients"))
     return Settings(
         block=BlockSettings(
@@ -134,7 +137,7 @@ def _read_settings(job: Job) -> Settings:
             imbalance=1.0,
             fuses_wgrad=False,
         ),
-        recompute="full" if full else "none",
+        recompute="full" if recipe.recompute == "full" else "none",
         recomputed_blocks=recipe.recompute_blocks,
         recompute_group=1,
         weight=2,
@@ -189,18 +192,17 @@ def _hold_states(shape: Shape, settings: Settings, count: int) -> Held:
 
 
 def _describe(
-    shape: Shape, settings: Settings, stage: Stage, bucket: int, replicated: bool
+    shape: Shape, settings: Settings, blocks: Blocks, stage: Stage, bucket: int, replicated: bool
 ) -> dict[Phase, Held]:
     """What is alive in the loss, in the backward and in the optimizer's step of a stage."""
-    dense, expert = count_parameters(shape, stage)
-    count = dense + expert
+    numbers = count_stage(shape, settings, stage, (1,))
+    count = sum(count_parameters(shape, blocks, numbers))
     states = _hold_states(shape, settings, count)
     states[Kind.WORKSPACE, "cuBLAS"] = (2 * settings.workspace, "one of each thread")
     (flights,) = count_in_flight(
         stage.index, stages=shape.pp, chunks=1, micro_batches=shape.micro_batches
     )
-    layers = stage.chunks[0]
-    parts = keep_blocks(shape, settings, stage.chunks, (1,))
+    parts = keep_blocks(shape, blocks, numbers)
     parts["what the stage sends"] = shape.stream
     if not stage.first:
         parts["what the stage received"] = shape.stream  # beside the copy that it runs on
@@ -218,7 +220,7 @@ def _describe(
         **states,
         **kept,
         **gradients,
-        **add_backward(shape, settings, layers),
+        **add_backward(shape, blocks, numbers),
     }
     if settings.main_gradient:
         phases[Phase.OPTIMIZER_STEP] = states

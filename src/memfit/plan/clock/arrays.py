@@ -1,0 +1,77 @@
+"""Choices that work for Python numbers and for numpy arrays alike; numpy only where it is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Number = Any  # a float, an int or a numpy array of them
+
+
+def _plural(a: Number, b: Number = 0) -> bool:
+    return bool(getattr(a, "ndim", 0) or getattr(b, "ndim", 0))
+
+
+def where(condition: Number, then: Number, otherwise: Number) -> Number:
+    """`then` where the condition holds. Both must be computable: nothing is evaluated lazily."""
+    if not _plural(condition):
+        return then if condition else otherwise
+    import numpy
+
+    return numpy.where(condition, then, otherwise)
+
+
+def larger(a: Number, b: Number) -> Number:
+    """The larger of two, element by element."""
+    if not _plural(a, b):
+        return a if a >= b else b
+    import numpy
+
+    return numpy.maximum(a, b)
+
+
+def smaller(a: Number, b: Number) -> Number:
+    """The smaller of two, element by element."""
+    if not _plural(a, b):
+        return a if a <= b else b
+    import numpy
+
+    return numpy.minimum(a, b)
+
+
+def ceil_div(a: Number, b: Number) -> Number:
+    """The quotient, rounded up."""
+    return -(-a // b)
+
+
+def log2(a: Number) -> Number:
+    """Logarithm to the base of two of what is at least 1."""
+    if not _plural(a):
+        import math
+
+        return math.log2(a)
+    import numpy
+
+    return numpy.log2(a)
+
+
+def beside(a: Number, b: Number) -> Number:
+    """Seconds of two things that run side by side: near the larger, above it where they are close.
+
+    The fourth root of the sum of fourth powers: two equal parts take 1.19 of one, as neither hides
+    behind the other perfectly.
+    """
+    return (a**4 + b**4) ** 0.25
+
+
+def rounded(a: Number) -> Number:
+    """The nearest whole number, halves to the even one: what `round` does."""
+    if not _plural(a):
+        return round(a)
+    import numpy
+
+    return numpy.rint(a).astype(numpy.int64)
+
+
+def say(template: str, *values: Number) -> str:
+    """`template.format(*values)`; of arrays, which nobody reads in words, the template itself."""
+    return template if any(map(_plural, values)) else template.format(*values)
