@@ -211,3 +211,78 @@ def test_a_framework_without_bytes_says_why(name):
     model = families.read_model(row.recipe.model)
     with pytest.raises(MemoryUnknown, match="does not describe the memory"):
         foreign.predict_ledger(row.recipe, model, find_device(row.recipe.device))
+
+
+BRIDGE = a_row(
+    "NVIDIA-NeMo/Megatron-Bridge docs/performance-summary-archive.md (26.04)",
+    model={"name": "Llama-3.1-405B", "n_layers": 126, "hidden": 16384, "heads": 128,
+           "ffn": 53248},
+    hardware={"gpu": "GB200-186GB", "n_gpus": 256, "gpus_per_node": 4},
+    config={"precision": "mxfp8", "micro_batch": 1, "grad_accum": 384, "global_batch": 1536,
+            "recompute": "none", "dp": 4, "tp": 4, "pp": 16, "vp": 8, "sp": True, "zero_stage": 1},
+)  # fmt: skip
+SPARSE = a_row(
+    "NVIDIA-NeMo/Megatron-Bridge docs/performance-summary-archive.md (26.06)",
+    model={"name": "DeepSeek-V3", "n_layers": 61, "hidden": 7168, "heads": 128, "kv_heads": 128,
+           "vocab": 129280, "seq_len": 4096, "n_experts": 256, "top_k": 8, "moe_ffn": 2048,
+           "arch": "moe-mla"},
+    hardware={"gpu": "GB200-186GB", "n_gpus": 256, "gpus_per_node": 4},
+    config={"precision": "mxfp8", "micro_batch": 1, "grad_accum": 64, "global_batch": 4096,
+            "recompute": "selective: mla_up_proj", "dp": 64, "pp": 4, "vp": 4, "ep": 64,
+            "zero_stage": 1},
+)  # fmt: skip
+
+
+def test_a_run_of_megatron_bridge_takes_from_its_recipe_what_the_page_leaves_out():
+    recipe = recipe_of(at(BRIDGE, 60.0))
+    o, p = recipe.options, recipe.parallel
+    assert (recipe.precision, o["fp8_recipe"], o["version"]) == ("fp8-mixed", "mxfp8", 202604)
+    assert (p.dp_shard, p.tp, p.pp, p.virtual_pp, p.zero, p.world) == (4, 4, 16, 8, 1, 256)
+    assert p.sequence_parallel
+    assert recipe.devices_per_node == 4
+    assert o["account_for_embedding_in_pipeline_split"]  # 126 blocks and both ends: 128 pieces
+    assert o["tp_comm_overlap"]
+    assert o["overlap_grad_reduce"]
+    assert not o["accumulate_allreduce_grads_in_fp32"]
+    for said, precision, scaling in (
+        ("nvfp4", "fp4-mixed", "delayed"), ("bf16-mixed", "bf16-mixed", "delayed"),
+        ("fp8 (per-tensor current scaling)", "fp8-mixed", "tensorwise"),
+    ):  # fmt: skip
+        other = BRIDGE | {"config": BRIDGE["config"] | {"precision": said}}
+        found = recipe_of(at(other, 60.0))
+        assert (found.precision, found.options["fp8_recipe"]) == (precision, scaling)
+    strange = BRIDGE | {"config": BRIDGE["config"] | {"precision": "int8"}}
+    with pytest.raises(NotExpressible, match="precision int8"):
+        import_published.make_row(at(strange, 60.0))
+
+
+def test_a_layout_that_no_recipe_has_takes_no_recipes_settings_and_says_so():
+    config = BRIDGE["config"] | {"pp": 8, "vp": 4, "dp": 8, "grad_accum": 192}
+    row, _ = import_published.make_row(at(BRIDGE | {"config": config}, 60.0))
+    assert not row.recipe.options["tp_comm_overlap"]
+    assert "are not stated" in row.source.notes
+
+
+def test_a_further_predicted_token_is_known_by_the_flop_that_a_page_prints():
+    seconds, tokens = 10.0, 4096 * 4096 / 256
+    rate = tokens / seconds
+    with_it = recipe_of(at(SPARSE, seconds, tflops_per_gpu=rate * 260e9 / 1e12))
+    without = recipe_of(at(SPARSE, seconds, tflops_per_gpu=rate * 250e9 / 1e12))
+    assert [r.options["mtp_num_layers"] for r in (with_it, without)] == [1, 0]
+    said = SPARSE | {"config": SPARSE["config"] | {"extra": "DeepSeekV3 (w/o MTP)"}}
+    assert recipe_of(at(said, seconds)).options["mtp_num_layers"] == 0
+    for recipe, ends in ((with_it, "mL"), (without, "L")):
+        layout = recipe.options["pipeline_model_parallel_layout"]
+        assert (layout.count("t"), layout.count("|") + 1) == (61, 16)
+        assert (layout[0], layout.lstrip("E|t")) == ("E", ends)
+
+
+def test_blocks_whose_activations_wait_and_whole_sharding_are_read_from_the_row():
+    config = BRIDGE["config"] | {
+        "dp": 256, "tp": 1, "pp": 1, "vp": None, "sp": False, "grad_accum": 6, "zero_stage": 3,
+        "offload": "activations of 40 layers to CPU", "recompute": "full on 5 of 32 layers (block)",
+    }  # fmt: skip
+    recipe = recipe_of(at(BRIDGE | {"config": config}, 60.0))
+    assert recipe.options["use_megatron_fsdp"]
+    assert recipe.options["cpu_offloading_num_layers"] == 40
+    assert (recipe.parallel.zero, recipe.recompute_blocks) == (3, 5)

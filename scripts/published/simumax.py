@@ -54,16 +54,19 @@ def deepseek_config(row: Published) -> dict[str, Any]:
     m = row["model"]
     arch = m["arch"]
     sizes = {
-        "q_lora_rank": number_in(arch, r"q_lora (\d+)"),
+        "q_lora_rank": 0 if "no q_lora" in arch else number_in(arch, r"q_lora (\d+)"),
         "kv_lora_rank": number_in(arch, r"kv_lora (\d+)"),
         "qk_nope_head_dim": number_in(arch, r"qk_nope (\d+)"),
         "qk_rope_head_dim": number_in(arch, r"rope (\d+)"),
         "v_head_dim": number_in(arch, r", v (\d+)"),
-        "first_k_dense_replace": number_in(arch, r"(\d+) dense"),
-    }
+        "first_k_dense_replace": 1 if "first layer dense" in arch
+        else number_in(arch, r"(\d+) dense"),
+    }  # fmt: skip
     if None in sizes.values():
         raise NotExpressible(f"experts of `{arch}`")
-    shared = number_in(arch, r"shared-expert ffn (\d+)") or m["moe_ffn"]
+    several = (number_in(arch, r"(\d+) shared experts") or 1) * m["moe_ffn"]
+    shared = number_in(arch, r"shared-expert ffn (\d+)") or several
+    sizes["q_lora_rank"] = sizes["q_lora_rank"] or None
     return {
         "name": m["name"], "model_type": "deepseek_v2", "vocab_size": m["vocab"],
         "hidden_size": m["hidden"], "intermediate_size": m["ffn"],
