@@ -75,3 +75,8 @@ def rounded(a: Number) -> Number:
 def say(template: str, *values: Number) -> str:
     """`template.format(*values)`; of arrays, which nobody reads in words, the template itself."""
     return template if any(map(_plural, values)) else template.format(*values)
+
+
+def everywhere(condition: Number) -> bool:
+    """Whether a condition holds for every element."""
+    return bool(condition.all() if _plural(condition) else condition)
