@@ -51,6 +51,7 @@ LAYERS = [
         "difference",
         "timeline_files",
         "curve",
+        "calibrating",
         "api",
     },
     {"cli", "screens"},

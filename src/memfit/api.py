@@ -271,6 +271,22 @@ def supported_families() -> list[str]:
     return families.families.names()
 
 
+def calibrate(
+    device: str = "auto",
+    *,
+    row: str = "",
+    quick: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> Device:
+    """Measure this machine's device and write its row of the user's own devices.toml.
+
+    row: its id; without one the catalogue's row of that device, whose figures it replaces.
+    """
+    from memfit import calibrating
+
+    return calibrating.calibrate(device, row=row, quick=quick, say=say)
+
+
 def formats(x: float, *, scale: float | None = None) -> tuple[FormatRow, ...]:
     """A number in every format, widest first."""
     from memfit import formats as formatting

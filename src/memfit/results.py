@@ -42,6 +42,7 @@ class Time(Noun, frozen=True, kw_only=True):
     model_flops_per_step: float
     total_seconds: float | None  # of all the steps asked for
     because: str
+    basis: str = ""  # whose figures of the device the seconds rest on; "" while there are none
 
 
 class Cost(Noun, frozen=True, kw_only=True):

@@ -65,11 +65,12 @@ def find_lengths(request: Request) -> Request:
 
 
 def find_machine(request: Request) -> Device:
-    """The request's device; a processor's speed is measured here, since no catalogue states it."""
+    """The request's device; a processor's speed is measured here where the user never did."""
     from memfit.train.machine import measure_machine
 
     device = problems.find_device(request.hardware.device)
-    return measure_machine(device) if device.is_cpu else device
+    unknown = device.is_cpu and device.calibration is None
+    return measure_machine(device) if unknown else device
 
 
 def why_stale(

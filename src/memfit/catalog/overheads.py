@@ -25,6 +25,8 @@ class Overhead(Noun, frozen=True, kw_only=True):
     @property
     def because(self) -> str:
         """The band in words; where its figures come from stands in overheads.toml."""
+        if self.low == self.high:
+            return f"{units.show_gib(self.typical)}: {self.source}"
         known = "measured" if self.verified else "published"
         return (
             f"typical of {known} figures between {units.show_gib(self.low)} and"
@@ -33,7 +35,13 @@ class Overhead(Noun, frozen=True, kw_only=True):
 
 
 def find_overhead(device: Device) -> Overhead | None:
-    """The row of `catalog/overheads.toml` for this device; None when there is none."""
+    """The row of `catalog/overheads.toml` for this device, or what the user measured of it."""
+    made = device.calibration
+    if made is not None and made.context is not None:
+        return Overhead(
+            low=made.context, typical=made.context, high=made.context, source=device.basis,
+            verified=True,
+        )  # fmt: skip
     return _find_row("overhead", device)
 
 

@@ -11,13 +11,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import tomllib
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from memfit.errors import InvalidRequest
+from memfit.nouns import write_atomically
 
 Tables = dict[str, dict[str, Any]]
 
@@ -63,6 +67,58 @@ def _read(path: str, changed: int, size: int) -> Tables:
                 f"`{key}` of `{path}` is not a table", hint="a row begins with `[device-id]`"
             )
     return tables
+
+
+def put_row(name: str, key: str, row: dict[str, Any]) -> Path:
+    """Write one row of the user's file, atomically; all other lines stay as they are.
+
+    A row of the same key is replaced whole. Raises InvalidRequest where nothing can be written.
+    """
+    path = own_file(name)
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    lines = [f"{field} = {as_toml(value)}" for field, value in row.items()]
+    block = f"[{key}]\n" + "\n".join(lines) + "\n"
+    pieces = re.split(r"(?m)^(?=\[)", text)
+    whole = "".join(piece for piece in pieces if _key_of(piece) != key)
+    gap = "\n" if whole and not whole.endswith("\n\n") else ""
+    made = whole + gap + block
+    if _others(made, key) != _others(text, key):
+        raise InvalidRequest(
+            f"[{key}] of `{path}` is written in a way that cannot be replaced",
+            hint="take this row out by hand, and try again",
+        )
+    try:
+        write_atomically(path, made.encode())
+    except OSError as error:
+        raise InvalidRequest(f"cannot write `{path}`: {error.strerror}") from None
+    return path
+
+
+def _others(text: str, key: str) -> Tables | None:
+    """Every table but one; None for what is not TOML."""
+    try:
+        return {name: table for name, table in tomllib.loads(text).items() if name != key}
+    except tomllib.TOMLDecodeError:
+        return None
+
+
+def _key_of(piece: str) -> str:
+    """The key of a table's text; tables within it (`[key.more]`) are its own."""
+    header = re.match(r'\[\s*(?:"([^"]+)"|([^"\].]+))', piece)
+    return (header[1] or header[2]).strip() if header else ""
+
+
+def as_toml(value: object) -> str:
+    """A value of a row in one line; strings are written as JSON's, which TOML reads."""
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_bare(k)} = {as_toml(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(as_toml(v) for v in value) + "]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _bare(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
 
 
 def wrong(path: str | Path, key: str, field: str, error: InvalidRequest) -> InvalidRequest:

@@ -36,6 +36,7 @@ VERBS = {
     "formats": "looking",
     "rules": "looking",
     "accuracy": "looking",
+    "calibrate": "setting_up",
     "init": "setting_up",
     "schema": "setting_up",
     "doctor": "setting_up",

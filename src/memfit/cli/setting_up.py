@@ -1,4 +1,4 @@
-"""init, schema, doctor."""
+"""calibrate, init, schema, doctor."""
 
 from __future__ import annotations
 
@@ -7,6 +7,32 @@ from pathlib import Path
 import click
 
 from memfit.cli.options import note, output_options, print_json
+
+
+@click.command("calibrate", short_help="Measure this machine's device for better predictions.")
+@click.option("--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:1.")
+@click.option("--row", default="", metavar="ID", help="Id of the row; the device's own by default.")
+@click.option("--quick", is_flag=True, help="Few sizes, in about five seconds: to try it out.")
+@output_options
+def calibrate_command(device: str, row: str, quick: bool, as_json: bool, quiet: bool) -> None:
+    """Measure this machine's device, in about two minutes, and keep its figures as your own.
+
+    Matrix products, attention, memory, copies to the host, launches, all_reduce. The row goes into
+    devices.toml of ~/.config/memfit, and predictions for this device rest on it from then on;
+    delete the row to go back to the catalogue's. The device should do nothing else meanwhile.
+    """
+    from memfit import api
+
+    say = note(quiet)
+    found = api.calibrate(device, row=row, quick=quick, say=say)
+    say(f"wrote [{found.id}] of {found.own}")
+    if as_json:
+        print_json(found)
+        return
+    from memfit.screens.calibration import show_calibration
+    from memfit.screens.layout import make_console
+
+    show_calibration(make_console(), found)
 
 
 @click.command("init", short_help="Write a commented request.yaml.")

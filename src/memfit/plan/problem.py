@@ -91,14 +91,18 @@ def check_own_step(request: Request) -> None:
 
 
 def find_device(name: str) -> Device:
-    """A catalogue row; `cpu` is this machine's processor with its own memory, `auto` its GPU."""
+    """A catalogue row; `cpu` is this machine's processor with its own memory, `auto` its GPU.
+
+    How fast this machine's processor is no catalogue knows, but `memfit calibrate` may have said.
+    """
     if name == "auto":
         name = _this_gpu() or "cpu"
     if name != "cpu":
         return catalog.find_device(name)
     row = catalog.find_device("cpu-x86")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return msgspec.structs.replace(row, memory=memory, memory_driver=memory, flops={})
+    flops = row.flops if row.calibration else {}
+    return msgspec.structs.replace(row, memory=memory, memory_driver=memory, flops=flops)
 
 
 def _this_gpu() -> str | None:

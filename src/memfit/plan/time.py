@@ -209,7 +209,8 @@ def describe_time(totals: Totals, recipe: Recipe, device: Device, timeline: Time
     rate = tokens / seconds if seconds else None
     because = (
         f"assumed {ASSUMED_MATMUL:.0%} of the dense peak for matrix products, "
-        f"{ASSUMED_BANDWIDTH:.0%} of the bandwidth; not yet checked against measurements"
+        f"{ASSUMED_BANDWIDTH:.0%} of the bandwidth, by {device.basis}; not yet checked against"
+        " measurements"
         if known
         else f"unknown: no {_dtype(recipe)} FLOP/s is known for `{device.id}`"
     )
@@ -222,4 +223,5 @@ def describe_time(totals: Totals, recipe: Recipe, device: Device, timeline: Time
         model_flops_per_step=work.model,
         total_seconds=seconds * recipe.steps if seconds and recipe.steps else None,
         because=because,
+        basis=device.basis if known else "",
     )

@@ -7,12 +7,13 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable
+from datetime import date
 from statistics import median
 
 import msgspec
 import torch
 
-from memfit.hardware import Device
+from memfit.hardware import Calibration, Device
 from memfit.libraries import installed_versions
 
 SIDE = 1024  # of the square products; larger ones change the rate by a few per cent
@@ -60,6 +61,7 @@ def measure_machine(device: Device) -> Device:
         device,
         flops=flops,
         bandwidth=_bandwidth(),
+        calibration=Calibration(date=date.today().isoformat(), versions={}),
         notes=f"measured on this machine with {torch.get_num_threads()} threads",
     )
 
