@@ -103,6 +103,21 @@ FIELD = {  # of the JSON's `unverified_fields`
     "internode_typical": "internode",
 } | {d: f"flops.{d}" for d in ("fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4")}
 
+NETWORK = {  # how the JSON's `internode_typical` begins -> row of links.toml, where it says enough
+    "24x100 Gb/s integrated": "gaudi-24x100",
+    "24x200 Gb/s integrated": "gaudi-24x200",
+    "2x200 Gb/s ConnectX-7": "connectx-2x200",
+    "4x100 Gb/s EDR": "edr-4x100",
+    "4x200 Gb/s Slingshot": "slingshot-4x200",
+    "8x200 Gb/s HDR": "hdr-8x200",
+    "8x400 Gb/s InfiniBand NDR": "ndr-8x400",
+    "8x400 Gb/s (AWS P6-B200)": "ndr-8x400",
+    "8x400 Gb/s": "roce-8x400",
+    "8x800 Gb/s XDR": "xdr-8x800",
+    "EFA v3 16x200 Gb/s": "efa-16x200",
+    "NVL72 rack": "nvl72",
+}
+
 MODEL_TYPE = {  # of the JSON's `arch`; a label in MODEL_TYPE_BY_LABEL goes first
     "gptneox": "gpt_neox",
     "gemma3": "gemma3_text",
@@ -222,6 +237,7 @@ def device_row(device, every):
     }
     memory = usable(device, unverified)
     datasheet = str(device["memory_gb_marketing"])
+    said = device["internode_typical"] or ""
     fields = {
         "name": device["name"],
         "vendor": device["vendor"],
@@ -243,6 +259,7 @@ def device_row(device, every):
             if v
         },
         "internode": device["internode_typical"],
+        "network": next((row for words, row in NETWORK.items() if said.startswith(words)), None),
         "pcie_generation": device["pcie_gen"],
         "devices_per_node": str(device["node_gpus_typical"]),
         "power": device["tdp_w"] and f"{number(device['tdp_w'])} W",

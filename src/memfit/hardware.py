@@ -32,6 +32,37 @@ class Link(Noun, frozen=True, kw_only=True):
     unidirectional: float | None
 
 
+class BusBandwidth(Noun, frozen=True, kw_only=True):
+    """What nccl-tests measured of one collective, by how many whole machines took part."""
+
+    collective: Literal["all_reduce", "all_gather", "reduce_scatter"]
+    device: str  # a catalogue id
+    size: int  # bytes of the whole message
+    machines: tuple[int, ...]  # rising
+    bus: tuple[float, ...]  # bytes per second
+    source: str
+
+
+class Fabric(Noun, frozen=True, kw_only=True):
+    """What joins devices of a machine, or machines; every number comes from a row of `catalog/`."""
+
+    id: str
+    name: str
+    match: tuple[str, ...] = ()  # names of devices' links, and common aliases
+    joins: Literal["devices", "machines"]
+    hop: Literal["nvlink", "pci", "net"]  # whose latencies hold
+    adapters: int = 1  # of one machine
+    bandwidth: float | None = None  # bytes per second of one adapter, one direction
+    efficiency: float | None = None  # share of it that large messages reach; None: nobody said
+    in_switch: float | None = None  # share of that of an all_reduce that the switch adds up
+    reach: int | None = None  # devices joined, where they are fewer than a machine's
+    machine: int | None = None  # devices of what is one machine here
+    measured: tuple[BusBandwidth, ...] = ()
+    notes: str = ""
+    sources: tuple[str, ...]
+    checked: str  # date of the row, YYYY-MM-DD
+
+
 class Curve(Noun, frozen=True, kw_only=True):
     """Measured rates of one kind of work, by the size of one call; sizes rise.
 
@@ -87,6 +118,7 @@ class Device(Noun, frozen=True, kw_only=True):
     # the best matrix product anyone measured, FLOP/s by dtype
     flops_measured: dict[str, float] = msgspec.field(default_factory=dict)
     internode: str = ""  # the usual network between nodes, in words
+    network: str = ""  # the same as an id of `links.toml`; "" where the words say too little
     pcie_generation: int | None = None
     multiprocessors: int | None = None  # of an NVIDIA GPU: how many blocks run at once
     curves: tuple[Curve, ...] = ()
