@@ -17,7 +17,6 @@ from typing import Any
 from memfit import folklore
 from memfit.accuracy import Accuracy, Compared, Group, compare, quantile, summarise
 from memfit.corpus import read_corpus, read_refused
-from memfit.nouns import to_json
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "bench" / "results" / "accuracy.json"
@@ -48,7 +47,7 @@ def judge() -> Accuracy:
     return compare(read_corpus(), read_refused())
 
 
-def page(found: Accuracy) -> str:
+def page(found: Accuracy, rules: Sequence[folklore.Judged]) -> str:
     """docs/accuracy.md."""
     parts = [HEAD, "![signed errors by source](accuracy.svg)\n"]
     if found.headline:
@@ -58,7 +57,7 @@ def page(found: Accuracy) -> str:
         parts += [f"## By {way}\n", table(way, found.by(way))]
     parts += ["## Verdicts on cards of every size\n", capacities(found), outcomes(found)]
     parts += ["## Kind unknown\n", unspecified(found)]
-    parts += ["## Rules of thumb on the same rows\n", folk(found)]
+    parts += ["## Rules of thumb on the same rows\n", folk(rules)]
     parts += ["## The same rows, answered by peers\n", peers(found)]
     parts += ["## Not expressible\n", refused(found)]
     return "\n".join(parts)
@@ -79,31 +78,38 @@ def table(way: str, groups: Sequence[Group]) -> str:
 def components() -> str:
     """Errors against certificates, whose every component is known: bench/predict_grid.py."""
     rows = [json.loads(text) for text in GRID.read_text(encoding="utf-8").splitlines()]
-    errors: dict[str, list[float]] = {}
+    instants: dict[str, list[float]] = {}
+    kinds: dict[str, list[float]] = {}
     for row in rows:
-        for phase, (predicted, certified) in row["phases"].items():
-            errors.setdefault(phase, []).append(predicted / certified - 1)
-    lines = [
-        f"Published runs print one figure. Against {len(rows)} certificates of memfit's own step,"
-        " which know every tensor:",
-        "",
-        "| instant | configurations | median | 90 % within | worst |",
-        "|---|--:|--:|--:|--:|",
-    ]
-    for phase, each in errors.items():
+        for phase, sizes in row["traced"].items():
+            for kind, nbytes in sizes.items():
+                error = row["foretold"][phase][kind] / nbytes - 1
+                if kind == "total":
+                    instants.setdefault(phase, []).append(error)
+                else:
+                    kinds.setdefault(kind, []).append(error)
+    return "\n".join(
+        [
+            f"Published runs print one figure. Against {len(rows)} certificates of memfit's own"
+            " step, which know every tensor:",
+            "",
+            *_spread("instant: all that lives", instants),
+            "",
+            *_spread("component above 16 MiB at an instant's peak", kinds),
+            "",
+        ]
+    )
+
+
+def _spread(what: str, errors: dict[str, list[float]]) -> list[str]:
+    lines = [f"| {what} | figures | median | 90 % within | worst |", "|---|--:|--:|--:|--:|"]
+    for name, each in errors.items():
         sizes = sorted(map(abs, each))
         lines.append(
-            f"| {phase} | {len(sizes)} | {statistics.median(sizes):.4%}"
+            f"| {name} | {len(sizes)} | {statistics.median(sizes):.4%}"
             f" | {quantile(sizes, 0.9):.3%} | {sizes[-1]:.2%} |"
         )
-    worst = max(rows, key=lambda row: abs(row["worst_component_error"]))
-    lines += [
-        "",
-        "The worst component above 16 MiB at any instant's peak is"
-        f" {worst['worst_component_error']:+.3%} ({worst['worst_component']}).",
-        "",
-    ]
-    return "\n".join(lines)
+    return lines
 
 
 def capacities(found: Accuracy) -> str:
@@ -144,7 +150,7 @@ def unspecified(found: Accuracy) -> str:
     return f"{said}\n{table('source', [g for g in groups if g])}" if apart else "None.\n"
 
 
-def folk(found: Accuracy) -> str:
+def folk(rules: Sequence[folklore.Judged]) -> str:
     """Where each rule of `memfit rules` errs, and by how much."""
     lines = [
         "A rule's bytes are divided among the devices that share the weights. `memfit rules MODEL`"
@@ -156,14 +162,9 @@ def folk(found: Accuracy) -> str:
     lines += [
         f"| {j.rule} | {j.runs} | {j.figures} | {j.median:.0%} | {j.bias:+.0%} | {j.too_low}"
         f" | {j.lowest:+.0%} | {j.highest:+.0%} |"
-        for j in folklore.judge(read_corpus(), found)
+        for j in rules
     ]
     return "\n".join([*lines, ""])
-
-
-def folk_file(found: Accuracy) -> str:
-    """src/memfit/catalog/folklore.json, which `memfit rules` reads."""
-    return to_json(list(folklore.judge(read_corpus(), found))) + "\n"
 
 
 def refused(found: Accuracy) -> str:

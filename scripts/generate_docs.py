@@ -15,7 +15,7 @@ import accuracy_page
 import click
 import frameworks_page
 
-from memfit import corpus, folklore
+from memfit import corpus, folklore, nouns
 from memfit.certify.workspace import NOT_COUNTED, PRODUCTS, RULES
 from memfit.cli.app import VERBS, app
 
@@ -87,14 +87,15 @@ def workspaces() -> str:
 
 def main() -> None:
     found = accuracy_page.judge()
+    rules = folklore.judge(corpus.read_corpus(), found)
     wanted = {
         DOCS / "cli.md": command_line(),
         DOCS / "workspaces.md": workspaces(),
         DOCS / "frameworks.md": frameworks_page.page(),
-        DOCS / "accuracy.md": accuracy_page.page(found),
+        DOCS / "accuracy.md": accuracy_page.page(found, rules),
         DOCS / "accuracy.svg": accuracy_page.plot(found),
         accuracy_page.FIGURES: accuracy_page.record(found),
-        folklore.FILE: accuracy_page.folk_file(found),
+        folklore.FILE: nouns.to_json(list(rules)) + "\n",
         corpus.home() / "row.schema.json": json.dumps(corpus.schema(), indent=1) + "\n",
     }
     stale = [p for p, text in wanted.items() if not p.exists() or p.read_text() != text]

@@ -362,6 +362,12 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def test_a_padding_token_beyond_the_vocabulary_is_left_out():
+    config = {k: v for k, v in CONFIGS["glm4"].items() if k != "pad_token_id"}
+    model = build_model(make_recipe("glm4", config=config), "meta")
+    assert model.get_input_embeddings().padding_idx is None
+
+
 def test_a_padding_token_costs_no_look_at_the_batch():
     """Hugging Face's GPT-2 compares the batch with it, a read-back from the device."""
     recipe = make_recipe("gpt2", config=CONFIGS["gpt2"] | {"pad_token_id": 3})
