@@ -18,7 +18,7 @@ $(VENV)/.ready: pyproject.toml
 demo: setup  ## train a small model from scratch under 1 GiB, then adapt it with LoRA
 	$(PY) scripts/demo.py --steps $(STEPS)
 
-test: setup  ## every test, slow proofs included; over families alike, a quarter of the settings
+test: setup  ## every test, slow proofs included; of those over all families, some of the settings
 	$(PY) -m pytest --numprocesses auto --dist worksteal -m 'not wide'
 
 test-wide: setup  ## every test, in all settings of every family

@@ -14,8 +14,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: a second thread only waits, 
 os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="memfit-no-config-")  # nobody's own rows
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-# Families whose parts another one has too: of the proofs that run over every family and many
-# settings, `make test` takes a quarter of theirs, always the same ones; `make test-wide` takes all.
+# Families whose parts another one has too.
 ALIKE = (
     "mistral", "qwen2", "gptj", "mpt", "gemma", "glm4", "glm4_moe", "granite", "phi", "qwen2_moe",
     "qwen3_moe", "smollm3", "stablelm", "deepseek_v2", "olmo2", "opt",
@@ -24,17 +23,27 @@ MANY = (
     "test_exactness.py", "test_build.py", "test_depth.py", "test_instants.py", "test_step.py",
     "test_live.py", "test_memory.py", "test_closed_form.py",
 )  # fmt: skip
-SHARE = 4
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        given = getattr(item, "callspec", None)
-        if given is None or item.path.name not in MANY:
-            continue
-        names = {str(value).partition(",")[0] for value in given.params.values()}
-        if names & set(ALIKE) and zlib.crc32(item.nodeid.encode()) % SHARE:
+        if zlib.crc32(item.nodeid.encode()) % share(item):
             item.add_marker("wide")
+
+
+def share(item):
+    """One in so many of such tests is part of `make test`, always the same ones.
+
+    Of the proofs that run over every family and many settings: all settings of llama, and those
+    that are quick of all families; of the others some. `make test-wide` takes all.
+    """
+    given = getattr(item, "callspec", None)
+    if given is None or item.path.name not in MANY:
+        return 1
+    names = {str(value).partition(",")[0] for value in given.params.values()}
+    one_of_many = "family" in given.params and "llama" not in names
+    slow = one_of_many and item.get_closest_marker("slow") is not None
+    return (4 if names & set(ALIKE) else 1) * (4 if slow else 1)
 
 
 TINY_LLAMA = {
