@@ -340,6 +340,7 @@ def test_the_json_of_a_plan_has_the_keys_of_the_design(tmp_path, verb):
     ["models"], ["models", "llama", "--up-to", "8B"], ["devices"], ["devices", "h100-sxm"],
     ["formats", "3.14159265"], ["formats", "--", "-1e300"], ["rules", "gpt2"], ["schema"],
     ["budget", "--parameters", "7B", "--tokens", "1.4T"], ["doctor"],
+    ["budget", "--time", "14 days", "--devices", "h100-sxm:8,gb10"],
 ])  # fmt: skip
 def test_every_looking_verb_prints_valid_json_only(arguments):
     verb, *rest = arguments
@@ -404,6 +405,26 @@ def test_measure_prints_measured_memory_and_time(tmp_path):
     assert data["time"]["step_seconds"] > 0
 
 
+@pytest.mark.slow
+def test_calibrate_writes_the_users_row_and_shows_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, err = quick("calibrate", "--device", "cpu", "--quick")
+    assert code == 0
+    assert f"wrote [cpu-x86] of {tmp_path / 'memfit' / 'devices.toml'}" in err
+    assert "matmul fp32" in out
+    assert max(cell_len(line) for line in out.splitlines()) <= 80
+    code, out, err = quick("calibrate", "--device", "cpu", "--quick", "--json", "--quiet")
+    assert (code, err) == (0, "")
+    assert strict(out)["calibration"]["versions"]["torch"]
+
+
+def test_an_option_of_offers_without_offers_is_refused():
+    code, err = fails("budget", "--parameters", "7B", "--model", "gpt2")
+    assert code == 2
+    assert "`--model` is of offers" in err
+
+
 # what the screens of the catalogues hold
 
 
@@ -411,6 +432,8 @@ def test_measure_prints_measured_memory_and_time(tmp_path):
     ["devices"], ["models"], ["formats", "3.14159265"], ["rules", "gpt2"], ["doctor"], ["--help"],
     ["devices", "h100-sxm"], ["models", "gpt2-xl"],
     ["budget", "--inference-memory", "24 GiB", "--context", "8192", "--device", "a100-sxm-80"],
+    ["budget", "--cost", "5000 USD", "--time", "14 days", "--devices",
+     "h100-sxm:8,a100-sxm-80:8,rtx-pro-6000:128,gb10:2", "--model", "phi-3-mini-4k-instruct"],
     ["plan", "gpt2", "--device", "rtx-4090"], ["plan", "gpt2", "--device", "rtx-4090", "--why"],
 ], ids=" ".join)  # fmt: skip
 def test_every_screen_fits_80_columns(arguments, monkeypatch):

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from memfit.doctor import Diagnosis
     from memfit.formats import FormatRow
     from memfit.plan.budget import Budget
+    from memfit.plan.offers import Offers
     from memfit.plan.rules import Rule
     from memfit.plan.stated import Stated
     from memfit.train.progress import Progress
@@ -233,6 +234,13 @@ def budget(**known: Any) -> Budget:
     from memfit.plan import budget as budgets
 
     return budgets.solve_budget(budgets.read_budget(**known))
+
+
+def budget_offers(**known: Any) -> Offers:
+    """What money and time buy on several offers; see `memfit.plan.offers.read_offers_request`."""
+    from memfit.plan import offers
+
+    return offers.compare_offers(offers.read_offers_request(**known))
 
 
 def schema(of: str = "request") -> dict[str, Any]:

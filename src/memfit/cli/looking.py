@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ QUANTITIES = {
     "tokens": "To train on, such as 1.4T.",
     "compute": "Such as '1e21 FLOP' or '11.6 PFLOP-days'.",
     "device_hours": "Such as 20000.",
-    "devices": "Number of them.",
+    "devices": "Number of them; or offers to compare: h100-sxm:8,a100-sxm-80:8.",
     "time": "Such as '30 d'.",
     "cost": "Such as '5000 USD'.",
     "device": "Accelerator: its peak and price; see `memfit devices`.",
     "peak": "Of one device, such as '989 TFLOP/s'.",
     "price": "Of a device-hour, such as '2.5 USD'.",
+    "model": "Of offers: a catalogue model, how many tokens it can read.",
+    "inference_tokens": "Of offers: tokens to be served, such as 1T.",
     "inference_memory": "Where the model is to be served, such as '24 GiB'.",
 }
 
@@ -99,10 +102,29 @@ def budget_command(as_json: bool, quiet: bool, context: int | None, **known: Any
     compute = 6 x parameters x tokens = devices x time x peak x MFU; tokens = 20 x parameters where
     nothing else says them. With --inference-memory and --context the model is sized by what has to
     be served first.
+
+    With offers in --devices, one line each: what --cost and --time buy there at the MFU of a
+    predicted step (or --mfu), and which model that trains, compute-optimal and inference-first.
     """
     from memfit import api
 
     del quiet
+    if re.search("[a-zA-Z]", known["devices"]):
+        offers = api.budget_offers(**known, context=context or 0)
+        if as_json:
+            print_json(offers)
+            return
+        from memfit.screens.layout import make_console
+        from memfit.screens.offers import show_offers
+
+        show_offers(make_console(), offers)
+        return
+    for name in ("model", "inference_tokens"):
+        if known.pop(name):
+            raise InvalidRequest(
+                f"`--{name.replace('_', '-')}` is of offers, and `--devices` names none",
+                hint="`--devices h100-sxm:8`; one budget takes --parameters and --tokens",
+            )
     budget = api.budget(**known, context=context or 0)
     if as_json:
         print_json(budget)

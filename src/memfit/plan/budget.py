@@ -23,7 +23,12 @@ from memfit.catalog import find_device
 from memfit.catalog.prices import choose_price
 from memfit.errors import InvalidRequest
 from memfit.nouns import Noun
-from memfit.plan.inference import InferenceRequest, InferenceSize, size_by_inference
+from memfit.plan.inference import (
+    InferenceRequest,
+    InferenceSize,
+    read_inference,
+    size_by_inference,
+)
 
 CHINCHILLA = 20.0  # tokens a parameter where training alone is paid for
 ASSUMED_MFU = 0.4
@@ -109,20 +114,6 @@ def read_budget(
     def read(text: str, parse: Callable[[object], float]) -> float | None:
         return parse(text) if text else None
 
-    inference = None
-    if inference_memory:
-        inference = InferenceRequest(
-            memory=units.parse_bytes(inference_memory),
-            context=context,
-            sequences=sequences,
-            weight_bytes=weight_bytes,
-            cache_bytes=cache_bytes,
-        )
-    elif context:
-        raise InvalidRequest(
-            "`context` sizes a model by inference, but no inference memory is given",
-            hint="add `inference_memory: 24 GiB`",
-        )
     return BudgetRequest(
         parameters=read(parameters, units.parse_count),
         tokens=read(tokens, units.parse_count),
@@ -136,7 +127,7 @@ def read_budget(
         peak=read(peak, units.parse_flops),
         mfu=mfu,
         price=read(price, units.parse_usd),
-        inference=inference,
+        inference=read_inference(inference_memory, context, sequences, weight_bytes, cache_bytes),
     )
 
 

@@ -18,6 +18,26 @@ class InferenceRequest(Noun, frozen=True, kw_only=True):
     cache_bytes: float = 2.0  # bytes an element of the cache
 
 
+def read_inference(
+    memory: str, context: int, sequences: int, weight_bytes: float, cache_bytes: float
+) -> InferenceRequest | None:
+    """A request from texts with units; None where no memory is named."""
+    if memory:
+        return InferenceRequest(
+            memory=units.parse_bytes(memory),
+            context=context,
+            sequences=sequences,
+            weight_bytes=weight_bytes,
+            cache_bytes=cache_bytes,
+        )
+    if context:
+        raise InvalidRequest(
+            "`context` sizes a model by inference, but no inference memory is given",
+            hint="add `inference_memory: 24 GiB`",
+        )
+    return None
+
+
 class InferenceSize(Noun, frozen=True, kw_only=True):
     """The largest dense model that fits; activations and the runtime's own memory are extra."""
 
@@ -85,3 +105,33 @@ def cache_nbytes(model: CatalogModel, request: InferenceRequest) -> float:
 
 def _is_dense_decoder(model: CatalogModel) -> bool:
     return model.active_parameters is None and model.model_type != "t5"
+
+
+# Exponents of the loss E + A / parameters^ALPHA + B / tokens^BETA (Hoffmann et al. 2203.15556,
+# equation 2) as Besiroglu et al. 2404.10102 fitted them again.
+ALPHA, BETA = 0.3478, 0.3658
+
+
+def split_by_demand(compute: float, demand: float, ratio: float) -> tuple[float, float]:
+    """Parameters and tokens of this training compute when `demand` tokens will be served after.
+
+    Of all models of one quality the one whose training and serving together take the fewest FLOP,
+    6 x parameters x tokens + 2 x parameters x demand (Sardana et al. 2401.00448, equation 2):
+    smaller than the compute-optimal one, and trained longer. ratio: tokens a parameter where
+    nothing is served, which stands for A / B and keeps one rule for both answers.
+    """
+    best = (compute / (6 * ratio)) ** 0.5  # parameters where nothing is served
+    weight = BETA * best**ALPHA / (ALPHA * (ratio * best) ** BETA)  # A / B
+
+    def excess(parameters: float) -> float:
+        """What a FLOP of more parameters improves over what one of more tokens does, less one."""
+        tokens = compute / (6 * parameters)
+        gain: float = ALPHA * weight * parameters**-ALPHA * tokens**BETA
+        return gain / BETA - (1 + demand / (3 * tokens))
+
+    low, high = best * 1e-6, best
+    for _ in range(200):  # the excess falls with parameters: halve the interval in the logarithm
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if excess(middle) > 0 else (low, middle)
+    parameters = (low * high) ** 0.5
+    return parameters, compute / (6 * parameters)
