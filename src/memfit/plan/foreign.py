@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from memfit import __version__, families
-from memfit.catalog.overheads import find_outside
 from memfit.errors import InvalidRequest, MemoryUnknown
 from memfit.hardware import Device
 from memfit.ledger import Kind, Ledger, Phase
 from memfit.model import Model
+from memfit.plan.bounds import find_bounds
 from memfit.plan.cost import describe_cost
 from memfit.plan.frameworks import Framework, Job, find_framework, resolve_options
 from memfit.plan.problem import find_device, find_steps, sequence_length
@@ -84,28 +84,26 @@ def describe_foreign(ledger: Ledger, recipe: Recipe, device: Device, usable: int
     `fits` at the high ends, `at_risk` between, `does_not_fit` at the low ends.
     """
     framework, peak = find_framework(recipe.framework), ledger.peak
-    groups = framework.count_groups(recipe.parallel)
-    slack, outside = framework.slack, find_outside(device, recipe.parallel, groups)
-    reserved = round(peak * slack.typical)
+    slack, bounds = framework.slack, find_bounds(framework, device, recipe.parallel, peak)
     live = {p: ledger.total(p) - _unusable(ledger, p) for p in ledger.phases}
     peak_phase = max(live, key=live.__getitem__)
-    total = None if outside is None else reserved + outside.typical
     verdict: Verdict = "unproven"
-    if usable is not None and outside is not None:
+    if usable is not None and bounds.outside is not None:
         verdict = "fits"
-        if peak * slack.high + outside.high > usable:
+        if bounds.high > usable:
             verdict = "at_risk"
-        if peak * slack.low + outside.low > usable:
+        if bounds.low > usable:
             verdict = "does_not_fit"
     said = (
         f"{framework.title}: read from {framework.source}; reserved is allocated x"
         f" {slack.typical:.3f} ({slack.low:.3f} to {slack.high:.3f}: {slack.source})"
     )
+    outside = bounds.outside
     said += f"; context {outside.because}" if outside else "; the context is unknown"
     return Memory(
         peak_allocated=live[peak_phase],
-        peak_reserved=reserved,
-        device_total=total,
+        peak_reserved=bounds.reserved,
+        device_total=bounds.total,
         usable=usable,
         verdict=verdict,
         because=said,
@@ -125,7 +123,7 @@ def read_foreign(request: Request) -> tuple[Recipe, Model, tuple[str, ...]]:
     reference = find_reference(request.model)
     model = families.read_model(reference)
     device = find_device(request.hardware.device)
-    parallel = _parallel(request, framework)
+    parallel = read_parallel(request, framework)
     length = sequence_length(request, model)
     micro = 1 if request.micro_batch == "auto" else request.micro_batch
     each = parallel.dp * micro
@@ -242,7 +240,7 @@ def _optimizer(request: Request, chosen: dict[str, str]) -> Optimizer:
     )
 
 
-def _parallel(request: Request, framework: Framework) -> Parallel:
+def read_parallel(request: Request, framework: Framework) -> Parallel:
     """The axes asked for; left on `auto`, all devices are data-parallel in the framework's way."""
     devices = request.devices
     if request.parallel == "auto":

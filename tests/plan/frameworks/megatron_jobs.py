@@ -4,8 +4,9 @@ from memfit.nouns import from_data
 from memfit.plan.foreign import predict_ledger, read_foreign
 from memfit.plan.frameworks import Job, find_framework
 from memfit.plan.frameworks._megatron_shape import read_shape
+from memfit.plan.frameworks._megatron_split import deal_stages
 from memfit.plan.frameworks._megatron_stage import count_stage, find_flights, read_blocks
-from memfit.plan.frameworks.megatron import deal_stages, read_settings
+from memfit.plan.frameworks.megatron import read_settings
 from memfit.plan.problem import find_device
 from memfit.request import Request
 

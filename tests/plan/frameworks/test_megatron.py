@@ -19,8 +19,9 @@ from memfit.plan.frameworks import _megatron_stage as stages
 from memfit.plan.frameworks import find_framework
 from memfit.plan.frameworks._megatron_block import save_block
 from memfit.plan.frameworks._megatron_shape import read_shape
+from memfit.plan.frameworks._megatron_split import deal_stages
 from memfit.plan.frameworks._pipeline import count_in_flight, deal_blocks
-from memfit.plan.frameworks.megatron import deal_stages, read_settings
+from memfit.plan.frameworks.megatron import read_settings
 from memfit.plan.problem import find_device
 from memfit.request import Request
 from memfit.units import GIB

@@ -8,7 +8,7 @@ does not describe it refuses; it never answers with another framework's numbers.
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import ClassVar, NamedTuple
@@ -19,7 +19,7 @@ from memfit.hardware import Device
 from memfit.ledger import Entry, Kind, Ledger, Phase
 from memfit.model import Model
 from memfit.nouns import Noun
-from memfit.plan.clock.arrays import Number
+from memfit.plan.clock.arrays import Number, ceil_div
 from memfit.recipe import Option, Parallel, Recipe
 from memfit.registry import Registry
 
@@ -56,23 +56,55 @@ class Job(Noun, frozen=True, kw_only=True):
         return self.recipe.options[name]
 
 
-class Division(NamedTuple):
-    """Something that a framework cuts into equal parts; parts may be an array of many recipes'."""
+class Rule(NamedTuple):
+    """What a framework, or whoever searches, does not allow; of one recipe or of many."""
 
-    knob: str  # of the request, that says how many parts
-    parts: Number
-    what: str
-    whole: Number
+    name: str
+    broken: Number  # a truth, or an array of them
+    says: str  # why one recipe is refused; a template of `values`
+    values: tuple[Number, ...] = ()
+    hint: str = ""
 
     @property
-    def uneven(self) -> Number:
-        """Whether a part would be left over, or nothing is there to be cut."""
-        return (self.whole % self.parts != 0) | ((self.whole == 0) & (self.parts > 1))
+    def sentence(self) -> str:
+        """Why one recipe is refused."""
+        return self.says.format(*self.values)
 
-    def describe(self, model: str) -> str:
-        """The sentence of a refusal."""
-        whole = f"the {self.whole} {self.what} of `{model}`"
-        return f"`{self.knob}` cuts {whole} into {self.parts} parts"
+
+def divide(
+    name: str, knob: str, parts: Number, what: str, whole: Number, *, hint: str = ""
+) -> Rule:
+    """Something is cut into equal parts: none may be left over, and nothing cannot be cut."""
+    return Rule(
+        name,
+        (whole % parts != 0) | ((whole == 0) & (parts > 1)),
+        "`{}` cuts the {} {} into {} parts",
+        (knob, whole, what, parts),
+        hint,
+    )
+
+
+def obey(rules: Iterable[Rule]) -> None:
+    """Raise InvalidRequest for the first rule that one recipe breaks."""
+    for rule in rules:
+        if rule.broken:
+            raise InvalidRequest(rule.sentence, hint=rule.hint)
+
+
+class Split(NamedTuple):
+    """A way to deal the blocks to a pipeline's stages."""
+
+    pp: int
+    virtual_pp: int
+    longest: int  # blocks of the longest chunk
+    options: Mapping[str, Option] = {}
+
+
+class Peaks(NamedTuple):
+    """Bytes of many recipes at their largest instants; one element a recipe."""
+
+    allocated: Number  # that hold tensors
+    peak: Number  # with blocks that are reserved and cannot be used
 
 
 class Framework(ABC):
@@ -88,6 +120,7 @@ class Framework(ABC):
     knobs: ClassVar[Mapping[str, Knob]]
     slack: ClassVar[Slack] = NO_SLACK
     memory_unknown: ClassVar[str] = ""  # why no bytes are described; "" where they are
+    recomputes_some: ClassVar[bool] = False  # blocks of each chunk, and not all or none alone
     cuts: ClassVar[int] = 3  # `zero` of a request that leaves `parallel` on auto
 
     ends: ClassVar[int] = (
@@ -98,12 +131,33 @@ class Framework(ABC):
         """Groups of ranks in which one process communicates: each takes memory of its own."""
         return count_axes(parallel)
 
+    def rules(self, job: Job) -> list[Rule]:
+        """What the sizes of the model, the mesh and the batch must be; job: of one recipe or many.
+
+        `check` raises the first that is broken; a search leaves out what breaks any.
+        """
+        del job
+        return []
+
+    def list_splits(self, job: Job, ranks: Sequence[int]) -> list[Split]:
+        """The pipelines that a search tries; ranks: the values of `parallel.pp` to choose from.
+
+        job: without its mesh. What its options say of the split stays.
+        """
+        layers = job.model.architecture.layers
+        return [
+            Split(pp, chunks, ceil_div(layers, pp * chunks))
+            for pp in (ranks if "pp" in self.axes else (1,))
+            for chunks in range(1, layers // pp + 1 if "virtual_pp" in self.axes and pp > 1 else 2)
+            if pp * chunks <= layers
+        ]
+
     def check(self, job: Job) -> None:
         """Raise InvalidRequest where values that are allowed one by one exclude each other.
 
         MemoryUnknown where they can be run, and it is only their bytes that are not described.
         """
-        del job
+        obey(self.rules(job))
 
     def predict(self, job: Job) -> Ledger:
         """Bytes that torch's allocator gives out on the fullest rank, at the peak of each phase.
@@ -116,6 +170,17 @@ class Framework(ABC):
         del job
         raise MemoryUnknown(
             f"memfit does not describe the memory of {self.title}: {self.memory_unknown}"
+        )
+
+    def measure(self, job: Job) -> Peaks:
+        """Peaks of `predict` for many recipes: those of one whose numbers are arrays.
+
+        The candidates passed `check`; what is not a number is the same for all. Raises
+        InvalidRequest where the framework's memory is not described for arrays.
+        """
+        raise InvalidRequest(
+            f"`framework: {job.recipe.framework}` is described for one recipe at a time",
+            hint="a search needs `framework: megatron` or `torchtitan`",
         )
 
 

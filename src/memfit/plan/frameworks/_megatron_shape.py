@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from memfit.errors import InvalidRequest, MemoryUnknown
+from memfit.errors import MemoryUnknown
 from memfit.model import Experts, Latent
 from memfit.nouns import Noun
 from memfit.plan.clock.arrays import Number, ceil_div, larger, where
-from memfit.plan.frameworks import Division, Job
+from memfit.plan.frameworks import Job, Rule, divide
 
 
 class Shape(Noun, frozen=True, kw_only=True):
@@ -143,10 +143,8 @@ def read_shape(job: Job) -> Shape:
     positions = {"model": sum(own[1:]), "rope": 0}.get(kind, a.max_sequence)
     multiple = int(job.option("make_vocab_size_divisible_by")) * p.tp
     no_bias = bool(job.option("disable_bias_linear"))
-    etp = int(job.option("expert_tensor_parallel_size")) or p.tp
+    shards, expert_shards = read_shards(job)
     norms = [w for w in job.model.weights if w.part == "norm"]
-    sharded = bool(job.option("use_distributed_optimizer"))
-    ranks = p.dp * p.cp * p.tp
     return Shape(
         layers=a.layers,
         hidden=a.hidden,
@@ -178,11 +176,24 @@ def read_shape(job: Job) -> Shape:
         pp=p.pp,
         chunks=p.virtual_pp,
         ep=p.ep,
-        etp=etp,
-        shards=p.dp_shard * p.cp if sharded else 1,
-        expert_shards=larger(1, ranks // (p.ep * etp * p.dp_replicate)) if sharded else 1,
+        etp=_expert_ranks(job),
+        shards=shards,
+        expert_shards=expert_shards,
         element=4 if recipe.precision == "fp32" else 2,
     )
+
+
+def _expert_ranks(job: Job) -> Number:
+    return int(job.option("expert_tensor_parallel_size")) or job.recipe.parallel.tp
+
+
+def read_shards(job: Job) -> tuple[Number, Number]:
+    """Ranks among which the states of dense weights are cut, and those of experts."""
+    if not job.option("use_distributed_optimizer"):
+        return 1, 1
+    p = job.recipe.parallel
+    ranks = p.dp * p.cp * p.tp
+    return p.dp_shard * p.cp, larger(1, ranks // (p.ep * _expert_ranks(job) * p.dp_replicate))
 
 
 STRUCTURAL = (
@@ -244,26 +255,32 @@ def _widen(job: Job) -> int:
     return 2 if total >= 3 * a.hidden * a.ffn else 1
 
 
-def list_divisions(job: Job) -> list[Division]:
+def list_divisions(job: Job) -> list[Rule]:
     """What Megatron-LM cuts into equal parts."""
     a, p, experts = job.model.architecture, job.recipe.parallel, _experts(job)
-    etp = int(job.option("expert_tensor_parallel_size")) or p.tp
     pieces = where(p.cp > 1, 2 * p.cp, 1)
+
+    def cut(name: str, parts: Number, what: str, whole: Number) -> Rule:
+        of = f"{what} of `{job.model.name}`"
+        return divide(what, name, parts, of, whole, hint="Megatron-LM needs equal parts")
+
     found = [
-        Division("parallel.tp", p.tp, "attention heads", a.heads),
-        Division("parallel.tp", p.tp, "key-value heads", a.kv_heads),
-        Division("parallel.tp", p.tp, "elements of the feed-forward", a.ffn),
-        Division("parallel.cp", pieces, "tokens", job.recipe.sequence_length),
+        cut("parallel.tp", p.tp, "attention heads", a.heads),
+        cut("parallel.tp", p.tp, "key-value heads", a.kv_heads),
+        cut("parallel.tp", p.tp, "elements of the feed-forward", a.ffn),
+        cut("parallel.cp", pieces, "tokens", job.recipe.sequence_length),
+        cut("parallel.ep", p.ep, "experts", experts.count),
     ]
-    found.append(Division("parallel.ep", p.ep, "experts", experts.count))
     if experts.count:
-        ranks = p.dp * p.cp * p.tp
-        found.append(Division("parallel.ep", p.ep * etp, "ranks of a pipeline stage", ranks))
+        ranks, parts = p.dp * p.cp * p.tp, p.ep * _expert_ranks(job)
+        found.append(cut("parallel.ep", parts, "ranks of a pipeline stage", ranks))
+        found.append(
+            Rule(
+                "experts beside tensor parallelism",
+                (p.tp > 1) & ~where(p.sequence_parallel, True, False),
+                "`parallel.tp: {}` with experts needs `sequence_parallel`",
+                (p.tp,),
+                hint="Megatron-LM's moe_layer.py raises without it",
+            )
+        )
     return found
-
-
-def check_divides(job: Job) -> None:
-    """Raise InvalidRequest where the mesh does not cut the model into equal parts."""
-    for cut in list_divisions(job):
-        if cut.uneven:
-            raise InvalidRequest(cut.describe(job.model.name), hint="Megatron-LM needs equal parts")

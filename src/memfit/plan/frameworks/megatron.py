@@ -6,14 +6,28 @@ fullest stage of the pipeline decides, or the last one, whose memory Megatron lo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 from memfit.errors import InvalidRequest, MemoryUnknown
 from memfit.ledger import Ledger
-from memfit.plan.frameworks import Framework, Job, Knob, Slack, frameworks, make_ledger
+from memfit.plan.clock.arrays import Number
+from memfit.plan.frameworks import (
+    Framework,
+    Job,
+    Knob,
+    Peaks,
+    Rule,
+    Slack,
+    Split,
+    frameworks,
+    make_ledger,
+    obey,
+)  # fmt: skip
 from memfit.plan.frameworks._megatron_block import BlockSettings
 from memfit.plan.frameworks._megatron_clock import CLOCK_KNOBS, refuse_bytes
-from memfit.plan.frameworks._megatron_shape import Shape, check_divides, check_parts, read_shape
+from memfit.plan.frameworks._megatron_shape import check_parts, list_divisions, read_shape
+from memfit.plan.frameworks._megatron_split import deal_stages, list_splits
 from memfit.plan.frameworks._megatron_stage import (
     MIB,
     Settings,
@@ -25,7 +39,6 @@ from memfit.plan.frameworks._megatron_stage import (
     peak_of,
     read_blocks,
 )
-from memfit.plan.frameworks._pipeline import deal_blocks, deal_sizes
 from memfit.recipe import Parallel
 
 RECOMPUTABLE = (
@@ -122,6 +135,7 @@ class Megatron(Framework):
         "ep",
     )  # fmt: skip
     knobs = KNOBS
+    recomputes_some = True  # --recompute-method block
     cuts = 1
     ends = 2
     slack = Slack(
@@ -138,30 +152,47 @@ class Megatron(Framework):
         axes = (p.dp * p.cp, p.tp, p.cp, p.pp, p.ep)
         return (p.world > 1) + sum(n > 1 for n in axes) + (p.tp * p.pp > 1) + (p.pp > 1)
 
+    def rules(self, job: Job) -> list[Rule]:
+        """See `Framework.rules`."""
+        p, micro_batches = job.recipe.parallel, job.recipe.accumulation
+        group: Number = job.option("microbatch_group_size_per_vp_stage") or p.pp
+        over = micro_batches % group
+        short = (micro_batches < group) | (group < p.pp) | ((over > 0) & (over < p.pp))
+        return [
+            Rule(
+                "zero", (p.dp_shard > 1) & (p.zero != 1),
+                "`parallel.zero: {}` with `dp_shard: {}`: Megatron-LM's distributed optimizer cuts"
+                " the states alone", (p.zero, p.dp_shard), "use `zero: 1`",
+            ),
+            Rule(
+                "chunks", (p.virtual_pp > 1) & (p.pp == 1),
+                "`parallel.virtual_pp: {}` interleaves the chunks of a pipeline, and `pp: 1` is"
+                " none", (p.virtual_pp,), "use `virtual_pp: 1`",
+            ),
+            Rule(
+                "interleaving", (p.virtual_pp > 1) & short,
+                "{} micro-batches in groups of {} on {} stages: interleaved, no group may have"
+                " fewer than there are stages", (micro_batches, group, p.pp),
+                "Megatron-LM's schedules.py raises: let `pp` divide them",
+            ),
+            *list_divisions(job),
+        ]  # fmt: skip
+
+    def list_splits(self, job: Job, ranks: Sequence[int]) -> list[Split]:
+        """See `Framework.list_splits`."""
+        return [split for pp in ranks for split in list_splits(job, pp)]
+
     def check(self, job: Job) -> None:
         """See `Framework.check`."""
-        p = job.recipe.parallel
         if job.model.architecture.parallel_residual:
             raise InvalidRequest(
                 f"`{job.model.name}` computes attention and feed-forward side by side, and"
                 " Megatron-LM's block does not",
                 hint="set `use_parallel_residual: false` in its config",
             )
-        if p.dp_shard > 1 and p.zero != 1 and not job.option("use_megatron_fsdp"):
-            raise InvalidRequest(
-                f"`parallel.zero: {p.zero}` with `dp_shard: {p.dp_shard}`: Megatron-LM's"
-                " distributed optimizer cuts the states alone",
-                hint="use `zero: 1`, or `options.use_megatron_fsdp: true`",
-            )
-        if p.virtual_pp > 1 and p.pp == 1:
-            raise InvalidRequest(
-                f"`parallel.virtual_pp: {p.virtual_pp}` interleaves the chunks of a pipeline, and"
-                " `pp: 1` is none",
-                hint="use `virtual_pp: 1`",
-            )
+        obey(self.rules(job))
         refuse_bytes(job)
         _check_adapters(job)
-        check_divides(job)
         check_parts(job)
         for name in _modules(job):
             if name not in RECOMPUTABLE:
@@ -181,6 +212,12 @@ class Megatron(Framework):
         )
         held = (describe_instants(shape, settings, blocks, count) for count in counts)
         return make_ledger(max(held, key=peak_of))
+
+    def measure(self, job: Job) -> Peaks:
+        """See `Framework.measure`."""
+        from memfit.plan.frameworks._megatron_columns import measure
+
+        return measure(job)
 
 
 LINEARS = {  # Megatron's linear of each of Hugging Face's
@@ -289,40 +326,6 @@ def _state_bytes(job: Job) -> int:
     names = ["exp_avg_dtype", "exp_avg_sq_dtype"]
     names += [] if job.recipe.precision == "fp32" else ["main_params_dtype"]
     return sum(BYTES[str(job.option(name))] for name in names)
-
-
-def deal_stages(job: Job, shape: Shape) -> list[Stage]:
-    """The blocks of each stage, by Megatron's rules; raises InvalidRequest for a bad split."""
-    first = int(job.option("decoder_first_pipeline_num_layers"))
-    last = int(job.option("decoder_last_pipeline_num_layers"))
-    embedding = bool(job.option("account_for_embedding_in_pipeline_split"))
-    loss = bool(job.option("account_for_loss_in_pipeline_split"))
-    pieces = shape.pp * shape.chunks
-    if first or last:
-        middle = shape.pp - bool(first) - bool(last)
-        each = (shape.layers - first - last) // middle if middle else 0
-        sizes = [first or each, *[each] * (shape.pp - 2), last or each]
-        sizes = [size // shape.chunks for _ in range(shape.chunks) for size in sizes]
-        dealt = deal_sizes(sizes, shape.pp)
-    elif embedding or loss:
-        each = (shape.layers + embedding + loss) // pieces
-        sizes = [each] * pieces
-        sizes[0] -= embedding
-        sizes[-1] -= loss
-        dealt = deal_sizes(sizes, shape.pp)
-    else:
-        dealt = deal_blocks(shape.layers // pieces * pieces, shape.pp, shape.chunks)
-    total = sum(len(chunk) for chunks in dealt for chunk in chunks)
-    if total != shape.layers:
-        raise InvalidRequest(
-            f"{shape.layers} blocks of `{job.model.name}` do not divide among {shape.pp} stages of"
-            f" {shape.chunks} chunks",
-            hint="`options.decoder_first_pipeline_num_layers` makes the first stage another size",
-        )
-    return [
-        Stage(index=i, chunks=chunks, first=i == 0, last=i == shape.pp - 1)
-        for i, chunks in enumerate(dealt)
-    ]
 
 
 frameworks.register("megatron")(Megatron())

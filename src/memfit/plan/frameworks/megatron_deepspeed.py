@@ -11,9 +11,9 @@ from typing import final
 
 from memfit.errors import InvalidRequest
 from memfit.ledger import Kind, Ledger, Phase
-from memfit.plan.frameworks import Framework, Job, Knob, Slack, frameworks, make_ledger
+from memfit.plan.frameworks import Framework, Job, Knob, Slack, frameworks, make_ledger, obey
 from memfit.plan.frameworks._megatron_block import BlockSettings
-from memfit.plan.frameworks._megatron_shape import Shape, check_divides, check_parts, read_shape
+from memfit.plan.frameworks._megatron_shape import Shape, check_parts, list_divisions, read_shape
 from memfit.plan.frameworks._megatron_stage import (
     MIB,
     Blocks,
@@ -96,7 +96,7 @@ class MegatronDeepSpeed(Framework):
             raise InvalidRequest("experts of Megatron-DeepSpeed are not described")
         if job.recipe.recompute == "selective" and job.recipe.recompute_blocks:
             raise InvalidRequest("`recompute: selective` is not in Megatron-DeepSpeed")
-        check_divides(job)
+        obey(list_divisions(job))
         check_parts(job)
 
     def predict(self, job: Job) -> Ledger:

@@ -1,0 +1,89 @@
+"""Many recipes at once: nouns whose numbers are numpy arrays, one candidate an element.
+
+A recipe with arrays for `micro_batch`, `parallel.tp`, … describes as many recipes as the arrays
+have elements; whatever computes with `clock.arrays` answers for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from msgspec import structs
+
+from memfit.nouns import Noun
+from memfit.plan.clock.arrays import Number
+from memfit.recipe import Recipe
+
+T = TypeVar("T")
+AXES = (  # of `parallel`, in which candidates differ
+    "dp_replicate", "dp_shard", "tp", "sequence_parallel", "cp", "pp", "virtual_pp", "ep",
+)  # fmt: skip
+
+
+def each_array(value: T, change: Callable[[Any], Any]) -> T:
+    """The same noun, dict or tuple with every array in it changed; what has none stays itself."""
+    if getattr(value, "ndim", 0):
+        return change(value)  # type: ignore[no-any-return]
+    if isinstance(value, Noun):
+        found = {}
+        for name in value.__struct_fields__:
+            old = getattr(value, name)
+            new = each_array(old, change)
+            if new is not old:
+                found[name] = new
+        return structs.replace(value, **found) if found else value
+    if isinstance(value, dict):
+        changed: Any = {key: each_array(old, change) for key, old in value.items()}
+        return changed if any(changed[k] is not value[k] for k in value) else value
+    if isinstance(value, tuple) and type(value) is tuple:
+        items: Any = tuple(each_array(old, change) for old in value)
+        return items if any(a is not b for a, b in zip(items, value, strict=True)) else value
+    return value
+
+
+def take(value: T, rows: Any) -> T:
+    """The candidates of those rows: an index, a slice or an array of indices."""
+    return each_array(value, lambda array: array[rows])
+
+
+def pick(value: T, row: int) -> T:
+    """One candidate, in plain numbers."""
+    return each_array(value, lambda array: array[row].item())
+
+
+def with_columns(recipe: Recipe, columns: Mapping[str, Number]) -> Recipe:
+    """The recipe with these numbers or arrays; names: AXES, options, and the recipe's own."""
+    own, mesh = {}, {}
+    options = dict(recipe.options)
+    for name, value in columns.items():
+        if name in AXES:
+            mesh[name] = value
+        elif name in options:
+            options[name] = value
+        else:
+            own[name] = value
+    return structs.replace(
+        recipe, parallel=structs.replace(recipe.parallel, **mesh), options=options, **own
+    )
+
+
+def find_distinct(columns: Sequence[Number]) -> tuple[Any, Any]:
+    """Where each distinct row of these columns first stands, and which one every row is.
+
+    Two index arrays, of the distinct rows and of all; columns hold whole numbers or truths, and
+    those that are no arrays are the same for all.
+    """
+    import numpy
+
+    code: Any = 0
+    for column in columns:
+        if not getattr(column, "ndim", 0):
+            continue
+        low = int(column.min())
+        code = code * (int(column.max()) - low + 1) + (column.astype(numpy.int64) - low)
+    if not getattr(code, "ndim", 0):
+        length = max((len(c) for c in columns if getattr(c, "ndim", 0)), default=1)
+        return numpy.zeros(1, int), numpy.zeros(length, int)
+    found = numpy.unique(code, return_index=True, return_inverse=True)
+    return found[1], found[2]

@@ -1,0 +1,356 @@
+"""All configurations that a request leaves open, as columns: numpy arrays, an element a candidate.
+
+What the request states is fixed. Left on `auto`, the knobs that change memory and time alone span
+all their values: the mesh, the micro-batch, recomputing, kernels. Those that change what is learned
+(precision, method, format, optimizer) keep the framework's default, as everywhere in memfit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+from msgspec import structs
+
+from memfit.errors import InvalidRequest
+from memfit.hardware import Device
+from memfit.model import Model
+from memfit.plan.columns import pick, take, with_columns
+from memfit.plan.foreign import read_foreign, read_parallel
+from memfit.plan.frameworks import Framework, Job, Rule, Split, divide, find_framework
+from memfit.plan.problem import divisors, find_device
+from memfit.recipe import Option, Parallel, Recipe
+from memfit.request import Hardware, ParallelRequest, Request
+
+WORDS = ("recompute", "attention", "compile", "implementation")  # knobs that span their values
+LEAST_SHARE = 1024  # tokens of a sequence that a cp rank keeps, where the request leaves it open
+NODE = 8  # devices of a node, where neither the request nor the catalogue says
+EXPERTS = "num_experts"  # an option that puts experts into a dense model
+LONGEST = "longest"  # blocks of a pipeline's longest chunk: of a table, and no knob
+SLICE = 2**17  # candidates at a time
+Columns = dict[str, Any]  # arrays of equal length
+
+
+class Removed(NamedTuple):
+    """A rule that left candidates out: how many, and what it says of the first."""
+
+    rule: str
+    number: int
+    sentence: str
+    hint: str
+
+
+class Limits(NamedTuple):
+    """What no candidate may exceed."""
+
+    devices: int
+    node: int  # devices of a node
+    global_batch: int
+    open_mesh: bool  # the mesh is memfit's to choose, so that it should be a sensible one
+
+
+class Part(NamedTuple):
+    """The candidates that agree in everything that is no number."""
+
+    recipe: Recipe  # what they share; of what is a column, the plainest value
+    table: Columns  # all columns but the recomputed blocks, where those are open
+    choices: Any  # numbers of recomputed blocks that each row has; None where there is no choice
+    some: bool  # whether they are 0, 1, 2, … blocks of a chunk, or none and all
+
+    @property
+    def size(self) -> int:
+        """How many candidates there are."""
+        return int(self.choices.sum()) if self.choices is not None else length(self.table)
+
+    def slices(self, rows: int = SLICE) -> Iterator[Recipe]:
+        """All of them in order, about so many at a time: recipes whose numbers are arrays."""
+        import numpy
+
+        if self.choices is None:
+            for start in range(0, self.size, rows):
+                yield with_columns(self.recipe, _rows(self.table, slice(start, start + rows)))
+            return
+        ends = numpy.cumsum(self.choices)
+        start = 0
+        while start < len(ends):
+            before = ends[start - 1] if start else 0
+            stop = max(start + 1, int(numpy.searchsorted(ends, before + rows, side="right")))
+            yield with_columns(self.recipe, self._chosen(start, stop))
+            start = stop
+
+    def _chosen(self, start: int, stop: int) -> Columns:
+        """Those rows of the table, each with every number of recomputed blocks."""
+        import numpy
+
+        each = self.choices[start:stop]
+        of = numpy.repeat(numpy.arange(start, stop), each)
+        own = _rows(self.table, of)
+        order = numpy.arange(len(of)) - numpy.repeat(numpy.cumsum(each) - each, each)
+        step = 1 if self.some else self.recipe.recompute_blocks
+        return {**own, "recompute_blocks": order * step}
+
+    def recipe_of(self, row: int) -> Recipe:
+        """One of them, by its place among `slices`."""
+        if self.choices is None:
+            return pick(with_columns(self.recipe, self.table), row)
+        ends = self.choices.cumsum()
+        at = int((ends > row).argmax())
+        inside = row - int(ends[at] - self.choices[at])
+        return pick(with_columns(self.recipe, self._chosen(at, at + 1)), inside)
+
+
+class Space(NamedTuple):
+    """The candidates of a request, and what is not among them."""
+
+    framework: Framework
+    model: Model
+    device: Device
+    limits: Limits
+    parts: tuple[Part, ...]
+    removed: tuple[Removed, ...]
+
+    @property
+    def size(self) -> int:
+        """Candidates of all parts."""
+        return sum(part.size for part in self.parts)
+
+    def job(self, recipes: Recipe) -> Job:
+        """A slice of candidates, as the framework's `measure` takes it."""
+        return Job(model=self.model, recipe=recipes, device=self.device)
+
+
+def span(request: Request) -> Space:
+    """The candidates of a request for another framework's step.
+
+    Raises InvalidRequest: what the request states excludes every candidate; the error is the
+    sentence of the rule that removed the last of them.
+    """
+    framework, device = find_framework(request.framework), find_device(request.hardware.device)
+    recipes = [_base(asked, framework) for asked in _variants(request, framework)]
+    model = read_foreign(_alone(request))[1]
+    job, node = Job(model=model, recipe=recipes[0], device=device), _node(request, device)
+    limits = Limits(request.devices, node, request.task.global_batch, request.parallel == "auto")
+    removed: list[Removed] = []
+    table = _meshes(request, framework, job, limits, removed)
+    table = _batches(request, job, table, limits, removed)
+    table = _keep(table, framework.rules(_job(job, table)), removed)
+    parts = tuple(_part(request, recipe, framework, table) for recipe in recipes)
+    return Space(framework, model, device, limits, parts, tuple(removed))
+
+
+def explain(space: Space, recipe: Recipe) -> Rule | None:
+    """The first rule that a configuration breaks; None where it is, or could be, in the space."""
+    job = Job(model=space.model, recipe=recipe, device=space.device)
+    for rule in (*mesh_rules(recipe, space.limits), *batch_rules(recipe, space.limits)):
+        if rule.broken:
+            return rule
+    p, devices = recipe.parallel, space.limits.devices
+    if p.world != devices:
+        return Rule("devices", True, "`parallel` names {} ranks of {} devices", (p.world, devices))
+    try:
+        space.framework.check(job)
+        space.framework.predict(job)
+    except InvalidRequest as error:
+        return Rule(space.framework.name, True, "{}", (error,), error.hint or "")
+    return None
+
+
+def mesh_rules(recipe: Recipe, limits: Limits) -> list[Rule]:
+    """What a mesh must be; of one recipe or of many."""
+    p = recipe.parallel
+    ranks = p.tp * p.cp * p.pp
+    rules = [divide("devices", "tp x cp x pp", ranks, "devices", limits.devices)]
+    if not limits.open_mesh:
+        return rules
+    share = recipe.sequence_length // p.cp
+    stated = "state `parallel` to have it all the same"
+    return [
+        *rules,
+        Rule(
+            "node", p.tp > limits.node,
+            "`parallel.tp: {}` is more than the {} devices of a node", (p.tp, limits.node), stated,
+        ),
+        Rule(
+            "share of a sequence", (p.cp > 1) & (share < LEAST_SHARE),
+            "`parallel.cp: {}` leaves a rank {} tokens of a sequence", (p.cp, share), stated,
+        ),
+    ]  # fmt: skip
+
+
+def batch_rules(recipe: Recipe, limits: Limits) -> list[Rule]:
+    """How the global batch is divided; of one recipe or of many."""
+    p, batch = recipe.parallel, limits.global_batch
+    each = batch // p.dp
+    return [
+        divide("global batch", "dp_replicate x dp_shard", p.dp, "sequences of a step", batch),
+        divide("micro-batch", "micro_batch", recipe.micro_batch, "sequences of a rank", each),
+    ]
+
+
+def _variants(request: Request, framework: Framework) -> list[Request]:
+    """The request with every choice of words for the knobs that change memory and time alone."""
+    choices: list[Sequence[str]] = []
+    for name in WORDS:
+        asked = request.optimizer.implementation if name == "implementation" else (
+            getattr(request, name)
+        )  # fmt: skip
+        values = framework.values[name]
+        if name == "recompute":  # none and full are one kind: of 0 blocks, and of all
+            values = tuple(v for v in values if v != "none")
+        choices.append(values if asked == "auto" else (asked,))
+    found = []
+    for words in product(*choices):
+        said = dict(zip(WORDS, words, strict=True))
+        implementation: Any = said.pop("implementation")
+        optimizer = structs.replace(request.optimizer, implementation=implementation)
+        found.append(structs.replace(request, optimizer=optimizer, **said))
+    return found
+
+
+def _alone(request: Request) -> Request:
+    """The same on one device, before any mesh is chosen."""
+    own = Hardware(device=request.hardware.device)
+    return structs.replace(request, parallel=ParallelRequest(), hardware=own, micro_batch=1)
+
+
+def _base(request: Request, framework: Framework) -> Recipe:
+    recipe = read_foreign(_alone(request))[0]
+    mesh = Parallel(zero=framework.cuts) if "zero" in framework.axes else Parallel()
+    if request.parallel != "auto":
+        asked = request.parallel
+        mesh = Parallel(zero=asked.zero, reshard_after_forward=asked.reshard_after_forward)
+    nodes = request.hardware.nodes
+    return structs.replace(
+        recipe, parallel=mesh, devices_per_node=request.hardware.count if nodes > 1 else 0
+    )
+
+
+def _node(request: Request, device: Device) -> int:
+    """Devices of a node: as asked for, else as the catalogue has it, `8` or `2-8`."""
+    count, nodes = request.hardware.count, request.hardware.nodes
+    if nodes > 1:
+        return count
+    stated = [
+        int(word) for word in device.devices_per_node.replace("-", " ").split() if word.isdigit()
+    ]
+    return min(count, max(stated, default=NODE))
+
+
+def _job(job: Job, table: Columns) -> Job:
+    """The candidates of a table."""
+    own = {name: column for name, column in table.items() if name != LONGEST}
+    return structs.replace(job, recipe=with_columns(job.recipe, own))
+
+
+def _meshes(
+    request: Request, framework: Framework, job: Job, limits: Limits, removed: list[Removed]
+) -> Columns:
+    """Every mesh of all devices, with every split of the blocks."""
+    ranks = divisors(limits.devices)
+    splits = framework.list_splits(job, _values(request, framework, "pp", ranks))
+    if request.parallel != "auto":
+        splits = [s for s in splits if s.virtual_pp == read_parallel(request, framework).virtual_pp]
+    if not splits:
+        raise InvalidRequest(
+            f"the {job.model.architecture.layers} blocks of `{job.model.name}` cannot be dealt to"
+            " the stages asked for",
+            hint="another `parallel.pp` or `virtual_pp`",
+        )
+    table = _of_splits(splits, job.recipe.options)
+    for axis in ("tp", "cp"):
+        table = _cross(table, axis, _values(request, framework, axis, ranks))
+        table = _keep(table, mesh_rules(_job(job, table).recipe, limits), removed)
+    table = _cross(table, "sequence_parallel", _values(request, framework, "sequence_parallel"))
+    if request.parallel == "auto":  # with one tp rank there is nothing to cut
+        table = _rows(table, ~table["sequence_parallel"] | (table["tp"] > 1))
+    experts = max(1, job.model.architecture.experts.count, int(job.recipe.options.get(EXPERTS, 0)))
+    table = _cross(table, "ep", _values(request, framework, "ep", divisors(experts)))
+    table = _cross(table, "dp_replicate", _values(request, framework, "dp_replicate", ranks))
+    dp = limits.devices // (table["tp"] * table["cp"] * table["pp"])
+    table["dp_shard"] = dp // table["dp_replicate"]
+    copies = divide("copies", "dp_replicate", table["dp_replicate"], "data-parallel ranks", dp)
+    return _keep(table, [copies], removed)
+
+
+def _values(
+    request: Request, framework: Framework, axis: str, ranks: Sequence[int] = (False, True)
+) -> Sequence[int]:
+    """Of an axis of the mesh: what was asked for; else all of `ranks`, or what the step has."""
+    if request.parallel != "auto":
+        return (getattr(read_parallel(request, framework), axis),)
+    if axis in framework.axes:
+        return ranks
+    return (getattr(Parallel(), axis),)
+
+
+def _batches(
+    request: Request, job: Job, table: Columns, limits: Limits, removed: list[Removed]
+) -> Columns:
+    """Every micro-batch of every mesh, and the micro-batches that make up the global batch."""
+    table = _keep(table, batch_rules(_job(job, table).recipe, limits)[:1], removed)
+    micro, batch = request.micro_batch, limits.global_batch
+    table = _cross(table, "micro_batch", divisors(batch) if micro == "auto" else (micro,))
+    table = _keep(table, batch_rules(_job(job, table).recipe, limits), removed)
+    ranks = table["dp_replicate"] * table["dp_shard"]
+    table["accumulation"] = batch // (ranks * table["micro_batch"])
+    return table
+
+
+def _part(request: Request, recipe: Recipe, framework: Framework, table: Columns) -> Part:
+    """One kind of candidates; left open, a chunk recomputes none to all of its blocks."""
+    own = {name: column for name, column in table.items() if name != LONGEST}
+    if request.recompute != "auto" or recipe.recompute != "full":
+        return Part(recipe, own, None, False)
+    some = framework.recomputes_some
+    return Part(recipe, own, table[LONGEST] + 1 if some else 0 * table[LONGEST] + 2, some)
+
+
+def _of_splits(splits: Sequence[Split], plain: Mapping[str, Option]) -> Columns:
+    """The columns of a pipeline; plain: what an option is where a split does not say it."""
+    import numpy
+
+    names = {name for split in splits for name in split.options}
+    table: Columns = {
+        "pp": numpy.array([split.pp for split in splits]),
+        "virtual_pp": numpy.array([split.virtual_pp for split in splits]),
+        LONGEST: numpy.array([split.longest for split in splits]),
+    }
+    for name in sorted(names):
+        table[name] = numpy.array([split.options.get(name, plain[name]) for split in splits])
+    return table
+
+
+def _cross(table: Columns, name: str, values: Sequence[int]) -> Columns:
+    """Every row with every value of another column."""
+    import numpy
+
+    rows = length(table)
+    found = {key: numpy.repeat(column, len(values)) for key, column in table.items()}
+    return {**found, name: numpy.tile(numpy.array(values), rows)}
+
+
+def length(table: Columns) -> int:
+    """Rows of a table."""
+    return len(next(iter(table.values())))
+
+
+def _rows(table: Columns, rows: Any) -> Columns:
+    return {name: column[rows] for name, column in table.items()}
+
+
+def _keep(table: Columns, rules: Sequence[Rule], removed: list[Removed]) -> Columns:
+    """The rows that break no rule; raises InvalidRequest when none is left."""
+    import numpy
+
+    right = numpy.ones(length(table), bool)
+    for rule in rules:
+        broken = right & rule.broken
+        count = int(broken.sum())
+        if count:
+            first = take(rule.values, broken.argmax())
+            removed.append(Removed(rule.name, count, rule.says.format(*first), rule.hint))
+            right &= ~broken
+            if not right.any():
+                raise InvalidRequest(removed[-1].sentence, hint=removed[-1].hint)
+    return table if right.all() else _rows(table, right)

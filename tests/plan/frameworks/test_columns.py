@@ -1,0 +1,128 @@
+"""Many recipes at once are what each of them is alone, to the byte."""
+
+import random
+
+import numpy
+import pytest
+from megatron_jobs import DROPOUT, GPT
+
+from memfit import families
+from memfit.errors import InvalidRequest
+from memfit.nouns import from_data
+from memfit.plan.bounds import find_bounds
+from memfit.plan.columns import find_distinct, pick, take, with_columns
+from memfit.plan.foreign import describe_foreign, predict_ledger
+from memfit.plan.frameworks import Job, find_framework
+from memfit.plan.problem import find_device
+from memfit.plan.space import span
+from memfit.request import Request
+
+LLAMA = {
+    "name": "llama", "model_type": "llama", "vocab_size": 32000, "hidden_size": 1024,
+    "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "max_position_embeddings": 8192,
+}  # fmt: skip
+MIXTRAL = {**LLAMA, "name": "mixtral", "model_type": "mixtral", "num_local_experts": 8,
+    "num_experts_per_tok": 2}  # fmt: skip
+DEEPSEEK = {
+    "name": "deepseek", "model_type": "deepseek_v3", "vocab_size": 32000, "hidden_size": 1024,
+    "intermediate_size": 2816, "moe_intermediate_size": 512, "num_hidden_layers": 13,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 16,
+    "num_experts_per_tok": 4, "n_shared_experts": 1, "first_k_dense_replace": 3,
+    "q_lora_rank": 256, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
+    "v_head_dim": 64, "n_group": 1, "topk_group": 1, "max_position_embeddings": 8192,
+}  # fmt: skip
+CASES = [
+    (LLAMA, {}),
+    (LLAMA, {"precision": "fp32", "options": {"transformer_impl": "local"}}),
+    (LLAMA, {"precision": "fp8-mixed", "options": {"cp_comm_type": "a2a"}}),
+    (LLAMA, {"method": "lora", "options": {"rank": "first"}}),
+    (GPT, {"options": DROPOUT | {"transformer_impl": "legacy", "rank": "last"}}),
+    (GPT, {"options": DROPOUT | {"cross_entropy_loss_fusion": "te", "num_experts": 8}}),
+    (MIXTRAL, {"options": {"accumulate_allreduce_grads_in_fp32": False}}),
+    (MIXTRAL, {"options": {"expert_tensor_parallel_size": 1, "expert_imbalance": 1.3}}),
+    (DEEPSEEK, {}),
+    (DEEPSEEK, {"options": {"recompute_modules": "mla_up_proj,moe_act,layernorm"}}),
+    (DEEPSEEK, {"options": {"gradient_accumulation_fusion": False, "rank": "last"}}),
+]
+
+
+def ask(model, framework="megatron", devices=32, batch=96, length=2048, **more):
+    request = {
+        "model": model, "framework": framework,
+        "hardware": {"device": "h100-sxm", "count": devices},
+        "task": {"sequence_length": length, "global_batch": batch}, **more,
+    }  # fmt: skip
+    return from_data(request, Request, where="test")
+
+
+def compare(space, seed, number=25):
+    """Peaks of a sample of the candidates, alone and together; how many were compared."""
+    rng, compared = random.Random(seed), 0
+    for part in space.parts:
+        peaks = [space.framework.measure(space.job(recipes)) for recipes in part.slices(1000)]
+        bands = [
+            find_bounds(space.framework, space.device, recipes.parallel, peak.peak)
+            for recipes, peak in zip(part.slices(1000), peaks, strict=True)
+        ]
+        allocated = numpy.concatenate([peak.allocated for peak in peaks])
+        totals = numpy.concatenate([band.total for band in bands])
+        assert len(allocated) == part.size
+        for row in rng.sample(range(part.size), min(part.size, number)):
+            recipe = part.recipe_of(row)
+            ledger = predict_ledger(recipe, space.model, space.device)
+            alone = describe_foreign(ledger, recipe, space.device, None)
+            assert allocated[row] == alone.peak_allocated, recipe
+            assert totals[row] == alone.device_total
+            compared += 1
+    return compared
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_megatrons_candidates_are_what_each_is_alone(case):
+    model, more = CASES[case]
+    assert compare(span(ask(model, **more)), case) >= 50
+
+
+def test_a_band_is_that_of_each_recipe_alone():
+    framework, device = find_framework("megatron"), find_device("h100-sxm")
+    (recipes,) = span(ask(LLAMA, recompute="none", attention="flash", devices=8)).parts[0].slices()
+    peak = numpy.arange(len(recipes.micro_batch)) * 10**9
+    many = find_bounds(framework, device, recipes.parallel, peak)
+    for row in range(0, len(peak), 7):
+        one = find_bounds(framework, device, pick(recipes, row).parallel, int(peak[row]))
+        assert (many.low[row], many.total[row], many.high[row]) == (one.low, one.total, one.high)
+    unknown = find_device("cpu-x86")
+    assert find_bounds(framework, unknown, recipes.parallel, peak).high is None
+
+
+def test_frameworks_that_are_not_described_for_arrays_say_so():
+    recipe = span(ask(LLAMA)).parts[0].recipe
+    model = families.read_model(recipe.model)
+    job = Job(model=model, recipe=recipe, device=find_device("h100-sxm"))
+    with pytest.raises(InvalidRequest, match="one recipe at a time"):
+        find_framework("nanotron").measure(job)
+
+
+def test_columns_go_into_a_recipe_and_out_of_it():
+    recipe = span(ask(LLAMA)).parts[0].recipe
+    name = "account_for_loss_in_pipeline_split"
+    columns = {"micro_batch": numpy.array([1, 2]), "tp": numpy.array([4, 8]),
+               name: numpy.array([True, False])}  # fmt: skip
+    many = with_columns(recipe, columns)
+    two = pick(many, 1)
+    assert (two.micro_batch, two.parallel.tp, two.options[name]) == (2, 8, False)
+    assert type(two.micro_batch) is int
+    assert two == with_columns(recipe, {"micro_batch": 2, "tp": 8, name: False})
+    assert list(take(many, slice(1, 2)).parallel.tp) == [8]
+    assert take(recipe, 0) is recipe
+
+
+def test_distinct_rows():
+    a, b = numpy.array([5, 5, 7, 5]), numpy.array([True, False, True, True])
+    first, which = find_distinct([a, 3, b])
+    rows = [(a[i], b[i]) for i in first]
+    assert len(rows) == len(set(rows)) == 3
+    assert [rows[i] for i in which] == list(zip(a, b, strict=True))
+    first, which = find_distinct([numpy.array([4, 4]), 1])
+    assert (list(first), list(which)) == ([0], [0, 0])
