@@ -52,6 +52,12 @@ TRANSLATORS = {
     "AnswerDotAI/fsdp_qlora": "fsdp_qlora",
     "stas00/ml-engineering": "stas00",
     "mosaicml/llm-foundry": "llm_foundry",
+    "Narayanan": "megatron_papers",
+    "Smith et al.": "megatron_papers",
+    "yanring/Megatron-MoE-ModelZoo": "moe_zoo",
+    "foundation-model-stack/fms-fsdp": "small_trainers",
+    "Dao-AILab/flash-attention": "small_trainers",
+    "karpathy/llm.c": "small_trainers",
     "InternLM/InternEvo": "internevo",
 }
 

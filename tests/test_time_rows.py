@@ -205,7 +205,10 @@ def test_internevos_groups_of_states_are_copied():
         import_published.make_row(at(EVO | {"config": odd}, 4.5))
 
 
-@pytest.mark.parametrize("name", ["composer", "internevo"])
+@pytest.mark.parametrize(
+    "name",
+    ["automodel", "composer", "flash-attention", "fms-fsdp", "internevo", "llm-c", "paddlenlp"],
+)
 def test_a_framework_without_bytes_says_why(name):
     row = next(r for r in OTHERS if r.recipe.framework == name)
     model = families.read_model(row.recipe.model)
@@ -286,3 +289,144 @@ def test_blocks_whose_activations_wait_and_whole_sharding_are_read_from_the_row(
     assert recipe.options["use_megatron_fsdp"]
     assert recipe.options["cpu_offloading_num_layers"] == 40
     assert (recipe.parallel.zero, recipe.recompute_blocks) == (3, 5)
+
+
+GPT = {"name": "GPT", "kv_heads": 96, "heads": 96, "hidden": 12288, "ffn": 49152,
+       "n_layers": 80, "vocab": 51200, "seq_len": 2048}  # fmt: skip
+SELENE = a_row(
+    "Narayanan et al. 2021 (SC21) Table 1",
+    model=GPT, hardware={"gpu": "A100-SXM-80GB", "n_gpus": 1536},
+    config={"precision": "fp16-mixed", "global_batch": 2304, "recompute": "full", "dp": 24,
+            "tp": 8, "pp": 8, "micro_batch": None, "zero_stage": 0, "framework": "Megatron-LM"},
+)  # fmt: skip
+
+
+def test_megatrons_first_table_takes_micro_batches_and_interleaving_from_its_artifact():
+    recipe = recipe_of(at(SELENE, 24.8))
+    p = recipe.parallel
+    assert (recipe.micro_batch, recipe.accumulation) == (2, 48)  # run_table_1.sh: MBS=2
+    assert (p.virtual_pp, p.pp, p.tp, p.dp_replicate, p.world) == (2, 8, 8, 24, 1536)
+    assert not recipe.options["use_distributed_optimizer"]
+    assert recipe.recompute_blocks == 80
+    unknown = SELENE | {"model": GPT | {"hidden": 12800, "heads": 100, "kv_heads": 100}}
+    with pytest.raises(NotExpressible, match="artifact"):
+        import_published.make_row(at(unknown, 24.8))
+    second = SELENE | {"source": "Narayanan et al. 2021 Table 2"}
+    row, _ = import_published.make_row(at(second, 24.8))
+    assert (row.recipe.micro_batch, row.recipe.parallel.virtual_pp) == (1, 1)
+    assert "Assumed: micro-batches of one" in row.source.notes
+    smith = SELENE | {"source": "Smith et al. 2022 MT-NLG",
+                      "config": SELENE["config"] | {"framework": "Megatron-DeepSpeed",
+                                                    "precision": "bf16-mixed"}}  # fmt: skip
+    assert recipe_of(at(smith, 24.8)).framework == "megatron-deepspeed"
+
+
+QWEN3 = a_row(
+    "yanring/Megatron-MoE-ModelZoo best_practice/qwen3/readme.md",
+    model={"name": "Qwen3-235B-A22B", "n_layers": 94, "heads": 64, "kv_heads": 4, "ffn": None,
+           "head_dim": 128, "vocab": 151936, "seq_len": 4096, "n_experts": 128, "top_k": 8,
+           "moe_ffn": 1536},
+    hardware={"n_gpus": 256},
+    config={"precision": "bf16-mixed", "grad_accum": 128, "global_batch": 2048, "dp": 16, "tp": 2,
+            "sp": True, "pp": 8, "vp": 4, "ep": 32, "recompute": "selective: norm, act",
+            "extra": "DeepEP, 1F1B overlap"},
+)  # fmt: skip
+
+
+def test_the_moe_zoos_words_are_megatrons_arguments():
+    recipe = recipe_of(at(QWEN3, 18.0))
+    o = recipe.options
+    assert o["moe_token_dispatcher_type"] == "deepep"
+    assert o["overlap_moe_expert_parallel_comm"]
+    assert o["recompute_modules"] == "layernorm,moe_act"
+    assert o["account_for_loss_in_pipeline_split"]  # 94 blocks and both ends: 32 pieces of 3
+    assert families.read_model(recipe.model).architecture.experts.count == 128
+    config = QWEN3["config"] | {
+        "extra": "A2A dispatcher, Megatron FSDP", "recompute": "full", "pp": 1, "vp": 1,
+        "dp": 128, "grad_accum": 16,
+    }  # fmt: skip
+    other = recipe_of(at(QWEN3 | {"config": config}, 18.0))
+    assert other.options["moe_token_dispatcher_type"] == "alltoall"
+    assert (other.options["use_megatron_fsdp"], other.parallel.zero) == (True, 3)
+
+
+AUTO = a_row(
+    "NVIDIA-NeMo/Automodel docs/performance-summary.mdx",
+    model={"name": "Llama-3-70B", "n_layers": 80, "hidden": 8192, "heads": 64, "ffn": 28672,
+           "seq_len": 4096},
+    config={"precision": "bf16", "micro_batch": 2, "grad_accum": 4, "global_batch": 32, "dp": 4,
+            "tp": 2, "recompute": "full", "lora": {"rank": 16, "targets": "*_proj"},
+            "compile": "yes (yaml)", "extra": "LBS 2; TE + triton"},
+)  # fmt: skip
+
+
+def test_automodels_local_batch_kernels_and_adapters_are_read():
+    recipe = recipe_of(at(AUTO, 15.0))
+    assert (recipe.method, len(recipe.lora.targets), recipe.compile) == ("lora", 7, "blocks")
+    assert (recipe.options["local_batch"], recipe.options["experts"]) == (2, "te")
+    assert (recipe.options["dispatcher"], recipe.parallel.world) == ("deepep", 8)
+    config = QWEN3["config"] | {
+        "precision": "mxfp8", "recompute": "none", "dp": 64, "tp": 1, "pp": 4, "ep": 32,
+        "grad_accum": 32, "extra": "expert/kernels: gmm; MFU vs 2500 TFLOPS",
+    }  # fmt: skip
+    hardware = {"gpu": "GB200-186GB", "n_gpus": 256, "gpus_per_node": 4}
+    sparse = QWEN3 | {"source": AUTO["source"], "config": config, "hardware": hardware}
+    recipe = recipe_of(at(sparse, 15.0))
+    assert recipe.precision == "fp8-mixed"
+    assert (recipe.options["experts"], recipe.options["dispatcher"]) == ("gmm", "hybridep")
+    assert not recipe.parallel.reshard_after_forward
+
+
+def test_small_trainers_rows_take_from_their_scripts_what_the_page_leaves_out():
+    small = FOUNDRY["model"] | {"hidden": 1536, "ffn": 6144, "heads": 16, "kv_heads": 16,
+                                "n_layers": 24, "seq_len": 2048}  # fmt: skip
+    hardware = {"gpu": "A100-SXM-80GB", "n_gpus": 8, "mem_gb": 80}
+    flash = a_row(
+        "Dao-AILab/flash-attention training/README.md", model=small, hardware=hardware,
+        config={"global_batch": 256, "dp": 8, "framework": "flash-attn training stack"},
+    )  # fmt: skip
+    recipe = recipe_of(at(flash, 1.0))
+    assert (recipe.micro_batch, recipe.accumulation, recipe.parallel.dp_shard) == (16, 2, 8)
+    tiny = flash | {"model": small | {"hidden": 768, "ffn": 3072, "heads": 12, "kv_heads": 12}}
+    assert recipe_of(at(tiny, 1.0)).parallel.dp_replicate == 8
+    c = a_row(
+        "karpathy/llm.c scripts", model=small | {"seq_len": 1024}, hardware=hardware,
+        config={"micro_batch": 32, "global_batch": 512, "zero_stage": 1, "dp": 8,
+                "recompute": "none (-r 0)", "framework": "llm.c (CUDA)"},
+    )  # fmt: skip
+    assert recipe_of(at(c, 1.0)).accumulation == 2
+    fms = a_row(
+        "foundation-model-stack/fms-fsdp README.md", hardware=hardware | {"n_gpus": 32},
+        config={"micro_batch": 2, "global_batch": 64, "dp": 32, "recompute": "selective",
+                "compile": True, "fsdp": "HSDP", "framework": "FSDP1 (fms)"},
+    )  # fmt: skip
+    recipe = recipe_of(at(fms, 1.0, mfu=0.6, hfu=0.7))
+    assert (recipe.parallel.dp_replicate, recipe.parallel.dp_shard) == (4, 8)
+    assert (recipe.recompute_blocks, recipe.compile) == (16, "model")  # half of 32 blocks
+
+
+def test_qwens_quantised_rows_lose_their_memory_and_keep_their_time():
+    row = a_row(
+        "QwenLM/Qwen README.md profiling table", usable_for=["memory", "time"],
+        model={"name": "Qwen-7B", "kv_heads": 32, "ffn": 11008, "vocab": 151936, "seq_len": 512},
+        hardware={"gpu": "A100-SXM-80GB", "n_gpus": 1, "gpus_per_node": 1},
+        config={"dp": 1, "global_batch": 8, "grad_accum": 8, "recompute": "full", "zero_stage": 2,
+                "quant": "gptq int4 (fp16 compute)", "precision": "fp16",
+                "lora": {"rank": 64, "targets": "c_attn,c_proj,w1,w2"}},
+    )  # fmt: skip
+    memory = {"peak_mem_gb": 11.5, "peak_mem_unit": "GB?", "peak_mem_kind": "unspecified"}
+    made, lost = import_published.make_row(at(row, 3.0, **memory))
+    assert set(made.measurements) == {"time.step_seconds"}
+    assert "gptq" in lost["memory"]
+    assert (made.recipe.base_format, made.recipe.precision) == ("int4", "fp16-mixed")
+    lora = {"rank": 64, "targets": "c_attn,c_proj,w1,w2 + embedding and lm_head trained"}
+    config = {k: v for k, v in row["config"].items() if k != "quant"}
+    copied = row | {"config": config | {"lora": lora, "zero_stage": 0}}
+    made, lost = import_published.make_row(at(copied, 3.0, **memory))
+    assert made.recipe.options["modules_to_save"] == "embed_tokens,lm_head"
+    assert "modules_to_save" in lost["memory"]
+    for recipe in (made.recipe, import_published.make_row(at(row, 3.0))[0].recipe):
+        with pytest.raises(MemoryUnknown):
+            foreign.predict_ledger(
+                recipe, families.read_model(recipe.model), find_device(recipe.device)
+            )

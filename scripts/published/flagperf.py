@@ -18,13 +18,14 @@ from published import (
     llama_config,
     task_of,
 )
+from published.llm_foundry import gpt2_config
 
 
 def translate(row: Published) -> Translated:
     """The request of a row; raises NotExpressible."""
     framework = row["config"]["framework"]
     if "Paddle" in framework:
-        raise NotExpressible("PaddlePaddle")
+        return _paddle(row)
     if framework.startswith("Megatron-core") and not row["model"].get("n_experts"):
         return _megatron(row, _llama3(row))
     if framework == "FlagScale/Megatron":
@@ -87,6 +88,28 @@ def _deepspeed(row: Published) -> Translated:
         },
     }  # fmt: skip
     return Translated(request, kind_of(row))
+
+
+def _paddle(row: Published) -> Translated:
+    """PaddleNLP 2.6 on Paddle 2.5.1, by the configurations of training/nvidia/*-paddle."""
+    c, m = row["config"], row["model"]
+    if not c["precision"].startswith("fp16"):
+        raise NotExpressible(f"Paddle's precision {c['precision']}")
+    request = {
+        "model": gpt2_config(row) if m.get("arch") == "gpt" else llama_config(row),
+        "framework": "paddlenlp",
+        "task": task_of(row),
+        "precision": "fp16-mixed",
+        "micro_batch": c["micro_batch"],
+        "attention": "flash",
+        "recompute": c["recompute"],
+        "parallel": {
+            "dp_shard": c["dp"], "zero": c["zero_stage"], "tp": c["tp"], "pp": c["pp"],
+        },
+        "hardware": hardware_of(row),
+        "options": {"use_fused_rms_norm": "fused_rms_norm 1" in str(c.get("extra"))},
+    }  # fmt: skip
+    return Translated(request, kind_of(row), memory_lost="PaddlePaddle")
 
 
 def _zero(row: Published) -> Translated:

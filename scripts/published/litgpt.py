@@ -19,7 +19,7 @@ def translate(row: Published) -> Translated:
     """See the package: the request of `litgpt finetune lora` or `litgpt finetune full`."""
     config, hub = row["config"], "config_hub" in row["source"]
     if "thunder" in row["source"]:
-        return Translated(pretraining(row), kind_of(row))
+        return pretraining(row)
     if "Adapter" in row["source"]:
         raise NotExpressible("litgpt's adapters are no method of memfit's")
     devices = row["hardware"]["n_gpus"]
@@ -59,11 +59,12 @@ def translate(row: Published) -> Translated:
     return Translated(request, kind_of(row))
 
 
-def pretraining(row: Published) -> dict[str, Any]:
-    """extensions/thunder/pretrain.py, as it runs without Thunder."""
+def pretraining(row: Published) -> Translated:
+    """extensions/thunder/pretrain.py, as it runs without Thunder; its time is a micro-batch's."""
     c, devices = row["config"], row["hardware"]["n_gpus"]
     if c.get("compile") not in ("eager", False, None):
         raise NotExpressible(f"what `{c['compile']}` fuses is not described")
+    whole = c.get("global_batch") == c["micro_batch"] * devices
     request: dict[str, Any] = {
         "framework": "litgpt",
         "model": model(row),
@@ -82,7 +83,8 @@ def pretraining(row: Published) -> dict[str, Any]:
     if devices > 1:
         sharded = (c.get("zero_stage") or 0) == 3
         request["parallel"] = {"dp_shard" if sharded else "dp_replicate": devices}
-    return request
+    lost = "" if whole else "the time of a micro-batch, and what a step has more is not stated"
+    return Translated(request, kind_of(row), time_lost=lost)
 
 
 def model(row: Published) -> dict[str, Any] | str:

@@ -67,7 +67,7 @@ def translate(row: Published) -> Translated:
             "sequence_parallel": bool(c.get("sp", c["tp"] > 1)) and c["tp"] > 1,
         },
         "hardware": hardware_of(row),
-        "options": found | scaling | options | _options(row) | _split(row)
+        "options": found | scaling | options | _options(row) | split_options(row)
         | ({"use_megatron_fsdp": True} if whole else {}),
     }  # fmt: skip
     if lora := c.get("lora"):
@@ -152,7 +152,7 @@ def _mtp(row: Published) -> bool:
     return bool(rate and flops and 1000 * flops / rate > 255)
 
 
-def _split(row: Published) -> dict[str, Any]:
+def split_options(row: Published) -> dict[str, Any]:
     """Embedding and head count as blocks where the blocks alone do not divide."""
     c, layers = row["config"], row["model"]["n_layers"]
     pieces = c["pp"] * (c.get("vp") or 1)
@@ -202,10 +202,16 @@ def _config(row: Published) -> dict[str, Any] | str:
         return CATALOGUE[m["name"]]
     if "mla" in str(m.get("arch")):
         return deepseek_config(row)
-    if not m["name"].startswith("Qwen3"):
-        if m.get("n_experts"):
-            raise NotExpressible(f"experts of {m['name']}")
-        return llama_config(row)
+    if m["name"].startswith("Qwen3"):
+        return qwen3_config(row)
+    if m.get("n_experts"):
+        raise NotExpressible(f"experts of {m['name']}")
+    return llama_config(row)
+
+
+def qwen3_config(row: Published) -> dict[str, Any]:
+    """config.json of a Qwen3 with the row's sizes, with experts or without."""
+    m = row["model"]
     changes: dict[str, Any] = {"model_type": "qwen3", "head_dim": m.get("head_dim") or 128}
     if m.get("n_experts"):
         changes |= {

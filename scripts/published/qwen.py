@@ -11,12 +11,15 @@ from published._qwen1 import config, targets
 def translate(row: Published) -> Translated:
     """See the package."""
     c, devices = row["config"], row["hardware"]["n_gpus"]
-    if c.get("quant"):
-        raise NotExpressible(f"weights stored as {c['quant']} are not described")
-    if c.get("lora") and "trained" in c["lora"]["targets"]:
-        raise NotExpressible(
-            "adapters beside a trained copy of embedding and head (modules_to_save)"
-        )
+    quant, lora = c.get("quant"), c.get("lora")
+    if quant and not quant.startswith("gptq int4"):
+        raise NotExpressible(f"weights stored as {quant} are not described")
+    saved = bool(lora) and "trained" in lora["targets"]
+    lost = (
+        f"weights stored as {quant} are not described" if quant
+        else "adapters beside a trained copy of embedding and head (modules_to_save)" if saved
+        else ""
+    )  # fmt: skip
     sharded = (c.get("zero_stage") or 0) > 0
     request: dict[str, Any] = {
         "framework": "deepspeed" if sharded else "hf-trainer",
@@ -27,15 +30,17 @@ def translate(row: Published) -> Translated:
             "global_batch": c["global_batch"],
         },
         "micro_batch": c["micro_batch"],
-        "precision": "bf16-mixed",
-        "method": "lora" if c.get("lora") else "full",
-        "base_format": "bf16",
+        "precision": "fp16-mixed" if quant else "bf16-mixed",
+        "method": "lora" if lora else "full",
+        "base_format": "int4" if quant else "bf16",
         "recompute": "full" if c["recompute"] == "full" else "none",
         "optimizer": {"implementation": "foreach"},
     }  # fmt: skip
-    if c.get("lora"):
-        asked = targets(c["lora"]["targets"])
-        request["lora"] = {"rank": c["lora"]["rank"], "targets": asked, "dropout": 0.05}
+    if lora:
+        asked = targets(lora["targets"].partition(" + ")[0])
+        request["lora"] = {"rank": lora["rank"], "targets": asked, "dropout": 0.05}
+    if saved:
+        request["options"] = {"modules_to_save": "embed_tokens,lm_head"}
     if sharded:
         request["parallel"] = {"dp_shard": devices, "zero": c["zero_stage"]}
-    return Translated(request, kind_of(row))
+    return Translated(request, kind_of(row), memory_lost=lost)

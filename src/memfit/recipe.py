@@ -12,7 +12,7 @@ from memfit.nouns import Noun
 
 Method = Literal["full", "freeze", "lora"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp16", "fp8-mixed", "fp4-mixed"]
-Format = Literal["fp32", "bf16", "fp16", "int8", "nf4", "fp4"]
+Format = Literal["fp32", "bf16", "fp16", "int8", "int4", "nf4", "fp4"]  # int4: GPTQ
 Attention = Literal["math", "flash", "efficient", "cudnn", "eager"]
 Loss = Literal["plain", "chunked", "fused"]
 Recompute = Literal["full", "selective"]

@@ -34,6 +34,7 @@ from memfit.plan.frameworks._assembly import (
     run_passes,
 )
 from memfit.plan.frameworks._fsdp1 import shard, shard_frozen
+from memfit.plan.frameworks._peft import APART, refuse_apart
 from memfit.plan.frameworks._quantised import eight_bit_bytes, four_bit_bytes
 from memfit.plan.memory import without_shape
 from memfit.recipe import FORMAT_DTYPE, Recipe
@@ -272,6 +273,7 @@ def hf_knobs() -> dict[str, Knob]:
             default="0.50", means="0.43 keeps what products with quantised weights have read",
             values=("0.50", "0.43"),
         ),
+        **APART,
     }  # fmt: skip
 
 
@@ -333,6 +335,7 @@ def hold_scales(model: Model, recipe: Recipe) -> Held:
 
 def check_coded(job: Job) -> None:
     """Raise InvalidRequest for quantised weights that are not described, or cannot be trained."""
+    refuse_apart(job)
     recipe, a = job.recipe, job.model.architecture
     if recipe.base_format not in ("nf4", "fp4", "int8"):
         return
@@ -381,7 +384,7 @@ def shared_values() -> dict[str, Any]:
     return {
         "precision": ("bf16-mixed", "bf16", "fp32", "fp16-mixed"),
         "method": ("full", "lora"),
-        "base_format": ("bf16", "fp16", "fp32", "nf4", "fp4", "int8"),
+        "base_format": ("bf16", "fp16", "fp32", "nf4", "fp4", "int8", "int4"),
         "optimizer": ("adamw", "adamw8bit", "sgd"),
         "implementation": ("fused", "foreach", "loop"),
         "recompute": ("none", "full"),

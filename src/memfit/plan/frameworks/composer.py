@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import ClassVar, final
 
 from memfit.plan.frameworks import Framework, Knob, frameworks
+from memfit.plan.frameworks._timed import UNPUBLISHED, plain_values
 
 
 @final
@@ -20,19 +21,11 @@ class Composer(Framework):
     name = "composer"
     title = "Composer with llm-foundry's MPT"
     source = "mosaicml/llm-foundry b2a43a1 (2023-10), 5e85bd6 (2024-01); Composer 0.17"
-    memory_unknown = "no published run says what it held"
-    values: ClassVar = {
-        "precision": ("bf16-mixed", "fp8-mixed", "fp16-mixed"),
-        "method": ("full",),
-        "base_format": ("fp32",),
-        "optimizer": ("adamw",),
-        "implementation": ("loop",),
-        "recompute": ("none", "full"),
-        "attention": ("flash", "math"),
-        "loss": ("plain",),
-        "compile": ("none",),
-        "offload": ("none",),
-    }
+    memory_unknown = UNPUBLISHED
+    values: ClassVar = plain_values(
+        precision=("bf16-mixed", "fp8-mixed", "fp16-mixed"),
+        implementation=("loop",), attention=("flash", "math"),
+    )  # fmt: skip
     axes = ("dp_shard", "reshard_after_forward")
     knobs: ClassVar = {
         "version": Knob(default=202310, means="year and month of the code, such as 202401"),

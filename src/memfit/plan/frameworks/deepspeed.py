@@ -34,6 +34,7 @@ from memfit.plan.frameworks._hf import (
     parameter_bytes,
     shared_values,
 )
+from memfit.plan.frameworks._peft import APART
 from memfit.plan.memory import without_shape
 from memfit.recipe import Recipe
 from memfit.units import show_bytes, show_count
@@ -68,6 +69,7 @@ class DeepSpeed(Framework):
         "sub_group_size": Knob(
             default=1_000_000_000, means="elements of a share that are updated at once, stage 3"
         ),
+        **APART,
     }  # fmt: skip
     slack = Slack(
         low=1.0, typical=1.06, high=1.25,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import ClassVar, final
 
 from memfit.plan.frameworks import Framework, Knob, frameworks
+from memfit.plan.frameworks._timed import UNPUBLISHED, plain_values
 
 
 @final
@@ -19,19 +20,8 @@ class InternEvo(Framework):
     name = "internevo"
     title = "InternEvo"
     source = "InternLM/InternEvo (configs/7B_sft.py, internlm/solver, internlm/data)"
-    memory_unknown = "no published run says what it held"
-    values: ClassVar = {
-        "precision": ("bf16-mixed", "fp16-mixed"),
-        "method": ("full",),
-        "base_format": ("fp32",),
-        "optimizer": ("adamw",),
-        "implementation": ("fused",),
-        "recompute": ("none", "full"),
-        "attention": ("flash",),
-        "loss": ("plain",),
-        "compile": ("none",),
-        "offload": ("none",),
-    }
+    memory_unknown = UNPUBLISHED
+    values: ClassVar = plain_values(precision=("bf16-mixed", "fp16-mixed"))
     axes = ("dp_replicate", "dp_shard", "zero", "tp", "pp", "virtual_pp")
     cuts = 1
     knobs: ClassVar = {
