@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit import api, units
-from memfit.catalog import find_device, find_model
+from memfit.catalog import find_device, find_model, models
 from memfit.errors import InvalidRequest, UnknownName
 from memfit.plan import inference
 from memfit.plan.inference import split_by_demand
@@ -54,6 +54,13 @@ def test_the_rate_is_that_of_a_predicted_step():
     assert row.flops < row.mfu * find_device("h100-sxm").flops["bf16"]  # attention counts nothing
     assert "predicted from a step of llama-3.2-1b" in row.because[1]
     assert "without what they say to one another" in row.because[1]
+
+
+def test_every_dense_model_that_can_be_planned_has_a_rate():
+    """Any of them may be the nearest to an answer's size."""
+    for size in ("opt", "mpt", "bloom", "gpt2", "falcon", "gpt_neox", "gemma2", "phi"):
+        row = next(m for m in models() if m.model_type == size)
+        assert predict_rate(row.id, find_device("h100-sxm"), 8).tokens_per_second > 0, row.id
 
 
 def test_unlike_offers_stand_in_one_table_and_the_unknown_is_said():

@@ -248,7 +248,8 @@ def _rate(
         return peak * request.mfu, request.mfu, f"MFU of the {dtype} peak given"
     if hours is None:
         return None, None, "no device-hours, so no model to predict the rate of"
-    peak = max(device.flops.values(), default=None)
+    rates = device.flops
+    peak = rates.get("bf16") or rates.get("fp16") or rates.get("fp32")
     if peak is None:
         return None, None, f"no peak of `{device.id}` is known"
     first = asked or _of_compute(hours * units.HOUR * peak * ASSUMED_MFU, offer, device)

@@ -36,7 +36,7 @@ def predict_rate(model: str, device: Device, count: int) -> Rate:
         model=model,
         weights="random",
         method="full",
-        task=Task(global_batch=SEQUENCES),
+        task=Task(global_batch=SEQUENCES, packing=False),  # which some families cannot
         hardware=Hardware(device=device.id),
     )
     try:
