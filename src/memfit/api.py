@@ -16,7 +16,7 @@ from memfit import catalog, families, look_up
 from memfit.corpus import append_row as append_row
 from memfit.corpus import submit_row as submit_row
 from memfit.errors import InvalidRequest
-from memfit.hardware import Device
+from memfit.hardware import Device, Fabric
 from memfit.libraries import installed_versions
 from memfit.nouns import from_data, write_atomically, write_json
 from memfit.plan import foreign, search
@@ -272,6 +272,11 @@ def models(search: str = "", *, family: str = "", up_to: str = "") -> tuple[Cata
 def devices(search: str = "", *, vendor: str = "", at_least: str = "") -> tuple[Device, ...]:
     """Catalogue rows in which every word of `search` occurs; UnknownName when there is none."""
     return look_up.find_devices(search, vendor=vendor, at_least=at_least)
+
+
+def networks(search: str = "") -> tuple[Fabric, ...]:
+    """What joins machines: rows in which every word of `search` occurs; UnknownName without one."""
+    return look_up.find_networks(search)
 
 
 def supported_families() -> list[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from memfit import catalog, units
-from memfit.catalog import CatalogModel
+from memfit.catalog import CatalogModel, links
 from memfit.errors import InvalidRequest, UnknownName
-from memfit.hardware import Device
+from memfit.hardware import Device, Fabric
 
 
 def find_models(search: str, *, family: str = "", up_to: str = "") -> tuple[CatalogModel, ...]:
@@ -39,6 +39,15 @@ def find_devices(search: str, *, vendor: str = "", at_least: str = "") -> tuple[
     if not rows:
         known = {row.vendor for row in catalog.devices()} if vendor else ()
         _nothing("device", search, (row.id for row in catalog.devices()), vendor, known)
+    return tuple(rows)
+
+
+def find_networks(search: str) -> tuple[Fabric, ...]:
+    """What joins machines, where every word of `search` occurs; UnknownName when there is none."""
+    every = [row for row in links.fabrics() if row.joins == "machines"]
+    rows = [row for row in every if _holds(search, row.id, row.name, *row.match)]
+    if not rows:
+        _nothing("network", search, (row.id for row in every), "", ())
     return tuple(rows)
 
 

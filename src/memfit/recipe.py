@@ -131,6 +131,7 @@ class Recipe(Noun, frozen=True, kw_only=True):
     compile: Compile = "none"
     offload: Offload = "none"
     devices_per_node: int = 0  # of each machine; 0: one machine holds all ranks
+    network: str = ""  # between machines, a row of links.toml; "": the device's usual one
     options: dict[str, Option] = {}  # noqa: RUF012 (knobs that only this framework has)
 
     def __hash__(self) -> int:
@@ -145,8 +146,9 @@ class Recipe(Noun, frozen=True, kw_only=True):
         A key that came later counts where it is set, so that older recipes keep their names.
         """
         content = msgspec.to_builtins(self)
-        if not self.devices_per_node:
-            del content["devices_per_node"]
+        for late in ("devices_per_node", "network"):
+            if not content[late]:
+                del content[late]
         encoded = msgspec.json.encode(content, order="sorted")
         return hashlib.sha256(encoded).hexdigest()[:16]
 

@@ -116,6 +116,7 @@ class Hardware(Noun, frozen=True, kw_only=True):
     device: str = "auto"  # this machine
     count: Positive = 1
     nodes: Positive = 1
+    network: str = ""  # between nodes: "ndr-8x400", "100GbE", …; "" takes the device's usual one
     price: str = ""  # of a device-hour: "2.50 USD", or a kind of price: on-demand, spot, …
     grid: str = ""  # "france", or "0.4 kg/kWh"; "" leaves CO2 unknown
     load: Share | None = None  # drawn of the rated power; None: memfit's assumption

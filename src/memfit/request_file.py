@@ -79,6 +79,7 @@ KEYS = {
     "hardware.device": "catalogue name (`memfit devices`); auto: this machine",
     "hardware.count": "devices per node",
     "hardware.nodes": "machines",
+    "hardware.network": "what joins machines (`memfit networks`); empty: the device's usual one",
     "hardware.price": "of a device-hour: 2.50 USD | on-demand | reserved | capacity block | spot",
     "hardware.grid": "whose electricity, for CO2: france, DEU, world, … or 0.4 kg/kWh",
     "hardware.load": "share of the devices' rated power that they draw; empty: 0.85 is assumed",

@@ -32,6 +32,7 @@ VERBS = {
     "generate": "running",
     "models": "looking",
     "devices": "looking",
+    "networks": "looking",
     "budget": "looking",
     "formats": "looking",
     "rules": "looking",

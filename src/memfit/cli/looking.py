@@ -74,6 +74,24 @@ def devices_command(
     show_devices(make_console(), rows)
 
 
+@click.command("networks", short_help="List and search what joins machines.")
+@click.argument("search", nargs=-1)
+@output_options
+def networks_command(search: tuple[str, ...], as_json: bool, quiet: bool) -> None:
+    """List what joins machines; SEARCH words must all occur in a row."""
+    from memfit import api
+
+    del quiet
+    rows = api.networks(" ".join(search))
+    if as_json:
+        print_json(rows)
+        return
+    from memfit.screens.catalogue import show_networks
+    from memfit.screens.layout import make_console
+
+    show_networks(make_console(), rows)
+
+
 def _budget_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """One option for each quantity that may be known; the value carries its unit."""
     for name, example in reversed(QUANTITIES.items()):

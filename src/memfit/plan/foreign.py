@@ -15,7 +15,7 @@ from memfit.model import Model
 from memfit.plan.bounds import find_bounds
 from memfit.plan.cost import describe_cost
 from memfit.plan.frameworks import Framework, Job, find_framework, resolve_options
-from memfit.plan.problem import find_device, find_steps, sequence_length
+from memfit.plan.problem import find_device, find_network, find_steps, sequence_length
 from memfit.plan.reference import find_reference
 from memfit.recipe import Freeze, Lora, Optimizer, Parallel, Recipe
 from memfit.request import ParallelRequest, RecomputeBlocks, Request
@@ -177,6 +177,7 @@ def read_foreign(request: Request) -> tuple[Recipe, Model, tuple[str, ...]]:
         parallel=parallel,
         allocator=request.allocator,
         devices_per_node=request.hardware.count if request.hardware.nodes > 1 else 0,
+        network=find_network(request),
         options=resolve_options(framework, request.options),
     )  # fmt: skip
     return recipe, model, left

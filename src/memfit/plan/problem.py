@@ -11,6 +11,7 @@ import msgspec
 
 from memfit import catalog, families
 from memfit.allocator_settings import check_allocator
+from memfit.catalog import links
 from memfit.errors import InvalidRequest
 from memfit.families.limits import check_limits, own_kernels
 from memfit.hardware import Device
@@ -103,6 +104,16 @@ def find_device(name: str) -> Device:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     flops = row.flops if row.calibration else {}
     return msgspec.structs.replace(row, memory=memory, memory_driver=memory, flops=flops)
+
+
+def find_network(request: Request) -> str:
+    """The row of links.toml that `hardware.network` names; "" where it, or one machine, needs none.
+
+    Raises UnknownName (did-you-mean), or InvalidRequest for what does not join machines.
+    """
+    name = request.hardware.network
+    found = links.find_network(name).id if name else ""
+    return found if request.hardware.nodes > 1 else ""
 
 
 def _this_gpu() -> str | None:
@@ -272,6 +283,7 @@ def first_recipe(problem: Problem, *, method: Method, precision: Precision) -> R
         seed=request.seed,
         allocator=request.allocator,
         devices_per_node=request.hardware.count if request.hardware.nodes > 1 else 0,
+        network=find_network(request),
     )
 
 
