@@ -101,6 +101,29 @@ def test_a_reason_says_which_use_was_lost(tmp_path, monkeypatch, capsys):
     assert "2 with a time" in capsys.readouterr().out
 
 
+def test_torchtitans_words_for_what_changes_the_clock_alone():
+    words = {"extra": "async TP; schedule interleaved", "quant": "float8 rowwise, fp8 all-gather"}
+    found = import_published.make_row(TITAN | {"config": TITAN["config"] | words})[0].recipe.options
+    assert (found["async_tp"], found["pipeline_schedule"]) == (True, "Interleaved1F1B")
+    assert (found["float8_recipe"], found["float8_all_gather"]) == ("rowwise", True)
+    plain = import_published.make_row(TITAN)[0].recipe.options
+    assert (plain["async_tp"], plain["pipeline_schedule"]) == (False, "1F1B")
+
+
+def test_mlcommons_rows_say_which_container_or_round_ran():
+    row = a_row(
+        "MLCommons training_results_v4.1 llama2_70b_lora NVIDIA/eos_ngc24.09_nemo",
+        model={"name": "Llama-2-70B", "n_layers": 80, "hidden": 8192, "heads": 64, "ffn": 28672,
+               "vocab": 32000},
+        config={"precision": "fp8 (TE, fp8 params)", "attention": "fp8/cuDNN", "recompute": "none",
+                "dp": 2, "tp": 4, "sp": True, "global_batch": 8, "grad_accum": 4,
+                "lora": {"rank": 16, "alpha": 32, "targets": "linear_qkv, linear_proj"}},
+    )  # fmt: skip
+    assert recipe_of(at(row, 3.7)).options["version"] == 202409
+    named = row | {"source": "MLCommons training_results_v5.0 llama2_70b_lora Oracle/8xBM.GPU"}
+    assert recipe_of(at(named, 3.7)).options["version"] == 202504
+
+
 def test_what_a_row_does_not_state_is_no_recipe():
     silent = {k: v for k, v in TITAN["config"].items() if k != "recompute"}
     with pytest.raises(NotExpressible, match="`recompute` is not stated"):

@@ -9,6 +9,8 @@ the head counted as blocks of the pipeline; rank 0, which writes the log, is of 
 
 from __future__ import annotations
 
+import re
+
 from published import (
     NotExpressible,
     Published,
@@ -18,6 +20,9 @@ from published import (
     llama_config,
     task_of,
 )
+
+ROUNDS = {"v4.0": 202404, "v4.1": 202410, "v5.0": 202504}  # of submission
+UNSAID = "CUDA graphs and tp's overlap, which MLPerf's runs may have, are not in the recipe."
 
 
 def translate(row: Published) -> Translated:
@@ -47,10 +52,18 @@ def translate(row: Published) -> Translated:
         "options": {
             "cp_comm_type": "a2a", "fp8_dot_product_attention": "fp8" in c["attention"],
             "activation_func_fp8_input_store": c["cp"] == 1,
-            "accumulate_allreduce_grads_in_fp32": False,
+            "accumulate_allreduce_grads_in_fp32": False, "version": version_of(row),
         },
     }  # fmt: skip
-    return Translated(request, kind_of(row))
+    return Translated(request, kind_of(row), assumed=UNSAID)
+
+
+def version_of(row: Published) -> int:
+    """Year and month of the container in the submission's name, or of the round."""
+    named = re.search(r"ngc(\d\d)\.(\d\d)", row["source"])
+    if named:
+        return int(f"20{named[1]}{named[2]}")
+    return next((date for start, date in ROUNDS.items() if start in row["source"]), 0)
 
 
 def _pretraining(row: Published) -> Translated:
@@ -76,7 +89,7 @@ def _pretraining(row: Published) -> Translated:
             "cross_entropy_loss_fusion": "native",
             "account_for_embedding_in_pipeline_split": split,
             "account_for_loss_in_pipeline_split": split,
-            "create_attention_mask_in_dataloader": False,
+            "create_attention_mask_in_dataloader": False, "version": version_of(row),
         },
     }  # fmt: skip
-    return Translated(request, kind_of(row))
+    return Translated(request, kind_of(row), assumed=UNSAID)

@@ -21,6 +21,7 @@ from published import (
 
 FIRST = 202404  # docs/performance.md, early revision
 AO = {"H100": 202503, "MI300X": 202508, "B200": 202508}  # the loss was not yet compiled in 0.0.2
+UNSAID = "Whether weights are gathered in FP8 is not stated: taken as not."
 PIECES_APART = 202505  # from when on Blackwell takes cuDNN's attention first
 
 
@@ -67,8 +68,22 @@ def translate(row: Published) -> Translated:
                 "dp_shard": config["dp"], "tp": tp, "sequence_parallel": tp > 1,
                 "cp": config.get("cp") or 1, "pp": pp, "virtual_pp": vp,
             },
-            "options": {"version": version},
+            "options": {"version": version} | clock(row),
             "hardware": hardware_of(row),
         },
         kind="peak_reserved",
+        assumed=UNSAID if str(config.get("quant")) in ("float8", "float8-tensorwise") else "",
     )  # fmt: skip
+
+
+def clock(row: Published) -> dict[str, object]:
+    """Options that change a step's time alone, from the row's words."""
+    config = row["config"]
+    quant, extra = str(config.get("quant")), str(config.get("extra"))
+    found: dict[str, object] = {"async_tp": "async TP" in extra}
+    recipes = ("rowwise_with_gw_hp", "rowwise", "mxfp8")  # the longer name first
+    found["float8_recipe"] = next((word for word in recipes if word in quant), "tensorwise")
+    found["float8_all_gather"] = "fp8 all-gather" in quant
+    if (config.get("vp") or 1) > 1 or "interleaved" in extra.lower():
+        found["pipeline_schedule"] = "Interleaved1F1B"
+    return found

@@ -63,7 +63,22 @@ class Torchtitan(Framework):
     )  # fmt: skip
     knobs = {  # noqa: RUF012
         "version": Knob(default=202508, means="year and month of the code, such as 202412"),
-    }
+        # what follows changes the time of a step alone
+        "async_tp": Knob(default=False, means="tp's collectives run beside its products"),
+        "float8_recipe": Knob(
+            default="tensorwise", means="how FP8 values are scaled, of `precision: fp8-mixed`",
+            values=("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"),
+        ),
+        "float8_all_gather": Knob(default=False, means="weights are gathered in FP8"),
+        "pipeline_schedule": Knob(
+            default="1F1B", means="the order of a pipeline's pieces",
+            values=("1F1B", "Interleaved1F1B", "GPipe", "ZBVZeroBubble", "InterleavedZeroBubble"),
+        ),
+        "cp_rotate": Knob(
+            default="allgather", means="how keys and values reach the other cp ranks",
+            values=("allgather", "alltoall"),
+        ),
+    }  # fmt: skip
     slack = Slack(
         low=0.97, typical=1.04, high=1.15,
         source="fitted: rows of pytorch/torchtitan and pytorch/ao with split `fit`; their range",
