@@ -79,8 +79,18 @@ PRICE_SOURCES = {
 }
 PRICES_ADDED = {  # read in the same copies as the others
     "v100-sxm2-16": [{"usd": 0.1381, "kind": "spot", "source": "sky-verda"}],
-    "a100-sxm-40": [{"usd": 1.844, "kind": "capacity block", "source": "awsblocks"}],
-    "a100-sxm-80": [{"usd": 0.4515, "kind": "spot", "source": "sky-verda"}],
+    "a10": [{"usd": 1.29, "kind": "on-demand", "source": "sky-lambda"}],
+    "a100-sxm-40": [
+        {"usd": 1.99, "kind": "on-demand", "source": "sky-lambda"},
+        {"usd": 1.844, "kind": "capacity block", "source": "awsblocks"},
+    ],
+    "a100-pcie-40": [{"usd": 1.99, "kind": "on-demand", "source": "sky-lambda"}],
+    "a100-sxm-80": [
+        {"usd": 2.79, "kind": "8x node 22.32/8", "source": "sky-lambda"},
+        {"usd": 0.4515, "kind": "spot", "source": "sky-verda"},
+    ],
+    "rtx-4090": [{"usd": 0.74, "kind": "on-demand", "source": "sky-runpod"}],
+    "rtx-5090": [{"usd": 0.99, "kind": "on-demand", "source": "sky-runpod"}],
     "h100-sxm": [
         {"usd": 0.8015, "kind": "spot", "source": "sky-verda"},
         {"usd": 1.25, "kind": "spot", "source": "sky-nebius"},
@@ -278,7 +288,7 @@ def price_row(device):
     """
     rows = []
     for price in [*device["price_usd_per_gpu_hour"], *PRICES_ADDED.get(device["id"], [])]:
-        if price["source"].startswith("sky-runpod") and "pcie" not in device["id"]:
+        if "(A100 PCIe)" in price["source"] and "pcie" not in device["id"]:
             continue
         known = price["kind"] in ("on-demand", "spot", "capacity block")
         found = (s for s in SELLERS.values() if s[3] == price["source"])

@@ -239,5 +239,5 @@ def test_finding_a_row_parses_that_row_only():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     reads, characters = map(int, done.stdout.split())
-    assert reads == 3  # the device, its sources, the model
+    assert reads == 5  # the device, its prices, the sources of both, the model
     assert characters < 10_000
