@@ -50,6 +50,7 @@ LAYERS = [
         "proving",
         "difference",
         "timeline_files",
+        "step_trace",
         "curve",
         "calibrating",
         "api",

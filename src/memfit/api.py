@@ -178,6 +178,16 @@ def write_timeline(recording: Path, certificate: Certificate, folder: Path) -> l
     return timeline_files.write_timeline(read_recording(recording), certificate, folder)
 
 
+def write_step_trace(plan: Plan, folder: Path) -> Path:
+    """step.trace.json: the predicted seconds of a step, for ui.perfetto.dev.
+
+    Raises InvalidRequest where the plan knows no time.
+    """
+    from memfit import step_trace
+
+    return step_trace.write_step_trace(plan, folder)
+
+
 def write_report(folder: Path) -> Report:
     """Join a run folder's files and write report.json and report.html into it."""
     from memfit.report_page import render_page

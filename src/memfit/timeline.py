@@ -22,6 +22,12 @@ class Timeline(Noun, frozen=True, kw_only=True):
     spans: tuple[Span, ...]
 
     @property
+    def streams(self) -> tuple[str, ...]:
+        """What runs side by side, in the order in which it begins; on each, one span at a time."""
+        by_start = sorted(self.spans, key=lambda span: span.start)
+        return tuple(dict.fromkeys(span.stream for span in by_start))
+
+    @property
     def seconds(self) -> float | None:
         """End of the last span; None when nothing is known."""
         return max((s.start + s.duration for s in self.spans), default=None)

@@ -113,6 +113,8 @@ def _after_plan(
 @click.command("predict", short_help="Memory and time of one stated configuration.")
 @click.argument("target", metavar="RECIPE.YAML")
 @request_options
+@folder_option
+@click.option("--timeline", is_flag=True, help="Draw a step's seconds: a Chrome trace.")
 @why_option
 @output_options
 def predict_command(
@@ -120,6 +122,8 @@ def predict_command(
     device: str | None,
     memory: str | None,
     changes: Changes,
+    folder: Path | None,
+    timeline: bool,
     why: bool,
     as_json: bool,
     quiet: bool,
@@ -127,8 +131,13 @@ def predict_command(
     """Memory and time of one fully stated configuration, without a search."""
     from memfit import api
 
-    del quiet
+    _check_home(folder, timeline)
     plan = api.predict_with_levers(read_target(target, device, memory, changes))
+    if folder:
+        api.write_plan(plan, folder)
+        note(quiet)(f"wrote {folder / 'plan.json'}")
+        if timeline:
+            note(quiet)(f"wrote {api.write_step_trace(plan, folder)}")
     return _finish(plan, as_json, why, _after_plan(plan, target, device, memory, changes, None))
 
 

@@ -1,0 +1,89 @@
+"""The Chrome trace of a predicted step: it loads, and nothing overlaps on a stream."""
+
+import json
+from itertools import pairwise
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from memfit import api
+from memfit.cli.app import app
+from memfit.errors import InvalidRequest
+from memfit.request import Request
+from memfit.step_trace import write_step_trace
+from memfit.timeline import Span, Timeline
+
+PLANNED = ["predict", "llama-3.1-8b", "--device", "h100-sxm", "--set", "method=lora"]
+STATED = [
+    "precision=bf16", "micro_batch=1", "task.global_batch=8", "task.sequence_length=2048",
+    "recompute=full", "loss=plain", "attention=flash", "optimizer.name=adamw", "base_format=bf16",
+]  # fmt: skip
+
+
+def read_trace(path):
+    """Threads' names, and the slices of each in order."""
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    slices = {name: [] for name in names.values()}
+    for event in events:
+        if event["ph"] == "X":
+            slices[names[event["tid"]]].append(event)
+    return slices
+
+
+def check(slices, seconds):
+    for on_stream in slices.values():
+        for before, after in pairwise(sorted(on_stream, key=lambda e: e["ts"])):
+            assert before["ts"] + before["dur"] <= after["ts"] * (1 + 1e-9)
+    last = max(e["ts"] + e["dur"] for on_stream in slices.values() for e in on_stream)
+    assert last == pytest.approx(seconds * 1e6)
+
+
+def test_a_predicted_step_is_written_beside_its_plan(tmp_path):
+    words = [word for stated in STATED for word in ("--set", stated)]
+    asked = [*PLANNED, *words, "--timeline", "--folder", str(tmp_path)]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 0, done.output
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    slices = read_trace(tmp_path / "step.trace.json")
+    check(slices, plan["time"]["step_seconds"])
+    assert sum(map(len, slices.values())) == len(plan["timeline"]["spans"]) > 2
+    for on_stream in slices.values():
+        assert all(event["args"]["because"] for event in on_stream)
+
+
+@pytest.fixture
+def plan():
+    request = msgspec.convert({"model": "gpt2", "hardware": {"device": "h100-sxm"}}, Request)
+    return api.plan(request)
+
+
+def test_streams_run_side_by_side(plan, tmp_path):
+    def span(stream, start, duration):
+        return Span(
+            op="work", stream=stream, start=start, duration=duration, flop=0.0, because="told"
+        )
+
+    made = Timeline(spans=(span("dp", 1.0, 2.0), span("compute", 0.0, 2.0), span("dp", 3.0, 1.0)))
+    assert made.streams == ("compute", "dp")
+    path = write_step_trace(msgspec.structs.replace(plan, timeline=made), tmp_path)
+    slices = read_trace(path)
+    assert [(e["ts"], e["dur"]) for e in slices["dp"]] == [(1e6, 2e6), (3e6, 1e6)]
+    check(slices, 4.0)
+    overlapping = {"dp": [*slices["dp"], {"ts": 1.5e6, "dur": 2e6}]}
+    with pytest.raises(AssertionError):
+        check(overlapping, 4.0)
+
+
+def test_what_has_no_time_has_no_trace(plan, tmp_path):
+    unknown = msgspec.structs.replace(plan, timeline=Timeline(spans=()))
+    with pytest.raises(InvalidRequest, match="no timeline to draw"):
+        write_step_trace(unknown, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_timeline_needs_a_folder():
+    done = CliRunner().invoke(app, [*PLANNED, "--timeline"])
+    assert isinstance(done.exception, InvalidRequest)
+    assert "no folder is named" in str(done.exception)
