@@ -40,6 +40,10 @@ class Removed(NamedTuple):
     sentence: str
     hint: str
 
+    def more(self, number: int) -> Removed:
+        """The same rule, after it has left out further candidates."""
+        return self._replace(number=self.number + number)
+
 
 class Limits(NamedTuple):
     """What no candidate may exceed."""
@@ -131,12 +135,12 @@ def span(request: Request) -> Space:
     model = read_foreign(_alone(request))[1]
     job, node = Job(model=model, recipe=recipes[0], device=device), _node(request, device)
     limits = Limits(request.devices, node, request.task.global_batch, request.parallel == "auto")
-    removed: list[Removed] = []
+    removed: dict[str, Removed] = {}
     table = _meshes(request, framework, job, limits, removed)
     table = _batches(request, job, table, limits, removed)
     table = _keep(table, framework.rules(_job(job, table)), removed)
     parts = tuple(_part(request, recipe, framework, table) for recipe in recipes)
-    return Space(framework, model, device, limits, parts, tuple(removed))
+    return Space(framework, model, device, limits, parts, tuple(removed.values()))
 
 
 def explain(space: Space, recipe: Recipe) -> Rule | None:
@@ -244,7 +248,7 @@ def _job(job: Job, table: Columns) -> Job:
 
 
 def _meshes(
-    request: Request, framework: Framework, job: Job, limits: Limits, removed: list[Removed]
+    request: Request, framework: Framework, job: Job, limits: Limits, removed: dict[str, Removed]
 ) -> Columns:
     """Every mesh of all devices, with every split of the blocks."""
     ranks = divisors(limits.devices)
@@ -285,7 +289,7 @@ def _values(
 
 
 def _batches(
-    request: Request, job: Job, table: Columns, limits: Limits, removed: list[Removed]
+    request: Request, job: Job, table: Columns, limits: Limits, removed: dict[str, Removed]
 ) -> Columns:
     """Every micro-batch of every mesh, and the micro-batches that make up the global batch."""
     table = _keep(table, batch_rules(_job(job, table).recipe, limits)[:1], removed)
@@ -339,7 +343,7 @@ def _rows(table: Columns, rows: Any) -> Columns:
     return {name: column[rows] for name, column in table.items()}
 
 
-def _keep(table: Columns, rules: Sequence[Rule], removed: list[Removed]) -> Columns:
+def _keep(table: Columns, rules: Sequence[Rule], removed: dict[str, Removed]) -> Columns:
     """The rows that break no rule; raises InvalidRequest when none is left."""
     import numpy
 
@@ -349,8 +353,10 @@ def _keep(table: Columns, rules: Sequence[Rule], removed: list[Removed]) -> Colu
         count = int(broken.sum())
         if count:
             first = take(rule.values, broken.argmax())
-            removed.append(Removed(rule.name, count, rule.says.format(*first), rule.hint))
+            said = Removed(rule.name, count, rule.says.format(*first), rule.hint)
+            before = removed.get(rule.name)
+            removed[rule.name] = said if before is None else before.more(count)
             right &= ~broken
             if not right.any():
-                raise InvalidRequest(removed[-1].sentence, hint=removed[-1].hint)
+                raise InvalidRequest(said.sentence, hint=said.hint)
     return table if right.all() else _rows(table, right)

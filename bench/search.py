@@ -1,0 +1,163 @@
+"""How many configurations a second the search evaluates, and in how much memory.
+
+    python bench/search.py [--framework NAME] [--no-write]
+
+Each case is a request that leaves the mesh, the micro-batch, recomputing and the kernels open. It
+runs in a process of its own, twice; the second time is `warm`. `space` lists the candidates and
+`memory` gives the bytes of every one; EVALUATE names what a candidate is asked, so that seconds
+stand beside bytes with one more line. `alike` counts candidates that were also predicted one by one
+and had the same bytes: all of `checked`. `resident` is the largest set of the process, with numpy.
+
+Writes bench/results/search.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import memfit
+from memfit.nouns import from_data
+from memfit.plan.bounds import find_bounds
+from memfit.plan.foreign import describe_foreign, predict_ledger
+from memfit.plan.space import Space, span
+from memfit.recipe import Recipe
+from memfit.request import Request
+
+OUT = Path(__file__).resolve().parent / "results" / "search.json"
+CHECKED = 50  # candidates of each case that are predicted one by one, too
+CASES: dict[str, dict[str, Any]] = {
+    "llama-3.1-405b on 16,384 h100-sxm": {
+        "model": "llama-3.1-405b", "hardware": {"device": "h100-sxm", "count": 8, "nodes": 2048},
+        "task": {"sequence_length": 8192, "global_batch": 2048},
+    },
+    "deepseek-v3 on 16,384 h100-sxm": {
+        "model": "deepseek-v3", "hardware": {"device": "h100-sxm", "count": 8, "nodes": 2048},
+        "task": {"sequence_length": 4096, "global_batch": 15360},
+    },
+    "llama-3.1-8b on 8 h100-sxm": {
+        "model": "llama-3.1-8b", "hardware": {"device": "h100-sxm", "count": 8},
+        "task": {"sequence_length": 8192, "global_batch": 128},
+    },
+}  # fmt: skip
+
+
+def weigh(space: Space, recipes: Recipe) -> dict[str, Any]:
+    """Bytes of every candidate of a slice: allocated, of the whole device, and whether they fit."""
+    peaks = space.framework.measure(space.job(recipes))
+    bounds = find_bounds(space.framework, space.device, recipes.parallel, peaks.peak)
+    return {
+        "allocated": peaks.allocated, "total": bounds.total, "fits": bounds.high <= usable(space),
+        "may_fit": bounds.low <= usable(space),
+    }  # fmt: skip
+
+
+EVALUATE = {"memory": weigh}  # what is asked of each slice of candidates
+
+
+def usable(space: Space) -> int:
+    if space.device.memory is None:
+        raise SystemExit(f"the memory of `{space.device.id}` is unknown")
+    return space.device.memory
+
+
+def read(case: str, framework: str) -> Request:
+    return from_data(CASES[case] | {"framework": framework}, Request, where="the bench")
+
+
+def run(case: str, framework: str) -> dict[str, Any]:
+    """One whole search without its choice: candidates, seconds, how many fit."""
+    start, cpu = time.perf_counter(), time.process_time()
+    space = span(read(case, framework))
+    spent: dict[str, float] = {"space": time.perf_counter() - start}
+    fit = may = 0
+    for part in space.parts:
+        for recipes in part.slices():
+            for name, evaluate in EVALUATE.items():
+                before = time.perf_counter()
+                found = evaluate(space, recipes)
+                spent[name] = spent.get(name, 0.0) + time.perf_counter() - before
+            fit, may = fit + int(found["fits"].sum()), may + int(found["may_fit"].sum())
+    wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+    return {
+        "candidates": space.size, "fit": fit, "may_fit": may,
+        "seconds": {name: round(each, 4) for name, each in (spent | {"all": wall}).items()},
+        "cpu_seconds": round(cpu, 4), "a_second_of_cpu": round(space.size / cpu),
+        "parts": len(space.parts), "rules": {one.rule: one.number for one in space.removed},
+    }  # fmt: skip
+
+
+def check(case: str, framework: str) -> dict[str, int]:
+    """How many of a sample of the candidates have the bytes of their own prediction."""
+    space, pick = span(read(case, framework)), random.Random(0)
+    alike = 0
+    for _ in range(CHECKED):
+        part = pick.choice(space.parts)
+        recipe = part.recipe_of(pick.randrange(part.size))
+        ledger = predict_ledger(recipe, space.model, space.device)
+        memory = describe_foreign(ledger, recipe, space.device, usable(space))
+        one = weigh(space, as_columns(recipe))
+        same = one["allocated"][0] == memory.peak_allocated
+        alike += bool(same and one["total"][0] == memory.device_total)
+    return {"checked": CHECKED, "alike": alike}
+
+
+def as_columns(recipe: Recipe) -> Recipe:
+    """The recipe as a slice of one candidate."""
+    import numpy
+
+    from memfit.plan.columns import AXES, with_columns
+
+    columns = {name: numpy.array([getattr(recipe.parallel, name)]) for name in AXES}
+    for name in ("micro_batch", "accumulation", "recompute_blocks"):
+        if name != "recompute_blocks" or recipe.recompute == "full":
+            columns[name] = numpy.array([getattr(recipe, name)])
+    return with_columns(recipe, columns)
+
+
+def alone(case: str, framework: str) -> dict[str, Any]:
+    """The case, cold and warm, and its memory, in this process."""
+    cold, warm = run(case, framework), run(case, framework)
+    mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    cold_seconds = cold["seconds"]["all"]
+    return (
+        warm | {"cold_seconds": cold_seconds, "resident_mib": round(mib)} | check(case, framework)
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", choices=CASES)
+    parser.add_argument("--framework", default="megatron")
+    parser.add_argument("--write", action=argparse.BooleanOptionalAction, default=True)
+    asked = parser.parse_args()
+    if asked.case:
+        print(json.dumps(alone(asked.case, asked.framework)))
+        return
+    found: dict[str, Any] = {}
+    for case in CASES:
+        command = [sys.executable, __file__, "--case", case, "--framework", asked.framework]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found[case] = json.loads(done.stdout)
+        print(case, json.dumps(found[case], indent=2))
+    result = {
+        "memfit": memfit.__version__, "python": platform.python_version(),
+        "machine": platform.machine(), "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 1),  # others at work beside this bench
+        "framework": asked.framework, "evaluated": list(EVALUATE), "cases": found,
+    }  # fmt: skip
+    if asked.write:
+        OUT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
