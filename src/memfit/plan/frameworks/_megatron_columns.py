@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from msgspec import structs
 
-from memfit.plan.clock.arrays import larger
+from memfit.ledger import Phase
 from memfit.plan.columns import find_distinct, pick, take
 from memfit.plan.frameworks import Job, Peaks
 from memfit.plan.frameworks._megatron_shape import Shape, read_shape, read_shards
@@ -15,6 +16,7 @@ from memfit.plan.frameworks._megatron_stage import (
     Block,
     Blocks,
     Count,
+    Held,
     Settings,
     count_stage,
     describe_instants,
@@ -22,47 +24,27 @@ from memfit.plan.frameworks._megatron_stage import (
     leave_alike,
     read_blocks,
 )
+from memfit.plan.frameworks._slots import Slots, find_peaks
 from memfit.plan.frameworks.megatron import pick_stages, read_settings
-
-ROWS = 2**15  # candidates at a time: their columns stay in the processor's cache
-
-
-class Slot(NamedTuple):
-    """One stage of every kind of pipeline: the last, or one of the others that differ."""
-
-    counts: Count  # arrays, one element a kind of pipeline
-    present: Any  # whether a pipeline has such a stage
 
 
 def measure(job: Job) -> Peaks:
     """See `Framework.measure`."""
-    import numpy
-
     recipe, settings = job.recipe, read_settings(job)
     p = recipe.parallel
     one_of, block_of = find_distinct([recipe.micro_batch, p.tp, p.sequence_parallel, p.cp, p.ep])
-    few = structs.replace(job, recipe=take(recipe, one_of))
-    shape = read_shape(few)
+    shape = read_shape(structs.replace(job, recipe=take(recipe, one_of)))
     blocks = _summed(read_blocks(shape, settings))
-    slots, pipeline_of = _count_pipelines(job, shape, settings)
+    slots, kind_of = _count_pipelines(job, shape, settings)
     shards = read_shards(job)
-    length = max(len(block_of), len(pipeline_of))
-    peak = numpy.zeros(length, numpy.int64)
-    for start in range(0, length, ROWS):
-        part = slice(start, min(start + ROWS, length))
-        for slot in slots:
-            present = slot.present[pipeline_of[part]]
-            rows = numpy.flatnonzero(present) + start
-            if not len(rows):
-                continue
-            cut = take(shards, rows)
-            own = structs.replace(take(shape, block_of[rows]), shards=cut[0], expert_shards=cut[1])
-            count = take(slot.counts, pipeline_of[rows])
-            instants = describe_instants(own, settings, take(blocks, block_of[rows]), count)
-            for held in instants.values():
-                total = sum(nbytes for nbytes, _ in held.values())
-                peak[rows] = larger(peak[rows], total)
-    return Peaks(allocated=peak, peak=peak)
+
+    def describe(rows: Any, last: bool, numbers: dict[str, Any]) -> Mapping[Phase, Held]:
+        among, among_experts = take(shards, rows)
+        of = block_of[rows]
+        own = structs.replace(take(shape, of), shards=among, expert_shards=among_experts)
+        return describe_instants(own, settings, take(blocks, of), Count(last=last, **numbers))
+
+    return find_peaks(slots, kind_of, describe)
 
 
 def _summed(blocks: Blocks) -> Blocks:
@@ -75,7 +57,7 @@ def _summed(blocks: Blocks) -> Blocks:
     return structs.replace(blocks, plain=summed(blocks.plain), sparse=sparse)
 
 
-def _count_pipelines(job: Job, shape: Shape, settings: Settings) -> tuple[list[Slot], Any]:
+def _count_pipelines(job: Job, shape: Shape, settings: Settings) -> tuple[Slots, Any]:
     """The stages of all kinds of pipeline, and of which kind each candidate is.
 
     A kind: the split of the blocks, the micro-batches, and the blocks that are recomputed.
@@ -85,7 +67,7 @@ def _count_pipelines(job: Job, shape: Shape, settings: Settings) -> tuple[list[S
     one_of, kind_of = find_distinct([*split, recipe.accumulation, recipe.recompute_blocks])
     kinds = structs.replace(job, recipe=take(recipe, one_of))
     firsts, split_of = find_distinct([take(column, one_of) for column in split])
-    slots: list[Slot] = []
+    slots = Slots(len(one_of))
     for number, first in enumerate(firsts):
         rows = (split_of == number).nonzero()[0]
         one = structs.replace(kinds, recipe=pick(kinds.recipe, first))
@@ -98,22 +80,6 @@ def _count_pipelines(job: Job, shape: Shape, settings: Settings) -> tuple[list[S
         place = 1
         for stage in stages:
             count = count_stage(own, how, stage, find_flights(own, how, stage))
-            _put(slots, 0 if stage.last else place, rows, count, len(one_of))
+            slots.put(0 if stage.last else place, rows, count)
             place += not stage.last
     return slots, kind_of
-
-
-def _put(slots: list[Slot], place: int, rows: Any, count: Count, kinds: int) -> None:
-    import numpy
-
-    while len(slots) <= place:
-        arrays: dict[str, Any] = {
-            name: numpy.zeros(kinds, numpy.int64) for name in Count.__struct_fields__
-        }
-        arrays["last"] = not slots
-        slots.append(Slot(Count(**arrays), numpy.zeros(kinds, bool)))
-    slot = slots[place]
-    for name in Count.__struct_fields__:
-        if name != "last":
-            getattr(slot.counts, name)[rows] = getattr(count, name)
-    slot.present[rows] = True

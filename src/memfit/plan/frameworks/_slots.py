@@ -1,0 +1,89 @@
+"""Pipelines of many recipes at once: the few stages that differ, evaluated for all candidates.
+
+A slot is one stage of every kind of pipeline. Slot 0 is the last stage, which alone has a loss, so
+that a formula may ask in plain Python whether it describes the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from memfit.ledger import Kind, Phase
+from memfit.nouns import Noun
+from memfit.plan.clock.arrays import Number, larger
+from memfit.plan.columns import take
+from memfit.plan.frameworks import Instant, Peaks
+
+ROWS = 2**15  # candidates at a time: their columns stay in the processor's cache
+
+
+class Slot(NamedTuple):
+    """One stage of every kind of pipeline that has it."""
+
+    last: bool
+    numbers: dict[str, Any]  # arrays, one element a kind of pipeline
+    present: Any  # whether a kind of pipeline has such a stage
+
+
+class Slots:
+    """The stages of all kinds of pipelines."""
+
+    def __init__(self, kinds: int) -> None:
+        self.kinds = kinds
+        self.slots: list[Slot] = []
+
+    def put(self, place: int, rows: Any, count: Noun) -> None:
+        """A stage of the kinds of pipeline in `rows`: its numbers, of which `last` is plain."""
+        import numpy
+
+        names = [name for name in count.__struct_fields__ if name != "last"]
+        while len(self.slots) <= place:
+            numbers = {name: numpy.zeros(self.kinds, numpy.int64) for name in names}
+            self.slots.append(Slot(not self.slots, numbers, numpy.zeros(self.kinds, bool)))
+        slot = self.slots[place]
+        for name in names:
+            slot.numbers[name][rows] = getattr(count, name)
+        slot.present[rows] = True
+
+    def candidates(self, kind_of: Any) -> Iterator[tuple[Any, bool, dict[str, Any]]]:
+        """Some rows of the candidates, whether it is their last stage, and its numbers.
+
+        kind_of: the kind of pipeline of every candidate. The last stage comes last.
+        """
+        import numpy
+
+        for start in range(0, len(kind_of), ROWS):
+            kinds = kind_of[start : start + ROWS]
+            for slot in (*self.slots[1:], *self.slots[:1]):
+                inside = numpy.flatnonzero(slot.present[kinds])
+                if len(inside):
+                    yield inside + start, slot.last, take(slot.numbers, kinds[inside])
+
+
+def find_peaks(
+    slots: Slots,
+    kind_of: Any,
+    describe: Callable[[Any, bool, dict[str, Any]], Mapping[Phase, Instant]],
+) -> Peaks:
+    """The fullest stage of each candidate; describe: rows, last, numbers -> what is alive."""
+    import numpy
+
+    found = [numpy.zeros(len(kind_of), numpy.int64) for _ in range(2)]
+    for rows, last, numbers in slots.candidates(kind_of):
+        peak, live = _sum_up(describe(rows, last, numbers))
+        fuller = peak > found[0][rows]
+        found[1][rows] = numpy.where(fuller, live, found[1][rows])
+        found[0][rows] = numpy.where(fuller, peak, found[0][rows])
+    return Peaks(allocated=found[1], peak=found[0])
+
+
+def _sum_up(instants: Mapping[Phase, Instant]) -> tuple[Number, Number]:
+    """The largest instant: with and without blocks that cannot be used."""
+    peak: Number = 0
+    live: Number = 0
+    for held in instants.values():
+        total: Number = sum(nbytes for nbytes, _ in held.values())
+        wasted = sum(n for (kind, _), (n, _) in held.items() if kind is Kind.FRAGMENTATION)
+        peak, live = larger(peak, total), larger(live, total - wasted)
+    return peak, live
