@@ -4,9 +4,13 @@ from itertools import product
 
 import pytest
 
+from memfit.corpus import read_corpus
 from memfit.errors import InvalidRequest
-from memfit.plan.clock.orders import Schedule, count_held, count_warm_up, orders
+from memfit.nouns import from_data
+from memfit.plan.clock.orders import Schedule, count_held, count_warm_up, find_schedule, orders
+from memfit.plan.foreign import read_foreign
 from memfit.plan.frameworks._pipeline import count_in_flight
+from memfit.request import Request
 
 TORCH = {
     "gpipe": "GPipe",
@@ -62,18 +66,21 @@ def test_a_group_of_more_micro_batches_than_ranks_is_torchs_round(micro_batches,
     assert orders(schedule) == torchs_orders("Interleaved1F1B", 4, micro_batches, 2)
 
 
+@pytest.mark.parametrize("chunks", [1, 2, 3])
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 8), (4, 12)])
-def test_zero_bubble_of_one_chunk_is_torchs(ranks, micro_batches):
+def test_zero_bubble_orders_are_torchs(ranks, micro_batches, chunks):
     from unittest import mock
 
     from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
     from torch.distributed.pipelining.stage import PipelineStage
 
     stage = mock.create_autospec(PipelineStage, instance=True)
-    stage.group_rank, stage.group_size, stage.num_stages, stage.submod = 0, ranks, ranks, None
-    made = ScheduleInterleavedZeroBubble([stage], micro_batches)
-    ours = orders(Schedule(kind="zb-h1", ranks=ranks, micro_batches=micro_batches))
-    assert ours == read_actions(made.pipeline_order[rank] for rank in range(ranks))
+    stage.group_rank, stage.group_size, stage.submod = 0, ranks, None
+    stage.num_stages = ranks * chunks
+    made = ScheduleInterleavedZeroBubble([stage] * chunks, micro_batches)
+    schedule = Schedule(kind="zb-h1", ranks=ranks, micro_batches=micro_batches, chunks=chunks)
+    theirs = read_actions(made.pipeline_order[rank] for rank in range(ranks))
+    assert orders(schedule) == theirs
 
 
 def test_interleaved_table_of_megatron_with_a_short_last_group():
@@ -154,3 +161,47 @@ def test_held_activations_of_the_papers():
 def test_what_no_rank_could_follow_is_refused(wrong):
     with pytest.raises(InvalidRequest):
         Schedule(**{"ranks": 4, "micro_batches": 8, **wrong})
+
+
+def recipe_of(framework, pp, virtual_pp=1, micro_batches=16, **options):
+    plain = {
+        "model": "gpt2", "framework": framework, "micro_batch": 1, "options": options,
+        "recompute": "none", "task": {"sequence_length": 512, "global_batch": micro_batches},
+        "parallel": {"pp": pp, "virtual_pp": virtual_pp}, "precision": "bf16-mixed",
+        "hardware": {"device": "h100-sxm", "count": pp},
+    }  # fmt: skip
+    return read_foreign(from_data(plain, Request, where="the test"))[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "group"),
+    [
+        (("megatron", 4), "1f1b", 0),
+        (("megatron", 4, 3), "interleaved", 0),
+        (("torchtitan", 4), "1f1b", 0),
+        (("torchtitan", 4, 3), "interleaved", 4),
+        (("nanotron", 4), "1f1b", 0),
+    ],
+)
+def test_a_recipes_schedule_is_its_frameworks(asked, kind, group):
+    schedule = find_schedule(recipe_of(*asked))
+    assert (schedule.kind, schedule.group) == (kind, group)
+    assert (schedule.ranks, schedule.chunks) == (4, (*asked, 1)[2])
+    assert schedule.micro_batches == 16
+
+
+def test_a_recipes_schedule_can_be_stated():
+    assert find_schedule(recipe_of("nanotron", 4, pipeline="afab")).kind == "gpipe"
+    asked = recipe_of("torchtitan", 4, 3, pipeline_schedule="InterleavedZeroBubble")
+    assert find_schedule(asked).kind == "zb-h1"
+    wide = recipe_of("megatron", 4, 3, microbatch_group_size_per_vp_stage=8)
+    assert find_schedule(wide).lap == 8
+    # torch's rounds: 10 micro-batches on 4 ranks are 2 rounds of 5
+    assert find_schedule(recipe_of("torchtitan", 4, 3, micro_batches=10)).lap == 5
+
+
+def test_every_published_pipeline_has_a_schedule_that_its_ranks_can_follow():
+    pipelines = [row.recipe for row in read_corpus() if row.recipe.parallel.pp > 1]
+    assert len(pipelines) > 500
+    kinds = {find_schedule(recipe).kind for recipe in pipelines}
+    assert kinds >= {"1f1b", "interleaved"}

@@ -53,6 +53,11 @@ def test_bubbles_of_the_papers(ranks, micro_batches):
     for chunks in (2, 3):  # of chunks' passes: a stage's are `chunks` times as long
         assert idle("interleaved", chunks) == pytest.approx(one)
     assert idle("zb-h1") == pytest.approx((ranks - 1) * (f + b - w))
+    for chunks in (2, 3):  # 1 is the paper's; more have the same bubble, of a chunk's passes
+        schedule = Schedule(kind="zb-h1", ranks=ranks, micro_batches=micro_batches, chunks=chunks)
+        whole = simulate(schedule, alike(ranks * chunks, f, b, w)).seconds
+        made = even_seconds("zb-h1", ranks, chunks, micro_batches, (f, b, w, 0.0))
+        assert made == pytest.approx(whole)
 
 
 def test_zb_v_has_no_bubble_of_equal_passes():
@@ -67,7 +72,13 @@ def test_zb_v_has_no_bubble_of_equal_passes():
 
 CASES = [
     (kind, chunks, ranks, micro_batches, send)
-    for kind, chunks in (("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1))
+    for kind, chunks in (
+        ("1f1b", 1),
+        ("interleaved", 2),
+        ("interleaved", 3),
+        ("zb-h1", 1),
+        ("zb-h1", 2),
+    )
     for ranks, micro_batches in ((1, 40), (2, 61), (3, 96), (4, 128))
     for send in (0.0, 0.3)
     if chunks == 1 or micro_batches % ranks == 0
@@ -151,13 +162,14 @@ def test_paths_of_uneven_stages_stay_below_and_near(kind, chunks, ranks, micro_b
         assert found >= 1 - (1e-12 if exact else BOUNDS[kind])
 
 
-@pytest.mark.parametrize("kind", ["zb-v", "breadth-first"])
+@pytest.mark.parametrize("kind", ["zb-v", "breadth-first", "zb-h1"])
 def test_no_closed_form_is_made_up(kind):
     schedule = Schedule(kind=kind, ranks=2, micro_batches=4, chunks=2)
     with pytest.raises(InvalidRequest, match=kind):
         path_seconds(schedule, alike(4))
-    with pytest.raises(InvalidRequest, match=kind):
-        even_seconds(kind, 2, 2, 4, (1, 1, 1, 0))
+    if kind != "zb-h1":  # whose chunks may be an array
+        with pytest.raises(InvalidRequest, match=kind):
+            even_seconds(kind, 2, 2, 4, (1, 1, 1, 0))
 
 
 @pytest.mark.parametrize("seconds", [simulate, pipeline_seconds, path_seconds])

@@ -3,6 +3,8 @@
 A stage is a piece of the model, counted in the model's order; a rank holds `chunks` of them. An
 order says nothing of seconds, so that one order serves all that is asked of a schedule.
 
+`zb-h1` of several chunks is torch's InterleavedZeroBubble.
+
 Sources: GPipe 1811.06965; 1F1B and interleaved 2104.04473 and Megatron-LM's
 megatron/core/pipeline_parallel/schedules.py; breadth-first 2211.05953; ZB-H1 and ZB-V 2401.10241.
 torch.distributed.pipelining's orders are the same (tests/plan/clock/test_orders.py).
@@ -16,10 +18,11 @@ from typing import Literal, NamedTuple
 
 from memfit.errors import InvalidRequest
 from memfit.nouns import Noun
+from memfit.recipe import Recipe
 
 Kind = Literal["gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v"]
 Pass = Literal["F", "B", "I", "W"]
-ONE_CHUNK = ("gpipe", "1f1b", "zb-h1")
+ONE_CHUNK = ("gpipe", "1f1b")
 
 
 class Schedule(Noun, frozen=True, kw_only=True):
@@ -46,11 +49,11 @@ class Schedule(Noun, frozen=True, kw_only=True):
         if self.chunks != 1 and self.kind in ONE_CHUNK:
             raise InvalidRequest(
                 f"`{self.kind}` holds one chunk a rank, not {self.chunks}",
-                hint="`interleaved`, `breadth-first` and `zb-v` hold several",
+                hint="`interleaved`, `breadth-first`, `zb-h1` and `zb-v` hold several",
             )
         if self.chunks != 2 and self.kind == "zb-v":
             raise InvalidRequest(f"`zb-v` holds two chunks a rank, not {self.chunks}")
-        if self.kind == "interleaved" and self.chunks > 1:
+        if self.kind in ("interleaved", "zb-h1") and self.chunks > 1:
             self._check_laps()
 
     def _check_laps(self) -> None:
@@ -98,6 +101,33 @@ class Piece(NamedTuple):
 Order = tuple[Piece, ...]
 
 
+TORCHS: dict[str, Kind] = {  # torch.distributed.pipelining's names
+    "1F1B": "1f1b", "Interleaved1F1B": "interleaved", "GPipe": "gpipe",
+    "ZBVZeroBubble": "zb-v", "InterleavedZeroBubble": "zb-h1", "LoopedBFS": "breadth-first",
+}  # fmt: skip
+
+
+def find_schedule(recipe: Recipe) -> Schedule:
+    """The schedule of a recipe's pipeline, as its framework orders it.
+
+    Megatron-LM, Megatron-DeepSpeed, nanotron: 1F1B, interleaved where a rank holds several chunks,
+    all forwards first where nanotron's `pipeline` is `afab`; torchtitan: `pipeline_schedule`, in
+    torch's rounds. Raises InvalidRequest where no rank could follow it.
+    """
+    p, option, micro_batches = recipe.parallel, recipe.options.get, recipe.accumulation
+    group = int(option("microbatch_group_size_per_vp_stage") or 0)
+    kind = TORCHS[str(option("pipeline_schedule") or "1F1B")]
+    if option("pipeline") == "afab":
+        kind = "gpipe"
+    elif kind == "1f1b" and p.virtual_pp > 1:
+        kind = "interleaved"
+    if recipe.framework == "torchtitan" and p.virtual_pp > 1:
+        group = micro_batches // max(1, micro_batches // p.pp)
+    return Schedule(
+        kind=kind, ranks=p.pp, micro_batches=micro_batches, chunks=p.virtual_pp, group=group
+    )
+
+
 @lru_cache(maxsize=256)
 def orders(schedule: Schedule) -> tuple[Order, ...]:
     """What each rank runs, one piece after the other."""
@@ -116,8 +146,9 @@ def count_warm_up(schedule: Schedule, rank: int) -> int:
     """Forwards of a rank before it takes turns with backwards (1f1b, interleaved, zb-h1)."""
     hops = schedule.ranks - 1 - rank
     if schedule.kind == "interleaved" and schedule.chunks > 1:
-        hops = 2 * hops + (schedule.chunks - 1) * schedule.lap
-    return min(hops, schedule.micro_batches * schedule.chunks)
+        hops *= 2
+    ahead = hops + (schedule.chunks - 1) * schedule.lap
+    return min(ahead, schedule.micro_batches * schedule.chunks)
 
 
 def count_held(schedule: Schedule, rank: int) -> tuple[int, ...]:
@@ -165,7 +196,7 @@ def _alternating(schedule: Schedule, rank: int) -> Order:
     first: Pass = "I" if split else "B"
     backward = [Piece(first, schedule.stage(rank, last - c), m) for c, m in laps]
     warm_up = count_warm_up(schedule, rank)
-    # ZB-H1: the weights' backward lags as many micro-batches as the rank has before it, and so
+    # zb-h1: the weights' backward lags as many pieces as there are ranks before this one, and so
     # fills what would be the cool-down's bubble
     lag = rank if split else len(laps)
     order = forward[:warm_up]

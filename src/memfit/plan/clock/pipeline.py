@@ -47,19 +47,20 @@ def even_seconds(
         return (micro_batches * chunks + hops) * both + 2 * ways * send
     if kind == "zb-h1":
         waits = larger(forward + backward - weight, larger(forward, backward))
-        return micro_batches * both + hops * (waits + 2 * send)
+        return micro_batches * chunks * both + hops * (waits + 2 * send)
     raise InvalidRequest(f"no closed form of `{kind}`", hint="`pipeline_seconds` simulates it")
 
 
 def path_seconds(schedule: Schedule, times: StageTimes) -> Number:
     """Seconds of the longest path of those above; stages may be uneven.
 
-    Raises InvalidRequest for `zb-v` and `breadth-first`, or as `simulate` does.
+    Raises InvalidRequest for `zb-v`, `breadth-first` and a `zb-h1` of several chunks, or as
+    `simulate` does.
     """
     check_stages(schedule, times)
     if schedule.kind == "gpipe":
         return _all_forward_first(schedule, times)
-    if schedule.kind == "zb-h1":
+    if schedule.kind == "zb-h1" and schedule.chunks == 1:
         return _longest(_split_paths(schedule, times))
     if schedule.kind in ("1f1b", "interleaved"):
         rounds = _rounds(schedule, times) if schedule.chunks == 1 else ()
