@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import accuracy_page
+import accuracy_time_page
 import click
 import frameworks_page
 
@@ -93,6 +94,7 @@ def main() -> None:
         DOCS / "workspaces.md": workspaces(),
         DOCS / "frameworks.md": frameworks_page.page(),
         DOCS / "accuracy.md": accuracy_page.page(found, rules),
+        DOCS / "accuracy_time.md": accuracy_time_page.section(accuracy_time_page.judge()),
         DOCS / "accuracy.svg": accuracy_page.plot(found),
         accuracy_page.FIGURES: accuracy_page.record(found),
         folklore.FILE: nouns.to_json(list(rules)) + "\n",

@@ -45,6 +45,7 @@ LAYERS = [
         "run_folder",
         "corpus",
         "accuracy",
+        "accuracy_time",
         "folklore",
         "reading",
         "proving",

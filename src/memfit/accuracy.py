@@ -123,7 +123,7 @@ def compare(rows: Iterable[Row], refused: Iterable[Refused] = ()) -> Accuracy:
         try:
             memory, band = predict(row)
         except Error as error:
-            key = (error.message, _repository(row))
+            key = (error.message, repository(row))
             reasons[key] = reasons.get(key, 0) + 1
             continue
         if row.out_of_memory:
@@ -184,7 +184,7 @@ def _figures(row: Row, memory: Memory, band: Band) -> Iterable[Compared]:
         low, high, least, most = band
         yield Compared(
             id=row.id,
-            source=_repository(row),
+            source=repository(row),
             framework=row.recipe.framework,
             device=row.recipe.device,
             model=row.recipe.model.name,
@@ -203,7 +203,7 @@ def _figures(row: Row, memory: Memory, band: Band) -> Iterable[Compared]:
 def _outcome(row: Row, memory: Memory) -> Outcome:
     return Outcome(
         id=row.id,
-        source=_repository(row),
+        source=repository(row),
         framework=row.recipe.framework,
         device=row.recipe.device,
         confidence=row.source.confidence,
@@ -213,7 +213,8 @@ def _outcome(row: Row, memory: Memory) -> Outcome:
     )
 
 
-def _repository(row: Row) -> str:
+def repository(row: Row) -> str:
+    """Where a row comes from, without the page."""
     return OWN if row.source.name == OWN else row.source.name.split(" ")[0]
 
 

@@ -38,6 +38,7 @@ from memfit.starting import prepare as prepare
 
 if TYPE_CHECKING:
     from memfit.accuracy import Accuracy
+    from memfit.accuracy_time import TimeAccuracy
     from memfit.catalog import CatalogModel
     from memfit.doctor import Diagnosis
     from memfit.formats import FormatRow
@@ -231,12 +232,25 @@ def accuracy(rows: Sequence[Path] = (), ways: Sequence[str] = ()) -> Accuracy:
     from memfit import accuracy as judging
     from memfit import corpus
 
-    for way in ways:
-        if way not in judging.WAYS:
-            raise InvalidRequest(
-                f"rows cannot be grouped by `{way}`", hint=f"by one of {', '.join(judging.WAYS)}"
-            )
+    _check_ways(ways, judging.WAYS)
     return judging.compare(corpus.read_corpus(rows), corpus.read_refused(rows))
+
+
+def accuracy_of_times(rows: Sequence[Path] = (), ways: Sequence[str] = ()) -> TimeAccuracy:
+    """The same of every row that says how long a step took."""
+    from memfit import accuracy_time as judging
+    from memfit import corpus
+
+    _check_ways(ways, judging.WAYS)
+    return judging.compare_times(corpus.read_corpus(rows), corpus.read_refused(rows))
+
+
+def _check_ways(ways: Sequence[str], known: Sequence[str]) -> None:
+    for way in ways:
+        if way not in known:
+            raise InvalidRequest(
+                f"rows cannot be grouped by `{way}`", hint=f"by one of {', '.join(known)}"
+            )
 
 
 def budget(**known: Any) -> Budget:

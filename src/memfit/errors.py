@@ -4,6 +4,7 @@
       InvalidRequest            2   a file, flag or value of the user's is wrong
         UnknownName             2   a name that no catalogue or registry holds (did-you-mean)
         MemoryUnknown           2   a step whose bytes memfit does not describe; its time it may
+        TimeUnknown             2   a step whose seconds rest on a figure that nobody has stated
       DoesNotFit                3   needs more memory, time or money than the limit
       NotCertified              4   a certificate is missing, stale or could not be made
       RunFailed                 5   training began and could not finish
@@ -47,6 +48,10 @@ class UnknownName(InvalidRequest):
 
 class MemoryUnknown(InvalidRequest):
     """Another framework's step whose bytes memfit does not describe; its time it may."""
+
+
+class TimeUnknown(InvalidRequest):
+    """A step whose seconds memfit cannot tell: a speed or a link that nobody has stated."""
 
 
 class DoesNotFit(Error):

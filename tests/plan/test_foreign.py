@@ -30,7 +30,7 @@ def ask(**changes):
     return from_data(TITAN | changes, Request, where="the test")
 
 
-def test_a_framework_is_predicted_on_its_fullest_rank_and_its_time_is_unknown():
+def test_a_framework_is_predicted_on_its_fullest_rank_with_the_time_of_its_step():
     plan = api.predict(ask())
     assert plan.recipe.framework == "torchtitan"
     assert plan.recipe.parallel.world == 8
@@ -39,8 +39,21 @@ def test_a_framework_is_predicted_on_its_fullest_rank_and_its_time_is_unknown():
     kept = sum(e.nbytes for e in peak if e.kind is not Kind.FRAGMENTATION)
     assert plan.memory.peak_allocated == kept
     assert plan.memory.peak_allocated < plan.memory.peak_reserved < plan.memory.device_total
-    assert plan.time.step_seconds is None
+    assert plan.time.step_seconds == pytest.approx(plan.timeline.seconds)
+    assert plan.time.tokens_per_second == pytest.approx(16 * 8192 / plan.time.step_seconds)
+    assert 0.2 < plan.time.mfu < plan.time.hfu < 0.7
+    assert "`torchtitan` as fitted on" in plan.time.because
+    assert plan.cost.device_hours == pytest.approx(8 * plan.time.total_seconds / 3600)
     assert plan.considered == plan.levers == ()
+
+
+def test_a_time_that_rests_on_what_nobody_stated_is_unknown():
+    several = {"device": "rtx-4090", "count": 8, "nodes": 2}  # no usual network between machines
+    task = {"sequence_length": 8192, "global_batch": 32}
+    plan = api.predict(ask(hardware=several, parallel={"dp_shard": 16}, task=task))
+    assert plan.time.step_seconds is None
+    assert plan.timeline.spans == ()
+    assert "what joins 2 machines of `rtx-4090` is unknown" in plan.time.because
 
 
 MEGATRON = TITAN | {

@@ -216,11 +216,18 @@ def _number(text: str, what: str) -> float:
     default=("source", "kind", "device"),
     help="source, framework, device, kind, model, confidence or split; can be repeated.",
 )
+@click.option(
+    "--what",
+    type=click.Choice(("memory", "time")),
+    default="memory",
+    help="Bytes, or seconds of a step with one weight a source: memory.",
+)
 @click.option("--worst", metavar="N", type=click.IntRange(0), default=5, help="Rows shown: 5.")
 @output_options
 def accuracy_command(
-    rows: tuple[Path, ...], ways: tuple[str, ...], worst: int, as_json: bool, quiet: bool
-) -> None:
+    rows: tuple[Path, ...], ways: tuple[str, ...], what: str, worst: int, as_json: bool,
+    quiet: bool,
+) -> None:  # fmt: skip
     """Predict every measured run of the corpus today, and compare.
 
     ROWS are files or folders of rows; without any, the corpus that memfit comes with.
@@ -228,6 +235,17 @@ def accuracy_command(
     from memfit import api
 
     del quiet
+    if what == "time":
+        ways = tuple(way for way in ways if way != "kind")  # of bytes
+        times = api.accuracy_of_times(rows, ways)
+        if as_json:
+            print_json(times)
+            return
+        from memfit.screens.accuracy_time import show_times
+        from memfit.screens.layout import make_console
+
+        show_times(make_console(), times, ways, worst)
+        return
     found = api.accuracy(rows, ways)
     if as_json:
         print_json(found)

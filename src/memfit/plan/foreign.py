@@ -17,18 +17,15 @@ from memfit.plan.cost import describe_cost
 from memfit.plan.frameworks import Framework, Job, find_framework, resolve_options
 from memfit.plan.problem import find_device, find_network, find_steps, sequence_length
 from memfit.plan.reference import find_reference
+from memfit.plan.time import describe_time, predict_timeline, sum_up, without_training
 from memfit.recipe import Freeze, Lora, Optimizer, Parallel, Recipe
 from memfit.request import ParallelRequest, RecomputeBlocks, Request
-from memfit.results import Memory, Plan, Time, Verdict
-from memfit.timeline import Timeline
-
-UNKNOWN_TIME = "memfit does not describe the time of another framework's step"
+from memfit.results import Memory, Plan, Verdict
 
 
 def predict_foreign(request: Request) -> Plan:
-    """Memory of another framework's step on its fullest rank, where that is described.
+    """Time of another framework's step, and memory on its fullest rank where that is described.
 
-    Its time is unknown.
     Raises UnknownName or InvalidRequest: no such framework, or what its file does not describe.
     """
     recipe, model, assumed = read_foreign(request)
@@ -40,19 +37,20 @@ def predict_foreign(request: Request) -> Plan:
         memory = describe_foreign(ledger, recipe, device, usable)
     except MemoryUnknown as reason:
         ledger, memory = Ledger(entries=()), _unknown_memory(usable, str(reason))
-    unknown = Time(
-        step_seconds=None, tokens_per_second=None, tokens_per_second_per_device=None, mfu=None,
-        hfu=None, model_flops_per_step=0.0, total_seconds=None, because=UNKNOWN_TIME,
-    )  # fmt: skip
+    totals = sum_up(model)
+    if recipe.method == "lora":
+        totals = without_training(totals)
+    timeline = predict_timeline(totals, recipe, device)
+    time = describe_time(totals, recipe, device, timeline)
     return Plan(
         recipe_digest=recipe.digest,
         request=request,
         recipe=recipe,
         memory=memory,
-        time=unknown,
-        cost=describe_cost(unknown, device, request),
+        time=time,
+        cost=describe_cost(time, device, request),
         ledger=ledger,
-        timeline=Timeline(spans=()),
+        timeline=timeline,
         considered=(),
         levers=(),
         assumptions=assumed,

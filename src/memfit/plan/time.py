@@ -7,25 +7,36 @@ token visits. A frozen weight needs no weight gradient, and a
 block before the first trainable parameter no backward at all. Known error: under LoRA the gradient
 of the first block's input is counted though nothing needs it (one block's q, k, v).
 
-The shares of a device's peak that a step reaches are assumed, not measured (see ASSUMED): the
-ranking of recipes is what they serve; seconds carry the assumption in `because`.
+Seconds are `plan/clock`'s, whose constants were fitted to published runs of other frameworks; none
+of them ran memfit's own step, and `because` says so.
 """
 
 from __future__ import annotations
 
 from math import prod
 
+from msgspec.structs import replace
+
+from memfit.errors import TimeUnknown
 from memfit.hardware import Device
 from memfit.model import Architecture, Model, Weight
 from memfit.nouns import Noun
+from memfit.plan.clock.rates import Machine, Setting, explain, find_rates
+from memfit.plan.clock.read import (
+    USUAL,
+    Basis,
+    Network,
+    read_basis,
+    read_layout,
+    read_machine,
+    read_shape,
+)
+from memfit.plan.clock.step import Parts, predict_step
+from memfit.plan.clock.work import Shape
 from memfit.recipe import Recipe
 from memfit.results import Time
 from memfit.timeline import Span, Timeline
 
-# Shares of the dense peak and of the bandwidth, and seconds a kernel's launch takes.
-ASSUMED_MATMUL, ASSUMED_ATTENTION, ASSUMED_BANDWIDTH = 0.65, 0.4, 0.75
-ASSUMED_LAUNCH = 5e-6
-KERNELS_PER_BLOCK = 60  # of one forward of one block, run eagerly
 # Where the device's speed is unknown, recipes are still ranked, by rates nobody claims.
 RANKING_FLOPS, RANKING_BANDWIDTH = {"fp32": 1e12, "bf16": 1.5e12, "fp16": 1.5e12}, 5e10
 
@@ -53,6 +64,7 @@ class Totals(Noun, frozen=True, kw_only=True):
     """What the time of a step depends on, summed once over a model's weights."""
 
     architecture: Architecture
+    shape: Shape
     dense: tuple[int, ...]  # elements of each block's matrices
     trained: tuple[int, ...]  # those of them that are trained
     last: tuple[int, ...]  # each block's last product: recomputation stops before it
@@ -87,7 +99,8 @@ def sum_up(model: Model) -> Totals:
             last[w.layer] = numel if _is_only_added(w, a) else 0
             trained[w.layer] += numel * w.trainable
     return Totals(
-        architecture=a, dense=tuple(dense), trained=tuple(trained), last=tuple(last), head=head,
+        architecture=a, shape=read_shape(model), dense=tuple(dense),
+        trained=tuple(trained), last=tuple(last), head=head,
         head_trained=head_trained, first=first, weight_bytes=weight_bytes,
         gradient_bytes=gradient_bytes, trainable=trainable,
     )  # fmt: skip
@@ -120,11 +133,37 @@ def _embedding_trains(model: Model) -> bool:
     return any(w.trainable for w in model.weights if w.part == "embedding")
 
 
+def find_setting(
+    totals: Totals, recipe: Recipe, device: Device, network: Network = USUAL
+) -> Setting:
+    """Everything that the recipe's time depends on; raises TimeUnknown."""
+    basis = read_basis(recipe)
+    machine = read_machine(device, recipe, basis, network)
+    return _setting(totals, recipe, device, basis, machine)
+
+
+def _setting(
+    totals: Totals, recipe: Recipe, device: Device, basis: Basis, machine: Machine
+) -> Setting:
+    layout = read_layout(recipe, totals.shape, basis)
+    layers = totals.architecture.layers
+    if totals.first:  # frozen blocks that no backward enters
+        layout = layout._replace(entered=(layers - totals.first) / layers)
+    products = sum(totals.dense) + totals.head
+    if products and recipe.framework == "memfit":
+        trained = sum(totals.trained) + totals.head_trained
+        layout = layout._replace(trains=trained / products)
+    rates = find_rates(device, basis.stack, basis.narrow, basis.kernel)
+    return Setting(totals.shape, layout, machine, rates)
+
+
 def predict_timeline(totals: Totals, recipe: Recipe, device: Device) -> Timeline:
-    """The spans of one optimizer step; empty when the device's speed is unknown."""
-    if not device.flops.get(_dtype(recipe)) or not device.bandwidth:
+    """The spans of one optimizer step; empty when a speed that it needs is unknown."""
+    try:
+        setting = find_setting(totals, recipe, device)
+    except TimeUnknown:
         return Timeline(spans=())
-    return _timeline(totals, recipe, device.flops, device.bandwidth)
+    return lay_out(predict_step(setting), count_work(totals, recipe), recipe)
 
 
 def relative_seconds(totals: Totals, recipe: Recipe, device: Device) -> float:
@@ -133,95 +172,98 @@ def relative_seconds(totals: Totals, recipe: Recipe, device: Device) -> float:
     On nominal rates where it states none, and on any CPU: there the rates are measured when a run
     starts, and two starts of one request must choose the same recipe.
     """
-    nominal = device.is_cpu or not device.flops.get(_dtype(recipe)) or not device.bandwidth
-    flops = RANKING_FLOPS if nominal else device.flops
-    bandwidth = RANKING_BANDWIDTH if nominal else device.bandwidth
-    timeline = _timeline(totals, recipe, flops, bandwidth or RANKING_BANDWIDTH)
-    return timeline.seconds or 0.0
-
-
-def _feed_forward_width(a: Architecture) -> float:
-    """Elements between a token's up and down projections, the mean of all blocks."""
-    e = a.experts
-    if not e.count:
-        return a.ffn
-    dense = min(e.dense_layers, a.layers)
-    sparse = e.per_token * e.ffn + e.shared_ffn
-    return (dense * a.ffn + (a.layers - dense) * sparse) / a.layers
+    if not device.is_cpu:
+        try:
+            return float(predict_step(find_setting(totals, recipe, device)).total)
+        except TimeUnknown:
+            pass
+    basis = read_basis(recipe)
+    speed = RANKING_FLOPS[_dtype(recipe)]
+    machine = Machine(
+        products=speed, wide_products=speed, wide_peak=speed, memory=RANKING_BANDWIDTH,
+        link=RANKING_BANDWIDTH, network=RANKING_BANDWIDTH, host=RANKING_BANDWIDTH, domain=8.0,
+    )  # fmt: skip
+    return float(predict_step(_setting(totals, recipe, device, basis, machine)).total)
 
 
 def _dtype(recipe: Recipe) -> str:
     return {"float32": "fp32", "float16": "fp16"}.get(recipe.compute_dtype, "bf16")
 
 
-def _timeline(
-    totals: Totals, recipe: Recipe, flops: dict[str, float], bandwidth: float
-) -> Timeline:
-    work, a = count_work(totals, recipe), totals.architecture
-    rate = flops[_dtype(recipe)]
-    attention_share = work.attention / work.hardware
-    # time per FLOP of the mix of attention and matrix products
-    slowness = (1 - attention_share) / ASSUMED_MATMUL + attention_share / ASSUMED_ATTENTION
-    width = 4 if recipe.compute_dtype == "float32" else 2
-    moved = recipe.tokens * recipe.accumulation * width
-    block = moved * (30 * a.hidden + 12 * _feed_forward_width(a))
-    logits = 4.0 * moved * a.vocab
-    if recipe.loss == "chunked":  # each chunk reads and adds to the head's gradient again
-        chunks = -(-recipe.tokens // recipe.loss_chunk) * recipe.accumulation
-        logits += 2.0 * chunks * a.vocab * a.head_input * (4 if recipe.method == "full" else 0)
-    # each micro-batch reads the weights anew and adds to the gradients
-    weights = float(recipe.accumulation * totals.weight_bytes)
-    gradients = recipe.accumulation * 3.0 * totals.gradient_bytes
-    launches = recipe.accumulation * KERNELS_PER_BLOCK
-    passes = [
-        ("forward", work.forward, weights + block * a.layers, launches * a.layers),
-        ("loss", 0.0, logits, launches),
-        ("recompute", work.recompute, block * recipe.recompute_blocks,
-         launches * recipe.recompute_blocks),
-        ("backward", work.backward, weights + gradients + 2 * block * a.layers,
-         2 * launches * a.layers),
-    ]  # fmt: skip
+# part of a step -> (stream, what it is)
+SPANS = {
+    "forward": ("compute", "blocks: products, attention and what lies between"),
+    "head": ("compute", "logits and loss, forward and backward"),
+    "repeated": ("compute", "what backward computes again"),
+    "backward": ("compute", "gradients of inputs and weights"),
+    "waiting": ("host", "kernels that the host has not launched yet"),
+    "tensor": ("links", "collectives of tp, cp and ep that no product covers"),
+    "gathering": ("links", "weights gathered and gradients reduced, beyond what computing covers"),
+    "sending": ("links", "activations and their gradients between stages"),
+    "bubble": ("pipeline", "no micro-batch to work on"),
+    "reducing": ("links", "gradients reduced and weights gathered, beyond what computing covers"),
+    "updating": ("compute", "the optimizer's states read and written"),
+    "straggling": ("links", "ranks that wait for the slowest"),
+    "fixed": ("host", "what a step takes whatever its size"),
+}
+
+
+def lay_out(parts: Parts, work: Work, recipe: Recipe) -> Timeline:
+    """The parts of a step end to end, as one rank's spans."""
+    p = recipe.parallel
+    share = 1 / (p.tp * p.cp * p.pp)
+    flop = {
+        "forward": work.forward, "backward": work.backward, "repeated": work.recompute,
+    }  # fmt: skip
     spans, start = [], 0.0
-    for op, flop, nbytes, kernels in passes:
-        busy = flop * slowness / rate + nbytes / (bandwidth * ASSUMED_BANDWIDTH)
-        duration = max(busy, kernels * ASSUMED_LAUNCH)
-        spans.append(_span(op, start, duration, flop, f"{flop:.3g} FLOP, {nbytes:.3g} B moved"))
+    for part, (stream, said) in SPANS.items():
+        duration = float(getattr(parts, part))
+        if duration <= 0:
+            continue
+        mine = flop.get(part, 0.0) * share
+        because = f"{said}; {mine:.3g} FLOP" if mine else said
+        spans.append(
+            Span(op=part, stream=stream, start=start, duration=duration, flop=mine, because=because)
+        )
         start += duration
-    trainable = totals.trainable
-    state = trainable * (16 if recipe.precision == "bf16" else 28)
-    spans.append(
-        _span("optimizer_step", start, state / (bandwidth * ASSUMED_BANDWIDTH), 0.0,
-              f"{trainable} parameters: weight, gradient and states read and written")
-    )  # fmt: skip
-    return Timeline(spans=tuple(s for s in spans if s.duration))
-
-
-def _span(op: str, start: float, duration: float, flop: float, because: str) -> Span:
-    return Span(op=op, stream="compute", start=start, duration=duration, flop=flop, because=because)
+    return Timeline(spans=tuple(spans))
 
 
 def describe_time(totals: Totals, recipe: Recipe, device: Device, timeline: Timeline) -> Time:
-    """The figures of the JSON's `time` object."""
-    work, seconds = count_work(totals, recipe), timeline.seconds
-    tokens = recipe.tokens * recipe.accumulation
+    """The figures of the JSON's `time` object.
+
+    MFU: the FLOP that the mathematics needs, causal attention's and no recomputation's, over those
+    of all devices' dense peak in the compute dtype (FP8 products count against the 16-bit peak).
+    HFU counts recomputation too.
+    """
+    work, seconds, p = count_work(totals, recipe), timeline.seconds, recipe.parallel
+    tokens = recipe.global_batch * recipe.sequence_length
     peak = device.flops.get(_dtype(recipe))
-    known = seconds is not None and peak
+    reached = seconds * peak * p.world / p.dp if seconds and peak else None
     rate = tokens / seconds if seconds else None
-    because = (
-        f"assumed {ASSUMED_MATMUL:.0%} of the dense peak for matrix products, "
-        f"{ASSUMED_BANDWIDTH:.0%} of the bandwidth, by {device.basis}; not yet checked against"
-        " measurements"
-        if known
-        else f"unknown: no {_dtype(recipe)} FLOP/s is known for `{device.id}`"
-    )
     return Time(
         step_seconds=seconds,
         tokens_per_second=rate,
-        tokens_per_second_per_device=rate,
-        mfu=work.model / (seconds * peak) if seconds and peak else None,
-        hfu=work.hardware / (seconds * peak) if seconds and peak else None,
-        model_flops_per_step=work.model,
+        tokens_per_second_per_device=rate / p.world if rate else None,
+        mfu=work.model / reached if reached else None,
+        hfu=work.hardware / reached if reached else None,
+        model_flops_per_step=work.model * p.dp,
         total_seconds=seconds * recipe.steps if seconds and recipe.steps else None,
-        because=because,
-        basis=device.basis if known else "",
+        because=_because(totals, recipe, device),
+        basis=device.basis if seconds else "",
     )
+
+
+def _because(totals: Totals, recipe: Recipe, device: Device) -> str:
+    try:
+        find_setting(totals, recipe, device)
+    except TimeUnknown as reason:
+        return f"unknown: {reason.message}"
+    basis = read_basis(recipe)
+    said = explain(device, basis.stack, basis.narrow, basis.kernel)
+    return f"{said}; the device's speed by {device.basis}"
+
+
+def without_training(totals: Totals) -> Totals:
+    """The sums of a model whose weights are all frozen beside adapters, from those of its own."""
+    return replace(totals, trained=(0,) * len(totals.trained), head_trained=0)

@@ -1,0 +1,252 @@
+"""What predicted step times are worth: every row of the corpus with a time, predicted today.
+
+One weight a source: a table of two hundred rows counts as much as one run. Inside a sweep, that is
+rows of one source, model, device and number of devices, what counts is the order: Kendall's tau.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+
+from memfit import families
+from memfit.accuracy import repository
+from memfit.corpus import OWN, Refused, Row
+from memfit.errors import Error, TimeUnknown
+from memfit.nouns import Noun
+from memfit.plan.clock.read import Basis, Network, read_basis, read_network, read_setting
+from memfit.plan.clock.step import predict_step
+from memfit.plan.problem import find_device
+
+# sources whose times are no measurement of speed -> why
+UNTIMED = {
+    "NVIDIA/Megatron-LM": "a functional test: its steps are a few milliseconds of work",
+    OWN: "a CPU: its speed is measured anew wherever a run starts",
+}
+NETWORKS = {"huggingface/nanotron": "efa-32x100"}  # its playbook measured it: links.toml
+WAYS = ("source", "framework", "device", "model", "confidence", "split")
+SMALLEST_SWEEP = 3  # rows; an order of two says little
+
+
+class TimeCompared(Noun, frozen=True, kw_only=True):
+    """One measured step and what is predicted for its recipe."""
+
+    id: str
+    source: str  # the repository
+    framework: str  # the constants' name: `megatron`, `megatron.bridge`
+    device: str
+    model: str
+    devices: int
+    confidence: str
+    split: str
+    recipe: str  # its digest
+    tokens: float  # of a step
+    measured: float  # s
+    predicted: float  # s
+
+    @property
+    def error(self) -> float:
+        """Signed, as a fraction of what was measured."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def sweep(self) -> tuple[str, str, str, int]:
+        """Rows that differ in their configuration alone share it."""
+        return self.source, self.model, self.device, self.devices
+
+
+class TimeGroup(Noun, frozen=True, kw_only=True):
+    """Errors of some steps, as fractions; each source has one weight."""
+
+    name: str
+    rows: int
+    sources: int
+    median: float
+    p90: float
+    worst: float
+    bias: float
+
+
+class Sweep(Noun, frozen=True, kw_only=True):
+    """How far the predicted order of configurations agrees with the measured one."""
+
+    source: str
+    model: str
+    device: str
+    devices: int
+    rows: int
+    tau: float  # Kendall's, of seconds a token; 1 the same order, -1 the reverse
+
+
+class TimeAccuracy(Noun, frozen=True, kw_only=True):
+    """The whole comparison."""
+
+    schema: int = 1
+    compared: tuple[TimeCompared, ...]
+    refused: tuple[Refused, ...]
+    headline: TimeGroup | None
+    test: TimeGroup | None  # of rows that no constant was fitted on
+    sweeps: tuple[Sweep, ...]
+
+    @property
+    def tau(self) -> float | None:
+        """The median over sweeps."""
+        return statistics.median(s.tau for s in self.sweeps) if self.sweeps else None
+
+    def by(self, way: str) -> tuple[TimeGroup, ...]:
+        """Steps grouped by a field of `TimeCompared`, the largest group first."""
+        groups: dict[str, list[TimeCompared]] = {}
+        for figure in self.compared:
+            groups.setdefault(str(getattr(figure, way)), []).append(figure)
+        made = [summarise(name, group) for name, group in groups.items()]
+        return tuple(sorted((g for g in made if g), key=lambda g: (-g.rows, g.name)))
+
+
+def time_rows(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """Those that say how long a step took, with high or medium confidence, and can be predicted."""
+    found, _ = _split(rows)
+    return tuple(row for row, _ in found)
+
+
+def compare_times(rows: Iterable[Row], refused: Iterable[Refused] = ()) -> TimeAccuracy:
+    """Predict the step of every row with a time; one that memfit refuses is counted apart."""
+    found, reasons = _split(rows)
+    compared = tuple(_compared(row, seconds) for row, seconds in found)
+    counted = [
+        Refused(reason=reason, source=source, rows=n, use="time")
+        for (reason, source), n in sorted(reasons.items())
+    ]
+    return TimeAccuracy(
+        compared=compared,
+        refused=(*(r for r in refused if r.use == "time"), *counted),
+        headline=summarise("all", compared),
+        test=summarise("test half", [c for c in compared if c.split == "test"]),
+        sweeps=tuple(find_sweeps(compared)),
+    )
+
+
+def _split(
+    rows: Iterable[Row],
+) -> tuple[list[tuple[Row, float]], dict[tuple[str, str], int]]:
+    found: list[tuple[Row, float]] = []
+    reasons: dict[tuple[str, str], int] = {}
+    for row in rows:
+        if "time.step_seconds" not in row.measurements or row.source.confidence == "low":
+            continue
+        try:
+            check_timed(row)
+            found.append((row, predict_seconds(row)))
+        except Error as error:
+            key = (error.message, repository(row))
+            reasons[key] = reasons.get(key, 0) + 1
+    return found, reasons
+
+
+def check_timed(row: Row) -> None:
+    """Raise TimeUnknown for a time that says nothing of the device's or the framework's speed."""
+    if repository(row) in UNTIMED:
+        raise TimeUnknown(UNTIMED[repository(row)])
+    if "power-limited" in row.source.notes:
+        raise TimeUnknown("the device ran below its rated power, as its source says")
+
+
+def predict_seconds(row: Row) -> float:
+    """Today's prediction of a row's step; raises TimeUnknown."""
+    recipe = row.recipe
+    setting = read_setting(
+        recipe, families.read_model(recipe.model), find_device(recipe.device),
+        network=network_of(row), software=row.environment.get("framework", ""),
+    )  # fmt: skip
+    return float(predict_step(setting).total)
+
+
+def clock_basis(row: Row) -> Basis:
+    """Whose constants a row takes."""
+    return read_basis(row.recipe, row.environment.get("framework", ""))
+
+
+def network_of(row: Row) -> Network:
+    """What joined the row's machines, as its source or the row itself says; else the usual one."""
+    recipe = row.recipe
+    each = recipe.devices_per_node or recipe.parallel.world
+    said = read_network(row.environment.get("interconnect", ""), each)
+    return Network(name=NETWORKS.get(repository(row), ""), per_device=said)
+
+
+def _compared(row: Row, seconds: float) -> TimeCompared:
+    recipe = row.recipe
+    return TimeCompared(
+        id=row.id,
+        source=repository(row),
+        framework=clock_basis(row).stack,
+        device=recipe.device,
+        model=recipe.model.name,
+        devices=recipe.parallel.world,
+        confidence=row.source.confidence,
+        split=row.split,
+        recipe=recipe.digest,
+        tokens=float(recipe.global_batch * recipe.sequence_length),
+        measured=row.measurements["time.step_seconds"].value,
+        predicted=seconds,
+    )
+
+
+def summarise(name: str, figures: Sequence[TimeCompared]) -> TimeGroup | None:
+    """Errors of these steps, each source with one weight; None of none."""
+    if not figures:
+        return None
+    counts: dict[str, int] = {}
+    for figure in figures:
+        counts[figure.source] = counts.get(figure.source, 0) + 1
+    weights = [1 / counts[f.source] for f in figures]
+    errors = [f.error for f in figures]
+    pairs = sorted(zip(map(abs, errors), weights, strict=True))
+    total = sum(weights)
+    return TimeGroup(
+        name=name,
+        rows=len(figures),
+        sources=len(counts),
+        median=weighted_quantile(pairs, 0.5),
+        p90=weighted_quantile(pairs, 0.9),
+        worst=pairs[-1][0],
+        bias=sum(e * w for e, w in zip(errors, weights, strict=True)) / total,
+    )
+
+
+def weighted_quantile(ordered: Sequence[tuple[float, float]], share: float) -> float:
+    """The smallest value that this share of all weight does not exceed; pairs ascend."""
+    total, reached = sum(weight for _, weight in ordered), 0.0
+    for value, weight in ordered:
+        reached += weight
+        if reached >= share * total * (1 - 1e-9):
+            return value
+    return ordered[-1][0]
+
+
+def find_sweeps(figures: Iterable[TimeCompared]) -> Iterable[Sweep]:
+    """Sweeps of three recipes or more, and how well their order is predicted."""
+    groups: dict[tuple[str, str, str, int], list[TimeCompared]] = {}
+    for figure in figures:
+        groups.setdefault(figure.sweep, []).append(figure)
+    for (source, model, device, devices), group in sorted(groups.items()):
+        if len({f.recipe for f in group}) < SMALLEST_SWEEP:
+            continue
+        tau = kendall(group)
+        if tau is not None:
+            yield Sweep(
+                source=source, model=model, device=device, devices=devices, rows=len(group), tau=tau
+            )
+
+
+def kendall(figures: Sequence[TimeCompared]) -> float | None:
+    """Kendall's tau of seconds a token, over pairs of unlike recipes whose measurements differ."""
+    agree = pairs = 0
+    for a, b in combinations(figures, 2):
+        measured = a.measured / a.tokens - b.measured / b.tokens
+        if a.recipe == b.recipe or not measured:
+            continue
+        predicted = a.predicted / a.tokens - b.predicted / b.tokens
+        pairs += 1
+        agree += (predicted * measured > 0) - (predicted * measured < 0)
+    return agree / pairs if pairs else None

@@ -1,0 +1,277 @@
+"""A recipe in the clock's words: sizes, layout, machine, and whose constants hold.
+
+What a framework's step does otherwise than others is read off its recipe's options here, in one
+place; bytes are described beside it, in `plan/frameworks/`.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from itertools import pairwise
+from math import log
+from typing import Literal
+
+from memfit.errors import InvalidRequest, TimeUnknown
+from memfit.hardware import Device
+from memfit.model import SLIDING, Model
+from memfit.nouns import Noun
+from memfit.plan.clock.network import Links, lay_out
+from memfit.plan.clock.rates import Machine, Setting, find_rates
+from memfit.plan.clock.work import Layout, Shape
+from memfit.recipe import Recipe
+
+Kernel = Literal["math", "triton", "flash1", "flash2", "fused"]
+# Best product anyone reached over the dense peak, where nobody measured this device: the ten
+# devices of the catalogue with a measurement reach 0.51 to 0.97, and NVIDIA's 0.73 to 0.87.
+USUAL_CEILING = 0.8
+ON_THE_WIRE = 0.96  # of a stated speed: what NCCL reckons with (links.toml)
+HOST_BANDWIDTH = {3: 12e9, 4: 25e9, 5: 50e9}  # B/s of 16 PCIe lanes by generation, one direction
+BUILDS = {  # what a published row calls its framework -> build, where it has constants of its own
+    "Megatron-Bridge": "bridge", "NeMo/Megatron": "nemo",
+}  # fmt: skip
+STATE_BYTES = {"bf16": 14, "fp16": 14}  # read and written to update a parameter; 30 with fp32
+# weight, gradient and two moments read, weight and moments written, a 16-bit copy written
+
+
+class Basis(Noun, frozen=True, kw_only=True):
+    """Whose constants a recipe's time takes."""
+
+    stack: str  # the framework, and after a dot whose build or era of it
+    narrow: str  # precision of the blocks' products
+    kernel: Kernel
+
+    @property
+    def dtype(self) -> str:
+        """Under which a device's row states the speed of those products."""
+        return {"mxfp8": "fp8", "nvfp4": "fp4"}.get(self.narrow, self.narrow.partition("-")[0])
+
+
+class Network(Noun, frozen=True, kw_only=True):
+    """What is known of a run's network beside its device's usual one."""
+
+    name: str = ""  # a row of links.toml; "" takes the device's usual network
+    per_device: float | None = None  # bytes per second of one device, where somebody said so
+
+
+USUAL = Network()
+
+
+def read_network(text: str, devices_per_node: int) -> float | None:
+    """Bytes per second of one device, from a network in words; None where it says no number.
+
+    `8x400 Gb/s` and `800 Gb/s per node` are a node's; `400 Gb/s per GPU` and `400 Gb/s` a device's.
+    """
+    number = r"(?:(\d+)\s*x\s*)?(?:Omni-Path )?(\d+(?:\.\d+)?)\s*(?:Gb?(?:/s|\b)|(?=per node))"
+    found = re.search(number + r"(?:[^;,]{0,20}?(per (?:GPU|device|node)))?", text)
+    if not found or "none typical" in text:
+        return None
+    each = float(found[2]) * 1e9 / 8
+    if found[1] or found[3] == "per node":
+        each *= float(found[1] or 1) / max(devices_per_node, 1)
+    return each
+
+
+@lru_cache(maxsize=256)
+def read_shape(model: Model) -> Shape:
+    """The sizes of a model before adapters."""
+    a, e, latent = model.architecture, model.architecture.experts, model.architecture.latent
+    plain = min(e.dense_layers, a.layers) / a.layers if e.count else 1.0
+    slides = a.layer_kinds.count(SLIDING) / len(a.layer_kinds) if SLIDING in a.layer_kinds else 1.0
+    feed = a.ffn if plain else 0
+    return Shape(
+        layers=float(a.layers), hidden=float(a.hidden), heads=float(a.heads),
+        kv_heads=float(a.heads if latent.kv_rank else a.kv_heads),
+        key=float(latent.rotated + latent.unrotated if latent.kv_rank else a.head_dim),
+        value=float(latent.value or a.head_dim),
+        query_rank=float(latent.query_rank), kv_rank=float(latent.kv_rank),
+        rotated=float(latent.rotated), ffn=float(feed), gated=_gated(model),
+        experts=float(e.count), per_token=float(e.per_token), expert_ffn=float(e.ffn),
+        shared_ffn=float(e.shared_ffn), plain=plain, window=float(a.sliding_window),
+        sliding=slides if a.sliding_window else 0.0, clamped=float(a.sinks and e.count > 0),
+        vocab=float(a.vocab), own_head=float(not a.tied_embeddings),
+    )  # fmt: skip
+
+
+def _gated(model: Model) -> float:
+    """1 where two products enter the plain feed-forward: its weights' elements tell."""
+    a = model.architecture
+    sizes = {a.ffn, 2 * a.ffn}
+    total = sum(
+        w.numel
+        for w in model.weights
+        if w.layer == 0 and len(w.shape) == 2 and sizes.intersection(w.shape)
+    )
+    return 1.0 if a.experts.count or total >= 3 * a.hidden * a.ffn else 0.0
+
+
+def read_layout(recipe: Recipe, shape: Shape, basis: Basis) -> Layout:
+    """How the recipe's step lies over its ranks."""
+    p, option = recipe.parallel, recipe.options.get
+    share = recipe.recompute_blocks / float(shape.layers)
+    whole = recipe.recompute == "full"
+    return Layout(
+        sequence=float(recipe.sequence_length), micro_batch=float(recipe.micro_batch),
+        accumulation=float(recipe.accumulation), dp=float(p.dp), shard=float(p.dp_shard),
+        zero=float(p.zero if p.dp_shard * p.cp > 1 else 0), tp=float(p.tp),
+        sequence_parallel=float(p.sequence_parallel or recipe.framework == "nanotron"),
+        cp=float(p.cp), pp=float(p.pp), chunks=float(p.virtual_pp), ep=float(p.ep),
+        repeated=share if whole else 0.0, selective=0.0 if whole else share,
+        # per-op selective checkpointing keeps every second product (torchtitan, fms)
+        products_repeated=0.5 if recipe.framework == "torchtitan" else 0.0,
+        narrow=float(basis.narrow not in ("bf16", "fp16", "fp32", "tf32")),
+        gradient_bytes=_gradient_bytes(recipe),
+        state_bytes=float(STATE_BYTES.get(recipe.precision, 30)),
+        trains=0.0 if recipe.method == "lora" else 1.0,
+        packed=float(recipe.method == "lora" and recipe.base_format in ("nf4", "fp4")),
+        compiled=float(recipe.compile != "none"),
+        written_out=float(basis.kernel == "math"),
+        asynchronous=float(bool(option("tp_comm_overlap") or option("async_tp"))),
+        overlapped=float(bool(option("overlap_moe_expert_parallel_comm"))),
+        balanced=float(_balanced(recipe)),
+        offloaded={"optimizer": 8.0, "parameters": 12.0}.get(recipe.offload, 0.0),
+        element=4.0 if recipe.compute_dtype == "float32" else 2.0,
+        entered=1.0, chunk_bytes=_chunk_bytes(recipe, shape),
+    )  # fmt: skip
+
+
+def _gradient_bytes(recipe: Recipe) -> float:
+    """An element of a gradient on the wire."""
+    option = recipe.options.get
+    narrow = (
+        option("accumulate_allreduce_grads_in_fp32") is False
+        or option("mixed_precision") == "PURE"
+        or option("fp32_gradients") is False
+        or recipe.framework in ("deepspeed", "hf-trainer", "trl", "internevo", "litgpt")
+    )
+    return 2.0 if narrow else 4.0
+
+
+def _chunk_bytes(recipe: Recipe, shape: Shape) -> float:
+    """Each chunk of the loss reads the head's gradient and adds to it."""
+    if recipe.loss != "chunked" or recipe.method == "lora" or not recipe.loss_chunk:
+        return 0.0
+    chunks = -(-recipe.tokens // recipe.loss_chunk)
+    return 8.0 * chunks * float(shape.vocab * shape.hidden)
+
+
+def _balanced(recipe: Recipe) -> bool:
+    """Whether stages are dealt by cost: nanotron always does, Megatron-LM where it is told to."""
+    option = recipe.options.get
+    return recipe.framework == "nanotron" or bool(
+        option("account_for_loss_in_pipeline_split")
+        or option("decoder_last_pipeline_num_layers")
+        or option("pipeline_model_parallel_layout")
+    )
+
+
+def read_basis(recipe: Recipe, software: str = "") -> Basis:
+    """Whose constants hold; `software` is what the builders call their build, where it is known."""
+    return Basis(stack=_stack(recipe, software), narrow=_narrow(recipe), kernel=_kernel(recipe))
+
+
+def find_links(device: Device, recipe: Recipe, network: Network) -> Links:
+    """What the recipe's ranks reach each other over; raises TimeUnknown where nobody said."""
+    world = recipe.parallel.world
+    each = min(recipe.devices_per_node or world, world)
+    try:
+        found = lay_out(device, each, -(-world // each), network.name).links
+    except InvalidRequest as reason:
+        if network.per_device is None:
+            raise TimeUnknown(reason.message, hint=reason.hint) from reason
+        found = lay_out(device, each).links
+    if network.per_device is not None:
+        found = found._replace(outside=network.per_device * ON_THE_WIRE)
+    return found
+
+
+def read_machine(device: Device, recipe: Recipe, basis: Basis, network: Network) -> Machine:
+    """The device's speeds and links; raises TimeUnknown for one that nobody has stated."""
+    dtype = basis.dtype
+    if dtype == "tf32" and dtype not in device.flops:
+        dtype = "fp32"
+    wide = dtype if dtype in ("fp32", "tf32") else "bf16" if "bf16" in device.flops else "fp16"
+    peak = device.flops.get(wide)
+    if not device.flops.get(dtype) or not peak or not device.bandwidth:
+        raise TimeUnknown(f"no {dtype} FLOP/s or no bandwidth is known for `{device.id}`")
+    links = find_links(device, recipe, network)
+    machines = recipe.parallel.world / links.per_machine
+    return Machine(
+        products=_ceiling(device, dtype), wide_products=_ceiling(device, wide), wide_peak=peak,
+        memory=device.bandwidth, link=float(links.inside), network=float(links.outside),
+        host=HOST_BANDWIDTH.get(device.pcie_generation or 4, HOST_BANDWIDTH[4]),
+        domain=float(links.per_machine),
+        gather_bus=_measured(links, "all_gather", machines),
+        reduce_bus=_measured(links, "all_reduce", machines),
+    )  # fmt: skip
+
+
+def _measured(links: Links, collective: str, machines: float) -> float:
+    """Bus bandwidth over so many machines, by a power of their number between two; 0: unknown."""
+    found = next((m for m in links.measured if m.collective == collective), None)
+    if found is None or machines <= 1:
+        return 0.0
+    points = list(zip(found.machines, found.bus, strict=True))
+    for (few, slow), (many, fast) in pairwise(points):
+        if machines <= many:
+            part = log(machines / few) / log(many / few)
+            return float(slow * (fast / slow) ** part)
+    return points[-1][1]
+
+
+def _ceiling(device: Device, dtype: str) -> float:
+    return device.flops_measured.get(dtype) or USUAL_CEILING * device.flops[dtype]
+
+
+def read_setting(
+    recipe: Recipe, model: Model, device: Device, *, network: Network = USUAL,
+    software: str = "",
+) -> Setting:  # fmt: skip
+    """Everything that the recipe's time depends on; model: before any adapter.
+
+    Raises TimeUnknown where the device, or what joins devices, is not described well enough.
+    """
+    basis = read_basis(recipe, software)
+    shape = read_shape(model)
+    return Setting(
+        shape=shape,
+        layout=read_layout(recipe, shape, basis),
+        machine=read_machine(device, recipe, basis, network),
+        rates=find_rates(device, basis.stack, basis.narrow, basis.kernel),
+    )
+
+
+def _narrow(recipe: Recipe) -> str:
+    option = recipe.options.get
+    if recipe.precision == "fp4-mixed":
+        return "nvfp4"
+    if recipe.precision == "fp8-mixed":
+        said = str(option("fp8_recipe") or option("float8_recipe") or "delayed")
+        return {"delayed": "fp8", "tensorwise": "fp8", "mxfp8": "mxfp8"}.get(said, f"fp8-{said}")
+    if recipe.compute_dtype == "float32":  # others' containers and scripts allow TF32
+        return "fp32" if recipe.framework == "memfit" else "tf32"
+    return "fp16" if recipe.compute_dtype == "float16" else "bf16"
+
+
+def _kernel(recipe: Recipe) -> Kernel:
+    option = recipe.options.get
+    if recipe.attention in ("math", "eager"):
+        return "math"
+    if recipe.framework == "composer":
+        return "triton" if option("attn_impl") == "triton" else "flash1"
+    return "fused" if recipe.attention == "cudnn" else "flash2"
+
+
+def _stack(recipe: Recipe, software: str) -> str:
+    """The framework's name, and after a dot the build or era whose kernels differ from others'."""
+    option, name = recipe.options.get, recipe.framework
+    if name == "megatron" and option("transformer_impl") == "legacy":
+        return "megatron.legacy"
+    if name == "deepspeed" and recipe.parallel.zero >= 3:
+        return "deepspeed.zero3"
+    if name == "megatron" and option("cuda_graph_scope"):
+        # from 26.06 on an iteration with experts is one graph, and fused throughout
+        version, whole = option("version"), option("cuda_graph_scope") == "full_iteration"
+        newest = version == 0 or (isinstance(version, int) and version >= 202606)
+        return "megatron.iteration" if newest and whole else "megatron.graphs"
+    return f"{name}.{BUILDS[software]}" if software in BUILDS else name

@@ -1,0 +1,318 @@
+"""Seconds of one optimizer step: blocks, pipeline, what collectives leave uncovered.
+
+A block's operations run one after the other. Its kernels are launched beside them, and the longer
+of the two counts. Collectives are exposed by the share that their framework leaves uncovered, and
+beyond what computing could cover.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from memfit.plan.clock import work
+from memfit.plan.clock.arrays import Number, beside, larger, log2, smaller, where
+from memfit.plan.clock.collectives import (
+    all_to_all,
+    context_ring,
+    copy_seconds,
+    gather_seconds,
+    reduce_seconds,
+    tensor_seconds,
+)
+from memfit.plan.clock.rates import Setting
+from memfit.plan.clock.work import Layout, Product
+
+
+class Block(NamedTuple):
+    """Seconds of one block and micro-batch on one rank, the mean of all blocks."""
+
+    forward: Number
+    backward: Number
+    repeated: Number  # of the forward, in the backward
+    exposed: Number  # collectives of tp, cp and ep in one forward; a backward has as many
+    launched: Number  # on the host, of all of these
+
+
+class Parts(NamedTuple):
+    """Seconds of a step on the rank that takes longest, one after the other."""
+
+    forward: Number
+    backward: Number
+    repeated: Number
+    head: Number
+    tensor: Number  # exposed collectives between ranks of tp, cp and ep
+    waiting: Number  # for the host's launches
+    gathering: Number  # exposed gathering of weights, and reduction, of zero 3
+    sending: Number  # between stages of a pipeline
+    bubble: Number
+    reducing: Number  # exposed reduction of gradients and gathering of updated weights
+    updating: Number  # the optimizer
+    straggling: Number
+    fixed: Number
+
+    @property
+    def total(self) -> Number:
+        """Of the step."""
+        return sum(self)
+
+
+class Passes(NamedTuple):
+    """Seconds of forward, of the inputs' gradients, of the weights' gradients."""
+
+    forward: Number
+    inputs: Number
+    weights: Number
+
+    @property
+    def all(self) -> Number:
+        """Seconds of all three."""
+        return self.forward + self.inputs + self.weights
+
+
+def multiply(product: Product, speed: Number, setting: Setting) -> Passes:
+    """Seconds of one weight's products.
+
+    Small sides leave tiles and multiprocessors idle: each takes (1 + tile / side) of the time at
+    full speed. Beside it some of the weight's own bytes: 2 an element read, and for the gradient
+    of the weight 8, an fp32 buffer read and written.
+    """
+    layout, machine, rates = setting.layout, setting.machine, setting.rates
+    idle = 1 / larger(product.m, 1) + 1 / larger(product.n, 1) + 1 / larger(product.k, 1)
+    busy = product.flop / speed * (1 + rates.tile * idle)
+    moved = rates.weight_traffic * product.count * product.n * product.k
+    moved = moved / (machine.memory * rates.memory)
+    return Passes(busy + moved, busy + moved, layout.trains * (busy + 4 * moved))
+
+
+def _add(passes: list[Passes], factor: Number = 1.0) -> Passes:
+    forward, inputs, weights = (sum(p[i] for p in passes) * factor for i in range(3))
+    return Passes(forward, inputs, weights)
+
+
+def block_products(setting: Setting) -> Passes:
+    """Of attention, and of the feed-forward or the experts."""
+    shape, layout, rates = setting.shape, setting.layout, setting.rates
+    speed = setting.machine.products * rates.products / rates.slowdown
+    attention = _add([multiply(p, speed, setting) for p in work.attention_products(shape, layout)])
+    plain = _add(
+        [multiply(p, speed, setting) for p in work.feed_products(shape, layout)], shape.plain
+    )
+    sparse = 1 - shape.plain
+    shared = _add(
+        [multiply(p, speed, setting) for p in work.shared_products(shape, layout)], sparse
+    )
+    routed = _add(
+        [multiply(p, speed, setting) for p in work.expert_products(shape, layout)],
+        sparse * rates.grouped,
+    )
+    return _add([attention, plain, shared, routed])
+
+
+def attend(setting: Setting) -> tuple[Number, Number]:
+    """Seconds of attention itself, forward and backward.
+
+    A fused kernel's backward has 2.5 times the FLOP (2205.14135) and reaches a tenth less of the
+    peak; written out, it is the forward twice, and the scores go to memory and back five times.
+    """
+    shape, layout, machine, rates = setting
+    found = work.attend(shape, layout)
+    out = layout.written_out > 0
+    narrow = where(out, 1.0, larger(128 / shape.key, 1) ** rates.narrow_head)
+    narrow = narrow * where(out * (shape.key % 8 > 0), rates.misaligned, 1.0)
+    narrow = narrow * (1 + rates.ring_attention * (1 - 1 / layout.cp))
+    forward = found.flop / (machine.wide_peak * rates.attention) * narrow
+    written = found.score_bytes * 5 / (machine.memory * rates.memory)
+    backward = forward * where(out, 2.0, 2.75)
+    return forward + written, backward + 1.2 * written
+
+
+class Around(NamedTuple):
+    """Seconds of what a block does beside products and attention, forward."""
+
+    elementwise: Number
+    casts: Number
+    unpacking: Number
+    adapters: Number
+
+
+def around(setting: Setting) -> Around:
+    """Bytes over bandwidth: element-wise operations, casts to FP8, unpacking, adapters."""
+    shape, layout, machine, rates = setting
+    bandwidth = machine.memory * rates.memory
+    moved, sparse = work.elementwise(shape, layout), 1 - shape.plain
+    fusion = rates.passes * where(layout.compiled > 0, rates.fused, 1.0)
+    tokens, routed = work.tokens_of(layout), work.routed_tokens(shape, layout)
+    clamped = shape.clamped * rates.clamp * 24 * routed * shape.expert_ffn
+    passed = fusion * (moved.around + shape.plain * moved.activation + sparse * moved.routing)
+    passed = passed + sparse * (fusion * clamped + rates.permute * moved.permuting)
+    narrowed = 3 * tokens * shape.hidden + tokens * shape.ffn / layout.tp * shape.plain
+    narrowed = narrowed + sparse * routed * (shape.expert_ffn + shape.hidden)
+    frozen = layout.packed * (work.attention_weights(shape) + 3 * shape.hidden * shape.ffn)
+    adapted = (1 - layout.trains) * tokens * (8 * shape.hidden + 2 * shape.ffn) / layout.tp
+    return Around(
+        elementwise=passed / bandwidth,
+        casts=layout.narrow * rates.cast * 3 * narrowed / bandwidth,
+        unpacking=rates.unpack * 10 * frozen / bandwidth,
+        adapters=rates.adapter * 4 * adapted / bandwidth,
+    )
+
+
+def time_block(setting: Setting) -> Block:
+    """One block of the mean kind: seconds of its passes, before launches are weighed."""
+    shape, layout, _, rates = setting
+    products, extra = block_products(setting), around(setting)
+    there, back = attend(setting)
+    forward = products.forward + there + sum(extra)
+    backward = products.inputs + products.weights + back
+    backward = backward + 2 * (extra.elementwise + extra.casts + extra.adapters) + extra.unpacking
+    reduced = rates.exposed_tensor * where(layout.asynchronous > 0, rates.asynchronous, 1.0)
+    # two all-reduces a forward; where tp ranks share the experts' tokens, half of that
+    inside = reduced * tensor_seconds(setting) * where(shape.experts > 0, 1, 2)
+    dispatch = (1 - shape.plain) * all_to_all(setting)
+    cheap = layout.written_out * there + rates.selective * 0.25 * extra.elementwise
+    cheap = cheap + layout.products_repeated * products.forward
+    repeated = layout.repeated * (forward + inside + dispatch) + layout.selective * cheap
+    entered = layout.entered
+    host = rates.launch * where(layout.compiled > 0, 0.6, 1.0) * (1 + layout.repeated / 3)
+    host = host + (1 - shape.plain) * rates.expert_launch
+    host = host * where(layout.tp > 1, 1 + rates.tensor_launch, 1.0)
+    return Block(
+        forward=forward,
+        backward=entered * backward,
+        repeated=smaller(layout.repeated + layout.selective, entered)
+        / larger(layout.repeated + layout.selective, 1e-9)
+        * repeated,
+        exposed=inside + dispatch + context_ring(setting, there),
+        launched=host,
+    )
+
+
+def time_head(setting: Setting) -> Number:
+    """Seconds of logits and loss, forward and backward, of one micro-batch; never recomputed."""
+    shape, layout, machine, rates = setting
+    tokens = work.tokens_of(layout)
+    product = Product(tokens, shape.vocab / layout.tp, shape.hidden)
+    speed = machine.wide_products * rates.head / rates.slowdown
+    logits = 6 * layout.element * tokens * shape.vocab / layout.tp * rates.passes**0.5
+    moved = (logits + layout.chunk_bytes) / (machine.memory * rates.memory)
+    return multiply(product, speed, setting).all + moved
+
+
+class Stage(NamedTuple):
+    """Seconds of one micro-batch on the stage that takes longest, and on the mean stage."""
+
+    blocks: Number  # how many it holds
+    head: Number
+    longest: Number
+    mean: Number
+
+
+def deal(setting: Setting, block: Number, head: Number) -> Stage:
+    """Blocks of the longest stage: an even share and the head, or as few as balance the head."""
+    shape, layout = setting.shape, setting.layout
+    mean = (shape.layers * block + head) / layout.pp
+    even = shape.layers / layout.pp
+    balanced = (layout.balanced > 0) * (layout.pp > 1)
+    whole = (mean / block + 0.5) // 1 * block
+    longest = where(balanced, larger(mean, larger(whole, head)), even * block + head)
+    blocks = where(balanced, smaller(longest / block, even), even)
+    return Stage(blocks=blocks, head=longest - blocks * block, longest=longest, mean=mean)
+
+
+def predict_step(setting: Setting) -> Parts:
+    """Seconds of one optimizer step."""
+    layout, rates = setting.layout, setting.rates
+    block, head = time_block(setting), time_head(setting)
+    busy = block.forward + block.backward + block.repeated + 2 * block.exposed
+    each = beside(busy, block.launched)
+    stage = deal(setting, each, head)
+    send = _send(setting)
+    times = layout.accumulation
+    gathering = _gathering(setting, block.forward, each - block.forward)
+    bubble = (layout.pp - 1) / layout.chunks * (stage.mean + send)
+    reducing = _reducing(setting, stage)
+    updating = _updating(setting)
+    sum_ = times * (stage.longest + send) + gathering + bubble + reducing + updating
+    count = times * stage.blocks
+    return Parts(
+        forward=count * block.forward, backward=count * block.backward,
+        repeated=count * block.repeated, head=times * stage.head,
+        tensor=count * 2 * block.exposed, waiting=count * (each - busy),
+        gathering=gathering, sending=times * send, bubble=bubble, reducing=reducing,
+        updating=updating, fixed=rates.fixed,
+        straggling=sum_ * rates.straggling * log2(larger(_world(layout) / 8, 1)),
+    )  # fmt: skip
+
+
+def _world(layout: Layout) -> Number:
+    return layout.dp * layout.tp * layout.cp * layout.pp
+
+
+def _send(setting: Setting) -> Number:
+    """Seconds a micro-batch waits for its neighbours' messages, to and fro, each chunk."""
+    shape, layout, machine, rates = setting
+    inside = layout.tp * layout.cp * layout.pp <= machine.domain
+    speed = where(inside, machine.link * rates.link, machine.network * rates.network)
+    nbytes = 2 * work.tokens_of(layout) * shape.hidden
+    nbytes = nbytes / where(layout.sequence_parallel > 0, layout.tp, 1)
+    once = nbytes / speed + rates.send_latency
+    return where(layout.pp > 1, 2 * layout.chunks * once, 0.0)
+
+
+def _gathering(setting: Setting, there: Number, back: Number) -> Number:
+    """Exposed seconds of zero 3: weights gathered for both passes, gradients reduced.
+
+    A block's collectives run beside the previous block's computing, which takes so long there and
+    back. Under a pipeline weights stay gathered for the whole step.
+    """
+    shape, layout, _, rates = setting
+    routed = where(layout.dp * layout.cp * layout.tp > layout.ep, 1.0, 0.0)
+    elements = work.plain_weights(shape) / layout.tp
+    elements = elements + routed * work.expert_weights(shape) / layout.ep
+    gather = gather_seconds(setting, 2 * elements)
+    gradients = layout.gradient_bytes * elements
+    reduce = gather_seconds(setting, gradients) + copy_seconds(setting, gradients)
+    reduce = layout.trains * reduce
+    forward = larger(gather - there, 0)
+    backward = larger(gather + reduce - back, 0)
+    share = smaller(rates.exposed_data, 1)
+    exposed = forward + backward + share * (2 * gather + reduce)
+    times = where(layout.pp > 1, 1, layout.accumulation)
+    return where(layout.zero >= 3, times * shape.layers / layout.pp * exposed, 0.0)
+
+
+def _own_weights(setting: Setting) -> tuple[Number, Number]:
+    """Elements that one rank updates gradients of: those that ep leaves whole, and its experts."""
+    shape, layout = setting.shape, setting.layout
+    ends = shape.vocab * shape.hidden * (1 + shape.own_head)
+    plain = (shape.layers * work.plain_weights(shape) + ends) / layout.tp / layout.pp
+    return plain, shape.layers * work.expert_weights(shape) / layout.ep / layout.pp
+
+
+def _reducing(setting: Setting, stage: Stage) -> Number:
+    """Exposed seconds of gradients' reduction and updated weights' gathering, zero 0 to 2."""
+    layout, rates = setting.layout, setting.rates
+    plain, routed = _own_weights(setting)
+    cut = layout.zero >= 1
+    gathered = where(cut, 2, layout.gradient_bytes)
+    whole = reduce_seconds(setting, (layout.gradient_bytes + gathered) * plain)
+    copies = larger(layout.dp * layout.cp * layout.tp / layout.ep, 1)
+    machine = setting.machine
+    inside = _world(layout) <= machine.domain
+    speed = where(inside, machine.link * rates.link, machine.network * rates.network)
+    experts = 6 * routed * (copies - 1) / copies / speed
+    total = whole + experts
+    share = smaller(where(cut, rates.exposed_data, rates.exposed_all_reduce), 1)
+    exposed = share * total + larger((1 - share) * total - 0.66 * stage.longest, 0)
+    return where(layout.zero >= 3, 0.0, layout.trains * exposed)
+
+
+def _updating(setting: Setting) -> Number:
+    """Seconds of the optimizer: its states' bytes, and what passes to the host and back."""
+    layout, machine, rates = setting.layout, setting.machine, setting.rates
+    plain, routed = _own_weights(setting)
+    cut = layout.zero >= 1
+    copies = larger(layout.dp * layout.cp * layout.tp / layout.ep, 1)
+    own = plain / where(cut, layout.shard * layout.cp, 1) + routed / where(cut, copies, 1)
+    seconds = layout.state_bytes / (machine.memory * rates.memory) + layout.offloaded / machine.host
+    return layout.trains * own * seconds

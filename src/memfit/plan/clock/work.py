@@ -1,0 +1,215 @@
+"""What one step computes and moves, of one rank: products, attention, bytes. No seconds yet.
+
+All fields are Python numbers or numpy arrays of them; shapes are products of three lengths
+(m rows, n columns, k the length that is summed over), tokens are those of one rank and micro-batch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from memfit.plan.clock.arrays import Number, larger, smaller, where
+
+
+class Shape(NamedTuple):
+    """A decoder in numbers; widths in elements."""
+
+    layers: Number
+    hidden: Number
+    heads: Number
+    kv_heads: Number
+    key: Number  # elements of a head's queries and keys
+    value: Number  # and of its values
+    query_rank: Number  # latent attention (2405.04434): of compressed queries; 0 = they are not
+    kv_rank: Number  # and of compressed keys and values; 0 = plain attention
+    rotated: Number  # elements of a latent key that all heads share
+    ffn: Number
+    gated: Number  # 1 where two products enter the feed-forward, else 0
+    experts: Number
+    per_token: Number
+    expert_ffn: Number
+    shared_ffn: Number
+    plain: Number  # share of the blocks whose feed-forward is a plain one
+    window: Number  # tokens that a sliding block looks back over; 0 = none slides
+    sliding: Number  # share of the blocks that slide
+    clamped: Number  # 1 where experts have biases and clamp (gpt-oss): more element-wise passes
+    vocab: Number
+    own_head: Number  # 1 where the head has a weight of its own
+
+
+class Layout(NamedTuple):
+    """How a step is laid out over ranks, and what of it is repeated or narrow."""
+
+    sequence: Number
+    micro_batch: Number
+    accumulation: Number
+    dp: Number  # ranks with a share of the batch
+    shard: Number  # of them, those among which states (zero 1), gradients, weights (3) are cut
+    zero: Number
+    tp: Number
+    sequence_parallel: Number  # 1 or 0
+    cp: Number
+    pp: Number
+    chunks: Number  # pieces of a pipeline rank (virtual stages)
+    ep: Number
+    repeated: Number  # share of the blocks that backward computes again in full
+    selective: Number  # share of the blocks of which it computes cheap parts again
+    products_repeated: Number  # share of such a block's products among those parts
+    narrow: Number  # 1 where blocks multiply in FP8 or FP4
+    gradient_bytes: Number  # an element of a gradient takes on the wire
+    state_bytes: Number  # read and written for one updated parameter
+    trains: Number  # 1: all weights; 0: adapters beside frozen ones
+    packed: Number  # 1 where frozen weights are unpacked from 4 bits before each product
+    compiled: Number  # 1 where element-wise operations are fused by a compiler
+    written_out: Number  # 1 where attention writes its scores to memory (math, eager)
+    asynchronous: Number  # 1 where tp's collectives run beside the products they feed
+    overlapped: Number  # 1 where tokens travel to experts while another micro-batch is computed
+    balanced: Number  # 1 where stages are dealt by their cost, the head's included
+    offloaded: Number  # bytes of an updated parameter that pass the link to the host, both ways
+    element: Number  # bytes of an activation
+    entered: Number  # share of the blocks that backward enters: all but frozen first ones
+    chunk_bytes: Number  # moved a micro-batch because the loss goes through the head in chunks
+
+
+class Product(NamedTuple):
+    """One weight's matrix product: 2 m n k FLOP forward, `count` times."""
+
+    m: Number
+    n: Number
+    k: Number
+    count: Number = 1.0
+
+    @property
+    def flop(self) -> Number:
+        """Of its forward; the gradients of input and weight take as much each."""
+        return 2.0 * self.m * self.n * self.k * self.count
+
+
+class Attention(NamedTuple):
+    """Scores and their products with values, of one block and micro-batch, one rank."""
+
+    flop: Number  # of the forward
+    score_bytes: Number  # of the scores, where they are written out
+
+
+def tokens_of(layout: Layout) -> Number:
+    """Tokens of one rank and micro-batch."""
+    return layout.micro_batch * layout.sequence / layout.cp
+
+
+def attention_products(shape: Shape, layout: Layout) -> tuple[Product, ...]:
+    """Queries, keys and values in one product, and the output's; or latent attention's five."""
+    m, tp = tokens_of(layout), layout.tp
+    latent = shape.kv_rank > 0
+    queries = shape.heads * shape.key
+    plain_in = queries + shape.kv_heads * (shape.key + shape.value)
+    compressed = shape.query_rank > 0
+    unrotated = shape.key - shape.rotated
+    return (
+        Product(m, where(latent, where(compressed, shape.query_rank, queries / tp), plain_in / tp),
+                shape.hidden),
+        Product(m, shape.hidden, shape.heads * shape.value / tp),
+        Product(m, queries / tp, shape.query_rank, latent * compressed * 1.0),
+        Product(m, shape.kv_rank + shape.rotated, shape.hidden, latent * 1.0),
+        Product(m, shape.heads * (unrotated + shape.value) / tp, shape.kv_rank, latent * 1.0),
+    )  # fmt: skip
+
+
+def feed_products(shape: Shape, layout: Layout) -> tuple[Product, ...]:
+    """The plain feed-forward's two products."""
+    m, width = tokens_of(layout), shape.ffn / layout.tp
+    return (
+        Product(m, width * (1 + shape.gated), shape.hidden, (shape.ffn > 0) * 1.0),
+        Product(m, shape.hidden, width, (shape.ffn > 0) * 1.0),
+    )
+
+
+def expert_products(shape: Shape, layout: Layout) -> tuple[Product, ...]:
+    """The products of a rank's experts, over as many tokens each as an even routing brings."""
+    own = larger(shape.experts / layout.ep, 1)
+    rows = routed_tokens(shape, layout) / own
+    return (
+        Product(rows, shape.expert_ffn * 2, shape.hidden, (shape.experts > 0) * own),
+        Product(rows, shape.hidden, shape.expert_ffn, (shape.experts > 0) * own),
+    )
+
+
+def shared_products(shape: Shape, layout: Layout) -> tuple[Product, ...]:
+    """The products of the expert that every token visits."""
+    m, width = tokens_of(layout), shape.shared_ffn / layout.tp
+    there = (shape.shared_ffn > 0) * 1.0
+    return Product(m, width * 2, shape.hidden, there), Product(m, shape.hidden, width, there)
+
+
+def routed_tokens(shape: Shape, layout: Layout) -> Number:
+    """Rows of a rank's experts: each token as often as it visits one; tp ranks share them."""
+    return tokens_of(layout) * shape.per_token / layout.tp
+
+
+def attend(shape: Shape, layout: Layout) -> Attention:
+    """Attention's two products; kernels that know causality skip half of the scores."""
+    pairs = layout.micro_batch * layout.sequence * layout.sequence / layout.cp
+    reached = where(
+        (shape.window > 0) * (layout.written_out == 0),
+        smaller(shape.window / layout.sequence, 1.0), 1.0,
+    )  # fmt: skip
+    causal = where(layout.written_out > 0, 1.0, 0.5)
+    full = causal * (1 - shape.sliding)
+    pairs = pairs * (full + shape.sliding * smaller(reached, causal))
+    heads = shape.heads / layout.tp
+    return Attention(
+        flop=2.0 * pairs * heads * (shape.key + shape.value),
+        score_bytes=layout.written_out * layout.element * pairs * heads,
+    )
+
+
+class Elementwise(NamedTuple):
+    """Bytes that one block's forward reads and writes beside its products."""
+
+    around: Number  # norms, residuals, rotation, bias of attention and of the feed-forward's ends
+    activation: Number  # between a plain feed-forward's products
+    routing: Number  # the same of the experts
+    permuting: Number  # tokens put in the order of their experts and back
+
+
+def elementwise(shape: Shape, layout: Layout) -> Elementwise:
+    """Bytes before a framework's fusion is counted."""
+    width = layout.element
+    tokens, tp = tokens_of(layout), layout.tp
+    outside = where(layout.sequence_parallel > 0, tokens / tp, tokens)
+    heads = shape.heads * shape.key + 2 * shape.kv_heads * shape.key
+    routed = routed_tokens(shape, layout)
+    sparse = (shape.experts > 0) * 1.0
+    return Elementwise(
+        around=width * (14 * outside * shape.hidden + 3 * tokens / tp * heads),
+        activation=width * tokens * shape.ffn / tp * (3 + shape.gated),
+        routing=sparse * (4 * width * routed * shape.expert_ffn + 8 * tokens / tp * shape.experts),
+        permuting=sparse * width * routed * shape.hidden * 6,
+    )
+
+
+def attention_weights(shape: Shape) -> Number:
+    """Elements of one block's attention."""
+    queries = shape.heads * shape.key
+    plain = shape.hidden * (queries + shape.kv_heads * (shape.key + shape.value))
+    unrotated = shape.key - shape.rotated
+    latent = (
+        where(shape.query_rank > 0, (shape.hidden + queries) * shape.query_rank,
+              shape.hidden * queries)
+        + shape.hidden * (shape.kv_rank + shape.rotated)
+        + shape.kv_rank * shape.heads * (unrotated + shape.value)
+    )  # fmt: skip
+    inner = where(shape.kv_rank > 0, latent, plain)
+    return inner + shape.hidden * shape.heads * shape.value
+
+
+def plain_weights(shape: Shape) -> Number:
+    """Elements of one block that all ranks of ep hold: attention, feed-forward, shared expert."""
+    feed = shape.hidden * shape.ffn * (2 + shape.gated)
+    shared = 3 * shape.hidden * shape.shared_ffn
+    return attention_weights(shape) + shape.plain * feed + (1 - shape.plain) * shared
+
+
+def expert_weights(shape: Shape) -> Number:
+    """Elements of all routed experts of one block, the mean of all blocks."""
+    return (1 - shape.plain) * 3.0 * shape.experts * shape.hidden * shape.expert_ffn

@@ -1,0 +1,66 @@
+"""Comparing step times: one weight a source, order inside sweeps, rows that are not predicted."""
+
+import pytest
+from msgspec.structs import replace
+
+from memfit import accuracy_time, api, corpus
+from memfit.accuracy_time import TimeCompared, find_sweeps, kendall, summarise, weighted_quantile
+from memfit.errors import InvalidRequest
+
+ROW = next(r for r in corpus.read_corpus() if r.source.name.startswith("huggingface/nanotron"))
+
+
+def figure(measured, predicted, *, source="a/b", recipe="r", name="x"):
+    return TimeCompared(
+        id=name, source=source, framework="f", device="d", model="m", devices=8,
+        confidence="high", split="test", recipe=recipe, tokens=1.0, measured=measured,
+        predicted=predicted,
+    )  # fmt: skip
+
+
+def test_a_table_of_a_hundred_rows_weighs_as_much_as_one_run():
+    many = [figure(1.0, 1.01) for _ in range(100)]
+    group = summarise("all", [*many, figure(1.0, 1.5, source="c/d")])
+    assert (group.rows, group.sources) == (101, 2)
+    assert group.median == pytest.approx(0.01)
+    assert group.p90 == pytest.approx(0.5)
+    assert group.bias == pytest.approx((0.01 + 0.5) / 2)
+    assert summarise("none", []) is None
+
+
+def test_a_weighted_quantile_is_the_smallest_value_with_enough_weight_below():
+    pairs = [(0.1, 1.0), (0.2, 1.0), (0.3, 2.0)]
+    assert weighted_quantile(pairs, 0.5) == 0.2
+    assert weighted_quantile(pairs, 0.51) == 0.3
+    assert weighted_quantile(pairs, 1.0) == 0.3
+
+
+def test_kendalls_tau_counts_pairs_of_unlike_recipes():
+    ordered = [figure(t, 2 * t, recipe=str(t)) for t in (1.0, 2.0, 3.0, 4.0)]
+    assert kendall(ordered) == 1
+    assert kendall([replace(f, predicted=-f.predicted) for f in ordered]) == -1
+    one_wrong = [*ordered[:3], replace(ordered[3], predicted=5.0)]
+    assert kendall(one_wrong) == pytest.approx((5 - 1) / 6)
+    assert kendall([figure(1.0, 1.0), figure(2.0, 2.0)]) is None  # one recipe, run twice
+    assert [s.tau for s in find_sweeps(ordered)] == [1]
+    assert list(find_sweeps(ordered[:2])) == []
+
+
+def test_times_of_functional_tests_and_throttled_devices_are_no_measurement():
+    tested = replace(ROW, source=replace(ROW.source, name="NVIDIA/Megatron-LM tests"))
+    throttled = replace(ROW, source=replace(ROW.source, notes="a power-limited run"))
+    doubtful = replace(ROW, source=replace(ROW.source, confidence="low"))
+    found = accuracy_time.compare_times([ROW, tested, throttled, doubtful])
+    assert [c.id for c in found.compared] == [ROW.id]
+    assert sorted(r.rows for r in found.refused) == [1, 1]
+    assert all(r.use == "time" for r in found.refused)
+
+
+def test_the_corpus_is_predicted_and_grouped(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    corpus.write_rows(path, [ROW])
+    found = api.accuracy_of_times([path], ["source"])
+    assert [g.name for g in found.by("source")] == ["huggingface/nanotron"]
+    assert found.headline.rows == 1
+    with pytest.raises(InvalidRequest, match="cannot be grouped"):
+        api.accuracy_of_times([path], ["kind"])
