@@ -59,7 +59,35 @@ DRIVER_NAMES = {
 SOURCES = {  # said more plainly than in the research file
     "smi": "memory.total of nvidia-smi or rocm-smi, as printed in many public logs of the device",
     "oom": "'GPU 0 has a total capacity of X GiB' in public out-of-memory messages of torch's",
+    "teton": "pytorch/torchtitan @6fc499f benchmarks/llama3_h100_202412_torchtitan.md (hardware)",
+    "dsv3": "DeepSeek-V3 technical report (2412.19437), section 3: H800 and its NVLink",
 }
+ADDED = {  # parts that differ from a row of the research file -> that row, and the differences
+    "h100-sxm-96": (
+        "h100-sxm",
+        {
+            "name": "H100 SXM5 96GB HBM2e (500 W)", "memory_gb_marketing": 96, "tdp_w": 500,
+            "memory_bandwidth_gbs": 2400, "unverified_fields": ["bf16", "fp8"],
+            "internode_typical": "8x400 Gb/s RoCE (1 per GPU, 50 GB/s per GPU)",
+            "notes": "Grand Teton's; its owners do not know its peak, between SXM's and NVL's",
+            "sources": ["teton"],
+        },
+    ),
+    "h800-sxm": (
+        "h100-sxm",
+        {
+            "name": "H800 SXM5 80GB", "gpu_link": {"type": "NVLink 4", "unidirectional_gbs": 200},
+            "unverified_fields": ["gpu_link", "torch_total_gib"], "driver_total_mib": 81559,
+            "torch_total_gib": "79.10-79.25", "notes": "8 of H100's 18 NVLinks",
+            "sources": ["dsv3"],
+            "internode_typical": "8x400 Gb/s InfiniBand NDR (1 per GPU, 50 GB/s per GPU)",
+        },
+    ),
+}  # fmt: skip
+UNKNOWN = dict.fromkeys(
+    ("driver_total_mib", "driver_total_source", "torch_total_gib",
+     "measured_max_matmul_bf16_tflops", "measured_max_matmul_fp8_tflops")
+) | {"price_usd_per_gpu_hour": [], "aliases": []}  # fmt: skip
 # Of a price's source: seller, where (one of the places at that price), when, and its name in
 # prices.toml. A copy of SkyPilot's catalogue carries no date: the day of reading stands instead.
 SELLERS = {
@@ -210,6 +238,15 @@ def one_of_two(device):
         " bf16, 3277 GB/s and 560 W. fp32 is the matrix rate (vector: 23.95)"
     )
     return half
+
+
+def with_added(every):
+    """The research file's devices, each followed by the parts that differ from it."""
+    found = []
+    for device in every:
+        parts = [(key, changes) for key, (base, changes) in ADDED.items() if base == device["id"]]
+        found += [device, *(device | UNKNOWN | {"id": key} | changes for key, changes in parts)]
+    return found
 
 
 def match_strings(device, every):
@@ -502,7 +539,7 @@ def main(hardware_file, models_file):
         "# torch can use, `memory_driver` what the driver prints, `memory_datasheet` what is on\n"
         "# the box. A line that is missing is unknown; `unverified` names fields of weak source.\n",
         row_of("sources", device_sources(hardware)),
-        *(device_row(d, every) for d in every),
+        *(device_row(d, every) for d in with_added(every)),
     ]
     (CATALOG / "devices.toml").write_text("\n".join(devices))
     write_prices(hardware)

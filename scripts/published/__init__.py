@@ -17,8 +17,8 @@ Published = dict[str, Any]  # one line of published.jsonl
 DEVICES = {  # how sources write a device -> id of the catalogue
     "A100-SXM-80GB": "a100-sxm-80", "A100-80GB": "a100-sxm-80", "A100-SXM-40GB": "a100-sxm-40",
     "A100-40GB (2x40GB)": "a100-sxm-40", "A800/A100-SXM-80GB": "a100-sxm-80", "A10G": "a10g",
-    "H100-SXM-80GB": "h100-sxm", "H100-SXM-96GB-HBM2e(500W)": "h100-sxm",
-    "H800-SXM-80GB": "h100-sxm", "H200-SXM-141GB": "h200-sxm", "H200-NVL-141GB (PCIe)": "h200-nvl",
+    "H100-SXM-80GB": "h100-sxm", "H100-SXM-96GB-HBM2e(500W)": "h100-sxm-96",
+    "H800-SXM-80GB": "h800-sxm", "H200-SXM-141GB": "h200-sxm", "H200-NVL-141GB (PCIe)": "h200-nvl",
     "B200-SXM-180GB": "b200-sxm", "B300-288GB": "b300-sxm", "GB200-186GB": "gb200",
     "GB300-288GB": "gb300", "V100-SXM2-16GB": "v100-sxm2-16", "V100-16GB": "v100-sxm2-16",
     "L40S-48GB": "l40s", "RTX-4090": "rtx-4090", "RTX-3090": "rtx-3090",
