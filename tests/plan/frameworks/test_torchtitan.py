@@ -179,6 +179,28 @@ def test_a_pipeline_s_ends_hold_fewer_blocks_and_keep_weights_and_gradients_whol
     assert sum(stage_of(twice, 0).in_flight) == 8 + 2 * 7 + 1
 
 
+def test_a_pipelines_schedule_says_how_many_micro_batches_are_in_flight():
+    """torch's orders, in which tests/plan/clock/test_orders.py finds the same counts."""
+
+    def ask(schedule, **changes):
+        options = {"version": 202508, "pipeline_schedule": schedule}
+        return {
+            "model": {"num_hidden_layers": 126},
+            "recompute": "full",
+            "options": options,
+            "pp": 4,
+        } | changes
+
+    gpipe = make(**ask("GPipe", accumulation=10))
+    assert [stage_of(gpipe, rank).in_flight for rank in range(4)] == [(10,)] * 4
+    # 10 micro-batches are 2 rounds of 5: (2 - 1) x 5 ahead on every rank, and 2 a hop
+    rounds = make(**ask("Interleaved1F1B", accumulation=10, virtual_pp=2))
+    assert [sum(stage_of(rounds, rank).in_flight) for rank in range(4)] == [12, 10, 8, 6]
+    plan = predict_foreign(request(**ask("ZBVZeroBubble", accumulation=8, virtual_pp=2)))
+    assert plan.memory.peak_allocated is None
+    assert "`options.pipeline_schedule: ZBVZeroBubble`" in plan.memory.because
+
+
 def test_reserved_is_slack_over_live_bytes_and_blocks_that_no_one_can_use():
     plan = predict_foreign(request(dp_shard=8))
     peak = plan.ledger.peak_phase

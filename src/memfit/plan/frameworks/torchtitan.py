@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from typing import NamedTuple, final
 
-from memfit.errors import InvalidRequest
+from memfit.errors import InvalidRequest, MemoryUnknown
 from memfit.ledger import Kind, Ledger, Phase
 from memfit.model import Model
+from memfit.plan.clock.orders import count_held, find_schedule
 from memfit.plan.frameworks import Framework, Job, Knob, Slack, frameworks, make_ledger
 from memfit.plan.frameworks._fsdp import Buffers, Unit, gathered
-from memfit.plan.frameworks._pipeline import count_in_flight, deal_sizes
+from memfit.plan.frameworks._pipeline import deal_sizes
 
 NATIVE_NORM = 202503  # torch's RMSNorm instead of one in Python (#985)
 COMPILED_LOSS = 202504  # the loss is compiled where blocks are (#1033)
@@ -63,6 +64,10 @@ class Torchtitan(Framework):
     )  # fmt: skip
     knobs = {  # noqa: RUF012
         "version": Knob(default=202508, means="year and month of the code, such as 202412"),
+        "pipeline_schedule": Knob(
+            default="1F1B", means="the order of a pipeline's pieces",
+            values=("1F1B", "Interleaved1F1B", "GPipe", "ZBVZeroBubble", "InterleavedZeroBubble"),
+        ),
         # what follows changes the time of a step alone
         "async_tp": Knob(default=False, means="tp's collectives run beside its products"),
         "float8_recipe": Knob(
@@ -70,10 +75,6 @@ class Torchtitan(Framework):
             values=("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"),
         ),
         "float8_all_gather": Knob(default=False, means="weights are gathered in FP8"),
-        "pipeline_schedule": Knob(
-            default="1F1B", means="the order of a pipeline's pieces",
-            values=("1F1B", "Interleaved1F1B", "GPipe", "ZBVZeroBubble", "InterleavedZeroBubble"),
-        ),
         "cp_rotate": Knob(
             default="allgather", means="how keys and values reach the other cp ranks",
             values=("allgather", "alltoall"),
@@ -107,6 +108,11 @@ class Torchtitan(Framework):
 
     def predict(self, job: Job) -> Ledger:
         """The largest pipeline rank's ledger."""
+        if job.recipe.parallel.pp > 1 and find_schedule(job.recipe).kind in ("zb-h1", "zb-v"):
+            raise MemoryUnknown(
+                f"`options.pipeline_schedule: {job.option('pipeline_schedule')}`: what the"
+                " weights' backward waits with is not described"
+            )
         elements = count(job.model)
         stages = (find_stage(job, rank, elements) for rank in range(job.recipe.parallel.pp))
         ledgers = (_stage_ledger(job, stage) for stage in stages)
@@ -162,9 +168,7 @@ def find_stage(job: Job, rank: int, e: Elements) -> Stage:
     first, last = rank == 0, rank == p.pp - 1
     tied_twice = e.embedding if not e.head and p.pp > 1 else 0
     head = (e.head or tied_twice) + e.norm if last else 0
-    in_flight = count_in_flight(
-        rank, stages=p.pp, chunks=p.virtual_pp, micro_batches=job.recipe.accumulation
-    )
+    in_flight = count_held(find_schedule(job.recipe), rank)
     return Stage(
         blocks=tuple(len(piece) for piece in mine),
         in_flight=in_flight if p.pp > 1 else (1,),
