@@ -110,6 +110,12 @@ def test_torchtitans_words_for_what_changes_the_clock_alone():
     assert (plain["async_tp"], plain["pipeline_schedule"]) == (False, "1F1B")
 
 
+def test_nanotrons_tensor_parallel_runs_communicate_beside_their_products():
+    runs = [row.recipe for row in OTHERS if row.recipe.framework == "nanotron"]
+    assert len(runs) > 100
+    assert all(r.options["async_communication"] == (r.parallel.tp > 1) for r in runs)
+
+
 def test_mlcommons_rows_say_which_container_or_round_ran():
     row = a_row(
         "MLCommons training_results_v4.1 llama2_70b_lora NVIDIA/eos_ngc24.09_nemo",

@@ -1,7 +1,8 @@
 """huggingface/nanotron: the Ultrascale Playbook's chart, one point a run of `run_train.py`.
 
 What the chart does not say is taken from `scripts/scaling_benchmarks.py` at the same commit: tensor
-parallelism in `REDUCE_SCATTER` mode, gradients accumulated in fp32, no recomputing. The figure is
+parallelism in `REDUCE_SCATTER` mode with asynchronous communication, gradients accumulated in fp32,
+no recomputing. The figure is
 `Mem Res (GB)` of helpers.py (max_memory_reserved / 1024^3), which rank 0 alone writes: with
 pipeline parallelism that is the first stage.
 """
@@ -28,7 +29,7 @@ def translate(row: Published) -> Translated:
                 "sequence_parallel": tp > 1,
                 "pp": config["pp"],
             },
-            "options": {"rank": "first"},
+            "options": {"rank": "first", "async_communication": tp > 1},
             "hardware": hardware_of(row),
         },
         kind="peak_reserved",

@@ -73,6 +73,9 @@ class Nanotron(Framework):
         "recompute_allgather": Knob(
             default=True, means="`tp_recompute_allgather`: gathered inputs are gathered again"
         ),
+        "async_communication": Knob(
+            default=False, means="`tp_linear_async_communication`: collectives beside products"
+        ),
         "rank": Knob(
             default="fullest", values=("fullest", "first"),
             means="whose memory: of all ranks, or rank 0's, which alone nanotron writes down",
