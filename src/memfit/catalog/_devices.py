@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit import units
-from memfit.catalog._rows import Rows
+from memfit.catalog._rows import Rows, slug
 from memfit.catalog.own import own_file, read_own, stamp, wrong
 from memfit.catalog.prices import check_own_prices, find_prices
 from memfit.errors import InvalidRequest, UnknownName
@@ -23,7 +23,7 @@ Stamp = tuple[tuple[str, int, int], ...]
 def find(name: str) -> Device:
     """A device by id, driver name or alias; see `memfit.catalog.find_device`."""
     now = _now()
-    return _device(_DEVICES.find(name, also=_own_ids()), now)
+    return _device(_DEVICES.find(name, also=_own_names()), now)
 
 
 def every() -> tuple[Device, ...]:
@@ -39,6 +39,16 @@ def _every(now: Stamp) -> tuple[Device, ...]:
 def _own_ids() -> list[str]:
     """Ids of the user's devices that the catalogue does not have."""
     return [key for key in read_own(OWN) if key not in _DEVICES.ids]
+
+
+def _own_names() -> dict[str, str]:
+    """Names of those devices, as the driver says them too -> their ids."""
+    found: dict[str, str] = {}
+    for key in _own_ids():
+        row = read_own(OWN)[key]
+        for word in (key, row.get("name", key), *row.get("match", ())):
+            found.setdefault(slug(str(word)), key)
+    return found
 
 
 def _now() -> Stamp:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ from typing import Any
 from memfit.errors import InvalidRequest, UnknownName
 
 _HEADER = re.compile(r'^\["?([^"\]\n]+)"?\]$', re.MULTILINE)
+
+
+NOTHING: Mapping[str, str] = {}
 
 
 class Rows:
@@ -47,18 +50,18 @@ class Rows:
         """One row as it stands in the file."""
         return tomllib.loads(self._texts[key])
 
-    def find(self, name: str, also: Sequence[str] = ()) -> str:
+    def find(self, name: str, also: Mapping[str, str] = NOTHING) -> str:
         """The id that a name means: an id, another name of the row, or the start of one id only.
 
-        also: ids that are rows of another file.
+        also: names of another file's rows, as `slug` writes them -> their ids.
         Raises UnknownName (did-you-mean), or InvalidRequest when several rows begin like that.
         """
-        slug = _slug(name)
-        if slug in self.ids or slug in also:
-            return slug
-        if slug in self._by_word:
-            return self._by_word[slug]
-        begins = [key for key in (*self.ids, *also) if slug and key.startswith(f"{slug}-")]
+        word = slug(name)
+        if word in self.ids:
+            return word
+        if word in also or word in self._by_word:
+            return also.get(word) or self._by_word[word]
+        begins = [key for key in (*self.ids, *also) if word and key.startswith(f"{word}-")]
         if len(begins) == 1:
             return begins[0]
         if begins:
@@ -74,8 +77,8 @@ class Rows:
         found: dict[str, str] = {}
         for key in self.ids:
             for word in _values(self.row(key), self._words):
-                if found.setdefault(_slug(word), key) != key:
-                    raise ValueError(f"`{word}` names both {found[_slug(word)]} and {key}")
+                if found.setdefault(slug(word), key) != key:
+                    raise ValueError(f"`{word}` names both {found[slug(word)]} and {key}")
         return found
 
 
@@ -85,6 +88,6 @@ def _values(row: dict[str, Any], keys: tuple[str, ...]) -> Iterator[str]:
         yield from (value,) if isinstance(value, str) else value
 
 
-def _slug(name: str) -> str:
+def slug(name: str) -> str:
     """How names are compared: case, spaces and underscores do not matter."""
     return re.sub(r"[\s_]+", "-", name.strip().lower())
