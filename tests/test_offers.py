@@ -53,7 +53,14 @@ def test_the_rate_is_that_of_a_predicted_step():
     assert row.model.tokens == pytest.approx(rate.tokens_per_second * 8 * units.DAY)
     assert row.flops < row.mfu * find_device("h100-sxm").flops["bf16"]  # attention counts nothing
     assert "predicted from a step of llama-3.2-1b" in row.because[1]
-    assert "without what they say to one another" in row.because[1]
+    assert "on each of 8 devices (FSDP2)" in row.because[1]
+
+
+def test_devices_that_talk_to_one_another_are_slower_each_but_faster_together():
+    device = find_device("h100-sxm")
+    few, many = (predict_rate("llama-3.1-8b", device, n).tokens_per_second for n in (8, 512))
+    assert few > many
+    assert 512 * many > 8 * few
 
 
 def test_every_dense_model_that_can_be_planned_has_a_rate():
