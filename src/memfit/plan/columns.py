@@ -68,22 +68,30 @@ def with_columns(recipe: Recipe, columns: Mapping[str, Number]) -> Recipe:
     )
 
 
-def find_distinct(columns: Sequence[Number]) -> tuple[Any, Any]:
+def size_of(recipe: Recipe) -> int:
+    """How many recipes its arrays describe; 1 where it has none."""
+    sizes = [1]
+
+    def count(array: Any) -> Any:
+        sizes.append(len(array))
+        return array
+
+    each_array(recipe, count)
+    return max(sizes)
+
+
+def find_distinct(columns: Sequence[Number], size: int) -> tuple[Any, Any]:
     """Where each distinct row of these columns first stands, and which one every row is.
 
-    Two index arrays, of the distinct rows and of all; columns hold whole numbers or truths, and
-    those that are no arrays are the same for all.
+    Two index arrays, of the distinct rows and of all `size` rows; columns hold whole numbers or
+    truths, and those that are no arrays are the same for all.
     """
     import numpy
 
-    code: Any = 0
+    code: Any = numpy.zeros(size, numpy.int64)
     for column in columns:
-        if not getattr(column, "ndim", 0):
-            continue
-        low = int(column.min())
-        code = code * (int(column.max()) - low + 1) + (column.astype(numpy.int64) - low)
-    if not getattr(code, "ndim", 0):
-        length = max((len(c) for c in columns if getattr(c, "ndim", 0)), default=1)
-        return numpy.zeros(1, int), numpy.zeros(length, int)
+        if getattr(column, "ndim", 0):
+            low = int(column.min())
+            code = code * (int(column.max()) - low + 1) + (column.astype(numpy.int64) - low)
     found = numpy.unique(code, return_index=True, return_inverse=True)
     return found[1], found[2]

@@ -84,6 +84,32 @@ def test_megatrons_candidates_are_what_each_is_alone(case):
     assert compare(span(ask(model, **more)), case) >= 50
 
 
+@pytest.mark.parametrize("version", [202412, 202503, 202508])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp8-mixed"])
+def test_torchtitans_candidates_are_what_each_is_alone(version, precision):
+    for model in (LLAMA, LLAMA | {"tie_word_embeddings": True}):
+        asked = ask(model, "torchtitan", precision=precision, options={"version": version})
+        assert compare(span(asked), version, 5) >= 100
+
+
+def test_a_mesh_that_is_stated_leaves_few_columns():
+    mesh = {"pp": 4, "virtual_pp": 1, "tp": 2, "dp_shard": 4, "zero": 1}
+    assert compare(span(ask(LLAMA, parallel=mesh)), 1) >= 50
+    mesh = mesh | {"zero": 3, "sequence_parallel": True}
+    assert compare(span(ask(LLAMA, "torchtitan", parallel=mesh, micro_batch=2)), 1) >= 20
+
+
+def test_columns_may_be_few():
+    space = span(ask(LLAMA, recompute="selective", attention="flash"))
+    recipe = space.parts[0].recipe_of(100)
+    for name in ("accumulation", "micro_batch"):
+        some = numpy.array([1, 2, 4])
+        peaks = space.framework.measure(space.job(with_columns(recipe, {name: some})))
+        alone = [with_columns(recipe, {name: n}) for n in (1, 2, 4)]
+        ledgers = [predict_ledger(one, space.model, space.device) for one in alone]
+        assert list(peaks.peak) == [ledger.peak for ledger in ledgers]
+
+
 def test_a_band_is_that_of_each_recipe_alone():
     framework, device = find_framework("megatron"), find_device("h100-sxm")
     (recipes,) = span(ask(LLAMA, recompute="none", attention="flash", devices=8)).parts[0].slices()
@@ -120,9 +146,11 @@ def test_columns_go_into_a_recipe_and_out_of_it():
 
 def test_distinct_rows():
     a, b = numpy.array([5, 5, 7, 5]), numpy.array([True, False, True, True])
-    first, which = find_distinct([a, 3, b])
+    first, which = find_distinct([a, 3, b], 4)
     rows = [(a[i], b[i]) for i in first]
     assert len(rows) == len(set(rows)) == 3
     assert [rows[i] for i in which] == list(zip(a, b, strict=True))
-    first, which = find_distinct([numpy.array([4, 4]), 1])
+    first, which = find_distinct([numpy.array([4, 4]), 1], 2)
     assert (list(first), list(which)) == ([0], [0, 0])
+    first, which = find_distinct([7, True], 3)
+    assert (list(first), list(which)) == ([0], [0, 0, 0])

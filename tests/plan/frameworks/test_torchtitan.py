@@ -1,5 +1,7 @@
 """torchtitan: blocks beside the same blocks in torch, FSDP2's pools beside a traced step."""
 
+from itertools import product
+
 import pytest
 from titan_block import alive_after
 
@@ -9,14 +11,21 @@ from memfit.certify.tape import FREED
 from memfit.errors import InvalidRequest
 from memfit.ledger import Kind, Phase
 from memfit.nouns import from_data
+from memfit.plan.clock.orders import count_held, find_schedule
 from memfit.plan.foreign import predict_foreign, predict_ledger, read_foreign
-from memfit.plan.frameworks import Job
+from memfit.plan.frameworks import Job, find_framework, make_ledger
 from memfit.plan.frameworks._fsdp import Unit, gathered
-from memfit.plan.frameworks.torchtitan import (
-    count,
-    find_stage,
+from memfit.plan.frameworks._torchtitan_held import (
+    describe_instants,
     saved_by_policy,
     saved_per_token,
+)
+from memfit.plan.frameworks._torchtitan_stage import (
+    count_elements,
+    count_stage,
+    cut,
+    find_stage,
+    leave_alike,
     units,
 )
 from memfit.plan.problem import find_device
@@ -59,7 +68,12 @@ def ledger(*args, **changes):
 
 
 def stage_of(job, rank):
-    return find_stage(job, rank, count(job.model))
+    return find_stage(job, rank)
+
+
+def units_of(job, rank):
+    count = count_stage(stage_of(job, rank))
+    return units(job, cut(job, count_elements(job.model), count), count)
 
 
 def part(found, phase, owner):
@@ -138,15 +152,32 @@ def test_pools_of_fsdp2_s_streams_are_those_of_a_traced_step():
 def test_buffers_by_hand():
     some = (Unit(100, False), Unit(40, False), Unit(40, False), Unit(60, True))
     assert gathered(some, 2, 4, 4) == (2 * 60, 2 * (100 + 40 + 25), 4 * (40 + 60))
+    row = (Unit(100, False), Unit(40, False, 2), Unit(60, True))
+    assert gathered(row, 2, 4, 4) == gathered(some, 2, 4, 4)
+    one = (Unit(10, True), Unit(40, False, 0), Unit(40, True))  # the row's other blocks: none
+    assert gathered(one, 2, 4, 4) == gathered((one[0], one[2]), 2, 4, 4)
+    assert gathered(one, 2, 4, 4) == (2 * 50, 2 * (10 + 40 + 10), 4 * 50)
+
+
+def test_of_ranks_alike_the_first_has_the_most():
+    for changes in ({"pp": 8, "accumulation": 3}, {"pp": 4, "virtual_pp": 4, "accumulation": 20}):
+        job = make({"num_hidden_layers": 34}, **changes)
+        elements = count_elements(job.model)
+        stages = [stage_of(job, rank) for rank in range(job.recipe.parallel.pp)]
+
+        def peak(stage, job=job, elements=elements):
+            return make_ledger(describe_instants(job, elements, count_stage(stage))).peak
+
+        few = leave_alike(stages)
+        assert len(few) < len(stages)
+        assert max(map(peak, few)) == max(map(peak, stages))
 
 
 def test_units_changed_in_2025_the_ends_are_gathered_apart():
     old, new = (make(dp_shard=8, version=v) for v in (202412, 202508))
-    before, after = (units(job, stage_of(job, 0)) for job in (old, new))
-    assert before[0] == (2 * TABLE + 4096, True)
-    assert [u.kept for u in before[1:]] == [False] * 31 + [True]
-    assert after[0] == (TABLE, False)
-    assert after[-1] == (TABLE + 4096, True)
+    before, after = (units_of(job, 0) for job in (old, new))
+    assert before == ((2 * TABLE + 4096, True, 1), (BLOCK, False, 31), (BLOCK, True, 1))
+    assert after == ((TABLE, False, 1), (BLOCK, False, 32), (TABLE + 4096, True, 1))
 
 
 def test_a_logit_s_bytes_by_loss():
@@ -199,6 +230,24 @@ def test_a_pipelines_schedule_says_how_many_micro_batches_are_in_flight():
     plan = predict_foreign(request(**ask("ZBVZeroBubble", accumulation=8, virtual_pp=2)))
     assert plan.memory.peak_allocated is None
     assert "`options.pipeline_schedule: ZBVZeroBubble`" in plan.memory.because
+
+
+def test_flights_are_those_of_torch_s_own_orders():
+    for schedule, chunks in (("1F1B", 1), ("GPipe", 1), ("Interleaved1F1B", 2), ("1F1B", 3)):
+        for pp, micro in product((2, 3, 4), (1, 2, 4, 6, 7, 12)):
+            options = {"version": 202508, "pipeline_schedule": schedule}
+            mesh = {"pp": pp, "virtual_pp": chunks, "accumulation": micro}
+            recipe, model, _ = read_foreign(request(options=options, **mesh))
+            job = Job(model=model, recipe=recipe, device=H100)
+            try:
+                asked = find_schedule(recipe)
+            except InvalidRequest:
+                with pytest.raises(InvalidRequest, match="rounds"):
+                    find_framework("torchtitan").check(job)
+                continue
+            find_framework("torchtitan").check(job)
+            for rank in range(pp):
+                assert stage_of(job, rank).in_flight == count_held(asked, rank)
 
 
 def test_reserved_is_slack_over_live_bytes_and_blocks_that_no_one_can_use():

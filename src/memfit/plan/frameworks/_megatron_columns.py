@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import structs
 
 from memfit.ledger import Phase
-from memfit.plan.columns import find_distinct, pick, take
+from memfit.plan.columns import find_distinct, pick, size_of, take
 from memfit.plan.frameworks import Job, Peaks
 from memfit.plan.frameworks._megatron_shape import Shape, read_shape, read_shards
 from memfit.plan.frameworks._megatron_split import SPLIT_KNOBS, deal_stages
@@ -32,7 +32,8 @@ def measure(job: Job) -> Peaks:
     """See `Framework.measure`."""
     recipe, settings = job.recipe, read_settings(job)
     p = recipe.parallel
-    one_of, block_of = find_distinct([recipe.micro_batch, p.tp, p.sequence_parallel, p.cp, p.ep])
+    differ = [recipe.micro_batch, p.tp, p.sequence_parallel, p.cp, p.ep]
+    one_of, block_of = find_distinct(differ, size_of(recipe))
     shape = read_shape(structs.replace(job, recipe=take(recipe, one_of)))
     blocks = _summed(read_blocks(shape, settings))
     slots, kind_of = _count_pipelines(job, shape, settings)
@@ -64,9 +65,11 @@ def _count_pipelines(job: Job, shape: Shape, settings: Settings) -> tuple[Slots,
     """
     recipe, p = job.recipe, job.recipe.parallel
     split = [p.pp, p.virtual_pp, *(recipe.options[name] for name in SPLIT_KNOBS)]
-    one_of, kind_of = find_distinct([*split, recipe.accumulation, recipe.recompute_blocks])
+    one_of, kind_of = find_distinct(
+        [*split, recipe.accumulation, recipe.recompute_blocks], size_of(recipe)
+    )
     kinds = structs.replace(job, recipe=take(recipe, one_of))
-    firsts, split_of = find_distinct([take(column, one_of) for column in split])
+    firsts, split_of = find_distinct([take(column, one_of) for column in split], len(one_of))
     slots = Slots(len(one_of))
     for number, first in enumerate(firsts):
         rows = (split_of == number).nonzero()[0]

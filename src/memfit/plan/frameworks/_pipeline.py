@@ -30,7 +30,7 @@ def deal_sizes(sizes: Sequence[int], stages: int) -> tuple[tuple[range, ...], ..
 
 
 def count_in_flight(
-    stage: int, *, stages: int, chunks: int, micro_batches: Number, group: int = 0
+    stage: int, *, stages: int, chunks: int, micro_batches: Number, group: Number = 0
 ) -> tuple[Number, ...]:
     """Forwards of each chunk whose backward has not begun, when the stage holds the most.
 
@@ -40,7 +40,7 @@ def count_in_flight(
     """
     if chunks == 1:
         return (smaller(stages - stage, micro_batches),)
-    group = group or stages
+    group = stages if type(group) is int and not group else group
     total = micro_batches * chunks
     ahead = smaller((stages - stage - 1) * 2 + (chunks - 1) * group + 1, total)
     laps, rest = ahead // (group * chunks), ahead % (group * chunks)

@@ -137,11 +137,11 @@ def _buffers(job: Job, sizes: Sizes) -> Buffers:
     if _shards(job) == 1:
         return Buffers(0, 0, 0)
     block = round(sizes.block / 2)  # in elements of 2 B
-    blocks = [Unit(block, False)] * job.model.architecture.layers
-    units = (Unit(sizes.table, False), *blocks, Unit(sizes.head, True))
+    blocks = Unit(block, False, job.model.architecture.layers)
+    units: tuple[Unit, ...] = (Unit(sizes.table, False), blocks, Unit(sizes.head, True))
     if not job.option("custom_sharded_layers"):
         tied = job.model.architecture.tied_embeddings
-        units = (Unit(sizes.table + (0 if tied else sizes.head), True), *blocks)
+        units = (Unit(sizes.table + (0 if tied else sizes.head), True), blocks)
     return gathered(units, 2, 2, _shards(job))
 
 
