@@ -4,6 +4,7 @@ import pytest
 from megatron_jobs import DROPOUT, LLAMA_70B_CUT, job, one_stage, predict
 from msgspec.structs import replace
 
+from memfit.errors import InvalidRequest
 from memfit.ledger import Kind, Phase
 from memfit.model import Architecture, Experts, Latent, Model, Weight
 from memfit.plan.frameworks import _megatron_stage as stages
@@ -274,3 +275,26 @@ def test_fp8_linears_keep_their_inputs_in_fp8():
     # the kernel keeps its output in 16 bits, the projection in 8
     copy = fp8["attention's output, in FP8 for the projection"]
     assert copy == fp8["attention's output"] // 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        # megatron/core/transformer/moe/moe_layer.py
+        ({"parallel": {"tp": 2}, "options": EXPERTS}, "needs `sequence_parallel`"),
+        # megatron/core/pipeline_parallel/schedules.py: groups of `pp`, of which none is short
+        ({"parallel": {"pp": 4, "virtual_pp": 2}, "batch": 12}, "3 micro-batches in groups of 4"),
+        ({"parallel": {"pp": 4, "virtual_pp": 2}, "batch": 20}, "5 micro-batches in groups of 4"),
+        (
+            {"parallel": {"pp": 2, "virtual_pp": 2}, "batch": 16,
+             "options": {"microbatch_group_size_per_vp_stage": 1}},
+            "4 micro-batches in groups of 1 on 2 stages",
+        ),
+        ({"parallel": {"virtual_pp": 2}}, "`pp: 1` is none"),
+    ],
+)  # fmt: skip
+def test_what_megatron_raises_at_is_refused(changes, words):
+    with pytest.raises(InvalidRequest, match=words):
+        job(**changes)
+    short = {"options": {"microbatch_group_size_per_vp_stage": 3}}
+    job(parallel={"pp": 2, "virtual_pp": 2}, batch=20, **short)  # 5 in groups of 3: 2 are enough
