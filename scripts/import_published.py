@@ -30,6 +30,7 @@ from memfit.results import Measurement
 
 AGREES = 0.03  # tokens of a step by its configuration and by the printed throughput
 PRINTED = ("step_time_s", "tokens_per_s_per_gpu", "tokens_per_s_total", "samples_per_s")
+UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, IndexError)
 ROOT = Path(__file__).parent.parent
 # how a row's `source` begins -> module of `scripts/published` that reads it
 TRANSLATORS = {
@@ -132,6 +133,15 @@ def measurements(
     return found, {use: why for use, why in lost.items() if why and use in uses(published)}
 
 
+def read_row(published: Published) -> tuple[Row, dict[str, str]]:
+    """`make_row` of data that nobody has seen: a field of another kind refuses that row alone."""
+    try:
+        return make_row(published)
+    except UNREADABLE as error:
+        what = f"{type(error).__name__}: {error}"
+        raise NotExpressible(f"a field that its translator cannot read ({what})") from error
+
+
 def make_row(published: Published) -> tuple[Row, dict[str, str]]:
     """A row of the corpus, and the uses that it lost with their reasons; raises NotExpressible."""
     try:
@@ -146,7 +156,7 @@ def make_row(published: Published) -> tuple[Row, dict[str, str]]:
     found, lost = measurements(published, translated, recipe)
     out_of_memory = bool(published["measured"].get("oom")) and "memory" not in lost
     if not found and not out_of_memory:
-        raise NotExpressible("; ".join(dict.fromkeys(lost.values())))
+        raise NotExpressible("; ".join(dict.fromkeys(lost.values())) or "it prints no figure")
     group = published.get("dup_group") or ""
     row = Row(
         id=f"published-{published['id']}",
@@ -212,7 +222,7 @@ def main() -> None:
     others = [r for f in files for r in read_rows(f)]
     for published in filter(uses, lines):
         try:
-            row, lost = make_row(published)
+            row, lost = read_row(published)
             if any(same_run(row, other) for other in others):
                 raise NotExpressible("the same run stands in another file of the corpus")
             rows.append(row)

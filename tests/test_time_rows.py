@@ -130,6 +130,17 @@ def test_mlcommons_rows_say_which_container_or_round_ran():
     assert recipe_of(at(named, 3.7)).options["version"] == 202504
 
 
+@pytest.mark.parametrize(
+    ("part", "key", "value"),
+    [("config", "tp", None), ("config", "dp", "many"), ("hardware", "n_gpus", None),
+     ("model", "n_layers", "thirty-two"), ("measured", "tokens_per_s_per_gpu", "fast")],
+)  # fmt: skip
+def test_a_field_of_another_kind_refuses_its_row_alone(part, key, value):
+    strange = TITAN | {part: TITAN[part] | {key: value}}
+    with pytest.raises(NotExpressible):
+        import_published.read_row(strange)
+
+
 def test_what_a_row_does_not_state_is_no_recipe():
     silent = {k: v for k, v in TITAN["config"].items() if k != "recompute"}
     with pytest.raises(NotExpressible, match="`recompute` is not stated"):
