@@ -36,9 +36,19 @@ def page() -> str:
     return "\n".join([HEAD, *(section(frameworks.find(name)) for name in frameworks.names())])
 
 
+def bytes_of(framework: Framework) -> str:
+    """How reserved memory follows from allocated, or why none is predicted."""
+    if framework.memory_unknown:
+        return f"Its time alone is described, not its memory: {framework.memory_unknown}."
+    slack = framework.slack
+    return (
+        f"Reserved is allocated x {slack.typical:.3f} ({slack.low:.3f} to {slack.high:.3f}):"
+        f" {slack.source}."
+    )
+
+
 def section(framework: Framework) -> str:
     """One framework: what was read, what may be asked, what reserved memory is taken to be."""
-    slack = framework.slack
     lines = [
         f"## `framework: {framework.name}`",
         "",
@@ -51,8 +61,7 @@ def section(framework: Framework) -> str:
     lines += [
         f"| `parallel` | {', '.join(framework.axes) or 'one device'} |",
         "",
-        f"Reserved is allocated x {slack.typical:.3f} ({slack.low:.3f} to {slack.high:.3f}):"
-        f" {slack.source}.",
+        bytes_of(framework),
         "",
     ]
     if framework.knobs:
