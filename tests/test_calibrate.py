@@ -132,6 +132,18 @@ def test_a_known_gpu_keeps_its_data_sheet_beside_what_it_reached(gpu):
     assert made.curve("matmul", "bf16").points == ((1e9, 1e14), (1e12, 7e14))
     assert (made.calibration.launch_seconds, made.calibration.context) == (4e-6, 600 << 20)
     assert made.calibration.versions == {"driver": "580"}
+    assert made.basis == "your own measurement of 2026-11-20, its bandwidth by the vendor's sheet"
+
+
+def test_what_a_gpu_was_seen_to_reach_decides_its_predicted_time(gpu):
+    gpu("NVIDIA H100 80GB HBM3")
+    asked = api.read("llama-3.2-1b", device="h100-sxm", changes={"task.global_batch": 4})
+    before = api.plan(asked).time
+    api.calibrate("cuda")  # 700 TFLOP/s, where the published ceiling is 794.5
+    after = api.plan(asked).time
+    assert 1.02 < after.step_seconds / before.step_seconds < 794.5 / 700
+    assert "published measurements" in before.because
+    assert "your own measurement" in after.because
 
 
 def test_a_gpu_that_the_catalogue_lacks_gets_a_row_of_its_own(gpu):
@@ -139,13 +151,15 @@ def test_a_gpu_that_the_catalogue_lacks_gets_a_row_of_its_own(gpu):
     made = api.calibrate("cuda")
     assert made.id == "my-nvidia-imaginary-9000"
     assert find_device("NVIDIA Imaginary 9000") == made  # as `device: auto` asks for it
-    assert (made.memory, made.multiprocessors, made.flops) == (80 * units.GIB, 132, {})
+    assert (made.memory, made.multiprocessors) == (80 * units.GIB, 132)
+    assert made.flops == made.flops_measured == {"bf16": 7e14}  # no sheet: what was measured
+    assert made.bandwidth == 3e12
     assert made.capability == (9, 0)
-    assert made.flops_measured == {"bf16": 7e14}
     assert made in api.devices()
     plan = api.plan(api.read("gpt2", device=made.id, changes={"task.global_batch": 1}))
     assert plan.memory.usable == 80 * units.GIB
-    assert plan.time.step_seconds is None  # its peaks are nobody's to know
+    assert plan.time.step_seconds > 0
+    assert "your own measurement of 2026-11-20" in plan.time.because
 
 
 def test_what_is_not_here_is_refused(home, monkeypatch):

@@ -33,7 +33,8 @@ def calibrate(
     key, base = _base(device, row)
     read_own(FILE)  # a file that cannot be read is told of before two minutes, not after
     measured = measuring.measure(device, quick=quick, say=say)
-    put_row(FILE, key, {**base, **_figures(measured.curves, measured.calibration, device.type)})
+    sheet = device.type == "cuda" and (not base or "like" in base)
+    put_row(FILE, key, {**base, **_figures(measured.curves, measured.calibration, sheet=sheet)})
     return catalog.find_device(key)
 
 
@@ -94,9 +95,9 @@ def _describe(device: torch.device) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _figures(curves: tuple[Curve, ...], made: Calibration, kind: str) -> dict[str, Any]:
-    """The measured fields of the row. A processor's peaks are what was measured: no catalogue
-    knows them; a GPU keeps its data sheet's beside what it was seen to reach."""
+def _figures(curves: tuple[Curve, ...], made: Calibration, *, sheet: bool) -> dict[str, Any]:
+    """The measured fields of the row. A GPU keeps its data sheet's peaks beside what it was seen
+    to reach; of a processor, and of a GPU without a sheet here, what was measured is the peak."""
     best = {c.dtype: f"{c.best:.6g} FLOP/s" for c in curves if c.work == "matmul"}
     memory = [c.best for c in curves if c.work == "memory"]
     versions = {k: v for k, v in made.versions.items() if v}
@@ -115,7 +116,8 @@ def _figures(curves: tuple[Curve, ...], made: Calibration, kind: str) -> dict[st
         "calibration": calibration,
         "curves": [{k: v for k, v in row.items() if v != ""} for row in rows],
     }
-    if kind == "cpu":
+    if not sheet:
         beyond = [c.points[-1][1] for c in curves if c.work == "memory"]  # beyond any cache
         figures |= {"flops": best, "bandwidth": f"{min(memory + beyond):.6g} B/s"}
+        figures["notes"] = "peaks and bandwidth are what was measured, not a data sheet's"
     return figures

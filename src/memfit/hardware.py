@@ -139,7 +139,9 @@ class Device(Noun, frozen=True, kw_only=True):
     def basis(self) -> str:
         """Whose figures the speeds of this row are, in words."""
         if self.calibration is not None:
-            return f"your own measurement of {self.calibration.date}"
+            own = f"your own measurement of {self.calibration.date}"
+            sheet = self.flops != self.flops_measured and bool(self.flops)
+            return f"{own}, its bandwidth by the vendor's sheet" if sheet else own
         if self.own:
             return "your own row"
         if self.curves or self.flops_measured:
