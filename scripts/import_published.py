@@ -238,7 +238,9 @@ def main() -> None:
 
 
 def beside(out: Path) -> list[Path]:
-    """The other files of the corpus in the same folder."""
+    """The other files of the corpus, where the rows go there; another folder may hold anything."""
+    if out.resolve().parent != (ROOT / "measurements").resolve():
+        return []
     return sorted(f for f in out.parent.glob("*.jsonl") if f.name != out.name)
 
 

@@ -46,7 +46,7 @@ def test_yaml_scalars_are_what_they_look_like(tmp_path):
         (
             "model: a\nprecision: no",
             "`precision: no` in /request.yaml: invalid enum value 'no'\n"
-            "hint: one of: auto, fp32, bf16, bf16-mixed, fp16-mixed, fp16, fp8-mixed",
+            "hint: one of: auto, fp32, bf16, bf16-mixed, fp16-mixed, fp16, fp8-mixed, fp4-mixed",
         ),
         (
             "model: a\nlimits: {memory: 72 Gib}",

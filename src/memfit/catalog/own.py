@@ -114,11 +114,16 @@ def as_toml(value: object) -> str:
         return "{ " + ", ".join(f"{_bare(k)} = {as_toml(v)}" for k, v in value.items()) + " }"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(as_toml(v) for v in value) + "]"
-    return json.dumps(value, ensure_ascii=False)
+    return _text(value)
+
+
+def _text(value: object) -> str:
+    # JSON leaves DEL as it is, which TOML forbids
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _bare(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _text(key)
 
 
 def wrong(path: str | Path, key: str, field: str, error: InvalidRequest) -> InvalidRequest:
