@@ -29,6 +29,14 @@ def test_a_request_names_the_network_between_its_machines():
     assert "network" in msgspec.to_builtins(usual)
 
 
+def test_a_named_network_changes_the_time():
+    hardware = {"network": "ethernet-100"}
+    asked = {"parallel": {"dp_shard": 16}, "hardware": ASKED["hardware"] | hardware}
+    slow = api.predict(from_data(ASKED | asked, Request, where="the test")).time
+    usual = api.predict(from_data(ASKED, Request, where="the test")).time
+    assert slow.step_seconds > 1.2 * usual.step_seconds
+
+
 def test_one_machine_has_no_network_but_a_wrong_name_is_refused():
     one = {"parallel": {"dp_shard": 8}, "hardware": ASKED["hardware"] | {"nodes": 1}}
     one["hardware"]["network"] = "ndr-8x400"

@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from memfit.plan.clock import collectives, step, work
 from memfit.plan.clock.arrays import beside, ceil_div, larger, log2, smaller, where
+from memfit.plan.clock.orders import Schedule
+from memfit.plan.clock.pipeline import bubble_share
 from memfit.plan.clock.rates import Machine, Rates, Setting
+from memfit.plan.clock.schedules import StageTimes, simulate
 
 # Llama-3-8B's sizes
 SHAPE = work.Shape(
@@ -81,15 +84,41 @@ def test_an_exposed_all_reduce_moves_twice_its_bytes_less_a_share():
     assert whole.tensor == pytest.approx(4 * 4 * 32 * collectives.tensor_seconds(tp))
 
 
-def test_two_stages_wait_one_micro_batch_less_than_they_have_chunks():
+def test_the_last_of_two_stages_waits_for_the_other_ones_work_of_one_micro_batch():
     found = step.predict_step(setting(IDEAL, pp=2.0))
-    one = (found.forward + found.backward + found.head) / 4
-    mean = (2 * (found.forward + found.backward) / 4 + found.head / 4) / 2
+    other = (found.forward + found.backward) / 4  # the head is on the last stage
     send = found.sending / 4
-    assert found.bubble == pytest.approx(mean + send)
-    assert one > mean  # the head is on the last stage
+    assert found.bubble == pytest.approx(other + send)
     interleaved = step.predict_step(setting(IDEAL, pp=2.0, chunks=4.0))
-    assert interleaved.bubble == pytest.approx((mean + 4 * send) / 4)
+    assert interleaved.bubble == pytest.approx((other + 4 * send) / 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "chunks"),
+    [("1f1b", 2, 1), ("1f1b", 4, 1), ("gpipe", 4, 1), ("interleaved", 4, 2)],
+)
+def test_a_pipelines_step_is_its_schedule_simulated(kind, ranks, chunks):
+    """Where sends take no time, and the head is the last stage's."""
+    layout = {"pp": float(ranks), "chunks": float(chunks), "accumulation": 8.0}
+    found = step.predict_step(setting(IDEAL, **layout))
+    passes = found.forward / 8 / chunks, found.backward / 8 / chunks
+    forward, backward = ([seconds] * (ranks * chunks) for seconds in passes)
+    backward[-1] += found.head / 8
+    schedule = Schedule(kind=kind, ranks=ranks, micro_batches=8, chunks=chunks)
+    run = simulate(schedule, StageTimes(forward, backward, [0.0] * (ranks * chunks)))
+    sent = found.sending * (1 + (ranks - 1) / chunks / 8)
+    assert found.total - found.updating - sent == pytest.approx(run.seconds)
+
+
+def test_zero_bubble_schedules_wait_less():
+    layout = {"pp": 4.0, "accumulation": 16.0}
+    plain = step.predict_step(setting(IDEAL, **layout)).bubble
+    for kind, chunks in (("zb-h1", 1), ("zb-v", 2)):
+        schedule = Schedule(kind=kind, ranks=4, micro_batches=16, chunks=chunks)
+        share = bubble_share(schedule)
+        assert share == pytest.approx(1 / 3)
+        made = step.predict_step(setting(IDEAL, **layout, bubble=share)).bubble
+        assert made == pytest.approx(plain * share)
 
 
 def test_a_ring_that_leaves_its_machine_uses_all_of_its_adapters():

@@ -17,12 +17,13 @@ Durations may be numpy arrays; ranks, chunks and micro-batches are numbers but i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate
 
 from memfit.errors import InvalidRequest
 from memfit.plan.clock.arrays import Number, ceil_div, larger, where
 from memfit.plan.clock.orders import Kind, Schedule, count_warm_up
-from memfit.plan.clock.schedules import StageTimes, check_stages
+from memfit.plan.clock.schedules import StageTimes, check_stages, pipeline_seconds
 
 
 def even_seconds(
@@ -49,6 +50,32 @@ def even_seconds(
         waits = larger(forward + backward - weight, larger(forward, backward))
         return micro_batches * chunks * both + hops * (waits + 2 * send)
     raise InvalidRequest(f"no closed form of `{kind}`", hint="`pipeline_seconds` simulates it")
+
+
+def waiting_seconds(
+    ranks: Number, chunks: Number, longest: Number, mean: Number, send: Number
+) -> Number:
+    """Seconds beyond its own work that the rank of the longest stage waits: `path_seconds` less it.
+
+    Of `1f1b` and `interleaved`, where the longest stage is the last: its first micro-batch comes,
+    and its last goes back, through all others. longest, mean: seconds of a micro-batch on a rank;
+    send: of a micro-batch's messages over one boundary, to and fro. Every number may be an array.
+    """
+    return (ranks * mean - longest + (ranks - 1) * send) / chunks
+
+
+@lru_cache(maxsize=256)
+def bubble_share(schedule: Schedule) -> float:
+    """Seconds that a schedule's ranks wait, over `1f1b`'s, or `interleaved`'s of as many chunks.
+
+    Simulated with forward, backward of inputs and of weights alike, a third each.
+    """
+    if schedule.ranks == 1 or schedule.kind in ("gpipe", "1f1b", "interleaved"):
+        return 1.0
+    third = [1.0] * schedule.stages
+    whole = pipeline_seconds(schedule, StageTimes(third, third, third))
+    work = 3.0 * schedule.chunks * schedule.micro_batches
+    return float(whole - work) / (3.0 * (schedule.ranks - 1))
 
 
 def path_seconds(schedule: Schedule, times: StageTimes) -> Number:

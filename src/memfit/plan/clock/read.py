@@ -17,6 +17,8 @@ from memfit.hardware import Device
 from memfit.model import SLIDING, Model
 from memfit.nouns import Noun
 from memfit.plan.clock.network import Links, lay_out
+from memfit.plan.clock.orders import find_schedule
+from memfit.plan.clock.pipeline import bubble_share
 from memfit.plan.clock.rates import Machine, Setting, find_rates
 from memfit.plan.clock.work import Layout, Shape
 from memfit.recipe import Recipe
@@ -132,6 +134,7 @@ def read_layout(recipe: Recipe, shape: Shape, basis: Basis) -> Layout:
         offloaded={"optimizer": 8.0, "parameters": 12.0}.get(recipe.offload, 0.0),
         element=4.0 if recipe.compute_dtype == "float32" else 2.0,
         entered=1.0, chunk_bytes=_chunk_bytes(recipe, shape),
+        bubble=bubble_share(find_schedule(recipe)) if p.pp > 1 else 1.0,
     )  # fmt: skip
 
 
@@ -174,8 +177,9 @@ def find_links(device: Device, recipe: Recipe, network: Network) -> Links:
     """What the recipe's ranks reach each other over; raises TimeUnknown where nobody said."""
     world = recipe.parallel.world
     each = min(recipe.devices_per_node or world, world)
+    name = network.name or recipe.network
     try:
-        found = lay_out(device, each, -(-world // each), network.name).links
+        found = lay_out(device, each, -(-world // each), name).links
     except InvalidRequest as reason:
         if network.per_device is None:
             raise TimeUnknown(reason.message, hint=reason.hint) from reason

@@ -19,6 +19,7 @@ from memfit.plan.clock.collectives import (
     reduce_seconds,
     tensor_seconds,
 )
+from memfit.plan.clock.pipeline import waiting_seconds
 from memfit.plan.clock.rates import Setting
 from memfit.plan.clock.work import Layout, Product
 
@@ -229,7 +230,9 @@ def predict_step(setting: Setting) -> Parts:
     send = _send(setting)
     times = layout.accumulation
     gathering = _gathering(setting, block.forward, each - block.forward)
-    bubble = (layout.pp - 1) / layout.chunks * (stage.mean + send)
+    bubble = layout.bubble * waiting_seconds(
+        layout.pp, layout.chunks, stage.longest, stage.mean, send
+    )
     reducing = _reducing(setting, stage)
     updating = _updating(setting)
     sum_ = times * (stage.longest + send) + gathering + bubble + reducing + updating
