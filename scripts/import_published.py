@@ -39,6 +39,8 @@ TRANSLATORS = {
     "FlagOpen/FlagPerf": "flagperf",
     "bigscience-workshop/bigscience": "bigscience",
     "NVIDIA-NeMo/Megatron-Bridge": "megatron_bridge",
+    "NVIDIA/NeMo": "megatron_bridge",
+    "AMD-AGI/Primus": "megatron_bridge",
     "huggingface/nanotron": "nanotron",
     "pytorch/torchtitan": "torchtitan",
     "pytorch/ao": "torchtitan",

@@ -299,6 +299,23 @@ def test_a_run_of_megatron_bridge_takes_from_its_recipe_what_the_page_leaves_out
         import_published.make_row(at(strange, 60.0))
 
 
+def test_nemos_rows_before_megatron_bridge_are_read_alike():
+    config = {
+        "precision": "bf16-mixed", "micro_batch": 1, "grad_accum": 512, "global_batch": 2048,
+        "recompute": "selective", "attention": "unfused/fused softmax (pre-flash)", "dp": 4,
+        "tp": 4, "sp": True, "pp": 8, "vp": 12, "zero_stage": 1,
+    }  # fmt: skip
+    hardware = {"gpu": "A100-SXM-80GB", "n_gpus": 128}
+    gpt = GPT | {"name": "GPT3-175B", "n_layers": 96, "arch": "gpt"}
+    row = a_row("NVIDIA/NeMo-Megatron-Launcher", model=gpt, hardware=hardware, config=config)
+    recipe = recipe_of(at(row, 280.0))
+    assert (recipe.attention, recipe.recompute) == ("eager", "selective")
+    assert recipe.options["recompute_modules"] == "core_attn"
+    assert families.read_model(recipe.model).architecture.family == "gpt2"
+    fp8 = row | {"config": config | {"precision": "fp8", "attention": "TE"}}
+    assert recipe_of(at(fp8, 280.0)).options["fp8_recipe"] == "delayed"
+
+
 def test_a_layout_that_no_recipe_has_takes_no_recipes_settings_and_says_so():
     config = BRIDGE["config"] | {"pp": 8, "vp": 4, "dp": 8, "grad_accum": 192}
     row, _ = import_published.make_row(at(BRIDGE | {"config": config}, 60.0))

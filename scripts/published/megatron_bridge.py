@@ -1,5 +1,7 @@
 """NVIDIA-NeMo/Megatron-Bridge: Megatron-core by named recipes, its verification cards and studies.
 
+NeMo before it, and what is built like both, are read alike; GPT-3's sizes are GPT-2's.
+
 A recipe's defaults, where a row does not say otherwise: Transformer Engine's fused loss
 (scripts/performance), main gradients in fp32 (recipes/common.py), no attention mask, no dropout.
 What the performance pages leave out of a run is in its recipe (perf_recipes at 067f987, by model,
@@ -25,12 +27,12 @@ from published import (
     number_in,
     task_of,
 )
+from published.llm_foundry import gpt2_config
 from published.simumax import deepseek_config
 
 PRECISIONS = {  # how a row's begins -> the recipe's, and Megatron's --fp8-recipe
     "bf16": ("bf16-mixed", ""), "fp8 (per-tensor current": ("fp8-mixed", "tensorwise"),
-    "fp8 (delayed": ("fp8-mixed", "delayed"), "mxfp8": ("fp8-mixed", "mxfp8"),
-    "nvfp4": ("fp4-mixed", ""),
+    "fp8": ("fp8-mixed", "delayed"), "mxfp8": ("fp8-mixed", "mxfp8"), "nvfp4": ("fp4-mixed", ""),
 }  # fmt: skip
 WORDS = {  # the same -> as recipes' names end
     "bf16": "bf16", "fp8 (per-tensor current": "fp8cs", "mxfp8": "fp8mx", "nvfp4": "nvfp4",
@@ -59,7 +61,7 @@ def translate(row: Published) -> Translated:
         "task": task_of(row),
         "precision": precision,
         "micro_batch": c["micro_batch"],
-        "attention": "cudnn",
+        "attention": "eager" if "unfused" in str(c.get("attention")) else "cudnn",
         "recompute": recompute,
         "parallel": {
             "dp_shard": c["dp"], "zero": 3 if whole else 1, "tp": c["tp"], "pp": c["pp"],
@@ -200,6 +202,8 @@ def _config(row: Published) -> dict[str, Any] | str:
     m = row["model"]
     if m["name"] in CATALOGUE:
         return CATALOGUE[m["name"]]
+    if str(m.get("arch")) == "gpt" or m["name"].startswith("GPT3"):
+        return gpt2_config(row)
     if "mla" in str(m.get("arch")):
         return deepseek_config(row)
     if m["name"].startswith("Qwen3"):
