@@ -56,6 +56,17 @@ def test_the_rate_is_that_of_a_predicted_step():
     assert "on each of 8 devices (FSDP2)" in row.because[1]
 
 
+def test_one_device_has_the_rate_of_its_own_plan():
+    stated = {"method": "full", "task.global_batch": 4, "task.packing": False, "weights": "random"}
+    plan = api.plan(api.read("llama-3.2-1b", device="rtx-4090", changes=stated))
+    rate = predict_rate("llama-3.2-1b", find_device("rtx-4090"), 1)
+    assert rate.tokens_per_second == plan.time.tokens_per_second
+    assert f"{plan.recipe.recompute_blocks} blocks recomputed" in rate.because
+    assert plan.memory.verdict != "does_not_fit"
+    big = predict_rate("llama-3.1-8b", find_device("rtx-4090"), 1)
+    assert "which does not fit" in big.because
+
+
 def test_devices_that_talk_to_one_another_are_slower_each_but_faster_together():
     device = find_device("h100-sxm")
     few, many = (predict_rate("llama-3.1-8b", device, n).tokens_per_second for n in (8, 512))

@@ -13,9 +13,11 @@ from memfit.nouns import Noun
 from memfit.plan.candidate import Candidate
 from memfit.plan.precision import precisions
 from memfit.plan.problem import first_recipe, read_problem
+from memfit.plan.search import search
 from memfit.plan.time import describe_time, predict_timeline
 from memfit.recipe import Parallel, Precision
 from memfit.request import Hardware, Request, Task
+from memfit.results import Plan, Time
 
 SEQUENCES = 4  # of a micro-batch
 
@@ -30,11 +32,12 @@ class Rate(Noun, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=256)
 def predict_rate(model: str, device: Device, count: int) -> Rate:
-    """The rate of full training of a catalogue model, each device on its own sequences.
+    """The rate of full training of a catalogue model, in sequences up to 4,096 tokens.
 
-    In the precision that memfit would choose, sequences up to 4,096 tokens, no recompute; weights,
-    gradients and states are cut among all devices (FSDP2), over the network that is usual for them.
-    Memory is not looked at.
+    Of one device: of the plan that memfit makes, which fits or says that nothing does. Of more: of
+    a plain step in the precision that memfit would choose, each on its own sequences, weights,
+    gradients and states cut among all (FSDP2) over the network that is usual for them, nothing
+    recomputed; whether that fits is not looked at.
     """
     request = Request(
         model=model,
@@ -45,6 +48,8 @@ def predict_rate(model: str, device: Device, count: int) -> Rate:
     )
     try:
         problem = read_problem(request, device=device)
+        if count == 1:
+            return _planned(search(problem))
         precision: Precision = precisions(request, device)[0]
         recipe = first_recipe(problem, method="full", precision=precision)
     except Error as error:
@@ -58,9 +63,25 @@ def predict_rate(model: str, device: Device, count: int) -> Rate:
         devices_per_node=min(count, _node(device)),
     )
     time = describe_time(totals, recipe, device, predict_timeline(totals, recipe, device))
-    said = f"a step of {model}, {recipe.precision}, {recipe.sequence_length} tokens x {SEQUENCES}"
-    if count > 1:
-        said += f" on each of {count} devices (FSDP2)"
+    said = (
+        f"a step of {model}, {recipe.precision}, {recipe.sequence_length} tokens x {SEQUENCES} on"
+        f" each of {count} devices (FSDP2), nothing recomputed"
+    )
+    return _rate(time, said)
+
+
+def _planned(plan: Plan) -> Rate:
+    recipe = plan.recipe
+    said = (
+        f"memfit's plan for {recipe.model.name}, {recipe.precision}, {recipe.sequence_length}"
+        f" tokens x {recipe.micro_batch}, {recipe.recompute_blocks} blocks recomputed"
+    )
+    if plan.memory.verdict == "does_not_fit":
+        said += ", which does not fit"
+    return _rate(plan.time, said)
+
+
+def _rate(time: Time, said: str) -> Rate:
     return Rate(
         tokens_per_second=time.tokens_per_second_per_device,
         mfu=time.mfu,
