@@ -24,6 +24,7 @@ STATED = [
 def read_trace(path):
     """Threads' names, and the slices of each in order."""
     events = json.loads(path.read_text())["traceEvents"]
+    events = [e for e in events if e["pid"] == 1]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     slices = {name: [] for name in names.values()}
     for event in events:
@@ -74,6 +75,31 @@ def test_streams_run_side_by_side(plan, tmp_path):
     overlapping = {"dp": [*slices["dp"], {"ts": 1.5e6, "dur": 2e6}]}
     with pytest.raises(AssertionError):
         check(overlapping, 4.0)
+
+
+PIPELINE = {
+    "model": "llama-3.1-8b", "framework": "megatron", "micro_batch": 1, "recompute": "none",
+    "precision": "bf16-mixed", "task": {"sequence_length": 4096, "global_batch": 32},
+    "hardware": {"device": "h100-sxm", "count": 8}, "parallel": {"pp": 4, "tp": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_pipelines_ranks_are_drawn_and_take_what_the_step_says(tmp_path, chunks):
+    asked = PIPELINE | {"parallel": PIPELINE["parallel"] | {"virtual_pp": chunks}}
+    made = api.predict(msgspec.convert(asked, Request))
+    events = json.loads(write_step_trace(made, tmp_path).read_text())["traceEvents"]
+    drawn = [e for e in events if e["pid"] == 2 and e["ph"] == "X"]
+    assert len(drawn) == 4 * 32 * 2 * chunks
+    last = max(e["ts"] + e["dur"] for e in drawn)
+    spans = {span.op: span.duration for span in made.timeline.spans}
+    beside = ("gathering", "reducing", "updating", "straggling", "fixed")
+    within = sum(seconds for op, seconds in spans.items() if op not in beside)
+    assert last == pytest.approx(within * 1e6)
+    for rank in range(4):
+        mine = sorted((e for e in drawn if e["tid"] == rank), key=lambda e: e["ts"])
+        for before, after in pairwise(mine):
+            assert before["ts"] + before["dur"] <= after["ts"] + 1e-3
 
 
 def test_what_has_no_time_has_no_trace(plan, tmp_path):
