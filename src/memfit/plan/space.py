@@ -27,7 +27,7 @@ WORDS = ("recompute", "attention", "compile", "implementation")  # knobs that sp
 LEAST_SHARE = 1024  # tokens of a sequence that a cp rank keeps, where the request leaves it open
 NODE = 8  # devices of a node, where neither the request nor the catalogue says
 EXPERTS = "num_experts"  # an option that puts experts into a dense model
-LONGEST = "longest"  # blocks of a pipeline's longest chunk: of a table, and no knob
+LONGEST, TAIL = "longest", "tail"  # of a split: columns of a table, and no knobs
 SLICE = 2**17  # candidates at a time
 Columns = dict[str, Any]  # arrays of equal length
 
@@ -60,6 +60,7 @@ class Part(NamedTuple):
     recipe: Recipe  # what they share; of what is a column, the plainest value
     table: Columns  # all columns but the recomputed blocks, where those are open
     choices: Any  # numbers of recomputed blocks that each row has; None where there is no choice
+    falling: Any  # of them, those in which no choice needs more memory than the one before it
     some: bool  # whether they are 0, 1, 2, … blocks of a chunk, or none and all
 
     @property
@@ -91,8 +92,16 @@ class Part(NamedTuple):
         of = numpy.repeat(numpy.arange(start, stop), each)
         own = _rows(self.table, of)
         order = numpy.arange(len(of)) - numpy.repeat(numpy.cumsum(each) - each, each)
-        step = 1 if self.some else self.recipe.recompute_blocks
-        return {**own, "recompute_blocks": order * step}
+        return {**own, "recompute_blocks": order * self._step}
+
+    @property
+    def _step(self) -> int:
+        return 1 if self.some else self.recipe.recompute_blocks
+
+    def choose(self, rows: Any, choices: Any) -> Recipe:
+        """Those rows of the table, each with one of its choices."""
+        columns = {**_rows(self.table, rows), "recompute_blocks": choices * self._step}
+        return with_columns(self.recipe, columns)
 
     def recipe_of(self, row: int) -> Recipe:
         """One of them, by its place among `slices`."""
@@ -243,7 +252,7 @@ def _node(request: Request, device: Device) -> int:
 
 def _job(job: Job, table: Columns) -> Job:
     """The candidates of a table."""
-    own = {name: column for name, column in table.items() if name != LONGEST}
+    own = {name: column for name, column in table.items() if name not in (LONGEST, TAIL)}
     return structs.replace(job, recipe=with_columns(job.recipe, own))
 
 
@@ -303,11 +312,14 @@ def _batches(
 
 def _part(request: Request, recipe: Recipe, framework: Framework, table: Columns) -> Part:
     """One kind of candidates; left open, a chunk recomputes none to all of its blocks."""
-    own = {name: column for name, column in table.items() if name != LONGEST}
+    own = {name: column for name, column in table.items() if name not in (LONGEST, TAIL)}
     if request.recompute != "auto" or recipe.recompute != "full":
-        return Part(recipe, own, None, False)
-    some = framework.recomputes_some
-    return Part(recipe, own, table[LONGEST] + 1 if some else 0 * table[LONGEST] + 2, some)
+        return Part(recipe, own, None, None, False)
+    if not framework.recomputes_some:
+        two = 0 * table[LONGEST] + 2
+        return Part(recipe, own, two, two - 1, False)
+    # a stage whose last chunk is recomputed whole builds a group of blocks again at once
+    return Part(recipe, own, table[LONGEST] + 1, table[TAIL], True)
 
 
 def _of_splits(splits: Sequence[Split], plain: Mapping[str, Option]) -> Columns:
@@ -319,6 +331,7 @@ def _of_splits(splits: Sequence[Split], plain: Mapping[str, Option]) -> Columns:
         "pp": numpy.array([split.pp for split in splits]),
         "virtual_pp": numpy.array([split.virtual_pp for split in splits]),
         LONGEST: numpy.array([split.longest for split in splits]),
+        TAIL: numpy.array([split.tail for split in splits]),
     }
     for name in sorted(names):
         table[name] = numpy.array([split.options.get(name, plain[name]) for split in splits])

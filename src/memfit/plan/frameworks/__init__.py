@@ -97,6 +97,7 @@ class Split(NamedTuple):
     pp: int
     virtual_pp: int
     longest: int  # blocks of the longest chunk
+    tail: int  # fewest blocks of a stage's last chunk
     options: Mapping[str, Option] = {}
 
 
@@ -105,6 +106,7 @@ class Peaks(NamedTuple):
 
     allocated: Number  # that hold tensors
     peak: Number  # with blocks that are reserved and cannot be used
+    least: Number  # of them, those of the optimizer's step, which no recomputing lowers
 
 
 class Framework(ABC):
@@ -146,7 +148,7 @@ class Framework(ABC):
         """
         layers = job.model.architecture.layers
         return [
-            Split(pp, chunks, ceil_div(layers, pp * chunks))
+            Split(pp, chunks, ceil_div(layers, pp * chunks), layers // (pp * chunks))
             for pp in (ranks if "pp" in self.axes else (1,))
             for chunks in range(1, layers // pp + 1 if "virtual_pp" in self.axes and pp > 1 else 2)
             if pp * chunks <= layers

@@ -88,5 +88,6 @@ def _right_ones(
             dealt = _deal({**own, **options}, layers, pp, count)
             if _blocks(dealt) == layers:
                 longest = max(len(chunk) for each in dealt for chunk in each)
-                found.append(Split(pp, count, longest, options))
+                tail = min(len(each[-1] or each[0]) for each in dealt)
+                found.append(Split(pp, count, longest, tail, options))
     return found

@@ -69,21 +69,25 @@ def find_peaks(
     """The fullest stage of each candidate; describe: rows, last, numbers -> what is alive."""
     import numpy
 
-    found = [numpy.zeros(len(kind_of), numpy.int64) for _ in range(2)]
+    peaks, lives, least = (numpy.zeros(len(kind_of), numpy.int64) for _ in range(3))
     for rows, last, numbers in slots.candidates(kind_of):
-        peak, live = _sum_up(describe(rows, last, numbers))
-        fuller = peak > found[0][rows]
-        found[1][rows] = numpy.where(fuller, live, found[1][rows])
-        found[0][rows] = numpy.where(fuller, peak, found[0][rows])
-    return Peaks(allocated=found[1], peak=found[0])
+        peak, live, step = _sum_up(describe(rows, last, numbers))
+        fuller = peak > peaks[rows]
+        lives[rows] = numpy.where(fuller, live, lives[rows])
+        peaks[rows] = larger(peaks[rows], peak)
+        least[rows] = larger(least[rows], step)
+    return Peaks(allocated=lives, peak=peaks, least=least)
 
 
-def _sum_up(instants: Mapping[Phase, Instant]) -> tuple[Number, Number]:
-    """The largest instant: with and without blocks that cannot be used."""
+def _sum_up(instants: Mapping[Phase, Instant]) -> tuple[Number, Number, Number]:
+    """The largest instant, with and without blocks that cannot be used; the optimizer's step."""
     peak: Number = 0
     live: Number = 0
-    for held in instants.values():
+    step: Number = 0
+    for phase, held in instants.items():
         total: Number = sum(nbytes for nbytes, _ in held.values())
         wasted = sum(n for (kind, _), (n, _) in held.items() if kind is Kind.FRAGMENTATION)
         peak, live = larger(peak, total), larger(live, total - wasted)
-    return peak, live
+        if phase is Phase.OPTIMIZER_STEP:
+            step = total
+    return peak, live, step
