@@ -67,7 +67,7 @@ PRIORS = {
     "link_latency": Prior(3e-5, 0.3, "s"),
     "context_latency": Prior(7e-6, 0.7, "s"),
     "ring_latency": Prior(5e-6, 0.7, "s a rank"),
-    "send_latency": Prior(5e-5, 0.5, "s"),
+    "send_latency": Prior(5e-5, 0.8, "s"),
     "tensor_launch": Prior(0.3, 0.5, "share"),
     "slowdown": Prior(1.0, 0.06, "ratio"),
     "passes": Prior(1.0, 0.4, "ratio"),
@@ -77,7 +77,7 @@ PRIORS = {
     "exposed_all_reduce": Prior(0.3, 0.7, "share"),
     "exposed_tensor": Prior(0.7, 0.3, "share"),
     "fixed": Prior(1e-2, 0.4, "s"),
-    "straggling": Prior(5e-3, 0.8, "share a doubling of nodes"),
+    "straggling": Prior(5e-3, 0.6, "share a doubling of nodes"),
 }
 
 

@@ -10,6 +10,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 
+from msgspec.structs import replace
+
 from memfit import families
 from memfit.accuracy import repository
 from memfit.corpus import OWN, Refused, Row
@@ -18,6 +20,7 @@ from memfit.nouns import Noun
 from memfit.plan.clock.read import Basis, Network, read_basis, read_network, read_setting
 from memfit.plan.clock.step import predict_step
 from memfit.plan.problem import find_device
+from memfit.recipe import Recipe
 
 # sources whose times are no measurement of speed -> why
 UNTIMED = {
@@ -40,7 +43,7 @@ class TimeCompared(Noun, frozen=True, kw_only=True):
     devices: int
     confidence: str
     split: str
-    recipe: str  # its digest
+    recipe: str  # digest of its configuration, whichever release ran
     tokens: float  # of a step
     measured: float  # s
     predicted: float  # s
@@ -185,11 +188,17 @@ def _compared(row: Row, seconds: float) -> TimeCompared:
         devices=recipe.parallel.world,
         confidence=row.source.confidence,
         split=row.split,
-        recipe=recipe.digest,
+        recipe=_configuration(recipe),
         tokens=float(recipe.global_batch * recipe.sequence_length),
         measured=row.measurements["time.step_seconds"].value,
         predicted=seconds,
     )
+
+
+def _configuration(recipe: Recipe) -> str:
+    """A digest that is the same for all releases of a framework."""
+    options = {key: value for key, value in recipe.options.items() if key != "version"}
+    return replace(recipe, options=options).digest
 
 
 def summarise(name: str, figures: Sequence[TimeCompared]) -> TimeGroup | None:

@@ -28,8 +28,9 @@ LAYOUT = work.Layout(
     sequence=8192.0, micro_batch=1.0, accumulation=4.0, dp=1.0, shard=1.0, zero=0.0, tp=1.0,
     sequence_parallel=0.0, cp=1.0, pp=1.0, chunks=1.0, ep=1.0, repeated=0.0, selective=0.0,
     products_repeated=0.0, narrow=0.0, gradient_bytes=4.0, state_bytes=30.0, trains=1.0,
-    packed=0.0, compiled=0.0, written_out=0.0, asynchronous=0.0, overlapped=0.0, balanced=0.0,
-    offloaded=0.0, element=2.0, entered=1.0, chunk_bytes=0.0,
+    packed=0.0, compiled=0.0, written_out=0.0, asynchronous=0.0, deduplicated=0.0,
+    overlapped=0.0, most=32.0, last=32.0, balanced=0.0, offloaded=0.0,
+    element=2.0, entered=1.0, chunk_bytes=0.0,
 )  # fmt: skip
 MACHINE = Machine(
     products=8e14, wide_products=8e14, wide_peak=1e15, memory=3e12, link=4e11, network=5e10,
@@ -85,12 +86,16 @@ def test_an_exposed_all_reduce_moves_twice_its_bytes_less_a_share():
 
 
 def test_the_last_of_two_stages_waits_for_the_other_ones_work_of_one_micro_batch():
-    found = step.predict_step(setting(IDEAL, pp=2.0))
+    halves = {"pp": 2.0, "most": 16.0, "last": 16.0}
+    found = step.predict_step(setting(IDEAL, **halves))
     other = (found.forward + found.backward) / 4  # the head is on the last stage
-    send = found.sending / 4
-    assert found.bubble == pytest.approx(other + send)
-    interleaved = step.predict_step(setting(IDEAL, pp=2.0, chunks=4.0))
-    assert interleaved.bubble == pytest.approx((other + 4 * send) / 4)
+    assert found.bubble == pytest.approx(other)
+    # 1F1B, 2 stages, 4 micro-batches: 4 - 2 rounds of two messages over the one hop
+    once = 2 * 8192 * 4096 / 4e11
+    assert found.sending == pytest.approx(2 * 2 * once)
+    interleaved = step.predict_step(setting(IDEAL, **halves, chunks=4.0))
+    assert interleaved.bubble == pytest.approx(other / 4)
+    assert interleaved.sending == pytest.approx(2 * 7 * once)  # once through 8 pieces and back
 
 
 @pytest.mark.parametrize(
@@ -99,19 +104,19 @@ def test_the_last_of_two_stages_waits_for_the_other_ones_work_of_one_micro_batch
 )
 def test_a_pipelines_step_is_its_schedule_simulated(kind, ranks, chunks):
     """Where sends take no time, and the head is the last stage's."""
-    layout = {"pp": float(ranks), "chunks": float(chunks), "accumulation": 8.0}
+    each = {"most": 32.0 / ranks, "last": 32.0 / ranks}
+    layout = {"pp": float(ranks), "chunks": float(chunks), "accumulation": 8.0, **each}
     found = step.predict_step(setting(IDEAL, **layout))
     passes = found.forward / 8 / chunks, found.backward / 8 / chunks
     forward, backward = ([seconds] * (ranks * chunks) for seconds in passes)
     backward[-1] += found.head / 8
     schedule = Schedule(kind=kind, ranks=ranks, micro_batches=8, chunks=chunks)
     run = simulate(schedule, StageTimes(forward, backward, [0.0] * (ranks * chunks)))
-    sent = found.sending * (1 + (ranks - 1) / chunks / 8)
-    assert found.total - found.updating - sent == pytest.approx(run.seconds)
+    assert found.total - found.updating - found.sending == pytest.approx(run.seconds)
 
 
 def test_zero_bubble_schedules_wait_less():
-    layout = {"pp": 4.0, "accumulation": 16.0}
+    layout = {"pp": 4.0, "accumulation": 16.0, "most": 8.0, "last": 8.0}
     plain = step.predict_step(setting(IDEAL, **layout)).bubble
     for kind, chunks in (("zb-h1", 1), ("zb-v", 2)):
         schedule = Schedule(kind=kind, ranks=4, micro_batches=16, chunks=chunks)
@@ -119,6 +124,15 @@ def test_zero_bubble_schedules_wait_less():
         assert share == pytest.approx(1 / 3)
         made = step.predict_step(setting(IDEAL, **layout, bubble=share)).bubble
         assert made == pytest.approx(plain * share)
+
+
+def test_blocks_are_dealt_and_the_fullest_stage_decides():
+    full = step.predict_step(setting(IDEAL, pp=2.0, most=20.0, last=12.0))
+    even = step.predict_step(setting(IDEAL, pp=2.0, most=16.0, last=16.0))
+    assert full.forward == pytest.approx(even.forward * 20 / 16)
+    assert full.head == 0  # on a stage that waits
+    balanced = step.predict_step(setting(IDEAL, pp=2.0, most=16.0, last=16.0, balanced=1.0))
+    assert balanced.total < min(full.total, even.total)
 
 
 def test_a_ring_that_leaves_its_machine_uses_all_of_its_adapters():

@@ -82,13 +82,16 @@ def context_ring(setting: Setting, attention: Number) -> Number:
 def all_to_all(setting: Setting) -> Number:
     """Exposed seconds of tokens' way to their experts and back.
 
-    Across domains a token goes once to each domain that has experts of it.
+    A token goes once for each of its experts, or once to each of the domains that these lie in:
+    on average d (1 - (1 - 1/d)^k) of d domains for k experts drawn evenly.
     """
     shape, layout, machine, rates = setting
     link, network = _links(setting)
     domains = larger(layout.ep * layout.tp / machine.domain, 1)
     tokens = work.tokens_of(layout) / layout.tp
-    across = tokens * smaller(shape.per_token, domains) * (1 - 1 / domains) / network
+    distinct = domains * (1 - (1 - 1 / domains) ** shape.per_token)
+    copies = where(layout.deduplicated > 0, distinct, shape.per_token)
+    across = tokens * copies * (1 - 1 / domains) / network
     within = work.routed_tokens(shape, layout) * (1 - 1 / layout.ep) / link
     seconds = 4 * shape.hidden * (rates.dispatch_across * across + rates.dispatch * within)
     seconds = seconds * where(layout.overlapped > 0, rates.dispatch_overlapped, 1.0)

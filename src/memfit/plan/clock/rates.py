@@ -71,7 +71,6 @@ class Rates(NamedTuple):
     link_latency: Number  # s, of a collective within a domain
     context_latency: Number  # s, of a cp rank's message
     ring_latency: Number  # s a rank, of a ring through the network
-    send_latency: Number  # s, of a message between stages
     tensor_launch: Number  # host's launches take longer by this where there are tp ranks
     slowdown: Number  # framework: its products / those of others
     passes: Number  # framework: its bytes of element-wise operations / nominal ones
@@ -82,6 +81,7 @@ class Rates(NamedTuple):
     exposed_tensor: Number  # framework: of tensor-parallel ones
     fixed: Number  # framework: s of a step that depend on nothing
     ring_attention: Number  # framework: attention is slower by this x (1 - 1/cp)
+    send_latency: Number  # framework: s, of a message between stages
     straggling: Number  # framework: a step is longer by this, a doubling of nodes
 
 
@@ -96,7 +96,7 @@ class Setting(NamedTuple):
 
 FRAMEWORK_FIELDS = (
     "slowdown", "passes", "launch", "expert_launch", "exposed_data", "exposed_all_reduce",
-    "exposed_tensor", "fixed", "ring_attention", "straggling",
+    "exposed_tensor", "fixed", "ring_attention", "send_latency", "straggling",
 )  # fmt: skip
 DEVICE_FIELDS = ("products", "head", "attention")
 

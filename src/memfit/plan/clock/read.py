@@ -21,6 +21,7 @@ from memfit.plan.clock.orders import find_schedule
 from memfit.plan.clock.pipeline import bubble_share
 from memfit.plan.clock.rates import Machine, Setting, find_rates
 from memfit.plan.clock.work import Layout, Shape
+from memfit.plan.frameworks._pipeline import deal_blocks, deal_by_cost
 from memfit.recipe import Recipe
 
 Kernel = Literal["math", "triton", "flash1", "flash2", "fused"]
@@ -112,6 +113,7 @@ def read_layout(recipe: Recipe, shape: Shape, basis: Basis) -> Layout:
     p, option = recipe.parallel, recipe.options.get
     share = recipe.recompute_blocks / float(shape.layers)
     whole = recipe.recompute == "full"
+    most, last = _deal(recipe, shape)
     return Layout(
         sequence=float(recipe.sequence_length), micro_batch=float(recipe.micro_batch),
         accumulation=float(recipe.accumulation), dp=float(p.dp), shard=float(p.dp_shard),
@@ -125,12 +127,13 @@ def read_layout(recipe: Recipe, shape: Shape, basis: Basis) -> Layout:
         gradient_bytes=_gradient_bytes(recipe),
         state_bytes=float(STATE_BYTES.get(recipe.precision, 30)),
         trains=0.0 if recipe.method == "lora" else 1.0,
-        packed=float(recipe.method == "lora" and recipe.base_format in ("nf4", "fp4")),
+        packed=float(recipe.method == "lora" and recipe.base_format in ("nf4", "fp4", "int4")),
         compiled=float(recipe.compile != "none"),
         written_out=float(basis.kernel == "math"),
         asynchronous=float(bool(option("tp_comm_overlap") or option("async_tp"))),
+        deduplicated=float(_deduplicated(recipe)),
         overlapped=float(bool(option("overlap_moe_expert_parallel_comm"))),
-        balanced=float(_balanced(recipe)),
+        most=most, last=last, balanced=float(_balanced(recipe)),
         offloaded={"optimizer": 8.0, "parameters": 12.0}.get(recipe.offload, 0.0),
         element=4.0 if recipe.compute_dtype == "float32" else 2.0,
         entered=1.0, chunk_bytes=_chunk_bytes(recipe, shape),
@@ -158,10 +161,31 @@ def _chunk_bytes(recipe: Recipe, shape: Shape) -> float:
     return 8.0 * chunks * float(shape.vocab * shape.hidden)
 
 
+def _deal(recipe: Recipe, shape: Shape) -> tuple[float, float]:
+    """Blocks of the fullest pipeline rank but the last, and of the last."""
+    p, layers = recipe.parallel, int(shape.layers)
+    if p.pp == 1:
+        return float(layers), float(layers)
+    if recipe.framework == "nanotron":
+        width = int(shape.heads * shape.key)
+        block = int(shape.hidden) * (4 * width + 3 * int(shape.ffn))
+        sizes = list(deal_by_cost(layers, block, int(shape.vocab * shape.hidden), p.pp))
+    else:
+        dealt = deal_blocks(layers, p.pp, p.virtual_pp)
+        sizes = [sum(map(len, pieces)) for pieces in dealt]
+    return float(max(sizes[:-1])), float(sizes[-1])
+
+
+def _deduplicated(recipe: Recipe) -> bool:
+    """Whether tokens cross the network once for several experts (DeepEP, HybridEP)."""
+    said = recipe.options.get("moe_token_dispatcher_type") or recipe.options.get("dispatcher")
+    return said in ("deepep", "hybridep")
+
+
 def _balanced(recipe: Recipe) -> bool:
-    """Whether stages are dealt by cost: nanotron always does, Megatron-LM where it is told to."""
+    """Whether stages are dealt so that the head's counts: where Megatron-LM is told to."""
     option = recipe.options.get
-    return recipe.framework == "nanotron" or bool(
+    return bool(
         option("account_for_loss_in_pipeline_split")
         or option("decoder_last_pipeline_num_layers")
         or option("pipeline_model_parallel_layout")
@@ -224,7 +248,10 @@ def _measured(links: Links, collective: str, machines: float) -> float:
 
 
 def _ceiling(device: Device, dtype: str) -> float:
-    return device.flops_measured.get(dtype) or USUAL_CEILING * device.flops[dtype]
+    """The best product anyone measured; of another precision than that, the same share."""
+    measured, peak = device.flops_measured, device.flops
+    share = measured["bf16"] / peak["bf16"] if "bf16" in measured else USUAL_CEILING
+    return measured.get(dtype) or share * peak[dtype]
 
 
 def read_setting(
@@ -251,7 +278,9 @@ def _narrow(recipe: Recipe) -> str:
         return "nvfp4"
     if recipe.precision == "fp8-mixed":
         said = str(option("fp8_recipe") or option("float8_recipe") or "delayed")
-        return {"delayed": "fp8", "tensorwise": "fp8", "mxfp8": "mxfp8"}.get(said, f"fp8-{said}")
+        if said.startswith(("rowwise", "blockwise")):
+            return f"fp8-{said.partition('_')[0]}"
+        return "mxfp8" if said == "mxfp8" else "fp8"
     if recipe.compute_dtype == "float32":  # others' containers and scripts allow TF32
         return "fp32" if recipe.framework == "memfit" else "tf32"
     return "fp16" if recipe.compute_dtype == "float16" else "bf16"

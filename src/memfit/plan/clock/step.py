@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from memfit.plan.clock import work
-from memfit.plan.clock.arrays import Number, beside, larger, log2, smaller, where
+from memfit.plan.clock.arrays import Number, beside, ceil_div, larger, log2, smaller, where
 from memfit.plan.clock.collectives import (
     all_to_all,
     context_ring,
@@ -145,7 +145,7 @@ def around(setting: Setting) -> Around:
     tokens, routed = work.tokens_of(layout), work.routed_tokens(shape, layout)
     clamped = shape.clamped * rates.clamp * 24 * routed * shape.expert_ffn
     passed = fusion * (moved.around + shape.plain * moved.activation + sparse * moved.routing)
-    passed = passed + sparse * (fusion * clamped + rates.permute * moved.permuting)
+    passed = passed + fusion * sparse * (clamped + rates.permute * moved.permuting)
     narrowed = 3 * tokens * shape.hidden + tokens * shape.ffn / layout.tp * shape.plain
     narrowed = narrowed + sparse * routed * (shape.expert_ffn + shape.hidden)
     frozen = layout.packed * (work.attention_weights(shape) + 3 * shape.hidden * shape.ffn)
@@ -209,14 +209,16 @@ class Stage(NamedTuple):
 
 
 def deal(setting: Setting, block: Number, head: Number) -> Stage:
-    """Blocks of the longest stage: an even share and the head, or as few as balance the head."""
+    """Blocks of the longest stage, as they are dealt; or as few on the last as balance the head."""
     shape, layout = setting.shape, setting.layout
     mean = (shape.layers * block + head) / layout.pp
-    even = shape.layers / layout.pp
     balanced = (layout.balanced > 0) * (layout.pp > 1)
     whole = (mean / block + 0.5) // 1 * block
-    longest = where(balanced, larger(mean, larger(whole, head)), even * block + head)
-    blocks = where(balanced, smaller(longest / block, even), even)
+    dealt = larger(layout.most * block, layout.last * block + head)
+    longest = where(balanced, larger(mean, larger(whole, head)), dealt)
+    first = layout.most * block >= layout.last * block + head
+    blocks = where(first, layout.most, layout.last)
+    blocks = where(balanced, smaller(longest / block, shape.layers / layout.pp), blocks)
     return Stage(blocks=blocks, head=longest - blocks * block, longest=longest, mean=mean)
 
 
@@ -230,18 +232,17 @@ def predict_step(setting: Setting) -> Parts:
     send = _send(setting)
     times = layout.accumulation
     gathering = _gathering(setting, block.forward, each - block.forward)
-    bubble = layout.bubble * waiting_seconds(
-        layout.pp, layout.chunks, stage.longest, stage.mean, send
-    )
+    waiting = waiting_seconds(layout.pp, layout.chunks, stage.longest, stage.mean, 0.0)
+    bubble = layout.bubble * larger(waiting, 0)
     reducing = _reducing(setting, stage)
     updating = _updating(setting)
-    sum_ = times * (stage.longest + send) + gathering + bubble + reducing + updating
+    sum_ = times * stage.longest + send + gathering + bubble + reducing + updating
     count = times * stage.blocks
     return Parts(
         forward=count * block.forward, backward=count * block.backward,
         repeated=count * block.repeated, head=times * stage.head,
         tensor=count * 2 * block.exposed, waiting=count * (each - busy),
-        gathering=gathering, sending=times * send, bubble=bubble, reducing=reducing,
+        gathering=gathering, sending=send, bubble=bubble, reducing=reducing,
         updating=updating, fixed=rates.fixed,
         straggling=sum_ * rates.straggling * log2(larger(_world(layout) / 8, 1)),
     )  # fmt: skip
@@ -252,14 +253,22 @@ def _world(layout: Layout) -> Number:
 
 
 def _send(setting: Setting) -> Number:
-    """Seconds a micro-batch waits for its neighbours' messages, to and fro, each chunk."""
+    """Seconds that stages wait for their neighbours' messages.
+
+    One chunk: in each round of as many micro-batches as stages, two messages a hop. Of several
+    chunks only the first way through the model and the last one back is not hidden
+    (`pipeline.even_seconds`).
+    """
     shape, layout, machine, rates = setting
     inside = layout.tp * layout.cp * layout.pp <= machine.domain
     speed = where(inside, machine.link * rates.link, machine.network * rates.network)
     nbytes = 2 * work.tokens_of(layout) * shape.hidden
     nbytes = nbytes / where(layout.sequence_parallel > 0, layout.tp, 1)
     once = nbytes / speed + rates.send_latency
-    return where(layout.pp > 1, 2 * layout.chunks * once, 0.0)
+    hops, rest = layout.pp - 1, layout.accumulation - 1
+    rounds = hops + rest - ceil_div(rest, layout.pp)
+    ways = where(layout.chunks == 1, rounds, layout.pp * layout.chunks - 1)
+    return where(layout.pp > 1, 2 * ways * once, 0.0)
 
 
 def _gathering(setting: Setting, there: Number, back: Number) -> Number:

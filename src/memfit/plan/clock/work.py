@@ -63,7 +63,10 @@ class Layout(NamedTuple):
     compiled: Number  # 1 where element-wise operations are fused by a compiler
     written_out: Number  # 1 where attention writes its scores to memory (math, eager)
     asynchronous: Number  # 1 where tp's collectives run beside the products they feed
+    deduplicated: Number  # 1 where a token goes once to each domain that has experts of it
     overlapped: Number  # 1 where tokens travel to experts while another micro-batch is computed
+    most: Number  # blocks of the fullest pipeline rank but the last
+    last: Number  # blocks of the last one, which has the head
     balanced: Number  # 1 where stages are dealt by their cost, the head's included
     offloaded: Number  # bytes of an updated parameter that pass the link to the host, both ways
     element: Number  # bytes of an activation

@@ -29,6 +29,18 @@ def deal_sizes(sizes: Sequence[int], stages: int) -> tuple[tuple[range, ...], ..
     return tuple(tuple(pieces[stage::stages]) for stage in range(stages))
 
 
+def deal_by_cost(layers: int, block: int, head: int, stages: int) -> tuple[int, ...]:
+    """Blocks of each stage, where one is full when its costs reach its share of all."""
+    total = layers * block + head
+    counts, done, at = [0] * stages, 0, 0
+    for _ in range(layers):
+        counts[at] += 1
+        done += block
+        if at < stages - 1 and done * stages >= total * (at + 1):
+            at += 1
+    return tuple(counts)
+
+
 def count_in_flight(
     stage: int, *, stages: int, chunks: int, micro_batches: Number, group: Number = 0
 ) -> tuple[Number, ...]:

@@ -14,6 +14,7 @@ from memfit.errors import InvalidRequest
 from memfit.ledger import Kind, Ledger, Phase
 from memfit.model import Architecture
 from memfit.plan.frameworks import Framework, Job, Knob, Slack, frameworks, make_ledger
+from memfit.plan.frameworks._pipeline import deal_by_cost
 from memfit.units import GIB
 
 # The CPU launches ahead of the device until 1024 launches wait; a pass over a block is about 43.
@@ -178,13 +179,7 @@ def find_stage(job: Job, rank: int) -> Stage:
     """
     p, a = job.recipe.parallel, job.model.architecture
     cost = 4 * a.hidden * a.heads * a.head_dim + 3 * a.ffn * a.hidden
-    total = a.layers * cost + a.vocab * a.hidden
-    counts, done, at = [0] * p.pp, 0, 0
-    for _ in range(a.layers):
-        counts[at] += 1
-        done += cost
-        if at < p.pp - 1 and done * p.pp >= total * (at + 1):
-            at += 1
+    counts = deal_by_cost(a.layers, cost, a.vocab * a.hidden, p.pp)
     first, last = rank == 0, rank == p.pp - 1
     micro = job.recipe.accumulation
     warm = micro if job.option("pipeline") == "afab" else min(p.pp - rank, micro)
