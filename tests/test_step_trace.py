@@ -95,7 +95,9 @@ def test_a_pipelines_ranks_are_drawn_and_take_what_the_step_says(tmp_path, chunk
     spans = {span.op: span.duration for span in made.timeline.spans}
     beside = ("gathering", "reducing", "updating", "straggling", "fixed")
     within = sum(seconds for op, seconds in spans.items() if op not in beside)
-    assert last == pytest.approx(within * 1e6)
+    # messages are counted as between stages alike; the head's stage hides some of them
+    assert last == pytest.approx(within * 1e6, rel=0.005)
+    assert last <= within * 1e6 * (1 + 1e-9)
     for rank in range(4):
         mine = sorted((e for e in drawn if e["tid"] == rank), key=lambda e: e["ts"])
         for before, after in pairwise(mine):

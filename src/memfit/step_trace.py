@@ -14,6 +14,7 @@ import msgspec
 from memfit.errors import InvalidRequest
 from memfit.nouns import write_atomically
 from memfit.plan.clock.orders import Schedule, find_schedule
+from memfit.plan.clock.pipeline import count_sends
 from memfit.plan.clock.schedules import StageTimes, simulate
 from memfit.results import Plan
 
@@ -98,14 +99,15 @@ def _stage_times(plan: Plan, schedule: Schedule) -> StageTimes:
     """Seconds of one micro-batch and chunk, out of those of the longest stage.
 
     What is known of both ways together counts half each way, and half of the backward is that of
-    the weights. A rank waits for its own messages.
+    the weights.
     """
     seconds = dict.fromkeys(("forward", "backward", "repeated", "head", "tensor", "waiting"), 0.0)
     seconds |= {"sending": 0.0} | {span.op: span.duration for span in plan.timeline.spans}
     pieces = schedule.micro_batches * schedule.chunks
-    ways = (seconds["tensor"] + seconds["waiting"] + seconds["sending"]) / 2
+    ways = (seconds["tensor"] + seconds["waiting"]) / 2
     forward = [(seconds["forward"] + ways) / pieces] * schedule.stages
     backward = [(seconds["backward"] / 2 + seconds["repeated"] + ways) / pieces] * schedule.stages
     weight = [seconds["backward"] / 2 / pieces] * schedule.stages
     backward[-1] += seconds["head"] / schedule.micro_batches
-    return StageTimes(forward, backward, weight)
+    sends = count_sends(schedule.ranks, schedule.chunks, schedule.micro_batches)
+    return StageTimes(forward, backward, weight, seconds["sending"] / sends)

@@ -41,15 +41,24 @@ def even_seconds(
     if kind == "gpipe":
         return (micro_batches + hops) * both + 2 * hops * send
     if kind in ("1f1b", "interleaved"):
-        # one chunk: rounds of as many micro-batches as ranks, each of 2 sends a hop; more chunks
-        # hide all but the first way through the model and the last one back
-        rounds = hops + micro_batches - 1 - ceil_div(micro_batches - 1, ranks)
-        ways = where(chunks == 1, rounds, where(hops > 0, ranks * chunks - 1, 0))
-        return (micro_batches * chunks + hops) * both + 2 * ways * send
+        sends = count_sends(ranks, chunks, micro_batches)
+        return (micro_batches * chunks + hops) * both + sends * send
     if kind == "zb-h1":
         waits = larger(forward + backward - weight, larger(forward, backward))
         return micro_batches * chunks * both + hops * (waits + 2 * send)
     raise InvalidRequest(f"no closed form of `{kind}`", hint="`pipeline_seconds` simulates it")
+
+
+def count_sends(ranks: Number, chunks: Number, micro_batches: Number) -> Number:
+    """Messages that `1f1b`, or `interleaved`, waits for.
+
+    One chunk: rounds of as many micro-batches as ranks, each of 2 sends a hop. More chunks hide all
+    but the first way through the model and the last one back.
+    """
+    hops = ranks - 1
+    rounds = hops + micro_batches - 1 - ceil_div(micro_batches - 1, ranks)
+    ways = where(chunks == 1, rounds, ranks * chunks - 1)
+    return where(hops > 0, 2 * ways, 0)
 
 
 def waiting_seconds(

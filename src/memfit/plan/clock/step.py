@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from memfit.plan.clock import work
-from memfit.plan.clock.arrays import Number, beside, ceil_div, larger, log2, smaller, where
+from memfit.plan.clock.arrays import Number, beside, larger, log2, smaller, where
 from memfit.plan.clock.collectives import (
     all_to_all,
     context_ring,
@@ -19,7 +19,7 @@ from memfit.plan.clock.collectives import (
     reduce_seconds,
     tensor_seconds,
 )
-from memfit.plan.clock.pipeline import waiting_seconds
+from memfit.plan.clock.pipeline import count_sends, waiting_seconds
 from memfit.plan.clock.rates import Setting
 from memfit.plan.clock.work import Layout, Product
 
@@ -253,22 +253,14 @@ def _world(layout: Layout) -> Number:
 
 
 def _send(setting: Setting) -> Number:
-    """Seconds that stages wait for their neighbours' messages.
-
-    One chunk: in each round of as many micro-batches as stages, two messages a hop. Of several
-    chunks only the first way through the model and the last one back is not hidden
-    (`pipeline.even_seconds`).
-    """
+    """Seconds that stages wait for their neighbours' messages."""
     shape, layout, machine, rates = setting
     inside = layout.tp * layout.cp * layout.pp <= machine.domain
     speed = where(inside, machine.link * rates.link, machine.network * rates.network)
     nbytes = 2 * work.tokens_of(layout) * shape.hidden
     nbytes = nbytes / where(layout.sequence_parallel > 0, layout.tp, 1)
     once = nbytes / speed + rates.send_latency
-    hops, rest = layout.pp - 1, layout.accumulation - 1
-    rounds = hops + rest - ceil_div(rest, layout.pp)
-    ways = where(layout.chunks == 1, rounds, layout.pp * layout.chunks - 1)
-    return where(layout.pp > 1, 2 * ways * once, 0.0)
+    return count_sends(layout.pp, layout.chunks, layout.accumulation) * once
 
 
 def _gathering(setting: Setting, there: Number, back: Number) -> Number:
