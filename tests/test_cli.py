@@ -419,6 +419,16 @@ def test_calibrate_writes_the_users_row_and_shows_it(tmp_path, monkeypatch):
     assert strict(out)["calibration"]["versions"]["torch"]
 
 
+@pytest.mark.parametrize("count", ["16", "16_000", "1,024", "2K", "1e3"])
+def test_a_number_of_devices_is_one_budget_and_names_are_offers(count):
+    code, out, _ = quick("budget", "--parameters", "7B", "--devices", count, "--device", "l4")
+    assert code == 0
+    assert "What" not in out
+    code, out, _ = quick("budget", "--time", "1 d", "--devices", "l4")
+    assert code == 0
+    assert "What 1 d 0 h buy" in out
+
+
 def test_an_option_of_offers_without_offers_is_refused():
     code, err = fails("budget", "--parameters", "7B", "--model", "gpt2")
     assert code == 2

@@ -12,6 +12,7 @@ import click
 from memfit.cli.options import output_options, print_json
 from memfit.errors import InvalidRequest
 
+COUNT = re.compile(r"[\s\d.,_]+([eE][+-]?\d+)?\s*[kKMBT]?\s*")  # of devices; else offers
 # what may be known of a budget, and how it is written
 QUANTITIES = {
     "parameters": "Of the model, such as 7B.",
@@ -23,7 +24,7 @@ QUANTITIES = {
     "cost": "Such as '5000 USD'.",
     "device": "Accelerator: its peak and price; see `memfit devices`.",
     "peak": "Of one device, such as '989 TFLOP/s'.",
-    "price": "Of a device-hour, such as '2.5 USD'.",
+    "price": "Of a device-hour, such as '2.5 USD'; of offers also spot, reserved, …",
     "model": "Of offers: a catalogue model, how many tokens it can read.",
     "inference_tokens": "Of offers: tokens to be served, such as 1T.",
     "inference_memory": "Where the model is to be served, such as '24 GiB'.",
@@ -127,7 +128,7 @@ def budget_command(as_json: bool, quiet: bool, context: int | None, **known: Any
     from memfit import api
 
     del quiet
-    if re.search("[a-zA-Z]", known["devices"]):
+    if known["devices"] and not COUNT.fullmatch(known["devices"]):
         offers = api.budget_offers(**known, context=context or 0)
         if as_json:
             print_json(offers)
