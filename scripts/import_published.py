@@ -61,6 +61,7 @@ TRANSLATORS = {
     "foundation-model-stack/fms-fsdp": "small_trainers",
     "Dao-AILab/flash-attention": "small_trainers",
     "karpathy/llm.c": "small_trainers",
+    "jzhang38/TinyLlama": "small_trainers",
     "InternLM/InternEvo": "internevo",
 }
 

@@ -247,7 +247,16 @@ def test_internevos_groups_of_states_are_copied():
 
 @pytest.mark.parametrize(
     "name",
-    ["automodel", "composer", "flash-attention", "fms-fsdp", "internevo", "llm-c", "paddlenlp"],
+    [
+        "automodel",
+        "composer",
+        "flash-attention",
+        "fms-fsdp",
+        "internevo",
+        "llm-c",
+        "paddlenlp",
+        "tinyllama",
+    ],
 )
 def test_a_framework_without_bytes_says_why(name):
     row = next(r for r in OTHERS if r.recipe.framework == name)
@@ -460,6 +469,13 @@ def test_small_trainers_rows_take_from_their_scripts_what_the_page_leaves_out():
     recipe = recipe_of(at(fms, 1.0, mfu=0.6, hfu=0.7))
     assert (recipe.parallel.dp_replicate, recipe.parallel.dp_shard) == (4, 8)
     assert (recipe.recompute_blocks, recipe.compile) == (16, "model")  # half of 32 blocks
+    tiny = a_row(
+        "jzhang38/TinyLlama README.md", hardware=hardware | {"n_gpus": 16},
+        config={"micro_batch": 8, "global_batch": 1024, "dp": 16, "recompute": "none",
+                "fsdp": "FULL_SHARD"},
+    )  # fmt: skip
+    recipe = recipe_of(at(tiny, 1.0))
+    assert (recipe.framework, recipe.loss, recipe.accumulation) == ("tinyllama", "fused", 8)
 
 
 def test_qwens_quantised_rows_lose_their_memory_and_keep_their_time():

@@ -1,4 +1,4 @@
-"""Trainers of one page each: fms-fsdp, flash-attention's GPT and llm.c.
+"""Trainers of one page each: fms-fsdp, flash-attention's GPT, llm.c and TinyLlama.
 
 fms-fsdp: how many blocks its selective checkpointing took is not stated; a third of the ratio of
 the printed HFU over MFU above one is a block's share. flash-attention: sequences a device by
@@ -19,8 +19,12 @@ ZERO_FROM = 1536  # adamw-zero
 
 def translate(row: Published) -> Translated:
     """The request of a row; raises NotExpressible."""
-    name = row["config"]["framework"]
-    for start, reader in (("FSDP1 (fms)", _fms), ("flash-attn", _flash), ("llm.c", _llm_c)):
+    name = row["config"].get("framework") or row["source"].partition(" ")[0]
+    readers = {
+        "FSDP1 (fms)": _fms, "flash-attn": _flash, "llm.c": _llm_c,
+        "jzhang38/TinyLlama": _tinyllama,
+    }  # fmt: skip
+    for start, reader in readers.items():
         if name.startswith(start):
             return reader(row)
     raise NotExpressible(f"`{name}` is not described")
@@ -64,6 +68,17 @@ def _flash(row: Published) -> Translated:
     )  # fmt: skip
     assumed = f"Assumed: {PER_DEVICE[hidden]} sequences a device, as its experiment's file."
     return Translated(request, kind_of(row), assumed=assumed)
+
+
+def _tinyllama(row: Published) -> Translated:
+    c = row["config"]
+    if c["recompute"] != "none" or not str(c["fsdp"]).startswith("FULL_SHARD"):
+        raise NotExpressible(f"recompute {c['recompute']}, shards {c['fsdp']}")
+    request = _request(
+        row, c["micro_batch"], framework="tinyllama", model=llama_config(row),
+        parallel={"dp_shard": c["dp"]},
+    )  # fmt: skip
+    return Translated(request, kind_of(row))
 
 
 def _llm_c(row: Published) -> Translated:
