@@ -62,6 +62,7 @@ TRANSLATORS = {
     "Dao-AILab/flash-attention": "small_trainers",
     "karpathy/llm.c": "small_trainers",
     "jzhang38/TinyLlama": "small_trainers",
+    "NVIDIA/JAX-Toolbox": "small_trainers",
     "InternLM/InternEvo": "internevo",
 }
 

@@ -254,6 +254,7 @@ def test_internevos_groups_of_states_are_copied():
         "fms-fsdp",
         "internevo",
         "llm-c",
+        "maxtext",
         "paddlenlp",
         "tinyllama",
     ],
@@ -476,6 +477,13 @@ def test_small_trainers_rows_take_from_their_scripts_what_the_page_leaves_out():
     )  # fmt: skip
     recipe = recipe_of(at(tiny, 1.0))
     assert (recipe.framework, recipe.loss, recipe.accumulation) == ("tinyllama", "fused", 8)
+    jax = a_row(
+        "NVIDIA/JAX-Toolbox docs/frameworks/maxtext/README.md",
+        config={"micro_batch": 2, "global_batch": 16, "precision": "bf16",
+                "recompute": "minimal_flash (saves projections)", "framework": "MaxText (JAX)"},
+    )  # fmt: skip
+    recipe = recipe_of(at(jax, 1.0))
+    assert (recipe.recompute, recipe.recompute_blocks, recipe.compile) == ("selective", 32, "model")
 
 
 def test_qwens_quantised_rows_lose_their_memory_and_keep_their_time():

@@ -1,4 +1,4 @@
-"""Trainers of one page each: fms-fsdp, flash-attention's GPT, llm.c and TinyLlama.
+"""Trainers of one page each: fms-fsdp, flash-attention's GPT, llm.c, TinyLlama, MaxText.
 
 fms-fsdp: how many blocks its selective checkpointing took is not stated; a third of the ratio of
 the printed HFU over MFU above one is a block's share. flash-attention: sequences a device by
@@ -22,7 +22,7 @@ def translate(row: Published) -> Translated:
     name = row["config"].get("framework") or row["source"].partition(" ")[0]
     readers = {
         "FSDP1 (fms)": _fms, "flash-attn": _flash, "llm.c": _llm_c,
-        "jzhang38/TinyLlama": _tinyllama,
+        "jzhang38/TinyLlama": _tinyllama, "MaxText": _maxtext,
     }  # fmt: skip
     for start, reader in readers.items():
         if name.startswith(start):
@@ -77,6 +77,19 @@ def _tinyllama(row: Published) -> Translated:
     request = _request(
         row, c["micro_batch"], framework="tinyllama", model=llama_config(row),
         parallel={"dp_shard": c["dp"]},
+    )  # fmt: skip
+    return Translated(request, kind_of(row))
+
+
+def _maxtext(row: Published) -> Translated:
+    c = row["config"]
+    said = c["recompute"].partition(" ")[0]
+    known = {"minimal_flash": "selective", "full": "full", "none": "none"}
+    if said not in known or not c["precision"].startswith("bf16"):
+        raise NotExpressible(f"remat_policy {said}, precision {c['precision']}")
+    request = _request(
+        row, c["micro_batch"], framework="maxtext", model=llama_config(row), recompute=known[said],
+        parallel={"dp_shard": c["dp"], "tp": c["tp"]},
     )  # fmt: skip
     return Translated(request, kind_of(row))
 
