@@ -48,7 +48,7 @@ PRIORS = {
     "link": Prior(0.9, 0.15, "of what large messages reach", 1.0),
     "network": Prior(0.85, 0.15, "of what large messages reach", 1.0),
     "tile": Prior(100, 0.3, "elements"),
-    "weight_traffic": Prior(1.0, 0.3, "share"),
+    "weight_traffic": Prior(1.0, 0.4, "share"),
     "narrow_head": Prior(0.2, 0.4, "exponent"),
     "misaligned": Prior(3.0, 0.4, "ratio"),
     "ring_attention": Prior(0.06, 0.7, "share"),
@@ -66,7 +66,7 @@ PRIORS = {
     "asynchronous": Prior(0.7, 0.3, "ratio"),
     "link_latency": Prior(3e-5, 0.3, "s"),
     "context_latency": Prior(7e-6, 0.7, "s"),
-    "ring_latency": Prior(5e-6, 0.7, "s a rank"),
+    "ring_latency": Prior(5e-6, 1.5, "s a rank"),
     "send_latency": Prior(5e-5, 0.8, "s"),
     "tensor_launch": Prior(0.3, 0.5, "share"),
     "slowdown": Prior(1.0, 0.06, "ratio"),
@@ -81,8 +81,16 @@ PRIORS = {
 }
 
 
+OWN = {
+    # hybrid ZeRO sends each rank's share of the weights in a broadcast of its own, one by one
+    "internevo.ring_latency": Prior(1e-3, 1.0, "s a rank"),
+}
+
+
 def prior_of(name: str) -> Prior:
     """The prior of a constant by its name."""
+    if name in OWN:
+        return OWN[name]
     what, *_, last = name.split(".")
     if what == "products":
         return NARROW_PRODUCTS if last in ("nvfp4", "fp8-rowwise", "fp8-blockwise") else PRODUCTS

@@ -42,10 +42,9 @@ def gather_seconds(setting: Setting, nbytes: Number) -> Number:
 
 
 def reduce_seconds(setting: Setting, nbytes: Number) -> Number:
-    """A step's two halves of gradients' reduction, so many bytes in all, over all dp ranks."""
-    layout, machine = setting.layout, setting.machine
-    bus = where(layout.zero >= 1, machine.gather_bus, machine.reduce_bus)
-    return _between(setting, layout.dp * layout.cp, nbytes, bus)
+    """All-reduce over all dp ranks, of twice as many bytes as a rank has gradients."""
+    layout = setting.layout
+    return _between(setting, layout.dp * layout.cp, nbytes, setting.machine.reduce_bus)
 
 
 def copy_seconds(setting: Setting, nbytes: Number) -> Number:

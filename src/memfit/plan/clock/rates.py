@@ -53,7 +53,6 @@ class Rates(NamedTuple):
     link: Number
     network: Number
     tile: Number  # rows, columns or depth at which a product takes twice as long
-    weight_traffic: Number  # of a weight's bytes: what is not hidden behind its product
     narrow_head: Number  # exponent: attention is slower by (128 / elements) to this
     misaligned: Number  # attention written out is slower by this, where heads are not 16 B apart
     grouped: Number  # experts' products are slower by this
@@ -70,18 +69,19 @@ class Rates(NamedTuple):
     asynchronous: Number  # exposed share of tp's collectives that remains where they are async
     link_latency: Number  # s, of a collective within a domain
     context_latency: Number  # s, of a cp rank's message
-    ring_latency: Number  # s a rank, of a ring through the network
     tensor_launch: Number  # host's launches take longer by this where there are tp ranks
     slowdown: Number  # framework: its products / those of others
     passes: Number  # framework: its bytes of element-wise operations / nominal ones
     launch: Number  # framework: s that its host takes for a block's forward and backward
     expert_launch: Number  # framework: the same that routing adds
-    exposed_data: Number  # framework: share of data-parallel collectives that nothing hides
+    exposed_data: Number  # framework: exposed seconds of data-parallel collectives / a ring's
     exposed_all_reduce: Number  # framework: the same of all-reduces of replicated states
     exposed_tensor: Number  # framework: of tensor-parallel ones
     fixed: Number  # framework: s of a step that depend on nothing
     ring_attention: Number  # framework: attention is slower by this x (1 - 1/cp)
     send_latency: Number  # framework: s, of a message between stages
+    weight_traffic: Number  # framework: of a weight's bytes, what its product does not hide
+    ring_latency: Number  # framework: s a rank, of a reduction or gathering through the network
     straggling: Number  # framework: a step is longer by this, a doubling of nodes
 
 
@@ -96,7 +96,8 @@ class Setting(NamedTuple):
 
 FRAMEWORK_FIELDS = (
     "slowdown", "passes", "launch", "expert_launch", "exposed_data", "exposed_all_reduce",
-    "exposed_tensor", "fixed", "ring_attention", "send_latency", "straggling",
+    "exposed_tensor", "fixed", "ring_attention", "send_latency", "weight_traffic",
+    "ring_latency", "straggling",
 )  # fmt: skip
 DEVICE_FIELDS = ("products", "head", "attention")
 

@@ -298,17 +298,23 @@ def _reducing(setting: Setting, stage: Stage) -> Number:
     layout, rates = setting.layout, setting.rates
     plain, routed = _own_weights(setting)
     cut = layout.zero >= 1
-    gathered = where(cut, 2, layout.gradient_bytes)
-    whole = reduce_seconds(setting, (layout.gradient_bytes + gathered) * plain)
+    gradients = layout.gradient_bytes * plain
+    apart = gather_seconds(setting, gradients) + copy_seconds(setting, gradients)
+    apart = apart + gather_seconds(setting, 2 * plain)
+    whole = where(cut, apart, reduce_seconds(setting, 2 * gradients))
     copies = larger(layout.dp * layout.cp * layout.tp / layout.ep, 1)
     machine = setting.machine
     inside = _world(layout) <= machine.domain
     speed = where(inside, machine.link * rates.link, machine.network * rates.network)
     experts = 6 * routed * (copies - 1) / copies / speed
     total = whole + experts
-    share = smaller(where(cut, rates.exposed_data, rates.exposed_all_reduce), 1)
+    # under a pipeline no backward is long enough for replicated gradients to be sent beside it
+    share = where(cut | (layout.pp > 1), rates.exposed_data, rates.exposed_all_reduce)
     exposed = share * total + larger((1 - share) * total - 0.66 * stage.longest, 0)
-    return where(layout.zero >= 3, 0.0, layout.trains * exposed)
+    # the first and the last stage add up a tied embedding's gradients
+    tied = (layout.pp > 1) * (setting.shape.own_head == 0) * layout.gradient_bytes
+    tied = tied * setting.shape.vocab * setting.shape.hidden / layout.tp / speed
+    return layout.trains * (where(layout.zero >= 3, 0.0, exposed) + tied)
 
 
 def _updating(setting: Setting) -> Number:
