@@ -67,6 +67,10 @@ class Ledger(Noun, frozen=True, kw_only=True):
         """Bytes at that phase's peak; 0 for a phase the ledger does not hold."""
         return sum(e.nbytes for e in self.entries if e.phase == phase)
 
+    def live(self, phase: Phase) -> int:
+        """Of them, those that hold a tensor."""
+        return sum(e.nbytes for e in self.at(phase) if e.kind != Kind.FRAGMENTATION)
+
     @property
     def phases(self) -> tuple[Phase, ...]:
         """The phases held, in the order of `Phase`."""

@@ -17,7 +17,7 @@ from memfit.recipe import Recipe
 
 T = TypeVar("T")
 AXES = (  # of `parallel`, in which candidates differ
-    "dp_replicate", "dp_shard", "tp", "sequence_parallel", "cp", "pp", "virtual_pp", "ep",
+    "dp_replicate", "dp_shard", "zero", "tp", "sequence_parallel", "cp", "pp", "virtual_pp", "ep",
 )  # fmt: skip
 
 

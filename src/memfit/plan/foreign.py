@@ -10,7 +10,7 @@ from typing import Any
 from memfit import __version__, families
 from memfit.errors import InvalidRequest, MemoryUnknown
 from memfit.hardware import Device
-from memfit.ledger import Kind, Ledger, Phase
+from memfit.ledger import Ledger
 from memfit.model import Model
 from memfit.plan.bounds import find_bounds
 from memfit.plan.cost import describe_cost
@@ -83,7 +83,7 @@ def describe_foreign(ledger: Ledger, recipe: Recipe, device: Device, usable: int
     """
     framework, peak = find_framework(recipe.framework), ledger.peak
     slack, bounds = framework.slack, find_bounds(framework, device, recipe.parallel, peak)
-    live = {p: ledger.total(p) - _unusable(ledger, p) for p in ledger.phases}
+    live = {p: ledger.live(p) for p in ledger.phases}
     peak_phase = max(live, key=live.__getitem__)
     verdict: Verdict = "unproven"
     if usable is not None and bounds.outside is not None:
@@ -108,11 +108,6 @@ def describe_foreign(ledger: Ledger, recipe: Recipe, device: Device, usable: int
         peak_phase=ledger.peak_phase,
         entries=ledger.at(ledger.peak_phase),
     )
-
-
-def _unusable(ledger: Ledger, phase: Phase) -> int:
-    """Bytes of a phase that are reserved and hold no tensor."""
-    return sum(e.nbytes for e in ledger.at(phase) if e.kind == Kind.FRAGMENTATION)
 
 
 def read_foreign(request: Request) -> tuple[Recipe, Model, tuple[str, ...]]:

@@ -16,10 +16,11 @@ from msgspec import structs
 from memfit.errors import InvalidRequest
 from memfit.hardware import Device
 from memfit.model import Model
-from memfit.plan.columns import pick, take, with_columns
+from memfit.plan.columns import pick, with_columns
 from memfit.plan.foreign import read_foreign, read_parallel
 from memfit.plan.frameworks import Framework, Job, Rule, Split, divide, find_framework
 from memfit.plan.problem import divisors, find_device
+from memfit.plan.tables import Columns, Removed, cross, keep, length, take_rows
 from memfit.recipe import Option, Parallel, Recipe
 from memfit.request import Hardware, ParallelRequest, Request
 
@@ -29,20 +30,6 @@ NODE = 8  # devices of a node, where neither the request nor the catalogue says
 EXPERTS = "num_experts"  # an option that puts experts into a dense model
 LONGEST, TAIL = "longest", "tail"  # of a split: columns of a table, and no knobs
 SLICE = 2**17  # candidates at a time
-Columns = dict[str, Any]  # arrays of equal length
-
-
-class Removed(NamedTuple):
-    """A rule that left candidates out: how many, and what it says of the first."""
-
-    rule: str
-    number: int
-    sentence: str
-    hint: str
-
-    def more(self, number: int) -> Removed:
-        """The same rule, after it has left out further candidates."""
-        return self._replace(number=self.number + number)
 
 
 class Limits(NamedTuple):
@@ -70,18 +57,22 @@ class Part(NamedTuple):
 
     def slices(self, rows: int = SLICE) -> Iterator[Recipe]:
         """All of them in order, about so many at a time: recipes whose numbers are arrays."""
+        return (with_columns(self.recipe, table) for table in self.tables(rows))
+
+    def tables(self, rows: int) -> Iterator[Columns]:
+        """The columns of `slices`."""
         import numpy
 
         if self.choices is None:
             for start in range(0, self.size, rows):
-                yield with_columns(self.recipe, _rows(self.table, slice(start, start + rows)))
+                yield take_rows(self.table, slice(start, start + rows))
             return
         ends = numpy.cumsum(self.choices)
         start = 0
         while start < len(ends):
             before = ends[start - 1] if start else 0
             stop = max(start + 1, int(numpy.searchsorted(ends, before + rows, side="right")))
-            yield with_columns(self.recipe, self._chosen(start, stop))
+            yield self._chosen(start, stop)
             start = stop
 
     def _chosen(self, start: int, stop: int) -> Columns:
@@ -90,7 +81,7 @@ class Part(NamedTuple):
 
         each = self.choices[start:stop]
         of = numpy.repeat(numpy.arange(start, stop), each)
-        own = _rows(self.table, of)
+        own = take_rows(self.table, of)
         order = numpy.arange(len(of)) - numpy.repeat(numpy.cumsum(each) - each, each)
         return {**own, "recompute_blocks": order * self._step}
 
@@ -100,7 +91,7 @@ class Part(NamedTuple):
 
     def choose(self, rows: Any, choices: Any) -> Recipe:
         """Those rows of the table, each with one of its choices."""
-        columns = {**_rows(self.table, rows), "recompute_blocks": choices * self._step}
+        columns = {**take_rows(self.table, rows), "recompute_blocks": choices * self._step}
         return with_columns(self.recipe, columns)
 
     def recipe_of(self, row: int) -> Recipe:
@@ -147,9 +138,15 @@ def span(request: Request) -> Space:
     removed: dict[str, Removed] = {}
     table = _meshes(request, framework, job, limits, removed)
     table = _batches(request, job, table, limits, removed)
-    table = _keep(table, framework.rules(_job(job, table)), removed)
-    parts = tuple(_part(request, recipe, framework, table) for recipe in recipes)
-    return Space(framework, model, device, limits, parts, tuple(removed.values()))
+    table = keep(table, framework.rules(_job(job, table)), removed)
+    parts = [_part(request, recipe, framework, table) for recipe in recipes]
+    if not framework.arrays:
+        parts = [_described(part, framework, job, removed) for part in parts]
+        parts = [part for part in parts if part.size]
+    if not parts:
+        last = removed[framework.name]
+        raise InvalidRequest(last.sentence, hint=last.hint)
+    return Space(framework, model, device, limits, tuple(parts), tuple(removed.values()))
 
 
 def explain(space: Space, recipe: Recipe) -> Rule | None:
@@ -272,18 +269,23 @@ def _meshes(
         )
     table = _of_splits(splits, job.recipe.options)
     for axis in ("tp", "cp"):
-        table = _cross(table, axis, _values(request, framework, axis, ranks))
-        table = _keep(table, mesh_rules(_job(job, table).recipe, limits), removed)
-    table = _cross(table, "sequence_parallel", _values(request, framework, "sequence_parallel"))
+        table = cross(table, axis, _values(request, framework, axis, ranks))
+        table = keep(table, mesh_rules(_job(job, table).recipe, limits), removed)
+    table = cross(table, "sequence_parallel", _values(request, framework, "sequence_parallel"))
     if request.parallel == "auto":  # with one tp rank there is nothing to cut
-        table = _rows(table, ~table["sequence_parallel"] | (table["tp"] > 1))
+        table = take_rows(table, ~table["sequence_parallel"] | (table["tp"] > 1))
     experts = max(1, job.model.architecture.experts.count, int(job.recipe.options.get(EXPERTS, 0)))
-    table = _cross(table, "ep", _values(request, framework, "ep", divisors(experts)))
-    table = _cross(table, "dp_replicate", _values(request, framework, "dp_replicate", ranks))
+    table = cross(table, "ep", _values(request, framework, "ep", divisors(experts)))
+    table = cross(table, "dp_replicate", _values(request, framework, "dp_replicate", ranks))
+    if request.parallel == "auto" and framework.zeros:
+        table = cross(table, "zero", framework.zeros)
     dp = limits.devices // (table["tp"] * table["cp"] * table["pp"])
     table["dp_shard"] = dp // table["dp_replicate"]
     copies = divide("copies", "dp_replicate", table["dp_replicate"], "data-parallel ranks", dp)
-    return _keep(table, [copies], removed)
+    table = keep(table, [copies], removed)
+    if "zero" in table:  # one rank has nothing to cut
+        table = take_rows(table, (table["zero"] == framework.cuts) | (table["dp_shard"] > 1))
+    return table
 
 
 def _values(
@@ -301,10 +303,10 @@ def _batches(
     request: Request, job: Job, table: Columns, limits: Limits, removed: dict[str, Removed]
 ) -> Columns:
     """Every micro-batch of every mesh, and the micro-batches that make up the global batch."""
-    table = _keep(table, batch_rules(_job(job, table).recipe, limits)[:1], removed)
+    table = keep(table, batch_rules(_job(job, table).recipe, limits)[:1], removed)
     micro, batch = request.micro_batch, limits.global_batch
-    table = _cross(table, "micro_batch", divisors(batch) if micro == "auto" else (micro,))
-    table = _keep(table, batch_rules(_job(job, table).recipe, limits), removed)
+    table = cross(table, "micro_batch", divisors(batch) if micro == "auto" else (micro,))
+    table = keep(table, batch_rules(_job(job, table).recipe, limits), removed)
     ranks = table["dp_replicate"] * table["dp_shard"]
     table["accumulation"] = batch // (ranks * table["micro_batch"])
     return table
@@ -322,6 +324,25 @@ def _part(request: Request, recipe: Recipe, framework: Framework, table: Columns
     return Part(recipe, own, table[LONGEST] + 1, table[TAIL], True)
 
 
+def _described(part: Part, framework: Framework, job: Job, removed: dict[str, Removed]) -> Part:
+    """The candidates that a framework whose rules are not for arrays describes: each is tried."""
+    import numpy
+
+    (table,) = part.tables(part.size)
+    many, right = with_columns(part.recipe, table), numpy.ones(part.size, bool)
+    for row in range(part.size):
+        try:
+            one = structs.replace(job, recipe=pick(many, row))
+            framework.check(one)
+            if not framework.memory_unknown:
+                framework.predict(one)
+        except InvalidRequest as error:
+            right[row] = False
+            said = Removed(framework.name, 0, error.message, error.hint or "")
+            removed[framework.name] = removed.get(framework.name, said).more(1)
+    return Part(part.recipe, take_rows(table, right), None, None, False)
+
+
 def _of_splits(splits: Sequence[Split], plain: Mapping[str, Option]) -> Columns:
     """The columns of a pipeline; plain: what an option is where a split does not say it."""
     import numpy
@@ -336,40 +357,3 @@ def _of_splits(splits: Sequence[Split], plain: Mapping[str, Option]) -> Columns:
     for name in sorted(names):
         table[name] = numpy.array([split.options.get(name, plain[name]) for split in splits])
     return table
-
-
-def _cross(table: Columns, name: str, values: Sequence[int]) -> Columns:
-    """Every row with every value of another column."""
-    import numpy
-
-    rows = length(table)
-    found = {key: numpy.repeat(column, len(values)) for key, column in table.items()}
-    return {**found, name: numpy.tile(numpy.array(values), rows)}
-
-
-def length(table: Columns) -> int:
-    """Rows of a table."""
-    return len(next(iter(table.values())))
-
-
-def _rows(table: Columns, rows: Any) -> Columns:
-    return {name: column[rows] for name, column in table.items()}
-
-
-def _keep(table: Columns, rules: Sequence[Rule], removed: dict[str, Removed]) -> Columns:
-    """The rows that break no rule; raises InvalidRequest when none is left."""
-    import numpy
-
-    right = numpy.ones(length(table), bool)
-    for rule in rules:
-        broken = right & rule.broken
-        count = int(broken.sum())
-        if count:
-            first = take(rule.values, broken.argmax())
-            said = Removed(rule.name, count, rule.says.format(*first), rule.hint)
-            before = removed.get(rule.name)
-            removed[rule.name] = said if before is None else before.more(count)
-            right &= ~broken
-            if not right.any():
-                raise InvalidRequest(said.sentence, hint=said.hint)
-    return table if right.all() else _rows(table, right)

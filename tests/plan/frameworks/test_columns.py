@@ -6,15 +6,14 @@ import numpy
 import pytest
 from megatron_jobs import DROPOUT, GPT
 
-from memfit import families
 from memfit.errors import InvalidRequest
 from memfit.nouns import from_data
 from memfit.plan.bounds import find_bounds
 from memfit.plan.columns import find_distinct, pick, take, with_columns
 from memfit.plan.foreign import describe_foreign, predict_ledger
-from memfit.plan.frameworks import Job, find_framework
+from memfit.plan.frameworks import find_framework
 from memfit.plan.problem import find_device
-from memfit.plan.space import span
+from memfit.plan.space import explain, span
 from memfit.request import Request
 
 LLAMA = {
@@ -123,12 +122,38 @@ def test_a_band_is_that_of_each_recipe_alone():
     assert find_bounds(framework, unknown, recipes.parallel, peak).high is None
 
 
-def test_frameworks_that_are_not_described_for_arrays_say_so():
-    recipe = span(ask(LLAMA)).parts[0].recipe
-    model = families.read_model(recipe.model)
-    job = Job(model=model, recipe=recipe, device=find_device("h100-sxm"))
-    with pytest.raises(InvalidRequest, match="one recipe at a time"):
-        find_framework("nanotron").measure(job)
+@pytest.mark.parametrize(
+    "framework",
+    ["nanotron", "megatron-deepspeed", "deepspeed", "hf-trainer", "trl", "torchtune", "litgpt"],
+)
+def test_other_frameworks_candidates_are_predicted_one_by_one(framework):
+    model = LLAMA | {"num_hidden_layers": 4}
+    space = span(ask(model, framework, devices=4, batch=16, length=512))
+    assert not space.framework.arrays
+    assert compare(space, 1, 4) >= 6
+    for part in space.parts:
+        recipe = part.recipe_of(part.size - 1)
+        assert explain(space, recipe) is None
+        assert (recipe.parallel.world, recipe.global_batch) == (4, 16)
+
+
+def test_stages_of_zero_are_tried_where_the_framework_has_several():
+    space = span(ask(LLAMA, "deepspeed", devices=2, batch=4, recompute="none"))
+    assert set(space.parts[0].table["zero"]) == {1, 2, 3}
+    alone = span(ask(LLAMA, "deepspeed", devices=1, batch=4, recompute="none"))
+    assert set(alone.parts[0].table["zero"]) == {3}  # nothing is cut
+    stated = ask(LLAMA, "deepspeed", devices=2, batch=4, parallel={"dp_shard": 2, "zero": 2})
+    recipes = [part.recipe_of(0) for part in span(stated).parts]
+    assert {recipe.parallel.zero for recipe in recipes} == {2}
+
+
+def test_what_a_framework_refuses_is_left_out_with_its_own_sentence():
+    space = span(ask(LLAMA, "hf-trainer", devices=4, batch=16))
+    (refused,) = (removed for removed in space.removed if removed.rule == "hf-trainer")
+    assert refused.number > 0
+    assert "is not described" in refused.sentence
+    with pytest.raises(InvalidRequest, match="one of both"):
+        span(ask(LLAMA, "hf-trainer", devices=4, parallel={"dp_shard": 2, "dp_replicate": 2}))
 
 
 def test_columns_go_into_a_recipe_and_out_of_it():

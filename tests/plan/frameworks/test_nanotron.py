@@ -267,3 +267,11 @@ def test_devices_alone_share_optimizer_states_by_zero_1():
     recipe = read_foreign(from_data(data, Request, where="test"))[0]
     assert (recipe.parallel.dp_shard, recipe.parallel.zero) == (8, 1)
     assert predict_foreign(from_data(data, Request, where="test")).ledger == ledger(dp_shard=8)
+
+
+def test_a_rank_without_a_block_holds_nothing():
+    small = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512}
+    job = make(small, pp=4)
+    blocks = [find_stage(job, rank).blocks for rank in range(4)]
+    assert 0 in blocks[1:3]
+    assert ledger(small, pp=4).peak > 0

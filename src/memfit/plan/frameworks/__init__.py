@@ -13,6 +13,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import ClassVar, NamedTuple
 
+from msgspec import structs
+
 from memfit.catalog.overheads import count_axes
 from memfit.errors import InvalidRequest, MemoryUnknown, did_you_mean
 from memfit.hardware import Device
@@ -108,6 +110,17 @@ class Peaks(NamedTuple):
     peak: Number  # with blocks that are reserved and cannot be used
     least: Number  # of them, those of the optimizer's step, which no recomputing lowers
 
+    @classmethod
+    def of(cls, ledgers: Sequence[Ledger]) -> Peaks:
+        """Arrays from as many ledgers."""
+        import numpy
+
+        return cls(
+            allocated=numpy.array([max(map(one.live, one.phases)) for one in ledgers]),
+            peak=numpy.array([one.peak for one in ledgers]),
+            least=numpy.array([one.total(Phase.OPTIMIZER_STEP) for one in ledgers]),
+        )
+
 
 class Framework(ABC):
     """What memfit knows of the training step of one framework; registered in `frameworks`."""
@@ -122,7 +135,9 @@ class Framework(ABC):
     knobs: ClassVar[Mapping[str, Knob]]
     slack: ClassVar[Slack] = NO_SLACK
     memory_unknown: ClassVar[str] = ""  # why no bytes are described; "" where they are
+    arrays: ClassVar[bool] = False  # whether `rules` and `measure` take many recipes at once
     recomputes_some: ClassVar[bool] = False  # blocks of each chunk, and not all or none alone
+    zeros: ClassVar[tuple[int, ...]] = ()  # values of `parallel.zero` to choose from; () `cuts`
     cuts: ClassVar[int] = 3  # `zero` of a request that leaves `parallel` on auto
 
     ends: ClassVar[int] = (
@@ -177,13 +192,14 @@ class Framework(ABC):
     def measure(self, job: Job) -> Peaks:
         """Peaks of `predict` for many recipes: those of one whose numbers are arrays.
 
-        The candidates passed `check`; what is not a number is the same for all. Raises
-        InvalidRequest where the framework's memory is not described for arrays.
+        The candidates passed `check`; what is not a number is the same for all. Where `arrays` is
+        False, they are predicted one by one.
         """
-        raise InvalidRequest(
-            f"`framework: {job.recipe.framework}` is described for one recipe at a time",
-            hint="a search needs `framework: megatron` or `torchtitan`",
-        )
+        from memfit.plan.columns import pick, size_of
+
+        recipes = (pick(job.recipe, row) for row in range(size_of(job.recipe)))
+        ledgers = [self.predict(structs.replace(job, recipe=recipe)) for recipe in recipes]
+        return Peaks.of(ledgers)
 
 
 frameworks: Registry[Framework] = Registry("framework", "memfit.plan.frameworks")

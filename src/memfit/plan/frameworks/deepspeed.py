@@ -56,6 +56,7 @@ class DeepSpeed(Framework):
         "implementation": ("fused", "foreach"),
     }
     axes = ("dp_shard", "zero")
+    zeros = (1, 2, 3)
     knobs: ClassVar = {
         "double_quantisation": Knob(default=False, means="bnb_4bit_use_double_quant"),
         "reduce_bucket_size": Knob(default=500_000_000, means="elements of the reduction's bucket"),

@@ -138,6 +138,7 @@ class Megatron(Framework):
     recomputes_some = True  # --recompute-method block
     cuts = 1
     ends = 2
+    arrays = True
     slack = Slack(
         low=1.01, typical=1.053, high=1.10,
         source="reserved over allocated of 16 runs on 8 B200 (MooreThreads/SimuMax)",

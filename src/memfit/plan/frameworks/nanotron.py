@@ -119,7 +119,9 @@ class Nanotron(Framework):
         ranks = range(job.recipe.parallel.pp)
         if job.option("rank") == "first":
             ranks = range(1)
-        return max((_stage_ledger(job, rank) for rank in ranks), key=lambda ledger: ledger.peak)
+        ledgers = (_stage_ledger(job, rank) for rank in ranks)
+        # of a small model with a large vocabulary, a rank may be dealt no block, and hold nothing
+        return max(ledgers, key=lambda ledger: ledger.peak if ledger.entries else 0)
 
 
 def _stage_ledger(job: Job, rank: int) -> Ledger:

@@ -73,6 +73,7 @@ class Torchtitan(Framework):
             values=("allgather", "alltoall"),
         ),
     }  # fmt: skip
+    arrays = True
     slack = Slack(
         low=0.97, typical=1.04, high=1.15,
         source="fitted: rows of pytorch/torchtitan and pytorch/ao with split `fit`; their range",

@@ -1,0 +1,63 @@
+"""Tables of candidates: numpy arrays of equal length by name, and the rules that thin them out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from memfit.errors import InvalidRequest
+from memfit.plan.columns import take
+from memfit.plan.frameworks import Rule
+
+Columns = dict[str, Any]  # arrays of equal length
+
+
+class Removed(NamedTuple):
+    """A rule that left candidates out: how many, and what it says of the first."""
+
+    rule: str
+    number: int
+    sentence: str
+    hint: str
+
+    def more(self, number: int) -> Removed:
+        """The same rule, after it has left out further candidates."""
+        return self._replace(number=self.number + number)
+
+
+def length(table: Columns) -> int:
+    """Rows of a table."""
+    return len(next(iter(table.values())))
+
+
+def take_rows(table: Columns, rows: Any) -> Columns:
+    """Those rows of every column: an index array, truths, or a slice."""
+    return {name: column[rows] for name, column in table.items()}
+
+
+def cross(table: Columns, name: str, values: Sequence[int]) -> Columns:
+    """Every row with every value of another column."""
+    import numpy
+
+    rows = length(table)
+    found = {key: numpy.repeat(column, len(values)) for key, column in table.items()}
+    return {**found, name: numpy.tile(numpy.array(values), rows)}
+
+
+def keep(table: Columns, rules: Sequence[Rule], removed: dict[str, Removed]) -> Columns:
+    """The rows that break no rule; raises InvalidRequest when none is left."""
+    import numpy
+
+    right = numpy.ones(length(table), bool)
+    for rule in rules:
+        broken = right & rule.broken
+        count = int(broken.sum())
+        if count:
+            first = take(rule.values, broken.argmax())
+            said = Removed(rule.name, count, rule.says.format(*first), rule.hint)
+            before = removed.get(rule.name)
+            removed[rule.name] = said if before is None else before.more(count)
+            right &= ~broken
+            if not right.any():
+                raise InvalidRequest(said.sentence, hint=said.hint)
+    return table if right.all() else take_rows(table, right)
