@@ -68,6 +68,7 @@ PRIORS = {
     "context_latency": Prior(7e-6, 0.7, "s"),
     "ring_latency": Prior(5e-6, 1.5, "s a rank"),
     "send_latency": Prior(5e-5, 0.8, "s"),
+    "adapter_launch": Prior(0.7, 0.5, "share"),
     "tensor_launch": Prior(0.3, 0.5, "share"),
     "slowdown": Prior(1.0, 0.06, "ratio"),
     "passes": Prior(1.0, 0.4, "ratio"),
@@ -181,7 +182,17 @@ def write(fit: Fit, x: Any, mask: Sequence[bool]) -> None:
         for name in {row[field][0] for field in Rates._fields}
     )
     found = {name: float(numpy.exp(v)) for name, v in zip(fit.names, x, strict=True)}
-    _write({**_others(), **found}, used)
+    _write({**_others(), **_middle(found, used), **found}, used)
+
+
+def _middle(found: dict[str, float], used: Counter[str]) -> dict[str, float]:
+    """What is taken of a framework without rows: the median of those with."""
+    middle = {}
+    for field in FRAMEWORK_FIELDS:
+        values = [v for name, v in found.items() if used[name] and name.endswith(f".{field}")]
+        if values:
+            middle[f"other.{field}"] = float(numpy.median(values))
+    return middle
 
 
 def _write(values: dict[str, float], used: Counter[str]) -> None:
@@ -193,7 +204,9 @@ def _write(values: dict[str, float], used: Counter[str]) -> None:
     for name, value in values.items():
         prior = prior_of(name)
         source = f"prior {prior.value:.3g}" + (", fitted" if used[name] else "")
-        kept = value if used[name] else prior.value
+        middle = name.startswith("other.")
+        kept = value if used[name] or middle else prior.value
+        source = "median of all frameworks with rows" if middle else source
         lines.append(
             f'[[rate]]\nname = "{name}"\nvalue = {kept:.4g}\nunit = "{prior.unit}"\n'
             f'source = "{source}"\nrows = {used[name]}\n'
@@ -217,7 +230,7 @@ def _others() -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.parse_args()
-    if not OUT.exists():
+    if not OUT.exists() or any(name not in OUT.read_text() for name in _others()):
         _write(_others(), Counter())
     table = tabulate(time_rows(read_corpus()))
     fit = Fit(table)

@@ -46,7 +46,7 @@ USUAL = IDEAL._replace(
     exposed_all_reduce=0.3, exposed_tensor=0.7, fixed=0.01, straggling=0.005, dispatch=0.4,
     dispatch_across=0.8, dispatch_overlapped=0.5,
     permute=1.0, cast=0.5, adapter=1.0, unpack=1.0, link_latency=3e-5, context_latency=1e-5,
-    ring_latency=5e-6, send_latency=5e-5, selective=1.0, tensor_launch=0.3,
+    ring_latency=5e-6, send_latency=5e-5, selective=1.0, tensor_launch=0.3, adapter_launch=0.5,
 )  # fmt: skip
 
 

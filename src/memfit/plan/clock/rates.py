@@ -69,6 +69,7 @@ class Rates(NamedTuple):
     asynchronous: Number  # exposed share of tp's collectives that remains where they are async
     link_latency: Number  # s, of a collective within a domain
     context_latency: Number  # s, of a cp rank's message
+    adapter_launch: Number  # host's launches take longer by this beside adapters
     tensor_launch: Number  # host's launches take longer by this where there are tp ranks
     slowdown: Number  # framework: its products / those of others
     passes: Number  # framework: its bytes of element-wise operations / nominal ones

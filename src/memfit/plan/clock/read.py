@@ -31,7 +31,7 @@ USUAL_CEILING = 0.8
 ON_THE_WIRE = 0.96  # of a stated speed: what NCCL reckons with (links.toml)
 HOST_BANDWIDTH = {3: 12e9, 4: 25e9, 5: 50e9}  # B/s of 16 PCIe lanes by generation, one direction
 BUILDS = {  # what a published row calls its framework -> build, where it has constants of its own
-    "Megatron-Bridge": "bridge", "NeMo/Megatron": "nemo",
+    "Megatron-Bridge": "bridge", "Megatron-core MoE": "bridge", "NeMo/Megatron": "nemo",
 }  # fmt: skip
 STATE_BYTES = {"bf16": 14, "fp16": 14}  # read and written to update a parameter; 30 with fp32
 # weight, gradient and two moments read, weight and moments written, a 16-bit copy written

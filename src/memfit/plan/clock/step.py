@@ -177,6 +177,7 @@ def time_block(setting: Setting) -> Block:
     host = rates.launch * where(layout.compiled > 0, 0.6, 1.0) * (1 + layout.repeated / 3)
     host = host + (1 - shape.plain) * rates.expert_launch
     host = host * where(layout.tp > 1, 1 + rates.tensor_launch, 1.0)
+    host = host * (1 + (1 - layout.trains) * rates.adapter_launch)
     return Block(
         forward=forward,
         backward=entered * backward,
