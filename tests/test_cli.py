@@ -176,9 +176,9 @@ def fails(*arguments):
     [
         (["plna"], "error: unknown verb: `plna`\nhint: did you mean `plan`? "
                    "(`memfit --help` lists them)\n"),
-        (["plan", "gpt2", "--devcie", "x"],
+        (["predict", "gpt2", "--devcie", "x"],
          "error: No such option '--devcie'. Did you mean '--device'?\n"
-         "hint: `memfit plan --help`\n"),
+         "hint: `memfit predict --help`\n"),
         (["plan", "lama-3.1-8b"],
          "error: unknown model: `lama-3.1-8b`\nhint: did you mean `llama-3.1-8b` or "),
         (["plan", "gpt2", "--device", "h10-sxm"],
@@ -664,3 +664,68 @@ def test_data_that_is_not_there_is_named(tmp_path, text_data, task, said, monkey
     assert code == 2
     assert said in err
     assert not (tmp_path / "run").exists()
+
+
+SMALL = ["--set", "task.global_batch=8", "--set", "task.sequence_length=1024"]
+
+
+def test_plan_compares_offers_in_eighty_columns():
+    code, out, _ = quick("plan", "gpt2", "--devices", "rtx-4090,h100-sxm:2", *SMALL)
+    assert code == 0
+    assert "rtx-4090:1" in out
+    assert "h100-sxm:2" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_offers_on_which_nothing_fits_exit_with_3():
+    asked = ["plan", "llama-3.1-405b", "--devices", "rtx-4090", "--set", "method=full"]
+    code, out, _ = quick(*asked, *SMALL)
+    assert code == 3
+    assert "DOES NOT FIT" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--devices", "h100-sxm:8", "--device", "h100-sxm"], "both say where to train"),
+        (["--devices", "h100-sxm:8", "--why-not", "micro_batch=2"], "asks about one offer"),
+        (["--devices", "h100-sxm:0"], "cannot read `h100-sxm:0` as an offer"),
+    ],
+)
+def test_questions_that_exclude_each_other(options, message):
+    code, _, err = quick("plan", "gpt2", *options)
+    assert code == 2
+    assert message in err
+
+
+def test_why_not_in_words_and_as_json():
+    asked = ["plan", "gpt2", "--device", "rtx-4090", *SMALL, "--why-not", "recompute=full"]
+    code, out, _ = quick(*asked)
+    assert code == 0
+    assert "recompute=full: it fits, and is slower" in out
+    found = json.loads(quick(*asked, "--json")[1])
+    assert found["answer"] == "slower"
+    assert found["changes"] == {"recompute": "full"}
+
+
+def test_solve_in_words_and_as_json():
+    asked = ["solve", "micro_batch", "gpt2", "--device", "rtx-4090", *SMALL]
+    code, out, _ = quick(*asked)
+    assert code == 0
+    found = json.loads(quick(*asked, "--json")[1])
+    assert f"micro batch: {found['value']}" in out
+    assert found["plan"]["memory"]["verdict"] == "fits"
+
+
+@pytest.mark.parametrize(
+    ("words", "want", "message"),
+    [
+        (["solve", "micro_batch"], 2, "no model was named to solve for `micro_batch`"),
+        (["solve", "sequences", "gpt2"], 2, "`sequences` is nothing that memfit solves for"),
+        (["solve", "micro_batch", "llama-3.1-405b", "--device", "rtx-4090"], 3, ""),
+    ],
+)
+def test_what_solve_cannot_answer(words, want, message):
+    code, _, err = quick(*words)
+    assert code == want
+    assert message in err

@@ -8,9 +8,9 @@ Torch is imported only by the verbs that need it, when they are called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast, get_args
 
 from memfit import catalog, families, look_up
 from memfit.corpus import append_row as append_row
@@ -43,9 +43,12 @@ if TYPE_CHECKING:
     from memfit.doctor import Diagnosis
     from memfit.formats import FormatRow
     from memfit.plan.budget import Budget
+    from memfit.plan.compare import Comparison
     from memfit.plan.offers import Offers
     from memfit.plan.rules import Rule
+    from memfit.plan.solve import Solved
     from memfit.plan.stated import Stated
+    from memfit.plan.why_not import WhyNot
     from memfit.train.progress import Progress
 
 LIBRARIES = (
@@ -54,8 +57,44 @@ LIBRARIES = (
 
 
 def plan(request: Request, *, device: Device | None = None) -> Plan:
-    """Decide every `auto`. The verdict is `does_not_fit` when nothing meets the limits."""
+    """Decide every `auto`. The verdict is `does_not_fit` when nothing meets the limits.
+
+    Of another framework's step every mesh of all devices is tried, too.
+    """
+    if request.framework != "memfit":
+        from memfit.plan import joint  # its columns are numpy's
+
+        return joint.search(request)
     return search.search(problems.read_problem(request, device=device))
+
+
+def compare(request: Request, devices: str, objective: str = "fastest") -> Comparison:
+    """The best plan on each offer, `h100-sxm:8,a100-sxm-80:64`, and which offer is the best.
+
+    Raises InvalidRequest for what is no offer or no objective; an offer without a plan is a row.
+    """
+    from memfit.plan import compare as comparing
+    from memfit.plan.offers import read_offers
+
+    known = get_args(comparing.Objective)
+    if objective not in known:
+        raise InvalidRequest(f"`{objective}` is no objective", hint=f"one of {', '.join(known)}")
+    offers = read_offers(devices)
+    return comparing.compare(request, offers, cast(comparing.Objective, objective), plan)
+
+
+def solve(field: str, request: Request) -> Solved:
+    """The most of `field` that fits, see `memfit.plan.solve`."""
+    from memfit.plan import solve as solving
+
+    return solving.solve(field, request, plan)
+
+
+def why_not(request: Request, changes: Mapping[str, Any]) -> WhyNot:
+    """Why a request with these dotted keys set was not chosen."""
+    from memfit.plan import why_not as judging
+
+    return judging.why_not(request, change(request, changes), changes, plan)
 
 
 def predict(request: Request) -> Plan:

@@ -45,7 +45,9 @@ def put(data: dict[str, Any], key: str, value: Any) -> None:
     """Set a dotted key in a request's data; raises InvalidRequest where a parent is no mapping."""
     *parents, last = key.split(".")
     for parent in parents:
-        data = data.setdefault(parent, {})
+        if data.get(parent, "auto") == "auto":  # what is left open is stated from here on
+            data[parent] = {}
+        data = data[parent]
         if not isinstance(data, dict):
             raise InvalidRequest(f"`{key}` cannot be set: `{parent}` holds a value, not keys")
     data[last] = value

@@ -23,6 +23,7 @@ REPORT_TO = "please report it with the output of `memfit doctor` and MEMFIT_DEBU
 # verb -> module of `memfit.cli` that holds it; the order is that of --help
 VERBS = {
     "plan": "planning",
+    "solve": "searching",
     "predict": "planning",
     "certify": "planning",
     "diff": "planning",

@@ -16,11 +16,13 @@ from memfit.cli.options import (
     note,
     output_options,
     print_json,
+    read_changes,
     read_target,
     request_options,
     same_options,
     why_option,
 )
+from memfit.cli.searching import OBJECTIVES, check_together, compare_offers, explain_why_not
 from memfit.errors import DoesNotFit, InvalidRequest
 
 if TYPE_CHECKING:
@@ -32,6 +34,21 @@ if TYPE_CHECKING:
 @click.command("plan", short_help="Decide every knob left on `auto` under the limits.")
 @click.argument("target", metavar="[MODEL|REQUEST.YAML]", required=False)
 @request_options
+@click.option("--devices", metavar="A:8,B:64", help="Compare offers: names, and how many of each.")
+@click.option(
+    "--objective",
+    type=click.Choice(OBJECTIVES),
+    default=OBJECTIVES[0],
+    show_default=True,
+    help="Of --devices: which offer is the best.",
+)
+@click.option(
+    "--why-not",
+    multiple=True,
+    metavar="KEY=VALUE",
+    callback=read_changes,
+    help="Explain why this was not chosen, such as parallel.tp=8; repeatable.",
+)
 @folder_option
 @why_option
 @output_options
@@ -40,6 +57,9 @@ def plan_command(
     device: str | None,
     memory: str | None,
     changes: Changes,
+    devices: str | None,
+    objective: str,
+    why_not: Changes,
     folder: Path | None,
     why: bool,
     as_json: bool,
@@ -48,12 +68,19 @@ def plan_command(
     """Decide every knob left on `auto` under the limits; exit 3 when nothing fits.
 
     MODEL is a catalogue name, a hub id, or a folder with config.json; without it request.yaml of
-    this folder is read.
-    """
+    this folder is read. With `framework: megatron` or `torchtitan` the search spans every mesh of
+    all devices.
+    """  # fmt: skip
     from memfit import api
 
     target = target or _request_here()
-    plan = api.plan(read_target(target, device, memory, changes))
+    check_together(devices=devices, device=device, why_not=why_not)
+    request = read_target(target, device, memory, changes)
+    if devices:
+        return compare_offers(request, devices, objective, as_json)
+    if why_not:
+        return explain_why_not(request, why_not, as_json)
+    plan = api.plan(request)
     if folder:
         api.write_plan(plan, folder)
         note(quiet)(f"wrote {folder / 'plan.json'}")

@@ -197,7 +197,7 @@ def _row(
         peak_allocated=candidate.about,
         device_total=None if candidate.problem.device.is_cpu else candidate.needs,
         exact=candidate.exact,
-        relative_time=candidate.seconds / chosen.seconds,
+        relative_time=1.0 if candidate is chosen else candidate.seconds / chosen.seconds,
         fits=candidate.likely,
         chosen=candidate is chosen,
         because=because,

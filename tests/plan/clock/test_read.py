@@ -1,5 +1,7 @@
 """A recipe in the clock's numbers: networks in words, sizes of published models, whose rates."""
 
+from itertools import product
+
 import msgspec
 import pytest
 
@@ -19,6 +21,7 @@ from memfit.plan.clock.read import (
 )
 from memfit.plan.clock.step import predict_step
 from memfit.plan.foreign import read_foreign
+from memfit.plan.frameworks._pipeline import deal_blocks
 from memfit.plan.problem import find_device
 from memfit.plan.reference import find_reference
 from memfit.request import Request
@@ -112,3 +115,20 @@ def test_a_device_of_unknown_speed_has_no_setting():
         read_setting(asked, model, device)
     setting = read_setting(asked, model, find_device("h100-sxm"))
     assert predict_step(setting).total > 0
+
+
+@pytest.mark.parametrize("layers", [7, 8, 30, 126])
+def test_blocks_of_stages_are_dealt_as_the_framework_deals_them(layers):
+    config = {"model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64,
+              "num_hidden_layers": layers, "num_attention_heads": 4}  # fmt: skip
+    for pp, chunks in product((2, 3, 4, 8), (1, 2, 3)):
+        if pp * chunks > layers:
+            continue
+        mesh = {"dp_shard": 1, "zero": 1, "pp": pp, "virtual_pp": chunks}
+        asked = recipe(
+            model=config, parallel=mesh, hardware={"device": "h100-sxm", "count": pp},
+            task={"sequence_length": 512, "global_batch": 24},
+        )  # fmt: skip
+        layout = read_layout(asked, read_shape(read_model(asked.model)), read_basis(asked))
+        sizes = [sum(map(len, stage)) for stage in deal_blocks(layers, pp, chunks)]
+        assert (layout.most, layout.last) == (max(sizes[:-1]), sizes[-1])

@@ -12,7 +12,7 @@ torch.distributed.pipelining's orders are the same (tests/plan/clock/test_orders
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -107,6 +107,13 @@ TORCHS: dict[str, Kind] = {  # torch.distributed.pipelining's names
 }  # fmt: skip
 
 
+def kind_of(options: Mapping[str, object]) -> Kind:
+    """The kind of schedule that a recipe's options state, of one chunk a rank."""
+    if options.get("pipeline") == "afab":
+        return "gpipe"
+    return TORCHS[str(options.get("pipeline_schedule") or "1F1B")]
+
+
 def find_schedule(recipe: Recipe) -> Schedule:
     """The schedule of a recipe's pipeline, as its framework orders it.
 
@@ -116,10 +123,8 @@ def find_schedule(recipe: Recipe) -> Schedule:
     """
     p, option, micro_batches = recipe.parallel, recipe.options.get, recipe.accumulation
     group = int(option("microbatch_group_size_per_vp_stage") or 0)
-    kind = TORCHS[str(option("pipeline_schedule") or "1F1B")]
-    if option("pipeline") == "afab":
-        kind = "gpipe"
-    elif kind == "1f1b" and p.virtual_pp > 1:
+    kind = kind_of(recipe.options)
+    if kind == "1f1b" and p.virtual_pp > 1:
         kind = "interleaved"
     if recipe.framework == "torchtitan" and p.virtual_pp > 1:
         group = micro_batches // max(1, micro_batches // p.pp)

@@ -73,13 +73,16 @@ def waiting_seconds(
     return (ranks * mean - longest + (ranks - 1) * send) / chunks
 
 
+ORDINARY = ("gpipe", "1f1b", "interleaved")  # ranks wait as long under each of them
+
+
 @lru_cache(maxsize=256)
 def bubble_share(schedule: Schedule) -> float:
     """Seconds that a schedule's ranks wait, over `1f1b`'s, or `interleaved`'s of as many chunks.
 
     Simulated with forward, backward of inputs and of weights alike, a third each.
     """
-    if schedule.ranks == 1 or schedule.kind in ("gpipe", "1f1b", "interleaved"):
+    if schedule.ranks == 1 or schedule.kind in ORDINARY:
         return 1.0
     third = [1.0] * schedule.stages
     whole = pipeline_seconds(schedule, StageTimes(third, third, third))

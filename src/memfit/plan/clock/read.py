@@ -16,12 +16,15 @@ from memfit.errors import InvalidRequest, TimeUnknown
 from memfit.hardware import Device
 from memfit.model import SLIDING, Model
 from memfit.nouns import Noun
+from memfit.plan.clock.arrays import Number, ceil_div, smaller, where
 from memfit.plan.clock.network import Links, lay_out
-from memfit.plan.clock.orders import find_schedule
-from memfit.plan.clock.pipeline import bubble_share
+from memfit.plan.clock.orders import find_schedule, kind_of
+from memfit.plan.clock.pipeline import ORDINARY, bubble_share
 from memfit.plan.clock.rates import Machine, Setting, find_rates
+from memfit.plan.clock.step import predict_step
 from memfit.plan.clock.work import Layout, Shape
-from memfit.plan.frameworks._pipeline import deal_blocks, deal_by_cost
+from memfit.plan.columns import find_distinct, pick, take, with_columns
+from memfit.plan.frameworks._pipeline import deal_by_cost
 from memfit.recipe import Recipe
 
 Kernel = Literal["math", "triton", "flash1", "flash2", "fused"]
@@ -109,17 +112,19 @@ def _gated(model: Model) -> float:
 
 
 def read_layout(recipe: Recipe, shape: Shape, basis: Basis) -> Layout:
-    """How the recipe's step lies over its ranks."""
+    """How the recipe's step lies over its ranks; the recipe's numbers may be arrays."""
     p, option = recipe.parallel, recipe.options.get
-    share = recipe.recompute_blocks / float(shape.layers)
+    # recomputed blocks are the first ones of each chunk of a pipeline
+    share = smaller(recipe.recompute_blocks * p.pp * p.virtual_pp / shape.layers, 1.0)
     whole = recipe.recompute == "full"
+    cuts_tokens = 1.0 * p.sequence_parallel
     most, last = _deal(recipe, shape)
     return Layout(
-        sequence=float(recipe.sequence_length), micro_batch=float(recipe.micro_batch),
-        accumulation=float(recipe.accumulation), dp=float(p.dp), shard=float(p.dp_shard),
-        zero=float(p.zero if p.dp_shard * p.cp > 1 else 0), tp=float(p.tp),
-        sequence_parallel=float(p.sequence_parallel or recipe.framework == "nanotron"),
-        cp=float(p.cp), pp=float(p.pp), chunks=float(p.virtual_pp), ep=float(p.ep),
+        sequence=1.0 * recipe.sequence_length, micro_batch=1.0 * recipe.micro_batch,
+        accumulation=1.0 * recipe.accumulation, dp=1.0 * p.dp, shard=1.0 * p.dp_shard,
+        zero=where(p.dp_shard * p.cp > 1, 1.0 * p.zero, 0.0), tp=1.0 * p.tp,
+        sequence_parallel=1.0 if recipe.framework == "nanotron" else cuts_tokens,
+        cp=1.0 * p.cp, pp=1.0 * p.pp, chunks=1.0 * p.virtual_pp, ep=1.0 * p.ep,
         repeated=share if whole else 0.0, selective=0.0 if whole else share,
         # per-op selective checkpointing keeps every second product (torchtitan, fms)
         products_repeated=0.5 if recipe.framework == "torchtitan" else 0.0,
@@ -133,12 +138,27 @@ def read_layout(recipe: Recipe, shape: Shape, basis: Basis) -> Layout:
         asynchronous=float(bool(option("tp_comm_overlap") or option("async_tp"))),
         deduplicated=float(_deduplicated(recipe)),
         overlapped=float(bool(option("overlap_moe_expert_parallel_comm"))),
-        most=most, last=last, balanced=float(_balanced(recipe)),
+        most=most, last=last, balanced=_balanced(recipe),
         offloaded={"optimizer": 8.0, "parameters": 12.0}.get(recipe.offload, 0.0),
         element=4.0 if recipe.compute_dtype == "float32" else 2.0,
         entered=1.0, chunk_bytes=_chunk_bytes(recipe, shape),
-        bubble=bubble_share(find_schedule(recipe)) if p.pp > 1 else 1.0,
+        bubble=_bubble(recipe),
     )  # fmt: skip
+
+
+def _bubble(recipe: Recipe) -> Number:
+    """Seconds that ranks wait, over those of 1F1B's."""
+    p = recipe.parallel
+    columns = p.pp, p.virtual_pp, recipe.accumulation
+    if not any(getattr(column, "ndim", 0) for column in columns):
+        return bubble_share(find_schedule(recipe)) if p.pp > 1 else 1.0
+    if kind_of(recipe.options) in ORDINARY:
+        return 1.0
+    import numpy
+
+    size = max(numpy.size(column) for column in columns)
+    first, which = find_distinct(columns, size)
+    return numpy.array([_bubble(pick(recipe, int(row))) for row in first])[which]
 
 
 def _gradient_bytes(recipe: Recipe) -> float:
@@ -153,26 +173,37 @@ def _gradient_bytes(recipe: Recipe) -> float:
     return 2.0 if narrow else 4.0
 
 
-def _chunk_bytes(recipe: Recipe, shape: Shape) -> float:
+def _chunk_bytes(recipe: Recipe, shape: Shape) -> Number:
     """Each chunk of the loss reads the head's gradient and adds to it."""
     if recipe.loss != "chunked" or recipe.method == "lora" or not recipe.loss_chunk:
         return 0.0
-    chunks = -(-recipe.tokens // recipe.loss_chunk)
-    return 8.0 * chunks * float(shape.vocab * shape.hidden)
+    return 8.0 * ceil_div(recipe.tokens, recipe.loss_chunk) * shape.vocab * shape.hidden
 
 
-def _deal(recipe: Recipe, shape: Shape) -> tuple[float, float]:
+def _deal(recipe: Recipe, shape: Shape) -> tuple[Number, Number]:
     """Blocks of the fullest pipeline rank but the last, and of the last."""
-    p, layers = recipe.parallel, int(shape.layers)
-    if p.pp == 1:
-        return float(layers), float(layers)
+    p, layers = recipe.parallel, shape.layers
     if recipe.framework == "nanotron":
-        width = int(shape.heads * shape.key)
-        block = int(shape.hidden) * (4 * width + 3 * int(shape.ffn))
-        sizes = list(deal_by_cost(layers, block, int(shape.vocab * shape.hidden), p.pp))
-    else:
-        dealt = deal_blocks(layers, p.pp, p.virtual_pp)
-        sizes = [sum(map(len, pieces)) for pieces in dealt]
+        return _deal_by_cost(p.pp, shape)
+    # pieces are equal but for the first ones, which hold one block more: see `deal_blocks`
+    pieces = p.pp * p.virtual_pp
+    each, more = layers // pieces, layers % pieces
+    return p.virtual_pp * each + ceil_div(more, p.pp), p.virtual_pp * each + more // p.pp
+
+
+def _deal_by_cost(pp: Number, shape: Shape) -> tuple[Number, Number]:
+    """The same where a stage with the head, or the embedding, has fewer blocks."""
+    if getattr(pp, "ndim", 0):
+        import numpy
+
+        ranks, which = numpy.unique(pp, return_inverse=True)
+        dealt = numpy.array([_deal_by_cost(int(n), shape) for n in ranks])
+        return dealt[which, 0], dealt[which, 1]
+    if pp == 1:
+        return shape.layers, shape.layers
+    width = int(shape.heads * shape.key)
+    block = int(shape.hidden) * (4 * width + 3 * int(shape.ffn))
+    sizes = deal_by_cost(int(shape.layers), block, int(shape.vocab * shape.hidden), pp)
     return float(max(sizes[:-1])), float(sizes[-1])
 
 
@@ -182,14 +213,14 @@ def _deduplicated(recipe: Recipe) -> bool:
     return said in ("deepep", "hybridep")
 
 
-def _balanced(recipe: Recipe) -> bool:
+def _balanced(recipe: Recipe) -> Number:
     """Whether stages are dealt so that the head's counts: where Megatron-LM is told to."""
     option = recipe.options.get
-    return bool(
-        option("account_for_loss_in_pipeline_split")
-        or option("decoder_last_pipeline_num_layers")
-        or option("pipeline_model_parallel_layout")
-    )
+    if option("pipeline_model_parallel_layout"):
+        return 1.0
+    told: Number = option("account_for_loss_in_pipeline_split", False)
+    last: Number = option("decoder_last_pipeline_num_layers", 0)
+    return where(told + last > 0, 1.0, 0.0)
 
 
 def read_basis(recipe: Recipe, software: str = "") -> Basis:
@@ -199,7 +230,7 @@ def read_basis(recipe: Recipe, software: str = "") -> Basis:
 
 def find_links(device: Device, recipe: Recipe, network: Network) -> Links:
     """What the recipe's ranks reach each other over; raises TimeUnknown where nobody said."""
-    world = recipe.parallel.world
+    world = _world(recipe)
     each = min(recipe.devices_per_node or world, world)
     name = network.name or recipe.network
     try:
@@ -213,6 +244,12 @@ def find_links(device: Device, recipe: Recipe, network: Network) -> Links:
     return found
 
 
+def _world(recipe: Recipe) -> int:
+    """Ranks in all: of many recipes, which share their devices, those of any."""
+    world: Number = recipe.parallel.world
+    return int(world.flat[0]) if getattr(world, "ndim", 0) else int(world)
+
+
 def read_machine(device: Device, recipe: Recipe, basis: Basis, network: Network) -> Machine:
     """The device's speeds and links; raises TimeUnknown for one that nobody has stated."""
     dtype = basis.dtype
@@ -223,7 +260,7 @@ def read_machine(device: Device, recipe: Recipe, basis: Basis, network: Network)
     if not device.flops.get(dtype) or not peak or not device.bandwidth:
         raise TimeUnknown(f"no {dtype} FLOP/s or no bandwidth is known for `{device.id}`")
     links = find_links(device, recipe, network)
-    machines = recipe.parallel.world / links.per_machine
+    machines = _world(recipe) / links.per_machine
     return Machine(
         products=_ceiling(device, dtype), wide_products=_ceiling(device, wide), wide_peak=peak,
         memory=device.bandwidth, link=float(links.inside), network=float(links.outside),
@@ -270,6 +307,24 @@ def read_setting(
         machine=read_machine(device, recipe, basis, network),
         rates=find_rates(device, basis.stack, basis.narrow, basis.kernel),
     )
+
+
+def time_recipes(recipes: Recipe, model: Model, device: Device) -> Number:
+    """Seconds of a step of many recipes: those of one whose numbers are arrays.
+
+    The recipes share their devices. Raises TimeUnknown, see `read_setting`.
+    """
+    zero: Number = recipes.parallel.zero
+    if not getattr(zero, "ndim", 0):
+        return predict_step(read_setting(recipes, model, device)).total
+    import numpy
+
+    found = numpy.empty(len(zero))  # other constants may hold under another ZeRO
+    for value in numpy.unique(zero):
+        rows = (zero == value).nonzero()[0]
+        alike = with_columns(take(recipes, rows), {"zero": int(value)})
+        found[rows] = time_recipes(alike, model, device)
+    return found
 
 
 def _narrow(recipe: Recipe) -> str:

@@ -1,0 +1,103 @@
+"""solve, and what `memfit plan` answers beside one plan: offers compared, why not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from memfit.cli.options import (
+    Changes,
+    note,
+    output_options,
+    print_json,
+    read_target,
+    request_options,
+)
+from memfit.errors import DoesNotFit, InvalidRequest
+
+if TYPE_CHECKING:
+    from memfit.request import Request
+
+OBJECTIVES = ("fastest", "cheapest", "fewest-devices")
+
+
+def compare_offers(request: Request, devices: str, objective: str, as_json: bool) -> int:
+    """`memfit plan --devices`: exit 3 when the request fits on none of them."""
+    from memfit import api
+
+    found = api.compare(request, devices, objective)
+    if as_json:
+        print_json(found)
+    else:
+        from memfit.screens.layout import make_console
+        from memfit.screens.search import show_comparison
+
+        show_comparison(make_console(), found)
+    return 0 if found.plan else DoesNotFit.exit_code
+
+
+def explain_why_not(request: Request, changes: Changes, as_json: bool) -> int:
+    """`memfit plan --why-not KEY=VALUE`."""
+    from memfit import api
+
+    found = api.why_not(request, changes)
+    if as_json:
+        print_json(found)
+    else:
+        from memfit.screens.layout import make_console
+        from memfit.screens.search import show_why_not
+
+        show_why_not(make_console(), found)
+    return 0
+
+
+def check_together(*, devices: str | None, device: str | None, why_not: Changes) -> None:
+    """Raise InvalidRequest for options that answer different questions."""
+    if devices and device:
+        raise InvalidRequest(
+            f"`--devices {devices}` and `--device {device}` both say where to train",
+            hint=f"one device among the offers: `--devices {device},{devices}`",
+        )
+    if devices and why_not:
+        raise InvalidRequest("`--why-not` asks about one offer, and `--devices` names several")
+
+
+@click.command("solve", short_help="The longest sequence, largest batch or model, fewest devices.")
+@click.argument("field", metavar="FIELD")
+@click.argument("target", metavar="[MODEL|REQUEST.YAML]", required=False)
+@request_options
+@output_options
+def solve_command(
+    field: str,
+    target: str | None,
+    device: str | None,
+    memory: str | None,
+    changes: Changes,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """The most of one thing that fits; exit 3 when nothing does.
+
+    FIELD is sequence_length, micro_batch, model (of the catalogue; needs no MODEL) or devices (the
+    fewest). Every value tried is planned in full, with all knobs left on `auto` decided anew.
+    """
+    from memfit import api
+
+    if target is None:
+        if field != "model":
+            raise InvalidRequest(
+                f"no model was named to solve for `{field}`",
+                hint=f"`memfit solve {field} llama-3.1-8b --device h100-sxm`",
+            )
+        target = "llama-3.1-8b"  # replaced by each model of the catalogue
+    note(quiet)(f"planning one value of {field} after the other")
+    found = api.solve(field, read_target(target, device, memory, changes))
+    if as_json:
+        print_json(found)
+    else:
+        from memfit.screens.layout import make_console
+        from memfit.screens.search import show_solved
+
+        show_solved(make_console(), found)
+    return DoesNotFit.exit_code if found.value is None else 0

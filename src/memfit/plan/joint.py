@@ -1,0 +1,337 @@
+"""The fastest configuration of another framework's step among all that a request leaves open.
+
+Every candidate of the space is predicted, memory and time, up to `WHOLE` of them. Of a larger space
+those are, of each mesh and batch, that fit with the least recomputing (`fitting`): more recomputing
+never makes a step faster, so that the fastest is the same. Nothing is estimated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from msgspec import structs
+
+from memfit import units
+from memfit.errors import DoesNotFit
+from memfit.plan import foreign
+from memfit.plan.bounds import find_bounds
+from memfit.plan.clock.read import time_recipes
+from memfit.plan.columns import pick
+from memfit.plan.fitting import find_fitting
+from memfit.plan.frameworks import Framework
+from memfit.plan.space import SLICE, Space, span
+from memfit.recipe import Recipe
+from memfit.request import ParallelRequest, RecomputeBlocks, Request
+from memfit.results import Considered, Plan
+
+WHOLE = 20_000  # candidates of a space that is predicted whole
+SHOWN = 5  # runners-up of other meshes, points of the front, and faster ones that do not fit
+KEPT = 64  # of a slice, before those of other slices are seen
+LABELS = (
+    ("tp", "tp"), ("cp", "cp"), ("pp", "pp"), ("virtual_pp", "vpp"), ("ep", "ep"),
+    ("dp_shard", "dp_shard"), ("dp_replicate", "dp_replicate"),
+)  # fmt: skip
+
+
+class Point(NamedTuple):
+    """One candidate with its two figures."""
+
+    seconds: float  # of a step
+    allocated: int  # bytes at the peak
+    low: int  # bytes that the device must have, at the least and for certain
+    total: int
+    high: int
+    recipe: Recipe
+
+    @property
+    def mesh(self) -> tuple[int, ...]:
+        """Its axes, without how a batch is divided."""
+        p = self.recipe.parallel
+        return p.tp, p.cp, p.pp, p.virtual_pp, p.ep
+
+
+class Outcome(NamedTuple):
+    """What a search found; every list is sorted by seconds."""
+
+    fitting: list[Point]  # the fastest of each mesh
+    risky: list[Point]  # that fit at the low end of what is not known, and not at the high one
+    front: list[Point]  # that fit: less memory cannot be had in less time
+    beyond: list[Point]  # the same of those that do not fit
+    smallest: Point  # whose low end is the least
+    size: int
+
+
+def search(request: Request) -> Plan:
+    """The plan of a request for another framework's step.
+
+    Raises InvalidRequest where no candidate is left, and DoesNotFit where `limits.time` or
+    `limits.cost` cannot be met; where memory cannot, the plan is the nearest miss.
+    """
+    space = span(request)
+    usable = usable_memory(request, space)
+    found = explore(space, usable)
+    chosen = (found.fitting or found.risky or [found.smallest])[0]
+    plan = foreign.predict_foreign(state(request, chosen.recipe, space.framework))
+    _check_limits(request, plan, found.size)
+    rows = tuple(_rows(found, chosen, usable))
+    said = f"searched: {found.size:,} configurations, none left out but by a rule or as slower"
+    return structs.replace(
+        plan, request=request, considered=rows, assumptions=(*plan.assumptions, said)
+    )
+
+
+def usable_memory(request: Request, space: Space) -> int | None:
+    """Bytes of a device that may be used; None where nobody knows."""
+    limit, own = request.limits.memory_bytes, space.device.memory
+    return own if limit is None else min(limit, own or limit)
+
+
+def explore(space: Space, usable: int | None) -> Outcome:
+    """Predict every candidate, and keep those that matter."""
+    if space.size > WHOLE and usable is not None:
+        found = _gather(leanest(space, usable), usable, space.size)
+        if found.fitting:
+            return found
+    return _gather(slices(space), usable, space.size)
+
+
+def _gather(candidates: Iterable[Slice], usable: int | None, size: int) -> Outcome:
+    fitting: dict[tuple[int, ...], Point] = {}
+    risky: dict[tuple[int, ...], Point] = {}
+    front: list[Point] = []
+    beyond: list[Point] = []
+    smallest: Point | None = None
+    for slice_ in candidates:
+        for kind, mine in (("fits", fitting), ("risky", risky)):
+            for point in slice_.fastest(usable, kind):
+                before = mine.get(point.mesh)
+                if before is None or point[:2] < before[:2]:
+                    mine[point.mesh] = point
+        front = merge(front, slice_.front(usable, "fits"))
+        beyond = merge(beyond, slice_.front(usable, "fails"))
+        least = slice_.smallest()
+        if smallest is None or least.low < smallest.low:
+            smallest = least
+    assert smallest is not None  # an empty space is an error of `span`
+
+    def ordered(points: dict[tuple[int, ...], Point]) -> list[Point]:
+        return sorted(points.values(), key=lambda point: point[:2])
+
+    return Outcome(ordered(fitting), ordered(risky), front, beyond, smallest, size)
+
+
+def slices(space: Space) -> Iterator[Slice]:
+    """All candidates, so many at a time, predicted."""
+    return (_predict(space, recipes) for part in space.parts for recipes in part.slices())
+
+
+def leanest(space: Space, usable: int) -> Iterator[Slice]:
+    """Of each row those that fit with the least recomputing, and those without any."""
+    import numpy
+
+    for part in space.parts:
+        if part.choices is None:
+            yield from (_predict(space, recipes) for recipes in part.slices())
+            continue
+        yield from (_predict(space, recipes) for recipes in find_fitting(space, part, usable))
+        for start in range(0, len(part.choices), SLICE):
+            rows = numpy.arange(start, min(start + SLICE, len(part.choices)))
+            yield _predict(space, part.choose(rows, 0 * rows))
+
+
+def _predict(space: Space, recipes: Recipe) -> Slice:
+    peaks = space.framework.measure(space.job(recipes))
+    bounds = find_bounds(space.framework, space.device, recipes.parallel, peaks.peak)
+    seconds = time_recipes(recipes, space.model, space.device)
+    known = (bounds.low, bounds.total, bounds.high)
+    low, total, high = (peaks.peak if n is None else n for n in known)
+    return Slice(recipes, peaks.allocated, low, total, high, seconds)
+
+
+class Slice(NamedTuple):
+    """Predicted candidates: arrays of equal length, and the recipes that they are of."""
+
+    recipes: Recipe
+    allocated: Any
+    low: Any
+    total: Any
+    high: Any
+    seconds: Any
+
+    def point(self, row: int) -> Point:
+        """One of them."""
+        return Point(
+            seconds=float(self.seconds[row]), allocated=int(self.allocated[row]),
+            low=int(self.low[row]), total=int(self.total[row]), high=int(self.high[row]),
+            recipe=pick(self.recipes, int(row)),
+        )  # fmt: skip
+
+    def _are(self, usable: int | None, kind: str) -> Any:
+        if usable is None:
+            return self.low >= 0 if kind == "fits" else self.low < 0
+        fits, may = self.high <= usable, self.low <= usable
+        return {"fits": fits, "risky": may & ~fits, "fails": ~may}[kind]
+
+    def fastest(self, usable: int | None, kind: str) -> list[Point]:
+        """Of each mesh the fastest of those that fit, or that may."""
+        import numpy
+
+        rows = numpy.flatnonzero(self._are(usable, kind))
+        rows = rows[numpy.lexsort((self.allocated[rows], self.seconds[rows]))]
+        p = self.recipes.parallel
+        axes = (p.tp, p.cp, p.pp, p.virtual_pp, p.ep)
+        columns = [numpy.broadcast_to(axis, self.seconds.shape)[rows] for axis in axes]
+        first = numpy.unique(numpy.stack(columns, 1), axis=0, return_index=True)[1]
+        return [self.point(row) for row in rows[numpy.sort(first)[:KEPT]]]
+
+    def front(self, usable: int | None, kind: str) -> list[Point]:
+        """Those that fit, or do not, of which no other is as fast with less memory."""
+        import numpy
+
+        rows = numpy.flatnonzero(self._are(usable, kind))
+        rows = rows[numpy.lexsort((self.high[rows], self.seconds[rows]))]
+        least = numpy.minimum.accumulate(self.high[rows])
+        better = numpy.ones(len(rows), bool)
+        better[1:] = self.high[rows][1:] < least[:-1]
+        return [self.point(row) for row in rows[better]]
+
+    def smallest(self) -> Point:
+        """The one that needs the least memory, the fastest of equals."""
+        import numpy
+
+        return self.point(int(numpy.lexsort((self.seconds, self.low))[0]))
+
+
+def merge(one: list[Point], other: list[Point]) -> list[Point]:
+    """The points of two fronts that stay on the common one, fastest first."""
+    kept: list[Point] = []
+    for point in sorted([*one, *other], key=lambda p: (p.seconds, p.high)):
+        if not kept or point.high < kept[-1].high:
+            kept.append(point)
+    return kept
+
+
+def state(request: Request, recipe: Recipe, framework: Framework) -> Request:
+    """The request with everything stated that a candidate decides."""
+    changes = words(request, recipe, framework)
+    mesh = {key.partition(".")[2]: v for key, v in changes.items() if key.startswith("parallel.")}
+    own = {key.partition(".")[2]: v for key, v in changes.items() if key.startswith("options.")}
+    asked = request.parallel if request.parallel != "auto" else ParallelRequest()
+    recompute: Any = changes["recompute"]
+    if isinstance(recompute, dict):
+        recompute = RecomputeBlocks(**recompute)
+    return structs.replace(
+        request,
+        parallel=structs.replace(asked, **mesh),
+        options={**request.options, **own},
+        recompute=recompute,
+        optimizer=structs.replace(
+            request.optimizer, implementation=changes["optimizer.implementation"]
+        ),
+        **{key: changes[key] for key in ("micro_batch", "attention", "compile")},
+    )
+
+
+def words(request: Request, recipe: Recipe, framework: Framework) -> dict[str, Any]:
+    """What `--set` takes to state a candidate: key of the request -> value."""
+    p, plain = recipe.parallel, ParallelRequest()
+    axes = [name for name in framework.axes if hasattr(plain, name)]
+    options = {
+        f"options.{name}": value
+        for name, value in recipe.options.items()
+        if value != framework.knobs[name].default and request.options.get(name) != value
+    }
+    return {
+        **{f"parallel.{name}": getattr(p, name) for name in axes},
+        "micro_batch": recipe.micro_batch,
+        "recompute": _recompute_word(recipe),
+        "attention": recipe.attention,
+        "compile": recipe.compile,
+        "optimizer.implementation": recipe.optimizer.implementation,
+        **options,
+    }
+
+
+def _recompute_word(recipe: Recipe) -> str | dict[str, int]:
+    if not recipe.recompute_blocks:
+        return "none"
+    return "selective" if recipe.recompute == "selective" else {"blocks": recipe.recompute_blocks}
+
+
+def describe(recipe: Recipe) -> str:
+    """A candidate in one line; axes of one rank are left out."""
+    p = recipe.parallel
+    axes = [f"{word} {n}" for name, word in LABELS if (n := getattr(p, name)) > 1]
+    mesh = " x ".join(axes) or "one device"
+    again = {"none": "none", "selective": "selective"}
+    word = _recompute_word(recipe)
+    recompute = again[word] if isinstance(word, str) else f"{word['blocks']} blocks"
+    sequence = ", sequence parallel" if p.sequence_parallel else ""
+    compiled = "" if recipe.compile == "none" else f", compiled {recipe.compile}"
+    said = f"{mesh}{sequence}, micro-batch {recipe.micro_batch}, recompute {recompute}"
+    return f"{said}, attention {recipe.attention}{compiled}"
+
+
+def _rows(found: Outcome, chosen: Point, usable: int | None) -> Iterator[Considered]:
+    """The chosen one, the next-best meshes, those with less memory, faster ones that fail."""
+    others = [p for p in found.fitting if p.mesh != chosen.mesh][:SHOWN]
+    saving = _spread([p for p in found.front if p.recipe != chosen.recipe])
+    failing = _spread([p for p in found.beyond if p.seconds < chosen.seconds])
+    shown: dict[Recipe, Point] = {}
+    for point in (chosen, *others, *saving, *failing):
+        shown.setdefault(point.recipe, point)
+    for point in sorted(shown.values(), key=lambda p: p.seconds):
+        yield Considered(
+            label=describe(point.recipe),
+            changes={},
+            peak_allocated=point.allocated,
+            device_total=point.total,
+            exact=True,
+            relative_time=point.seconds / chosen.seconds,
+            fits=usable is None or point.high <= usable,
+            chosen=point is chosen,
+            because=_reason(point, chosen, usable),
+        )
+
+
+def _spread(front: list[Point]) -> list[Point]:
+    """A few points of a front, evenly over its memory."""
+    if len(front) <= SHOWN:
+        return front
+    step = (len(front) - 1) / (SHOWN - 1)
+    return [front[round(i * step)] for i in range(SHOWN)]
+
+
+def _reason(point: Point, chosen: Point, usable: int | None) -> str:
+    slower = point.seconds / chosen.seconds - 1
+    if point is chosen:
+        if usable is None or point.high <= usable:
+            return "the fastest that fits"
+        return "the fastest that may fit" if point.low <= usable else "the nearest miss"
+    if usable is not None and point.low > usable:
+        return f"needs {units.show_bytes(point.low - usable)} more than there is"
+    if usable is not None and point.high > usable:
+        return "fits only at the low end of what is not known"
+    if point.total < chosen.total:
+        return f"{units.show_bytes(chosen.total - point.total)} less, {slower:.1%} slower"
+    return f"fits, {slower:.1%} slower"
+
+
+def _check_limits(request: Request, plan: Plan, size: int) -> None:
+    """Raise DoesNotFit where even the fastest takes longer, or costs more, than is allowed."""
+    time, cost, limits = plan.time.total_seconds, plan.cost.usd, request.limits
+    where = f"{request.devices} x {plan.recipe.device}"
+    hint = "`memfit plan --devices A:8,B:64` compares other devices"
+    if limits.seconds is not None and time is not None and time > limits.seconds:
+        raise DoesNotFit(
+            f"the fastest of {size:,} configurations takes {units.show_seconds(time)} on {where},"
+            f" and `limits.time` is {request.limits.time}",
+            hint=hint,
+        )
+    if limits.usd is not None and cost is not None and cost > limits.usd:
+        raise DoesNotFit(
+            f"the fastest of {size:,} configurations costs {cost:,.0f} USD on {where}, and"
+            f" `limits.cost` is {request.limits.cost}",
+            hint=hint,
+        )

@@ -1,0 +1,166 @@
+"""Offers side by side, a quantity solved for, and why a configuration was not chosen."""
+
+import pytest
+from msgspec.structs import replace
+
+from memfit import api
+from memfit.errors import InvalidRequest, UnknownName
+from memfit.nouns import from_data
+from memfit.plan.compare import place
+from memfit.plan.problem import find_device
+from memfit.plan.solve import _halve
+from memfit.request import Request
+
+SMALL = {
+    "name": "small", "model_type": "llama", "vocab_size": 32000, "hidden_size": 2048,
+    "intermediate_size": 5632, "num_hidden_layers": 8, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "max_position_embeddings": 1048576,
+}  # fmt: skip
+
+
+def ask(device="rtx-4090", length=2048, batch=8, **more):
+    request = {
+        "model": SMALL, "weights": "random", "hardware": {"device": device},
+        "task": {"sequence_length": length, "global_batch": batch, "steps": 100}, **more,
+    }  # fmt: skip
+    return from_data(request, Request, where="test")
+
+
+def test_offers_are_ranked_by_the_objective():
+    offers = "rtx-4090,h100-sxm,h100-sxm:8"
+    fastest, cheapest, fewest = (
+        api.compare(ask(), offers, objective)
+        for objective in ("fastest", "cheapest", "fewest-devices")
+    )
+    for found in (fastest, cheapest, fewest):
+        assert [row.best for row in found.rows] == [True, False, False]
+        assert {row.verdict for row in found.rows} == {"fits"}
+        assert found.plan.recipe.device == found.rows[0].offer.device
+    assert fastest.rows[0].offer.count == 8
+    assert [r.step_seconds for r in fastest.rows] == sorted(r.step_seconds for r in fastest.rows)
+    each = [row.usd_per_million_tokens for row in cheapest.rows]
+    assert each == sorted(each)
+    assert fewest.rows[0].offer.count == 1
+    assert "x the time" in fastest.rows[1].because
+
+
+def test_money_is_devices_times_hours_times_price():
+    (row, *_) = api.compare(
+        ask(hardware={"device": "h100-sxm", "price": "2 USD"}), "h100-sxm:8"
+    ).rows
+    tokens = 8 * 2048 * 100
+    assert row.usd == pytest.approx(row.device_hours * 2.95, rel=0.5)
+    assert row.usd_per_million_tokens * tokens / 1e6 == pytest.approx(row.usd)
+    assert row.device_hours == pytest.approx(8 * row.total_seconds / 3600)
+
+
+def test_what_is_not_the_same_training_is_said():
+    found = api.compare(ask(model="llama-3.1-8b", weights="pretrained"), "rtx-4090,h100-sxm")
+    slow = next(row for row in found.rows if row.offer.device == "rtx-4090")
+    assert "learns otherwise" in slow.because
+
+
+def test_an_offer_without_a_plan_is_a_row_with_its_reason():
+    found = api.compare(ask(), "h100-sxm:12,h100-sxm:8")
+    assert [(r.offer.count, r.verdict) for r in found.rows] == [(8, "fits"), (12, "refused")]
+    assert "no whole number of nodes of 8" in found.rows[1].because
+    none = api.compare(ask(), "h100-sxm:12")
+    assert (none.plan, none.rows[0].best) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("count", "node", "nodes"), [(1, 1, 1), (8, 8, 1), (64, 8, 8)],
+)  # fmt: skip
+def test_devices_come_in_nodes(count, node, nodes):
+    hardware = place(find_device("h100-sxm"), count)
+    assert (hardware.count, hardware.nodes) == (node, nodes)
+
+
+def test_bad_offers():
+    with pytest.raises(UnknownName):
+        api.compare(ask(), "h100-smx:8")
+    with pytest.raises(InvalidRequest, match="`quickest` is no objective"):
+        api.compare(ask(), "h100-sxm", "quickest")
+
+
+class Planned:
+    """What `_halve` asks of a value."""
+
+    def __init__(self, value, fits):
+        self.value, self.fits = value, fits
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 7, 64, 100])
+def test_halving_finds_the_last_that_fits(number):
+    for most in range(number + 1):
+        asked = []
+
+        def attempt(value, most=most, asked=asked):
+            asked.append(value)
+            return Planned(value, value < most)
+
+        found = _halve(range(number), attempt)
+        assert (found.value if found else None) == (most - 1 if most else None)
+        assert len(asked) == len(set(asked)) <= 2 + 2 * number.bit_length()
+
+
+def test_the_longest_sequence_is_the_last_that_fits():
+    request = ask(length="auto", batch=1, method="full", precision="bf16-mixed")
+    found = api.solve("sequence_length", request)
+    assert found.plan.memory.verdict == "fits"
+    assert found.plan.recipe.sequence_length == found.value
+    assert found.value % 128 == 0
+    longer = replace(request, task=replace(request.task, sequence_length=found.value + 128))
+    assert api.plan(longer).memory.verdict != "fits"
+    assert {row.value for row in found.tried} >= {128, found.value, found.value + 128}
+
+
+def test_the_largest_micro_batch_is_the_last_that_fits():
+    request = ask(method="full", precision="bf16-mixed", recompute="none", loss="plain")
+    found = api.solve("micro_batch", request)
+    assert found.plan.recipe.micro_batch == found.value
+    more = found.value + 1
+    larger = replace(request, micro_batch=more, task=replace(request.task, global_batch=more))
+    assert api.plan(larger).memory.verdict != "fits"
+
+
+def test_the_fewest_devices():
+    request = ask("h100-sxm", model="llama-3.1-8b", framework="torchtitan", batch=64)
+    found = api.solve("devices", request)
+    verdicts = {row.value: row.verdict for row in found.tried}
+    assert verdicts[found.value] == "fits"
+    assert all(verdict != "fits" for value, verdict in verdicts.items() if value != found.value)
+    assert found.value > 1
+
+
+@pytest.mark.parametrize(
+    ("field", "more", "message"),
+    [
+        ("sequence_lenght", {}, "nothing that memfit solves for"),
+        ("sequence_length", {}, "is stated already"),
+        ("micro_batch", {"micro_batch": 2}, "is stated already"),
+        ("micro_batch", {"attention": "math", "framework": "megatron"}, "`attention: math` is not"),
+    ],
+)
+def test_what_cannot_be_solved(field, more, message):
+    with pytest.raises(InvalidRequest, match=message):
+        api.solve(field, ask(**more))
+
+
+def test_why_not_says_what_is_missing_and_where_the_seconds_go():
+    request = ask("h100-sxm", model="llama-3.1-8b", framework="megatron", batch=64, length=8192,
+                  hardware={"device": "h100-sxm", "count": 8})  # fmt: skip
+    slower = api.why_not(request, {"parallel.tp": 8, "parallel.zero": 1})
+    assert slower.answer == "slower"
+    assert slower.asked.recipe.parallel.tp == 8
+    assert slower.asked.time.step_seconds > slower.chosen.time.step_seconds
+    assert any(line.startswith("tensor: ") for line in slower.because)
+    mesh = {"dp_shard": 8, "zero": 1}
+    lacking = api.why_not(request, {"parallel": mesh, "micro_batch": 8, "recompute": "none"})
+    assert lacking.answer == "does_not_fit"
+    assert any(line.startswith("activations: ") for line in lacking.because)
+    refused = api.why_not(request, {"parallel": {"tp": 3}})
+    assert refused.answer == "refused"
+    assert "names 3 ranks" in refused.because[0]
+    same = api.why_not(request, {"micro_batch": slower.chosen.recipe.micro_batch})
+    assert same.answer == "equal"

@@ -1,0 +1,200 @@
+"""The search over every mesh, held against predicting each candidate on its own."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from memfit import api
+from memfit.errors import DoesNotFit, InvalidRequest
+from memfit.nouns import from_data
+from memfit.plan import joint
+from memfit.plan.clock.read import read_setting, time_recipes
+from memfit.plan.clock.step import predict_step
+from memfit.plan.foreign import describe_foreign, predict_foreign, predict_ledger
+from memfit.plan.space import span
+from memfit.request import Request
+from memfit.units import GIB
+
+LLAMA = {
+    "name": "llama", "model_type": "llama", "vocab_size": 32000, "hidden_size": 2048,
+    "intermediate_size": 5632, "num_hidden_layers": 8, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "max_position_embeddings": 8192,
+}  # fmt: skip
+MIXTRAL = {**LLAMA, "name": "mixtral", "model_type": "mixtral", "num_local_experts": 8,
+    "num_experts_per_tok": 2}  # fmt: skip
+
+
+def ask(model=LLAMA, framework="megatron", count=4, batch=8, memory="", **more):
+    request = {
+        "model": model, "framework": framework, "hardware": {"device": "h100-sxm", "count": count},
+        "task": {"sequence_length": 4096, "global_batch": batch, "steps": 100},
+        "limits": {"memory": memory}, **more,
+    }  # fmt: skip
+    return from_data(request, Request, where="test")
+
+
+def one_by_one(request):
+    """(seconds, low, high, recipe) of every candidate, each predicted alone."""
+    space = span(request)
+    for part in space.parts:
+        for row in range(part.size):
+            recipe = part.recipe_of(row)
+            ledger = predict_ledger(recipe, space.model, space.device)
+            memory = describe_foreign(ledger, recipe, space.device, None)
+            seconds = predict_step(read_setting(recipe, space.model, space.device)).total
+            yield seconds, memory.device_total, recipe
+
+
+@pytest.mark.parametrize(
+    ("model", "framework", "memory"),
+    [
+        (LLAMA, "megatron", "18 GiB"),
+        (LLAMA, "torchtitan", "18 GiB"),
+        (MIXTRAL, "megatron", "40 GiB"),
+    ],
+    ids=["megatron", "torchtitan", "experts"],
+)  # fmt: skip
+def test_nothing_faster_fits(model, framework, memory):
+    request = ask(model, framework, memory=memory, attention="flash", recompute="selective")
+    space = span(request)
+    usable = joint.usable_memory(request, space)
+    found = joint.explore(space, usable)
+    every = list(one_by_one(request))
+    assert found.size == len(every) > 50
+    best = found.fitting[0]
+    by_recipe = {recipe: (seconds, total) for seconds, total, recipe in every}
+    for point in (*found.fitting, *found.front, *found.beyond, found.smallest):
+        seconds, total = by_recipe[point.recipe]
+        assert point.seconds == pytest.approx(seconds, rel=1e-12)
+        assert point.total == total
+        assert point.low <= point.total <= point.high
+    # the upper end of the band is what must fit
+    slack = best.high - best.total
+    surely = [s for s, total, _ in every if total + 2 * slack + GIB <= usable]
+    assert surely
+    assert best.seconds <= min(surely) * (1 + 1e-12)
+    assert all(point.high <= usable for point in (*found.fitting, *found.front))
+    assert all(point.low > usable for point in found.beyond)
+
+
+@pytest.mark.parametrize("framework", ["megatron", "torchtitan"])
+def test_seconds_of_many_are_those_of_each(framework):
+    request = ask(MIXTRAL if framework == "megatron" else LLAMA, framework, count=8, batch=32)
+    space = span(request)
+    rng = random.Random(1)
+    for part in space.parts:
+        rows = 0
+        for recipes in part.slices(1000):
+            many = time_recipes(recipes, space.model, space.device)
+            for row in rng.sample(range(len(many)), min(8, len(many))):
+                recipe = part.recipe_of(rows + row)
+                alone = predict_step(read_setting(recipe, space.model, space.device)).total
+                assert many[row] == pytest.approx(alone, rel=1e-12)
+            rows += len(many)
+
+
+def test_the_front_is_every_candidate_that_none_beats():
+    request = ask(memory="30 GiB", attention="flash", recompute="selective")
+    space = span(request)
+    slices = list(joint.slices(space))
+    points = [slice_.point(row) for slice_ in slices for row in range(len(slice_.seconds))]
+    fitting = [p for p in points if p.high <= 30 * GIB]
+    beaten = {
+        id(p)
+        for p in fitting
+        if any(
+            (o.seconds, o.high) != (p.seconds, p.high)
+            and o.seconds <= p.seconds
+            and o.high <= p.high
+            for o in fitting
+        )
+    }
+    want = {(p.seconds, p.high) for p in fitting if id(p) not in beaten}
+    front = joint.explore(space, 30 * GIB).front
+    assert {(p.seconds, p.high) for p in front} == want
+    assert len(want) > 3
+    assert [p.seconds for p in front] == sorted(p.seconds for p in front)
+
+
+@pytest.mark.parametrize("model", [LLAMA, MIXTRAL], ids=["dense", "experts"])
+def test_a_large_space_has_the_same_fastest(model, monkeypatch):
+    request = ask(model, count=8, batch=32)
+    space = span(request)
+    for gib in (8, 20, 60):
+        whole = joint.explore(space, gib * GIB)
+        with monkeypatch.context() as patched:
+            patched.setattr(joint, "WHOLE", 0)
+            lean = joint.explore(space, gib * GIB)
+        assert [p[:2] for p in lean.fitting[:20]] == [p[:2] for p in whole.fitting[:20]]
+        assert lean.front[0] == whole.front[0] if whole.front else not lean.front
+        if not whole.fitting:
+            assert lean == whole
+
+
+def test_a_candidate_stated_as_a_request_is_the_same_recipe():
+    rng = random.Random(2)
+    for framework in ("megatron", "torchtitan"):
+        request = ask(framework=framework, count=8, batch=32)
+        space = span(request)
+        for part in space.parts:
+            for row in rng.sample(range(part.size), 10):
+                recipe = part.recipe_of(row)
+                stated = joint.state(request, recipe, space.framework)
+                assert predict_foreign(stated).recipe == recipe
+
+
+@settings(max_examples=15, deadline=None)
+@given(less=st.integers(6, 60), more=st.integers(0, 40))
+def test_a_looser_limit_never_takes_longer(less, more):
+    request = ask(attention="flash", recompute="selective")
+    space = span(request)
+    tight, loose = (joint.explore(space, n * GIB).fitting for n in (less, less + more))
+    if tight:
+        assert loose[0].seconds <= tight[0].seconds
+
+
+def test_a_plan_says_what_else_there_was():
+    plan = api.plan(ask(memory="11 GiB"))
+    assert plan.memory.verdict == "fits"
+    (chosen,) = [row for row in plan.considered if row.chosen]
+    assert chosen.because == "the fastest that fits"
+    assert chosen.device_total == plan.memory.device_total
+    others = [row for row in plan.considered if not row.chosen]
+    assert {row.fits for row in others} == {True, False}
+    assert all(row.relative_time >= 1 for row in others if row.fits)
+    assert all(row.relative_time < 1 for row in others if not row.fits)
+    assert plan.time.step_seconds
+    assert plan.request.parallel == "auto"
+    assert any("configurations, none left out" in said for said in plan.assumptions)
+
+
+def test_what_cannot_fit_is_the_nearest_miss():
+    plan = api.plan(ask(memory="2 GiB"))
+    assert plan.memory.verdict == "does_not_fit"
+    (chosen,) = [row for row in plan.considered if row.chosen]
+    assert chosen.because == "the nearest miss"
+
+
+@pytest.mark.parametrize(("key", "limit"), [("time", "1 s"), ("cost", "0.01 USD")])
+def test_a_limit_of_time_or_money_that_nothing_meets(key, limit):
+    request = ask(memory="60 GiB", attention="flash")
+    request = replace(request, limits=replace(request.limits, **{key: limit}))
+    with pytest.raises(DoesNotFit, match=f"`limits.{key}` is {limit}") as error:
+        api.plan(request)
+    assert "--devices" in error.value.hint
+
+
+def test_a_framework_whose_bytes_are_unknown_says_so():
+    with pytest.raises(InvalidRequest, match="memory"):
+        api.plan(ask(framework="composer"))
+
+
+@pytest.mark.parametrize("framework", ["nanotron", "deepspeed", "hf-trainer", "megatron-deepspeed"])
+def test_frameworks_without_arrays_are_searched_too(framework):
+    plan = api.plan(ask(framework=framework, count=2, batch=4, precision="bf16-mixed"))
+    assert plan.recipe.framework == framework
+    assert plan.recipe.parallel.world == 2
+    assert plan.time.step_seconds
