@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from memfit.accuracy_time import TimeAccuracy, TimeGroup, compare_times
+from memfit.accuracy_time import NEAR, TimeAccuracy, TimeGroup, compare_times
 from memfit.corpus import read_corpus, read_refused
 
 HEAD = """# How far off predicted step times are
@@ -33,6 +33,7 @@ def section(found: TimeAccuracy) -> str:
     for way in ("source", "framework", "device", "split"):
         parts += [f"## Times by {way}\n", table(way, found.by(way))]
     parts += ["## Order inside sweeps\n", sweeps(found)]
+    parts += ["## The layout that would be chosen\n", choices(found)]
     parts += ["## The worst\n", worst(found)]
     parts += ["## Times that are not expressible\n", refused(found)]
     return "\n".join(parts)
@@ -47,6 +48,27 @@ def table(way: str, groups: Sequence[TimeGroup]) -> str:
     lines += [
         f"| {g.name} | {g.rows} | {g.median:.1%} | {g.p90:.1%} | {g.worst:.1%} | {g.bias:+.1%} |"
         for g in groups
+    ]
+    return "\n".join([*lines, ""])
+
+
+def choices(found: TimeAccuracy) -> str:
+    if found.near is None:
+        return "No job has several layouts.\n"
+    lines = [
+        f"Of {len(found.choices)} jobs (one source, model, device, number of devices, sequence"
+        " length and precision) several layouts were published. The one that is predicted to be"
+        f" the fastest is within {NEAR:.0%} of the fastest measured in {found.near:.1%}; the"
+        " others:",
+        "",
+        "| source | model | devices | layouts | chosen | fastest | slower by |",
+        "|---|---|--:|--:|---|---|--:|",
+    ]
+    lines += [
+        f"| {c.source} | {c.model} | {c.devices} x {c.device} | {c.layouts} | {c.chosen}"
+        f" | {c.fastest} | {c.loss:.1%} |"
+        for c in sorted(found.choices, key=lambda c: -c.loss)
+        if not c.near
     ]
     return "\n".join([*lines, ""])
 

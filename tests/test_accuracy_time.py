@@ -4,17 +4,24 @@ import pytest
 from msgspec.structs import replace
 
 from memfit import accuracy_time, api, corpus
-from memfit.accuracy_time import TimeCompared, find_sweeps, kendall, summarise, weighted_quantile
+from memfit.accuracy_time import (
+    TimeCompared,
+    find_choices,
+    find_sweeps,
+    kendall,
+    summarise,
+    weighted_quantile,
+)
 from memfit.errors import InvalidRequest
 
 ROW = next(r for r in corpus.read_corpus() if r.source.name.startswith("huggingface/nanotron"))
 
 
-def figure(measured, predicted, *, source="a/b", recipe="r", name="x"):
+def figure(measured, predicted, *, source="a/b", recipe="r", name="x", job="j", layout="l"):
     return TimeCompared(
         id=name, source=source, framework="f", device="d", model="m", devices=8,
         confidence="high", split="test", recipe=recipe, tokens=1.0, measured=measured,
-        predicted=predicted,
+        predicted=predicted, job=job, layout=layout,
     )  # fmt: skip
 
 
@@ -44,6 +51,17 @@ def test_kendalls_tau_counts_pairs_of_unlike_recipes():
     assert kendall([figure(1.0, 1.0), figure(2.0, 2.0)]) is None  # one recipe, run twice
     assert [s.tau for s in find_sweeps(ordered)] == [1]
     assert list(find_sweeps(ordered[:2])) == []
+
+
+def test_the_layout_that_a_plan_would_choose_is_held_against_the_fastest():
+    right = [figure(1.0, 3.0, layout="a"), figure(2.0, 4.0, layout="b")]
+    close = [figure(1.02, 3.0, layout="a", job="k"), figure(1.0, 4.0, layout="b", job="k")]
+    wrong = [figure(1.5, 3.0, layout="a", job="w"), figure(1.0, 4.0, layout="b", job="w")]
+    alone = [figure(1.0, 3.0, layout="a", job="z"), figure(9.0, 2.0, layout="a", job="z")]
+    found = list(find_choices([*right, *close, *wrong, *alone]))
+    assert [round(c.loss, 9) for c in found] == [0, 0.02, 0.5]
+    assert [c.near for c in found] == [True, True, False]
+    assert (found[2].chosen, found[2].fastest, found[2].layouts) == ("a", "b", 2)
 
 
 def test_times_of_functional_tests_and_throttled_devices_are_no_measurement():

@@ -29,6 +29,8 @@ UNTIMED = {
 }
 NETWORKS = {"huggingface/nanotron": "efa-32x100"}  # its playbook measured it: links.toml
 WAYS = ("source", "framework", "device", "model", "confidence", "split")
+NEAR = 0.03  # by so much repetitions of one run differ
+MESH = ("tp", "cp", "pp", "virtual_pp", "ep", "dp_shard", "dp_replicate")
 SMALLEST_SWEEP = 3  # rows; an order of two says little
 
 
@@ -44,6 +46,8 @@ class TimeCompared(Noun, frozen=True, kw_only=True):
     confidence: str
     split: str
     recipe: str  # digest of its configuration, whichever release ran
+    job: str  # what is the same for all who choose a layout for it
+    layout: str  # what they choose: mesh, micro-batch, recomputing
     tokens: float  # of a step
     measured: float  # s
     predicted: float  # s
@@ -82,6 +86,24 @@ class Sweep(Noun, frozen=True, kw_only=True):
     tau: float  # Kendall's, of seconds a token; 1 the same order, -1 the reverse
 
 
+class Choice(Noun, frozen=True, kw_only=True):
+    """Several published layouts of one job, and the one that is predicted to be the fastest."""
+
+    source: str
+    model: str
+    device: str
+    devices: int
+    layouts: int
+    chosen: str
+    fastest: str
+    loss: float  # measured seconds a token of the chosen one over the fastest one's, less 1
+
+    @property
+    def near(self) -> bool:
+        """Whether the chosen layout is as good as the fastest, give or take a repetition."""
+        return self.loss <= NEAR
+
+
 class TimeAccuracy(Noun, frozen=True, kw_only=True):
     """The whole comparison."""
 
@@ -91,6 +113,12 @@ class TimeAccuracy(Noun, frozen=True, kw_only=True):
     headline: TimeGroup | None
     test: TimeGroup | None  # of rows that no constant was fitted on
     sweeps: tuple[Sweep, ...]
+    choices: tuple[Choice, ...]
+
+    @property
+    def near(self) -> float | None:
+        """The share of jobs whose chosen layout is as good as the fastest published."""
+        return statistics.fmean(c.near for c in self.choices) if self.choices else None
 
     @property
     def tau(self) -> float | None:
@@ -126,6 +154,7 @@ def compare_times(rows: Iterable[Row], refused: Iterable[Refused] = ()) -> TimeA
         headline=summarise("all", compared),
         test=summarise("test half", [c for c in compared if c.split == "test"]),
         sweeps=tuple(find_sweeps(compared)),
+        choices=tuple(find_choices(compared)),
     )
 
 
@@ -189,10 +218,19 @@ def _compared(row: Row, seconds: float) -> TimeCompared:
         confidence=row.source.confidence,
         split=row.split,
         recipe=_configuration(recipe),
+        job=f"{row.source.name} {recipe.sequence_length} {clock_basis(row).narrow}",
+        layout=_layout(recipe),
         tokens=float(recipe.global_batch * recipe.sequence_length),
         measured=row.measurements["time.step_seconds"].value,
         predicted=seconds,
     )
+
+
+def _layout(recipe: Recipe) -> str:
+    p = recipe.parallel
+    mesh = " ".join(f"{name} {n}" for name in MESH if (n := int(getattr(p, name))) > 1)
+    again = f"recompute {recipe.recompute} {recipe.recompute_blocks}"
+    return f"{mesh or 'one device'}, zero {p.zero}, micro-batch {recipe.micro_batch}, {again}"
 
 
 def _configuration(recipe: Recipe) -> str:
@@ -246,6 +284,25 @@ def find_sweeps(figures: Iterable[TimeCompared]) -> Iterable[Sweep]:
             yield Sweep(
                 source=source, model=model, device=device, devices=devices, rows=len(group), tau=tau
             )
+
+
+def find_choices(figures: Iterable[TimeCompared]) -> Iterable[Choice]:
+    """Jobs of which several layouts were measured."""
+    jobs: dict[tuple[object, ...], list[TimeCompared]] = {}
+    for figure in figures:
+        jobs.setdefault((*figure.sweep, figure.job), []).append(figure)
+    for group in jobs.values():
+        layouts = len({f.layout for f in group})
+        if layouts < 2:
+            continue
+        chosen = min(group, key=lambda f: f.predicted / f.tokens)
+        fastest = min(group, key=lambda f: f.measured / f.tokens)
+        source, model, device, devices = chosen.sweep
+        yield Choice(
+            source=source, model=model, device=device, devices=devices, layouts=layouts,
+            chosen=chosen.layout, fastest=fastest.layout,
+            loss=chosen.measured / chosen.tokens / (fastest.measured / fastest.tokens) - 1,
+        )  # fmt: skip
 
 
 def kendall(figures: Sequence[TimeCompared]) -> float | None:

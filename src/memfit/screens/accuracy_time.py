@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memfit import units
-from memfit.accuracy_time import TimeAccuracy, TimeGroup
+from memfit.accuracy_time import NEAR, TimeAccuracy, TimeGroup
 from memfit.screens.layout import heading, make_table, plain, say, show
 from memfit.screens.terminal import Console
 
@@ -22,6 +22,13 @@ def show_times(console: Console, found: TimeAccuracy, ways: Sequence[str], worst
         say(console, f"Rows that no constant was fitted on: {_sentence(found.test)}")
     if found.tau is not None:
         said = f"Order inside {len(found.sweeps)} sweeps: Kendall's tau {found.tau:.2f} (median)."
+        say(console, said)
+    if found.near is not None:
+        near = sum(c.near for c in found.choices)
+        said = (
+            f"Of {len(found.choices)} jobs of which several layouts were published, the one that is"
+            f" predicted to be the fastest is within {NEAR:.0%} of the fastest in {near}."
+        )
         say(console, said)
     for way in ways:
         heading(console, f"By {way}")
