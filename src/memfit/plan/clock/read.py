@@ -33,6 +33,9 @@ Kernel = Literal["math", "triton", "flash1", "flash2", "fused"]
 USUAL_CEILING = 0.8
 ON_THE_WIRE = 0.96  # of a stated speed: what NCCL reckons with (links.toml)
 HOST_BANDWIDTH = {3: 12e9, 4: 25e9, 5: 50e9}  # B/s of 16 PCIe lanes by generation, one direction
+# passes over 10 bytes for each unpacked element: GPTQ's packed columns with their zeros, and
+# bitsandbytes' and torchao's blocks (half a byte read, two written, scales)
+UNPACKING = {"int4": 1.0, "nf4": 0.4, "fp4": 0.4}
 BUILDS = {  # what a published row calls its framework -> build, where it has constants of its own
     "Megatron-Bridge": "bridge", "Megatron-core MoE": "bridge", "NeMo/Megatron": "nemo",
 }  # fmt: skip
@@ -132,7 +135,7 @@ def read_layout(recipe: Recipe, shape: Shape, basis: Basis) -> Layout:
         gradient_bytes=_gradient_bytes(recipe),
         state_bytes=float(STATE_BYTES.get(recipe.precision, 30)),
         trains=0.0 if recipe.method == "lora" else 1.0,
-        packed=float(recipe.method == "lora" and recipe.base_format in ("nf4", "fp4", "int4")),
+        packed=UNPACKING.get(recipe.base_format, 0.0) if recipe.method == "lora" else 0.0,
         compiled=float(recipe.compile != "none"),
         written_out=float(basis.kernel == "math"),
         asynchronous=float(bool(option("tp_comm_overlap") or option("async_tp"))),

@@ -59,7 +59,7 @@ class Layout(NamedTuple):
     gradient_bytes: Number  # an element of a gradient takes on the wire
     state_bytes: Number  # read and written for one updated parameter
     trains: Number  # 1: all weights; 0: adapters beside frozen ones
-    packed: Number  # 1 where frozen weights are unpacked from 4 bits before each product
+    packed: Number  # passes over frozen weights that are unpacked before each product; 0: none
     compiled: Number  # 1 where element-wise operations are fused by a compiler
     written_out: Number  # 1 where attention writes its scores to memory (math, eager)
     asynchronous: Number  # 1 where tp's collectives run beside the products they feed
