@@ -95,6 +95,19 @@ def test_no_constant_claims_more_than_the_device_was_measured_to_reach():
             assert rate.value <= 1 + 1e-6, name
 
 
+def test_products_are_never_faster_than_the_best_that_anyone_measured():
+    asked, usual = recipe(), Network()
+    hopper, cdna = find_device("h100-sxm"), find_device("mi300x")
+    machine = read_machine(hopper, asked, read_basis(asked), usual)
+    assert (machine.products, machine.wide_peak) == (794.5e12, 989.4e12)
+    eighth = recipe(precision="fp8-mixed")
+    assert read_machine(hopper, eighth, read_basis(eighth), usual).products == 1402.6e12
+    # nobody measured FP8 there: the share of the peak that bf16 reaches
+    share = 668.4 / 1307.4
+    unmeasured = read_machine(cdna, eighth, read_basis(eighth), usual)
+    assert unmeasured.products == pytest.approx(share * 2614.9e12)
+
+
 def test_a_measured_network_is_taken_as_measured_and_a_stated_one_at_its_word():
     asked, device = recipe(), find_device("h100-sxm")
     basis = read_basis(asked)

@@ -67,6 +67,23 @@ def test_a_large_product_takes_its_flop_and_a_single_row_its_weights_bytes():
     assert one.forward == pytest.approx(2 * 4096 * 4096 / 3e12, rel=0.01)
 
 
+def test_a_weights_gradient_reads_and_writes_a_buffer_of_four_bytes_an_element():
+    moved = IDEAL._replace(weight_traffic=2.0)
+    found = step.multiply(work.Product(1.0, 4096.0, 4096.0), 8e14, setting(moved))
+    busy = 2 * 4096 * 4096 / 8e14
+    assert found.weights - busy == pytest.approx(8 * 4096 * 4096 / 3e12)
+    frozen = step.multiply(work.Product(1.0, 64.0, 64.0), 8e14, setting(moved, trains=0.0))
+    assert frozen.weights == 0
+
+
+def test_a_step_waits_for_its_launches_where_they_take_longer_than_its_work():
+    slow = IDEAL._replace(launch=1.0)
+    found = step.predict_step(setting(slow, sequence=128.0))
+    assert found.forward + found.backward + found.waiting == pytest.approx(4 * 32 * 1.0, rel=1e-3)
+    fast = step.predict_step(setting(IDEAL._replace(launch=1e-6)))
+    assert fast.waiting == pytest.approx(0, abs=1e-6)
+
+
 def test_a_step_without_overheads_is_six_flop_a_parameter_and_token():
     found = step.predict_step(setting(IDEAL, state_bytes=0.0))
     block = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
