@@ -156,6 +156,53 @@ def test_a_looser_limit_never_takes_longer(less, more):
         assert loose[0].seconds <= tight[0].seconds
 
 
+SMALLEST = LLAMA | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize("framework", ["megatron", "torchtitan"])
+@pytest.mark.parametrize(("model", "batch"), [(SMALLEST, 16), (LLAMA, 64), (MIXTRAL, 16)])
+def test_more_devices_never_take_longer(framework, model, batch):
+    if framework == "torchtitan" and model is MIXTRAL:
+        pytest.skip("torchtitan's experts are not described")
+    seconds = []
+    for nodes, count in ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8)):
+        hardware = {"device": "h100-sxm", "count": count, "nodes": nodes}
+        request = ask(model, framework, batch=batch, hardware=hardware, attention="flash")
+        seconds.append(api.plan(request).time.step_seconds)
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_idle_devices_are_said():
+    request = ask(
+        SMALLEST, task={"sequence_length": 128, "global_batch": 8}, attention="flash",
+        hardware={"device": "h100-sxm", "count": 8, "nodes": 4},
+    )  # fmt: skip
+    plan = api.plan(request)
+    world = plan.recipe.parallel.world
+    assert world < 32
+    assert any(f"uses {world} of 32 devices" in said for said in plan.assumptions)
+    assert joint.explore_all(request).chosen.seconds > plan.time.step_seconds
+    assert plan.request == request
+
+
+@settings(max_examples=10, deadline=None)
+@given(share=st.floats(0.3, 1), what=st.sampled_from(["bandwidth", "flops"]))
+def test_a_slower_device_never_has_a_faster_plan(share, what):
+    request = ask(attention="flash", recompute="selective")
+    space = span(request)
+    device = space.device
+    if what == "bandwidth":
+        slower = replace(device, bandwidth=device.bandwidth * share)
+    else:
+        slower = replace(
+            device, flops={k: v * share for k, v in device.flops.items()},
+            flops_measured={k: v * share for k, v in device.flops_measured.items()},
+        )  # fmt: skip
+    usable = joint.usable_memory(request, space)
+    fast, slow = (joint.explore(space._replace(device=d), usable) for d in (device, slower))
+    assert slow.fitting[0].seconds >= fast.fitting[0].seconds
+
+
 def test_a_plan_says_what_else_there_was():
     plan = api.plan(ask(memory="11 GiB"))
     assert plan.memory.verdict == "fits"

@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 from memfit import units
-from memfit.errors import DoesNotFit
+from memfit.errors import DoesNotFit, InvalidRequest
 from memfit.plan import foreign
 from memfit.plan.bounds import find_bounds
-from memfit.plan.clock.read import time_recipes
+from memfit.plan.clock.read import read_setting, time_recipes
 from memfit.plan.columns import pick
 from memfit.plan.fitting import find_fitting
 from memfit.plan.frameworks import Framework
 from memfit.plan.space import SLICE, Space, span
+from memfit.plan.time import sum_up
 from memfit.recipe import Recipe
 from memfit.request import ParallelRequest, RecomputeBlocks, Request
 from memfit.results import Considered, Plan
@@ -68,17 +69,100 @@ def search(request: Request) -> Plan:
     Raises InvalidRequest where no candidate is left, and DoesNotFit where `limits.time` or
     `limits.cost` cannot be met; where memory cannot, the plan is the nearest miss.
     """
+    asked = best = explore_all(request)
+    for fewer in _fewer(request):
+        if not best.found.fitting or least_seconds(best, fewer.devices) >= best.chosen.seconds:
+            break
+        try:
+            space = span(fewer)
+        except InvalidRequest:
+            continue
+        if any_faster(space, usable_memory(fewer, space), best.chosen.seconds):
+            best = explore_all(fewer)
+    stated = state(best.request, best.chosen.recipe, best.space.framework)
+    plan = foreign.predict_foreign(stated)
+    size = best.found.size
+    _check_limits(request, plan, size)
+    said = [f"searched: {size:,} configurations, none left out but by a rule or as slower"]
+    if best is not asked:
+        slower = asked.chosen.seconds / best.chosen.seconds
+        said.append(
+            f"uses {best.request.devices} of {request.devices} devices: all of them take"
+            f" {slower:.2f}x the time"
+        )
+    return structs.replace(
+        plan, request=request, considered=tuple(_rows(best)),
+        assumptions=(*plan.assumptions, *said),
+    )  # fmt: skip
+
+
+class Explored(NamedTuple):
+    """A request's space, searched."""
+
+    request: Request
+    space: Space
+    usable: int | None
+    found: Outcome
+
+    @property
+    def chosen(self) -> Point:
+        """The fastest that fits; else that may; else the nearest miss."""
+        return (self.found.fitting or self.found.risky or [self.found.smallest])[0]
+
+
+def explore_all(request: Request) -> Explored:
+    """Search the space of a request; raises InvalidRequest where no candidate is left."""
     space = span(request)
     usable = usable_memory(request, space)
-    found = explore(space, usable)
-    chosen = (found.fitting or found.risky or [found.smallest])[0]
-    plan = foreign.predict_foreign(state(request, chosen.recipe, space.framework))
-    _check_limits(request, plan, found.size)
-    rows = tuple(_rows(found, chosen, usable))
-    said = f"searched: {found.size:,} configurations, none left out but by a rule or as slower"
-    return structs.replace(
-        plan, request=request, considered=rows, assumptions=(*plan.assumptions, said)
-    )
+    return Explored(request, space, usable, explore(space, usable))
+
+
+def _fewer(request: Request) -> Iterator[Request]:
+    """Half of the devices, a quarter, …; none where the mesh is stated.
+
+    A small step may be faster on fewer devices than on all, which talk to one another.
+    """
+    hardware = request.hardware
+    while request.parallel == "auto" and hardware.count * hardware.nodes % 2 == 0:
+        name = "count" if hardware.nodes % 2 else "nodes"
+        half = getattr(hardware, name) // 2
+        if not half or getattr(hardware, name) % 2:
+            return
+        hardware = structs.replace(hardware, **{name: half})
+        yield structs.replace(request, hardware=hardware)
+
+
+def any_faster(space: Space, usable: int | None, seconds: float) -> bool:
+    """Whether a candidate fits and takes less than that.
+
+    Times come first, without recomputing: only of rows that are faster so is memory asked.
+    """
+    for part in space.parts:
+        for own in part.pieces(SLICE):
+            recipes = own.choose_none()
+            fast = time_recipes(recipes, space.model, space.device) < seconds
+            if not fast.any():
+                continue
+            if usable is None:
+                return True
+            faster = own.only(fast.nonzero()[0])
+            for fitting in find_fitting(space, faster, usable):
+                if (time_recipes(fitting, space.model, space.device) < seconds).any():
+                    return True
+    return False
+
+
+def least_seconds(explored: Explored, devices: int) -> float:
+    """No step of the request takes less on so many devices: its products at full speed alone."""
+    space, recipe = explored.space, explored.chosen.recipe
+    setting = read_setting(recipe, space.model, space.device)
+    machine, rates = setting.machine, setting.rates
+    fastest = max(machine.products * rates.products, machine.wide_products * rates.head)
+    totals = sum_up(space.model)
+    passes = 2 if recipe.method == "lora" else 3
+    tokens = recipe.global_batch * recipe.sequence_length
+    flop = 2.0 * passes * tokens * (sum(totals.dense) + totals.head)
+    return float(flop * rates.slowdown / (fastest * devices))
 
 
 def usable_memory(request: Request, space: Space) -> int | None:
@@ -128,16 +212,13 @@ def slices(space: Space) -> Iterator[Slice]:
 
 def leanest(space: Space, usable: int) -> Iterator[Slice]:
     """Of each row those that fit with the least recomputing, and those without any."""
-    import numpy
-
     for part in space.parts:
         if part.choices is None:
             yield from (_predict(space, recipes) for recipes in part.slices())
             continue
         yield from (_predict(space, recipes) for recipes in find_fitting(space, part, usable))
-        for start in range(0, len(part.choices), SLICE):
-            rows = numpy.arange(start, min(start + SLICE, len(part.choices)))
-            yield _predict(space, part.choose(rows, 0 * rows))
+        for piece in part.pieces(SLICE):
+            yield _predict(space, piece.choose_none())
 
 
 def _predict(space: Space, recipes: Recipe) -> Slice:
@@ -273,8 +354,9 @@ def describe(recipe: Recipe) -> str:
     return f"{said}, attention {recipe.attention}{compiled}"
 
 
-def _rows(found: Outcome, chosen: Point, usable: int | None) -> Iterator[Considered]:
+def _rows(explored: Explored) -> Iterator[Considered]:
     """The chosen one, the next-best meshes, those with less memory, faster ones that fail."""
+    found, chosen, usable = explored.found, explored.chosen, explored.usable
     others = [p for p in found.fitting if p.mesh != chosen.mesh][:SHOWN]
     saving = _spread([p for p in found.front if p.recipe != chosen.recipe])
     failing = _spread([p for p in found.beyond if p.seconds < chosen.seconds])

@@ -94,6 +94,24 @@ class Part(NamedTuple):
         columns = {**take_rows(self.table, rows), "recompute_blocks": choices * self._step}
         return with_columns(self.recipe, columns)
 
+    def only(self, rows: Any) -> Part:
+        """The same with those rows of the table."""
+        table = take_rows(self.table, rows)
+        if self.choices is None:
+            return self._replace(table=table)
+        return self._replace(table=table, choices=self.choices[rows], falling=self.falling[rows])
+
+    def pieces(self, rows: int = SLICE) -> Iterator[Part]:
+        """So many rows of the table at a time."""
+        for start in range(0, length(self.table), rows):
+            yield self.only(slice(start, start + rows))
+
+    def choose_none(self) -> Recipe:
+        """Every row with the least of its choices: none of its blocks are recomputed."""
+        if self.choices is None:
+            return with_columns(self.recipe, self.table)
+        return with_columns(self.recipe, {**self.table, "recompute_blocks": 0 * self.choices})
+
     def recipe_of(self, row: int) -> Recipe:
         """One of them, by its place among `slices`."""
         if self.choices is None:
