@@ -139,10 +139,8 @@ def alone(case: str, framework: str) -> dict[str, Any]:
     """The case, cold and warm, and its memory, in this process."""
     cold, warm = run(case, framework), run(case, framework)
     mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    cold_seconds = cold["seconds"]["all"]
-    return (
-        warm | {"cold_seconds": cold_seconds, "resident_mib": round(mib)} | check(case, framework)
-    )
+    own = {"cold_seconds": cold["seconds"]["all"], "resident_mib": round(mib)}
+    return warm | own | lean(case, framework) | check(case, framework)
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ def found(space):
     return [part.recipe_of(row) for part in space.parts for row in range(part.size)]
 
 
-def one_by_one(model, devices, batch, experts):
+def one_by_one(model, devices, batch, experts, attention):
     """Digests of all configurations that read_foreign and predict accept, without a search."""
     ranks, digests = divisors(devices), set()
     for tp, cp, pp, copies, ep in product(ranks, ranks, ranks, ranks, divisors(experts)):
@@ -53,7 +53,7 @@ def one_by_one(model, devices, batch, experts):
                     model, devices, batch=batch, micro_batch=micro, options=options,
                     parallel=mesh | {"virtual_pp": chunks, "sequence_parallel": cut},
                     recompute="selective" if blocks is None else {"blocks": blocks},
-                    attention="flash",
+                    attention=attention,
                 )  # fmt: skip
                 each, pieces = (6 + sum(counted)) // (pp * chunks), pp * chunks
                 sizes = [each] * pieces
@@ -71,14 +71,15 @@ def one_by_one(model, devices, batch, experts):
 
 
 @pytest.mark.parametrize(
-    ("model", "devices", "batch", "experts"), [(LLAMA, 4, 4, 1), (MIXTRAL, 4, 2, 4)]
+    ("model", "devices", "batch", "experts", "attention"),
+    [(LLAMA, 4, 4, 1, "flash"), (LLAMA, 4, 4, 1, "eager"), (MIXTRAL, 4, 2, 4, "flash")],
 )
-def test_the_space_is_what_trying_everything_finds(model, devices, batch, experts):
-    space = span(ask(model, devices, batch=batch, attention="flash"))
+def test_the_space_is_what_trying_everything_finds(model, devices, batch, experts, attention):
+    space = span(ask(model, devices, batch=batch, attention=attention))
     recipes = found(space)
     digests = {recipe.digest for recipe in recipes}
     assert len(digests) == len(recipes) == space.size > 100
-    assert digests == one_by_one(model, devices, batch, experts)
+    assert digests == one_by_one(model, devices, batch, experts, attention)
 
 
 def test_what_is_stated_is_fixed():

@@ -20,7 +20,17 @@ from memfit.plan.columns import pick, with_columns
 from memfit.plan.foreign import read_foreign, read_parallel
 from memfit.plan.frameworks import Framework, Job, Rule, Split, divide, find_framework
 from memfit.plan.problem import divisors, find_device
-from memfit.plan.tables import Columns, Removed, cross, keep, length, take_rows
+from memfit.plan.tables import (
+    Columns,
+    Removed,
+    cross,
+    find_right,
+    keep,
+    length,
+    note,
+    refuse,
+    take_rows,
+)
 from memfit.recipe import Option, Parallel, Recipe
 from memfit.request import Hardware, ParallelRequest, Request
 
@@ -156,14 +166,22 @@ def span(request: Request) -> Space:
     removed: dict[str, Removed] = {}
     table = _meshes(request, framework, job, limits, removed)
     table = _batches(request, job, table, limits, removed)
-    table = keep(table, framework.rules(_job(job, table)), removed)
-    parts = [_part(request, recipe, framework, table) for recipe in recipes]
-    if not framework.arrays:
-        parts = [_described(part, framework, job, removed) for part in parts]
-        parts = [part for part in parts if part.size]
+    parts: list[Part] = []
+    known: list[tuple[Any, Columns]] = []  # equal tables are one
+    for recipe in recipes:
+        many = _job(structs.replace(job, recipe=recipe), table)
+        right = find_right(table, framework.rules(many), removed)
+        own = next((t for mask, t in known if (mask == right).all()), None)
+        if own is None:
+            own = take_rows(table, right)
+            known.append((right, own))
+        if not length(own):
+            continue
+        part = _part(request, recipe, framework, own)
+        parts.append(part if framework.arrays else _described(part, framework, job, removed))
+    parts = [part for part in parts if part.size]
     if not parts:
-        last = removed[framework.name]
-        raise InvalidRequest(last.sentence, hint=last.hint)
+        refuse(removed)
     return Space(framework, model, device, limits, tuple(parts), tuple(removed.values()))
 
 
@@ -356,8 +374,7 @@ def _described(part: Part, framework: Framework, job: Job, removed: dict[str, Re
                 framework.predict(one)
         except InvalidRequest as error:
             right[row] = False
-            said = Removed(framework.name, 0, error.message, error.hint or "")
-            removed[framework.name] = removed.get(framework.name, said).more(1)
+            note(removed, Removed(framework.name, 0, error.message, error.hint or ""), 1)
     return Part(part.recipe, take_rows(table, right), None, None, False)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from memfit.errors import InvalidRequest
 from memfit.plan.columns import take
@@ -46,6 +46,14 @@ def cross(table: Columns, name: str, values: Sequence[int]) -> Columns:
 
 def keep(table: Columns, rules: Sequence[Rule], removed: dict[str, Removed]) -> Columns:
     """The rows that break no rule; raises InvalidRequest when none is left."""
+    right = find_right(table, rules, removed)
+    if not right.any():
+        refuse(removed)
+    return table if right.all() else take_rows(table, right)
+
+
+def find_right(table: Columns, rules: Sequence[Rule], removed: dict[str, Removed]) -> Any:
+    """Which rows break no rule, as truths; the rules that some do are noted in `removed`."""
     import numpy
 
     right = numpy.ones(length(table), bool)
@@ -54,10 +62,18 @@ def keep(table: Columns, rules: Sequence[Rule], removed: dict[str, Removed]) -> 
         count = int(broken.sum())
         if count:
             first = take(rule.values, broken.argmax())
-            said = Removed(rule.name, count, rule.says.format(*first), rule.hint)
-            before = removed.get(rule.name)
-            removed[rule.name] = said if before is None else before.more(count)
+            said = Removed(rule.name, 0, rule.says.format(*first), rule.hint)
+            note(removed, said, count)
             right &= ~broken
-            if not right.any():
-                raise InvalidRequest(said.sentence, hint=said.hint)
-    return table if right.all() else take_rows(table, right)
+    return right
+
+
+def note(removed: dict[str, Removed], said: Removed, count: int) -> None:
+    """A rule has left out so many more; the last one noted stands last."""
+    removed[said.rule] = removed.pop(said.rule, said).more(count)
+
+
+def refuse(removed: dict[str, Removed]) -> NoReturn:
+    """Raise InvalidRequest with the sentence of the rule that left out the last candidate."""
+    last = list(removed.values())[-1]
+    raise InvalidRequest(last.sentence, hint=last.hint)

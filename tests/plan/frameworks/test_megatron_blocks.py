@@ -291,6 +291,9 @@ def test_fp8_linears_keep_their_inputs_in_fp8():
             "4 micro-batches in groups of 1 on 2 stages",
         ),
         ({"parallel": {"virtual_pp": 2}}, "`pp: 1` is none"),
+        # megatron/core/transformer/dot_product_attention.py, and Transformer Engine's choice of one
+        ({"parallel": {"cp": 2}, "attention": "eager"}, "needs a kernel of Transformer Engine"),
+        ({"parallel": {"cp": 2}, "options": {"transformer_impl": "local"}}, "`attention: flash`"),
     ],
 )  # fmt: skip
 def test_what_megatron_raises_at_is_refused(changes, words):

@@ -158,6 +158,8 @@ class Megatron(Framework):
         p, micro_batches = job.recipe.parallel, job.recipe.accumulation
         group: Number = job.option("microbatch_group_size_per_vp_stage") or p.pp
         over = micro_batches % group
+        engine = job.option("transformer_impl") == "transformer_engine"
+        plain = job.recipe.attention == "eager" or not engine
         short = (micro_batches < group) | (group < p.pp) | ((over > 0) & (over < p.pp))
         return [
             Rule(
@@ -175,6 +177,13 @@ class Megatron(Framework):
                 "{} micro-batches in groups of {} on {} stages: interleaved, no group may have"
                 " fewer than there are stages", (micro_batches, group, p.pp),
                 "Megatron-LM's schedules.py raises: let `pp` divide them",
+            ),
+            Rule(
+                "kernels of context parallelism", (p.cp > 1) & plain,
+                "`parallel.cp: {}` needs a kernel of Transformer Engine, and `attention: {}` of"
+                " `transformer_impl: {}` is none",
+                (p.cp, job.recipe.attention, job.option("transformer_impl")),
+                "use `attention: flash` or `cudnn`",
             ),
             *list_divisions(job),
         ]  # fmt: skip
