@@ -87,14 +87,15 @@ def workspaces() -> str:
 
 
 def main() -> None:
-    found = accuracy_page.judge()
+    found, times = accuracy_page.judge(), accuracy_time_page.judge()
     rules = folklore.judge(corpus.read_corpus(), found)
     wanted = {
         DOCS / "cli.md": command_line(),
         DOCS / "workspaces.md": workspaces(),
         DOCS / "frameworks.md": frameworks_page.page(),
         DOCS / "accuracy.md": accuracy_page.page(found, rules),
-        DOCS / "accuracy_time.md": accuracy_time_page.section(accuracy_time_page.judge()),
+        DOCS / "accuracy_time.md": accuracy_time_page.section(times),
+        accuracy_time_page.FIGURES: accuracy_time_page.record(times),
         DOCS / "accuracy.svg": accuracy_page.plot(found),
         accuracy_page.FIGURES: accuracy_page.record(found),
         folklore.FILE: nouns.to_json(list(rules)) + "\n",

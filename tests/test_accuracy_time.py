@@ -1,5 +1,8 @@
 """Comparing step times: one weight a source, order inside sweeps, rows that are not predicted."""
 
+import sys
+from pathlib import Path
+
 import pytest
 from msgspec.structs import replace
 
@@ -13,6 +16,11 @@ from memfit.accuracy_time import (
     weighted_quantile,
 )
 from memfit.errors import InvalidRequest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import accuracy_time_page  # noqa: E402
 
 ROW = next(r for r in corpus.read_corpus() if r.source.name.startswith("huggingface/nanotron"))
 
@@ -82,3 +90,29 @@ def test_the_corpus_is_predicted_and_grouped(tmp_path):
     assert found.headline.rows == 1
     with pytest.raises(InvalidRequest, match="cannot be grouped"):
         api.accuracy_of_times([path], ["kind"])
+
+
+def test_no_figure_of_times_got_worse_without_a_line_in_the_changelog():
+    said = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    found = accuracy_time_page.judge()
+    unsaid = [line for line in accuracy_time_page.worse(found) if line not in said]
+    assert not unsaid, "worse than ever recorded; mend it, or say it in CHANGELOG.md word for word"
+    # what was asked of them: half of all within 6 %, nine tenths within 15 %, order by 0.85
+    assert found.headline.median <= 0.06
+    assert found.headline.p90 <= 0.15
+    assert found.tau >= 0.85
+
+
+def test_the_record_keeps_the_best_time_and_names_what_is_worse(tmp_path, monkeypatch):
+    monkeypatch.setattr(accuracy_time_page, "FIGURES", tmp_path / "accuracy_time.json")
+    good, bad = (
+        accuracy_time.TimeAccuracy(
+            compared=(), refused=(), headline=summarise("all", [figure(1.0, 1.0 + error)]),
+            test=None, sweeps=(), choices=(),
+        )
+        for error in (0.01, 0.1)
+    )  # fmt: skip
+    accuracy_time_page.FIGURES.write_text(accuracy_time_page.record(good))
+    assert accuracy_time_page.worse(good) == []
+    accuracy_time_page.FIGURES.write_text(accuracy_time_page.record(bad))
+    assert accuracy_time_page.worse(bad)[0] == "time: median: 0.01 -> 0.1"
