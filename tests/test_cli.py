@@ -19,6 +19,7 @@ from memfit.cli.app import VERBS, app, run
 from memfit.errors import DoesNotFit, InvalidRequest, NotCertified, RunFailed
 from memfit.request import Request
 from memfit.request_file import KEYS, schema, template
+from memfit.words import set_words
 
 ROOT = Path(__file__).parent.parent
 TINY = {
@@ -729,3 +730,14 @@ def test_what_solve_cannot_answer(words, want, message):
     code, _, err = quick(*words)
     assert code == want
     assert message in err
+
+
+def test_a_searched_plan_can_be_typed_again_as_one_configuration():
+    asked = ["llama-3.1-8b", "--device", "h100-sxm", *SMALL]
+    asked += ["--set", "framework=torchtitan", "--set", "hardware.count=4"]
+    plan = json.loads(quick("plan", *asked, "--json")[1])
+    (chosen,) = [row for row in plan["considered"] if row["chosen"]]
+    stated = [text for word in set_words(chosen["changes"]) for text in ("--set", word)]
+    again = json.loads(quick("predict", *asked, *stated, "--json")[1])
+    assert again["recipe_digest"] == plan["recipe_digest"]
+    assert again["time"] == plan["time"]

@@ -15,6 +15,7 @@ from memfit.plan.clock.read import read_setting, time_recipes
 from memfit.plan.clock.step import predict_step
 from memfit.plan.foreign import describe_foreign, predict_foreign, predict_ledger
 from memfit.plan.space import span
+from memfit.plan.wording import state
 from memfit.request import Request
 from memfit.units import GIB
 
@@ -142,7 +143,7 @@ def test_a_candidate_stated_as_a_request_is_the_same_recipe():
         for part in space.parts:
             for row in rng.sample(range(part.size), 10):
                 recipe = part.recipe_of(row)
-                stated = joint.state(request, recipe, space.framework)
+                stated = state(request, recipe, space.framework)
                 assert predict_foreign(stated).recipe == recipe
 
 

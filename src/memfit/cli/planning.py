@@ -116,10 +116,14 @@ def _after_plan(
     folder: Path | None,
 ) -> list[str]:  # fmt: skip
     """What one would type next: make it fit, prove it, or train."""
-    options = same_options(device, memory, changes)
-    again = f"{shlex.quote(target)}{options}"
+    again = f"{shlex.quote(target)}{same_options(device, memory, changes)}"
     if plan.recipe.framework != "memfit":
-        return ["memfit accuracy --by framework", f"memfit predict {again} --why"]
+        chosen = next((row.changes for row in plan.considered if row.chosen), {})
+        stated = same_options(device, memory, {**changes, **chosen})
+        return [
+            "memfit accuracy --what time --by framework",
+            f"memfit predict {shlex.quote(target)}{stated} --why",
+        ]
     if plan.memory.verdict == "does_not_fit":
         helping = [lever for lever in plan.levers if lever.fits]
         if not helping:

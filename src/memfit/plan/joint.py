@@ -19,20 +19,16 @@ from memfit.plan.bounds import find_bounds
 from memfit.plan.clock.read import read_setting, time_recipes
 from memfit.plan.columns import pick
 from memfit.plan.fitting import find_fitting
-from memfit.plan.frameworks import Framework
 from memfit.plan.space import SLICE, Space, span
 from memfit.plan.time import sum_up
+from memfit.plan.wording import describe, state, words
 from memfit.recipe import Recipe
-from memfit.request import ParallelRequest, RecomputeBlocks, Request
+from memfit.request import Request
 from memfit.results import Considered, Plan
 
 WHOLE = 20_000  # candidates of a space that is predicted whole
 SHOWN = 5  # runners-up of other meshes, points of the front, and faster ones that do not fit
 KEPT = 64  # of a slice, before those of other slices are seen
-LABELS = (
-    ("tp", "tp"), ("cp", "cp"), ("pp", "pp"), ("virtual_pp", "vpp"), ("ep", "ep"),
-    ("dp_shard", "dp_shard"), ("dp_replicate", "dp_replicate"),
-)  # fmt: skip
 
 
 class Point(NamedTuple):
@@ -293,67 +289,6 @@ def merge(one: list[Point], other: list[Point]) -> list[Point]:
     return kept
 
 
-def state(request: Request, recipe: Recipe, framework: Framework) -> Request:
-    """The request with everything stated that a candidate decides."""
-    changes = words(request, recipe, framework)
-    mesh = {key.partition(".")[2]: v for key, v in changes.items() if key.startswith("parallel.")}
-    own = {key.partition(".")[2]: v for key, v in changes.items() if key.startswith("options.")}
-    asked = request.parallel if request.parallel != "auto" else ParallelRequest()
-    recompute: Any = changes["recompute"]
-    if isinstance(recompute, dict):
-        recompute = RecomputeBlocks(**recompute)
-    return structs.replace(
-        request,
-        parallel=structs.replace(asked, **mesh),
-        options={**request.options, **own},
-        recompute=recompute,
-        optimizer=structs.replace(
-            request.optimizer, implementation=changes["optimizer.implementation"]
-        ),
-        **{key: changes[key] for key in ("micro_batch", "attention", "compile")},
-    )
-
-
-def words(request: Request, recipe: Recipe, framework: Framework) -> dict[str, Any]:
-    """What `--set` takes to state a candidate: key of the request -> value."""
-    p, plain = recipe.parallel, ParallelRequest()
-    axes = [name for name in framework.axes if hasattr(plain, name)]
-    options = {
-        f"options.{name}": value
-        for name, value in recipe.options.items()
-        if value != framework.knobs[name].default and request.options.get(name) != value
-    }
-    return {
-        **{f"parallel.{name}": getattr(p, name) for name in axes},
-        "micro_batch": recipe.micro_batch,
-        "recompute": _recompute_word(recipe),
-        "attention": recipe.attention,
-        "compile": recipe.compile,
-        "optimizer.implementation": recipe.optimizer.implementation,
-        **options,
-    }
-
-
-def _recompute_word(recipe: Recipe) -> str | dict[str, int]:
-    if not recipe.recompute_blocks:
-        return "none"
-    return "selective" if recipe.recompute == "selective" else {"blocks": recipe.recompute_blocks}
-
-
-def describe(recipe: Recipe) -> str:
-    """A candidate in one line; axes of one rank are left out."""
-    p = recipe.parallel
-    axes = [f"{word} {n}" for name, word in LABELS if (n := getattr(p, name)) > 1]
-    mesh = " x ".join(axes) or "one device"
-    again = {"none": "none", "selective": "selective"}
-    word = _recompute_word(recipe)
-    recompute = again[word] if isinstance(word, str) else f"{word['blocks']} blocks"
-    sequence = ", sequence parallel" if p.sequence_parallel else ""
-    compiled = "" if recipe.compile == "none" else f", compiled {recipe.compile}"
-    said = f"{mesh}{sequence}, micro-batch {recipe.micro_batch}, recompute {recompute}"
-    return f"{said}, attention {recipe.attention}{compiled}"
-
-
 def _rows(explored: Explored) -> Iterator[Considered]:
     """The chosen one, the next-best meshes, those with less memory, faster ones that fail."""
     found, chosen, usable = explored.found, explored.chosen, explored.usable
@@ -366,7 +301,7 @@ def _rows(explored: Explored) -> Iterator[Considered]:
     for point in sorted(shown.values(), key=lambda p: p.seconds):
         yield Considered(
             label=describe(point.recipe),
-            changes={},
+            changes=words(explored.request, point.recipe, explored.space.framework),
             peak_allocated=point.allocated,
             device_total=point.total,
             exact=True,
