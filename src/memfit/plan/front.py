@@ -18,6 +18,10 @@ def find_front(columns: Sequence[Any]) -> Any:
     known = [numpy.asarray(column, float) for column in columns]
     table = numpy.stack([numpy.where(numpy.isnan(one), numpy.inf, one) for one in known], 1)
     left = numpy.lexsort(table.T[::-1])
+    if len(left) and len(columns) == 2:  # then only those below all before them stay
+        second = table[left, 1]
+        below = second[1:] < numpy.minimum.accumulate(second)[:-1]
+        return left[numpy.concatenate([[True], below])]
     found = []
     while len(left):
         # whatever beats the first row left would stand before it

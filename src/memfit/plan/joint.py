@@ -19,6 +19,7 @@ from memfit.plan.bounds import find_bounds
 from memfit.plan.clock.read import read_setting, time_recipes
 from memfit.plan.columns import pick
 from memfit.plan.fitting import find_fitting
+from memfit.plan.front import find_front
 from memfit.plan.space import SLICE, Space, span
 from memfit.plan.time import sum_up
 from memfit.plan.wording import describe, state, words
@@ -267,11 +268,8 @@ class Slice(NamedTuple):
         import numpy
 
         rows = numpy.flatnonzero(self._are(usable, kind))
-        rows = rows[numpy.lexsort((self.high[rows], self.seconds[rows]))]
-        least = numpy.minimum.accumulate(self.high[rows])
-        better = numpy.ones(len(rows), bool)
-        better[1:] = self.high[rows][1:] < least[:-1]
-        return [self.point(row) for row in rows[better]]
+        best = find_front([self.seconds[rows], self.high[rows]])
+        return [self.point(row) for row in rows[best]]
 
     def smallest(self) -> Point:
         """The one that needs the least memory, the fastest of equals."""
