@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from memfit import api
-from memfit.errors import InvalidRequest, UnknownName
+from memfit.errors import DoesNotFit, InvalidRequest, UnknownName
 from memfit.nouns import from_data
 from memfit.plan.compare import place
 from memfit.plan.problem import find_device
@@ -164,3 +164,22 @@ def test_why_not_says_what_is_missing_and_where_the_seconds_go():
     assert "names 3 ranks" in refused.because[0]
     same = api.why_not(request, {"micro_batch": slower.chosen.recipe.micro_batch})
     assert same.answer == "equal"
+
+
+def test_time_and_money_bind_in_memfits_own_plans_too():
+    request = ask("h100-sxm", batch=64)
+    plan = api.plan(request)
+    for key, value, unit in (
+        ("time", plan.time.total_seconds, "s"),
+        ("cost", plan.cost.usd, "USD"),
+    ):
+        more, less = (replace(request.limits, **{key: f"{value * x} {unit}"}) for x in (1.01, 0.99))
+        assert api.plan(replace(request, limits=more)).recipe == plan.recipe
+        with pytest.raises(DoesNotFit, match=f"`limits.{key}` is"):
+            api.plan(replace(request, limits=less))
+
+
+def test_a_limit_that_nothing_is_known_of_is_said():
+    limits = {"cost": "5 USD"}
+    plan = api.plan(ask("cpu-x86", limits=limits))
+    assert any("`limits.cost: 5 USD` is not judged" in said for said in plan.assumptions)

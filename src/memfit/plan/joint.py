@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 from memfit import units
-from memfit.errors import DoesNotFit, InvalidRequest
+from memfit.errors import InvalidRequest
 from memfit.plan import foreign
 from memfit.plan.bounds import find_bounds
 from memfit.plan.clock.read import read_setting, time_recipes
@@ -21,6 +21,7 @@ from memfit.plan.columns import pick
 from memfit.plan.fitting import find_fitting
 from memfit.plan.front import find_front
 from memfit.plan.space import SLICE, Space, span
+from memfit.plan.spending import find_excess, find_unjudged
 from memfit.plan.time import sum_up
 from memfit.plan.wording import describe, state, words
 from memfit.recipe import Recipe
@@ -79,7 +80,8 @@ def search(request: Request) -> Plan:
     stated = state(best.request, best.chosen.recipe, best.space.framework)
     plan = foreign.predict_foreign(stated)
     size = best.found.size
-    _check_limits(request, plan, size)
+    if excess := find_excess(plan):
+        raise excess
     said = [f"searched: {size:,} configurations, none left out but by a rule or as slower"]
     if best is not asked:
         slower = asked.chosen.seconds / best.chosen.seconds
@@ -89,7 +91,7 @@ def search(request: Request) -> Plan:
         )
     return structs.replace(
         plan, request=request, considered=tuple(_rows(best)),
-        assumptions=(*plan.assumptions, *said),
+        assumptions=(*plan.assumptions, *said, *find_unjudged(plan)),
     )  # fmt: skip
 
 
@@ -331,22 +333,3 @@ def _reason(point: Point, chosen: Point, usable: int | None) -> str:
     if point.total < chosen.total:
         return f"{units.show_bytes(chosen.total - point.total)} less, {slower:.1%} slower"
     return f"fits, {slower:.1%} slower"
-
-
-def _check_limits(request: Request, plan: Plan, size: int) -> None:
-    """Raise DoesNotFit where even the fastest takes longer, or costs more, than is allowed."""
-    time, cost, limits = plan.time.total_seconds, plan.cost.usd, request.limits
-    where = f"{request.devices} x {plan.recipe.device}"
-    hint = "`memfit plan --devices A:8,B:64` compares other devices"
-    if limits.seconds is not None and time is not None and time > limits.seconds:
-        raise DoesNotFit(
-            f"the fastest of {size:,} configurations takes {units.show_seconds(time)} on {where},"
-            f" and `limits.time` is {request.limits.time}",
-            hint=hint,
-        )
-    if limits.usd is not None and cost is not None and cost > limits.usd:
-        raise DoesNotFit(
-            f"the fastest of {size:,} configurations costs {cost:,.0f} USD on {where}, and"
-            f" `limits.cost` is {request.limits.cost}",
-            hint=hint,
-        )

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
+
 from memfit import __version__, units
-from memfit.errors import InvalidRequest
+from memfit.errors import DoesNotFit, InvalidRequest
 from memfit.plan.candidate import Candidate
 from memfit.plan.cost import describe_cost
 from memfit.plan.estimate import Estimate, applies
 from memfit.plan.levers import head_extra, turn
 from memfit.plan.precision import precisions
 from memfit.plan.problem import CHUNKS, Problem, allowed, divisors, first_recipe
+from memfit.plan.spending import find_excess, find_unjudged
 from memfit.plan.time import describe_time, predict_timeline
 from memfit.plan.verdict import describe_lack
 from memfit.recipe import Method, Recipe
@@ -28,14 +31,25 @@ SHOWN = 5  # runners-up and rejected ones that a plan keeps
 
 
 def search(problem: Problem) -> Plan:
-    """The plan of a request: its best recipe, or the nearest miss with verdict `does_not_fit`."""
+    """The plan of a request: its best recipe, or the nearest miss with verdict `does_not_fit`.
+
+    Raises DoesNotFit where what fits would exceed `limits.time` or `limits.cost`.
+    """
     failed: list[Candidate] = []
+    excess: DoesNotFit | None = None
     for start in _preferences(problem):
         tried: list[Candidate] = []
         best = _fastest_that_fits(start, tried)
         if best is not None:
-            return _plan(problem, best, tried, _levers(best))
+            plan = _plan(problem, best, tried, _levers(best))
+            over = find_excess(plan)
+            if over is None:
+                said = (*plan.assumptions, *find_unjudged(plan))
+                return msgspec.structs.replace(plan, assumptions=said)
+            excess = excess or over
         failed += tried
+    if excess is not None:
+        raise excess
     nearest = min(failed, key=lambda c: c.needs)
     return _plan(problem, nearest, failed, _levers(nearest))
 
