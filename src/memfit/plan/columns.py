@@ -11,11 +11,14 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
+from memfit.model import ModelReference
 from memfit.nouns import Noun
 from memfit.plan.clock.arrays import Number
-from memfit.recipe import Recipe
+from memfit.recipe import Freeze, Lora, Optimizer, Recipe
 
 T = TypeVar("T")
+# what holds no arrays, and need not be looked into
+PLAIN = {bool, int, float, str, type(None), ModelReference, Lora, Freeze, Optimizer}
 AXES = (  # of `parallel`, in which candidates differ
     "dp_replicate", "dp_shard", "zero", "tp", "sequence_parallel", "cp", "pp", "virtual_pp", "ep",
 )  # fmt: skip
@@ -23,22 +26,29 @@ AXES = (  # of `parallel`, in which candidates differ
 
 def each_array(value: T, change: Callable[[Any], Any]) -> T:
     """The same noun, dict or tuple with every array in it changed; what has none stays itself."""
+    kind = type(value)
+    if kind in PLAIN:
+        return value
     if getattr(value, "ndim", 0):
         return change(value)  # type: ignore[no-any-return]
     if isinstance(value, Noun):
         found = {}
         for name in value.__struct_fields__:
             old = getattr(value, name)
-            new = each_array(old, change)
-            if new is not old:
-                found[name] = new
+            if type(old) not in PLAIN:
+                new = each_array(old, change)
+                if new is not old:
+                    found[name] = new
         return structs.replace(value, **found) if found else value
-    if isinstance(value, dict):
-        changed: Any = {key: each_array(old, change) for key, old in value.items()}
-        return changed if any(changed[k] is not value[k] for k in value) else value
-    if isinstance(value, tuple) and type(value) is tuple:
-        items: Any = tuple(each_array(old, change) for old in value)
-        return items if any(a is not b for a, b in zip(items, value, strict=True)) else value
+    if kind is dict:
+        items: Any = value
+        changed = {k: each_array(v, change) for k, v in items.items() if type(v) not in PLAIN}
+        return {**items, **changed} if changed else value  # type: ignore[return-value]
+    if kind is tuple:
+        parts: Any = value
+        others = tuple(each_array(old, change) for old in parts)
+        same = all(a is b for a, b in zip(others, parts, strict=True))
+        return value if same else others  # type: ignore[return-value]
     return value
 
 

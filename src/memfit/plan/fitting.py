@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from memfit.plan.bounds import find_bounds
-from memfit.plan.clock.arrays import Number
 from memfit.plan.columns import take
+from memfit.plan.frameworks import Peaks
 from memfit.plan.space import SLICE, Part, Space
 from memfit.recipe import Recipe
 
@@ -27,7 +27,7 @@ def find_fitting(
     """
     if part.choices is None:
         for recipes in part.slices():
-            fits = _fits(space, recipes, usable, certain)[0]
+            fits = _within(space, recipes, _measure(space, recipes).peak, usable, certain)
             if fits.any():
                 yield take(recipes, fits.nonzero()[0])
         return
@@ -35,62 +35,62 @@ def find_fitting(
         yield from _leanest(space, part, start, usable, certain)
 
 
-def _fits(space: Space, recipes: Recipe, usable: int, certain: bool) -> tuple[Any, Any]:
-    """Whether each candidate fits, and whether it could with less kept for the backward."""
+def _measure(space: Space, recipes: Recipe) -> Peaks:
+    return space.framework.measure(space.job(recipes))
+
+
+def _within(space: Space, recipes: Recipe, peak: Any, usable: int, certain: bool) -> Any:
+    """Whether a device with these peaks is large enough."""
     import numpy
 
-    peaks = space.framework.measure(space.job(recipes))
-
-    def within(peak: Number) -> Any:
-        bounds = find_bounds(space.framework, space.device, recipes.parallel, peak)
-        needed = bounds.high if certain else bounds.low
-        return numpy.zeros(len(peak), bool) if needed is None else needed <= usable
-
-    return within(peaks.peak), within(peaks.least)
+    bounds = find_bounds(space.framework, space.device, recipes.parallel, peak)
+    needed = bounds.high if certain else bounds.low
+    return numpy.zeros(len(peak), bool) if needed is None else needed <= usable
 
 
 def _leanest(space: Space, part: Part, start: int, usable: int, certain: bool) -> Iterator[Recipe]:
     import numpy
 
-    rows = numpy.arange(start, min(start + SLICE, len(part.choices)))
-
     def fits(rows: Any, choices: Any) -> Any:
-        return _fits(space, part.choose(rows, choices), usable, certain)[0]
+        recipes = part.choose(rows, choices)
+        return _within(space, recipes, _measure(space, recipes).peak, usable, certain)
 
-    none = 0 * rows
-    at_once, ever = _fits(space, part.choose(rows, none), usable, certain)
-    yield from _chosen(part, rows[at_once], none[at_once])
+    rows = numpy.arange(start, min(start + SLICE, len(part.choices)))
+    plain = part.choose(rows, 0 * rows)
+    peaks = _measure(space, plain)
+    at_once, ever = (
+        _within(space, plain, peak, usable, certain) for peak in (peaks.peak, peaks.least)
+    )
+    found = [(rows[at_once], 0 * rows[at_once])]
     rows = rows[~at_once & ever]
     # where memory only falls: halve between a choice that does not fit and one that does
     high = part.falling[rows] - 1
     right = (high > 0) & fits(rows, high) if len(rows) else high > 0
-    yield from _halve(part, rows[right], high[right], fits)
+    found += _halve(rows[right], high[right], fits)
     rows, high = rows[~right], high[~right]
-    while len(rows):  # the few choices beyond, one by one
+    while True:  # the few choices beyond, one by one
         high = high + 1
         left = high < part.choices[rows]
         rows, high = rows[left], high[left]
         if not len(rows):
             break
         right = fits(rows, high)
-        yield from _chosen(part, rows[right], high[right])
+        found.append((rows[right], high[right]))
         rows, high = rows[~right], high[~right]
+    chosen, choices = (numpy.concatenate(arrays) for arrays in zip(*found, strict=True))
+    if len(chosen):
+        yield part.choose(chosen, choices)
 
 
-def _halve(part: Part, rows: Any, high: Any, fits: Any) -> Iterator[Recipe]:
-    """The least choices that fit; of those rows, 0 does not and `high` does."""
-    low = 0 * high
-    while True:
+def _halve(rows: Any, high: Any, fits: Any) -> list[tuple[Any, Any]]:
+    """Rows with the least choice that fits; of those given, 0 does not and `high` does."""
+    low, found = 0 * high, []
+    while len(rows):
         open_ = high - low > 1
-        yield from _chosen(part, rows[~open_], high[~open_])
+        found.append((rows[~open_], high[~open_]))
         rows, low, high = rows[open_], low[open_], high[open_]
-        if not len(rows):
-            return
-        middle = (low + high) // 2
-        right = fits(rows, middle)
-        low, high = low + (middle - low) * ~right, high + (middle - high) * right
-
-
-def _chosen(part: Part, rows: Any, choices: Any) -> Iterator[Recipe]:
-    if len(rows):
-        yield part.choose(rows, choices)
+        if len(rows):
+            middle = (low + high) // 2
+            right = fits(rows, middle)
+            low, high = low + (middle - low) * ~right, high + (middle - high) * right
+    return found

@@ -157,7 +157,7 @@ def test_no_stage_holds_more_than_the_first_of_those_alike():
             count = stages.count_stage(shape, settings, stage, flights)
             instants = stages.describe_instants(shape, settings, blocks, count)
             peaks[stage.index] = stages.peak_of(instants)
-        few = stages.leave_alike(shape, dealt)
+        few = stages.leave_alike(shape.experts, dealt)
         assert len(few) < len(dealt)
         assert max(peaks[stage.index] for stage in few) == max(peaks.values())
 

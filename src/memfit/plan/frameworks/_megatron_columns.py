@@ -11,7 +11,7 @@ from memfit.ledger import Phase
 from memfit.plan.columns import find_distinct, pick, size_of, take
 from memfit.plan.frameworks import Job, Peaks
 from memfit.plan.frameworks._megatron_shape import Shape, read_shape, read_shards
-from memfit.plan.frameworks._megatron_split import SPLIT_KNOBS, deal_stages
+from memfit.plan.frameworks._megatron_split import SPLIT_KNOBS, list_alike
 from memfit.plan.frameworks._megatron_stage import (
     Block,
     Blocks,
@@ -21,11 +21,10 @@ from memfit.plan.frameworks._megatron_stage import (
     count_stage,
     describe_instants,
     find_flights,
-    leave_alike,
     read_blocks,
 )
 from memfit.plan.frameworks._slots import Slots, find_peaks
-from memfit.plan.frameworks.megatron import pick_stages, read_settings
+from memfit.plan.frameworks.megatron import read_settings
 
 
 def measure(job: Job) -> Peaks:
@@ -73,11 +72,12 @@ def _count_pipelines(job: Job, shape: Shape, settings: Settings) -> tuple[Slots,
     slots = Slots(len(one_of))
     for number, first in enumerate(firsts):
         rows = (split_of == number).nonzero()[0]
-        one = structs.replace(kinds, recipe=pick(kinds.recipe, first))
-        mesh = one.recipe.parallel
-        own = structs.replace(shape, pp=mesh.pp, chunks=mesh.virtual_pp)
-        stages = leave_alike(own, pick_stages(one, deal_stages(one, own)))
-        own = structs.replace(own, micro_batches=take(kinds.recipe.accumulation, rows))
+        pp, chunks, *dealt = (pick(take(column, one_of), first) for column in split)
+        stages = list_alike(
+            shape.experts, shape.layers, pp, chunks, tuple(dealt), str(job.option("rank"))
+        )
+        micro_batches = take(kinds.recipe.accumulation, rows)
+        own = structs.replace(shape, pp=pp, chunks=chunks, micro_batches=micro_batches)
         again = take(kinds.recipe.recompute_blocks, rows)
         how = structs.replace(settings, recomputed_blocks=again)
         place = 1

@@ -67,10 +67,7 @@ class Shape(Noun, frozen=True, kw_only=True):
 
     def count_kinds(self, start: Number, stop: int) -> tuple[Number, Number]:
         """Of blocks start to stop: how many have a plain feed-forward, and how many experts."""
-        if not self.experts.count:
-            return stop - start, 0
-        plain = larger(0, min(stop, self.experts.dense_layers) - start)
-        return plain, stop - start - plain
+        return count_kinds(self.experts, start, stop)
 
     @property
     def attention_parameters(self) -> int:
@@ -130,6 +127,14 @@ class Shape(Noun, frozen=True, kw_only=True):
     def table(self) -> int:
         """Elements of the vocabulary's rows on one rank: of the embedding, and of the head."""
         return self.vocab // self.tp * self.hidden
+
+
+def count_kinds(experts: Experts, start: Number, stop: int) -> tuple[Number, Number]:
+    """Of blocks start to stop: how many have a plain feed-forward, and how many experts."""
+    if not experts.count:
+        return stop - start, 0
+    plain = larger(0, min(stop, experts.dense_layers) - start)
+    return plain, stop - start - plain
 
 
 def read_shape(job: Job) -> Shape:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from memfit.errors import InvalidRequest
+from memfit.model import Experts
 from memfit.plan.frameworks import Job, Split
 from memfit.plan.frameworks._megatron_shape import Shape
-from memfit.plan.frameworks._megatron_stage import Stage
+from memfit.plan.frameworks._megatron_stage import Stage, leave_alike
 from memfit.plan.frameworks._pipeline import deal_blocks, deal_sizes
 from memfit.recipe import Option
 
@@ -28,10 +30,30 @@ def deal_stages(job: Job, shape: Shape) -> list[Stage]:
             f" {shape.chunks} chunks",
             hint="`options.decoder_first_pipeline_num_layers` makes the first stage another size",
         )
+    return _name(dealt)
+
+
+def _name(dealt: Dealt) -> list[Stage]:
     return [
-        Stage(index=i, chunks=chunks, first=i == 0, last=i == shape.pp - 1)
+        Stage(index=i, chunks=chunks, first=i == 0, last=i == len(dealt) - 1)
         for i, chunks in enumerate(dealt)
     ]
+
+
+def pick_stages(asked: str, stages: list[Stage]) -> list[Stage]:
+    """Those of which the fullest is asked for: all, the first or the last."""
+    if asked == "fullest":
+        return stages
+    return stages[:1] if asked == "first" else stages[-1:]
+
+
+@lru_cache(maxsize=4096)
+def list_alike(
+    experts: Experts, layers: int, pp: int, chunks: int, split: tuple[Option, ...], asked: str
+) -> list[Stage]:
+    """The stages that differ; split: the values of SPLIT_KNOBS, asked: of `options.rank`."""
+    options = dict(zip(SPLIT_KNOBS, split, strict=True))
+    return leave_alike(experts, pick_stages(asked, _name(_deal(options, layers, pp, chunks))))
 
 
 def _deal(options: Mapping[str, Option], layers: int, pp: int, chunks: int) -> Dealt:

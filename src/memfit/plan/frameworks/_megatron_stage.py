@@ -1,7 +1,6 @@
 """What one pipeline stage holds at the instants where its memory may peak.
 
-All sums serve one recipe or many: where a recipe's numbers are arrays, so are the results. Whether
-a stage is the last one is always a plain truth.
+All sums serve one recipe or many, as in `_megatron_shape`; `last` is always a plain truth.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import structs
 
 from memfit.ledger import Kind, Phase
+from memfit.model import Experts
 from memfit.nouns import Noun
 from memfit.plan.clock.arrays import Number, ceil_div, say, smaller, where
 from memfit.plan.frameworks import Instant
@@ -20,7 +20,7 @@ from memfit.plan.frameworks._megatron_block import (
     backward_extra,
     save_block,
 )
-from memfit.plan.frameworks._megatron_shape import Shape
+from memfit.plan.frameworks._megatron_shape import Shape, count_kinds
 from memfit.plan.frameworks._pipeline import count_in_flight
 
 Held = dict[tuple[Kind, str], tuple[int, str]]  # (kind, owner) -> bytes, because
@@ -98,11 +98,11 @@ class Blocks(Noun, frozen=True, kw_only=True):
     placeholders: tuple[int, int, int]  # elements: of plain blocks, of sparse ones, of both
 
 
-def leave_alike(shape: Shape, stages: Sequence[Stage]) -> list[Stage]:
+def leave_alike(experts: Experts, stages: Sequence[Stage]) -> list[Stage]:
     """The first of all stages that hold the same: later ones have no more in flight."""
     found: dict[object, Stage] = {}
     for stage in stages:
-        kinds = tuple((len(c), shape.count_kinds(c.start, c.stop)) for c in stage.chunks)
+        kinds = tuple((len(c), count_kinds(experts, c.start, c.stop)) for c in stage.chunks)
         found.setdefault((stage.first, stage.last, kinds), stage)
     return list(found.values())
 

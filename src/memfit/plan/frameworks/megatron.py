@@ -27,11 +27,10 @@ from memfit.plan.frameworks import (
 from memfit.plan.frameworks._megatron_block import BlockSettings
 from memfit.plan.frameworks._megatron_clock import CLOCK_KNOBS, refuse_bytes
 from memfit.plan.frameworks._megatron_shape import check_parts, list_divisions, read_shape
-from memfit.plan.frameworks._megatron_split import deal_stages, list_splits
+from memfit.plan.frameworks._megatron_split import deal_stages, list_splits, pick_stages
 from memfit.plan.frameworks._megatron_stage import (
     MIB,
     Settings,
-    Stage,
     count_stage,
     describe_instants,
     find_flights,
@@ -215,7 +214,9 @@ class Megatron(Framework):
         """See `Framework.predict`."""
         shape, settings = read_shape(job), read_settings(job)
         blocks = read_blocks(shape, settings)
-        stages = leave_alike(shape, pick_stages(job, deal_stages(job, shape)))
+        stages = leave_alike(
+            shape.experts, pick_stages(str(job.option("rank")), deal_stages(job, shape))
+        )
         counts = (
             count_stage(shape, settings, stage, find_flights(shape, settings, stage))
             for stage in stages
@@ -255,14 +256,6 @@ def _check_adapters(job: Job) -> None:
                 f"`lora.targets` names `{name}`, which is none of Megatron-LM's linears",
                 hint=f"known: {', '.join(LINEARS)}",
             )
-
-
-def pick_stages(job: Job, stages: list[Stage]) -> list[Stage]:
-    """Those of which the fullest is asked for: all, the first or the last."""
-    asked = job.option("rank")
-    if asked == "fullest":
-        return stages
-    return stages[:1] if asked == "first" else stages[-1:]
 
 
 def _modules(job: Job) -> list[str]:

@@ -14,6 +14,7 @@ from memfit.ledger import Kind, Ledger, Phase
 from memfit.plan.frameworks import Framework, Job, Knob, Slack, frameworks, make_ledger, obey
 from memfit.plan.frameworks._megatron_block import BlockSettings
 from memfit.plan.frameworks._megatron_shape import Shape, check_parts, list_divisions, read_shape
+from memfit.plan.frameworks._megatron_split import pick_stages
 from memfit.plan.frameworks._megatron_stage import (
     MIB,
     Blocks,
@@ -29,7 +30,7 @@ from memfit.plan.frameworks._megatron_stage import (
     read_blocks,
 )
 from memfit.plan.frameworks._pipeline import count_in_flight, deal_sizes
-from memfit.plan.frameworks.megatron import KNOBS, VALUES, pick_stages
+from memfit.plan.frameworks.megatron import KNOBS, VALUES
 from memfit.recipe import Parallel
 
 SHARED = (
@@ -104,7 +105,7 @@ class MegatronDeepSpeed(Framework):
         shape, settings = read_shape(job), _read_settings(job)
         aware = "embedding" in str(job.option("pp_partition_method"))
         blocks, stages = read_blocks(shape, settings), _deal_stages(shape, aware)
-        stages = pick_stages(job, stages)
+        stages = pick_stages(str(job.option("rank")), stages)
         bucket = 2 * int(job.option("reduce_bucket_size"))
         replicated = job.recipe.parallel.dp_replicate > 1  # no ZeRO: runtime/fp16/fused_optimizer
         return make_ledger(
