@@ -86,12 +86,16 @@ def all_to_all(setting: Setting) -> Number:
     """
     shape, layout, machine, rates = setting
     link, network = _links(setting)
-    domains = larger(layout.ep * layout.tp / machine.domain, 1)
+    # tp's ranks hold whole experts each: their groups are of ep neighbours, tp's among them
+    domains = larger(layout.ep / machine.domain, 1)
     tokens = work.tokens_of(layout) / layout.tp
     distinct = domains * (1 - (1 - 1 / domains) ** shape.per_token)
     copies = where(layout.deduplicated > 0, distinct, shape.per_token)
     across = tokens * copies * (1 - 1 / domains) / network
     within = work.routed_tokens(shape, layout) * (1 - 1 / layout.ep) / link
-    seconds = 4 * shape.hidden * (rates.dispatch_across * across + rates.dispatch * within)
+    across, within = rates.dispatch_across * across, rates.dispatch * within
+    # what is sent once to a domain is passed on inside it at the same time
+    both = where(layout.deduplicated > 0, larger(across, within), across + within)
+    seconds = 4 * shape.hidden * both
     seconds = seconds * where(layout.overlapped > 0, rates.dispatch_overlapped, 1.0)
     return where(layout.ep > 1, seconds, 0.0)
