@@ -179,3 +179,12 @@ def test_rules_say_what_they_removed():
 def test_a_node_is_what_the_request_or_the_catalogue_says():
     nodes = [span(ask(count=count, nodes=n)).limits.node for count, n in ((2, 4), (2, 1), (16, 1))]
     assert nodes == [2, 2, 8]
+
+
+def test_every_micro_batch_that_divides_a_ranks_share_is_tried():
+    space = span(ask(count=2, batch=12, recompute="none", attention="flash"))
+    found_ = {}
+    for recipe in found(space):
+        if recipe.parallel.pp == recipe.parallel.cp == 1:
+            found_.setdefault(recipe.parallel.dp, set()).add(recipe.micro_batch)
+    assert found_ == {1: {1, 2, 3, 4, 6, 12}, 2: {1, 2, 3, 6}}

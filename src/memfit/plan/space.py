@@ -24,6 +24,7 @@ from memfit.plan.tables import (
     Columns,
     Removed,
     cross,
+    cross_each,
     find_right,
     keep,
     length,
@@ -341,8 +342,12 @@ def _batches(
     """Every micro-batch of every mesh, and the micro-batches that make up the global batch."""
     table = keep(table, batch_rules(_job(job, table).recipe, limits)[:1], removed)
     micro, batch = request.micro_batch, limits.global_batch
-    table = cross(table, "micro_batch", divisors(batch) if micro == "auto" else (micro,))
-    table = keep(table, batch_rules(_job(job, table).recipe, limits), removed)
+    if micro == "auto":
+        share = batch // (table["dp_replicate"] * table["dp_shard"])
+        table = cross_each(table, "micro_batch", share, divisors)
+    else:
+        table = cross(table, "micro_batch", (micro,))
+        table = keep(table, batch_rules(_job(job, table).recipe, limits), removed)
     ranks = table["dp_replicate"] * table["dp_shard"]
     table["accumulation"] = batch // (ranks * table["micro_batch"])
     return table

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from memfit.errors import InvalidRequest
@@ -42,6 +42,22 @@ def cross(table: Columns, name: str, values: Sequence[int]) -> Columns:
     rows = length(table)
     found = {key: numpy.repeat(column, len(values)) for key, column in table.items()}
     return {**found, name: numpy.tile(numpy.array(values), rows)}
+
+
+def cross_each(
+    table: Columns, name: str, of: Any, list_values: Callable[[int], Sequence[int]]
+) -> Columns:
+    """Every row with every value of another column, which are those of its own number in `of`."""
+    import numpy
+
+    numbers, which = numpy.unique(of, return_inverse=True)
+    values = [numpy.array(list_values(int(number))) for number in numbers]
+    sizes = numpy.array([len(own) for own in values])
+    rows = numpy.repeat(numpy.arange(len(of)), sizes[which])
+    counts = sizes[which]
+    order = numpy.arange(len(rows)) - numpy.repeat(numpy.cumsum(counts) - counts, counts)
+    starts = (numpy.cumsum(sizes) - sizes)[which][rows]
+    return {**take_rows(table, rows), name: numpy.concatenate(values)[starts + order]}
 
 
 def keep(table: Columns, rules: Sequence[Rule], removed: dict[str, Removed]) -> Columns:
