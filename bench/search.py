@@ -3,11 +3,13 @@
     python bench/search.py [--framework NAME] [--no-write]
 
 Each case is a request that leaves the mesh, the micro-batch, recomputing and the kernels open. It
-runs in a process of its own, twice; the second time is `warm`. `space` lists the candidates and
-`memory` gives the bytes of every one; EVALUATE names what a candidate is asked, so that seconds
-stand beside bytes with one more line. `alike` counts candidates that were also predicted one by one
-and had the same bytes: all of `checked`. `leanest` are those that fit and recompute the fewest
-blocks, found without measuring all. `resident` is the largest set of the process, with numpy.
+runs in a process of its own, twice; the second time is `warm`. `space` lists the candidates,
+`memory` gives the bytes and `time` the seconds of every one: `a_second_of_cpu` are predicted in
+full in a second of one core's time. `search` is the plan that memfit makes, which need not predict
+what cannot win; seconds of the clock count others at work. `alike` counts candidates that were also
+predicted one by one and had the same bytes: all of `checked`. `leanest` are those that fit and
+recompute the fewest blocks, found without measuring all. `resident_mib` is the largest set of the
+process, with numpy.
 
 Writes bench/results/search.json.
 """
@@ -27,8 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import memfit
-from memfit.nouns import from_data
+from memfit import api
+from memfit.nouns import from_data, to_data
 from memfit.plan.bounds import find_bounds
+from memfit.plan.clock.read import time_recipes
 from memfit.plan.fitting import find_fitting
 from memfit.plan.foreign import describe_foreign, predict_ledger
 from memfit.plan.space import Space, span
@@ -63,7 +67,12 @@ def weigh(space: Space, recipes: Recipe) -> dict[str, Any]:
     }  # fmt: skip
 
 
-EVALUATE = {"memory": weigh}  # what is asked of each slice of candidates
+def clock(space: Space, recipes: Recipe) -> dict[str, Any]:
+    """Seconds of a step of every candidate of a slice."""
+    return {"seconds": time_recipes(recipes, space.model, space.device)}
+
+
+EVALUATE = {"memory": weigh, "time": clock}  # what is asked of each slice of candidates
 
 
 def lean(case: str, framework: str) -> dict[str, Any]:
@@ -73,6 +82,20 @@ def lean(case: str, framework: str) -> dict[str, Any]:
     for part in space.parts:
         number += sum(len(r.micro_batch) for r in find_fitting(space, part, usable(space)))
     return {"leanest": number, "leanest_cpu_seconds": round(time.process_time() - cpu, 4)}
+
+
+def whole(case: str, framework: str) -> dict[str, Any]:
+    """The search itself, warm: the plan of the request, and its step."""
+    request = read(case, framework)
+    api.plan(request)
+    wall, cpu = time.perf_counter(), time.process_time()
+    plan = api.plan(request)
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    return {
+        "search_seconds": round(wall, 4), "search_cpu_seconds": round(cpu, 4),
+        "step_seconds": round(plan.time.step_seconds or 0, 3),
+        "chosen": {k: v for k, v in to_data(plan.recipe.parallel).items() if v is not False},
+    }  # fmt: skip
 
 
 def usable(space: Space) -> int:
@@ -91,11 +114,12 @@ def run(case: str, framework: str) -> dict[str, Any]:
     space = span(read(case, framework))
     spent: dict[str, float] = {"space": time.perf_counter() - start}
     fit = may = 0
+    found: dict[str, Any] = {}
     for part in space.parts:
         for recipes in part.slices():
             for name, evaluate in EVALUATE.items():
                 before = time.perf_counter()
-                found = evaluate(space, recipes)
+                found |= evaluate(space, recipes)
                 spent[name] = spent.get(name, 0.0) + time.perf_counter() - before
             fit, may = fit + int(found["fits"].sum()), may + int(found["may_fit"].sum())
     wall, cpu = time.perf_counter() - start, time.process_time() - cpu
@@ -140,7 +164,8 @@ def alone(case: str, framework: str) -> dict[str, Any]:
     cold, warm = run(case, framework), run(case, framework)
     mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     own = {"cold_seconds": cold["seconds"]["all"], "resident_mib": round(mib)}
-    return warm | own | lean(case, framework) | check(case, framework)
+    found = warm | own | lean(case, framework) | whole(case, framework)
+    return found | check(case, framework)
 
 
 def main() -> None:
