@@ -172,10 +172,12 @@ def usable_memory(request: Request, space: Space) -> int | None:
 
 def explore(space: Space, usable: int | None) -> Outcome:
     """Predict every candidate, and keep those that matter."""
-    if space.size > WHOLE and usable is not None:
-        found = _gather(leanest(space, usable), usable, space.size)
-        if found.fitting:
-            return found
+    lean = list(leanest(space, usable)) if space.size > WHOLE and usable is not None else []
+    if lean:
+        found = _gather(lean, usable, space.size)
+        faster = list(without_recomputing(space, found.fitting[0].seconds))
+        beyond = _gather(faster, usable, space.size).beyond if faster else []
+        return found._replace(beyond=beyond)
     return _gather(slices(space), usable, space.size)
 
 
@@ -210,14 +212,18 @@ def slices(space: Space) -> Iterator[Slice]:
 
 
 def leanest(space: Space, usable: int) -> Iterator[Slice]:
-    """Of each row those that fit with the least recomputing, and those without any."""
+    """Of each row those that fit with the least recomputing."""
     for part in space.parts:
-        if part.choices is None:
-            yield from (_predict(space, recipes) for recipes in part.slices())
-            continue
         yield from (_predict(space, recipes) for recipes in find_fitting(space, part, usable))
+
+
+def without_recomputing(space: Space, seconds: float) -> Iterator[Slice]:
+    """Those that take less than that where nothing is computed again, whether they fit or not."""
+    for part in space.parts:
         for piece in part.pieces(SLICE):
-            yield _predict(space, piece.choose_none())
+            fast = time_recipes(piece.choose_none(), space.model, space.device) < seconds
+            if fast.any():
+                yield _predict(space, piece.only(fast.nonzero()[0]).choose_none())
 
 
 def _predict(space: Space, recipes: Recipe) -> Slice:
