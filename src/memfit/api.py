@@ -100,7 +100,7 @@ def why_not(request: Request, changes: Mapping[str, Any]) -> WhyNot:
 def predict(request: Request) -> Plan:
     """Memory and time of one fully stated configuration; no search, no levers.
 
-    Of another framework's step (`framework:`) the memory alone.
+    Of another framework's step (`framework:`) too.
     """
     if request.framework != "memfit":
         return foreign.predict_foreign(request)

@@ -30,6 +30,11 @@ class Memory(Noun, frozen=True, kw_only=True):
     peak_phase: str
     entries: tuple[Entry, ...]
 
+    @property
+    def needed(self) -> int | None:
+        """The bytes that are held against the usable line; None is unknown."""
+        return self.peak_allocated if self.device_total is None else self.device_total
+
 
 class Time(Noun, frozen=True, kw_only=True):
     """One optimizer step, predicted or measured; None is unknown."""
@@ -85,6 +90,16 @@ class Plan(Noun, frozen=True, kw_only=True):
     levers: tuple[Considered, ...]  # the chosen recipe with one knob changed
     assumptions: tuple[str, ...]
     versions: dict[str, str]
+
+    @property
+    def chosen(self) -> Considered | None:
+        """The recipe's own row among those considered; None where nothing was searched."""
+        return next((row for row in self.considered if row.chosen), None)
+
+    @property
+    def label(self) -> str:
+        """The recipe in one line; "" where nothing was searched."""
+        return self.chosen.label if self.chosen else ""
 
 
 class Tensor(Noun, frozen=True, kw_only=True):

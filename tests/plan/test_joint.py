@@ -13,7 +13,12 @@ from memfit.nouns import from_data
 from memfit.plan import joint
 from memfit.plan.clock.read import read_setting, time_recipes
 from memfit.plan.clock.step import predict_step
-from memfit.plan.foreign import describe_foreign, predict_foreign, predict_ledger
+from memfit.plan.foreign import (
+    describe_foreign,
+    predict_foreign,
+    predict_ledger,
+    usable_memory,
+)
 from memfit.plan.space import span
 from memfit.plan.wording import state
 from memfit.request import Request
@@ -61,7 +66,7 @@ def one_by_one(request):
 def test_nothing_faster_fits(model, framework, memory):
     request = ask(model, framework, memory=memory, attention="flash", recompute="selective")
     space = span(request)
-    usable = joint.usable_memory(request, space)
+    usable = usable_memory(request, space.device)
     found = joint.explore(space, usable)
     every = list(one_by_one(request))
     assert found.size == len(every) > 50
@@ -199,7 +204,7 @@ def test_a_slower_device_never_has_a_faster_plan(share, what):
             device, flops={k: v * share for k, v in device.flops.items()},
             flops_measured={k: v * share for k, v in device.flops_measured.items()},
         )  # fmt: skip
-    usable = joint.usable_memory(request, space)
+    usable = usable_memory(request, space.device)
     fast, slow = (joint.explore(space._replace(device=d), usable) for d in (device, slower))
     assert slow.fitting[0].seconds >= fast.fitting[0].seconds
 

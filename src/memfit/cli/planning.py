@@ -118,7 +118,7 @@ def _after_plan(
     """What one would type next: make it fit, prove it, or train."""
     again = f"{shlex.quote(target)}{same_options(device, memory, changes)}"
     if plan.recipe.framework != "memfit":
-        chosen = next((row.changes for row in plan.considered if row.chosen), {})
+        chosen = plan.chosen.changes if plan.chosen else {}
         stated = same_options(device, memory, {**changes, **chosen})
         return [
             "memfit accuracy --what time --by framework",

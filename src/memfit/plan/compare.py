@@ -19,12 +19,12 @@ from memfit.errors import DoesNotFit, Error, InvalidRequest
 from memfit.hardware import Device
 from memfit.nouns import Noun
 from memfit.plan.offers import Offer
+from memfit.plan.space import node_size
 from memfit.request import Hardware, Request
 from memfit.results import Plan, Verdict
 
 Objective = Literal["fastest", "cheapest", "fewest-devices"]
 MANY = "torchtitan"  # FSDP2, tensor and pipeline parallelism of PyTorch's own parts
-NODE = 8  # devices of a node where the catalogue does not say
 
 
 class Offered(Noun, frozen=True, kw_only=True):
@@ -69,12 +69,6 @@ def place(device: Device, count: int) -> Hardware:
             hint=f"offer {count // node * node} or {-(-count // node) * node}",
         )
     return Hardware(device=device.id, count=node, nodes=count // node)
-
-
-def node_size(device: Device) -> int:
-    """Devices of a node, the most that the catalogue has seen; `2-8` is 8."""
-    words = device.devices_per_node.replace("-", " ").split()
-    return max((int(word) for word in words if word.isdigit()), default=NODE)
 
 
 def compare(
@@ -123,19 +117,18 @@ def _refused(offer: Offer, framework: str, error: Error) -> Offered:
 
 def _offered(offer: Offer, device: Device, plan: Plan) -> Offered:
     memory, time, cost = plan.memory, plan.time, plan.cost
-    needs = memory.peak_allocated if memory.device_total is None else memory.device_total
+    needs = memory.needed
     price = choose_price(device, plan.request.hardware.price).usd_per_hour
     each = None
     if price is not None and time.tokens_per_second:
         each = 1e6 * offer.count * price / units.HOUR / time.tokens_per_second
-    chosen = next((row.label for row in plan.considered if row.chosen), "")
     because = ""
     if memory.verdict == "does_not_fit" and needs is not None and memory.usable is not None:
         because = f"needs {units.show_bytes(needs - memory.usable)} more than a device has"
     elif memory.verdict != "fits":
         because = "fits only at the low end of what is not known"
     return Offered(
-        offer=offer, framework=plan.recipe.framework, verdict=memory.verdict, recipe=chosen,
+        offer=offer, framework=plan.recipe.framework, verdict=memory.verdict, recipe=plan.label,
         needs=needs, usable=memory.usable, step_seconds=time.step_seconds,
         total_seconds=time.total_seconds, device_hours=cost.device_hours, usd=cost.usd,
         usd_per_million_tokens=each, best=False, because=because,

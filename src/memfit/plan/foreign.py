@@ -30,8 +30,7 @@ def predict_foreign(request: Request) -> Plan:
     """
     recipe, model, assumed = read_foreign(request)
     device = find_device(request.hardware.device)
-    limit = request.limits.memory_bytes
-    usable = device.memory if limit is None else min(limit, device.memory or limit)
+    usable = usable_memory(request, device)
     try:
         ledger = predict_ledger(recipe, model, device)
         memory = describe_foreign(ledger, recipe, device, usable)
@@ -56,6 +55,12 @@ def predict_foreign(request: Request) -> Plan:
         assumptions=assumed,
         versions={"memfit": __version__},
     )
+
+
+def usable_memory(request: Request, device: Device) -> int | None:
+    """Bytes of a device that may be used; None where nobody knows."""
+    limit, own = request.limits.memory_bytes, device.memory
+    return own if limit is None else min(limit, own or limit)
 
 
 def predict_ledger(recipe: Recipe, model: Model, device: Device) -> Ledger:

@@ -75,7 +75,7 @@ def search(request: Request) -> Plan:
             space = span(fewer)
         except InvalidRequest:
             continue
-        if any_faster(space, usable_memory(fewer, space), best.chosen.seconds):
+        if any_faster(space, foreign.usable_memory(fewer, space.device), best.chosen.seconds):
             best = explore_all(fewer)
     stated = state(best.request, best.chosen.recipe, best.space.framework)
     plan = foreign.predict_foreign(stated)
@@ -112,7 +112,7 @@ class Explored(NamedTuple):
 def explore_all(request: Request) -> Explored:
     """Search the space of a request; raises InvalidRequest where no candidate is left."""
     space = span(request)
-    usable = usable_memory(request, space)
+    usable = foreign.usable_memory(request, space.device)
     return Explored(request, space, usable, explore(space, usable))
 
 
@@ -158,16 +158,10 @@ def least_seconds(explored: Explored, devices: int) -> float:
     machine, rates = setting.machine, setting.rates
     fastest = max(machine.products * rates.products, machine.wide_products * rates.head)
     totals = sum_up(space.model)
-    passes = 2 if recipe.method == "lora" else 3
+    passes = {"full": 3, "lora": 2}.get(recipe.method, 1)  # frozen blocks may have no backward
     tokens = recipe.global_batch * recipe.sequence_length
     flop = 2.0 * passes * tokens * (sum(totals.dense) + totals.head)
     return float(flop * rates.slowdown / (fastest * devices))
-
-
-def usable_memory(request: Request, space: Space) -> int | None:
-    """Bytes of a device that may be used; None where nobody knows."""
-    limit, own = request.limits.memory_bytes, space.device.memory
-    return own if limit is None else min(limit, own or limit)
 
 
 def explore(space: Space, usable: int | None) -> Outcome:

@@ -15,9 +15,10 @@ from memfit import catalog, families
 from memfit.catalog import CatalogModel
 from memfit.errors import Error, InvalidRequest, did_you_mean
 from memfit.nouns import Noun
-from memfit.plan.compare import node_size, place
+from memfit.plan.compare import place
 from memfit.plan.problem import find_device
 from memfit.plan.reference import find_reference
+from memfit.plan.space import node_size
 from memfit.request import Hardware, Request, Task
 from memfit.results import Plan, Verdict
 
@@ -74,13 +75,12 @@ class Try(NamedTuple):
                 because=self.refused,
             )  # fmt: skip
         memory = self.plan.memory
-        total = memory.device_total
         return Tried(
             value=self.value,
             verdict=memory.verdict,
-            needs=memory.peak_allocated if total is None else total,
+            needs=memory.needed,
             step_seconds=self.plan.time.step_seconds,
-            because=next((row.label for row in self.plan.considered if row.chosen), ""),
+            because=self.plan.label,
         )
 
 

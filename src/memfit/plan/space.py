@@ -278,10 +278,13 @@ def _node(request: Request, device: Device) -> int:
     count, nodes = request.hardware.count, request.hardware.nodes
     if nodes > 1:
         return count
-    stated = [
-        int(word) for word in device.devices_per_node.replace("-", " ").split() if word.isdigit()
-    ]
-    return min(count, max(stated, default=NODE))
+    return min(count, node_size(device))
+
+
+def node_size(device: Device) -> int:
+    """Devices of a node, the most that the catalogue has seen; `2-8` is 8."""
+    words = device.devices_per_node.replace("-", " ").split()
+    return max((int(word) for word in words if word.isdigit()), default=NODE)
 
 
 def _job(job: Job, table: Columns) -> Job:

@@ -51,10 +51,9 @@ def describe_memory(ledger: Ledger, device: Device, usable: int | None, because:
 
 def needs(memory: Memory) -> int:
     """The bytes that are held against the usable line; raises MemoryUnknown."""
-    needed = memory.peak_allocated if memory.device_total is None else memory.device_total
-    if needed is None:
+    if memory.needed is None:
         raise MemoryUnknown(memory.because)
-    return needed
+    return memory.needed
 
 
 def describe_lack(memory: Memory, device: str) -> str:

@@ -69,7 +69,7 @@ def _seconds(seconds: float) -> str:
 def _lack(asked: Plan, chosen: Plan) -> list[str]:
     """How much is missing, and of what it takes more than the chosen one."""
     memory = asked.memory
-    needs = memory.peak_allocated if memory.device_total is None else memory.device_total
+    needs = memory.needed
     said = [memory.because]
     if needs is not None and memory.usable is not None:
         over = needs - memory.usable

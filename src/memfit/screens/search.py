@@ -96,11 +96,10 @@ def show_why_not(console: Console, found: WhyNot) -> None:
         if plan is None:
             continue
         memory, seconds = plan.memory, plan.time.step_seconds
-        needs = memory.peak_allocated if memory.device_total is None else memory.device_total
-        label = next((row.label for row in plan.considered if row.chosen), "")
+        needs = memory.needed
         table.add_row(
             name,
-            plain(console, label),
+            plain(console, plan.label),
             "unknown" if needs is None else units.show_bytes(needs),
             "unknown" if seconds is None else units.show_seconds(seconds),
         )
