@@ -1,6 +1,7 @@
 """Write the documentation that is generated: docs/cli.md, from the commands' own --help,
 docs/workspaces.md, from the table of what CUDA kernels allocate, docs/frameworks.md, from what each
-framework's file declares, and docs/accuracy.md with its plot and figures, from the corpus.
+framework's file declares, docs/techniques.md, from docs/techniques.toml, and docs/accuracy.md with
+its plot and figures, from the corpus.
 
 `--check` writes nothing and exits 1 when a file is not what would be written.
 """
@@ -15,6 +16,7 @@ import accuracy_page
 import accuracy_time_page
 import click
 import frameworks_page
+import techniques_page
 
 from memfit import corpus, folklore, nouns
 from memfit.certify.workspace import NOT_COUNTED, PRODUCTS, RULES
@@ -93,6 +95,7 @@ def main() -> None:
         DOCS / "cli.md": command_line(),
         DOCS / "workspaces.md": workspaces(),
         DOCS / "frameworks.md": frameworks_page.page(),
+        DOCS / "techniques.md": techniques_page.page(),
         DOCS / "accuracy.md": accuracy_page.page(found, rules),
         DOCS / "accuracy_time.md": accuracy_time_page.section(times),
         accuracy_time_page.FIGURES: accuracy_time_page.record(times),
