@@ -293,6 +293,54 @@ def simumax(folder: Path) -> Callable[[Row], float]:
     return ask
 
 
+def calculon(folder: Path) -> Callable[[Row], float]:
+    """calculon: bytes of a processor for a step of Megatron-LM's GPT, with its seconds.
+
+    Told: sizes, sequence, batches, degrees, interleaving, recompute, distributed optimizer. Its
+    blocks have two products in a feed-forward, a key and value for each head and no vocabulary, so
+    it is asked how long an answer takes (bench/search.py) and not for the rows of the corpus.
+    """
+    sys.path.insert(0, str(folder / "calculon"))
+    import logging
+
+    from calculon import System
+    from calculon.llm import Llm
+
+    home = folder / "calculon"
+    told_system = json.loads((home / "systems" / "h100_80g_nvl8.json").read_text())
+    told_system["mem1"]["GiB"] = 10**6  # else it stops where its bytes do not fit
+    system = System(told_system)
+    base = json.loads((home / "examples" / "3072_t4_p64_d12_mbs4_full.json").read_text())
+    silent = logging.getLogger("calculon")
+
+    def ask(row: Row) -> float:
+        r, p, a = row.recipe, row.recipe.parallel, architecture(row)
+        refuse(
+            knows_no_context_parallelism=p.cp > 1,
+            knows_no_experts=a.experts.count > 0,
+            knows_all_blocks_or_none_recomputed=r.recompute_blocks not in (0, a.layers),
+            knows_whole_stages_only=a.layers % (p.pp * p.virtual_pp) > 0,
+        )
+        level = {"full": "full", "selective": "attn_only"}[r.recompute]
+        told = base | {
+            "num_procs": p.world, "tensor_par": p.tp, "pipeline_par": p.pp, "data_par": p.dp,
+            "batch_size": r.global_batch, "microbatch_size": r.micro_batch,
+            "activation_recompute": level if r.recompute_blocks else "none",
+            "pipeline_interleaving": p.virtual_pp, "optimizer_sharding": p.dp > 1,
+            "tensor_par_comm_type": "rs_ag" if p.sequence_parallel else "ar",
+        }  # fmt: skip
+        sizes = {
+            "hidden": a.hidden, "feedforward": a.ffn, "seq_size": r.sequence_length,
+            "attn_heads": a.heads, "attn_size": a.head_dim, "num_blocks": a.layers,
+        }  # fmt: skip
+        judge = Llm(Llm.Application(sizes), silent)
+        judge.compile(system, Llm.Execution.from_json(told))
+        judge.run(system)
+        return float(judge.get_mem_tier1_cap_req())
+
+    return ask
+
+
 def _numbers(said: Any, key: str) -> Iterator[float]:
     """Every value of a key in a nested answer, in bytes."""
     data = getattr(said, "data", said)

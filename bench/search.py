@@ -1,6 +1,6 @@
 """How many configurations a second the search evaluates, and in how much memory.
 
-    python bench/search.py [--framework NAME] [--no-write]
+    python bench/search.py [--framework NAME] [--peers FOLDER] [--no-write]
 
 Each case is a request that leaves the mesh, the micro-batch, recomputing and the kernels open. It
 runs in a process of its own, twice; the second time is `warm`. `space` lists the candidates,
@@ -11,21 +11,28 @@ predicted one by one and had the same bytes: all of `checked`. `leanest` are tho
 recompute the fewest blocks, found without measuring all. `resident_mib` is the largest set of the
 process, with numpy.
 
+With --peers (FOLDER as for bench/peers.py), llm-analysis, SimuMax and calculon are asked, with
+their own code in the same run, for a sample of one case's candidates one by one: milliseconds of
+one core a configuration, and how many times memfit's own that is.
+
 Writes bench/results/search.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import os
 import platform
 import random
 import resource
+import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import memfit
@@ -41,6 +48,8 @@ from memfit.request import Request
 
 OUT = Path(__file__).resolve().parent / "results" / "search.json"
 CHECKED = 50  # candidates of each case that are predicted one by one, too
+ASKED = "llama-2-70b on 512 h100-sxm"  # of which peers are asked: a deal that they all can be told
+PEERS = "llm_analysis", "simumax", "calculon"
 CASES: dict[str, dict[str, Any]] = {
     "llama-3.1-405b on 16,384 h100-sxm": {
         "model": "llama-3.1-405b", "hardware": {"device": "h100-sxm", "count": 8, "nodes": 2048},
@@ -49,6 +58,10 @@ CASES: dict[str, dict[str, Any]] = {
     "deepseek-v3 on 16,384 h100-sxm": {
         "model": "deepseek-v3", "hardware": {"device": "h100-sxm", "count": 8, "nodes": 2048},
         "task": {"sequence_length": 4096, "global_batch": 15360},
+    },
+    "llama-2-70b on 512 h100-sxm": {
+        "model": "llama-2-70b", "hardware": {"device": "h100-sxm", "count": 8, "nodes": 64},
+        "task": {"sequence_length": 4096, "global_batch": 1024},
     },
     "llama-3.1-8b on 8 h100-sxm": {
         "model": "llama-3.1-8b", "hardware": {"device": "h100-sxm", "count": 8},
@@ -159,6 +172,44 @@ def as_columns(recipe: Recipe) -> Recipe:
     return with_columns(recipe, columns)
 
 
+def ask_peers(folder: Path, framework: str, ours: float) -> dict[str, Any]:
+    """Milliseconds that a peer takes for a configuration, and over `ours`; or why it has none."""
+    import peers
+
+    space, pick = span(read(ASKED, framework)), random.Random(0)
+    asked: list[Any] = []
+    while len(asked) < CHECKED:
+        part = pick.choice(space.parts)
+        recipe = part.recipe_of(pick.randrange(part.size))
+        p, layers = recipe.parallel, space.model.architecture.layers
+        whole_stages = layers % (p.pp * p.virtual_pp) == 0
+        if p.cp == 1 and whole_stages and recipe.recompute_blocks in (0, layers):
+            asked.append(SimpleNamespace(recipe=recipe, memory={}))
+    found: dict[str, Any] = {}
+    for name in PEERS:
+        try:
+            ask = getattr(peers, name)(folder)
+        except (ImportError, OSError) as error:
+            found[name] = f"not run: {type(error).__name__}: {error}"
+            continue
+        times, reasons = [], collections.Counter[str]()
+        for row in asked:
+            start = time.process_time()
+            try:
+                ask(row)
+            except peers.NotExpressible as reason:
+                reasons[str(reason).split(":")[0][:60]] += 1
+            except Exception as error:  # a peer's own failure is its answer
+                reasons[type(error).__name__] += 1
+            else:
+                times.append(1e3 * (time.process_time() - start))
+        found[name] = {"answered": len(times), "not_answered": dict(reasons)}
+        if times:
+            each = statistics.median(times)
+            found[name] |= {"median_ms": round(each, 3), "times_memfit": round(each / ours)}
+    return found
+
+
 def alone(case: str, framework: str) -> dict[str, Any]:
     """The case, cold and warm, and its memory, in this process."""
     cold, warm = run(case, framework), run(case, framework)
@@ -172,6 +223,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", choices=CASES)
     parser.add_argument("--framework", default="megatron")
+    parser.add_argument("--peers", type=Path)
     parser.add_argument("--write", action=argparse.BooleanOptionalAction, default=True)
     asked = parser.parse_args()
     if asked.case:
@@ -183,11 +235,17 @@ def main() -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         found[case] = json.loads(done.stdout)
         print(case, json.dumps(found[case], indent=2))
+    ours = 1e3 / found[ASKED]["a_second_of_cpu"]
+    theirs: Any = "not run: no --peers"
+    if asked.peers:
+        theirs = ask_peers(asked.peers, asked.framework, ours)
+        print(json.dumps(theirs, indent=2))
     result = {
         "memfit": memfit.__version__, "python": platform.python_version(),
         "machine": platform.machine(), "cores": os.cpu_count(),
         "load_average": round(os.getloadavg()[0], 1),  # others at work beside this bench
         "framework": asked.framework, "evaluated": list(EVALUATE), "cases": found,
+        "milliseconds_a_configuration": round(ours, 6), "peers": theirs,
     }  # fmt: skip
     if asked.write:
         OUT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
