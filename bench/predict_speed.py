@@ -8,7 +8,7 @@ the model's row and simulates, the next simulates for all shapes). `simulated` c
 configurations for which a simulation was needed after all: other operations ran, as with one row.
 `cpu` is this process's processor time, which other work on the machine does not lengthen as much.
 
-FOLDER as for bench/peers.py: each peer is asked, with its own code, for llama-3.1-8b in
+FOLDER as for bench/calculators.py: each peer is asked, with its own code, for llama-3.1-8b in
 Megatron-LM's mixed precision at as many shapes as a recipe of ours, after one call that is not
 timed; telling it the sizes counts.
 They answer less: DeepSpeed's estimator and EleutherAI's script are sums of a few products;
@@ -153,7 +153,7 @@ def measure() -> dict[str, Any]:
 
 def ask_peers(folder: Path) -> dict[str, Any]:
     """Milliseconds a configuration, of peers whose code is there."""
-    from peers import PEERS, NotExpressible
+    from calculators import PEERS, NotExpressible
 
     told = {"model": "llama-3.1-8b", "framework": "megatron", "precision": "bf16-mixed"}
     asked = (request(told, *shape) for shape in shapes(told, random.Random(0)))

@@ -11,7 +11,7 @@ predicted one by one and had the same bytes: all of `checked`. `leanest` are tho
 recompute the fewest blocks, found without measuring all. `resident_mib` is the largest set of the
 process, with numpy.
 
-With --peers (FOLDER as for bench/peers.py), llm-analysis, SimuMax and calculon are asked, with
+With --peers (FOLDER as for bench/calculators.py), llm-analysis, SimuMax and calculon are asked, with
 their own code in the same run, for a sample of one case's candidates one by one: milliseconds of
 one core a configuration, and how many times memfit's own that is.
 
@@ -174,7 +174,7 @@ def as_columns(recipe: Recipe) -> Recipe:
 
 def ask_peers(folder: Path, framework: str, ours: float) -> dict[str, Any]:
     """Milliseconds that a peer takes for a configuration, and over `ours`; or why it has none."""
-    import peers
+    import calculators
 
     space, pick = span(read(ASKED, framework)), random.Random(0)
     asked: list[Any] = []
@@ -188,7 +188,7 @@ def ask_peers(folder: Path, framework: str, ours: float) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in PEERS:
         try:
-            ask = getattr(peers, name)(folder)
+            ask = getattr(calculators, name)(folder)
         except (ImportError, OSError) as error:
             found[name] = f"not run: {type(error).__name__}: {error}"
             continue
@@ -197,7 +197,7 @@ def ask_peers(folder: Path, framework: str, ours: float) -> dict[str, Any]:
             start = time.process_time()
             try:
                 ask(row)
-            except peers.NotExpressible as reason:
+            except calculators.NotExpressible as reason:
                 reasons[str(reason).split(":")[0][:60]] += 1
             except Exception as error:  # a peer's own failure is its answer
                 reasons[type(error).__name__] += 1

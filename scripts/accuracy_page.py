@@ -1,7 +1,7 @@
 """What the predictions are worth: docs/accuracy.md, docs/accuracy.svg, bench/results/accuracy.json.
 
 Written by `make docs` from the corpus in measurements/ and from what peers answer for the same rows
-(bench/results/peers.jsonl). The figures are also a ratchet: `worse` names those that are worse than
+(bench/results/calculators.jsonl). The figures are also a ratchet: `worse` names those that are worse than
 the best ever recorded, and a test lets them pass only when CHANGELOG.md says so.
 """
 
@@ -21,7 +21,7 @@ from memfit.corpus import read_corpus, read_refused
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "bench" / "results" / "accuracy.json"
 GRID = ROOT / "bench" / "results" / "predict_grid.jsonl"
-PEERS = ROOT / "bench" / "results" / "peers.jsonl"
+PEERS = ROOT / "bench" / "results" / "calculators.jsonl"
 TOLERANCE = 1e-4  # of a figure: below it nothing got worse
 HEAD = """# How far off the predictions are
 
@@ -190,7 +190,7 @@ def peers(found: Accuracy) -> str:
         else:
             answers.setdefault(answer["peer"], {})[answer["id"]] = answer["nbytes"]
     lines = [
-        "Each peer is given the recipe as far as it can be told (`bench/peers.py` says how), and"
+        "Each peer is given the recipe as far as it can be told (`bench/calculators.py` says how), and"
         " held against the same figure. What it cannot express is counted apart, not as an error.",
         "",
         "| peer | answers | not expressible | median | 90 % within | bias"

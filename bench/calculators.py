@@ -1,11 +1,11 @@
 """What peers answer for the rows of the corpus, with their own code.
 
-    python bench/peers.py --peers FOLDER
+    python bench/calculators.py --peers FOLDER
 
 FOLDER holds checkouts of the peers' sources (`cookbook` of EleutherAI, `deepspeed-…`,
 `llm-analysis`, `SimuMax`); accelerate is imported. What is not there is skipped and said.
 One fixed rule a peer, written in its function: the recipe as far as the peer can be told; a row
-that it cannot be told is not expressible and is no error. Writes bench/results/peers.jsonl, which
+that it cannot be told is not expressible and is no error. Writes bench/results/calculators.jsonl, which
 docs/accuracy.md reads.
 """
 
@@ -30,7 +30,7 @@ from memfit.families import read_model
 from memfit.model import Architecture
 from memfit.units import GIB
 
-OUT = Path(__file__).resolve().parent / "results" / "peers.jsonl"
+OUT = Path(__file__).resolve().parent / "results" / "calculators.jsonl"
 
 
 class NotExpressible(Exception):
