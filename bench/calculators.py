@@ -5,8 +5,8 @@
 FOLDER holds checkouts of the peers' sources (`cookbook` of EleutherAI, `deepspeed-…`,
 `llm-analysis`, `SimuMax`); accelerate is imported. What is not there is skipped and said.
 One fixed rule a peer, written in its function: the recipe as far as the peer can be told; a row
-that it cannot be told is not expressible and is no error. Writes bench/results/calculators.jsonl, which
-docs/accuracy.md reads.
+that it cannot be told is not expressible and is no error. Writes bench/results/calculators.jsonl,
+which docs/accuracy.md reads.
 """
 
 from __future__ import annotations

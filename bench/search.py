@@ -11,9 +11,9 @@ predicted one by one and had the same bytes: all of `checked`. `leanest` are tho
 recompute the fewest blocks, found without measuring all. `resident_mib` is the largest set of the
 process, with numpy.
 
-With --peers (FOLDER as for bench/calculators.py), llm-analysis, SimuMax and calculon are asked, with
-their own code in the same run, for a sample of one case's candidates one by one: milliseconds of
-one core a configuration, and how many times memfit's own that is.
+With --peers (FOLDER as for bench/calculators.py), llm-analysis, SimuMax and calculon are asked,
+with their own code in the same run, for a sample of one case's candidates one by one: milliseconds
+of one core a configuration, and how many times memfit's own that is.
 
 Writes bench/results/search.json.
 """

@@ -1,8 +1,8 @@
 """What the predictions are worth: docs/accuracy.md, docs/accuracy.svg, bench/results/accuracy.json.
 
 Written by `make docs` from the corpus in measurements/ and from what peers answer for the same rows
-(bench/results/calculators.jsonl). The figures are also a ratchet: `worse` names those that are worse than
-the best ever recorded, and a test lets them pass only when CHANGELOG.md says so.
+(bench/results/calculators.jsonl). The figures are also a ratchet: `worse` names those that are
+worse than the best ever recorded, and a test lets them pass only when CHANGELOG.md says so.
 """
 
 from __future__ import annotations
@@ -190,8 +190,9 @@ def peers(found: Accuracy) -> str:
         else:
             answers.setdefault(answer["peer"], {})[answer["id"]] = answer["nbytes"]
     lines = [
-        "Each peer is given the recipe as far as it can be told (`bench/calculators.py` says how), and"
-        " held against the same figure. What it cannot express is counted apart, not as an error.",
+        "Each peer is given the recipe as far as it can be told (`bench/calculators.py` says how),"
+        " and held against the same figure. What it cannot express is counted apart, not as an"
+        " error.",
         "",
         "| peer | answers | not expressible | median | 90 % within | bias"
         " | memfit on the same rows |",
