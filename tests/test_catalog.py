@@ -99,6 +99,22 @@ def test_a_name_of_several_devices_lists_them(name):
     assert all(f"`{key}`" in caught.value.hint for key in beginning)
 
 
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("a100-80gb", "a100-sxm-80"),
+        ("A100-40GB", "a100-sxm-40"),
+        ("H100-80GB", "h100-sxm"),
+        ("rtx4090", "rtx-4090"),
+        ("4090", "rtx-4090"),
+        ("RTX 4090", "rtx-4090"),
+        ("b200", "b200-sxm"),
+    ],
+)
+def test_names_that_people_type_find_their_device(typed, name):
+    assert find_device(typed).id == name
+
+
 def test_an_unknown_name_offers_the_nearest():
     with pytest.raises(UnknownName, match="`h100-smx`") as caught:
         find_device("h100-smx")

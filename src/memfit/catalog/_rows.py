@@ -51,17 +51,17 @@ class Rows:
         return tomllib.loads(self._texts[key])
 
     def find(self, name: str, also: Mapping[str, str] = NOTHING) -> str:
-        """The id that a name means: an id, another name of the row, or the start of one id only.
+        """The id that a name means: an id, another name of the row, or a part of one id only.
 
         also: names of another file's rows, as `slug` writes them -> their ids.
-        Raises UnknownName (did-you-mean), or InvalidRequest when several rows begin like that.
+        Raises UnknownName (did-you-mean), or InvalidRequest when several rows are like that.
         """
         word = slug(name)
         if word in self.ids:
             return word
         if word in also or word in self._by_word:
             return also.get(word) or self._by_word[word]
-        begins = [key for key in (*self.ids, *also) if word and key.startswith(f"{word}-")]
+        begins = self._like(word, (*self.ids, *also))
         if len(begins) == 1:
             return begins[0]
         if begins:
@@ -71,6 +71,13 @@ class Rows:
             )
         known = [*self.ids, *also, *self._by_word]
         raise UnknownName(self._what, name, known, see=f"`memfit {self._what}s` lists them")
+
+    @staticmethod
+    def _like(word: str, keys: tuple[str, ...]) -> list[str]:
+        """Ids that begin or end with a word, or are it but for hyphens; the first that match."""
+        whole = [key for key in keys if key.replace("-", "") == word.replace("-", "")]
+        begins = [key for key in keys if word and key.startswith(f"{word}-")]
+        return whole or begins or [key for key in keys if word and key.endswith(f"-{word}")]
 
     @cached_property
     def _by_word(self) -> dict[str, str]:
