@@ -18,11 +18,13 @@ Loss = Literal["plain", "chunked", "fused"]
 Recompute = Literal["full", "selective"]
 Compile = Literal["none", "blocks", "model"]
 Offload = Literal["none", "optimizer", "parameters", "activations"]
+Lean = Literal["norm", "mlp"]
 Option = bool | int | float | str
 Schedule = Literal["constant", "linear", "cosine"]
 Implementation = Literal["fused", "foreach", "loop"]
 
 FORMAT_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+LEAN: tuple[Lean, ...] = ("norm", "mlp")  # operations that keep less for the backward
 OWN_ATTENTION: tuple[Attention, ...] = ("math", "flash", "efficient", "cudnn")
 # What memfit's own step has, of the knobs that other frameworks' steps have more values of.
 OWN_VALUES: dict[str, tuple[object, ...]] = {
@@ -128,6 +130,7 @@ class Recipe(Noun, frozen=True, kw_only=True):
     parallel: Parallel = Parallel()
     allocator: str = ""  # in the syntax of PYTORCH_ALLOC_CONF; "" takes torch's defaults
     recompute: Recompute = "full"  # what is computed again in a recomputed block
+    lean: tuple[Lean, ...] = ()  # operations of blocks that keep less, in the order of `LEAN`
     compile: Compile = "none"
     offload: Offload = "none"
     devices_per_node: int = 0  # of each machine; 0: one machine holds all ranks
@@ -146,7 +149,7 @@ class Recipe(Noun, frozen=True, kw_only=True):
         A key that came later counts where it is set, so that older recipes keep their names.
         """
         content = msgspec.to_builtins(self)
-        for late in ("devices_per_node", "network"):
+        for late in ("devices_per_node", "network", "lean"):
             if not content[late]:
                 del content[late]
         encoded = msgspec.json.encode(content, order="sorted")

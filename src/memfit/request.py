@@ -16,6 +16,7 @@ from memfit.recipe import (
     Attention,
     Compile,
     Format,
+    Lean,
     Loss,
     Offload,
     Option,
@@ -164,6 +165,7 @@ class Request(Noun, frozen=True, kw_only=True):
     loss: Auto | Loss = "auto"
     loss_chunk: NotNegative = 0  # tokens per chunk; 0 chooses
     micro_batch: Positive | Auto = "auto"
+    lean: Literal["auto", "none", "all"] | tuple[Lean, ...] = "none"
     compile: Auto | Compile = "auto"
     offload: Auto | Offload = "none"
     framework: str = "memfit"
@@ -197,6 +199,11 @@ class Request(Noun, frozen=True, kw_only=True):
             )
         if self.framework == "memfit":
             self._check_own()
+        elif self.lean not in ("none", "auto"):
+            raise InvalidRequest(
+                f"`lean` is of memfit's own step, and `framework: {self.framework}` is asked for",
+                hint="use `framework: memfit`, or leave `lean` out",
+            )
 
     def _check_own(self) -> None:
         """Refuse what only other frameworks' steps have; memfit's does not do it silently."""

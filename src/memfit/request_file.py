@@ -59,6 +59,7 @@ KEYS = {
     "loss": "plain | chunked: whether all logits exist at once; others' steps: fused",
     "loss_chunk": "tokens per chunk of the loss; 0 chooses",
     "micro_batch": "sequences per forward and backward; divides task.global_batch",
+    "lean": "norms and products that keep less for the backward: none | all | [norm, mlp] | auto",
     "compile": "none; others' steps: blocks, model",
     "offload": "none; others' steps: optimizer, parameters, activations",
     "framework": "whose training step it is: memfit; others' are predicted, never run",

@@ -15,7 +15,7 @@ from rank_worker import alone
 from tiny_steps import CONFIGS, CPU, make_recipe
 
 from memfit.certify import trace
-from memfit.recipe import Freeze, Parallel, Recipe
+from memfit.recipe import LEAN, Freeze, Parallel, Recipe
 
 WORKER = Path(__file__).parent / "rank_worker.py"
 SHARDS = Parallel(dp_shard=2)
@@ -39,6 +39,10 @@ CASES: dict[str, Recipe] = {
         config=RAGGED, parallel=SHARDS, **MIXED, loss="chunked", loss_chunk=20, recompute_blocks=3
     ),
     "mixed-lora-bf16": make_recipe("qwen3", parallel=KEPT, **MIXED, **LORA, base_format="bf16"),
+    "lean": make_recipe(parallel=SHARDS, lean=LEAN, recompute_blocks=1, accumulation=2),
+    "lean-mixed-lora": make_recipe(
+        "qwen3", parallel=SHARDS, **MIXED, **LORA, base_format="bf16", lean=LEAN
+    ),
     "experts": make_recipe("qwen3_moe", parallel=SHARDS, recompute_blocks=1, accumulation=2),
     "latent-experts": make_recipe("deepseek_v3", parallel=SHARDS, recompute_blocks=1),
     "sinks": make_recipe("gpt_oss", parallel=SHARDS, **MIXED),

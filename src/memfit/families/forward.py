@@ -14,7 +14,7 @@ import msgspec
 
 from memfit import sizes
 from memfit.model import Architecture
-from memfit.sizes import Meter, Tensor
+from memfit.sizes import Meter, Tensor, lean
 from memfit.sizes.coded import CODED, Dequantised, coded_linear
 from memfit.sizes.loss import chunked_sum, cross_entropy_sum
 
@@ -34,6 +34,7 @@ class Forward(msgspec.Struct, frozen=True):
     position_ids: Tensor | None  # (batch, tokens) of packed rows
     documents: Documents | None
     adapter_dropout: bool = False
+    lean: tuple[str, ...] = ()  # operations that keep less, see train/lean
     kind: str = ""  # of the block that runs, where the architecture has kinds
     band: Tensor | None = None  # the mask of sliding windows, where rows are longer than they are
     coded: Dequantised = Dequantised()  # how weights that are stored quantised become dense
@@ -89,6 +90,8 @@ def module(
 
 def project(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
     """A projection: Linear or Conv1D, with its bias and its adapter when it has them."""
+    if name == "lm_head" and forward.lean:  # only products of blocks are lean
+        forward = msgspec.structs.replace(forward, lean=())
     if f"{name}.lora_A.default.weight" in weights:
         return _adapted(forward, weights, name, x)
     return _plain(forward, weights, name, x)
@@ -104,7 +107,7 @@ def _plain(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
         return sizes.conv1d(x, weight, bias)
     if family == "falcon" and not of_head:
         return sizes.multiply_turned(x, weight, bias)
-    return sizes.linear(x, weight, bias)
+    return lean.linear(x, weight, bias) if forward.lean else sizes.linear(x, weight, bias)
 
 
 @module
@@ -127,7 +130,7 @@ def _adapted(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor
 
 @module
 def _matrix(forward: Forward, weight: Tensor, x: Tensor) -> Tensor:
-    return sizes.linear(x, weight)
+    return lean.linear(x, weight) if forward.lean else sizes.linear(x, weight)
 
 
 @module
@@ -136,8 +139,10 @@ def _drop(forward: Forward, x: Tensor) -> Tensor:
 
 
 @module
-def rms_norm(forward: Forward, weight: Tensor, x: Tensor) -> Tensor:
-    """Root mean square norm in fp32, as Llama's class writes it."""
+def rms_norm(forward: Forward, weight: Tensor, x: Tensor, feeds: bool = True) -> Tensor:
+    """Root mean square norm in fp32, as Llama's class writes it; feeds: see `lean.rms_norm`."""
+    if "norm" in forward.lean:
+        return lean.rms_norm(x, weight, feeds=feeds)
     dtype = x.dtype
     x = sizes.cast(x, "float32")
     variance = sizes.mean_last(sizes.power(x))
@@ -317,18 +322,26 @@ def heads(
     """A projection as (batch, heads, tokens, size), each head normed where it has a norm."""
     split = sizes.view(project(forward, weights, name, x), *shape)
     if norm in weights:
-        split = rms_norm(forward, weights[norm], split)
+        split = rms_norm(forward, weights[norm], split, feeds=False)
     return sizes.transpose(split, 1, 2)
 
 
 @module
 def gated_mlp(forward: Forward, weights: Weights, x: Tensor, name: str = "mlp") -> Tensor:
     """SwiGLU (Shazeer 2002.05202): down(act(gate(x)) * up(x))."""
+    if "mlp" in forward.lean:
+        return _lean_mlp(forward, weights, x, name)
     gate = activate(forward, project(forward, weights, f"{name}.gate_proj", x))
     up = project(forward, weights, f"{name}.up_proj", x)
     product = sizes.mul(gate, up)
     del gate, up
     return project(forward, weights, f"{name}.down_proj", product)
+
+
+def _lean_mlp(forward: Forward, weights: Weights, x: Tensor, name: str) -> Tensor:
+    gate = project(forward, weights, f"{name}.gate_proj", x)
+    up = project(forward, weights, f"{name}.up_proj", x)
+    return project(forward, weights, f"{name}.down_proj", lean.gated_product(gate, up))
 
 
 def gated_block(forward: Forward, weights: Weights, x: Tensor, turn: Turn) -> Tensor:

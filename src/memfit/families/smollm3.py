@@ -97,7 +97,7 @@ class SmolLm3(Family):
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""
-        return rms_norm(forward, weights["norm.weight"], x)
+        return rms_norm(forward, weights["norm.weight"], x, feeds=False)
 
 
 def _kinds(config: Mapping[str, Any], layers: int) -> list[str]:

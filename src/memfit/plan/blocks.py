@@ -87,6 +87,7 @@ class Setting(Noun, frozen=True, kw_only=True):
     cuda: bool
     grid: Grid | None  # see `Meter.grid`
     adapter_dropout: bool
+    lean: tuple[str, ...] = ()
     accumulates: bool  # whether there is a later micro-batch
     evaluates: bool = False  # a forward and its loss alone, of which nothing is kept
     again: bool = False  # whether the later micro-batch is of the next step, without gradients
@@ -262,7 +263,8 @@ class _Simulation:
         forward = Forward(
             architecture=self.setting.architecture, meter=meter, kernel=self.setting.kernel,
             input_ids=input_ids, position_ids=position_ids, documents=batch.documents,
-            adapter_dropout=self.setting.adapter_dropout, loop=self.loop,
+            adapter_dropout=self.setting.adapter_dropout,
+            lean=self.setting.lean, loop=self.loop,
         )  # fmt: skip
         self.marks = []
         self.mark("embedding", "embedding")

@@ -43,6 +43,7 @@ def knobs(recipe: Recipe, layers: int) -> dict[str, Any]:
         "optimizer.name": recipe.optimizer.name,
         "optimizer.implementation": recipe.optimizer.implementation,
         "attention": recipe.attention,
+        "lean": list(recipe.lean) or "none",
     }
     if recipe.method != "full":
         found["base_format"] = recipe.base_format

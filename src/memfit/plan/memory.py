@@ -141,6 +141,7 @@ def describe(model: Model, recipe: Recipe, device: Device) -> tuple[Setting, lis
         cuda=cuda,
         grid=find_grid(device),
         adapter_dropout=recipe.lora.dropout > 0,
+        lean=recipe.lean,
         accumulates=recipe.accumulation > 1,
     )
     return setting, repeats(runs)

@@ -13,14 +13,26 @@ from memfit import catalog, families
 from memfit.allocator_settings import check_allocator
 from memfit.catalog import links
 from memfit.errors import InvalidRequest
+from memfit.families.lean import check_lean, find_lean
 from memfit.families.limits import check_limits, own_kernels
 from memfit.hardware import Device
-from memfit.model import Model, ModelReference
+from memfit.model import Architecture, Model, ModelReference
 from memfit.nouns import Noun
 from memfit.optimizers import default_implementation, optimizers
 from memfit.plan.precision import HALF, find_conflict, precisions
 from memfit.plan.reference import find_published, find_reference
-from memfit.recipe import Format, Freeze, Lora, Method, Optimizer, Precision, Recipe, compute_dtype
+from memfit.recipe import (
+    LEAN,
+    Format,
+    Freeze,
+    Lean,
+    Lora,
+    Method,
+    Optimizer,
+    Precision,
+    Recipe,
+    compute_dtype,
+)
 from memfit.request import RecomputeBlocks, Request
 from memfit.sizes.kernels import Heads, heads_of, refusal, usable
 
@@ -173,6 +185,7 @@ def check(problem: Problem) -> None:
         name, architecture,
         attention=request.attention, packing=packing, loss=loss, tokens=length,
     )  # fmt: skip
+    check_lean(name, architecture, asked_lean(request))
     micro, batch = request.micro_batch, request.task.global_batch
     if micro != "auto" and batch % micro:
         raise InvalidRequest(
@@ -274,6 +287,7 @@ def first_recipe(problem: Problem, *, method: Method, precision: Precision) -> R
         attention=attention,
         loss="plain",
         loss_chunk=0,
+        lean=_lean(request, problem.model.architecture),
         sequence_length=length,
         packing=request.task.packing,
         micro_batch=1,
@@ -285,6 +299,19 @@ def first_recipe(problem: Problem, *, method: Method, precision: Precision) -> R
         devices_per_node=request.hardware.count if request.hardware.nodes > 1 else 0,
         network=find_network(request),
     )
+
+
+def asked_lean(request: Request) -> tuple[Lean, ...]:
+    """The lean operations that a request names; none where it leaves them to memfit."""
+    asked = request.lean
+    if isinstance(asked, tuple):
+        return tuple(operation for operation in LEAN if operation in asked)
+    return LEAN if asked == "all" else ()
+
+
+def _lean(request: Request, a: Architecture) -> tuple[Lean, ...]:
+    """`auto`: all that the family has."""
+    return find_lean(a) if request.lean == "auto" else asked_lean(request)
 
 
 def _full_format(precision: Precision) -> Any:

@@ -152,7 +152,7 @@ def _call(node: Node, grads: list[Tensor | None]) -> list[Tensor | None]:
             continue
         shape, dtype = target[0].outputs[target[1]]
         if grad.shape != shape:
-            outputs[i] = grad = _sum_to(grad, shape)
+            outputs[i] = grad = sum_to(grad, shape)
         if grad.dtype != dtype:
             outputs[i] = empty(
                 grad.meter, shape, dtype, strides=elementwise_strides(shape, (grad,))
@@ -161,7 +161,7 @@ def _call(node: Node, grads: list[Tensor | None]) -> list[Tensor | None]:
     return outputs
 
 
-def _sum_to(x: Tensor, shape: Shape) -> Tensor:
+def sum_to(x: Tensor, shape: Shape) -> Tensor:
     """`x.sum_to_size(shape)`, with the partial results of a sum over rows on CUDA."""
     result = empty(x.meter, shape, x.dtype)
     grid = x.meter.grid

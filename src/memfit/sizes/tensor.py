@@ -12,6 +12,7 @@ from memfit.sizes.meter import Meter
 
 if TYPE_CHECKING:
     from memfit.sizes.autograd import Node
+    from memfit.sizes.lean import Made
 
 Shape = tuple[int, ...]
 
@@ -33,7 +34,7 @@ class Tensor:
     """A view of a storage, with the autograd node that made it."""
 
     __slots__ = (
-        "_contiguous", "accumulator", "dtype", "grad", "grad_fn", "meter", "output",
+        "_contiguous", "accumulator", "dtype", "grad", "grad_fn", "made", "meter", "output",
         "requires_grad", "shape", "storage", "strides",
     )  # fmt: skip
 
@@ -50,6 +51,7 @@ class Tensor:
         self.output = 0  # which output of grad_fn
         self.grad: Tensor | None = None
         self.accumulator: Node | None = None
+        self.made: Made | None = None  # of what, where a lean operation made it
         self._contiguous: bool | None = None  # not asked yet
 
     def detached(self) -> Tensor:

@@ -19,12 +19,14 @@ from memfit.adapters import find_adapter
 from memfit.adapters._apply import replace_parameters
 from memfit.errors import InvalidRequest
 from memfit.families import family_of, read_model
+from memfit.families.lean import check_lean
 from memfit.families.limits import check_limits
 from memfit.optimizers import find_optimizer
 from memfit.recipe import Recipe
 from memfit.sizes.kernels import heads_of
 from memfit.train.attention import check_attention
 from memfit.train.hugging_face import bare_model, base_model, parts
+from memfit.train.lean import apply_lean
 from memfit.train.loss import check_chunked
 from memfit.train.recompute import recompute_first
 from memfit.train.scaling import make_scaler
@@ -67,6 +69,7 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
     _check(recipe)
     with _disable_current_modes():  # on meta nothing needs tracing, and peft cannot move fakes
         model = find_adapter(recipe).apply(bare_model(recipe), recipe)
+    apply_lean(model, recipe)
     recompute_first(
         parts(model).blocks, recipe.recompute_blocks, preserve_rng=recipe.lora.dropout > 0
     )
@@ -175,6 +178,7 @@ def _check(recipe: Recipe) -> None:
         model.name, architecture,
         attention=recipe.attention, packing=recipe.packing, loss=recipe.loss, tokens=length,
     )  # fmt: skip
+    check_lean(model.name, architecture, recipe.lean)
     if recipe.recompute_blocks > architecture.layers:
         raise InvalidRequest(
             f"recompute of {recipe.recompute_blocks} blocks, but `{model.name}` has"

@@ -1,0 +1,112 @@
+"""Bytes of lean blocks: real = certified = predicted, and 22.75 a token and hidden unit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from tiny_steps import CPU, H100, make_recipe, watch_real_step
+
+from memfit.adapters import find_adapter
+from memfit.certify import trace
+from memfit.certify.tracing import worst_shapes
+from memfit.families import read_model
+from memfit.families.lean import LEAN_FAMILIES
+from memfit.ledger import Kind, Ledger, Phase
+from memfit.plan.memory import predict_memory
+from memfit.recipe import LEAN, Freeze, Lora
+
+BF16 = {"precision": "bf16", "base_format": "bf16"}
+MIXED = {"precision": "bf16-mixed"}
+LORA = {"method": "lora"}
+DROPPED = {"lora": Lora(rank=4, alpha=8.0, dropout=0.1, targets=("q_proj", "down_proj"))}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": BF16,
+    "mixed": MIXED,
+    "norm-mixed-recompute": {**MIXED, "lean": ("norm",), "recompute_blocks": 3},
+    "mlp-bf16": {**BF16, "lean": ("mlp",), "accumulation": 2},
+    "lora-mixed-bf16": {**LORA, **MIXED, "base_format": "bf16"},
+    "lora-dropout": {**LORA, **DROPPED, **MIXED, "recompute_blocks": 1},
+    "freeze": {"method": "freeze", "freeze": Freeze(last_blocks=1)},
+    "packing-mixed-recompute": {"packing": True, **MIXED, "recompute_blocks": 2},
+    "fp16-chunked": {
+        "precision": "fp16-mixed", "accumulation": 2, "loss": "chunked", "loss_chunk": 20,
+    },
+    "math": {"attention": "math"},
+}  # fmt: skip
+SCALARS = 16  # bytes of 0-dim results of a step, which no peak depends on
+QUICK = {"mixed", "lora-mixed-bf16"}
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(family, changes, id=f"{family}-{name}",
+                     marks=() if family == "llama" and name in QUICK else (pytest.mark.slow,))
+        for family in LEAN_FAMILIES for name, changes in VARIANTS.items()
+        if family == "llama" or name in QUICK
+    ]  # fmt: skip
+
+
+def assert_same(predicted: Ledger, certified: Ledger, phase: Phase) -> None:
+    """Of each kind; what the allocator adds is of no tensor."""
+    ours, theirs = predicted.by_kind(phase), certified.by_kind(phase)
+    for kind in (ours.keys() | theirs.keys()) - {Kind.FRAGMENTATION}:
+        assert abs(ours.get(kind, 0) - theirs.get(kind, 0)) <= SCALARS, (phase, kind)
+
+
+@pytest.mark.parametrize(("family", "changes"), cases())
+def test_every_phase_holds_the_same_bytes_real_traced_and_predicted(family, changes) -> None:
+    recipe = make_recipe(family, **{"lean": LEAN, **changes})
+    model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+    fake, real = trace(recipe, CPU), watch_real_step(recipe, worst_shapes(recipe))
+    predicted = predict_memory(model, recipe, CPU)
+    for phase in real.peaks:
+        if phase is not Phase.LOAD:
+            assert fake.ledger.by_kind(phase) == real.ledger().by_kind(phase)
+    for phase in fake.phases:
+        assert_same(predicted, fake.ledger, phase)
+
+
+@pytest.mark.parametrize(("family", "changes"), cases())
+def test_the_prediction_equals_the_trace_on_cuda(family, changes) -> None:
+    recipe = make_recipe(family, **{"lean": LEAN, **changes})
+    if recipe.compute_dtype == "float32":
+        recipe = replace(recipe, attention="efficient")
+    model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+    fake, predicted = trace(recipe, H100), predict_memory(model, recipe, H100)
+    for phase in fake.phases:
+        assert_same(predicted, fake.ledger, phase)
+
+
+SEVEN_B = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 320,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def kept(**changes: Any) -> float:
+    """Bytes that a third block keeps beside two, for each token and hidden unit."""
+    tokens, hidden = 4096, 4096
+    shape = {"sequence_length": tokens, "micro_batch": 1, **changes}
+    recipes = (make_recipe(config={**SEVEN_B, "num_hidden_layers": n}, **shape) for n in (2, 3))
+    two, three = (trace(r, H100).ledger.by_kind(Phase.LOSS)[Kind.ACTIVATIONS] for r in recipes)
+    return (three - two) / (tokens * hidden)
+
+
+def test_a_block_of_7b_keeps_23_bytes_a_token_and_hidden_unit() -> None:
+    """2 + 2 of inputs, 8 of q, k, v, o, 10.75 of gate and up; and small ones: three fp32 numbers
+    a token (two norms) and a row's log-sums of each head."""
+    statistics = (2 * 4 + 32 * 4) / 4096
+    assert kept(**BF16, lean=LEAN) == pytest.approx(22.75 + statistics, abs=1e-3)
+    assert kept(**BF16) == pytest.approx(45.5, abs=0.1)
+
+
+def test_under_autocast_residuals_are_wide_and_no_weight_is_copied() -> None:
+    """fp32 residuals: 4 + 4 instead of 2 + 2; eager keeps the casts of weights as well."""
+    statistics = (2 * 4 + 32 * 4) / 4096
+    assert kept(**MIXED, lean=LEAN) == pytest.approx(26.75 + statistics, abs=1e-3)
+    weights = 2 * (4 * 4096 * 4096 + 3 * 4096 * 11008) / 4096**2
+    assert kept(**MIXED) > 45 + weights
