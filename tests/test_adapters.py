@@ -8,6 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memfit.adapters import adapters, find_adapter
+from memfit.adapters.projections import choose_targets
 from memfit.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.recipe import Freeze, Lora
@@ -45,7 +46,7 @@ def hugging_face(family):
 
 
 def test_every_method_of_a_request_is_registered():
-    assert list(adapters) == ["freeze", "full", "lora"]
+    assert list(adapters) == ["dora", "freeze", "full", "lora"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -56,20 +57,49 @@ def test_full_trains_hugging_faces_parameters(family):
     assert all(r.trainable for r in rows)
 
 
+@pytest.mark.parametrize("method", ["lora", "dora"])
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_lora_rows_are_pefts_in_name_shape_order_and_trainability(family, wide):
+def test_rows_are_pefts_in_name_shape_order_and_trainability(family, wide, method):
     targets = WIDE_TARGETS.get(family, ("k_proj", "up_proj")) if wide else None
     targets = targets or TARGETS.get(family, ("q_proj", "v_proj"))
     config = LoraConfig(
-        r=4, target_modules=list(targets), task_type="CAUSAL_LM", fan_in_fan_out=family == "gpt2"
-    )
+        r=4, target_modules=list(targets), task_type="CAUSAL_LM", fan_in_fan_out=family == "gpt2",
+        use_dora=method == "dora",
+    )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft calls what transformers renamed
         theirs = get_peft_model(hugging_face(family), config)
     expected = [(n, tuple(p.shape), p.requires_grad) for n, p in theirs.named_parameters()]
-    rows = adapted(with_lora(family, targets)).weights
+    rows = adapted(replace(with_lora(family, targets), method=method)).weights
     assert [(r.name, r.shape, r.trainable) for r in rows] == expected
+
+
+DENSE = [f for f in FAMILIES if not read_model(make_recipe(f).model).architecture.experts.count]
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_all_linear_adapts_what_pefts_all_linear_adapts(family):
+    config = LoraConfig(
+        r=4, target_modules="all-linear", task_type="CAUSAL_LM", fan_in_fan_out=family == "gpt2"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft calls what transformers renamed
+        theirs = get_peft_model(hugging_face(family), config)
+    targets = choose_targets("all-linear", read_model(make_recipe(family).model), ())
+    rows = adapted(with_lora(family, targets)).weights
+    expected = {n for n, p in theirs.named_parameters() if p.requires_grad}
+    assert {r.name for r in rows if r.trainable} == expected
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(DENSE)))
+def test_all_linear_of_a_mixture_is_refused_with_what_can_be_named(family):
+    model = read_model(make_recipe(family).model)
+    with pytest.raises(InvalidRequest, match="whose experts peft would adapt too") as caught:
+        choose_targets("all-linear", model, ())
+    named = caught.value.hint.partition("[")[2].partition("]")[0].split(", ")
+    assert "o_proj" in named
+    assert adapted(with_lora(family, tuple(named))).trainable_parameters
 
 
 def test_lora_trains_rank_times_in_plus_out():

@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from gated_families import LORA_TARGETS, gated
 from memfit.families import find_family
 from memfit.model import ModelReference
-from memfit.recipe import Freeze, Lora, Optimizer, Recipe
+from memfit.recipe import ADAPTED, Freeze, Lora, Optimizer, Recipe
 from memfit.train.build import Built, build_model, build_optimizer, fill_weights
 from memfit.train.step import Batch
 
@@ -106,7 +106,7 @@ _ADAMW = Optimizer(
 
 def make_recipe(family="llama", *, config=None, optimizer=None, **changes) -> Recipe:
     """A tiny fp32 recipe of full training with some keys changed; LoRA gets fitting targets."""
-    if changes.get("method") == "lora":
+    if changes.get("method") in ADAPTED:
         lora = Lora(rank=4, alpha=8.0, targets=TARGETS.get(family, ("q_proj", "v_proj")))
         changes.setdefault("lora", lora)
     if changes.get("method") == "freeze":

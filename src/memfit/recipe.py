@@ -10,9 +10,10 @@ import msgspec
 from memfit.model import ModelReference
 from memfit.nouns import Noun
 
-Method = Literal["full", "freeze", "lora"]
+Method = Literal["full", "freeze", "lora", "dora"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp16", "fp8-mixed", "fp4-mixed"]
 Format = Literal["fp32", "bf16", "fp16", "int8", "int4", "nf4", "fp4"]  # int4: GPTQ
+Scaling = Literal["plain", "rank-stabilised"]
 Attention = Literal["math", "flash", "efficient", "cudnn", "eager"]
 Loss = Literal["plain", "chunked", "fused"]
 Recompute = Literal["full", "selective"]
@@ -25,6 +26,7 @@ Implementation = Literal["fused", "foreach", "loop"]
 
 FORMAT_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 LEAN: tuple[Lean, ...] = ("norm", "mlp")  # operations that keep less for the backward
+ADAPTED: tuple[Method, ...] = ("lora", "dora")  # small matrices beside a frozen base
 OWN_ATTENTION: tuple[Attention, ...] = ("math", "flash", "efficient", "cudnn")
 # What memfit's own step has, of the knobs that other frameworks' steps have more values of.
 OWN_VALUES: dict[str, tuple[object, ...]] = {
@@ -46,12 +48,18 @@ def compute_dtype(precision: Precision) -> str:
 
 
 class Lora(Noun, frozen=True, kw_only=True):
-    """Low-rank adapters (Hu et al. 2106.09685); rank 0 when the method is not `lora`."""
+    """Low-rank adapters (Hu et al. 2106.09685); rank 0 when the method has none."""
 
     rank: int = 0
     alpha: float = 0.0
     dropout: float = 0.0
     targets: tuple[str, ...] = ()  # last parts of module names, such as `q_proj`
+    scaling: Scaling = "plain"  # of what is added: alpha / rank, or alpha / sqrt(rank)
+
+    @property
+    def factor(self) -> float:
+        """What the product of the two matrices is multiplied by (rsLoRA: 2312.03732, eq. 5)."""
+        return self.alpha / (self.rank if self.scaling == "plain" else self.rank**0.5)
 
 
 class Freeze(Noun, frozen=True, kw_only=True):
@@ -152,8 +160,15 @@ class Recipe(Noun, frozen=True, kw_only=True):
         for late in ("devices_per_node", "network", "lean"):
             if not content[late]:
                 del content[late]
+        if self.lora.scaling == "plain":
+            del content["lora"]["scaling"]
         encoded = msgspec.json.encode(content, order="sorted")
         return hashlib.sha256(encoded).hexdigest()[:16]
+
+    @property
+    def adapted(self) -> bool:
+        """Whether the base is frozen and small matrices beside it are trained."""
+        return self.method in ADAPTED
 
     @property
     def global_batch(self) -> int:

@@ -22,6 +22,7 @@ from memfit.recipe import (
     Option,
     Parallel,
     Precision,
+    Scaling,
 )
 
 Auto = Literal["auto"]
@@ -49,12 +50,14 @@ class Task(Noun, frozen=True, kw_only=True):
 
 
 class LoraRequest(Noun, frozen=True, kw_only=True):
-    """Adapter settings; used when the method is `lora`."""
+    """Adapter settings; used when the method is `lora` or `dora`."""
 
     rank: Positive = 16
     alpha: PositiveFloat = 32.0
     dropout: Fraction = 0.0
-    targets: tuple[str, ...] | Auto = "auto"  # auto: the query and value projections
+    # auto: the query and value projections; all-linear: every projection but the head
+    targets: tuple[str, ...] | Literal["auto", "all-linear"] = "auto"
+    scaling: Scaling = "plain"  # alpha / rank; rank-stabilised: alpha / sqrt(rank)
 
 
 class FreezeRequest(Noun, frozen=True, kw_only=True):
@@ -154,7 +157,7 @@ class Request(Noun, frozen=True, kw_only=True):
     model: str | dict[str, Any]  # catalogue name, hub id, folder; or the content of a config.json
     weights: Literal["auto", "pretrained", "random"] = "auto"
     task: Task = Task()
-    method: Literal["auto", "full", "freeze", "lora"] = "auto"
+    method: Literal["auto", "full", "freeze", "lora", "dora"] = "auto"
     lora: LoraRequest = LoraRequest()
     freeze: FreezeRequest = FreezeRequest()
     base_format: Auto | Format = "auto"

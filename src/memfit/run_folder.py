@@ -41,7 +41,7 @@ def state(plan: Plan) -> Request:
     """The plan's request with every knob as the plan decided it: planning it gives that recipe."""
     asked, made = plan.request, plan.recipe
     learned: dict[str, Any] = {}
-    if made.method == "lora":
+    if made.adapted:
         learned["lora"] = from_data(to_data(made.lora), LoraRequest, where="plan.json")
     names = OptimizerRequest.__struct_fields__
     chosen = {name: getattr(made.optimizer, name) for name in names}

@@ -18,12 +18,15 @@ BF16 = {"precision": "bf16", "base_format": "bf16"}
 MIXED = {"precision": "bf16-mixed"}
 FP16 = {"precision": "fp16-mixed"}
 LORA = {"method": "lora"}
+DORA = {"method": "dora"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": BF16,
     "mixed": MIXED,
     "lora": LORA,
     "lora-bf16-base": {**LORA, **MIXED, "base_format": "bf16"},
+    "dora": DORA,
+    "dora-mixed-bf16-base": {**DORA, **MIXED, "base_format": "bf16", "recompute_blocks": 2},
     "freeze": {"method": "freeze", "freeze": Freeze(last_blocks=1)},
     "recompute-one": {"recompute_blocks": 1},
     "recompute-all-mixed": {**MIXED, "recompute_blocks": 3},

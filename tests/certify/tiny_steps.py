@@ -15,7 +15,7 @@ from memfit.certify import BatchShape
 from memfit.hardware import Device, Link
 from memfit.ledger import Phase
 from memfit.model import ModelReference
-from memfit.recipe import Freeze, Lora, Optimizer, Recipe
+from memfit.recipe import ADAPTED, Freeze, Lora, Optimizer, Recipe
 from memfit.train.build import Built, build_model, build_optimizer
 from memfit.train.live import LiveBytes
 from memfit.train.step import Batch, step
@@ -127,7 +127,7 @@ def make_recipe(
 ) -> Recipe:
     """A tiny full fp32 recipe with some knobs changed; those of the optimizer by its names."""
     of_optimizer = {k: changes.pop(k) for k in list(changes) if hasattr(_ADAMW, k)}
-    if changes.get("method") == "lora" and "lora" not in changes:
+    if changes.get("method") in ADAPTED and "lora" not in changes:
         targets = LORA_TARGETS.get(family, ("q_proj", "v_proj"))
         changes["lora"] = Lora(rank=4, alpha=8.0, targets=targets)
     if family in MATH_ONLY:

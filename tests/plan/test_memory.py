@@ -29,6 +29,9 @@ SCALARS = 16  # bytes of 0-dim results that a step's caller may still hold
 NORMS = 12  # bytes a trainable tensor: what clipping holds of each, at most
 
 LORA = Lora(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
+ALL = replace(
+    LORA, targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+)
 SETTINGS = {
     "llama, full": ("llama", {}),
     "llama, 5 blocks, 2 recomputed, mixed": (
@@ -46,6 +49,37 @@ SETTINGS = {
     ),
     "llama, lora with dropout": (
         "llama", {"method": "lora", "lora": replace(LORA, dropout=0.1)}
+    ),
+    "llama, rank-stabilised lora on all projections": (
+        "llama", {"method": "lora", "lora": replace(ALL, scaling="rank-stabilised"),
+                  "precision": "bf16-mixed", "base_format": "bf16"}
+    ),
+    "llama, dora": ("llama", {"method": "dora", "lora": LORA, "layers": 5}),
+    "llama, dora on all projections, mixed over bf16, recomputed": (
+        "llama", {"method": "dora", "lora": ALL, "precision": "bf16-mixed", "base_format": "bf16",
+                  "recompute_blocks": 2}
+    ),
+    "llama, dora, bf16, chunked, accumulated": (
+        "llama", {"method": "dora", "lora": LORA, "precision": "bf16", "base_format": "bf16",
+                  "accumulation": 2, "loss": "chunked", "loss_chunk": 12}
+    ),
+    "llama, dora in lean blocks": (
+        "llama", {"method": "dora", "lora": LORA, "precision": "bf16-mixed", "base_format": "bf16",
+                  "lean": ("norm", "mlp"), "recompute_blocks": 1}
+    ),
+    "llama, dora with dropout": ("llama", {"method": "dora", "lora": replace(LORA, dropout=0.1)}),
+    "llama, dora on the head": (
+        "llama", {"method": "dora", "lora": replace(LORA, targets=("q_proj", "lm_head"))}
+    ),
+    "qwen2, dora with biases, mixed": (
+        "qwen2", {"method": "dora", "lora": LORA, "precision": "bf16-mixed", "packing": True}
+    ),
+    "gpt2, dora, turned weights": (
+        "gpt2", {"method": "dora", "lora": replace(LORA, targets=("c_attn", "c_fc"))}
+    ),
+    "opt, lora where it enters": (
+        "opt", {"method": "lora",
+                "lora": replace(LORA, targets=("project_in", "project_out", "q_proj"))}
     ),
     "llama, last of 6 blocks trained": (
         "llama", {"method": "freeze", "freeze": Freeze(last_blocks=1), "layers": 6,
@@ -267,6 +301,17 @@ ON_CUDA = {
     "llama, lora with dropout, recomputed, efficient": (
         "llama", {"method": "lora", "lora": replace(LORA, dropout=0.1), "recompute_blocks": 2,
                   "attention": "efficient"}
+    ),
+    "llama, dora on all projections, mixed": (
+        "llama", {"method": "dora", "lora": ALL, "precision": "bf16-mixed", "base_format": "bf16",
+                  "recompute_blocks": 1}
+    ),
+    "qwen2, dora with biases, efficient": (
+        "qwen2", {"method": "dora", "lora": LORA, "attention": "efficient", "accumulation": 2}
+    ),
+    "gpt2, dora, turned weights, bf16": (
+        "gpt2", {"method": "dora", "lora": replace(LORA, targets=("c_attn", "c_fc")),
+                 "precision": "bf16", "base_format": "bf16"}
     ),
     "gpt2, lora with dropout, bf16": (
         "gpt2", {"method": "lora", "precision": "bf16", "base_format": "bf16",

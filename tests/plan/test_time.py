@@ -7,8 +7,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from memfit.adapters import find_adapter
 from memfit.families import read_model
+from memfit.plan.clock.step import around
 from memfit.plan.problem import find_device
-from memfit.plan.time import count_work, describe_time, predict_timeline, relative_seconds, sum_up
+from memfit.plan.time import (
+    count_work,
+    describe_time,
+    find_setting,
+    predict_timeline,
+    relative_seconds,
+    sum_up,
+)
 from memfit.recipe import Freeze, Lora
 from memfit.train.build import Built, build_model, build_optimizer, fill_weights
 from memfit.train.step import Batch, step
@@ -27,6 +35,10 @@ VARIANTS = {
         "method": "lora",
         "lora": Lora(rank=4, alpha=8.0, targets=("q_proj", "v_proj")),
     },
+    "dora": {
+        "method": "dora",
+        "lora": Lora(rank=4, alpha=8.0, targets=("q_proj", "v_proj")),
+    },
 }
 
 
@@ -36,8 +48,9 @@ VARIANTS = {
 #   gradient in attention, 2 FLOP x 2 micro-batches x (2 rows x 4 heads) x 16 x 16 x 8.
 # - chunked: torch's counter does not know `addmm_`, with which each chunk after the first adds to
 #   the head's gradient: 2 FLOP x 2 micro-batches x 16 tokens x 96 x 32.
-PRODUCTS = {"lora": 2 * 64 * (1024 + 2 * 512 + 2 * 128), "chunked": 2 * 2 * 16 * 96 * 32}
-ATTENTION = {"lora": 2 * 2 * (2 * 4) * 16 * 16 * 8}
+ADAPTED = 2 * 64 * (1024 + 2 * 512 + 2 * 128)
+PRODUCTS = {"lora": ADAPTED, "dora": ADAPTED, "chunked": 2 * 2 * 16 * 96 * 32}
+ATTENTION = dict.fromkeys(("lora", "dora"), 2 * 2 * (2 * 4) * 16 * 16 * 8)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -84,3 +97,18 @@ def test_mfu_leaves_recompute_out_and_hfu_counts_it(tiny_recipe):
     recipe = change(tiny_recipe, precision="bf16", base_format="bf16", recompute_blocks=3)
     time = describe_time(model, recipe, device, predict_timeline(model, recipe, device))
     assert 0 < time.mfu < time.hfu < 1
+
+
+def test_dora_takes_longer_than_lora_by_the_passes_over_the_weights_it_measures(tiny_recipe):
+    """What a forward moves to measure rows: 18 bytes an element of a target, no token counted."""
+    lora = Lora(rank=4, alpha=8.0, targets=("q_proj",))
+    device, seconds, totals = find_device("h100-sxm"), {}, {}
+    for method in ("lora", "dora"):
+        recipe = change(tiny_recipe, method=method, lora=lora, precision="bf16-mixed")
+        totals[method] = sum_up(find_adapter(recipe).adapt(read_model(recipe.model), recipe))
+        setting = find_setting(totals[method], recipe, device)
+        seconds[method] = around(setting).norms
+    assert totals["lora"].measured == (0, 0, 0)
+    assert totals["dora"].measured == (32 * 32,) * 3
+    assert seconds["lora"] == 0
+    assert seconds["dora"] > 18 * 32 * 32 / device.bandwidth

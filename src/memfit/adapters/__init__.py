@@ -1,4 +1,4 @@
-"""What is trained: full, freeze, lora. One file a method; nothing else knows about LoRA.
+"""What is trained: full, freeze, lora, dora. One file a method; nothing else knows about LoRA.
 
 A method is declared once as `Model -> Model` and applied to a torch module by those same rows, so
 that the planner's dtypes and the trainer's are one fact.
@@ -40,6 +40,11 @@ class Adapter(ABC):
 
     def reset(self, module: nn.Module) -> None:  # noqa: B027 - most methods add no parameters
         """Start values of the method's own parameters; with them the base model is unchanged."""
+
+    def loading(self, model: Model) -> int:
+        """Bytes that `reset` needs for a moment beside the model, whose rows `adapt` made."""
+        del model
+        return 0
 
 
 adapters: Registry[Adapter] = Registry("method", "memfit.adapters")

@@ -171,7 +171,7 @@ def _generate(recipe: Recipe, kind: str, recorder: Recorder, weights: EmptyWeigh
     model = build_generator(recipe, kind)
     recorder.register_model(model)
     trained = EmptyWeights.like(model, family_of(recipe.model).name)
-    fill_generator(model, recipe, weights if recipe.method == "lora" else None, trained)
+    fill_generator(model, recipe, weights if recipe.adapted else None, trained)
     cache = None
     for tokens in (max(1, recipe.sequence_length - 1), 1):
         new = torch.zeros(1, tokens, dtype=torch.int64)

@@ -16,6 +16,7 @@ from memfit import sizes
 from memfit.model import Architecture
 from memfit.sizes import Meter, Tensor, lean
 from memfit.sizes.coded import CODED, Dequantised, coded_linear
+from memfit.sizes.dora import rescale
 from memfit.sizes.loss import chunked_sum, cross_entropy_sum
 
 Weights = dict[str, Tensor]  # by name inside the block, or inside the model
@@ -112,12 +113,22 @@ def _plain(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
 
 @module
 def _adapted(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
-    """peft's LoRA layer: base(x) + B(A(x)) * scaling, in the dtype of base(x)."""
+    """LoRA: base(x) + B(A(x)) * scaling, in the dtype of base(x); DoRA where there are lengths."""
     result = _plain(forward, weights, f"{name}.base_layer", x)
     down, up = (
         weights[f"{name}.lora_A.default.weight"],
         weights[f"{name}.lora_B.default.weight"],
     )
+    if magnitude := weights.get(f"{name}.lora_magnitude_vector.default.weight"):
+        base = weights[f"{name}.base_layer.weight"], weights.get(f"{name}.base_layer.bias")
+        dtype, given = result.dtype, x
+
+        def make_added() -> Tensor:
+            entering = _drop(forward, given) if forward.adapter_dropout else given
+            return _matrix(forward, up, _matrix(forward, down, entering))
+
+        result = rescale(result, base, (down, up), magnitude, make_added)
+        return sizes.cast(result, dtype)
     if forward.adapter_casts:
         x = sizes.cast(x, down.dtype)
     low = _matrix(forward, down, _drop(forward, x) if forward.adapter_dropout else x)

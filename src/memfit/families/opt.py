@@ -118,7 +118,7 @@ class Opt(Family):
         if position_ids is None:
             position_ids = _count(ones)
         learned = _positions(forward, weights["decoder.embed_positions.weight"], position_ids)
-        if "decoder.project_in.weight" in weights:
+        if _has(weights, "decoder.project_in"):
             tokens = project(forward, weights, "decoder.project_in", tokens)
         x = sizes.add(tokens, learned)
         return Embedded(x, (position_ids,), (tokens, learned, ones))
@@ -150,9 +150,14 @@ class Opt(Family):
         """See `Family.finish`."""
         if not forward.architecture.norm_after:
             x = apply_layer_norm(forward, weights, "decoder.final_layer_norm", x)
-        if "decoder.project_out.weight" in weights:
+        if _has(weights, "decoder.project_out"):
             x = project(forward, weights, "decoder.project_out", x)
         return x
+
+
+def _has(weights: Weights, name: str) -> bool:
+    """Whether there is such a projection, alone or inside an adapter."""
+    return f"{name}.weight" in weights or f"{name}.base_layer.weight" in weights
 
 
 def _count(ones: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from memfit import __version__, families
+from memfit.adapters.projections import choose_targets
 from memfit.errors import InvalidRequest, MemoryUnknown
 from memfit.hardware import Device
 from memfit.ledger import Ledger
@@ -37,7 +38,7 @@ def predict_foreign(request: Request) -> Plan:
     except MemoryUnknown as reason:
         ledger, memory = Ledger(entries=()), _unknown_memory(usable, str(reason))
     totals = sum_up(model)
-    if recipe.method == "lora":
+    if recipe.adapted:
         totals = without_training(totals)
     timeline = predict_timeline(totals, recipe, device)
     time = describe_time(totals, recipe, device, timeline)
@@ -156,8 +157,8 @@ def read_foreign(request: Request) -> tuple[Recipe, Model, tuple[str, ...]]:
         objective=request.task.objective,
         method=method,
         lora=Lora(
-            rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout,
-            targets=tuple(targets if lora.targets == "auto" else lora.targets),
+            rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout, scaling=lora.scaling,
+            targets=choose_targets(lora.targets, model, targets),
         ) if method == "lora" else Lora(),
         freeze=Freeze(last_blocks=request.freeze.last_blocks, patterns=request.freeze.patterns)
         if method == "freeze" else Freeze(),

@@ -13,6 +13,7 @@ from functools import lru_cache
 import msgspec
 from msgspec.structs import replace
 
+from memfit.adapters import find_adapter
 from memfit.hardware import Device
 from memfit.ledger import Entry, Kind, Ledger, Phase
 from memfit.model import DTYPE_BYTES, Model
@@ -161,6 +162,7 @@ class Outline:
     """All of a recipe's step that its rows and tokens do not change."""
 
     def __init__(self, model: Model, recipe: Recipe, device: Device) -> None:
+        self.model = model
         self.setting, self.counts = describe(model, recipe, device)
         self.around = around_micro_batches(model, recipe, device)
         self.answers = find_answers(self.setting)
@@ -235,9 +237,13 @@ class _Step:
         """The peak of each phase and its parts, into `level.peaks`."""
         level, around = self.level, self.outline.around
         level.add(around.loaded)
-        level.note(Phase.LOAD)
-        # the forward's; autograd's thread takes its own in its first product
+        starting = find_adapter(self.recipe).loading(self.outline.model)
+        if not starting:
+            level.note(Phase.LOAD)
+        # the forward's, or of what loading computes; autograd's thread takes its own
         level.add(self._cublas)
+        if starting:
+            level.note(Phase.LOAD, hold((Kind.TEMPORARY, "blocks"), [starting], self.device))
         self._scale_loss()
         self._micro_batches(Phase.FIRST_STEP, Phase.FIRST_STEP, Phase.FIRST_STEP, Phase.FIRST_STEP)
         level.walk(Phase.FIRST_STEP, [around.first], 1)

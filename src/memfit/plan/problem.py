@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from memfit import catalog, families
+from memfit.adapters.projections import choose_targets
 from memfit.allocator_settings import check_allocator
 from memfit.catalog import links
 from memfit.errors import InvalidRequest
@@ -22,6 +23,7 @@ from memfit.optimizers import default_implementation, optimizers
 from memfit.plan.precision import HALF, find_conflict, precisions
 from memfit.plan.reference import find_published, find_reference
 from memfit.recipe import (
+    ADAPTED,
     LEAN,
     Format,
     Freeze,
@@ -278,7 +280,7 @@ def first_recipe(problem: Problem, *, method: Method, precision: Precision) -> R
         weights=find_weights(request, problem.reference),
         objective=request.task.objective,
         method=method,
-        lora=_lora(request, problem) if method == "lora" else Lora(),
+        lora=_lora(request, problem) if method in ADAPTED else Lora(),
         freeze=_freeze(request, problem) if method == "freeze" else Freeze(),
         base_format=base if method != "full" else _full_format(precision),
         precision=precision,
@@ -340,8 +342,10 @@ def _lora(request: Request, problem: Problem) -> Lora:
     asked = request.lora
     family = families.families.find(problem.model.architecture.family)
     own = family.default_targets(problem.model.architecture)
-    targets = own if asked.targets == "auto" else asked.targets
-    return Lora(rank=asked.rank, alpha=asked.alpha, dropout=asked.dropout, targets=tuple(targets))
+    return Lora(
+        rank=asked.rank, alpha=asked.alpha, dropout=asked.dropout, scaling=asked.scaling,
+        targets=choose_targets(asked.targets, problem.model, own),
+    )  # fmt: skip
 
 
 def _freeze(request: Request, problem: Problem) -> Freeze:
@@ -367,7 +371,7 @@ def _optimizer(request: Request, problem: Problem, method: Method) -> Optimizer:
     if rate == "auto":
         scratch = find_weights(request, problem.reference) == "random"
         small = _count(problem.model) < 50_000_000
-        rate = (1e-3 if small else 3e-4) if scratch else (2e-4 if method == "lora" else 2e-5)
+        rate = (1e-3 if small else 3e-4) if scratch else (2e-4 if method in ADAPTED else 2e-5)
     name = "adamw" if asked.name == "auto" else asked.name
     cuda = not problem.device.is_cpu
     implementation = asked.implementation

@@ -17,6 +17,7 @@ from math import prod
 
 from msgspec.structs import replace
 
+from memfit.adapters._peft import MAGNITUDE
 from memfit.errors import TimeUnknown
 from memfit.hardware import Device
 from memfit.model import Architecture, Model, Weight
@@ -74,15 +75,22 @@ class Totals(Noun, frozen=True, kw_only=True):
     weight_bytes: int
     gradient_bytes: int
     trainable: int
+    measured: tuple[int, ...]  # elements of each block's weights whose rows' lengths are trained
 
 
 def sum_up(model: Model) -> Totals:
     """The totals of a model after its adapter."""
     a = model.architecture
     dense, trained, last = [0] * a.layers, [0] * a.layers, [0] * a.layers
+    measured = [0] * a.layers
     head = prod((a.vocab, a.head_input)) if a.tied_embeddings else 0
     head_trained = head if a.tied_embeddings and _embedding_trains(model) else 0
     first, weight_bytes, gradient_bytes, trainable = a.layers, 0, 0, 0
+    bases = {
+        w.name.partition(MAGNITUDE)[0] + ".base_layer.weight"
+        for w in model.weights
+        if MAGNITUDE in w.name
+    }
     for w in model.weights:
         numel, nbytes = w.numel, w.nbytes
         weight_bytes += nbytes
@@ -96,13 +104,14 @@ def sum_up(model: Model) -> Totals:
             head, head_trained = head + numel, head_trained + numel * w.trainable
         elif w.part == "block":
             dense[w.layer] += numel
+            measured[w.layer] += numel * (w.name in bases)
             last[w.layer] = numel if _is_only_added(w, a) else 0
             trained[w.layer] += numel * w.trainable
     return Totals(
         architecture=a, shape=read_shape(model), dense=tuple(dense),
         trained=tuple(trained), last=tuple(last), head=head,
         head_trained=head_trained, first=first, weight_bytes=weight_bytes,
-        gradient_bytes=gradient_bytes, trainable=trainable,
+        gradient_bytes=gradient_bytes, trainable=trainable, measured=tuple(measured),
     )  # fmt: skip
 
 
@@ -125,6 +134,9 @@ def count_work(totals: Totals, recipe: Recipe) -> Work:
     again = slice(min(first, recipe.recompute_blocks), recipe.recompute_blocks)
     repeated = len(dense[again])
     recompute = 2 * tokens * (sum(dense[again]) - sum(totals.last[again])) + attention * repeated
+    norms = 2 * recipe.lora.rank * recipe.accumulation  # DoRA's B A, of no token
+    forward += norms * sum(totals.measured)
+    recompute += norms * sum(totals.measured[again])
     share = attention * (a.layers + 2 * entered + repeated)
     return Work(forward=forward, backward=backward, recompute=recompute, attention=share)
 
@@ -153,6 +165,7 @@ def _setting(
     if products and recipe.framework == "memfit":
         trained = sum(totals.trained) + totals.head_trained
         layout = layout._replace(trains=trained / products)
+    layout = layout._replace(measured=sum(totals.measured) / max(layers, 1))
     rates = find_rates(device, basis.stack, basis.narrow, basis.kernel)
     return Setting(totals.shape, layout, machine, rates)
 

@@ -59,7 +59,8 @@ def _show_memory(console: Console, plan: Plan, *, why: bool) -> None:
 def describe_recipe(plan: Plan) -> str:
     """The recipe in one line."""
     r = plan.recipe
-    adapter = f" r={r.lora.rank} on {','.join(r.lora.targets)}" if r.method == "lora" else ""
+    stable = " (rank-stabilised)" if r.lora.scaling != "plain" else ""
+    adapter = f" r={r.lora.rank}{stable} on {','.join(r.lora.targets)}" if r.adapted else ""
     whose = "" if r.framework == "memfit" else f"a step of {r.framework}: "
     kind = " (selective)" if r.recompute == "selective" else ""
     return (

@@ -38,7 +38,7 @@ def save_model(run: Path, built: Built, tokenizer: Tokenizer) -> Path:
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        if built.recipe.method == "lora":
+        if built.recipe.adapted:
             _save_adapter(temporary, built)
         else:
             _save_whole(temporary, built, tokenizer)

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from memfit.adapters import find_adapter
+from memfit.adapters._peft import stored_name
 from memfit.errors import InvalidRequest
 from memfit.libraries import quiet_import
 from memfit.nouns import read_json
@@ -100,7 +101,7 @@ def load_model(folder: Path) -> Any:
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     model = build_generator(recipe, kind)
     prefix = base_model(model).base_model_prefix
-    base = FileWeights(recipe.model.source, prefix) if recipe.method == "lora" else None
+    base = FileWeights(recipe.model.source, prefix) if recipe.adapted else None
     trained = FileWeights(str(folder), prefix, SINGLE if base is None else ADAPTER)
     fill_generator(model, recipe, base, trained)
     return model
@@ -112,7 +113,7 @@ def find_recipe(folder: Path) -> Recipe | None:
     if folder.name != FOLDER or not run.exists():
         return None
     recipe = read_json(run, Run).recipe
-    if recipe.method == "lora" and not recipe.model.source:
+    if recipe.adapted and not recipe.model.source:
         raise InvalidRequest(
             f"the adapter in `{folder}` was trained on random weights that nobody kept",
             hint="train LoRA on a folder or hub id with weights",
@@ -153,7 +154,7 @@ def fill_generator(
         return
     copy_weights({**find_adapter(recipe).base_parameters(model), **stored_buffers(model)}, base)
     own = {n: p for n, p in model.named_parameters() if ".lora_" in n}
-    copy_weights({n.replace(".default.", "."): p for n, p in own.items()}, trained)
+    copy_weights({stored_name(n): p for n, p in own.items()}, trained)
 
 
 def _load_foreign(folder: Path) -> Any:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.adapters import find_adapter
 from memfit.adapters._apply import replace_parameters
+from memfit.adapters._peft import stored_name
 from memfit.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.recipe import Recipe
@@ -122,7 +123,7 @@ class EmptyWeights:
     @classmethod
     def like(cls, model: nn.Module, family: str) -> EmptyWeights:
         """Of a file that holds the model's own parameters in their own dtypes."""
-        own = {n.replace(".default.", "."): p for n, p in model.named_parameters()}
+        own = {stored_name(n): p for n, p in model.named_parameters()}
         stored = {
             part.name: p.dtype
             for n, p in own.items()

@@ -134,8 +134,8 @@ def read_layout(recipe: Recipe, shape: Shape, basis: Basis) -> Layout:
         narrow=float(basis.narrow not in ("bf16", "fp16", "fp32", "tf32")),
         gradient_bytes=_gradient_bytes(recipe),
         state_bytes=float(STATE_BYTES.get(recipe.precision, 30)),
-        trains=0.0 if recipe.method == "lora" else 1.0,
-        packed=UNPACKING.get(recipe.base_format, 0.0) if recipe.method == "lora" else 0.0,
+        trains=0.0 if recipe.adapted else 1.0,
+        packed=UNPACKING.get(recipe.base_format, 0.0) if recipe.adapted else 0.0,
         compiled=float(recipe.compile != "none"),
         written_out=float(basis.kernel == "math"),
         asynchronous=float(bool(option("tp_comm_overlap") or option("async_tp"))),
@@ -178,7 +178,7 @@ def _gradient_bytes(recipe: Recipe) -> float:
 
 def _chunk_bytes(recipe: Recipe, shape: Shape) -> Number:
     """Each chunk of the loss reads the head's gradient and adds to it."""
-    if recipe.loss != "chunked" or recipe.method == "lora" or not recipe.loss_chunk:
+    if recipe.loss != "chunked" or recipe.adapted or not recipe.loss_chunk:
         return 0.0
     return 8.0 * ceil_div(recipe.tokens, recipe.loss_chunk) * shape.vocab * shape.hidden
 

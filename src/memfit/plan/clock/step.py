@@ -127,6 +127,10 @@ def attend(setting: Setting) -> tuple[Number, Number]:
     return forward + written, backward + 1.2 * written
 
 
+# DoRA's sum W + s B A in fp32 is written, read and written with a 16-bit W added, and read
+MEASURED_BYTES = 4 + (4 + 2 + 4) + 4
+
+
 class Around(NamedTuple):
     """Seconds of what a block does beside products and attention, forward."""
 
@@ -134,6 +138,7 @@ class Around(NamedTuple):
     casts: Number
     unpacking: Number
     adapters: Number
+    norms: Number  # once a forward, and not in backward
 
 
 def around(setting: Setting) -> Around:
@@ -155,6 +160,7 @@ def around(setting: Setting) -> Around:
         casts=layout.narrow * rates.cast * 3 * narrowed / bandwidth,
         unpacking=rates.unpack * 10 * frozen / bandwidth,
         adapters=rates.adapter * 4 * adapted / bandwidth,
+        norms=MEASURED_BYTES * layout.measured / bandwidth,
     )
 
 

@@ -72,6 +72,7 @@ class Layout(NamedTuple):
     element: Number  # bytes of an activation
     entered: Number  # share of the blocks that backward enters: all but frozen first ones
     chunk_bytes: Number  # moved a micro-batch because the loss goes through the head in chunks
+    measured: Number = 0.0  # elements of a block's weights whose rows a forward measures (DoRA)
     bubble: Number = 1.0  # of 1F1B's, or interleaved's: what the schedule's ranks wait
 
 
