@@ -38,6 +38,7 @@ OWN_VALUES: dict[str, tuple[object, ...]] = {
     "compile": ("none",),
     "offload": ("none",),
 }
+LATE_IN_OPTIMIZER = ("in_backward",)  # keys of `optimizer` that count in a digest where set
 OWN_AXES = ("dp_replicate", "dp_shard", "reshard_after_forward")
 
 
@@ -83,6 +84,7 @@ class Optimizer(Noun, frozen=True, kw_only=True):
     schedule: Schedule
     warmup_steps: int
     clip_norm: float  # 0 = no clipping
+    in_backward: bool = False  # each weight is updated as soon as backward has its gradient
 
 
 class Parallel(Noun, frozen=True, kw_only=True):
@@ -162,6 +164,9 @@ class Recipe(Noun, frozen=True, kw_only=True):
                 del content[late]
         if self.lora.scaling == "plain":
             del content["lora"]["scaling"]
+        for late in LATE_IN_OPTIMIZER:
+            if not content["optimizer"][late]:
+                del content["optimizer"][late]
         encoded = msgspec.json.encode(content, order="sorted")
         return hashlib.sha256(encoded).hexdigest()[:16]
 

@@ -81,6 +81,7 @@ class OptimizerRequest(Noun, frozen=True, kw_only=True):
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     warmup_steps: NotNegative = 0
     clip_norm: NotNegativeFloat = 1.0
+    in_backward: bool | Auto = "auto"  # auto: where it can and something fits faster by it
 
 
 class RecomputeBlocks(Noun, frozen=True, kw_only=True):

@@ -54,6 +54,7 @@ KEYS = {
     "optimizer.schedule": "constant | linear | cosine, after the warm-up",
     "optimizer.warmup_steps": "steps of linear warm-up",
     "optimizer.clip_norm": "largest gradient norm; 0 does not clip",
+    "optimizer.in_backward": "update each weight within backward; no clipping, one micro-batch",
     "recompute": "none | full | {blocks: n}: computed twice, not kept; others' steps: selective",
     "recompute.blocks": "the first n blocks",
     "attention": "math | flash | efficient | cudnn; auto: flash where it serves, else efficient",

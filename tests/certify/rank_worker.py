@@ -55,7 +55,11 @@ def run(recipe: Recipe, rank: int, world: int) -> dict[str, Any]:
     def look(*_: Any) -> None:
         found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         whole = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in found.items()}
-        seen.append({n: g.clone() for n, g in whole.items()})
+        kept = {n: g.clone() for n, g in whole.items()}
+        if recipe.optimizer.in_backward:
+            seen[-1].update(kept)  # told of one weight after the other
+        else:
+            seen.append(kept)
 
     built.optimizer.register_step_pre_hook(look)
     losses, norms = [], []
@@ -69,6 +73,8 @@ def run(recipe: Recipe, rank: int, world: int) -> dict[str, Any]:
         here = slice(rank * rows, (rank + 1) * rows)
         batches = [Batch(t[here].contiguous(), y[here].contiguous())
                    for t, y in zip(tokens, labels, strict=True)]  # fmt: skip
+        if recipe.optimizer.in_backward:
+            seen.append({})
         result = step(built, batches, int((labels != -100).sum()))
         losses.append(result.loss.item())
         norms.append(None if result.grad_norm is None else result.grad_norm.item())

@@ -43,6 +43,12 @@ CASES: dict[str, Recipe] = {
     "lean-mixed-lora": make_recipe(
         "qwen3", parallel=SHARDS, **MIXED, **LORA, base_format="bf16", lean=LEAN
     ),
+    "in-backward": make_recipe(
+        config=RAGGED, parallel=SHARDS, recompute_blocks=1, clip_norm=0, in_backward=True
+    ),
+    "mixed-tied-in-backward": make_recipe(
+        "qwen2", parallel=SHARDS, **MIXED, clip_norm=0, in_backward=True, implementation="foreach"
+    ),
     "experts": make_recipe("qwen3_moe", parallel=SHARDS, recompute_blocks=1, accumulation=2),
     "latent-experts": make_recipe("deepseek_v3", parallel=SHARDS, recompute_blocks=1),
     "sinks": make_recipe("gpt_oss", parallel=SHARDS, **MIXED),

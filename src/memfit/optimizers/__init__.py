@@ -10,7 +10,7 @@ from memfit.errors import InvalidRequest
 from memfit.model import TensorSpec
 from memfit.recipe import Implementation, Optimizer
 from memfit.registry import Registry
-from memfit.sizes.meter import block_size
+from memfit.sizes.meter import Meter, block_size
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +48,21 @@ class OptimizerFamily(ABC):
         self, parameters: Sequence[TensorSpec], settings: Optimizer, counted: Counted = "live"
     ) -> int:
         """Bytes at the worst moment of a later step, above parameters, gradients and state."""
+
+    @abstractmethod
+    def update_alone(self, parameter: TensorSpec, settings: Optimizer, meter: Meter) -> None:
+        """One parameter's update alone, as in a backward: its temporaries come and go on a meter.
+
+        They rise as high as `step_temporaries` of that parameter says.
+        """
+
+    @abstractmethod
+    def moved(self, parameter: TensorSpec, settings: Optimizer) -> float:
+        """Bytes that one update of a parameter reads and writes, gradient and state included."""
+
+    def flop(self, parameter: TensorSpec, settings: Optimizer) -> float:
+        """FLOP of the matrix products of one update; most optimizers have none."""
+        return 0.0
 
     @abstractmethod
     def build(

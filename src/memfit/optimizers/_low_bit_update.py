@@ -38,13 +38,17 @@ def rise(numel: int, dtype: str, code: Code, *, cuda: bool, blocks: bool) -> int
     cuda: scalars are on the host and not counted. blocks: as the caching allocator rounds them.
     """
     meter = Meter(cuda=blocks)
-    update = _Update(meter, numel, code, scalars=not cuda)
-    update.run(narrow=dtype != "float32")
+    run_update(meter, numel, dtype, code, scalars=not cuda)
     live = top = 0
     for event in meter.events:
         live += meter.held(event) if event >= 0 else -meter.held(~event)
         top = max(top, live)
     return top
+
+
+def run_update(meter: Meter, numel: int, dtype: str, code: Code, *, scalars: bool) -> None:
+    """Let one update's tensors come and go on a meter; scalars: those on the host count too."""
+    _Update(meter, numel, code, scalars=scalars).run(narrow=dtype != "float32")
 
 
 class _Update:

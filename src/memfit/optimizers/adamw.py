@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, final
 
+from memfit.ledger import Kind
 from memfit.model import TensorSpec
 from memfit.optimizers import Counted, OptimizerFamily, counted_size, optimizers
 from memfit.recipe import Optimizer
+from memfit.sizes.meter import Meter
+from memfit.sizes.tensor import empty
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +48,22 @@ class AdamW(OptimizerFamily):
             return sum(sizes)
         before = [0, *sizes]
         return max((b + 2 * s for b, s in zip(before, sizes, strict=False)), default=0)
+
+    def update_alone(self, parameter: TensorSpec, settings: Optimizer, meter: Meter) -> None:
+        """See `OptimizerFamily.update_alone`: `loop` divides the root into a second copy."""
+        copies = {"fused": 0, "foreach": 1, "loop": 2}[settings.implementation]
+        kept = []
+        for _ in range(copies):
+            kept.append(empty(meter, parameter.shape, parameter.dtype, Kind.TEMPORARY))
+
+    def moved(self, parameter: TensorSpec, settings: Optimizer) -> float:
+        """See `OptimizerFamily.moved`.
+
+        `fused`: weight, gradient and both moments read, all but the gradient written. The others
+        go through memory operator by operator: decay 2, first moment 3, second 2 + 3, root 2,
+        quotient 2, epsilon 2, step 4 (torch/optim/adam.py, `_multi_tensor_adam`).
+        """
+        return (7 if settings.implementation == "fused" else 20) * parameter.nbytes
 
     def build(
         self, parameters: Iterable[torch.nn.Parameter], settings: Optimizer

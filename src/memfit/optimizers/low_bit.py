@@ -15,9 +15,10 @@ from memfit.errors import InvalidRequest
 from memfit.libraries import quiet_import
 from memfit.model import TensorSpec
 from memfit.optimizers import Counted, OptimizerFamily, optimizers
-from memfit.optimizers._low_bit_update import Code, rise
+from memfit.optimizers._low_bit_update import Code, rise, run_update
 from memfit.optimizers.adamw import STEP
 from memfit.recipe import Optimizer
+from memfit.sizes.meter import Meter
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +67,20 @@ class LowBitAdamW(OptimizerFamily):
         cuda, blocks = counted != "live", counted == "blocks"
         rises = (rise(p.numel, p.dtype, self.code, cuda=cuda, blocks=blocks) for p in parameters)
         return max(rises, default=0)
+
+    def update_alone(self, parameter: TensorSpec, settings: Optimizer, meter: Meter) -> None:
+        """See `OptimizerFamily.update_alone`."""
+        if settings.implementation != "fused":
+            run_update(meter, parameter.numel, parameter.dtype, self.code, scalars=not meter.cuda)
+
+    def moved(self, parameter: TensorSpec, settings: Optimizer) -> float:
+        """See `OptimizerFamily.moved`: in a loop each temporary is written and read once."""
+        held = 2 * sum(s.nbytes for s in self.state(parameter, settings))
+        if settings.implementation == "fused":
+            return 3 * parameter.nbytes + held
+        meter = Meter(cuda=True)
+        self.update_alone(parameter, settings, meter)
+        return 3 * parameter.nbytes + held + 2 * sum(meter.asked)
 
     def build(
         self, parameters: Iterable[torch.nn.Parameter], settings: Optimizer

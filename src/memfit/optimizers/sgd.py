@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, final
 
+from memfit.ledger import Kind
 from memfit.model import TensorSpec
 from memfit.optimizers import Counted, OptimizerFamily, counted_size, optimizers
 from memfit.recipe import Optimizer
+from memfit.sizes.meter import Meter
+from memfit.sizes.tensor import empty
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +46,19 @@ class Sgd(OptimizerFamily):
         if settings.implementation == "foreach":
             return sum(sizes)
         return max(sizes, default=0)
+
+    def update_alone(self, parameter: TensorSpec, settings: Optimizer, meter: Meter) -> None:
+        """See `OptimizerFamily.update_alone`: the gradient with its weight's decay added."""
+        if settings.implementation != "fused" and settings.weight_decay:
+            empty(meter, parameter.shape, parameter.dtype, Kind.TEMPORARY)
+
+    def moved(self, parameter: TensorSpec, settings: Optimizer) -> float:
+        """See `OptimizerFamily.moved`: weight and momentum, which are written, and the gradient."""
+        kept = 2 if settings.momentum else 0
+        if settings.implementation == "fused":
+            return (3 + kept) * parameter.nbytes
+        decay = 3 if settings.weight_decay else 0
+        return (3 + 2.5 * kept + decay) * parameter.nbytes  # the momentum is scaled, then added to
 
     def build(
         self, parameters: Iterable[torch.nn.Parameter], settings: Optimizer

@@ -20,7 +20,9 @@ from memfit.families.forward import Documents, Forward, Weights, module
 from memfit.ledger import Kind
 from memfit.model import Architecture, Model, Weight
 from memfit.nouns import Noun
+from memfit.plan.in_backward import Updates
 from memfit.plan.program import OwnProgram, Program
+from memfit.recipe import Optimizer
 from memfit.sizes import Meter, Tensor
 from memfit.sizes.workspace import Grid
 
@@ -91,6 +93,7 @@ class Setting(Noun, frozen=True, kw_only=True):
     accumulates: bool  # whether there is a later micro-batch
     evaluates: bool = False  # a forward and its loss alone, of which nothing is kept
     again: bool = False  # whether the later micro-batch is of the next step, without gradients
+    in_backward: Optimizer | None = None  # updates each weight as soon as its gradient is there
     program: Program | None = None  # of another framework's step; None is memfit's own
 
 
@@ -222,6 +225,8 @@ class _Simulation:
                 self.blocks.append((self._weights(block.rows), block))
         self.scale = sizes.parameter(self.meter, (), "float32", trainable=False)
         self.loop: dict[str, list[Tensor]] = {}
+        if setting.in_backward is not None:
+            self.meter.on_gradient = Updates(self.meter, setting.in_backward).update
         self.marks: list[Mark] = []
 
     def _weights(self, rows: tuple[Row, ...]) -> Weights:

@@ -42,7 +42,9 @@ class Candidate:
         recipe = msgspec.structs.replace(self.recipe, **changes)
         estimate = self.estimate
         if estimate is not None and "optimizer" in changes:
-            estimate = estimate.with_optimizer(recipe)
+            # gradients that go within backward are another simulation than the estimate's
+            within = recipe.optimizer.in_backward
+            estimate = None if within else estimate.with_optimizer(recipe)
         return Candidate(self.problem, recipe, self.model, self.totals, estimate)
 
     @cached_property

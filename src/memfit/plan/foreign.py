@@ -224,6 +224,11 @@ def _recompute(chosen: str, request: Request, layers: int) -> tuple[Any, int]:
 
 def _optimizer(request: Request, chosen: dict[str, str]) -> Optimizer:
     asked = request.optimizer
+    if asked.in_backward is True:
+        raise InvalidRequest(
+            f"`optimizer.in_backward` of `framework: {request.framework}` is not described",
+            hint="`framework: memfit`, or `optimizer.in_backward: false`",
+        )
     implementation: Any = chosen["implementation"]
     return Optimizer(
         name=chosen["optimizer"],

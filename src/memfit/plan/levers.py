@@ -13,11 +13,15 @@ from memfit.adapters import find_adapter
 from memfit.errors import InvalidRequest
 from memfit.model import Model
 from memfit.optimizers import default_implementation, optimizers
+from memfit.optimizers._in_backward import refuse_in_backward
 from memfit.plan.problem import CHUNKS, Problem, allowed, check, divisors, first_recipe
 from memfit.recipe import OWN_ATTENTION, Method, Precision, Recipe
 
 # what is decided alike whichever way the others stand; of these the result does not depend
-EXACT = ("recompute", "micro_batch", "loss", "loss_chunk", "optimizer.implementation", "attention")
+EXACT = (
+    "recompute", "micro_batch", "loss", "loss_chunk", "optimizer.implementation",
+    "optimizer.in_backward", "attention",
+)  # fmt: skip
 KEPT = ("micro_batch", "accumulation", "recompute_blocks", "loss", "loss_chunk", "parallel")
 
 
@@ -42,6 +46,7 @@ def knobs(recipe: Recipe, layers: int) -> dict[str, Any]:
         "loss": recipe.loss,
         "optimizer.name": recipe.optimizer.name,
         "optimizer.implementation": recipe.optimizer.implementation,
+        "optimizer.in_backward": recipe.optimizer.in_backward,
         "attention": recipe.attention,
         "lean": list(recipe.lean) or "none",
     }
@@ -73,7 +78,7 @@ def _exact(problem: Problem, recipe: Recipe, layers: int) -> Iterator[Recipe]:
         yield replace(recipe, recompute_blocks=blocks)
     smaller = [d for d in divisors(batch) if d < recipe.micro_batch][-1:]
     larger = [d for d in divisors(batch) if d > recipe.micro_batch][:1]
-    for micro in (*smaller, *larger):
+    for micro in (*smaller, *larger) if not own.in_backward else ():  # which takes the whole batch
         yield replace(recipe, micro_batch=micro, accumulation=batch // micro)
     if recipe.loss == "chunked":
         yield replace(recipe, loss="plain", loss_chunk=0)
@@ -81,6 +86,10 @@ def _exact(problem: Problem, recipe: Recipe, layers: int) -> Iterator[Recipe]:
         yield replace(recipe, loss="chunked", loss_chunk=CHUNKS[0])
     for implementation in _implementations(problem, recipe):
         yield replace(recipe, optimizer=replace(own, implementation=implementation))
+    if not refuse_in_backward(
+        clip_norm=own.clip_norm, accumulation=recipe.accumulation, scaled=recipe.scaled
+    ):
+        yield replace(recipe, optimizer=replace(own, in_backward=not own.in_backward))
     for kernel in OWN_ATTENTION:
         if kernel != recipe.attention and _possible(problem, recipe, kernel):
             yield replace(recipe, attention=kernel)

@@ -144,6 +144,8 @@ def describe(model: Model, recipe: Recipe, device: Device) -> tuple[Setting, lis
         adapter_dropout=recipe.lora.dropout > 0,
         lean=recipe.lean,
         accumulates=recipe.accumulation > 1,
+        again=recipe.optimizer.in_backward,
+        in_backward=recipe.optimizer if recipe.optimizer.in_backward else None,
     )
     return setting, repeats(runs)
 
@@ -202,6 +204,8 @@ def without_history(setting: Setting) -> Setting:
         runs=runs,
         adapter_dropout=False,
         accumulates=False,
+        again=False,
+        in_backward=None,
         evaluates=True,
     )
 
@@ -245,7 +249,11 @@ class _Step:
         if starting:
             level.note(Phase.LOAD, hold((Kind.TEMPORARY, "blocks"), [starting], self.device))
         self._scale_loss()
+        if self.recipe.optimizer.in_backward:  # states appear in the first backward alone
+            self.passes, following = self.passes[:1], self.passes[1:]
         self._micro_batches(Phase.FIRST_STEP, Phase.FIRST_STEP, Phase.FIRST_STEP, Phase.FIRST_STEP)
+        if self.recipe.optimizer.in_backward:
+            self.passes = following
         level.walk(Phase.FIRST_STEP, [around.first], 1)
         self._release_gradients()
         self._scale_loss()

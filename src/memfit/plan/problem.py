@@ -20,6 +20,7 @@ from memfit.hardware import Device
 from memfit.model import Architecture, Model, ModelReference
 from memfit.nouns import Noun
 from memfit.optimizers import default_implementation, optimizers
+from memfit.optimizers._in_backward import refuse_in_backward
 from memfit.plan.precision import HALF, find_conflict, precisions
 from memfit.plan.reference import find_published, find_reference
 from memfit.recipe import (
@@ -194,6 +195,11 @@ def check(problem: Problem) -> None:
             f"`micro_batch: {micro}` does not divide `task.global_batch: {batch}`",
             hint=f"use one of {', '.join(map(str, divisors(batch)))}",
         )
+    if request.optimizer.in_backward is True and (found := in_backward_lack(request)):
+        raise InvalidRequest(
+            f"`optimizer.in_backward: true` cannot be: {found[0]}",
+            hint=f"{found[1]}; or `optimizer.in_backward: false`",
+        )
     if isinstance(request.recompute, RecomputeBlocks):
         blocks, layers = request.recompute.blocks, architecture.layers
         if blocks > layers:
@@ -214,6 +220,16 @@ def check(problem: Problem) -> None:
             f"`attention: {request.attention}` {lacks[-1]}",
             hint=f"use one of {', '.join(find_kernels(problem, tried[-1]))}",
         )
+
+
+def in_backward_lack(request: Request) -> tuple[str, str] | None:
+    """Why weights cannot be updated within backward, and what to use; None where they can."""
+    micro, batch = request.micro_batch, request.task.global_batch
+    return refuse_in_backward(
+        clip_norm=request.optimizer.clip_norm,
+        accumulation=1 if micro == "auto" or request.ranks > 1 else batch // micro,
+        scaled=request.precision == "fp16-mixed",
+    )
 
 
 def allowed(problem: Problem, precision: Precision) -> bool:
@@ -395,4 +411,5 @@ def _optimizer(request: Request, problem: Problem, method: Method) -> Optimizer:
         schedule=asked.schedule,
         warmup_steps=asked.warmup_steps,
         clip_norm=asked.clip_norm,
+        in_backward=asked.in_backward is True,
     )

@@ -19,7 +19,14 @@ from memfit.plan.cost import describe_cost
 from memfit.plan.estimate import Estimate, applies
 from memfit.plan.levers import head_extra, turn
 from memfit.plan.precision import precisions
-from memfit.plan.problem import CHUNKS, Problem, allowed, divisors, first_recipe
+from memfit.plan.problem import (
+    CHUNKS,
+    Problem,
+    allowed,
+    divisors,
+    first_recipe,
+    in_backward_lack,
+)
 from memfit.plan.spending import find_excess, find_unjudged
 from memfit.plan.time import describe_time, predict_timeline
 from memfit.plan.verdict import describe_lack
@@ -101,13 +108,25 @@ def _combinations(start: Candidate) -> Iterator[Candidate]:
     batch, asked = problem.request.task.global_batch, problem.request.micro_batch
     for micro in divisors(batch) if asked == "auto" else [asked]:
         for chunk in _chunks(start, micro * start.recipe.sequence_length):
-            yield start.but(
-                micro_batch=micro,
-                accumulation=batch // micro,
-                loss="chunked" if chunk else "plain",
-                loss_chunk=chunk,
-                recompute_blocks=_blocks(problem)[0],
-            )
+            for when in _when(start, micro):
+                yield start.but(
+                    micro_batch=micro,
+                    accumulation=batch // micro,
+                    loss="chunked" if chunk else "plain",
+                    loss_chunk=chunk,
+                    recompute_blocks=_blocks(problem)[0],
+                    optimizer=msgspec.structs.replace(start.recipe.optimizer, in_backward=when),
+                )
+
+
+def _when(start: Candidate, micro: int) -> tuple[bool, ...]:
+    """Whether weights may be updated within backward, and whether they must be."""
+    request = start.problem.request
+    asked = request.optimizer.in_backward
+    stated = msgspec.structs.replace(request, micro_batch=micro, precision=start.recipe.precision)
+    if asked is False or in_backward_lack(stated) is not None:
+        return () if asked is True else (False,)
+    return (True,) if asked is True else (False, True)
 
 
 def _fastest_that_fits(start: Candidate, tried: list[Candidate]) -> Candidate | None:
@@ -123,7 +142,11 @@ def _fastest_that_fits(start: Candidate, tried: list[Candidate]) -> Candidate | 
     usable = start.problem.usable
     tried += [*combinations, *most]
     if start.estimate is not None and usable is not None and start.estimate.least > usable:
-        return None
+        # all gradients at once are too much
+        combinations = [c for c in combinations if c.recipe.optimizer.in_backward]
+        most = [c for c in most if c.recipe.optimizer.in_backward]
+        if not combinations:
+            return None
     ranked = [c for plain in combinations if (c := _least_recompute(plain)) is not None]
     if not ranked:  # an estimate may be a little high: ask of the smallest itself
         ranked = [min(most, key=lambda c: c.needs)]
@@ -145,7 +168,9 @@ def _fastest_that_fits(start: Candidate, tried: list[Candidate]) -> Candidate | 
 def _same_pair(a: Candidate, b: Candidate) -> bool:
     """Whether they differ in recompute alone."""
     mine, other = a.recipe, b.recipe
-    return (mine.micro_batch, mine.loss_chunk) == (other.micro_batch, other.loss_chunk)
+    return (mine.micro_batch, mine.loss_chunk, mine.optimizer) == (
+        other.micro_batch, other.loss_chunk, other.optimizer
+    )  # fmt: skip
 
 
 def _least_recompute(plain: Candidate) -> Candidate | None:
@@ -196,9 +221,10 @@ def describe(recipe: Recipe, layers: int) -> str:
         recipe.recompute_blocks, f"{recipe.recompute_blocks}/{layers} blocks"
     )
     loss = f"chunked {recipe.loss_chunk}" if recipe.loss == "chunked" else "plain"
+    within = ", updates in backward" if recipe.optimizer.in_backward else ""
     return (
         f"{recipe.method} {recipe.precision}, micro-batch {recipe.micro_batch}, "
-        f"recompute {recompute}, loss {loss}"
+        f"recompute {recompute}, loss {loss}{within}"
     )
 
 
@@ -242,7 +268,8 @@ def _learns(candidate: Candidate) -> tuple[str, ...]:
 
 def _knobs(candidate: Candidate) -> tuple[object, ...]:
     r = candidate.recipe
-    return r.method, r.precision, r.micro_batch, r.recompute_blocks, r.loss_chunk
+    knobs = r.micro_batch, r.recompute_blocks, r.loss_chunk, r.optimizer.in_backward
+    return r.method, r.precision, *knobs
 
 
 def _considered(chosen: Candidate, tried: list[Candidate]) -> tuple[Considered, ...]:

@@ -34,6 +34,7 @@ from memfit.plan.clock.read import (
 )
 from memfit.plan.clock.step import Parts, predict_step
 from memfit.plan.clock.work import Shape
+from memfit.plan.update_time import Updated, count_updated, with_update
 from memfit.recipe import Recipe
 from memfit.results import Time
 from memfit.timeline import Span, Timeline
@@ -76,6 +77,7 @@ class Totals(Noun, frozen=True, kw_only=True):
     gradient_bytes: int
     trainable: int
     measured: tuple[int, ...]  # elements of each block's weights whose rows' lengths are trained
+    updated: Updated = ()  # what the optimizer updates
 
 
 def sum_up(model: Model) -> Totals:
@@ -112,6 +114,7 @@ def sum_up(model: Model) -> Totals:
         trained=tuple(trained), last=tuple(last), head=head,
         head_trained=head_trained, first=first, weight_bytes=weight_bytes,
         gradient_bytes=gradient_bytes, trainable=trainable, measured=tuple(measured),
+        updated=count_updated(model),
     )  # fmt: skip
 
 
@@ -161,6 +164,8 @@ def _setting(
     layers = totals.architecture.layers
     if totals.first:  # frozen blocks that no backward enters
         layout = layout._replace(entered=(layers - totals.first) / layers)
+    if recipe.framework == "memfit":
+        layout = with_update(layout, totals.updated, recipe, layers)
     products = sum(totals.dense) + totals.head
     if products and recipe.framework == "memfit":
         trained = sum(totals.trained) + totals.head_trained

@@ -86,6 +86,8 @@ class _Around:
         """The step that makes the optimizer's state: before all updates, or each with its own."""
         settings = self.recipe.optimizer
         line = _Line()
+        if settings.in_backward:
+            return line.close("first update")  # all was updated within backward
         self._clip(line)
         if settings.implementation not in find_optimizer(settings).state_while_updating:
             line.add(self._state(self.trainable))
@@ -99,13 +101,15 @@ class _Around:
     def later(self) -> Segment:
         """A step that finds the state."""
         line = _Line()
-        self._clip(line)
-        line.note(self._update(self.trainable))
+        if not self.recipe.optimizer.in_backward:
+            self._clip(line)
+            line.note(self._update(self.trainable))
         return line.close("update")
 
     def rounded(self) -> int:
         """What the gradients' blocks are larger."""
-        sizes = [] if self.device.is_cpu else [s.nbytes for s in self.trainable]
+        none = self.device.is_cpu or self.recipe.optimizer.in_backward
+        sizes = [] if none else [s.nbytes for s in self.trainable]
         return sum(block_size(n) - n for n in sizes)
 
     def _state(self, specs: Iterable[TensorSpec]) -> Parts:

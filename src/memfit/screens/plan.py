@@ -65,7 +65,8 @@ def describe_recipe(plan: Plan) -> str:
     kind = " (selective)" if r.recompute == "selective" else ""
     return (
         f"{whose}{r.method}{adapter}, {r.precision}, {r.optimizer.name}"
-        f" {r.optimizer.implementation}, sequence {r.sequence_length}, batch {r.micro_batch} x"
+        f" {r.optimizer.implementation}{' in backward' if r.optimizer.in_backward else ''},"
+        f" sequence {r.sequence_length}, batch {r.micro_batch} x"
         f" {r.accumulation}{_describe_axes(r)}, recompute {r.recompute_blocks} blocks{kind}, loss"
         f" {r.loss}, attention {r.attention}, {r.steps or 'unknown'} steps; recipe"
         f" {plan.recipe_digest}"

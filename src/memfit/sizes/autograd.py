@@ -93,6 +93,8 @@ def _accumulate(node: Node, grads: list[Tensor | None]) -> Gradients:
             variable.grad = empty(new.meter, new.shape, new.dtype)
         new.meter.kinds[variable.grad.storage.index] = Kind.GRADIENTS
         variable.grad.storage.call = -1
+    if new.meter.on_gradient is not None:
+        new.meter.on_gradient(variable)
     return ()
 
 

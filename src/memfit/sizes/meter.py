@@ -62,6 +62,8 @@ class Meter:
         self.sequence = 0  # autograd's sequence number
         self.owner = ""  # the component that is running
         self.on_product: Callable[[], None] | None = None  # told once of the next matrix product
+        # told of each weight whose gradient is whole
+        self.on_gradient: Callable[[Tensor], None] | None = None
         self.flop = 0  # of matrix products and attention so far
         self.events: list[int] = []  # i: storage i was born; ~i: it died
         self.asked: list[int] = []  # bytes of each storage

@@ -67,18 +67,18 @@ def _multiply_backward(by_column: bool) -> Rule:
 def add_multiply(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """`torch.addmm(bias, a, b)`: (n) + (m, k) x (k, n) -> (m, n)."""
     saved = (a if b.requires_grad else None, b if a.requires_grad else None)
-    node = record(_add_multiply_backward(_by_column(b)), (a, b, bias), saved)
+    node = record(_add_multiply_backward(_by_column(b)), (bias, a, b), saved)
     return attach(node, _product(a, b))
 
 
 def _add_multiply_backward(by_column: bool) -> Rule:
     def rule(node: Node, grads: Incoming) -> Gradients:
         grad = upstream(grads)
-        a = node.unpack(0) if node.needs(1) else None
-        b = node.unpack(1) if node.needs(0) else None
+        a = node.unpack(0) if node.needs(2) else None
+        b = node.unpack(1) if node.needs(1) else None
         first = None if b is None else _product(grad, _flip(b))
         second = None if a is None else _second_factor(grad, a, by_column)
-        return first, second, (grad if node.needs(2) else None)
+        return (grad if node.needs(0) else None), first, second
 
     return rule
 

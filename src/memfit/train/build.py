@@ -22,6 +22,7 @@ from memfit.families import family_of, read_model
 from memfit.families.lean import check_lean
 from memfit.families.limits import check_limits
 from memfit.optimizers import find_optimizer
+from memfit.optimizers._in_backward import check_in_backward
 from memfit.recipe import Recipe
 from memfit.sizes.kernels import heads_of
 from memfit.train.attention import check_attention
@@ -151,6 +152,7 @@ def _check(recipe: Recipe) -> None:
             f"the recipe is of `framework: {recipe.framework}`, whose step memfit cannot build",
             hint="`memfit predict` predicts it",
         )
+    check_in_backward(recipe)
     if recipe.parallel.world > 1:
         _check_ranks(recipe)
     model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)

@@ -67,7 +67,9 @@ class LiveBytes(TorchDispatchMode):
         self._peaks: dict[Phase, tuple[int, int]] = {}  # bytes, number of events before it
         self._owners = Owners()
         self._parameters: dict[str, nn.Parameter] = {}
+        self._names: dict[Tensor, str] = {}
         self._optimizers: list[torch.optim.Optimizer] = []
+        self._updating = False  # whether an optimizer's step is running
         self._vocab = -1
         self._frames: list[tuple[str, list[int]]] = []  # module calls in progress
         self._modules: dict[nn.Module, str] = {}
@@ -82,15 +84,23 @@ class LiveBytes(TorchDispatchMode):
         self._owners = Owners.of(model)
         self._modules = {module: name for name, module in model.named_modules()}
         self._parameters = dict(model.named_parameters())
+        self._names = {parameter: name for name, parameter in self._parameters.items()}
         self._vocab = getattr(getattr(model, "config", None), "vocab_size", -1)
         for name, tensor in model.named_buffers():
             self._label(tensor, Kind.PARAMETERS, name)
         self._label_gradients()
 
     def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Label the state, now and whenever a phase ends."""
+        """Label the state, now and whenever a phase ends; and the gradients that a step reads.
+
+        A weight that is updated within backward has none when its phase ends.
+        """
         self._optimizers.append(optimizer)
         self._label_state()
+        self._hooks += [
+            optimizer.register_step_pre_hook(self._update_begins),
+            optimizer.register_step_post_hook(self._update_ends),
+        ]
 
     def register_batch(self, *tensors: Tensor | None) -> None:
         """Label the tensors of a batch."""
@@ -207,7 +217,7 @@ class LiveBytes(TorchDispatchMode):
         self._note_peak()
         register_before = nn.modules.module.register_module_forward_pre_hook
         register_after = nn.modules.module.register_module_forward_hook
-        self._hooks = [
+        self._hooks += [
             register_before(self._call_begins),
             register_after(self._call_ends, always_call=True),  # recomputation stops by raising
         ]
@@ -382,6 +392,17 @@ class LiveBytes(TorchDispatchMode):
                     if isinstance(value, Tensor):
                         self._label(value, Kind.OPTIMIZER_STATE, name)
 
+    def _update_begins(self, optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
+        self._updating = True
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    name = self._names.get(parameter, "")
+                    self._label(parameter.grad, Kind.GRADIENTS, name)
+
+    def _update_ends(self, _: torch.optim.Optimizer, __: Any, ___: Any) -> None:
+        self._updating = False
+
     # -- where -------------------------------------------------------------------------------
 
     def _call_begins(self, module: nn.Module, _: Any) -> None:
@@ -397,6 +418,8 @@ class LiveBytes(TorchDispatchMode):
 
     def _place_now(self) -> tuple[str, str]:
         """The module whose forward, recomputation or backward is running, and the line; or ""."""
+        if self._updating:
+            return OUTSIDE[Phase.OPTIMIZER_STEP], find_source()
         if self._frames:
             return self._frames[-1][0], find_source()
         node = _current_node() if _current_node else None

@@ -16,6 +16,7 @@ from memfit.parallelism import clip_sharded, run_as_forward
 from memfit.train.attention import Documents, make_band
 from memfit.train.build import Built
 from memfit.train.hugging_face import parts
+from memfit.train.in_backward import updating
 from memfit.train.loss import IGNORE, loss_mean
 from memfit.train.scaling import current_scale, unscale, update
 
@@ -67,6 +68,8 @@ def step(
     if total is None:
         raise InvalidRequest("a global batch holds no micro-batch")
     enter(Phase.OPTIMIZER_STEP)
+    if built.recipe.optimizer.in_backward:
+        return StepResult(total, None)  # all is updated, and no gradient is left
     unscale(built.scaler, built.optimizer)
     norm = _clip(built)
     update(built.scaler, built.optimizer)
@@ -108,7 +111,8 @@ def _accumulate(
     value = loss.detach()
     product = loss if scale is None else loss * scale
     del loss
-    product.backward()  # type: ignore[no-untyped-call]
+    with updating(built.optimizer) if built.recipe.optimizer.in_backward else nullcontext():
+        product.backward()  # type: ignore[no-untyped-call]
     return value
 
 

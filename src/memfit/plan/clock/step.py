@@ -183,7 +183,7 @@ def time_block(setting: Setting) -> Block:
     host = rates.launch * where(layout.compiled > 0, 0.6, 1.0) * (1 + layout.repeated / 3)
     host = host + (1 - shape.plain) * rates.expert_launch
     host = host * where(layout.tp > 1, 1 + rates.tensor_launch, 1.0)
-    host = host * (1 + (1 - layout.trains) * rates.adapter_launch)
+    host = host * (1 + (1 - layout.trains) * rates.adapter_launch) + layout.update_launch
     return Block(
         forward=forward,
         backward=entered * backward,
@@ -332,4 +332,5 @@ def _updating(setting: Setting) -> Number:
     copies = larger(layout.dp * layout.cp * layout.tp / layout.ep, 1)
     own = plain / where(cut, layout.shard * layout.cp, 1) + routed / where(cut, copies, 1)
     seconds = layout.state_bytes / (machine.memory * rates.memory) + layout.offloaded / machine.host
-    return layout.trains * own * seconds
+    products = layout.update_flop / (machine.products * rates.products)
+    return layout.trains * own * seconds + products

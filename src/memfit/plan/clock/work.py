@@ -73,6 +73,8 @@ class Layout(NamedTuple):
     entered: Number  # share of the blocks that backward enters: all but frozen first ones
     chunk_bytes: Number  # moved a micro-batch because the loss goes through the head in chunks
     measured: Number = 0.0  # elements of a block's weights whose rows a forward measures (DoRA)
+    update_flop: Number = 0.0  # of the optimizer's own matrix products, a step
+    update_launch: Number = 0.0  # s that the host takes to update a block's weights in its backward
     bubble: Number = 1.0  # of 1F1B's, or interleaved's: what the schedule's ranks wait
 
 
