@@ -11,6 +11,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "memfit"
 LAYERS = [
     {"errors", "libraries", "units"},
     {
+        "coding",
         "nouns",
         "model",
         "hardware",
@@ -68,6 +69,7 @@ HEAVY = {
     "safetensors",
     "numpy",
     "pyarrow",
+    "bitsandbytes",
 }
 FILES = sorted(SOURCE.rglob("*.py"))
 

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 # torchao, which peft imports where it is installed, warns of each kernel that this build of torch
-# cannot load, and torch's pytree of how torchao registers its enums: nothing a user could act on.
-TALKATIVE = ("torchao", "torch.utils._pytree")
+# cannot load, and torch's pytree of how torchao registers its enums, bitsandbytes of a package
+# of kernels that it would rather have: nothing a user could act on.
+TALKATIVE = ("torchao", "torch.utils._pytree", "bitsandbytes")
 
 
 @contextmanager

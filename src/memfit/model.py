@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+from memfit.coding import stored_tensors
 from memfit.nouns import Noun
 
 DTYPE_BYTES = {
@@ -139,11 +140,23 @@ class Weight(Noun, frozen=True, kw_only=True):
     layer: int = -1  # index of the block; -1 outside the blocks
     dtype: str = "float32"
     trainable: bool = True
+    coding: str = ""  # how it is quantised (`memfit.coding`); the shape stays the matrix's own
 
     @property
     def spec(self) -> TensorSpec:
         """Shape and dtype alone."""
         return TensorSpec(shape=self.shape, dtype=self.dtype)
+
+    @property
+    def stored(self) -> dict[str, TensorSpec]:
+        """The tensors that hold it, by the names of a torch module's parameters."""
+        if not self.coding:
+            return {self.name: self.spec}
+        module = self.name.rpartition(".")[0]
+        return {
+            f"{module}.{leaf}": TensorSpec(shape=shape, dtype=dtype)
+            for leaf, shape, dtype in stored_tensors(self.coding, self.shape)
+        }
 
     @property
     def numel(self) -> int:
@@ -152,7 +165,9 @@ class Weight(Noun, frozen=True, kw_only=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
+        """Bytes of what is stored."""
+        if self.coding:
+            return sum(spec.nbytes for spec in self.stored.values())
         return self.numel * DTYPE_BYTES[self.dtype]
 
     @property

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from memfit.coding import CODED_FORMATS, name_coding
 from memfit.model import ModelReference
 from memfit.nouns import Noun
 
@@ -31,7 +32,7 @@ OWN_ATTENTION: tuple[Attention, ...] = ("math", "flash", "efficient", "cudnn")
 # What memfit's own step has, of the knobs that other frameworks' steps have more values of.
 OWN_VALUES: dict[str, tuple[object, ...]] = {
     "precision": ("fp32", "bf16", "bf16-mixed", "fp16-mixed"),
-    "base_format": ("fp32", "bf16", "fp16"),
+    "base_format": ("fp32", "bf16", "fp16", "int8", "nf4", "fp4"),
     "attention": OWN_ATTENTION,
     "loss": ("plain", "chunked"),
     "recompute": ("none", "full"),
@@ -61,6 +62,15 @@ class Lora(Noun, frozen=True, kw_only=True):
     def factor(self) -> float:
         """What the product of the two matrices is multiplied by (rsLoRA: 2312.03732, eq. 5)."""
         return self.alpha / (self.rank if self.scaling == "plain" else self.rank**0.5)
+
+
+class Quantisation(Noun, frozen=True, kw_only=True):
+    """How a quantised base is stored and multiplied; all zero where it is plain."""
+
+    double: bool = False  # 4 bits: the scales are quantised themselves (2305.14314, section 3)
+    # int8 (2208.07339): columns of the input with a number this large are multiplied in 16 bits
+    outlier_threshold: float = 0.0  # 0: no column is
+    outlier_share: float = 0.0  # columns of a projection that the certificate allows to be such
 
 
 class Freeze(Noun, frozen=True, kw_only=True):
@@ -145,6 +155,7 @@ class Recipe(Noun, frozen=True, kw_only=True):
     offload: Offload = "none"
     devices_per_node: int = 0  # of each machine; 0: one machine holds all ranks
     network: str = ""  # between machines, a row of links.toml; "": the device's usual one
+    quantisation: Quantisation = Quantisation()
     options: dict[str, Option] = {}  # noqa: RUF012 (knobs that only this framework has)
 
     def __hash__(self) -> int:
@@ -167,6 +178,8 @@ class Recipe(Noun, frozen=True, kw_only=True):
         for late in LATE_IN_OPTIMIZER:
             if not content["optimizer"][late]:
                 del content["optimizer"][late]
+        if self.quantisation == Quantisation():
+            del content["quantisation"]
         encoded = msgspec.json.encode(content, order="sorted")
         return hashlib.sha256(encoded).hexdigest()[:16]
 
@@ -206,8 +219,15 @@ class Recipe(Noun, frozen=True, kw_only=True):
 
     @property
     def frozen_dtype(self) -> str:
-        """Storage dtype of frozen parameters."""
+        """Storage dtype of frozen parameters, of those that are not quantised."""
+        if self.base_format in CODED_FORMATS:
+            return self.compute_dtype
         return FORMAT_DTYPE[self.base_format]
+
+    @property
+    def coding(self) -> str:
+        """How the projections of the blocks are quantised (`memfit.coding`); "": they are not."""
+        return name_coding(self.base_format, double=self.quantisation.double)
 
     @property
     def compute_dtype(self) -> str:

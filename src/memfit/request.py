@@ -60,6 +60,14 @@ class LoraRequest(Noun, frozen=True, kw_only=True):
     scaling: Scaling = "plain"  # alpha / rank; rank-stabilised: alpha / sqrt(rank)
 
 
+class QuantisationRequest(Noun, frozen=True, kw_only=True):
+    """Settings of a quantised base; used when `base_format` is int8, nf4 or fp4."""
+
+    double: bool = True  # nf4, fp4: quantise the scales too
+    outlier_threshold: NotNegativeFloat = 6.0  # int8: LLM.int8's; 0 leaves no column in 16 bits
+    outlier_share: Fraction = 0.01  # of a projection's columns, what is certified for outliers
+
+
 class FreezeRequest(Noun, frozen=True, kw_only=True):
     """What stays trainable; used when the method is `freeze`."""
 
@@ -162,6 +170,7 @@ class Request(Noun, frozen=True, kw_only=True):
     lora: LoraRequest = LoraRequest()
     freeze: FreezeRequest = FreezeRequest()
     base_format: Auto | Format = "auto"
+    quantisation: QuantisationRequest = QuantisationRequest()
     precision: Auto | Precision = "auto"
     optimizer: OptimizerRequest = OptimizerRequest()
     recompute: Literal["auto", "none", "full", "selective"] | RecomputeBlocks = "auto"

@@ -18,16 +18,20 @@ def apply_rows(module: nn.Module, model: Model) -> nn.Module:
     """
     import torch
 
-    rows = {row.name: row for row in model.weights}
+    rows = {
+        name: (spec.dtype, row.trainable)
+        for row in model.weights
+        for name, spec in row.stored.items()
+    }
     names = [name for name, _ in module.named_parameters()]
     if set(names) != set(rows):
         strange = sorted(set(names) ^ set(rows))
         raise ValueError(f"the module and its declared rows differ in {strange[:5]}")
 
     def store(name: str, old: Tensor) -> Tensor:
-        row = rows[name]
-        new = torch.empty_like(old, dtype=getattr(torch, row.dtype))
-        return torch.nn.Parameter(new, requires_grad=row.trainable)
+        dtype, trainable = rows[name]
+        new = torch.empty_like(old, dtype=getattr(torch, dtype))
+        return torch.nn.Parameter(new, requires_grad=trainable)
 
     replace_parameters(module, store)
     return module

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, final
 
 from memfit.adapters import Adapter, _peft, adapters
+from memfit.adapters.coded import check_base
 from memfit.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.libraries import quiet_import
@@ -29,6 +30,7 @@ class Dora(Adapter):
 
     def adapt(self, model: Model, recipe: Recipe) -> Model:
         """See `Adapter.adapt`. Raises InvalidRequest on more than one rank."""
+        check_base(model, recipe.base_format, recipe.method, recipe.parallel.world)
         if recipe.parallel.world > 1:
             raise InvalidRequest(
                 f"`method: dora` on {recipe.parallel.world} ranks: FSDP2 gathers the magnitudes in"

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from memfit.adapters import Adapter, adapters
 from memfit.adapters._apply import apply_rows, store_rows
+from memfit.adapters.coded import check_base
 from memfit.errors import InvalidRequest, did_you_mean
 from memfit.families import read_model
 from memfit.model import Model, Weight
@@ -28,6 +29,7 @@ class Freeze(Adapter):
 
     def adapt(self, model: Model, recipe: Recipe) -> Model:
         """See `Adapter.adapt`."""
+        check_base(model, recipe.base_format, recipe.method, recipe.parallel.world)
         freeze, layers = recipe.freeze, model.architecture.layers
         if freeze.last_blocks > layers:
             raise InvalidRequest(

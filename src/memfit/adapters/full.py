@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from memfit.adapters import Adapter, adapters
 from memfit.adapters._apply import apply_rows, store_rows
+from memfit.adapters.coded import check_base
 from memfit.families import read_model
 from memfit.model import Model
 from memfit.recipe import Recipe
@@ -22,6 +23,7 @@ class Full(Adapter):
 
     def adapt(self, model: Model, recipe: Recipe) -> Model:
         """See `Adapter.adapt`."""
+        check_base(model, recipe.base_format, recipe.method, recipe.parallel.world)
         rows = (replace(row, trainable=True) for row in model.weights)
         stored = store_rows(rows, recipe.trainable_dtype, recipe.frozen_dtype)
         return replace(model, weights=stored)

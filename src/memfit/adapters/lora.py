@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, final
 
 from memfit.adapters import Adapter, _peft, adapters
+from memfit.adapters.coded import code_rows
 from memfit.families import read_model
 from memfit.model import Model
 from memfit.recipe import Recipe
@@ -19,7 +20,7 @@ class Lora(Adapter):
 
     def adapt(self, model: Model, recipe: Recipe) -> Model:
         """See `Adapter.adapt`."""
-        return _peft.adapt(model, recipe)
+        return code_rows(_peft.adapt(model, recipe), recipe)
 
     def apply(self, module: nn.Module, recipe: Recipe) -> nn.Module:
         """See `Adapter.apply`."""

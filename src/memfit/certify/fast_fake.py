@@ -7,7 +7,7 @@ plain fake tensors are described. Whatever is not plain goes to torch, as ever.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()
         self.proofs: tuple[Proof, ...] = ()  # what was checked of this torch before it is used
+        # operators whose results depend on values -> what a trace takes them as, of mode, arguments
+        self.rules: dict[Any, Callable[..., Any]] = {}
         self.remembered: dict[Hashable, _Answer | None] = {}  # None: ask torch each time
 
     @classmethod
@@ -48,6 +50,8 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         kwargs: Any = None,
     ) -> Any:
         """The operator's outputs: remembered, or torch's, which are then remembered."""
+        if func in self.rules:
+            return self.rules[func](self, *args, **(kwargs or {}))
         described: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         tensors: list[FakeTensor] = []
         plain = self._describe(args, described, tensors)

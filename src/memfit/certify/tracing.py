@@ -10,6 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from memfit.certify.fake_device import device_type, fake_device
+from memfit.certify.outliers import outlier_bounds, outlier_rules
 from memfit.certify.recorder import Recorder, Trace
 from memfit.errors import Error, NotCertified
 from memfit.families import family_of, read_model
@@ -106,6 +107,8 @@ def _traced(recipe: Recipe, device: Device, recorder: Recorder, rank: int = 0) -
         stack.enter_context(_no_collection())
         stack.enter_context(_world(recipe.parallel, rank, device_type(device), recorder))
         mode = stack.enter_context(fake_device(device))
+        if rules := outlier_rules(recipe):
+            mode.rules.update(rules)
         mode.allow_non_fake_inputs = recipe.parallel.world > 1  # shards are cut on meta
         stack.enter_context(recorder)
         try:
@@ -263,6 +266,7 @@ def _bounds(
             f"the compiled update of `{recipe.optimizer.name}` is assumed to keep what it computes"
             " in between in registers: not measured"
         )
+    bounds += outlier_bounds(recipe)
     if recipe.attention == "cudnn":
         bounds.append("cuDNN decides its attention's workspace: taken to be as large as flash's")
     if kind == "cuda" and workspaces:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from memfit.sizes import quantised
 from memfit.sizes import workspace as table
 from memfit.sizes.workspace import Grid
 
@@ -79,6 +80,30 @@ def _sum(args: Sequence[Any], grid: Grid | None) -> int:
     return table.row_sum(columns, x.numel() // columns, grid)
 
 
+def _multiply_four(args: Sequence[Any], _: Grid | None) -> int:
+    """x (tokens, columns), codes, shape of the weight, absmax, block, type; bias, nested scales."""
+    x, shape = args[0], tuple(args[2])
+    coding = "nf4-double" if len(args) > 7 and args[7] is not None else "nf4"
+    return quantised.unpacked_bytes(coding, shape, x.numel() // shape[1], x.element_size())
+
+
+def _find_outliers(args: Sequence[Any], _: Grid | None) -> int:
+    """x (tokens, columns), the threshold."""
+    return int(args[0].numel()) * quantised.finding_bytes(len(args) > 1 and args[1] > 0)
+
+
+def _multiply_mixed(args: Sequence[Any], _: Grid | None) -> int:
+    """x, its codes, the weight's codes, scales of both, columns with outliers, bias."""
+    (tokens, columns), rows, outliers = _shape(args[0]), args[2].shape[0], len(args[5])
+    return quantised.product_bytes(tokens, rows, columns, outliers, args[0].element_size())
+
+
+def _multiply_eight(args: Sequence[Any], _: Grid | None) -> int:
+    """Codes of both, scales of both, bias, dtype."""
+    (tokens, columns), rows = _shape(args[0]), args[1].shape[0]
+    return quantised.product_bytes(tokens, rows, columns, 0, 0)
+
+
 RULES = {
     rule.operator: rule
     for rule in (
@@ -120,6 +145,31 @@ RULES = {
             "sums over rows: partial results where several blocks share a column",
             "aten/src/ATen/native/cuda/Reduce.cuh: setReduceConfig, gpu_reduce_kernel",
             "six peaks of Liger-Kernel's benchmark on an A100 (tests/test_liger.py)",
+        ),
+        Rule(
+            "bitsandbytes.gemm_4bit.default",
+            _multiply_four,
+            "the dense weight, and its scales in fp32 where they were quantised",
+            "bitsandbytes/backends/cuda/ops.py: _dequant_linear_fallback",
+        ),
+        Rule(
+            "bitsandbytes.int8_vectorwise_quant.default",
+            _find_outliers,
+            "magnitudes of the input, and which of them are outliers",
+            "bitsandbytes/backends/cuda/ops.py: int8_vectorwise_quant",
+        ),
+        Rule(
+            "bitsandbytes.int8_mixed_scaled_mm.default",
+            _multiply_mixed,
+            "the int32 product and its fp16 values; the weight's columns of outliers, dense",
+            "bitsandbytes/backends/default/ops.py: int8_mixed_scaled_mm;"
+            " backends/cuda/ops.py: int8_mm_dequant",
+        ),
+        Rule(
+            "bitsandbytes.int8_scaled_mm.default",
+            _multiply_eight,
+            "the int32 product and its fp16 values",
+            "bitsandbytes/backends/default/ops.py: int8_scaled_mm",
         ),
         Rule(
             "aten._foreach_norm.Scalar",

@@ -15,9 +15,10 @@ import msgspec
 from memfit import sizes
 from memfit.model import Architecture
 from memfit.sizes import Meter, Tensor, lean
-from memfit.sizes.coded import CODED, Dequantised, coded_linear
+from memfit.sizes.coded import CODED, Dequantised
 from memfit.sizes.dora import rescale
 from memfit.sizes.loss import chunked_sum, cross_entropy_sum
+from memfit.sizes.quantised import Quantised
 
 Weights = dict[str, Tensor]  # by name inside the block, or inside the model
 Rotation = tuple[Tensor, Tensor]  # cosines, sines
@@ -38,7 +39,7 @@ class Forward(msgspec.Struct, frozen=True):
     lean: tuple[str, ...] = ()  # operations that keep less, see train/lean
     kind: str = ""  # of the block that runs, where the architecture has kinds
     band: Tensor | None = None  # the mask of sliding windows, where rows are longer than they are
-    coded: Dequantised = Dequantised()  # how weights that are stored quantised become dense
+    coded: Dequantised | Quantised = Quantised()  # how weights stored quantised are multiplied
     repeats_keys: bool = False  # keys and values are made for all heads, whatever the kernel
     adapter_casts: bool = False  # adapters read inputs cast to their own dtype, as peft has them
     # what variables of the training loop hold until the next micro-batch names them again
@@ -102,7 +103,7 @@ def project(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
 def _plain(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
     weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
     if weight.dtype == CODED:
-        return coded_linear(sizes.cast(x, forward.coded.computed), weight, bias, forward.coded)
+        return forward.coded.multiply(x, weight, bias)
     family, of_head = forward.architecture.family, name == "lm_head"
     if family == "gpt2" and bias is not None:
         return sizes.conv1d(x, weight, bias)

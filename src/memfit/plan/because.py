@@ -41,11 +41,13 @@ def _trainable(model: Model) -> int:
 
 def _products(rows: Iterable[Weight]) -> str:
     """`6.48B x 2 B (bfloat16) + 8.39M x 4 B (float32)`."""
-    counts: dict[str, int] = {}
+    counts: dict[str, tuple[int, int]] = {}
     for row in rows:
-        counts[row.dtype] = counts.get(row.dtype, 0) + row.numel
+        count, nbytes = counts.get(row.coding or row.dtype, (0, 0))
+        counts[row.coding or row.dtype] = count + row.numel, nbytes + row.nbytes
     return " + ".join(
-        f"{show_count(count)} x {DTYPE_BYTES[dtype]} B ({dtype})" for dtype, count in counts.items()
+        f"{show_count(count)} x {DTYPE_BYTES.get(kind) or f'{nbytes / count:.3f}'} B ({kind})"
+        for kind, (count, nbytes) in counts.items()
     )
 
 

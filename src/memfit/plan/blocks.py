@@ -24,6 +24,8 @@ from memfit.plan.in_backward import Updates
 from memfit.plan.program import OwnProgram, Program
 from memfit.recipe import Optimizer
 from memfit.sizes import Meter, Tensor
+from memfit.sizes.coded import CODED
+from memfit.sizes.quantised import Quantised
 from memfit.sizes.workspace import Grid
 
 Part = tuple[Kind, str]  # kind, owner
@@ -95,6 +97,7 @@ class Setting(Noun, frozen=True, kw_only=True):
     again: bool = False  # whether the later micro-batch is of the next step, without gradients
     in_backward: Optimizer | None = None  # updates each weight as soon as its gradient is there
     program: Program | None = None  # of another framework's step; None is memfit's own
+    coded: Quantised = Quantised()  # products with quantised weights, of memfit's own
 
 
 class Mark(NamedTuple):
@@ -134,7 +137,7 @@ def _row(weight: Weight) -> Row:
     elif weight.part != "head":
         name = name.partition(".")[2]
     return Row(
-        name=name, shape=weight.shape, dtype=weight.dtype,
+        name=name, shape=weight.shape, dtype=CODED if weight.coding else weight.dtype,
         trainable=weight.trainable, part=weight.part,
     )  # fmt: skip
 
@@ -269,7 +272,7 @@ class _Simulation:
             architecture=self.setting.architecture, meter=meter, kernel=self.setting.kernel,
             input_ids=input_ids, position_ids=position_ids, documents=batch.documents,
             adapter_dropout=self.setting.adapter_dropout,
-            lean=self.setting.lean, loop=self.loop,
+            lean=self.setting.lean, loop=self.loop, coded=self.setting.coded,
         )  # fmt: skip
         self.marks = []
         self.mark("embedding", "embedding")

@@ -117,13 +117,13 @@ class Estimate:
         """Weights and optimizer state, bytes."""
         settings = self.recipe.optimizer
         optimizer = find_optimizer(settings)
-        known: dict[tuple[tuple[int, ...], str, bool], int] = {}
+        known: dict[tuple[tuple[int, ...], str, bool, str], int] = {}
         total = 0
         for w in self.model.weights:
-            key = (w.shape, w.dtype, w.trainable)
+            key = (w.shape, w.dtype, w.trainable, w.coding)
             if key not in known:
                 states = optimizer.state(w.spec, settings) if w.trainable else ()
-                known[key] = sum(self._held(s.nbytes) for s in (w.spec, *states))
+                known[key] = sum(self._held(s.nbytes) for s in (*w.stored.values(), *states))
             total += known[key]
         return total
 

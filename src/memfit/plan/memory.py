@@ -37,6 +37,7 @@ from memfit.plan.closed_form import Answers, find_answers
 from memfit.plan.segments import Passes, Segment, expand
 from memfit.plan.updates import around_micro_batches, hold
 from memfit.recipe import Recipe
+from memfit.sizes.quantised import Quantised
 from memfit.sizes.workspace import find_grid, product_workspace
 
 
@@ -146,6 +147,7 @@ def describe(model: Model, recipe: Recipe, device: Device) -> tuple[Setting, lis
         accumulates=recipe.accumulation > 1,
         again=recipe.optimizer.in_backward,
         in_backward=recipe.optimizer if recipe.optimizer.in_backward else None,
+        coded=Quantised.of(recipe),
     )
     return setting, repeats(runs)
 
@@ -244,6 +246,8 @@ class _Step:
         starting = find_adapter(self.recipe).loading(self.outline.model)
         if not starting:
             level.note(Phase.LOAD)
+        for top in around.quantising:
+            level.note(Phase.LOAD, top)
         # the forward's, or of what loading computes; autograd's thread takes its own
         level.add(self._cublas)
         if starting:

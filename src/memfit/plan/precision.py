@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memfit.coding import CODED_FORMATS
 from memfit.hardware import Device
 from memfit.recipe import Format, Precision
 from memfit.request import Request
@@ -13,6 +14,8 @@ HALF: dict[str, Format] = {"bf16": "bf16", "bf16-mixed": "bf16", "fp16-mixed": "
 def find_conflict(base_format: str, precision: str) -> str:
     """Why frozen weights of this format cannot be computed with; empty when they can."""
     if "auto" in (precision, base_format):
+        return ""
+    if base_format in CODED_FORMATS:  # the rest is stored as the precision computes
         return ""
     if base_format == "fp32":
         return "stores everything in bf16" if precision == "bf16" else ""

@@ -10,9 +10,11 @@ from typing import Any
 import msgspec
 
 from memfit import catalog, families
+from memfit.adapters.coded import check_base
 from memfit.adapters.projections import choose_targets
 from memfit.allocator_settings import check_allocator
 from memfit.catalog import links
+from memfit.coding import CODED_FORMATS
 from memfit.errors import InvalidRequest
 from memfit.families.lean import check_lean, find_lean
 from memfit.families.limits import check_limits, own_kernels
@@ -33,6 +35,7 @@ from memfit.recipe import (
     Method,
     Optimizer,
     Precision,
+    Quantisation,
     Recipe,
     compute_dtype,
 )
@@ -207,6 +210,7 @@ def check(problem: Problem) -> None:
                 f"`recompute.blocks: {blocks}` is more than the {layers} blocks of `{name}`",
                 hint=f"use at most {layers}, or `recompute: full`",
             )
+    check_base(problem.model, request.base_format, request.method, request.ranks)
     if conflict := find_conflict(request.base_format, request.precision):
         own = HALF.get(request.precision, "fp32")
         raise InvalidRequest(
@@ -316,6 +320,7 @@ def first_recipe(problem: Problem, *, method: Method, precision: Precision) -> R
         allocator=request.allocator,
         devices_per_node=request.hardware.count if request.hardware.nodes > 1 else 0,
         network=find_network(request),
+        quantisation=find_quantisation(request, base if method == "lora" else "bf16"),
     )
 
 
@@ -330,6 +335,15 @@ def asked_lean(request: Request) -> tuple[Lean, ...]:
 def _lean(request: Request, a: Architecture) -> tuple[Lean, ...]:
     """`auto`: all that the family has."""
     return find_lean(a) if request.lean == "auto" else asked_lean(request)
+
+
+def find_quantisation(request: Request, base_format: Format) -> Quantisation:
+    """What the request says of a base of this format; a format uses its own settings alone."""
+    asked = request.quantisation
+    if base_format == "int8":
+        share = asked.outlier_share if asked.outlier_threshold else 0.0
+        return Quantisation(outlier_threshold=asked.outlier_threshold, outlier_share=share)
+    return Quantisation(double=asked.double and base_format in CODED_FORMATS)
 
 
 def _full_format(precision: Precision) -> Any:

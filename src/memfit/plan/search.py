@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import msgspec
 
 from memfit import __version__, units
+from memfit.coding import CODED_FORMATS
 from memfit.errors import DoesNotFit, InvalidRequest
 from memfit.plan.candidate import Candidate
 from memfit.plan.cost import describe_cost
@@ -65,7 +66,9 @@ def _preferences(problem: Problem) -> Iterator[Candidate]:
     """Method and precision, the most faithful first."""
     request = problem.request
     methods: list[Method] = ["full", "lora"] if request.method == "auto" else [request.method]
-    if (
+    if request.base_format in CODED_FORMATS:
+        methods = ["lora"]  # nothing else trains beside a quantised base
+    elif (
         request.method == "auto"
         and first_recipe(problem, method="full", precision="fp32").weights == "random"
     ):

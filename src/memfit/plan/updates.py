@@ -17,6 +17,7 @@ from memfit.plan.blocks import ROUNDING, Part, Parts, owner_of
 from memfit.plan.segments import Segment
 from memfit.recipe import Recipe
 from memfit.sizes.meter import block_size
+from memfit.sizes.quantised import quantising_bytes
 from memfit.sizes.workspace import foreach_norm
 
 TEMPORARY: Part = (Kind.TEMPORARY, "optimizer")
@@ -26,6 +27,7 @@ class Around(NamedTuple):
     """What is alive before the first micro-batch, and what follows the last."""
 
     loaded: Parts
+    quantising: tuple[Parts, ...]  # while a weight is quantised, beside all that is loaded
     first: Segment  # clipping and the update that makes the optimizer's state
     later: Segment  # the same of every later step
     rounded: int  # what the blocks of all gradients are larger
@@ -34,7 +36,7 @@ class Around(NamedTuple):
 def around_micro_batches(model: Model, recipe: Recipe, device: Device) -> Around:
     """See `Around`; raises InvalidRequest when the optimizer has no such implementation."""
     made = _Around(model, recipe, device)
-    return Around(made.load(), made.first(), made.later(), made.rounded())
+    return Around(made.load(), made.quantise(), made.first(), made.later(), made.rounded())
 
 
 class _Line:
@@ -74,13 +76,24 @@ class _Around:
         """Parameters and buffers."""
         nbytes: dict[str, list[int]] = {}
         for weight in self.model.weights:
-            nbytes.setdefault(owner_of(weight.part), []).append(weight.nbytes)
+            held = nbytes.setdefault(owner_of(weight.part), [])
+            held += [spec.nbytes for spec in weight.stored.values()]
         a = self.model.architecture
         nbytes["rotary"] = [spec.nbytes for spec in find_family(a.family).buffers(a)]
         parts: Parts = {}
         for owner, sizes in nbytes.items():
             parts = _sum(parts, hold((Kind.PARAMETERS, owner), sizes, self.device))
         return parts
+
+    def quantise(self) -> tuple[Parts, ...]:
+        """For each size of a quantised weight, what making it holds; see train/quantised.py."""
+        sizes = dict.fromkeys((w.shape, w.dtype) for w in self.model.weights if w.coding)
+        part, coding = (Kind.TEMPORARY, "model"), self.recipe.coding
+        return tuple(
+            hold(part, tensors, self.device)
+            for shape, dtype in sizes
+            for tensors in quantising_bytes(coding, shape, dtype)
+        )
 
     def first(self) -> Segment:
         """The step that makes the optimizer's state: before all updates, or each with its own."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from memfit.sizes.autograd import Gradients, Node, Rule, record
-from memfit.sizes.elementwise import Incoming, attach, upstream
+from memfit.sizes.elementwise import Incoming, attach, cast, upstream
 from memfit.sizes.tensor import Tensor, empty
 
 CODED = "uint8"  # dtype of a simulated weight that is stored quantised; its shape is the dense one
@@ -23,6 +23,10 @@ class Dequantised(NamedTuple):
     # node: not a saved tensor, so that it lives until the graph itself is gone
     keeps_input: bool = False
     bits: int = 4
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """(..., columns) x (rows, columns) -> (..., rows), in `computed`."""
+        return coded_linear(cast(x, self.computed), weight, bias, self)
 
 
 def coded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, how: Dequantised) -> Tensor:

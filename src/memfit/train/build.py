@@ -29,6 +29,7 @@ from memfit.train.attention import check_attention
 from memfit.train.hugging_face import bare_model, base_model, parts
 from memfit.train.lean import apply_lean
 from memfit.train.loss import check_chunked
+from memfit.train.quantised import quantise
 from memfit.train.recompute import recompute_first
 from memfit.train.scaling import make_scaler
 from memfit.train.weights import fill_weights
@@ -69,7 +70,7 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
         check_attention(recipe, heads, "cpu" if device.type == "cpu" else "cuda")
     _check(recipe)
     with _disable_current_modes():  # on meta nothing needs tracing, and peft cannot move fakes
-        model = find_adapter(recipe).apply(bare_model(recipe), recipe)
+        model = find_adapter(recipe).apply(quantise(bare_model(recipe), recipe), recipe)
     apply_lean(model, recipe)
     recompute_first(
         parts(model).blocks, recipe.recompute_blocks, preserve_rng=recipe.lora.dropout > 0
@@ -133,7 +134,11 @@ def _fill_buffers(model: nn.Module, module: nn.Module, device: torch.device) -> 
 def check_census(model: nn.Module, recipe: Recipe) -> None:
     """Raise ValueError (our bug) when the module does not store what its adapter declares."""
     declared = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
-    want = {w.name: (w.shape, w.dtype, w.trainable) for w in declared.weights}
+    want = {
+        name: (spec.shape, spec.dtype, w.trainable)
+        for w in declared.weights
+        for name, spec in w.stored.items()
+    }
     have = {
         name: (tuple(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad)
         for name, p in model.named_parameters()

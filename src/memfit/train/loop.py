@@ -50,6 +50,7 @@ from memfit.train.measure import (
 )
 from memfit.train.prepare import build_samplers, read_data
 from memfit.train.progress import Facts, Moment, Progress, Silent
+from memfit.train.quantised import count_outliers
 from memfit.train.sampler import Micro, Sampler
 from memfit.train.scaling import was_skipped
 from memfit.train.schedule import learning_rate
@@ -349,6 +350,7 @@ def _evaluate(session: Session, built: Built, held_out: Sampler) -> float:
 def _save(session: Session, built: Built, log: Log, step: int) -> None:
     """The log first: a checkpoint promises that every line up to it is on disk."""
     log.flush()
+    session.note_outliers(count_outliers(built.model))
     session.meter.watch(
         built,
         Phase.SAVE,

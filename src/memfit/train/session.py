@@ -54,6 +54,7 @@ class Session:
     skipped: int = 0  # steps of this process whose fp16 gradients were not finite
     warnings: list[str] = field(default_factory=list)
     done: int = 0  # steps whose result is complete
+    outliers: tuple[float, float] | None = None  # of int8: mean and largest share of columns
     watcher: Watcher = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,6 +69,16 @@ class Session:
         if text not in self.warnings:
             self.warnings.append(text)
         self.progress.note(f"warning: {text}")
+
+    def note_outliers(self, found: tuple[float, float] | None) -> None:
+        """Keep the shares for run.json, and warn of what no certificate has counted on."""
+        self.outliers = found
+        allowed = self.recipe.quantisation.outlier_share
+        if found is not None and found[1] > allowed:
+            self.warn(
+                f"a projection had {found[1]:.2%} of its columns in 16 bits for their outliers, and"
+                f" the certificate counts on {allowed:.2%}: raise `quantisation.outlier_share`"
+            )
 
     def compare(self) -> None:
         """Warn of what is above the certificate by now, naming who holds it."""
@@ -94,6 +105,13 @@ def write_run(session: Session, done: int, *, finished: bool) -> Run:
     evaluations = [(r["step"], r["evaluation_loss"]) for r in rows if "evaluation_loss" in r]
     total = sum(r["seconds"] for r in rows)
     found["time.total_seconds"] = _measured(total, "s", "perf_counter, all steps", len(rows))
+    if session.outliers is not None:
+        counter = "columns that LLM.int8's kernels found outliers in, over all columns"
+        mean, most = session.outliers
+        found["quantisation.outlier_share"] = _measured(mean, "of columns", counter)
+        found["quantisation.largest_outlier_share"] = _measured(
+            most, "of columns", f"{counter}, of one projection and micro-batch"
+        )
     if rows:
         found["loss.final"] = _measured(rows[-1]["loss"], "nats/token", "the last step's batch")
     if evaluations:

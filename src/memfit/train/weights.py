@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +20,7 @@ from memfit.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.recipe import Recipe
 from memfit.train.hugging_face import bare_model, base_model, stored_buffers
+from memfit.train.quantised import QuantisedLinear, quantised_modules
 from memfit.train.stored import Part, file_parts, find_parts
 
 SINGLE = "model.safetensors"
@@ -53,16 +54,24 @@ def fill_weights(model: nn.Module, recipe: Recipe, weights: Weights | None = Non
     Raises InvalidRequest: no weights file, a truncated one, a missing tensor, a wrong shape.
     """
     adapter = find_adapter(recipe)
-    base = adapter.base_parameters(model)
+    coded = quantised_modules(model)
+    own = {id(p) for module in coded.values() for p in module.stored().values()}
+    base = {n: p for n, p in adapter.base_parameters(model).items() if id(p) not in own}
     gpus = {p.device for p in model.parameters() if p.device.type == "cuda"}
     with torch.no_grad(), torch.random.fork_rng(devices=list(gpus)):
         torch.manual_seed(recipe.seed)
         if recipe.weights == "random":
-            _fill_random(recipe, base)
+            _fill_random(recipe, base, coded)
         else:
             prefix = base_model(model).base_model_prefix
             stored: dict[str, Tensor] = {**base, **stored_buffers(model)}
-            copy_weights(stored, weights or FileWeights(recipe.model.source, prefix))
+            source = weights or FileWeights(recipe.model.source, prefix)
+            copy_weights(stored, source)
+            for name, module in coded.items():  # one dense weight is alive at a time
+                dense = module.empty_dense()
+                copy_weights({name: dense}, source)
+                module.store(dense)
+                del dense
         adapter.reset(model)
 
 
@@ -171,18 +180,32 @@ def check_weights(recipe: Recipe) -> None:
                 _check_shape(opened, stored, file, shape)
 
 
-def _fill_random(recipe: Recipe, base: dict[str, nn.Parameter]) -> None:
+def _fill_random(
+    recipe: Recipe, base: dict[str, nn.Parameter], coded: Mapping[str, QuantisedLinear]
+) -> None:
     """Hugging Face's initialisation looks at names, which an adapter changes: so a bare twin that
-    shares the parameters is initialised."""
+    shares the parameters is initialised. A weight that is quantised is dense for its own turn.
+    """
     with _disable_current_modes():  # a trace has no constants on the meta device
         twin = bare_model(recipe)
     for module in twin.modules():  # which the initialisation fills too
         for name, old in module._buffers.items():
             if old is not None:
                 module._buffers[name] = torch.empty(old.shape, dtype=old.dtype, device="meta")
-    replace_parameters(twin, lambda name, _: base[name])
+    replace_parameters(twin, lambda name, old: old if name in coded else base[name])
+    targets = {m: coded[f"{n}.weight"] for n, m in twin.named_modules() if f"{n}.weight" in coded}
+
+    def fill(module: nn.Module) -> None:
+        target = targets.get(module)
+        if target is not None:
+            module._parameters["weight"] = nn.Parameter(target.empty_dense(), requires_grad=False)
+        twin._init_weights(module)
+        if target is not None:
+            target.store(cast(Tensor, module.weight))
+            module._parameters["weight"] = None
+
     with torch.device("meta"):  # where its buffers are, which nobody needs
-        twin.apply(twin._init_weights)  # children first: GPT-2's blocks scale projections last
+        twin.apply(fill)  # children first: GPT-2's blocks scale projections last
 
 
 def _parts(
