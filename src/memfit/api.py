@@ -29,7 +29,7 @@ from memfit.reading import read as read
 from memfit.reading import read_certificate as read_certificate
 from memfit.recipe import Recipe
 from memfit.request import Request
-from memfit.results import Certificate, Diff, Plan, Report, Run
+from memfit.results import Certificate, Diff, Merged, Plan, Report, Run
 from memfit.run_folder import is_plan as is_plan  # the command line calls the api only
 from memfit.run_folder import read_plan as read_plan
 from memfit.run_folder import state as state
@@ -402,6 +402,13 @@ def generate(
         write_atomically(folder / "sample.txt", (prompt + made).encode())
         write_report(folder)
     return made
+
+
+def merge(folder: Path, out: Path) -> Merged:
+    """The adapter of a run, or of a folder in peft's format, written into its base as `out`."""
+    from memfit.train import merge as merging
+
+    return merging.merge(folder, out)
 
 
 def join(plan: Plan, certificate: Certificate | None, run: Run | None) -> Report:

@@ -287,6 +287,21 @@ class OutOfMemory(Noun, frozen=True, kw_only=True):
     snapshot: str  # of torch's CUDA allocator, for PyTorch's memory viewer; "" on a CPU
 
 
+class Merged(Noun, frozen=True, kw_only=True):
+    """What `memfit merge` wrote, and how exact it is."""
+
+    schema: int = 1
+    folder: str
+    base: str
+    weights: int  # that the adapter changed
+    nbytes: int  # of all weights
+    dtypes: tuple[str, ...]  # of the changed ones, as safetensors name them
+    lost: float  # of the adapter's change, what rounding to the dtype lost: norm over norm
+    # how far the base's files are from what the adapter was trained on, norm over norm; None where
+    # no run says it
+    base_differs: float | None
+
+
 class Comparison(Noun, frozen=True, kw_only=True):
     """One quantity, three sources; errors are signed fractions of the later source."""
 

@@ -31,6 +31,7 @@ VERBS = {
     "measure": "running",
     "report": "running",
     "generate": "running",
+    "merge": "running",
     "models": "looking",
     "devices": "looking",
     "networks": "looking",

@@ -1,4 +1,4 @@
-"""train, measure, report, generate."""
+"""train, measure, report, generate, merge."""
 
 from __future__ import annotations
 
@@ -212,3 +212,29 @@ def generate_command(
 
         text = prompt + sample
         click.echo(printable(text) if sys.stdout.isatty() else text)
+
+
+@click.command("merge", short_help="Write an adapter into its base, as one model folder.")
+@click.argument("folder", metavar="RUN|ADAPTER", type=click.Path(path_type=Path))
+@click.option(
+    "--out", type=click.Path(path_type=Path), metavar="FOLDER", required=True,
+    help="A folder that does not exist yet.",
+)  # fmt: skip
+@output_options
+def merge_command(folder: Path, out: Path, as_json: bool, quiet: bool) -> None:
+    """Write the adapter of a run, or of a folder in peft's format, into its base.
+
+    The result is a folder that transformers loads. Weights keep the dtype of the base's files; what
+    rounding to it loses of the adapter is measured and said.
+    """
+    from memfit import api
+
+    made = api.merge(folder, out)
+    if as_json:
+        print_json(made)
+        return
+    from memfit.screens.merged import describe
+
+    for line in describe(made):
+        click.echo(line)
+    note(quiet)(f'memfit generate {shlex.quote(str(out))} "Once upon a time"')

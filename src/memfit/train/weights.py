@@ -93,7 +93,7 @@ class FileWeights:
     def __init__(self, source: str, prefix: str, single: str = SINGLE) -> None:
         self._source = source
         self._prefix = prefix
-        self._files = _tensor_files(source) if single == SINGLE else _names_in(Path(source, single))
+        self._files = tensor_files(source) if single == SINGLE else names_in(Path(source, single))
         self._opened: dict[Path, Any] = {}
 
     def parts(self, name: str, shape: tuple[int, ...]) -> Sequence[Part]:
@@ -104,7 +104,7 @@ class FileWeights:
         """See `Weights`. Raises InvalidRequest: a wrong shape, a broken file."""
         file = self._files[part.name]
         if file not in self._opened:
-            self._opened[file] = _open(file)  # mapped, not read
+            self._opened[file] = open_file(file)  # mapped, not read
         opened = self._opened[file]
         _check_shape(opened, part.name, file, part.shape)
         tensor: Tensor = opened.get_tensor(part.name)
@@ -155,7 +155,7 @@ def _dtypes_here(source: str) -> dict[str, torch.dtype]:
     """Tensor name -> dtype, from the headers of files that are on this machine; else nothing."""
     try:
         files = _files_of_folder(Path(source)) if Path(source).is_dir() else _files_in_cache(source)
-        opened = {file: _open(file) for file in set(files.values())}
+        opened = {file: open_file(file) for file in set(files.values())}
         return {
             name: DTYPES.get(opened[file].get_slice(name).get_dtype(), UNKNOWN)
             for name, file in files.items()
@@ -169,13 +169,13 @@ def check_weights(recipe: Recipe) -> None:
     if recipe.weights != "pretrained":
         return
     source, rows = recipe.model.source, read_model(recipe.model).weights
-    files, prefix = _tensor_files(source), rows[0].name.partition(".")[0]
+    files, prefix = tensor_files(source), rows[0].name.partition(".")[0]
     wanted: dict[Path, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
     for row in rows:
         for part in _parts(row.name, row.shape, prefix, files, source):
             wanted[files[part.name]].append((part.name, part.shape))
     for file, tensors in wanted.items():
-        with _open(file) as opened:
+        with open_file(file) as opened:
             for stored, shape in tensors:
                 _check_shape(opened, stored, file, shape)
 
@@ -230,8 +230,11 @@ def _check_shape(opened: Any, name: str, file: Path, want: tuple[int, ...]) -> N
         )
 
 
-def _open(file: Path) -> Any:
-    """A lazily read safetensors file; its header says how long it must be."""
+def open_file(file: Path) -> Any:
+    """A lazily read safetensors file; its header says how long it must be.
+
+    Raises InvalidRequest where it cannot be read.
+    """
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -241,7 +244,7 @@ def _open(file: Path) -> Any:
         ) from None
 
 
-def _tensor_files(source: str) -> dict[str, Path]:
+def tensor_files(source: str) -> dict[str, Path]:
     """Tensor name -> the file that holds it."""
     if not source:
         raise InvalidRequest(
@@ -270,7 +273,7 @@ def _files_of_folder(folder: Path) -> dict[str, Path]:
             f"no weights in `{folder}`: neither `{SINGLE}` nor `{INDEX}`",
             hint="memfit reads safetensors only; `weights: random` needs no file",
         )
-    return _names_in(folder / SINGLE)
+    return names_in(folder / SINGLE)
 
 
 def _files_of_hub(name: str) -> dict[str, Path]:
@@ -281,9 +284,9 @@ def _files_of_hub(name: str) -> dict[str, Path]:
         try:
             index = Path(hf_hub_download(name, INDEX))
         except LocalEntryNotFoundError:  # offline: not in the cache, which proves nothing
-            return _names_in(Path(hf_hub_download(name, SINGLE)))
+            return names_in(Path(hf_hub_download(name, SINGLE)))
         except EntryNotFoundError:
-            return _names_in(Path(hf_hub_download(name, SINGLE)))
+            return names_in(Path(hf_hub_download(name, SINGLE)))
         names = _weight_map(index)
         local = {file: Path(hf_hub_download(name, file)) for file in _unique(names.values())}
         return {tensor: local[file] for tensor, file in names.items()}
@@ -310,7 +313,7 @@ def _files_in_cache(name: str) -> dict[str, Path]:
             return {t: Path(p) for t, p in places.items() if isinstance(p, str)}
     except HFValidationError:  # no hub id: a config, or a folder that is gone
         return {}
-    return _names_in(Path(single)) if isinstance(single, str) else {}
+    return names_in(Path(single)) if isinstance(single, str) else {}
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -323,8 +326,9 @@ def _weight_map(index: Path) -> dict[str, str]:
     return dict(names)
 
 
-def _names_in(file: Path) -> dict[str, Path]:
-    with _open(file) as opened:
+def names_in(file: Path) -> dict[str, Path]:
+    """Tensor name -> this file."""
+    with open_file(file) as opened:
         return dict.fromkeys(opened.keys(), file)
 
 
