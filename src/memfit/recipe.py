@@ -35,7 +35,7 @@ OWN_VALUES: dict[str, tuple[object, ...]] = {
     "base_format": ("fp32", "bf16", "fp16", "int8", "nf4", "fp4"),
     "attention": OWN_ATTENTION,
     "loss": ("plain", "chunked"),
-    "recompute": ("none", "full"),
+    "recompute": ("none", "full", "selective"),
     "compile": ("none",),
     "offload": ("none",),
 }
@@ -151,6 +151,8 @@ class Recipe(Noun, frozen=True, kw_only=True):
     allocator: str = ""  # in the syntax of PYTORCH_ALLOC_CONF; "" takes torch's defaults
     recompute: Recompute = "full"  # what is computed again in a recomputed block
     lean: tuple[Lean, ...] = ()  # operations of blocks that keep less, in the order of `LEAN`
+    # of memfit's own step: the blocks after those, recomputed but for products and attention
+    selective_blocks: int = 0
     compile: Compile = "none"
     offload: Offload = "none"
     devices_per_node: int = 0  # of each machine; 0: one machine holds all ranks
@@ -160,8 +162,9 @@ class Recipe(Noun, frozen=True, kw_only=True):
 
     def __hash__(self) -> int:
         """Of the knobs that differ the most; options are a dict, which has no hash."""
-        knobs = self.method, self.precision, self.recompute_blocks, self.loss_chunk, self.attention
-        return hash((self.model, *knobs, self.micro_batch, self.sequence_length))
+        knobs = self.method, self.precision, self.loss_chunk, self.attention
+        again = self.recompute_blocks, self.selective_blocks
+        return hash((self.model, *knobs, *again, self.micro_batch, self.sequence_length))
 
     @property
     def digest(self) -> str:
@@ -170,7 +173,7 @@ class Recipe(Noun, frozen=True, kw_only=True):
         A key that came later counts where it is set, so that older recipes keep their names.
         """
         content = msgspec.to_builtins(self)
-        for late in ("devices_per_node", "network", "lean"):
+        for late in ("devices_per_node", "network", "lean", "selective_blocks"):
             if not content[late]:
                 del content[late]
         if self.lora.scaling == "plain":

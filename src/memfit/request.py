@@ -93,9 +93,10 @@ class OptimizerRequest(Noun, frozen=True, kw_only=True):
 
 
 class RecomputeBlocks(Noun, frozen=True, kw_only=True):
-    """Recompute the first n blocks in backward."""
+    """Recompute the first n blocks in backward, and of the next ones all but their products."""
 
-    blocks: NotNegative
+    blocks: NotNegative = 0
+    selective: NotNegative = 0  # of memfit's own step
 
 
 class ParallelRequest(Noun, frozen=True, kw_only=True):

@@ -53,7 +53,7 @@ def state(plan: Plan) -> Request:
         base_format=made.base_format,
         precision=made.precision,
         optimizer=OptimizerRequest(**chosen),
-        recompute=RecomputeBlocks(blocks=made.recompute_blocks),
+        recompute=RecomputeBlocks(blocks=made.recompute_blocks, selective=made.selective_blocks),
         attention=made.attention,
         loss=made.loss,
         loss_chunk=made.loss_chunk,

@@ -31,6 +31,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recompute-one": {"recompute_blocks": 1},
     "recompute-all-mixed": {**MIXED, "recompute_blocks": 3},
     "recompute-all-lora-bf16": {**LORA, **MIXED, "base_format": "bf16", "recompute_blocks": 3},
+    "selective": {"selective_blocks": 3},
+    "selective-some-lora-mixed": {
+        **LORA,
+        **MIXED,
+        "base_format": "bf16",
+        "recompute_blocks": 1,
+        "selective_blocks": 1,
+    },
     "chunked": {"loss": "chunked", "loss_chunk": 20},
     "chunked-bf16-lora": {**LORA, **BF16, "loss": "chunked", "loss_chunk": 32},
     "accumulation": {"accumulation": 2},
@@ -93,6 +101,7 @@ def test_every_phase_holds_the_same_bytes_real_and_fake(family: str, changes: di
 
 DROPOUT = {
     "recomputed": {"recompute_blocks": 2},
+    "recomputed selectively": {"selective_blocks": 2, "recompute_blocks": 1},
     "mixed": {**MIXED, "base_format": "bf16"},
     "bf16, all recomputed": {**BF16, "recompute_blocks": 3, "accumulation": 2},
     "fp16, 8-bit": {**FP16, "base_format": "fp16", "name": "adamw8bit", "implementation": "loop"},

@@ -1,7 +1,5 @@
 """Requests for another framework's step: what is stated, what is taken, what is refused."""
 
-import hashlib
-
 import msgspec
 import pytest
 
@@ -87,10 +85,7 @@ def test_a_recipe_says_how_many_devices_a_machine_has_and_older_recipes_keep_the
     one = api.predict(from_data(MEGATRON | {"hardware": hardware}, Request, where="t")).recipe
     assert (two.devices_per_node, one.devices_per_node) == (4, 0)
     assert two.digest != one.digest
-    content = msgspec.to_builtins(one)
-    del content["devices_per_node"], content["network"]  # as written before there were such keys
-    encoded = msgspec.json.encode(content, order="sorted")
-    assert hashlib.sha256(encoded).hexdigest().startswith(one.digest)
+    assert one.digest == "4197dfc1868fd9f8"  # as before there were such keys
 
 
 def test_what_is_left_open_takes_the_frameworks_default_and_is_said():
@@ -141,7 +136,6 @@ def test_a_recipe_of_another_framework_cannot_be_built():
         ({"base_format": "nf4"}, "`base_format: nf4` is not in memfit's own step"),
         ({"compile": "model"}, "`compile: model`"),
         ({"offload": "optimizer"}, "`offload: optimizer`"),
-        ({"recompute": "selective"}, "`recompute: selective`"),
         ({"options": {"a": 1}}, "no `options`"),
         ({"parallel": {"tp": 2}}, "`parallel.tp: 2`"),
     ],

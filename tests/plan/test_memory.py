@@ -89,6 +89,17 @@ SETTINGS = {
         "llama", {"method": "freeze", "layers": 6,
                   "freeze": Freeze(patterns=("*.layers.2.mlp.up_proj.weight",))}
     ),
+    "llama, selective, 2 of 8 recomputed whole, mixed, accumulated": (
+        "llama", {"precision": "bf16-mixed", "recompute_blocks": 2, "selective_blocks": 4,
+                  "layers": 8, "accumulation": 2}
+    ),
+    "gpt2, selective, lora": ("gpt2", {"selective_blocks": 3, "method": "lora"}),
+    "qwen2_moe, selective, bf16": (
+        "qwen2_moe", {"selective_blocks": 2, "precision": "bf16", "base_format": "bf16"}
+    ),
+    "deepseek_v3, selective": ("deepseek_v3", {"selective_blocks": 3}),
+    "granite, selective, packed": ("granite", {"selective_blocks": 3, "packing": True}),
+    "glm4, selective, math": ("glm4", {"selective_blocks": 3, "attention": "math"}),
     "llama, packed": ("llama", {"packing": True, "precision": "bf16-mixed"}),
     "llama, chunked loss": ("llama", {"loss": "chunked", "loss_chunk": 12}),
     "llama, chunked loss, bf16, accumulated": (
@@ -343,6 +354,17 @@ ON_CUDA = {
     "bloom, mixed": ("bloom", {"precision": "bf16-mixed", "recompute_blocks": 1}),
     "mpt, bf16": ("mpt", {"precision": "bf16", "base_format": "bf16", "recompute_blocks": 1}),
     "opt, flash, mixed": ("opt", {"precision": "bf16-mixed", "recompute_blocks": 1}),
+    "llama, selective, flash, lora on two projections": (
+        "llama", {"method": "lora", "lora": LORA, "precision": "bf16", "base_format": "bf16",
+                  "selective_blocks": 3}
+    ),
+    "gpt_neox, selective, efficient, mixed": (
+        "gpt_neox", {"precision": "bf16-mixed", "attention": "efficient", "selective_blocks": 2,
+                     "recompute_blocks": 1}
+    ),
+    "qwen3_moe, selective, flash": (
+        "qwen3_moe", {"precision": "bf16", "base_format": "bf16", "selective_blocks": 3}
+    ),
     "mixtral, flash, mixed, recomputed": (
         "mixtral", {"precision": "bf16-mixed", "recompute_blocks": 2}
     ),
@@ -508,11 +530,15 @@ MIXTURES = [f for f in CONFIGS if "num_experts_per_tok" in CONFIGS[f]]
 
 
 @pytest.mark.parametrize(
-    ("family", "recomputed"),
-    [*((f, 0) for f in CONFIGS), ("llama", 4), *((f, 4) for f in MIXTURES)],
-)
-def test_flop_agree_with_kaplans_count(family, recomputed):
-    recipe = recipe_of(family, {"accumulation": 2, "recompute_blocks": recomputed, "layers": 4})
+    ("family", "recomputed", "selective"),
+    [
+        *((f, 0, 0) for f in CONFIGS), ("llama", 4, 0), *((f, 4, 0) for f in MIXTURES),
+        *((f, 1, 3) for f in CONFIGS),
+    ],
+)  # fmt: skip
+def test_flop_agree_with_kaplans_count(family, recomputed, selective):
+    blocks = {"recompute_blocks": recomputed, "selective_blocks": selective}
+    recipe = recipe_of(family, {"accumulation": 2, "layers": 4, **blocks})
     counted = count_work(sum_up(adapted(recipe)), recipe)
     # attention's backward runs five products of the tiled kernel, the formula's four
     share = counted.attention / counted.hardware

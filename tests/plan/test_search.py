@@ -4,7 +4,10 @@ import msgspec
 import pytest
 
 from memfit import api
+from memfit.catalog import find_device
+from memfit.certify.depth import sweep
 from memfit.errors import InvalidRequest, UnknownName
+from memfit.ledger import Kind, Phase
 from memfit.nouns import from_data
 from memfit.plan.candidate import Candidate
 from memfit.plan.problem import CHUNKS, divisors, read_problem
@@ -46,13 +49,14 @@ def everything(request):
     start = Candidate.of(problem, search(problem).recipe)
     for micro in divisors(8):
         for chunk in (0, *([c for c in CHUNKS if c < micro * 512] or [min(CHUNKS)])):
-            for blocks in range(5):
+            for full, part in [(f, s) for f in range(5) for s in range(5 - f)]:
                 yield start.but(
                     micro_batch=micro,
                     accumulation=8 // micro,
                     loss="chunked" if chunk else "plain",
                     loss_chunk=chunk,
-                    recompute_blocks=blocks,
+                    recompute_blocks=full,
+                    selective_blocks=part,
                 )
 
 
@@ -86,6 +90,56 @@ def test_an_impossible_limit_returns_the_nearest_miss_and_what_it_lacks():
     assert needs(chosen.memory) == min(c.needs for c in everything(request))
     assert needs(chosen.memory) > 10 * MIB
     assert "more than there is" in chosen.considered[-1].because
+
+
+TENTH = [
+    pytest.param("llama-3.2-1b", "h100-sxm", 1.03, marks=pytest.mark.slow),
+    ("gpt2-medium", "rtx-4090", 1.05),
+]
+
+
+@pytest.mark.parametrize(("model", "device", "slower"), TENTH)
+def test_a_limit_a_tenth_below_none_costs_a_few_per_cent(model, device, slower):
+    """Whole blocks alone cost several times that; the certificate says the same bytes."""
+    stated = {
+        "method": "full", "precision": "bf16-mixed", "micro_batch": 8, "loss": "chunked",
+        "loss_chunk": 1024, "task.sequence_length": 1024, "recompute": "none",
+    }  # fmt: skip
+    none = api.plan(api.read(model, device=device, changes=stated))
+    bare = none.memory.device_total - none.memory.peak_allocated  # what no recipe changes
+    limit = bare + int(none.memory.peak_allocated * 0.9)
+    open_ = stated | {"recompute": "auto", "limits.memory": f"{limit} B"}
+    chosen = api.plan(api.read(model, device=device, changes=open_))
+    assert chosen.memory.verdict == "fits"
+    assert chosen.memory.peak_allocated <= 0.91 * none.memory.peak_allocated
+    assert chosen.time.step_seconds < slower * none.time.step_seconds
+    assert chosen.recipe.selective_blocks
+    whole = min(
+        (
+            plan.time.step_seconds for n in range(1, none.recipe.recompute_blocks + 40)
+            if (plan := _with_blocks(model, device, open_, n)) is not None
+        ),
+        default=None,
+    )  # fmt: skip
+    assert whole is None or chosen.time.step_seconds < whole
+    (peaks,) = sweep([chosen.recipe], find_device(device))
+    assert chosen.ledger.total(Phase.BACKWARD) - _rounding(chosen) == pytest.approx(
+        peaks[Phase.BACKWARD], rel=1e-3
+    )
+
+
+def _with_blocks(model, device, changes, blocks):
+    """The plan that recomputes so many whole blocks; None where it does not fit, or has fewer."""
+    try:
+        changes = changes | {"recompute": {"blocks": blocks}}
+        plan = api.plan(api.read(model, device=device, changes=changes))
+    except InvalidRequest:
+        return None
+    return plan if plan.memory.verdict == "fits" else None
+
+
+def _rounding(plan):
+    return plan.ledger.by_kind(Phase.BACKWARD).get(Kind.FRAGMENTATION, 0)
 
 
 def test_precision_is_given_up_only_when_nothing_else_fits():

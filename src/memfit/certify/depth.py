@@ -127,7 +127,8 @@ def find_runs(recipe: Recipe) -> tuple[int, ...]:
     model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
     layers = model.architecture.layers
     kind = model.architecture.kind
-    kinds: list[list[Any]] = [[i < recipe.recompute_blocks, kind(i)] for i in range(layers)]
+    full, part = recipe.recompute_blocks, recipe.recompute_blocks + recipe.selective_blocks
+    kinds: list[list[Any]] = [[i < full, i < part, kind(i)] for i in range(layers)]
     for row in model.weights:
         if row.layer >= 0:
             name = row.name.replace(f".{row.layer}.", ".*.", 1)
@@ -149,7 +150,8 @@ def _run_lengths(a: Architecture, recipe: Recipe) -> tuple[int, ...]:
     alone would make.
     """
     first_trained = a.layers - recipe.freeze.last_blocks if recipe.method == "freeze" else 0
-    inside = (a.experts.dense_layers, recipe.recompute_blocks, max(first_trained, 0))
+    full, part = recipe.recompute_blocks, recipe.recompute_blocks + recipe.selective_blocks
+    inside = (a.experts.dense_layers, full, part, max(first_trained, 0))
     cuts = sorted({0, a.layers, *(min(cut, a.layers) for cut in inside)})
     return tuple(after - before for before, after in pairwise(cuts))
 
@@ -164,6 +166,8 @@ def with_runs(recipe: Recipe, lengths: Sequence[int]) -> Recipe:
     dense = read_model(recipe.model).architecture.experts.dense_layers
     if dense:
         config[DENSE_KEY] = moved[min(dense, layers)]
+    full = min(recipe.recompute_blocks, layers)
+    part = min(full + recipe.selective_blocks, layers)
     freeze = recipe.freeze
     if recipe.method == "freeze":
         first = moved[max(layers - freeze.last_blocks, 0)]
@@ -171,7 +175,8 @@ def with_runs(recipe: Recipe, lengths: Sequence[int]) -> Recipe:
     return replace(
         recipe,
         model=replace(recipe.model, config=config),
-        recompute_blocks=moved[min(recipe.recompute_blocks, layers)],
+        recompute_blocks=moved[full],
+        selective_blocks=moved[part] - moved[full],
         freeze=freeze,
     )
 

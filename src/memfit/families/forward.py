@@ -42,6 +42,7 @@ class Forward(msgspec.Struct, frozen=True):
     coded: Dequantised | Quantised = Quantised()  # how weights stored quantised are multiplied
     repeats_keys: bool = False  # keys and values are made for all heads, whatever the kernel
     adapter_casts: bool = False  # adapters read inputs cast to their own dtype, as peft has them
+    only_added: str = ""  # the projection of a block whose result a selective region forgets
     # what variables of the training loop hold until the next micro-batch names them again
     loop: dict[str, list[Tensor]] = {}
     # what a block returned beside its output: alive until the next block has returned
@@ -94,6 +95,9 @@ def project(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
     """A projection: Linear or Conv1D, with its bias and its adapter when it has them."""
     if name == "lm_head" and forward.lean:  # only products of blocks are lean
         forward = msgspec.structs.replace(forward, lean=())
+    if name == forward.only_added:
+        with forward.meter.forgetting():
+            return _plain(forward, weights, name, x)
     if f"{name}.lora_A.default.weight" in weights:
         return _adapted(forward, weights, name, x)
     return _plain(forward, weights, name, x)
@@ -132,8 +136,9 @@ def _adapted(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor
         return sizes.cast(result, dtype)
     if forward.adapter_casts:
         x = sizes.cast(x, down.dtype)
-    low = _matrix(forward, down, _drop(forward, x) if forward.adapter_dropout else x)
-    delta = _matrix(forward, up, low)
+    with forward.meter.forgetting():
+        low = _matrix(forward, down, _drop(forward, x) if forward.adapter_dropout else x)
+        delta = _matrix(forward, up, low)
     del low
     scaled = sizes.scale(delta)
     del delta

@@ -81,8 +81,10 @@ def _activations(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
     if owner != "blocks":
         return _units(nbytes, model, recipe)
     layers, again = model.architecture.layers, recipe.recompute_blocks
+    part = recipe.selective_blocks
     each = _units(nbytes // layers, model, recipe)
     kept = f", {again} of them recomputed" if again else ""
+    kept += f", {part} of them but for products and attention" if part else ""
     return f"{layers} blocks{kept} x {each} on average"
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from memfit import sizes
+from memfit.families.added import only_added
 from memfit.families.forward import Documents, Forward, Weights, module
 from memfit.ledger import Kind
 from memfit.model import Architecture, Model, Weight
@@ -52,6 +53,7 @@ class Block(Noun, frozen=True, kw_only=True):
 
     rows: tuple[Row, ...]
     recomputed: bool
+    keeps: bool = False  # recomputed but for products with weights and fused attention
     kind: str = ""  # of `Architecture.layer_kinds`
 
 
@@ -116,8 +118,13 @@ class Recording(NamedTuple):
     later: list[Mark] | None
 
 
-def split_rows(model: Model, recomputed: int) -> tuple[tuple[Row, ...], list[Block]]:
-    """The rows outside the blocks, and each block; the first `recomputed` ones run twice."""
+def split_rows(
+    model: Model, recomputed: int, selective: int = 0
+) -> tuple[tuple[Row, ...], list[Block]]:
+    """The rows outside the blocks, and each block.
+
+    The first `recomputed` ones run twice, and the next `selective` ones but for their products.
+    """
     outside: list[Row] = []
     blocks: list[list[Row]] = [[] for _ in range(model.architecture.layers)]
     for weight in model.weights:
@@ -125,7 +132,12 @@ def split_rows(model: Model, recomputed: int) -> tuple[tuple[Row, ...], list[Blo
         (outside if weight.layer < 0 else blocks[weight.layer]).append(row)
     kind = model.architecture.kind
     return tuple(outside), [
-        Block(rows=tuple(rows), recomputed=index < recomputed, kind=kind(index))
+        Block(
+            rows=tuple(rows),
+            recomputed=index < recomputed + selective,
+            keeps=recomputed <= index < recomputed + selective,
+            kind=kind(index),
+        )
         for index, rows in enumerate(blocks)
     ]
 
@@ -331,7 +343,7 @@ def _backbone(forward: Forward, simulation: _Simulation, boundaries: list[int]) 
         boundaries.append(meter.sequence)
         here = msgspec.structs.replace(forward, kind=block.kind)
         mine = (*own.get(block.kind, ()), *given)
-        x = _block(here, program, weights, x, mine, block.recomputed)
+        x = _block(here, program, weights, x, mine, block)
         del here, mine
     simulation.mark("norm", "norm")
     boundaries.append(meter.sequence)
@@ -348,11 +360,17 @@ def _block(
     weights: Weights,
     x: Tensor,
     given: tuple[Tensor, ...],
-    recomputed: bool,
+    block: Block,
 ) -> Tensor:
-    if not recomputed:
+    if not block.recomputed:
         return program.block(forward, weights, x, given)
-    return sizes.checkpoint(lambda x: program.block(forward, weights, x, given), x)
+    if block.keeps:
+        matrices = [name for name, weight in weights.items() if len(weight.shape) == 2]
+        added = only_added(forward.architecture, matrices)
+        forward = msgspec.structs.replace(forward, only_added=added)
+    return sizes.checkpoint(
+        lambda x: program.block(forward, weights, x, given), x, keeps=block.keeps
+    )
 
 
 def owner_of(part: str) -> str:

@@ -9,6 +9,7 @@ import msgspec
 from memfit.adapters import find_adapter
 from memfit.ledger import Ledger
 from memfit.model import Model
+from memfit.plan.again import Again
 from memfit.plan.estimate import Estimate
 from memfit.plan.memory import predict_memory, predict_peak, without_shape
 from memfit.plan.problem import Problem
@@ -91,7 +92,7 @@ class Candidate:
     def _estimated(self) -> int:
         assert self.estimate is not None
         r = self.recipe
-        return self.estimate.peak(r.micro_batch, r.recompute_blocks, r.loss_chunk)
+        return self.estimate.peak(r.micro_batch, Again.of(r), r.loss_chunk)
 
     @property
     def needs(self) -> int:

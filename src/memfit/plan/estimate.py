@@ -16,12 +16,14 @@ import msgspec
 from memfit.hardware import Device
 from memfit.model import Model
 from memfit.optimizers import find_optimizer
+from memfit.plan.again import Again
 from memfit.plan.blocks import AFTER_PRODUCT
 from memfit.plan.memory import describe, worst_batch
 from memfit.plan.segments import Passes, Segment, simulate
 from memfit.recipe import Recipe
 from memfit.sizes.meter import block_size
 
+TREATED = ("recomputed", "selective", "kept")  # in the order in which blocks stand
 KINDS = 2  # blocks simulated of those that are alike: the first, which stands for all, and the last
 Line = tuple[float, float, float, float]  # net at 0 rows, a row's; rise at 0 rows, a row's
 Stretch = tuple[str, Line]  # a segment's name and its two lines
@@ -34,7 +36,7 @@ def applies(model: Model) -> bool:
     for w in model.weights:
         if w.layer >= 0:
             blocks[w.layer].append((w.shape, w.dtype, w.trainable))
-    return layers >= 2 * KINDS and all(rows == blocks[0] for rows in blocks)
+    return layers >= len(TREATED) * KINDS and all(rows == blocks[0] for rows in blocks)
 
 
 class Lines:
@@ -47,8 +49,8 @@ class Lines:
     @cached_property
     def bodies(self) -> tuple[list[Stretch], ...]:
         """Forward, loss and backward of the first micro-batch, then of a later one."""
-        half = self.model.architecture.layers // 2
-        knobs = {"recompute_blocks": half, "loss": "plain", "loss_chunk": 0}
+        knobs: dict[str, object] = {"loss": "plain", "loss_chunk": 0}
+        knobs |= Again(KINDS, KINDS).knobs
         return self._draw(self.model, 1, **knobs)
 
     def loss(self, chunk: int) -> tuple[list[Stretch], ...]:
@@ -62,7 +64,8 @@ class Lines:
             architecture = msgspec.structs.replace(self.model.architecture, layers=1)
             weights = tuple(w for w in self.model.weights if w.layer < 1)
             model = msgspec.structs.replace(self.model, architecture=architecture, weights=weights)
-            knobs = {"recompute_blocks": 0, "loss": "chunked", "loss_chunk": chunk}
+            knobs: dict[str, object] = {"loss": "chunked", "loss_chunk": chunk}
+            knobs |= Again(0, 0).knobs
             low = chunk // self.recipe.sequence_length + 1
             self._loss[chunk] = self._draw(model, low, **knobs)
         return self._loss[chunk]
@@ -99,9 +102,9 @@ class Estimate:
         self._lines = lines or Lines(model, recipe, device)
         self._correction = 0
 
-    def anchor(self, predicted: int, micro: int, blocks: int, chunk: int) -> None:
+    def anchor(self, predicted: int, micro: int, again: Again, chunk: int) -> None:
         """Shift the estimate to a predicted peak, so that differences from it carry no offset."""
-        self._correction += predicted - self.peak(micro, blocks, chunk)
+        self._correction += predicted - self.peak(micro, again, chunk)
 
     def with_optimizer(self, recipe: Recipe) -> Estimate:
         """For a recipe that differs in its optimizer alone, which no segment depends on."""
@@ -138,7 +141,7 @@ class Estimate:
         specs = [w.spec for w in self.model.weights if w.trainable]
         return find_optimizer(settings).step_temporaries(specs, settings)
 
-    def peak(self, micro: int, blocks: int, chunk: int) -> int:
+    def peak(self, micro: int, again: Again, chunk: int) -> int:
         """Bytes at the highest instant of a steady step of two or more micro-batches."""
         level = self._always + 3.0 * 8 * micro * self.recipe.sequence_length
         highest = level
@@ -151,7 +154,7 @@ class Estimate:
         for one in passes:
             for stretches in one:
                 for name, (net, net_row, rise, rise_row) in stretches:
-                    times = self._times(name, blocks)
+                    times = self._times(name, again)
                     if not times:
                         continue
                     step, up = net + net_row * micro, rise + rise_row * micro
@@ -159,12 +162,13 @@ class Estimate:
                     level += step * times
         return round(max(highest, level + self._step_temporaries)) + self._correction
 
-    def _times(self, name: str, blocks: int) -> int:
-        """How often a simulated block stands in the model when that many are recomputed."""
+    def _times(self, name: str, again: Again) -> int:
+        """How often a simulated block stands in the model when so many are recomputed."""
         kind, _, index = name.removesuffix(AFTER_PRODUCT).partition(" ")
         if kind != "block":
             return 1
-        count = blocks if int(index) < KINDS else self.layers - blocks
+        counts = (*again, self.layers - sum(again))
+        count = counts[int(index) // KINDS]
         return max(0, count - 1) if int(index) % KINDS == 0 else min(1, count)
 
 

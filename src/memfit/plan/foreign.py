@@ -216,6 +216,12 @@ def _choose(request: Request, framework: Framework) -> tuple[dict[str, str], tup
 def _recompute(chosen: str, request: Request, layers: int) -> tuple[Any, int]:
     """What is computed again, and in how many blocks."""
     if isinstance(request.recompute, RecomputeBlocks):
+        if request.recompute.selective:
+            raise InvalidRequest(
+                f"`recompute.selective: {request.recompute.selective}` is of memfit's own step, and"
+                f" `framework: {request.framework}` recomputes one way",
+                hint="use `recompute: selective`, or `{blocks: n}` alone",
+            )
         return "full", min(request.recompute.blocks, layers)
     if chosen == "none":
         return "full", 0

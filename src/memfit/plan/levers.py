@@ -11,9 +11,11 @@ from msgspec.structs import replace
 
 from memfit.adapters import find_adapter
 from memfit.errors import InvalidRequest
+from memfit.families.added import can_select
 from memfit.model import Model
 from memfit.optimizers import default_implementation, optimizers
 from memfit.optimizers._in_backward import refuse_in_backward
+from memfit.plan.again import Again, state_recompute
 from memfit.plan.problem import CHUNKS, Problem, allowed, check, divisors, first_recipe
 from memfit.recipe import OWN_ATTENTION, Method, Precision, Recipe
 
@@ -22,7 +24,10 @@ EXACT = (
     "recompute", "micro_batch", "loss", "loss_chunk", "optimizer.implementation",
     "optimizer.in_backward", "attention",
 )  # fmt: skip
-KEPT = ("micro_batch", "accumulation", "recompute_blocks", "loss", "loss_chunk", "parallel")
+KEPT = (
+    "micro_batch", "accumulation", "recompute_blocks", "selective_blocks", "loss", "loss_chunk",
+    "parallel",
+)  # fmt: skip
 
 
 class Lever(NamedTuple):
@@ -37,11 +42,10 @@ def knobs(recipe: Recipe, layers: int) -> dict[str, Any]:
 
     Seeds, lengths and the settings of adapters and optimizers are the request's own.
     """
-    blocks = recipe.recompute_blocks
     found: dict[str, Any] = {
         "method": recipe.method,
         "precision": recipe.precision,
-        "recompute": {0: "none", layers: "full"}.get(blocks, {"blocks": blocks}),
+        "recompute": state_recompute(Again.of(recipe), layers),
         "micro_batch": recipe.micro_batch,
         "loss": recipe.loss,
         "optimizer.name": recipe.optimizer.name,
@@ -74,8 +78,12 @@ def turn(problem: Problem, recipe: Recipe) -> Iterator[Lever]:
 
 def _exact(problem: Problem, recipe: Recipe, layers: int) -> Iterator[Recipe]:
     batch, own = recipe.micro_batch * recipe.accumulation, recipe.optimizer  # of one rank
-    for blocks in sorted({0, layers // 2, layers} - {recipe.recompute_blocks}):
-        yield replace(recipe, recompute_blocks=blocks)
+    architecture = problem.model.architecture
+    own_way = Again.of(recipe)
+    ways = (Again(0, 0), Again(0, layers), Again(layers // 2, 0), Again(layers, 0))
+    for again in dict.fromkeys(ways):
+        if again != own_way and (can_select(architecture, recipe) or not again.selective):
+            yield replace(recipe, **again.knobs)
     smaller = [d for d in divisors(batch) if d < recipe.micro_batch][-1:]
     larger = [d for d in divisors(batch) if d > recipe.micro_batch][:1]
     for micro in (*smaller, *larger) if not own.in_backward else ():  # which takes the whole batch

@@ -128,7 +128,7 @@ def predict_flop(model: Model, recipe: Recipe, device: Device) -> int:
 
 def describe(model: Model, recipe: Recipe, device: Device) -> tuple[Setting, list[Repeat]]:
     """What to simulate, and how often each simulated block stands in the model."""
-    outside, blocks = split_rows(model, recipe.recompute_blocks)
+    outside, blocks = split_rows(model, recipe.recompute_blocks, recipe.selective_blocks)
     runs: tuple[Run, ...] = find_runs(blocks)
     cuda = not device.is_cpu
     setting = Setting(
@@ -196,7 +196,9 @@ def without_history(setting: Setting) -> Setting:
     runs = tuple(
         replace(
             run,
-            cycle=tuple(replace(b, rows=frozen(b.rows), recomputed=False) for b in run.cycle),
+            cycle=tuple(
+                replace(b, rows=frozen(b.rows), recomputed=False, keeps=False) for b in run.cycle
+            ),
         )
         for run in setting.runs
     )

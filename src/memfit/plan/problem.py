@@ -204,10 +204,12 @@ def check(problem: Problem) -> None:
             hint=f"{found[1]}; or `optimizer.in_backward: false`",
         )
     if isinstance(request.recompute, RecomputeBlocks):
-        blocks, layers = request.recompute.blocks, architecture.layers
-        if blocks > layers:
+        blocks, part = request.recompute.blocks, request.recompute.selective
+        layers = architecture.layers
+        if blocks + part > layers:
+            both = f"{blocks}` and `recompute.selective: {part}` are" if part else f"{blocks}` is"
             raise InvalidRequest(
-                f"`recompute.blocks: {blocks}` is more than the {layers} blocks of `{name}`",
+                f"`recompute.blocks: {both} more than the {layers} blocks of `{name}`",
                 hint=f"use at most {layers}, or `recompute: full`",
             )
     check_base(problem.model, request.base_format, request.method, request.ranks)

@@ -15,7 +15,10 @@ import msgspec
 from memfit import __version__, units
 from memfit.coding import CODED_FORMATS
 from memfit.errors import DoesNotFit, InvalidRequest
+from memfit.families.added import check_selective
+from memfit.plan.again import Again, describe_recompute, find_recompute, ladder
 from memfit.plan.candidate import Candidate
+from memfit.plan.climb import Climb, anchor, climb, settle, trade
 from memfit.plan.cost import describe_cost
 from memfit.plan.estimate import Estimate, applies
 from memfit.plan.levers import head_extra, turn
@@ -32,7 +35,6 @@ from memfit.plan.spending import find_excess, find_unjudged
 from memfit.plan.time import describe_time, predict_timeline
 from memfit.plan.verdict import describe_lack
 from memfit.recipe import Method, Recipe
-from memfit.request import RecomputeBlocks
 from memfit.results import Considered, Plan
 
 SHOWN = 5  # runners-up and rejected ones that a plan keeps
@@ -97,18 +99,13 @@ def _chunks(start: Candidate, tokens: int) -> list[int]:
     return chunks if asked == "chunked" else [0, *chunks]
 
 
-def _blocks(problem: Problem) -> tuple[int, int]:
-    """The least and the most blocks that may be recomputed."""
-    asked, layers = problem.request.recompute, problem.model.architecture.layers
-    if isinstance(asked, RecomputeBlocks):
-        return asked.blocks, asked.blocks
-    return {"none": (0, 0), "full": (layers, layers), "auto": (0, layers)}[asked]
-
-
 def _combinations(start: Candidate) -> Iterator[Candidate]:
     """Every micro-batch and loss, with the least recompute allowed."""
     problem = start.problem
     batch, asked = problem.request.task.global_batch, problem.request.micro_batch
+    first = find_recompute(problem.request.recompute, problem.model.architecture.layers)
+    if first.selective:
+        check_selective(problem.reference.name, problem.model.architecture, start.recipe)
     for micro in divisors(batch) if asked == "auto" else [asked]:
         for chunk in _chunks(start, micro * start.recipe.sequence_length):
             for when in _when(start, micro):
@@ -117,7 +114,7 @@ def _combinations(start: Candidate) -> Iterator[Candidate]:
                     accumulation=batch // micro,
                     loss="chunked" if chunk else "plain",
                     loss_chunk=chunk,
-                    recompute_blocks=_blocks(problem)[0],
+                    **first.knobs,
                     optimizer=msgspec.structs.replace(start.recipe.optimizer, in_backward=when),
                 )
 
@@ -141,7 +138,8 @@ def _fastest_that_fits(start: Candidate, tried: list[Candidate]) -> Candidate | 
     if applies(start.model):
         start.estimate = Estimate(start.model, start.recipe, start.problem.device)
     combinations = list(_combinations(start))
-    most = [c.but(recompute_blocks=_blocks(start.problem)[1]) for c in combinations]
+    paths = ladder(start.problem.request.recompute, start.model.architecture, start.recipe)
+    most = [c.but(**paths[0][-1].knobs) for c in combinations]
     usable = start.problem.usable
     tried += [*combinations, *most]
     if start.estimate is not None and usable is not None and start.estimate.least > usable:
@@ -150,21 +148,28 @@ def _fastest_that_fits(start: Candidate, tried: list[Candidate]) -> Candidate | 
         most = [c for c in most if c.recipe.optimizer.in_backward]
         if not combinations:
             return None
-    ranked = [c for plain in combinations if (c := _least_recompute(plain)) is not None]
+    ranked = [
+        least for plain in combinations for path in paths
+        if (least := climb(plain, path)) is not None
+    ]  # fmt: skip
     if not ranked:  # an estimate may be a little high: ask of the smallest itself
-        ranked = [min(most, key=lambda c: c.needs)]
+        smallest = min(most, key=lambda c: c.needs)
+        ranked = [Climb(smallest, paths[0], len(paths[0]) - 1)]
     best: Candidate | None = None
-    for candidate in sorted(ranked, key=lambda c: c.seconds):
-        if best is not None and candidate.seconds >= best.seconds:
+    for least in sorted(ranked, key=lambda c: c.candidate.seconds):
+        if best is not None and least.candidate.seconds >= best.seconds:
             break
-        found = _settle(candidate)
+        found = settle(least)
         if found is not None and (best is None or found.seconds < best.seconds):
             best = found
     if best is not None:
-        r, best.estimate = best.recipe, start.estimate  # its levers need no more than that
-        if best.estimate is not None:
-            best.estimate.anchor(best.peak, r.micro_batch, r.recompute_blocks, r.loss_chunk)
-    tried += [c for c in ranked if best is None or not _same_pair(c, best)]
+        best.estimate = start.estimate  # its levers need no more than that
+        anchor(best)
+        if len(paths) > 1:
+            best = trade(best)
+            anchor(best)
+    others = (least.candidate for least in ranked)
+    tried += [c for c in others if best is None or not _same_pair(c, best)]
     return best
 
 
@@ -176,53 +181,9 @@ def _same_pair(a: Candidate, b: Candidate) -> bool:
     )  # fmt: skip
 
 
-def _least_recompute(plain: Candidate) -> Candidate | None:
-    """The fewest recomputed blocks under which the combination is likely to fit."""
-    low, high = _blocks(plain.problem)
-    if plain.likely:
-        return plain
-    most = plain.but(recompute_blocks=high)
-    if high == low or not most.likely:
-        return None
-    return _bisect(plain, low, most)
-
-
-def _bisect(plain: Candidate, low: int, best: Candidate) -> Candidate:
-    """Memory falls with each recomputed block: the fewest above `low` that do, `best` does."""
-    high = best.recipe.recompute_blocks
-    while high - low > 1:
-        middle = plain.but(recompute_blocks=(low + high) // 2)
-        if best.exact:
-            middle.estimate = None
-        if middle.likely:
-            high, best = middle.recipe.recompute_blocks, middle
-        else:
-            low = middle.recipe.recompute_blocks
-    return best
-
-
-def _settle(candidate: Candidate) -> Candidate | None:
-    """The fewest recomputed blocks by the prediction itself, from where the estimate says."""
-    low, high = _blocks(candidate.problem)
-    exact = candidate.but()
-    exact.estimate = None
-    blocks = candidate.recipe.recompute_blocks
-    if exact.fits:
-        if blocks == low:
-            return exact
-        fewer = exact.but(recompute_blocks=blocks - 1)
-        return _bisect(exact, low, fewer) if fewer.fits else exact
-    if blocks == high:
-        return None
-    found = _bisect(exact, blocks, exact.but(recompute_blocks=high))
-    return found if found.fits else None
-
-
 def describe(recipe: Recipe, layers: int) -> str:
     """The knobs that the search turns, in one line."""
-    recompute = {0: "none", layers: "full"}.get(
-        recipe.recompute_blocks, f"{recipe.recompute_blocks}/{layers} blocks"
-    )
+    recompute = describe_recompute(Again.of(recipe), layers)
     loss = f"chunked {recipe.loss_chunk}" if recipe.loss == "chunked" else "plain"
     within = ", updates in backward" if recipe.optimizer.in_backward else ""
     return (
@@ -271,7 +232,7 @@ def _learns(candidate: Candidate) -> tuple[str, ...]:
 
 def _knobs(candidate: Candidate) -> tuple[object, ...]:
     r = candidate.recipe
-    knobs = r.micro_batch, r.recompute_blocks, r.loss_chunk, r.optimizer.in_backward
+    knobs = r.micro_batch, Again.of(r), r.loss_chunk, r.optimizer.in_backward
     return r.method, r.precision, *knobs
 
 

@@ -12,9 +12,10 @@ from msgspec.structs import replace
 from memfit.errors import InvalidRequest
 from memfit.nouns import Noun
 from memfit.optimizers import find_optimizer
+from memfit.plan.again import find_recompute
 from memfit.plan.problem import CHUNKS, Problem, first_recipe, read_problem
 from memfit.recipe import Parallel, Recipe
-from memfit.request import RecomputeBlocks, Request
+from memfit.request import Request
 
 
 class Stated(Noun, frozen=True, kw_only=True):
@@ -67,9 +68,7 @@ def _recipe(problem: Problem, parallel: Parallel, micro: int) -> Recipe:
     precision = request.precision
     if precision == "auto":
         precision = "fp32" if problem.device.is_cpu else "bf16-mixed"
-    blocks = request.recompute.blocks if isinstance(request.recompute, RecomputeBlocks) else 0
-    if request.recompute == "full":
-        blocks = problem.model.architecture.layers
+    recompute = find_recompute(request.recompute, problem.model.architecture.layers)
     chunked = request.loss == "chunked"
     plain = first_recipe(problem, method=method, precision=precision)
     optimizer = plain.optimizer
@@ -79,7 +78,8 @@ def _recipe(problem: Problem, parallel: Parallel, micro: int) -> Recipe:
     return replace(
         plain,
         optimizer=optimizer,
-        recompute_blocks=blocks,
+        recompute_blocks=recompute.full,
+        selective_blocks=recompute.selective,
         loss="chunked" if chunked else "plain",
         loss_chunk=(request.loss_chunk or CHUNKS[0]) if chunked else 0,
         micro_batch=micro,

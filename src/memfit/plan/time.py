@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from memfit.adapters._peft import MAGNITUDE
 from memfit.errors import TimeUnknown
+from memfit.families.added import READ_AFTER
 from memfit.hardware import Device
 from memfit.model import Architecture, Model, Weight
 from memfit.nouns import Noun
@@ -120,6 +121,8 @@ def sum_up(model: Model) -> Totals:
 
 def _is_only_added(w: Weight, a: Architecture) -> bool:
     """Whether no derivative needs what a block's last weight makes; shares multiply experts'."""
+    if a.family in READ_AFTER:
+        return False
     sparse = a.experts.count > 0 and w.layer >= a.experts.dense_layers
     return not sparse or ".shared_experts." in w.name
 
@@ -136,6 +139,9 @@ def count_work(totals: Totals, recipe: Recipe) -> Work:
     backward = 2 * tokens * products + 2 * attention * entered
     again = slice(min(first, recipe.recompute_blocks), recipe.recompute_blocks)
     repeated = len(dense[again])
+    if recipe.attention == "math":  # a selective block keeps the other kernels' results
+        part = recipe.recompute_blocks + recipe.selective_blocks
+        repeated += max(0, part - max(first, recipe.recompute_blocks))
     recompute = 2 * tokens * (sum(dense[again]) - sum(totals.last[again])) + attention * repeated
     norms = 2 * recipe.lora.rank * recipe.accumulation  # DoRA's B A, of no token
     forward += norms * sum(totals.measured)

@@ -63,12 +63,13 @@ def describe_recipe(plan: Plan) -> str:
     adapter = f" r={r.lora.rank}{stable} on {','.join(r.lora.targets)}" if r.adapted else ""
     whose = "" if r.framework == "memfit" else f"a step of {r.framework}: "
     kind = " (selective)" if r.recompute == "selective" else ""
+    part = f" + {r.selective_blocks} selective" if r.selective_blocks else ""
     return (
         f"{whose}{r.method}{adapter}, {r.precision}, {r.optimizer.name}"
         f" {r.optimizer.implementation}{' in backward' if r.optimizer.in_backward else ''},"
         f" sequence {r.sequence_length}, batch {r.micro_batch} x"
-        f" {r.accumulation}{_describe_axes(r)}, recompute {r.recompute_blocks} blocks{kind}, loss"
-        f" {r.loss}, attention {r.attention}, {r.steps or 'unknown'} steps; recipe"
+        f" {r.accumulation}{_describe_axes(r)}, recompute {r.recompute_blocks} blocks{kind}{part},"
+        f" loss {r.loss}, attention {r.attention}, {r.steps or 'unknown'} steps; recipe"
         f" {plan.recipe_digest}"
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from memfit.model import DTYPE_BYTES
-from memfit.sizes.autograd import Gradients, Node, record
+from memfit.sizes.autograd import Gradients, Node, kept, record
 from memfit.sizes.elementwise import (
     Incoming,
     add,
@@ -14,7 +14,6 @@ from memfit.sizes.elementwise import (
     cast,
     like,
     scale,
-    scale_by_scalar,
     softmax,
     tanh,
     upstream,
@@ -148,11 +147,15 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -> Te
     """
     meter = query.meter
     node = record(_flash_backward, (query, key, value), (query, key, value, *_given(band)))
-    out = attach(node, like(query))
-    extra = [empty(meter, query.shape[:3], "float32")]
-    if meter.cuda:
-        extra += [empty(meter, (2,), "int64"), empty(meter, (), "int64")]
-    _count(query, key, value, 1, 1)
+
+    def run() -> tuple[Tensor, ...]:
+        _count(query, key, value, 1, 1)
+        made = (like(query), empty(meter, query.shape[:3], "float32"))
+        state = (empty(meter, (2,), "int64"), empty(meter, (), "int64")) if meter.cuda else ()
+        return (*made, *state)
+
+    out, *extra = kept(meter, run)
+    attach(node, out)
     if node is not None:
         node.saved = [*node.saved, *(meter.pack(x) for x in extra), meter.pack(out)]
     return out
@@ -179,11 +182,15 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -
     meter = query.meter
     node = record(_efficient_backward, (query, key, value), (query, key, value, *_given(band)))
     batch, heads, tokens, _ = query.shape
-    out = attach(node, _by_token(query, value.shape[-1]))
     padded = -(-tokens // 32) * 32 if node is not None else 0
-    extra = [empty(meter, (batch, heads, padded), "float32")]
-    extra += [empty(meter, (), "int64"), empty(meter, (), "int64")]
-    _count(query, key, value, 1, 1)
+
+    def run() -> tuple[Tensor, ...]:
+        _count(query, key, value, 1, 1)
+        made = (_by_token(query, value.shape[-1]), empty(meter, (batch, heads, padded), "float32"))
+        return (*made, empty(meter, (), "int64"), empty(meter, (), "int64"))
+
+    out, *extra = kept(meter, run)
+    attach(node, out)
     if node is not None:
         node.saved = [*node.saved, *(meter.pack(x) for x in extra), meter.pack(out)]
     return out
@@ -207,10 +214,14 @@ def _cudnn(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -> Te
     """cuDNN's kernel: as flash, with seed and offset of the random generator in two scalars."""
     meter = query.meter
     node = record(_cudnn_backward, (query, key, value), (query, key, value, *_given(band)))
-    out = attach(node, like(query))
-    extra = [empty(meter, (*query.shape[:3], 1), "float32")]
-    extra += [empty(meter, (), "int64"), empty(meter, (), "int64")]
-    _count(query, key, value, 1, 1)
+
+    def run() -> tuple[Tensor, ...]:
+        _count(query, key, value, 1, 1)
+        made = (like(query), empty(meter, (*query.shape[:3], 1), "float32"))
+        return (*made, empty(meter, (), "int64"), empty(meter, (), "int64"))
+
+    out, *extra = kept(meter, run)
+    attach(node, out)
     if node is not None:
         node.saved = [*node.saved, *(meter.pack(x) for x in extra), meter.pack(out)]
     return out
@@ -233,13 +244,13 @@ def _math(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -> Ten
     query_wide, key_wide = cast(query, "float32"), cast(key, "float32")
     value_wide = cast(value, "float32")
     batch, heads, tokens, _ = query.shape
-    scaled_query = scale_by_scalar(query_wide)
+    scaled_query = scale(query_wide)
     mask = _causal_mask(query) if band is None else band
     key_full, value_full = key_wide, value_wide  # C++ keeps the narrow ones to its end
     if key.shape[1] != heads:
         groups = heads // key.shape[1]
         key_full, value_full = repeat_heads(key_wide, groups), repeat_heads(value_wide, groups)
-    scores = _scores(scaled_query, scale_by_scalar(transpose(key_full, 2, 3)))
+    scores = _scores(scaled_query, scale(transpose(key_full, 2, 3)))
     masked = add(scores, mask)
     del scores
     weights = softmax(masked)

@@ -210,14 +210,25 @@ class _EnoughRecomputedError(Exception):
 
 
 class Region:
-    """One non-reentrant `torch.utils.checkpoint` with early stop."""
+    """One non-reentrant `torch.utils.checkpoint` with early stop.
+
+    keeps: what `kept` makes inside stays there until it is computed again, and is found then: the
+    selective one. Whatever no later computation asks for stays as long as the region.
+    """
 
     def __init__(
-        self, function: Callable[..., Tensor], arguments: tuple[Tensor, ...], autocast: bool
+        self,
+        function: Callable[..., Tensor],
+        arguments: tuple[Tensor, ...],
+        autocast: bool,
+        keeps: bool,
     ) -> None:
         self.function = function
         self.arguments = arguments
         self.autocast = autocast
+        self.keeps = keeps
+        self.results: list[tuple[Tensor, ...] | None] = []
+        self.found = 0  # of the results, while it is computed again
         self.promises: list[ref[Promise]] = []
         self.filled = -1  # promises kept so far; -1 while the first forward runs
 
@@ -241,7 +252,7 @@ class Region:
         meter = self.arguments[0].meter
         before, meter.saver = meter.saver, self
         autocast, meter.autocast = meter.autocast, self.autocast
-        self.filled = 0
+        self.filled = self.found = 0
         try:
             with meter.standing_for(1):
                 self.function(*self.arguments)
@@ -250,11 +261,36 @@ class Region:
         finally:
             meter.saver, meter.autocast = before, autocast
 
+    def keep(self, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """First forward: what `make` makes, and a handle of it. Recomputed: what was kept."""
+        if self.filled < 0:
+            made = make()
+            self.results.append(tuple(t.detached() for t in made))
+            return made
+        known = self.results[self.found]
+        self.results[self.found] = None
+        self.found += 1
+        if known is None:
+            raise RuntimeError("a recomputed forward asks twice for what was kept")
+        return known
 
-def checkpoint(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
-    """Run `function` keeping its arguments instead of what it saves."""
+
+def kept(meter: Meter, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """What an operation makes that a selective region keeps: see `checkpoint`."""
+    region = meter.saver
+    if region is None or not region.keeps or meter.forgets:
+        return make()
+    found: tuple[Tensor, ...] = region.keep(make)
+    return found
+
+
+def checkpoint(function: Callable[..., Tensor], *arguments: Tensor, keeps: bool = False) -> Tensor:
+    """Run `function` keeping its arguments instead of what it saves.
+
+    keeps: and the results of products with weights and of fused attention (train/recompute.py).
+    """
     meter = arguments[0].meter
-    region = Region(function, arguments, meter.autocast)
+    region = Region(function, arguments, meter.autocast, keeps)
     before, meter.saver = meter.saver, region
     try:
         result = function(*arguments)

@@ -88,25 +88,11 @@ def _mul_backward(node: Node, grads: Incoming) -> Gradients:
 
 def scale(x: Tensor) -> Tensor:
     """`x * number`, `number * x`."""
-    node = record(_scale_backward, (x,))
-    if node is not None and x.meter.saver is not None:
-        node.saved = [x.meter.pack(_number(x))]  # the number is a saved tensor of its own
-    return attach(node, like(x))
-
-
-def _number(x: Tensor) -> Tensor:
-    return empty(x.meter, (0,), "float32")  # on the host
+    return attach(record(_scale_backward, (x,)), like(x))
 
 
 def _scale_backward(node: Node, grads: Incoming) -> Gradients:
-    for i in range(len(node.saved)):
-        node.unpack(i)
     return (like(upstream(grads)),)
-
-
-def scale_by_scalar(x: Tensor) -> Tensor:
-    """`x.mul(number)` from C++: the number is kept as it is, not as a tensor."""
-    return attach(record(_scale_backward, (x,)), like(x))
 
 
 def softmax(x: Tensor) -> Tensor:

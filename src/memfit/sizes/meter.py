@@ -59,6 +59,7 @@ class Meter:
         self.low = low  # the dtype that autocast lowers to
         self.vocab = vocab
         self.saver: Any = None  # the recomputed region that saved tensors are handed to
+        self.forgets = False  # a product runs whose result no recomputation asks for
         self.sequence = 0  # autograd's sequence number
         self.owner = ""  # the component that is running
         self.on_product: Callable[[], None] | None = None  # told once of the next matrix product
@@ -139,6 +140,15 @@ class Meter:
             yield
         finally:
             self.copies = before
+
+    @contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """Products inside are not kept by a selective region."""
+        self.forgets = True
+        try:
+            yield
+        finally:
+            self.forgets = False
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd keeps of a saved tensor: a handle without its history, or a promise."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memfit.sizes.autograd import Gradients, Node, Rule, record
+from memfit.sizes.autograd import Gradients, Node, Rule, kept, record
 from memfit.sizes.elementwise import Incoming, add, attach, autocast_lower, like, upstream
 from memfit.sizes.tensor import Tensor, empty
 from memfit.sizes.views import reshape, transpose, view
@@ -49,7 +49,8 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
     """`torch.mm(a, b)`: (m, k) x (k, n) -> (m, n)."""
     saved = (a if b.requires_grad else None, b if a.requires_grad else None)
     node = record(_multiply_backward(_by_column(b)), (a, b), saved)
-    return attach(node, _product(a, b))
+    (product,) = kept(a.meter, lambda: (_product(a, b),))
+    return attach(node, product)
 
 
 def _multiply_backward(by_column: bool) -> Rule:
@@ -68,7 +69,8 @@ def add_multiply(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """`torch.addmm(bias, a, b)`: (n) + (m, k) x (k, n) -> (m, n)."""
     saved = (a if b.requires_grad else None, b if a.requires_grad else None)
     node = record(_add_multiply_backward(_by_column(b)), (bias, a, b), saved)
-    return attach(node, _product(a, b))
+    (product,) = kept(a.meter, lambda: (_product(a, b),))
+    return attach(node, product)
 
 
 def _add_multiply_backward(by_column: bool) -> Rule:

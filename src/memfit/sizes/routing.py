@@ -5,7 +5,7 @@ As `elementwise`: each rule names the tensors that torch's derivatives.yaml make
 
 from __future__ import annotations
 
-from memfit.sizes.autograd import Gradients, Node, Rule, record
+from memfit.sizes.autograd import Gradients, Node, Rule, kept, record
 from memfit.sizes.elementwise import Incoming, attach, autocast_lower, cast, like, upstream
 from memfit.sizes.tensor import Shape, Tensor, empty
 from memfit.sizes.views import transpose
@@ -224,7 +224,8 @@ def grouped_multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     saved = (weight if x.requires_grad else None, ends, x if weight.requires_grad else None)
     by_column = weight.strides[1] < weight.strides[2]
     node = record(_grouped_backward(by_column), (x, weight), saved)
-    return attach(node, _grouped_rows(x, weight))
+    (product,) = kept(x.meter, lambda: (_grouped_rows(x, weight),))
+    return attach(node, product)
 
 
 def _grouped_backward(by_column: bool) -> Rule:

@@ -8,6 +8,7 @@ its shards there, and is then given empty storage: the same code runs on real de
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import torch
@@ -19,6 +20,7 @@ from memfit.adapters import find_adapter
 from memfit.adapters._apply import replace_parameters
 from memfit.errors import InvalidRequest
 from memfit.families import family_of, read_model
+from memfit.families.added import check_selective, only_added
 from memfit.families.lean import check_lean
 from memfit.families.limits import check_limits
 from memfit.optimizers import find_optimizer
@@ -30,7 +32,7 @@ from memfit.train.hugging_face import bare_model, base_model, parts
 from memfit.train.lean import apply_lean
 from memfit.train.loss import check_chunked
 from memfit.train.quantised import quantise
-from memfit.train.recompute import recompute_first
+from memfit.train.recompute import recompute_blocks
 from memfit.train.scaling import make_scaler
 from memfit.train.weights import fill_weights
 
@@ -72,9 +74,11 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
     with _disable_current_modes():  # on meta nothing needs tracing, and peft cannot move fakes
         model = find_adapter(recipe).apply(quantise(bare_model(recipe), recipe), recipe)
     apply_lean(model, recipe)
-    recompute_first(
-        parts(model).blocks, recipe.recompute_blocks, preserve_rng=recipe.lora.dropout > 0
-    )
+    recompute_blocks(
+        parts(model).blocks, recipe.recompute_blocks, recipe.selective_blocks,
+        partial(only_added, read_model(recipe.model).architecture),
+        preserve_rng=recipe.lora.dropout > 0,
+    )  # fmt: skip
     if recipe.loss == "chunked":
         check_chunked(parts(model).head, recipe)
     check_census(model, recipe)
@@ -186,10 +190,12 @@ def _check(recipe: Recipe) -> None:
         attention=recipe.attention, packing=recipe.packing, loss=recipe.loss, tokens=length,
     )  # fmt: skip
     check_lean(model.name, architecture, recipe.lean)
-    if recipe.recompute_blocks > architecture.layers:
+    if recipe.selective_blocks:
+        check_selective(model.name, architecture, recipe)
+    again = recipe.recompute_blocks + recipe.selective_blocks
+    if again > architecture.layers:
         raise InvalidRequest(
-            f"recompute of {recipe.recompute_blocks} blocks, but `{model.name}` has"
-            f" {architecture.layers}",
+            f"recompute of {again} blocks, but `{model.name}` has {architecture.layers}",
             hint="use `recompute: full`",
         )
 

@@ -120,6 +120,7 @@ def read_layout(recipe: Recipe, shape: Shape, basis: Basis) -> Layout:
     # recomputed blocks are the first ones of each chunk of a pipeline
     share = smaller(recipe.recompute_blocks * p.pp * p.virtual_pp / shape.layers, 1.0)
     whole = recipe.recompute == "full"
+    part = recipe.selective_blocks / shape.layers  # of memfit's own step
     cuts_tokens = 1.0 * p.sequence_parallel
     most, last = _deal(recipe, shape)
     return Layout(
@@ -128,7 +129,8 @@ def read_layout(recipe: Recipe, shape: Shape, basis: Basis) -> Layout:
         zero=where(p.dp_shard * p.cp > 1, 1.0 * p.zero, 0.0), tp=1.0 * p.tp,
         sequence_parallel=1.0 if recipe.framework == "nanotron" else cuts_tokens,
         cp=1.0 * p.cp, pp=1.0 * p.pp, chunks=1.0 * p.virtual_pp, ep=1.0 * p.ep,
-        repeated=share if whole else 0.0, selective=0.0 if whole else share,
+        repeated=share if whole else 0.0, selective=part if whole else share,
+        made_again=1.0 if recipe.framework == "memfit" else 0.0,
         # per-op selective checkpointing keeps every second product (torchtitan, fms)
         products_repeated=0.5 if recipe.framework == "torchtitan" else 0.0,
         narrow=float(basis.narrow not in ("bf16", "fp16", "fp32", "tf32")),

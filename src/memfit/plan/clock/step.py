@@ -176,11 +176,16 @@ def time_block(setting: Setting) -> Block:
     # two all-reduces a forward; where tp ranks share the experts' tokens, half of that
     inside = reduced * tensor_seconds(setting) * where(shape.experts > 0, 1, 2)
     dispatch = (1 - shape.plain) * all_to_all(setting)
-    cheap = layout.written_out * there + rates.selective * 0.25 * extra.elementwise
+    share = where(layout.made_again > 0, layout.made_again, rates.selective * 0.25)
+    cheap = layout.written_out * there + share * extra.elementwise
     cheap = cheap + layout.products_repeated * products.forward
     repeated = layout.repeated * (forward + inside + dispatch) + layout.selective * cheap
     entered = layout.entered
-    host = rates.launch * where(layout.compiled > 0, 0.6, 1.0) * (1 + layout.repeated / 3)
+    host = (
+        rates.launch
+        * where(layout.compiled > 0, 0.6, 1.0)
+        * (1 + (layout.repeated + layout.made_again * layout.selective) / 3)
+    )
     host = host + (1 - shape.plain) * rates.expert_launch
     host = host * where(layout.tp > 1, 1 + rates.tensor_launch, 1.0)
     host = host * (1 + (1 - layout.trains) * rates.adapter_launch) + layout.update_launch

@@ -75,6 +75,9 @@ class Layout(NamedTuple):
     measured: Number = 0.0  # elements of a block's weights whose rows a forward measures (DoRA)
     update_flop: Number = 0.0  # of the optimizer's own matrix products, a step
     update_launch: Number = 0.0  # s that the host takes to update a block's weights in its backward
+    # share of a block's element-wise work that a selective recomputation repeats, where that is
+    # known: all of memfit's own; 0: a quarter, as fitted
+    made_again: Number = 0.0
     bubble: Number = 1.0  # of 1F1B's, or interleaved's: what the schedule's ranks wait
 
 
