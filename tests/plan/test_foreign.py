@@ -133,7 +133,7 @@ def test_a_recipe_of_another_framework_cannot_be_built():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"base_format": "nf4"}, "`base_format: nf4` is not in memfit's own step"),
+        ({"base_format": "int4"}, "`base_format: int4` is not in memfit's own step"),
         ({"compile": "model"}, "`compile: model`"),
         ({"offload": "optimizer"}, "`offload: optimizer`"),
         ({"options": {"a": 1}}, "no `options`"),
