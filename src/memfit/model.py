@@ -23,6 +23,7 @@ class TensorSpec(Noun, frozen=True, kw_only=True):
 
     shape: tuple[int, ...]
     dtype: str = "float32"
+    end: bool = False  # of the embedding or the head, which some optimizers treat otherwise
 
     @property
     def numel(self) -> int:
@@ -144,8 +145,9 @@ class Weight(Noun, frozen=True, kw_only=True):
 
     @property
     def spec(self) -> TensorSpec:
-        """Shape and dtype alone."""
-        return TensorSpec(shape=self.shape, dtype=self.dtype)
+        """Shape and dtype, and whether it stands outside the blocks."""
+        end = self.part in ("embedding", "head")
+        return TensorSpec(shape=self.shape, dtype=self.dtype, end=end)
 
     @property
     def stored(self) -> dict[str, TensorSpec]:

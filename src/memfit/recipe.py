@@ -39,7 +39,7 @@ OWN_VALUES: dict[str, tuple[object, ...]] = {
     "compile": ("none",),
     "offload": ("none",),
 }
-LATE_IN_OPTIMIZER = ("in_backward",)  # keys of `optimizer` that count in a digest where set
+LATE_IN_OPTIMIZER = ("in_backward", "stochastic_rounding")  # keys of `optimizer` that count in a digest where set
 OWN_AXES = ("dp_replicate", "dp_shard", "reshard_after_forward")
 
 
@@ -95,6 +95,7 @@ class Optimizer(Noun, frozen=True, kw_only=True):
     warmup_steps: int
     clip_norm: float  # 0 = no clipping
     in_backward: bool = False  # each weight is updated as soon as backward has its gradient
+    stochastic_rounding: bool = False  # of updated bf16 weights: up or down by chance, unbiased
 
 
 class Parallel(Noun, frozen=True, kw_only=True):

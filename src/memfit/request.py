@@ -78,7 +78,7 @@ class FreezeRequest(Noun, frozen=True, kw_only=True):
 class OptimizerRequest(Noun, frozen=True, kw_only=True):
     """The optimizer; `auto` chooses the fastest that fits."""
 
-    name: str = "auto"  # auto | adamw | adamw8bit | adamw4bit | adamwfp8 | sgd
+    name: str = "auto"  # auto, or one of the registry `optimizers`
     implementation: Literal["auto", "fused", "foreach", "loop"] = "auto"
     learning_rate: PositiveFloat | Auto = "auto"  # auto: 2e-5 full, 2e-4 lora, 1e-3 from scratch
     weight_decay: NotNegativeFloat = 0.0
@@ -90,6 +90,7 @@ class OptimizerRequest(Noun, frozen=True, kw_only=True):
     warmup_steps: NotNegative = 0
     clip_norm: NotNegativeFloat = 1.0
     in_backward: bool | Auto = "auto"  # auto: where it can and something fits faster by it
+    stochastic_rounding: bool = False
 
 
 class RecomputeBlocks(Noun, frozen=True, kw_only=True):

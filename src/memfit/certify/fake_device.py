@@ -56,6 +56,7 @@ def fake_device(device: Device) -> Iterator[FastFakeMode]:
         stack.enter_context(set_while(torch, "compile", _leave_out))
         stack.enter_context(set_while(torch.amp.GradScaler, "_maybe_opt_step", _never_skip))
         stack.enter_context(_grouped_products())
+        stack.enter_context(_numbers_of_updates())
         if kind == "cuda":
             stack.enter_context(_no_cuda_initialisation())
             install_guard()
@@ -138,6 +139,28 @@ def _never_skip(_: Any, optimizer: Any, __: Any, *args: Any, **kwargs: Any) -> A
     less than one that is taken.
     """
     return optimizer.step(*args, **kwargs)
+
+
+@contextmanager
+def _numbers_of_updates() -> Iterator[None]:
+    """Adafactor reads norms and counters from the device; they scale its update, and no size.
+
+    Inside an optimizer's step they are 1; anywhere else a fake tensor still has no number.
+    """
+    running: list[Any] = []
+    plain = Tensor.item
+
+    def item(tensor: Tensor) -> Any:
+        return 1.0 if running and isinstance(tensor, FakeTensor) else plain(tensor)
+
+    begun = torch_optimizer.register_optimizer_step_pre_hook(lambda *_: running.append(1))
+    ended = torch_optimizer.register_optimizer_step_post_hook(lambda *_: running.pop())
+    try:
+        with set_while(Tensor, "item", item):
+            yield
+    finally:
+        begun.remove()
+        ended.remove()
 
 
 def _leave_out(function: Any = None, **_: Any) -> Any:

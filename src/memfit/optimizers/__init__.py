@@ -32,8 +32,9 @@ class OptimizerFamily(ABC):
     # those that make a parameter's state during its first update, not all states before it
     state_while_updating: ClassVar[tuple[str, ...]] = ()
     cuda_only: ClassVar[tuple[str, ...]] = ()
-    # those whose operator torch's DTensor (2.13) cannot run on sharded parameters
+    # those that cannot update sharded parameters, and why
     unsharded_only: ClassVar[tuple[str, ...]] = ()
+    unsharded_because: ClassVar[str] = "torch's DTensor (2.13) cannot run its operators"
 
     @abstractmethod
     def state(self, local: TensorSpec, settings: Optimizer) -> tuple[TensorSpec, ...]:
@@ -66,9 +67,15 @@ class OptimizerFamily(ABC):
 
     @abstractmethod
     def build(
-        self, parameters: Iterable[torch.nn.Parameter], settings: Optimizer
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        settings: Optimizer,
+        ends: frozenset[torch.nn.Parameter] = frozenset(),
     ) -> torch.optim.Optimizer:
-        """The torch object, of exactly the implementation that the settings name."""
+        """The torch object, of exactly the implementation that the settings name.
+
+        ends: those of the parameters that are of the embedding or the head (`TensorSpec.end`).
+        """
 
 
 optimizers: Registry[OptimizerFamily] = Registry("optimizer", "memfit.optimizers")

@@ -25,20 +25,24 @@ class Code(Noun, frozen=True, kw_only=True):
 
     def covers(self, numel: int) -> bool:
         """Whether a tensor is coded: small and ragged ones keep their parameter's dtype."""
-        return numel >= SMALLEST and numel % self.block == 0
+        return self.bits < PLAIN and numel >= SMALLEST and numel % self.block == 0
 
 
+PLAIN = 16  # bits of moments that are not coded: those of their parameter's dtype
 SMALLEST = 4096  # elements; torchao/optim/adam.py: _AdamBase._new_buffer
 
 
 @lru_cache(maxsize=1024)
-def rise(numel: int, dtype: str, code: Code, *, cuda: bool, blocks: bool) -> int:
+def rise(
+    numel: int, dtype: str, code: Code, *, cuda: bool, blocks: bool, rounded: bool = False
+) -> int:
     """Bytes at the worst moment of one update, above parameter, gradient and state.
 
     cuda: scalars are on the host and not counted. blocks: as the caching allocator rounds them.
+    rounded: bf16 weights are rounded by chance.
     """
     meter = Meter(cuda=blocks)
-    run_update(meter, numel, dtype, code, scalars=not cuda)
+    run_update(meter, numel, dtype, code, scalars=not cuda, rounded=rounded)
     live = top = 0
     for event in meter.events:
         live += meter.held(event) if event >= 0 else -meter.held(~event)
@@ -46,9 +50,12 @@ def rise(numel: int, dtype: str, code: Code, *, cuda: bool, blocks: bool) -> int
     return top
 
 
-def run_update(meter: Meter, numel: int, dtype: str, code: Code, *, scalars: bool) -> None:
+def run_update(
+    meter: Meter, numel: int, dtype: str, code: Code, *, scalars: bool, rounded: bool = False
+) -> None:
     """Let one update's tensors come and go on a meter; scalars: those on the host count too."""
-    _Update(meter, numel, code, scalars=scalars).run(narrow=dtype != "float32")
+    update = _Update(meter, numel, code, scalars=scalars)
+    update.run(narrow=dtype != "float32", rounded=rounded and dtype == "bfloat16")
 
 
 class _Update:
@@ -66,7 +73,7 @@ class _Update:
         """A 0-dim tensor made from the step count or the learning rate, which are on the host."""
         return empty(self.meter, (), "float32", Kind.TEMPORARY) if self.scalars else None
 
-    def run(self, *, narrow: bool) -> None:
+    def run(self, *, narrow: bool, rounded: bool) -> None:
         """single_param_adam; narrow: parameter and gradient are in 16 bits."""
         kept = [self.scalar()]  # the learning rate
         wide = [self.make(), self.make()] if narrow else []
@@ -90,7 +97,20 @@ class _Update:
         step = self.make()
         del scaled
         updated = self.make()
-        del kept_decay, mean, square, denominator, step, updated, kept, wide
+        del kept_decay, step
+        if rounded:
+            self._round()
+        del mean, square, denominator, updated, kept, wide
+
+    def _round(self) -> None:
+        """_fp32_to_bf16_sr: 16 bits by chance against the 16 that are cut off."""
+        chance, fraction, below = (self.make("int32") for _ in range(3))
+        up = self.make("bool")
+        above = self.make("int32")
+        chosen = self.make("int32")
+        del up, above
+        narrow = self.make("bfloat16")
+        del chance, fraction, below, chosen, narrow
 
     def _decay(self) -> Tensor:
         factor = self.scalar()

@@ -66,7 +66,10 @@ class AdamW(OptimizerFamily):
         return (7 if settings.implementation == "fused" else 20) * parameter.nbytes
 
     def build(
-        self, parameters: Iterable[torch.nn.Parameter], settings: Optimizer
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        settings: Optimizer,
+        ends: frozenset[torch.nn.Parameter] = frozenset(),
     ) -> torch.optim.Optimizer:
         """See `OptimizerFamily.build`."""
         import torch

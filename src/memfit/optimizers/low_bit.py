@@ -15,7 +15,7 @@ from memfit.errors import InvalidRequest
 from memfit.libraries import quiet_import
 from memfit.model import TensorSpec
 from memfit.optimizers import Counted, OptimizerFamily, optimizers
-from memfit.optimizers._low_bit_update import Code, rise, run_update
+from memfit.optimizers._low_bit_update import PLAIN, Code, rise, run_update
 from memfit.optimizers.adamw import STEP
 from memfit.recipe import Optimizer
 from memfit.sizes.meter import Meter
@@ -65,13 +65,20 @@ class LowBitAdamW(OptimizerFamily):
         if settings.implementation == "fused":
             return 0
         cuda, blocks = counted != "live", counted == "blocks"
-        rises = (rise(p.numel, p.dtype, self.code, cuda=cuda, blocks=blocks) for p in parameters)
+        rounded = settings.stochastic_rounding
+        rises = (
+            rise(p.numel, p.dtype, self.code, cuda=cuda, blocks=blocks, rounded=rounded)
+            for p in parameters
+        )
         return max(rises, default=0)
 
     def update_alone(self, parameter: TensorSpec, settings: Optimizer, meter: Meter) -> None:
         """See `OptimizerFamily.update_alone`."""
         if settings.implementation != "fused":
-            run_update(meter, parameter.numel, parameter.dtype, self.code, scalars=not meter.cuda)
+            run_update(
+                meter, parameter.numel, parameter.dtype, self.code, scalars=not meter.cuda,
+                rounded=settings.stochastic_rounding,
+            )  # fmt: skip
 
     def moved(self, parameter: TensorSpec, settings: Optimizer) -> float:
         """See `OptimizerFamily.moved`: in a loop each temporary is written and read once."""
@@ -83,7 +90,10 @@ class LowBitAdamW(OptimizerFamily):
         return 3 * parameter.nbytes + held + 2 * sum(meter.asked)
 
     def build(
-        self, parameters: Iterable[torch.nn.Parameter], settings: Optimizer
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        settings: Optimizer,
+        ends: frozenset[torch.nn.Parameter] = frozenset(),
     ) -> torch.optim.Optimizer:
         """See `OptimizerFamily.build`. Raises InvalidRequest without torchao or a compiler."""
         trainable = list(parameters)
@@ -97,8 +107,24 @@ class LowBitAdamW(OptimizerFamily):
             betas=(settings.beta1, settings.beta2),
             eps=settings.eps,
             weight_decay=settings.weight_decay,
+            bf16_stochastic_round=settings.stochastic_rounding,
         )
         return optimizer
+
+
+def check_rounding(name: str, precision: str) -> None:
+    """Raise InvalidRequest where `optimizer.stochastic_rounding` cannot be, or rounds nothing."""
+    if precision != "bf16":
+        raise InvalidRequest(
+            f"`optimizer.stochastic_rounding` rounds bf16 weights, and `precision: {precision}`"
+            " keeps trained weights in another format",
+            hint="use `precision: bf16`, or leave it out",
+        )
+    if not isinstance(optimizers.find(name if name != "auto" else "adamw"), LowBitAdamW):
+        raise InvalidRequest(
+            f"`optimizer.name: {name}` cannot round stochastically: torch's optimizers do not",
+            hint="use `optimizer.name: adamwbf16` (torchao's AdamW)",
+        )
 
 
 def _check_compiler(parameter: torch.nn.Parameter) -> None:
@@ -154,6 +180,9 @@ def _torch_class(name: str) -> Callable[..., Any]:
             update: Any = torch.compile(adam.single_param_adam, fullgraph=True, dynamic=False)
             update(*arguments)
 
+    def is_bf16(parameter: torch.Tensor) -> bool:
+        return parameter.dtype is torch.bfloat16
+
     class LowBit(getattr(adam, name)):  # type: ignore[misc]
         """The update is torchao's; the learning rate stays a number, as in torch's optimizers."""
 
@@ -193,12 +222,15 @@ def _torch_class(name: str) -> Callable[..., Any]:
             self.update(
                 parameter.detach(), parameter.grad, state["step"], state["exp_avg"],
                 state["exp_avg_sq"], None, rate, *group["betas"], group["weight_decay"],
-                group["eps"], True, False,
+                group["eps"], True, self.bf16_stochastic_round and is_bf16(parameter),
             )  # fmt: skip
 
     return LowBit
 
 
+optimizers.register("adamwbf16")(
+    LowBitAdamW("_AdamW", Code(bits=PLAIN, block=1, dtype="", entries=0))
+)
 optimizers.register("adamw8bit")(
     LowBitAdamW("AdamW8bit", Code(bits=8, block=256, dtype="uint8", entries=256))
 )

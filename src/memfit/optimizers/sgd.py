@@ -61,7 +61,10 @@ class Sgd(OptimizerFamily):
         return (3 + 2.5 * kept + decay) * parameter.nbytes  # the momentum is scaled, then added to
 
     def build(
-        self, parameters: Iterable[torch.nn.Parameter], settings: Optimizer
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        settings: Optimizer,
+        ends: frozenset[torch.nn.Parameter] = frozenset(),
     ) -> torch.optim.Optimizer:
         """See `OptimizerFamily.build`."""
         import torch

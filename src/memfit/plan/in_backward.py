@@ -21,7 +21,8 @@ class Updates:
     def update(self, weight: Tensor) -> None:
         """The optimizer's step over one weight, whose `.grad` is whole."""
         meter, before = self.meter, self.meter.owner
-        spec = TensorSpec(shape=weight.shape, dtype=weight.dtype)
+        end = meter.owners[weight.storage.index] in ("embedding", "head")
+        spec = TensorSpec(shape=weight.shape, dtype=weight.dtype, end=end)
         with meter.standing_for(1):
             meter.owner = "optimizer"
             if weight not in self._states:

@@ -23,6 +23,7 @@ from memfit.model import Architecture, Model, ModelReference
 from memfit.nouns import Noun
 from memfit.optimizers import default_implementation, optimizers
 from memfit.optimizers._in_backward import refuse_in_backward
+from memfit.optimizers.low_bit import check_rounding
 from memfit.plan.precision import HALF, find_conflict, precisions
 from memfit.plan.reference import find_published, find_reference
 from memfit.recipe import (
@@ -198,6 +199,8 @@ def check(problem: Problem) -> None:
             f"`micro_batch: {micro}` does not divide `task.global_batch: {batch}`",
             hint=f"use one of {', '.join(map(str, divisors(batch)))}",
         )
+    if request.optimizer.stochastic_rounding and request.precision != "auto":
+        check_rounding(request.optimizer.name, request.precision)
     if request.optimizer.in_backward is True and (found := in_backward_lack(request)):
         raise InvalidRequest(
             f"`optimizer.in_backward: true` cannot be: {found[0]}",
@@ -428,4 +431,5 @@ def _optimizer(request: Request, problem: Problem, method: Method) -> Optimizer:
         warmup_steps=asked.warmup_steps,
         clip_norm=asked.clip_norm,
         in_backward=asked.in_backward is True,
+        stochastic_rounding=asked.stochastic_rounding,
     )

@@ -72,9 +72,11 @@ def _recipe(problem: Problem, parallel: Parallel, micro: int) -> Recipe:
     chunked = request.loss == "chunked"
     plain = first_recipe(problem, method=method, precision=precision)
     optimizer = plain.optimizer
-    alone = find_optimizer(optimizer).unsharded_only
-    if request.optimizer.implementation == "auto" and optimizer.implementation in alone:
-        optimizer = replace(optimizer, implementation="foreach")
+    family = find_optimizer(optimizer)
+    can = [i for i in family.implementations if i not in family.unsharded_only]
+    undecided = request.optimizer.implementation == "auto"
+    if undecided and can and optimizer.implementation not in can:
+        optimizer = replace(optimizer, implementation=can[0])
     return replace(
         plain,
         optimizer=optimizer,

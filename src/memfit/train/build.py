@@ -25,6 +25,7 @@ from memfit.families.lean import check_lean
 from memfit.families.limits import check_limits
 from memfit.optimizers import find_optimizer
 from memfit.optimizers._in_backward import check_in_backward
+from memfit.optimizers.low_bit import check_rounding
 from memfit.recipe import Recipe
 from memfit.sizes.kernels import heads_of
 from memfit.train.attention import check_attention
@@ -93,8 +94,12 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
 
 def build_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
     """The recipe's optimizer over what is trainable; its state appears in the first step."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    return find_optimizer(recipe.optimizer).build(trainable, recipe.optimizer)
+    declared = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+    ends = {w.name for w in declared.weights if w.spec.end}
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return find_optimizer(recipe.optimizer).build(
+        named.values(), recipe.optimizer, frozenset(p for name, p in named.items() if name in ends)
+    )
 
 
 def _materialise(model: nn.Module, device: torch.device) -> None:
@@ -162,6 +167,8 @@ def _check(recipe: Recipe) -> None:
             hint="`memfit predict` predicts it",
         )
     check_in_backward(recipe)
+    if recipe.optimizer.stochastic_rounding:
+        check_rounding(recipe.optimizer.name, recipe.precision)
     if recipe.parallel.world > 1:
         _check_ranks(recipe)
     model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
@@ -203,11 +210,14 @@ def _check(recipe: Recipe) -> None:
 def _check_ranks(recipe: Recipe) -> None:
     """What no rank of many can run."""
     ranks, optimizer = recipe.parallel.world, recipe.optimizer
-    if optimizer.implementation in find_optimizer(optimizer).unsharded_only:
+    family = find_optimizer(optimizer)
+    if optimizer.implementation in family.unsharded_only:
+        can = [i for i in family.implementations if i not in family.unsharded_only]
+        other = f"implementation: {can[0]}" if can else "name: adamw"
         raise InvalidRequest(
-            f"torch's `{optimizer.implementation}` {optimizer.name} cannot update the shards of"
-            f" {ranks} ranks",
-            hint="use `optimizer.implementation: foreach`",
+            f"`{optimizer.implementation}` {optimizer.name} cannot update the shards of {ranks}"
+            f" ranks: {family.unsharded_because}",
+            hint=f"use `optimizer.{other}`",
         )
     if recipe.scaled:
         raise InvalidRequest(
