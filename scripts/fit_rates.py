@@ -21,6 +21,7 @@ from scipy.optimize import least_squares
 from memfit import families
 from memfit.accuracy_time import clock_basis, network_of, time_rows
 from memfit.corpus import Row, read_corpus
+from memfit.plan.clock.collectives import Links
 from memfit.plan.clock.rates import DEVICE_FIELDS, FRAMEWORK_FIELDS, Machine, Rates, Setting, names
 from memfit.plan.clock.read import read_layout, read_machine, read_shape
 from memfit.plan.clock.step import predict_step
@@ -66,7 +67,7 @@ PRIORS = {
     "asynchronous": Prior(0.7, 0.3, "ratio"),
     "link_latency": Prior(3e-5, 0.3, "s"),
     "context_latency": Prior(7e-6, 0.7, "s"),
-    "ring_latency": Prior(5e-6, 1.5, "s a rank"),
+    "ring_latency": Prior(1e-6, 1.5, "s a rank"),
     "send_latency": Prior(5e-5, 0.8, "s"),
     "adapter_launch": Prior(0.7, 0.5, "share"),
     "tensor_launch": Prior(0.3, 0.5, "share"),
@@ -129,9 +130,15 @@ def tabulate(rows: Iterable[Row]) -> Table:
         fit.append(row.split == "fit")
     return Table(
         Shape(*numpy.array(shapes).T), Layout(*numpy.array(layouts).T),
-        Machine(*numpy.array(machines).T), chains, numpy.array(seconds), sources,
+        _stack(machines), chains, numpy.array(seconds), sources,
         numpy.array(fit),
     )  # fmt: skip
+
+
+def _stack(machines: Sequence[Machine]) -> Machine:
+    links = Links(*numpy.array([machine.links for machine in machines]).T)
+    others = [machine._replace(links=0.0) for machine in machines]  # type: ignore[arg-type]
+    return Machine(*numpy.array(others).T)._replace(links=links)
 
 
 class Fit:

@@ -5,9 +5,12 @@ import pytest
 from click.testing import CliRunner
 
 from memfit import api
+from memfit.catalog import find_device
 from memfit.cli.app import app
 from memfit.errors import InvalidRequest, UnknownName
 from memfit.nouns import from_data
+from memfit.plan.clock.collectives import Group, collective_seconds
+from memfit.plan.clock.network import lay_out
 from memfit.request import Request
 
 ASKED = {
@@ -61,3 +64,15 @@ def test_networks_are_listed():
     assert "185 GB/s on 2" in " ".join(shown.split())
     listed = msgspec.json.decode(CliRunner().invoke(app, ["networks", "--json"]).output)
     assert len(listed) == len(rows)
+
+
+def test_a_network_shows_what_a_step_reckons_with():
+    """The figures on the screen are those of the one description of collectives."""
+    found = api.time_exchanges(api.networks("efa p5")[0])
+    assert [(one.device, one.machines) for one in found] == [("h100-sxm", n) for n in (2, 8, 64)]
+    cluster = lay_out(find_device("h100-sxm"), 8, 8, "p5")
+    group = Group(64, 8)
+    for kind, seconds in found[1].seconds.items():
+        assert seconds == collective_seconds(kind, 1e9, group, cluster.links)
+    shown = CliRunner().invoke(app, ["networks", "efa", "p5"]).output
+    assert f"{found[1].seconds['all_gather'] * 1e3:.3g} ms" in shown

@@ -342,6 +342,11 @@ def networks(search: str = "") -> tuple[Fabric, ...]:
     return look_up.find_networks(search)
 
 
+def time_exchanges(network: Fabric) -> tuple[look_up.Exchange, ...]:
+    """Seconds of 1 GB among the devices of 2, 8 and 64 machines, as a step's time reckons them."""
+    return look_up.time_exchanges(network)
+
+
 def supported_families() -> list[str]:
     """Names of the model families that can be planned and trained."""
     return families.families.names()

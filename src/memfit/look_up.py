@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from itertools import chain
 
 from memfit import catalog, units
 from memfit.catalog import CatalogModel, links
 from memfit.errors import InvalidRequest, UnknownName
 from memfit.hardware import Device, Fabric
+from memfit.nouns import Noun
+from memfit.plan.clock.collectives import Collective, Group, collective_seconds
+from memfit.plan.clock.network import lay_out
+
+GB = 10**9
+TIMED: tuple[Collective, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 def find_models(search: str, *, family: str = "", up_to: str = "") -> tuple[CatalogModel, ...]:
@@ -49,6 +57,42 @@ def find_networks(search: str) -> tuple[Fabric, ...]:
     if not rows:
         _nothing("network", search, (row.id for row in every), "", ())
     return tuple(rows)
+
+
+class Exchange(Noun, frozen=True, kw_only=True):
+    """How long the devices of so many machines take to send each other one message."""
+
+    device: str
+    machines: int
+    nbytes: int
+    seconds: dict[str, float]  # by collective; a step's are these, longer by what computing takes
+
+
+def time_exchanges(network: Fabric) -> tuple[Exchange, ...]:
+    """1 GB over the devices of 2, 8 and 64 machines, of the first device that usually has it.
+
+    `plan/clock/collectives.py` says how long, as for a step. None where a device's links, or the
+    network's bandwidth, are unknown.
+    """
+    usual = (d for d in catalog.devices() if d.network == network.id)
+    measured = (catalog.find_device(m.device) for m in network.measured)
+    device = next(chain(measured, usual), None) or catalog.find_device("h100-sxm")
+    found = []
+    each = max(map(int, re.findall(r"\d+", device.devices_per_node)))
+    for machines in (2, 8, 64):
+        cluster = lay_out(device, each, machines, network.id)
+        group = Group(cluster.per_machine * cluster.machines, cluster.per_machine)
+        try:
+            reached = cluster.links
+        except InvalidRequest:
+            return ()
+        seconds: dict[str, float] = {}
+        for kind in TIMED:
+            seconds[kind] = float(collective_seconds(kind, GB, group, reached))
+        found.append(
+            Exchange(device=device.id, machines=cluster.machines, nbytes=GB, seconds=seconds)
+        )
+    return tuple(found)
 
 
 def _holds(search: str, *texts: str) -> bool:

@@ -90,7 +90,8 @@ def networks_command(search: tuple[str, ...], as_json: bool, quiet: bool) -> Non
     from memfit.screens.catalogue import show_networks
     from memfit.screens.layout import make_console
 
-    show_networks(make_console(), rows)
+    exchanges = api.time_exchanges(rows[0]) if len(rows) == 1 else ()
+    show_networks(make_console(), rows, exchanges)
 
 
 def _budget_options(function: Callable[..., Any]) -> Callable[..., Any]:

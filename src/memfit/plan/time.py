@@ -23,6 +23,7 @@ from memfit.families.added import READ_AFTER
 from memfit.hardware import Device
 from memfit.model import Architecture, Model, Weight
 from memfit.nouns import Noun
+from memfit.plan.clock.collectives import Links
 from memfit.plan.clock.rates import Machine, Setting, explain, find_rates
 from memfit.plan.clock.read import (
     USUAL,
@@ -205,7 +206,7 @@ def relative_seconds(totals: Totals, recipe: Recipe, device: Device) -> float:
     speed = RANKING_FLOPS[_dtype(recipe)]
     machine = Machine(
         products=speed, wide_products=speed, wide_peak=speed, memory=RANKING_BANDWIDTH,
-        link=RANKING_BANDWIDTH, network=RANKING_BANDWIDTH, host=RANKING_BANDWIDTH, domain=8.0,
+        host=RANKING_BANDWIDTH, links=Links(inside=RANKING_BANDWIDTH, outside=RANKING_BANDWIDTH),
     )  # fmt: skip
     return float(predict_step(_setting(totals, recipe, device, basis, machine)).total)
 

@@ -9,6 +9,7 @@ from memfit import units
 from memfit.catalog import CatalogModel
 from memfit.catalog.prices import choose_price
 from memfit.hardware import Device, Fabric
+from memfit.look_up import Exchange
 from memfit.nouns import to_data
 from memfit.screens.layout import WIDE, heading, make_table, next_commands, plain, say, show
 from memfit.screens.terminal import Console
@@ -72,7 +73,9 @@ def show_devices(console: Console, rows: Sequence[Device]) -> None:
         next_commands(console, [f"memfit plan llama-3.1-8b --device {rows[0].id}"])
 
 
-def show_networks(console: Console, rows: Sequence[Fabric]) -> None:
+def show_networks(
+    console: Console, rows: Sequence[Fabric], exchanges: Sequence[Exchange] = ()
+) -> None:
     """What joins machines, one a line: adapters, their rate, the share that messages reach."""
     numbers = ("adapters", "of each", "of a machine", "reached")
     table = make_table("network", *numbers, "measured", numbers=numbers)
@@ -91,6 +94,21 @@ def show_networks(console: Console, rows: Sequence[Fabric]) -> None:
     say(console, "`-` stated by nobody; `hardware.network` of a request names one", style="dim")
     if len(rows) == 1:
         _card(console, rows[0])
+    if exchanges:
+        _show_exchanges(console, exchanges)
+
+
+def _show_exchanges(console: Console, exchanges: Sequence[Exchange]) -> None:
+    """Milliseconds of one message, a line each number of machines."""
+    names = tuple(exchanges[0].seconds)
+    table = make_table("machines", *names, numbers=("machines", *names))
+    for one in exchanges:
+        table.add_row(str(one.machines), *(f"{s * 1e3:.3g} ms" for s in one.seconds.values()))
+    size = units.show_gb(exchanges[0].nbytes)
+    heading(console, f"{size} among all {exchanges[0].device} of so many machines")
+    show(console, table)
+    said = "the time of a step rests on the same; beside computing, links reach less of it"
+    say(console, said, style="dim")
 
 
 def _figure(device: Device, field: str, text: str | int | float | None) -> str:

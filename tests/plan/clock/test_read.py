@@ -112,12 +112,14 @@ def test_a_measured_network_is_taken_as_measured_and_a_stated_one_at_its_word():
     asked, device = recipe(), find_device("h100-sxm")
     basis = read_basis(asked)
     machine = read_machine(device, asked, basis, Network(name="efa-32x100"))
-    assert (machine.gather_bus, machine.reduce_bus) == (185e9, 362e9)
+    links = machine.links
+    assert (links.gather_bus, links.scatter_bus, links.reduce_bus) == (185e9, 182e9, 362e9)
+    assert links.bus_bytes == 256e6
     usual = read_machine(device, asked, basis, Network())
-    assert usual.gather_bus == 0
+    assert usual.links.gather_bus == 0
     stated = read_machine(device, asked, basis, Network(per_device=1e10))
-    assert stated.network == pytest.approx(0.96e10)
-    assert usual.network > stated.network
+    assert stated.links.outside == pytest.approx(0.96e10)
+    assert usual.links.outside > stated.links.outside
 
 
 def test_a_device_of_unknown_speed_has_no_setting():

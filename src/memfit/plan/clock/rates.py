@@ -16,6 +16,7 @@ import memfit.catalog
 from memfit.hardware import Device
 from memfit.nouns import Noun
 from memfit.plan.clock.arrays import Number
+from memfit.plan.clock.collectives import Links
 from memfit.plan.clock.work import Layout, Shape
 
 
@@ -35,12 +36,8 @@ class Machine(NamedTuple):
     wide_products: Number  # the same of 16-bit products: the head's, and attention's peak
     wide_peak: Number  # dense peak in 16 bits
     memory: Number  # bandwidth
-    link: Number  # to devices of the same domain
-    network: Number  # to others
     host: Number  # to the host's memory
-    domain: Number  # devices that the fast link joins
-    gather_bus: Number = 0.0  # measured bus bandwidth over all devices; 0: from link and network
-    reduce_bus: Number = 0.0
+    links: Links  # to other devices
 
 
 class Rates(NamedTuple):
@@ -82,7 +79,7 @@ class Rates(NamedTuple):
     ring_attention: Number  # framework: attention is slower by this x (1 - 1/cp)
     send_latency: Number  # framework: s, of a message between stages
     weight_traffic: Number  # framework: of a weight's bytes, what its product does not hide
-    ring_latency: Number  # framework: s a rank, of a reduction or gathering through the network
+    ring_latency: Number  # framework: s a rank, of a reduction or gathering, beyond NCCL's own
     straggling: Number  # framework: a step is longer by this, a doubling of nodes
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from itertools import pairwise
-from math import log
 from typing import Literal
 
 from memfit.errors import InvalidRequest, TimeUnknown
@@ -17,7 +15,8 @@ from memfit.hardware import Device
 from memfit.model import SLIDING, Model
 from memfit.nouns import Noun
 from memfit.plan.clock.arrays import Number, ceil_div, smaller, where
-from memfit.plan.clock.network import Links, lay_out
+from memfit.plan.clock.collectives import Links
+from memfit.plan.clock.network import lay_out
 from memfit.plan.clock.orders import find_schedule, kind_of
 from memfit.plan.clock.pipeline import ORDINARY, bubble_share
 from memfit.plan.clock.rates import Machine, Setting, find_rates
@@ -264,29 +263,12 @@ def read_machine(device: Device, recipe: Recipe, basis: Basis, network: Network)
     peak = device.flops.get(wide)
     if not device.flops.get(dtype) or not peak or not device.bandwidth:
         raise TimeUnknown(f"no {dtype} FLOP/s or no bandwidth is known for `{device.id}`")
-    links = find_links(device, recipe, network)
-    machines = _world(recipe) / links.per_machine
     return Machine(
         products=_ceiling(device, dtype), wide_products=_ceiling(device, wide), wide_peak=peak,
-        memory=device.bandwidth, link=float(links.inside), network=float(links.outside),
+        memory=device.bandwidth,
         host=HOST_BANDWIDTH.get(device.pcie_generation or 4, HOST_BANDWIDTH[4]),
-        domain=float(links.per_machine),
-        gather_bus=_measured(links, "all_gather", machines),
-        reduce_bus=_measured(links, "all_reduce", machines),
+        links=find_links(device, recipe, network),
     )  # fmt: skip
-
-
-def _measured(links: Links, collective: str, machines: float) -> float:
-    """Bus bandwidth over so many machines, by a power of their number between two; 0: unknown."""
-    found = next((m for m in links.measured if m.collective == collective), None)
-    if found is None or machines <= 1:
-        return 0.0
-    points = list(zip(found.machines, found.bus, strict=True))
-    for (few, slow), (many, fast) in pairwise(points):
-        if machines <= many:
-            part = log(machines / few) / log(many / few)
-            return float(slow * (fast / slow) ** part)
-    return points[-1][1]
 
 
 def _ceiling(device: Device, dtype: str) -> float:

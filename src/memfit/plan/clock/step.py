@@ -10,14 +10,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from memfit.plan.clock import work
-from memfit.plan.clock.arrays import Number, beside, larger, log2, smaller, where
-from memfit.plan.clock.collectives import (
+from memfit.plan.clock.arrays import Number, beside, everywhere, larger, log2, smaller, where
+from memfit.plan.clock.exchanges import (
     all_to_all,
     context_ring,
     copy_seconds,
+    expert_seconds,
     gather_seconds,
     reduce_seconds,
+    send_seconds,
     tensor_seconds,
+    tied_seconds,
 )
 from memfit.plan.clock.pipeline import count_sends, waiting_seconds
 from memfit.plan.clock.rates import Setting
@@ -266,13 +269,9 @@ def _world(layout: Layout) -> Number:
 
 def _send(setting: Setting) -> Number:
     """Seconds that stages wait for their neighbours' messages."""
-    shape, layout, machine, rates = setting
-    inside = layout.tp * layout.cp * layout.pp <= machine.domain
-    speed = where(inside, machine.link * rates.link, machine.network * rates.network)
-    nbytes = 2 * work.tokens_of(layout) * shape.hidden
-    nbytes = nbytes / where(layout.sequence_parallel > 0, layout.tp, 1)
-    once = nbytes / speed + rates.send_latency
-    return count_sends(layout.pp, layout.chunks, layout.accumulation) * once
+    layout = setting.layout
+    times = count_sends(layout.pp, layout.chunks, layout.accumulation)
+    return times * send_seconds(setting)
 
 
 def _gathering(setting: Setting, there: Number, back: Number) -> Number:
@@ -282,13 +281,14 @@ def _gathering(setting: Setting, there: Number, back: Number) -> Number:
     back. Under a pipeline weights stay gathered for the whole step.
     """
     shape, layout, _, rates = setting
+    if everywhere(layout.zero < 3):
+        return 0.0
     routed = where(layout.dp * layout.cp * layout.tp > layout.ep, 1.0, 0.0)
     elements = work.plain_weights(shape) / layout.tp
     elements = elements + routed * work.expert_weights(shape) / layout.ep
-    gather = gather_seconds(setting, 2 * elements)
     gradients = layout.gradient_bytes * elements
-    reduce = gather_seconds(setting, gradients) + copy_seconds(setting, gradients)
-    reduce = layout.trains * reduce
+    gather, scatter = gather_seconds(setting, 2 * elements, gradients)
+    reduce = layout.trains * (scatter + copy_seconds(setting, gradients))
     forward = larger(gather - there, 0)
     backward = larger(gather + reduce - back, 0)
     share = smaller(rates.exposed_data, 1)
@@ -308,25 +308,29 @@ def _own_weights(setting: Setting) -> tuple[Number, Number]:
 def _reducing(setting: Setting, stage: Stage) -> Number:
     """Exposed seconds of gradients' reduction and updated weights' gathering, zero 0 to 2."""
     layout, rates = setting.layout, setting.rates
+    if everywhere(layout.zero >= 3):
+        return layout.trains * _tied(setting)
     plain, routed = _own_weights(setting)
     cut = layout.zero >= 1
     gradients = layout.gradient_bytes * plain
-    apart = gather_seconds(setting, gradients) + copy_seconds(setting, gradients)
-    apart = apart + gather_seconds(setting, 2 * plain)
-    whole = where(cut, apart, reduce_seconds(setting, 2 * gradients))
-    copies = larger(layout.dp * layout.cp * layout.tp / layout.ep, 1)
-    machine = setting.machine
-    inside = _world(layout) <= machine.domain
-    speed = where(inside, machine.link * rates.link, machine.network * rates.network)
-    experts = 6 * routed * (copies - 1) / copies / speed
-    total = whole + experts
+    whole = sum(gather_seconds(setting, gradients, 2 * plain)) + copy_seconds(setting, gradients)
+    alone = cut | (layout.shard * layout.cp <= 1)  # all are copies of one another
+    if not everywhere(alone):
+        whole = where(alone, whole, reduce_seconds(setting, gradients))
+    total = whole + expert_seconds(setting, layout.gradient_bytes * routed, 2 * routed)
     # under a pipeline no backward is long enough for replicated gradients to be sent beside it
     share = where(cut | (layout.pp > 1), rates.exposed_data, rates.exposed_all_reduce)
     exposed = share * total + larger((1 - share) * total - 0.66 * stage.longest, 0)
-    # the first and the last stage add up a tied embedding's gradients
-    tied = (layout.pp > 1) * (setting.shape.own_head == 0) * layout.gradient_bytes
-    tied = tied * setting.shape.vocab * setting.shape.hidden / layout.tp / speed
-    return layout.trains * (where(layout.zero >= 3, 0.0, exposed) + tied)
+    return layout.trains * (where(layout.zero >= 3, 0.0, exposed) + _tied(setting))
+
+
+def _tied(setting: Setting) -> Number:
+    """Seconds in which the first and the last stage add up a tied embedding's gradients."""
+    shape, layout = setting.shape, setting.layout
+    if everywhere(shape.own_head > 0):
+        return 0.0
+    nbytes = layout.gradient_bytes * shape.vocab * shape.hidden / layout.tp
+    return where(shape.own_head == 0, tied_seconds(setting, nbytes), 0.0)
 
 
 def _updating(setting: Setting) -> Number:

@@ -10,13 +10,17 @@ from hypothesis import strategies as st
 from memfit.catalog import devices, find_device
 from memfit.catalog.links import fabrics, find_link, find_network
 from memfit.errors import InvalidRequest, UnknownName
-from memfit.plan.clock.network import (
+from memfit.plan.clock import collectives
+from memfit.plan.clock.collectives import (
     PROTOCOLS,
+    Group,
     Links,
     bus_factor,
+    collect,
     collective_seconds,
-    lay_out,
+    group_of,
 )
+from memfit.plan.clock.network import lay_out
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_recv")
 
@@ -25,38 +29,38 @@ def bus(device, machines, collective, size, *, network="", each=8):
     """GB/s of bus bandwidth over all devices of so many machines."""
     cluster = lay_out(find_device(device), each, machines, network)
     ranks = cluster.per_machine * cluster.machines
-    seconds = collective_seconds(collective, size, ranks, cluster.per_machine, cluster.links)
+    seconds = collective_seconds(collective, size, Group(ranks, cluster.per_machine), cluster.links)
     return size * bus_factor(collective, ranks) / seconds / 1e9
 
 
 def test_a_ring_worked_by_hand():
     """4 GB over 4 ranks at 100 GB/s: 3 quarters of it cross each link; 3 hops of 3.4 µs."""
     links = Links(inside=100e9, outside=25e9)
-    gather = collective_seconds("all_gather", 4e9, 4, 4, links)
+    gather = collective_seconds("all_gather", 4e9, Group(4, 4), links)
     assert gather == pytest.approx(4e9 * 3 / 4 / 100e9 + (8.4 + 3 * 3.4) * 1e-6, rel=1e-12)
-    reduced = collective_seconds("all_reduce", 4e9, 4, 4, links)
+    reduced = collective_seconds("all_reduce", 4e9, Group(4, 4), links)
     assert reduced == pytest.approx(2 * 4e9 * 3 / 4 / 100e9 + (8.4 + 6 * 3.4) * 1e-6, rel=1e-12)
-    assert collective_seconds("reduce_scatter", 4e9, 4, 4, links) == gather
+    assert collective_seconds("reduce_scatter", 4e9, Group(4, 4), links) == gather
 
 
 def test_a_ring_between_machines_worked_by_hand():
     """2 machines of 2 ranks: both adapters' 20 GB/s each; 1 hop of 14 µs, 2 of 3.4 µs."""
     links = Links(inside=100e9, outside=20e9, per_machine=2)
-    seconds = collective_seconds("all_gather", 4e9, 4, 2, links)
+    seconds = collective_seconds("all_gather", 4e9, Group(4, 2), links)
     assert seconds == pytest.approx(4e9 * 3 / 4 / 40e9 + (8.4 + 14.0 + 2 * 3.4) * 1e-6, rel=1e-12)
     # four machines of which each gives one rank: one adapter each
-    alone = collective_seconds("all_gather", 4e9, 4, 1, links)
+    alone = collective_seconds("all_gather", 4e9, Group(4, 1), links)
     assert alone == pytest.approx(4e9 * 3 / 4 / 20e9 + (8.4 + 3 * 14.0) * 1e-6, rel=1e-12)
 
 
 def test_tokens_to_experts_and_activations_to_a_stage_worked_by_hand():
     links = Links(inside=100e9, outside=20e9)
-    near = collective_seconds("all_to_all", 8e9, 8, 8, links)
+    near = collective_seconds("all_to_all", 8e9, Group(8, 8), links)
     assert near == pytest.approx(8e9 * 7 / 8 / 100e9, rel=1e-3)
-    far = collective_seconds("all_to_all", 8e9, 16, 8, links)  # half stays, at once
+    far = collective_seconds("all_to_all", 8e9, Group(16, 8), links)  # half stays, at once
     assert far == pytest.approx(8e9 * 8 / 16 / 20e9, rel=1e-3)
-    assert collective_seconds("send_recv", 1e9, 2, 2, links) == pytest.approx(0.01, rel=1e-2)
-    assert collective_seconds("send_recv", 1e9, 2, 1, links) == pytest.approx(0.05, rel=1e-2)
+    assert collective_seconds("send_recv", 1e9, Group(2, 2), links) == pytest.approx(0.01, rel=1e-2)
+    assert collective_seconds("send_recv", 1e9, Group(2, 1), links) == pytest.approx(0.05, rel=1e-2)
 
 
 # GB/s of bus bandwidth that others measured, or NCCL's maintainers say is right; none of them is
@@ -102,17 +106,21 @@ def test_a_measured_curve_is_what_was_measured():
 def test_small_messages_take_the_latency_of_the_best_algorithm():
     """8 GPUs of a machine reduce 8 bytes in 15 µs: LL's ring, 6.6 + 14 x 0.6 (nccl tuning.cc)."""
     links = lay_out(find_device("h100-sxm"), 8).links
-    assert collective_seconds("all_reduce", 8, 8, 8, links) == pytest.approx(15.0e-6, rel=1e-3)
+    assert collective_seconds("all_reduce", 8, Group(8, 8), links) == pytest.approx(
+        15.0e-6, rel=1e-3
+    )
     # over 64 machines a tree is faster than a ring of 512
     far = lay_out(find_device("h100-sxm"), 8, 64).links
-    assert collective_seconds("all_reduce", 8, 512, 8, far) == pytest.approx(75.2e-6, rel=1e-3)
+    assert collective_seconds("all_reduce", 8, Group(512, 8), far) == pytest.approx(
+        75.2e-6, rel=1e-3
+    )
 
 
 def test_one_rank_takes_no_time_and_no_bytes_only_latency():
     links = Links(inside=1e11, outside=1e10, in_switch=7e10)
     for kind in KINDS:
-        assert collective_seconds(kind, 1e9, 1, 1, links) == 0.0
-        assert 0 < collective_seconds(kind, 0, 8, 8, links) < 1e-3
+        assert collective_seconds(kind, 1e9, Group(1, 1), links) == 0.0
+        assert 0 < collective_seconds(kind, 0, Group(8, 8), links) < 1e-3
 
 
 GROUPS = [(2, 2), (4, 4), (8, 8), (8, 1), (16, 8), (16, 2), (512, 8), (64, 64)]
@@ -123,20 +131,20 @@ SPEED = st.floats(1e9, 1e12)
 def test_more_bandwidth_never_slows_a_collective(inside, outside, more, switch, kind):
     for (ranks, near), size in product(GROUPS, (1e3, 1e6, 1e9)):
         slow = Links(inside, outside, in_switch=inside * switch)
-        seconds = collective_seconds(kind, size, ranks, near, slow)
+        seconds = collective_seconds(kind, size, Group(ranks, near), slow)
         for fast in (
             slow._replace(inside=inside * more, in_switch=inside * more * switch),
             slow._replace(outside=outside * more),
         ):
-            assert collective_seconds(kind, size, ranks, near, fast) <= seconds * (1 + 1e-12)
+            assert collective_seconds(kind, size, Group(ranks, near), fast) <= seconds * (1 + 1e-12)
 
 
 @given(SPEED, SPEED, st.floats(1, 1e10), st.floats(1, 10), st.sampled_from(KINDS))
 def test_more_bytes_never_take_less_time(inside, outside, size, more, kind):
     links = Links(inside, outside)
     for ranks, near in GROUPS:
-        few = collective_seconds(kind, size, ranks, near, links)
-        assert few <= collective_seconds(kind, size * more, ranks, near, links) * (1 + 1e-12)
+        few = collective_seconds(kind, size, Group(ranks, near), links)
+        assert few <= collective_seconds(kind, size * more, Group(ranks, near), links) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -145,10 +153,10 @@ def test_arrays_give_what_numbers_give(kind, network):
     links = lay_out(find_device("h100-sxm"), 8, 64, network).links
     sizes = numpy.array([1e3, 1e6, 1e9])[:, None]
     ranks, near = numpy.array([(1, 1), *GROUPS[:-1]]).T
-    found = collective_seconds(kind, sizes, ranks, near, links)
+    found = collective_seconds(kind, sizes, Group(ranks, near), links)
     for row, size in enumerate((1e3, 1e6, 1e9)):
         for column, group in enumerate([(1, 1), *GROUPS[:-1]]):
-            one = collective_seconds(kind, size, *group, links)
+            one = collective_seconds(kind, size, Group(*group), links)
             assert found[row, column] == pytest.approx(one, rel=1e-12)
 
 
@@ -189,7 +197,7 @@ def test_a_bridge_joins_two_and_more_meet_over_pcie():
     assert lay_out(a40, 2).links.inside == pytest.approx(0.8 * 56.25e9)
     four = lay_out(a40, 4).links
     assert four.inside == pytest.approx(0.75 * 32e9)
-    assert four.hop == "pci"
+    assert four.pci == 1
 
 
 def test_a_rack_is_one_machine():
@@ -212,3 +220,38 @@ def test_what_nobody_said_is_unknown():
     assert "as asked, 75% of it assumed" in asked.because
     usual = lay_out(find_device("h100-sxm"), 8, 2)
     assert "the usual network of `h100-sxm`" in usual.because
+
+
+def test_messages_of_one_group_take_as_long_together_as_alone():
+    for network in ("ndr-8x400", "efa-32x100"):
+        links = lay_out(find_device("h100-sxm"), 8, 16, network).links
+        for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+            alone = [collective_seconds(kind, n, Group(128, 8), links) for n in (1e5, 1e9)]
+            assert collect([1e5, 1e9], kind, Group(128, 8), links) == pytest.approx(alone)
+
+
+def test_neighbours_on_the_mesh_share_a_machine():
+    links = Links(inside=1e11, outside=1e10)
+    assert group_of(8, 1, links, 64) == (8, 8)
+    assert group_of(16, 4, links, 64) == (16, 2)  # every fourth rank: two of a machine of eight
+    assert group_of(8, 8, links, 64) == (8, 1)
+    assert group_of(2, 1, links, 2) == (2, 2)
+    assert group_of(4, 1, links._replace(per_machine=72.0), 64) == (4, 4)
+
+
+def test_experts_tokens_near_and_far_go_side_by_side():
+    links = Links(inside=100e9, outside=20e9)
+    both = collectives.exchange_seconds(7e9, 4e9, Group(16, 8), links)
+    assert both == pytest.approx(4e9 / 20e9 + (8.4 + 14.0 + 8.0) * 1e-6, rel=1e-12)
+
+
+def test_nothing_crosses_pcie_in_packets_of_120_bytes():
+    """NCCL has no LL128 over PCIe: middle sizes take `simple` or `ll`."""
+    nvlink, pci = (Links(inside=20e9, outside=5e9, pci=crosses) for crosses in (0.0, 1.0))
+    size, group = 2e5, Group(8, 8)
+    fast = collective_seconds("all_gather", size, group, nvlink)
+    slow = collective_seconds("all_gather", size, group, pci)
+    ring = size * 7 / 8 / 20e9
+    simple, narrow = ring + (8.4 + 7 * 5.7) * 1e-6, ring / 0.5 + (6.6 + 7 * 1.0) * 1e-6
+    assert slow == pytest.approx(min(simple, narrow), rel=1e-12)
+    assert fast < slow
