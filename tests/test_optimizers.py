@@ -24,7 +24,10 @@ SHAPES = {
 CASES = [(name, i) for name in optimizers for i in optimizers.find(name).implementations]
 ON_CPU = [(name, i) for name, i in CASES if i not in optimizers.find(name).cuda_only]
 TORCHS = [(name, i) for name, i in CASES if name in ("adamw", "sgd")]
-LOW_BIT = {"adamwbf16": "_AdamW", "adamw8bit": "AdamW8bit", "adamw4bit": "AdamW4bit", "adamwfp8": "AdamWFp8"}
+LOW_BIT = {
+    "adamwbf16": "_AdamW", "adamw8bit": "AdamW8bit", "adamw4bit": "AdamW4bit",
+    "adamwfp8": "AdamWFp8",
+}  # fmt: skip
 SETTINGS = [  # momentum, weight_decay
     pytest.param(0.9, 0.0, id="momentum"),
     pytest.param(0.9, 0.1, id="decay"),

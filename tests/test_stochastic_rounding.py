@@ -1,4 +1,4 @@
-"""bf16 weights rounded by chance: small updates are kept on average, where rounding loses them all."""
+"""bf16 weights rounded by chance: small updates are kept on average, where others are lost."""
 
 import pytest
 import torch
@@ -31,9 +31,7 @@ NAMES = ["adamwbf16", "adamw8bit", "adamw4bit", "adamwfp8"]
 def descend(rounding, steps=60, rate=1e-4, seed=0):
     """Weights of 1 after updates of `rate` each: a 40th of bf16's spacing of 2^-8 below 1."""
     torch.manual_seed(seed)
-    settings = replace(
-        make_recipe().optimizer, **ROUNDED, learning_rate=rate, weight_decay=0.0
-    )
+    settings = replace(make_recipe().optimizer, **ROUNDED, learning_rate=rate, weight_decay=0.0)
     settings = replace(settings, stochastic_rounding=rounding)
     weight = nn.Parameter(torch.ones(64, 128, dtype=torch.bfloat16))
     optimizer = find_optimizer(settings).build([weight], settings)

@@ -39,7 +39,8 @@ OWN_VALUES: dict[str, tuple[object, ...]] = {
     "compile": ("none",),
     "offload": ("none",),
 }
-LATE_IN_OPTIMIZER = ("in_backward", "stochastic_rounding")  # keys of `optimizer` that count in a digest where set
+# keys of `optimizer` that count in a digest where they are set
+LATE_IN_OPTIMIZER = ("in_backward", "stochastic_rounding")
 OWN_AXES = ("dp_replicate", "dp_shard", "reshard_after_forward")
 
 

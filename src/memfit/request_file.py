@@ -47,7 +47,7 @@ KEYS = {
     "quantisation.outlier_share": "int8: share of columns certified for outliers; runs count them",
     "precision": "fp32 | bf16 (everything) | bf16-mixed, fp16-mixed (fp32 weights, 16-bit compute)",
     "optimizer": "the optimizer, its schedule and clipping",
-    "optimizer.name": "adamw | adamw8bit | adamw4bit | adamwfp8 | adamwbf16 | sgd | adafactor | muon",
+    "optimizer.name": "adamw | adamw8bit | adamw4bit | adamwfp8 | adamwbf16 | muon | …",
     "optimizer.implementation": "fused | foreach | loop: equal results, different memory",
     "optimizer.learning_rate": "auto: 2e-5 full, 2e-4 lora; from scratch by size",
     "optimizer.weight_decay": "decoupled weight decay",

@@ -1,4 +1,4 @@
-"""Adafactor (Shazeer and Stern 1804.04235) as torch.optim has it: a matrix's squares as row x column.
+"""Adafactor (Shazeer and Stern 1804.04235) as torch.optim has it: squares as row x column.
 
 A matrix of n x m keeps n + m numbers, no first moment. The learning rate is relative to the size of
 a weight (`eps2`), updates are clipped to a root mean square of 1, and beta2 grows with the steps.
@@ -48,9 +48,9 @@ class Adafactor(OptimizerFamily):
     def step_temporaries(
         self, parameters: Sequence[TensorSpec], settings: Optimizer, counted: Counted = "live"
     ) -> int:
-        """See `OptimizerFamily.step_temporaries`: two estimates of squares, this one's and the
+        """See `OptimizerFamily.step_temporaries`.
 
-        one before, which the loop's variables still name.
+        Two estimates of squares: this one's and the one before, which variables still name.
         """
         return rise_of(partial(_loop, parameters), counted)
 

@@ -1,4 +1,4 @@
-"""Muon (Jordan et al. 2024; Liu et al. 2502.16982): momentum made orthogonal by Newton-Schulz steps.
+"""Muon (Jordan et al. 2024; Liu et al. 2502.16982): momentum made orthogonal by products.
 
 torch.optim.Muon updates matrices alone. As its documentation says, embeddings, the head, vectors
 and tensors of several matrices (experts) are AdamW's, here torch's fused one. One learning rate
@@ -104,14 +104,12 @@ def _torch_class() -> Callable[..., Any]:
         AdamW's groups come first, so that all states exist when Muon's products need room.
         """
 
-        def __init__(
-            self, matrices: list[Any], others: list[Any], settings: Optimizer
-        ) -> None:
-            adamw = partial(
+        def __init__(self, matrices: list[Any], others: list[Any], settings: Optimizer) -> None:
+            adamw: Callable[..., torch.optim.Optimizer] = partial(
                 torch.optim.AdamW, lr=settings.learning_rate, eps=settings.eps, fused=True,
                 betas=(settings.beta1, settings.beta2), weight_decay=settings.weight_decay,
             )  # fmt: skip
-            muon = partial(
+            muon: Callable[..., torch.optim.Optimizer] = partial(
                 torch.optim.Muon, lr=settings.learning_rate, momentum=settings.momentum,
                 weight_decay=settings.weight_decay, ns_steps=STEPS,
                 adjust_lr_fn="match_rms_adamw",
@@ -124,7 +122,7 @@ def _torch_class() -> Callable[..., Any]:
             super().__init__(groups, {})
 
         @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
             """Each group's own optimizer, over what the group holds now."""
             del closure
             for group in self.param_groups:
