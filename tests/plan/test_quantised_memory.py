@@ -9,9 +9,11 @@ from memfit.certify import trace
 from memfit.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.ledger import Kind, Phase
+from memfit.plan.clock.read import read_setting
+from memfit.plan.clock.step import predict_step
 from memfit.plan.memory import predict_memory
 from memfit.recipe import Lora, Quantisation
-from memfit.request import Request, Task
+from memfit.request import Hardware, Request, Task
 from tiny_models import make_recipe
 
 CPU, H100 = catalog.find_device("cpu-x86"), catalog.find_device("h100-sxm")
@@ -85,3 +87,66 @@ def test_a_plan_of_a_quantised_base_trains_adapters_and_stores_its_settings():
     plain = api.plan(replace(request, base_format="auto", method="lora")).recipe
     assert plain.base_format in ("bf16", "fp32")
     assert plain.quantisation == Quantisation()
+
+
+def step_of(base_format, device="h100-sxm", **changes):
+    task = Task(sequence_length=2048, global_batch=4)
+    request = Request(
+        model="llama-3.1-8b", method="lora", base_format=base_format, task=task,
+        precision="bf16", recompute="none", loss="chunked", micro_batch=1,
+        hardware=Hardware(device=device), **changes,
+    )  # fmt: skip
+    return api.predict(request)
+
+
+def test_time_counts_unpacking_and_int8s_two_products():
+    plain, four, eight = (step_of(base) for base in ("bf16", "nf4", "int8"))
+    spans = {p.recipe.base_format: {s.op: s.duration for s in p.timeline.spans}
+             for p in (plain, four, eight)}  # fmt: skip
+    assert spans["nf4"]["forward"] > spans["bf16"]["forward"]
+    assert spans["nf4"]["backward"] > spans["bf16"]["backward"]
+    assert spans["int8"]["backward"] > spans["bf16"]["backward"]  # its weights become dense there
+    assert spans["int8"]["backward"] > spans["nf4"]["backward"] * 0.99
+
+
+def test_int8s_forward_gains_from_int8_products_and_pays_for_casts():
+    """Without the device's int8 speed the same bytes, and slower products."""
+    plan = step_of("int8")
+    model, device = read_model(plan.recipe.model), catalog.find_device("h100-sxm")
+    setting = read_setting(plan.recipe, model, device)
+    machine, layout = setting.machine, setting.layout
+    slow = predict_step(setting._replace(machine=machine._replace(eight=0.0)))
+    fast = predict_step(setting)
+    assert fast.forward < slow.forward
+    assert fast.backward == slow.backward
+    uncoded = predict_step(setting._replace(layout=layout._replace(eight=0.0, packed=0.0)))
+    assert uncoded.forward < slow.forward
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_levers_offer_a_base_in_eight_and_in_four_bits_with_bytes_and_time(method):
+    task = Task(sequence_length=2048, global_batch=4)
+    request = Request(
+        model="llama-3.1-8b", method=method, task=task, weights="pretrained",
+        hardware=Hardware(device="rtx-4090"),
+    )  # fmt: skip
+    plan = api.plan(request)
+    found = {row.changes["base_format"]: row for row in plan.levers if "base_format" in row.changes}
+    assert found.keys() >= {"int8", "nf4"}
+    assert found["nf4"].peak_allocated < found["int8"].peak_allocated
+    assert found["int8"].peak_allocated < plan.ledger.peak
+    assert all(row.relative_time > 0 for row in found.values())
+    assert "over nf4" in found["nf4"].label
+    if method == "full":
+        assert plan.memory.verdict == "does_not_fit"
+        assert found["nf4"].fits
+        assert found["nf4"].changes["method"] == "lora"
+
+
+def test_no_lever_quantises_what_cannot_be():
+    request = Request(
+        model="mixtral-8x7b-v0.1", method="lora", weights="pretrained",
+        task=Task(sequence_length=512, global_batch=1), hardware=Hardware(device="h100-sxm"),
+    )  # fmt: skip
+    plan = api.plan(request)
+    assert not [row for row in plan.levers if row.changes.get("base_format") in ("int8", "nf4")]

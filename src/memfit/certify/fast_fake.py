@@ -22,6 +22,7 @@ _PLAIN = frozenset(
         torch.memory_format,
     }
 )  # fmt: skip
+_KNOWN = ("aten", "bitsandbytes")  # whose results follow from what `_describe` describes
 _HIDDEN_INPUTS = frozenset(
     {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 )  # the result, or an argument's shape, depends on more than the arguments' metadata
@@ -166,7 +167,7 @@ def _learn(
     mode: FakeTensorMode, func: Any, tensors: Sequence[FakeTensor], out: Any
 ) -> _Answer | None:
     """The answer to give from now on; None when it would not be the same as torch's."""
-    if getattr(func, "namespace", "") != "aten" or _HIDDEN_INPUTS & set(func.tags):
+    if getattr(func, "namespace", "") not in _KNOWN or _HIDDEN_INPUTS & set(func.tags):
         return None
     outputs = out if type(out) is tuple else (out,)
     try:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from memfit.adapters import find_adapter
+from memfit.adapters.coded import check_base
 from memfit.errors import InvalidRequest
 from memfit.families.added import can_select
 from memfit.model import Model
@@ -17,13 +18,14 @@ from memfit.optimizers import default_implementation, optimizers
 from memfit.optimizers._in_backward import refuse_in_backward
 from memfit.plan.again import Again, state_recompute
 from memfit.plan.problem import CHUNKS, Problem, allowed, check, divisors, first_recipe
-from memfit.recipe import OWN_ATTENTION, Method, Precision, Recipe
+from memfit.recipe import OWN_ATTENTION, Format, Method, Precision, Recipe
 
 # what is decided alike whichever way the others stand; of these the result does not depend
 EXACT = (
     "recompute", "micro_batch", "loss", "loss_chunk", "optimizer.implementation",
     "optimizer.in_backward", "attention",
 )  # fmt: skip
+QUANTISED: tuple[Format, ...] = ("int8", "nf4")
 KEPT = (
     "micro_batch", "accumulation", "recompute_blocks", "selective_blocks", "loss", "loss_chunk",
     "parallel",
@@ -64,7 +66,7 @@ def knobs(recipe: Recipe, layers: int) -> dict[str, Any]:
 def changed(old: Recipe, new: Recipe, layers: int) -> dict[str, Any]:
     """The knobs of `new` that stand otherwise than in `old`; another method has its own format."""
     before, after = knobs(old, layers), knobs(new, layers)
-    if old.method != new.method:
+    if old.method != new.method and not new.coding:
         after.pop("base_format", None)
     return {k: v for k, v in after.items() if before.get(k) != v}
 
@@ -141,6 +143,24 @@ def head_extra(model: Model) -> str:
     return next((name for name in head if "lora_" in name or name.endswith(".bias")), "")
 
 
+def _quantised(problem: Problem, recipe: Recipe) -> Iterator[Recipe]:
+    """Adapters over a base in 8 or 4 bits, where the model can have one."""
+    if recipe.method not in ("full", "lora") or recipe.weights != "pretrained":
+        return
+    for base in QUANTISED:
+        asked = replace(problem.request, method="lora", base_format=base)
+        told = replace(problem, request=asked)
+        try:
+            check_base(problem.model, base, "lora", recipe.parallel.world)
+            other = first_recipe(told, method="lora", precision=recipe.precision)
+        except InvalidRequest:
+            continue
+        if base != recipe.base_format:
+            kept = {k: getattr(recipe, k) for k in KEPT}
+            kept["recompute_blocks"] += kept.pop("selective_blocks")  # knows no such products
+            yield replace(other, **kept)
+
+
 def _inexact(problem: Problem, recipe: Recipe) -> Iterator[Recipe]:
     """The same exact knobs under another precision, method or optimizer."""
     pairs: list[tuple[Method, Precision]] = []
@@ -154,6 +174,7 @@ def _inexact(problem: Problem, recipe: Recipe) -> Iterator[Recipe]:
         if allowed(problem, precision):
             other = first_recipe(problem, method=method, precision=precision)
             yield replace(other, **{k: getattr(recipe, k) for k in KEPT})
+    yield from _quantised(problem, recipe)
     if recipe.optimizer.name == "adamw":
         coded = default_implementation("adamw8bit", cuda=not problem.device.is_cpu)
         eight = replace(recipe.optimizer, name="adamw8bit", implementation=coded)

@@ -186,8 +186,9 @@ def describe(recipe: Recipe, layers: int) -> str:
     recompute = describe_recompute(Again.of(recipe), layers)
     loss = f"chunked {recipe.loss_chunk}" if recipe.loss == "chunked" else "plain"
     within = ", updates in backward" if recipe.optimizer.in_backward else ""
+    base = f" over {recipe.base_format}" if recipe.coding else ""
     return (
-        f"{recipe.method} {recipe.precision}, micro-batch {recipe.micro_batch}, "
+        f"{recipe.method} {recipe.precision}{base}, micro-batch {recipe.micro_batch}, "
         f"recompute {recompute}, loss {loss}{within}"
     )
 
@@ -227,7 +228,7 @@ def _reason(candidate: Candidate, chosen: Candidate) -> str:
 def _learns(candidate: Candidate) -> tuple[str, ...]:
     """The knobs on which the result of training depends."""
     r = candidate.recipe
-    return r.method, r.precision, r.optimizer.name
+    return r.method, r.precision, r.optimizer.name, r.coding
 
 
 def _knobs(candidate: Candidate) -> tuple[object, ...]:
@@ -259,7 +260,8 @@ def _levers(chosen: Candidate) -> tuple[Considered, ...]:
 def _turned(chosen: Candidate, recipe: Recipe) -> Candidate:
     """With the chosen one's estimate where that still holds."""
     mine = chosen.recipe
-    if (recipe.method, recipe.precision) != (mine.method, mine.precision):
+    stored = [(r.method, r.precision, r.coding) for r in (recipe, mine)]
+    if stored[0] != stored[1]:
         return Candidate.of(chosen.problem, recipe)
     names = [n for n in recipe.__struct_fields__ if getattr(recipe, n) != getattr(mine, n)]
     return chosen.but(**{n: getattr(recipe, n) for n in names})

@@ -38,6 +38,7 @@ class Machine(NamedTuple):
     memory: Number  # bandwidth
     host: Number  # to the host's memory
     links: Links  # to other devices
+    eight: Number = 0.0  # the best product in int8; 0: as those in 16 bits
 
 
 class Rates(NamedTuple):

@@ -34,7 +34,8 @@ ON_THE_WIRE = 0.96  # of a stated speed: what NCCL reckons with (links.toml)
 HOST_BANDWIDTH = {3: 12e9, 4: 25e9, 5: 50e9}  # B/s of 16 PCIe lanes by generation, one direction
 # passes over 10 bytes for each unpacked element: GPTQ's packed columns with their zeros, and
 # bitsandbytes' and torchao's blocks (half a byte read, two written, scales)
-UNPACKING = {"int4": 1.0, "nf4": 0.4, "fp4": 0.4}
+# LLM.int8's weights are dense in backward alone: a byte read, two written, read and written again
+UNPACKING = {"int4": 1.0, "nf4": 0.4, "fp4": 0.4, "int8": 0.7}
 BUILDS = {  # what a published row calls its framework -> build, where it has constants of its own
     "Megatron-Bridge": "bridge", "Megatron-core MoE": "bridge", "NeMo/Megatron": "nemo",
 }  # fmt: skip
@@ -137,6 +138,7 @@ def read_layout(recipe: Recipe, shape: Shape, basis: Basis) -> Layout:
         state_bytes=float(STATE_BYTES.get(recipe.precision, 30)),
         trains=0.0 if recipe.adapted else 1.0,
         packed=UNPACKING.get(recipe.base_format, 0.0) if recipe.adapted else 0.0,
+        eight=float(recipe.base_format == "int8" and recipe.adapted),
         compiled=float(recipe.compile != "none"),
         written_out=float(basis.kernel == "math"),
         asynchronous=float(bool(option("tp_comm_overlap") or option("async_tp"))),
@@ -268,6 +270,7 @@ def read_machine(device: Device, recipe: Recipe, basis: Basis, network: Network)
         memory=device.bandwidth,
         host=HOST_BANDWIDTH.get(device.pcie_generation or 4, HOST_BANDWIDTH[4]),
         links=find_links(device, recipe, network),
+        eight=_ceiling(device, "int8") if device.flops.get("int8") else 0.0,
     )  # fmt: skip
 
 

@@ -85,7 +85,9 @@ def multiply(product: Product, speed: Number, setting: Setting) -> Passes:
     busy = product.flop / speed * (1 + rates.tile * idle)
     moved = rates.weight_traffic * product.count * product.n * product.k
     moved = moved / (machine.memory * rates.memory)
-    return Passes(busy + moved, busy + moved, layout.trains * (busy + 4 * moved))
+    faster = layout.eight * (machine.eight > 0)  # weights in int8: their forward's products
+    forward = where(faster > 0, machine.products / larger(machine.eight, 1), 1.0) * busy
+    return Passes(forward + moved, busy + moved, layout.trains * (busy + 4 * moved))
 
 
 def _add(passes: list[Passes], factor: Number = 1.0) -> Passes:
@@ -142,6 +144,7 @@ class Around(NamedTuple):
     unpacking: Number
     adapters: Number
     norms: Number  # once a forward, and not in backward
+    coding: Number  # the same: what int8 products read and write around themselves
 
 
 def around(setting: Setting) -> Around:
@@ -164,6 +167,7 @@ def around(setting: Setting) -> Around:
         unpacking=rates.unpack * 10 * frozen / bandwidth,
         adapters=rates.adapter * 4 * adapted / bandwidth,
         norms=MEASURED_BYTES * layout.measured / bandwidth,
+        coding=work.coded_bytes(shape, layout) / bandwidth,
     )
 
 
@@ -172,7 +176,8 @@ def time_block(setting: Setting) -> Block:
     shape, layout, _, rates = setting
     products, extra = block_products(setting), around(setting)
     there, back = attend(setting)
-    forward = products.forward + there + sum(extra)
+    # weights in int8 are multiplied as they are, and unpacked in backward alone
+    forward = products.forward + there + sum(extra) - layout.eight * extra.unpacking
     backward = products.inputs + products.weights + back
     backward = backward + 2 * (extra.elementwise + extra.casts + extra.adapters) + extra.unpacking
     reduced = rates.exposed_tensor * where(layout.asynchronous > 0, rates.asynchronous, 1.0)

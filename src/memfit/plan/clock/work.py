@@ -78,6 +78,7 @@ class Layout(NamedTuple):
     # share of a block's element-wise work that a selective recomputation repeats, where that is
     # known: all of memfit's own; 0: a quarter, as fitted
     made_again: Number = 0.0
+    eight: Number = 0.0  # 1 where frozen weights multiply in int8, their outliers aside
     bubble: Number = 1.0  # of 1F1B's, or interleaved's: what the schedule's ranks wait
 
 
@@ -132,6 +133,17 @@ def feed_products(shape: Shape, layout: Layout) -> tuple[Product, ...]:
         Product(m, width * (1 + shape.gated), shape.hidden, (shape.ffn > 0) * 1.0),
         Product(m, shape.hidden, width, (shape.ffn > 0) * 1.0),
     )
+
+
+def coded_bytes(shape: Shape, layout: Layout) -> Number:
+    """Bytes of one block's forward that LLM.int8 moves around its int8 products.
+
+    An input of 16 bits: cast to fp16, its magnitudes, compared twice over, coded (16 bytes a
+    number); a result: int32, its fp16 values, with bias, cast, with the outliers' part (18).
+    Source: bitsandbytes/backends/cuda/ops.py, int8_vectorwise_quant and int8_mm_dequant.
+    """
+    products = (*attention_products(shape, layout), *feed_products(shape, layout))
+    return layout.eight * sum(p.count * p.m * (16 * p.k + 18 * p.n) for p in products)
 
 
 def expert_products(shape: Shape, layout: Layout) -> tuple[Product, ...]:

@@ -1,0 +1,34 @@
+"""A 20B model on one card of 24 GB, its base in 8 and in 4 bits: certified, as recipes/ has it."""
+
+from pathlib import Path
+
+import pytest
+
+from memfit import api, catalog
+from memfit.certify.certificate import make_certificate
+from memfit.ledger import Kind
+from memfit.units import GIB
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+BLOCKS, HIDDEN = 44, 6144
+PROJECTIONS = BLOCKS * 12 * HIDDEN**2  # weights of query_key_value, dense, and the feed-forward
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("base_format", "device", "bits"), [("int8", "rtx-4090", 8.0), ("nf4", "rtx-3090", 4.13)]
+)
+def test_a_20b_model_with_a_quantised_base_is_certified_to_fit_24_gb(base_format, device, bits):
+    plan = api.plan(api.read(RECIPES / f"gpt-neox-20b_{base_format}-lora_{device}.yaml"))
+    recipe = plan.recipe
+    assert (recipe.lora.rank, recipe.lora.targets) == (16, ("query_key_value",))
+    card = catalog.find_device(device)
+    certificate = make_certificate(recipe, card, card.memory, None)
+    assert certificate.memory.verdict == "fits"
+    assert certificate.generation.verdict == "fits"
+    assert certificate.memory.device_total < 24e9
+    assert plan.ledger.peak == pytest.approx(certificate.memory.peak_allocated, rel=0.005)
+    held = sum(e.nbytes for e in certificate.memory.entries if e.kind == Kind.PARAMETERS)
+    assert PROJECTIONS * bits / 8 < held < PROJECTIONS * bits / 8 + 1.5 * GIB
+    said = any("hold outliers" in bound for bound in certificate.bounds)
+    assert said == (base_format == "int8")
