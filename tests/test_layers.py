@@ -16,6 +16,7 @@ LAYERS = [
         "model",
         "hardware",
         "recipe",
+        "objectives",
         "request",
         "ledger",
         "timeline",

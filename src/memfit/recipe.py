@@ -12,6 +12,7 @@ from memfit.model import ModelReference
 from memfit.nouns import Noun
 
 Method = Literal["full", "freeze", "lora", "dora"]
+Objective = Literal["pretrain", "sft", "dpo"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp16", "fp8-mixed", "fp4-mixed"]
 Format = Literal["fp32", "bf16", "fp16", "int8", "int4", "nf4", "fp4"]  # int4: GPTQ
 Scaling = Literal["plain", "rank-stabilised"]
@@ -81,6 +82,18 @@ class Freeze(Noun, frozen=True, kw_only=True):
     patterns: tuple[str, ...] = ()  # fnmatch patterns over parameter names
 
 
+class Preference(Noun, frozen=True, kw_only=True):
+    """Direct preference optimisation (Rafailov et al. 2305.18290); beta 0 under other objectives.
+
+    The reference is the same weights with the adapter switched off, run before each micro-batch's
+    own forward; or its log-probabilities are computed once, before the first step.
+    """
+
+    beta: float = 0.0
+    label_smoothing: float = 0.0  # share of the pairs taken to be the wrong way round
+    reference: Literal["none", "adapter-off", "precomputed"] = "none"
+
+
 class Optimizer(Noun, frozen=True, kw_only=True):
     """The optimizer and its schedule. The implementation is part of the ledger: see `because`."""
 
@@ -131,7 +144,7 @@ class Recipe(Noun, frozen=True, kw_only=True):
     framework: str = "memfit"  # whose step it is; only memfit's can be certified and trained
     model: ModelReference
     weights: Literal["pretrained", "random"]
-    objective: Literal["pretrain", "sft"]
+    objective: Objective
     method: Method
     lora: Lora
     freeze: Freeze
@@ -144,7 +157,7 @@ class Recipe(Noun, frozen=True, kw_only=True):
     loss_chunk: int  # tokens per chunk of the loss; 0 when plain
     sequence_length: int
     packing: bool
-    micro_batch: int  # sequences per forward and backward, of one rank
+    micro_batch: int  # sequences per forward and backward, of one rank; a pair is two
     accumulation: int  # forwards of a rank per optimizer step; see `global_batch`
     steps: int
     device: str  # a catalogue id
@@ -161,6 +174,7 @@ class Recipe(Noun, frozen=True, kw_only=True):
     network: str = ""  # between machines, a row of links.toml; "": the device's usual one
     quantisation: Quantisation = Quantisation()
     options: dict[str, Option] = {}  # noqa: RUF012 (knobs that only this framework has)
+    preference: Preference = Preference()
 
     def __hash__(self) -> int:
         """Of the knobs that differ the most; options are a dict, which has no hash."""
@@ -185,6 +199,8 @@ class Recipe(Noun, frozen=True, kw_only=True):
                 del content["optimizer"][late]
         if self.quantisation == Quantisation():
             del content["quantisation"]
+        if not self.preference.beta:
+            del content["preference"]
         encoded = msgspec.json.encode(content, order="sorted")
         return hashlib.sha256(encoded).hexdigest()[:16]
 
@@ -192,6 +208,16 @@ class Recipe(Noun, frozen=True, kw_only=True):
     def adapted(self) -> bool:
         """Whether the base is frozen and small matrices beside it are trained."""
         return self.method in ADAPTED
+
+    @property
+    def prefers(self) -> bool:
+        """Whether rows come in pairs, the preferred one first: `objective: dpo`."""
+        return self.objective == "dpo"
+
+    @property
+    def references(self) -> int:
+        """Forwards without a gradient that precede each micro-batch's own."""
+        return int(self.preference.reference == "adapter-off")
 
     @property
     def global_batch(self) -> int:

@@ -18,6 +18,7 @@ from memfit.recipe import (
     Format,
     Lean,
     Loss,
+    Objective,
     Offload,
     Option,
     Parallel,
@@ -34,19 +35,34 @@ Share = Annotated[float, msgspec.Meta(gt=0, le=1, description="a number above 0,
 AtLeastOne = Annotated[float, msgspec.Meta(ge=1, description="a number, 1 or more")]
 Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1, description="a number from 0 to below 1")]
 
+Smoothing = Annotated[float, msgspec.Meta(ge=0, lt=0.5, description="a number from 0 to below 0.5")]
+
 
 class Task(Noun, frozen=True, kw_only=True):
     """What to train on, and for how long."""
 
-    objective: Literal["pretrain", "sft"] = "pretrain"
+    objective: Objective = "pretrain"
     data: str = ""  # a text, JSONL or parquet file, or a folder of them; "" while only planning
     evaluation: str = ""  # held-out data of the same kinds
     sequence_length: Positive | Auto = "auto"
-    packing: bool = True
+    packing: bool | Auto = "auto"  # auto: except of pairs, which are compared row by row
     global_batch: Positive = 16
     steps: Positive | None = None
     epochs: PositiveFloat | None = None
     tokens: Positive | None = None
+
+    @property
+    def packed(self) -> bool:
+        """Whether rows are filled with whole documents."""
+        return self.objective != "dpo" if self.packing == "auto" else self.packing
+
+
+class PreferenceRequest(Noun, frozen=True, kw_only=True):
+    """Direct preference optimisation; used when the objective is `dpo`."""
+
+    beta: PositiveFloat = 0.1
+    label_smoothing: Smoothing = 0.0
+    reference: Literal["auto", "adapter-off", "precomputed"] = "auto"
 
 
 class LoraRequest(Noun, frozen=True, kw_only=True):
@@ -168,6 +184,7 @@ class Request(Noun, frozen=True, kw_only=True):
     model: str | dict[str, Any]  # catalogue name, hub id, folder; or the content of a config.json
     weights: Literal["auto", "pretrained", "random"] = "auto"
     task: Task = Task()
+    preference: PreferenceRequest = PreferenceRequest()
     method: Literal["auto", "full", "freeze", "lora", "dora"] = "auto"
     lora: LoraRequest = LoraRequest()
     freeze: FreezeRequest = FreezeRequest()

@@ -37,7 +37,7 @@ def record_allocator_peak(recipe: Recipe) -> int:
         cpu = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
             for _ in range(2):
-                step(built, (make_batch(s, 250, nobody) for s in shapes), targets)
+                step(built, (make_batch(recipe, s, 250, nobody) for s in shapes), targets)
     finally:
         gc.enable()
     events = profile.profiler.kineto_results.events()

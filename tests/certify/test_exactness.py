@@ -12,13 +12,18 @@ from tiny_steps import CONFIGS, CPU, FAMILIES, LORA_TARGETS, make_recipe, possib
 from memfit.certify import BatchShape, trace
 from memfit.certify.tracing import worst_shapes
 from memfit.ledger import Phase
-from memfit.recipe import Freeze, Lora
+from memfit.recipe import Freeze, Lora, Preference
 
 BF16 = {"precision": "bf16", "base_format": "bf16"}
 MIXED = {"precision": "bf16-mixed"}
 FP16 = {"precision": "fp16-mixed"}
 LORA = {"method": "lora"}
 DORA = {"method": "dora"}
+DPO = {
+    **LORA,
+    "objective": "dpo",
+    "preference": Preference(beta=0.1, reference="adapter-off"),
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": BF16,
@@ -42,6 +47,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "chunked": {"loss": "chunked", "loss_chunk": 20},
     "chunked-bf16-lora": {**LORA, **BF16, "loss": "chunked", "loss_chunk": 32},
     "accumulation": {"accumulation": 2},
+    "dpo": DPO,
+    "dpo-chunked-mixed-recompute": {
+        **DPO,
+        **MIXED,
+        "base_format": "bf16",
+        "loss": "chunked",
+        "loss_chunk": 20,
+        "recompute_blocks": 3,
+        "accumulation": 2,
+    },
+    "dpo-full-precomputed": {
+        "objective": "dpo",
+        "preference": Preference(beta=0.1, reference="precomputed"),
+    },
     "packing": {"packing": True},
     "packing-mixed-recompute": {"packing": True, **MIXED, "recompute_blocks": 2},
     "foreach": {"implementation": "foreach"},

@@ -61,7 +61,7 @@ def run_all(recipe, folder) -> LiveBytes:
 
         def batches():
             for shape in shapes:
-                yield make_batch(shape, vocab, live)
+                yield make_batch(recipe, shape, vocab, live)
 
         live.enter(Phase.FIRST_STEP)
         step(built, batches(), 50, lambda _: live.enter(Phase.FIRST_STEP))

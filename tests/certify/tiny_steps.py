@@ -179,7 +179,7 @@ def watch_real_step(
 
     def batches():
         for shape in shapes:
-            yield make_batch(shape, vocab, live)
+            yield make_batch(recipe, shape, vocab, live)
 
     targets = sum(s.rows * s.tokens for s in shapes)
     gc.collect()
@@ -195,13 +195,15 @@ def watch_real_step(
     return live
 
 
-def make_batch(shape: BatchShape, vocab: int, live: LiveBytes) -> Batch:
+def make_batch(recipe: Recipe, shape: BatchShape, vocab: int, live: LiveBytes) -> Batch:
     """Random tokens of that shape, registered as a batch."""
     tokens = torch.randint(0, vocab, (shape.rows, shape.tokens))
     positions = None
     if shape.documents is not None:
         rows = [torch.cat([torch.arange(n) for n in row]) for row in shape.documents]
         positions = torch.stack(rows)
-    batch = Batch(tokens, tokens.clone(), positions, shape.documents)
-    live.register_batch(batch.input_ids, batch.labels, batch.position_ids)
+    precomputed = recipe.preference.reference == "precomputed"
+    reference = torch.zeros(shape.rows) if precomputed else None
+    batch = Batch(tokens, tokens.clone(), positions, shape.documents, reference)
+    live.register_batch(batch.input_ids, batch.labels, batch.position_ids, batch.reference)
     return batch

@@ -18,7 +18,7 @@ from memfit.families import read_model
 from memfit.ledger import Kind, Phase
 from memfit.plan.memory import predict_flop, predict_memory
 from memfit.plan.time import count_work, sum_up
-from memfit.recipe import Freeze, Lora
+from memfit.recipe import Freeze, Lora, Preference, Quantisation
 from memfit.sizes import workspace
 from tiny_models import CONFIGS, make_recipe
 
@@ -28,6 +28,11 @@ ALSO_EXACT = (Phase.EVALUATE, Phase.SAVE)
 SCALARS = 16  # bytes of 0-dim results that a step's caller may still hold
 NORMS = 12  # bytes a trainable tensor: what clipping holds of each, at most
 
+DPO = {"objective": "dpo", "method": "lora",
+       "preference": Preference(beta=0.1, reference="adapter-off")}  # fmt: skip
+DPO_BEFORE = {"objective": "dpo", "preference": Preference(beta=0.1, reference="precomputed")}
+INT8 = Quantisation(outlier_threshold=6.0, outlier_share=0.01)
+CHUNKED = {"loss": "chunked", "loss_chunk": 12}
 LORA = Lora(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
 ALL = replace(
     LORA, targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -100,6 +105,43 @@ SETTINGS = {
     "deepseek_v3, selective": ("deepseek_v3", {"selective_blocks": 3}),
     "granite, selective, packed": ("granite", {"selective_blocks": 3, "packing": True}),
     "glm4, selective, math": ("glm4", {"selective_blocks": 3, "attention": "math"}),
+    "llama, dpo": ("llama", DPO),
+    "llama, dpo, chunked, mixed over bf16, recomputed, accumulated": (
+        "llama", {**DPO, **CHUNKED, "precision": "bf16-mixed", "base_format": "bf16",
+                  "recompute_blocks": 4, "layers": 6, "accumulation": 2, "micro_batch": 4}
+    ),
+    "llama, dpo, dora": ("llama", {**DPO, "method": "dora"}),
+    "llama, dpo, lean, bf16": (
+        "llama", {**DPO, "lean": ("norm", "mlp"), "precision": "bf16", "base_format": "bf16"}
+    ),
+    "llama, dpo, nf4, chunked, mixed": (
+        "llama", {**DPO, **CHUNKED, "precision": "bf16-mixed", "base_format": "nf4"}
+    ),
+    "gpt_neox, dpo, int8, chunked, recomputed": (
+        "gpt_neox", {**DPO, **CHUNKED, "precision": "bf16-mixed", "base_format": "int8",
+                     "recompute_blocks": 3, "quantisation": INT8}
+    ),
+    "llama, dpo, full, reference before": ("llama", DPO_BEFORE),
+    "llama, dpo, full, reference before, chunked, mixed, accumulated": (
+        "llama", {**DPO_BEFORE, **CHUNKED, "precision": "bf16-mixed", "accumulation": 2}
+    ),
+    "llama, dpo, freeze, reference before, bf16": (
+        "llama", {**DPO_BEFORE, "method": "freeze", "precision": "bf16", "base_format": "bf16"}
+    ),
+    "llama, dpo, dropout": ("llama", {**DPO, "lora": replace(LORA, dropout=0.1)}),
+    "llama, dpo, fp16, chunked": (
+        "llama", {**DPO, **CHUNKED, "precision": "fp16-mixed", "base_format": "fp16"}
+    ),
+    "gpt_neox, dpo, bf16, chunked": (
+        "gpt_neox", {**DPO, **CHUNKED, "precision": "bf16", "base_format": "bf16"}
+    ),
+    "gpt2, dpo, tied, recomputed": ("gpt2", {**DPO, "recompute_blocks": 3}),
+    "gemma2, dpo, capped, chunked": (
+        "gemma2", {**DPO, **CHUNKED, "precision": "bf16-mixed", "base_format": "bf16"}
+    ),
+    "granite, dpo, scaled": ("granite", {**DPO, **CHUNKED}),
+    "mistral, dpo, within a window": ("mistral", {**DPO, "sliding_window": 8, "layers": 5}),
+    "mixtral, dpo": ("mixtral", {**DPO, "precision": "bf16", "base_format": "bf16"}),
     "llama, packed": ("llama", {"packing": True, "precision": "bf16-mixed"}),
     "llama, chunked loss": ("llama", {"loss": "chunked", "loss_chunk": 12}),
     "llama, chunked loss, bf16, accumulated": (
@@ -284,6 +326,21 @@ SETTINGS = {
     "deepseek_v3, math, packed": ("deepseek_v3", {"attention": "math", "packing": True}),
 }  # fmt: skip
 ON_CUDA = {
+    "gpt_neox, dpo, int8, chunked, mixed, recomputed": (
+        "gpt_neox", {**DPO, **CHUNKED, "precision": "bf16-mixed", "base_format": "int8",
+                     "recompute_blocks": 3, "quantisation": INT8}
+    ),
+    "llama, dpo, mixed over bf16, chunked": (
+        "llama", {**DPO, **CHUNKED, "precision": "bf16-mixed", "base_format": "bf16",
+                  "recompute_blocks": 1, "accumulation": 2}
+    ),
+    "gpt_neox, dpo, bf16": ("gpt_neox", {**DPO, "precision": "bf16", "base_format": "bf16"}),
+    "llama, dpo, fp16, chunked": (
+        "llama", {**DPO, **CHUNKED, "precision": "fp16-mixed", "base_format": "fp16"}
+    ),
+    "llama, dpo, full, reference before, chunked": (
+        "llama", {**DPO_BEFORE, **CHUNKED, "precision": "bf16-mixed"}
+    ),
     "gpt_oss, mixed": ("gpt_oss", {"precision": "bf16-mixed"}),
     "gpt_oss, bf16, recomputed": (
         "gpt_oss", {"precision": "bf16", "base_format": "bf16", "recompute_blocks": 2}
@@ -544,6 +601,22 @@ def test_flop_agree_with_kaplans_count(family, recomputed, selective):
     share = counted.attention / counted.hardware
     assert predict_flop(adapted(recipe), recipe, CPU) == pytest.approx(
         counted.hardware, rel=0.01 + share
+    )
+
+
+@pytest.mark.parametrize("changes", [DPO, {**DPO, **CHUNKED}, {**DPO_BEFORE, **CHUNKED}])
+def test_flop_of_pairs_count_the_references_forward(changes):
+    recipe = recipe_of("llama", {**changes, "layers": 4, "micro_batch": 4})
+    counted = count_work(sum_up(adapted(recipe)), recipe)
+    share = counted.attention / counted.hardware
+    # under LoRA the formula counts the first block's input gradient, which nothing needs
+    spare = 0.03 if recipe.method == "lora" else 0.0
+    assert predict_flop(adapted(recipe), recipe, CPU) == pytest.approx(
+        counted.hardware, rel=0.01 + share + spare
+    )
+    again = replace(recipe, objective="sft", preference=Preference())
+    assert counted.model > count_work(sum_up(adapted(again)), again).model * (
+        1.3 if recipe.references else 0.99
     )
 
 

@@ -159,8 +159,9 @@ BAD_LINES = {
     '{"text": 3}\n': r"line 1: `text` is a int",
     '{"text": ""}\n': r"line 1: `text` is empty",
     '{"prompt": "a", "completion": ""}\n': r"`completion` is empty",
-    '{"messages": []}\n': r"line 1: `messages` is not a list of role and content",
-    '{"messages": [{"role": "user"}]}\n': r"`messages` is not a list of role and content",
+    '{"messages": []}\n': r"line 1: `messages` is empty",
+    '{"messages": "Hi"}\n': r"line 1: `messages` is a str, not a list of messages",
+    '{"messages": [{"role": "user"}]}\n': r"line 1: `messages\[0\]` has no `content`",
     '{"text": "\\ud800"}\n': r"half a surrogate pair",
 }
 

@@ -7,8 +7,10 @@ that the planner's dtypes and the trainer's are one fact.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+from memfit.errors import InvalidRequest
 from memfit.model import Model
 from memfit.recipe import Recipe
 from memfit.registry import Registry
@@ -37,6 +39,16 @@ class Adapter(ABC):
     def base_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """The parameters of the base model in an applied module, under Hugging Face's names."""
         return dict(module.named_parameters())
+
+    def switched_off(self, module: nn.Module) -> AbstractContextManager[object]:
+        """The base model alone runs meanwhile, on the same weights.
+
+        Raises InvalidRequest where what is trained is the base model itself.
+        """
+        raise InvalidRequest(
+            "the method has no adapter that could be switched off",
+            hint="use `preference.reference: precomputed`, or `method: lora`",
+        )
 
     def reset(self, module: nn.Module) -> None:  # noqa: B027 - most methods add no parameters
         """Start values of the method's own parameters; with them the base model is unchanged."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
 from msgspec.structs import replace
@@ -122,3 +123,9 @@ def _added(
     for owner, shape in shapes:
         name = f"{PREFIX}{module}{owner}.default.weight"
         yield replace(weight, name=name, shape=shape, trainable=True)
+
+
+def switched_off(module: nn.Module) -> AbstractContextManager[object]:
+    """See `Adapter.switched_off`."""
+    off: AbstractContextManager[object] = cast(Any, module).disable_adapter()
+    return off

@@ -7,6 +7,7 @@ this one needs neither, and adds the same numbers.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, final
 
 from memfit.adapters import Adapter, _peft, adapters
@@ -51,6 +52,10 @@ class Dora(Adapter):
     def base_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """See `Adapter.base_parameters`."""
         return _peft.base_parameters(module)
+
+    def switched_off(self, module: nn.Module) -> AbstractContextManager[object]:
+        """See `Adapter.switched_off`."""
+        return _peft.switched_off(module)
 
     def reset(self, module: nn.Module) -> None:
         """See `Adapter.reset`: a random A, a zero B, and the lengths that the base has."""

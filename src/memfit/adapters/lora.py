@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, final
 
 from memfit.adapters import Adapter, _peft, adapters
@@ -29,6 +30,10 @@ class Lora(Adapter):
     def base_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """See `Adapter.base_parameters`."""
         return _peft.base_parameters(module)
+
+    def switched_off(self, module: nn.Module) -> AbstractContextManager[object]:
+        """See `Adapter.switched_off`."""
+        return _peft.switched_off(module)
 
     def reset(self, module: nn.Module) -> None:
         """See `Adapter.reset`: a random A and a zero B."""

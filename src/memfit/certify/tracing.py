@@ -155,11 +155,11 @@ def _run(
     for index, shapes in enumerate(steps):
         targets = sum(shape.rows * shape.tokens for shape in shapes)
         enter = recorder.enter if index else recorder.stay
-        step(built, _make_batches(shapes, kind, recorder), targets, enter)
+        step(built, _make_batches(recipe, shapes, kind, recorder), targets, enter)
     recorder.enter(Phase.EVALUATE)
     for shape in evaluation:
         for _ in range(EVALUATED):
-            loss, count = evaluate(built, _make_batch(shape, kind, recorder))
+            loss, count = evaluate(built, _make_batch(recipe, shape, kind, recorder))
     del loss, count
     if not alone:
         return  # the trainer does not load, save or generate in many processes yet
@@ -193,19 +193,24 @@ def _weights_of(recipe: Recipe) -> EmptyWeights | None:
     return EmptyWeights.of(recipe.model.source, prefix, model.architecture.family)
 
 
-def _make_batches(shapes: Sequence[BatchShape], kind: str, recorder: LiveBytes) -> Iterator[Batch]:
+def _make_batches(
+    recipe: Recipe, shapes: Sequence[BatchShape], kind: str, recorder: LiveBytes
+) -> Iterator[Batch]:
     """Batches of these shapes, each made when it is asked for, as the training loop makes them."""
     for shape in shapes:
-        yield _make_batch(shape, kind, recorder)
+        yield _make_batch(recipe, shape, kind, recorder)
 
 
-def _make_batch(shape: BatchShape, kind: str, recorder: LiveBytes) -> Batch:
+def _make_batch(recipe: Recipe, shape: BatchShape, kind: str, recorder: LiveBytes) -> Batch:
     def integers() -> torch.Tensor:
         return torch.zeros(shape.rows, shape.tokens, dtype=torch.int64, device=kind)
 
     positions = None if shape.documents is None else integers()
-    batch = Batch(integers(), integers(), positions, shape.documents)
-    recorder.register_batch(batch.input_ids, batch.labels, batch.position_ids)
+    reference = None
+    if recipe.preference.reference == "precomputed":
+        reference = torch.zeros(shape.rows, device=kind)
+    batch = Batch(integers(), integers(), positions, shape.documents, reference)
+    recorder.register_batch(batch.input_ids, batch.labels, batch.position_ids, batch.reference)
     return batch
 
 

@@ -18,6 +18,7 @@ from memfit.sizes import Meter, Tensor, lean
 from memfit.sizes.coded import CODED, Dequantised
 from memfit.sizes.dora import rescale
 from memfit.sizes.loss import chunked_sum, cross_entropy_sum
+from memfit.sizes.preference import chunked_log_probs, plain_log_probs
 from memfit.sizes.quantised import Quantised
 
 Weights = dict[str, Tensor]  # by name inside the block, or inside the model
@@ -403,12 +404,39 @@ def loss_mean(
 
 
 def _plain_sum(forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor) -> Tensor:
+    logits = _wide_logits(forward, weights, hidden)
+    return cross_entropy_sum(logits, labels)
+
+
+def _wide_logits(forward: Forward, weights: Weights, hidden: Tensor) -> Tensor:
+    """(tokens, vocab), fp32."""
     rows = forward.batch * forward.tokens
     flat = sizes.view(hidden, rows, hidden.shape[-1])
     head = project(forward, weights, "lm_head", flat)
     del flat
     if forward.architecture.logit_cap:
         head = sizes.scale(sizes.tanh(head))
-    logits = sizes.cast(head, "float32")
-    del head
-    return cross_entropy_sum(logits, labels)
+    return sizes.cast(head, "float32")
+
+
+def base_alone(weights: Weights) -> Weights:
+    """The weights without their adapters, and without a gradient."""
+    return {
+        name.replace(".base_layer.", "."): weight.detached()
+        for name, weight in weights.items()
+        if ".lora_" not in name
+    }
+
+
+def row_log_probs(
+    forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor, chunk: int
+) -> Tensor:
+    """Log-probabilities of rows, as train/preference.py: -> (batch,); chunk 0 is the plain way."""
+    a = forward.architecture
+    if a.logits_scaled or a.logit_cap:
+        hidden = sizes.scale(hidden)
+    if not chunk:
+        logits = _wide_logits(forward, weights, hidden)
+        return plain_log_probs(logits, labels)
+    flat = sizes.view(hidden, forward.batch * forward.tokens, hidden.shape[-1])
+    return chunked_log_probs(flat, weights["lm_head.weight"], labels, chunk, bool(a.logit_cap))

@@ -101,7 +101,10 @@ def _temporary(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
 
 def _input(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
     names = "ids, labels, positions" if recipe.packing else "ids, labels"
-    return f"{names}: {recipe.micro_batch} x {recipe.sequence_length} x 8 B (int64) each"
+    each = f"{names}: {recipe.micro_batch} x {recipe.sequence_length} x 8 B (int64) each"
+    if recipe.preference.reference != "precomputed":
+        return each
+    return f"{each}; the reference's log-probabilities: {recipe.micro_batch} x 4 B"
 
 
 def _workspace(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:

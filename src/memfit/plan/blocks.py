@@ -13,11 +13,18 @@ import gc
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from memfit import sizes
 from memfit.families.added import only_added
-from memfit.families.forward import Documents, Forward, Weights, module
+from memfit.families.forward import (
+    Documents,
+    Forward,
+    Weights,
+    base_alone,
+    module,
+    row_log_probs,
+)
 from memfit.ledger import Kind
 from memfit.model import Architecture, Model, Weight
 from memfit.nouns import Noun
@@ -26,6 +33,7 @@ from memfit.plan.program import OwnProgram, Program
 from memfit.recipe import Optimizer
 from memfit.sizes import Meter, Tensor
 from memfit.sizes.coded import CODED
+from memfit.sizes.preference import judge
 from memfit.sizes.quantised import Quantised
 from memfit.sizes.workspace import Grid
 
@@ -100,6 +108,8 @@ class Setting(Noun, frozen=True, kw_only=True):
     in_backward: Optimizer | None = None  # updates each weight as soon as its gradient is there
     program: Program | None = None  # of another framework's step; None is memfit's own
     coded: Quantised = Quantised()  # products with quantised weights, of memfit's own
+    prefers: bool = False  # rows are pairs, and the loss compares their log-probabilities
+    references: int = 0  # forwards of the base model alone before each micro-batch's own
 
 
 class Mark(NamedTuple):
@@ -238,11 +248,14 @@ class _Simulation:
         for run in setting.runs:
             for block in run.cycle * run.count:
                 self.blocks.append((self._weights(block.rows), block))
+        bare = setting.references > 0
+        self.base = [(base_alone(w), replace(b, recomputed=False)) for w, b in self.blocks if bare]
         self.scale = sizes.parameter(self.meter, (), "float32", trainable=False)
         self.loop: dict[str, list[Tensor]] = {}
         if setting.in_backward is not None:
             self.meter.on_gradient = Updates(self.meter, setting.in_backward).update
         self.marks: list[Mark] = []
+        self.rewards: Tensor | None = None
 
     def _weights(self, rows: tuple[Row, ...]) -> Weights:
         made: Weights = {}
@@ -280,6 +293,9 @@ class _Simulation:
         position_ids = (
             None if batch.documents is None else sizes.empty(meter, shape, "int64", Kind.INPUT)
         )
+        given: Tensor | None = None
+        if self.setting.prefers and not self.setting.references:
+            given = sizes.empty(meter, (batch.rows,), "float32", Kind.INPUT)
         forward = Forward(
             architecture=self.setting.architecture, meter=meter, kernel=self.setting.kernel,
             input_ids=input_ids, position_ids=position_ids, documents=batch.documents,
@@ -287,16 +303,25 @@ class _Simulation:
             lean=self.setting.lean, loop=self.loop, coded=self.setting.coded,
         )  # fmt: skip
         self.marks = []
+        sums: Tensor | None = None
         self.mark("embedding", "embedding")
         boundaries: list[int] = []
         with meter.with_autocast(self.setting.autocast):
-            hidden = _backbone(self._with_band(forward), self, boundaries)
-            self.mark("loss", "loss")
-            loss = self.program.loss(forward, self.outside, hidden, labels)
-            del hidden
+            if self.setting.prefers:
+                loss, sums = self._prefer(forward, labels, given, boundaries)
+            else:
+                hidden = _backbone(
+                    self._with_band(forward), self, self.outside, self.blocks, boundaries
+                )
+                self.mark("loss", "loss")
+                loss = self.program.loss(forward, self.outside, hidden, labels)
+                del hidden
         if self.setting.evaluates:
+            sums = None
             self.mark("end", "")
             return self.marks
+        self.rewards = self.rewards or sums  # those of later ones are added to the first's
+        sums = None
         self.mark("head", "loss")
         product = sizes.mul(loss, self.scale) if self.setting.scaled else loss
         meter.on_product = self._product_begins
@@ -306,13 +331,38 @@ class _Simulation:
         self.mark("end", "")
         return self.marks
 
+    def _prefer(
+        self, forward: Forward, labels: Tensor, given: Tensor | None, boundaries: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """As train/step.py: the reference without a gradient, then the policy; loss and rewards.
+
+        given: the reference's log-probabilities where they come with the batch.
+        """
+        chunk = self.setting.chunk
+        if self.setting.references:
+            outside = base_alone(self.outside)
+            plain = replace(forward, adapter_dropout=False)
+            hidden = _backbone(self._with_band(plain), self, outside, self.base, [])
+            self.mark("reference", "loss")
+            reference = row_log_probs(forward, outside, hidden, labels, chunk)
+            del hidden, outside, plain
+            self.mark("embedding", "embedding")
+        else:
+            assert given is not None
+            reference = given
+        hidden = _backbone(self._with_band(forward), self, self.outside, self.blocks, boundaries)
+        self.mark("loss", "loss")
+        policy = row_log_probs(forward, self.outside, hidden, labels, chunk)
+        del hidden
+        return judge(policy, reference, labels)
+
     def _with_band(self, forward: Forward) -> Forward:
         """As train/step.py: one mask for all blocks where rows are longer than their window."""
         a, tokens = self.setting.architecture, forward.tokens
         if not a.banded(tokens):
             return forward
         band = sizes.make_band(forward.input_ids, tokens, self.setting.compute)
-        return msgspec.structs.replace(forward, band=band)
+        return replace(forward, band=band)
 
     def _watch(self, boundaries: list[int]) -> Callable[[int], None]:
         def passing(sequence: int) -> None:
@@ -334,20 +384,26 @@ class _Simulation:
 
 
 @module
-def _backbone(forward: Forward, simulation: _Simulation, boundaries: list[int]) -> Tensor:
+def _backbone(
+    forward: Forward,
+    simulation: _Simulation,
+    outside: Weights,
+    blocks: list[tuple[Weights, Block]],
+    boundaries: list[int],
+) -> Tensor:
     """The model without its head; notes where each block begins."""
     program, meter = simulation.program, forward.meter
-    x, given, kept, own = program.embed(forward, simulation.outside)
-    for index, (weights, block) in enumerate(simulation.blocks):
+    x, given, kept, own = program.embed(forward, outside)
+    for index, (weights, block) in enumerate(blocks):
         simulation.mark(f"block {index}", "blocks")
         boundaries.append(meter.sequence)
-        here = msgspec.structs.replace(forward, kind=block.kind)
+        here = replace(forward, kind=block.kind)
         mine = (*own.get(block.kind, ()), *given)
         x = _block(here, program, weights, x, mine, block)
         del here, mine
     simulation.mark("norm", "norm")
     boundaries.append(meter.sequence)
-    x = program.finish(forward, simulation.outside, x)
+    x = program.finish(forward, outside, x)
     del kept  # alive until here
     forward.beside.clear()
     return x
@@ -367,7 +423,7 @@ def _block(
     if block.keeps:
         matrices = [name for name, weight in weights.items() if len(weight.shape) == 2]
         added = only_added(forward.architecture, matrices)
-        forward = msgspec.structs.replace(forward, only_added=added)
+        forward = replace(forward, only_added=added)
     return sizes.checkpoint(
         lambda x: program.block(forward, weights, x, given), x, keeps=block.keeps
     )

@@ -119,6 +119,12 @@ def describe_foreign(ledger: Ledger, recipe: Recipe, device: Device, usable: int
 def read_foreign(request: Request) -> tuple[Recipe, Model, tuple[str, ...]]:
     """The recipe of a request, its model, and what was left to the framework's defaults."""
     framework = find_framework(request.framework)
+    if request.task.objective == "dpo":
+        raise InvalidRequest(
+            f"`objective: dpo` under `framework: {request.framework}`: memfit describes how others"
+            " predict tokens, not how they compare pairs",
+            hint="use `framework: memfit` on one device",
+        )
     reference = find_reference(request.model)
     model = families.read_model(reference)
     device = find_device(request.hardware.device)
@@ -167,7 +173,7 @@ def read_foreign(request: Request) -> tuple[Recipe, Model, tuple[str, ...]]:
         recompute=kind,
         loss_chunk=request.loss_chunk,
         sequence_length=length,
-        packing=request.task.packing,
+        packing=request.task.packed,
         micro_batch=micro,
         accumulation=request.task.global_batch // each,
         steps=find_steps(request, length=length),

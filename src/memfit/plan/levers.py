@@ -60,6 +60,8 @@ def knobs(recipe: Recipe, layers: int) -> dict[str, Any]:
         found["base_format"] = recipe.base_format
     if recipe.loss == "chunked":
         found["loss_chunk"] = recipe.loss_chunk
+    if recipe.prefers:
+        found["preference.reference"] = recipe.preference.reference
     return found
 
 
@@ -86,14 +88,17 @@ def _exact(problem: Problem, recipe: Recipe, layers: int) -> Iterator[Recipe]:
     for again in dict.fromkeys(ways):
         if again != own_way and (can_select(architecture, recipe) or not again.selective):
             yield replace(recipe, **again.knobs)
-    smaller = [d for d in divisors(batch) if d < recipe.micro_batch][-1:]
-    larger = [d for d in divisors(batch) if d > recipe.micro_batch][:1]
+    whole = [d for d in divisors(batch) if not (recipe.prefers and d % 2)]  # of pairs
+    smaller = [d for d in whole if d < recipe.micro_batch][-1:]
+    larger = [d for d in whole if d > recipe.micro_batch][:1]
     for micro in (*smaller, *larger) if not own.in_backward else ():  # which takes the whole batch
         yield replace(recipe, micro_batch=micro, accumulation=batch // micro)
     if recipe.loss == "chunked":
         yield replace(recipe, loss="plain", loss_chunk=0)
     elif not head_extra(find_adapter(recipe).adapt(problem.model, recipe)):
         yield replace(recipe, loss="chunked", loss_chunk=CHUNKS[0])
+    if recipe.references:
+        yield replace(recipe, preference=replace(recipe.preference, reference="precomputed"))
     for implementation in _implementations(problem, recipe):
         yield replace(recipe, optimizer=replace(own, implementation=implementation))
     if not refuse_in_backward(

@@ -148,6 +148,8 @@ def describe(model: Model, recipe: Recipe, device: Device) -> tuple[Setting, lis
         again=recipe.optimizer.in_backward,
         in_backward=recipe.optimizer if recipe.optimizer.in_backward else None,
         coded=Quantised.of(recipe),
+        prefers=recipe.prefers,
+        references=recipe.references,
     )
     return setting, repeats(runs)
 
@@ -287,7 +289,10 @@ class _Step:
 
     def _inputs(self) -> Parts:
         one = self.recipe.tokens * DTYPE_BYTES["int64"]
-        return hold((Kind.INPUT, "batch"), [one] * (3 if self.recipe.packing else 2), self.device)
+        each = [one] * (3 if self.recipe.packing else 2)
+        if self.recipe.preference.reference == "precomputed":
+            each.append(self.recipe.micro_batch * DTYPE_BYTES["float32"])
+        return hold((Kind.INPUT, "batch"), each, self.device)
 
     def _micro_batches(self, forward: Phase, loss: Phase, backward: Phase, more: Phase) -> None:
         level, counts = self.level, self.outline.counts

@@ -24,6 +24,7 @@ from memfit.nouns import Noun
 from memfit.optimizers import default_implementation, optimizers
 from memfit.optimizers._in_backward import refuse_in_backward
 from memfit.optimizers.low_bit import check_rounding
+from memfit.plan.pairs import check_pairs, choose_preference
 from memfit.plan.precision import HALF, find_conflict, precisions
 from memfit.plan.reference import find_published, find_reference
 from memfit.recipe import (
@@ -187,12 +188,13 @@ def check(problem: Problem) -> None:
             f"positions of `{name}`",
             hint=f"use at most {architecture.max_sequence}",
         )
-    packing, loss = request.task.packing, request.loss
+    packing, loss = request.task.packed, request.loss
     check_limits(
         name, architecture,
         attention=request.attention, packing=packing, loss=loss, tokens=length,
     )  # fmt: skip
     check_lean(name, architecture, asked_lean(request))
+    check_pairs(request)
     micro, batch = request.micro_batch, request.task.global_batch
     if micro != "auto" and batch % micro:
         raise InvalidRequest(
@@ -239,6 +241,14 @@ def in_backward_lack(request: Request) -> tuple[str, str] | None:
         accumulation=1 if micro == "auto" or request.ranks > 1 else batch // micro,
         scaled=request.precision == "fp16-mixed",
     )
+
+
+def list_micro_batches(request: Request) -> list[int]:
+    """The micro-batches to try: whole parts of the global batch, and whole pairs of `dpo`."""
+    if request.micro_batch != "auto":
+        return [request.micro_batch]
+    found = divisors(request.task.global_batch)
+    return [n for n in found if not n % 2] if request.task.objective == "dpo" else found
 
 
 def allowed(problem: Problem, precision: Precision) -> bool:
@@ -305,6 +315,7 @@ def first_recipe(problem: Problem, *, method: Method, precision: Precision) -> R
         weights=find_weights(request, problem.reference),
         objective=request.task.objective,
         method=method,
+        preference=choose_preference(request, method),
         lora=_lora(request, problem) if method in ADAPTED else Lora(),
         freeze=_freeze(request, problem) if method == "freeze" else Freeze(),
         base_format=base if method != "full" else _full_format(precision),
@@ -316,9 +327,9 @@ def first_recipe(problem: Problem, *, method: Method, precision: Precision) -> R
         loss_chunk=0,
         lean=_lean(request, problem.model.architecture),
         sequence_length=length,
-        packing=request.task.packing,
-        micro_batch=1,
-        accumulation=request.task.global_batch,
+        packing=request.task.packed,
+        micro_batch=(smallest := 2 if request.task.objective == "dpo" else 1),
+        accumulation=request.task.global_batch // smallest,
         steps=find_steps(request, length=length),
         device=problem.device.id,
         seed=request.seed,
@@ -407,6 +418,8 @@ def _optimizer(request: Request, problem: Problem, method: Method) -> Optimizer:
         scratch = find_weights(request, problem.reference) == "random"
         small = _count(problem.model) < 50_000_000
         rate = (1e-3 if small else 3e-4) if scratch else (2e-4 if method in ADAPTED else 2e-5)
+        if request.task.objective == "dpo" and not scratch:  # as the alignment handbook's recipes
+            rate = 5e-6 if method in ADAPTED else 5e-7
     name = "adamw" if asked.name == "auto" else asked.name
     cuda = not problem.device.is_cpu
     implementation = asked.implementation

@@ -27,9 +27,9 @@ from memfit.plan.problem import (
     CHUNKS,
     Problem,
     allowed,
-    divisors,
     first_recipe,
     in_backward_lack,
+    list_micro_batches,
 )
 from memfit.plan.spending import find_excess, find_unjudged
 from memfit.plan.time import describe_time, predict_timeline
@@ -75,6 +75,8 @@ def _preferences(problem: Problem) -> Iterator[Candidate]:
         and first_recipe(problem, method="full", precision="fp32").weights == "random"
     ):
         methods = ["full"]  # an adapter on random weights has nothing to adapt
+    if request.method == "auto" and request.preference.reference == "adapter-off":
+        methods = ["lora"]
     for method in methods:
         for precision in precisions(problem.request, problem.device):
             if allowed(problem, precision):
@@ -102,11 +104,11 @@ def _chunks(start: Candidate, tokens: int) -> list[int]:
 def _combinations(start: Candidate) -> Iterator[Candidate]:
     """Every micro-batch and loss, with the least recompute allowed."""
     problem = start.problem
-    batch, asked = problem.request.task.global_batch, problem.request.micro_batch
+    batch = problem.request.task.global_batch
     first = find_recompute(problem.request.recompute, problem.model.architecture.layers)
     if first.selective:
         check_selective(problem.reference.name, problem.model.architecture, start.recipe)
-    for micro in divisors(batch) if asked == "auto" else [asked]:
+    for micro in list_micro_batches(problem.request):
         for chunk in _chunks(start, micro * start.recipe.sequence_length):
             for when in _when(start, micro):
                 yield start.but(
@@ -135,7 +137,7 @@ def _fastest_that_fits(start: Candidate, tried: list[Candidate]) -> Candidate | 
     More recompute never makes a step faster, so once a combination is slower than the best found,
     neither it nor any later one can win. Estimates rank; what is chosen is predicted exactly.
     """
-    if applies(start.model):
+    if applies(start.model) and not start.recipe.prefers:  # it knows one forward a micro-batch
         start.estimate = Estimate(start.model, start.recipe, start.problem.device)
     combinations = list(_combinations(start))
     paths = ladder(start.problem.request.recompute, start.model.architecture, start.recipe)

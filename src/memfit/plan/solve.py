@@ -178,7 +178,8 @@ def _rows(tries: Tries) -> Try | None:
         task: Task = structs.replace(request.task, global_batch=rows * ranks)
         return tries(rows, structs.replace(request, task=task, micro_batch=rows))
 
-    return _halve(range(1, MOST_ROWS + 1), attempt)
+    least = 2 if request.task.objective == "dpo" else 1  # whole pairs
+    return _halve(range(least, MOST_ROWS + 1, least), attempt)
 
 
 def _model(tries: Tries) -> Try | None:

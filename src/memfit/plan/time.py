@@ -136,6 +136,9 @@ def count_work(totals: Totals, recipe: Recipe) -> Work:
     dense, trained, first = totals.dense, totals.trained, totals.first
     entered = a.layers - first
     forward = 2 * tokens * (sum(dense) + totals.head) + attention * a.layers
+    # a reference's forward is part of the mathematics: all but the adapters
+    base = 2 * tokens * (sum(dense) - sum(trained) + totals.head) + attention * a.layers
+    forward += recipe.references * base
     products = sum(dense[first:]) + sum(trained[first:]) + totals.head + totals.head_trained
     backward = 2 * tokens * products + 2 * attention * entered
     again = slice(min(first, recipe.recompute_blocks), recipe.recompute_blocks)
@@ -147,7 +150,9 @@ def count_work(totals: Totals, recipe: Recipe) -> Work:
     norms = 2 * recipe.lora.rank * recipe.accumulation  # DoRA's B A, of no token
     forward += norms * sum(totals.measured)
     recompute += norms * sum(totals.measured[again])
-    share = attention * (a.layers + 2 * entered + repeated)
+    if recipe.prefers and recipe.loss == "chunked":
+        recompute += 2 * tokens * totals.head
+    share = attention * ((1 + recipe.references) * a.layers + 2 * entered + repeated)
     return Work(forward=forward, backward=backward, recompute=recompute, attention=share)
 
 

@@ -65,13 +65,21 @@ def describe_recipe(plan: Plan) -> str:
     kind = " (selective)" if r.recompute == "selective" else ""
     part = f" + {r.selective_blocks} selective" if r.selective_blocks else ""
     return (
-        f"{whose}{r.method}{adapter}, {r.precision}, {r.optimizer.name}"
+        f"{whose}{_describe_objective(r)}{r.method}{adapter}, {r.precision}, {r.optimizer.name}"
         f" {r.optimizer.implementation}{' in backward' if r.optimizer.in_backward else ''},"
         f" sequence {r.sequence_length}, batch {r.micro_batch} x"
         f" {r.accumulation}{_describe_axes(r)}, recompute {r.recompute_blocks} blocks{kind}{part},"
         f" loss {r.loss}, attention {r.attention}, {r.steps or 'unknown'} steps; recipe"
         f" {plan.recipe_digest}"
     )
+
+
+def _describe_objective(recipe: Recipe) -> str:
+    """What is learned, where it is not every token."""
+    preference = recipe.preference
+    if recipe.prefers:
+        return f"dpo (beta {preference.beta:g}, reference {preference.reference}), "
+    return "" if recipe.objective == "pretrain" else f"{recipe.objective}, "
 
 
 def _describe_axes(recipe: Recipe) -> str:

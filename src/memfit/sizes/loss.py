@@ -19,8 +19,9 @@ def cross_entropy_rows(logits: Tensor, labels: Tensor) -> Tensor:
     x = _log_softmax(logits)
     node = record(_negative_likelihood_backward, (x,), (x, labels))
     result = attach(node, empty(x.meter, x.shape[:1], x.dtype))
+    weight = empty(x.meter, (), x.dtype)
     if node is not None:
-        node.saved = [*node.saved, x.meter.pack(empty(x.meter, (), x.dtype))]
+        node.saved = [*node.saved, x.meter.pack(weight)]
     return result
 
 
@@ -63,7 +64,9 @@ def chunked_sum(hidden: Tensor, weight: Tensor, chunk: int, capped: bool = False
     total = empty(meter, (), "float32")
     d_hidden = like(hidden) if hidden.requires_grad else None
     with meter.with_autocast(False):
-        d_weight = _chunks(hidden.detached(), weight.detached(), compute, chunk, node, capped)
+        d_weight = chunk_gradients(
+            hidden.detached(), weight.detached(), compute, chunk, node, capped
+        )
     node.saved = [d_hidden, d_weight]
     return attach(node, total)
 
@@ -78,7 +81,7 @@ def _losses_alone(hidden: Tensor, weight: Tensor, compute: str, chunk: int) -> T
             piece = cast(hidden.viewed((rows, width), hidden.strides), compute)
             logits = empty(meter, (rows, vocab), piece.dtype)
             del piece
-            chances = _widened(logits)
+            chances = widened(logits)
             loss, counted = empty(meter, (), "float32"), empty(meter, (), "float32")
             del logits, chances, loss, counted
         del low
@@ -88,7 +91,7 @@ def _losses_alone(hidden: Tensor, weight: Tensor, compute: str, chunk: int) -> T
     return mean
 
 
-def _widened(logits: Tensor) -> Tensor:
+def widened(logits: Tensor) -> Tensor:
     """`torch.log_softmax(logits, dim=-1, dtype=torch.float32)`."""
     # CUDA's log-softmax reads fp16 and writes fp32 (SoftMax.cpp); other kernels want a copy
     reads = logits.meter.cuda and logits.dtype == "float16"
@@ -96,7 +99,7 @@ def _widened(logits: Tensor) -> Tensor:
     return like(wide, dtype="float32")
 
 
-def _chunks(
+def chunk_gradients(
     hidden: Tensor, weight: Tensor, compute: str, chunk: int, node: Node, capped: bool
 ) -> Tensor | None:
     """Every chunk in turn; returns the head's gradient.
@@ -133,7 +136,7 @@ def _slope(piece: Tensor, weight: Tensor, capped: bool) -> Tensor:
     logits = empty(meter, (rows, vocab), piece.dtype)
     bent = logits if capped else None
     logits = like(logits) if capped else logits
-    result = _widened(logits)
+    result = widened(logits)
     del logits
     is_target = empty(meter, (rows, 1), "bool")
     column = empty(meter, (rows, 1), "int64")

@@ -23,6 +23,7 @@ from memfit.families import family_of, read_model
 from memfit.families.added import check_selective, only_added
 from memfit.families.lean import check_lean
 from memfit.families.limits import check_limits
+from memfit.objectives import check_objective
 from memfit.optimizers import find_optimizer
 from memfit.optimizers._in_backward import check_in_backward
 from memfit.optimizers.low_bit import check_rounding
@@ -169,6 +170,7 @@ def _check(recipe: Recipe) -> None:
     check_in_backward(recipe)
     if recipe.optimizer.stochastic_rounding:
         check_rounding(recipe.optimizer.name, recipe.precision)
+    check_objective(recipe)
     if recipe.parallel.world > 1:
         _check_ranks(recipe)
     model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)

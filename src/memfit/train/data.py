@@ -1,7 +1,7 @@
 """Training data as the user has it: text, JSONL and parquet files, read as examples.
 
-An example is a text and the spans of it that are learned. Plain text is learned whole; of
-`prompt` with `completion` the completion, and of `messages` what assistants wrote.
+An example is a text and the spans of it that are learned: see `conversations`. Plain text is
+learned whole; of a prompt with its answer the answer, and of a chat what assistants wrote.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import codecs
 import glob
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from memfit.errors import InvalidRequest, did_you_mean
+from memfit.train.conversations import KEYS, Example, read_record, refuse_columns, texts_of
 from memfit.train.tokenizer import Tokenizer
 from memfit.units import MIB
 
-COLUMNS = "`text`, `messages`, or `prompt` with `completion`"
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 
 
@@ -35,15 +35,6 @@ class Sources(NamedTuple):
 
     files: tuple[Source, ...]
     notes: tuple[str, ...]
-
-
-class Example(NamedTuple):
-    """One document: its text, the characters that are learned, and where it stands."""
-
-    text: str
-    learned: tuple[tuple[int, int], ...] | None  # None: all of it
-    closed: bool  # a start and an end of text are put around it; a chat template does its own
-    where: str
 
 
 def find_sources(data: str) -> Sources:
@@ -132,34 +123,32 @@ def _inspect(path: Path) -> tuple[str, str]:
     return digest.hexdigest(), problem
 
 
-def read_examples(sources: Sources, tokenizer: Tokenizer | None) -> Iterator[Example]:
-    """Every example in order. `messages` need the tokenizer's chat template.
+def read_examples(
+    sources: Sources, tokenizer: Tokenizer | None, objective: str = "pretrain"
+) -> Iterator[Example]:
+    """Every example in order; under `dpo` each record is two. Chats need the tokenizer's template.
 
     Raises InvalidRequest, naming file and line (or row): a broken line, no usable column, a
-    wrong type, an empty text.
+    wrong type, an empty text (see `conversations`).
     """
-    for source in sources.files:
-        if source.kind == "text":
-            text = source.path.read_text(encoding="utf-8", errors="strict")
-            yield Example(text, None, True, f"`{source.path}`")
-        else:
-            records = _jsonl(source.path) if source.kind == "jsonl" else _parquet(source.path)
-            for where, record in records:
-                yield _example(record, where, tokenizer)
+    for where, record in _records(sources):
+        yield from read_record(record, where, tokenizer, objective)
 
 
 def read_texts(sources: Sources) -> Iterator[str]:
     """The texts alone, to train a tokenizer on; of conversations, what each message says."""
+    for where, record in _records(sources):
+        yield from texts_of(record, where)
+
+
+def _records(sources: Sources) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Where each record stands, and the record; a text file is one."""
     for source in sources.files:
         if source.kind == "text":
-            yield source.path.read_text(encoding="utf-8", errors="strict")
-            continue
-        records = _jsonl(source.path) if source.kind == "jsonl" else _parquet(source.path)
-        for where, record in records:
-            if "messages" in record:
-                yield from (m["content"] for m in _messages(record["messages"], where))
-            else:
-                yield _example(record, where, None).text
+            text = source.path.read_text(encoding="utf-8", errors="strict")
+            yield f"`{source.path}`", {"text": text}
+        else:
+            yield from _jsonl(source.path) if source.kind == "jsonl" else _parquet(source.path)
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -188,10 +177,9 @@ def _parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        names = [n for n in file.schema_arrow.names
-                 if n in {"text", "messages", "prompt", "completion"}]  # fmt: skip
+        names = [n for n in file.schema_arrow.names if n in KEYS]
         if not names:
-            _raise_no_column(f"`{path}`", file.schema_arrow.names)
+            refuse_columns(f"`{path}`", file.schema_arrow.names)
         row = 0
         for batch in file.iter_batches(columns=names, batch_size=1024):
             for record in batch.to_pylist():
@@ -200,55 +188,3 @@ def _parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     except (pyarrow.ArrowException, OSError) as error:
         first = str(error).splitlines()[0]
         raise InvalidRequest(f"cannot read `{path}` as parquet: {first}") from None
-
-
-def _raise_no_column(where: str, names: Sequence[str]) -> None:
-    held = ", ".join(names) or "nothing"
-    raise InvalidRequest(f"{where} has no column to train on: {held}", hint=f"use {COLUMNS}")
-
-
-def _example(record: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -> Example:
-    if record.get("messages") is not None:
-        messages = _messages(record["messages"], where)
-        if tokenizer is None:
-            raise InvalidRequest(f"{where}: `messages` need a tokenizer with a chat template")
-        try:
-            text, spans = tokenizer.chat(messages)
-        except InvalidRequest as error:
-            raise InvalidRequest(f"{where}: {error.message}", hint=error.hint) from None
-        return Example(text, tuple(spans), False, where)
-    if record.get("prompt") is not None and record.get("completion") is not None:
-        prompt = _text(record, "prompt", where)
-        text = prompt + _text(record, "completion", where)
-        return Example(text, ((len(prompt), len(text)),), True, where)
-    if record.get("text") is not None:
-        return Example(_text(record, "text", where), None, True, where)
-    _raise_no_column(where, list(record))
-    raise AssertionError  # unreachable
-
-
-def _text(record: Mapping[str, Any], key: str, where: str) -> str:
-    value = record[key]
-    if not isinstance(value, str):
-        raise InvalidRequest(f"{where}: `{key}` is a {type(value).__name__}, not a text")
-    if not value and key != "prompt":
-        raise InvalidRequest(f"{where}: `{key}` is empty", hint="leave such examples out")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise InvalidRequest(f"{where}: `{key}` holds half a surrogate pair") from None
-    return value
-
-
-def _messages(value: object, where: str) -> list[dict[str, Any]]:
-    good = isinstance(value, list) and value and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-        for m in value
-    )  # fmt: skip
-    if not good:
-        raise InvalidRequest(
-            f"{where}: `messages` is not a list of role and content",
-            hint='for example [{"role": "user", "content": "Hi"}, …]',
-        )
-    assert isinstance(value, list)
-    return value

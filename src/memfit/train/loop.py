@@ -48,9 +48,11 @@ from memfit.train.measure import (
     synthetic_micro,
     to_batch,
 )
+from memfit.train.preference import Rewards, name_rewards
 from memfit.train.prepare import build_samplers, read_data
 from memfit.train.progress import Facts, Moment, Progress, Silent
 from memfit.train.quantised import count_outliers
+from memfit.train.reference import give_reference
 from memfit.train.sampler import Micro, Sampler
 from memfit.train.scaling import was_skipped
 from memfit.train.schedule import learning_rate
@@ -235,6 +237,7 @@ def _prepare(session: Session) -> tuple[Built, int]:
     session.compare()
     meter.watch_load(model, lambda: fill_weights(model, recipe))
     built = Built(recipe, model, build_optimizer(recipe, model))
+    give_reference(session, built)
     found = newest_checkpoint(session.folder, session.warn)
     if found is None:
         return built, 0
@@ -251,7 +254,7 @@ def _advance(session: Session, built: Built, log: Log, index: int) -> None:
     if session.held_out is not None and (
         last or step % session.every(session.cadence.evaluate_every) == 0
     ):
-        row["evaluation_loss"] = _evaluate(session, built, session.held_out)
+        row |= _evaluate(session, built, session.held_out)
     log.write(row)
     session.progress.show(
         Moment(
@@ -262,6 +265,7 @@ def _advance(session: Session, built: Built, log: Log, index: int) -> None:
             tokens_per_second=row["tokens"] / row["seconds"],
             memory=session.meter.peak,
             evaluation_loss=row.get("evaluation_loss"),
+            reward_accuracy=row.get("reward_accuracy"),
             skipped=session.skipped,
         )
     )
@@ -298,6 +302,8 @@ def _take_step(session: Session, built: Built, index: int) -> dict[str, Any]:
     if result.scale is not None:
         row |= {"loss_scale": float(result.scale), "skipped": skipped}
         session.skipped += skipped
+    if result.rewards is not None:
+        row |= name_rewards(result.rewards, sum(micro.pairs for micro in micros))
     tokens = sum(micro.tokens for micro in micros)
     return row | {
         "tokens": tokens,
@@ -331,20 +337,24 @@ def _read_result(
     return loss, norm
 
 
-def _evaluate(session: Session, built: Built, held_out: Sampler) -> float:
-    """Mean loss over the target tokens of the first held-out ones, the same each time."""
-    tokens, total, count, read = evaluation_tokens(session), 0.0, 0, 0
+def _evaluate(session: Session, built: Built, held_out: Sampler) -> dict[str, float]:
+    """Mean loss over the first held-out tokens, the same each time; of pairs, rewards too."""
+    tokens, total, count, read, rewards = evaluation_tokens(session), 0.0, 0, 0, Rewards()
     session.meter.mark().enter(Phase.EVALUATE)
     for micro in held_out.all_once():
         if micro.targets:
-            loss, targets = evaluate(built, to_batch(micro, built.device))
+            loss, targets = evaluate(built, to_batch(micro, built.device), rewards)
             total += float(loss)
             count += int(targets)
             read += micro.tokens
         if count and read >= tokens:
             break
     session.compare()
-    return total / count
+    found = {"evaluation_loss": total / count}
+    if rewards.sums is not None:
+        named = name_rewards(rewards.sums, count)
+        found |= {f"evaluation_{name}": value for name, value in named.items()}
+    return found
 
 
 def _save(session: Session, built: Built, log: Log, step: int) -> None:

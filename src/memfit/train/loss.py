@@ -146,7 +146,7 @@ class _Chunked(torch.autograd.Function):
             for start in range(0, hidden.shape[0], chunk):
                 here = slice(start, start + chunk)
                 piece = hidden[here].to(compute)
-                loss, slope = _loss_and_slope(
+                loss, slope = loss_and_slope(
                     piece @ cast_weight.t(), labels[here], target_tokens, scale, cap
                 )
                 total += loss
@@ -155,7 +155,7 @@ class _Chunked(torch.autograd.Function):
                     d_hidden[here] = slope @ cast_weight
                 if wants_weight:
                     alone = chunk >= hidden.shape[0]
-                    d_weight = _add_outer(d_weight, slope, piece, weight.dtype, alone=alone)
+                    d_weight = add_outer(d_weight, slope, piece, weight.dtype, alone=alone)
                 del slope, piece
         if d_weight is not None:
             d_weight = d_weight.to(weight.dtype)
@@ -172,7 +172,7 @@ class _Chunked(torch.autograd.Function):
         return d_hidden, d_weight, None, None, None, None, None, None
 
 
-def _loss_and_slope(
+def loss_and_slope(
     logits: Tensor,
     labels: Tensor,
     target_tokens: int,
@@ -180,6 +180,8 @@ def _loss_and_slope(
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(mean's share, its scaled fp32 slope by the logits); the logits are given up.
+
+    scale: 0-dim, or (tokens, 1).
 
     d loss / d logits = softmax(logits) - one_hot(label), 0 where there is no target; capped ones
     are cap * tanh(logits), whose own slope is cap * (1 - tanh²).
@@ -201,7 +203,7 @@ def _loss_and_slope(
     return loss, slope
 
 
-def _add_outer(
+def add_outer(
     total: Tensor | None, slope: Tensor, piece: Tensor, dtype: torch.dtype, *, alone: bool
 ) -> Tensor:
     """total + slope.T @ piece, (vocab, hidden).

@@ -166,7 +166,8 @@ class Meter:
             self._enter(phase)
 
         def register(batch: Batch) -> None:
-            live.register_batch(batch.input_ids, batch.labels, batch.position_ids)
+            tensors = batch.input_ids, batch.labels, batch.position_ids, batch.reference
+            live.register_batch(*tensors)
 
         return Watch(enter, register)
 
@@ -254,13 +255,13 @@ def start_device(recipe: Recipe, device: Device) -> torch.device:
 
 def to_batch(micro: Micro, device: torch.device) -> Batch:
     """The micro-batch as tensors on the device."""
-    ids, labels, positions = (
+    ids, labels, positions, reference = (
         None if a is None else torch.from_numpy(a).to(device)
-        for a in (micro.input_ids, micro.labels, micro.position_ids)
+        for a in (micro.input_ids, micro.labels, micro.position_ids, micro.reference)
     )
     assert ids is not None
     assert labels is not None
-    return Batch(ids, labels, positions, micro.documents)
+    return Batch(ids, labels, positions, micro.documents, reference)
 
 
 def put(micro: Micro, device: torch.device, watch: Watch) -> Batch:
@@ -273,7 +274,8 @@ def put(micro: Micro, device: torch.device, watch: Watch) -> Batch:
 def run_step(built: Built, micros: list[Micro], watch: Watch | None = None) -> StepResult:
     """One optimizer step over the micro-batches, each put on the device when its turn comes."""
     seen = watch or Watch(nowhere, lambda _: None)
-    targets = sum(micro.targets for micro in micros)
+    prefers = built.recipe.prefers
+    targets = sum(micro.pairs if prefers else micro.targets for micro in micros)
 
     # holds no batch once it is given out
     batches = (put(micro, built.device, seen) for micro in micros)
@@ -294,7 +296,9 @@ def synthetic_micro(recipe: Recipe, vocab: int, shape: BatchShape | None = None)
     labels = np.full_like(ids, IGNORED)
     labels[:, :-1] = ids[:, 1:]
     if documents is None:
-        return Micro(ids, labels, None, None, ids.size)
+        precomputed = recipe.preference.reference == "precomputed"
+        reference = np.zeros(rows, dtype="float32") if precomputed else None
+        return Micro(ids, labels, None, None, ids.size, reference)
     for row, lengths in zip(labels, documents, strict=True):
         row[np.cumsum(lengths) - 1] = IGNORED
     if not (labels != IGNORED).any():

@@ -10,6 +10,7 @@ none is dropped, and every token appears exactly once an epoch.
   the token at the cut still predicts the one behind it.
 - **packed fine-tuning** (`TableRows`, `pack_best_fit`): whole examples, each in the row where it
   leaves the least room; the room left is padding.
+- **pairs** (`PairRows`): two answers in neighbouring rows, the preferred one first, whole or cut.
 - **unpacked** (`TableRows`, `one_a_row`): one piece of a document a row, padded on the right to the
   longest of its micro-batch.
 """
@@ -195,6 +196,40 @@ class TableRows(Rows):
         if self.packed:
             lengths += [self._width - sum(lengths)] if sum(lengths) < self._width else []
         return sum(lengths), len(lengths), max(lengths, default=0)
+
+
+class PairRows(Rows):
+    """Documents 2i and 2i + 1 in neighbouring rows; each epoch shows the pairs in another order."""
+
+    packed = False
+
+    def __init__(self, lengths: Array, seed: int) -> None:
+        """lengths: of every document; a pair with one of 0 is left out."""
+        self._lengths = np.asarray(lengths)
+        self._pairs = np.flatnonzero(self._lengths.reshape(-1, 2).min(axis=1))
+        self._epoch = lru_cache(maxsize=2)(lambda e: seeded_order(len(self._pairs), seed, e))
+
+    @property
+    def per_epoch(self) -> float:
+        """Two a pair."""
+        return 2.0 * len(self._pairs)
+
+    def row(self, index: int, *, once: bool = False) -> tuple[Piece, ...]:
+        """One answer with its prompt."""
+        if once and index >= self.per_epoch:
+            return ()
+        epoch, at = divmod(index // 2, len(self._pairs))
+        document = 2 * int(self._pairs[self._epoch(epoch)[at]]) + index % 2
+        return (Piece(document, 0, int(self._lengths[document])),)
+
+    def costs(self, first: int, count: int, *, once: bool = False) -> Array:
+        """One document a row, for all epochs that are met."""
+        size = int(self.per_epoch)
+        epochs = range(first // size, -(-(first + count) // size))
+        pairs = np.concatenate([self._pairs[self._epoch(e)] for e in epochs])
+        documents = np.stack((2 * pairs, 2 * pairs + 1), axis=1).ravel()
+        lengths = self._lengths[documents[first - epochs[0] * size :][:count]]
+        return np.stack((lengths, np.ones_like(lengths), lengths), axis=1)
 
 
 def pack_best_fit(lengths: Array, width: int, seed: int) -> list[tuple[Piece, ...]]:

@@ -104,7 +104,7 @@ def find_lengths(
         return request
     training = read_data(request, reference, cache).training
     rows, _ = build_rows(
-        training, objective=task.objective, packing=task.packing, width=sequence_length,
+        training, objective=task.objective, packing=task.packed, width=sequence_length,
         seed=request.seed, name=task.data,
     )  # fmt: skip
     steps = rows.per_epoch * (task.epochs or 1.0) / task.global_batch

@@ -34,6 +34,7 @@ class Moment(NamedTuple):
     memory: int  # bytes, the measured peak so far
     evaluation_loss: float | None
     skipped: int = 0  # steps so far that a loss scale made skip
+    reward_accuracy: float | None = None  # share of the step's pairs that are put right
 
 
 class Progress(Protocol):
@@ -167,6 +168,8 @@ def describe(moment: Moment) -> str:
     said = f"loss {moment.loss:.4f}"
     if moment.evaluation_loss is not None:
         said += f"  held-out {moment.evaluation_loss:.4f}"
+    if moment.reward_accuracy is not None:
+        said += f"  {moment.reward_accuracy:.0%} put right"
     if moment.skipped:
         said += f"  {moment.skipped} skipped"
     speed = units.show_count(moment.tokens_per_second)

@@ -12,6 +12,7 @@ from memfit.recipe import Recipe
 from memfit.shapes import RowBounds
 from memfit.train.packing import (
     Array,
+    PairRows,
     Piece,
     Rows,
     StreamRows,
@@ -33,11 +34,17 @@ class Micro(NamedTuple):
     position_ids: Array | None  # within the document; None when a row is one document
     documents: tuple[tuple[int, ...], ...] | None  # sums to width in each row; None likewise
     tokens: int  # padding not counted
+    reference: Array | None = None  # (rows,) float32: log-probabilities computed beforehand
 
     @property
     def targets(self) -> int:
         """Positions that predict a token."""
         return int((self.labels != IGNORED).sum())
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of neighbouring rows with an answer to learn."""
+        return int((self.labels[::2] != IGNORED).any(axis=1).sum())
 
 
 class Sampler:
@@ -52,6 +59,7 @@ class Sampler:
         self._global = recipe.global_batch
         self._width = recipe.sequence_length
         self._steps = recipe.steps
+        self.reference: Array | None = None  # (documents,) float32: see `train.reference`
 
     @property
     def steps_per_epoch(self) -> float:
@@ -62,6 +70,11 @@ class Sampler:
         """The micro-batches of one optimizer step."""
         first = step * self._global
         return [self._batch(first + i * self._micro) for i in range(self._accumulation)]
+
+    def documents_of(self, index: int) -> list[int]:
+        """The documents of micro-batch `index` of the first epoch, one a row, as far as it goes."""
+        rows = range(index * self._micro, (index + 1) * self._micro)
+        return [p.document for i in rows for p in self._rows.row(i, once=True)]
 
     def all_once(self) -> Iterator[Micro]:
         """Every row of the first epoch once, in micro-batches: what an evaluation reads.
@@ -126,8 +139,15 @@ class Sampler:
             documents.append((*(p.length for p in row), *((padding,) if padding else ())))
         tokens = sum(p.length for row in rows for p in row)
         if not packed:
-            return Micro(ids, labels, None, None, tokens)
+            return Micro(ids, labels, None, None, tokens, self._look_up(rows))
         return Micro(ids, labels, positions, tuple(documents), tokens)
+
+    def _look_up(self, rows: list[tuple[Piece, ...]]) -> Array | None:
+        """The reference's log-probability of each row; 0 for rows of padding."""
+        if self.reference is None:
+            return None
+        found = [self.reference[row[0].document] if row else 0.0 for row in rows]
+        return np.array(found, dtype="float32")
 
     def _read(self, piece: Piece) -> tuple[Array, Array]:
         """Ids and labels of a piece; its last token predicts the next one of its document."""
@@ -162,7 +182,7 @@ def build_rows(
     Fine-tuning examples longer than a row are cut and counted; those of which no answer is left
     are left out and counted.
     """
-    sft = objective == "sft"
+    sft = objective != "pretrain"  # answers alone are learned
     lengths, told = np.asarray(corpus.lengths), list(corpus.notes)
     if sft:
         lengths, more = _fit(corpus, width, name)
@@ -170,13 +190,26 @@ def build_rows(
     elif int((lengths - 1).sum()) == 0:
         raise InvalidRequest(f"`{name}` has no token that another one predicts")
     rows: Rows
-    if packing and not sft:
+    if objective == "dpo":
+        rows = _pair_rows(lengths, width, seed, name)
+    elif packing and not sft:
         rows = StreamRows(lengths, width, seed)
     elif packing:
         rows = TableRows(pack_best_fit(lengths, width, seed), width, seed, packed=True)
     else:
         rows = TableRows(one_a_row(lengths, width, cut=sft), width, seed, packed=False)
     return rows, tuple(told)
+
+
+def _pair_rows(lengths: Array, width: int, seed: int, name: str) -> PairRows:
+    whole = np.minimum(lengths, width)
+    rows = PairRows(whole, seed)
+    if not rows.per_epoch:
+        raise InvalidRequest(
+            f"no pair of `{name}` has both answers within sequence_length {width}",
+            hint="use a longer sequence_length",
+        )
+    return rows
 
 
 def _fit(corpus: Corpus, width: int, name: str) -> tuple[Array, list[str]]:

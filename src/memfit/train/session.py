@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from memfit.errors import RunFailed
 from memfit.ledger import Phase
@@ -112,14 +113,13 @@ def write_run(session: Session, done: int, *, finished: bool) -> Run:
         found["quantisation.largest_outlier_share"] = _measured(
             most, "of columns", f"{counter}, of one projection and micro-batch"
         )
+    unit = "nats/pair" if session.recipe.prefers else "nats/token"
+    held_out = f"the first {evaluation_tokens(session)} held-out tokens, the same each time"
     if rows:
-        found["loss.final"] = _measured(rows[-1]["loss"], "nats/token", "the last step's batch")
+        found["loss.final"] = _measured(rows[-1]["loss"], unit, "the last step's batch")
     if evaluations:
-        found["loss.evaluation"] = _measured(
-            evaluations[-1][1],
-            "nats/token",
-            f"the first {evaluation_tokens(session)} held-out tokens, the same each time",
-        )
+        found["loss.evaluation"] = _measured(evaluations[-1][1], unit, held_out)
+    found |= _measure_rewards(rows, held_out)
     peaks = session.meter.peaks
     run = Run(
         recipe_digest=session.recipe.digest,
@@ -145,6 +145,20 @@ def write_run(session: Session, done: int, *, finished: bool) -> Run:
             hint="free space there and start the same command again: it resumes",
         ) from None
     return run
+
+
+def _measure_rewards(rows: list[dict[str, Any]], held_out: str) -> dict[str, Measurement]:
+    """Of pairs: what the last step, and the last evaluation, put right and by how much."""
+    found: dict[str, Measurement] = {}
+    for prefix, name, counter in (
+        ("", "final", "the last step's pairs"), ("evaluation_", "evaluation", held_out),
+    ):  # fmt: skip
+        last = next((r for r in reversed(rows) if f"{prefix}reward_margin" in r), None)
+        if last is not None:
+            for key, unit in (("accuracy", "share of pairs"), ("margin", "nats")):
+                value = last[f"{prefix}reward_{key}"]
+                found[f"reward.{key}.{name}"] = _measured(value, unit, counter)
+    return found
 
 
 def _measured(value: float, unit: str, counter: str, n: int = 1) -> Measurement:

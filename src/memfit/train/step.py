@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from memfit.adapters import find_adapter
 from memfit.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.ledger import Phase
@@ -18,6 +19,7 @@ from memfit.train.build import Built
 from memfit.train.hugging_face import parts
 from memfit.train.in_backward import updating
 from memfit.train.loss import IGNORE, loss_mean
+from memfit.train.preference import Rewards, count_pairs, judge, row_log_probs
 from memfit.train.scaling import current_scale, unscale, update
 
 Enter = Callable[[Phase], None]
@@ -31,6 +33,7 @@ class Batch:
     labels: Tensor  # (micro_batch, tokens) int64: what each position predicts, or -100
     position_ids: Tensor | None = None  # (micro_batch, tokens), restarting in each document
     documents: Documents | None = None  # lengths of each row's documents; None = one a row
+    reference: Tensor | None = None  # (micro_batch,) fp32: precomputed log-probabilities of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class StepResult:
     loss: Tensor  # mean over the target tokens of the global batch; of ranks, this one's share
     grad_norm: Tensor | None  # before clipping; None without clipping
     scale: Tensor | None = None  # what the loss was multiplied by; None when it was not
+    rewards: Tensor | None = None  # (3,) of pairs: `preference.Rewards.sums`
 
 
 def nowhere(phase: Phase) -> None:
@@ -52,17 +56,20 @@ def step(
     """Accumulate the gradients of all micro-batches, clip, update, release the gradients.
 
     `target_tokens` counts the labels that are not -100 in all micro-batches (of all ranks)
-    together: each loss is divided by it, so that how a global batch is cut does not change the
-    gradient. On many ranks gradients are summed, and `loss` is this rank's share of the mean.
+    together, or the pairs of a recipe that prefers: each loss is divided by it, so that how a
+    global batch is cut does not change the gradient. On many ranks gradients are summed, and
+    `loss` is this rank's share of the mean.
     """
     if target_tokens < 1:
         raise InvalidRequest("a global batch holds no target token", hint="check the data's labels")
     total: Tensor | None = None
     scale = current_scale(built.scaler, built.device)
+    rewards = Rewards()
     for index, batch in enumerate(batches):
         if index:
             enter(Phase.ACCUMULATE)
-        loss = _accumulate(built, batch, target_tokens, scale, nowhere if index else enter)
+        told = nowhere if index else enter
+        loss = _accumulate(built, batch, target_tokens, scale, told, rewards)
         total = loss if total is None else total.add_(loss)
         del loss, batch
     if total is None:
@@ -74,19 +81,33 @@ def step(
     norm = _clip(built)
     update(built.scaler, built.optimizer)
     built.optimizer.zero_grad(set_to_none=True)
-    return StepResult(total, norm, scale)
+    return StepResult(total, norm, scale, rewards.sums)
 
 
-def evaluate(built: Built, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(sum of losses, number of target tokens), 0-dim; nothing is kept and nothing changes."""
+def evaluate(built: Built, batch: Batch, rewards: Rewards | None = None) -> tuple[Tensor, Tensor]:
+    """(sum of losses, number of target tokens or of pairs), 0-dim; nothing is kept and nothing
+    changes. rewards: what those of pairs are added to."""
     was_training = built.model.training
     built.model.eval()
     try:
         with torch.no_grad(), autocast(built):
-            loss = _forward(built, batch, 1, None, nowhere)
+            loss = _forward(built, batch, 1, None, nowhere, rewards or Rewards())
     finally:
         built.model.train(was_training)
+    if built.recipe.prefers:
+        return loss, count_pairs(batch.labels)
     return loss, (batch.labels != IGNORE).sum()
+
+
+def log_probs(built: Built, batch: Batch) -> Tensor:
+    """(rows,) fp32 of each row's targets under the model as it is; nothing is kept."""
+    was_training = built.model.training
+    built.model.eval()
+    try:
+        with torch.no_grad(), autocast(built):
+            return _log_probs(built, _hidden(built, batch), batch.labels)
+    finally:
+        built.model.train(was_training)
 
 
 def autocast(built: Built) -> AbstractContextManager[object]:
@@ -101,12 +122,17 @@ def autocast(built: Built) -> AbstractContextManager[object]:
 
 
 def _accumulate(
-    built: Built, batch: Batch, target_tokens: int, scale: Tensor | None, enter: Enter
+    built: Built,
+    batch: Batch,
+    target_tokens: int,
+    scale: Tensor | None,
+    enter: Enter,
+    rewards: Rewards,
 ) -> Tensor:
     """Forward, loss and backward of one micro-batch; returns its share of the mean loss."""
     enter(Phase.FORWARD)
     with autocast(built):
-        loss = _forward(built, batch, target_tokens, scale, enter)
+        loss = _forward(built, batch, target_tokens, scale, enter, rewards)
     enter(Phase.BACKWARD)
     value = loss.detach()
     product = loss if scale is None else loss * scale
@@ -117,11 +143,18 @@ def _accumulate(
 
 
 def _forward(
-    built: Built, batch: Batch, target_tokens: int, scale: Tensor | None, enter: Enter
+    built: Built,
+    batch: Batch,
+    target_tokens: int,
+    scale: Tensor | None,
+    enter: Enter,
+    rewards: Rewards,
 ) -> Tensor:
     """The loss of one micro-batch; all of it is the forward of FSDP2's root where there is one."""
 
     def work() -> Tensor:
+        if built.recipe.prefers:
+            return _prefer(built, batch, target_tokens, enter, rewards)
         hidden = _hidden(built, batch)
         enter(Phase.LOSS)
         return _loss(built, hidden, batch.labels, target_tokens, scale)
@@ -129,6 +162,26 @@ def _forward(
     if built.recipe.parallel.world == 1:
         return work()
     return run_as_forward(parts(built.model).base, work)
+
+
+def _prefer(built: Built, batch: Batch, pairs: int, enter: Enter, rewards: Rewards) -> Tensor:
+    """The loss of a micro-batch of pairs: the reference without a gradient, then the policy."""
+    reference = batch.reference
+    if built.recipe.references:
+        off = find_adapter(built.recipe).switched_off(built.model)
+        with torch.no_grad(), off:
+            reference = _log_probs(built, _hidden(built, batch), batch.labels)
+    if reference is None:
+        raise InvalidRequest(
+            "a batch of pairs comes without its reference's log-probabilities",
+            hint="the recipe says `preference.reference: precomputed`: compute them first",
+        )
+    hidden = _hidden(built, batch)
+    enter(Phase.LOSS)
+    policy = _log_probs(built, hidden, batch.labels)
+    del hidden
+    preference = built.recipe.preference
+    return judge(policy, reference, batch.labels, preference, pairs, rewards)
 
 
 def _hidden(built: Built, batch: Batch) -> Tensor:
@@ -150,12 +203,27 @@ def _loss(
     built: Built, hidden: Tensor, labels: Tensor, target_tokens: int, scale: Tensor | None
 ) -> Tensor:
     where = parts(built.model)
-    # To divide what logits are made of is the same as to divide them, and costs less.
-    cap = getattr(where.base.config, "final_logit_softcapping", None)  # Gemma's
-    divisor = getattr(where.base.config, "logits_scaling", cap)  # Granite's
+    cap, divisor = _bends(where.base)
     if divisor is not None:
         hidden = hidden / divisor
     return loss_mean(where.head, hidden, labels, built.recipe, target_tokens, scale, cap)
+
+
+def _log_probs(built: Built, hidden: Tensor, labels: Tensor) -> Tensor:
+    where = parts(built.model)
+    cap, divisor = _bends(where.base)
+    if divisor is not None:
+        hidden = hidden / divisor
+    return row_log_probs(where.head, hidden, labels, built.recipe, cap)
+
+
+def _bends(base: nn.Module) -> tuple[float | None, float | None]:
+    """What logits are kept below by a tanh, and divided by.
+
+    To divide what logits are made of is the same as to divide them, and costs less.
+    """
+    cap = getattr(base.config, "final_logit_softcapping", None)  # Gemma's
+    return cap, getattr(base.config, "logits_scaling", cap)  # Granite's
 
 
 def _clip(built: Built) -> Tensor | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from memfit.errors import Error, InvalidRequest
 
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # every byte, and the end of text
 
@@ -63,11 +65,15 @@ class Tokenizer:
         """The text of the ids, special tokens left out."""
         return str(self.wrapped.decode(list(ids), skip_special_tokens=True))
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], first: int = 0
+    ) -> tuple[str, list[tuple[int, int]]]:
         """The conversation as text by the chat template, and the characters assistants wrote.
 
-        An answer is what the template adds to the conversation before it and its generation
-        prompt, so its end-of-turn mark is learned and its header is not.
+        Only answers from message `first` on count. Where the template marks what is generated
+        (`{% generation %}`), it says itself what that is. Else an answer is what the template adds
+        to the conversation before it and its generation prompt, so its end-of-turn mark is learned
+        and its header is not.
 
         Raises InvalidRequest: no chat template; messages that the template refuses; a template
         that rewrites earlier turns, so that answers cannot be located.
@@ -78,19 +84,43 @@ class Tokenizer:
                 hint="use an instruction-tuned model's tokenizer, or `prompt` and `completion`",
             )
         whole = self._render(messages, prompt=False)
+        if GENERATION.search(self.wrapped.get_chat_template()):
+            return whole, self._marked(messages, first, whole)
         spans = []
         for i, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or i < first:
                 continue
             before = self._render(messages[:i], prompt=True)
             after = self._render(messages[: i + 1], prompt=False)
             if not (whole.startswith(before) and whole.startswith(after)):
                 raise InvalidRequest(
-                    f"the chat template of `{self.source}` rewrites earlier turns",
+                    f"the chat template of `{self.source}` rewrites earlier turns, and does not"
+                    " mark what is generated",
                     hint="keep one answer, the last message, in each conversation",
                 )
             spans.append((len(before), len(after)))
         return whole, spans
+
+    def _marked(
+        self, messages: Sequence[Mapping[str, Any]], first: int, whole: str
+    ) -> list[tuple[int, int]]:
+        """What the template's own marks say is generated, from message `first` on."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        (text,), (found,) = render_jinja_template(
+            [[dict(m) for m in messages]],
+            chat_template=self.wrapped.get_chat_template(),
+            return_assistant_tokens_mask=True,
+            **self.wrapped.special_tokens_map,
+        )
+        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        if text != whole or len(found) != len(answers):
+            raise InvalidRequest(
+                f"the chat template of `{self.source}` marks {len(found)} answers as generated,"
+                f" and the conversation has {len(answers)}",
+                hint="keep one answer, the last message, in each conversation",
+            )
+        return [tuple(span) for i, span in zip(answers, found, strict=True) if i >= first]
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool) -> str:
         from jinja2 import TemplateError

@@ -25,11 +25,12 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from memfit.errors import InvalidRequest, RunFailed
-from memfit.train.data import Example, Sources, read_examples
+from memfit.train.conversations import Example
+from memfit.train.data import Sources, read_examples
 from memfit.train.tokenizer import Tokenizer
 from memfit.units import DAY, MIB
 
-FORMAT = 1  # part of the key: another way to tokenise or to store makes another cache
+FORMAT = 2  # part of the key: another way to tokenise or to store makes another cache
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -65,7 +66,8 @@ def read_corpus(
     """The tokens of the data, from the cache when they are there.
 
     With objective `pretrain` every token is learned; with `sft` only completions and what
-    assistants wrote. Raises InvalidRequest for what cannot be read (see `read_examples`) and for
+    assistants wrote; with `dpo` only answers, document 2i being preferred to 2i + 1.
+    Raises InvalidRequest for what cannot be read (see `read_examples`) and for
     a document without tokens; RunFailed when the cache cannot be written.
     """
     root = (cache or default_cache()) / "tokens"
@@ -76,7 +78,7 @@ def read_corpus(
     if (found := _open(folder, key, sources.notes)) is not None:
         return found
     try:
-        _write(folder, read_examples(sources, tokenizer), tokenizer, objective)
+        _write(folder, read_examples(sources, tokenizer, objective), tokenizer, objective)
     except OSError as error:
         raise RunFailed(
             f"cannot write the token cache `{folder}`: {error.strerror}",
@@ -168,7 +170,7 @@ def _tokenise(
             if plain:
                 ids = next(plain_ids)
             else:
-                ids, flags = _encode_learned(example, tokenizer)
+                ids, flags = _encode_learned(example, tokenizer, objective)
             if not ids:
                 raise InvalidRequest(f"{example.where} has no tokens", hint="leave it out")
             if example.closed:
@@ -212,7 +214,9 @@ def _encode(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
     return found
 
 
-def _encode_learned(example: Example, tokenizer: Tokenizer) -> tuple[list[int], Array]:
+def _encode_learned(
+    example: Example, tokenizer: Tokenizer, objective: str
+) -> tuple[list[int], Array]:
     """Ids of a text with prompts, and 1 for each that belongs to a learned span.
 
     A prompt and its completion are encoded apart, as they will be when the model is asked. A
@@ -233,7 +237,7 @@ def _encode_learned(example: Example, tokenizer: Tokenizer) -> tuple[list[int], 
     if not flags.any():
         raise InvalidRequest(
             f"{example.where} has no answer to learn",
-            hint="objective: sft needs a completion, or a message of the role `assistant`",
+            hint=f"objective: {objective} needs a completion, or a message of the role `assistant`",
         )
     return ids, flags
 

@@ -149,7 +149,16 @@ def read_layout(recipe: Recipe, shape: Shape, basis: Basis) -> Layout:
         element=4.0 if recipe.compute_dtype == "float32" else 2.0,
         entered=1.0, chunk_bytes=_chunk_bytes(recipe, shape),
         bubble=_bubble(recipe),
+        references=float(recipe.references), heads=float(extra_heads(recipe)),
     )  # fmt: skip
+
+
+def extra_heads(recipe: Recipe) -> int:
+    """Products with the head beyond one forward's: the reference's, and those made again.
+
+    Log-probabilities by chunks cannot be differentiated before all rows' are known.
+    """
+    return recipe.references + int(recipe.prefers and recipe.loss == "chunked")
 
 
 def _bubble(recipe: Recipe) -> Number:

@@ -189,16 +189,14 @@ def time_block(setting: Setting) -> Block:
     cheap = cheap + layout.products_repeated * products.forward
     repeated = layout.repeated * (forward + inside + dispatch) + layout.selective * cheap
     entered = layout.entered
-    host = (
-        rates.launch
-        * where(layout.compiled > 0, 0.6, 1.0)
-        * (1 + (layout.repeated + layout.made_again * layout.selective) / 3)
-    )
+    again = (layout.repeated + layout.made_again * layout.selective + layout.references) / 3
+    host = rates.launch * where(layout.compiled > 0, 0.6, 1.0) * (1 + again)
     host = host + (1 - shape.plain) * rates.expert_launch
     host = host * where(layout.tp > 1, 1 + rates.tensor_launch, 1.0)
     host = host * (1 + (1 - layout.trains) * rates.adapter_launch) + layout.update_launch
+    alone = forward - extra.adapters  # the base model's
     return Block(
-        forward=forward,
+        forward=forward + layout.references * alone,
         backward=entered * backward,
         repeated=smaller(layout.repeated + layout.selective, entered)
         / larger(layout.repeated + layout.selective, 1e-9)
@@ -215,8 +213,10 @@ def time_head(setting: Setting) -> Number:
     product = Product(tokens, shape.vocab / layout.tp, shape.hidden)
     speed = machine.wide_products * rates.head / rates.slowdown
     logits = 6 * layout.element * tokens * shape.vocab / layout.tp * rates.passes**0.5
-    moved = (logits + layout.chunk_bytes) / (machine.memory * rates.memory)
-    return multiply(product, speed, setting).all + moved
+    bandwidth = machine.memory * rates.memory
+    passes = multiply(product, speed, setting)
+    more = layout.heads * (passes.forward + logits / 3 / bandwidth)
+    return passes.all + (logits + layout.chunk_bytes) / bandwidth + more
 
 
 class Stage(NamedTuple):

@@ -80,6 +80,8 @@ class Layout(NamedTuple):
     made_again: Number = 0.0
     eight: Number = 0.0  # 1 where frozen weights multiply in int8, their outliers aside
     bubble: Number = 1.0  # of 1F1B's, or interleaved's: what the schedule's ranks wait
+    references: Number = 0.0  # forwards without a gradient before each micro-batch's own
+    heads: Number = 0.0  # the head's products beyond one forward and its backward
 
 
 class Product(NamedTuple):
