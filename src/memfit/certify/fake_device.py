@@ -63,6 +63,8 @@ def fake_device(device: Device) -> Iterator[FastFakeMode]:
             stack.enter_context(cuda_hooks())
             stack.enter_context(_cuda_autocast())
             stack.enter_context(_no_cuda_generator())
+            # bitsandbytes waits for the device after each update
+            stack.enter_context(set_while(torch.cuda, "synchronize", lambda device=None: None))
             stack.enter_context(cuda_kernels(device))
         stack.enter_context(_backward_on_this_thread())
         mode = stack.enter_context(FastFakeMode())

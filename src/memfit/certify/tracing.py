@@ -272,6 +272,9 @@ def _bounds(
             " in between in registers: not measured"
         )
     bounds += outlier_bounds(recipe)
+    bounds += find_optimizer(recipe.optimizer).bounds
+    if kind == "cpu" and recipe.optimizer.implementation in _compiled(recipe):
+        bounds.append(f"what `{recipe.optimizer.name}` allocates inside its update is not counted")
     if recipe.attention == "cudnn":
         bounds.append("cuDNN decides its attention's workspace: taken to be as large as flash's")
     if kind == "cuda" and workspaces:

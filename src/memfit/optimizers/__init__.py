@@ -32,6 +32,7 @@ class OptimizerFamily(ABC):
     # those that make a parameter's state during its first update, not all states before it
     state_while_updating: ClassVar[tuple[str, ...]] = ()
     cuda_only: ClassVar[tuple[str, ...]] = ()
+    bounds: tuple[str, ...] = ()  # what a certificate takes for granted of its memory
     # those that cannot update sharded parameters, and why
     unsharded_only: ClassVar[tuple[str, ...]] = ()
     unsharded_because: ClassVar[str] = "torch's DTensor (2.13) cannot run its operators"
@@ -43,6 +44,21 @@ class OptimizerFamily(ABC):
     @abstractmethod
     def host_state(self, settings: Optimizer) -> tuple[TensorSpec, ...]:
         """The part of `state` that torch keeps in host memory whatever the device is."""
+
+    def on_device(self, local: TensorSpec, settings: Optimizer) -> tuple[TensorSpec, ...]:
+        """The part of `state` that the device's allocator holds, on CUDA."""
+        held = list(self.state(local, settings))
+        for elsewhere in self.host_state(settings):
+            held.remove(elsewhere)
+        return tuple(held)
+
+    def shared_state(self, settings: Optimizer) -> tuple[TensorSpec, ...]:
+        """What all parameters' states refer to, there once: tables of codes; mostly nothing."""
+        return ()
+
+    def shares(self, local: TensorSpec, settings: Optimizer) -> bool:
+        """Whether a parameter's state refers to `shared_state`."""
+        return bool(self.shared_state(settings))
 
     @abstractmethod
     def step_temporaries(

@@ -14,7 +14,7 @@ from functools import cached_property
 import msgspec
 
 from memfit.hardware import Device
-from memfit.model import Model
+from memfit.model import Model, TensorSpec
 from memfit.optimizers import find_optimizer
 from memfit.plan.again import Again
 from memfit.plan.blocks import AFTER_PRODUCT
@@ -120,12 +120,13 @@ class Estimate:
         """Weights and optimizer state, bytes."""
         settings = self.recipe.optimizer
         optimizer = find_optimizer(settings)
-        known: dict[tuple[tuple[int, ...], str, bool, str], int] = {}
-        total = 0
+        state = optimizer.state if self.device.is_cpu else optimizer.on_device
+        known: dict[tuple[TensorSpec, bool, str], int] = {}
+        total = sum(self._held(s.nbytes) for s in optimizer.shared_state(settings))
         for w in self.model.weights:
-            key = (w.shape, w.dtype, w.trainable, w.coding)
+            key = (w.spec, w.trainable, w.coding)
             if key not in known:
-                states = optimizer.state(w.spec, settings) if w.trainable else ()
+                states = state(w.spec, settings) if w.trainable else ()
                 known[key] = sum(self._held(s.nbytes) for s in (*w.stored.values(), *states))
             total += known[key]
         return total

@@ -17,6 +17,7 @@ class Updates:
         self.meter, self.settings = meter, settings
         self.family = find_optimizer(settings)
         self._states: dict[Tensor, list[Tensor]] = {}
+        self.shared: list[Tensor] = []
 
     def update(self, weight: Tensor) -> None:
         """The optimizer's step over one weight, whose `.grad` is whole."""
@@ -32,7 +33,11 @@ class Updates:
         weight.grad = None
 
     def _make_state(self, spec: TensorSpec) -> list[Tensor]:
-        held = list(self.family.state(spec, self.settings))
-        for elsewhere in self.family.host_state(self.settings) if self.meter.cuda else ():
-            held.remove(elsewhere)
-        return [empty(self.meter, s.shape, s.dtype, Kind.OPTIMIZER_STATE) for s in held]
+        family, settings = self.family, self.settings
+        held = (family.on_device if self.meter.cuda else family.state)(spec, settings)
+        if not self.shared and family.shares(spec, settings):
+            self.shared = [self._hold(s) for s in family.shared_state(settings)]
+        return [self._hold(s) for s in held]
+
+    def _hold(self, spec: TensorSpec) -> Tensor:
+        return empty(self.meter, spec.shape, spec.dtype, Kind.OPTIMIZER_STATE)

@@ -423,9 +423,15 @@ def _optimizer(request: Request, problem: Problem, method: Method) -> Optimizer:
     name = "adamw" if asked.name == "auto" else asked.name
     cuda = not problem.device.is_cpu
     implementation = asked.implementation
+    only = optimizers.find(name).cuda_only
+    if not cuda and set(optimizers.find(name).implementations) <= set(only):
+        raise InvalidRequest(
+            f"`optimizer.name: {name}` exists on CUDA only, and the device is a CPU",
+            hint="use `optimizer.name: adamw8bit`, or `adamw`",
+        )
     if implementation == "auto":
         implementation = default_implementation(name, cuda=cuda)
-    elif not cuda and implementation in optimizers.find(name).cuda_only:
+    elif not cuda and implementation in only:
         raise InvalidRequest(
             f"`optimizer.implementation: {implementation}` of `{name}` exists on CUDA only, and the"
             " device is a CPU",

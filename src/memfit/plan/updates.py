@@ -71,6 +71,7 @@ class _Around:
     def __init__(self, model: Model, recipe: Recipe, device: Device) -> None:
         self.model, self.recipe, self.device = model, recipe, device
         self.trainable = [w.spec for w in model.weights if w.trainable]
+        self.shared = False  # whether the states' shared tensors are counted already
 
     def load(self) -> Parts:
         """Parameters and buffers."""
@@ -128,13 +129,13 @@ class _Around:
     def _state(self, specs: Iterable[TensorSpec]) -> Parts:
         settings = self.recipe.optimizer
         optimizer = find_optimizer(settings)
-        host = () if self.device.is_cpu else optimizer.host_state(settings)
+        held = optimizer.state if self.device.is_cpu else optimizer.on_device
         nbytes: list[int] = []
         for spec in specs:
-            held = list(optimizer.state(spec, settings))
-            for elsewhere in host:
-                held.remove(elsewhere)
-            nbytes += [s.nbytes for s in held]
+            if not self.shared and optimizer.shares(spec, settings):
+                self.shared = True
+                nbytes += [s.nbytes for s in optimizer.shared_state(settings)]
+            nbytes += [s.nbytes for s in held(spec, settings)]
         return hold((Kind.OPTIMIZER_STATE, "optimizer"), nbytes, self.device)
 
     def _clip(self, line: _Line) -> None:
