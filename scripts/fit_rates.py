@@ -22,7 +22,15 @@ from memfit import families
 from memfit.accuracy_time import clock_basis, network_of, time_rows
 from memfit.corpus import Row, read_corpus
 from memfit.plan.clock.collectives import Links
-from memfit.plan.clock.rates import DEVICE_FIELDS, FRAMEWORK_FIELDS, Machine, Rates, Setting, names
+from memfit.plan.clock.rates import (
+    DEVICE_FIELDS,
+    FRAMEWORK_FIELDS,
+    NOBODYS,
+    Machine,
+    Rates,
+    Setting,
+    names,
+)
 from memfit.plan.clock.read import read_layout, read_machine, read_shape
 from memfit.plan.clock.step import predict_step
 from memfit.plan.clock.work import Layout, Shape
@@ -137,8 +145,8 @@ def tabulate(rows: Iterable[Row]) -> Table:
 
 def _stack(machines: Sequence[Machine]) -> Machine:
     links = Links(*numpy.array([machine.links for machine in machines]).T)
-    others = [machine._replace(links=0.0) for machine in machines]  # type: ignore[arg-type]
-    return Machine(*numpy.array(others).T)._replace(links=links)
+    others = [machine._replace(links=0.0, own=0.0) for machine in machines]  # type: ignore[arg-type]
+    return Machine(*numpy.array(others).T)._replace(links=links, own=NOBODYS)
 
 
 class Fit:

@@ -140,7 +140,7 @@ class Device(Noun, frozen=True, kw_only=True):
         """Whose figures the speeds of this row are, in words."""
         if self.calibration is not None:
             own = f"your own measurement of {self.calibration.date}"
-            sheet = self.flops != self.flops_measured and bool(self.flops)
+            sheet = self.flops != self.flops_measured and self.curve("memory") is None
             return f"{own}, its bandwidth by the vendor's sheet" if sheet else own
         if self.own:
             return "your own row"

@@ -24,6 +24,7 @@ from memfit.hardware import Device
 from memfit.model import Architecture, Model, Weight
 from memfit.nouns import Noun
 from memfit.plan.clock.collectives import Links
+from memfit.plan.clock.own import describe
 from memfit.plan.clock.rates import Machine, Setting, explain, find_rates
 from memfit.plan.clock.read import (
     USUAL,
@@ -286,11 +287,13 @@ def describe_time(totals: Totals, recipe: Recipe, device: Device, timeline: Time
 
 def _because(totals: Totals, recipe: Recipe, device: Device) -> str:
     try:
-        find_setting(totals, recipe, device)
+        own = describe(find_setting(totals, recipe, device).machine.own)
     except TimeUnknown as reason:
         return f"unknown: {reason.message}"
     basis = read_basis(recipe)
     said = explain(device, basis.stack, basis.narrow, basis.kernel)
+    if own:
+        said = f"{own} by your own measurement; what else there is: {said}"
     return f"{said}; the device's speed by {device.basis}"
 
 

@@ -17,6 +17,7 @@ from memfit.hardware import Device
 from memfit.nouns import Noun
 from memfit.plan.clock.arrays import Number
 from memfit.plan.clock.collectives import Links
+from memfit.plan.clock.own import Own
 from memfit.plan.clock.work import Layout, Shape
 
 
@@ -29,6 +30,9 @@ class Rate(Noun, frozen=True, kw_only=True):
     rows: int = 0  # published rows of the `fit` half that it was fitted on
 
 
+NOBODYS = Own()
+
+
 class Machine(NamedTuple):
     """One device and what joins it to others; bytes and FLOP per second of one device."""
 
@@ -39,6 +43,7 @@ class Machine(NamedTuple):
     host: Number  # to the host's memory
     links: Links  # to other devices
     eight: Number = 0.0  # the best product in int8; 0: as those in 16 bits
+    own: Own = NOBODYS  # what the user measured, before all of these
 
 
 class Rates(NamedTuple):

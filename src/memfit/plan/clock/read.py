@@ -18,6 +18,7 @@ from memfit.plan.clock.arrays import Number, ceil_div, smaller, where
 from memfit.plan.clock.collectives import Links
 from memfit.plan.clock.network import lay_out
 from memfit.plan.clock.orders import find_schedule, kind_of
+from memfit.plan.clock.own import read_own, scale_links
 from memfit.plan.clock.pipeline import ORDINARY, bubble_share
 from memfit.plan.clock.rates import Machine, Setting, find_rates
 from memfit.plan.clock.step import predict_step
@@ -274,11 +275,14 @@ def read_machine(device: Device, recipe: Recipe, basis: Basis, network: Network)
     peak = device.flops.get(wide)
     if not device.flops.get(dtype) or not peak or not device.bandwidth:
         raise TimeUnknown(f"no {dtype} FLOP/s or no bandwidth is known for `{device.id}`")
+    own = read_own(device, dtype, wide, recipe.attention)
+    if recipe.framework != "memfit":  # whose hosts launch as was fitted
+        own = own._replace(launch=0.0)
     return Machine(
         products=_ceiling(device, dtype), wide_products=_ceiling(device, wide), wide_peak=peak,
-        memory=device.bandwidth,
-        host=HOST_BANDWIDTH.get(device.pcie_generation or 4, HOST_BANDWIDTH[4]),
-        links=find_links(device, recipe, network),
+        memory=own.memory or device.bandwidth,
+        host=own.host or HOST_BANDWIDTH.get(device.pcie_generation or 4, HOST_BANDWIDTH[4]),
+        links=scale_links(find_links(device, recipe, network), own), own=own,
         eight=_ceiling(device, "int8") if device.flops.get("int8") else 0.0,
     )  # fmt: skip
 

@@ -22,6 +22,7 @@ from memfit.plan.clock.exchanges import (
     tensor_seconds,
     tied_seconds,
 )
+from memfit.plan.clock.own import OPERATIONS, Points, rate_at
 from memfit.plan.clock.pipeline import count_sends, waiting_seconds
 from memfit.plan.clock.rates import Setting
 from memfit.plan.clock.work import Layout, Product
@@ -73,16 +74,19 @@ class Passes(NamedTuple):
         return self.forward + self.inputs + self.weights
 
 
-def multiply(product: Product, speed: Number, setting: Setting) -> Passes:
+def multiply(product: Product, speed: Number, setting: Setting, measured: Points = ()) -> Passes:
     """Seconds of one weight's products.
 
     Small sides leave tiles and multiprocessors idle: each takes (1 + tile / side) of the time at
     full speed. Beside it some of the weight's own bytes: 2 an element read, and for the gradient
-    of the weight 8, an fp32 buffer read and written.
+    of the weight 8, an fp32 buffer read and written. `measured`, the user's own curve, knows what
+    small products leave idle; `speed` is then a share of it.
     """
     layout, machine, rates = setting.layout, setting.machine, setting.rates
     idle = 1 / larger(product.m, 1) + 1 / larger(product.n, 1) + 1 / larger(product.k, 1)
-    busy = product.flop / speed * (1 + rates.tile * idle)
+    if measured:
+        speed = speed * rate_at(measured, product.flop / larger(product.count, 1e-9))
+    busy = product.flop / speed * (1 if measured else 1 + rates.tile * idle)
     moved = rates.weight_traffic * product.count * product.n * product.k
     moved = moved / (machine.memory * rates.memory)
     faster = layout.eight * (machine.eight > 0)  # weights in int8: their forward's products
@@ -98,17 +102,20 @@ def _add(passes: list[Passes], factor: Number = 1.0) -> Passes:
 def block_products(setting: Setting) -> Passes:
     """Of attention, and of the feed-forward or the experts."""
     shape, layout, rates = setting.shape, setting.layout, setting.rates
-    speed = setting.machine.products * rates.products / rates.slowdown
-    attention = _add([multiply(p, speed, setting) for p in work.attention_products(shape, layout)])
+    own = setting.machine.own.products
+    speed = (1.0 if own else setting.machine.products) * rates.products / rates.slowdown
+    attention = _add(
+        [multiply(p, speed, setting, own) for p in work.attention_products(shape, layout)]
+    )
     plain = _add(
-        [multiply(p, speed, setting) for p in work.feed_products(shape, layout)], shape.plain
+        [multiply(p, speed, setting, own) for p in work.feed_products(shape, layout)], shape.plain
     )
     sparse = 1 - shape.plain
     shared = _add(
-        [multiply(p, speed, setting) for p in work.shared_products(shape, layout)], sparse
+        [multiply(p, speed, setting, own) for p in work.shared_products(shape, layout)], sparse
     )
     routed = _add(
-        [multiply(p, speed, setting) for p in work.expert_products(shape, layout)],
+        [multiply(p, speed, setting, own) for p in work.expert_products(shape, layout)],
         sparse * rates.grouped,
     )
     return _add([attention, plain, shared, routed])
@@ -123,6 +130,8 @@ def attend(setting: Setting) -> tuple[Number, Number]:
     shape, layout, machine, rates = setting
     found = work.attend(shape, layout)
     out = layout.written_out > 0
+    if machine.own.attention:
+        return _attend_as_measured(setting, found)
     narrow = where(out, 1.0, larger(128 / shape.key, 1) ** rates.narrow_head)
     narrow = narrow * where(out * (shape.key % 8 > 0), rates.misaligned, 1.0)
     narrow = narrow * (1 + rates.ring_attention * (1 - 1 / layout.cp))
@@ -134,6 +143,22 @@ def attend(setting: Setting) -> tuple[Number, Number]:
 
 # DoRA's sum W + s B A in fp32 is written, read and written with a 16-bit W added, and read
 MEASURED_BYTES = 4 + (4 + 2 + 4) + 4
+
+
+def _attend_as_measured(setting: Setting, found: work.Attention) -> tuple[Number, Number]:
+    """By the user's own curve, of heads of 64 elements, forward and backward together.
+
+    FLOP count as there: the half that causality leaves, of six products. The backward is as much
+    longer than the forward as elsewhere.
+    """
+    shape, layout, machine, rates = setting
+    out = layout.written_out > 0
+    flop = 3 * found.flop * where(out, 0.5, 1.0)
+    wider = larger(128 / shape.key, 1) ** rates.narrow_head / 2**rates.narrow_head
+    seconds = flop / rate_at(machine.own.attention, flop) * where(out, 1.0, wider)
+    seconds = seconds * (1 + rates.ring_attention * (1 - 1 / layout.cp))
+    back = where(out, 2.0, 2.75)
+    return seconds / (1 + back), seconds * back / (1 + back)
 
 
 class Around(NamedTuple):
@@ -190,7 +215,8 @@ def time_block(setting: Setting) -> Block:
     repeated = layout.repeated * (forward + inside + dispatch) + layout.selective * cheap
     entered = layout.entered
     again = (layout.repeated + layout.made_again * layout.selective + layout.references) / 3
-    host = rates.launch * where(layout.compiled > 0, 0.6, 1.0) * (1 + again)
+    launch = setting.machine.own.launch * OPERATIONS or rates.launch
+    host = launch * where(layout.compiled > 0, 0.6, 1.0) * (1 + again)
     host = host + (1 - shape.plain) * rates.expert_launch
     host = host * where(layout.tp > 1, 1 + rates.tensor_launch, 1.0)
     host = host * (1 + (1 - layout.trains) * rates.adapter_launch) + layout.update_launch
@@ -211,10 +237,11 @@ def time_head(setting: Setting) -> Number:
     shape, layout, machine, rates = setting
     tokens = work.tokens_of(layout)
     product = Product(tokens, shape.vocab / layout.tp, shape.hidden)
-    speed = machine.wide_products * rates.head / rates.slowdown
+    own = machine.own.wide
+    speed = (1.0 if own else machine.wide_products) * rates.head / rates.slowdown
     logits = 6 * layout.element * tokens * shape.vocab / layout.tp * rates.passes**0.5
     bandwidth = machine.memory * rates.memory
-    passes = multiply(product, speed, setting)
+    passes = multiply(product, speed, setting, own)
     more = layout.heads * (passes.forward + logits / 3 / bandwidth)
     return passes.all + (logits + layout.chunk_bytes) / bandwidth + more
 
@@ -247,11 +274,14 @@ def predict_step(setting: Setting) -> Parts:
     layout, rates = setting.layout, setting.rates
     block, head = time_block(setting), time_head(setting)
     busy = block.forward + block.backward + block.repeated + 2 * block.exposed
-    each = beside(busy, block.launched)
+    # a third of the launches are the forward's
+    there = beside(block.forward + block.exposed, block.launched / 3)
+    back = beside(busy - block.forward - block.exposed, block.launched * 2 / 3)
+    each = there + back
     stage = deal(setting, each, head)
     send = _send(setting)
     times = layout.accumulation
-    gathering = _gathering(setting, block.forward, each - block.forward)
+    gathering = _gathering(setting, there, back)
     waiting = waiting_seconds(layout.pp, layout.chunks, stage.longest, stage.mean, 0.0)
     bubble = layout.bubble * larger(waiting, 0)
     reducing = _reducing(setting, stage)
