@@ -56,6 +56,7 @@ LAYERS = [
         "step_trace",
         "curve",
         "calibrating",
+        "export",
         "api",
     },
     {"cli", "screens"},

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from memfit.accuracy_time import TimeAccuracy
     from memfit.catalog import CatalogModel
     from memfit.doctor import Diagnosis
+    from memfit.export import Export
     from memfit.formats import FormatRow
     from memfit.plan.budget import Budget
     from memfit.plan.compare import Comparison
@@ -205,6 +206,23 @@ def check_writable(folder: Path) -> None:
     from memfit import timeline_files
 
     timeline_files.check_writable(folder)
+
+
+def export(plan: Plan, target: str) -> Export:
+    """The plan as files of another tool; see `memfit.export`.
+
+    Raises UnknownName, and InvalidRequest where the tool cannot start the plan's mesh.
+    """
+    from memfit import export as exporting
+
+    return exporting.export(plan, target)
+
+
+def write_export(made: Export, folder: Path) -> list[Path]:
+    """Its files; InvalidRequest where one would replace what memfit has not written."""
+    from memfit import export as exporting
+
+    return exporting.write_export(made, folder)
 
 
 def write_timeline(recording: Path, certificate: Certificate, folder: Path) -> list[Path]:

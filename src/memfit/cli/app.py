@@ -32,6 +32,7 @@ VERBS = {
     "report": "running",
     "generate": "running",
     "merge": "running",
+    "export": "neighbours",
     "models": "looking",
     "devices": "looking",
     "networks": "looking",

@@ -1,0 +1,153 @@
+"""accelerate's launch configuration: processes, machines, FSDP or DeepSpeed, mixed precision."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any, ClassVar, final
+
+from memfit.export import Draft, Job, Target, exports
+from memfit.export._files import File
+from memfit.export._hf import FSDP_AXES, recomputes, write_precision, write_zero
+
+NAME = "accelerate.yaml"
+HF_STEPS = ("hf-trainer", "trl", "deepspeed")  # whose plans shard as accelerate's FSDP1
+SAYS = frozenset({
+    "precision", "parallel.zero", "parallel.reshard_after_forward", "offload",
+    "parallel.tp", "parallel.cp", "parallel.sequence_parallel",
+})  # fmt: skip
+
+
+@final
+class Accelerate(Target):
+    """What starts the processes; batch, optimizer and model are the script's."""
+
+    name = "accelerate"
+    title = "accelerate"
+    version = "1.15"
+    framework = ""
+    unknown = (
+        "the file says how a script is launched, and what it does is the script's;"
+        " `--to trl` writes both"
+    )
+    says: ClassVar = SAYS | {"recompute_blocks"}
+    axes: ClassVar = FSDP_AXES | {"tp", "cp"}
+
+    def draft(self, job: Job) -> Draft:
+        """See `Target.draft`."""
+        values, left = write_launch(job)
+        files = [File(name=NAME, data=values)]
+        if not shards(job) and job.recipe.recompute_blocks:
+            left["recompute_blocks"] = f"{job.recipe.recompute_blocks}: only FSDP wraps blocks"
+        if uses_deepspeed(job):
+            from memfit.export.deepspeed import NAME as JSON
+            from memfit.export.deepspeed import write_config
+
+            config, more = write_config(job)
+            files.append(File(name=JSON, data=config))
+            left |= more
+        return Draft(files=tuple(files), left=left, start=f"{launch(job)} train.py")
+
+
+def launch(job: Job) -> str:
+    """The command that starts every rank, without the script."""
+    words = ["accelerate", "launch", "--config_file", NAME]
+    if job.nodes > 1:
+        return f'{shlex.join(words)} --machine_rank "$RANK" --main_process_ip "$MASTER_ADDR"'
+    return shlex.join(words)
+
+
+def shards(job: Job) -> bool:
+    """Whether FSDP is what the file asks for."""
+    p = job.recipe.parallel
+    return not uses_deepspeed(job) and (p.dp_shard > 1 or p.tp > 1 or p.cp > 1)
+
+
+def uses_deepspeed(job: Job) -> bool:
+    """Whether the plan is of DeepSpeed's step."""
+    return job.recipe.framework == "deepspeed"
+
+
+def write_launch(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
+    """The file's keys, and what of the mesh they cannot say."""
+    recipe, p = job.recipe, job.recipe.parallel
+    precision, left = write_precision(recipe)
+    mixed = next((name for name, on in precision.items() if on), "no")
+    kind = "NO" if job.world == 1 else "MULTI_GPU"
+    if shards(job):
+        kind = "FSDP"
+    if uses_deepspeed(job):
+        kind = "DEEPSPEED"
+    values: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": kind,
+        "mixed_precision": mixed,
+        "num_machines": job.nodes,
+        "num_processes": job.world,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "use_cpu": job.device.is_cpu,
+    }
+    if recipe.precision == "bf16":
+        left["precision"] = "bf16 without autocast: the script loads its weights in bfloat16"
+    if job.nodes > 1:
+        values |= {"main_process_port": 29500, "rdzv_backend": "static"}  # the address: `launch`
+    if kind == "DEEPSPEED":
+        from memfit.export.deepspeed import NAME as JSON
+
+        del values["mixed_precision"]  # accelerate refuses it beside a file that says it
+        values["deepspeed_config"] = {
+            "deepspeed_config_file": JSON, "zero3_init_flag": p.zero == 3,
+        }  # fmt: skip
+        left.pop("precision", None)
+        return values, left
+    if kind == "FSDP":
+        values["fsdp_config"], more = _fsdp(job)
+        left |= more
+        if values["fsdp_config"]["fsdp_version"] == 2:
+            values["parallelism_config"] = {
+                "parallelism_config_dp_replicate_size": p.dp_replicate,
+                "parallelism_config_dp_shard_size": p.dp_shard,
+                "parallelism_config_tp_size": p.tp,
+                "parallelism_config_cp_size": p.cp,
+            }
+    elif recipe.offload != "none":
+        left["offload"] = f"{recipe.offload}: of FSDP alone"
+    return values, left
+
+
+def _fsdp(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
+    recipe, p = job.recipe, job.recipe.parallel
+    version = 1 if recipe.framework in HF_STEPS and p.tp == p.cp == 1 else 2
+    whole = p.zero == 3 and p.reshard_after_forward
+    left = write_zero(job)
+    policy: bool | str = whole
+    if version == 1:
+        policy = "FULL_SHARD" if whole else "SHARD_GRAD_OP"
+        if p.dp_replicate > 1:
+            policy = "HYBRID_SHARD" if whole else "HYBRID_SHARD_ZERO2"
+    if p.zero == 3 and not p.reshard_after_forward:
+        left["parallel.zero"] = "3 without resharding is FSDP's 2: weights stay after the forward"
+    if p.zero < 3 and p.reshard_after_forward:
+        left["parallel.reshard_after_forward"] = f"true: of `zero: 3`, not {p.zero}"
+    again, more = recomputes(job)
+    left |= more
+    if recipe.offload not in ("none", "parameters"):
+        left["offload"] = f"{recipe.offload}: FSDP offloads parameters with states, or nothing"
+    if p.tp > 1 and p.sequence_parallel:
+        left["parallel.sequence_parallel"] = "true: the model's own plan of tp decides"
+    values = {
+        "fsdp_version": version,
+        "fsdp_reshard_after_forward": policy,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_activation_checkpointing": again,
+        "fsdp_offload_params": recipe.offload == "parameters",
+        "fsdp_cpu_ram_efficient_loading": recipe.base_format not in ("nf4", "fp4", "int8"),
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    }
+    if version == 1:
+        values["fsdp_use_orig_params"] = recipe.method == "lora"
+        values["fsdp_sync_module_states"] = values["fsdp_cpu_ram_efficient_loading"]
+    return values, left
+
+
+exports.register("accelerate")(Accelerate())

@@ -1,0 +1,199 @@
+"""axolotl's YAML."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, final
+
+from memfit.export import Draft, Job, Target, exports
+from memfit.export._files import File
+from memfit.export._hf import (
+    FOUR_BIT,
+    FSDP_AXES,
+    MODEL_SAYS,
+    QUANTISED,
+    TRAINER_SAYS,
+    doubles_scales,
+    find_attention,
+    recomputes,
+    says_method,
+    write_adapter_kind,
+    write_optimizer,
+    write_precision,
+    write_zero,
+)
+from memfit.export._peak import Peak, predict_there, unknown
+from memfit.recipe import ADAPTED
+
+NAME = "axolotl.yaml"
+OWN_OPTIMIZERS = {
+    "adamw8bit": "ao_adamw_8bit", "adamw4bit": "ao_adamw_4bit", "adamwfp8": "ao_adamw_fp8",
+}  # fmt: skip
+
+
+@final
+class Axolotl(Target):
+    """`axolotl train axolotl.yaml`."""
+
+    name = "axolotl"
+    title = "axolotl"
+    version = "0.19"
+    framework = "hf-trainer"  # which axolotl builds on
+    says: ClassVar = (
+        TRAINER_SAYS | MODEL_SAYS | {"objective", "offload", "parallel.tp", "parallel.cp"}
+    ) - {"options.double_quantisation", "quantisation.double"}
+    axes: ClassVar = FSDP_AXES | {"tp", "cp"}
+
+    def draft(self, job: Job) -> Draft:
+        """See `Target.draft`."""
+        values, left, becomes = write_config(job)
+        files = [File(name=NAME, data=values)]
+        if job.recipe.framework == "deepspeed":
+            from memfit.export.deepspeed import NAME as JSON
+            from memfit.export.deepspeed import write_config as write_json
+
+            config, more = write_json(job)
+            left |= more
+            del config["optimizer"]
+            config.pop("scheduler", None)
+            files.append(File(name=JSON, data=config))
+        start = f"axolotl train {NAME}"
+        if job.nodes > 1:
+            start += (
+                f" --launcher torchrun -- --nnodes {job.nodes} --nproc_per_node {job.per_node}"
+                ' --rdzv_backend c10d --rdzv_endpoint "$MASTER_ADDR:29500"'
+            )
+        return Draft(files=tuple(files), left=left, start=start, becomes=becomes)
+
+    def find_peak(self, job: Job, draft: Draft) -> Peak:
+        """See `Target.find_peak`."""
+        p = job.recipe.parallel
+        if job.recipe.framework == "deepspeed":
+            left = frozenset(draft.left)
+            return predict_there(job.plan, "deepspeed", "", left, draft.becomes)
+        if p.dp_shard > 1 or p.tp > 1 or p.cp > 1:
+            return unknown("accelerate's FSDP2, which axolotl shards with, is not described")
+        return super().find_peak(job, draft)
+
+
+def write_config(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+    """The file's keys, what they cannot say, and what then happens."""
+    recipe = job.recipe
+    optimizer, left = write_optimizer(recipe)
+    attention, kernel = find_attention(recipe)
+    again, blocks = recomputes(job)
+    precision, more = write_precision(recipe)
+    left |= kernel | blocks | more | says_method(recipe, ("full", *ADAPTED))
+    becomes = _weights_as_computed(recipe, precision, left)
+    if job.own and recipe.optimizer.name in OWN_OPTIMIZERS:
+        optimizer["optim"] = OWN_OPTIMIZERS[recipe.optimizer.name]
+        left.pop("optimizer.name", None)
+    if job.own and recipe.weights == "random":
+        left["weights"] = "random: axolotl loads a model's weights"
+    kind = "completion" if recipe.objective == "pretrain" else "chat_template"
+    values: dict[str, Any] = {
+        "base_model": job.weights,
+        **_adapter(recipe, left),
+        "datasets": [{"path": job.data, "type": kind}],
+        "sequence_len": recipe.sequence_length,
+        "sample_packing": recipe.packing,
+        "pad_to_sequence_len": recipe.packing,
+        "micro_batch_size": recipe.micro_batch,
+        "gradient_accumulation_steps": recipe.accumulation,
+        "max_steps": recipe.steps,
+        "seed": recipe.seed,
+        "optimizer": optimizer.pop("optim"),
+        "lr_scheduler": optimizer.pop("lr_scheduler_type"),
+        **optimizer,
+        **precision,
+        "gradient_checkpointing": again,
+        "attn_implementation": attention,
+        **_mesh(job, left),
+        "output_dir": "outputs",
+    }
+    return values, left, becomes
+
+
+def _weights_as_computed(
+    recipe: Any, precision: dict[str, Any], left: dict[str, str]
+) -> dict[str, Any]:
+    """`bf16: true` loads weights in bfloat16 too (utils/config, torch_dtype), with autocast."""
+    if recipe.method in ADAPTED:
+        if recipe.base_format in ("fp32", "bf16", "fp16"):
+            loaded = {"bf16-mixed": "bf16", "bf16": "bf16", "fp16-mixed": "fp16"}
+            if recipe.base_format != loaded.get(recipe.precision, "fp32"):
+                left["base_format"] = f"{recipe.base_format}: weights are of the computed dtype"
+                return {"base_format": loaded.get(recipe.precision, "fp32")}
+        if recipe.precision == "bf16":
+            precision["bf16"] = True
+            left["precision"] = "bf16: adapters are fp32 here, under autocast"
+            return {"precision": "bf16-mixed"}
+        return {}
+    if recipe.precision == "bf16":
+        precision["bf16"] = True
+    if recipe.precision in ("bf16-mixed", "fp16-mixed") and recipe.framework != "deepspeed":
+        left["precision"] = f"{recipe.precision}: weights are loaded in 16 bits, not in fp32"
+        return {"precision": recipe.precision.removesuffix("-mixed")}
+    return {}
+
+
+def _adapter(recipe: Any, left: dict[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    if recipe.base_format in FOUR_BIT:
+        values["load_in_4bit"] = True
+        if recipe.base_format != "nf4":
+            left["base_format"] = f"{recipe.base_format}: axolotl's 4 bits are nf4"
+        if not doubles_scales(recipe):
+            left["options.double_quantisation"] = "false: axolotl quantises the scales, too"
+    elif recipe.base_format == "int8":
+        values["load_in_8bit"] = True
+    if recipe.method in ADAPTED:
+        targets = list(recipe.lora.targets)
+        values |= {
+            "adapter": "qlora" if recipe.base_format in FOUR_BIT else "lora",
+            "lora_r": recipe.lora.rank,
+            "lora_alpha": int(recipe.lora.alpha),
+            "lora_dropout": recipe.lora.dropout,
+            **write_adapter_kind(recipe, "peft_"),
+        }
+        if recipe.lora.alpha != int(recipe.lora.alpha):
+            left["lora.alpha"] = f"{recipe.lora.alpha}: a whole number here"
+        if targets == ["all-linear"]:
+            values["lora_target_linear"] = True
+        else:
+            values["lora_target_modules"] = targets
+        if recipe.base_format == "int4":
+            left["base_format"] = "int4: a model of GPTQ is named, not quantised"
+    return values
+
+
+def _mesh(job: Job, left: dict[str, str]) -> dict[str, Any]:
+    recipe, p = job.recipe, job.recipe.parallel
+    if recipe.framework == "deepspeed":
+        return {"deepspeed": "deepspeed.json"}
+    sharded = p.dp_shard > 1 or p.tp > 1 or p.cp > 1
+    if recipe.offload != "none" and (recipe.offload != "parameters" or not sharded):
+        left["offload"] = f"{recipe.offload}: FSDP offloads parameters with states, or nothing"
+    if not sharded:
+        return {}
+    left |= write_zero(job)
+    if p.zero == 3 and not p.reshard_after_forward:
+        left["parallel.zero"] = "3 without resharding is FSDP's 2: weights stay after the forward"
+    if p.zero < 3 and p.reshard_after_forward:
+        left["parallel.reshard_after_forward"] = f"true: of `zero: 3`, not {p.zero}"
+    return {
+        "fsdp_version": 2,
+        "fsdp_config": {
+            "reshard_after_forward": p.zero == 3 and p.reshard_after_forward,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "state_dict_type": "FULL_STATE_DICT",
+            "offload_params": recipe.offload == "parameters",
+            "cpu_ram_efficient_loading": recipe.base_format not in QUANTISED,
+        },
+        "dp_replicate_size": p.dp_replicate,
+        "dp_shard_size": p.dp_shard,
+        "tensor_parallel_size": p.tp,
+        "context_parallel_size": p.cp,
+    }
+
+
+exports.register("axolotl")(Axolotl())

@@ -1,0 +1,151 @@
+"""LLaMA-Factory's YAML."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, final
+
+from memfit.export import Draft, Job, Target, exports
+from memfit.export._files import File
+from memfit.export._hf import (
+    FOUR_BIT,
+    FSDP_AXES,
+    MODEL_SAYS,
+    TRAINER_SAYS,
+    doubles_scales,
+    find_attention,
+    recomputes,
+    says_method,
+    write_adapter_kind,
+    write_optimizer,
+    write_precision,
+    write_steps,
+)
+from memfit.export._peak import Peak, predict_there
+from memfit.export.accelerate import NAME as LAUNCH
+from memfit.export.accelerate import launch, shards, uses_deepspeed, write_launch
+from memfit.recipe import ADAPTED
+
+NAME = "llamafactory.yaml"
+KERNELS = {"sdpa": "sdpa", "flash_attention_2": "fa2", "eager": "disabled"}
+
+
+@final
+class LlamaFactory(Target):
+    """`llamafactory-cli train llamafactory.yaml`."""
+
+    name = "llamafactory"
+    title = "LLaMA-Factory"
+    version = "0.9.5"
+    framework = "hf-trainer"  # which LLaMA-Factory builds on
+    says: ClassVar = TRAINER_SAYS | MODEL_SAYS | {"objective", "offload", "freeze.last_blocks"}
+    axes: ClassVar = FSDP_AXES
+
+    def draft(self, job: Job) -> Draft:
+        """See `Target.draft`."""
+        values, left, becomes = write_arguments(job)
+        files, start = [], f"llamafactory-cli train {NAME}"
+        if uses_deepspeed(job):
+            from memfit.export.deepspeed import NAME as JSON
+            from memfit.export.deepspeed import write_config
+
+            config, more = write_config(job)
+            left |= more
+            del config["optimizer"]
+            config.pop("scheduler", None)
+            values["deepspeed"] = JSON
+            files.append(File(name=JSON, data=config))
+            start = f"FORCE_TORCHRUN=1 {start}"
+        elif job.world > 1:
+            config, more = write_launch(job)
+            left |= more
+            files.append(File(name=LAUNCH, data=config))
+            start = f"{launch(job)} src/train.py {NAME}"
+        elif job.recipe.offload != "none":
+            left["offload"] = f"{job.recipe.offload}: of FSDP or DeepSpeed"
+        files.insert(0, File(name=NAME, data=values))
+        return Draft(files=tuple(files), left=left, start=start, becomes=becomes)
+
+    def find_peak(self, job: Job, draft: Draft) -> Peak:
+        """See `Target.find_peak`."""
+        name = "deepspeed" if uses_deepspeed(job) else self.framework
+        return predict_there(job.plan, name, "", frozenset(draft.left), draft.becomes)
+
+
+def write_arguments(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+    """The file's keys, what they cannot say, and what then happens."""
+    recipe = job.recipe
+    optimizer, left = write_optimizer(recipe)
+    attention, kernel = find_attention(recipe)
+    again, blocks = recomputes(job)
+    precision, more = write_precision(recipe)
+    left |= kernel | blocks | more | says_method(recipe, ("full", *ADAPTED, "freeze"))
+    if job.own and recipe.weights == "random":
+        left["weights"] = "random: LLaMA-Factory loads a model's weights"
+    if recipe.precision == "bf16":
+        precision["pure_bf16"] = True
+    becomes: dict[str, Any] = {}
+    loaded = {"bf16-mixed": "bf16", "bf16": "bf16", "fp16-mixed": "fp16"}.get(recipe.precision)
+    if recipe.method in ADAPTED and recipe.base_format in ("fp32", "bf16", "fp16"):
+        becomes = {"base_format": loaded or "fp32"}
+        if recipe.base_format != becomes["base_format"]:
+            left["base_format"] = f"{recipe.base_format}: weights are of the computed dtype"
+        else:
+            becomes = {}
+    values: dict[str, Any] = {
+        "model_name_or_path": job.weights,
+        "flash_attn": KERNELS[attention],
+        "stage": "pt" if recipe.objective == "pretrain" else "sft",
+        "do_train": True,
+        **_method(recipe, left, becomes),
+        "disable_gradient_checkpointing": not again or shards(job),
+        "dataset": job.data,
+        "template": "default",
+        "cutoff_len": recipe.sequence_length,
+        "packing": recipe.packing,
+        "neat_packing": recipe.packing and recipe.objective == "sft",
+        **write_steps(recipe),
+        **optimizer,
+        **precision,
+        "output_dir": "outputs",
+        "report_to": "none",
+    }
+    return values, left, becomes
+
+
+def _method(recipe: Any, left: dict[str, str], becomes: dict[str, Any]) -> dict[str, Any]:
+    kind = "lora" if recipe.method in ADAPTED else recipe.method
+    if kind not in ("lora", "freeze"):
+        kind = "full"
+    values: dict[str, Any] = {
+        "finetuning_type": kind,
+    }
+    if recipe.method == "freeze":
+        values["freeze_trainable_layers"] = recipe.freeze.last_blocks
+        values["freeze_extra_modules"] = "norm,lm_head"
+        if recipe.freeze.patterns:
+            left["freeze.patterns"] = f"{list(recipe.freeze.patterns)}: whole blocks are named"
+    if recipe.method in ADAPTED:
+        targets = list(recipe.lora.targets)
+        values |= {
+            "lora_rank": recipe.lora.rank,
+            "lora_alpha": int(recipe.lora.alpha),
+            "lora_dropout": recipe.lora.dropout,
+            **write_adapter_kind(recipe),
+            "lora_target": "all" if targets == ["all-linear"] else ",".join(targets),
+        }
+        if recipe.lora.alpha != int(recipe.lora.alpha):
+            left["lora.alpha"] = f"{recipe.lora.alpha}: a whole number here"
+    if recipe.base_format in (*FOUR_BIT, "int8"):
+        values["quantization_bit"] = 8 if recipe.base_format == "int8" else 4
+        values["quantization_method"] = "bnb"
+        if recipe.options.get("prepare_kbit"):
+            becomes["options.prepare_kbit"] = False  # LLaMA-Factory casts nothing up
+    if recipe.base_format in FOUR_BIT:
+        values["quantization_type"] = recipe.base_format
+        values["double_quantization"] = doubles_scales(recipe)
+    if recipe.base_format == "int4":
+        left["base_format"] = "int4: a model of GPTQ is named, not quantised"
+    return values
+
+
+exports.register("llamafactory")(LlamaFactory())

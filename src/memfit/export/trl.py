@@ -1,0 +1,149 @@
+"""TRL's `sft`: its own arguments, the Trainer's, and accelerate's launch file beside them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, final
+
+from memfit.export import Draft, Job, Target, exports
+from memfit.export._files import File
+from memfit.export._hf import (
+    DTYPES,
+    FOUR_BIT,
+    FSDP_AXES,
+    MODEL_SAYS,
+    QUANTISED,
+    TRAINER_SAYS,
+    doubles_scales,
+    find_attention,
+    recomputes,
+    says_method,
+    weights_dtype,
+    write_adapter_kind,
+    write_optimizer,
+    write_precision,
+    write_steps,
+)
+from memfit.export._peak import Peak, planned, unknown
+from memfit.export.accelerate import NAME as LAUNCH
+from memfit.export.accelerate import launch, shards, uses_deepspeed, write_launch
+from memfit.recipe import ADAPTED
+
+NAME = "trl.yaml"
+LOSS = (
+    "TRL makes its loss from tiles of the logits since 1.0, and memfit describes the step of 0.29"
+)
+
+
+@final
+class Trl(Target):
+    """Arguments of `trl sft` (SFTConfig, ModelConfig, ScriptArguments)."""
+
+    name = "trl"
+    title = "TRL"
+    version = "1.16"
+    unknown = LOSS
+    says: ClassVar = TRAINER_SAYS | MODEL_SAYS | {"objective", "offload", "freeze"}
+    axes: ClassVar = FSDP_AXES
+
+    def draft(self, job: Job) -> Draft:
+        """See `Target.draft`."""
+        recipe = job.recipe
+        values, left = write_arguments(job)
+        if recipe.objective != "sft":
+            left["objective"] = f"{recipe.objective}: `trl sft` trains on text, or on answers"
+        files, start = [File(name=NAME, data=values)], f"trl sft --config {NAME}"
+        if job.world > 1:
+            config, more = write_launch(job)
+            left |= more
+            files.append(File(name=LAUNCH, data=config))
+            start = f"{launch(job)} -m trl.scripts.sft --config {NAME}"
+            if uses_deepspeed(job):
+                files.append(_deepspeed(job, left))
+        elif recipe.offload != "none":
+            left["offload"] = f"{recipe.offload}: of FSDP alone"
+        return Draft(files=tuple(files), left=left, start=start)
+
+    def find_peak(self, job: Job, draft: Draft) -> Peak:
+        """See `Target.find_peak`: of a plan of TRL's older step, that step's, and it says so."""
+        if job.recipe.framework != self.name:
+            return unknown(self.unknown)
+        before = planned(job.plan)
+        if before.peak_allocated is None:
+            return before
+        return unknown(f"{LOSS}, whose peak would be {before.words}")
+
+
+def _deepspeed(job: Job, left: dict[str, str]) -> File:
+    from memfit.export.deepspeed import NAME as JSON
+    from memfit.export.deepspeed import write_config
+
+    config, more = write_config(job)
+    left |= more
+    # the Trainer fills these in from its own arguments
+    del config["optimizer"]
+    config.pop("scheduler", None)
+    return File(name=JSON, data=config)
+
+
+def write_arguments(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
+    """The file's keys, and what they cannot say."""
+    recipe = job.recipe
+    precision, left = write_precision(recipe)
+    optimizer, more = write_optimizer(recipe)
+    again, blocks = recomputes(job)
+    attention, kernel = find_attention(recipe)
+    left |= more | blocks | kernel | says_method(recipe, ("full", *ADAPTED))
+    if job.own and recipe.weights == "random":
+        left["weights"] = "random: TRL loads a model's weights"
+    dtype = weights_dtype(recipe)
+    values: dict[str, Any] = {
+        "model_name_or_path": job.weights,
+        "dtype": dtype,
+        "attn_implementation": attention,
+        "dataset_name": job.data,
+        "max_length": recipe.sequence_length,
+        "packing": recipe.packing,
+        **write_steps(recipe),
+        "gradient_checkpointing": again and not shards(job),
+        **precision,
+        **optimizer,
+        **_adapter(recipe, left),
+        "output_dir": "outputs",
+        "report_to": "none",
+    }
+    return values, left
+
+
+def _adapter(recipe: Any, left: dict[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    if recipe.method in ADAPTED:
+        targets = list(recipe.lora.targets)
+        values |= {
+            "use_peft": True,
+            "lora_r": recipe.lora.rank,
+            "lora_alpha": _whole(recipe.lora.alpha, left),
+            "lora_dropout": recipe.lora.dropout,
+            **write_adapter_kind(recipe),
+            "lora_target_modules": targets[0] if targets == ["all-linear"] else targets,
+        }
+    if recipe.base_format in FOUR_BIT:
+        values |= {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": recipe.base_format,
+            "use_bnb_nested_quant": doubles_scales(recipe),
+        }
+    elif recipe.base_format == "int8":
+        values["load_in_8bit"] = True
+    elif recipe.method in ADAPTED and recipe.base_format not in (*DTYPES, *QUANTISED):
+        left["base_format"] = f"{recipe.base_format}: TRL has bitsandbytes' 4 and 8 bits"
+    return values
+
+
+def _whole(alpha: float, left: dict[str, str]) -> int:
+    """TRL reads alpha as a whole number."""
+    if alpha != int(alpha):
+        left["lora.alpha"] = f"{alpha}: a whole number here"
+    return int(alpha)
+
+
+exports.register("trl")(Trl())

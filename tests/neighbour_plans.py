@@ -1,0 +1,79 @@
+"""Plans that span what exports have to say: methods, quantised bases, meshes, recomputing."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from memfit import api
+from memfit.nouns import from_data
+from memfit.request import Request
+from memfit.results import Plan
+
+LLAMA = {"model": "llama-3.1-8b", "task": {"sequence_length": 4096, "steps": 100}}
+SMALL = {"model": "qwen3-0.6b", "task": {"sequence_length": 1024, "steps": 100}}
+H100 = {"device": "h100-sxm", "count": 8}
+LORA = {"method": "lora", "lora": {"rank": 8, "alpha": 16, "dropout": 0.05}}
+QLORA = {**LORA, "base_format": "nf4", "lora": {"rank": 8, "targets": ["all-linear"]}}
+REQUESTS: dict[str, dict[str, Any]] = {
+    "own-full": {**SMALL, "method": "full", "hardware": {"device": "h100-sxm"}},
+    "own-lora": {**LLAMA, **LORA, "hardware": {"device": "rtx-4090"}, "precision": "bf16"},
+    "own-qlora": {
+        **LLAMA, "method": "lora", "lora": {"targets": "all-linear"}, "base_format": "nf4",
+        "hardware": {"device": "rtx-4090"}, "quantisation": {"double": True},
+    },
+    "own-freeze": {
+        **SMALL, "method": "freeze", "freeze": {"last_blocks": 2},
+        "hardware": {"device": "h100-sxm"},
+    },
+    "hf-full-recompute": {
+        **SMALL, "framework": "hf-trainer", "recompute": "full", "micro_batch": 2,
+        "hardware": {"device": "h100-sxm"},
+    },
+    "hf-lora-ddp": {**LLAMA, **LORA, "framework": "hf-trainer", "hardware": H100,
+                    "parallel": {"dp_replicate": 8}},
+    "hf-qlora": {**LLAMA, **QLORA, "framework": "hf-trainer", "hardware": {"device": "rtx-4090"},
+                 "options": {"double_quantisation": True},
+                 "optimizer": {"name": "adamw8bit", "warmup_steps": 10}},
+    "hf-lora-fsdp": {**LLAMA, **LORA, "framework": "hf-trainer", "hardware": H100,
+                     "parallel": {"dp_shard": 8}, "recompute": "full"},
+    "trl-qlora": {**LLAMA, **QLORA, "framework": "trl", "hardware": {"device": "h100-sxm"},
+                  "task": {"objective": "sft", "sequence_length": 2048, "steps": 50}},
+    "trl-full-fsdp": {**LLAMA, "framework": "trl", "hardware": H100, "precision": "bf16",
+                      "parallel": {"dp_shard": 8}},
+    "deepspeed-zero2": {**LLAMA, "framework": "deepspeed", "hardware": H100,
+                        "parallel": {"dp_shard": 8, "zero": 2}},
+    "deepspeed-zero3": {
+        **LLAMA, "framework": "deepspeed", "hardware": {**H100, "nodes": 2},
+        "parallel": {"dp_shard": 16}, "recompute": "full", "task": {"global_batch": 32},
+    },
+    "torchtitan-fsdp": {**LLAMA, "framework": "torchtitan", "hardware": H100,
+                        "parallel": {"dp_shard": 8}, "compile": "blocks"},
+    "torchtitan-3d": {
+        **LLAMA, "framework": "torchtitan", "hardware": {**H100, "nodes": 2}, "recompute": "full",
+        "parallel": {"dp_shard": 4, "tp": 2, "sequence_parallel": True, "pp": 2},
+        "task": {"sequence_length": 8192, "global_batch": 64},
+    },
+    "megatron-3d": {
+        **LLAMA, "framework": "megatron", "hardware": {**H100, "nodes": 2}, "recompute": "full",
+        "parallel": {"dp_shard": 4, "zero": 1, "tp": 2, "sequence_parallel": True, "pp": 2},
+        "task": {"global_batch": 64}, "options": {"overlap_grad_reduce": True},
+    },
+    "megatron-experts": {
+        "model": "mixtral-8x7b", "framework": "megatron", "hardware": {**H100, "nodes": 2},
+        "recompute": "selective", "task": {"sequence_length": 4096, "global_batch": 64},
+        "parallel": {"dp_shard": 4, "zero": 1, "tp": 2, "sequence_parallel": True, "pp": 2,
+                     "virtual_pp": 2, "ep": 4},
+    },
+}  # fmt: skip
+
+
+def find_request(name: str) -> Request:
+    return from_data(REQUESTS[name], Request, where=name)
+
+
+@cache
+def find_plan(name: str) -> Plan:
+    request = find_request(name)
+    own = request.framework == "memfit"
+    return api.plan(request) if own else api.predict(request)

@@ -1,0 +1,324 @@
+"""Plans as other tools' files: nothing is dropped, figures are of the tool's own step."""
+
+import json
+import shlex
+import subprocess
+from typing import Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+from ruamel.yaml import YAML
+
+import neighbour_plans
+from memfit import api
+from memfit.cli.app import app, run
+from memfit.errors import InvalidRequest, UnknownName
+from memfit.export import exports, find_target
+from memfit.export._peak import restate
+from memfit.nouns import from_data, to_data
+from memfit.plan.frameworks import find_framework
+from memfit.recipe import Recipe
+
+TARGETS = exports.names()
+PLANS = list(neighbour_plans.REQUESTS)
+FOREIGN = [name for name in PLANS if not name.startswith("own")]
+SCHEDULERS = ("slurm", "skypilot", "dstack", "k8s", "ray")
+TRAINERS = [name for name in TARGETS if name not in SCHEDULERS]
+
+# another value of each key of a recipe; lists and numbers that no plan above has
+OTHER = {
+    "weights": {"random": "pretrained", "pretrained": "random"},
+    "objective": {"pretrain": "sft", "sft": "pretrain"},
+    "base_format": {"nf4": "int8", "bf16": "fp32", "fp32": "bf16"},
+    "precision": {"bf16": "bf16-mixed", "bf16-mixed": "fp16-mixed"},
+    "attention": {"flash": "efficient", "efficient": "flash"},
+    "loss": {"plain": "chunked", "chunked": "plain"},
+    "compile": {"none": "blocks", "blocks": "none"},
+    "offload": {"none": "optimizer"},
+    "allocator": {"": "expandable_segments:True"},
+    "optimizer.name": {"adamw": "sgd", "adamw8bit": "adamw"},
+    "optimizer.implementation": {"fused": "foreach", "foreach": "fused"},
+    "optimizer.schedule": {"cosine": "linear", "linear": "cosine"},
+}
+# knobs without an effect in this plan: of experts that a model has not, of another recomputing
+INERT = {
+    ("megatron-3d", "megatron"): {
+        "options.moe_router_topk", "options.moe_ffn_hidden_size", "options.moe_grouped_gemm",
+        "options.moe_shared_expert_intermediate_size", "options.moe_token_dispatcher_type",
+        "options.recompute_modules", "options.fp8_recipe", "options.cp_comm_type",
+        "options.untie_embeddings_and_output_weights", "options.disable_bias_linear",
+    }
+}  # fmt: skip
+LATER = ("schema", "framework", "model", "device", "devices_per_node", "network", "recompute")
+
+
+def keys(recipe):
+    """Every dotted key that an effect of its own can be expected of, with another value."""
+    for name, value in to_data(recipe).items():
+        if name in LATER:
+            continue
+        for key, inner in ({name: value} if not isinstance(value, dict) else value).items():
+            dotted = name if not isinstance(value, dict) else f"{name}.{key}"
+            if not counts(recipe, dotted):
+                continue
+            yield dotted, another(dotted, inner, recipe)
+
+
+def counts(recipe, key):
+    group, _, name = key.partition(".")
+    if group in ("lora", "freeze"):
+        return recipe.method == group
+    if group == "parallel":
+        return recipe.parallel.world > 1 and name in ("zero", "reshard_after_forward")
+    if key in ("base_format", "method"):
+        return recipe.method == "lora" and key == "base_format"
+    if key == "weights":
+        return recipe.framework == "memfit"  # others' plans are of no weights
+    if group == "quantisation":
+        return recipe.framework == "memfit" and recipe.base_format == "nf4"
+    if key == "options.double_quantisation":
+        return recipe.base_format in ("nf4", "fp4")
+    if key == "options.pipeline_schedule":
+        return recipe.parallel.pp > 1
+    if key == "loss_chunk":
+        return recipe.loss == "chunked"
+    return key != "optimizer.momentum"
+
+
+def another(key, value, recipe):
+    group, _, name = key.partition(".")
+    if key in OTHER:
+        return OTHER[key][value]
+    if group == "options":
+        values = find_framework(recipe.framework).knobs[name].values
+        others = [one for one in values if one != value]
+        if others:
+            return others[-1]
+    if key == "recompute_blocks":
+        return 0 if value else 16
+    if key == "parallel.zero":
+        return 2 if value == 3 else 3
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1 if value >= 1 or value == 0 else value / 2
+    if allowed := literals(key):
+        others = [one for one in allowed if one != value and one not in value]
+        return others[0] if isinstance(value, str) else [*value, others[0]]
+    if isinstance(value, list | tuple):
+        return [*value[:1], "o_proj"]
+    return f"{value}x"
+
+
+def literals(key):
+    """The words that a key may have, or its items; () where any are allowed."""
+    kind = Recipe
+    for part in key.split("."):
+        if not hasattr(kind, "__struct_fields__"):
+            return ()
+        kind = get_type_hints(kind)[part]
+    for one in (kind, *get_args(kind)):
+        if get_origin(one) is Literal:
+            return get_args(one)
+    return ()
+
+
+def change(plan, key, value):
+    data = to_data(plan.recipe)
+    group, _, name = key.partition(".")
+    if name:
+        data[group][name] = value
+    else:
+        data[group] = value
+    return replace(plan, recipe=from_data(data, Recipe, where="a test"))
+
+
+def body(made):
+    """What the files say without their heads, and what is said to be left out."""
+    lines = {}
+    for name, text in made.files.items():
+        if name.endswith(".json"):
+            lines[name] = {k: v for k, v in json.loads(text).items() if k != "memfit"}
+        else:
+            lines[name] = [line for line in text.splitlines() if not line.startswith("# ")]
+    return lines, made.left_out
+
+
+def export_or_none(plan, target):
+    try:
+        return api.export(plan, target)
+    except InvalidRequest:
+        return None
+
+
+@pytest.mark.parametrize("target", TRAINERS)
+@pytest.mark.parametrize("name", ["own-lora", "own-qlora", "hf-qlora", "trl-full-fsdp",
+                                  "deepspeed-zero3", "torchtitan-fsdp", "megatron-3d"])  # fmt: skip
+def test_every_key_is_said_or_listed(target, name):
+    plan = neighbour_plans.find_plan(name)
+    before = export_or_none(plan, target)
+    if before is None:
+        pytest.skip("refused: see test_axes_that_a_target_lacks_are_refused")
+    dropped = []
+    for key, value in keys(plan.recipe):
+        after = export_or_none(change(plan, key, value), target)
+        if after is not None and body(after) == body(before):
+            dropped.append(key)
+    assert set(dropped) <= INERT.get((name, target), set())
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_plan_restated_is_the_same_recipe(name):
+    plan = neighbour_plans.find_plan(name)
+    again = api.predict(restate(plan, plan.recipe.framework, frozenset()))
+    assert again.recipe_digest == plan.recipe_digest
+    assert again.memory.peak_allocated == plan.memory.peak_allocated
+
+
+@pytest.mark.parametrize(("name", "target"), [
+    ("deepspeed-zero2", "deepspeed"), ("torchtitan-3d", "torchtitan"),
+    ("megatron-experts", "megatron"), ("megatron-3d", "slurm"), ("own-full", "k8s"),
+])  # fmt: skip
+def test_the_peak_of_a_plans_own_framework_is_the_plans(name, target):
+    plan = neighbour_plans.find_plan(name)
+    made = api.export(plan, target)
+    assert made.peak.peak_allocated == plan.memory.peak_allocated
+    assert made.peak.device_total == plan.memory.device_total
+
+
+def test_the_peak_is_of_what_the_tool_does():
+    """axolotl loads weights in bf16: of full training in bf16-mixed, its peak is bf16's."""
+    plan = neighbour_plans.find_plan("hf-full-recompute")
+    low = replace(neighbour_plans.find_request("hf-full-recompute"), precision="bf16")
+    made = api.export(plan, "axolotl")
+    assert "precision" in made.left_out
+    assert made.peak.peak_allocated == api.predict(low).memory.peak_allocated
+    assert made.peak.peak_allocated < plan.memory.peak_allocated
+
+
+@pytest.mark.parametrize(("name", "target", "why"), [
+    ("trl-qlora", "trl", "tiles of the logits"),
+    ("own-freeze", "axolotl", "`method: freeze` is not described"),
+    ("torchtitan-fsdp", "axolotl", "FSDP2"),
+    ("own-full", "accelerate", "the script's"),
+])  # fmt: skip
+def test_what_is_not_described_is_unknown(name, target, why):
+    peak = api.export(neighbour_plans.find_plan(name), target).peak
+    assert peak.peak_allocated is None
+    assert why in peak.words
+
+
+@pytest.mark.parametrize(("name", "target", "key"), [
+    ("megatron-3d", "trl", "parallel.tp"), ("torchtitan-3d", "accelerate", "parallel.pp"),
+    ("megatron-experts", "torchtitan", "parallel.ep"),
+])  # fmt: skip
+def test_axes_that_a_target_lacks_are_refused(name, target, key):
+    with pytest.raises(InvalidRequest, match=key):
+        api.export(neighbour_plans.find_plan(name), target)
+
+
+def test_a_model_without_a_configuration_in_torchtitan_is_refused():
+    plan = neighbour_plans.find_plan("megatron-experts")
+    flat = replace(plan.recipe, parallel=replace(plan.recipe.parallel, ep=1))
+    with pytest.raises(UnknownName, match="mixtral"):
+        api.export(replace(plan, recipe=flat), "torchtitan")
+
+
+def test_a_wrong_target_offers_the_nearest():
+    with pytest.raises(UnknownName) as caught:
+        find_target("torchtitn")
+    assert "`torchtitan`" in caught.value.hint
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", PLANS)
+def test_every_file_says_what_it_is_of(target, name):
+    plan = neighbour_plans.find_plan(name)
+    made = export_or_none(plan, target)
+    if made is None:
+        pytest.skip("refused")
+    for file, text in made.files.items():
+        assert plan.recipe_digest in text, file
+        assert find_target(target).version in text, file
+        for key in made.left_out:
+            assert key in text, file
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_yaml_of_both_versions_is_read_alike(target):
+    for name in PLANS:
+        made = export_or_none(neighbour_plans.find_plan(name), target)
+        for file, text in made.files.items() if made else ():
+            if file.endswith(("yaml", "yml")):
+                old, new = YAML(typ="safe", pure=True), YAML(typ="safe", pure=True)
+                old.version = (1, 1)
+                assert old.load(text) == new.load(text), file
+
+
+@pytest.mark.parametrize("target", [*SCHEDULERS, "megatron"])
+def test_scripts_are_bash(target, tmp_path):
+    for name in ("own-full", "trl-full-fsdp", "deepspeed-zero3", "megatron-3d", "torchtitan-3d"):
+        made = export_or_none(neighbour_plans.find_plan(name), target)
+        for path in api.write_export(made, tmp_path / name) if made else ():
+            if path.suffix in (".sh", ".sbatch"):
+                subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+def test_megatron_starts_every_rank():
+    text = api.export(neighbour_plans.find_plan("megatron-3d"), "megatron").files["megatron.sh"]
+    words = shlex.split(text.partition("ARGUMENTS=(")[2].partition("\n)")[0])
+    found = {word: after for word, after in zip(words, [*words[1:], ""], strict=True)}
+    ranks = int(found["--tensor-model-parallel-size"]) * int(
+        found["--pipeline-model-parallel-size"]
+    )
+    assert "--nproc-per-node=8 --nnodes=2" in text
+    assert 16 % ranks == 0
+    assert found["--global-batch-size"] == "64"
+    assert found["--recompute-method"] == "uniform"
+
+
+def test_a_file_of_another_author_stays(tmp_path):
+    made = api.export(neighbour_plans.find_plan("own-full"), "slurm")
+    (tmp_path / "train.sh").write_text("echo mine\n")
+    with pytest.raises(InvalidRequest, match=r"train\.sh"):
+        api.write_export(made, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["train.sh"]
+    assert (tmp_path / "train.sh").read_text() == "echo mine\n"
+
+
+def command(*words):
+    return run(lambda: app.main(list(words), prog_name="memfit", standalone_mode=False))
+
+
+@pytest.fixture
+def plan_file(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_bytes(msgspec.json.encode(neighbour_plans.find_plan("torchtitan-fsdp")))
+    return path
+
+
+def test_the_command_writes_and_says(plan_file, tmp_path, capsys):
+    assert command("export", str(plan_file), "--to", "trl", "--out", str(tmp_path / "o")) == 0
+    said = capsys.readouterr().out
+    assert "recompute_blocks" in said
+    assert "unknown" in said
+    assert (tmp_path / "o" / "accelerate.yaml").exists()
+
+
+def test_one_file_is_printed_as_it_is(plan_file, capsys):
+    assert command("export", str(plan_file), "--to", "torchtitan") == 0
+    plan = neighbour_plans.find_plan("torchtitan-fsdp")
+    assert capsys.readouterr().out == next(iter(api.export(plan, "torchtitan").files.values()))
+
+
+def test_several_files_need_a_folder(plan_file, capsys):
+    assert command("export", str(plan_file), "--to", "trl") == 2
+    assert "--out" in capsys.readouterr().err
+
+
+def test_a_request_is_planned_and_written(capsys):
+    words = ("qwen3-0.6b", "--device", "h100-sxm", "--set", "framework=torchtitan",
+             "--set", "hardware.count=8")  # fmt: skip
+    assert command("export", *words, "--to", "torchtitan", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["peak"]["framework"] == "torchtitan"
