@@ -16,7 +16,7 @@ from memfit.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.ledger import Phase
 from memfit.libraries import quiet_import
-from memfit.recipe import Quantisation
+from memfit.recipe import Lora, Quantisation
 from memfit.train import quantised
 from memfit.train.build import Built, build_model, build_optimizer, check_census, fill_weights
 from memfit.train.hugging_face import parts
@@ -356,6 +356,27 @@ def test_training_lowers_the_loss_and_leaves_the_base_alone(form):
     assert losses[-1] < losses[0] - 0.05
     after = dict(built.model.named_parameters())
     assert all(torch.equal(after[n], p) for n, p in frozen.items())
+
+
+def learned(base_format, own):
+    """The first and the last loss of adapters that learn a batch by heart."""
+    targets = ("q_proj", "v_proj", "up_proj", "down_proj")
+    recipe = make_recipe(
+        method="lora", base_format=base_format, precision="bf16-mixed", quantisation=own,
+        lora=Lora(rank=8, alpha=32.0, targets=targets), optimizer={"learning_rate": 3e-2},
+    )  # fmt: skip
+    built, batch = make_built(recipe), make_batch()
+    losses = [float(step(built, [batch], targets_of(batch)).loss) for _ in range(80)]
+    return losses[0], min(losses)
+
+
+def test_adapters_over_a_quantised_base_learn_as_over_one_in_sixteen_bits():
+    """Trainers' test 18, the short convergence: within a band of the same run in bf16."""
+    start, end = learned("bf16", Quantisation())
+    assert end < 0.9 * start
+    for base_format, own in (FORMATS["nf4, double"], FORMATS["int8"]):
+        first, last = learned(base_format, own)
+        assert first - last == pytest.approx(start - end, rel=0.25)
 
 
 # -- memory --------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def make_certificate(
         at_peak=trace.alive(Phase(memory.peak_phase)),
         bounds=(*which, *bounds, *_torch_bounds()),
         seconds=round(time.perf_counter() - started, 3),
-        versions=installed_versions(LIBRARIES),
+        versions=installed_versions((*LIBRARIES, *(("bitsandbytes",) if recipe.coding else ()))),
         generation=generation,
         data=data or (None if batches else bounds_of(recipe)),
         held_out=held_out,

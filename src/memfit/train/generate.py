@@ -11,7 +11,6 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from memfit.adapters import find_adapter
 from memfit.adapters._peft import stored_name
 from memfit.errors import InvalidRequest
 from memfit.libraries import quiet_import
@@ -22,7 +21,7 @@ from memfit.train.build import build_model
 from memfit.train.export import FOLDER
 from memfit.train.hugging_face import base_model, stored_buffers
 from memfit.train.tokenizer import read_tokenizer
-from memfit.train.weights import ADAPTER, SINGLE, FileWeights, Weights, copy_weights
+from memfit.train.weights import ADAPTER, SINGLE, FileWeights, Weights, copy_base, copy_weights
 
 
 def generate(
@@ -152,7 +151,7 @@ def fill_generator(
     if base is None:
         copy_weights({**dict(model.named_parameters()), **stored_buffers(model)}, trained)
         return
-    copy_weights({**find_adapter(recipe).base_parameters(model), **stored_buffers(model)}, base)
+    copy_base(model, recipe, base)
     own = {n: p for n, p in model.named_parameters() if ".lora_" in n}
     copy_weights({stored_name(n): p for n, p in own.items()}, trained)
 

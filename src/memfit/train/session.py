@@ -111,7 +111,10 @@ def write_run(session: Session, done: int, *, finished: bool) -> Run:
         mean, most = session.outliers
         found["quantisation.outlier_share"] = _measured(mean, "of columns", counter)
         found["quantisation.largest_outlier_share"] = _measured(
-            most, "of columns", f"{counter}, of one projection and micro-batch"
+            most,
+            "of columns",
+            f"the same of one projection and micro-batch, at most; certified for"
+            f" {session.recipe.quantisation.outlier_share:.2%}",
         )
     unit = "nats/pair" if session.recipe.prefers else "nats/token"
     held_out = f"the first {evaluation_tokens(session)} held-out tokens, the same each time"

@@ -53,26 +53,38 @@ def fill_weights(model: nn.Module, recipe: Recipe, weights: Weights | None = Non
     casting to the stored dtype. weights: what to read in place of that source.
     Raises InvalidRequest: no weights file, a truncated one, a missing tensor, a wrong shape.
     """
-    adapter = find_adapter(recipe)
-    coded = quantised_modules(model)
-    own = {id(p) for module in coded.values() for p in module.stored().values()}
-    base = {n: p for n, p in adapter.base_parameters(model).items() if id(p) not in own}
     gpus = {p.device for p in model.parameters() if p.device.type == "cuda"}
     with torch.no_grad(), torch.random.fork_rng(devices=list(gpus)):
         torch.manual_seed(recipe.seed)
         if recipe.weights == "random":
-            _fill_random(recipe, base, coded)
+            _fill_random(recipe, *split_base(model, recipe))
         else:
             prefix = base_model(model).base_model_prefix
-            stored: dict[str, Tensor] = {**base, **stored_buffers(model)}
-            source = weights or FileWeights(recipe.model.source, prefix)
-            copy_weights(stored, source)
-            for name, module in coded.items():  # one dense weight is alive at a time
-                dense = module.empty_dense()
-                copy_weights({name: dense}, source)
-                module.store(dense)
-                del dense
-        adapter.reset(model)
+            copy_base(model, recipe, weights or FileWeights(recipe.model.source, prefix))
+        find_adapter(recipe).reset(model)
+
+
+def split_base(
+    model: nn.Module, recipe: Recipe
+) -> tuple[dict[str, nn.Parameter], dict[str, QuantisedLinear]]:
+    """The base's plain parameters, and its quantised projections, by Hugging Face's names."""
+    coded = quantised_modules(model)
+    own = {id(p) for module in coded.values() for p in module.stored().values()}
+    base = find_adapter(recipe).base_parameters(model)
+    return {name: p for name, p in base.items() if id(p) not in own}, coded
+
+
+def copy_base(model: nn.Module, recipe: Recipe, source: Weights) -> None:
+    """Fill the base and its stored buffers; of what is quantised one dense weight is alive at a
+    time.
+    """
+    base, coded = split_base(model, recipe)
+    copy_weights({**base, **stored_buffers(model)}, source)
+    for name, module in coded.items():
+        dense = module.empty_dense()
+        copy_weights({name: dense}, source)
+        module.store(dense)
+        del dense
 
 
 def copy_weights(parameters: Mapping[str, Tensor], weights: Weights) -> None:
