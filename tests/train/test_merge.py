@@ -163,6 +163,24 @@ def test_a_run_says_how_far_the_files_are_from_what_it_trained_on(pair, monkeypa
     assert made.base_differs == pytest.approx((error / norm) ** 0.5, rel=1e-6)
 
 
+@pytest.mark.parametrize(("form", "least", "most"), [("int8", 2e-3, 1e-2), ("nf4", 0.05, 0.12)])
+def test_an_adapter_of_a_quantised_base_says_how_far_the_merge_is_from_it(
+    form, least, most, tmp_path, monkeypatch
+):
+    """Within the theory of each format (Gaussian weights), and logits differ as well."""
+    config = make_base(tmp_path / "base", dtype=torch.bfloat16)
+    how = {"precision": "bf16-mixed", "base_format": form}
+    built = make_adapter(tmp_path / "adapter", tmp_path / "base", config, **how)
+    monkeypatch.setattr(merging, "find_recipe", lambda place: built.recipe)
+    made = api.merge(tmp_path / "adapter", tmp_path / "merged")
+    assert least < made.base_differs < most
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        on, off = logits(built.model).float(), logits(merged).float()
+    apart = float((on - off).norm() / on.norm())
+    assert 0 < apart < 4 * most
+
+
 def test_the_verb_writes_a_folder_and_says_what_it_lost(pair):
     out = pair / "merged"
     done = CliRunner().invoke(app, ["merge", str(pair / "adapter"), "--out", str(out)])

@@ -20,11 +20,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from memfit.adapters._peft import MAGNITUDE, PREFIX, STORED_TRANSPOSED
+from memfit.adapters.coded import is_projection
 from memfit.errors import InvalidRequest, RunFailed
-from memfit.recipe import FORMAT_DTYPE
+from memfit.families import read_model
+from memfit.recipe import Recipe
 from memfit.results import Merged
 from memfit.train.checkpoint import flush
 from memfit.train.generate import find_model_folder, find_recipe
+from memfit.train.quantised import QuantisedLinear
 from memfit.train.stored import find_parts
 from memfit.train.weights import ADAPTER, DTYPES, INDEX, SINGLE, names_in, open_file, tensor_files
 
@@ -47,6 +50,7 @@ class Change(NamedTuple):
     magnitude: Tensor | None  # (out)
     factor: float
     turned: bool  # whether the weight is stored (in, out)
+    module: str  # of the weight, as the adapter names it
 
     def apply(self, weight: Tensor) -> Tensor:
         """The merged weight in fp32."""
@@ -79,7 +83,8 @@ class Squares:
 def merge(folder: Path, out: Path) -> Merged:
     """Write base plus adapter as the folder `out`, which appears whole or not at all.
 
-    folder: a run folder, or a folder in peft's format. Dtypes are those of the base's files.
+    folder: a run folder, or a folder in peft's format. Dtypes and values are those of the base's
+    files, also where training had them rounded or quantised: how far those were is in the result.
     Raises InvalidRequest (no adapter, one that this mathematics does not describe, a base that is
     not there or does not fit, an `out` that exists) and RunFailed (it cannot be written).
     """
@@ -91,13 +96,12 @@ def merge(folder: Path, out: Path) -> Merged:
     files = tensor_files(_check_source(source, place))
     changes = dict(_read_changes(place, said, files))
     recipe = find_recipe(place)
-    trained = FORMAT_DTYPE.get(recipe.base_format) if recipe is not None else None
     temporary = out.parent / f".{out.name}-unfinished"
     shutil.rmtree(temporary, ignore_errors=True)
     squares = Squares()
     try:
         temporary.mkdir(parents=True)
-        written = _write(temporary, files, changes, squares, trained)
+        written = _write(temporary, files, changes, squares, recipe)
         _copy_beside(source, place, temporary)
         for path in temporary.iterdir():
             flush(path)
@@ -114,7 +118,7 @@ def merge(folder: Path, out: Path) -> Merged:
         folder=str(out), base=source, weights=len(changes), nbytes=written,
         dtypes=tuple(sorted({_dtype_in(files[n], n) for n in changes})),
         lost=(squares.lost / squares.change) ** 0.5 if squares.change else 0.0,
-        base_differs=None if trained is None else (squares.other / squares.weight) ** 0.5,
+        base_differs=None if recipe is None else (squares.other / squares.weight) ** 0.5,
     )  # fmt: skip
 
 
@@ -187,7 +191,7 @@ def _read_changes(
                 f"the adapter of `{stored}` is for a weight of {shape}, and the base's is {have}",
                 hint=f"`{place}` belongs to another base",
             )
-        yield stored, Change(down, up, magnitude, factor, turned)
+        yield stored, Change(down, up, magnitude, factor, turned, module)
     if names:
         raise InvalidRequest(
             f"`{place / ADAPTER}` holds `{min(names)}`, which memfit does not merge",
@@ -211,7 +215,7 @@ def _write(
     files: dict[str, Path],
     changes: dict[str, Change],
     squares: Squares,
-    trained: str | None,
+    recipe: Recipe | None,
 ) -> int:
     """All weights of the base, a file whenever enough of them wait; returns bytes in all."""
     waiting: dict[str, Tensor] = {}
@@ -229,7 +233,7 @@ def _write(
         if (change := changes.get(name)) is not None:
             exact = change.apply(tensor)
             rounded = exact.to(tensor.dtype)
-            stored = None if trained is None else tensor.to(getattr(torch, trained))
+            stored = None if recipe is None else _as_trained(tensor, change.module, recipe)
             squares.add(exact, rounded, tensor, stored)
             tensor = rounded
         if waiting and sum(t.nbytes for t in waiting.values()) + tensor.nbytes > FILE_BYTES:
@@ -239,6 +243,19 @@ def _write(
     save()
     _name_files(folder, written, total)
     return total
+
+
+def _as_trained(weight: Tensor, module: str, recipe: Recipe) -> Tensor:
+    """The base's weight as training stored it: rounded, or quantised and dense again."""
+    rows = read_model(recipe.model).weights
+    coded = {row.name.rpartition(".")[0] for row in rows if is_projection(row)}
+    if not recipe.coding or module not in coded:
+        return weight.to(getattr(torch, recipe.frozen_dtype))
+    out, into = weight.shape
+    layer = QuantisedLinear(torch.nn.Linear(into, out, bias=False, device="meta"), recipe)
+    layer = layer.to_empty(device="cpu")
+    layer.store(weight.to(layer.dtype))
+    return layer.dense()
 
 
 def _name_files(folder: Path, written: list[tuple[Path, list[str]]], total: int) -> None:
