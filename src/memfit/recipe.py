@@ -32,7 +32,7 @@ ADAPTED: tuple[Method, ...] = ("lora", "dora")  # small matrices beside a frozen
 OWN_ATTENTION: tuple[Attention, ...] = ("math", "flash", "efficient", "cudnn")
 # What memfit's own step has, of the knobs that other frameworks' steps have more values of.
 OWN_VALUES: dict[str, tuple[object, ...]] = {
-    "precision": ("fp32", "bf16", "bf16-mixed", "fp16-mixed"),
+    "precision": ("fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp8-mixed"),
     "base_format": ("fp32", "bf16", "fp16", "int8", "nf4", "fp4"),
     "attention": OWN_ATTENTION,
     "loss": ("plain", "chunked"),
@@ -268,7 +268,7 @@ class Recipe(Noun, frozen=True, kw_only=True):
     @property
     def autocast(self) -> bool:
         """Whether the forward runs under `torch.autocast`, in `compute_dtype`."""
-        return self.precision in ("bf16-mixed", "fp16-mixed")
+        return self.precision in ("bf16-mixed", "fp16-mixed", "fp8-mixed")
 
     @property
     def scaled(self) -> bool:

@@ -49,7 +49,7 @@ KEYS = {
     "quantisation.double": "nf4, fp4: scales are quantised too, 4.13 bits a weight in place of 4.5",
     "quantisation.outlier_threshold": "int8: columns with such a number stay in 16 bits; 0: none",
     "quantisation.outlier_share": "int8: share of columns certified for outliers; runs count them",
-    "precision": "fp32 | bf16 (everything) | bf16-mixed, fp16-mixed (fp32 weights, 16-bit compute)",
+    "precision": "fp32 | bf16 | bf16-mixed, fp16-mixed, fp8-mixed (fp32 weights, narrow products)",
     "optimizer": "the optimizer, its schedule and clipping",
     "optimizer.name": "adamw | adamw8bit | adamw4bit | adamwfp8 | adamwbf16 | muon | …",
     "optimizer.implementation": "fused | foreach | loop: equal results, different memory",

@@ -181,7 +181,13 @@ RULES = {
 }
 
 PRODUCTS = frozenset(
-    {"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"}
+    {
+        "aten.mm.default",
+        "aten.addmm.default",
+        "aten.bmm.default",
+        "aten.baddbmm.default",
+        "aten._scaled_mm.default",
+    }
 )  # the operators that run on cuBLAS
 
 # What is known to be there and is not counted, and why: for docs/workspaces.md.

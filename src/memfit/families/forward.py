@@ -14,7 +14,7 @@ import msgspec
 
 from memfit import sizes
 from memfit.model import Architecture
-from memfit.sizes import Meter, Tensor, lean
+from memfit.sizes import Meter, Tensor, float8, lean
 from memfit.sizes.coded import CODED, Dequantised
 from memfit.sizes.dora import rescale
 from memfit.sizes.loss import chunked_sum, cross_entropy_sum
@@ -37,6 +37,7 @@ class Forward(msgspec.Struct, frozen=True):
     position_ids: Tensor | None  # (batch, tokens) of packed rows
     documents: Documents | None
     adapter_dropout: bool = False
+    narrow: bool = False  # products of blocks run in FP8
     lean: tuple[str, ...] = ()  # operations that keep less, see train/lean
     kind: str = ""  # of the block that runs, where the architecture has kinds
     band: Tensor | None = None  # the mask of sliding windows, where rows are longer than they are
@@ -110,6 +111,8 @@ def _plain(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
     if weight.dtype == CODED:
         return forward.coded.multiply(x, weight, bias)
     family, of_head = forward.architecture.family, name == "lm_head"
+    if forward.narrow and not of_head:
+        return float8.linear(x, weight, bias)
     if family == "gpt2" and bias is not None:
         return sizes.conv1d(x, weight, bias)
     if family == "falcon" and not of_head:

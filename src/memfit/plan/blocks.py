@@ -102,6 +102,7 @@ class Setting(Noun, frozen=True, kw_only=True):
     grid: Grid | None  # see `Meter.grid`
     adapter_dropout: bool
     lean: tuple[str, ...] = ()
+    narrow: bool = False  # products of blocks in FP8
     accumulates: bool  # whether there is a later micro-batch
     evaluates: bool = False  # a forward and its loss alone, of which nothing is kept
     again: bool = False  # whether the later micro-batch is of the next step, without gradients
@@ -300,7 +301,8 @@ class _Simulation:
             architecture=self.setting.architecture, meter=meter, kernel=self.setting.kernel,
             input_ids=input_ids, position_ids=position_ids, documents=batch.documents,
             adapter_dropout=self.setting.adapter_dropout,
-            lean=self.setting.lean, loop=self.loop, coded=self.setting.coded,
+            narrow=self.setting.narrow, lean=self.setting.lean, loop=self.loop,
+            coded=self.setting.coded,
         )  # fmt: skip
         self.marks = []
         sums: Tensor | None = None

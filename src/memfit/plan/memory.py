@@ -145,6 +145,7 @@ def describe(model: Model, recipe: Recipe, device: Device) -> tuple[Setting, lis
         adapter_dropout=recipe.lora.dropout > 0,
         lean=recipe.lean,
         accumulates=recipe.accumulation > 1,
+        narrow=recipe.precision == "fp8-mixed",
         again=recipe.optimizer.in_backward,
         in_backward=recipe.optimizer if recipe.optimizer.in_backward else None,
         coded=Quantised.of(recipe),

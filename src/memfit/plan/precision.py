@@ -8,7 +8,12 @@ from memfit.recipe import Format, Precision
 from memfit.request import Request
 
 # The 16-bit format of each; frozen weights are stored in it unless another is asked for.
-HALF: dict[str, Format] = {"bf16": "bf16", "bf16-mixed": "bf16", "fp16-mixed": "fp16"}
+HALF: dict[str, Format] = {
+    "bf16": "bf16",
+    "bf16-mixed": "bf16",
+    "fp16-mixed": "fp16",
+    "fp8-mixed": "bf16",
+}
 
 
 def find_conflict(base_format: str, precision: str) -> str:

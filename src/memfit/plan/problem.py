@@ -16,6 +16,7 @@ from memfit.allocator_settings import check_allocator
 from memfit.catalog import links
 from memfit.coding import CODED_FORMATS
 from memfit.errors import InvalidRequest
+from memfit.families import float8
 from memfit.families.lean import check_lean, find_lean
 from memfit.families.limits import check_limits, own_kernels
 from memfit.hardware import Device
@@ -195,6 +196,8 @@ def check(problem: Problem) -> None:
     )  # fmt: skip
     check_lean(name, architecture, asked_lean(request))
     check_pairs(request)
+    if request.precision == "fp8-mixed":
+        float8.check_request(request, problem.model, problem.device, length)
     micro, batch = request.micro_batch, request.task.global_batch
     if micro != "auto" and batch % micro:
         raise InvalidRequest(
@@ -349,7 +352,9 @@ def asked_lean(request: Request) -> tuple[Lean, ...]:
 
 
 def _lean(request: Request, a: Architecture) -> tuple[Lean, ...]:
-    """`auto`: all that the family has."""
+    """`auto`: all that the family has; products in FP8 keep what they keep."""
+    if request.precision == "fp8-mixed":
+        return ()
     return find_lean(a) if request.lean == "auto" else asked_lean(request)
 
 

@@ -35,7 +35,7 @@ from memfit.plan.clock.read import (
     read_machine,
     read_shape,
 )
-from memfit.plan.clock.step import Parts, predict_step
+from memfit.plan.clock.step import EAGER_CAST_BYTES, FUSED_CAST_BYTES, Parts, predict_step
 from memfit.plan.clock.work import Shape
 from memfit.plan.update_time import Updated, count_updated, with_update
 from memfit.recipe import Recipe
@@ -183,6 +183,10 @@ def _setting(
     if products and recipe.framework == "memfit":
         trained = sum(totals.trained) + totals.head_trained
         layout = layout._replace(trains=trained / products)
+    if recipe.framework == "memfit" and recipe.precision == "fp8-mixed":
+        layout = layout._replace(
+            narrow=EAGER_CAST_BYTES / FUSED_CAST_BYTES, recast=sum(totals.dense) / max(layers, 1)
+        )
     layout = layout._replace(measured=sum(totals.measured) / max(layers, 1))
     rates = find_rates(device, basis.stack, basis.narrow, basis.kernel)
     return Setting(totals.shape, layout, machine, rates)

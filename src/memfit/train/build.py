@@ -29,6 +29,7 @@ from memfit.optimizers._in_backward import check_in_backward
 from memfit.optimizers.low_bit import check_rounding
 from memfit.recipe import Recipe
 from memfit.sizes.kernels import heads_of
+from memfit.train import float8
 from memfit.train.attention import check_attention
 from memfit.train.hugging_face import bare_model, base_model, parts
 from memfit.train.lean import apply_lean
@@ -73,8 +74,9 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
         heads = heads_of(a, recipe.sequence_length)
         check_attention(recipe, heads, "cpu" if device.type == "cpu" else "cuda")
     _check(recipe)
+    float8.check(recipe, device)
     with _disable_current_modes():  # on meta nothing needs tracing, and peft cannot move fakes
-        model = find_adapter(recipe).apply(quantise(bare_model(recipe), recipe), recipe)
+        model = find_adapter(recipe).apply(_bare(recipe), recipe)
     apply_lean(model, recipe)
     recompute_blocks(
         parts(model).blocks, recipe.recompute_blocks, recipe.selective_blocks,
@@ -91,6 +93,11 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
         parallelism.shard(where.base, where.embedding, list(where.blocks), tail, recipe, mesh)
     _materialise(model, device)
     return model.train()
+
+
+def _bare(recipe: Recipe) -> nn.Module:
+    """Hugging Face's module with projections of the recipe's kind."""
+    return float8.narrow(quantise(bare_model(recipe), recipe), recipe)
 
 
 def build_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:

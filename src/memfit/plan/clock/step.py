@@ -144,6 +144,11 @@ def attend(setting: Setting) -> tuple[Number, Number]:
 # DoRA's sum W + s B A in fp32 is written, read and written with a 16-bit W added, and read
 MEASURED_BYTES = 4 + (4 + 2 + 4) + 4
 
+# torchao's cast to FP8 without a compiler: magnitudes written and read, then scaled, clamped and
+# narrowed, each a kernel that reads and writes fp32
+EAGER_CAST_BYTES = (4 + 4) + 4 + (4 + 4) + (4 + 4) + (4 + 1)
+FUSED_CAST_BYTES = 3  # what `casts` takes one element to move where frameworks fuse it
+
 
 def _attend_as_measured(setting: Setting, found: work.Attention) -> tuple[Number, Number]:
     """By the user's own curve, of heads of 64 elements, forward and backward together.
@@ -189,7 +194,7 @@ def around(setting: Setting) -> Around:
     return Around(
         elementwise=passed / bandwidth,
         casts=layout.narrow * rates.cast * 3 * narrowed / bandwidth,
-        unpacking=rates.unpack * 10 * frozen / bandwidth,
+        unpacking=(rates.unpack * 10 * frozen + EAGER_CAST_BYTES * layout.recast) / bandwidth,
         adapters=rates.adapter * 4 * adapted / bandwidth,
         norms=MEASURED_BYTES * layout.measured / bandwidth,
         coding=work.coded_bytes(shape, layout) / bandwidth,
