@@ -73,7 +73,7 @@ KEYS = {
     "micro_batch": "sequences per forward and backward; divides task.global_batch",
     "lean": "norms and products that keep less for the backward: none | all | [norm, mlp] | auto",
     "compile": "none; others' steps: blocks, model",
-    "offload": "none; others' steps: optimizer, parameters, activations",
+    "offload": "none | activations: wait in host memory; others' steps: optimizer, parameters",
     "framework": "whose training step it is: memfit; others' are predicted, never run",
     "options": "knobs that only another framework has; `memfit predict` names them",
     "parallel": "axes of the device mesh",

@@ -59,6 +59,7 @@ def state(plan: Plan) -> Request:
         loss_chunk=made.loss_chunk,
         micro_batch=made.micro_batch,
         compile="none",
+        offload=made.offload,
         **learned,
     )
 

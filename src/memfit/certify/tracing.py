@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from msgspec.structs import replace
@@ -105,7 +105,7 @@ def _traced(recipe: Recipe, device: Device, recorder: Recorder, rank: int = 0) -
     with ExitStack() as stack:
         stack.enter_context(_one_thread())
         stack.enter_context(_no_collection())
-        stack.enter_context(_world(recipe.parallel, rank, device_type(device), recorder))
+        stack.enter_context(_world(recipe, rank, device_type(device), recorder))
         mode = stack.enter_context(fake_device(device))
         if rules := outlier_rules(recipe):
             mode.rules.update(rules)
@@ -123,14 +123,19 @@ def _traced(recipe: Recipe, device: Device, recorder: Recorder, rank: int = 0) -
 
 
 @contextmanager
-def _world(parallel: Parallel, rank: int, kind: str, recorder: Recorder) -> Iterator[None]:
-    """The other ranks, where there are any."""
-    if parallel.world == 1:
+def _world(recipe: Recipe, rank: int, kind: str, recorder: Recorder) -> Iterator[None]:
+    """The other ranks, where there are any, and the streams that a step runs copies on."""
+    alone = recipe.parallel.world == 1
+    if alone and (recipe.offload == "none" or kind != "cuda"):
         yield
         return
-    from memfit.certify.world import fake_world  # imports what one device does not need
+    from memfit.certify.world import fake_streams, fake_world  # imports what few steps need
 
-    with fake_world(parallel, rank, kind, recorder.be_on, recorder.use):
+    if alone:
+        with fake_streams(recorder.be_on):
+            yield
+        return
+    with fake_world(recipe.parallel, rank, kind, recorder.be_on, recorder.use):
         yield
 
 
@@ -152,15 +157,10 @@ def _run(
     recorder.register_optimizer(optimizer)
     built = Built(recipe, model, optimizer)
     recorder.enter(Phase.FIRST_STEP)
-    for index, shapes in enumerate(steps):
-        targets = sum(shape.rows * shape.tokens for shape in shapes)
-        enter = recorder.enter if index else recorder.stay
-        step(built, _make_batches(recipe, shapes, kind, recorder), targets, enter)
-    recorder.enter(Phase.EVALUATE)
-    for shape in evaluation:
-        for _ in range(EVALUATED):
-            loss, count = evaluate(built, _make_batch(recipe, shape, kind, recorder))
-    del loss, count
+    waits = recipe.offload == "activations"  # in host memory
+    with recorder.watch_host(Phase.LOSS) if waits else nullcontext():
+        _step(built, kind, steps, recorder)
+    _evaluate(built, kind, evaluation, recorder)
     if not alone:
         return  # the trainer does not load, save or generate in many processes yet
     recorder.enter(Phase.SAVE)
@@ -168,6 +168,25 @@ def _run(
     with recorder.watch_host(Phase.SAVE):
         for tensors in (parameters, states):
             on_host(tensors)
+
+
+def _step(
+    built: Built, kind: str, steps: Sequence[Sequence[BatchShape]], recorder: Recorder
+) -> None:
+    for index, shapes in enumerate(steps):
+        targets = sum(shape.rows * shape.tokens for shape in shapes)
+        enter = recorder.enter if index else recorder.stay
+        step(built, _make_batches(built.recipe, shapes, kind, recorder), targets, enter)
+
+
+def _evaluate(
+    built: Built, kind: str, evaluation: Sequence[BatchShape], recorder: Recorder
+) -> None:
+    recorder.enter(Phase.EVALUATE)
+    for shape in evaluation:
+        for _ in range(EVALUATED):
+            loss, count = evaluate(built, _make_batch(built.recipe, shape, kind, recorder))
+    del loss, count
 
 
 def _generate(recipe: Recipe, kind: str, recorder: Recorder, weights: EmptyWeights | None) -> None:

@@ -46,7 +46,7 @@ def fake_world(
         stack.enter_context(_meshes_outside_modes())
         stack.enter_context(_own_chunk_only())
         if kind == "cuda":
-            stack.enter_context(_streams(on_stream))
+            stack.enter_context(fake_streams(on_stream))
             stack.enter_context(set_while(torch.Tensor, "record_stream", _recording(on_use)))
         yield
 
@@ -170,8 +170,8 @@ class _Event:
 
 
 @contextmanager
-def _streams(on_stream: OnStream) -> Iterator[None]:
-    """The Python side of `torch.cuda` that FSDP2 uses, of a device with streams and no driver."""
+def fake_streams(on_stream: OnStream) -> Iterator[None]:
+    """What FSDP2 and offloading use of `torch.cuda`, of a device with streams and no driver."""
     default = _Stream()
     default.stream_id = _Stream.made = 0
     now = [default]

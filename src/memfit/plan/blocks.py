@@ -16,7 +16,6 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from memfit import sizes
-from memfit.families.added import only_added
 from memfit.families.forward import (
     Documents,
     Forward,
@@ -29,10 +28,12 @@ from memfit.ledger import Kind
 from memfit.model import Architecture, Model, Weight
 from memfit.nouns import Noun
 from memfit.plan.in_backward import Updates
+from memfit.plan.one_block import run_block
 from memfit.plan.program import OwnProgram, Program
 from memfit.recipe import Optimizer
 from memfit.sizes import Meter, Tensor
 from memfit.sizes.coded import CODED
+from memfit.sizes.offload import Load
 from memfit.sizes.preference import judge
 from memfit.sizes.quantised import Quantised
 from memfit.sizes.workspace import Grid
@@ -62,6 +63,8 @@ class Block(Noun, frozen=True, kw_only=True):
     rows: tuple[Row, ...]
     recomputed: bool
     keeps: bool = False  # recomputed but for products with weights and fused attention
+    stows: bool = False  # what it saves waits in host memory
+    leads: bool = False  # the first of those: its input is not another block's to give up
     kind: str = ""  # of `Architecture.layer_kinds`
 
 
@@ -130,11 +133,12 @@ class Recording(NamedTuple):
 
 
 def split_rows(
-    model: Model, recomputed: int, selective: int = 0
+    model: Model, recomputed: int, selective: int = 0, *, offloads: bool = False
 ) -> tuple[tuple[Row, ...], list[Block]]:
     """The rows outside the blocks, and each block.
 
     The first `recomputed` ones run twice, and the next `selective` ones but for their products.
+    offloads: what the others save, but for the last, waits in host memory.
     """
     outside: list[Row] = []
     blocks: list[list[Row]] = [[] for _ in range(model.architecture.layers)]
@@ -147,6 +151,8 @@ def split_rows(
             rows=tuple(rows),
             recomputed=index < recomputed + selective,
             keeps=recomputed <= index < recomputed + selective,
+            stows=offloads and recomputed + selective <= index < len(blocks) - 1,
+            leads=offloads and recomputed + selective == index,
             kind=kind(index),
         )
         for index, rows in enumerate(blocks)
@@ -250,7 +256,11 @@ class _Simulation:
             for block in run.cycle * run.count:
                 self.blocks.append((self._weights(block.rows), block))
         bare = setting.references > 0
-        self.base = [(base_alone(w), replace(b, recomputed=False)) for w, b in self.blocks if bare]
+        self.base = [
+            (base_alone(w), replace(b, recomputed=False, stows=False))
+            for w, b in self.blocks
+            if bare
+        ]
         self.scale = sizes.parameter(self.meter, (), "float32", trainable=False)
         self.loop: dict[str, list[Tensor]] = {}
         if setting.in_backward is not None:
@@ -396,39 +406,21 @@ def _backbone(
     """The model without its head; notes where each block begins."""
     program, meter = simulation.program, forward.meter
     x, given, kept, own = program.embed(forward, outside)
+    load: Load | None = None
     for index, (weights, block) in enumerate(blocks):
         simulation.mark(f"block {index}", "blocks")
         boundaries.append(meter.sequence)
         here = replace(forward, kind=block.kind)
         mine = (*own.get(block.kind, ()), *given)
-        x = _block(here, program, weights, x, mine, block)
+        x, load = run_block(here, program, weights, x, mine, block, load)
         del here, mine
+    del load
     simulation.mark("norm", "norm")
     boundaries.append(meter.sequence)
     x = program.finish(forward, outside, x)
     del kept  # alive until here
     forward.beside.clear()
     return x
-
-
-@module
-def _block(
-    forward: Forward,
-    program: Program,
-    weights: Weights,
-    x: Tensor,
-    given: tuple[Tensor, ...],
-    block: Block,
-) -> Tensor:
-    if not block.recomputed:
-        return program.block(forward, weights, x, given)
-    if block.keeps:
-        matrices = [name for name, weight in weights.items() if len(weight.shape) == 2]
-        added = only_added(forward.architecture, matrices)
-        forward = replace(forward, only_added=added)
-    return sizes.checkpoint(
-        lambda x: program.block(forward, weights, x, given), x, keeps=block.keeps
-    )
 
 
 def owner_of(part: str) -> str:

@@ -46,6 +46,8 @@ class Candidate:
             # gradients that go within backward are another simulation than the estimate's
             within = recipe.optimizer.in_backward
             estimate = None if within else estimate.with_optimizer(recipe)
+        if recipe.offload != "none":  # another simulation again
+            estimate = None
         return Candidate(self.problem, recipe, self.model, self.totals, estimate)
 
     @cached_property

@@ -23,12 +23,12 @@ from memfit.recipe import OWN_ATTENTION, Format, Method, Precision, Recipe
 # what is decided alike whichever way the others stand; of these the result does not depend
 EXACT = (
     "recompute", "micro_batch", "loss", "loss_chunk", "optimizer.implementation",
-    "optimizer.in_backward", "attention",
+    "optimizer.in_backward", "attention", "offload",
 )  # fmt: skip
 QUANTISED: tuple[Format, ...] = ("int8", "nf4")
 KEPT = (
     "micro_batch", "accumulation", "recompute_blocks", "selective_blocks", "loss", "loss_chunk",
-    "parallel",
+    "parallel", "offload",
 )  # fmt: skip
 
 
@@ -55,6 +55,7 @@ def knobs(recipe: Recipe, layers: int) -> dict[str, Any]:
         "optimizer.in_backward": recipe.optimizer.in_backward,
         "attention": recipe.attention,
         "lean": list(recipe.lean) or "none",
+        "offload": recipe.offload,
     }
     if recipe.method != "full":
         found["base_format"] = recipe.base_format
@@ -88,6 +89,9 @@ def _exact(problem: Problem, recipe: Recipe, layers: int) -> Iterator[Recipe]:
     for again in dict.fromkeys(ways):
         if again != own_way and (can_select(architecture, recipe) or not again.selective):
             yield replace(recipe, **again.knobs)
+    stowed = recipe.offload == "activations"
+    if stowed or (recipe.offload == "none" and layers > 1 and not problem.device.is_cpu):
+        yield replace(recipe, offload="none" if stowed else "activations")
     whole = [d for d in divisors(batch) if not (recipe.prefers and d % 2)]  # of pairs
     smaller = [d for d in whole if d < recipe.micro_batch][-1:]
     larger = [d for d in whole if d > recipe.micro_batch][:1]

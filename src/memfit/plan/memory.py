@@ -128,7 +128,10 @@ def predict_flop(model: Model, recipe: Recipe, device: Device) -> int:
 
 def describe(model: Model, recipe: Recipe, device: Device) -> tuple[Setting, list[Repeat]]:
     """What to simulate, and how often each simulated block stands in the model."""
-    outside, blocks = split_rows(model, recipe.recompute_blocks, recipe.selective_blocks)
+    outside, blocks = split_rows(
+        model, recipe.recompute_blocks, recipe.selective_blocks,
+        offloads=recipe.offload == "activations",
+    )  # fmt: skip
     runs: tuple[Run, ...] = find_runs(blocks)
     cuda = not device.is_cpu
     setting = Setting(
@@ -200,7 +203,10 @@ def without_history(setting: Setting) -> Setting:
         replace(
             run,
             cycle=tuple(
-                replace(b, rows=frozen(b.rows), recomputed=False, keeps=False) for b in run.cycle
+                replace(
+                    b, rows=frozen(b.rows), recomputed=False, keeps=False, stows=False, leads=False
+                )
+                for b in run.cycle
             ),
         )
         for run in setting.runs

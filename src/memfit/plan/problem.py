@@ -329,6 +329,7 @@ def first_recipe(problem: Problem, *, method: Method, precision: Precision) -> R
         loss="plain",
         loss_chunk=0,
         lean=_lean(request, problem.model.architecture),
+        offload="none" if request.offload == "auto" else request.offload,
         sequence_length=length,
         packing=request.task.packed,
         micro_batch=(smallest := 2 if request.task.objective == "dpo" else 1),

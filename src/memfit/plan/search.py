@@ -9,6 +9,7 @@ first of a fixed order of preference under which anything fits, and never gives 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import msgspec
 
@@ -110,8 +111,9 @@ def _combinations(start: Candidate) -> Iterator[Candidate]:
         check_selective(problem.reference.name, problem.model.architecture, start.recipe)
     for micro in list_micro_batches(problem.request):
         for chunk in _chunks(start, micro * start.recipe.sequence_length):
-            for when in _when(start, micro):
+            for when, offload in product(_when(start, micro), _offloads(start)):
                 yield start.but(
+                    offload=offload,
                     micro_batch=micro,
                     accumulation=batch // micro,
                     loss="chunked" if chunk else "plain",
@@ -119,6 +121,15 @@ def _combinations(start: Candidate) -> Iterator[Candidate]:
                     **first.knobs,
                     optimizer=msgspec.structs.replace(start.recipe.optimizer, in_backward=when),
                 )
+
+
+def _offloads(start: Candidate) -> tuple[str, ...]:
+    """Where activations wait; on a CPU the host is the device."""
+    asked, problem = start.problem.request.offload, start.problem
+    if asked != "auto":
+        return (asked,)
+    several = problem.model.architecture.layers > 1
+    return ("none", "activations") if several and not problem.device.is_cpu else ("none",)
 
 
 def _when(start: Candidate, micro: int) -> tuple[bool, ...]:
@@ -137,7 +148,8 @@ def _fastest_that_fits(start: Candidate, tried: list[Candidate]) -> Candidate | 
     More recompute never makes a step faster, so once a combination is slower than the best found,
     neither it nor any later one can win. Estimates rank; what is chosen is predicted exactly.
     """
-    if applies(start.model) and not start.recipe.prefers:  # it knows one forward a micro-batch
+    known = not start.recipe.prefers and start.recipe.offload == "none"
+    if applies(start.model) and known:  # it knows one forward a micro-batch, kept on the device
         start.estimate = Estimate(start.model, start.recipe, start.problem.device)
     combinations = list(_combinations(start))
     paths = ladder(start.problem.request.recompute, start.model.architecture, start.recipe)
@@ -165,7 +177,8 @@ def _fastest_that_fits(start: Candidate, tried: list[Candidate]) -> Candidate | 
         if found is not None and (best is None or found.seconds < best.seconds):
             best = found
     if best is not None:
-        best.estimate = start.estimate  # its levers need no more than that
+        # its levers need no more than that; offloaded, it is another simulation
+        best.estimate = start.estimate if best.recipe.offload == "none" else None
         anchor(best)
         if len(paths) > 1:
             best = trade(best)
@@ -178,20 +191,20 @@ def _fastest_that_fits(start: Candidate, tried: list[Candidate]) -> Candidate | 
 def _same_pair(a: Candidate, b: Candidate) -> bool:
     """Whether they differ in recompute alone."""
     mine, other = a.recipe, b.recipe
-    return (mine.micro_batch, mine.loss_chunk, mine.optimizer) == (
-        other.micro_batch, other.loss_chunk, other.optimizer
-    )  # fmt: skip
+    pair = (mine.micro_batch, mine.loss_chunk, mine.optimizer, mine.offload)
+    return pair == (other.micro_batch, other.loss_chunk, other.optimizer, other.offload)
 
 
 def describe(recipe: Recipe, layers: int) -> str:
     """The knobs that the search turns, in one line."""
     recompute = describe_recompute(Again.of(recipe), layers)
     loss = f"chunked {recipe.loss_chunk}" if recipe.loss == "chunked" else "plain"
+    stowed = "" if recipe.offload == "none" else f", {recipe.offload} offloaded"
     within = ", updates in backward" if recipe.optimizer.in_backward else ""
     base = f" over {recipe.base_format}" if recipe.coding else ""
     return (
         f"{recipe.method} {recipe.precision}{base}, micro-batch {recipe.micro_batch}, "
-        f"recompute {recompute}, loss {loss}{within}"
+        f"recompute {recompute}, loss {loss}{within}{stowed}"
     )
 
 
@@ -236,7 +249,7 @@ def _learns(candidate: Candidate) -> tuple[str, ...]:
 def _knobs(candidate: Candidate) -> tuple[object, ...]:
     r = candidate.recipe
     knobs = r.micro_batch, Again.of(r), r.loss_chunk, r.optimizer.in_backward
-    return r.method, r.precision, *knobs
+    return r.method, r.precision, r.offload, *knobs
 
 
 def _considered(chosen: Candidate, tried: list[Candidate]) -> tuple[Considered, ...]:

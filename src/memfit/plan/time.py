@@ -238,6 +238,7 @@ SPANS = {
     "bubble": ("pipeline", "no micro-batch to work on"),
     "reducing": ("links", "gradients reduced and weights gathered, beyond what computing covers"),
     "updating": ("compute", "the optimizer's states read and written"),
+    "offloading": ("host", "activations to host memory and back, beyond what computing covers"),
     "straggling": ("links", "ranks that wait for the slowest"),
     "fixed": ("host", "what a step takes whatever its size"),
 }

@@ -64,6 +64,7 @@ def describe_recipe(plan: Plan) -> str:
     whose = "" if r.framework == "memfit" else f"a step of {r.framework}: "
     kind = " (selective)" if r.recompute == "selective" else ""
     part = f" + {r.selective_blocks} selective" if r.selective_blocks else ""
+    part += f", {r.offload} offloaded" if r.offload != "none" else ""
     return (
         f"{whose}{_describe_objective(r)}{r.method}{adapter}, {r.precision}, {r.optimizer.name}"
         f" {r.optimizer.implementation}{' in backward' if r.optimizer.in_backward else ''},"

@@ -150,6 +150,16 @@ class Meter:
         finally:
             self.forgets = False
 
+    @contextmanager
+    def saving_to(self, saver: Any) -> Iterator[None]:
+        """Saved tensors are handed to this; None leaves it as it is."""
+        before = self.saver
+        self.saver = before if saver is None else saver
+        try:
+            yield
+        finally:
+            self.saver = before
+
     def pack(self, tensor: Tensor) -> Any:
         """What autograd keeps of a saved tensor: a handle without its history, or a promise."""
         return tensor.detached() if self.saver is None else self.saver.pack(tensor)

@@ -34,6 +34,7 @@ from memfit.train.attention import check_attention
 from memfit.train.hugging_face import bare_model, base_model, parts
 from memfit.train.lean import apply_lean
 from memfit.train.loss import check_chunked
+from memfit.train.offload import offload_blocks
 from memfit.train.quantised import quantise
 from memfit.train.recompute import recompute_blocks
 from memfit.train.scaling import make_scaler
@@ -83,6 +84,8 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
         partial(only_added, read_model(recipe.model).architecture),
         preserve_rng=recipe.lora.dropout > 0,
     )  # fmt: skip
+    if recipe.offload == "activations":
+        offload_blocks(list(parts(model).blocks), recipe.recompute_blocks + recipe.selective_blocks)
     if recipe.loss == "chunked":
         check_chunked(parts(model).head, recipe)
     check_census(model, recipe)

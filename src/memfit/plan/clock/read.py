@@ -131,6 +131,7 @@ def read_layout(recipe: Recipe, shape: Shape, basis: Basis) -> Layout:
         sequence_parallel=1.0 if recipe.framework == "nanotron" else cuts_tokens,
         cp=1.0 * p.cp, pp=1.0 * p.pp, chunks=1.0 * p.virtual_pp, ep=1.0 * p.ep,
         repeated=share if whole else 0.0, selective=part if whole else share,
+        stows=_stows(recipe, shape), stowed=_stowed(recipe, shape),
         made_again=1.0 if recipe.framework == "memfit" else 0.0,
         # per-op selective checkpointing keeps every second product (torchtitan, fms)
         products_repeated=0.5 if recipe.framework == "torchtitan" else 0.0,
@@ -175,6 +176,21 @@ def _bubble(recipe: Recipe) -> Number:
     size = max(numpy.size(column) for column in columns)
     first, which = find_distinct(columns, size)
     return numpy.array([_bubble(pick(recipe, int(row))) for row in first])[which]
+
+
+def _stows(recipe: Recipe, shape: Shape) -> Number:
+    """Share of the blocks that memfit's own step offloads: all but the last and the recomputed."""
+    if recipe.framework != "memfit" or recipe.offload != "activations":
+        return 0.0
+    again = recipe.recompute_blocks + recipe.selective_blocks
+    return max(0.0, shape.layers - 1 - again) / shape.layers
+
+
+def _stowed(recipe: Recipe, shape: Shape) -> Number:
+    """Bytes of one block, about: what Llama's class saves in 16 bits, scaled; half where lean."""
+    element = 4.0 if recipe.compute_dtype == "float32" else 2.0
+    widths = 10 * shape.hidden + 2 * shape.kv_heads * shape.key + 4 * shape.ffn
+    return element * recipe.tokens * widths * (0.5 if recipe.lean else 1.0)
 
 
 def _gradient_bytes(recipe: Recipe) -> float:

@@ -54,6 +54,7 @@ class Parts(NamedTuple):
     updating: Number  # the optimizer
     straggling: Number
     fixed: Number
+    offloading: Number = 0.0  # activations to the host and back, beyond what computing covers
 
     @property
     def total(self) -> Number:
@@ -298,13 +299,26 @@ def predict_step(setting: Setting) -> Parts:
         repeated=count * block.repeated, head=times * stage.head,
         tensor=count * 2 * block.exposed, waiting=count * (each - busy),
         gathering=gathering, sending=send, bubble=bubble, reducing=reducing,
-        updating=updating, fixed=rates.fixed,
+        updating=updating, fixed=rates.fixed, offloading=_offloading(setting, block),
         straggling=sum_ * rates.straggling * log2(larger(_world(layout) / 8, 1)),
     )  # fmt: skip
 
 
 def _world(layout: Layout) -> Number:
     return layout.dp * layout.tp * layout.cp * layout.pp
+
+
+def _offloading(setting: Setting, block: Block) -> Number:
+    """Exposed seconds of activations that pass to the host and back beside other blocks' computing.
+
+    The uppermost block's come back while nothing else can run.
+    """
+    layout, machine = setting.layout, setting.machine
+    once = layout.stowed / machine.host
+    there = larger(once - block.forward, 0)
+    back = larger(once - block.backward - block.repeated, 0)
+    blocks = setting.shape.layers * layout.stows
+    return layout.accumulation * (blocks * (there + back) + where(blocks > 0, once, 0.0))
 
 
 def _send(setting: Setting) -> Number:
