@@ -24,6 +24,8 @@ from msgspec.structs import replace
 
 from memfit import catalog
 from memfit.adapters import find_adapter
+from memfit.adapters.coded import check_base
+from memfit.errors import InvalidRequest
 from memfit.families import family_of, read_model
 from memfit.families.limits import own_kernels
 from memfit.hardware import Device
@@ -31,11 +33,12 @@ from memfit.ledger import Kind, Ledger, Phase
 from memfit.model import ModelReference
 from memfit.optimizers import default_implementation, find_optimizer
 from memfit.plan.memory import predict_memory
-from memfit.recipe import Freeze, Lora, Optimizer, Recipe
+from memfit.recipe import Freeze, Lora, Optimizer, Quantisation, Recipe
 from memfit.sizes.kernels import heads_of, refusal, usable
 from memfit.units import MIB, show_gib
 
 DEVICES = ("cpu-x86", "h100-sxm")
+INT8 = Quantisation(outlier_threshold=6.0, outlier_share=0.01)
 COMPONENT_FLOOR = 16 * MIB
 MEDIAN, MAXIMUM, COMPONENT = 0.005, 0.02, 0.05
 Sizes = dict[str, dict[str, int]]  # bytes by phase and kind; "total" among the kinds
@@ -99,6 +102,14 @@ NAMED: tuple[dict[str, Any], ...] = (
     {"optimizer": ("adamwfp8", "loop")},
     {"optimizer": ("adamw8bit", "fused"), "attention": "cudnn"},
 )
+# Adapters over a quantised base: two recipes of each model that can have one.
+QUANTISED: tuple[dict[str, Any], ...] = (
+    {"base_format": "int8", "quantisation": INT8, "precision": "bf16-mixed"},
+    {"base_format": "nf4", "quantisation": Quantisation(double=True), "precision": "bf16"},
+    {"base_format": "int8", "quantisation": INT8, "precision": "bf16"},
+    {"base_format": "fp4", "quantisation": Quantisation(), "precision": "fp16-mixed"},
+    {"base_format": "nf4", "quantisation": Quantisation(double=True), "precision": "bf16-mixed"},
+)
 
 
 def grid(everywhere: bool) -> list[tuple[str, Recipe, Device]]:
@@ -120,7 +131,26 @@ def grid(everywhere: bool) -> list[tuple[str, Recipe, Device]]:
             device = catalog.find_device(name)
             placed = on(recipe, device)
             found.append((describe(placed), placed, device))
+    for n in range(2 * len(MODELS)):
+        recipe = quantise(make_recipe(MODELS[n // 2], 5 * n + 2), QUANTISED[n % len(QUANTISED)])
+        if recipe is None:
+            continue
+        for name in DEVICES if everywhere else (DEVICES[n // 2 % 2],):
+            device = catalog.find_device(name)
+            placed = on(recipe, device)
+            found.append((describe(placed), placed, device))
     return found
+
+
+def quantise(recipe: Recipe, named: dict[str, Any]) -> Recipe | None:
+    """The recipe as adapters over a quantised base; None where the model cannot have one."""
+    model = read_model(recipe.model)
+    try:
+        check_base(model, named["base_format"], "lora", 1)
+    except InvalidRequest:
+        return None
+    lora = recipe.lora if recipe.method == "lora" else _lora(recipe.model, 0)
+    return fit(replace(recipe, method="lora", lora=lora, freeze=Freeze(), **named))
 
 
 def fit(recipe: Recipe) -> Recipe:
@@ -210,6 +240,7 @@ def describe(recipe: Recipe) -> str:
         f"{recipe.optimizer.name} {recipe.optimizer.implementation}", recipe.loss,
         recipe.attention,
     ]  # fmt: skip
+    parts += [recipe.coding] if recipe.coding else []
     return ", ".join(parts + (["packed"] if recipe.packing else []))
 
 

@@ -128,7 +128,7 @@ def test_nf4_and_int8_by_hand():
     norm = Weight(name="n", shape=(100,), part="norm")
     found = {r.name: r for r in rules(Model(name="m", architecture=a, weights=(layer, norm)))}
     n = 4096**2
-    assert found["load-4bit"].exact == n / 2 + n / 64 + 4 * n / 64 / 256 + 4 + 200
+    assert found["load-4bit"].exact == n / 2 + n / 64 + 4 * n / 64 / 256 + 4 + 4 * 256 + 200
     assert (found["load-4bit"].exact - 200) * 8 / n == pytest.approx(4.127, abs=1e-3)
     assert found["load-8bit"].exact == n + 4 * 4096 + 200
     assert found["adam8bit-6"].exact == 2 * (n + n / 256 * 4 + 256 * 4) + 8 * 100 + 2 * 4

@@ -14,6 +14,7 @@ CODED_FORMATS = ("int8", "nf4", "fp4")
 DOUBLE = "-double"  # ends a coding whose scales are quantised themselves
 BLOCK = 64  # weights that share one scale
 SCALES_BLOCK = 256  # scales that share one of their own, where they are quantised again
+WIDTH = {"int8": 1, "uint8": 1, "float32": 4}  # bytes
 TABLE = 256  # values of the 8-bit type that scales are quantised to
 
 
@@ -56,3 +57,8 @@ def stored_tensors(coding: str, shape: tuple[int, ...]) -> tuple[Stored, ...]:
         Stored("nested_table", (TABLE,), "float32"),
         Stored("offset", (), "float32"),
     )
+
+
+def stored_bytes(coding: str, shape: tuple[int, ...]) -> int:
+    """Bytes of all of them."""
+    return sum(prod(t.shape) * WIDTH[t.dtype] for t in stored_tensors(coding, shape))

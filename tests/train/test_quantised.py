@@ -16,7 +16,7 @@ from memfit.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.ledger import Phase
 from memfit.libraries import quiet_import
-from memfit.recipe import Lora, Quantisation
+from memfit.recipe import Lora, Parallel, Quantisation
 from memfit.train import quantised
 from memfit.train.build import Built, build_model, build_optimizer, check_census, fill_weights
 from memfit.train.hugging_face import parts
@@ -473,3 +473,45 @@ def test_what_cannot_be_quantised_is_refused_with_what_to_use_instead(base_forma
     with pytest.raises(InvalidRequest, match=said) as caught:
         find_adapter(recipe).adapt(read_model(recipe.model), recipe)
     assert caught.value.hint
+
+
+class _Reads(nn.Module):
+    """Notes the dtypes that its codes and scales have in a forward."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.codes = nn.Parameter(torch.ones(4, dtype=torch.int8), requires_grad=False)
+        self.scales = nn.Parameter(torch.ones(shape), requires_grad=False)
+        self.seen = []
+
+    def forward(self, x):
+        self.seen = [self.codes.dtype, self.scales.dtype]
+        return x * self.scales
+
+
+def test_fsdp2_still_gathers_scales_as_it_computes_and_shards_no_scalar():
+    """Why many ranks are refused: when this fails, a quantised base may be sharded."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        module, policy = _Reads(4), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        module(torch.zeros(4))
+        with pytest.raises(ValueError, match="scalar"):
+            fully_shard(_Reads(), mesh=mesh)
+    finally:
+        distributed.destroy_process_group()
+    assert module.seen == [torch.int8, torch.bfloat16]
+
+
+@pytest.mark.parametrize("base_format", ["int8", "nf4", "fp4"])
+@pytest.mark.parametrize("axis", ["dp_shard", "dp_replicate"])
+def test_many_ranks_are_refused_with_the_reason(base_format, axis):
+    recipe = make_recipe(method="lora", base_format=base_format, parallel=Parallel(**{axis: 2}))
+    with pytest.raises(InvalidRequest, match="FSDP2 gathers a weight's fp32 scales") as caught:
+        find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+    assert "base_format: bf16" in caught.value.hint

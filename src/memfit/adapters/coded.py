@@ -54,12 +54,10 @@ def check_base(model: Model, base_format: str, method: str, ranks: int) -> None:
             hint="use `method: lora`, whose adapters are trained beside it",
         )
     if ranks > 1:
-        reason = (
-            "gathers weights in the dtype that it computes in, and codes of 8 or 4 bits are no"
-            " numbers of one"
-        )
         raise InvalidRequest(
-            f"{said} on {ranks} ranks: FSDP2 {reason}",
+            f"{said} on {ranks} ranks: FSDP2 gathers a weight's fp32 scales in the dtype that it"
+            " computes in, which rounds every weight of a row or block by up to 0.4 %, and cannot"
+            " shard the mean of scales that are quantised themselves",
             hint="use `base_format: bf16` on many ranks, or one device",
         )
     if model.architecture.experts.count:

@@ -10,13 +10,14 @@ import re
 from collections.abc import Callable, Iterable
 
 from memfit import units
-from memfit.model import Model, TensorSpec, Weight
+from memfit.adapters.coded import is_projection
+from memfit.coding import stored_bytes
+from memfit.model import Model, TensorSpec
 from memfit.nouns import Noun
 from memfit.optimizers import find_optimizer
 from memfit.recipe import Optimizer
 
 TWENTY = units.parse_count("20B")  # the size that the rule is usually told for
-NF4_BLOCK, NF4_NESTED = 64, 256  # QLoRA (2305.14314), section 3: absmax in fp8, its absmax in fp32
 
 
 class Rule(Noun, frozen=True, kw_only=True):
@@ -84,7 +85,7 @@ def _rule(
 def _loading(model: Model, size: float) -> Iterable[Rule]:
     said = units.show_count(size)
     count = f"{model.parameters:,} parameters"
-    matrices = sum(w.numel for w in model.weights if _quantised(w))
+    matrices = sum(w.numel for w in model.weights if is_projection(w))
     share = matrices / model.parameters
     kept = f"{share:.1%} of the parameters are matrices of blocks; the rest stays in 16 bits"
     rows: list[tuple[str, str, float, float, str, str]] = [
@@ -94,10 +95,10 @@ def _loading(model: Model, size: float) -> Iterable[Rule]:
         ("load-16bit", "2 bytes a parameter in 16 bits", 2,
          _nbytes(model, "bfloat16"), f"{count} x 2 bytes", "as above; bf16 and fp16 alike"),
         ("load-8bit", "1 byte a parameter in 8 bits", 1,
-         sum(map(_int8_nbytes, model.weights)), f"int8 with one fp32 scale a row; {kept}",
+         _coded_nbytes(model, "int8"), f"int8 with one fp32 scale a row; {kept}",
          "for large models; a small one is mostly embedding, which stays in 16 bits"),
         ("load-4bit", "half a byte a parameter in 4 bits", 0.5,
-         sum(map(_nf4_nbytes, model.weights)),
+         _coded_nbytes(model, "nf4-double"),
          f"nf4: 4.127 bits with doubly quantised scales; {kept}",
          "for large models only; embedding, head and norms stay in 16 bits"),
     ]  # fmt: skip
@@ -184,21 +185,8 @@ def _state(model: Model, name: str) -> int:
     return sum(spec.nbytes for one in local for spec in state(one, settings))
 
 
-def _quantised(weight: Weight) -> bool:
-    """What int8 and nf4 loading replaces: the projections of blocks, not embedding nor head."""
-    return weight.part == "block" and len(weight.shape) == 2
-
-
-def _int8_nbytes(weight: Weight) -> int:
-    """LLM.int8 (2208.07339): a byte an element and one fp32 scale a row."""
-    if not _quantised(weight):
-        return 2 * weight.numel
-    return weight.numel + 4 * weight.shape[0]
-
-
-def _nf4_nbytes(weight: Weight) -> int:
-    """Packed codes, a byte for each block's scale, fp32 for each 256 scales and their mean."""
-    if not _quantised(weight):
-        return 2 * weight.numel
-    scales = -(-weight.numel // NF4_BLOCK)
-    return -(-weight.numel // 2) + scales + 4 * -(-scales // NF4_NESTED) + 4
+def _coded_nbytes(model: Model, coding: str) -> int:
+    """As memfit's own step stores it: the projections coded, the rest in 16 bits."""
+    return sum(
+        stored_bytes(coding, w.shape) if is_projection(w) else 2 * w.numel for w in model.weights
+    )
