@@ -29,7 +29,8 @@ from memfit.results import Certificate, Lever, Nearest, Plan
 # what a request may state and the search could decide, those that change no result first
 LOOSENED: tuple[tuple[str, ...], ...] = (
     ("recompute",), ("micro_batch",), ("loss", "loss_chunk"), ("optimizer.implementation",),
-    ("optimizer.in_backward",), ("attention",), ("precision", "base_format"), ("method",),
+    ("optimizer.in_backward",), ("attention",), ("lean",), ("precision", "base_format"),
+    ("method",),
 )  # fmt: skip
 SURE, POSSIBLE = ("fits",), ("fits", "at_risk", "unproven")
 TRIES = 3  # proposals certified of each number of knobs loosened

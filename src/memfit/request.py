@@ -197,7 +197,7 @@ class Request(Noun, frozen=True, kw_only=True):
     loss: Auto | Loss = "auto"
     loss_chunk: NotNegative = 0  # tokens per chunk; 0 chooses
     micro_batch: Positive | Auto = "auto"
-    lean: Literal["auto", "none", "all"] | tuple[Lean, ...] = "none"
+    lean: Literal["auto", "none", "all"] | tuple[Lean, ...] = "auto"
     compile: Auto | Compile = "auto"
     offload: Auto | Offload = "none"
     framework: str = "memfit"

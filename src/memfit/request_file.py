@@ -71,7 +71,7 @@ KEYS = {
     "loss": "plain | chunked: whether all logits exist at once; others' steps: fused",
     "loss_chunk": "tokens per chunk of the loss; 0 chooses",
     "micro_batch": "sequences per forward and backward; divides task.global_batch",
-    "lean": "norms and products that keep less for the backward: none | all | [norm, mlp] | auto",
+    "lean": "blocks that keep less for the backward: none | all | [norm, mlp]; auto: all there are",
     "compile": "none; others' steps: blocks, model",
     "offload": "none | activations: wait in host memory; others' steps: optimizer, parameters",
     "framework": "whose training step it is: memfit; others' are predicted, never run",

@@ -57,10 +57,10 @@ def test_every_kind_of_lever_is_there_and_exact_ones_come_first():
     request = ask()
     levers = [c for c, _ in turn(read_problem(request), api.plan(request).recipe)]
     assert levers == [
-        {"recompute": "none"}, {"recompute": "selective"}, {"recompute": "full"},
+        {"recompute": "none"}, {"recompute": "full"},
         {"micro_batch": 1}, {"micro_batch": 4},
         {"loss": "chunked", "loss_chunk": 1024}, {"optimizer.implementation": "foreach"},
-        {"optimizer.implementation": "loop"}, {"attention": "math"},
+        {"optimizer.implementation": "loop"}, {"lean": "none"}, {"attention": "math"},
         {"precision": "bf16-mixed"},
         {"optimizer.name": "adamw8bit", "optimizer.implementation": "loop"},
         {"optimizer.name": "sgd"},

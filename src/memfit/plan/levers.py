@@ -13,7 +13,8 @@ from memfit.adapters import find_adapter
 from memfit.adapters.coded import check_base
 from memfit.errors import InvalidRequest
 from memfit.families.added import can_select
-from memfit.model import Model
+from memfit.families.lean import find_lean
+from memfit.model import Architecture, Model
 from memfit.optimizers import default_implementation, optimizers
 from memfit.optimizers._in_backward import refuse_in_backward
 from memfit.plan.again import Again, state_recompute
@@ -23,12 +24,12 @@ from memfit.recipe import OWN_ATTENTION, Format, Method, Precision, Recipe
 # what is decided alike whichever way the others stand; of these the result does not depend
 EXACT = (
     "recompute", "micro_batch", "loss", "loss_chunk", "optimizer.implementation",
-    "optimizer.in_backward", "attention", "offload",
+    "optimizer.in_backward", "attention", "offload", "lean",
 )  # fmt: skip
 QUANTISED: tuple[Format, ...] = ("int8", "nf4")
 KEPT = (
     "micro_batch", "accumulation", "recompute_blocks", "selective_blocks", "loss", "loss_chunk",
-    "parallel", "offload",
+    "parallel", "offload", "lean",
 )  # fmt: skip
 
 
@@ -109,9 +110,17 @@ def _exact(problem: Problem, recipe: Recipe, layers: int) -> Iterator[Recipe]:
         clip_norm=own.clip_norm, accumulation=recipe.accumulation, scaled=recipe.scaled
     ):
         yield replace(recipe, optimizer=replace(own, in_backward=not own.in_backward))
+    yield from _other_lean(architecture, recipe)
     for kernel in OWN_ATTENTION:
         if kernel != recipe.attention and _possible(problem, recipe, kernel):
             yield replace(recipe, attention=kernel)
+
+
+def _other_lean(a: Architecture, recipe: Recipe) -> Iterator[Recipe]:
+    """Without lean blocks, or with them where nothing else keeps less already."""
+    own = () if recipe.selective_blocks or recipe.precision == "fp8-mixed" else find_lean(a)
+    if own or recipe.lean:
+        yield replace(recipe, lean=() if recipe.lean else own)
 
 
 def _implementations(problem: Problem, recipe: Recipe) -> Iterator[Any]:

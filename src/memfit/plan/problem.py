@@ -17,23 +17,22 @@ from memfit.catalog import links
 from memfit.coding import CODED_FORMATS
 from memfit.errors import InvalidRequest
 from memfit.families import float8
-from memfit.families.lean import check_lean, find_lean
+from memfit.families.lean import check_lean
 from memfit.families.limits import check_limits, own_kernels
 from memfit.hardware import Device
-from memfit.model import Architecture, Model, ModelReference
+from memfit.model import Model, ModelReference
 from memfit.nouns import Noun
 from memfit.optimizers import default_implementation, optimizers
 from memfit.optimizers._in_backward import refuse_in_backward
 from memfit.optimizers.low_bit import check_rounding
+from memfit.plan.lean import asked_lean, choose_lean
 from memfit.plan.pairs import check_pairs, choose_preference
 from memfit.plan.precision import HALF, find_conflict, precisions
 from memfit.plan.reference import find_published, find_reference
 from memfit.recipe import (
     ADAPTED,
-    LEAN,
     Format,
     Freeze,
-    Lean,
     Lora,
     Method,
     Optimizer,
@@ -328,7 +327,7 @@ def first_recipe(problem: Problem, *, method: Method, precision: Precision) -> R
         attention=attention,
         loss="plain",
         loss_chunk=0,
-        lean=_lean(request, problem.model.architecture),
+        lean=choose_lean(request, problem.model.architecture),
         offload="none" if request.offload == "auto" else request.offload,
         sequence_length=length,
         packing=request.task.packed,
@@ -342,21 +341,6 @@ def first_recipe(problem: Problem, *, method: Method, precision: Precision) -> R
         network=find_network(request),
         quantisation=find_quantisation(request, base if method == "lora" else "bf16"),
     )
-
-
-def asked_lean(request: Request) -> tuple[Lean, ...]:
-    """The lean operations that a request names; none where it leaves them to memfit."""
-    asked = request.lean
-    if isinstance(asked, tuple):
-        return tuple(operation for operation in LEAN if operation in asked)
-    return LEAN if asked == "all" else ()
-
-
-def _lean(request: Request, a: Architecture) -> tuple[Lean, ...]:
-    """`auto`: all that the family has; products in FP8 keep what they keep."""
-    if request.precision == "fp8-mixed":
-        return ()
-    return find_lean(a) if request.lean == "auto" else asked_lean(request)
 
 
 def find_quantisation(request: Request, base_format: Format) -> Quantisation:

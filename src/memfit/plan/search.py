@@ -275,7 +275,7 @@ def _levers(chosen: Candidate) -> tuple[Considered, ...]:
 def _turned(chosen: Candidate, recipe: Recipe) -> Candidate:
     """With the chosen one's estimate where that still holds."""
     mine = chosen.recipe
-    stored = [(r.method, r.precision, r.coding) for r in (recipe, mine)]
+    stored = [(r.method, r.precision, r.coding, r.lean) for r in (recipe, mine)]
     if stored[0] != stored[1]:
         return Candidate.of(chosen.problem, recipe)
     names = [n for n in recipe.__struct_fields__ if getattr(recipe, n) != getattr(mine, n)]

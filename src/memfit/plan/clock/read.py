@@ -152,6 +152,7 @@ def read_layout(recipe: Recipe, shape: Shape, basis: Basis) -> Layout:
         entered=1.0, chunk_bytes=_chunk_bytes(recipe, shape),
         bubble=_bubble(recipe),
         references=float(recipe.references), heads=float(extra_heads(recipe)),
+        remade=float("mlp" in recipe.lean),
     )  # fmt: skip
 
 
