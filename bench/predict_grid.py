@@ -101,6 +101,12 @@ NAMED: tuple[dict[str, Any], ...] = (
     {"precision": "fp16-mixed", "base_format": "fp16", "optimizer": ("adamw8bit", "fused")},
     {"optimizer": ("adamwfp8", "loop")},
     {"optimizer": ("adamw8bit", "fused"), "attention": "cudnn"},
+    {"optimizer": ("muon", "loop")},
+    {"optimizer": ("adamw", "fused"), "in_backward": True},
+    {"optimizer": ("adafactor", "loop")},
+    {"optimizer": ("adamw8bit-bnb", "fused"), "attention": "cudnn"},
+    {"optimizer": ("adamw8bit", "loop"), "in_backward": True},
+    {"optimizer": ("adamwbf16", "loop"), "precision": "bf16", "base_format": "bf16"},
 )
 # Adapters over a quantised base: two recipes of each model that can have one.
 QUANTISED: tuple[dict[str, Any], ...] = (
@@ -171,6 +177,11 @@ def name_settings(recipe: Recipe, named: dict[str, Any]) -> Recipe:
     if "optimizer" in changes:
         name, implementation = changes.pop("optimizer")
         changes["optimizer"] = replace(recipe.optimizer, name=name, implementation=implementation)
+    if changes.pop("in_backward", False):
+        within = replace(changes["optimizer"], in_backward=True, clip_norm=0.0)
+        changes |= {"optimizer": within, "accumulation": 1}
+        if recipe.scaled:
+            changes |= {"precision": "bf16-mixed"}
     if recipe.method == "full":
         changes.pop("base_format", None)
     if recipe.method == "lora":
@@ -241,6 +252,7 @@ def describe(recipe: Recipe) -> str:
         recipe.attention,
     ]  # fmt: skip
     parts += [recipe.coding] if recipe.coding else []
+    parts += ["in backward"] if recipe.optimizer.in_backward else []
     return ", ".join(parts + (["packed"] if recipe.packing else []))
 
 

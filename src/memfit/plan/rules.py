@@ -14,7 +14,7 @@ from memfit.adapters.coded import is_projection
 from memfit.coding import stored_bytes
 from memfit.model import Model, TensorSpec
 from memfit.nouns import Noun
-from memfit.optimizers import find_optimizer
+from memfit.optimizers import find_optimizer, optimizers
 from memfit.recipe import Optimizer
 
 TWENTY = units.parse_count("20B")  # the size that the rule is usually told for
@@ -164,6 +164,10 @@ def _optimizers(model: Model, size: float) -> Iterable[Rule]:
          _state(model, "adamw8bit"),
          "torchao: two bytes an element, two fp32 scales a 256, two tables a tensor; tensors under"
          " 4096 elements keep their dtype", f"{copy}: about 2 without it"),
+        ("adafactor-4", "Adafactor keeps a little more than 4 bytes a parameter", 4,
+         _state(model, "adafactor"),
+         "a matrix of n x m keeps n + m numbers, and a vector its squares",
+         "with a first moment, which torch's Adafactor has not"),
     ]  # fmt: skip
     for name, says, factor, exact, because, holds in rows:
         words = f"{says}: {units.show_gb(factor * size)}"
@@ -176,8 +180,9 @@ def _nbytes(model: Model, dtype: str) -> int:
 
 def _state(model: Model, name: str) -> int:
     """Bytes of an optimizer's state over all weights in fp32, as its own file declares them."""
+    implementation = optimizers.find(name).implementations[0]
     settings = Optimizer(
-        name=name, implementation="fused", learning_rate=1e-3, weight_decay=0.0, beta1=0.9,
+        name=name, implementation=implementation, learning_rate=1e-3, weight_decay=0.0, beta1=0.9,
         beta2=0.999, eps=1e-8, momentum=0.9, schedule="constant", warmup_steps=0, clip_norm=0.0,
     )  # fmt: skip
     state: Callable[..., tuple[TensorSpec, ...]] = find_optimizer(settings).state
