@@ -57,6 +57,7 @@ LAYERS = [
         "curve",
         "calibrating",
         "export",
+        "check",
         "api",
     },
     {"cli", "screens"},

@@ -25,6 +25,7 @@ from memfit.proving import certify as certify  # the command line calls the api 
 from memfit.proving import find_levers as find_levers
 from memfit.proving import find_nearest as find_nearest
 from memfit.reading import change as change
+from memfit.reading import put as put
 from memfit.reading import read as read
 from memfit.reading import read_certificate as read_certificate
 from memfit.recipe import Recipe
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from memfit.accuracy import Accuracy
     from memfit.accuracy_time import TimeAccuracy
     from memfit.catalog import CatalogModel
+    from memfit.check import Checked
     from memfit.doctor import Diagnosis
     from memfit.export import Export
     from memfit.formats import FormatRow
@@ -216,6 +218,17 @@ def export(plan: Plan, target: str) -> Export:
     from memfit import export as exporting
 
     return exporting.export(plan, target)
+
+
+def check(files: Sequence[Path], data: dict[str, Any]) -> tuple[Checked, Plan]:
+    """Configurations of other tools as a request, and its prediction; see `memfit.check`.
+
+    data: what the files do not say, such as `hardware`. Raises InvalidRequest naming the key.
+    """
+    from memfit import check as checking
+
+    checked = checking.read_files(files, data)
+    return checked, predict(checked.request)
 
 
 def write_export(made: Export, folder: Path) -> list[Path]:

@@ -33,6 +33,7 @@ VERBS = {
     "generate": "running",
     "merge": "running",
     "export": "neighbours",
+    "check": "neighbours",
     "models": "looking",
     "devices": "looking",
     "networks": "looking",

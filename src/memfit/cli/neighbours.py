@@ -1,9 +1,9 @@
-"""export: plans for other trainers."""
+"""export, check: plans for other trainers, and their configurations."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,8 +14,9 @@ from memfit.cli.options import (
     print_json,
     read_target,
     request_options,
+    why_option,
 )
-from memfit.errors import InvalidRequest
+from memfit.errors import DoesNotFit, InvalidRequest
 
 if TYPE_CHECKING:
     from memfit.results import Plan
@@ -84,3 +85,52 @@ def _plan_of(target: str, device: str | None, memory: str | None, changes: Chang
         read_target(str(path), device, memory, changes)  # refuses options: a plan is fixed
         return api.read_plan(path)
     return api.plan(read_target(target, device, memory, changes))
+
+
+@click.command("check", short_help="Say whether another tool's configuration fits a device.")
+@click.argument(
+    "files",
+    nargs=-1,
+    required=True,
+    metavar="FILE...",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+)
+@click.option("--count", type=click.IntRange(1), metavar="N", help="Devices of each machine.")
+@request_options
+@why_option
+@output_options
+def check_command(
+    files: tuple[Path, ...],
+    count: int | None,
+    device: str | None,
+    memory: str | None,
+    changes: Changes,
+    why: bool,
+    as_json: bool,
+    quiet: bool,
+) -> int:  # fmt: skip
+    """Say whether another tool's configuration fits a device; exit 3 when it does not.
+
+    FILE is a configuration of TRL or transformers' Trainer, accelerate, DeepSpeed, axolotl,
+    LLaMA-Factory or torchtitan; name a launcher's and a trainer's together. What the files leave
+    open is assumed and said, and a key whose memory is not described is refused by its name.
+    """
+    from memfit import api
+
+    del quiet
+    data: dict[str, Any] = {}
+    given = {"hardware.device": device, "hardware.count": count, "limits.memory": memory}
+    for key, value in {**given, **changes}.items():
+        if value is not None:
+            api.put(data, key, value)
+    checked, plan = api.check(files, data)
+    if as_json:
+        from memfit.nouns import to_data
+
+        print_json({**to_data(checked), "plan": to_data(plan)})
+    else:
+        from memfit.screens.check import show_check
+        from memfit.screens.layout import make_console
+
+        show_check(make_console(), checked, plan, why=why)
+    return DoesNotFit.exit_code if plan.memory.verdict == "does_not_fit" else 0

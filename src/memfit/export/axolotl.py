@@ -40,7 +40,7 @@ class Axolotl(Target):
     framework = "hf-trainer"  # which axolotl builds on
     says: ClassVar = (
         TRAINER_SAYS | MODEL_SAYS | {"objective", "offload", "parallel.tp", "parallel.cp"}
-    ) - {"options.double_quantisation", "quantisation.double"}
+    )
     axes: ClassVar = FSDP_AXES | {"tp", "cp"}
 
     def draft(self, job: Job) -> Draft:

@@ -139,7 +139,8 @@ def _method(recipe: Any, left: dict[str, str], becomes: dict[str, Any]) -> dict[
         values["quantization_bit"] = 8 if recipe.base_format == "int8" else 4
         values["quantization_method"] = "bnb"
         if recipe.options.get("prepare_kbit"):
-            becomes["options.prepare_kbit"] = False  # LLaMA-Factory casts nothing up
+            becomes["options.prepare_kbit"] = False
+            left["options.prepare_kbit"] = "true: LLaMA-Factory casts nothing up"
     if recipe.base_format in FOUR_BIT:
         values["quantization_type"] = recipe.base_format
         values["double_quantization"] = doubles_scales(recipe)

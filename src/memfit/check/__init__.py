@@ -1,0 +1,166 @@
+"""Other tools' configurations, read as requests: does this file's training fit, and where not?
+
+A reader takes the keys that a step's memory depends on. What it had to assume is said; keys that it
+did not look at are listed; a key that moves memory in a way that memfit does not describe is
+refused by its name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from memfit.errors import InvalidRequest
+from memfit.nouns import Noun, from_data
+from memfit.reading import put
+from memfit.registry import Registry
+from memfit.request import Request, read_yaml
+
+
+class Said:
+    """What the files say, gathered: keys of a request, assumptions, keys not looked at."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self.data = data
+        self.assumed: list[str] = []
+        self.passed: list[str] = []
+        self.folder = Path()
+        self.accumulation = 1
+        self.sharded = ""  # fsdp | deepspeed | ""
+        self.zero = 3
+        self.world = 0  # ranks that a file names; 0: those of the command line
+
+    def put(self, key: str, value: Any) -> None:
+        """A dotted key of the request."""
+        put(self.data, key, value)
+
+    def get(self, key: str) -> Any:
+        """A dotted key of the request; None where it is not set."""
+        found: Any = self.data
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, dict) else None
+        return found
+
+    def assume(self, text: str) -> None:
+        """In words, for the screen."""
+        self.assumed.append(text)
+
+
+class Taken:
+    """A file's keys, each taken once; what is left was not looked at."""
+
+    def __init__(self, data: Mapping[str, Any], file: Path) -> None:
+        self.data, self.file = dict(data), file
+
+    def __call__(self, key: str, default: Any = None) -> Any:
+        """The value of a key, which is looked at now; `auto` and null take the default."""
+        value = self.data.pop(key, None)
+        return default if value is None or value == "auto" else value
+
+    def refuse(self, key: str, allowed: Iterable[Any], why: str) -> None:
+        """Raise InvalidRequest where a key has a value whose bytes are not described."""
+        value = self(key)
+        if value is not None and value not in tuple(allowed):
+            raise InvalidRequest(f"`{key}: {value}` in `{self.file}`: {why}")
+
+
+class Reader(ABC):
+    """One tool's files; registered in `readers`."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+
+    @abstractmethod
+    def recognises(self, data: Mapping[str, Any], file: Path) -> bool:
+        """Whether these are the tool's keys."""
+
+    @abstractmethod
+    def read(self, taken: Taken, said: Said) -> None:
+        """Put what the file says into `said`; raises InvalidRequest with the key's name."""
+
+
+readers: Registry[Reader] = Registry("reader", "memfit.check")
+# the most telling first: a file of a later one may hold an earlier one's keys, too
+ORDER = ("torchtitan", "deepspeed", "accelerate", "axolotl", "llamafactory", "trl")
+
+
+class Checked(Noun, frozen=True, kw_only=True):
+    """What files of other tools say, as a request."""
+
+    tools: tuple[str, ...]
+    request: Request
+    assumed: tuple[str, ...]
+    passed: tuple[str, ...]  # keys that were not looked at
+
+
+def read_files(files: Sequence[Path], data: dict[str, Any]) -> Checked:
+    """One training described by one file or several, such as a launcher's beside a trainer's.
+
+    data: keys of a request that the files do not say, such as `hardware`. Raises InvalidRequest.
+    """
+    said, tools = Said(data), []
+    for file in files:
+        tools.append(read_file(file, said))
+    if not said.get("model"):
+        raise InvalidRequest(
+            f"{', '.join(map(str, files))} names no model",
+            hint="add the trainer's own file, or `--set model=llama-3.1-8b`",
+        )
+    if said.get("framework") is None:
+        said.put("framework", "deepspeed" if said.sharded == "deepspeed" else "hf-trainer")
+        said.assume("the loop is transformers' Trainer, as no file names one")
+    _put_mesh(said)
+    request = from_data(said.data, Request, where=", ".join(map(str, files)))
+    return Checked(
+        tools=tuple(tools),
+        request=request,
+        assumed=tuple(said.assumed),
+        passed=tuple(said.passed),
+    )
+
+
+def read_file(file: Path, said: Said) -> str:
+    """Read one file into `said`; returns the tool's name."""
+    # YAML reads JSON, too
+    data = read_yaml(file) if file.suffix in (".yaml", ".yml", ".json") else {}
+    for name in ORDER:
+        reader = readers.find(name)
+        if reader.recognises(data, file):
+            taken = Taken(data, file)
+            said.folder = file.parent
+            reader.read(taken, said)
+            said.passed += [f"{file.name}: {key}" for key in taken.data]
+            return reader.title
+    raise InvalidRequest(
+        f"`{file}` is of no tool that memfit reads",
+        hint=f"read: {', '.join(readers.find(name).title for name in ORDER)}",
+    )
+
+
+def _put_mesh(said: Said) -> None:
+    """Ranks: those that a file names, of machines of the size asked for; and the global batch."""
+    count = int(said.get("hardware.count") or 1)
+    nodes = int(said.get("hardware.nodes") or 1)
+    if said.world and said.world != count * nodes:
+        if said.get("hardware.count"):
+            raise InvalidRequest(
+                f"the files start {said.world} processes, and there are {count * nodes} devices",
+                hint="make `--count` (x `hardware.nodes`) and the processes equal",
+            )
+        count = said.world // nodes
+        said.put("hardware.count", count)
+    world = count * nodes
+    ranks = world
+    if said.get("parallel") is None and world > 1:
+        key = "dp_shard" if said.sharded else "dp_replicate"
+        said.put("parallel", {key: world})
+        if said.sharded:
+            said.put("parallel.zero", said.zero)
+    elif said.get("parallel") is not None:
+        mesh = said.get("parallel")
+        ranks = mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1)
+    if said.get("task.global_batch") is None:
+        micro = int(said.get("micro_batch") or 1)
+        said.put("task.global_batch", micro * said.accumulation * ranks)

@@ -1,0 +1,146 @@
+"""What the files of TRL, axolotl and LLaMA-Factory have in common, read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memfit.check import Said, Taken
+from memfit.errors import InvalidRequest
+
+OPTIMS = {
+    "adamw_torch": ("adamw", "foreach"), "adamw_torch_fused": ("adamw", "fused"),
+    "adamw_hf": ("adamw", "loop"), "sgd": ("sgd", "foreach"),
+    "adamw_8bit": ("adamw8bit", "fused"), "adamw_bnb_8bit": ("adamw8bit", "fused"),
+    "paged_adamw_8bit": ("adamw8bit", "fused"),
+}  # fmt: skip
+KERNELS = {
+    "sdpa": "flash", "flash_attention_2": "flash", "flash_attention_3": "flash",
+    "kernels-community/flash-attn2": "flash", "kernels-community/flash-attn3": "flash",
+}  # fmt: skip
+# keys without bytes on the device: data, logging, saving, seeds of data, what is shown
+QUIET = frozenset({
+    "output_dir", "overwrite_output_dir", "report_to", "run_name", "logging_steps", "logging_dir",
+    "logging_strategy", "logging_first_step", "save_steps", "save_strategy", "save_total_limit",
+    "save_only_model", "save_safetensors", "dataset_name", "dataset_config", "dataset_train_split",
+    "dataset_test_split", "dataset_num_proc", "dataloader_num_workers", "push_to_hub", "hub_token",
+    "hub_model_id", "num_train_epochs", "trust_remote_code", "do_train", "plot_loss",
+    "warmup_ratio",
+    "resume_from_checkpoint", "ddp_timeout", "overwrite_cache", "preprocessing_num_workers",
+    "max_samples", "template", "dataset", "datasets", "dataset_prepared_path", "num_epochs",
+    "wandb_project", "wandb_entity", "wandb_watch", "wandb_name", "wandb_log_model",
+    "special_tokens",
+    "saves_per_epoch", "evals_per_epoch", "val_set_size", "eval_strategy", "eval_steps", "do_eval",
+    "strict", "tokenizer_type", "model_type", "tf32", "chat_template", "dataset_text_field",
+    "eos_token", "pad_token", "dataset_dir", "train_on_inputs", "group_by_length", "shuffle_seed",
+    "adam_epsilon", "lr_scheduler_kwargs", "remove_unused_columns", "hub_strategy",
+})  # fmt: skip
+NOT_DESCRIBED = "what it does to memory is not described"
+
+
+def read_steps(taken: Taken, said: Said, *, micro: str, default: int) -> None:
+    """Batch, accumulation, steps, seed."""
+    said.put("micro_batch", taken(micro, default))
+    said.accumulation = taken("gradient_accumulation_steps", said.accumulation)
+    steps = taken("max_steps", -1)
+    if steps > 0:
+        said.put("task.steps", steps)
+    said.put("seed", taken("seed", 42))
+
+
+def read_optimizer(taken: Taken, said: Said, *, key: str = "optim", schedule: str) -> None:
+    """The optimizer and its schedule; `optim` of the Trainer's names."""
+    optim = str(taken(key, "adamw_torch_fused"))
+    if optim not in OPTIMS:
+        raise InvalidRequest(
+            f"`{key}: {optim}` in `{taken.file}` is not described",
+            hint=f"described: {', '.join(OPTIMS)}",
+        )
+    name, implementation = OPTIMS[optim]
+    said.put("optimizer.name", name)
+    said.put("optimizer.implementation", implementation)
+    if optim.startswith("paged"):
+        said.put("options.paged", True)
+    if name == "sgd":
+        said.put("optimizer.momentum", 0.0)
+    kind = str(taken(schedule, "linear")).removesuffix("_with_warmup")
+    if kind in ("constant", "linear", "cosine"):
+        said.put("optimizer.schedule", kind)
+    numbers = {
+        "learning_rate": "learning_rate", "weight_decay": "weight_decay",
+        "adam_beta1": "beta1", "adam_beta2": "beta2", "adam_epsilon": "eps",
+        "max_grad_norm": "clip_norm", "warmup_steps": "warmup_steps",
+    }  # fmt: skip
+    for theirs, ours in numbers.items():
+        value = taken(theirs)
+        if value is not None:
+            said.put(f"optimizer.{ours}", int(value) if ours == "warmup_steps" else float(value))
+
+
+def read_precision(taken: Taken, said: Said, *, dtype: str, adapted: bool) -> None:
+    """The Trainer's autocast over weights of `dtype`: float32, bfloat16 or float16."""
+    short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(dtype)
+    if short is None:
+        raise InvalidRequest(f"`dtype: {dtype}` in `{taken.file}` is not described")
+    bf16, fp16 = taken("bf16", False), taken("fp16", False)
+    mixed = "bf16-mixed" if bf16 else "fp16-mixed" if fp16 else ""
+    if adapted:
+        said.put("base_format", short)
+        said.put("precision", mixed or short)
+        return
+    if mixed and short != "fp32":
+        said.assume(f"autocast over {short} weights is predicted as `precision: {short}`")
+        mixed = ""
+    said.put("precision", mixed or short)
+
+
+def read_attention(taken: Taken, said: Said, kernel: Any) -> None:
+    """transformers' `attn_implementation`; torch's own choice is taken to be flash."""
+    if kernel is None:
+        said.assume("attention is a kernel of torch's that keeps no scores (flash)")
+        kernel = "sdpa"
+    if kernel not in KERNELS:
+        raise InvalidRequest(
+            f"attention `{kernel}` in `{taken.file}` is not described",
+            hint=f"described: {', '.join(KERNELS)}",
+        )
+    said.put("attention", KERNELS[kernel])
+
+
+def read_lora(taken: Taken, said: Said, targets: Any, *, rank: str = "lora_r") -> None:
+    """Rank, alpha, dropout and targets of adapters."""
+    said.put("lora.rank", taken(rank, 16))
+    said.put("lora.alpha", float(taken("lora_alpha", 32)))
+    said.put("lora.dropout", float(taken("lora_dropout", 0.0)))
+    if targets is None:
+        said.assume("adapters stand at the query and value projections, as peft's default has it")
+        return
+    named = targets.split(",") if isinstance(targets, str) else list(targets)
+    said.put("lora.targets", [name.strip() for name in named])
+
+
+def read_fsdp(config: dict[str, Any], taken: Taken, said: Said) -> None:
+    """accelerate's fsdp_config, with or without its prefix."""
+    keys = {key.removeprefix("fsdp_"): value for key, value in config.items()}
+    if str(keys.get("version", 1)) == "2":
+        raise InvalidRequest(
+            f"`fsdp_version: 2` in `{taken.file}`: accelerate's FSDP2 is not described",
+            hint="FSDP1 is (`fsdp_version: 1`); of FSDP2, `framework: torchtitan` is",
+        )
+    policy = str(keys.get("reshard_after_forward", keys.get("sharding_strategy", "FULL_SHARD")))
+    known = {"full_shard": 3, "1": 3, "true": 3, "shard_grad_op": 2, "2": 2, "false": 2}
+    if policy.lower() not in known:
+        raise InvalidRequest(
+            f"`fsdp_reshard_after_forward: {policy}` in `{taken.file}` is not described",
+            hint="described: FULL_SHARD, SHARD_GRAD_OP",
+        )
+    said.sharded, said.zero = "fsdp", known[policy.lower()]
+    if keys.get("activation_checkpointing"):
+        said.put("recompute", "full")
+    if keys.get("offload_params"):
+        said.put("offload", "parameters")
+
+
+def drop_quiet(taken: Taken) -> None:
+    """Keys that take no memory of the device are looked at, and say nothing."""
+    for key in QUIET:
+        taken(key)

@@ -1,0 +1,65 @@
+"""accelerate's launch configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+from memfit.check import Reader, Said, Taken, read_file, readers
+from memfit.check._hf import read_fsdp
+from memfit.errors import InvalidRequest
+
+QUIET = (
+    "compute_environment", "machine_rank", "main_training_function", "main_process_port",
+    "main_process_ip", "rdzv_backend", "same_network", "tpu_env", "tpu_use_cluster", "debug",
+    "tpu_use_sudo", "use_cpu", "downcast_bf16", "enable_cpu_affinity", "gpu_ids", "mixed_precision",
+)  # fmt: skip
+
+
+@final
+class AccelerateReader(Reader):
+    """Processes, machines, and how the model is shared among them."""
+
+    name: ClassVar = "accelerate"
+    title: ClassVar = "accelerate"
+
+    def recognises(self, data: Mapping[str, Any], file: Path) -> bool:
+        """See `Reader.recognises`."""
+        return "distributed_type" in data and "compute_environment" in data
+
+    def read(self, taken: Taken, said: Said) -> None:
+        """See `Reader.read`."""
+        kind = str(taken("distributed_type"))
+        said.world = int(taken("num_processes", 1))
+        machines = int(taken("num_machines", 1))
+        if machines > 1 and said.get("hardware.nodes") is None:
+            said.put("hardware.nodes", machines)
+        mixed = taken("mixed_precision", "no")
+        if said.get("precision") is None and mixed != "no":
+            said.put("precision", f"{mixed}-mixed")
+        if kind == "FSDP":
+            read_fsdp(dict(taken("fsdp_config", {})), taken, said)
+        elif kind == "DEEPSPEED":
+            _read_deepspeed(dict(taken("deepspeed_config", {})), taken, said)
+        elif kind not in ("NO", "MULTI_GPU"):
+            raise InvalidRequest(
+                f"`distributed_type: {kind}` in `{taken.file}` is not described",
+                hint="described: NO, MULTI_GPU, FSDP, DEEPSPEED",
+            )
+        for key in QUIET:
+            taken(key)
+
+
+def _read_deepspeed(config: dict[str, Any], taken: Taken, said: Said) -> None:
+    if named := config.get("deepspeed_config_file"):
+        read_file(taken.file.parent / str(named), said)
+        return
+    said.sharded, said.zero = "deepspeed", int(config.get("zero_stage", 2))
+    said.put("framework", "deepspeed")
+    if config.get("offload_optimizer_device", "none") != "none":
+        raise InvalidRequest(f"`offload_optimizer_device` in `{taken.file}` is not described")
+    said.accumulation = int(config.get("gradient_accumulation_steps", said.accumulation))
+
+
+readers.register("accelerate")(AccelerateReader())

@@ -1,0 +1,107 @@
+"""axolotl's YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+from memfit.check import Reader, Said, Taken, read_file, readers
+from memfit.check._hf import (
+    NOT_DESCRIBED,
+    drop_quiet,
+    read_attention,
+    read_fsdp,
+    read_lora,
+    read_optimizer,
+    read_precision,
+    read_steps,
+)
+from memfit.errors import InvalidRequest
+
+
+@final
+class AxolotlReader(Reader):
+    """Weights of the computed dtype; adapters in fp32."""
+
+    name: ClassVar = "axolotl"
+    title: ClassVar = "axolotl"
+
+    def recognises(self, data: Mapping[str, Any], file: Path) -> bool:
+        """See `Reader.recognises`."""
+        return "base_model" in data
+
+    def read(self, taken: Taken, said: Said) -> None:
+        """See `Reader.read`."""
+        said.put("model", taken("base_model"))
+        if said.get("framework") is None:
+            said.put("framework", "hf-trainer")
+        said.assume("the step is transformers' Trainer's, which axolotl builds on")
+        said.put("task.sequence_length", taken("sequence_len", 512))
+        said.put("task.packing", taken("sample_packing", False))
+        said.put("task.objective", _objective(taken))
+        taken("pad_to_sequence_len")
+        read_steps(taken, said, micro="micro_batch_size", default=1)
+        read_optimizer(taken, said, key="optimizer", schedule="lr_scheduler")
+        adapter = taken("adapter")
+        if adapter not in (None, "lora", "qlora"):
+            raise InvalidRequest(f"`adapter: {adapter}` in `{taken.file}` is not described")
+        said.put("method", "lora" if adapter else "full")
+        four, eight = taken("load_in_4bit", False), taken("load_in_8bit", False)
+        bf16 = taken.data.get("bf16") not in (None, False, "false")
+        fp16 = bool(taken.data.get("fp16"))
+        taken.data["bf16"] = bf16
+        dtype = "bfloat16" if bf16 else "float16" if fp16 else "float32"
+        read_precision(taken, said, dtype=dtype, adapted=bool(adapter))
+        if four:
+            said.put("base_format", "nf4")
+            said.put("options.double_quantisation", True)
+        elif eight:
+            said.put("base_format", "int8")
+        if adapter:
+            targets = taken("lora_target_modules")
+            if taken("lora_target_linear", False):
+                targets = ["all-linear"]
+            read_lora(taken, said, targets)
+        old = "flash_attention_2" if taken("flash_attention", False) else None
+        old = "sdpa" if taken("sdp_attention", False) else old
+        read_attention(taken, said, taken("attn_implementation", old))
+        again = taken("gradient_checkpointing", False)
+        if again not in (True, False):
+            raise InvalidRequest(
+                f"`gradient_checkpointing: {again}` in `{taken.file}` is not described"
+            )
+        said.put("recompute", "full" if again else "none")
+        self._mesh(taken, said)
+        for key in ("peft_use_dora", "peft_use_rslora", "torch_compile", "lora_modules_to_save",
+                    "liger_rope", "liger_rms_norm", "liger_glu_activation", "plugins",
+                    "liger_fused_linear_cross_entropy", "cut_cross_entropy", "unfrozen_parameters",
+                    "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "rl"):  # fmt: skip
+            taken.refuse(key, (False, []), NOT_DESCRIBED)
+        drop_quiet(taken)
+
+    def _mesh(self, taken: Taken, said: Said) -> None:
+        version = taken("fsdp_version")
+        config = dict(taken("fsdp_config", {}) or {})
+        if taken("fsdp") or config:
+            read_fsdp({"version": version or 1, **config}, taken, said)
+        for key in ("tensor_parallel_size", "context_parallel_size"):
+            taken.refuse(key, (1,), NOT_DESCRIBED)
+        taken("dp_shard_size")
+        taken("dp_replicate_size")
+        if named := taken("deepspeed"):
+            precision = said.get("precision")
+            read_file(taken.file.parent / str(named), said)
+            if precision is not None and said.get("method") == "lora":
+                said.put("precision", precision)
+
+
+def _objective(taken: Taken) -> str:
+    """Texts to be completed are pretraining, whatever weights one begins with."""
+    if taken("pretraining_dataset"):
+        return "pretrain"
+    kinds = [one.get("type") for one in taken.data.get("datasets") or () if isinstance(one, dict)]
+    return "pretrain" if kinds and all(kind == "completion" for kind in kinds) else "sft"
+
+
+readers.register("axolotl")(AxolotlReader())

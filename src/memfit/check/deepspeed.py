@@ -1,0 +1,80 @@
+"""DeepSpeed's JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+from memfit.check import Reader, Said, Taken, readers
+from memfit.errors import InvalidRequest
+
+SIZES = {
+    "reduce_bucket_size": "reduce_bucket_size", "allgather_bucket_size": "allgather_bucket_size",
+    "stage3_prefetch_bucket_size": "prefetch_bucket_size",
+    "stage3_max_live_parameters": "max_live_parameters", "sub_group_size": "sub_group_size",
+}  # fmt: skip
+QUIET = ("train_batch_size", "steps_per_print", "wall_clock_breakdown", "scheduler", "memfit")
+
+
+@final
+class DeepSpeedReader(Reader):
+    """ZeRO's stage and sizes; what is `auto` is the trainer's."""
+
+    name: ClassVar = "deepspeed"
+    title: ClassVar = "DeepSpeed"
+
+    def recognises(self, data: Mapping[str, Any], file: Path) -> bool:
+        """See `Reader.recognises`."""
+        return "zero_optimization" in data or "train_micro_batch_size_per_gpu" in data
+
+    def read(self, taken: Taken, said: Said) -> None:
+        """See `Reader.read`."""
+        zero = dict(taken("zero_optimization", {}))
+        stage = int(zero.get("stage", 0))
+        said.put("framework", "deepspeed")
+        said.sharded, said.zero = ("deepspeed", stage) if stage else ("", 3)
+        for name in ("offload_optimizer", "offload_param"):
+            held = zero.get(name) or {}
+            if held.get("device", "none") not in ("none", None):
+                raise InvalidRequest(
+                    f"`zero_optimization.{name}.device: {held['device']}` in `{taken.file}` is not"
+                    " described",
+                )
+        for theirs, ours in SIZES.items():
+            if isinstance(zero.get(theirs), int | float):
+                said.put(f"options.{ours}", int(zero[theirs]))
+        for name, precision in (("bf16", "bf16-mixed"), ("fp16", "fp16-mixed")):
+            if (taken(name) or {}).get("enabled") is True:
+                said.put("precision", precision)
+        micro = taken("train_micro_batch_size_per_gpu")
+        if micro is not None:
+            said.put("micro_batch", micro)
+        said.accumulation = taken("gradient_accumulation_steps", said.accumulation)
+        clip = taken("gradient_clipping")
+        if clip is not None:
+            said.put("optimizer.clip_norm", float(clip))
+        self._optimizer(taken, said)
+        for key in QUIET:
+            taken(key)
+
+    def _optimizer(self, taken: Taken, said: Said) -> None:
+        made = taken("optimizer")
+        if not made:
+            return
+        if made.get("type") not in ("Adam", "AdamW"):
+            raise InvalidRequest(f"`optimizer.type: {made.get('type')}` is not described")
+        params = made.get("params", {})
+        foreach = params.get("torch_adam", False)
+        said.put("optimizer.name", "adamw")
+        said.put("optimizer.implementation", "foreach" if foreach else "fused")
+        names = {"lr": "learning_rate", "eps": "eps", "weight_decay": "weight_decay"}
+        for theirs, ours in names.items():
+            if isinstance(params.get(theirs), int | float):
+                said.put(f"optimizer.{ours}", float(params[theirs]))
+        if isinstance(params.get("betas"), list):
+            said.put("optimizer.beta1", float(params["betas"][0]))
+            said.put("optimizer.beta2", float(params["betas"][1]))
+
+
+readers.register("deepspeed")(DeepSpeedReader())

@@ -1,0 +1,101 @@
+"""LLaMA-Factory's YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+from memfit.check import Reader, Said, Taken, read_file, readers
+from memfit.check._hf import (
+    NOT_DESCRIBED,
+    drop_quiet,
+    read_attention,
+    read_lora,
+    read_optimizer,
+    read_precision,
+    read_steps,
+)
+from memfit.errors import InvalidRequest
+
+KERNELS = {"sdpa": "sdpa", "fa2": "flash_attention_2", "disabled": "eager", "auto": None}
+
+
+@final
+class LlamaFactoryReader(Reader):
+    """Trainable weights in fp32 unless `pure_bf16`; frozen ones of the computed dtype."""
+
+    name: ClassVar = "llamafactory"
+    title: ClassVar = "LLaMA-Factory"
+
+    def recognises(self, data: Mapping[str, Any], file: Path) -> bool:
+        """See `Reader.recognises`."""
+        return "finetuning_type" in data or "cutoff_len" in data
+
+    def read(self, taken: Taken, said: Said) -> None:
+        """See `Reader.read`."""
+        said.put("model", taken("model_name_or_path"))
+        if said.get("framework") is None:
+            said.put("framework", "hf-trainer")
+        said.assume("the step is transformers' Trainer's, which LLaMA-Factory builds on")
+        stage = taken("stage", "sft")
+        if stage not in ("sft", "pt"):
+            raise InvalidRequest(f"`stage: {stage}` in `{taken.file}` is not described")
+        said.put("task.objective", "pretrain" if stage == "pt" else "sft")
+        said.put("task.sequence_length", taken("cutoff_len", 2048))
+        said.put("task.packing", taken("packing", stage == "pt"))
+        taken("neat_packing")
+        read_steps(taken, said, micro="per_device_train_batch_size", default=8)
+        read_optimizer(taken, said, schedule="lr_scheduler_type")
+        method = taken("finetuning_type", "lora")
+        if method not in ("lora", "full", "freeze"):
+            raise InvalidRequest(f"`finetuning_type: {method}` in `{taken.file}` is not described")
+        said.put("method", method)
+        if method == "freeze":
+            said.put("freeze.last_blocks", taken("freeze_trainable_layers", 2))
+        self._precision(taken, said, str(method))
+        if method == "lora":
+            named = taken("lora_target", "all")
+            read_lora(taken, said, "all-linear" if named == "all" else named, rank="lora_rank")
+        kernel = str(taken("flash_attn", "auto"))
+        read_attention(taken, said, KERNELS.get(kernel, kernel))
+        again = not taken("disable_gradient_checkpointing", False)
+        if again or said.get("recompute") is None:
+            said.put("recompute", "full" if again else "none")
+        if named := taken("deepspeed"):
+            precision = said.get("precision")
+            read_file(taken.file.parent / str(named), said)
+            said.put("precision", precision)
+        for key in ("enable_liger_kernel", "use_unsloth", "use_dora", "use_rslora", "use_galore",
+                    "use_badam", "use_apollo", "use_muon", "upcast_layernorm", "additional_target",
+                    "shift_attn", "mixture_of_depths", "moe_aux_loss_coef"):  # fmt: skip
+            taken.refuse(key, (False, ""), NOT_DESCRIBED)
+        for key in ("fsdp", "fsdp_config"):
+            taken.refuse(key, ("",), "the launcher's file says it")
+        drop_quiet(taken)
+
+    def _precision(self, taken: Taken, said: Said, method: str) -> None:
+        pure = taken("pure_bf16", False)
+        low = pure or taken.data.get("bf16")
+        dtype = "bfloat16" if low else "float16" if taken.data.get("fp16") else "float32"
+        bits, kind = taken("quantization_bit"), taken("quantization_type", "nf4")
+        double, how = taken("double_quantization", True), taken("quantization_method", "bnb")
+        if pure:
+            taken("bf16")
+        if method == "lora":
+            read_precision(taken, said, dtype=dtype, adapted=True)
+        else:
+            read_precision(taken, said, dtype=dtype if pure else "float32", adapted=False)
+        if bits is None:
+            return
+        if how not in ("bnb", "bitsandbytes") or bits not in (4, 8):
+            raise InvalidRequest(
+                f"`quantization_bit: {bits}` of `{how}` in `{taken.file}` is not described"
+            )
+        said.put("base_format", "int8" if bits == 8 else kind)
+        said.put("options.prepare_kbit", False)
+        if bits == 4:
+            said.put("options.double_quantisation", bool(double))
+
+
+readers.register("llamafactory")(LlamaFactoryReader())

@@ -1,0 +1,204 @@
+"""torchtitan's configuration: a Python module, read as text and never run; or a TOML file."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+from memfit.check import Reader, Said, Taken, readers
+from memfit.errors import InvalidRequest
+
+MODELS = {
+    "llama3_8b": "llama-3.1-8b", "llama3_70b": "llama-3.1-70b", "llama3_405b": "llama-3.1-405b",
+    "qwen3_0_6b": "qwen3-0.6b", "qwen3_1_7b": "qwen3-1.7b", "qwen3_14b": "qwen3-14b",
+    "qwen3_32b": "qwen3-32b", "8B": "llama-3.1-8b",
+    "70B": "llama-3.1-70b", "405B": "llama-3.1-405b",
+}  # fmt: skip
+AXES = {
+    "data_parallel_replicate_degree": "dp_replicate", "data_parallel_shard_degree": "dp_shard",
+    "tensor_parallel_degree": "tp", "context_parallel_degree": "cp",
+    "pipeline_parallel_degree": "pp",
+}  # fmt: skip
+IMPLEMENTATIONS = {"fused": "fused", "foreach": "foreach", "for-loop": "loop"}
+
+
+@final
+class TorchtitanReader(Reader):
+    """What is assigned to the configuration, by name: `c.training.seq_len = 8192`."""
+
+    name: ClassVar = "torchtitan"
+    title: ClassVar = "torchtitan"
+
+    def recognises(self, data: Mapping[str, Any], file: Path) -> bool:
+        """See `Reader.recognises`."""
+        return file.suffix in (".py", ".toml")
+
+    def read(self, taken: Taken, said: Said) -> None:
+        """See `Reader.read`."""
+        taken.data = read_python(taken.file) if taken.file.suffix == ".py" else _toml(taken.file)
+        flavour = taken("model", taken("model.flavor"))
+        if flavour not in MODELS:
+            raise InvalidRequest(
+                f"`{flavour}` in `{taken.file}` is no configuration that memfit knows",
+                hint=f"known: {', '.join(MODELS)}",
+            )
+        said.put("model", MODELS[flavour])
+        said.put("framework", "torchtitan")
+        said.put("task.objective", "pretrain")
+        mesh = self._mesh(taken, said)
+        self._batch(taken, said, mesh)
+        for key, ours in (("training.steps", "task.steps"), ("debug.seed", "seed")):
+            value = taken(key)
+            if value is not None:
+                said.put(ours, value)
+        self._optimizer(taken, said)
+        if taken("training.dtype", "float32") != "float32":
+            raise InvalidRequest(f"`training.dtype` in `{taken.file}`: only float32 is described")
+        if taken("training.mixed_precision_param", "bfloat16") != "bfloat16":
+            raise InvalidRequest(f"`training.mixed_precision_param` in `{taken.file}`: bfloat16 is")
+        if taken("training.enable_cpu_offload", False):
+            raise InvalidRequest(f"`training.enable_cpu_offload` in `{taken.file}`: not described")
+        kind = taken("activation_checkpoint", taken("activation_checkpoint.mode", "selective"))
+        said.put("recompute", {"FullAC": "full", "SelectiveAC": "selective"}.get(kind, kind))
+        said.put("compile", "blocks" if taken("compile.enable", False) else "none")
+        said.assume("the loss is of whole logits, as torchtitan's was until 2025")
+        for key in ("loss", "compile.components", "training.mixed_precision_reduce"):
+            taken(key)
+
+    def _mesh(self, taken: Taken, said: Said) -> dict[str, Any]:
+        mesh = {
+            ours: found
+            for theirs, ours in AXES.items()
+            if (found := taken(f"parallelism.{theirs}")) is not None
+        }
+        devices = int(said.get("hardware.count") or 1) * int(said.get("hardware.nodes") or 1)
+        if mesh.get("dp_shard", -1) == -1:
+            others = 1
+            for name in ("dp_replicate", "tp", "cp", "pp"):
+                others *= mesh.get(name, 1)
+            mesh["dp_shard"] = max(1, devices // others)
+        if mesh.get("tp", 1) > 1:
+            mesh["sequence_parallel"] = taken("parallelism.enable_sequence_parallel", True)
+        taken("parallelism.enable_sequence_parallel")
+        policy = taken("parallelism.fsdp_reshard_after_forward", "default")
+        mesh["reshard_after_forward"] = policy != "never" and (
+            policy == "always" or mesh.get("pp", 1) == 1
+        )
+        if mesh.get("pp", 1) > 1:
+            schedule = taken("parallelism.pipeline_parallel_schedule", "1F1B")
+            said.put("options.pipeline_schedule", schedule)
+        taken("parallelism.pipeline_parallel_layers_per_stage")
+        said.put("parallel", mesh)
+        world = mesh["dp_shard"]
+        for name in ("dp_replicate", "tp", "cp", "pp"):
+            world *= mesh.get(name, 1)
+        said.world = world
+        return mesh
+
+    def _batch(self, taken: Taken, said: Said, mesh: Mapping[str, Any]) -> None:
+        length = taken("training.seq_len", taken("training.max_context_length"))
+        local = taken("training.local_batch_size")
+        total = taken("training.global_batch_size", -1)
+        tokens = taken("training.num_tokens_per_microbatch_per_dp_rank")
+        step = taken("training.num_tokens_per_train_step", -1)
+        if tokens is not None and length:
+            local, total = tokens // length, step // length if step > 0 else -1
+        ranks = mesh.get("dp_replicate", 1) * mesh["dp_shard"]
+        if length:
+            said.put("task.sequence_length", length)
+        else:
+            said.assume("rows are as long as the model's configuration has them")
+        if local is None:
+            said.assume("micro-batches of one row, as no file says their size")
+            local = 1
+        micro = taken("parallelism.pipeline_parallel_microbatch_size", local)
+        pieces = taken("parallelism.num_pp_microbatches", 1)
+        said.put("micro_batch", micro)
+        said.put("task.global_batch", total if total > 0 else local * pieces * ranks)
+
+    def _optimizer(self, taken: Taken, said: Said) -> None:
+        said.put("optimizer.name", "adamw")
+        made = taken("optimizer.implementation", "fused")
+        said.put("optimizer.implementation", IMPLEMENTATIONS.get(made, made))
+        names = {"lr": "learning_rate", "eps": "eps", "weight_decay": "weight_decay"}
+        for theirs, ours in names.items():
+            value = taken(f"optimizer.{theirs}")
+            if value is not None:
+                said.put(f"optimizer.{ours}", float(value))
+        betas = taken("optimizer.betas")
+        if betas:
+            said.put("optimizer.beta1", float(betas[0]))
+            said.put("optimizer.beta2", float(betas[1]))
+        if (norm := taken("training.max_norm")) is not None:
+            said.put("optimizer.clip_norm", float(norm))
+        if (steps := taken("lr_scheduler.warmup_steps")) is not None:
+            said.put("optimizer.warmup_steps", steps)
+        flat = "lr_scheduler.decay_ratio" in taken.data and taken("lr_scheduler.decay_ratio") == 0
+        kind = taken("lr_scheduler.decay_type", "linear")
+        said.put("optimizer.schedule", "constant" if flat else kind)
+
+
+def read_python(file: Path) -> dict[str, Any]:
+    """Assignments to attributes of one name, as dotted keys; calls by what is called.
+
+    Raises InvalidRequest where the text is no Python, or a value is computed.
+    """
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"cannot read `{file}`: {error}") from None
+    found: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+            continue
+        target = ast.unparse(node.targets[0])
+        key = target.partition(".")[2]
+        if isinstance(node.value, ast.Call):
+            _call(key, node.value, found)
+        elif key:
+            found[key] = _value(node.value, key, file)
+    return found
+
+
+def _call(key: str, call: ast.Call, found: dict[str, Any]) -> None:
+    """`c = llama3_8b()` names the model; `FullAC.Config()` its class; others their arguments."""
+    name = ast.unparse(call.func)
+    if not key:
+        found["model"] = name
+    elif name.endswith(".Config"):
+        found[key] = name.removesuffix(".Config")
+    elif name == "float":
+        found[key] = 0.0  # float("inf"): no clipping
+    else:
+        for argument in call.keywords:
+            try:
+                found[f"{key}.{argument.arg}"] = ast.literal_eval(argument.value)
+            except ValueError:
+                found[f"{key}.{argument.arg}"] = ast.unparse(argument.value)
+
+
+def _value(node: ast.expr, key: str, file: Path) -> Any:
+    try:
+        value = ast.literal_eval(node)
+    except ValueError:
+        return ast.unparse(node)
+    return "none" if value is None and key == "activation_checkpoint" else value
+
+
+def _toml(file: Path) -> dict[str, Any]:
+    try:
+        data = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise InvalidRequest(f"cannot read `{file}`: {error}") from None
+    return {
+        f"{group}.{key}": value
+        for group, keys in data.items()
+        if isinstance(keys, dict)
+        for key, value in keys.items()
+    }
+
+
+readers.register("torchtitan")(TorchtitanReader())

@@ -1,0 +1,87 @@
+"""TRL's arguments, and those of transformers' Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+from memfit.check import Reader, Said, Taken, readers
+from memfit.check._hf import (
+    NOT_DESCRIBED,
+    drop_quiet,
+    read_attention,
+    read_fsdp,
+    read_lora,
+    read_optimizer,
+    read_precision,
+    read_steps,
+)
+
+REFUSED = (
+    "use_liger_kernel", "activation_offloading", "use_dora", "use_rslora", "torch_compile",
+    "lora_modules_to_save", "gradient_checkpointing_kwargs", "activation_checkpointing",
+    "neftune_noise_alpha", "auto_find_batch_size", "deepspeed",
+)  # fmt: skip
+
+
+@final
+class TrlReader(Reader):
+    """SFTConfig, ModelConfig, ScriptArguments; without TRL's own keys, TrainingArguments."""
+
+    name: ClassVar = "trl"
+    title: ClassVar = "TRL"
+
+    def recognises(self, data: Mapping[str, Any], file: Path) -> bool:
+        """See `Reader.recognises`."""
+        return "per_device_train_batch_size" in data or "model_name_or_path" in data
+
+    def read(self, taken: Taken, said: Said) -> None:
+        """See `Reader.read`."""
+        said.put("model", taken("model_name_or_path", said.get("model")))
+        said.put("framework", "trl")
+        said.put("task.objective", "sft")
+        said.assume("the step is TRL 0.29's: since 1.0 its loss is made from tiles of the logits")
+        said.put("task.sequence_length", taken("max_length", 1024))
+        said.put("task.packing", taken("packing", False))
+        read_steps(taken, said, micro="per_device_train_batch_size", default=8)
+        read_optimizer(taken, said, schedule="lr_scheduler_type")
+        adapted = bool(taken("use_peft", False))
+        said.put("method", "lora" if adapted else "full")
+        bits = _read_bits(taken, said)
+        dtype = str(taken("dtype", taken("torch_dtype", "float32")))
+        if dtype == "float32" and "bf16" not in taken.data and "fp16" not in taken.data:
+            taken.data["bf16"] = True  # TRL's own default
+        coded = said.get("base_format")
+        read_precision(taken, said, dtype=dtype, adapted=adapted)
+        if bits:
+            said.put("base_format", coded)
+        if adapted:
+            if "lora_dropout" not in taken.data:
+                taken.data["lora_dropout"] = 0.05  # TRL's own default
+            read_lora(taken, said, taken("lora_target_modules"))
+        read_attention(taken, said, taken("attn_implementation"))
+        again = taken("gradient_checkpointing", True)
+        if said.get("recompute") is None or again:
+            said.put("recompute", "full" if again else "none")
+        if taken("fsdp"):
+            read_fsdp(dict(taken("fsdp_config", {})), taken, said)
+        for key in REFUSED:
+            taken.refuse(key, (False, [], {"use_reentrant": False}), NOT_DESCRIBED)
+        drop_quiet(taken)
+
+
+def _read_bits(taken: Taken, said: Said) -> int:
+    """bitsandbytes' 4 or 8 bits of the base; 0 where it is not quantised."""
+    kind, double = taken("bnb_4bit_quant_type", "nf4"), taken("use_bnb_nested_quant", False)
+    if taken("load_in_4bit", False):
+        said.put("base_format", kind)
+        said.put("options.double_quantisation", bool(double))
+        return 4
+    if taken("load_in_8bit", False):
+        said.put("base_format", "int8")
+        return 8
+    return 0
+
+
+readers.register("trl")(TrlReader())

@@ -1,0 +1,178 @@
+"""Other tools' configurations, read: as the tools themselves would, or refused by the key."""
+
+import json
+
+import pytest
+
+import neighbour_plans
+from memfit import api
+from memfit.check import ORDER, readers
+from memfit.cli.app import app, run
+from memfit.errors import InvalidRequest
+from memfit.export import list_keys
+
+H100 = {"hardware": {"device": "h100-sxm"}}
+PAIRS = [
+    ("hf-full-recompute", "llamafactory"), ("hf-lora-ddp", "llamafactory"),
+    ("hf-qlora", "llamafactory"), ("hf-lora-fsdp", "llamafactory"), ("hf-lora-ddp", "axolotl"),
+    ("hf-qlora", "axolotl"), ("trl-qlora", "trl"), ("trl-full-fsdp", "trl"),
+    ("deepspeed-zero2", "deepspeed"), ("deepspeed-zero3", "llamafactory"),
+    ("deepspeed-zero3", "trl"), ("torchtitan-fsdp", "torchtitan"), ("torchtitan-3d", "torchtitan"),
+    ("torchtitan-3d", "torchtitan-main"),
+]  # fmt: skip
+
+
+def hardware(recipe):
+    each = recipe.devices_per_node or recipe.parallel.world
+    nodes = recipe.parallel.world // each
+    return {"hardware": {"device": recipe.device, "count": each, "nodes": nodes}}
+
+
+def write(folder, name, text):
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def check(tmp_path, text, name="trl.yaml", data=None):
+    return api.check([write(tmp_path, name, text)], data or dict(H100))
+
+
+@pytest.mark.parametrize(("name", "target"), PAIRS)
+def test_what_was_written_is_read_back(name, target, tmp_path):
+    """Every key that the target can say comes back, and with them the peak."""
+    plan = neighbour_plans.find_plan(name)
+    made = api.export(plan, target)
+    data = hardware(plan.recipe)
+    if target == "deepspeed":
+        data["model"] = "llama-3.1-8b"  # which its file does not name
+    files = [p for p in api.write_export(made, tmp_path) if p.suffix != ".json"]
+    checked, found = api.check(files or [tmp_path / "deepspeed.json"], data)
+    before, after = dict(list_keys(plan.recipe)), dict(list_keys(found.recipe))
+    differ = {k for k in before.keys() | after.keys() if before.get(k) != after.get(k)}
+    assert differ <= set(made.left_out)
+    assert found.recipe.parallel == plan.recipe.parallel
+    assert found.recipe.framework == plan.recipe.framework
+    assert not checked.passed
+    if not differ:
+        assert found.memory.peak_allocated == plan.memory.peak_allocated
+
+
+def test_trls_own_defaults(tmp_path):
+    """SFTConfig of TRL 1.16: 8 rows of 1024 tokens, bf16 over fp32, recomputing, dropout 0.05."""
+    _, plan = check(
+        tmp_path, "model_name_or_path: Qwen/Qwen3-0.6B\nuse_peft: true\ndtype: bfloat16\n"
+    )
+    recipe = plan.recipe
+    assert (recipe.micro_batch, recipe.sequence_length, recipe.packing) == (8, 1024, False)
+    assert recipe.recompute_blocks == 28
+    assert (recipe.lora.rank, recipe.lora.dropout, recipe.base_format) == (16, 0.05, "bf16")
+    _, full = check(tmp_path, "model_name_or_path: Qwen/Qwen3-0.6B\n")
+    assert (full.recipe.method, full.recipe.precision) == ("full", "bf16-mixed")
+
+
+def test_axolotls_weights_are_of_the_computed_dtype(tmp_path):
+    text = "base_model: Qwen/Qwen3-0.6B\nbf16: auto\nsequence_len: 512\n"
+    _, plan = check(tmp_path, text, "axolotl.yaml")
+    assert plan.recipe.precision == "bf16"
+    text += "adapter: qlora\nload_in_4bit: true\nlora_target_linear: true\n"
+    _, coded = check(tmp_path, text, "axolotl.yaml")
+    recipe = coded.recipe
+    assert (recipe.precision, recipe.base_format, recipe.method) == ("bf16-mixed", "nf4", "lora")
+    assert recipe.options["double_quantisation"] is True
+
+
+def test_a_deepspeed_file_of_auto_takes_the_trainers(tmp_path):
+    """Values that the Trainer fills in do not stand in DeepSpeed's file."""
+    write(tmp_path, "ds.json", json.dumps({
+        "bf16": {"enabled": "auto"}, "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
+    }))  # fmt: skip
+    text = (
+        "model_name_or_path: Qwen/Qwen3-0.6B\nfinetuning_type: full\nstage: sft\nbf16: true\n"
+        "per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\ndeepspeed: ds.json\n"
+    )
+    data = {"hardware": {"device": "h100-sxm", "count": 4}}
+    _, plan = check(tmp_path, text, "lf.yaml", data)
+    recipe = plan.recipe
+    assert recipe.framework == "deepspeed"
+    assert (recipe.parallel.dp_shard, recipe.parallel.zero) == (4, 2)
+    assert (recipe.micro_batch, recipe.accumulation) == (2, 4)
+
+
+@pytest.mark.parametrize(("text", "key"), [
+    ("model_name_or_path: Qwen/Qwen3-0.6B\nuse_liger_kernel: true\n", "use_liger_kernel"),
+    ("model_name_or_path: Qwen/Qwen3-0.6B\noptim: lomo\n", "optim: lomo"),
+    ("model_name_or_path: Qwen/Qwen3-0.6B\nattn_implementation: eager\n", "eager"),
+    ("base_model: Qwen/Qwen3-0.6B\nplugins: [x]\n", "plugins"),
+    ("base_model: Qwen/Qwen3-0.6B\nadapter: ia3\n", "adapter: ia3"),
+    ("base_model: Qwen/Qwen3-0.6B\nfsdp_version: 2\nfsdp_config: {offload_params: false}\n",
+     "fsdp_version: 2"),
+    ("model_name_or_path: Qwen/Qwen3-0.6B\nfinetuning_type: oft\n", "finetuning_type: oft"),
+    ("model_name_or_path: Qwen/Qwen3-0.6B\nfinetuning_type: lora\nuse_galore: true\n",
+     "use_galore"),
+    ("some: thing\n", "no tool"),
+])  # fmt: skip
+def test_what_is_not_described_is_refused_by_its_key(tmp_path, text, key):
+    with pytest.raises(InvalidRequest, match=key):
+        check(tmp_path, text)
+
+
+def test_a_launchers_file_alone_names_no_model(tmp_path):
+    text = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 2\n"
+    with pytest.raises(InvalidRequest, match="names no model"):
+        check(tmp_path, text)
+    data = {**H100, "model": "qwen3-0.6b"}
+    checked, plan = check(tmp_path, text, data=data)
+    assert plan.recipe.parallel.dp_replicate == 2
+    assert any("Trainer" in said for said in checked.assumed)
+
+
+def test_processes_must_be_as_many_as_devices(tmp_path):
+    text = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 2\n"
+    data = {"hardware": {"device": "h100-sxm", "count": 8}, "model": "qwen3-0.6b"}
+    with pytest.raises(InvalidRequest, match="2 processes, and there are 8 devices"):
+        check(tmp_path, text, data=data)
+
+
+def test_unknown_keys_are_listed(tmp_path):
+    checked, _ = check(tmp_path, "model_name_or_path: Qwen/Qwen3-0.6B\nmax_lenght: 9\n")
+    assert checked.passed == ("trl.yaml: max_lenght",)
+
+
+def test_a_python_configuration_is_not_run(tmp_path):
+    text = "raise SystemExit\nc = llama3_8b()\nc.training.local_batch_size = 2\n"
+    _, plan = check(tmp_path, text, "plan.py", {"hardware": {"device": "h100-sxm", "count": 8}})
+    assert plan.recipe.micro_batch == 2
+    assert plan.recipe.parallel.dp_shard == 8
+
+
+def test_torchtitans_toml_of_2025(tmp_path):
+    text = (
+        '[model]\nflavor = "8B"\n[training]\nlocal_batch_size = 1\nseq_len = 8192\n'
+        '[parallelism]\ntensor_parallel_degree = 2\n[activation_checkpoint]\nmode = "full"\n'
+    )
+    _, plan = check(tmp_path, text, "t.toml", {"hardware": {"device": "h100-sxm", "count": 8}})
+    assert (plan.recipe.parallel.tp, plan.recipe.parallel.dp_shard) == (2, 4)
+    assert plan.recipe.recompute_blocks == 32
+
+
+def test_every_reader_is_asked():
+    assert set(ORDER) == set(readers.names())
+
+
+def command(*words):
+    return run(lambda: app.main(list(words), prog_name="memfit", standalone_mode=False))
+
+
+@pytest.mark.parametrize(("device", "code"), [("b200", 0), ("rtx-4090", 3)])
+def test_the_command_answers_by_its_exit_code(tmp_path, capsys, device, code):
+    text = "model_name_or_path: meta-llama/Llama-3.1-8B\nper_device_train_batch_size: 1\n"
+    file = write(tmp_path, "trl.yaml", text)
+    assert command("check", str(file), "--device", device) == code
+    said = capsys.readouterr().out
+    assert ("DOES NOT FIT" in said) == (code == 3)
+    assert "Assumed of the files" in said
+    assert command("check", str(file), "--device", device, "--json") == code
+    assert json.loads(capsys.readouterr().out)["plan"]["recipe"]["framework"] == "trl"
