@@ -33,7 +33,7 @@ from memfit.ledger import Kind, Ledger, Phase
 from memfit.model import ModelReference
 from memfit.optimizers import default_implementation, find_optimizer
 from memfit.plan.memory import predict_memory
-from memfit.recipe import Freeze, Lora, Optimizer, Quantisation, Recipe
+from memfit.recipe import Freeze, Lora, Optimizer, Preference, Quantisation, Recipe
 from memfit.sizes.kernels import heads_of, refusal, usable
 from memfit.units import MIB, show_gib
 
@@ -115,6 +115,14 @@ QUANTISED: tuple[dict[str, Any], ...] = (
     {"base_format": "int8", "quantisation": INT8, "precision": "bf16"},
     {"base_format": "fp4", "quantisation": Quantisation(), "precision": "fp16-mixed"},
     {"base_format": "nf4", "quantisation": Quantisation(double=True), "precision": "bf16-mixed"},
+)  # fmt: skip
+# Pairs: one more recipe of every second model.
+PAIRS: tuple[dict[str, Any], ...] = (
+    {"method": "lora"},
+    {"method": "full"},
+    {"method": "lora", "precision": "bf16-mixed", "base_format": "bf16"},
+    {"method": "lora", "precision": "bf16", "base_format": "bf16"},
+    {"method": "freeze"},
 )
 
 
@@ -145,6 +153,12 @@ def grid(everywhere: bool) -> list[tuple[str, Recipe, Device]]:
             device = catalog.find_device(name)
             placed = on(recipe, device)
             found.append((describe(placed), placed, device))
+    for n in range(0, len(MODELS), 2):
+        recipe = prefer(make_recipe(MODELS[n], 5 * n + 1), PAIRS[n // 2 % len(PAIRS)])
+        own = DEVICES[n // 2 % 2]
+        for name in DEVICES if everywhere else (own,):
+            placed = on(recipe, catalog.find_device(name))
+            found.append((describe(placed), placed, catalog.find_device(name)))
     return found
 
 
@@ -157,6 +171,29 @@ def quantise(recipe: Recipe, named: dict[str, Any]) -> Recipe | None:
         return None
     lora = recipe.lora if recipe.method == "lora" else _lora(recipe.model, 0)
     return fit(replace(recipe, method="lora", lora=lora, freeze=Freeze(), **named))
+
+
+def prefer(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
+    """The recipe over pairs of rows: of an adapter the reference runs, of others it is given."""
+    method = changes["method"]
+    lora = method == "lora"
+    reference: Any = "adapter-off" if lora else "precomputed"
+    full = replace(recipe, **changes)
+    return fit(
+        replace(
+            full,
+            objective="dpo",
+            preference=Preference(beta=0.1, reference=reference),
+            lora=_lora(recipe.model, full.loss_chunk) if lora else Lora(),
+            freeze=Freeze(last_blocks=2) if method == "freeze" else Freeze(),
+            base_format=full.base_format if lora else MATCHING.get(full.precision, "fp32"),
+            packing=False,
+            micro_batch=full.micro_batch + full.micro_batch % 2,
+        )
+    )
+
+
+MATCHING = {"bf16": "bf16", "bf16-mixed": "bf16", "fp16-mixed": "fp16"}
 
 
 def fit(recipe: Recipe) -> Recipe:
@@ -253,7 +290,8 @@ def describe(recipe: Recipe) -> str:
     ]  # fmt: skip
     parts += [recipe.coding] if recipe.coding else []
     parts += ["in backward"] if recipe.optimizer.in_backward else []
-    return ", ".join(parts + (["packed"] if recipe.packing else []))
+    pairs = [f"dpo {recipe.preference.reference}"] if recipe.prefers else []
+    return ", ".join(parts + (["packed"] if recipe.packing else []) + pairs)
 
 
 def on(recipe: Recipe, device: Device) -> Recipe:

@@ -29,6 +29,7 @@ def test_the_textbook_figures_of_seven_billion():
     assert figures == {
         "load-fp32": 28, "load-16bit": 14, "load-8bit": 7, "load-4bit": 3.5,
         "train-states": 112, "train-18": 126, "train-24": 168, "train-80": 560,
+        "dpo-two-models": 28,
         "adamw-12": 84, "sgd-8": 56, "adam8bit-6": 42, "adafactor-4": 28,
     }  # fmt: skip
     assert "7B = 168 GB" in found["train-24"].says

@@ -16,10 +16,17 @@ PROJECTIONS = BLOCKS * 12 * HIDDEN**2  # weights of query_key_value, dense, and 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("base_format", "device", "bits"), [("int8", "rtx-4090", 8.0), ("nf4", "rtx-3090", 4.13)]
+    ("base_format", "device", "bits", "what"),
+    [
+        ("int8", "rtx-4090", 8.0, "lora"),
+        ("nf4", "rtx-3090", 4.13, "lora"),
+        ("int8", "rtx-4090", 8.0, "dpo"),
+    ],
 )
-def test_a_20b_model_with_a_quantised_base_is_certified_to_fit_24_gb(base_format, device, bits):
-    plan = api.plan(api.read(RECIPES / f"gpt-neox-20b_{base_format}-lora_{device}.yaml"))
+def test_a_20b_model_with_a_quantised_base_is_certified_to_fit_24_gb(
+    base_format, device, bits, what
+):
+    plan = api.plan(api.read(RECIPES / f"gpt-neox-20b_{base_format}-{what}_{device}.yaml"))
     recipe = plan.recipe
     assert (recipe.lora.rank, recipe.lora.targets) == (16, ("query_key_value",))
     card = catalog.find_device(device)

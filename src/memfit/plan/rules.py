@@ -44,6 +44,7 @@ def rules(model: Model, *, predicted_peak: int | None = None) -> tuple[Rule, ...
     return (
         *_loading(model, size),
         *_training(model, size, predicted_peak),
+        _preference(model, size),
         *_optimizers(model, size),
     )
 
@@ -150,6 +151,19 @@ def _training(model: Model, size: float, peak: int | None) -> Iterable[Rule]:
         "nowhere: the rule above misread, 4 GB x 20 where 4 + 20 bytes a parameter were meant;"
         " it was printed in course slides before it was corrected to 24 GB",
         depends_on_batch=True,
+    )
+
+
+def _preference(model: Model, size: float) -> Rule:
+    return _rule(
+        "dpo-two-models",
+        f"preference optimisation (DPO) holds two models, policy and reference:"
+        f" {units.show_gb(4 * size)} in 16 bits",
+        4 * size,
+        _nbytes(model, "bfloat16"),
+        "one frozen base in 16 bits is both: with its adapters switched off it is the reference;"
+        " trained whole, the reference is a number an answer, computed before the first step",
+        "in trainers that keep a frozen copy beside full fine-tuning",
     )
 
 
