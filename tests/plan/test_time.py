@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from memfit.adapters import find_adapter
 from memfit.families import read_model
-from memfit.plan.clock.step import around
+from memfit.plan.clock.block import around
 from memfit.plan.problem import find_device
 from memfit.plan.time import (
     count_work,

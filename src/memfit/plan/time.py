@@ -23,6 +23,7 @@ from memfit.families.added import READ_AFTER
 from memfit.hardware import Device
 from memfit.model import Architecture, Model, Weight
 from memfit.nouns import Noun
+from memfit.plan.clock.block import EAGER_CAST_BYTES, FUSED_CAST_BYTES
 from memfit.plan.clock.collectives import Links
 from memfit.plan.clock.own import describe
 from memfit.plan.clock.rates import Machine, Setting, explain, find_rates
@@ -35,7 +36,7 @@ from memfit.plan.clock.read import (
     read_machine,
     read_shape,
 )
-from memfit.plan.clock.step import EAGER_CAST_BYTES, FUSED_CAST_BYTES, Parts, predict_step
+from memfit.plan.clock.step import Parts, predict_step
 from memfit.plan.clock.work import Shape
 from memfit.plan.update_time import Updated, count_updated, with_update
 from memfit.recipe import Recipe

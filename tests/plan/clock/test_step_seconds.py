@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memfit.plan.clock import collectives, exchanges, step, work
+from memfit.plan.clock import block, collectives, exchanges, step, work
 from memfit.plan.clock.arrays import beside, ceil_div, larger, log2, smaller, where
 from memfit.plan.clock.orders import Schedule
 from memfit.plan.clock.pipeline import bubble_share
@@ -63,20 +63,20 @@ def seconds(*args, **kwargs):
 
 
 def test_a_large_product_takes_its_flop_and_a_single_row_its_weights_bytes():
-    large = step.multiply(work.Product(8192.0, 4096.0, 4096.0), 8e14, setting(IDEAL))
+    large = block.multiply(work.Product(8192.0, 4096.0, 4096.0), 8e14, setting(IDEAL))
     assert large.forward == pytest.approx(2 * 8192 * 4096 * 4096 / 8e14)
     assert large.all == 3 * large.forward
     moved = IDEAL._replace(weight_traffic=2.0)  # all of a 16-bit weight's two bytes an element
-    one = step.multiply(work.Product(1.0, 4096.0, 4096.0), 8e14, setting(moved))
+    one = block.multiply(work.Product(1.0, 4096.0, 4096.0), 8e14, setting(moved))
     assert one.forward == pytest.approx(2 * 4096 * 4096 / 3e12, rel=0.01)
 
 
 def test_a_weights_gradient_reads_and_writes_a_buffer_of_four_bytes_an_element():
     moved = IDEAL._replace(weight_traffic=2.0)
-    found = step.multiply(work.Product(1.0, 4096.0, 4096.0), 8e14, setting(moved))
+    found = block.multiply(work.Product(1.0, 4096.0, 4096.0), 8e14, setting(moved))
     busy = 2 * 4096 * 4096 / 8e14
     assert found.weights - busy == pytest.approx(8 * 4096 * 4096 / 3e12)
-    frozen = step.multiply(work.Product(1.0, 64.0, 64.0), 8e14, setting(moved, trains=0.0))
+    frozen = block.multiply(work.Product(1.0, 64.0, 64.0), 8e14, setting(moved, trains=0.0))
     assert frozen.weights == 0
 
 
