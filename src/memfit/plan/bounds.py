@@ -47,8 +47,9 @@ def _find_outside(framework: Framework, device: Device, parallel: Parallel) -> O
         return find_outside(device, parallel, groups)
     import numpy
 
-    known = [find_outside(device, parallel, count) for count in range(int(groups.max()) + 1)]
-    needed = [known[count] for count in numpy.unique(groups)]
+    rows = numpy.bincount(groups)
+    known = [find_outside(device, parallel, count) for count in range(len(rows))]
+    needed = [known[count] for count in numpy.flatnonzero(rows)]
     first = needed[0]
     if first is None or None in needed:
         return None

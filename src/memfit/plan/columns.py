@@ -103,5 +103,7 @@ def find_distinct(columns: Sequence[Number], size: int) -> tuple[Any, Any]:
         if getattr(column, "ndim", 0):
             low = int(column.min())
             code = code * (int(column.max()) - low + 1) + (column.astype(numpy.int64) - low)
-    found = numpy.unique(code, return_index=True, return_inverse=True)
-    return found[1], found[2]
+    # equal rows stand side by side in a search, so that few are left to sort
+    starts = numpy.flatnonzero(numpy.diff(code, prepend=code[:1] - 1))
+    _, first, which = numpy.unique(code[starts], return_index=True, return_inverse=True)
+    return starts[first], numpy.repeat(which, numpy.diff(starts, append=size))

@@ -17,7 +17,7 @@ from memfit.errors import InvalidRequest
 from memfit.plan import foreign
 from memfit.plan.bounds import find_bounds
 from memfit.plan.clock.read import read_setting, time_recipes
-from memfit.plan.columns import pick
+from memfit.plan.columns import find_distinct, pick
 from memfit.plan.fitting import find_fitting
 from memfit.plan.front import find_front
 from memfit.plan.space import SLICE, Space, span
@@ -258,11 +258,13 @@ class Slice(NamedTuple):
         import numpy
 
         rows = numpy.flatnonzero(self._are(usable, kind))
+        if not len(rows):
+            return []
         rows = rows[numpy.lexsort((self.allocated[rows], self.seconds[rows]))]
         p = self.recipes.parallel
         axes = (p.tp, p.cp, p.pp, p.virtual_pp, p.ep)
         columns = [numpy.broadcast_to(axis, self.seconds.shape)[rows] for axis in axes]
-        first = numpy.unique(numpy.stack(columns, 1), axis=0, return_index=True)[1]
+        first = find_distinct(columns, len(rows))[0]
         return [self.point(row) for row in rows[numpy.sort(first)[:KEPT]]]
 
     def front(self, usable: int | None, kind: str) -> list[Point]:
