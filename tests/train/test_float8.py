@@ -18,7 +18,7 @@ from memfit.families import read_model
 from memfit.families.float8 import check_device
 from memfit.ledger import Kind, Phase
 from memfit.nouns import from_data
-from memfit.plan.clock.step import around
+from memfit.plan.clock.block import around
 from memfit.plan.memory import predict_memory
 from memfit.plan.time import count_work, find_setting, sum_up
 from memfit.recipe import Parallel
