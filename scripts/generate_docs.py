@@ -17,6 +17,7 @@ import accuracy_time_page
 import click
 import frameworks_page
 import techniques_page
+import time_page
 
 from memfit import corpus, folklore, nouns
 from memfit.certify.workspace import NOT_COUNTED, PRODUCTS, RULES
@@ -98,6 +99,7 @@ def main() -> None:
         DOCS / "techniques.md": techniques_page.page(),
         DOCS / "accuracy.md": accuracy_page.page(found, rules),
         DOCS / "accuracy_time.md": accuracy_time_page.section(times),
+        DOCS / "time.md": time_page.page(times),
         accuracy_time_page.FIGURES: accuracy_time_page.record(times),
         DOCS / "accuracy.svg": accuracy_page.plot(found),
         accuracy_page.FIGURES: accuracy_page.record(found),
