@@ -33,8 +33,8 @@ def check_objective(recipe: Recipe) -> None:
     _check_reference(recipe)
     if recipe.parallel.world > 1:
         raise InvalidRequest(
-            f"`objective: dpo` on {recipe.parallel.world} ranks: a sharded head is whole only while"
-            " its own forward runs, and log-probabilities need it in the backward too",
+            f"`objective: dpo` on {recipe.parallel.world} ranks: gathered log-probabilities and the"
+            " reference's own gathering are not held against one process yet",
             hint="use one device; adapters over a frozen base need the least memory",
         )
 

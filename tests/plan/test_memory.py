@@ -111,6 +111,13 @@ SETTINGS = {
                   "recompute_blocks": 4, "layers": 6, "accumulation": 2, "micro_batch": 4}
     ),
     "llama, dpo, dora": ("llama", {**DPO, "method": "dora"}),
+    "llama, dpo, in backward, chunked": (
+        "llama", {**DPO, **CHUNKED, "optimizer": {"in_backward": True, "clip_norm": 0.0}}
+    ),
+    "llama, dpo, activations offloaded": ("llama", {**DPO, "offload": "activations"}),
+    "llama, dpo, selective, bf16": (
+        "llama", {**DPO, "selective_blocks": 2, "precision": "bf16", "base_format": "bf16"}
+    ),
     "llama, dpo, lean, bf16": (
         "llama", {**DPO, "lean": ("norm", "mlp"), "precision": "bf16", "base_format": "bf16"}
     ),
@@ -326,6 +333,9 @@ SETTINGS = {
     "deepseek_v3, math, packed": ("deepseek_v3", {"attention": "math", "packing": True}),
 }  # fmt: skip
 ON_CUDA = {
+    "llama, dpo, activations offloaded, bf16": (
+        "llama", {**DPO, "offload": "activations", "precision": "bf16", "base_format": "bf16"}
+    ),
     "gpt_neox, dpo, int8, chunked, mixed, recomputed": (
         "gpt_neox", {**DPO, **CHUNKED, "precision": "bf16-mixed", "base_format": "int8",
                      "recompute_blocks": 3, "quantisation": INT8}

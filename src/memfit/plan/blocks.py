@@ -283,6 +283,8 @@ class _Simulation:
         for weights in (self.outside, *(w for w, _ in self.blocks)) if setting.again else ():
             for weight in weights.values():
                 weight.grad = None
+        if setting.again:
+            self.rewards = None  # another step's
         later = self._micro_batch() if setting.accumulates or setting.again else None
         return Recording(self.meter, first, later)
 
