@@ -38,7 +38,7 @@ OWN_VALUES: dict[str, tuple[object, ...]] = {
     "loss": ("plain", "chunked"),
     "recompute": ("none", "full", "selective"),
     "compile": ("none",),
-    "offload": ("none", "activations"),
+    "offload": ("none", "activations", "optimizer"),
 }
 # keys of `optimizer` that count in a digest where they are set
 LATE_IN_OPTIMIZER = ("in_backward", "stochastic_rounding")

@@ -73,7 +73,7 @@ KEYS = {
     "micro_batch": "sequences per forward and backward; divides task.global_batch",
     "lean": "blocks that keep less for the backward: none | all | [norm, mlp]; auto: all there are",
     "compile": "none; others' steps: blocks, model",
-    "offload": "none | activations: wait in host memory; others' steps: optimizer, parameters",
+    "offload": "none | activations, optimizer: in host memory; others' steps: parameters",
     "framework": "whose training step it is: memfit; others' are predicted, never run",
     "options": "knobs that only another framework has; `memfit predict` names them",
     "parallel": "axes of the device mesh",

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 import torch
 from msgspec.structs import replace
 
-from memfit.certify.fake_device import device_type, fake_device
+from memfit.certify.fake_device import device_type, fake_device, set_while
 from memfit.certify.outliers import outlier_bounds, outlier_rules
 from memfit.certify.recorder import Recorder, Trace
 from memfit.errors import Error, NotCertified
@@ -17,6 +17,7 @@ from memfit.families import family_of, read_model
 from memfit.hardware import Device
 from memfit.ledger import Phase
 from memfit.optimizers import find_optimizer
+from memfit.optimizers._offloaded import COPIES
 from memfit.recipe import Parallel, Recipe
 from memfit.shapes import BatchShape, bounds_of
 from memfit.sizes.kernels import heads_of
@@ -98,7 +99,8 @@ def _traced(recipe: Recipe, device: Device, recorder: Recorder, rank: int = 0) -
     First once on meta: what building imports must not be imported under FakeTensorMode, where a
     module's constants would be fake for ever, and would be counted.
     """
-    alone = replace(recipe, parallel=Parallel())
+    resting = "none" if recipe.offload == "optimizer" else recipe.offload  # needs a GPU's streams
+    alone = replace(recipe, parallel=Parallel(), offload=resting)
     build_optimizer(alone, build_model(alone, "meta"))
     heads = heads_of(read_model(recipe.model).architecture, recipe.sequence_length)
     check_attention(recipe, heads, device.platform, device.capability)
@@ -132,10 +134,22 @@ def _world(recipe: Recipe, rank: int, kind: str, recorder: Recorder) -> Iterator
     from memfit.certify.world import fake_streams, fake_world  # imports what few steps need
 
     if alone:
-        with fake_streams(recorder.be_on):
+        with fake_streams(recorder.be_on), _host_states(recipe):
             yield
         return
     with fake_world(recipe.parallel, rank, kind, recorder.be_on, recorder.use):
+        yield
+
+
+@contextmanager
+def _host_states(recipe: Recipe) -> Iterator[None]:
+    """torchao asks which devices there are before it offloads an optimizer."""
+    if recipe.offload != "optimizer":
+        yield
+        return
+    from torchao.optim import cpu_offload  # before anything is fake
+
+    with set_while(cpu_offload, "get_available_devices", lambda: ["cpu", "cuda"]):
         yield
 
 
@@ -292,6 +306,8 @@ def _bounds(
         )
     bounds += outlier_bounds(recipe)
     bounds += find_optimizer(recipe.optimizer).bounds
+    if recipe.offload == "optimizer":
+        bounds.append(f"the host holds {COPIES} pinned copies of the trained weights: not counted")
     if kind == "cpu" and recipe.optimizer.implementation in _compiled(recipe):
         bounds.append(f"what `{recipe.optimizer.name}` allocates inside its update is not counted")
     if recipe.attention == "cudnn":

@@ -149,6 +149,9 @@ class _Stream:
     def wait_event(self, event: Any) -> None:
         """See `wait_stream`."""
 
+    def synchronize(self) -> None:
+        """See `wait_stream`."""
+
     def record_event(self, event: Any = None) -> Any:
         """See `wait_stream`."""
         return event or _Event()

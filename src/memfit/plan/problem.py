@@ -24,6 +24,7 @@ from memfit.model import Model, ModelReference
 from memfit.nouns import Noun
 from memfit.optimizers import default_implementation, optimizers
 from memfit.optimizers._in_backward import refuse_in_backward
+from memfit.optimizers._offloaded import check_offload
 from memfit.optimizers.low_bit import check_rounding
 from memfit.plan.lean import asked_lean, choose_lean
 from memfit.plan.pairs import check_pairs, choose_preference
@@ -312,7 +313,7 @@ def first_recipe(problem: Problem, *, method: Method, precision: Precision) -> R
     attention: Any = request.attention
     if attention == "auto":
         attention = find_kernels(problem, precision)[0]
-    return Recipe(
+    made = Recipe(
         model=problem.reference,
         weights=find_weights(request, problem.reference),
         objective=request.task.objective,
@@ -341,6 +342,8 @@ def first_recipe(problem: Problem, *, method: Method, precision: Precision) -> R
         network=find_network(request),
         quantisation=find_quantisation(request, base if method == "lora" else "bf16"),
     )
+    check_offload(made, cpu=problem.device.is_cpu)
+    return made
 
 
 def find_quantisation(request: Request, base_format: Format) -> Quantisation:

@@ -179,7 +179,7 @@ def _setting(
     if totals.first:  # frozen blocks that no backward enters
         layout = layout._replace(entered=(layers - totals.first) / layers)
     if recipe.framework == "memfit":
-        layout = with_update(layout, totals.updated, recipe, layers)
+        layout = with_update(layout, totals.updated, recipe, layers, machine)
     products = sum(totals.dense) + totals.head
     if products and recipe.framework == "memfit":
         trained = sum(totals.trained) + totals.head_trained

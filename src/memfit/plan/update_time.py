@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from memfit.catalog import find_device
 from memfit.model import Model, TensorSpec
 from memfit.optimizers import find_optimizer
+from memfit.plan.clock.rates import Machine
 from memfit.plan.clock.work import Layout
 from memfit.recipe import Optimizer, Recipe
 
@@ -41,9 +43,18 @@ def flop(updated: Updated, settings: Optimizer) -> float:
     return sum(count * family.flop(spec, settings) for spec, count in updated)
 
 
-def with_update(layout: Layout, updated: Updated, recipe: Recipe, layers: int) -> Layout:
-    """The layout of a step whose update is that of the recipe's optimizer, where it says."""
+def with_update(
+    layout: Layout, updated: Updated, recipe: Recipe, layers: int, machine: Machine
+) -> Layout:
+    """The layout of a step whose update is that of the recipe's optimizer, where it says.
+
+    On the host, the update's bytes pass its memory (the catalogue's `cpu-x86`), not the device's.
+    """
     settings = recipe.optimizer
+    if recipe.offload == "optimizer":
+        memory = find_device("cpu-x86").bandwidth or machine.host
+        there = layout.state_bytes * machine.host / memory
+        return layout._replace(state_bytes=0.0, offloaded=layout.offloaded + there)
     plain = replace(settings, name="adamw", implementation="fused")
     known = moved(updated, plain)
     if not known:

@@ -13,6 +13,7 @@ from memfit.hardware import Device
 from memfit.ledger import Kind
 from memfit.model import DTYPE_BYTES, Model, TensorSpec
 from memfit.optimizers import Counted, find_optimizer
+from memfit.optimizers._offloaded import stays
 from memfit.plan.blocks import ROUNDING, Part, Parts, owner_of
 from memfit.plan.segments import Segment
 from memfit.recipe import Recipe
@@ -132,6 +133,8 @@ class _Around:
         held = optimizer.state if self.device.is_cpu else optimizer.on_device
         nbytes: list[int] = []
         for spec in specs:
+            if not stays(self.recipe, spec.numel):
+                continue  # on the host
             if not self.shared and optimizer.shares(spec, settings):
                 self.shared = True
                 nbytes += [s.nbytes for s in optimizer.shared_state(settings)]

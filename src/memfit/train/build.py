@@ -26,11 +26,13 @@ from memfit.families.limits import check_limits
 from memfit.objectives import check_objective
 from memfit.optimizers import find_optimizer
 from memfit.optimizers._in_backward import check_in_backward
+from memfit.optimizers._offloaded import check_offload
 from memfit.optimizers.low_bit import check_rounding
 from memfit.recipe import Recipe
 from memfit.sizes.kernels import heads_of
 from memfit.train import float8
 from memfit.train.attention import check_attention
+from memfit.train.host_states import Offloaded
 from memfit.train.hugging_face import bare_model, base_model, parts
 from memfit.train.lean import apply_lean
 from memfit.train.loss import check_chunked
@@ -84,6 +86,7 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
         partial(only_added, read_model(recipe.model).architecture),
         preserve_rng=recipe.lora.dropout > 0,
     )  # fmt: skip
+    check_offload(recipe, cpu=device.type == "cpu")
     if recipe.offload == "activations":
         offload_blocks(list(parts(model).blocks), recipe.recompute_blocks + recipe.selective_blocks)
     if recipe.loss == "chunked":
@@ -108,6 +111,8 @@ def build_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
     declared = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
     ends = {w.name for w in declared.weights if w.spec.end}
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if recipe.offload == "optimizer":
+        return Offloaded(list(named.values()), recipe.optimizer)
     return find_optimizer(recipe.optimizer).build(
         named.values(), recipe.optimizer, frozenset(p for name, p in named.items() if name in ends)
     )

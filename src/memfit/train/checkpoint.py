@@ -27,6 +27,7 @@ from torch import Tensor
 
 from memfit.errors import InvalidRequest, RunFailed
 from memfit.train.build import Built
+from memfit.train.host_states import Offloaded
 from memfit.train.storages import inner_tensors
 from memfit.units import MIB
 
@@ -127,6 +128,8 @@ def load_checkpoint(folder: Path, built: Built, data_digest: str) -> int:
     for key, value in state["scalars"].items():
         name, _, field = key.partition("::")
         built.optimizer.state[parameters[name]][field] = value
+    if isinstance(built.optimizer, Offloaded):
+        built.optimizer.refresh()
     if built.scaler is not None:
         built.scaler.load_state_dict(state["scaler"])
     return int(state["step"])
