@@ -16,6 +16,7 @@ Objective = Literal["pretrain", "sft", "dpo"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp16", "fp8-mixed", "fp4-mixed"]
 Format = Literal["fp32", "bf16", "fp16", "int8", "int4", "nf4", "fp4"]  # int4: GPTQ
 Scaling = Literal["plain", "rank-stabilised"]
+Qat = Literal["", "int8", "int4"]
 Attention = Literal["math", "flash", "efficient", "cudnn", "eager"]
 Loss = Literal["plain", "chunked", "fused"]
 Recompute = Literal["full", "selective"]
@@ -165,6 +166,7 @@ class Recipe(Noun, frozen=True, kw_only=True):
     parallel: Parallel = Parallel()
     allocator: str = ""  # in the syntax of PYTORCH_ALLOC_CONF; "" takes torch's defaults
     recompute: Recompute = "full"  # what is computed again in a recomputed block
+    qat: Qat = ""  # what weights of blocks are rounded to in every product, as they will be stored
     lean: tuple[Lean, ...] = ()  # operations of blocks that keep less, in the order of `LEAN`
     # of memfit's own step: the blocks after those, recomputed but for products and attention
     selective_blocks: int = 0
@@ -189,7 +191,7 @@ class Recipe(Noun, frozen=True, kw_only=True):
         A key that came later counts where it is set, so that older recipes keep their names.
         """
         content = msgspec.to_builtins(self)
-        for late in ("devices_per_node", "network", "lean", "selective_blocks"):
+        for late in ("devices_per_node", "network", "lean", "selective_blocks", "qat"):
             if not content[late]:
                 del content[late]
         if self.lora.scaling == "plain":

@@ -197,6 +197,7 @@ class Request(Noun, frozen=True, kw_only=True):
     loss: Auto | Loss = "auto"
     loss_chunk: NotNegative = 0  # tokens per chunk; 0 chooses
     micro_batch: Positive | Auto = "auto"
+    qat: Literal["none", "int8", "int4"] = "none"
     lean: Literal["auto", "none", "all"] | tuple[Lean, ...] = "auto"
     compile: Auto | Compile = "auto"
     offload: Auto | Offload = "none"
@@ -231,6 +232,11 @@ class Request(Noun, frozen=True, kw_only=True):
             )
         if self.framework == "memfit":
             self._check_own()
+        elif self.qat != "none":
+            raise InvalidRequest(
+                f"`qat` is of memfit's own step, and `framework: {self.framework}` is asked for",
+                hint="use `framework: memfit`, or leave `qat` out",
+            )
         elif self.lean not in ("none", "auto"):
             raise InvalidRequest(
                 f"`lean` is of memfit's own step, and `framework: {self.framework}` is asked for",

@@ -71,6 +71,7 @@ KEYS = {
     "loss": "plain | chunked: whether all logits exist at once; others' steps: fused",
     "loss_chunk": "tokens per chunk of the loss; 0 chooses",
     "micro_batch": "sequences per forward and backward; divides task.global_batch",
+    "qat": "train for weights that will be rounded: none | int8 (a scale a row) | int4 (for 32)",
     "lean": "blocks that keep less for the backward: none | all | [norm, mlp]; auto: all there are",
     "compile": "none; others' steps: blocks, model",
     "offload": "none | activations, optimizer: in host memory; others' steps: parameters",

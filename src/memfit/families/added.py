@@ -53,6 +53,8 @@ def _lack(name: str, a: Architecture, recipe: Recipe) -> tuple[str, str] | None:
         return f"`lean: {', '.join(recipe.lean)}` keeps no more than that already", "`lean: none`"
     if recipe.precision == "fp8-mixed":
         return "those of `precision: fp8-mixed` are torchao's", blocks
+    if recipe.qat:
+        return f"those of `qat: {recipe.qat}` round their weights each time", blocks
     if recipe.coding:
         return f"those of `base_format: {recipe.base_format}` are bitsandbytes'", blocks
     if recipe.method == "dora":

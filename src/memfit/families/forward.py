@@ -13,12 +13,14 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 import msgspec
 
 from memfit import sizes
+from memfit.families.qat import GROUP
 from memfit.model import Architecture
 from memfit.sizes import Meter, Tensor, float8, lean
 from memfit.sizes.coded import CODED, Dequantised
 from memfit.sizes.dora import rescale
 from memfit.sizes.loss import chunked_sum, cross_entropy_sum
 from memfit.sizes.preference import chunked_log_probs, plain_log_probs
+from memfit.sizes.qat import round_weight
 from memfit.sizes.quantised import Quantised
 
 Weights = dict[str, Tensor]  # by name inside the block, or inside the model
@@ -38,6 +40,7 @@ class Forward(msgspec.Struct, frozen=True):
     documents: Documents | None
     adapter_dropout: bool = False
     narrow: bool = False  # products of blocks run in FP8
+    qat: str = ""  # weights of blocks are rounded to it in each product
     lean: tuple[str, ...] = ()  # operations that keep less, see train/lean
     kind: str = ""  # of the block that runs, where the architecture has kinds
     band: Tensor | None = None  # the mask of sliding windows, where rows are longer than they are
@@ -113,6 +116,8 @@ def _plain(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
     family, of_head = forward.architecture.family, name == "lm_head"
     if forward.narrow and not of_head:
         return float8.linear(x, weight, bias)
+    if forward.qat and not of_head:
+        weight = round_weight(weight, GROUP if forward.qat == "int4" else weight.shape[1])
     if family == "gpt2" and bias is not None:
         return sizes.conv1d(x, weight, bias)
     if family == "falcon" and not of_head:

@@ -104,6 +104,7 @@ class Setting(Noun, frozen=True, kw_only=True):
     cuda: bool
     grid: Grid | None  # see `Meter.grid`
     adapter_dropout: bool
+    qat: str = ""
     lean: tuple[str, ...] = ()
     narrow: bool = False  # products of blocks in FP8
     accumulates: bool  # whether there is a later micro-batch
@@ -313,8 +314,8 @@ class _Simulation:
             architecture=self.setting.architecture, meter=meter, kernel=self.setting.kernel,
             input_ids=input_ids, position_ids=position_ids, documents=batch.documents,
             adapter_dropout=self.setting.adapter_dropout,
-            narrow=self.setting.narrow, lean=self.setting.lean, loop=self.loop,
-            coded=self.setting.coded,
+            narrow=self.setting.narrow, qat=self.setting.qat, lean=self.setting.lean,
+            loop=self.loop, coded=self.setting.coded,
         )  # fmt: skip
         self.marks = []
         sums: Tensor | None = None

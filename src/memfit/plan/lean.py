@@ -18,10 +18,11 @@ def asked_lean(request: Request) -> tuple[Lean, ...]:
 
 def choose_lean(request: Request, a: Architecture) -> tuple[Lean, ...]:
     """`auto`: all that the family has; none beside blocks that are recomputed selectively, or whose
-    products in FP8 keep what they keep.
+    products in FP8, or of rounded weights, keep what they keep.
     """
     again = request.recompute
     selective = again.selective if isinstance(again, RecomputeBlocks) else again == "selective"
     if request.lean == "auto":
-        return () if selective or request.precision == "fp8-mixed" else find_lean(a)
+        own = request.precision == "fp8-mixed" or request.qat != "none"
+        return () if selective or own else find_lean(a)
     return asked_lean(request)

@@ -147,6 +147,7 @@ def describe(model: Model, recipe: Recipe, device: Device) -> tuple[Setting, lis
         grid=find_grid(device),
         adapter_dropout=recipe.lora.dropout > 0,
         lean=recipe.lean,
+        qat=recipe.qat,
         accumulates=recipe.accumulation > 1,
         narrow=recipe.precision == "fp8-mixed",
         again=recipe.optimizer.in_backward,

@@ -16,7 +16,7 @@ from memfit.allocator_settings import check_allocator
 from memfit.catalog import links
 from memfit.coding import CODED_FORMATS
 from memfit.errors import InvalidRequest
-from memfit.families import float8
+from memfit.families import float8, qat
 from memfit.families.lean import check_lean
 from memfit.families.limits import check_limits, own_kernels
 from memfit.hardware import Device
@@ -196,6 +196,7 @@ def check(problem: Problem) -> None:
     )  # fmt: skip
     check_lean(name, architecture, asked_lean(request))
     check_pairs(request)
+    qat.check_request(request, problem.model)
     if request.precision == "fp8-mixed":
         float8.check_request(request, problem.model, problem.device, length)
     micro, batch = request.micro_batch, request.task.global_batch
@@ -328,6 +329,7 @@ def first_recipe(problem: Problem, *, method: Method, precision: Precision) -> R
         attention=attention,
         loss="plain",
         loss_chunk=0,
+        qat="" if request.qat == "none" else request.qat,
         lean=choose_lean(request, problem.model.architecture),
         offload="none" if request.offload == "auto" else request.offload,
         sequence_length=length,

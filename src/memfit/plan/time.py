@@ -188,7 +188,9 @@ def _setting(
         layout = layout._replace(
             narrow=EAGER_CAST_BYTES / FUSED_CAST_BYTES, recast=sum(totals.dense) / max(layers, 1)
         )
-    layout = layout._replace(measured=sum(totals.measured) / max(layers, 1))
+    # rounding a weight moves 36 bytes an element, twice what measuring its rows does
+    passes = sum(totals.measured) + (2 * sum(totals.dense) if recipe.qat else 0)
+    layout = layout._replace(measured=passes / max(layers, 1))
     rates = find_rates(device, basis.stack, basis.narrow, basis.kernel)
     return Setting(totals.shape, layout, machine, rates)
 

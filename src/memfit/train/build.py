@@ -19,7 +19,7 @@ from memfit import parallelism
 from memfit.adapters import find_adapter
 from memfit.adapters._apply import replace_parameters
 from memfit.errors import InvalidRequest
-from memfit.families import family_of, read_model
+from memfit.families import family_of, qat, read_model
 from memfit.families.added import check_selective, only_added
 from memfit.families.lean import check_lean
 from memfit.families.limits import check_limits
@@ -37,6 +37,7 @@ from memfit.train.hugging_face import bare_model, base_model, parts
 from memfit.train.lean import apply_lean
 from memfit.train.loss import check_chunked
 from memfit.train.offload import offload_blocks
+from memfit.train.qat import apply_qat
 from memfit.train.quantised import quantise
 from memfit.train.recompute import recompute_blocks
 from memfit.train.scaling import make_scaler
@@ -78,6 +79,7 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
         check_attention(recipe, heads, "cpu" if device.type == "cpu" else "cuda")
     _check(recipe)
     float8.check(recipe, device)
+    qat.check_recipe(read_model(recipe.model), recipe)
     with _disable_current_modes():  # on meta nothing needs tracing, and peft cannot move fakes
         model = find_adapter(recipe).apply(_bare(recipe), recipe)
     apply_lean(model, recipe)
@@ -103,7 +105,7 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
 
 def _bare(recipe: Recipe) -> nn.Module:
     """Hugging Face's module with projections of the recipe's kind."""
-    return float8.narrow(quantise(bare_model(recipe), recipe), recipe)
+    return float8.narrow(apply_qat(quantise(bare_model(recipe), recipe), recipe), recipe)
 
 
 def build_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:

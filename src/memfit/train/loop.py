@@ -51,6 +51,7 @@ from memfit.train.measure import (
 from memfit.train.preference import Rewards, name_rewards
 from memfit.train.prepare import build_samplers, read_data
 from memfit.train.progress import Facts, Moment, Progress, Silent
+from memfit.train.qat import unrounded
 from memfit.train.quantised import count_outliers
 from memfit.train.reference import give_reference
 from memfit.train.sampler import Micro, Sampler
@@ -249,7 +250,8 @@ def _prepare(session: Session) -> tuple[Built, int]:
 def _advance(session: Session, built: Built, log: Log, index: int) -> None:
     """One step and what is due after it."""
     recipe, step = session.recipe, index + 1
-    row = _take_step(session, built, index)
+    before = _evaluate_rounding(session, built) if index == 0 else {}
+    row = before | _take_step(session, built, index)
     last = step == recipe.steps
     if session.held_out is not None and (
         last or step % session.every(session.cadence.evaluate_every) == 0
@@ -355,6 +357,16 @@ def _evaluate(session: Session, built: Built, held_out: Sampler) -> dict[str, fl
         named = name_rewards(rewards.sums, count)
         found |= {f"evaluation_{name}": value for name, value in named.items()}
     return found
+
+
+def _evaluate_rounding(session: Session, built: Built) -> dict[str, float]:
+    """Of weights that will be rounded: held-out losses as they are, and rounded as they are."""
+    if session.held_out is None or not session.recipe.qat:
+        return {}
+    with unrounded(built.model):
+        plain = _evaluate(session, built, session.held_out)["evaluation_loss"]
+    rounded = _evaluate(session, built, session.held_out)["evaluation_loss"]
+    return {"loss_unrounded": plain, "loss_rounded": rounded}
 
 
 def _save(session: Session, built: Built, log: Log, step: int) -> None:

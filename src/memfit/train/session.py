@@ -123,6 +123,14 @@ def write_run(session: Session, done: int, *, finished: bool) -> Run:
     if evaluations:
         found["loss.evaluation"] = _measured(evaluations[-1][1], unit, held_out)
     found |= _measure_rewards(rows, held_out)
+    if rows and "loss_rounded" in rows[0] and evaluations:
+        kind = session.recipe.qat
+        for name, value, when in (
+            ("before", rows[0]["loss_unrounded"], "before training, not rounded"),
+            ("plainly_rounded", rows[0]["loss_rounded"], f"before training, rounded to {kind}"),
+            ("trained_for_it", evaluations[-1][1], f"after training, rounded to {kind}"),
+        ):
+            found[f"qat.loss_{name}"] = _measured(value, unit, f"{held_out}; {when}")
     peaks = session.meter.peaks
     run = Run(
         recipe_digest=session.recipe.digest,

@@ -73,7 +73,7 @@ class Layout(NamedTuple):
     entered: Number  # share of the blocks that backward enters: all but frozen first ones
     chunk_bytes: Number  # moved a micro-batch because the loss goes through the head in chunks
     recast: Number = 0.0  # elements of a block's weights that each pass narrows, unfused
-    measured: Number = 0.0  # elements of a block's weights whose rows a forward measures (DoRA)
+    measured: Number = 0.0  # elements of a block's weights that a forward measures (DoRA, QAT)
     update_flop: Number = 0.0  # of the optimizer's own matrix products, a step
     update_launch: Number = 0.0  # s that the host takes to update a block's weights in its backward
     # share of a block's element-wise work that a selective recomputation repeats, where that is
