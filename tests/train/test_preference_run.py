@@ -264,3 +264,13 @@ def test_a_recipe_without_pairs_keeps_its_digest():
     plain = tiny_recipe()
     assert plain.digest == replace(plain, preference=Preference()).digest
     assert recipe_of(OFF).digest != recipe_of(replace(OFF, beta=0.2)).digest
+
+
+def test_the_request_of_the_page_on_objectives_plans(tmp_path):
+    text = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text()
+    request = tmp_path / "request.yaml"
+    request.write_text(text.split("```yaml\n")[1].split("```")[0])
+    write_pairs(tmp_path / "pairs.jsonl")
+    plan = api.plan(api.read(request))
+    assert plan.recipe.preference == OFF
+    assert plan.recipe.global_batch == 32
