@@ -228,6 +228,8 @@ def read_megatron(folder: Path) -> None:
         "import sys, typing, typing_extensions\n"
         "typing.override = typing_extensions.override\n"  # Python 3.12's
         "import megatron.training.arguments as arguments\n"
+        "import torch\n"
+        "torch.cuda.get_device_capability = lambda *_: (9, 0)\n"  # as on a Hopper
         "arguments.get_device_arch_version = lambda: 9\n"
         "found = arguments.parse_args()\n"
         "arguments.validate_args(found)\n"

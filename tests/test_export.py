@@ -3,6 +3,7 @@
 import json
 import shlex
 import subprocess
+from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -223,6 +224,11 @@ def test_a_model_without_a_configuration_in_torchtitan_is_refused():
     flat = replace(plan.recipe, parallel=replace(plan.recipe.parallel, ep=1))
     with pytest.raises(UnknownName, match="mixtral"):
         api.export(replace(plan, recipe=flat), "torchtitan")
+
+
+def test_every_target_has_its_line_in_the_docs():
+    text = (Path(__file__).parent.parent / "docs" / "neighbours.md").read_text()
+    assert not [name for name in TARGETS if f"`{name}`" not in text]
 
 
 def test_a_wrong_target_offers_the_nearest():

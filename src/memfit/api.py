@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from memfit.accuracy_time import TimeAccuracy
     from memfit.catalog import CatalogModel
     from memfit.check import Checked
+    from memfit.check._out_of_memory import Diagnosed, Message
     from memfit.doctor import Diagnosis
     from memfit.export import Export
     from memfit.formats import FormatRow
@@ -229,6 +230,20 @@ def check(files: Sequence[Path], data: dict[str, Any]) -> tuple[Checked, Plan]:
 
     checked = checking.read_files(files, data)
     return checked, predict(checked.request)
+
+
+def read_out_of_memory(log: Path) -> Message:
+    """The CUDA out-of-memory message of a log; InvalidRequest where there is none."""
+    from memfit.check import _out_of_memory
+
+    return _out_of_memory.read_message(log)
+
+
+def diagnose(message: Message, plan: Plan) -> Diagnosed:
+    """The message beside a prediction: which tensor, and in which phase."""
+    from memfit.check import _out_of_memory
+
+    return _out_of_memory.diagnose(message, plan)
 
 
 def write_export(made: Export, folder: Path) -> list[Path]:

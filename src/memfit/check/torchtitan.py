@@ -65,6 +65,8 @@ class TorchtitanReader(Reader):
         said.put("recompute", {"FullAC": "full", "SelectiveAC": "selective"}.get(kind, kind))
         said.put("compile", "blocks" if taken("compile.enable", False) else "none")
         said.assume("the loss is of whole logits, as torchtitan's was until 2025")
+        if taken("training.disable_cuda_graphs", False) is not True and _has_graphs(taken.file):
+            said.assume("no CUDA graphs, whose pools are not described")
         for key in ("loss", "compile.components", "training.mixed_precision_reduce"):
             taken(key)
 
@@ -139,6 +141,11 @@ class TorchtitanReader(Reader):
         flat = "lr_scheduler.decay_ratio" in taken.data and taken("lr_scheduler.decay_ratio") == 0
         kind = taken("lr_scheduler.decay_type", "linear")
         said.put("optimizer.schedule", "constant" if flat else kind)
+
+
+def _has_graphs(file: Path) -> bool:
+    """Python configurations are of 0.3.0 or later, which replays CUDA graphs unless told not to."""
+    return file.suffix == ".py"
 
 
 def read_python(file: Path) -> dict[str, Any]:

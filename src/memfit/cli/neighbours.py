@@ -96,12 +96,19 @@ def _plan_of(target: str, device: str | None, memory: str | None, changes: Chang
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
 )
 @click.option("--count", type=click.IntRange(1), metavar="N", help="Devices of each machine.")
+@click.option(
+    "--oom",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="LOG",
+    help="A log with torch's CUDA out-of-memory message: what it was that did not fit.",
+)
 @request_options
 @why_option
 @output_options
 def check_command(
     files: tuple[Path, ...],
     count: int | None,
+    oom: Path | None,
     device: str | None,
     memory: str | None,
     changes: Changes,
@@ -123,14 +130,16 @@ def check_command(
     for key, value in {**given, **changes}.items():
         if value is not None:
             api.put(data, key, value)
+    message = api.read_out_of_memory(oom) if oom else None
     checked, plan = api.check(files, data)
+    found = api.diagnose(message, plan) if message else None
     if as_json:
         from memfit.nouns import to_data
 
-        print_json({**to_data(checked), "plan": to_data(plan)})
+        print_json({**to_data(checked), "plan": to_data(plan), "oom": to_data(found)})
     else:
         from memfit.screens.check import show_check
         from memfit.screens.layout import make_console
 
-        show_check(make_console(), checked, plan, why=why)
+        show_check(make_console(), checked, plan, found, why=why)
     return DoesNotFit.exit_code if plan.memory.verdict == "does_not_fit" else 0

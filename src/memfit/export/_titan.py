@@ -116,6 +116,8 @@ def _training(recipe: Recipe, left: dict[str, str]) -> list[str]:
         f'c.training.mixed_precision_param = "{numbers.computed}"',
         'c.training.mixed_precision_reduce = "float32"',
         f"c.debug.seed = {recipe.seed}",
+        # graphs keep pools of their own, which were not predicted; pipelines cannot have them
+        "c.training.disable_cuda_graphs = True",
     ]
 
 

@@ -7,15 +7,50 @@ from typing import TYPE_CHECKING
 from memfit.screens.layout import bullets, say
 from memfit.screens.plan import show_plan
 from memfit.screens.terminal import Console
+from memfit.units import show_bytes
+
+MEANS = {
+    "capacity": "the device has", "free": "free of it", "allocated": "in torch's tensors",
+    "reserved": "held by torch", "outside": "held by others than torch's allocator",
+}  # fmt: skip
 
 if TYPE_CHECKING:
     from memfit.check import Checked
+    from memfit.check._out_of_memory import Diagnosed
     from memfit.results import Plan
 
 
-def show_check(console: Console, checked: Checked, plan: Plan, *, why: bool) -> None:
+def show_check(
+    console: Console, checked: Checked, plan: Plan, found: Diagnosed | None, *, why: bool
+) -> None:
     """The verdict and its breakdown as of any plan; then how the files were understood."""
     say(console, f"Read as {' and '.join(checked.tools)}", style="bold")
     show_plan(console, plan, commands=[], why=why)
     bullets(console, "Assumed of the files", checked.assumed)
     bullets(console, "Keys not looked at", checked.passed)
+    if found is not None:
+        bullets(console, "The out-of-memory message", _explain(found))
+
+
+def _explain(found: Diagnosed) -> list[str]:
+    """What the message says, and what of the prediction it fits."""
+    message = found.message
+    lines = [f"{show_bytes(message.tried)} was asked of the device"]
+    for name in ("capacity", "free", "allocated", "reserved", "outside"):
+        value = getattr(message, name)
+        if value is not None:
+            lines.append(f"{MEANS[name]}: {show_bytes(value)}")
+    if found.fragmented:
+        lines.append(
+            "torch held that much and could not use it: it was in pieces"
+            " (PYTORCH_ALLOC_CONF=expandable_segments:True)"
+        )
+    for one in found.suspects:
+        shape = " x ".join(map(str, one.shape))
+        lines.append(f"of that size: {one.what}, {shape} in {one.dtype}")
+    if not found.suspects:
+        lines.append("of that size: none of the step's large tensors, as memfit lists them")
+    if message.allocated is not None:
+        where = found.phase or "none: so much is in no phase of the prediction"
+        lines.append(f"predicted to need so much first: {where}")
+    return lines

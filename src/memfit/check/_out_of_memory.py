@@ -1,0 +1,156 @@
+"""torch's CUDA out-of-memory message, joined with a prediction.
+
+The words are those of c10/cuda/CUDACachingAllocator.cpp, of torch 1.x and of 2.x.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+from memfit import families
+from memfit.errors import InvalidRequest
+from memfit.model import DTYPE_BYTES
+from memfit.nouns import Noun
+from memfit.results import Plan
+
+SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+# what is said -> patterns, the newest words first
+WORDS = {
+    "tried": (rf"Tried to allocate {SIZE}",),
+    "capacity": (rf"total capacity of {SIZE}", rf"; {SIZE} total capacity"),
+    "free": (rf"of which {SIZE} is free", rf"; {SIZE} free"),
+    "allocated": (rf"{SIZE} is allocated by PyTorch", rf"; {SIZE} already allocated"),
+    "unused": (rf"{SIZE} is reserved by PyTorch but unallocated",),
+    "reserved": (rf"; {SIZE} reserved in total",),
+    "in_use": (rf"this process has {SIZE} memory in use",),
+}
+SMALL, LARGE = 2**21, 10 * 2**20  # kSmallBuffer, kMinLargeAlloc
+MEDIUM = 20 * 2**20  # kLargeBuffer: of requests from 1 to 10 MiB
+
+
+class Message(Noun, frozen=True, kw_only=True):
+    """Bytes as torch rounded them to be read; None where the message does not say."""
+
+    tried: int  # the segment that was asked of the device, not the tensor alone
+    capacity: int | None = None
+    free: int | None = None
+    allocated: int | None = None  # in tensors
+    reserved: int | None = None  # by torch, in tensors or not
+    in_use: int | None = None  # of the device, by this process
+    rounding: int = 0  # half of the last digit that `tried` was written with
+
+    @property
+    def outside(self) -> int | None:
+        """Bytes of the device that torch's allocator did not have: context, other processes."""
+        if self.capacity is None or self.free is None or self.reserved is None:
+            return None
+        return self.capacity - self.free - self.reserved
+
+
+class Suspect(Noun, frozen=True, kw_only=True):
+    """A tensor of the predicted step whose size is that of the failed request."""
+
+    what: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+
+class Diagnosed(Noun, frozen=True, kw_only=True):
+    """The message beside the prediction."""
+
+    message: Message
+    phase: str  # the first whose predicted peak is the allocated bytes with the request; "" none
+    suspects: tuple[Suspect, ...]
+    fragmented: bool  # torch held enough bytes that no tensor used
+
+
+def read_message(path: Path) -> Message:
+    """The first such message of a log; raises InvalidRequest where there is none."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise InvalidRequest(f"cannot read `{path}`: {error.strerror}") from None
+    start = text.find("Tried to allocate")
+    if start < 0:
+        raise InvalidRequest(
+            f"`{path}` holds no CUDA out-of-memory message of torch's",
+            hint='it says "Tried to allocate … GiB"',
+        )
+    text = " ".join(text[start : start + 1500].split())
+    found, rounding = {}, 0
+    for name, patterns in WORDS.items():
+        for pattern in patterns:
+            if match := re.search(pattern, text):
+                found[name] = round(float(match[1]) * UNITS[match[2]])
+                if name == "tried":
+                    digits = len(match[1].partition(".")[2])
+                    rounding = round(UNITS[match[2]] / 10**digits / 2) + 1
+                break
+    unused = found.pop("unused", None)
+    if unused is not None and "allocated" in found:
+        found["reserved"] = found["allocated"] + unused
+    return Message(**found, rounding=rounding)
+
+
+def diagnose(message: Message, plan: Plan) -> Diagnosed:
+    """Which tensor it was, by its size, and in which phase, by what was allocated."""
+    suspects = tuple(
+        one
+        for one in list_tensors(plan)
+        if abs(find_segment(one.nbytes) - message.tried) <= message.rounding
+    )
+    phase = ""
+    if message.allocated is not None:
+        needed = message.allocated + message.tried
+        for name in plan.ledger.phases:
+            if plan.ledger.live(name) >= needed:
+                phase = name.value
+                break
+    unused = (message.reserved or 0) - (message.allocated or 0)
+    return Diagnosed(
+        message=message, phase=phase, suspects=suspects, fragmented=unused >= message.tried
+    )
+
+
+def find_segment(nbytes: int) -> int:
+    """What the allocator asks the device for, to serve a tensor (get_allocation_size)."""
+    rounded = -(-nbytes // 512) * 512
+    if rounded <= 2**20:
+        return SMALL
+    return MEDIUM if rounded < LARGE else -(-rounded // SMALL) * SMALL
+
+
+def list_tensors(plan: Plan) -> Iterator[Suspect]:
+    """Large tensors of a step: of weights and what is made of them, logits, activations."""
+    recipe = plan.recipe
+    model = families.read_model(recipe.model)
+    a, p = model.architecture, recipe.parallel
+    rows, length = recipe.micro_batch, recipe.sequence_length // p.cp
+    low = recipe.compute_dtype
+    shaped = {
+        "logits": (rows, length, a.vocab // p.tp),
+        "a feed-forward's activation": (rows, length, a.ffn // p.tp),
+        "hidden states": (rows, length, a.hidden),
+        "attention's scores": (rows, a.heads // p.tp, length, length),
+    }
+    dtypes = dict.fromkeys((low, "float32"))
+    for what, shape in shaped.items():
+        for dtype in dtypes:
+            yield _suspect(what, shape, dtype)
+    seen = set()
+    for weight in model.weights:
+        name = re.sub(r"\.\d+\.", ".*.", weight.name)
+        if name in seen:
+            continue
+        seen.add(name)
+        for dtype in dtypes:
+            yield _suspect(f"{name}: weight, gradient or state", weight.shape, dtype)
+
+
+def _suspect(what: str, shape: tuple[int, ...], dtype: str) -> Suspect:
+    return Suspect(what=what, shape=shape, dtype=dtype, nbytes=prod(shape) * DTYPE_BYTES[dtype])
