@@ -88,16 +88,19 @@ def compare(plan: Plan, certificate: Certificate | None, run: Run | None) -> Ite
     for name, unit in TIME.items():
         measured = _value(found, f"time.{name}")
         if name in ("mfu", "hfu"):
-            measured = _utilisation(plan, name, _value(found, "time.step_seconds"))
+            measured = _utilisation(plan, name, _value(found, "time.tokens_per_second"))
         yield from _row(f"time.{name}", unit, getattr(plan.time, name), None, measured)
 
 
-def _utilisation(plan: Plan, name: str, seconds: float | None) -> float | None:
-    """MFU or HFU of the measured time: the same FLOP over the same peak, other seconds."""
-    share, predicted = getattr(plan.time, name), plan.time.step_seconds
-    if share is None or not predicted or not seconds:
+def _utilisation(plan: Plan, name: str, rate: float | None) -> float | None:
+    """MFU or HFU of the measured tokens a second: a token's FLOP as planned, over the same peak.
+
+    Of tokens and not of steps: rows that are shorter than planned have less FLOP.
+    """
+    share, predicted = getattr(plan.time, name), plan.time.tokens_per_second
+    if share is None or not predicted or not rate:
         return None
-    return float(share * predicted / seconds)
+    return float(share * rate / predicted)
 
 
 def _value(found: dict[str, Measurement], name: str) -> float | None:
