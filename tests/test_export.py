@@ -106,7 +106,9 @@ def another(key, value, recipe):
         return value + 1 if value >= 1 or value == 0 else value / 2
     if allowed := literals(key):
         others = [one for one in allowed if one != value and one not in value]
-        return others[0] if isinstance(value, str) else [*value, others[0]]
+        if isinstance(value, str):
+            return others[0]
+        return [*value, others[0]] if others else value[:-1]
     if isinstance(value, list | tuple):
         return [*value[:1], "o_proj"]
     return f"{value}x"

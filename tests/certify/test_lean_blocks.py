@@ -15,7 +15,7 @@ from memfit.families import read_model
 from memfit.families.lean import LEAN_FAMILIES
 from memfit.ledger import Kind, Ledger, Phase
 from memfit.plan.memory import predict_memory
-from memfit.recipe import LEAN, Freeze, Lora
+from memfit.recipe import LEAN, Freeze, Lora, Preference
 
 BF16 = {"precision": "bf16", "base_format": "bf16"}
 MIXED = {"precision": "bf16-mixed"}
@@ -35,6 +35,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "precision": "fp16-mixed", "accumulation": 2, "loss": "chunked", "loss_chunk": 20,
     },
     "math": {"attention": "math"},
+    "dora-mixed": {"method": "dora", **MIXED, "base_format": "bf16"},
+    "nf4": {**LORA, **MIXED, "base_format": "nf4"},
+    "int8-recompute": {**LORA, **MIXED, "base_format": "int8", "recompute_blocks": 2},
+    "offload": {**MIXED, "offload": "activations"},
+    "dpo-mixed-recompute": {
+        **LORA, **MIXED, "objective": "dpo", "recompute_blocks": 2,
+        "preference": Preference(beta=0.1, reference="adapter-off"),
+    },
 }  # fmt: skip
 SCALARS = 16  # bytes of 0-dim results of a step, which no peak depends on
 QUICK = {"mixed", "lora-mixed-bf16"}
