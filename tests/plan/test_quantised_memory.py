@@ -2,6 +2,7 @@
 
 import pytest
 from msgspec.structs import replace
+from test_closed_form import plain
 
 from memfit import api, catalog
 from memfit.adapters import find_adapter
@@ -11,7 +12,8 @@ from memfit.families import read_model
 from memfit.ledger import Kind, Phase
 from memfit.plan.clock.read import read_setting
 from memfit.plan.clock.step import predict_step
-from memfit.plan.memory import predict_memory
+from memfit.plan.memory import find_outline, predict_memory, worst_batch
+from memfit.plan.segments import simulate
 from memfit.recipe import Lora, Quantisation
 from memfit.request import Hardware, Request, Task
 from tiny_models import make_recipe
@@ -64,6 +66,23 @@ def test_the_prediction_equals_the_trace(setting, device):
         for kind in (want.keys() | have.keys()) - {Kind.FRAGMENTATION}:
             slack = SCALARS if phase is Phase.OPTIMIZER_STEP else 0
             assert abs(want.get(kind, 0) - have.get(kind, 0)) <= slack, (phase, kind)
+
+
+@pytest.mark.parametrize("device", [CPU, H100], ids=["cpu", "cuda"])
+@pytest.mark.parametrize("setting", ["llama, nf4, double, mixed", "gpt_neox, int8, all recomputed"])
+def test_the_closed_form_is_the_simulation_of_other_shapes(setting, device):
+    """Across the few rows up to which a fused kernel is counted, too."""
+    family, base_format, own, precision, changes = SETTINGS[setting]
+    recipe = make_recipe(
+        family, method="lora", base_format=base_format, quantisation=own, precision=precision,
+        device=device.id, **changes,
+    )  # fmt: skip
+    model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+    find_outline(model, recipe, device).passes(recipe)  # the first is not a closed form
+    for rows, tokens in ((1, 1), (2, 2), (1, 5), (2, 129), (70, 1024)):
+        here = replace(recipe, micro_batch=rows, sequence_length=tokens)
+        outline = find_outline(model, here, device)
+        assert plain(outline.passes(here)) == plain(simulate(outline.setting, worst_batch(here)))
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ class Quantised(NamedTuple):
 
     def _eight(self, x: Tensor, weight: Tensor) -> Tensor:
         """LLM.int8: rows of the input in int8, columns with outliers in 16 bits."""
-        meter, (tokens, columns), (rows, _) = x.meter, x.shape, weight.shape
+        meter, tokens, (rows, columns) = x.meter, x.shape[0], weight.shape
         node = record(self._dense_backward(weight.shape, x.dtype), (x,))
         outliers = outlier_columns(columns, self.share) if self.outliers else 0
         half = x if x.dtype == "float16" else like(x, dtype="float16")
