@@ -202,6 +202,7 @@ def read_llamafactory(folder: Path) -> None:
     data = YAML(typ="safe", pure=True).load((folder / "llamafactory.yaml").read_text())
     data["use_cpu"] = True
     data.pop("deepspeed", None)  # which has to be started by a launcher
+    parser.is_torch_bf16_gpu_available = lambda: True  # which it asks of this machine
     parser.get_train_args(data)
 
 
@@ -263,6 +264,8 @@ READERS: dict[str, Callable[[Path], None]] = {
 
 def find_version(target: str) -> str:
     """Of what reads the files; "" where it is a checkout."""
+    if CHECKOUT:
+        return ""
     module = NEEDS[target.removesuffix("-main")]
     try:
         return version(DISTRIBUTIONS.get(module, module).replace("_", "-"))
