@@ -232,7 +232,7 @@ def test_yaml_is_read_as_version_1_2(tmp_path, request_file):
     code, err = fails("plan", write(tmp_path, "model: gpt2\ntask: {packing: no}\n"))
     assert code == 2
     assert "`task.packing: no` in " in err
-    assert "expected `bool`, got `str`" in err
+    assert "hint: true, false or auto" in err
     options_read = options.read_changes(None, None, ("optimizer.learning_rate=2e-4", "a=no"))
     assert options_read == {"optimizer.learning_rate": 2e-4, "a": "no"}
 

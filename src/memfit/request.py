@@ -30,6 +30,7 @@ Auto = Literal["auto"]
 Positive = Annotated[int, msgspec.Meta(ge=1, description="a whole number, 1 or more")]
 NotNegative = Annotated[int, msgspec.Meta(ge=0, description="a whole number, 0 or more")]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0, description="a number above 0")]
+Truth = Annotated[bool, msgspec.Meta(description="true, false or auto")]  # beside `Auto`
 NotNegativeFloat = Annotated[float, msgspec.Meta(ge=0, description="a number, 0 or more")]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1, description="a number above 0, up to 1")]
 AtLeastOne = Annotated[float, msgspec.Meta(ge=1, description="a number, 1 or more")]
@@ -45,7 +46,7 @@ class Task(Noun, frozen=True, kw_only=True):
     data: str = ""  # a text, JSONL or parquet file, or a folder of them; "" while only planning
     evaluation: str = ""  # held-out data of the same kinds
     sequence_length: Positive | Auto = "auto"
-    packing: bool | Auto = "auto"  # auto: except of pairs, which are compared row by row
+    packing: Truth | Auto = "auto"  # auto: except of pairs, which are compared row by row
     global_batch: Positive = 16
     steps: Positive | None = None
     epochs: PositiveFloat | None = None
@@ -105,7 +106,7 @@ class OptimizerRequest(Noun, frozen=True, kw_only=True):
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     warmup_steps: NotNegative = 0
     clip_norm: NotNegativeFloat = 1.0
-    in_backward: bool | Auto = "auto"  # auto: where it can and something fits faster by it
+    in_backward: Truth | Auto = "auto"  # auto: where it can and something fits faster by it
     stochastic_rounding: bool = False
 
 
