@@ -15,7 +15,7 @@ from memfit.plan.clock.rates import Setting
 
 # what no block of one micro-batch depends on, and what nothing after the last one does
 BLOCKS_DO_NOT_READ = (
-    "accumulation", "chunks", "repeated", "selective", "most", "last", "balanced",
+    "accumulation", "chunks", "repeated", "selective", "most", "last", "balanced", "stowed",
 )  # fmt: skip
 MESHES_DO_NOT_READ = (*BLOCKS_DO_NOT_READ, "sequence", "micro_batch", "sequence_parallel")
 
@@ -39,11 +39,15 @@ def over_runs(
     for name in arrays.keys() - set(unread):
         new[1:] |= arrays[name][1:] != arrays[name][:-1]
     starts = numpy.flatnonzero(new)
-    lengths = numpy.diff(starts, append=rows)
+    alone = 2 * len(starts) > rows  # to work out every row costs less than to thin them out
     read: dict[str, Any] = {
-        name: None if name in unread else value[starts] for name, value in arrays.items()
+        name: None if name in unread else value if alone else value[starts]
+        for name, value in arrays.items()
     }
     found = function(setting._replace(layout=setting.layout._replace(**read)))
+    if alone:
+        return found
+    lengths = numpy.diff(starts, append=rows)
     return tuple(numpy.repeat(each, lengths) if _plural(each) else each for each in found)
 
 
