@@ -4,7 +4,7 @@ import numpy
 import pytest
 from test_step_seconds import IDEAL, setting
 
-from memfit.plan.clock.runs import MESHES_DO_NOT_READ, over_runs
+from memfit.plan.clock.runs import MESHES_DO_NOT_READ, once
 
 
 def columns(**arrays):
@@ -12,27 +12,43 @@ def columns(**arrays):
     return own._replace(layout=own.layout._replace(**arrays))
 
 
-def test_a_run_is_worked_out_once_and_rows_get_their_own():
-    tp = numpy.array([2.0, 2.0, 2.0, 4.0, 2.0, 2.0])
+@pytest.mark.parametrize(
+    ("tp", "worked_out"),
+    [
+        ([2.0, 2.0, 4.0, 2.0, 4.0, 2.0], 2),
+        ([0.5, 0.5, 2.0, 0.5, 0.5, 0.5], 6),  # no whole numbers: every row for itself
+        ([1.0, 2.0, 1e9, 2.0, 2.0, 2.0], 6),  # too far apart for a table
+    ],
+)
+def test_each_row_gets_its_own_and_equal_rows_are_worked_out_once(tp, worked_out):
     asked = []
 
     def function(one):
-        asked.append(list(one.layout.tp))
+        asked.extend(one.layout.tp)
         return one.layout.tp * 10, 1.0
 
-    found, plain = over_runs(function, columns(tp=tp), MESHES_DO_NOT_READ)
-    assert list(found) == [20, 20, 20, 40, 20, 20]
+    found, plain = once(function, columns(tp=numpy.array(tp)), MESHES_DO_NOT_READ)
+    assert list(found) == [10 * value for value in tp]
     assert plain == 1.0
-    assert asked == [[2.0, 4.0, 2.0]]
+    assert len(asked) == worked_out
+
+
+def test_rows_that_differ_in_any_read_column_are_kept_apart():
+    tp, pp = numpy.array([2.0, 2.0, 4.0, 4.0] * 4), numpy.array([1.0, 8.0, 1.0, 8.0] * 4)
+    (found,) = once(
+        lambda one: (one.layout.tp + 100 * one.layout.pp,),
+        columns(tp=tp, pp=pp),
+        MESHES_DO_NOT_READ,
+    )
+    assert list(found) == list(tp + 100 * pp)
 
 
 def test_numbers_pass_as_they_are():
-    assert over_runs(lambda one: (one.layout.tp,), setting(IDEAL), MESHES_DO_NOT_READ) == (
-        setting(IDEAL).layout.tp,
-    )
+    own = setting(IDEAL)
+    assert once(lambda one: (one.layout.tp,), own, MESHES_DO_NOT_READ) == (own.layout.tp,)
 
 
 def test_an_array_that_is_said_not_to_be_read_cannot_be():
     many = columns(tp=numpy.array([1.0, 2.0]), micro_batch=numpy.array([1.0, 3.0]))
     with pytest.raises(TypeError):
-        over_runs(lambda one: (one.layout.tp * one.layout.micro_batch,), many, MESHES_DO_NOT_READ)
+        once(lambda one: (one.layout.tp * one.layout.micro_batch,), many, MESHES_DO_NOT_READ)

@@ -12,7 +12,7 @@ from memfit.plan.clock.arrays import Number, larger, smaller, where
 from memfit.plan.clock.exchanges import all_to_all, context_ring, send_seconds, tensor_seconds
 from memfit.plan.clock.own import OPERATIONS, Points, rate_at
 from memfit.plan.clock.rates import Setting
-from memfit.plan.clock.runs import BLOCKS_DO_NOT_READ, over_runs
+from memfit.plan.clock.runs import BLOCKS_DO_NOT_READ, once
 from memfit.plan.clock.work import Product
 
 
@@ -223,7 +223,7 @@ def _spend(setting: Setting) -> Spent:
 
 def spend(setting: Setting) -> Spent:
     """The same, worked out once for each mesh and micro-batch."""
-    return Spent(*over_runs(_spend, setting, BLOCKS_DO_NOT_READ))
+    return Spent(*once(_spend, setting, BLOCKS_DO_NOT_READ))
 
 
 def time_block(setting: Setting, spent: Spent) -> Block:

@@ -92,7 +92,8 @@ def tensor_seconds(setting: Setting) -> Number:
     """One all-reduce of a micro-batch's activations over tp, or the gather and scatter it is."""
     shape, layout, _, rates = setting
     # what was measured over all machines says nothing of so few
-    group, links = _group(setting, layout.tp, 1), _unmeasured(_links(setting))
+    links = _unmeasured(_links(setting))
+    group = Group(layout.tp, smaller(layout.tp, links.per_machine))
     nbytes = 2 * work.tokens_of(layout) * shape.hidden
     seconds = 2 * collective_seconds("all_gather", nbytes, group, links)
     if not everywhere(layout.sequence_parallel > 0):

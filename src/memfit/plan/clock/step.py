@@ -21,7 +21,7 @@ from memfit.plan.clock.exchanges import (
 )
 from memfit.plan.clock.pipeline import count_sends, waiting_seconds
 from memfit.plan.clock.rates import Setting
-from memfit.plan.clock.runs import MESHES_DO_NOT_READ, over_runs
+from memfit.plan.clock.runs import MESHES_DO_NOT_READ, once
 from memfit.plan.clock.work import Layout
 
 
@@ -160,7 +160,7 @@ class After(NamedTuple):
 
 def finish(setting: Setting) -> After:
     """The same, worked out once for each mesh."""
-    return After(*over_runs(_finish, setting, MESHES_DO_NOT_READ))
+    return After(*once(_finish, setting, MESHES_DO_NOT_READ))
 
 
 def _finish(setting: Setting) -> After:
