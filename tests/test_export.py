@@ -221,6 +221,15 @@ def test_axes_that_a_target_lacks_are_refused(name, target, key):
         api.export(neighbour_plans.find_plan(name), target)
 
 
+@pytest.mark.parametrize("target", ["axolotl", "llamafactory", "megatron", "torchtitan", "trl"])
+def test_pairs_are_not_written_as_fine_tuning(target):
+    plan = neighbour_plans.find_plan("own-lora")
+    pairs = replace(plan, recipe=replace(plan.recipe, objective="dpo"))
+    with pytest.raises(InvalidRequest, match="objective: dpo"):
+        api.export(pairs, target)
+    assert api.export(pairs, "slurm").files
+
+
 def test_a_model_without_a_configuration_in_torchtitan_is_refused():
     plan = neighbour_plans.find_plan("megatron-experts")
     flat = replace(plan.recipe, parallel=replace(plan.recipe.parallel, ep=1))

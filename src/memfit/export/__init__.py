@@ -117,6 +117,10 @@ class Export(Noun, frozen=True, kw_only=True):
     start: str
 
 
+# of a scheduler, whose files start the plan's own trainer: it says them, or has them in its `left`
+EVERY_KEY = frozenset(Recipe.__struct_fields__)
+
+
 class Target(ABC):
     """One tool; registered in `exports`."""
 
@@ -155,6 +159,7 @@ def export(plan: Plan, target: str) -> Export:
     found = find_target(target)
     recipe = plan.recipe
     _check_axes(recipe, found)
+    _check_objective(recipe, found)
     job = Job(
         plan=plan,
         model=families.read_model(recipe.model),
@@ -267,6 +272,16 @@ def _plain(noun: Noun, key: str) -> object:
     """The default of a nested key; NODEFAULT where it has none, and always counts."""
     fields = {field.name: field.default for field in msgspec.structs.fields(noun)}
     return fields[key]
+
+
+def _check_objective(recipe: Recipe, target: Target) -> None:
+    """Files that would train on something else than was planned are not written."""
+    if recipe.objective == "dpo" and "objective" in target.says and target.says != EVERY_KEY:
+        raise InvalidRequest(
+            f"`objective: dpo` cannot be written for `{target.name}` yet: its files would start"
+            " fine-tuning on tokens",
+            hint="`memfit train` compares pairs itself; `--to slurm`, `k8s`, … start it elsewhere",
+        )
 
 
 def _check_axes(recipe: Recipe, target: Target) -> None:

@@ -5,10 +5,7 @@ from __future__ import annotations
 from memfit.export import Job
 from memfit.export._files import File
 from memfit.export._start import Machines, Trained, find_trainer
-from memfit.recipe import Recipe
 
-# every key is said by the trainer's files that go with it, or is in their `left`
-EVERY_KEY = frozenset(Recipe.__struct_fields__)
 IMAGE = "pytorch/pytorch:2.11.0-cuda12.8-cudnn9-devel"
 # names that clouds have for our devices, where they are not the vendor's own
 ACCELERATORS = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, final
 
-from memfit.export import Draft, Job, Target, exports
-from memfit.export._cloud import EVERY_KEY, IMAGE, setup, start_on, train_script
+from memfit.export import EVERY_KEY, Draft, Job, Target, exports
+from memfit.export._cloud import IMAGE, setup, start_on, train_script
 from memfit.export._files import ALL_AXES, File
 from memfit.export._peak import Peak, planned
 
