@@ -250,6 +250,16 @@ def test_a_reference_that_keeps_its_adapter_is_seen(monkeypatch):
     assert abs(found - float(loss)) > 0.01
 
 
+def test_rewards_are_told_where_weights_are_updated_within_backward():
+    found = []
+    for within in (False, True):
+        built = make_trained(make_dpo(optimizer={"clip_norm": 0.0, "in_backward": within}))
+        found.append(step(built, [make_pairs()], 2))
+    after, inside = found
+    assert torch.equal(after.rewards, inside.rewards)
+    assert torch.equal(after.loss, inside.loss)
+
+
 def test_gradients_are_learned_from():
     built = make_built(make_dpo(optimizer={"learning_rate": 3e-2, "clip_norm": 0.0}))
     batch = make_pairs()

@@ -76,7 +76,8 @@ def step(
         raise InvalidRequest("a global batch holds no micro-batch")
     enter(Phase.OPTIMIZER_STEP)
     if built.recipe.optimizer.in_backward:
-        return StepResult(total, None)  # all is updated, and no gradient is left
+        # all is updated, and no gradient is left
+        return StepResult(total, None, rewards=rewards.sums)
     unscale(built.scaler, built.optimizer)
     norm = _clip(built)
     update(built.scaler, built.optimizer)
