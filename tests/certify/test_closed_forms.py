@@ -73,6 +73,8 @@ def test_logits_of_the_recipes(path: Path) -> None:
     A chunk: the logits, their fp32 copy (of bf16 ones) and the log-softmax.
     """
     recipe, ledger = shallow(path), traced(path).ledger
+    if recipe.prefers:
+        pytest.skip("log-probabilities of pairs: held to the prediction in plan/test_memory.py")
     vocab = read_model(recipe.model).architecture.vocab
     if recipe.loss == "chunked":
         tokens = min(recipe.loss_chunk, recipe.tokens)

@@ -103,7 +103,7 @@ def test_a_limit_a_tenth_below_none_costs_a_few_per_cent(model, device, slower):
     """Whole blocks alone cost several times that; the certificate says the same bytes."""
     stated = {
         "method": "full", "precision": "bf16-mixed", "micro_batch": 8, "loss": "chunked",
-        "loss_chunk": 1024, "task.sequence_length": 1024, "recompute": "none",
+        "loss_chunk": 1024, "task.sequence_length": 1024, "recompute": "none", "lean": "none",
     }  # fmt: skip
     none = api.plan(api.read(model, device=device, changes=stated))
     bare = none.memory.device_total - none.memory.peak_allocated  # what no recipe changes
