@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from memfit.errors import InvalidRequest
+from memfit.families.products import find_beside, find_clash, is_of_block
 from memfit.hardware import Device
-from memfit.model import Model, Weight
-from memfit.request import RecomputeBlocks, Request
+from memfit.model import Model
+from memfit.request import Request
 
 LEAST_CAPABILITY = (8, 9)
 ALIGNED = 16  # `torch._scaled_mm` multiplies sizes that are multiples of it
-OWN_LINEAR = ("gpt2", "falcon")  # classes whose projections have a forward of their own
 SAID = "`precision: fp8-mixed`"
 USE = "use `precision: bf16-mixed`"
-
-
-def is_narrow(weight: Weight) -> bool:
-    """Whether a weight's products run in FP8: a matrix of a block; the head's stay in bf16."""
-    return weight.part == "block" and len(weight.shape) == 2
 
 
 def check_float8(
@@ -29,20 +24,15 @@ def check_float8(
 
     tokens: of a micro-batch, where known; beside: other operations of blocks asked for.
     """
-    refused = ""
     if method != "full":
         refused = f"`method: {method}`: torchao makes the gradients of frozen weights too"
     elif ranks > 1:
         refused = f"{ranks} ranks: memfit's sharded step does not gather weights in FP8"
-    elif model.architecture.experts.count:
-        refused = f"the experts of `{model.name}`, which are one grouped product"
-    elif model.architecture.family in OWN_LINEAR:
-        refused = f"the projections of `{model.name}`, which are no `nn.Linear`"
-    elif operations := ", ".join(beside):
-        refused = f"`{operations}`, which has products of its own"
+    else:
+        refused = find_clash(model, beside)
     if refused:
         raise InvalidRequest(f"{SAID} does not go with {refused}", hint=USE)
-    odd = [w for w in model.weights if is_narrow(w) and any(n % ALIGNED for n in w.shape)]
+    odd = [w for w in model.weights if is_of_block(w) and any(n % ALIGNED for n in w.shape)]
     if odd:
         raise InvalidRequest(
             f"{SAID}: `{odd[0].name}` is {odd[0].shape[0]} x {odd[0].shape[1]}, and FP8 products"
@@ -74,14 +64,10 @@ def check_device(platform: str, capability: tuple[int, int] | None) -> None:
 
 def check_request(request: Request, model: Model, device: Device, length: int) -> None:
     """The same of a request, before anything is chosen; length: tokens of a row."""
-    asked, beside = request.recompute, []
-    if request.lean not in ("auto", "none", ()):
-        beside.append(f"lean: {request.lean}")
-    if asked == "selective" or (isinstance(asked, RecomputeBlocks) and asked.selective):
-        beside.append("recompute: selective")
     check_device("cpu" if device.is_cpu else device.platform, device.capability)
     rows = 1 if request.micro_batch == "auto" else request.micro_batch
     check_float8(
         model, method="full" if request.method == "auto" else request.method,
-        ranks=request.ranks, packing=request.task.packed, tokens=rows * length, beside=beside,
+        ranks=request.ranks, packing=request.task.packed, tokens=rows * length,
+        beside=find_beside(request),
     )  # fmt: skip

@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from memfit.errors import InvalidRequest
-from memfit.families.float8 import OWN_LINEAR
-from memfit.model import Model, Weight
+from memfit.families.products import find_beside, find_clash, is_of_block
+from memfit.model import Model
 from memfit.recipe import Recipe
-from memfit.request import RecomputeBlocks, Request
+from memfit.request import Request
 
 GROUP = 32  # weights that share a scale in int4; in int8 a row does
 LEAVE = "leave `qat` out"
 WIDE = ("fp32", "bf16-mixed", "fp16-mixed")
-
-
-def is_rounded(weight: Weight) -> bool:
-    """Whether training rounds a weight: a matrix of a block; embeddings and head stay."""
-    return weight.part == "block" and len(weight.shape) == 2
 
 
 def check_recipe(model: Model, recipe: Recipe) -> None:
@@ -32,35 +27,25 @@ def check_request(request: Request, model: Model) -> None:
     """The same of a request, before anything is chosen."""
     if request.qat == "none":
         return
-    asked, beside = request.recompute, []
-    if request.lean not in ("auto", "none", ()):
-        beside.append(f"lean: {request.lean}")
-    if asked == "selective" or (isinstance(asked, RecomputeBlocks) and asked.selective):
-        beside.append("recompute: selective")
     method = "full" if request.method == "auto" else request.method
     precision = "fp32" if request.precision == "auto" else request.precision
-    _check(model, request.qat, method, precision, request.ranks, beside)
+    _check(model, request.qat, method, precision, request.ranks, find_beside(request))
 
 
 def _check(
     model: Model, qat: str, method: str, precision: str, ranks: int, beside: Iterable[str]
 ) -> None:
-    refused = ""
     if method != "full":
         refused = f"`method: {method}`, whose base is not trained"
     elif precision not in WIDE:
         refused = f"`precision: {precision}`: what is rounded are weights in fp32"
     elif ranks > 1:
         refused = f"{ranks} ranks, whose shards cut the groups that share a scale"
-    elif model.architecture.experts.count:
-        refused = f"the experts of `{model.name}`, which are one grouped product"
-    elif model.architecture.family in OWN_LINEAR:
-        refused = f"the projections of `{model.name}`, which are no `nn.Linear`"
-    elif operations := ", ".join(beside):
-        refused = f"`{operations}`, which has products of its own"
+    else:
+        refused = find_clash(model, beside)
     if refused:
         raise InvalidRequest(f"`qat: {qat}` does not go with {refused}", hint=LEAVE)
-    odd = [w for w in model.weights if is_rounded(w) and w.shape[1] % GROUP]
+    odd = [w for w in model.weights if is_of_block(w) and w.shape[1] % GROUP]
     if qat == "int4" and odd:
         raise InvalidRequest(
             f"`qat: int4`: rows of `{odd[0].name}` have {odd[0].shape[1]} weights, and {GROUP} at a"

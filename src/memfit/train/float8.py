@@ -11,7 +11,8 @@ from torch import nn
 
 from memfit.errors import InvalidRequest
 from memfit.families import read_model
-from memfit.families.float8 import check_device, check_float8, is_narrow
+from memfit.families.float8 import check_device, check_float8
+from memfit.families.products import is_of_block as is_narrow
 from memfit.libraries import quiet_import
 from memfit.recipe import Recipe
 

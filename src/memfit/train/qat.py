@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from memfit.families import read_model
-from memfit.families.qat import GROUP, is_rounded
+from memfit.families.products import is_of_block
+from memfit.families.qat import GROUP
 from memfit.recipe import Recipe
 
 BITS = {"int8": 8, "int4": 4}
@@ -50,7 +51,7 @@ def apply_qat(model: nn.Module, recipe: Recipe) -> nn.Module:
     if not recipe.qat:
         return model
     for row in read_model(recipe.model).weights:
-        if is_rounded(row):
+        if is_of_block(row):
             module = model.get_submodule(row.name.rpartition(".")[0])
             setattr(module, SWITCH, True)
             module.forward = _Forward(cast(nn.Linear, module), recipe.qat)
