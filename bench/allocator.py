@@ -21,8 +21,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from grid_recipes import find, make_recipe
 from msgspec.structs import replace
-from predict_grid import find, make_recipe
 
 from memfit import catalog
 from memfit.allocator_settings import Settings

@@ -130,12 +130,12 @@ def _judge_trace(
     replayed = replay(trace.tape, settings, trace.marks)
     if replayed.failure is not None:  # beyond the allowed fraction: say what it would take
         replayed = replay(trace.tape, replace(settings, memory_fraction=1.0), trace.marks)
-    phases, overhead = _by_phase(trace, replayed), find_outside(device, parallel)
+    phases, overhead = peaks_by_phase(trace, replayed), find_outside(device, parallel)
     memory = _on_cuda(trace, settings, replayed, phases, overhead, usable)
     return memory, phases, (*trace.bounds, *_cuda_bounds(trace, settings, overhead))
 
 
-def _by_phase(trace: Trace, replayed: Replay) -> dict[Phase, int]:
+def peaks_by_phase(trace: Trace, replayed: Replay) -> dict[Phase, int]:
     """Highest allocated bytes of each phase; a phase may come in several stretches."""
     peaks: dict[Phase, int] = {}
     for phase, stretch in zip(trace.stretches, replayed.stretches, strict=True):
