@@ -28,7 +28,7 @@ from memfit.recipe import Freeze, Lora, Optimizer, Preference, Quantisation, Rec
 from memfit.sizes.kernels import heads_of, refusal, usable
 
 CPU, H100 = DEVICES = ("cpu-x86", "h100-sxm")
-SHALLOW = 12  # blocks of a model at most, but in every third of the recipes turned by knobs
+SHALLOW = 6  # blocks of a model at most, but in one recipe of every second model
 INT8 = Quantisation(outlier_threshold=6.0, outlier_share=0.01)
 DOUBLE = Quantisation(double=True)
 
@@ -238,9 +238,9 @@ def grid(everywhere: bool) -> list[Row]:
 
 
 def turned_by_knobs() -> Iterator[Recipe]:
-    """Every model with `A_MODEL` recipes, the first of them as deep as the model is."""
+    """Every model with `A_MODEL` recipes; one of every second is as deep as its model."""
     for n in range(len(MODELS) * A_MODEL):
-        yield make_recipe(MODELS[n // A_MODEL], n, SHALLOW if n % A_MODEL else None)
+        yield make_recipe(MODELS[n // A_MODEL], n, SHALLOW if n % (2 * A_MODEL) else None)
 
 
 def turned_by_settings() -> Iterator[Recipe]:
