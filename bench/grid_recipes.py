@@ -28,7 +28,7 @@ from memfit.recipe import Freeze, Lora, Optimizer, Preference, Quantisation, Rec
 from memfit.sizes.kernels import heads_of, refusal, usable
 
 CPU, H100 = DEVICES = ("cpu-x86", "h100-sxm")
-SHALLOW = 6  # blocks of a model at most, but in one recipe of every second model
+SHALLOW = 4  # blocks of a model, or one of each kind; but in one recipe of every fourth model
 INT8 = Quantisation(outlier_threshold=6.0, outlier_share=0.01)
 DOUBLE = Quantisation(double=True)
 
@@ -81,7 +81,7 @@ RECOMPUTE = {
     "none": (0, 0), "half": (0.5, 0), "full": (1, 0), "selective": (0, 1), "each": (0.25, 0.5),
 }  # fmt: skip
 BATCHES = ((1, 4096), (8, 128), (2, 1024), (4, 512), (1, 8192), (2, 2048), (8, 1024))
-A_MODEL = 3  # recipes of each model
+A_MODEL = 2  # recipes of each model
 
 Settings = dict[str, Any]  # keys of a recipe; a dict changes keys of what is there
 
@@ -226,21 +226,21 @@ def grid(everywhere: bool) -> list[Row]:
             row = (describe(placed), placed, device)
             found.setdefault((row[0], name), row)
 
-    for n, recipe in enumerate(turned_by_knobs()):
-        add(recipe, DEVICES if everywhere else (DEVICES[(n // 2 + n // 7) % 2],))
-    for n, recipe in enumerate(turned_by_settings()):
-        add(recipe, DEVICES if everywhere else (DEVICES[(n // 2 + n // 13) % 2],))
     for n, (settings, names) in enumerate(TECHNIQUES):
         for k, name in enumerate(names):
             for m, device in enumerate(DEVICES):
                 add(change(make_recipe(name, 11 * n + 5 * k + 3 * m, SHALLOW), settings), (device,))
+    for n, recipe in enumerate(turned_by_knobs()):
+        add(recipe, DEVICES if everywhere else (DEVICES[(n // 2 + n // 7) % 2],))
+    for n, recipe in enumerate(turned_by_settings()):
+        add(recipe, DEVICES if everywhere else (DEVICES[(n // 2 + n // 13) % 2],))
     return list(found.values())
 
 
 def turned_by_knobs() -> Iterator[Recipe]:
-    """Every model with `A_MODEL` recipes; one of every second is as deep as its model."""
+    """Every model with `A_MODEL` recipes; one of every fourth is as deep as its model."""
     for n in range(len(MODELS) * A_MODEL):
-        yield make_recipe(MODELS[n // A_MODEL], n, SHALLOW if n % (2 * A_MODEL) else None)
+        yield make_recipe(MODELS[n // A_MODEL], n, SHALLOW if n % (4 * A_MODEL) else None)
 
 
 def turned_by_settings() -> Iterator[Recipe]:
@@ -429,10 +429,12 @@ def find(name: str, deepest: int | None = None) -> ModelReference:
     if name in SMALL:
         return ModelReference(name=name, source="", config=SMALL[name])
     row = catalog.find_model(name)
-    if deepest is None or row.layers <= deepest:
+    a = row.architecture()
+    layers = row.layers if deepest is None else max(deepest, len(a.layer_kinds))
+    if row.layers <= layers:
         return row.reference()
-    config = family_of(row.reference()).config(replace(row.architecture(), layers=deepest))
-    cut = f"{name} ({deepest} of {row.layers} blocks)"
+    config = family_of(row.reference()).config(replace(a, layers=layers))
+    cut = f"{name} ({layers} of {row.layers} blocks)"
     return ModelReference(name=cut, source="", config=config)
 
 
