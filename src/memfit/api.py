@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from memfit.catalog import CatalogModel
     from memfit.check import Checked
     from memfit.check._out_of_memory import Diagnosed, Message
+    from memfit.check._smaller import Change
     from memfit.doctor import Diagnosis
     from memfit.export import Export
     from memfit.formats import FormatRow
@@ -230,6 +231,23 @@ def check(files: Sequence[Path], data: dict[str, Any]) -> tuple[Checked, Plan]:
 
     checked = checking.read_files(files, data)
     return checked, predict(checked.request)
+
+
+def find_changes(files: Sequence[Path], data: dict[str, Any], plan: Plan) -> tuple[Change, ...]:
+    """The smallest changes to other tools' files with which they fit; see `memfit.check`.
+
+    plan: what `check` answered of the same files and data.
+    """
+    from memfit import check as checking
+
+    return checking.find_changes(files, data, plan, predict)
+
+
+def make_patch(change: Change) -> str:
+    """A change to files as a unified diff; InvalidRequest where they are not YAML or JSON."""
+    from memfit.check import _smaller
+
+    return _smaller.make_patch(change)
 
 
 def read_out_of_memory(log: Path) -> Message:

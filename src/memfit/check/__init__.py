@@ -8,22 +8,28 @@ refused by its name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, ClassVar
 
+from memfit.check._smaller import Change, Edit, Edits, Group, find_smallest
 from memfit.errors import InvalidRequest
 from memfit.nouns import Noun, from_data
 from memfit.reading import put
 from memfit.registry import Registry
 from memfit.request import Request, read_yaml
+from memfit.results import Plan
 
 
 class Said:
     """What the files say, gathered: keys of a request, assumptions, keys not looked at."""
 
-    def __init__(self, data: dict[str, Any]) -> None:
+    def __init__(self, data: dict[str, Any], edits: Edits | None = None) -> None:
         self.data = data
+        self.edits = edits or {}
+        self.sources: dict[Path, Mapping[str, Any]] = {}  # what each file says
+        self.groups: list[Group] = []  # what of it may be changed
         self.assumed: list[str] = []
         self.passed: list[str] = []
         self.folder = Path()
@@ -72,6 +78,10 @@ class Reader(ABC):
     name: ClassVar[str]
     title: ClassVar[str]
 
+    def load(self, file: Path) -> dict[str, Any]:
+        """What the file says; YAML reads JSON, too."""
+        return read_yaml(file)
+
     @abstractmethod
     def recognises(self, data: Mapping[str, Any], file: Path) -> bool:
         """Whether these are the tool's keys."""
@@ -79,6 +89,14 @@ class Reader(ABC):
     @abstractmethod
     def read(self, taken: Taken, said: Said) -> None:
         """Put what the file says into `said`; raises InvalidRequest with the key's name."""
+
+    def change(self, data: dict[str, Any], key: str, value: Any) -> None:
+        """Set a dotted key of what the file says."""
+        put(data, key, value)
+
+    def edits(self, data: Mapping[str, Any]) -> Iterable[Sequence[Edit]]:
+        """What of the file may be changed to save memory: of each, the mildest edit first."""
+        return ()
 
 
 readers: Registry[Reader] = Registry("reader", "memfit.check")
@@ -100,9 +118,27 @@ def read_files(files: Sequence[Path], data: dict[str, Any]) -> Checked:
 
     data: keys of a request that the files do not say, such as `hardware`. Raises InvalidRequest.
     """
-    said, tools = Said(data), []
-    for file in files:
-        tools.append(read_file(file, said))
+    return _read(files, Said(deepcopy(data)))
+
+
+def find_changes(
+    files: Sequence[Path], data: dict[str, Any], plan: Plan, predict: Callable[[Request], Plan]
+) -> tuple[Change, ...]:
+    """The smallest changes to the files that make them fit, in their own keys; () is none found.
+
+    plan: the prediction of the files as they are.
+    """
+    said = Said(deepcopy(data))
+    _read(files, said)
+
+    def read_again(edits: Edits) -> Plan:
+        return predict(_read(files, Said(deepcopy(data), edits)).request)
+
+    return find_smallest(said.groups, said.sources, plan, read_again)
+
+
+def _read(files: Sequence[Path], said: Said) -> Checked:
+    tools = [read_file(file, said) for file in files]
     if not said.get("model"):
         raise InvalidRequest(
             f"{', '.join(map(str, files))} names no model",
@@ -123,11 +159,15 @@ def read_files(files: Sequence[Path], data: dict[str, Any]) -> Checked:
 
 def read_file(file: Path, said: Said) -> str:
     """Read one file into `said`; returns the tool's name."""
-    # YAML reads JSON, too
-    data = read_yaml(file) if file.suffix in (".yaml", ".yml", ".json") else {}
+    written = read_yaml(file) if file.suffix in (".yaml", ".yml", ".json") else {}
     for name in ORDER:
         reader = readers.find(name)
-        if reader.recognises(data, file):
+        if reader.recognises(written, file):
+            data = reader.load(file)
+            said.sources[file] = deepcopy(data)
+            said.groups += [Group(file, tuple(edits)) for edits in reader.edits(data) if edits]
+            for key, value in said.edits.get(file, {}).items():
+                reader.change(data, key, value)
             taken = Taken(data, file)
             said.folder = file.parent
             reader.read(taken, said)

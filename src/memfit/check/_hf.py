@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from memfit.check import Said, Taken
+from memfit.check._smaller import OTHER, ROUNDED, SAME, Edit, shorter, split
 from memfit.errors import InvalidRequest
 
 OPTIMS = {
@@ -34,6 +36,7 @@ QUIET = frozenset({
     "eos_token", "pad_token", "dataset_dir", "train_on_inputs", "group_by_length", "shuffle_seed",
     "adam_epsilon", "lr_scheduler_kwargs", "remove_unused_columns", "hub_strategy",
 })  # fmt: skip
+SINGLE_BYTE = frozenset({"adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"})
 NOT_DESCRIBED = "what it does to memory is not described"
 
 
@@ -144,3 +147,32 @@ def drop_quiet(taken: Taken) -> None:
     """Keys that take no memory of the device are looked at, and say nothing."""
     for key in QUIET:
         taken(key)
+
+
+def edit_steps(
+    data: Mapping[str, Any],
+    *,
+    micro: str,
+    default: int,
+    again: Mapping[str, Any],
+    optim: str = "optim",
+    length: str,
+    tokens: int,
+    adapted: bool,
+    base: Mapping[str, Any],
+    adapters: Mapping[str, Any],
+) -> Iterator[list[Edit]]:
+    """What the Trainer's configurations can change to save memory, in one tool's own keys.
+
+    again: keys that recompute; base: that store the frozen base in 4 bits; adapters: that train
+    adapters in place of all weights; length: key of the rows' length, `tokens` its default.
+    """
+    yield [Edit(again, SAME)] if any(data.get(key) != value for key, value in again.items()) else []
+    yield split(data, micro, default)
+    if not adapted:
+        yield [Edit(adapters, OTHER), Edit({**adapters, **base}, OTHER)]
+    elif not any(data.get(key) for key in ("load_in_4bit", "quantization_bit")):
+        yield [Edit(base, ROUNDED)]
+    if data.get(optim) not in SINGLE_BYTE:
+        yield [Edit({optim: "adamw_8bit"}, ROUNDED)]
+    yield shorter(data, length, tokens)

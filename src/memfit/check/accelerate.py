@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, final
 
 from memfit.check import Reader, Said, Taken, read_file, readers
 from memfit.check._hf import read_fsdp
+from memfit.check._smaller import Edit
 from memfit.errors import InvalidRequest
 
 QUIET = (
@@ -27,6 +28,19 @@ class AccelerateReader(Reader):
     def recognises(self, data: Mapping[str, Any], file: Path) -> bool:
         """See `Reader.recognises`."""
         return "distributed_type" in data and "compute_environment" in data
+
+    def edits(self, data: Mapping[str, Any]) -> Iterable[Sequence[Edit]]:
+        """Shards of weights and gradients too; recompute, which FSDP's plugin wraps."""
+        if data.get("distributed_type") == "DEEPSPEED":
+            stage = int((data.get("deepspeed_config") or {}).get("zero_stage", 2))
+            yield [Edit({"deepspeed_config.zero_stage": later}) for later in range(stage + 1, 4)]
+        if data.get("distributed_type") == "FSDP":
+            config = data.get("fsdp_config") or {}
+            policy = str(config.get("fsdp_sharding_strategy", "FULL_SHARD"))
+            if policy in ("SHARD_GRAD_OP", "2"):
+                yield [Edit({"fsdp_config.fsdp_sharding_strategy": "FULL_SHARD"})]
+            if not config.get("fsdp_activation_checkpointing"):
+                yield [Edit({"fsdp_config.fsdp_activation_checkpointing": True})]
 
     def read(self, taken: Taken, said: Said) -> None:
         """See `Reader.read`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, final
 
@@ -10,6 +10,7 @@ from memfit.check import Reader, Said, Taken, read_file, readers
 from memfit.check._hf import (
     NOT_DESCRIBED,
     drop_quiet,
+    edit_steps,
     read_attention,
     read_fsdp,
     read_lora,
@@ -17,6 +18,7 @@ from memfit.check._hf import (
     read_precision,
     read_steps,
 )
+from memfit.check._smaller import Edit
 from memfit.errors import InvalidRequest
 
 
@@ -30,6 +32,26 @@ class AxolotlReader(Reader):
     def recognises(self, data: Mapping[str, Any], file: Path) -> bool:
         """See `Reader.recognises`."""
         return "base_model" in data
+
+    def edits(self, data: Mapping[str, Any]) -> Iterable[Sequence[Edit]]:
+        """See `Reader.edits`."""
+        return edit_steps(
+            data,
+            micro="micro_batch_size",
+            default=1,
+            again={"gradient_checkpointing": True},
+            optim="optimizer",
+            length="sequence_len",
+            tokens=512,
+            adapted=bool(data.get("adapter")),
+            base={"adapter": "qlora", "load_in_4bit": True, "load_in_8bit": False},
+            adapters={
+                "adapter": "lora",
+                "lora_r": 16,
+                "lora_alpha": 32,
+                "lora_target_linear": True,
+            },
+        )
 
     def read(self, taken: Taken, said: Said) -> None:
         """See `Reader.read`."""

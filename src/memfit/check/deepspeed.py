@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, final
 
 from memfit.check import Reader, Said, Taken, readers
+from memfit.check._smaller import Edit, split
 from memfit.errors import InvalidRequest
 
 SIZES = {
@@ -27,6 +28,13 @@ class DeepSpeedReader(Reader):
     def recognises(self, data: Mapping[str, Any], file: Path) -> bool:
         """See `Reader.recognises`."""
         return "zero_optimization" in data or "train_micro_batch_size_per_gpu" in data
+
+    def edits(self, data: Mapping[str, Any]) -> Iterable[Sequence[Edit]]:
+        """Later stages of ZeRO; smaller pieces of the batch where the file says their size."""
+        stage = int((data.get("zero_optimization") or {}).get("stage", 0))
+        yield [Edit({"zero_optimization.stage": later}) for later in range(stage + 1, 4)]
+        if "train_micro_batch_size_per_gpu" in data:
+            yield split(data, "train_micro_batch_size_per_gpu", 1)
 
     def read(self, taken: Taken, said: Said) -> None:
         """See `Reader.read`."""

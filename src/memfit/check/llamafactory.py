@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, final
 
@@ -10,12 +10,14 @@ from memfit.check import Reader, Said, Taken, read_file, readers
 from memfit.check._hf import (
     NOT_DESCRIBED,
     drop_quiet,
+    edit_steps,
     read_attention,
     read_lora,
     read_optimizer,
     read_precision,
     read_steps,
 )
+from memfit.check._smaller import Edit
 from memfit.errors import InvalidRequest
 
 KERNELS = {"sdpa": "sdpa", "fa2": "flash_attention_2", "disabled": "eager", "auto": None}
@@ -31,6 +33,21 @@ class LlamaFactoryReader(Reader):
     def recognises(self, data: Mapping[str, Any], file: Path) -> bool:
         """See `Reader.recognises`."""
         return "finetuning_type" in data or "cutoff_len" in data
+
+    def edits(self, data: Mapping[str, Any]) -> Iterable[Sequence[Edit]]:
+        """See `Reader.edits`."""
+        off = bool(data.get("disable_gradient_checkpointing"))
+        return edit_steps(
+            data,
+            micro="per_device_train_batch_size",
+            default=8,
+            again={"disable_gradient_checkpointing": False} if off else {},
+            length="cutoff_len",
+            tokens=2048,
+            adapted=data.get("finetuning_type", "lora") == "lora",
+            base={"quantization_bit": 4},
+            adapters={"finetuning_type": "lora"},
+        )
 
     def read(self, taken: Taken, said: Said) -> None:
         """See `Reader.read`."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, final
 
 from memfit.check import Reader, Said, Taken, readers
+from memfit.check._smaller import Edit, shorter, smaller
 from memfit.errors import InvalidRequest
 
 MODELS = {
@@ -36,9 +37,31 @@ class TorchtitanReader(Reader):
         """See `Reader.recognises`."""
         return file.suffix in (".py", ".toml")
 
+    def load(self, file: Path) -> dict[str, Any]:
+        """Keys are dotted, and not nested."""
+        return read_python(file) if file.suffix == ".py" else _toml(file)
+
+    def change(self, data: dict[str, Any], key: str, value: Any) -> None:
+        """See `Reader.change`."""
+        data[key] = value
+
+    def edits(self, data: Mapping[str, Any]) -> Iterable[Sequence[Edit]]:
+        """Recompute; smaller pieces of a stated global batch; shorter rows."""
+        written = "activation_checkpoint" in data
+        key, full = (
+            ("activation_checkpoint", "FullAC")
+            if written
+            else ("activation_checkpoint.mode", "full")
+        )
+        if data.get(key) != full:
+            yield [Edit({key: full})]
+        local = data.get("training.local_batch_size")
+        if isinstance(local, int) and data.get("training.global_batch_size", -1) > 0:
+            yield [Edit({"training.local_batch_size": n}) for n in smaller(local)]
+        yield shorter(data, "training.seq_len")
+
     def read(self, taken: Taken, said: Said) -> None:
         """See `Reader.read`."""
-        taken.data = read_python(taken.file) if taken.file.suffix == ".py" else _toml(taken.file)
         flavour = taken("model", taken("model.flavor"))
         if flavour not in MODELS:
             raise InvalidRequest(

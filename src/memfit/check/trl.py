@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, final
 
@@ -10,6 +10,7 @@ from memfit.check import Reader, Said, Taken, readers
 from memfit.check._hf import (
     NOT_DESCRIBED,
     drop_quiet,
+    edit_steps,
     read_attention,
     read_fsdp,
     read_lora,
@@ -17,6 +18,7 @@ from memfit.check._hf import (
     read_precision,
     read_steps,
 )
+from memfit.check._smaller import ROUNDED, Edit
 
 REFUSED = (
     "use_liger_kernel", "activation_offloading", "use_dora", "use_rslora", "torch_compile",
@@ -35,6 +37,23 @@ class TrlReader(Reader):
     def recognises(self, data: Mapping[str, Any], file: Path) -> bool:
         """See `Reader.recognises`."""
         return "per_device_train_batch_size" in data or "model_name_or_path" in data
+
+    def edits(self, data: Mapping[str, Any]) -> Iterable[Sequence[Edit]]:
+        """See `Reader.edits`."""
+        adapted = bool(data.get("use_peft"))
+        yield from edit_steps(
+            data,
+            micro="per_device_train_batch_size",
+            default=8,
+            again={"gradient_checkpointing": True} if "gradient_checkpointing" in data else {},
+            length="max_length",
+            tokens=1024,
+            adapted=adapted,
+            base={"load_in_4bit": True},
+            adapters={"use_peft": True},
+        )
+        if adapted and str(data.get("dtype", data.get("torch_dtype", "float32"))) == "float32":
+            yield [Edit({"dtype": "bfloat16"}, ROUNDED)]  # of the frozen base
 
     def read(self, taken: Taken, said: Said) -> None:
         """See `Reader.read`."""

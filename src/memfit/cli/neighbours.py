@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from memfit.cli.options import (
 from memfit.errors import DoesNotFit, InvalidRequest
 
 if TYPE_CHECKING:
+    from memfit.check._smaller import Change
     from memfit.results import Plan
 
 
@@ -102,6 +104,9 @@ def _plan_of(target: str, device: str | None, memory: str | None, changes: Chang
     metavar="LOG",
     help="A log with torch's CUDA out-of-memory message: what it was that did not fit.",
 )
+@click.option(
+    "--patch", is_flag=True, help="Print nothing but the smallest change, for `patch -p0`."
+)
 @request_options
 @why_option
 @output_options
@@ -109,6 +114,7 @@ def check_command(
     files: tuple[Path, ...],
     count: int | None,
     oom: Path | None,
+    patch: bool,
     device: str | None,
     memory: str | None,
     changes: Changes,
@@ -121,10 +127,10 @@ def check_command(
     FILE is a configuration of TRL or transformers' Trainer, accelerate, DeepSpeed, axolotl,
     LLaMA-Factory or torchtitan; name a launcher's and a trainer's together. What the files leave
     open is assumed and said, and a key whose memory is not described is refused by its name.
+    Where it does not fit, the smallest changes to the files that do are listed in their own keys.
     """
     from memfit import api
 
-    del quiet
     data: dict[str, Any] = {}
     given = {"hardware.device": device, "hardware.count": count, "limits.memory": memory}
     for key, value in {**given, **changes}.items():
@@ -133,13 +139,30 @@ def check_command(
     message = api.read_out_of_memory(oom) if oom else None
     checked, plan = api.check(files, data)
     found = api.diagnose(message, plan) if message else None
-    if as_json:
+    smallest = () if plan.memory.verdict == "fits" else api.find_changes(files, data, plan)
+    if patch:
+        _print_patch(smallest, plan, note(quiet))
+    elif as_json:
         from memfit.nouns import to_data
 
-        print_json({**to_data(checked), "plan": to_data(plan), "oom": to_data(found)})
+        print_json({
+            **to_data(checked), "plan": to_data(plan), "changes": to_data(smallest),
+            "oom": to_data(found),
+        })  # fmt: skip
     else:
         from memfit.screens.check import show_check
         from memfit.screens.layout import make_console
 
-        show_check(make_console(), checked, plan, found, why=why)
+        show_check(make_console(), checked, plan, smallest, found, why=why)
     return DoesNotFit.exit_code if plan.memory.verdict == "does_not_fit" else 0
+
+
+def _print_patch(smallest: Sequence[Change], plan: Plan, say: Callable[[str], None]) -> None:
+    from memfit import api
+
+    if smallest:
+        click.echo(api.make_patch(smallest[0]), nl=False)
+    elif plan.memory.verdict == "fits":
+        say("it fits as it is: no patch")
+    else:
+        raise DoesNotFit("no change of the keys that memfit knows makes it fit")

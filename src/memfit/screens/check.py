@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from memfit.screens.layout import bullets, say
@@ -17,19 +18,44 @@ MEANS = {
 if TYPE_CHECKING:
     from memfit.check import Checked
     from memfit.check._out_of_memory import Diagnosed
+    from memfit.check._smaller import Change
     from memfit.results import Plan
 
 
 def show_check(
-    console: Console, checked: Checked, plan: Plan, found: Diagnosed | None, *, why: bool
+    console: Console,
+    checked: Checked,
+    plan: Plan,
+    smallest: Sequence[Change],
+    found: Diagnosed | None,
+    *,
+    why: bool,
 ) -> None:
-    """The verdict and its breakdown as of any plan; then how the files were understood."""
+    """The verdict and its breakdown as of any plan; what would fit; how the files were read."""
     say(console, f"Read as {' and '.join(checked.tools)}", style="bold")
     show_plan(console, plan, commands=[], why=why)
+    if plan.memory.verdict != "fits":
+        none = ["none of the keys that memfit knows"]
+        bullets(console, "Smallest changes that fit", [_say(one) for one in smallest] or none)
     bullets(console, "Assumed of the files", checked.assumed)
     bullets(console, "Keys not looked at", checked.passed)
     if found is not None:
         bullets(console, "The out-of-memory message", _explain(found))
+
+
+def _say(change: Change) -> str:
+    """The keys as one would write them, and what comes of them."""
+    several = len({one.file for one in change.edited}) > 1
+    keys = [
+        f"{one.key}: {_yaml(one.after)}" + (f" ({one.file})" if several else "")
+        for one in change.edited
+    ]
+    time = "" if change.relative_time is None else f", step time x {change.relative_time:.2f}"
+    return f"{', '.join(keys)} -> {show_bytes(change.needed)}{time}: {change.keeps}"
+
+
+def _yaml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _explain(found: Diagnosed) -> list[str]:

@@ -1,0 +1,152 @@
+"""What `memfit check` would change in a file: it fits, nothing less does, and a patch says it."""
+
+import json
+
+import pytest
+
+from memfit import api
+from memfit.check._smaller import KEEPS, find
+from memfit.cli.app import app, run
+from memfit.reading import put
+from memfit.request import read_yaml
+
+CARD = {"hardware": {"device": "rtx-4090"}}
+AXOLOTL = """\
+base_model: llama-3.1-8b  # kept
+sequence_len: {length}
+sample_packing: true
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+adapter: lora
+lora_target_linear: true
+bf16: auto
+gradient_checkpointing: false
+datasets:
+  - path: a
+    type: alpaca
+"""
+TRL = "model_name_or_path: llama-3.1-8b\nuse_peft: true\nmax_length: 4096\n"
+FACTORY = "model_name_or_path: llama-3.1-8b\nfinetuning_type: full\nstage: sft\nbf16: true\n"
+
+
+def smallest(path, data):
+    _, plan = api.check([path], data)
+    assert plan.memory.verdict != "fits"
+    return api.find_changes([path], data, plan)
+
+
+def edited(path, change, without=()):
+    """The file with the change made, but for some of its keys."""
+    data = read_yaml(path)
+    for one in change.edited:
+        if one.key not in without:
+            put(data, one.key, one.after)
+    target = path.with_name(f"edited-{path.name}")
+    target.write_text(json.dumps(data))  # YAML, too
+    return target
+
+
+def write(folder, name, text):
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(("name", "text", "device"), [
+    ("axolotl.yaml", AXOLOTL.format(length=2048), "rtx-4090"),
+    ("axolotl.yaml", AXOLOTL.format(length=8192), "rtx-4090"),
+    ("axolotl.yaml", AXOLOTL.format(length=8192), "h100-sxm"),
+    ("trl.yaml", TRL, "rtx-4090"),
+    ("lf.yaml", FACTORY, "rtx-4090"),
+])  # fmt: skip
+def test_a_change_fits_and_no_key_of_it_is_idle(tmp_path, name, text, device):
+    data = {"hardware": {"device": device}}
+    path = write(tmp_path, name, text)
+    for change in smallest(path, data):
+        _, plan = api.check([edited(path, change)], data)
+        assert plan.memory.verdict == "fits"
+        assert plan.memory.needed == change.needed
+        for key in {one.key for one in change.edited}:
+            idle = {key}
+            if "adapter" in key or "load_in" in key:  # one edit of several keys
+                idle = {"adapter", "load_in_4bit", "load_in_8bit"}
+            if "accumulation" in key or key.endswith("batch_size"):
+                idle = {o.key for o in change.edited if "accumulation" in o.key or "batch" in o.key}
+            _, less = api.check([edited(path, change, without=idle)], data)
+            assert less.memory.verdict != "fits", key
+
+
+def test_what_is_learned_stays_where_it_can(tmp_path):
+    """Recomputing is enough on the larger device, and nothing else is then proposed."""
+    path = write(tmp_path, "axolotl.yaml", AXOLOTL.format(length=8192))
+    keeps = {
+        device: {one.keeps for one in smallest(path, {"hardware": {"device": device}})}
+        for device in ("h100-sxm", "rtx-4090")
+    }
+    assert keeps == {"h100-sxm": {KEEPS[0]}, "rtx-4090": {KEEPS[2]}}
+
+
+def test_smaller_pieces_make_the_same_global_batch(tmp_path):
+    path = write(tmp_path, "trl.yaml", TRL)
+    (change, *_) = smallest(path, CARD)
+    _, before = api.check([path], CARD)
+    _, after = api.check([edited(path, change)], CARD)
+    assert after.recipe.micro_batch < before.recipe.micro_batch
+    for plan in (before, after):
+        assert plan.recipe.micro_batch * plan.recipe.accumulation == 8
+
+
+def test_a_launchers_file_is_changed_where_it_says_it(tmp_path):
+    """DeepSpeed's stage stands in a file that the trainer's names."""
+    zero = write(tmp_path, "ds.json", json.dumps({"zero_optimization": {"stage": 1}}, indent=4))
+    trainer = FACTORY.replace("llama-3.1-8b", "qwen3-14b") + "deepspeed: ds.json\n"
+    path = write(tmp_path, "lf.yaml", trainer +
+                 "per_device_train_batch_size: 1\n")  # fmt: skip
+    data = {"hardware": {"device": "h100-sxm", "count": 8}}
+    (change, *_) = smallest(path, data)
+    assert [(one.file, one.key, one.before) for one in change.edited] == [
+        (str(zero), "zero_optimization.stage", 1)
+    ]
+    patch = api.make_patch(change)
+    assert f'-        "stage": 1\n+        "stage": {change.edited[0].after}\n' in patch
+
+
+def test_a_patch_keeps_comments_and_touches_nothing_else(tmp_path, capsys):
+    path = write(tmp_path, "axolotl.yaml", AXOLOTL.format(length=2048))
+    words = ("check", str(path), "--device", "rtx-4090")
+    assert run(lambda: app.main([*words, "--patch"], standalone_mode=False)) == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [f"--- {path}", f"+++ {path}"]
+    (change, *_) = smallest(path, CARD)
+    known = sum(one.before is not None for one in change.edited)
+    assert sum(line.startswith("-") for line in lines[1:]) == known
+    assert sum(line.startswith("+") for line in lines[2:]) == len(change.edited)
+    assert " base_model: llama-3.1-8b  # kept" in lines
+
+
+def test_where_nothing_helps_it_is_said(tmp_path, capsys):
+    path = write(tmp_path, "lf.yaml", FACTORY.replace("llama-3.1-8b", "llama-3.1-405b"))
+    assert smallest(path, CARD) == ()
+    words = ("check", str(path), "--device", "rtx-4090")
+    assert run(lambda: app.main([*words], standalone_mode=False)) == 3
+    assert "none of the keys that memfit knows" in capsys.readouterr().out
+    assert run(lambda: app.main([*words, "--patch"], standalone_mode=False)) == 3
+    assert "no change" in capsys.readouterr().err
+
+
+def test_python_is_listed_and_not_patched(tmp_path, capsys):
+    text = "c = llama3_8b()\nc.training.local_batch_size = 8\nc.training.global_batch_size = 64\n"
+    path = write(tmp_path, "plan.py", text + "c.training.seq_len = 8192\n")
+    data = {"hardware": {"device": "h100-sxm", "count": 8}}
+    (change, *_) = smallest(path, data)
+    assert change.keeps == KEEPS[0]
+    words = ("check", str(path), "--device", "h100-sxm", "--count", "8", "--patch")
+    assert run(lambda: app.main([*words], standalone_mode=False)) == 2
+    said = capsys.readouterr().err
+    assert "patches are made of YAML and JSON" in said
+    assert change.edited[0].key in said
+
+
+def test_dotted_keys_are_found_nested_and_flat():
+    assert find({"a": {"b": 1}}, "a.b") == find({"a.b": 1}, "a.b") == 1
+    assert find({"a": 2}, "a.b") is None
