@@ -1,6 +1,7 @@
 """Other tools' configurations, read: as the tools themselves would, or refused by the key."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from memfit.cli.app import app, run
 from memfit.errors import InvalidRequest
 from memfit.export import list_keys
 
+ROOT = Path(__file__).parents[1]
 H100 = {"hardware": {"device": "h100-sxm"}}
 PAIRS = [
     ("hf-full-recompute", "llamafactory"), ("hf-lora-ddp", "llamafactory"),
@@ -176,3 +178,16 @@ def test_the_command_answers_by_its_exit_code(tmp_path, capsys, device, code):
     assert "Assumed of the files" in said
     assert command("check", str(file), "--device", device, "--json") == code
     assert json.loads(capsys.readouterr().out)["plan"]["recipe"]["framework"] == "trl"
+
+
+def test_the_docs_count_the_examples_as_measured():
+    """bench/results/neighbour_examples.json, by bench/neighbour_examples.py."""
+    results = json.loads((ROOT / "bench/results/neighbour_examples.json").read_text()).values()
+    understood = sum(len(one["understood"]) for one in results)
+    refused = sum(sum(one["refused"].values()) for one in results)
+    others = sum(one["of_no_tool"] for one in results)
+    assert not any(one["crashed"] for one in results)
+    said = " ".join((ROOT / "docs/neighbours.md").read_text().split())
+    assert f"Of {understood + refused + others} example configurations" in said
+    assert f"{understood} are understood, {refused} refused" in said
+    assert f"{others} are no training configurations" in said

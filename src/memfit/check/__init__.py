@@ -13,6 +13,8 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
+
 from memfit.check._smaller import Change, Edit, Edits, Group, find_smallest
 from memfit.errors import InvalidRequest
 from memfit.nouns import Noun, from_data
@@ -27,9 +29,9 @@ class Said:
 
     def __init__(self, data: dict[str, Any], edits: Edits | None = None) -> None:
         self.data = data
+        self.model = data.get("model")  # asked for: in place of the files'
         self.edits = edits or {}
-        self.sources: dict[Path, Mapping[str, Any]] = {}  # what each file says
-        self.groups: list[Group] = []  # what of it may be changed
+        self.sources: dict[Path, tuple[Reader, Mapping[str, Any]]] = {}  # what each file says
         self.assumed: list[str] = []
         self.passed: list[str] = []
         self.folder = Path()
@@ -41,6 +43,10 @@ class Said:
     def put(self, key: str, value: Any) -> None:
         """A dotted key of the request."""
         put(self.data, key, value)
+
+    def put_model(self, name: Any) -> None:
+        """The file's model, unless another one is asked for in its place."""
+        self.put("model", self.model or name)
 
     def get(self, key: str) -> Any:
         """A dotted key of the request; None where it is not set."""
@@ -60,10 +66,24 @@ class Taken:
     def __init__(self, data: Mapping[str, Any], file: Path) -> None:
         self.data, self.file = dict(data), file
 
-    def __call__(self, key: str, default: Any = None) -> Any:
-        """The value of a key, which is looked at now; `auto` and null take the default."""
+    def __call__(self, key: str, default: Any = None, kind: Any = None) -> Any:
+        """The value of a key, which is looked at now; `auto` and null take the default.
+
+        kind: its type, by default that of `default`; raises InvalidRequest where it is another.
+        """
         value = self.data.pop(key, None)
-        return default if value is None or value == "auto" else value
+        if value is None or value == "auto":
+            return default
+        if kind is None:
+            kind = Any if default is None else type(default)
+        try:
+            return msgspec.convert(value, kind, strict=False)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(f"`{key}: {value}` in `{self.file}`: {error}") from None
+
+    def inside(self, key: str) -> Taken:
+        """The keys within a key, each taken once, too."""
+        return Taken(self(key, {}), self.file)
 
     def refuse(self, key: str, allowed: Iterable[Any], why: str) -> None:
         """Raise InvalidRequest where a key has a value whose bytes are not described."""
@@ -134,7 +154,13 @@ def find_changes(
     def read_again(edits: Edits) -> Plan:
         return predict(_read(files, Said(deepcopy(data), edits)).request)
 
-    return find_smallest(said.groups, said.sources, plan, read_again)
+    groups = [
+        Group(file, source, tuple(edits))
+        for file, (reader, source) in said.sources.items()
+        for edits in reader.edits(source)
+        if edits
+    ]
+    return find_smallest(groups, plan, read_again)
 
 
 def _read(files: Sequence[Path], said: Said) -> Checked:
@@ -157,6 +183,21 @@ def _read(files: Sequence[Path], said: Said) -> Checked:
     )
 
 
+def find_named(name: str, beside: Path) -> Path:
+    """A file that another names: from where one starts the tool, beside it, or up from there.
+
+    Raises InvalidRequest where there is none.
+    """
+    places = (Path(), *beside.resolve().parents)
+    for place in places:
+        if (place / name).is_file():
+            return place / name
+    raise InvalidRequest(
+        f"`{beside}` names `{name}`, which is not here",
+        hint=f"run from where `{name}` can be found, as the tool itself is",
+    )
+
+
 def read_file(file: Path, said: Said) -> str:
     """Read one file into `said`; returns the tool's name."""
     written = read_yaml(file) if file.suffix in (".yaml", ".yml", ".json") else {}
@@ -164,8 +205,7 @@ def read_file(file: Path, said: Said) -> str:
         reader = readers.find(name)
         if reader.recognises(written, file):
             data = reader.load(file)
-            said.sources[file] = deepcopy(data)
-            said.groups += [Group(file, tuple(edits)) for edits in reader.edits(data) if edits]
+            said.sources[file] = reader, deepcopy(data)
             for key, value in said.edits.get(file, {}).items():
                 reader.change(data, key, value)
             taken = Taken(data, file)

@@ -52,7 +52,7 @@ def read_steps(taken: Taken, said: Said, *, micro: str, default: int) -> None:
 
 def read_optimizer(taken: Taken, said: Said, *, key: str = "optim", schedule: str) -> None:
     """The optimizer and its schedule; `optim` of the Trainer's names."""
-    optim = str(taken(key, "adamw_torch_fused"))
+    optim = taken(key, "adamw_torch_fused")
     if optim not in OPTIMS:
         raise InvalidRequest(
             f"`{key}: {optim}` in `{taken.file}` is not described",
@@ -65,7 +65,7 @@ def read_optimizer(taken: Taken, said: Said, *, key: str = "optim", schedule: st
         said.put("options.paged", True)
     if name == "sgd":
         said.put("optimizer.momentum", 0.0)
-    kind = str(taken(schedule, "linear")).removesuffix("_with_warmup")
+    kind = taken(schedule, "linear").removesuffix("_with_warmup")
     if kind in ("constant", "linear", "cosine"):
         said.put("optimizer.schedule", kind)
     numbers = {
@@ -74,9 +74,9 @@ def read_optimizer(taken: Taken, said: Said, *, key: str = "optim", schedule: st
         "max_grad_norm": "clip_norm", "warmup_steps": "warmup_steps",
     }  # fmt: skip
     for theirs, ours in numbers.items():
-        value = taken(theirs)
+        value = taken(theirs, kind=int if ours == "warmup_steps" else float)
         if value is not None:
-            said.put(f"optimizer.{ours}", int(value) if ours == "warmup_steps" else float(value))
+            said.put(f"optimizer.{ours}", value)
 
 
 def read_precision(taken: Taken, said: Said, *, dtype: str, adapted: bool) -> None:
@@ -101,7 +101,7 @@ def read_attention(taken: Taken, said: Said, kernel: Any) -> None:
     if kernel is None:
         said.assume("attention is a kernel of torch's that keeps no scores (flash)")
         kernel = "sdpa"
-    if kernel not in KERNELS:
+    if not isinstance(kernel, str) or kernel not in KERNELS:
         raise InvalidRequest(
             f"attention `{kernel}` in `{taken.file}` is not described",
             hint=f"described: {', '.join(KERNELS)}",
@@ -112,12 +112,14 @@ def read_attention(taken: Taken, said: Said, kernel: Any) -> None:
 def read_lora(taken: Taken, said: Said, targets: Any, *, rank: str = "lora_r") -> None:
     """Rank, alpha, dropout and targets of adapters."""
     said.put("lora.rank", taken(rank, 16))
-    said.put("lora.alpha", float(taken("lora_alpha", 32)))
-    said.put("lora.dropout", float(taken("lora_dropout", 0.0)))
+    said.put("lora.alpha", taken("lora_alpha", 32.0))
+    said.put("lora.dropout", taken("lora_dropout", 0.0))
     if targets is None:
         said.assume("adapters stand at the query and value projections, as peft's default has it")
         return
-    named = targets.split(",") if isinstance(targets, str) else list(targets)
+    named = targets.split(",") if isinstance(targets, str) else targets
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise InvalidRequest(f"targets of adapters in `{taken.file}` are names, not `{targets}`")
     said.put("lora.targets", [name.strip() for name in named])
 
 

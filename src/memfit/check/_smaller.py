@@ -57,6 +57,7 @@ class Group:
     """Edits of which one is made at most, the mildest first."""
 
     file: Path
+    source: Mapping[str, Any]  # what the file says
     edits: tuple[Edit, ...]
 
     @property
@@ -69,21 +70,18 @@ Edits = Mapping[Path, Mapping[str, Any]]
 Predict = Callable[[Edits], Plan]
 
 
-def find_smallest(
-    groups: Sequence[Group], sources: Mapping[Path, Mapping[str, Any]], plan: Plan, predict: Predict
-) -> tuple[Change, ...]:
+def find_smallest(groups: Sequence[Group], plan: Plan, predict: Predict) -> tuple[Change, ...]:
     """Up to `MOST` changes that fit and keep as much as any does; () where nothing fits.
 
-    groups: what may be changed, of those that keep the same the costliest first; sources: what
-    the files say, for the values as they were; plan: the prediction of the files as they are;
-    predict: the prediction of edited files.
+    groups: what may be changed, of those that keep the same the costliest first; plan: the
+    prediction of the files as they are; predict: the prediction of edited files.
     """
     for rank in range(len(KEEPS)):
         milder = [group for group in groups if group.rank < rank]
         own = [group for group in groups if group.rank == rank]
         for size in range(1, len(own) + 1):
             tried = (_relax([*chosen, *milder], predict) for chosen in combinations(own, size))
-            found = [_tell(*made, sources, plan) for made in tried if made is not None]
+            found = [_tell(*made, plan) for made in tried if made is not None]
             if found:
                 found.sort(key=lambda one: (one.relative_time or 1.0, len(one.edited)))
                 return tuple(found[:MOST])
@@ -127,14 +125,13 @@ def _try(chosen: Chosen, predict: Predict) -> Plan | None:
 def _tell(
     chosen: Chosen,
     fitting: Plan,
-    sources: Mapping[Path, Mapping[str, Any]],
     plan: Plan,
 ) -> Change:
     edited = tuple(
-        Edited(file=str(group.file), key=key, before=find(sources[group.file], key), after=value)
+        Edited(file=str(group.file), key=key, before=find(group.source, key), after=value)
         for group, edit in chosen.items()
         for key, value in edit.keys.items()
-        if find(sources[group.file], key) != value
+        if find(group.source, key) != value
     )
     before, after = plan.time.step_seconds, fitting.time.step_seconds
     return Change(

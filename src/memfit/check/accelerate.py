@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from memfit.check import Reader, Said, Taken, read_file, readers
+from memfit.check import Reader, Said, Taken, find_named, read_file, readers
 from memfit.check._hf import read_fsdp
-from memfit.check._smaller import Edit
+from memfit.check._smaller import Edit, find
 from memfit.errors import InvalidRequest
 
 QUIET = (
@@ -32,30 +32,28 @@ class AccelerateReader(Reader):
     def edits(self, data: Mapping[str, Any]) -> Iterable[Sequence[Edit]]:
         """Shards of weights and gradients too; recompute, which FSDP's plugin wraps."""
         if data.get("distributed_type") == "DEEPSPEED":
-            stage = int((data.get("deepspeed_config") or {}).get("zero_stage", 2))
+            stage = find(data, "deepspeed_config.zero_stage") or 2
             yield [Edit({"deepspeed_config.zero_stage": later}) for later in range(stage + 1, 4)]
         if data.get("distributed_type") == "FSDP":
-            config = data.get("fsdp_config") or {}
-            policy = str(config.get("fsdp_sharding_strategy", "FULL_SHARD"))
-            if policy in ("SHARD_GRAD_OP", "2"):
+            if find(data, "fsdp_config.fsdp_sharding_strategy") in ("SHARD_GRAD_OP", 2):
                 yield [Edit({"fsdp_config.fsdp_sharding_strategy": "FULL_SHARD"})]
-            if not config.get("fsdp_activation_checkpointing"):
+            if not find(data, "fsdp_config.fsdp_activation_checkpointing"):
                 yield [Edit({"fsdp_config.fsdp_activation_checkpointing": True})]
 
     def read(self, taken: Taken, said: Said) -> None:
         """See `Reader.read`."""
-        kind = str(taken("distributed_type"))
-        said.world = int(taken("num_processes", 1))
-        machines = int(taken("num_machines", 1))
+        kind = taken("distributed_type", "NO")
+        said.world = taken("num_processes", 1)
+        machines = taken("num_machines", 1)
         if machines > 1 and said.get("hardware.nodes") is None:
             said.put("hardware.nodes", machines)
         mixed = taken("mixed_precision", "no")
         if said.get("precision") is None and mixed != "no":
             said.put("precision", f"{mixed}-mixed")
         if kind == "FSDP":
-            read_fsdp(dict(taken("fsdp_config", {})), taken, said)
+            read_fsdp(taken("fsdp_config", {}), taken, said)
         elif kind == "DEEPSPEED":
-            _read_deepspeed(dict(taken("deepspeed_config", {})), taken, said)
+            _read_deepspeed(taken.inside("deepspeed_config"), said)
         elif kind not in ("NO", "MULTI_GPU"):
             raise InvalidRequest(
                 f"`distributed_type: {kind}` in `{taken.file}` is not described",
@@ -65,15 +63,15 @@ class AccelerateReader(Reader):
             taken(key)
 
 
-def _read_deepspeed(config: dict[str, Any], taken: Taken, said: Said) -> None:
-    if named := config.get("deepspeed_config_file"):
-        read_file(taken.file.parent / str(named), said)
+def _read_deepspeed(config: Taken, said: Said) -> None:
+    if named := config("deepspeed_config_file"):
+        read_file(find_named(str(named), config.file), said)
         return
-    said.sharded, said.zero = "deepspeed", int(config.get("zero_stage", 2))
+    said.sharded, said.zero = "deepspeed", config("zero_stage", 2)
     said.put("framework", "deepspeed")
-    if config.get("offload_optimizer_device", "none") != "none":
-        raise InvalidRequest(f"`offload_optimizer_device` in `{taken.file}` is not described")
-    said.accumulation = int(config.get("gradient_accumulation_steps", said.accumulation))
+    if config("offload_optimizer_device", "none") != "none":
+        raise InvalidRequest(f"`offload_optimizer_device` in `{config.file}` is not described")
+    said.accumulation = config("gradient_accumulation_steps", said.accumulation)
 
 
 readers.register("accelerate")(AccelerateReader())

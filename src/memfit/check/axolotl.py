@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from memfit.check import Reader, Said, Taken, read_file, readers
+from memfit.check import Reader, Said, Taken, find_named, read_file, readers
 from memfit.check._hf import (
     NOT_DESCRIBED,
     drop_quiet,
@@ -55,7 +55,7 @@ class AxolotlReader(Reader):
 
     def read(self, taken: Taken, said: Said) -> None:
         """See `Reader.read`."""
-        said.put("model", taken("base_model"))
+        said.put_model(taken("base_model"))
         if said.get("framework") is None:
             said.put("framework", "hf-trainer")
         said.assume("the step is transformers' Trainer's, which axolotl builds on")
@@ -88,7 +88,7 @@ class AxolotlReader(Reader):
         old = "flash_attention_2" if taken("flash_attention", False) else None
         old = "sdpa" if taken("sdp_attention", False) else old
         read_attention(taken, said, taken("attn_implementation", old))
-        again = taken("gradient_checkpointing", False)
+        again = taken("gradient_checkpointing", False, object)
         if again not in (True, False):
             raise InvalidRequest(
                 f"`gradient_checkpointing: {again}` in `{taken.file}` is not described"
@@ -104,7 +104,7 @@ class AxolotlReader(Reader):
 
     def _mesh(self, taken: Taken, said: Said) -> None:
         version = taken("fsdp_version")
-        config = dict(taken("fsdp_config", {}) or {})
+        config = taken("fsdp_config", {})
         if taken("fsdp") or config:
             read_fsdp({"version": version or 1, **config}, taken, said)
         for key in ("tensor_parallel_size", "context_parallel_size"):
@@ -113,7 +113,7 @@ class AxolotlReader(Reader):
         taken("dp_replicate_size")
         if named := taken("deepspeed"):
             precision = said.get("precision")
-            read_file(taken.file.parent / str(named), said)
+            read_file(find_named(str(named), taken.file), said)
             if precision is not None and said.get("method") == "lora":
                 said.put("precision", precision)
 
@@ -122,7 +122,8 @@ def _objective(taken: Taken) -> str:
     """Texts to be completed are pretraining, whatever weights one begins with."""
     if taken("pretraining_dataset"):
         return "pretrain"
-    kinds = [one.get("type") for one in taken.data.get("datasets") or () if isinstance(one, dict)]
+    named = taken("datasets", [])
+    kinds = [one.get("type") for one in named if isinstance(one, dict)]
     return "pretrain" if kinds and all(kind == "completion" for kind in kinds) else "sft"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, final
 
 from memfit.check import Reader, Said, Taken, readers
-from memfit.check._smaller import Edit, split
+from memfit.check._smaller import Edit, find, split
 from memfit.errors import InvalidRequest
 
 SIZES = {
@@ -31,58 +31,59 @@ class DeepSpeedReader(Reader):
 
     def edits(self, data: Mapping[str, Any]) -> Iterable[Sequence[Edit]]:
         """Later stages of ZeRO; smaller pieces of the batch where the file says their size."""
-        stage = int((data.get("zero_optimization") or {}).get("stage", 0))
+        stage = find(data, "zero_optimization.stage") or 0
         yield [Edit({"zero_optimization.stage": later}) for later in range(stage + 1, 4)]
         if "train_micro_batch_size_per_gpu" in data:
             yield split(data, "train_micro_batch_size_per_gpu", 1)
 
     def read(self, taken: Taken, said: Said) -> None:
         """See `Reader.read`."""
-        zero = dict(taken("zero_optimization", {}))
-        stage = int(zero.get("stage", 0))
+        zero = taken.inside("zero_optimization")
+        stage = zero("stage", 0)
         said.put("framework", "deepspeed")
         said.sharded, said.zero = ("deepspeed", stage) if stage else ("", 3)
         for name in ("offload_optimizer", "offload_param"):
-            held = zero.get(name) or {}
-            if held.get("device", "none") not in ("none", None):
+            device = zero.inside(name)("device", "none")
+            if device != "none":
                 raise InvalidRequest(
-                    f"`zero_optimization.{name}.device: {held['device']}` in `{taken.file}` is not"
+                    f"`zero_optimization.{name}.device: {device}` in `{taken.file}` is not"
                     " described",
                 )
         for theirs, ours in SIZES.items():
-            if isinstance(zero.get(theirs), int | float):
-                said.put(f"options.{ours}", int(zero[theirs]))
+            if (size := zero(theirs, kind=float)) is not None:
+                said.put(f"options.{ours}", int(size))
         for name, precision in (("bf16", "bf16-mixed"), ("fp16", "fp16-mixed")):
-            if (taken(name) or {}).get("enabled") is True:
+            if taken.inside(name)("enabled") is True:
                 said.put("precision", precision)
-        micro = taken("train_micro_batch_size_per_gpu")
+        micro = taken("train_micro_batch_size_per_gpu", kind=int)
         if micro is not None:
             said.put("micro_batch", micro)
         said.accumulation = taken("gradient_accumulation_steps", said.accumulation)
-        clip = taken("gradient_clipping")
+        clip = taken("gradient_clipping", kind=float)
         if clip is not None:
-            said.put("optimizer.clip_norm", float(clip))
+            said.put("optimizer.clip_norm", clip)
         self._optimizer(taken, said)
         for key in QUIET:
             taken(key)
 
     def _optimizer(self, taken: Taken, said: Said) -> None:
-        made = taken("optimizer")
-        if not made:
+        if not taken.data.get("optimizer"):
             return
-        if made.get("type") not in ("Adam", "AdamW"):
-            raise InvalidRequest(f"`optimizer.type: {made.get('type')}` is not described")
-        params = made.get("params", {})
-        foreach = params.get("torch_adam", False)
+        made = taken.inside("optimizer")
+        kind = made("type")
+        if kind not in ("Adam", "AdamW"):
+            raise InvalidRequest(f"`optimizer.type: {kind}` in `{taken.file}` is not described")
+        params = made.inside("params")
+        foreach = params("torch_adam", False)
         said.put("optimizer.name", "adamw")
         said.put("optimizer.implementation", "foreach" if foreach else "fused")
         names = {"lr": "learning_rate", "eps": "eps", "weight_decay": "weight_decay"}
         for theirs, ours in names.items():
-            if isinstance(params.get(theirs), int | float):
-                said.put(f"optimizer.{ours}", float(params[theirs]))
-        if isinstance(params.get("betas"), list):
-            said.put("optimizer.beta1", float(params["betas"][0]))
-            said.put("optimizer.beta2", float(params["betas"][1]))
+            if (value := params(theirs, kind=float)) is not None:
+                said.put(f"optimizer.{ours}", value)
+        if (betas := params("betas", kind=tuple[float, float])) is not None:
+            said.put("optimizer.beta1", betas[0])
+            said.put("optimizer.beta2", betas[1])
 
 
 readers.register("deepspeed")(DeepSpeedReader())

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from memfit.check import Reader, Said, Taken, read_file, readers
+from memfit.check import Reader, Said, Taken, find_named, read_file, readers
 from memfit.check._hf import (
     NOT_DESCRIBED,
     drop_quiet,
@@ -51,7 +51,7 @@ class LlamaFactoryReader(Reader):
 
     def read(self, taken: Taken, said: Said) -> None:
         """See `Reader.read`."""
-        said.put("model", taken("model_name_or_path"))
+        said.put_model(taken("model_name_or_path"))
         if said.get("framework") is None:
             said.put("framework", "hf-trainer")
         said.assume("the step is transformers' Trainer's, which LLaMA-Factory builds on")
@@ -70,18 +70,18 @@ class LlamaFactoryReader(Reader):
         said.put("method", method)
         if method == "freeze":
             said.put("freeze.last_blocks", taken("freeze_trainable_layers", 2))
-        self._precision(taken, said, str(method))
+        self._precision(taken, said, method)
         if method == "lora":
             named = taken("lora_target", "all")
             read_lora(taken, said, "all-linear" if named == "all" else named, rank="lora_rank")
-        kernel = str(taken("flash_attn", "auto"))
+        kernel = taken("flash_attn", "auto")
         read_attention(taken, said, KERNELS.get(kernel, kernel))
         again = not taken("disable_gradient_checkpointing", False)
         if again or said.get("recompute") is None:
             said.put("recompute", "full" if again else "none")
         if named := taken("deepspeed"):
             precision = said.get("precision")
-            read_file(taken.file.parent / str(named), said)
+            read_file(find_named(str(named), taken.file), said)
             said.put("precision", precision)
         for key in ("enable_liger_kernel", "use_unsloth", "use_dora", "use_rslora", "use_galore",
                     "use_badam", "use_apollo", "use_muon", "upcast_layernorm", "additional_target",

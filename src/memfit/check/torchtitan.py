@@ -62,13 +62,13 @@ class TorchtitanReader(Reader):
 
     def read(self, taken: Taken, said: Said) -> None:
         """See `Reader.read`."""
-        flavour = taken("model", taken("model.flavor"))
-        if flavour not in MODELS:
+        flavour = taken("model", taken("model.flavor", kind=str), str)
+        if flavour not in MODELS and not said.model:
             raise InvalidRequest(
                 f"`{flavour}` in `{taken.file}` is no configuration that memfit knows",
-                hint=f"known: {', '.join(MODELS)}",
+                hint=f"known: {', '.join(MODELS)}; another's with `--set model=NAME`",
             )
-        said.put("model", MODELS[flavour])
+        said.put_model(MODELS.get(flavour))
         said.put("framework", "torchtitan")
         said.put("task.objective", "pretrain")
         mesh = self._mesh(taken, said)
@@ -97,7 +97,7 @@ class TorchtitanReader(Reader):
         mesh = {
             ours: found
             for theirs, ours in AXES.items()
-            if (found := taken(f"parallelism.{theirs}")) is not None
+            if (found := taken(f"parallelism.{theirs}", kind=int)) is not None
         }
         devices = int(said.get("hardware.count") or 1) * int(said.get("hardware.nodes") or 1)
         if mesh.get("dp_shard", -1) == -1:
@@ -124,10 +124,10 @@ class TorchtitanReader(Reader):
         return mesh
 
     def _batch(self, taken: Taken, said: Said, mesh: Mapping[str, Any]) -> None:
-        length = taken("training.seq_len", taken("training.max_context_length"))
-        local = taken("training.local_batch_size")
+        length = taken("training.seq_len", taken("training.max_context_length"), int)
+        local = taken("training.local_batch_size", kind=int)
         total = taken("training.global_batch_size", -1)
-        tokens = taken("training.num_tokens_per_microbatch_per_dp_rank")
+        tokens = taken("training.num_tokens_per_microbatch_per_dp_rank", kind=int)
         step = taken("training.num_tokens_per_train_step", -1)
         if tokens is not None and length:
             local, total = tokens // length, step // length if step > 0 else -1
@@ -150,15 +150,14 @@ class TorchtitanReader(Reader):
         said.put("optimizer.implementation", IMPLEMENTATIONS.get(made, made))
         names = {"lr": "learning_rate", "eps": "eps", "weight_decay": "weight_decay"}
         for theirs, ours in names.items():
-            value = taken(f"optimizer.{theirs}")
+            value = taken(f"optimizer.{theirs}", kind=float)
             if value is not None:
-                said.put(f"optimizer.{ours}", float(value))
-        betas = taken("optimizer.betas")
-        if betas:
-            said.put("optimizer.beta1", float(betas[0]))
-            said.put("optimizer.beta2", float(betas[1]))
-        if (norm := taken("training.max_norm")) is not None:
-            said.put("optimizer.clip_norm", float(norm))
+                said.put(f"optimizer.{ours}", value)
+        if (betas := taken("optimizer.betas", kind=tuple[float, float])) is not None:
+            said.put("optimizer.beta1", betas[0])
+            said.put("optimizer.beta2", betas[1])
+        if (norm := taken("training.max_norm", kind=float)) is not None:
+            said.put("optimizer.clip_norm", norm)
         if (steps := taken("lr_scheduler.warmup_steps")) is not None:
             said.put("optimizer.warmup_steps", steps)
         flat = "lr_scheduler.decay_ratio" in taken.data and taken("lr_scheduler.decay_ratio") == 0

@@ -57,7 +57,7 @@ class TrlReader(Reader):
 
     def read(self, taken: Taken, said: Said) -> None:
         """See `Reader.read`."""
-        said.put("model", taken("model_name_or_path", said.get("model")))
+        said.put_model(taken("model_name_or_path"))
         said.put("framework", "trl")
         said.put("task.objective", "sft")
         said.assume("the step is TRL 0.29's: since 1.0 its loss is made from tiles of the logits")
@@ -68,7 +68,7 @@ class TrlReader(Reader):
         adapted = bool(taken("use_peft", False))
         said.put("method", "lora" if adapted else "full")
         bits = _read_bits(taken, said)
-        dtype = str(taken("dtype", taken("torch_dtype", "float32")))
+        dtype = taken("dtype", taken("torch_dtype", "float32"))
         if dtype == "float32" and "bf16" not in taken.data and "fp16" not in taken.data:
             taken.data["bf16"] = True  # TRL's own default
         coded = said.get("base_format")
@@ -84,7 +84,7 @@ class TrlReader(Reader):
         if said.get("recompute") is None or again:
             said.put("recompute", "full" if again else "none")
         if taken("fsdp"):
-            read_fsdp(dict(taken("fsdp_config", {})), taken, said)
+            read_fsdp(taken("fsdp_config", {}), taken, said)
         for key in REFUSED:
             taken.refuse(key, (False, [], {"use_reentrant": False}), NOT_DESCRIBED)
         drop_quiet(taken)

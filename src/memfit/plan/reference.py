@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from memfit import catalog
-from memfit.errors import InvalidRequest, UnknownName
+from memfit.errors import InvalidRequest, UnknownName, did_you_mean
 from memfit.model import ModelReference
 
 
@@ -82,9 +82,11 @@ def _read_hub(name: str) -> ModelReference:
         file = hf_hub_download(name, "config.json")
     except Exception as error:  # the library's error types differ between its versions
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        near = did_you_mean(name.rpartition("/")[2], [row.id for row in catalog.models()])
         raise InvalidRequest(
             f"`{name}` is not in the catalogue, and its config.json could not be read: {first}",
-            hint="check the name, or pass a folder that holds config.json; see `memfit models`",
+            hint=(f"of the same shape may be {near}; else " if near else "")
+            + "check the name, or pass a folder that holds config.json; see `memfit models`",
         ) from None
     config = json.loads(Path(file).read_text(encoding="utf-8"))
     return ModelReference(name=name, source=name, config=_config(config, file))

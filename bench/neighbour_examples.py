@@ -1,0 +1,87 @@
+"""The tools' own example configurations, read by `memfit check`: understood, refused, or a crash.
+
+    python bench/neighbour_examples.py axolotl@067b021=axolotl/examples trl@f2cd577=trl/examples ...
+
+TOOL@VERSION=FOLDER: every YAML, JSON and TOML file below FOLDER that a reader recognises. Where a
+file names a model that is neither in the catalogue nor reachable, or none, as a launcher's does, it
+is read with `model: llama-3.1-8b`, since the file is on trial and not the model. A refusal must
+name a key or a value of the file. Results go to bench/results/neighbour_examples.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # 600 files would ask the hub for as many models
+
+from memfit import api
+from memfit.errors import InvalidRequest
+
+RESULTS = Path(__file__).resolve().parent / "results" / "neighbour_examples.json"
+SUFFIXES = (".yaml", ".yml", ".json", ".toml")
+OF_NO_TOOL = "is of no tool"
+NO_MODEL = ("names no model", "is not in the catalogue", "unknown model", "is no configuration")
+
+
+def read(file: Path, model: str = "") -> str:
+    """ "" where it is understood, or why it is refused; anything else is raised."""
+    data: dict[str, Any] = {"hardware": {"device": "h100-sxm"}}
+    if model:
+        data["model"] = model
+    try:
+        api.check([file], data)
+    except InvalidRequest as error:
+        if any(said in error.message for said in NO_MODEL) and not model:
+            return read(file, "llama-3.1-8b")
+        return error.message.replace(f"`{file}`", "the file")
+    return ""
+
+
+def run(folder: Path) -> dict[str, Any]:
+    understood, refused, crashed = [], Counter[str](), {}
+    others = 0
+    for file in sorted(folder.rglob("*")):
+        if file.suffix not in SUFFIXES or not file.is_file():
+            continue
+        name = str(file.relative_to(folder))
+        try:
+            why = read(file)
+        except Exception as error:
+            crashed[name] = f"{type(error).__name__}: {error}"[:200]
+            continue
+        if OF_NO_TOOL in why:
+            others += 1
+        elif why:
+            refused[why.replace(f"{folder}/", "")[:120]] += 1
+        else:
+            understood.append(name)
+    return {
+        "understood": understood,
+        "refused": dict(refused.most_common()),
+        "crashed": crashed,
+        "of_no_tool": others,
+    }
+
+
+def main() -> None:
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for word in sys.argv[1:]:
+        named, _, folder = word.partition("=")
+        tool, _, version = named.partition("@")
+        found = results[tool] = {"version": version, **run(Path(folder))}
+        print(
+            f"{tool} {version}: {len(found['understood'])} understood,"
+            f" {sum(found['refused'].values())} refused, {len(found['crashed'])} crashed,"
+            f" {found['of_no_tool']} of no tool"
+        )
+        RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    sys.exit(any(one["crashed"] for one in results.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Any key of a configuration, whatever its value, is understood or refused: never a crash."""
+
+import copy
+import json
+
+import pytest
+
+from memfit.check import read_files
+from memfit.errors import InvalidRequest
+
+ADAM = {"learning_rate": 1e-4, "adam_beta1": 0.9, "warmup_steps": 2, "max_grad_norm": 1.0}
+HF = {
+    "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "bf16": True,
+    "model_name_or_path": "qwen3-0.6b", "optim": "adamw_torch", "max_steps": 3, "seed": 1,
+    "packing": True, "lr_scheduler_type": "cosine", "lora_alpha": 16, **ADAM,
+}  # fmt: skip
+FILES = {
+    "axolotl.yaml": {
+        "base_model": "qwen3-0.6b", "sequence_len": 512, "sample_packing": True, "bf16": "auto",
+        "micro_batch_size": 2, "gradient_accumulation_steps": 4, "adapter": "lora", "lora_r": 8,
+        "lora_dropout": 0.1, "lora_target_modules": ["q_proj"], "lora_target_linear": False,
+        "gradient_checkpointing": False, "datasets": [{"path": "a", "type": "alpaca"}],
+        "optimizer": "adamw_torch", "lr_scheduler": "cosine", "load_in_4bit": False,
+        "flash_attention": True, "attn_implementation": "sdpa", "fsdp_version": 1,
+        "fsdp": ["full_shard"], "fsdp_config": {"reshard_after_forward": True}, **ADAM,
+    },
+    "trl.yaml": {
+        **HF, "max_length": 512, "use_peft": True, "dtype": "bfloat16", "lora_r": 8,
+        "lora_target_modules": ["q_proj"], "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+        "use_bnb_nested_quant": True, "attn_implementation": "sdpa", "fsdp": "full_shard",
+        "gradient_checkpointing": True, "fsdp_config": {"fsdp_version": 1},
+    },
+    "lf.yaml": {
+        **HF, "cutoff_len": 512, "stage": "sft", "finetuning_type": "lora", "lora_rank": 8,
+        "lora_target": "all", "pure_bf16": False, "quantization_bit": 4, "flash_attn": "auto",
+        "quantization_type": "nf4", "quantization_method": "bnb", "double_quantization": True,
+        "disable_gradient_checkpointing": False, "deepspeed": "ds.json",
+    },
+    "ds.json": {
+        "zero_optimization": {
+            "stage": 2, "reduce_bucket_size": 5e8, "offload_optimizer": {"device": "none"},
+        },
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0, "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.99]}},
+    },
+    "fsdp.yaml": {
+        "compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "num_processes": 8,
+        "num_machines": 1, "mixed_precision": "bf16", "fsdp_config": {
+            "fsdp_version": 1, "fsdp_sharding_strategy": "FULL_SHARD",
+            "fsdp_activation_checkpointing": True, "fsdp_offload_params": False,
+        },
+    },
+    "zero.yaml": {
+        "compute_environment": "LOCAL_MACHINE", "distributed_type": "DEEPSPEED",
+        "num_processes": 8, "num_machines": 1, "deepspeed_config": {
+            "zero_stage": 2, "gradient_accumulation_steps": 2, "offload_optimizer_device": "none",
+            "deepspeed_config_file": "",
+        },
+    },
+    "titan.toml": {
+        "model": {"flavor": "8B"},
+        "training": {
+            "local_batch_size": 1, "seq_len": 512, "global_batch_size": 8, "steps": 10,
+            "dtype": "float32", "max_norm": 1.0,
+        },
+        "parallelism": {"data_parallel_shard_degree": 8, "tensor_parallel_degree": 1},
+        "activation_checkpoint": {"mode": "full"},
+        "optimizer": {"lr": 1e-4, "implementation": "fused"},
+        "lr_scheduler": {"warmup_steps": 2, "decay_type": "linear"},
+    },
+}  # fmt: skip
+WRONG = ("x", [1], {"a": 1}, -1, True)
+
+
+def keys(data, parents=()):
+    for key, value in data.items():
+        yield (*parents, key)
+        if isinstance(value, dict):
+            yield from keys(value, (*parents, key))
+
+
+def replaced(data, path, value):
+    data = copy.deepcopy(data)
+    inner = data
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return data
+
+
+def write(path, data):
+    if path.suffix != ".toml":
+        path.write_text(json.dumps(data))  # YAML, too
+        return
+    lines = []
+    for group, values in data.items():
+        if not isinstance(values, dict):
+            lines.insert(0, f"{group} = {json.dumps(values)}")
+            continue
+        lines.append(f"[{group}]")
+        for key, value in values.items():
+            said = "{a = 1}" if isinstance(value, dict) else json.dumps(value)
+            lines.append(f"{key} = {said}")
+    path.write_text("\n".join(lines) + "\n")
+
+
+def read(path):
+    data = {"hardware": {"device": "h100-sxm", "count": 8}}
+    if path.name in ("ds.json", "fsdp.yaml", "zero.yaml"):
+        data["model"] = "qwen3-0.6b"
+    return read_files([path], data)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_wrong_values_are_refused_by_their_key(tmp_path, name):
+    write(tmp_path / "ds.json", {"zero_optimization": {"stage": 2}})
+    path = tmp_path / name
+    write(path, FILES[name])
+    read(path)  # as it should be
+    refused = 0
+    for key in keys(FILES[name]):
+        for value in WRONG:
+            write(path, replaced(FILES[name], key, value))
+            try:
+                read(path)
+            except InvalidRequest:
+                refused += 1
+    assert refused > len(FILES[name])
+
+
+def test_a_number_in_quotes_is_a_number(tmp_path):
+    """YAML 1.1 reads 1e-4 as text, so that many configurations say it in quotes."""
+    path = tmp_path / "trl.yaml"
+    write(path, {**FILES["trl.yaml"], "learning_rate": "1e-4"})
+    assert read(path).request.optimizer.learning_rate == 1e-4
+
+
+def test_the_model_asked_for_stands_in_place_of_the_files(tmp_path):
+    path = tmp_path / "trl.yaml"
+    write(path, FILES["trl.yaml"])
+    asked = {"hardware": {"device": "h100-sxm"}, "model": "llama-3.1-8b"}
+    assert read_files([path], asked).request.model == "llama-3.1-8b"
+
+
+def test_a_file_that_is_named_is_looked_for_upwards(tmp_path, monkeypatch):
+    """LLaMA-Factory's examples name DeepSpeed's from the checkout's root."""
+    folder = tmp_path / "examples" / "full"
+    folder.mkdir(parents=True)
+    write(tmp_path / "zero.json", {"zero_optimization": {"stage": 3}})
+    write(folder / "lf.yaml", {**FILES["lf.yaml"], "deepspeed": "zero.json"})
+    assert read(folder / "lf.yaml").request.parallel.zero == 3
+    write(folder / "lf.yaml", {**FILES["lf.yaml"], "deepspeed": "none.json"})
+    with pytest.raises(InvalidRequest, match=r"names `none\.json`"):
+        read(folder / "lf.yaml")
