@@ -81,7 +81,6 @@ RECOMPUTE = {
     "none": (0, 0), "half": (0.5, 0), "full": (1, 0), "selective": (0, 1), "each": (0.25, 0.5),
 }  # fmt: skip
 BATCHES = ((1, 4096), (8, 128), (2, 1024), (4, 512), (1, 8192), (2, 2048), (8, 1024))
-A_MODEL = 2  # recipes of each model
 
 Settings = dict[str, Any]  # keys of a recipe; a dict changes keys of what is there
 
@@ -231,16 +230,16 @@ def grid(everywhere: bool) -> list[Row]:
             for m, device in enumerate(DEVICES):
                 add(change(make_recipe(name, 11 * n + 5 * k + 3 * m, SHALLOW), settings), (device,))
     for n, recipe in enumerate(turned_by_knobs()):
-        add(recipe, DEVICES if everywhere else (DEVICES[(n // 2 + n // 7) % 2],))
+        add(recipe, DEVICES if everywhere else (DEVICES[(n + 2 * n // 7) % 2],))
     for n, recipe in enumerate(turned_by_settings()):
         add(recipe, DEVICES if everywhere else (DEVICES[(n // 2 + n // 13) % 2],))
     return list(found.values())
 
 
 def turned_by_knobs() -> Iterator[Recipe]:
-    """Every model with `A_MODEL` recipes; one of every fourth is as deep as its model."""
-    for n in range(len(MODELS) * A_MODEL):
-        yield make_recipe(MODELS[n // A_MODEL], n, SHALLOW if n % (4 * A_MODEL) else None)
+    """Every model once; one of every fourth is as deep as its model."""
+    for n, name in enumerate(MODELS):
+        yield make_recipe(name, 2 * n, SHALLOW if n % 4 else None)
 
 
 def turned_by_settings() -> Iterator[Recipe]:
