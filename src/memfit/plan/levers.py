@@ -13,6 +13,7 @@ from memfit.adapters import find_adapter
 from memfit.adapters.coded import check_base
 from memfit.errors import InvalidRequest
 from memfit.families.added import can_select
+from memfit.families.compiled import find_lack
 from memfit.families.lean import find_lean
 from memfit.model import Architecture, Model
 from memfit.optimizers import default_implementation, optimizers
@@ -80,7 +81,7 @@ def turn(problem: Problem, recipe: Recipe) -> Iterator[Lever]:
     """Every lever that applies, those that leave what is learned alone first."""
     layers = problem.model.architecture.layers
     for other in (*_exact(problem, recipe, layers), *_inexact(problem, recipe)):
-        if not offload_lack(other, cpu=problem.device.is_cpu):
+        if not (offload_lack(other, cpu=problem.device.is_cpu) or find_lack(problem.model, other)):
             yield Lever(changed(recipe, other, layers), other)
 
 
