@@ -1,8 +1,8 @@
 """Write the documentation that is generated: docs/cli.md, from the commands' own --help,
 docs/workspaces.md, from the table of what CUDA kernels allocate, docs/frameworks.md, from what each
-framework's file declares, docs/techniques.md, from docs/techniques.toml, docs/ladder.md and
-docs/founding.md with their pictures, from bench/results, and docs/accuracy.md with its plot and
-figures, from the corpus.
+framework's file declares, docs/techniques.md and docs/numerics.md, from the .toml beside them,
+docs/ladder.md and docs/founding.md with their pictures, from bench/results, and docs/accuracy.md
+with its plot and figures, from the corpus.
 
 `--check` writes nothing and exits 1 when a file is not what would be written.
 """
@@ -19,6 +19,7 @@ import click
 import founding_page
 import frameworks_page
 import ladder_page
+import numerics_page
 import techniques_page
 import time_page
 
@@ -104,6 +105,7 @@ def main() -> None:
         DOCS / "ladder.svg": ladder_page.picture(),
         DOCS / "founding.md": founding_page.page(),
         DOCS / "founding.svg": founding_page.picture(),
+        DOCS / "numerics.md": numerics_page.page(),
         DOCS / "accuracy.md": accuracy_page.page(found, rules),
         DOCS / "accuracy_time.md": accuracy_time_page.section(times),
         DOCS / "time.md": time_page.page(times),

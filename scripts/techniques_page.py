@@ -48,14 +48,18 @@ def read_techniques() -> tuple[Technique, ...]:
 
 def _check(row: Technique, cell: str) -> None:
     text = getattr(row, cell)
-    if text.startswith(NONE) and len(text) > len(NONE):
-        return
+    if not (text.startswith(NONE) and len(text) > len(NONE)):
+        check_test(text, cell, row.name, hint=f", or `{NONE}` and the reason")
+
+
+def check_test(text: str, cell: str, name: str, hint: str = "") -> None:
+    """Raise InvalidRequest where a row's cell names no test that exists."""
     file, _, function = text.partition("::")
     path = ROOT / "tests" / file
     if not (file and path.is_file() and f"def {function}(" in path.read_text()):
         raise InvalidRequest(
-            f"`{cell}` of `{row.name}` names `{text}`, which is no test",
-            hint=f"`file::function` under tests/, or `{NONE}` and the reason",
+            f"`{cell}` of `{name}` names `{text}`, which is no test",
+            hint=f"`file::function` under tests/{hint}",
         )
 
 

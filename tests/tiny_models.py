@@ -157,15 +157,20 @@ def gradients_in(built) -> dict[str, torch.Tensor]:
     return seen
 
 
-def textbook(recipe, weights, batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients of Hugging Face's own class: eager attention, its own shifted loss."""
+def hugging_face(recipe, weights, dtype=torch.float32):
+    """Hugging Face's own class with these weights: eager attention, no dropout."""
     config = AutoConfig.for_model(**recipe.model.config)
     for key in find_family(config.model_type).dropouts:
         if hasattr(config, key):
             setattr(config, key, 0.0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
     model.load_state_dict(weights)
-    model.train()
+    return model.train()
+
+
+def textbook(recipe, weights, batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of Hugging Face's own class and of its own shifted loss."""
+    model = hugging_face(recipe, weights)
     labels = torch.full_like(batch.labels, -100)
     labels[:, 1:] = batch.labels[:, :-1]  # Hugging Face shifts; ours are aligned
     loss = model(input_ids=batch.input_ids, labels=labels, use_cache=False).loss

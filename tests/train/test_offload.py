@@ -11,7 +11,6 @@ from memfit.families import read_model
 from memfit.ledger import Kind, Phase
 from memfit.plan.memory import predict_memory
 from memfit.recipe import Lora
-from memfit.train import offload
 from memfit.train.step import step
 from tiny_models import FAMILIES, gradients_in, make_batch, make_built, make_recipe, targets_of
 
@@ -62,39 +61,6 @@ def test_loss_and_gradients_are_those_without_bit_by_bit(changes):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_trains_with_its_activations_on_the_host(family):
     assert differences(make_recipe(family, **AWAY)) == 0
-
-
-def forget_where_it_lay(patch):
-    """Every saved tensor from the start of its storage."""
-    plain = offload.Load.unpack
-
-    def unpack(self, saved):
-        moved = saved._replace(offset=0) if isinstance(saved, offload._Ticket) else saved
-        return plain(self, moved)
-
-    patch.setattr(offload.Load, "unpack", unpack)
-
-
-def bring_back_nothing(patch):
-    """Room on the device, and no copy."""
-    plain = offload.Load.bring_back
-
-    def bring_back(self):
-        for parcel in [p for r in self._parcels if (p := r()) is not None]:
-            if parcel.host is not None:
-                parcel.host.zero_()
-        plain(self)
-
-    patch.setattr(offload.Load, "bring_back", bring_back)
-
-
-@pytest.mark.parametrize("mutate", [forget_where_it_lay, bring_back_nothing])
-def test_what_comes_back_wrong_is_found(mutate, monkeypatch):
-    """The mutations of test 4."""
-    recipe = make_recipe("phi3", **AWAY)  # whose gate and up are halves of one product
-    assert differences(recipe) == 0
-    mutate(monkeypatch)
-    assert differences(recipe) > 0
 
 
 def test_what_blocks_save_is_given_up_once_the_next_has_run():

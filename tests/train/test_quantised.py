@@ -17,7 +17,6 @@ from memfit.families import read_model
 from memfit.ledger import Phase
 from memfit.libraries import quiet_import
 from memfit.recipe import Lora, Parallel, Quantisation
-from memfit.train import quantised
 from memfit.train.build import Built, build_model, build_optimizer, check_census, fill_weights
 from memfit.train.hugging_face import parts
 from memfit.train.live import LiveBytes
@@ -258,40 +257,6 @@ def test_a_projection_that_was_forgotten_is_found_by_the_census():
     assert len(plain_projections(model)) == 1
     with pytest.raises(ValueError, match=r"down_proj"):
         check_census(model, recipe)
-
-
-# -- mutations: each numeric test dies of the fault that it names --------------------------------
-
-
-def test_the_test_of_outliers_dies_where_the_threshold_is_ignored(monkeypatch):
-    plain = quantised._Int8Product.forward
-    monkeypatch.setattr(
-        quantised._Int8Product, "forward",
-        staticmethod(lambda ctx, *args: plain(ctx, *args[:-1], 0.0)),
-    )  # fmt: skip
-    with pytest.raises(AssertionError):
-        test_a_column_of_outliers_stays_bounded_under_the_threshold()
-
-
-def test_the_test_of_gradients_dies_where_scales_are_forgotten(monkeypatch):
-    monkeypatch.setattr(quantised, "_unpack", lambda codes, scales, dtype: codes.to(dtype) / 127)
-    with pytest.raises(AssertionError):
-        test_an_eight_bit_product_and_its_gradient_are_those_of_matmul8bitlt("int8", "fp32")
-
-
-def test_the_test_of_errors_dies_where_scales_are_of_another_block(monkeypatch):
-    plain = QuantisedLinear.dense
-
-    def shifted(self):
-        scales, self.absmax.data = self.absmax.data, self.absmax.data.roll(1)
-        try:
-            return plain(self)
-        finally:
-            self.absmax.data = scales
-
-    monkeypatch.setattr(QuantisedLinear, "dense", shifted)
-    with pytest.raises(AssertionError):
-        test_the_error_of_a_projection_on_gaussian_weights_is_within_theory("nf4, double")
 
 
 # -- the model and the step ----------------------------------------------------------------------

@@ -80,20 +80,6 @@ def test_every_family_is_recomputed_selectively_bit_by_bit(family):
     assert differences(make_recipe(family), {"selective_blocks": 3}) == 0
 
 
-@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
-def test_a_dropout_that_is_not_drawn_again_is_found(ways, monkeypatch):
-    """The mutation of test 3: the state of the generator is not restored."""
-    plain = recompute.checkpoint
-
-    def forgetful(*args, **kwargs):
-        return plain(*args, **{**kwargs, "preserve_rng_state": False})
-
-    recipe = make_recipe(method="lora", lora=DROPPED)
-    assert differences(recipe, ways) == 0
-    monkeypatch.setattr(recompute, "checkpoint", forgetful)
-    assert differences(recipe, ways) > 0
-
-
 class Operators(TorchDispatchMode):
     """How often each operator runs."""
 

@@ -7,12 +7,13 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
+from memfit.adapters import find_adapter
 from memfit.errors import InvalidRequest
 from memfit.ledger import Phase
 from memfit.train.hugging_face import base_model, parts
 from memfit.train.live import LiveBytes
 from memfit.train.loss import loss_mean
-from memfit.train.step import Batch, evaluate, step
+from memfit.train.step import Batch, autocast, evaluate, step
 from tiny_models import (
     ANY_KERNEL,
     CONFIGS,
@@ -243,13 +244,10 @@ def head_gradients(precision, chunk, dtype):
 
 
 @pytest.mark.parametrize("chunk", [7, 64, 200])
-@pytest.mark.parametrize(
-    ("precision", "dtype"), [("bf16", torch.bfloat16), ("bf16-mixed", torch.float32)]
-)
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", "bfloat16"), ("bf16-mixed", "float32")])
 def test_chunked_loss_is_about_as_exact_as_plain_in_bf16(precision, dtype, chunk):
     exact = head_gradients("fp32", 0, torch.float64)
-    plain = head_gradients(precision, 0, dtype)
-    chunked = head_gradients(precision, chunk, dtype)
+    plain, chunked = (head_gradients(precision, n, getattr(torch, dtype)) for n in (0, chunk))
     for true, a, b in zip(exact, plain, chunked, strict=True):
         assert (b - true).norm() <= 1.5 * (a - true).norm()
 
@@ -299,16 +297,15 @@ def test_frozen_weights_do_not_change(method, precision, base_format):
 def test_lora_at_start_and_switched_off_is_the_base(family, precision, base_format):
     recipe = make_recipe(family, method="lora", precision=precision, base_format=base_format)
     built = make_built(recipe)
-    batch = make_batch()
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=recipe.autocast, cache_enabled=False)
-    with autocast:
-        with built.model.disable_adapter():
+    batch, method = make_batch(), find_adapter(recipe)
+    with autocast(built):
+        with method.switched_off(built.model):
             base = logits_of(built, batch)
         assert torch.equal(logits_of(built, batch), base)
     step(built, [batch], targets_of(batch))
-    with autocast:
+    with autocast(built):
         assert not torch.equal(logits_of(built, batch), base)
-        with built.model.disable_adapter():
+        with method.switched_off(built.model):
             assert torch.equal(logits_of(built, batch), base)
 
 
