@@ -4,7 +4,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 STEPS ?= 200
 
-.PHONY: demo test test-wide check lint types docs bench clean setup
+.PHONY: demo demo-distributed test test-wide check lint types docs bench clean setup
 
 setup: $(VENV)/.ready
 
@@ -17,6 +17,9 @@ $(VENV)/.ready: pyproject.toml
 
 demo: setup  ## train a small model from scratch under 1 GiB, then adapt it with LoRA
 	$(PY) scripts/demo.py --steps $(STEPS)
+
+demo-distributed: setup  ## the same model from scratch on two processes of this machine
+	$(PY) scripts/demo.py --steps $(STEPS) --ranks 2
 
 test: setup  ## every test, slow proofs included; of those over all families, some of the settings
 	$(PY) -m pytest --numprocesses auto --dist worksteal -m 'not wide'

@@ -1,7 +1,8 @@
 """The demo: a small Llama-shaped model from scratch on real text, then LoRA on what it learned.
 
 The text is what every machine with Python has: the standard library's own source. Everything
-happens through the command line that a user has: `memfit train`, `memfit generate`.
+happens through the command line that a user has: `memfit train`, `memfit generate`. With --ranks
+the first run is on so many processes, and the only one.
 """
 
 from __future__ import annotations
@@ -74,11 +75,21 @@ def memfit(*arguments: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
-    steps = parser.parse_args().steps
+    parser.add_argument("--ranks", type=int, default=1, help="processes of this machine")
+    asked = parser.parse_args()
+    steps = asked.steps
     if not (FOLDER / "docstrings.jsonl").exists():  # written last
         write_data()
     full, lora = str(FOLDER / "full"), str(FOLDER / "lora")
     recipes = HERE / "recipes"
+    if asked.ranks > 1:
+        many = str(FOLDER / f"ranks-{asked.ranks}")
+        memfit("train", str(recipes / "demo-llama_full_cpu.yaml"), "--folder", many,
+               "--set", f"task.steps={steps}", "--set", f"hardware.count={asked.ranks}",
+               "--set", "micro_batch=2")  # fmt: skip
+        memfit("generate", many, "def read_lines(path):")
+        print(f"\nopen {many}/report.html; {many}/ranks has what the other ranks say")
+        return
     memfit("train", str(recipes / "demo-llama_full_cpu.yaml"), "--folder", full,
            "--set", f"task.steps={steps}")  # fmt: skip
     memfit("generate", full, "def read_lines(path):")

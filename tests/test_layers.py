@@ -44,6 +44,7 @@ LAYERS = [
         "request_file",
         "doctor",
         "look_up",
+        "launching",
         "run_folder",
         "corpus",
         "accuracy",

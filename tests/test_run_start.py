@@ -7,8 +7,9 @@ import pytest
 
 from memfit import api
 from memfit.errors import DoesNotFit, InvalidRequest
-from memfit.nouns import from_data
+from memfit.nouns import from_data, write_json
 from memfit.request import Request
+from memfit.run_folder import check_folder
 from memfit.train.build import Built, build_model, build_optimizer, fill_weights
 from memfit.train.export import save_model
 from memfit.train.tokenizer import train_tokenizer
@@ -84,6 +85,21 @@ def test_broken_weights_are_refused_and_nothing_is_left_behind(
         start(tmp_path, broken)
     assert caught.value.hint
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_takes_its_run_on_other_ranks_and_nothing_else(tmp_path):
+    asked = {"model": "llama-3.1-8b", "task": {"steps": 5, "global_batch": 8}}
+    one = from_data(asked, Request, where="the test")
+    write_json(tmp_path / "request.json", one)
+    hardware = {"hardware": {"count": 4}, "parallel": {"dp_shard": 4}, "micro_batch": 2}
+    check_folder(tmp_path, [from_data(asked | hardware, Request, where="the test")])
+    for other in (
+        {"micro_batch": 2},  # on as many ranks it is another plan's
+        hardware | {"seed": 1},
+        hardware | {"task": {"steps": 5, "global_batch": 16}},
+    ):
+        with pytest.raises(InvalidRequest, match="holds a run of another request"):
+            check_folder(tmp_path, [from_data(asked | other, Request, where="the test")])
 
 
 def test_a_limit_that_nothing_meets_leaves_nothing_behind(tmp_path, monkeypatch, model_folder):

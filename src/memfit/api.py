@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast, get_args
 
-from memfit import catalog, families, look_up
+from memfit import catalog, families, launching, look_up
 from memfit.corpus import append_row as append_row
 from memfit.corpus import submit_row as submit_row
 from memfit.errors import InvalidRequest
 from memfit.hardware import Device, Fabric
+from memfit.launching import leads as leads
 from memfit.libraries import installed_versions
 from memfit.nouns import from_data, write_atomically, write_json
 from memfit.plan import foreign, search
@@ -127,12 +128,12 @@ def read_stated(request: Request) -> Stated:
 
 
 def refuse_ranks(request: Request) -> None:
-    """Raise InvalidRequest for what only one process, and only memfit's own, can do today."""
+    """Raise InvalidRequest for what only one process, and only memfit's own, can do."""
     problems.check_own_step(request)
     if request.ranks > 1:
         raise InvalidRequest(
-            f"the request is for {request.ranks} devices, and memfit does not start ranks yet",
-            hint="`memfit certify` proves its memory; for one device, leave `parallel`,"
+            f"the request is for {request.ranks} devices, and `memfit measure` runs on one",
+            hint="`memfit train` runs on many; for one device, leave `parallel`,"
             " `hardware.count` and `hardware.nodes` out",
         )
 
@@ -153,15 +154,20 @@ def train(
 ) -> Run:
     """Plan and certify where that has not been done, then run exactly the certified recipe.
 
-    The same call resumes from the newest complete checkpoint. override: also where the certificate
-    says that it does not fit. Raises RunFailed (with what was saved intact), DoesNotFit,
-    NotCertified, InvalidRequest.
+    Of a request for many ranks this process starts them, or is one where a launcher has. The same
+    call resumes from the newest complete checkpoint. override: also where the certificate says that
+    it does not fit. Raises RunFailed (with what was saved intact), DoesNotFit, NotCertified,
+    InvalidRequest.
     """
-    refuse_ranks(request)
-    from memfit.train import loop
-
+    problems.check_own_step(request)
     if not request.task.data:
         raise InvalidRequest("no training data is named", hint="set `task.data`, a file or folder")
+    if request.ranks > 1:
+        return launching.train_ranks(
+            request, folder, progress=progress, say=say, override=override, tensorboard=tensorboard
+        )
+    from memfit.train import loop
+
     prepared = prepare(request, folder, say=say, override=override)
     return loop.train(
         prepared.plan.recipe,

@@ -207,6 +207,23 @@ class Recipe(Noun, frozen=True, kw_only=True):
         return hashlib.sha256(encoded).hexdigest()[:16]
 
     @property
+    def course(self) -> str:
+        """16 hexadecimal digits that name what is learned: recipes that differ in how it is
+        computed alone, such as their ranks, have the same, and go on from each other's checkpoints.
+        """
+        plain = msgspec.structs.replace(
+            self,
+            optimizer=msgspec.structs.replace(
+                self.optimizer, implementation="loop", in_backward=False
+            ),
+            parallel=Parallel(), devices_per_node=0, network="", device="", allocator="",
+            micro_batch=self.global_batch, accumulation=1, recompute_blocks=0, selective_blocks=0,
+            recompute="full", lean=(), offload="none", loss="plain", loss_chunk=0,
+            attention="math",
+        )  # fmt: skip
+        return plain.digest
+
+    @property
     def adapted(self) -> bool:
         """Whether the base is frozen and small matrices beside it are trained."""
         return self.method in ADAPTED

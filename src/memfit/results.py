@@ -252,6 +252,8 @@ class Run(Noun, frozen=True, kw_only=True):
     steps_done: int
     finished: bool
     environment: dict[str, str]
+    ranks: tuple[dict[str, int], ...] = ()  # of many: each one's `phases`; what is above is of the
+    # one that is certified
     warnings: tuple[str, ...] = ()  # such as a measured peak above the certified one
 
 

@@ -16,6 +16,9 @@ from memfit.nouns import from_data, read_json, to_data
 from memfit.request import LoraRequest, OptimizerRequest, RecomputeBlocks, Request
 from memfit.results import Plan
 
+# beside `parallel`, what may change when a run goes on on other ranks
+LAYOUT = ("hardware.count", "hardware.nodes", "hardware.network", "micro_batch")
+
 
 def read_plan(path: Path) -> Plan:
     """Read plan.json; the digest it carries must be its recipe's."""
@@ -68,7 +71,8 @@ def check_folder(folder: Path, asked: Sequence[Request]) -> None:
     """A folder belongs to one request; anything else is refused before a byte is written.
 
     asked: the request as it was written, and with its length counted. A folder that holds a plan
-    takes the request that it was made of, or the plan itself as a request.
+    takes the request that it was made of, or the plan itself as a request. A run goes on on other
+    ranks: what says how many there are, and how each cuts its share, may differ together.
     """
     held: list[Request] = []
     if (folder / "request.json").exists():
@@ -80,17 +84,26 @@ def check_folder(folder: Path, asked: Sequence[Request]) -> None:
             held += of_plan
     if not held:
         return
-    if not any(request == old for request in asked for old in held):
-        changed = ", ".join(_differences(to_data(held[0]), to_data(asked[-1])))
+    if not any(request == old or _moved(old, request) for request in asked for old in held):
+        changed = _differences(to_data(held[0]), to_data(asked[-1]))
         raise InvalidRequest(
-            f"`{folder}` holds a run of another request: {changed} differ",
+            f"`{folder}` holds a run of another request: {', '.join(changed.values())} differ",
             hint="choose another folder with `--folder`, or remove this one",
         )
 
 
-def _differences(old: Any, new: Any, path: str = "") -> list[str]:
+def _moved(old: Request, new: Request) -> bool:
+    """Whether a request is another one's on another number of ranks, with the same batch."""
+    changed = _differences(to_data(old), to_data(new))
+    layout = {key for key in changed if key.partition(".")[0] == "parallel" or key in LAYOUT}
+    return old.ranks != new.ranks and layout == set(changed)
+
+
+def _differences(old: Any, new: Any, path: str = "") -> dict[str, str]:
+    """Keys that differ, each with both values in words."""
     if isinstance(old, dict) and isinstance(new, dict):
-        keys = sorted(old.keys() | new.keys())
-        parts = [_differences(old.get(k), new.get(k), f"{path}.{k}".lstrip(".")) for k in keys]
-        return [p for part in parts for p in part]
-    return [] if old == new else [f"`{path}` ({old} there, {new} here)"]
+        found: dict[str, str] = {}
+        for key in sorted(old.keys() | new.keys()):
+            found |= _differences(old.get(key), new.get(key), f"{path}.{key}".lstrip("."))
+        return found
+    return {} if old == new else {path: f"`{path}` ({old} there, {new} here)"}

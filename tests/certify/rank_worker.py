@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import pickle
 import sys
-import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from msgspec.structs import replace
 from tiny_steps import watch_real_step
 
@@ -26,7 +22,7 @@ from memfit.ledger import Phase
 from memfit.parallelism.shards import local_shape
 from memfit.recipe import Parallel, Recipe
 from memfit.train.build import Built, build_model, build_optimizer
-from memfit.train.live import LiveBytes
+from memfit.train.gloo import without_gloo
 from memfit.train.step import Batch, evaluate, step
 
 
@@ -83,68 +79,8 @@ def run(recipe: Recipe, rank: int, world: int) -> dict[str, Any]:
             "evaluation": (held_out.item(), targets.item())}  # fmt: skip
 
 
-COLLECTIVES = (
-    "all_gather_single", "all_gather_into_tensor", "reduce_scatter_single",
-    "reduce_scatter_tensor", "all_reduce",
-)  # fmt: skip
-
-
-def wait_until_let_go(tensors: Sequence[torch.Tensor], users: Sequence[int]) -> None:
-    """Until each has no more users than that, at most 2 s."""
-    until = time.monotonic() + 2
-    while time.monotonic() < until:
-        if all(t._use_count() <= n for t, n in zip(tensors, users, strict=True)):
-            return
-        time.sleep(1e-5)
-
-
-@contextmanager
-def as_nccl(live: LiveBytes) -> Iterator[None]:
-    """Two things that gloo does with memory and NCCL does not, taken out of the count.
-
-    Gloo reduces a copy of its input, which is split and dropped when it is waited for; and its
-    own thread lets go of a collective's tensors some time after it is over.
-    """
-    kept = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
-
-    def collective(plain: Any) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-            before = [tensor._use_count() for tensor in tensors]
-            out = plain(*args, **kwargs)
-            wait_until_let_go(tensors, before)
-            return out
-
-        return run
-
-    def wait(*args: Any) -> Any:
-        live._hide()
-        try:
-            return plain_wait(*args)
-        finally:
-            live._show()
-
-    def functional(*args: Any, **kwargs: Any) -> Any:  # of the gradients' norms
-        out = reduce(*args, **kwargs)
-        elem = getattr(out, "elem", out)
-        funcol.wait_tensor(elem)
-        wait_until_let_go([elem], [1])
-        return out
-
-    reduce, plain_wait = funcol.all_reduce, dist.Work.wait
-    for name, plain in kept.items():
-        setattr(dist, name, collective(plain))
-    funcol.all_reduce, dist.Work.wait = functional, wait
-    try:
-        yield
-    finally:
-        funcol.all_reduce, dist.Work.wait = reduce, plain_wait
-        for name, plain in kept.items():
-            setattr(dist, name, plain)
-
-
 def answer(recipe: Recipe, rank: int, world: int) -> dict[str, Any]:
-    live = watch_real_step(recipe, worst_shapes(recipe), fill=fill, inside=as_nccl)
+    live = watch_real_step(recipe, worst_shapes(recipe), fill=fill, inside=without_gloo)
     phases = {p: n for p, n in live.peaks.items() if p is not Phase.LOAD}
     kinds = {phase: live.ledger().by_kind(phase) for phase in phases}
     return {"phases": phases, "kinds": kinds, **run(recipe, rank, world)}

@@ -71,6 +71,6 @@ def test_plans_are_for_one_device_and_say_what_can_be_done(verb):
 
 def test_many_ranks_are_not_trained_and_nothing_is_written(tmp_path):
     request = read(task={"global_batch": 64, "data": str(tmp_path)})
-    with pytest.raises(InvalidRequest, match="does not start ranks yet"):
+    with pytest.raises(InvalidRequest, match="`memfit measure` runs on one"):
         api.train(request, tmp_path / "run")
     assert not (tmp_path / "run").exists()

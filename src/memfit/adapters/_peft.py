@@ -13,6 +13,7 @@ from memfit.adapters._apply import apply_rows, store_rows
 from memfit.adapters.projections import check_targets, matches
 from memfit.libraries import quiet_import
 from memfit.model import Model, Weight
+from memfit.parallelism.whole import whole
 from memfit.recipe import Lora, Recipe
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ def layers(module: nn.Module) -> Iterator[tuple[Any, str]]:
 def reset(module: nn.Module, also: Callable[[Any, str], None] = lambda *_: None) -> None:
     """A random A and a zero B of each layer; then whatever else starts with them."""
     for layer, name in layers(module):
-        layer.reset_lora_parameters(name, init_lora_weights=True)
+        with whole(layer.lora_A), whole(layer.lora_B):
+            layer.reset_lora_parameters(name, init_lora_weights=True)
         also(layer, name)
 
 

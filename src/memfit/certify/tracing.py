@@ -24,6 +24,7 @@ from memfit.sizes.kernels import heads_of
 from memfit.train.attention import check_attention
 from memfit.train.build import Built, build_model, build_optimizer
 from memfit.train.checkpoint import checkpoint_tensors, on_host
+from memfit.train.export import gather_files
 from memfit.train.generate import advance, build_generator, chances, fill_generator
 from memfit.train.live import LiveBytes
 from memfit.train.step import Batch, evaluate, step
@@ -71,7 +72,7 @@ def trace_step(
     with _traced(recipe, device, recorder, rank):
         repeated = min(recipe.accumulation, TRACED_MICRO_BATCHES)
         later = [shapes] * (steps - 1) + [(shape,) * repeated for shape in also]
-        _run(recipe, kind, [shapes, *later], recorder, weights, evaluation or shapes[:1])
+        _run(recipe, kind, [shapes, *later], recorder, weights, evaluation or shapes[:1], rank)
     bounds = _bounds(recipe, batches, shapes, kind, workspaces)
     return recorder.trace((*bounds, *_bounds_of_weights(recipe, kind, weights)))
 
@@ -160,13 +161,12 @@ def _run(
     recorder: Recorder,
     weights: EmptyWeights | None,
     evaluation: Sequence[BatchShape],
+    rank: int,
 ) -> None:
     model = build_model(recipe, kind)
     recorder.register_model(model)
-    alone = recipe.parallel.world == 1
-    if alone:
-        with recorder.watch_host(Phase.LOAD):
-            fill_weights(model, recipe, weights)
+    with recorder.watch_host(Phase.LOAD):
+        fill_weights(model, recipe, weights)
     optimizer = build_optimizer(recipe, model)
     recorder.register_optimizer(optimizer)
     built = Built(recipe, model, optimizer)
@@ -175,13 +175,18 @@ def _run(
     with recorder.watch_host(Phase.LOSS) if waits else nullcontext():
         _step(built, kind, steps, recorder)
     _evaluate(built, kind, evaluation, recorder)
-    if not alone:
-        return  # the trainer does not load, save or generate in many processes yet
     recorder.enter(Phase.SAVE)
     parameters, states, _ = checkpoint_tensors(built)
     with recorder.watch_host(Phase.SAVE):
-        for tensors in (parameters, states):
-            on_host(tensors)
+        if recipe.parallel.world == 1:
+            for tensors in (parameters, states):
+                on_host(tensors)
+        else:
+            copied = on_host({**parameters, **states}, copy=kind == "cuda")
+            del copied
+    if recipe.parallel.world > 1:
+        for _, tensors in gather_files(built, keep=rank == 0):  # the model folder
+            del tensors
 
 
 def _step(
@@ -219,7 +224,7 @@ def _generate(recipe: Recipe, kind: str, recorder: Recorder, weights: EmptyWeigh
 
 def _weights_of(recipe: Recipe) -> EmptyWeights | None:
     """What `fill_weights` reads, without values; made before anything is fake: it opens files."""
-    if recipe.weights == "random" or recipe.parallel.world > 1:
+    if recipe.weights == "random":
         return None
     model = read_model(recipe.model)
     prefix = model.weights[0].name.partition(".")[0]
@@ -297,8 +302,8 @@ def _bounds(
         bounds.append(
             f"{len(shapes)} of {recipe.accumulation} micro-batches traced: later ones are alike"
         )
-    if recipe.parallel.world > 1:
-        bounds.append("weights appear empty and nothing is saved: ranks are not started yet")
+    if recipe.parallel.world > 1 and kind == "cpu":
+        bounds.append("gloo's own copies of what it reduces are not counted")
     if kind == "cuda" and recipe.optimizer.implementation in _compiled(recipe):
         bounds.append(
             f"the compiled update of `{recipe.optimizer.name}` is assumed to keep what it computes"

@@ -7,7 +7,6 @@ notice, and says which; all are undone when the context ends.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,11 +17,10 @@ import torch.distributed.fsdp
 import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_param
 import torch.distributed.tensor  # imported here: not under FakeTensorMode
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.certify.fake_device import set_while
 from memfit.errors import NotCertified
+from memfit.parallelism.collectives import meshes_outside_modes
 from memfit.recipe import Parallel
 
 OnStream = Callable[[int], None]  # told the number of the stream that becomes current
@@ -43,7 +41,7 @@ def fake_world(
         return
     with ExitStack() as stack:
         stack.enter_context(_process_group(parallel.world, rank))
-        stack.enter_context(_meshes_outside_modes())
+        stack.enter_context(meshes_outside_modes())
         stack.enter_context(_own_chunk_only())
         if kind == "cuda":
             stack.enter_context(fake_streams(on_stream))
@@ -66,38 +64,6 @@ def _process_group(world: int, rank: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-# Methods that compute with a mesh's table of ranks: `.tolist()` and `.nonzero()` need real numbers.
-MESH_METHODS = (
-    "__init__", "__getitem__", "_concatenate", "_flatten", "_unflatten", "_get_all_submeshes",
-    "get_local_rank", "get_coordinate", "_compute_coordinates_from_mesh",
-)  # fmt: skip
-
-
-@contextmanager
-def _meshes_outside_modes() -> Iterator[None]:
-    with ExitStack() as stack:
-        for name in MESH_METHODS:
-            plain = DeviceMesh.__dict__.get(name)
-            if plain is None:
-                continue  # not in this version
-            if isinstance(plain, staticmethod | classmethod):
-                outside: Any = type(plain)(_outside_modes(plain.__func__))
-            else:
-                outside = _outside_modes(plain)
-            setattr(DeviceMesh, name, outside)
-            stack.callback(setattr, DeviceMesh, name, plain)
-        yield
-
-
-def _outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return function(*args, **kwargs)
-
-    return run
 
 
 class _Chunks:

@@ -57,6 +57,8 @@ def train_command(
     run = api.train(
         request, home, progress=progress, say=say, override=anyway, tensorboard=tensorboard
     )
+    if not api.leads():
+        return
     report = api.write_report(home)
     say(f"wrote {home / 'report.html'}")
     if as_json:

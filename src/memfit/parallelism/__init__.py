@@ -96,6 +96,19 @@ def run_as_forward(module: nn.Module, work: Callable[[], R]) -> R:
     return out
 
 
+def let_go(root: nn.Module) -> None:
+    """Free gathered weights and put the shards in their place, in all units of FSDP2.
+
+    After a forward without a backward the units that are not resharded (the root, the tail) stay
+    gathered, and `named_parameters` would name what is no shard.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def clip_sharded(parameters: Sequence[nn.Parameter], clip_norm: float) -> Tensor:
     """Scale the gradients of all ranks to at most this norm; returns their norm before, 0-dim."""
     from torch.distributed.tensor import DTensor

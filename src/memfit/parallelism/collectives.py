@@ -6,9 +6,10 @@ off the operator that uses it, in a real run and in a trace alike.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from memfit.ledger import Kind
@@ -71,3 +72,44 @@ def propagation(enter: Callable[[], None], leave: Callable[[], None]) -> Iterato
         yield
     finally:
         setattr(owner, name, plain)
+
+
+# Methods that compute with a mesh's table of ranks: `.tolist()` and `.nonzero()` need real numbers,
+# and the table is no memory of the step's.
+MESH_METHODS = (
+    "__init__", "__getitem__", "_concatenate", "_flatten", "_unflatten", "_get_all_submeshes",
+    "get_local_rank", "get_coordinate", "_compute_coordinates_from_mesh",
+)  # fmt: skip
+
+
+@contextmanager
+def meshes_outside_modes() -> Iterator[None]:
+    """Run what computes with tables of ranks outside fake tensors and counters."""
+    module = sys.modules.get("torch.distributed.device_mesh")
+    if module is None:
+        yield
+        return
+    owner = module.DeviceMesh
+    with ExitStack() as stack:
+        for name in MESH_METHODS:
+            plain = owner.__dict__.get(name)
+            if plain is None:
+                continue  # not in this version
+            if isinstance(plain, staticmethod | classmethod):
+                outside: Any = type(plain)(_outside_modes(plain.__func__))
+            else:
+                outside = _outside_modes(plain)
+            setattr(owner, name, outside)
+            stack.callback(setattr, owner, name, plain)
+        yield
+
+
+def _outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return run

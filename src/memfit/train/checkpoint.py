@@ -3,6 +3,7 @@
     checkpoints/step-000100/   weights.safetensors     trainable parameters, by name
                                optimizer.safetensors   optimizer state, `parameter::key`, or
                                                        `parameter::key::part` of coded moments
+                               shard-….safetensors     of many ranks: both, see `sharded_checkpoint`
                                state.json              step, digests, the state's numbers, scale
                                manifest.json           size and SHA-256 of the other files
 
@@ -26,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from memfit.errors import InvalidRequest, RunFailed
+from memfit.parallelism.whole import is_sharded, local_part, shard_number
 from memfit.train.build import Built
 from memfit.train.host_states import Offloaded
 from memfit.train.storages import inner_tensors
@@ -34,7 +36,8 @@ from memfit.units import MIB
 KEPT = 2
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
-_UNFINISHED = ".unfinished-"
+WEIGHTS = "weights.safetensors"
+UNFINISHED = ".unfinished-"
 
 
 def save_checkpoint(run: Path, step: int, built: Built, data_digest: str) -> Path:
@@ -45,26 +48,41 @@ def save_checkpoint(run: Path, step: int, built: Built, data_digest: str) -> Pat
     """
     root = run / FOLDER
     target = root / f"step-{step:06}"
-    temporary = root / f"{_UNFINISHED}{target.name}"
+    temporary = root / f"{UNFINISHED}{target.name}"
     try:
         root.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         _write(temporary, step, built, data_digest)
-        if target.exists():  # it was not whole, or this run would have begun after it
-            _remove(target)
-        os.rename(temporary, target)
-        flush(root)
+        put_in_place(temporary, target)
     except (OSError, SafetensorError) as error:
-        raise RunFailed(
-            f"could not save the checkpoint of step {step} in `{root}`: {_reason(error)}",
-            hint="free space there and start the same command again: it resumes",
-        ) from None
+        raise failed_to_save(step, root, error) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+    remove_old(root)
+    return target
+
+
+def put_in_place(temporary: Path, target: Path) -> None:
+    """Let a checkpoint that is whole appear under its name."""
+    if target.exists():  # it was not whole, or this run would have begun after it
+        _remove(target)
+    os.rename(temporary, target)
+    flush(target.parent)
+
+
+def remove_old(root: Path) -> None:
+    """Delete all but the newest two."""
     for old in _folders(root)[:-KEPT]:
         _remove(old)
-    return target
+
+
+def failed_to_save(step: int, root: Path, error: Exception) -> RunFailed:
+    """What a run says that cannot write its checkpoint."""
+    return RunFailed(
+        f"could not save the checkpoint of step {step} in `{root}`: {_reason(error)}",
+        hint="free space there and start the same command again: it resumes",
+    )
 
 
 def newest_checkpoint(run: Path, warn: Callable[[str], None]) -> Path | None:
@@ -106,12 +124,14 @@ def load_checkpoint(folder: Path, built: Built, data_digest: str) -> int:
 
     Raises InvalidRequest when the checkpoint is of another recipe or of other data.
     """
-    state = checkpoint_state(folder)
-    check_digest("recipe", state["recipe_digest"], built.recipe.digest, folder)
-    check_digest("data", state["data_digest"], data_digest, folder)
-    parameters = _trainable(built)
+    if built.recipe.parallel.world > 1 or not (folder / WEIGHTS).exists():
+        from memfit.train.sharded_checkpoint import load_shards
+
+        return load_shards(folder, built, data_digest)
+    state = check_state(folder, built, data_digest)
+    parameters = trainable(built)
     device = built.device
-    with safe_open(folder / "weights.safetensors", framework="pt") as file, torch.no_grad():
+    with safe_open(folder / WEIGHTS, framework="pt") as file, torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(file.get_tensor(name))
     built.optimizer.state.clear()
@@ -133,6 +153,15 @@ def load_checkpoint(folder: Path, built: Built, data_digest: str) -> int:
     if built.scaler is not None:
         built.scaler.load_state_dict(state["scaler"])
     return int(state["step"])
+
+
+def check_state(folder: Path, built: Built, data_digest: str) -> dict[str, Any]:
+    """state.json of a checkpoint that this run can go on from; see `load_checkpoint`."""
+    state = checkpoint_state(folder)
+    if state.get("course") != built.recipe.course:  # older ones have none
+        check_digest("recipe", state["recipe_digest"], built.recipe.digest, folder)
+    check_digest("data", state["data_digest"], data_digest, folder)
+    return state
 
 
 def check_digest(what: str, held: str, own: str, where: Path) -> None:
@@ -165,26 +194,48 @@ def flush(path: Path) -> None:
 
 def _write(folder: Path, step: int, built: Built, data_digest: str) -> None:
     weights, tensors, scalars = checkpoint_tensors(built)
+    save_file(on_host(weights), folder / WEIGHTS)
+    save_file(on_host(tensors), folder / "optimizer.safetensors")
+    write_state(folder, step, built, data_digest, tensors, scalars)
+    write_manifest(folder, describe_files(folder))
+
+
+def write_state(
+    folder: Path,
+    step: int,
+    built: Built,
+    data_digest: str,
+    tensors: Mapping[str, Tensor],
+    scalars: Mapping[str, Any],
+) -> None:
+    """state.json; tensors and scalars: of the optimizer's state."""
     state = {
         "schema": 1,
         "step": step,
         "recipe_digest": built.recipe.digest,
+        "course": built.recipe.course,
         "data_digest": data_digest,
         "on_cpu": [k for k, t in tensors.items() if t.device.type == "cpu"],
         "scalars": scalars,
         "scaler": built.scaler.state_dict() if built.scaler is not None else None,
         "torch": torch.__version__,
     }
-    save_file(on_host(weights), folder / "weights.safetensors")
-    save_file(on_host(tensors), folder / "optimizer.safetensors")
     (folder / "state.json").write_text(json.dumps(state))
-    files = {
-        path.name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
-        for path in sorted(folder.iterdir())
-    }
-    (folder / MANIFEST).write_text(json.dumps({"schema": 1, "files": files}, indent=2))
-    for path in folder.iterdir():
+
+
+def describe_files(folder: Path, pattern: str = "*") -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of a folder's files, which are on the disk when this returns."""
+    found = {}
+    for path in sorted(folder.glob(pattern)):
+        found[path.name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
         flush(path)
+    return found
+
+
+def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """manifest.json, the last file of a checkpoint."""
+    (folder / MANIFEST).write_text(json.dumps({"schema": 1, "files": files}, indent=2))
+    flush(folder / MANIFEST)
     flush(folder)
 
 
@@ -198,7 +249,7 @@ def _fill_part(optimizer: Any, parameter: Tensor, field: str, part: str, value: 
 
 def checkpoint_tensors(built: Built) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
     """What a checkpoint holds: trainable parameters, optimizer state, the state's plain numbers."""
-    parameters = _trainable(built)
+    parameters = trainable(built)
     names = {id(p): name for name, p in parameters.items()}
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, Any] = {}
@@ -208,20 +259,32 @@ def checkpoint_tensors(built: Built) -> tuple[dict[str, Tensor], dict[str, Tenso
             if not isinstance(value, Tensor):
                 scalars[key] = value
                 continue
-            for part, inner in inner_tensors(value).items():
-                tensors[f"{key}::{part}" if part else key] = inner
+            tensors |= _parts_of(key, value)
     return {name: p.detach() for name, p in parameters.items()}, tensors, scalars
 
 
-def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of one file as they are written: all of them in host memory at once.
+def _parts_of(key: str, value: Tensor) -> dict[str, Tensor]:
+    """A state's tensors by their keys. A shard of plain numbers is one; of coded ones, each rank
+    keeps its own under the number of the shard, as blocks of codes do not follow rows."""
+    if not is_sharded(value):
+        return {f"{key}::{part}" if part else key: t for part, t in inner_tensors(value).items()}
+    coded = inner_tensors(local_part(value))
+    if "" in coded:
+        return {key: value}
+    return {f"{key}::{part}@{shard_number(value)}": inner for part, inner in coded.items()}
 
-    On a CPU they are the same tensors, so saving allocates nothing.
+
+def on_host(tensors: Mapping[str, Tensor], *, copy: bool = False) -> dict[str, Tensor]:
+    """The tensors of one file as they are written: all of them in host memory at once; of shards,
+    this rank's part.
+
+    On a CPU they are the same tensors, so saving allocates nothing, unless a copy is asked for.
     """
-    return {name: tensor.detach().to("cpu") for name, tensor in tensors.items()}
+    return {n: local_part(t).detach().to("cpu", copy=copy) for n, t in tensors.items()}
 
 
-def _trainable(built: Built) -> dict[str, torch.nn.Parameter]:
+def trainable(built: Built) -> dict[str, torch.nn.Parameter]:
+    """Parameters that a gradient changes, by name."""
     return {n: p for n, p in built.model.named_parameters() if p.requires_grad}
 
 
@@ -232,7 +295,7 @@ def _folders(root: Path) -> list[Path]:
 
 def _remove(folder: Path) -> None:
     """Rename first: a deletion that is cut short must not leave half a checkpoint."""
-    doomed = folder.with_name(f"{_UNFINISHED}{folder.name}-old")
+    doomed = folder.with_name(f"{UNFINISHED}{folder.name}-old")
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(folder, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
@@ -240,7 +303,7 @@ def _remove(folder: Path) -> None:
 
 def remove_unfinished(run: Path) -> None:
     """Delete what a killed process had begun to write or to delete."""
-    for path in (run / FOLDER).glob(f"{_UNFINISHED}*"):
+    for path in (run / FOLDER).glob(f"{UNFINISHED}*"):
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.ledger import Entry, Kind, Ledger, Phase
-from memfit.parallelism.collectives import buffers, propagation
+from memfit.parallelism.collectives import buffers, meshes_outside_modes, propagation
 from memfit.results import Tensor as TensorRow
 from memfit.train.owners import OUTSIDE, Owners
 from memfit.train.source import find_source
@@ -224,6 +224,8 @@ class LiveBytes(TorchDispatchMode):
         self._sharded = "torch.distributed.fsdp" in sys.modules
         self._patches = ExitStack()
         self._patches.enter_context(propagation(self._hide, self._show))
+        if self._sharded:
+            self._patches.enter_context(meshes_outside_modes())
         self._patches.enter_context(resizes(self._on_resize))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -334,6 +336,15 @@ class LiveBytes(TorchDispatchMode):
     def _on_resize(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata in self._alive:
             self._resized(storage, "resize_")
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """What is allocated meanwhile is not counted."""
+        self._hide()
+        try:
+            yield
+        finally:
+            self._show()
 
     def _hide(self) -> None:
         self._hidden += 1

@@ -2,6 +2,7 @@
 
 folder/run.json      what was measured; written at the start, with each checkpoint, at the end
        log.jsonl     one object a step
+       ranks/        the same two of every other rank
        checkpoints/  the last two
        model/        the result
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from memfit.train.guard import Interrupts, explained_out_of_memory, locked
 from memfit.train.logs import Log
 from memfit.train.measure import (
     Meter,
+    count_targets,
     run_step,
     start_device,
     synthetic_micro,
@@ -53,11 +55,13 @@ from memfit.train.prepare import build_samplers, read_data
 from memfit.train.progress import Facts, Moment, Progress, Silent
 from memfit.train.qat import unrounded
 from memfit.train.quantised import count_outliers
+from memfit.train.ranks import Ranks, explained_loss
 from memfit.train.reference import give_reference
 from memfit.train.sampler import Micro, Sampler
 from memfit.train.scaling import was_skipped
 from memfit.train.schedule import learning_rate
 from memfit.train.session import Cadence, Session, evaluation_tokens, write_run
+from memfit.train.sharded_checkpoint import Saver
 from memfit.train.shortage import describe_shortage, find_alive
 from memfit.train.step import StepResult, evaluate
 from memfit.train.weights import fill_weights
@@ -80,11 +84,13 @@ def train(
     cadence: Cadence | None = None,
     cache: Path | None = None,
     override: bool = False,
+    ranks: Ranks | None = None,
 ) -> Run:
     """Run the recipe on the request's data; the same call goes on where an earlier one stopped.
 
-    A finished run is returned as it is. `predicted_seconds` is of one step. override: train under
-    a certificate that does not hold here, or says that it does not fit.
+    A finished run is returned as it is. ranks: the processes of the run, each of which calls this.
+    `predicted_seconds` is of one step. override: train under a certificate that does not hold here,
+    or says that it does not fit.
     Raises InvalidRequest: data, weights or tokenizer that cannot be used, a folder of another
     recipe, a certificate that does not hold; DoesNotFit; RunFailed: out of memory, a loss that is
     not finite, a full disk, Ctrl-C — what was saved is intact.
@@ -97,14 +103,16 @@ def train(
         check_digest("recipe", certificate.recipe_digest, recipe.digest, folder)
         if not override:
             _check_certificate(certificate)
-    with locked(folder), Interrupts() as interrupts:
+    ranks = ranks or Ranks()
+    first = ranks.rank == 0
+    with locked(folder) if first else nullcontext(), Interrupts() as interrupts:
         before = _read_before(folder, recipe)
         data = read_data(request, recipe.model, cache)
         if before is not None:
             check_digest("data", before.environment["data"], data.training.digest, folder)
             if before.finished and (folder / MODEL).is_dir():
                 return before
-        training, held_out = build_samplers(request, recipe, data)
+        training, held_out = build_samplers(request, recipe, data, ranks.rank)
         bounds = training.bounds()
         held_out_bounds = held_out.bounds_once() if held_out else None
         if certificate is not None and not override:
@@ -121,7 +129,8 @@ def train(
                 start_device(recipe, catalog.find_device(recipe.device)),
                 compiled=recipe.compile == "blocks",
             ),
-            progress=progress or Silent(),
+            progress=progress if progress is not None and first else Silent(),
+            ranks=ranks,
             cadence=cadence or Cadence(),
             certificate=certificate,
             interrupts=interrupts,
@@ -130,7 +139,8 @@ def train(
         _warn_of_verdict(session)
         for note in training.notes:
             session.progress.note(note)
-        return _run(session, predicted_seconds, tensorboard=tensorboard)
+        with explained_loss():
+            return _run(session, predicted_seconds, tensorboard=tensorboard)
 
 
 def _check_certificate(certificate: Certificate) -> None:
@@ -161,39 +171,56 @@ def _warn_of_verdict(session: Session) -> None:
 
 
 def _read_before(folder: Path, recipe: Recipe) -> Run | None:
-    """run.json of an earlier start; InvalidRequest when it is of another recipe."""
+    """run.json of an earlier start, maybe on other ranks; InvalidRequest of another recipe."""
     file = folder / "run.json"
     if not file.exists():
         return None
     before = read_json(file, Run)
-    check_digest("recipe", before.recipe_digest, recipe.digest, folder)
+    if before.recipe.course != recipe.course:
+        check_digest("recipe", before.recipe_digest, recipe.digest, folder)
     return before
 
 
 def _run(session: Session, predicted_seconds: float | None, *, tensorboard: bool) -> Run:
-    remove_unfinished(session.folder)
+    if session.ranks.rank == 0:
+        remove_unfinished(session.folder)
     where = "the rehearsal of the worst batch"
     with explained_out_of_memory(
-        session.folder, where, _diagnosis(session, None, where), lambda: _newest(session)
+        session.home, where, _diagnosis(session, None, where), lambda: _newest(session)
     ):
         built, session.done = _prepare(session)
     write_run(session, session.done, finished=False)
     certified = session.certificate.memory.peak_allocated if session.certificate else None
     session.progress.begin(Facts(session.recipe.steps, session.done, predicted_seconds, certified))
     try:
-        with Log(session.folder, session.done, tensorboard=tensorboard) as log:
+        with Log(session.home, session.done, tensorboard=tensorboard) as log:
             for index in range(session.done, session.recipe.steps):
                 _stop_if_asked(session, built, log, index)
                 where = f"step {index + 1}"
                 with explained_out_of_memory(
-                    session.folder, where, _diagnosis(session, built, where),
+                    session.home, where, _diagnosis(session, built, where),
                     partial(_rescue, session, built, log),
                 ):  # fmt: skip
                     _advance(session, built, log, index)
-        save_model(session.folder, built, session.data.tokenizer)
+        if session.saver is not None:
+            session.saver.finish()
+        _export(session, built)
         return write_run(session, session.recipe.steps, finished=True)
     finally:
         session.progress.end()
+
+
+def _export(session: Session, built: Built) -> None:
+    """Of many ranks, all take part, and the most that they hold meanwhile is counted."""
+
+    def work() -> None:
+        save_model(session.folder, built, session.data.tokenizer, session.ranks)
+
+    if session.ranks.size == 1:
+        work()
+        return
+    session.meter.watch(built, Phase.SAVE, work)
+    session.compare()
 
 
 def _diagnosis(session: Session, built: Built | None, where: str) -> Callable[[str], OutOfMemory]:
@@ -212,7 +239,8 @@ def _diagnosis(session: Session, built: Built | None, where: str) -> Callable[[s
 
 def _rescue(session: Session, built: Built, log: Log) -> Path | None:
     """Save where the step that failed began, if it has changed nothing yet."""
-    if session.done and session.meter.phase in UNTOUCHED:
+    alone = session.ranks.size == 1  # the others do not know that this one fails
+    if alone and session.done and session.meter.phase in UNTOUCHED:
         built.optimizer.zero_grad(set_to_none=True)
         session.meter.failed = None
         with suppress(RunFailed, RuntimeError, MemoryError):
@@ -222,6 +250,12 @@ def _rescue(session: Session, built: Built, log: Log) -> Path | None:
 
 def _newest(session: Session) -> Path | None:
     return newest_checkpoint(session.folder, session.warn)
+
+
+def _agreed(session: Session) -> Path | None:
+    """The same newest checkpoint on all ranks, read and checked by the first."""
+    name = session.ranks.from_first(lambda: str(_newest(session) or ""))
+    return Path(name) if name else None
 
 
 def _prepare(session: Session) -> tuple[Built, int]:
@@ -242,7 +276,12 @@ def _prepare(session: Session) -> tuple[Built, int]:
     meter.watch_load(model, lambda: fill_weights(model, recipe))
     built = Built(recipe, model, build_optimizer(recipe, model))
     give_reference(session, built)
-    found = newest_checkpoint(session.folder, session.warn)
+    if session.ranks.size > 1:
+        cuda, asked = meter.device.type == "cuda", session.cadence.asynchronous
+        session.saver = Saver(
+            session.folder, session.ranks, asynchronous=cuda if asked is None else asked
+        )
+    found = _agreed(session)
     if found is None:
         return built, 0
     done = load_checkpoint(found, built, session.data.training.digest)
@@ -284,21 +323,25 @@ def _take_step(session: Session, built: Built, index: int) -> dict[str, Any]:
     rate = learning_rate(recipe.optimizer, index, recipe.steps)
     for group in built.optimizer.param_groups:
         group["lr"] = rate
-    torch.manual_seed(_seed_of(recipe, index))
+    torch.manual_seed(_seed_of(recipe, index, session.ranks.rank))
     micros = session.training.sample(index)
+    targets = int(session.ranks.total(count_targets(recipe, micros)))
     watched = session.meter.device.type == "cpu" and (
         index < WATCHED_FIRST or index % session.cadence.watch_every == 0
     )
     start = time.perf_counter()
     meter = session.meter
     if watched or session.watcher.wants_names:
-        result = meter.watch_step(built, lambda watch: run_step(built, micros, watch))
+        result = meter.watch_step(built, lambda watch: run_step(built, micros, watch, targets))
     else:
         meter.failed = None
-        result = run_step(built, micros, meter.mark())
+        result = run_step(built, micros, meter.mark(), targets)
     session.done = index + 1
     skipped = was_skipped(built.scaler, result.scale, index + 1)
-    loss, norm = _read_result(result, index + 1, skipped=skipped)
+    tokens = sum(micro.tokens for micro in micros)
+    shares = session.ranks.gather(float(result.loss), float(tokens))
+    loss, tokens = sum(share[0] for share in shares), int(sum(share[1] for share in shares))
+    norm = _read_norm(result, loss, index + 1, skipped=skipped)
     seconds = time.perf_counter() - start
     session.compare()
     row: dict[str, Any] = {"step": index + 1, "loss": loss, "learning_rate": rate}
@@ -309,7 +352,6 @@ def _take_step(session: Session, built: Built, index: int) -> dict[str, Any]:
         session.skipped += skipped
     if result.rewards is not None:
         row |= name_rewards(result.rewards, sum(micro.pairs for micro in micros))
-    tokens = sum(micro.tokens for micro in micros)
     return row | {
         "tokens": tokens,
         "seconds": seconds,
@@ -319,19 +361,20 @@ def _take_step(session: Session, built: Built, index: int) -> dict[str, Any]:
     }
 
 
-def _seed_of(recipe: Recipe, index: int) -> int:
-    """Dropout of a step is drawn from (seed, step), so a checkpoint needs no generator state."""
-    return int(np.random.SeedSequence([recipe.seed, index]).generate_state(1, np.uint32)[0])
+def _seed_of(recipe: Recipe, index: int, rank: int) -> int:
+    """Dropout of a step is drawn from (seed, step) and the rank, so a checkpoint needs no generator
+    state."""
+    facts = [recipe.seed, index, *([rank] if rank else [])]
+    return int(np.random.SeedSequence(facts).generate_state(1, np.uint32)[0])
 
 
-def _read_result(
-    result: StepResult, step: int, *, skipped: bool = False
-) -> tuple[float, float | None]:
-    """Loss and gradient norm, waiting for the device; RunFailed when one is not finite.
+def _read_norm(
+    result: StepResult, loss: float, step: int, *, skipped: bool = False
+) -> float | None:
+    """The gradient norm, waiting for the device; RunFailed when it or the loss is not finite.
 
     A skipped step has no norm: that its gradients are not finite is why it was skipped.
     """
-    loss = float(result.loss)
     norm = None if result.grad_norm is None or skipped else float(result.grad_norm)
     for name, value in (("loss", loss), ("gradient norm", norm)):
         if value is not None and not math.isfinite(value):
@@ -339,7 +382,7 @@ def _read_result(
                 f"the {name} of step {step} is {value}",
                 hint="lower `optimizer.learning_rate`, or use `precision: fp32`",
             )
-    return loss, norm
+    return norm
 
 
 def _evaluate(session: Session, built: Built, held_out: Sampler) -> dict[str, float]:
@@ -347,11 +390,15 @@ def _evaluate(session: Session, built: Built, held_out: Sampler) -> dict[str, fl
     tokens, total, count, read, rewards = evaluation_tokens(session), 0.0, 0, 0, Rewards()
     session.meter.mark().enter(Phase.EVALUATE)
     for micro in held_out.all_once():
-        if micro.targets:
+        mine = (0.0, 0.0, 0.0)
+        if micro.targets or session.ranks.size > 1:  # FSDP2's ranks run together
             loss, targets = evaluate(built, to_batch(micro, built.device), rewards)
-            total += float(loss)
-            count += int(targets)
-            read += micro.tokens
+            mine = float(loss), float(targets), float(micro.tokens)
+        for its_loss, its_targets, its_tokens in session.ranks.gather(*mine):
+            if its_targets and not (count and read >= tokens):  # as one process reads them
+                total += its_loss
+                count += int(its_targets)
+                read += int(its_tokens)
         if count and read >= tokens:
             break
     session.compare()
@@ -376,20 +423,26 @@ def _save(session: Session, built: Built, log: Log, step: int) -> None:
     """The log first: a checkpoint promises that every line up to it is on disk."""
     log.flush()
     session.note_outliers(count_outliers(built.model))
-    session.meter.watch(
-        built,
-        Phase.SAVE,
-        lambda: save_checkpoint(session.folder, step, built, session.data.training.digest),
-    )
+    digest, saver = session.data.training.digest, session.saver
+
+    def save() -> None:
+        if saver is None:
+            save_checkpoint(session.folder, step, built, digest)
+        else:
+            saver.save(step, built, digest)
+
+    session.meter.watch(built, Phase.SAVE, save)
     session.compare()
     write_run(session, step, finished=False)
 
 
 def _stop_if_asked(session: Session, built: Built, log: Log, done: int) -> None:
-    if not session.interrupts.requested:
+    if not session.ranks.any(session.interrupts.requested):
         return
     if done:
         _save(session, built, log, done)
+        if session.saver is not None:
+            session.saver.finish()
     raise RunFailed(
         f"interrupted after step {done} of {session.recipe.steps}"
         + ("; a checkpoint is saved" if done else ""),

@@ -27,6 +27,7 @@ from memfit.shapes import BatchShape
 from memfit.train.build import Built, build_model, build_optimizer
 from memfit.train.cuda_allocator import set_allocator
 from memfit.train.drift import Counters
+from memfit.train.gloo import without_gloo
 from memfit.train.live import LiveBytes
 from memfit.train.machine import describe_environment
 from memfit.train.sampler import IGNORED, Micro
@@ -192,7 +193,7 @@ class Meter:
         live = LiveBytes(self.device.type)
         self.failed = None
         try:
-            with live:
+            with live, without_gloo(live):
                 yield live
         except BaseException:
             phase, entries, tensors = live.now()
@@ -286,11 +287,21 @@ def put(micro: Micro, device: torch.device, watch: Watch) -> Batch:
     return batch
 
 
-def run_step(built: Built, micros: list[Micro], watch: Watch | None = None) -> StepResult:
-    """One optimizer step over the micro-batches, each put on the device when its turn comes."""
+def count_targets(recipe: Recipe, micros: Sequence[Micro]) -> int:
+    """What the loss of micro-batches is a mean over: target tokens, or pairs."""
+    return sum(micro.pairs if recipe.prefers else micro.targets for micro in micros)
+
+
+def run_step(
+    built: Built, micros: list[Micro], watch: Watch | None = None, targets: int | None = None
+) -> StepResult:
+    """One optimizer step over the micro-batches, each put on the device when its turn comes.
+
+    targets: of all ranks, where there are others.
+    """
     seen = watch or Watch(nowhere, lambda _: None)
-    prefers = built.recipe.prefers
-    targets = sum(micro.pairs if prefers else micro.targets for micro in micros)
+    if targets is None:
+        targets = count_targets(built.recipe, micros)
 
     # holds no batch once it is given out
     batches = (put(micro, built.device, seen) for micro in micros)

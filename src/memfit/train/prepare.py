@@ -120,9 +120,11 @@ def find_bounds(
     return training.bounds(), None if held_out is None else held_out.bounds_once()
 
 
-def build_samplers(request: Request, recipe: Recipe, data: Data) -> tuple[Sampler, Sampler | None]:
-    """Training and evaluation batches of a recipe."""
-    training = build_sampler(data.training, recipe, request.task.data)
+def build_samplers(
+    request: Request, recipe: Recipe, data: Data, rank: int = 0
+) -> tuple[Sampler, Sampler | None]:
+    """Training and evaluation batches of a recipe, of one data-parallel rank."""
+    training = build_sampler(data.training, recipe, request.task.data, rank)
     if data.held_out is None:
         return training, None
-    return training, build_sampler(data.held_out, recipe, request.task.evaluation)
+    return training, build_sampler(data.held_out, recipe, request.task.evaluation, rank)

@@ -48,9 +48,15 @@ class Micro(NamedTuple):
 
 
 class Sampler:
-    """The batches of a recipe over a corpus."""
+    """The batches of a recipe over a corpus, of one of its data-parallel ranks.
 
-    def __init__(self, corpus: Corpus, rows: Rows, recipe: Recipe, notes: tuple[str, ...]) -> None:
+    A global batch is the same rows whatever the ranks: its micro-batches are dealt to them in
+    turn, so that micro-batch i of rank r is number i * ranks + r.
+    """
+
+    def __init__(
+        self, corpus: Corpus, rows: Rows, recipe: Recipe, notes: tuple[str, ...], rank: int = 0
+    ) -> None:
         self.corpus = corpus
         self.notes = notes
         self._rows = rows
@@ -59,6 +65,7 @@ class Sampler:
         self._global = recipe.global_batch
         self._width = recipe.sequence_length
         self._steps = recipe.steps
+        self._ranks, self._rank = recipe.parallel.dp, rank
         self.reference: Array | None = None  # (documents,) float32: see `train.reference`
 
     @property
@@ -67,9 +74,9 @@ class Sampler:
         return self._rows.per_epoch / self._global
 
     def sample(self, step: int) -> list[Micro]:
-        """The micro-batches of one optimizer step."""
-        first = step * self._global
-        return [self._batch(first + i * self._micro) for i in range(self._accumulation)]
+        """The micro-batches of one optimizer step that are this rank's."""
+        mine = range(self._rank, self._accumulation * self._ranks, self._ranks)
+        return [self._batch(step * self._global + i * self._micro) for i in mine]
 
     def documents_of(self, index: int) -> list[int]:
         """The documents of micro-batch `index` of the first epoch, one a row, as far as it goes."""
@@ -79,14 +86,16 @@ class Sampler:
     def all_once(self) -> Iterator[Micro]:
         """Every row of the first epoch once, in micro-batches: what an evaluation reads.
 
-        The last micro-batch is filled up with rows that predict nothing.
+        The last micro-batch is filled up with rows that predict nothing; of ranks, each reads as
+        many, in turn.
         """
-        rows = range(0, self._count_once(), self._micro)
-        return (self._batch(first, once=True) for first in rows)
+        rounds = range(0, self._count_once(), self._micro * self._ranks)
+        mine = self._rank * self._micro
+        return (self._batch(first + mine, once=True) for first in rounds)
 
     def bounds(self) -> RowBounds:
-        """What no micro-batch of the run exceeds."""
-        micros = self._steps * self._accumulation
+        """What no micro-batch of the run exceeds, on any rank."""
+        micros = self._steps * self._accumulation * self._ranks
         found = np.zeros(3, dtype="int64")
         for start in range(0, micros, BLOCK):
             count = min(BLOCK, micros - start)
@@ -96,8 +105,8 @@ class Sampler:
 
     def bounds_once(self) -> RowBounds:
         """What no micro-batch of `all_once` exceeds. Where rows are short, padding fills them."""
-        count = self._count_once()
-        filled = -(-count // self._micro) * self._micro
+        count, each = self._count_once(), self._micro * self._ranks
+        filled = -(-count // each) * each
         costs = self._rows.costs(0, count, once=True)
         padding = np.array([[0, 1, self._width if self._rows.packed else 0]])
         found = self._largest(np.concatenate([costs, np.repeat(padding, filled - count, axis=0)]))
@@ -122,7 +131,7 @@ class Sampler:
     def _batch(self, first: int, *, once: bool = False) -> Micro:
         rows = [self._rows.row(i, once=once) for i in range(first, first + self._micro)]
         packed = self._rows.packed
-        width = self._width if packed else max(sum(p.length for p in row) for row in rows)
+        width = self._width if packed else max(1, *(sum(p.length for p in row) for row in rows))
         ids = np.zeros((len(rows), width), dtype="int64")
         labels = np.full((len(rows), width), IGNORED, dtype="int64")
         positions = np.zeros((len(rows), width), dtype="int64")
@@ -162,8 +171,10 @@ class Sampler:
         return ids[: piece.length], labels
 
 
-def build_sampler(corpus: Corpus, recipe: Recipe, name: str) -> Sampler:
+def build_sampler(corpus: Corpus, recipe: Recipe, name: str, rank: int = 0) -> Sampler:
     """The sampler that a recipe asks for; `name` is how the data is called in messages.
+
+    rank: the data-parallel one that reads.
 
     Raises InvalidRequest when nothing is left to learn.
     """
@@ -171,7 +182,7 @@ def build_sampler(corpus: Corpus, recipe: Recipe, name: str) -> Sampler:
         corpus, objective=recipe.objective, packing=recipe.packing, width=recipe.sequence_length,
         seed=recipe.seed, name=name,
     )  # fmt: skip
-    return Sampler(corpus, rows, recipe, notes)
+    return Sampler(corpus, rows, recipe, notes, rank)
 
 
 def build_rows(

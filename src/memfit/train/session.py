@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
+from memfit.adapters import find_adapter
 from memfit.errors import RunFailed
+from memfit.families import read_model
 from memfit.ledger import Phase
-from memfit.nouns import Noun, write_json
+from memfit.nouns import Noun, from_data, to_data, write_json
+from memfit.parallelism.shards import fullest_rank
 from memfit.recipe import Recipe
 from memfit.results import Certificate, Measurement, Run
 from memfit.shapes import RowBounds
@@ -19,7 +25,9 @@ from memfit.train.machine import describe_environment
 from memfit.train.measure import Meter, time_measurements
 from memfit.train.prepare import Data
 from memfit.train.progress import Progress
+from memfit.train.ranks import Ranks
 from memfit.train.sampler import Sampler
+from memfit.train.sharded_checkpoint import Saver
 
 PARTS = 10  # a run is saved and evaluated this often, unless it is told otherwise
 EVALUATED = 0.15  # held-out tokens read in all, over tokens trained on: a twentieth of the time
@@ -27,6 +35,9 @@ EVALUATED = 0.15  # held-out tokens read in all, over tokens trained on: a twent
 
 class Cadence(Noun, frozen=True, kw_only=True):
     """How often, in steps; 0 means a tenth of the run."""
+
+    # many ranks: checkpoints are copied to the host and written while training goes on
+    asynchronous: bool | None = None  # None: on GPUs
 
     save_every: int = 0
     evaluate_every: int = 0
@@ -52,6 +63,8 @@ class Session:
     cadence: Cadence
     certificate: Certificate | None
     interrupts: Interrupts
+    ranks: Ranks = field(default_factory=Ranks)
+    saver: Saver | None = None  # of many ranks
     skipped: int = 0  # steps of this process whose fp16 gradients were not finite
     warnings: list[str] = field(default_factory=list)
     done: int = 0  # steps whose result is complete
@@ -60,6 +73,11 @@ class Session:
 
     def __post_init__(self) -> None:
         self.watcher = Watcher(self.certificate)
+
+    @property
+    def home(self) -> Path:
+        """Where this process writes what is its own: the run folder, or its rank's within it."""
+        return self.ranks.home(self.folder)
 
     def every(self, asked: int) -> int:
         """Steps between two of what `asked` says."""
@@ -98,8 +116,11 @@ def evaluation_tokens(session: Session) -> int:
 
 
 def write_run(session: Session, done: int, *, finished: bool) -> Run:
-    """Write run.json from the log and the counters."""
-    rows = [row for row in read_log(session.folder) if row["step"] <= done]
+    """Write run.json from the log and the counters; of ranks, each its own.
+
+    The first one's has the memory of the rank that is certified, and the peaks of all.
+    """
+    rows = [row for row in read_log(session.home) if row["step"] <= done]
     plain = [row for row in rows if not row["watched"]] or rows
     found = session.meter.measurements()
     found |= time_measurements([r["seconds"] for r in plain], [r["tokens"] for r in plain])
@@ -148,14 +169,37 @@ def write_run(session: Session, done: int, *, finished: bool) -> Run:
         },
         warnings=tuple(session.warnings),
     )
+    if session.ranks.size > 1:
+        run = _with_others(session, run)
     try:
-        write_json(session.folder / "run.json", run)
+        session.home.mkdir(parents=True, exist_ok=True)
+        write_json(session.home / "run.json", run)
     except OSError as error:
         raise RunFailed(
-            f"could not write run.json in `{session.folder}`: {error.strerror}",
+            f"could not write run.json in `{session.home}`: {error.strerror}",
             hint="free space there and start the same command again: it resumes",
         ) from None
     return run
+
+
+def _with_others(session: Session, run: Run) -> Run:
+    """The first rank's result, with the memory of the rank that its certificate is of."""
+    texts = session.ranks.gather_texts(json.dumps(to_data(run)))
+    if session.ranks.rank:
+        return run
+    others = [from_data(json.loads(text), Run, where="another rank's run.json") for text in texts]
+    recipe = session.recipe
+    model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+    fullest, _ = fullest_rank(model, recipe.parallel)
+    theirs = {n: m for n, m in others[fullest].measurements.items() if n.startswith("memory.")}
+    return replace(
+        run,
+        measurements=run.measurements | theirs,
+        phases=others[fullest].phases,
+        ledger=others[fullest].ledger,
+        ranks=tuple(other.phases for other in others),
+        warnings=tuple(dict.fromkeys(w for other in others for w in other.warnings)),
+    )
 
 
 def _measure_rewards(rows: list[dict[str, Any]], held_out: str) -> dict[str, Measurement]:

@@ -13,7 +13,7 @@ from memfit.adapters import find_adapter
 from memfit.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.ledger import Phase
-from memfit.parallelism import clip_sharded, run_as_forward
+from memfit.parallelism import clip_sharded, let_go, run_as_forward
 from memfit.train.attention import Documents, make_band
 from memfit.train.build import Built
 from memfit.train.hugging_face import parts
@@ -95,6 +95,8 @@ def evaluate(built: Built, batch: Batch, rewards: Rewards | None = None) -> tupl
             loss = _forward(built, batch, 1, None, nowhere, rewards or Rewards())
     finally:
         built.model.train(was_training)
+        if built.recipe.parallel.world > 1:  # no backward comes that would let go of the tail
+            let_go(parts(built.model).base)
     if built.recipe.prefers:
         return loss, count_pairs(batch.labels)
     return loss, (batch.labels != IGNORE).sum()

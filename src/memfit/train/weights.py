@@ -18,8 +18,9 @@ from memfit.adapters._apply import replace_parameters
 from memfit.adapters._peft import stored_name
 from memfit.errors import InvalidRequest
 from memfit.families import read_model
+from memfit.parallelism.whole import is_sharded, local_part, own_rows, whole
 from memfit.recipe import Recipe
-from memfit.train.hugging_face import bare_model, base_model, stored_buffers
+from memfit.train.hugging_face import bare_model, base_model, parts, stored_buffers
 from memfit.train.quantised import QuantisedLinear, quantised_modules
 from memfit.train.stored import Part, file_parts, find_parts
 
@@ -41,8 +42,8 @@ class Weights(Protocol):
     def parts(self, name: str, shape: tuple[int, ...]) -> Sequence[Part]:
         """The tensors of the source that make up a parameter."""
 
-    def read(self, part: Part) -> Tensor:
-        """One of them, in host memory, as the file stores it."""
+    def read(self, part: Part, rows: slice | None = None) -> Tensor:
+        """One of them, in host memory, as the file stores it; rows: of dimension 0, only those."""
 
 
 def fill_weights(model: nn.Module, recipe: Recipe, weights: Weights | None = None) -> None:
@@ -96,7 +97,22 @@ def copy_weights(parameters: Mapping[str, Tensor], weights: Weights) -> None:
     with torch.no_grad():
         for name, parameter in parameters.items():
             for part in weights.parts(name, tuple(parameter.shape)):
-                parameter[part.where].copy_(weights.read(part))
+                _put(parameter, part, weights)
+
+
+def _put(parameter: Tensor, part: Part, weights: Weights) -> None:
+    """Put one tensor of the source where it belongs; of a shard, the rows that it holds."""
+    if not is_sharded(parameter):
+        parameter[part.where].copy_(weights.read(part))
+        return
+    rows, local = own_rows(parameter), local_part(parameter)
+    if not part.where:
+        local.copy_(weights.read(part, rows))
+        return
+    first, *rest = part.where  # of the experts, one
+    assert isinstance(first, int)
+    if rows.start <= first < rows.stop:
+        local[(first - rows.start, *rest)].copy_(weights.read(part))
 
 
 class FileWeights:
@@ -112,13 +128,16 @@ class FileWeights:
         """See `Weights`. Raises InvalidRequest: a missing tensor."""
         return _parts(name, shape, self._prefix, self._files, self._source)
 
-    def read(self, part: Part) -> Tensor:
+    def read(self, part: Part, rows: slice | None = None) -> Tensor:
         """See `Weights`. Raises InvalidRequest: a wrong shape, a broken file."""
         file = self._files[part.name]
         if file not in self._opened:
             self._opened[file] = open_file(file)  # mapped, not read
         opened = self._opened[file]
         _check_shape(opened, part.name, file, part.shape)
+        if rows is not None:
+            some: Tensor = opened.get_slice(part.name)[rows]
+            return some
         tensor: Tensor = opened.get_tensor(part.name)
         return tensor
 
@@ -158,9 +177,10 @@ class EmptyWeights:
         parts = found or file_parts(name, shape, self._family)
         return list({(p.shape, self._dtypes.get(p.name)): p for p in parts}.values())
 
-    def read(self, part: Part) -> Tensor:
+    def read(self, part: Part, rows: slice | None = None) -> Tensor:
         """See `Weights`."""
-        return torch.empty(part.shape, dtype=self._dtypes.get(part.name, UNKNOWN))
+        shape = part.shape if rows is None else (rows.stop - rows.start, *part.shape[1:])
+        return torch.empty(shape, dtype=self._dtypes.get(part.name, UNKNOWN))
 
 
 def _dtypes_here(source: str) -> dict[str, torch.dtype]:
@@ -216,8 +236,22 @@ def _fill_random(
             target.store(cast(Tensor, module.weight))
             module._parameters["weight"] = None
 
+    blocks = set(parts(twin).blocks)
+
+    def visit(module: nn.Module) -> None:
+        """Children first: GPT-2's blocks scale projections last, so that a block is whole at a time
+        where it is sharded."""
+        if module in blocks:
+            with whole(module):
+                module.apply(fill)
+            return
+        for child in module.children():
+            visit(child)
+        with whole(module, children=False):
+            fill(module)
+
     with torch.device("meta"):  # where its buffers are, which nobody needs
-        twin.apply(fill)  # children first: GPT-2's blocks scale projections last
+        visit(twin)
 
 
 def _parts(

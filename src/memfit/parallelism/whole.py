@@ -1,0 +1,82 @@
+"""Sharded parameters filled from whole values: each rank keeps the rows that are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is one rank's part of a larger one."""
+    return hasattr(tensor, "to_local")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The part that this rank holds, without FSDP2's padding; all of a plain tensor."""
+    return cast(Any, tensor).to_local() if is_sharded(tensor) else tensor
+
+
+def own_rows(tensor: Tensor) -> slice:
+    """Of dimension 0, the rows that this rank holds; FSDP2 cuts as `torch.chunk` does."""
+    if not is_sharded(tensor):
+        return slice(0, tensor.shape[0] if tensor.dim() else 1)
+    held = cast(Any, tensor)
+    start, rows = 0, tensor.shape[0]
+    for axis, placement in enumerate(held.placements):
+        if placement.is_shard():
+            each = -(-rows // held.device_mesh.size(axis))
+            start = min(held.device_mesh.get_local_rank(axis) * each, rows)
+    return slice(start, start + held.to_local().shape[0])
+
+
+def shard_number(tensor: Tensor) -> int:
+    """Which shard of its tensor this rank holds; copies of one have the same number."""
+    held = cast(Any, tensor)
+    axes = [i for i, placement in enumerate(held.placements) if placement.is_shard()]
+    return int(held.device_mesh.get_local_rank(axes[0])) if axes else 0
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that ranks share, on each of them; a plain tensor as it is."""
+    if not is_sharded(tensor):
+        return tensor
+    found: Tensor = cast(Any, tensor).full_tensor()
+    return found
+
+
+@contextmanager
+def whole(module: nn.Module, *, children: bool = True) -> Iterator[None]:
+    """Each sharded parameter of `module` is an empty whole one meanwhile; what is put into it
+    stays in this rank's rows. A module without shards is left alone.
+
+    children: theirs, too.
+    """
+    import torch
+
+    sharded = {
+        (child, name): parameter
+        for child in (module.modules() if children else (module,))
+        for name, parameter in child._parameters.items()
+        if parameter is not None and is_sharded(parameter)
+    }
+    made: dict[int, nn.Parameter] = {}  # ties kept
+    for (child, name), old in sharded.items():
+        if id(old) not in made:
+            local = local_part(old)
+            dense = torch.empty(old.shape, dtype=old.dtype, device=local.device)
+            made[id(old)] = torch.nn.Parameter(dense, requires_grad=False)
+            del local, dense
+        child._parameters[name] = made[id(old)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for (child, name), old in sharded.items():
+                child._parameters[name] = old
+                if (dense_one := made.pop(id(old), None)) is not None:
+                    local_part(old).copy_(dense_one[own_rows(old)])
+                    del dense_one

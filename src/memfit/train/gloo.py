@@ -1,0 +1,82 @@
+"""Gloo's own copies, which no GPU's backend makes, taken out of a count of live bytes.
+
+Gloo reduces a copy of its input, which is split and dropped when it is waited for; and its thread
+lets go of a collective's tensors some time after it is over. NCCL does neither, and what a
+certificate traces does neither.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from memfit.train.live import LiveBytes
+
+# those that FSDP2 calls, by their names in any torch from 2.11
+COLLECTIVES = (
+    "all_gather_single", "all_gather_into_tensor", "reduce_scatter_single",
+    "reduce_scatter_tensor", "all_reduce",
+)  # fmt: skip
+LONGEST = 2.0  # seconds that gloo's thread is given to let go of a tensor
+
+
+@contextmanager
+def without_gloo(live: LiveBytes) -> Iterator[None]:
+    """Count as if the backend kept nothing; slower, so only around what is counted."""
+    if not (dist.is_initialized() and dist.get_backend() == "gloo"):
+        yield
+        return
+    import torch.distributed._functional_collectives as funcol
+
+    kept = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
+    reduce, plain_wait = funcol.all_reduce, dist.Work.wait
+
+    def collective(plain: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+            before = [_users(tensor) for tensor in tensors]
+            out = plain(*args, **kwargs)
+            _wait_until_let_go(tensors, before)
+            return out
+
+        return run
+
+    def wait(*args: Any) -> Any:
+        with live.hidden():
+            return plain_wait(*args)
+
+    def functional(*args: Any, **kwargs: Any) -> Any:  # of the gradients' norms
+        out = reduce(*args, **kwargs)
+        elem = getattr(out, "elem", out)
+        funcol.wait_tensor(elem)  # type: ignore[no-untyped-call]
+        _wait_until_let_go([elem], [1])
+        return out
+
+    for name, plain in kept.items():
+        setattr(dist, name, collective(plain))
+    changed: Any = funcol, dist.Work
+    changed[0].all_reduce, changed[1].wait = functional, wait
+    try:
+        yield
+    finally:
+        changed[0].all_reduce, changed[1].wait = reduce, plain_wait
+        for name, plain in kept.items():
+            setattr(dist, name, plain)
+
+
+def _users(tensor: Any) -> int:
+    return int(tensor._use_count())
+
+
+def _wait_until_let_go(tensors: Sequence[torch.Tensor], users: Sequence[int]) -> None:
+    """Until each has no more users than that, or for `LONGEST`."""
+    until = time.monotonic() + LONGEST
+    while time.monotonic() < until:
+        if all(_users(t) <= n for t, n in zip(tensors, users, strict=True)):
+            return
+        time.sleep(1e-5)

@@ -1,0 +1,101 @@
+"""Runs of many ranks, for the tests that compare, stop and kill them.
+
+Reads one JSON object a line and trains in as many forked processes as it asks for: the libraries
+are imported once, and each rank is still a process that `kill -9` can end anywhere. Writes the
+processes' ids when they have begun and their exit statuses when all have ended.
+"""
+
+import json
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.tensor
+from tiny_runs import CONFIG, tiny_recipe
+
+from memfit.errors import Error
+from memfit.model import ModelReference
+from memfit.recipe import Lora, Parallel, Recipe
+from memfit.request import Request, Task
+from memfit.train.build import build_model
+from memfit.train.loop import Cadence, train
+from memfit.train.ranks import find_place, join
+
+UNEVEN = {**CONFIG, "vocab_size": 301, "intermediate_size": 77}  # which no number of ranks divides
+LORA = Lora(rank=3, alpha=8.0, targets=("q_proj", "v_proj"))
+
+
+def recipe_of(order: dict) -> Recipe:
+    """The recipe of an order: always the same global batch of 8 rows."""
+    parallel = Parallel(**order.get("parallel", {}))
+    micro = order.get("micro_batch", 8 // parallel.world)
+    return tiny_recipe(
+        model=ModelReference(name="tiny", source="", config=UNEVEN),
+        parallel=parallel, micro_batch=micro, accumulation=8 // micro // parallel.world,
+        method=order.get("method", "full"), lora=LORA if "method" in order else Lora(),
+        steps=order.get("steps", 6), optimizer={"implementation": "foreach"},
+    )  # fmt: skip
+
+
+def run(order: dict) -> None:
+    data, cache = order["data"], Path(order["cache"])
+    request = Request(model=UNEVEN, task=Task(data=data, evaluation=data))
+    cadence = Cadence(save_every=2, watch_every=50, asynchronous=order.get("asynchronous"))
+    recipe, folder = recipe_of(order), Path(order["folder"])
+    place = find_place()
+    if place is None:
+        train(recipe, request, folder, cadence=cadence, cache=cache)
+        return
+    with join(place, "cpu") as ranks:
+        train(recipe, request, folder, cadence=cadence, cache=cache, ranks=ranks)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start(order: dict) -> list[int]:
+    world, port = Parallel(**order.get("parallel", {})).world, free_port()
+    found = []
+    for rank in range(world):
+        child = os.fork()
+        if child == 0:
+            if world > 1:
+                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
+                               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+            code = 0
+            try:
+                run(order)
+            except Error as error:
+                sys.stderr.write(f"rank {rank}: {error}\n")
+                code = error.exit_code
+            except BaseException:
+                traceback.print_exc()
+                code = 1
+            sys.stderr.flush()
+            os._exit(code)
+        found.append(child)
+    return found
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    build_model(tiny_recipe(), "cpu")  # imports what is only imported when it is needed
+    for line in sys.stdin:
+        children = start(json.loads(line))
+        sys.stdout.write(json.dumps(children) + "\n")
+        sys.stdout.flush()
+        ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        sys.stdout.write(json.dumps(ended) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""Runs on 2 and 4 processes against one: losses, weights, memory, and going on elsewhere."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks_run import UNEVEN, recipe_of
+from safetensors.torch import load_file
+from tiny_runs import tiny_recipe, write_text
+
+from memfit import catalog
+from memfit.certify.certificate import make_certificate
+from memfit.families import read_model
+from memfit.ledger import Phase
+from memfit.nouns import read_json
+from memfit.parallelism.shards import held_bytes
+from memfit.recipe import Parallel
+from memfit.request import Request, Task
+from memfit.results import Run
+from memfit.train.checkpoint import find_damage
+from memfit.train.prepare import build_samplers, find_bounds, read_data
+
+HERE = Path(__file__).parent
+SHARDS, BOTH = {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}
+STOPPED = 5
+LONGEST = 240  # seconds that the ranks of a run have to end once one of them is killed
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+class Runs:
+    """Starts runs in a process that has imported everything; see ranks_run.py."""
+
+    def __init__(self, folder, process):
+        self.folder, self._process = folder, process
+        self._running: list[int] = []
+        self._common = {"data": str(write_text(folder / "data")), "cache": str(folder / "cache")}
+
+    def start(self, name, **order):
+        for rank in self._running:  # a test that failed left it
+            os.kill(rank, signal.SIGKILL)
+        if self._running:
+            self.end()
+        order |= {"folder": str(self.folder / name), **self._common}
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        self._running = json.loads(self._process.stdout.readline())
+        return self._running
+
+    def end(self):
+        self._running = []
+        return json.loads(self._process.stdout.readline())
+
+    def whole(self, name, **order):
+        """A run to its end, read back."""
+        assert set(self.start_and_end(name, **order)) == {0}
+        return read_json(self.folder / name / "run.json", Run)
+
+    def start_and_end(self, name, **order):
+        self.start(name, **order)
+        return self.end()
+
+    def weights(self, name):
+        file = next((self.folder / name / "model").glob("*.safetensors"))
+        return load_file(file)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    path = os.pathsep.join([str(HERE), *(p for p in sys.path if p)])
+    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with subprocess.Popen(
+        [sys.executable, str(HERE / "ranks_run.py")],
+        env={**os.environ, **quiet, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        yield Runs(tmp_path_factory.mktemp("runs"), process)
+        process.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def alone(runs):
+    return runs.whole("alone")
+
+
+def same_learning(runs, name, run, want, other):
+    torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(want.losses), **CLOSE)
+    mine, theirs = (torch.tensor(r.evaluations) for r in (run, want))
+    torch.testing.assert_close(mine, theirs, **CLOSE)
+    weights, whole = runs.weights(name), runs.weights(other)
+    assert weights.keys() == whole.keys()
+    for key, value in whole.items():
+        torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=2e-5, msg=key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [SHARDS, {"dp_replicate": 2}, BOTH], ids=str)
+def test_a_run_of_many_ranks_learns_what_one_process_learns(parallel, runs, alone):
+    name = f"many {parallel}"
+    micro = 2  # of which a rank of two has two a step, a rank of four one
+    run = runs.whole(name, parallel=parallel, micro_batch=micro)
+    same_learning(runs, name, run, alone, "alone")
+    held_to_certificates(runs, run, parallel, micro)
+    logs = sorted((runs.folder / name / "ranks").glob("*/log.jsonl"))
+    assert len(logs) == len(run.ranks) - 1
+    assert {len(log.read_text().splitlines()) for log in logs} == {6}
+
+
+def held_to_certificates(runs, run, parallel, micro):
+    """What each rank held is its own certificate, to the byte, in every phase."""
+    order = {"parallel": parallel, "micro_batch": micro}
+    recipe = recipe_of(order)
+    data = str(runs.folder / "data")
+    request = Request(model=UNEVEN, task=Task(data=data, evaluation=data))
+    bounds, held_out = find_bounds(request, recipe, runs.folder / "cache")
+    for rank, held in enumerate(run.ranks):
+        made = make_certificate(
+            recipe, catalog.find_device("cpu-x86"), None, None,
+            data=bounds, held_out=held_out, rank=rank,
+        )  # fmt: skip
+        # a run's weights come into shards that FSDP2 has padded in the rehearsal; a trace's before
+        padding = padded(recipe, 0) - padded(recipe, rank)
+        assert made.phases | {"load": made.phases["load"] + padding} == held, rank
+    assert run.phases == run.ranks[0]
+    assert set(run.ranks[0]) == {str(phase) for phase in Phase if phase is not Phase.GENERATE}
+
+
+def padded(recipe, rank):
+    """Bytes of a rank's shards; the first one's are the most, which all are padded to."""
+    return held_bytes(read_model(recipe.model).weights, recipe.parallel, rank)
+
+
+@pytest.mark.slow
+def test_adapters_on_many_ranks(runs):
+    want = runs.whole("lora alone", method="lora")
+    run = runs.whole("lora", method="lora", parallel=SHARDS)
+    same_learning(runs, "lora", run, want, "lora alone")
+    assert len(run.ranks) == 2
+
+
+def stop(runs, name, after, **order):
+    """Begin a run and ask one of its ranks to stop once it has that many steps."""
+    ranks = runs.start(name, **order)
+    log = runs.folder / name / "log.jsonl"
+    wait_for(lambda: log.exists() and len(log.read_text().splitlines()) >= after)
+    os.kill(ranks[-1], signal.SIGTERM)
+    assert set(runs.end()) == {STOPPED}
+
+
+def wait_for(found, seconds=LONGEST):
+    limit = time.monotonic() + seconds
+    while not found():
+        assert time.monotonic() < limit, "the moment never came"
+        time.sleep(0.001)
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_with_the_same_bits_or_on_other_ranks(runs, alone):
+    whole = runs.whole("whole", parallel=SHARDS, steps=12)
+    stop(runs, "stopped", 3, parallel=SHARDS, steps=12)
+    again = runs.whole("stopped", parallel=SHARDS, steps=12)
+    assert again.losses == whole.losses
+    for key, value in runs.weights("whole").items():
+        assert torch.equal(runs.weights("stopped")[key], value), key
+    stop(runs, "moved", 2, parallel=SHARDS, steps=12)
+    stop(runs, "moved", 5, parallel=BOTH, steps=12)
+    moved = runs.whole("moved", steps=12)
+    torch.testing.assert_close(torch.tensor(moved.losses), torch.tensor(whole.losses), **CLOSE)
+
+
+@pytest.mark.slow
+def test_ranks_that_are_killed_leave_no_hang_and_no_half_checkpoint(runs):
+    """One rank, or all of them while a checkpoint is written meanwhile; then the same command."""
+    order = {"parallel": SHARDS, "steps": 16, "asynchronous": True}
+    whole = runs.whole("unkilled", **order)
+    chance = np.random.default_rng(7)
+    folder = runs.folder / "killed" / "checkpoints"
+    for attempt in range(4):
+        known = len(list(folder.glob("step-*")))
+        ranks = runs.start("killed", **order)
+        everyone = attempt % 2 == 1
+        if everyone:
+            wait_for(lambda: list(folder.glob(".unfinished-*/shard-*")))
+            time.sleep(chance.uniform(0, 0.01))
+        else:
+            wait_for(lambda known=known: len(list(folder.glob("step-*"))) > min(known, 1))
+            time.sleep(chance.uniform(0, 0.2))
+        killed = ranks if everyone else [ranks[chance.integers(2)]]
+        for rank in killed:
+            os.kill(rank, signal.SIGKILL)
+        began = time.monotonic()
+        ended = runs.end()
+        assert time.monotonic() - began < LONGEST
+        assert 0 not in ended, "killed too late to prove anything"
+        assert ended.count(-signal.SIGKILL) == len(killed)
+        assert all(not find_damage(c) for c in folder.glob("step-*"))
+    run = runs.whole("killed", **order)
+    assert run.losses == whole.losses
+    assert not list(folder.glob(".*"))
+
+
+def test_ranks_read_every_row_of_a_global_batch_once(tmp_path):
+    data = str(write_text(tmp_path / "data"))
+    request = Request(model=UNEVEN, task=Task(data=data, evaluation=data))
+    plain = tiny_recipe(micro_batch=2, accumulation=6)
+    found = read_data(request, plain.model, tmp_path / "cache")
+
+    def rows(parallel, accumulation):
+        recipe = tiny_recipe(micro_batch=2, accumulation=accumulation, parallel=parallel)
+        samplers = [build_samplers(request, recipe, found, rank) for rank in range(parallel.dp)]
+        steps = [
+            [micro for turn in zip(*(s.sample(step) for s, _ in samplers), strict=True)
+             for micro in turn]
+            for step in range(3)
+        ]  # fmt: skip
+        held_out = [m for turn in zip(*(h.all_once() for _, h in samplers), strict=True)
+                    for m in turn]  # fmt: skip
+        assert len({s.bounds() for s, _ in samplers}) == 1
+        return [np.concatenate([m.input_ids for m in step]) for step in steps], held_out
+
+    want, once = rows(Parallel(), 6)
+    for parallel, accumulation in ((Parallel(dp_shard=3), 2), (Parallel(dp_replicate=6), 1)):
+        got, turns = rows(parallel, accumulation)
+        for mine, theirs in zip(got, want, strict=True):
+            assert np.array_equal(mine, theirs)
+        filled = turns[: len(once)]
+        assert all(np.array_equal(a.labels, b.labels) for a, b in zip(filled, once, strict=True))
+        assert not any(micro.targets for micro in turns[len(once) :])
