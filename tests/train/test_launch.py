@@ -1,5 +1,7 @@
 """Ranks that end: who is told what, how soon, and where a rank hears its place from."""
 
+import gc
+
 import pytest
 from tiny_runs import tiny_recipe
 
@@ -34,6 +36,13 @@ from pathlib import Path
 seen = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
 Path(sys.argv[1], "seen-" + os.environ["RANK"]).write_text(repr(seen))
 """
+
+
+@pytest.fixture(autouse=True)
+def collected():
+    """Within the test that left them, and not in whichever comes next."""
+    yield
+    gc.collect()
 
 
 def test_a_killed_rank_ends_the_others_and_is_named(tmp_path):
