@@ -255,7 +255,7 @@ def test_a_value_of_set_is_yaml(text, value):
     ("micro_batch", 3, "`micro_batch: 3` does not divide `task.global_batch: 4`"),
     ("recompute", {"blocks": 9}, "`recompute.blocks: 9` is more than the 2 blocks of `tiny`"),
     ("optimizer.learning_rate", -1, "`optimizer.learning_rate: -1`"),
-    ("hardware.count", 2, "memfit plans and predicts for one today"),
+    ("hardware.count", 3, "`task.global_batch: 4` is not a multiple of 3: 3 ranks"),
     ("seed", "one", "`seed: one` in "),
     ("limits.time", "soon", "cannot read `soon` as a duration"),
 ])  # fmt: skip
@@ -384,7 +384,7 @@ def test_certify_of_many_devices_needs_no_plan_and_says_what_auto_became(tmp_pat
     assert data["defaults"]["micro_batch"] == 1
 
 
-@pytest.mark.parametrize("verb", ["plan", "predict", "train", "measure"])
+@pytest.mark.parametrize("verb", ["train", "measure"])
 def test_many_devices_are_refused_where_one_process_does_the_work(verb, tmp_path):
     changed = {**STATED, "parallel": {"dp_shard": 4}, "task": {**STATED["task"], "data": "x.txt"}}
     file = write(tmp_path, changed)

@@ -21,6 +21,7 @@ from memfit.export._peak import restate
 from memfit.nouns import from_data, to_data
 from memfit.plan.frameworks import find_framework
 from memfit.recipe import Recipe
+from memfit.request import Request
 
 TARGETS = exports.names()
 PLANS = list(neighbour_plans.REQUESTS)
@@ -356,3 +357,39 @@ def test_a_request_is_planned_and_written(capsys):
              "--set", "hardware.count=8")  # fmt: skip
     assert command("export", *words, "--to", "torchtitan", "--json") == 0
     assert json.loads(capsys.readouterr().out)["peak"]["framework"] == "torchtitan"
+
+
+@pytest.fixture(scope="module")
+def over_nodes():
+    """A plan of memfit's own step on two machines of eight devices."""
+    asked = {
+        "model": "llama-3.1-8b", "weights": "random", "method": "full", "precision": "bf16-mixed",
+        "recompute": "full", "loss": "plain", "micro_batch": 1, "task": {"global_batch": 16},
+        "hardware": {"device": "h100-sxm", "count": 8, "nodes": 2},
+    }  # fmt: skip
+    return api.predict(from_data(asked, Request, where="a test"))
+
+
+@pytest.mark.parametrize("target", ["slurm", "skypilot", "k8s", "ray"])
+def test_every_machine_starts_its_ranks_of_memfits_own_step(target, over_nodes, tmp_path):
+    made = api.export(over_nodes, target)
+    start = made.files["train.sh"]
+    words = shlex.split(start.splitlines()[-1])
+    assert words[:3] == ["torchrun", "--nproc-per-node=8", "--nnodes=2"]
+    assert words[-6:] == ["-m", "memfit", "train", "plan.json", "--folder", "run"]
+    plan = json.loads(made.files["plan.json"])
+    assert plan["recipe"]["parallel"]["dp_shard"] == 16
+    script = tmp_path / "train.sh"
+    script.write_text(start)
+    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
+
+
+def test_launch_writes_the_job_and_says_how_to_submit_it(over_nodes, tmp_path, capsys):
+    api.write_plan(over_nodes, tmp_path)
+    words = "launch", str(tmp_path / "plan.json"), "--on"
+    assert command(*words, "slurm", "--out", str(tmp_path / "job")) == 0
+    assert "sbatch job.sbatch" in capsys.readouterr().out
+    names = sorted(path.name for path in (tmp_path / "job").iterdir())
+    assert names == ["job.sbatch", "plan.json", "train.sh"]
+    assert "--nodes=2" in (tmp_path / "job" / "job.sbatch").read_text()
+    assert command(*words, "cron") == 2

@@ -80,7 +80,7 @@ def find_levers(request: Request, proof: Certificate) -> tuple[Lever, ...]:
 
     request: the one that the recipe was made of, for one device or for many.
     """
-    ways = list(turn(problems.read_problem(request, ranks=True), proof.recipe))
+    ways = list(turn(problems.read_problem(request), proof.recipe))
     proofs = prove([way.recipe for way in ways], proof.memory.usable)
     pairs = zip(ways, proofs, strict=True)
     rows = [_lever(way.changes, proof, other) for way, other in pairs]

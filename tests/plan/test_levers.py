@@ -113,7 +113,7 @@ def test_levers_of_many_ranks_keep_the_mesh_and_what_it_can_run():
     from memfit.plan.stated import read_stated
 
     recipe = read_stated(request).recipe
-    levers = list(turn(read_problem(request, ranks=True), recipe))
+    levers = list(turn(read_problem(request), recipe))
     for lever in levers:
         assert lever.recipe.parallel == recipe.parallel
         assert lever.recipe.global_batch == 16

@@ -62,13 +62,6 @@ def test_numbers_that_do_not_agree_are_both_named(changes, message):
         read_stated(read(**changes))
 
 
-@pytest.mark.parametrize("verb", [api.plan, api.predict])
-def test_plans_are_for_one_device_and_say_what_can_be_done(verb):
-    with pytest.raises(InvalidRequest, match="for 16 devices") as error:
-        verb(read())
-    assert "memfit certify REQUEST" in error.value.hint
-
-
 def test_many_ranks_are_not_trained_and_nothing_is_written(tmp_path):
     request = read(task={"global_batch": 64, "data": str(tmp_path)})
     with pytest.raises(InvalidRequest, match="`memfit measure` runs on one"):

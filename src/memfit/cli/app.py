@@ -32,6 +32,7 @@ VERBS = {
     "report": "running",
     "generate": "running",
     "merge": "running",
+    "launch": "neighbours",
     "export": "neighbours",
     "check": "neighbours",
     "models": "looking",

@@ -1,4 +1,4 @@
-"""export, check: plans for other trainers, and their configurations."""
+"""launch, export, check: plans for other trainers, and their configurations."""
 
 from __future__ import annotations
 
@@ -22,6 +22,53 @@ from memfit.errors import DoesNotFit, InvalidRequest
 if TYPE_CHECKING:
     from memfit.check._smaller import Change
     from memfit.results import Plan
+
+LAUNCHERS = ("slurm", "skypilot", "k8s", "ray")
+
+
+@click.command("launch", short_help="Write the job that trains a plan on a cluster.")
+@click.argument("target", metavar="PLAN.JSON|RUN|REQUEST.YAML|MODEL")
+@click.option(
+    "--on", required=True, type=click.Choice(LAUNCHERS), help="Which launcher starts the job."
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("job"),
+    show_default=True,
+    metavar="FOLDER",
+    help="Where the job's files go.",
+)
+@request_options
+@output_options
+def launch_command(
+    target: str,
+    on: str,
+    out: Path,
+    device: str | None,
+    memory: str | None,
+    changes: Changes,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """Write the files of a job that trains a plan on a cluster, and how to submit it.
+
+    Nothing is submitted. The job runs `memfit train` on every machine: by torchrun where there are
+    several, which tells each rank its number. A plan of another framework's step starts that
+    framework's own trainer.
+    """
+    from memfit import api
+
+    made = api.export(_plan_of(target, device, memory, changes), on)
+    written = api.write_export(made, out)
+    if as_json:
+        print_json(made)
+        return 0
+    from memfit.screens.export import show_export
+    from memfit.screens.layout import make_console
+
+    show_export(make_console(), made, written)
+    return 0
 
 
 @click.command("export", short_help="Write a plan as another tool's configuration.")

@@ -68,8 +68,8 @@ def plan_command(
     """Decide every knob left on `auto` under the limits; exit 3 when nothing fits.
 
     MODEL is a catalogue name, a hub id, or a folder with config.json; without it request.yaml of
-    this folder is read. With `framework: megatron` or `torchtitan` the search spans every mesh of
-    all devices.
+    this folder is read. On many devices the mesh is chosen, too: of memfit's own step among
+    FSDP, HSDP and DDP; with `framework: megatron` or `torchtitan` among every mesh of all devices.
     """  # fmt: skip
     from memfit import api
 
@@ -201,8 +201,8 @@ def certify_command(
     Needs no accelerator. Writes certificate.json beside plan.json, or into --folder. Exit 3 when
     it does not fit, with the nearest recipe that does, certified too.
 
-    A request for many devices has no plan: its recipe is what it states, with plain defaults, and
-    the rank that needs the most memory is certified.
+    A request for many devices is taken as it states itself, with plain defaults; a plan.json of
+    many as it was searched. The rank that needs the most memory is certified.
     """
     from memfit import api
 

@@ -53,7 +53,10 @@ def find_trainer(job: Job, machines: Machines) -> Trained:
         from memfit.nouns import to_data
 
         plan = File(name="plan.json", data=to_data(job.plan))
-        return Trained((plan,), {}, "memfit train plan.json --folder run\n")
+        train = "memfit train plan.json --folder run"
+        if job.nodes == 1:  # it starts the ranks of one machine itself
+            return Trained((plan,), {}, f"{train}\n")
+        return Trained((plan,), {}, f"{torchrun(job, machines)} -m {train}\n")
     if name not in TRAINERS:
         see = f"launchers start plans of {', '.join(['memfit', *TRAINERS])}"
         raise UnknownName("trainer to start", name, TRAINERS, see=see)

@@ -21,6 +21,8 @@ from memfit.families.forward import (
     project,
     rotation,
     turn_part,
+    unit_of,
+    within,
 )
 from memfit.sizes import Tensor
 
@@ -45,10 +47,14 @@ def scaled_embed(forward: Forward, weight: Tensor) -> Embedded:
 @module
 def scaled_embedding(forward: Forward, weight: Tensor) -> Tensor:
     """Rows of the embedding times a factor that is kept in fp32, a tensor without dimensions."""
-    rows = sizes.gather_rows(weight, forward.input_ids)
-    if weight.dtype == "float32":
-        return sizes.scale(rows)  # by the buffer itself
-    return sizes.mul(rows, sizes.empty(forward.meter, (), weight.dtype))
+
+    def run() -> Tensor:
+        rows = sizes.gather_rows(weight, forward.input_ids)
+        if weight.dtype == "float32":
+            return sizes.scale(rows)  # by the buffer itself
+        return sizes.mul(rows, sizes.empty(forward.meter, (), weight.dtype))
+
+    return within(unit_of(forward, weight), run)
 
 
 @module

@@ -22,6 +22,7 @@ from memfit.sizes.loss import chunked_sum, cross_entropy_sum
 from memfit.sizes.preference import chunked_log_probs, plain_log_probs
 from memfit.sizes.qat import round_weight
 from memfit.sizes.quantised import Quantised
+from memfit.sizes.sharding import Unit
 
 Weights = dict[str, Tensor]  # by name inside the block, or inside the model
 Rotation = tuple[Tensor, Tensor]  # cosines, sines
@@ -50,6 +51,9 @@ class Forward(msgspec.Struct, frozen=True):
     only_added: str = ""  # the projection of a block whose result a selective region forgets
     # what variables of the training loop hold until the next micro-batch names them again
     loop: dict[str, list[Tensor]] = {}
+    # units of FSDP2 whose forward is a part of the model's own code: the embedding's, the head's
+    embeds: Unit | None = None
+    tail: Unit | None = None
     # what a block returned beside its output: alive until the next block has returned
     beside: list[Tensor] = msgspec.field(default_factory=list)
 
@@ -226,7 +230,23 @@ _ACTIVATIONS = {
 @module
 def embedding(forward: Forward, weight: Tensor, indices: Tensor) -> Tensor:
     """`nn.Embedding`."""
-    return sizes.gather_rows(weight, indices)
+    return within(unit_of(forward, weight), lambda: sizes.gather_rows(weight, indices))
+
+
+def unit_of(forward: Forward, weight: Tensor) -> Unit | None:
+    """FSDP2's unit that holds the token embedding; None for other embeddings."""
+    unit = forward.embeds
+    return unit if unit is not None and unit.weights[0][0] is weight else None
+
+
+def within(unit: Unit | None, run: Callable[[], Tensor]) -> Tensor:
+    """The forward of a module that is a unit of FSDP2, and whose input has no gradient."""
+    if unit is None:
+        return run()
+    unit.gather()
+    out = run()
+    unit.leave(out)
+    return out
 
 
 def positions(forward: Forward) -> Tensor:
@@ -408,7 +428,10 @@ def loss_mean(
     if not chunk:
         return sizes.scale(_plain_sum(forward, weights, hidden, labels))
     flat = sizes.view(hidden, forward.batch * forward.tokens, hidden.shape[-1])
-    return chunked_sum(flat, weights["lm_head.weight"], chunk, bool(a.logit_cap))
+    total = chunked_sum(flat, weights["lm_head.weight"], chunk, bool(a.logit_cap))
+    if forward.tail is not None:
+        forward.tail.leave(total)
+    return total
 
 
 def _plain_sum(forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -422,6 +445,8 @@ def _wide_logits(forward: Forward, weights: Weights, hidden: Tensor) -> Tensor:
     flat = sizes.view(hidden, rows, hidden.shape[-1])
     head = project(forward, weights, "lm_head", flat)
     del flat
+    if forward.tail is not None:
+        forward.tail.leave(head)
     if forward.architecture.logit_cap:
         head = sizes.scale(sizes.tanh(head))
     return sizes.cast(head, "float32")

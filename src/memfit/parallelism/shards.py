@@ -25,6 +25,14 @@ def shard_index(parallel: Parallel, rank: int) -> int:
     return rank % parallel.dp_shard
 
 
+def local_model(model: Model, parallel: Parallel, rank: int) -> Model:
+    """The model with every weight as large as this rank's shard of it."""
+    if parallel.world == 1:
+        return model
+    weights = (replace(w, shape=local_shape(w.shape, parallel, rank)) for w in model.weights)
+    return replace(model, weights=tuple(weights))
+
+
 def held_bytes(weights: Iterable[Weight], parallel: Parallel, rank: int) -> int:
     """Bytes of a rank's shards of these weights, without the padding that FSDP2 adds."""
     shards = (replace(w.spec, shape=local_shape(w.shape, parallel, rank)) for w in weights)

@@ -52,14 +52,22 @@ def _products(rows: Iterable[Weight]) -> str:
 
 
 def _parameters(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
-    weights = _sum(model, owner, trainable=False)
-    return weights.products or f"buffers of {owner}: {show_bytes(nbytes)}"
+    products = _sum(model, owner, trainable=False).products
+    return products + _cut(recipe) if products else f"buffers of {owner}: {show_bytes(nbytes)}"
+
+
+def _cut(recipe: Recipe) -> str:
+    """A rank's share, where there are ranks."""
+    shards = recipe.parallel.dp_shard
+    return f", cut among {shards} ranks" if shards > 1 else ""
 
 
 def _gradients(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
     products, whole = _sum(model, owner, trainable=True)
     if not whole:  # tied: the head's gradient is summed into the embedding's
         return f"{show_bytes(nbytes)}: gradients made by the {owner}"
+    if recipe.parallel.world > 1:
+        return f"{nbytes / whole:.1%} of {products}: a unit's while whole, then this rank's share"
     return products if nbytes >= whole else f"{nbytes / whole:.0%} of {products}, so far"
 
 
@@ -67,8 +75,9 @@ def _state(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
     count = _trainable(model)
     optimizer = recipe.optimizer
     return (
-        f"{show_count(count)} trainable parameters x {nbytes / count:.2f} B"
-        f" ({optimizer.name}, {optimizer.implementation})"
+        f"{show_count(count)} trainable parameters x"
+        f" {nbytes * recipe.parallel.dp_shard / count:.2f} B"
+        f" ({optimizer.name}, {optimizer.implementation}){_cut(recipe)}"
     )
 
 
@@ -119,6 +128,15 @@ def _rounding(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
     return "blocks are multiples of 512 B and keep rests of up to 1 MiB; an estimate"
 
 
+def _gathered(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
+    return f"weights gathered from {recipe.parallel.dp_shard} ranks, and what they are gathered in"
+
+
+def _reduced(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
+    ranks = recipe.parallel.world
+    return f"gradients of one unit on their way to {ranks} ranks, and what came of them"
+
+
 _BY_KIND: dict[Kind, Callable[[str, int, Model, Recipe], str]] = {
     Kind.PARAMETERS: _parameters,
     Kind.GRADIENTS: _gradients,
@@ -127,6 +145,8 @@ _BY_KIND: dict[Kind, Callable[[str, int, Model, Recipe], str]] = {
     Kind.LOGITS: _logits,
     Kind.TEMPORARY: _temporary,
     Kind.INPUT: _input,
+    Kind.ALL_GATHER: _gathered,
+    Kind.REDUCE_SCATTER: _reduced,
     Kind.WORKSPACE: _workspace,
     Kind.FRAGMENTATION: _rounding,
 }

@@ -30,12 +30,14 @@ from memfit.nouns import Noun
 from memfit.plan.in_backward import Updates
 from memfit.plan.one_block import run_block
 from memfit.plan.program import OwnProgram, Program
+from memfit.plan.sharded import Named, Units
 from memfit.recipe import Optimizer
 from memfit.sizes import Meter, Tensor
 from memfit.sizes.coded import CODED
 from memfit.sizes.offload import Load
 from memfit.sizes.preference import judge
 from memfit.sizes.quantised import Quantised
+from memfit.sizes.sharding import Sharding
 from memfit.sizes.workspace import Grid
 
 Part = tuple[Kind, str]  # kind, owner
@@ -114,6 +116,7 @@ class Setting(Noun, frozen=True, kw_only=True):
     program: Program | None = None  # of another framework's step; None is memfit's own
     coded: Quantised = Quantised()  # products with quantised weights, of memfit's own
     prefers: bool = False  # rows are pairs, and the loss compares their log-probabilities
+    sharding: Sharding | None = None  # of one rank of many
     references: int = 0  # forwards of the base model alone before each micro-batch's own
 
 
@@ -248,14 +251,23 @@ class _Simulation:
             cuda=setting.cuda,
             autocast=setting.autocast, low=setting.compute, vocab=a.vocab,
         )  # fmt: skip
-        self.outside = self._weights(setting.outside)
+        self.loop: dict[str, list[Tensor]] = {}
+        updates: Callable[[Tensor], None] | None = None
+        if setting.in_backward is not None:
+            updates = Updates(self.meter, setting.in_backward).update
+        self.units: Units | None = None
+        if setting.sharding is None:
+            self.meter.on_gradient = updates
+        else:
+            self.units = Units(self.meter, setting.sharding, updates)
+        self.outside = self._outside()
         if "lm_head.weight" not in self.outside and "lm_head.base_layer.weight" not in self.outside:
             name = next(r.name for r in setting.outside if r.part == "embedding")
             self.outside["lm_head.weight"] = self.outside[name]
         self.blocks: list[tuple[Weights, Block]] = []
         for run in setting.runs:
             for block in run.cycle * run.count:
-                self.blocks.append((self._weights(block.rows), block))
+                self.blocks.append((self._block(block.rows), block))
         bare = setting.references > 0
         self.base = [
             (base_alone(w), replace(b, recomputed=False, stows=False))
@@ -263,9 +275,6 @@ class _Simulation:
             if bare
         ]
         self.scale = sizes.parameter(self.meter, (), "float32", trainable=False)
-        self.loop: dict[str, list[Tensor]] = {}
-        if setting.in_backward is not None:
-            self.meter.on_gradient = Updates(self.meter, setting.in_backward).update
         self.marks: list[Mark] = []
         self.rewards: Tensor | None = None
 
@@ -277,6 +286,16 @@ class _Simulation:
                 self.meter, row.shape, row.dtype, trainable=row.trainable
             )
         return made
+
+    def _outside(self) -> Weights:
+        rows = self.setting.outside
+        if self.units is None:
+            return self._weights(rows)
+        tied = not any(row.name.startswith("lm_head.") for row in rows)
+        return self.units.outside(map(_name, rows), owner_of, tied=tied)
+
+    def _block(self, rows: tuple[Row, ...]) -> Weights:
+        return self._weights(rows) if self.units is None else self.units.block(map(_name, rows))
 
     def run(self) -> Recording:
         first = self._micro_batch()
@@ -321,6 +340,8 @@ class _Simulation:
         sums: Tensor | None = None
         self.mark("embedding", "embedding")
         boundaries: list[int] = []
+        if self.units is not None:
+            forward = self.units.begin(forward)
         with meter.with_autocast(self.setting.autocast):
             if self.setting.prefers:
                 loss, sums = self._prefer(forward, labels, given, boundaries)
@@ -331,6 +352,8 @@ class _Simulation:
                 self.mark("loss", "loss")
                 loss = self.program.loss(forward, self.outside, hidden, labels)
                 del hidden
+        if self.units is not None:
+            self.units.end(loss)
         if self.setting.evaluates:
             sums = None
             self.mark("end", "")
@@ -343,6 +366,8 @@ class _Simulation:
         with meter.with_autocast(False):
             sizes.backward(product, self._watch(boundaries))
         self._pass_all(boundaries)
+        if self.units is not None:
+            self.units.finish(self.mark)
         self.mark("end", "")
         return self.marks
 
@@ -410,20 +435,31 @@ def _backbone(
     program, meter = simulation.program, forward.meter
     x, given, kept, own = program.embed(forward, outside)
     load: Load | None = None
+    units = simulation.units
     for index, (weights, block) in enumerate(blocks):
         simulation.mark(f"block {index}", "blocks")
         boundaries.append(meter.sequence)
         here = replace(forward, kind=block.kind)
         mine = (*own.get(block.kind, ()), *given)
+        if units is not None:
+            x, mine = units.blocks[index].enter(x), units.lowered(mine)
         x, load = run_block(here, program, weights, x, mine, block, load)
+        if units is not None:
+            units.blocks[index].leave(x)
         del here, mine
     del load
     simulation.mark("norm", "norm")
     boundaries.append(meter.sequence)
+    if units is not None:
+        x = units.enter(units.tail, x)
     x = program.finish(forward, outside, x)
     del kept  # alive until here
     forward.beside.clear()
     return x
+
+
+def _name(row: Row) -> Named:
+    return row.name, row.shape, row.dtype, row.trainable, row.part
 
 
 def owner_of(part: str) -> str:

@@ -14,7 +14,7 @@ from memfit.plan.estimate import Estimate
 from memfit.plan.memory import predict_memory, predict_peak, without_shape
 from memfit.plan.problem import Problem
 from memfit.plan.time import Totals, relative_seconds, sum_up
-from memfit.plan.verdict import describe_memory, held
+from memfit.plan.verdict import Beside, describe_memory, find_beside, held
 from memfit.recipe import Recipe
 from memfit.results import Memory
 
@@ -51,6 +51,8 @@ class Candidate:
             # gradients that go within backward are another simulation than the estimate's
             within = recipe.optimizer.in_backward
             estimate = None if within else estimate.with_optimizer(recipe)
+        if "parallel" in changes:
+            estimate = None
         if recipe.offload != "none":  # another simulation again
             estimate = None
         return Candidate(self.problem, recipe, self.model, self.totals, estimate)
@@ -66,7 +68,12 @@ class Candidate:
         usable, because = self.problem.usable, self.problem.usable_because
         if self.recipe.compile == "blocks":
             because += COMPILED
-        return describe_memory(self.ledger, self.problem.device, usable, because)
+        return describe_memory(self.ledger, self.problem.device, usable, because, self.beside)
+
+    @cached_property
+    def beside(self) -> Beside:
+        """What its mesh needs of the device beside the peak."""
+        return find_beside(self.model, self.recipe.parallel, self.problem.device)
 
     @cached_property
     def seconds(self) -> float:
@@ -77,7 +84,7 @@ class Candidate:
     def fits(self) -> bool:
         """Whether the prediction fits (with an unknown limit everything does)."""
         usable = self.problem.usable
-        return usable is None or held(self.peak, self.problem.device) <= usable
+        return usable is None or held(self.peak, self.problem.device, self.beside) <= usable
 
     @cached_property
     def peak(self) -> int:
@@ -106,7 +113,7 @@ class Candidate:
     @property
     def needs(self) -> int:
         """`about` as it is held against the usable line."""
-        return held(self.about, self.problem.device)
+        return held(self.about, self.problem.device, self.beside)
 
     @property
     def likely(self) -> bool:

@@ -16,6 +16,7 @@ import msgspec
 from memfit.hardware import Device
 from memfit.model import Model, TensorSpec
 from memfit.optimizers import find_optimizer
+from memfit.parallelism.shards import local_model
 from memfit.plan.again import Again
 from memfit.plan.blocks import AFTER_PRODUCT
 from memfit.plan.memory import describe, worst_batch
@@ -98,6 +99,7 @@ class Estimate:
         self, model: Model, recipe: Recipe, device: Device, lines: Lines | None = None
     ) -> None:
         self.model, self.recipe, self.device = model, recipe, device
+        self.local = local_model(model, recipe.parallel, 0)  # as the fullest rank holds it
         self.layers = model.architecture.layers
         self._lines = lines or Lines(model, recipe, device)
         self._correction = 0
@@ -123,7 +125,7 @@ class Estimate:
         state = optimizer.state if self.device.is_cpu else optimizer.on_device
         known: dict[tuple[TensorSpec, bool, str], int] = {}
         total = sum(self._held(s.nbytes) for s in optimizer.shared_state(settings))
-        for w in self.model.weights:
+        for w in self.local.weights:
             key = (w.spec, w.trainable, w.coding)
             if key not in known:
                 states = state(w.spec, settings) if w.trainable else ()
@@ -134,12 +136,12 @@ class Estimate:
     @cached_property
     def least(self) -> int:
         """What no exact knob can change: weights, state and gradients. A lower bound."""
-        return self._always + sum(w.nbytes for w in self.model.weights if w.trainable)
+        return self._always + sum(w.nbytes for w in self.local.weights if w.trainable)
 
     @cached_property
     def _step_temporaries(self) -> int:
         settings = self.recipe.optimizer
-        specs = [w.spec for w in self.model.weights if w.trainable]
+        specs = [w.spec for w in self.local.weights if w.trainable]
         return find_optimizer(settings).step_temporaries(specs, settings)
 
     def peak(self, micro: int, again: Again, chunk: int) -> int:
@@ -150,7 +152,7 @@ class Estimate:
         several = micro * self.recipe.sequence_length > chunk
         _, loss, head, _, loss2, head2 = self._lines.loss(chunk if several else 0)
         passes = [[forward, loss, _spliced(backward, head)]]
-        if micro < self.recipe.global_batch:
+        if micro * self.recipe.parallel.dp < self.recipe.global_batch:
             passes.append([forward2, loss2, _spliced(backward2, head2)])
         for one in passes:
             for stretches in one:

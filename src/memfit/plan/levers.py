@@ -21,7 +21,7 @@ from memfit.optimizers._in_backward import refuse_in_backward
 from memfit.optimizers._offloaded import offload_lack
 from memfit.plan.again import Again, state_recompute
 from memfit.plan.problem import CHUNKS, Problem, allowed, check, divisors, first_recipe
-from memfit.recipe import OWN_ATTENTION, Format, Method, Offload, Precision, Recipe
+from memfit.recipe import OWN_ATTENTION, OWN_AXES, Format, Method, Offload, Precision, Recipe
 
 # what is decided alike whichever way the others stand; of these the result does not depend
 EXACT = (
@@ -60,6 +60,8 @@ def knobs(recipe: Recipe, layers: int) -> dict[str, Any]:
         "lean": list(recipe.lean) or "none",
         "offload": recipe.offload,
     }
+    if recipe.parallel.world > 1:
+        found |= {f"parallel.{name}": getattr(recipe.parallel, name) for name in OWN_AXES}
     if recipe.method != "full":
         found["base_format"] = recipe.base_format
     if recipe.loss == "chunked":
@@ -122,7 +124,7 @@ def _places(problem: Problem, recipe: Recipe, layers: int) -> tuple[Offload, ...
     """What else could wait in the host's memory; a CPU's own is that."""
     if recipe.offload != "none":
         return ("none",)
-    if problem.device.is_cpu:
+    if problem.device.is_cpu or recipe.parallel.world > 1:
         return ()
     return ("activations", "optimizer") if layers > 1 else ("optimizer",)
 

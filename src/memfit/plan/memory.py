@@ -17,6 +17,7 @@ from memfit.adapters import find_adapter
 from memfit.hardware import Device
 from memfit.ledger import Entry, Kind, Ledger, Phase
 from memfit.model import DTYPE_BYTES, Model
+from memfit.parallelism.shards import fullest_rank
 from memfit.plan.because import explain
 from memfit.plan.blocks import (
     AFTER_PRODUCT,
@@ -35,6 +36,7 @@ from memfit.plan.blocks import (
 )
 from memfit.plan.closed_form import Answers, find_answers
 from memfit.plan.segments import Passes, Segment, expand
+from memfit.plan.sharded import find_sharding
 from memfit.plan.updates import around_micro_batches, hold
 from memfit.recipe import Recipe
 from memfit.sizes.quantised import Quantised
@@ -84,14 +86,15 @@ class Level(msgspec.Struct):
             self.add(segment.net)
 
 
-def predict_memory(model: Model, recipe: Recipe, device: Device) -> Ledger:
+def predict_memory(model: Model, recipe: Recipe, device: Device, rank: int | None = None) -> Ledger:
     """Bytes alive at the peak of each phase of a step, by kind and component, and why.
 
     model: after the adapter (`find_adapter(recipe).adapt`). On a CPU, live tensors; on CUDA, the
     caching allocator's blocks, with what its kernels are known to allocate inside.
+    rank: of the recipe's mesh; None is the fullest.
     Raises InvalidRequest when the optimizer has no such implementation.
     """
-    peaks = _peaks(model, recipe, device)
+    peaks = _peaks(model, recipe, device, rank)
     said: dict[tuple[Part, int], str] = {}  # the same parts stand in many phases
     entries = []
     for phase in Phase:
@@ -113,8 +116,10 @@ def predict_peak(model: Model, recipe: Recipe, device: Device) -> int:
     return max(sum(parts.values()) for parts in _peaks(model, recipe, device).values())
 
 
-def _peaks(model: Model, recipe: Recipe, device: Device) -> dict[Phase, Parts]:
-    outline = find_outline(model, recipe, device)
+def _peaks(
+    model: Model, recipe: Recipe, device: Device, rank: int | None = None
+) -> dict[Phase, Parts]:
+    outline = find_outline(model, recipe, device, rank)
     step = _Step(outline, recipe, device)
     step.run()
     return {phase: parts for phase, (_, parts) in step.level.peaks.items()}
@@ -126,7 +131,9 @@ def predict_flop(model: Model, recipe: Recipe, device: Device) -> int:
     return outline.passes(recipe)[0].flop(outline.counts) * recipe.accumulation
 
 
-def describe(model: Model, recipe: Recipe, device: Device) -> tuple[Setting, list[Repeat]]:
+def describe(
+    model: Model, recipe: Recipe, device: Device, rank: int = 0
+) -> tuple[Setting, list[Repeat]]:
     """What to simulate, and how often each simulated block stands in the model."""
     outside, blocks = split_rows(
         model, recipe.recompute_blocks, recipe.selective_blocks,
@@ -139,7 +146,7 @@ def describe(model: Model, recipe: Recipe, device: Device) -> tuple[Setting, lis
         outside=outside,
         runs=shorten(runs),
         kernel=recipe.attention,
-        autocast=recipe.autocast,
+        autocast=recipe.autocast and recipe.parallel.world == 1,
         compute=recipe.compute_dtype,
         scaled=recipe.scaled,
         chunk=recipe.loss_chunk if recipe.loss == "chunked" else 0,
@@ -154,6 +161,7 @@ def describe(model: Model, recipe: Recipe, device: Device) -> tuple[Setting, lis
         in_backward=recipe.optimizer if recipe.optimizer.in_backward else None,
         coded=Quantised.of(recipe),
         prefers=recipe.prefers,
+        sharding=find_sharding(recipe, rank),
         references=recipe.references,
     )
     return setting, repeats(runs)
@@ -172,10 +180,10 @@ def worst_batch(recipe: Recipe) -> Batch:
 class Outline:
     """All of a recipe's step that its rows and tokens do not change."""
 
-    def __init__(self, model: Model, recipe: Recipe, device: Device) -> None:
+    def __init__(self, model: Model, recipe: Recipe, device: Device, rank: int = 0) -> None:
         self.model = model
-        self.setting, self.counts = describe(model, recipe, device)
-        self.around = around_micro_batches(model, recipe, device)
+        self.setting, self.counts = describe(model, recipe, device, rank)
+        self.around = around_micro_batches(model, recipe, device, rank)
         self.answers = find_answers(self.setting)
         self.evaluation = find_answers(without_history(self.setting))
 
@@ -183,9 +191,10 @@ class Outline:
         """The segments of the first micro-batch, and of a later one where there is any."""
         return self._ask(self.answers, recipe)
 
-    def evaluating(self, recipe: Recipe) -> Passes:
-        """The segments of an evaluated micro-batch, as large as a trained one."""
-        return self._ask(self.evaluation, recipe)[0]
+    def evaluating(self, recipe: Recipe) -> list[Passes]:
+        """The segments of two evaluated micro-batches, as large as trained ones."""
+        passes = self._ask(self.evaluation, recipe)
+        return [passes[0], passes[-1]]
 
     def _ask(self, answers: Answers, recipe: Recipe) -> list[Passes]:
         def general(rows: int, tokens: int) -> Batch:
@@ -217,16 +226,18 @@ def without_history(setting: Setting) -> Setting:
         outside=frozen(setting.outside),
         runs=runs,
         adapter_dropout=False,
-        accumulates=False,
+        accumulates=setting.sharding is not None,  # the head stays gathered after the first
         again=False,
         in_backward=None,
         evaluates=True,
     )
 
 
-def find_outline(model: Model, recipe: Recipe, device: Device) -> Outline:
-    """The outline of a recipe, made once for all of its shapes."""
-    return _outline(model, without_shape(recipe), device)
+def find_outline(model: Model, recipe: Recipe, device: Device, rank: int | None = None) -> Outline:
+    """The outline of a recipe, made once for all of its shapes; rank: None is the fullest."""
+    if rank is None:
+        rank = 0 if recipe.parallel.world == 1 else fullest_rank(model, recipe.parallel)[0]
+    return _outline(model, without_shape(recipe), device, rank)
 
 
 def without_shape(recipe: Recipe) -> Recipe:
@@ -236,8 +247,8 @@ def without_shape(recipe: Recipe) -> Recipe:
 
 
 @lru_cache(maxsize=256)
-def _outline(model: Model, recipe: Recipe, device: Device) -> Outline:
-    return Outline(model, recipe, device)
+def _outline(model: Model, recipe: Recipe, device: Device, rank: int) -> Outline:
+    return Outline(model, recipe, device, rank)
 
 
 class _Step:
@@ -260,6 +271,9 @@ class _Step:
             level.note(Phase.LOAD)
         for top in around.quantising:
             level.note(Phase.LOAD, top)
+        if around.padded is not around.loaded:
+            level.add(around.loaded, -1)
+            level.add(around.padded)
         # the forward's, or of what loading computes; autograd's thread takes its own
         level.add(self._cublas)
         if starting:
@@ -285,9 +299,9 @@ class _Step:
 
     def _evaluate(self) -> None:
         """Two held-out micro-batches: at the second, the first one's results are there."""
-        level, passes = self.level, self.outline.evaluating(self.recipe)
+        level = self.level
         inputs = self._inputs()
-        for _ in range(2):
+        for passes in self.outline.evaluating(self.recipe):
             level.add(inputs)
             for segments in (passes.forward, passes.loss):
                 for stretch, times in expand(segments, self.outline.counts):

@@ -27,7 +27,9 @@ from memfit.optimizers import default_implementation, optimizers
 from memfit.optimizers._in_backward import refuse_in_backward
 from memfit.optimizers._offloaded import check_offload
 from memfit.optimizers.low_bit import check_rounding
+from memfit.parallelism.limits import check_ranks
 from memfit.plan.lean import asked_lean, choose_lean
+from memfit.plan.meshes import list_meshes
 from memfit.plan.pairs import check_pairs, choose_preference
 from memfit.plan.precision import HALF, find_conflict, precisions
 from memfit.plan.reference import find_published, find_reference
@@ -38,6 +40,7 @@ from memfit.recipe import (
     Lora,
     Method,
     Optimizer,
+    Parallel,
     Precision,
     Quantisation,
     Recipe,
@@ -68,11 +71,8 @@ def read_problem(
     *,
     device: Device | None = None,
     published: bool = False,
-    ranks: bool = False,
 ) -> Problem:
     """Look up the model and the device; raises UnknownName or InvalidRequest with a hint.
-
-    ranks: whether the request may name more than one device, which a plan cannot yet.
 
     published: where pretrained weights will be loaded, take the config.json beside them. A
     catalogue row says every size, which is all that planning needs, but not the rotary base.
@@ -84,11 +84,6 @@ def read_problem(
         reference = find_published(reference)
     model = families.read_model(reference)
     device = device or find_device(request.hardware.device)
-    if request.ranks > 1 and not ranks:
-        raise InvalidRequest(
-            f"the request is for {request.ranks} devices: memfit plans and predicts for one today",
-            hint="`memfit certify REQUEST` proves the memory of a stated recipe on many",
-        )
     check_allocator(request.allocator, device)
     usable, because = _usable(request, device)
     problem = Problem(
@@ -201,6 +196,7 @@ def check(problem: Problem) -> None:
     qat.check_request(request, problem.model)
     if request.precision == "fp8-mixed":
         float8.check_request(request, problem.model, problem.device, length)
+    list_meshes(request)
     micro, batch = request.micro_batch, request.task.global_batch
     if micro != "auto" and batch % micro:
         raise InvalidRequest(
@@ -244,22 +240,26 @@ def in_backward_lack(request: Request) -> tuple[str, str] | None:
     micro, batch = request.micro_batch, request.task.global_batch
     return refuse_in_backward(
         clip_norm=request.optimizer.clip_norm,
-        accumulation=1 if micro == "auto" or request.ranks > 1 else batch // micro,
+        accumulation=1 if micro == "auto" else batch // (micro * request.ranks),
         scaled=request.precision == "fp16-mixed",
     )
 
 
 def list_micro_batches(request: Request) -> list[int]:
-    """The micro-batches to try: whole parts of the global batch, and whole pairs of `dpo`."""
+    """The micro-batches to try: whole parts of a rank's share of the global batch, and whole pairs
+    of `dpo`."""
     if request.micro_batch != "auto":
         return [request.micro_batch]
-    found = divisors(request.task.global_batch)
+    found = divisors(request.task.global_batch // request.ranks)
     return [n for n in found if not n % 2] if request.task.objective == "dpo" else found
 
 
 def allowed(problem: Problem, precision: Precision) -> bool:
     """Whether the frozen format that the request fixes can go with this precision."""
     conflict = find_conflict(problem.request.base_format, precision)
+    alone = precision == "fp16-mixed" and problem.request.precision == "auto"
+    if alone and problem.request.ranks > 1:  # see `parallelism.limits`
+        return False
     return not conflict and not find_lack(problem, precision)
 
 
@@ -307,7 +307,13 @@ def find_steps(request: Request, *, length: int) -> int:
     return 0 if task.data else ASSUMED_STEPS
 
 
-def first_recipe(problem: Problem, *, method: Method, precision: Precision) -> Recipe:
+def first_recipe(
+    problem: Problem,
+    *,
+    method: Method,
+    precision: Precision,
+    parallel: Parallel = Parallel(),  # noqa: B008 (frozen)
+) -> Recipe:
     """The recipe of one method and precision with every exact knob at its plainest setting."""
     request = problem.request
     length = sequence_length(request, problem.model)
@@ -326,7 +332,7 @@ def first_recipe(problem: Problem, *, method: Method, precision: Precision) -> R
         freeze=_freeze(request, problem) if method == "freeze" else Freeze(),
         base_format=base if method != "full" else _full_format(precision),
         precision=precision,
-        optimizer=_optimizer(request, problem, method),
+        optimizer=_optimizer(request, problem, method, parallel.world),
         recompute_blocks=0,
         attention=attention,
         loss="plain",
@@ -338,7 +344,8 @@ def first_recipe(problem: Problem, *, method: Method, precision: Precision) -> R
         sequence_length=length,
         packing=request.task.packed,
         micro_batch=(smallest := 2 if request.task.objective == "dpo" else 1),
-        accumulation=request.task.global_batch // smallest,
+        accumulation=request.task.global_batch // (smallest * parallel.world),
+        parallel=parallel,
         steps=find_steps(request, length=length),
         device=problem.device.id,
         seed=request.seed,
@@ -349,6 +356,7 @@ def first_recipe(problem: Problem, *, method: Method, precision: Precision) -> R
     )
     check_offload(made, cpu=problem.device.is_cpu)
     check_compiled(problem.model, made)
+    check_ranks(made)
     return made
 
 
@@ -410,7 +418,7 @@ def _freeze(request: Request, problem: Problem) -> Freeze:
     return Freeze(last_blocks=asked.last_blocks, patterns=asked.patterns)
 
 
-def _optimizer(request: Request, problem: Problem, method: Method) -> Optimizer:
+def _optimizer(request: Request, problem: Problem, method: Method, ranks: int) -> Optimizer:
     asked = request.optimizer
     rate = asked.learning_rate
     if rate == "auto":
@@ -430,6 +438,10 @@ def _optimizer(request: Request, problem: Problem, method: Method) -> Optimizer:
         )
     if implementation == "auto":
         implementation = default_implementation(name, cuda=cuda)
+        family = optimizers.find(name)
+        can = [i for i in family.implementations if i not in family.unsharded_only]
+        if ranks > 1 and can and implementation not in can:
+            implementation = can[0]
     elif not cuda and implementation in only:
         raise InvalidRequest(
             f"`optimizer.implementation: {implementation}` of `{name}` exists on CUDA only, and the"

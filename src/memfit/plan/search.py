@@ -24,6 +24,7 @@ from memfit.plan.climb import Climb, anchor, climb, settle, trade
 from memfit.plan.cost import describe_cost
 from memfit.plan.estimate import Estimate, applies
 from memfit.plan.levers import head_extra, turn
+from memfit.plan.meshes import check_described, describe_mesh, list_meshes
 from memfit.plan.precision import precisions
 from memfit.plan.problem import (
     CHUNKS,
@@ -47,11 +48,12 @@ def search(problem: Problem) -> Plan:
 
     Raises DoesNotFit where what fits would exceed `limits.time` or `limits.cost`.
     """
+    check_described(problem.request)
     failed: list[Candidate] = []
     excess: DoesNotFit | None = None
     for start in _preferences(problem):
         tried: list[Candidate] = []
-        best = _fastest_that_fits(start, tried)
+        best = _fastest_of_meshes(start, tried)
         if best is not None:
             plan = _plan(problem, best, tried, _levers(best))
             over = find_excess(plan)
@@ -66,8 +68,18 @@ def search(problem: Problem) -> Plan:
     return _plan(problem, nearest, failed, _levers(nearest))
 
 
+def _fastest_of_meshes(start: Candidate, tried: list[Candidate]) -> Candidate | None:
+    """The fastest that fits on any mesh of the request's devices; the first of equal ones."""
+    found = [
+        _fastest_that_fits(start.but(parallel=mesh), tried)
+        for mesh in list_meshes(start.problem.request)
+    ]
+    fitting = [one for one in found if one is not None]
+    return min(fitting, key=lambda c: c.seconds) if fitting else None
+
+
 def _preferences(problem: Problem) -> Iterator[Candidate]:
-    """Method and precision, the most faithful first."""
+    """Method and precision, the most faithful first; on the first mesh of those to choose from."""
     request = problem.request
     methods: list[Method] = ["full", "lora"] if request.method == "auto" else [request.method]
     if request.base_format in CODED_FORMATS:
@@ -82,7 +94,10 @@ def _preferences(problem: Problem) -> Iterator[Candidate]:
     for method in methods:
         for precision in precisions(problem.request, problem.device):
             if allowed(problem, precision):
-                recipe = first_recipe(problem, method=method, precision=precision)
+                recipe = first_recipe(
+                    problem, method=method, precision=precision,
+                    parallel=list_meshes(request)[0],
+                )  # fmt: skip
                 yield Candidate.of(problem, recipe)
 
 
@@ -106,7 +121,7 @@ def _chunks(start: Candidate, tokens: int) -> list[int]:
 def _combinations(start: Candidate) -> Iterator[Candidate]:
     """Every micro-batch and loss, with the least recompute allowed."""
     problem = start.problem
-    batch = problem.request.task.global_batch
+    batch = problem.request.task.global_batch // start.recipe.parallel.dp
     first = find_recompute(problem.request.recompute, problem.model.architecture.layers)
     if first.selective:
         check_selective(problem.reference.name, problem.model.architecture, start.recipe)
@@ -131,7 +146,7 @@ def _offloads(start: Candidate) -> tuple[str, ...]:
     asked, problem = start.problem.request.offload, start.problem
     if asked != "auto":
         return (asked,)
-    if problem.device.is_cpu:
+    if problem.device.is_cpu or problem.request.ranks > 1:
         return ("none",)
     several = problem.model.architecture.layers > 1
     return ("none", "activations", "optimizer") if several else ("none", "optimizer")
@@ -202,20 +217,24 @@ def _holds_less(candidate: Candidate) -> bool:
 def _same_pair(a: Candidate, b: Candidate) -> bool:
     """Whether they differ in recompute alone."""
     mine, other = a.recipe, b.recipe
-    pair = (mine.micro_batch, mine.loss_chunk, mine.optimizer, mine.offload)
-    return pair == (other.micro_batch, other.loss_chunk, other.optimizer, other.offload)
+
+    def pair(r: Recipe) -> tuple[object, ...]:
+        return r.micro_batch, r.loss_chunk, r.optimizer, r.offload, r.parallel
+
+    return pair(mine) == pair(other)
 
 
 def describe(recipe: Recipe, layers: int) -> str:
     """The knobs that the search turns, in one line."""
     recompute = describe_recompute(Again.of(recipe), layers)
     loss = f"chunked {recipe.loss_chunk}" if recipe.loss == "chunked" else "plain"
+    mesh = "" if recipe.parallel.world == 1 else f", {describe_mesh(recipe.parallel)}"
     stowed = "" if recipe.offload == "none" else f", {recipe.offload} offloaded"
     within = ", updates in backward" if recipe.optimizer.in_backward else ""
     base = f" over {recipe.base_format}" if recipe.coding else ""
     return (
         f"{recipe.method} {recipe.precision}{base}, micro-batch {recipe.micro_batch}, "
-        f"recompute {recompute}, loss {loss}{within}{stowed}"
+        f"recompute {recompute}, loss {loss}{within}{stowed}{mesh}"
     )
 
 
@@ -259,7 +278,7 @@ def _learns(candidate: Candidate) -> tuple[str, ...]:
 
 def _knobs(candidate: Candidate) -> tuple[object, ...]:
     r = candidate.recipe
-    knobs = r.micro_batch, Again.of(r), r.loss_chunk, r.optimizer.in_backward
+    knobs = r.micro_batch, Again.of(r), r.loss_chunk, r.optimizer.in_backward, r.parallel
     return r.method, r.precision, r.offload, *knobs
 
 
@@ -316,19 +335,31 @@ def _plan(
 
 
 def predict(problem: Problem) -> Plan:
-    """The plan of a request that leaves nothing to decide; no search, no alternatives."""
-    return _plan(problem, _stated(problem), [], levers=())
+    """The plan of a request that leaves nothing to decide; no search, no alternatives.
+
+    A mesh that is left on `auto` cuts the model among all devices, and the plan says so.
+    """
+    return _plan(_with_mesh(problem), _stated(problem), [], levers=())
 
 
 def predict_with_levers(problem: Problem) -> Plan:
     """The same with every lever: about ten further predictions."""
     stated = _stated(problem)
-    return _plan(problem, stated, [], _levers(stated))
+    return _plan(_with_mesh(problem), stated, [], _levers(stated))
+
+
+def _with_mesh(problem: Problem) -> Problem:
+    request = problem.request
+    if request.parallel != "auto" or request.devices == 1:
+        return problem
+    said = f"parallel {describe_mesh(list_meshes(request)[0])} (not asked for)"
+    return msgspec.structs.replace(problem, assumptions=(*problem.assumptions, said))
 
 
 def _stated(problem: Problem) -> Candidate:
     """The one configuration of a request; raises InvalidRequest where it leaves several."""
     request = problem.request
+    check_described(request)
     stated = {
         "method": request.method, "precision": request.precision, "recompute": request.recompute,
         "loss": request.loss, "micro_batch": request.micro_batch,

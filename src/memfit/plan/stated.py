@@ -1,5 +1,7 @@
 """A request for many ranks as a recipe: what it states, and plain defaults for what it does not.
 
+A search (`plan.search`) decides the same knobs; `memfit certify REQUEST` does without one.
+
 Nothing is searched. What was left on `auto` becomes what is plainest, and is said.
 """
 
@@ -9,10 +11,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from memfit.errors import InvalidRequest
 from memfit.nouns import Noun
-from memfit.optimizers import find_optimizer
 from memfit.plan.again import find_recompute
+from memfit.plan.meshes import check_batch, stated_mesh
 from memfit.plan.problem import CHUNKS, Problem, first_recipe, read_problem
 from memfit.recipe import Parallel, Recipe
 from memfit.request import Request
@@ -34,10 +35,10 @@ def read_stated(request: Request) -> Stated:
     where ranks cannot have it), no recomputation, `loss: plain`, `micro_batch: 1`, the first kernel
     of attention that serves, and `parallel: {dp_shard: count x nodes}`.
     """
-    problem = read_problem(request, ranks=True)
-    parallel = _parallel(request)
+    problem = read_problem(request)
+    parallel = stated_mesh(request)
     micro = 1 if request.micro_batch == "auto" else request.micro_batch
-    _check_batch(request, parallel, micro)
+    check_batch(request, parallel)
     recipe = _recipe(problem, parallel, micro)
     found = {
         "method": recipe.method,
@@ -70,47 +71,13 @@ def _recipe(problem: Problem, parallel: Parallel, micro: int) -> Recipe:
         precision = "fp32" if problem.device.is_cpu else "bf16-mixed"
     recompute = find_recompute(request.recompute, problem.model.architecture.layers)
     chunked = request.loss == "chunked"
-    plain = first_recipe(problem, method=method, precision=precision)
-    optimizer = plain.optimizer
-    family = find_optimizer(optimizer)
-    can = [i for i in family.implementations if i not in family.unsharded_only]
-    undecided = request.optimizer.implementation == "auto"
-    if undecided and can and optimizer.implementation not in can:
-        optimizer = replace(optimizer, implementation=can[0])
+    plain = first_recipe(problem, method=method, precision=precision, parallel=parallel)
     return replace(
         plain,
-        optimizer=optimizer,
         recompute_blocks=recompute.full,
         selective_blocks=recompute.selective,
         loss="chunked" if chunked else "plain",
         loss_chunk=(request.loss_chunk or CHUNKS[0]) if chunked else 0,
         micro_batch=micro,
         accumulation=request.task.global_batch // (parallel.world * micro),
-        parallel=parallel,
     )
-
-
-def _parallel(request: Request) -> Parallel:
-    """The mesh asked for, of as many ranks as there are devices."""
-    devices, hardware = request.devices, request.hardware
-    if request.parallel == "auto":
-        return Parallel(dp_shard=devices)
-    asked = request.parallel
-    if asked.world != devices:
-        raise InvalidRequest(
-            f"`parallel` names {asked.world} ranks ({asked.dp_replicate} x {asked.dp_shard}), but"
-            f" `hardware` has {devices} devices: `count: {hardware.count}` x"
-            f" `nodes: {hardware.nodes}`",
-            hint="one rank a device: make the two products equal",
-        )
-    return asked.stated
-
-
-def _check_batch(request: Request, parallel: Parallel, micro: int) -> None:
-    batch, each = request.task.global_batch, parallel.world * micro
-    if batch % each:
-        raise InvalidRequest(
-            f"`task.global_batch: {batch}` is not a multiple of {each}: {parallel.world} ranks x"
-            f" `micro_batch: {micro}`",
-            hint=f"use `global_batch: {-(-batch // each) * each}`, or fewer ranks",
-        )

@@ -14,8 +14,10 @@ from memfit.ledger import Kind
 from memfit.model import DTYPE_BYTES, Model, TensorSpec
 from memfit.optimizers import Counted, find_optimizer
 from memfit.optimizers._offloaded import stays
+from memfit.parallelism.shards import local_model
 from memfit.plan.blocks import ROUNDING, Part, Parts, owner_of
 from memfit.plan.segments import Segment
+from memfit.plan.sharded import find_sharding, gradient_bytes
 from memfit.recipe import Recipe
 from memfit.sizes.meter import block_size
 from memfit.sizes.quantised import quantising_bytes
@@ -28,16 +30,20 @@ class Around(NamedTuple):
     """What is alive before the first micro-batch, and what follows the last."""
 
     loaded: Parts
+    padded: Parts  # the same from the first forward on: FSDP2 pads its shards then
     quantising: tuple[Parts, ...]  # while a weight is quantised, beside all that is loaded
     first: Segment  # clipping and the update that makes the optimizer's state
     later: Segment  # the same of every later step
     rounded: int  # what the blocks of all gradients are larger
 
 
-def around_micro_batches(model: Model, recipe: Recipe, device: Device) -> Around:
+def around_micro_batches(model: Model, recipe: Recipe, device: Device, rank: int = 0) -> Around:
     """See `Around`; raises InvalidRequest when the optimizer has no such implementation."""
-    made = _Around(model, recipe, device)
-    return Around(made.load(), made.quantise(), made.first(), made.later(), made.rounded())
+    made = _Around(model, recipe, device, rank)
+    loaded = padded = made.load(made.model)
+    if recipe.parallel.world > 1:
+        padded = made.load(local_model(model, recipe.parallel, 0))
+    return Around(loaded, padded, made.quantise(), made.first(), made.later(), made.rounded())
 
 
 class _Line:
@@ -69,15 +75,17 @@ def _sum(a: Parts, b: Parts) -> Parts:
 class _Around:
     """Sums over the weights of one model."""
 
-    def __init__(self, model: Model, recipe: Recipe, device: Device) -> None:
-        self.model, self.recipe, self.device = model, recipe, device
-        self.trainable = [w.spec for w in model.weights if w.trainable]
+    def __init__(self, model: Model, recipe: Recipe, device: Device, rank: int) -> None:
+        self.model = local_model(model, recipe.parallel, rank)
+        self.whole, self.recipe, self.device = model, recipe, device
+        self.sharding = find_sharding(recipe, rank)
+        self.trainable = [w.spec for w in self.model.weights if w.trainable]
         self.shared = False  # whether the states' shared tensors are counted already
 
-    def load(self) -> Parts:
+    def load(self, model: Model) -> Parts:
         """Parameters and buffers."""
         nbytes: dict[str, list[int]] = {}
-        for weight in self.model.weights:
+        for weight in model.weights:
             held = nbytes.setdefault(owner_of(weight.part), [])
             held += [spec.nbytes for spec in weight.stored.values()]
         a = self.model.architecture
@@ -125,6 +133,8 @@ class _Around:
         """What the gradients' blocks are larger."""
         none = self.device.is_cpu or self.recipe.optimizer.in_backward
         sizes = [] if none else [s.nbytes for s in self.trainable]
+        if sizes and self.sharding is not None:  # one buffer a unit
+            sizes = gradient_bytes(self.whole, self.sharding)
         return sum(block_size(n) - n for n in sizes)
 
     def _state(self, specs: Iterable[TensorSpec]) -> Parts:
@@ -150,7 +160,10 @@ class _Around:
         if not self.device.is_cpu:
             norms[Kind.WORKSPACE, "optimizer"] = foreach_norm([s.numel for s in self.trainable])
         line.note(norms)
-        line.note(hold(TEMPORARY, [*each, scalar * count, scalar], self.device))
+        if self.sharding is None or self.sharding.shards == 1:
+            line.note(hold(TEMPORARY, [*each, scalar * count, scalar], self.device))
+        else:  # the ranks' norms are squared, summed and their root taken, all of them at once
+            line.note(hold(TEMPORARY, [*each, *[scalar * count] * 4], self.device))
         line.add({TEMPORARY: scalar})  # the norm, held until the step has returned it
 
     def _update(self, specs: Sequence[TensorSpec]) -> Parts:

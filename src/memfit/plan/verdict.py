@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from memfit import units
+from memfit.catalog.overheads import find_outside
 from memfit.errors import MemoryUnknown
 from memfit.hardware import Device
 from memfit.ledger import Kind, Ledger
+from memfit.model import Model
+from memfit.recipe import Parallel
 from memfit.results import Memory, Verdict
 
 # What a prediction does not know without replaying the allocator, as a stated share and band:
@@ -14,18 +19,57 @@ ASSUMED_SLACK = 0.06
 ASSUMED_CONTEXT = units.GIB // 2
 
 
-def held(peak: int, device: Device) -> int:
+class Beside(NamedTuple):
+    """What many ranks need of a CUDA device beside the peak itself, bytes; see `find_beside`."""
+
+    streams: int = 0  # reserved for buffers of collectives, which have pools of their own
+    communicators: int = 0  # NCCL's, outside of torch's allocator
+
+
+ALONE = Beside()
+
+
+def find_beside(model: Model, parallel: Parallel, device: Device) -> Beside:
+    """Of this mesh; model: after its adapter.
+
+    Buffers are gathered and reduced on streams of their own, whose pools no other stream takes
+    from: a gathered unit and the next one, and this rank's gradients, in the largest case beside a
+    peak that has none of them. How much of it there is only the certificate's replay knows.
+    """
+    if parallel.world == 1 or device.is_cpu:
+        return ALONE
+    units: dict[str, int] = {}
+    gradients = 0
+    for w in model.weights:
+        unit = f"block {w.layer}" if w.layer >= 0 else w.part
+        gathered = 2 * w.numel  # in 16 bits; more only where nothing is
+        units[unit] = units.get(unit, 0) + gathered
+        gradients += w.nbytes // parallel.dp_shard if w.trainable else 0
+    outside, alone = find_outside(device, parallel), find_outside(device, Parallel())
+    known = outside is not None and alone is not None
+    return Beside(
+        streams=2 * max(units.values()) * (parallel.dp_shard > 1) + gradients,
+        communicators=outside.typical - alone.typical if known and outside and alone else 0,
+    )
+
+
+def held(peak: int, device: Device, beside: Beside = ALONE) -> int:
     """The bytes that a predicted peak is held against the usable line with."""
-    return peak if device.is_cpu else round(peak * (1 + ASSUMED_SLACK)) + ASSUMED_CONTEXT
+    if device.is_cpu:
+        return peak
+    return round(peak * (1 + ASSUMED_SLACK)) + ASSUMED_CONTEXT + sum(beside)
 
 
-def describe_memory(ledger: Ledger, device: Device, usable: int | None, because: str) -> Memory:
+def describe_memory(
+    ledger: Ledger, device: Device, usable: int | None, because: str, beside: Beside = ALONE
+) -> Memory:
     """The JSON's `memory` object of a prediction."""
     phase = ledger.peak_phase
     peak = ledger.total(phase)
-    reserved = None if device.is_cpu else round(peak * (1 + ASSUMED_SLACK))
-    total = None if reserved is None else reserved + ASSUMED_CONTEXT
-    least = peak if device.is_cpu else peak + ASSUMED_CONTEXT
+    context = ASSUMED_CONTEXT + beside.communicators
+    reserved = None if device.is_cpu else round(peak * (1 + ASSUMED_SLACK)) + beside.streams
+    total = None if reserved is None else reserved + context
+    least = peak if device.is_cpu else peak + context
     verdict: Verdict = "unproven"
     if usable is not None:
         verdict = "does_not_fit" if least > usable else "fits"
@@ -33,9 +77,14 @@ def describe_memory(ledger: Ledger, device: Device, usable: int | None, because:
             verdict = "at_risk"
     said = because
     if total is not None:
+        more = ""
+        if any(beside):
+            more = f", {units.show_gib(beside.streams)} in pools of collectives' streams"
+            more += f", NCCL's communicators {units.show_gib(beside.communicators)} (published)"
         said += (
-            f"; reserved is the allocated peak + {ASSUMED_SLACK:.0%} (assumed) and the context "
-            f"{units.show_gib(ASSUMED_CONTEXT)} (assumed): `memfit certify` replays the allocator"
+            f"; reserved is the allocated peak + {ASSUMED_SLACK:.0%} (assumed){more} and the"
+            f" context {units.show_gib(ASSUMED_CONTEXT)} (assumed): `memfit certify` replays the"
+            " allocator"
         )
     return Memory(
         peak_allocated=peak,

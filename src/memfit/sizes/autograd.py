@@ -24,7 +24,7 @@ FIRST = 1 << 62  # gradients are accumulated as soon as they are ready
 class Node:
     """One differentiable operation that ran."""
 
-    __slots__ = ("copies", "edges", "outputs", "rule", "saved", "sequence", "variable")
+    __slots__ = ("copies", "edges", "hooks", "outputs", "rule", "saved", "sequence", "variable")
 
     def __init__(self, meter: Meter, rule: Rule, inputs: Sequence[Tensor | None]) -> None:
         self.sequence = meter.sequence
@@ -32,6 +32,7 @@ class Node:
         self.copies = meter.copies  # its derivative stands for as many as itself
         self.rule = rule
         self.edges = [edge(t) for t in inputs]
+        self.hooks: tuple[Callable[[], None], ...] = ()  # run before it, in their order
         self.outputs: list[tuple[Shape, str]] = []
         self.saved: Any = ()
         self.variable: Tensor | None = None
@@ -115,6 +116,8 @@ def backward(loss: Tensor, passing: Callable[[int], None] = lambda sequence: Non
     while ready:
         node = heapq.heappop(ready)[2]
         passing(node.sequence)
+        for hook in node.hooks:
+            hook()
         meter.copies = node.copies
         outputs = _call(node, buffers.pop(node))
         meter.copies = 1

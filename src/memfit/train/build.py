@@ -29,6 +29,7 @@ from memfit.optimizers import find_optimizer
 from memfit.optimizers._in_backward import check_in_backward
 from memfit.optimizers._offloaded import check_offload
 from memfit.optimizers.low_bit import check_rounding
+from memfit.parallelism.limits import check_ranks
 from memfit.recipe import Recipe
 from memfit.sizes.kernels import heads_of
 from memfit.train import float8
@@ -193,8 +194,7 @@ def _check(recipe: Recipe) -> None:
     if recipe.optimizer.stochastic_rounding:
         check_rounding(recipe.optimizer.name, recipe.precision)
     check_objective(recipe)
-    if recipe.parallel.world > 1:
-        _check_ranks(recipe)
+    check_ranks(recipe)
     model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
     architecture, length = model.architecture, recipe.sequence_length
     frozen = any(not w.trainable for w in model.weights)
@@ -228,24 +228,4 @@ def _check(recipe: Recipe) -> None:
         raise InvalidRequest(
             f"recompute of {again} blocks, but `{model.name}` has {architecture.layers}",
             hint="use `recompute: full`",
-        )
-
-
-def _check_ranks(recipe: Recipe) -> None:
-    """What no rank of many can run."""
-    ranks, optimizer = recipe.parallel.world, recipe.optimizer
-    family = find_optimizer(optimizer)
-    if optimizer.implementation in family.unsharded_only:
-        can = [i for i in family.implementations if i not in family.unsharded_only]
-        other = f"implementation: {can[0]}" if can else "name: adamw"
-        raise InvalidRequest(
-            f"`{optimizer.implementation}` {optimizer.name} cannot update the shards of {ranks}"
-            f" ranks: {family.unsharded_because}",
-            hint=f"use `optimizer.{other}`",
-        )
-    if recipe.scaled:
-        raise InvalidRequest(
-            f"`precision: {recipe.precision}` skips steps that overflow, and {ranks} ranks do not"
-            " agree on which",
-            hint="use `precision: bf16-mixed`",
         )

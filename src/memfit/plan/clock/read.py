@@ -127,7 +127,7 @@ def read_layout(recipe: Recipe, shape: Shape, basis: Basis) -> Layout:
     return Layout(
         sequence=1.0 * recipe.sequence_length, micro_batch=1.0 * recipe.micro_batch,
         accumulation=1.0 * recipe.accumulation, dp=1.0 * p.dp, shard=1.0 * p.dp_shard,
-        zero=where(p.dp_shard * p.cp > 1, 1.0 * p.zero, 0.0), tp=1.0 * p.tp,
+        zero=_zero(recipe), kept=_kept(recipe), tp=1.0 * p.tp,
         sequence_parallel=1.0 if recipe.framework == "nanotron" else cuts_tokens,
         cp=1.0 * p.cp, pp=1.0 * p.pp, chunks=1.0 * p.virtual_pp, ep=1.0 * p.ep,
         repeated=share if whole else 0.0, selective=part if whole else share,
@@ -154,6 +154,19 @@ def read_layout(recipe: Recipe, shape: Shape, basis: Basis) -> Layout:
         references=float(recipe.references), heads=float(extra_heads(recipe)),
         remade=float("mlp" in recipe.lean),
     )  # fmt: skip
+
+
+def _zero(recipe: Recipe) -> Number:
+    """What is cut among ranks; memfit's own step reduces each block's gradients as ZeRO 3 does."""
+    p = recipe.parallel
+    if recipe.framework == "memfit":
+        return 3.0 if p.world > 1 else 0.0
+    return where(p.dp_shard * p.cp > 1, 1.0 * p.zero, 0.0)
+
+
+def _kept(recipe: Recipe) -> float:
+    """Whether memfit's own step keeps gathered weights until the backward."""
+    return float(recipe.framework == "memfit" and not recipe.parallel.reshard_after_forward)
 
 
 def extra_heads(recipe: Recipe) -> int:

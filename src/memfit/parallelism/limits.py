@@ -1,0 +1,29 @@
+"""What no rank of many can run, for plan and trainer alike."""
+
+from __future__ import annotations
+
+from memfit.errors import InvalidRequest
+from memfit.optimizers import find_optimizer
+from memfit.recipe import Recipe
+
+
+def check_ranks(recipe: Recipe) -> None:
+    """Raise InvalidRequest for what the ranks of a recipe cannot do together."""
+    ranks, optimizer = recipe.parallel.world, recipe.optimizer
+    if ranks == 1:
+        return
+    family = find_optimizer(optimizer)
+    if optimizer.implementation in family.unsharded_only:
+        can = [i for i in family.implementations if i not in family.unsharded_only]
+        other = f"implementation: {can[0]}" if can else "name: adamw"
+        raise InvalidRequest(
+            f"`{optimizer.implementation}` {optimizer.name} cannot update the shards of {ranks}"
+            f" ranks: {family.unsharded_because}",
+            hint=f"use `optimizer.{other}`",
+        )
+    if recipe.scaled:
+        raise InvalidRequest(
+            f"`precision: {recipe.precision}` skips steps that overflow, and {ranks} ranks do not"
+            " agree on which",
+            hint="use `precision: bf16-mixed`",
+        )

@@ -1,0 +1,86 @@
+"""How memfit's own step lies over many devices: the meshes that a request allows."""
+
+from __future__ import annotations
+
+from memfit.errors import InvalidRequest
+from memfit.recipe import Parallel
+from memfit.request import Request
+
+
+def list_meshes(request: Request) -> tuple[Parallel, ...]:
+    """The meshes to choose from: the one asked for; else what FSDP2 can make of all devices.
+
+    Weights cut among all ranks or among those of a node, of which the nodes hold copies, given up
+    after the forward or not; or whole on every rank (DDP). Raises InvalidRequest where the mesh
+    asked for is not of as many ranks as there are devices, or the global batch not a multiple.
+    """
+    if request.parallel != "auto":
+        found: tuple[Parallel, ...] = (stated_mesh(request),)
+    elif request.devices == 1:
+        return (Parallel(),)
+    else:
+        whole = request.devices
+        shards = dict.fromkeys((whole, request.hardware.count)) if whole > 1 else {}
+        found = tuple(
+            Parallel(dp_replicate=whole // n, dp_shard=n, reshard_after_forward=gives_up)
+            for n in shards
+            if n > 1
+            for gives_up in (True, False)
+        )
+        found = (*found, Parallel(dp_replicate=whole))
+    check_batch(request, found[0])
+    return found
+
+
+def stated_mesh(request: Request) -> Parallel:
+    """The mesh asked for, of as many ranks as there are devices; all cut where none is."""
+    devices, hardware = request.devices, request.hardware
+    if request.parallel == "auto":
+        return Parallel(dp_shard=devices)
+    asked = request.parallel
+    if asked.world != devices:
+        raise InvalidRequest(
+            f"`parallel` names {asked.world} ranks ({asked.dp_replicate} x {asked.dp_shard}), but"
+            f" `hardware` has {devices} devices: `count: {hardware.count}` x"
+            f" `nodes: {hardware.nodes}`",
+            hint="one rank a device: make the two products equal",
+        )
+    return asked.stated
+
+
+def check_described(request: Request) -> None:
+    """Raise InvalidRequest for what many ranks can do and no prediction describes yet."""
+    stated = (
+        ("objective: dpo", request.task.objective == "dpo"),
+        ("method: dora", request.method == "dora"),
+        ("offload: activations", request.offload == "activations"),
+    )
+    lacks = next((what for what, there in stated if there), "")
+    if request.ranks > 1 and lacks:
+        raise InvalidRequest(
+            f"`{lacks}` on {request.ranks} devices is not predicted yet",
+            hint="`memfit certify REQUEST` proves its memory; or plan it for one device",
+        )
+
+
+def check_batch(request: Request, parallel: Parallel) -> None:
+    """Raise InvalidRequest where the ranks' micro-batches do not make up the global batch."""
+    if parallel.world == 1:
+        return  # said in the words of one device
+    rows = 2 if request.task.objective == "dpo" else 1
+    micro = rows if request.micro_batch == "auto" else request.micro_batch
+    batch, each = request.task.global_batch, parallel.world * micro
+    if batch % each:
+        raise InvalidRequest(
+            f"`task.global_batch: {batch}` is not a multiple of {each}: {parallel.world} ranks x"
+            f" `micro_batch: {micro}`",
+            hint=f"use `global_batch: {-(-batch // each) * each}`, or fewer ranks",
+        )
+
+
+def describe_mesh(parallel: Parallel) -> str:
+    """In a line: `8 shards`, `2 copies x 8 shards, kept gathered`, `4 copies`."""
+    copies = f"{parallel.dp_replicate} copies" if parallel.dp_replicate > 1 else ""
+    shards = f"{parallel.dp_shard} shards" if parallel.dp_shard > 1 else ""
+    kept = "" if parallel.reshard_after_forward or not shards else ", kept gathered"
+    return " x ".join(part for part in (copies, shards) if part) + kept

@@ -1,0 +1,188 @@
+"""What one rank of many holds, predicted, against the trace of FSDP2's own code, to the byte."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from memfit import api, catalog
+from memfit.adapters import find_adapter
+from memfit.certify import trace
+from memfit.errors import InvalidRequest
+from memfit.families import read_model
+from memfit.hardware import Device
+from memfit.ledger import Kind, Phase
+from memfit.nouns import from_data
+from memfit.parallelism.shards import local_model
+from memfit.plan.clock.read import read_setting
+from memfit.plan.clock.step import predict_step
+from memfit.plan.memory import predict_memory
+from memfit.plan.meshes import list_meshes
+from memfit.recipe import Freeze, Parallel, Recipe
+from memfit.request import Request
+from memfit.sizes import Meter
+from memfit.sizes.sharding import Sharding, Shared, Unit
+from tiny_models import CONFIGS, make_recipe
+
+CPU, H100 = catalog.find_device("cpu-x86"), catalog.find_device("h100-sxm")
+TRACED = tuple(phase for phase in Phase if phase not in (Phase.SAVE, Phase.GENERATE))
+SCALARS = 16  # bytes
+UNEVEN = {**CONFIGS["llama"], "vocab_size": 251, "intermediate_size": 177}
+DEEP = {**CONFIGS["llama"], "num_hidden_layers": 6}
+MIXED = {"precision": "bf16-mixed"}
+OVER_BF16 = {**MIXED, "base_format": "bf16", "method": "lora"}
+TWO = Parallel(dp_shard=2)
+CASES = {
+    "2 shards of uneven weights, recomputed, accumulated, mixed": make_recipe(
+        config=UNEVEN, parallel=TWO, recompute_blocks=1, accumulation=3, **MIXED
+    ),
+    "2 copies of 3 shards, accumulated": make_recipe(
+        config=UNEVEN, parallel=Parallel(dp_replicate=2, dp_shard=3), accumulation=2, **MIXED
+    ),
+    "gathered weights kept, the head tied": make_recipe(
+        "gpt2", parallel=Parallel(dp_shard=2, reshard_after_forward=False)
+    ),
+    "lora over bf16, 8 shards": make_recipe(parallel=Parallel(dp_shard=8), **OVER_BF16),
+    "chunked, selective, in backward": make_recipe(
+        parallel=TWO, loss="chunked", loss_chunk=12, selective_blocks=1,
+        optimizer={"in_backward": True, "clip_norm": 0.0},
+    ),
+}  # fmt: skip
+SLOW = {
+    "4 copies, accumulated": make_recipe(
+        parallel=Parallel(dp_replicate=4), accumulation=2, **MIXED
+    ),
+    "64 shards, most of them empty": make_recipe(config=DEEP, parallel=Parallel(dp_shard=64)),
+    "bf16, packed": make_recipe(
+        "qwen2", parallel=TWO, precision="bf16", base_format="bf16", packing=True
+    ),
+    "last block trained": make_recipe(
+        config=DEEP, method="freeze", freeze=Freeze(last_blocks=1), parallel=Parallel(dp_shard=4)
+    ),
+    "experts": make_recipe("qwen3_moe", parallel=TWO, recompute_blocks=1, **MIXED),
+    "scaled embedding": make_recipe("gemma", parallel=TWO, **MIXED),
+}
+
+
+def held(recipe: Recipe, device: Device, rank: int) -> tuple[dict[Phase, int], ...]:
+    """Bytes of tensors at the peaks that a certificate of many ranks has: predicted, and traced."""
+    model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+    predicted = predict_memory(model, recipe, device, rank)
+    traced = trace(recipe, device, rank=rank).phases
+    phases = [phase for phase in TRACED if phase in traced]
+    return {p: predicted.live(p) for p in phases}, {p: traced[p] for p in phases}
+
+
+def assert_alike(predicted: dict[Phase, int], traced: dict[Phase, int]) -> None:
+    """To the byte, but for 0-dim results that a step's caller may still hold."""
+    for phase, nbytes in traced.items():
+        scalars = SCALARS if phase in (Phase.FIRST_STEP, Phase.OPTIMIZER_STEP) else 0
+        assert predicted[phase] == pytest.approx(nbytes, abs=scalars), phase
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_holds_what_is_predicted(name: str) -> None:
+    recipe = CASES[name]
+    last = recipe.parallel.world - 1  # holds the least: its shards are padded
+    predicted, traced = held(recipe, CPU, last)
+    assert set(traced) >= {Phase.FIRST_STEP, Phase.BACKWARD, Phase.OPTIMIZER_STEP, Phase.EVALUATE}
+    assert_alike(predicted, traced)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_a_rank_holds_what_is_predicted_in_more_cases(name: str) -> None:
+    predicted, traced = held(SLOW[name], CPU, 0)
+    assert_alike(predicted, traced)
+
+
+def test_the_fullest_rank_is_predicted_unless_another_is_asked_for() -> None:
+    recipe = make_recipe(config=UNEVEN, parallel=Parallel(dp_shard=5))
+    model = read_model(recipe.model)
+    peaks = [predict_memory(model, recipe, CPU, rank).peak for rank in range(5)]
+    assert predict_memory(model, recipe, CPU).peak == max(peaks) > min(peaks)
+
+
+def test_shards_of_all_ranks_are_the_model() -> None:
+    recipe = make_recipe(config=UNEVEN)
+    model, parallel = read_model(recipe.model), Parallel(dp_replicate=2, dp_shard=5)
+    locals_ = [local_model(model, parallel, rank) for rank in range(5)]
+    assert sum(part.parameters for part in locals_) == model.parameters
+
+
+def test_a_unit_fetches_the_one_before_it_while_its_backward_runs() -> None:
+    sharding = Sharding(shards=2, shard=0, copies=1, reshards=True, low="", wide="")
+    meter = Meter()
+    shared = Shared(meter, sharding, None)
+    units = [Unit(shared, "blocks", reshards=True) for _ in range(2)]
+    for unit in units:
+        unit.add((6, 4), "float32", trainable=False)
+        unit.gather()
+        unit.leave(unit.weights[0][0].detached())
+    shared.end_forward()
+    before = len(meter.asked)
+    units[1]._enter_backward()
+    gathered = [n for n, kind in zip(meter.asked, meter.kinds, strict=True)
+                if kind is Kind.ALL_GATHER][-3:]  # fmt: skip
+    assert len(meter.asked) - before == 3  # its buffer, its weights, and the other's buffer
+    assert gathered == [96, 96, 96]
+
+
+def ask(**changes: object) -> Request:
+    stated = {
+        "model": "llama-3.1-8b", "weights": "random", "method": "full", "precision": "bf16-mixed",
+        "recompute": "full", "loss": "plain", "micro_batch": 1,
+        "task": {"global_batch": 64, "sequence_length": 4096},
+        "hardware": {"device": "h100-sxm", "count": 8, "nodes": 8},
+    }  # fmt: skip
+    return from_data({**stated, **changes}, Request, where="a test")
+
+
+def test_predict_takes_what_certify_takes_of_many_devices() -> None:
+    """The peak that bench/results/ranks.json has for the same recipe, by the certificate."""
+    plan = api.predict(ask())
+    assert plan.recipe_digest == api.read_stated(ask()).recipe.digest
+    assert plan.memory.peak_allocated == pytest.approx(10_140_038_144, rel=0.02)
+    assert plan.assumptions[-1] == "parallel 64 shards (not asked for)"
+    assert "NCCL" in plan.memory.because
+
+
+def test_a_mesh_is_chosen_among_those_that_fit() -> None:
+    eight = {"device": "h100-sxm", "count": 8}
+    task = {"global_batch": 8, "sequence_length": 2048}
+    lean = ask(hardware=eight, limits={"memory": "40 GiB"}, task=task)
+    plan = api.plan(lean)
+    assert plan.recipe.parallel.dp_shard == 8  # 16 bytes a weight do not fit on each device
+    assert plan.memory.verdict == "fits"
+    labels = [row.label for row in plan.considered]
+    assert any("8 copies" in label for label in labels)
+
+
+def test_meshes_of_several_nodes() -> None:
+    found = {(p.dp_replicate, p.dp_shard) for p in list_meshes(ask())}
+    assert found == {(1, 64), (8, 8), (64, 1)}
+    assert len(list_meshes(ask(parallel={"dp_shard": 64}))) == 1
+    with pytest.raises(InvalidRequest, match="names 8 ranks"):
+        list_meshes(ask(parallel={"dp_shard": 8}))
+    with pytest.raises(InvalidRequest, match="64 ranks x `micro_batch: 2`"):
+        list_meshes(ask(micro_batch=2))
+
+
+@pytest.mark.parametrize("changes", [
+    {"task": {"global_batch": 128, "objective": "dpo"}, "micro_batch": 2}, {"method": "dora"},
+    {"offload": "activations"},
+])  # fmt: skip
+def test_what_no_prediction_describes_is_refused_and_certified(changes: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest, match="on 64 devices is not predicted yet") as error:
+        api.predict(ask(**changes))
+    assert "memfit certify" in error.value.hint
+
+
+def test_weights_that_stay_gathered_are_fetched_once() -> None:
+    recipe = replace(make_recipe(parallel=Parallel(dp_shard=8), **MIXED), device="h100-sxm")
+    kept = replace(recipe, parallel=Parallel(dp_shard=8, reshard_after_forward=False))
+    model = read_model(recipe.model)
+    again, once = (
+        predict_step(read_setting(r, model, H100)).gathering for r in (recipe, kept)
+    )  # fmt: skip
+    assert 0 < once < again
