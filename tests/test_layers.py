@@ -56,12 +56,14 @@ LAYERS = [
         "timeline_files",
         "step_trace",
         "curve",
+        "runs",
+        "step_memory",
         "calibrating",
         "export",
         "check",
         "api",
     },
-    {"cli", "screens"},
+    {"cli", "screens", "ui"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 HEAVY = {

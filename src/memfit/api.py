@@ -29,6 +29,7 @@ from memfit.reading import change as change
 from memfit.reading import put as put
 from memfit.reading import read as read
 from memfit.reading import read_certificate as read_certificate
+from memfit.reading import read_data as read_data
 from memfit.recipe import Recipe
 from memfit.request import Request
 from memfit.results import Certificate, Diff, Merged, Plan, Report, Run
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
     from memfit.plan.solve import Solved
     from memfit.plan.stated import Stated
     from memfit.plan.why_not import WhyNot
+    from memfit.runs import RunRow, RunView
+    from memfit.step_memory import StepMemory
     from memfit.train.progress import Progress
 
 LIBRARIES = (
@@ -62,8 +65,10 @@ LIBRARIES = (
 )  # fmt: skip
 
 
-def plan(request: Request, *, device: Device | None = None) -> Plan:
+def plan(request: Request, *, device: Device | None = None, levers: bool = True) -> Plan:
     """Decide every `auto`. The verdict is `does_not_fit` when nothing meets the limits.
+
+    levers: False leaves out what each knob turned would save, which takes most of the time.
 
     Of another framework's step every mesh of all devices is tried, too.
     """
@@ -71,7 +76,7 @@ def plan(request: Request, *, device: Device | None = None) -> Plan:
         from memfit.plan import joint  # its columns are numpy's
 
         return joint.search(request)
-    return search.search(problems.read_problem(request, device=device))
+    return search.search(problems.read_problem(request, device=device), levers=levers)
 
 
 def compare(request: Request, devices: str, objective: str = "fastest") -> Comparison:
@@ -226,6 +231,13 @@ def export(plan: Plan, target: str) -> Export:
     from memfit import export as exporting
 
     return exporting.export(plan, target)
+
+
+def export_targets() -> list[str]:
+    """Names of the tools that a plan can be written for."""
+    from memfit.export import exports
+
+    return exports.names()
 
 
 def check(files: Sequence[Path], data: dict[str, Any]) -> tuple[Checked, Plan]:
@@ -420,6 +432,37 @@ def time_exchanges(network: Fabric) -> tuple[look_up.Exchange, ...]:
 def supported_families() -> list[str]:
     """Names of the model families that can be planned and trained."""
     return families.families.names()
+
+
+def supported_frameworks() -> list[str]:
+    """Names of the frameworks whose steps can be planned, memfit's own first."""
+    from memfit.plan.frameworks import frameworks
+
+    return ["memfit", *(name for name in frameworks.names() if name != "memfit")]
+
+
+def list_runs(root: Path) -> tuple[RunRow, ...]:
+    """The run folders below a folder, the newest first."""
+    from memfit import runs
+
+    return runs.list_runs(root)
+
+
+def read_run(root: Path, name: str, after: int = 0) -> RunView:
+    """A run below a folder, and the steps of its log above `after`; InvalidRequest elsewhere."""
+    from memfit import runs
+
+    return runs.read_run(root, name, after)
+
+
+def draw_step(request: Request, *, rank: int | None = None) -> StepMemory:
+    """Certify what a request plans, with its memory over the events of a step.
+
+    rank: of many devices; None takes the fullest. Raises NotCertified, InvalidRequest.
+    """
+    from memfit import step_memory
+
+    return step_memory.draw_step(request, rank, plan)
 
 
 def calibrate(

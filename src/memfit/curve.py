@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from memfit import units
 from memfit.certify.recording import Recording
 from memfit.ledger import Kind
 from memfit.results import Tensor
+from memfit.words import PHASES
 
 STRETCHES = 700  # that a long tape is cut into; each gives its highest and its lowest event
 
@@ -128,3 +129,30 @@ def name_of(tensor: Tensor) -> str:
     """Operator, dtype and shape in a few words."""
     shape = f" {tensor.dtype} {list(tensor.shape)}" if tensor.dtype else ""
     return f"{tensor.op}{shape}"
+
+
+def pack(curve: Curve) -> dict[str, Any]:
+    """What a page needs to draw and to read the curve; texts once each.
+
+    A point is (event, bytes of tensors, phase, what, where, bytes reserved, bytes by kind), of
+    which phase, what and where are indices of `strings`; `peak` is the index of a point.
+    """
+    strings: dict[str, int] = {}
+
+    def number(words: str) -> int:
+        return strings.setdefault(words, len(strings))
+
+    def row(p: Point) -> list[Any]:
+        phase = number(PHASES.get(p.phase, p.phase))
+        return [p.event, p.total, phase, number(p.what), number(p.where), p.reserved, p.kinds]
+
+    rows = [row(p) for p in curve.points]
+    peak = next((i for i, p in enumerate(curve.points) if p.event == curve.peak.event), 0)
+    return {
+        "events": curve.events,
+        "kinds": curve.kinds,
+        "peak": peak,
+        "points": rows,
+        "stretches": curve.stretches,
+        "strings": list(strings),
+    }

@@ -42,12 +42,13 @@ def certify(
     usable: int | None = None,
     request: Request | None = None,
     tape: Path | None = None,
+    rank: int | None = None,
 ) -> Certificate:
     """Run the recipe's own step on fake tensors of its device; raises NotCertified.
 
     With a request that names data, on shapes that bound all micro-batches of that data; else on
     the rows of `shapes.bounds_of`. tape: where a `certify.recording` is written, for
-    `write_timeline`.
+    `write_timeline`. rank: of the recipe's mesh; None certifies the fullest.
     """
     from memfit import certify as certification
 
@@ -57,7 +58,9 @@ def certify(
         from memfit.train.prepare import find_bounds
 
         data, held_out = find_bounds(request, recipe)
-    return certification.certify(recipe, device, usable, data=data, held_out=held_out, tape=tape)
+    return certification.certify(
+        recipe, device, usable, data=data, held_out=held_out, tape=tape, rank=rank
+    )
 
 
 def _device_of(recipe: Recipe) -> Device:

@@ -13,6 +13,7 @@ from memfit.nouns import from_data, to_data
 from memfit.request import Request, read_yaml
 from memfit.results import Certificate
 
+OPTIONS = "the options"
 SCHEMA = 1  # of certificates that this memfit reads
 # a key that only this file of a run folder has, the most telling first
 TELLING = {
@@ -29,10 +30,14 @@ def read(target: str | Path, *, changes: Mapping[str, Any] | None = None, **keys
     path = Path(target)
     is_file = path.suffix in (".yaml", ".yml", ".json") and path.name != "config.json"
     data = read_yaml(path) if is_file else {"model": str(target)}
-    where = str(target) if is_file else "the options"
     for key, value in {**(changes or {}), **_dotted(keys)}.items():
         put(data, key, value)
-    return from_data(data, Request, where=where)
+    return read_data(data, where=str(target) if is_file else OPTIONS)
+
+
+def read_data(data: Mapping[str, Any], *, where: str = "") -> Request:
+    """A request from the content of a request.yaml; where: what errors call it."""
+    return from_data(data, Request, where=where or OPTIONS)
 
 
 def _dotted(keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ Auto = Literal["auto"]
 Positive = Annotated[int, msgspec.Meta(ge=1, description="a whole number, 1 or more")]
 NotNegative = Annotated[int, msgspec.Meta(ge=0, description="a whole number, 0 or more")]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0, description="a number above 0")]
+Rows = Annotated[int, msgspec.Meta(ge=1, le=2**40, description="a whole number, 1 to 2^40")]
 Truth = Annotated[bool, msgspec.Meta(description="true, false or auto")]  # beside `Auto`
 NotNegativeFloat = Annotated[float, msgspec.Meta(ge=0, description="a number, 0 or more")]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1, description="a number above 0, up to 1")]
@@ -47,7 +48,7 @@ class Task(Noun, frozen=True, kw_only=True):
     evaluation: str = ""  # held-out data of the same kinds
     sequence_length: Positive | Auto = "auto"
     packing: Truth | Auto = "auto"  # auto: except of pairs, which are compared row by row
-    global_batch: Positive = 16
+    global_batch: Rows = 16
     steps: Positive | None = None
     epochs: PositiveFloat | None = None
     tokens: Positive | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from math import inf
 
 from memfit.errors import InvalidRequest
 
@@ -63,7 +64,9 @@ def _parse(text: object, what: str, units: Mapping[str, float], example: str) ->
     value = float(match[1].replace(",", "").replace("_", ""))
     if value < 0:
         raise InvalidRequest(f"{what} is negative: `{text}`", hint=f"for example `{example}`")
-    return value * units[match[2]]
+    if (found := value * units[match[2]]) == inf:
+        raise InvalidRequest(f"{what} is beyond all numbers: `{text}`", hint=f"such as `{example}`")
+    return found
 
 
 def parse_bytes(text: object) -> int:

@@ -18,7 +18,10 @@ from memfit import __version__
 from memfit.errors import Error, InvalidRequest, UnknownName
 
 INTERRUPTED = 130
-TRAINING = {"torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "numpy"}
+EXTRAS = {
+    "train": ("torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "numpy"),
+    "ui": ("starlette", "uvicorn"),
+}
 REPORT_TO = "please report it with the output of `memfit doctor` and MEMFIT_DEBUG=1"
 # verb -> module of `memfit.cli` that holds it; the order is that of --help
 VERBS = {
@@ -30,6 +33,7 @@ VERBS = {
     "train": "running",
     "measure": "running",
     "report": "running",
+    "ui": "window",
     "generate": "running",
     "merge": "running",
     "launch": "neighbours",
@@ -112,11 +116,13 @@ def run(work: Callable[[], object]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] not in TRAINING:
+        name = (error.name or "").split(".")[0]
+        extra = next((extra for extra, names in EXTRAS.items() if name in names), None)
+        if extra is None:
             return _bug(error)
         missing = InvalidRequest(
             f"this needs `{error.name}`, which is not installed",
-            hint="pip install 'memfit[train]'",
+            hint=f"pip install 'memfit[{extra}]'",
         )
         return _say(missing.message, missing.hint, missing.exit_code)
     except Exception as error:

@@ -17,6 +17,15 @@ _SAME_ACTIVATION = {"swish": "silu"}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
+MOST = 2**40  # of any size; far beyond what anybody trains
+# of what memfit goes through one by one
+MOST_PIECES = 10_000
+PIECES = (
+    "num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "num_experts",
+    "num_local_experts", "n_routed_experts", "n_shared_experts",
+)  # fmt: skip
+
+
 def size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """A whole number above 0; `default` when the key is absent, required without a default."""
     value = config.get(key, default)
@@ -27,6 +36,9 @@ def size(config: Mapping[str, Any], key: str, default: int | None = None) -> int
         )
     if type(value) is not int or value < 1:
         raise InvalidRequest(f"`{key}: {value!r}` in config.json is not a whole number above 0")
+    most = MOST_PIECES if key in PIECES else MOST
+    if value > most:
+        raise InvalidRequest(f"`{key}: {value}` in config.json is above {most}, memfit's most")
     return value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -294,7 +295,8 @@ def _count(model: Model) -> int:
 
 def divisors(n: int) -> list[int]:
     """All divisors of n, ascending."""
-    return [d for d in range(1, n + 1) if n % d == 0]
+    low = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return [*low, *(n // d for d in reversed(low) if d * d != n)]
 
 
 def find_steps(request: Request, *, length: int) -> int:

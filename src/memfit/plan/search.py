@@ -43,8 +43,10 @@ from memfit.results import Considered, Plan
 SHOWN = 5  # runners-up and rejected ones that a plan keeps
 
 
-def search(problem: Problem) -> Plan:
+def search(problem: Problem, *, levers: bool = True) -> Plan:
     """The plan of a request: its best recipe, or the nearest miss with verdict `does_not_fit`.
+
+    levers: False leaves them out, which take most of the time.
 
     Raises DoesNotFit where what fits would exceed `limits.time` or `limits.cost`.
     """
@@ -55,7 +57,7 @@ def search(problem: Problem) -> Plan:
         tried: list[Candidate] = []
         best = _fastest_of_meshes(start, tried)
         if best is not None:
-            plan = _plan(problem, best, tried, _levers(best))
+            plan = _plan(problem, best, tried, _levers(best) if levers else ())
             over = find_excess(plan)
             if over is None:
                 said = (*plan.assumptions, *find_unjudged(plan))
@@ -65,7 +67,7 @@ def search(problem: Problem) -> Plan:
     if excess is not None:
         raise excess
     nearest = min(failed, key=lambda c: c.needs)
-    return _plan(problem, nearest, failed, _levers(nearest))
+    return _plan(problem, nearest, failed, _levers(nearest) if levers else ())
 
 
 def _fastest_of_meshes(start: Candidate, tried: list[Candidate]) -> Candidate | None:

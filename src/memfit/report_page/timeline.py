@@ -10,12 +10,11 @@ import base64
 import hashlib
 from collections.abc import Iterable, Sequence
 from math import floor, log10
-from typing import Any
 
 import msgspec
 
 from memfit import units
-from memfit.curve import Curve, Point
+from memfit.curve import Curve, pack
 from memfit.plan.verdict import needs
 from memfit.report_page.parts import key, section, table, text
 from memfit.report_page.style import STYLE
@@ -99,7 +98,7 @@ def render_timeline(curve: Curve, certificate: Certificate) -> str:
             section("Holds for", f"<ul>{_items(certificate.bounds)}</ul>"),
         )
     )
-    data = msgspec.json.encode(_data(curve)).decode().replace("<", "\\u003c")
+    data = msgspec.json.encode(pack(curve)).decode().replace("<", "\\u003c")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
@@ -296,25 +295,3 @@ def _blocks(tensors: Sequence[Tensor]) -> str:
     more = len(tensors) - len(rows)
     said = f'<p class="soft small">{more} more rows in certificate.json</p>' if more > 0 else ""
     return table(heads, rows, numbers=2) + said
-
-
-def _data(curve: Curve) -> dict[str, Any]:
-    """What the reading needs; texts once each."""
-    strings: dict[str, int] = {}
-
-    def number(words: str) -> int:
-        return strings.setdefault(words, len(strings))
-
-    def row(p: Point) -> list[Any]:
-        phase = number(PHASES.get(p.phase, p.phase))
-        return [p.event, p.total, phase, number(p.what), number(p.where), p.reserved, p.kinds]
-
-    rows = [row(p) for p in curve.points]
-    peak = next((i for i, p in enumerate(curve.points) if p.event == curve.peak.event), 0)
-    return {
-        "events": curve.events,
-        "kinds": curve.kinds,
-        "peak": peak,
-        "points": rows,
-        "strings": list(strings),
-    }

@@ -1,0 +1,153 @@
+"""Every question that reads: a name, and what of the query it takes. Answers are JSON as bytes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from memfit import __version__, api
+from memfit.errors import InvalidRequest
+from memfit.ui.asking import Pairs, read_asked, read_changes
+from memfit.words import COLOURS, PHASES, VERDICTS
+
+KEPT = 512  # answers; a plan is about 30 kB
+# the planner keeps what it has worked out in tables of the process: one question at a time
+planning = threading.Lock()
+Query = Mapping[str, str]
+
+
+def encode(noun: object) -> bytes:
+    """JSON as the command line's `--json`, without its indentation."""
+    return msgspec.json.encode(noun)
+
+
+class Words(msgspec.Struct, frozen=True):
+    """What the page calls things, so that it says what the terminal says."""
+
+    version: str
+    verdicts: dict[str, str]
+    phases: dict[str, str]
+    colours: dict[str, str]
+    families: list[str]
+    targets: list[str]
+    frameworks: list[str]
+
+
+@lru_cache(maxsize=1)
+def words() -> bytes:
+    """`words`: names and colours, and what can be chosen."""
+    return encode(
+        Words(
+            version=__version__, verdicts=VERDICTS, phases=PHASES, colours=COLOURS,
+            families=api.supported_families(), targets=api.export_targets(),
+            frameworks=api.supported_frameworks(),
+        )
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def models() -> bytes:
+    """`memfit models --json`."""
+    return encode(api.models())
+
+
+@lru_cache(maxsize=1)
+def devices() -> bytes:
+    """`memfit devices --json`."""
+    return encode(api.devices())
+
+
+@lru_cache(maxsize=KEPT)
+def plan(pairs: Pairs) -> bytes:
+    """`memfit plan --json`."""
+    with planning:
+        return encode(api.plan(read_asked(pairs)))
+
+
+@lru_cache(maxsize=KEPT)
+def draft(pairs: Pairs) -> bytes:
+    """The same without its levers, which take most of the time: what is shown while one drags."""
+    with planning:
+        return encode(api.plan(read_asked(pairs), levers=False))
+
+
+@lru_cache(maxsize=KEPT)
+def why_not(pairs: Pairs) -> bytes:
+    """`memfit plan --why-not KEY=VALUE`; the keys are those that begin with `why_not.`."""
+    asked = tuple((key, text) for key, text in pairs if not key.startswith("why_not."))
+    changed = (
+        (key.removeprefix("why_not."), text) for key, text in pairs if (key, text) not in asked
+    )
+    changes = read_changes(changed)
+    if not changes:
+        raise InvalidRequest("nothing is asked about", hint="set a key: `why_not.micro_batch=8`")
+    with planning:
+        return encode(api.why_not(read_asked(asked), changes))
+
+
+@lru_cache(maxsize=KEPT)
+def compare(pairs: Pairs) -> bytes:
+    """`memfit plan --devices A:8,B:64 --objective fastest`."""
+    query = dict(pairs)
+    offers, objective = query.pop("devices", ""), query.pop("objective", "") or "fastest"
+    with planning:
+        return encode(api.compare(read_asked(tuple(query.items())), offers, objective))
+
+
+@lru_cache(maxsize=KEPT)
+def export(pairs: Pairs) -> bytes:
+    """`memfit export MODEL --to TARGET --json`."""
+    query = dict(pairs)
+    target = query.pop("to", "")
+    with planning:
+        made = api.plan(read_asked(tuple(query.items())), levers=False)
+        return encode(api.export(made, target))
+
+
+@lru_cache(maxsize=KEPT)
+def budget(pairs: Pairs) -> bytes:
+    """`memfit budget --json`: texts with units."""
+    known: dict[str, Any] = {key: text for key, text in pairs if text}
+    for name in known:
+        if name not in BUDGET:
+            raise InvalidRequest(f"`{name}` is no figure of a budget", hint=f"one of {SAID}")
+    for name, read in (("mfu", float), ("context", int), ("sequences", int)):
+        if name in known:
+            known[name] = _number(name, known[name], read)
+    return encode(api.budget(**known))
+
+
+BUDGET = (
+    "parameters", "tokens", "compute", "device_hours", "devices", "time", "cost", "device",
+    "dtype", "peak", "price", "mfu", "inference_memory", "context", "sequences",
+)  # fmt: skip
+SAID = ", ".join(BUDGET)
+
+
+def _number(name: str, text: str, read: Callable[[str], float]) -> float:
+    try:
+        return read(text)
+    except ValueError:
+        raise InvalidRequest(f"`{name}: {text}` is not a number") from None
+
+
+ASKED: dict[str, Callable[[Pairs], bytes]] = {
+    "plan": plan, "draft": draft, "why_not": why_not, "compare": compare, "export": export,
+    "budget": budget,
+}  # fmt: skip
+TOLD: dict[str, Callable[[], bytes]] = {"words": words, "models": models, "devices": devices}
+
+
+def list_runs(root: Path) -> bytes:
+    """Every run folder below `root`."""
+    return encode(api.list_runs(root))
+
+
+def read_run(root: Path, name: str, after: int) -> bytes:
+    """A run's report, and the steps of its log after one."""
+    return encode(api.read_run(root, name, after))

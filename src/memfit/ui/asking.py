@@ -1,0 +1,73 @@
+"""From a query string to a request: keys and values are those of `--set`, `model` is the target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import PurePath
+from typing import Any
+
+import msgspec
+
+from memfit import api
+from memfit.cli.options import read_value
+from memfit.errors import InvalidRequest
+from memfit.request import Request
+
+Pairs = tuple[tuple[str, str], ...]
+FILES = (".yaml", ".yml", ".json")
+
+
+def read_asked(pairs: Pairs) -> Request:
+    """The request that `memfit plan MODEL --set KEY=VALUE …` reads.
+
+    Raises InvalidRequest and UnknownName with the command line's own text; and where `model` names
+    a file outside the folder in which the server was started.
+    """
+    return read_model(pairs, read_changes(pairs))
+
+
+def read_changes(pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """All keys but `model`; an empty value leaves a key as it is."""
+    return {key: read_value(key, text) for key, text in pairs if key != "model" and text != ""}
+
+
+def read_model(pairs: Pairs, changes: dict[str, Any]) -> Request:
+    """The request of the model named, or of the config.json that stands there instead."""
+    model = dict(pairs).get("model", "").strip()
+    if not model:
+        raise InvalidRequest(
+            "no model was named", hint="choose one of the catalogue, or paste its config.json"
+        )
+    if not model.startswith("{"):
+        _check_place(model)
+        return api.read(model, changes=changes)
+    data: dict[str, Any] = {"model": _read_config(model)}
+    for key, value in changes.items():
+        api.put(data, key, value)
+    return api.read_data(data)
+
+
+def _read_config(text: str) -> dict[str, Any]:
+    try:
+        config = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(
+            f"the pasted config.json is not JSON: {error}",
+            hint="paste the whole file, from `{` to `}`",
+        ) from None
+    return dict(config)
+
+
+def _check_place(model: str) -> None:
+    """A folder may be named where the server was started, and below; a request's file may not."""
+    path = PurePath(model)
+    if path.is_absolute() or ".." in path.parts or model.startswith("~") or "\0" in model:
+        raise InvalidRequest(
+            f"`{model}` is not below the folder in which `memfit ui` was started",
+            hint="start it there, or paste the model's config.json",
+        )
+    if path.suffix in FILES:
+        raise InvalidRequest(
+            f"`{model}` is a file, and the page takes a model",
+            hint=f"`memfit plan {model}` reads it; the page takes a name, a folder or a config",
+        )

@@ -1,0 +1,89 @@
+"""Who may ask: this machine's own page. Every answer forbids the page all but itself."""
+
+from __future__ import annotations
+
+import secrets
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+TOKEN = "x-memfit-token"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LARGEST = 2**20  # bytes of what is sent here
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-store",
+}
+
+
+class Guard:
+    """ASGI middleware; a refusal says its reason as every other error does."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self.app, self.token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what may be asked, with the headers put on its answer."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers[name] = value
+            await send(message)
+
+        refused = self._refuse(scope)
+        if refused is None:
+            await self.app(scope, receive, send_guarded)
+            return
+        status, reason, hint = refused
+        body = {"error": reason, "hint": hint, "exit_code": 2}
+        await JSONResponse(body, status)(scope, receive, send_guarded)
+
+    def _refuse(self, scope: Scope) -> tuple[int, str, str] | None:
+        """Status, reason and hint; None for what may be asked."""
+        headers = Headers(scope=scope)
+        host = headers.get("host", "")
+        if _name_of(host) not in LOOPBACK:  # another name that was made to point here
+            return 403, f"`{host}` is not this machine", "open the address that `memfit ui` printed"
+        origin = headers.get("origin")
+        if origin is not None and origin != f"http://{host}":
+            return 403, f"a page of `{origin}` may not ask here", ""
+        if headers.get("sec-fetch-site") in ("cross-site", "same-site") and scope["path"] != "/":
+            return 403, "a page of another origin may not ask here", ""
+        if scope["method"] not in ("GET", "HEAD"):
+            return self._refuse_change(headers)
+        return None
+
+    def _refuse_change(self, headers: Headers) -> tuple[int, str, str] | None:
+        """What starts work or writes takes the token, which other pages cannot know."""
+        given = headers.get(TOKEN, "")
+        if not secrets.compare_digest(given.encode(), self.token.encode()):
+            said = "the token is missing" if not given else "the token is of another server"
+            return 403, said, "open the address that `memfit ui` printed"
+        length = headers.get("content-length", "")
+        if not length.isdecimal():
+            return 411, "what is sent must say its length", ""
+        if int(length) > LARGEST:
+            return 413, f"{length} B were sent, and {LARGEST} B are the most", ""
+        return None
+
+
+def _name_of(host: str) -> str:
+    """Without its port."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""

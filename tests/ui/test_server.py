@@ -1,0 +1,288 @@
+"""What the page's server answers, and whom it refuses."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.parse
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from memfit import api
+from memfit.export import exports
+from memfit.nouns import to_json
+from memfit.request import Request
+
+ROOT = Path(__file__).parent.parent.parent
+SMALL = {"model": "pythia-70m", "hardware.device": "rtx-4090"}
+
+
+def ask(server, path, *, method="GET", body=None, **headers):
+    """(status, headers, body) of one request on a connection of its own."""
+    link = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+    try:
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        link.request(method, path, body, names)
+        answer = link.getresponse()
+        return answer.status, dict(answer.headers), answer.read()
+    finally:
+        link.close()
+
+
+def query(keys):
+    return urllib.parse.urlencode(keys, errors="surrogatepass")
+
+
+def refused(server, path, status, words, **more):
+    found, _, body = ask(server, path, **more)
+    said = json.loads(body)
+    assert (found, set(said)) == (status, {"error", "hint", "exit_code"}), body
+    assert words in said["error"], said
+    return said
+
+
+def test_answers_are_what_the_verbs_print_with_json(server):
+    asked = api.read("pythia-70m", changes={"hardware.device": "rtx-4090", "micro_batch": 2})
+    words = query({**SMALL, "micro_batch": "2"})
+    plan = api.plan(asked)
+    for path, verb in (
+        (f"/api/plan?{words}", lambda: plan),
+        (f"/api/draft?{words}", lambda: api.plan(asked, levers=False)),
+        (f"/api/export?{words}&to=trl", lambda: api.export(plan, "trl")),
+        (f"/api/why_not?{words}&why_not.micro_batch=4",
+         lambda: api.why_not(asked, {"micro_batch": 4})),
+        (f"/api/compare?{words}&devices=rtx-4090,rtx-3090&objective=cheapest",
+         lambda: api.compare(asked, "rtx-4090,rtx-3090", "cheapest")),
+        ("/api/budget?parameters=7B&devices=8&device=h100-sxm",
+         lambda: api.budget(parameters="7B", devices="8", device="h100-sxm")),
+        ("/api/models", api.models),
+        ("/api/devices", api.devices),
+    ):  # fmt: skip
+        status, headers, body = ask(server, path)
+        assert status == 200, body
+        assert headers["content-type"] == "application/json"
+        assert json.loads(body) == json.loads(to_json(verb())), path
+
+
+def test_a_draft_is_the_plan_without_its_levers(server):
+    whole, draft = (
+        json.loads(ask(server, f"/api/{verb}?{query(SMALL)}")[2]) for verb in ("plan", "draft")
+    )
+    assert whole.pop("levers")
+    assert draft.pop("levers") == []
+    assert draft == whole
+
+
+def test_every_target_can_be_asked_for(server):
+    told = json.loads(ask(server, "/api/words")[2])
+    assert told["targets"] == exports.names()
+    assert told["frameworks"][0] == "memfit"
+
+
+CASES = [
+    ({"model": "llama-3.1-8c"}, "unknown model: `llama-3.1-8c`", "did you mean"),
+    ({"model": ""}, "no model was named", "catalogue"),
+    ({"sequence": "1"}, "unknown key `sequence`", "known keys"),
+    ({"task.global_batch": "0"}, "`task.global_batch: 0`", "whole number"),
+    ({"task.global_batch": str(10**18)}, "expected `int` <=", "2^40"),
+    ({"limits.memory": "12 apples"}, "cannot read `12 apples` as a memory size", "72 GiB"),
+    ({"limits.memory": "1e400 GiB"}, "beyond all numbers", "72 GiB"),
+    ({"method": "[a"}, "cannot read the value of", "in one line"),
+    ({"model": '{"model_type": '}, "the pasted config.json is not JSON", "whole file"),
+    ({"model": '{"model_type":"llama"}'}, "lacks `hidden_size`", "complete"),
+    ({"hardware.count": "8"}, "8 devices", "memfit"),
+    ({"model": "../../etc"}, "not below the folder", "paste"),
+    ({"model": "/etc"}, "not below the folder", "paste"),
+    ({"model": "~/x"}, "not below the folder", "paste"),
+    ({"model": "request.yaml"}, "is a file", "memfit plan"),
+    ({"hardware.x.y": "1"}, "unknown key", "known keys"),
+    ({"hardware.device.x": "1"}, "holds a value, not keys", ""),
+]
+
+
+@pytest.mark.parametrize(("keys", "error", "hint"), CASES)
+def test_errors_carry_the_command_lines_text_and_hint(server, keys, error, hint):
+    said = refused(server, f"/api/plan?{query({**SMALL, **keys})}", 400, error)
+    assert hint in said["hint"]
+    assert said["exit_code"] == 2
+
+
+def test_a_limit_that_nothing_meets_is_told_as_such(server):
+    path = f"/api/plan?{query({**SMALL, 'limits.cost': '0.000001 USD'})}"
+    assert refused(server, path, 422, "USD")["exit_code"] == 3
+
+
+def layers_of(n):
+    return json.dumps({
+        "model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 80,
+        "num_hidden_layers": n, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    })  # fmt: skip
+
+
+def test_numbers_beyond_all_models_are_refused_at_once(server):
+    keys = {"hardware.device": "rtx-4090", "model": layers_of(10**8)}
+    refused(server, f"/api/draft?{query(keys)}", 400, "is above 10000, memfit's most")
+
+
+# what a value may be written as: most are wrong for any key
+VALUES = st.one_of(
+    st.sampled_from([
+        "-1", "1.5", "nan", ".inf", "null", "[]", "{}", "{a: 1}", "[1, [2]]", "1e999", "0x10",
+        "2001-01-01", "!!python/object:os.system x", "&a *a", "'", '"', "\\", "%00", "\0", "\x1b",
+        "😀", "ﬀ" * 40, "../../../etc/passwd", "a: b: c", "- -", "~", "true", "é" * 4000,
+    ]),
+    st.text(max_size=40),
+    st.floats().map(str),
+    st.integers(min_value=10**19).map(str),
+)  # fmt: skip
+KEYS = st.one_of(
+    st.sampled_from([
+        *Request.__struct_fields__, "task.steps", "task.global_batch", "lora.rank", "seed",
+        "hardware.count", "hardware.price", "limits.memory", "optimizer.eps", "parallel.tp",
+        "task.sequence_length", "a.b.c", "schema", "options.x", ".", "a.", ".a",
+    ]),
+    st.text(min_size=1, max_size=12),
+)  # fmt: skip
+VERBS = st.sampled_from(["plan", "draft", "why_not", "compare", "export", "budget", "run", "x"])
+
+
+@settings(
+    max_examples=200, deadline=None, derandomize=True, database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)  # fmt: skip
+@given(verb=VERBS, keys=st.dictionaries(KEYS, VALUES, min_size=1, max_size=3))
+def test_two_hundred_bad_requests_get_a_reason_and_stop_nothing(server, verb, keys):
+    """What happens to be right is answered; nothing is ever answered by a bug."""
+    broken = {"nothing-like-it": "1", **keys}
+    status, _, body = ask(server, f"/api/{verb}?{query({**SMALL, **broken})}")
+    said = json.loads(body)
+    assert 400 <= status < 500, (verb, keys, status, said)
+    assert said["error"]
+    assert "bug" not in said["error"]
+
+
+@settings(
+    max_examples=100, deadline=None, derandomize=True, database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)  # fmt: skip
+@given(key=KEYS, value=VALUES)
+def test_one_wrong_value_alone_is_no_bug_either(server, key, value):
+    status, _, body = ask(server, f"/api/draft?{query({**SMALL, key: value})}")
+    assert status < 500, (key, value, body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"query": 1}', b'{"query": {"model": 1}}',
+     b'{"query": {}, "more": 1}', b'{"query": {"model": "pythia-70m"}, "rank": "x"}'],
+)  # fmt: skip
+def test_bad_bodies_are_refused_too(server, body):
+    status, _, answer = ask(
+        server, "/api/certify", method="POST", body=body, x_memfit_token=server.token
+    )
+    assert 400 <= status < 500
+    assert json.loads(answer)["error"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/../pyproject.toml", "/..%2f..%2fpyproject.toml", "/app.js/../../app.py", "/%2e%2e/app.py",
+     "//etc/passwd", "/page/app.js", "/api", "/api/", "/api/plan/../words", "/app.py",
+     "/README.md"],
+)  # fmt: skip
+def test_there_is_no_way_out_of_the_page(server, path):
+    assert refused(server, path, 404, "is not answered here")
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../..", "/etc", "a/../..", "..\\..", "no-such", "\0"]
+)
+def test_a_run_is_below_the_folder_of_runs(server, name):
+    said = json.loads(ask(server, f"/api/run?{query({'name': name})}")[2])
+    assert "is no run below" in said["error"] or "holds no plan.json" in said["error"]
+
+
+def test_a_link_out_of_the_folder_of_runs_is_not_followed(server, tmp_path):
+    (tmp_path / "plan.json").write_text("{}")
+    (server.runs / "way-out").symlink_to(tmp_path)
+    refused(server, "/api/run?name=way-out", 400, "is no run below")
+    (server.runs / "way-out").unlink()
+
+
+def test_only_the_pages_own_origin_may_ask(server):
+    here = f"http://127.0.0.1:{server.port}"
+    assert ask(server, "/api/words", Origin=here, Sec_Fetch_Site="same-origin")[0] == 200
+    for origin in ("http://evil.example", "null", f"http://localhost:{server.port}",
+                   f"http://127.0.0.1:{server.port + 1}", "http://["):  # fmt: skip
+        refused(server, "/api/words", 403, "may not ask here", Origin=origin)
+    for site in ("cross-site", "same-site"):
+        refused(server, "/api/words", 403, "another origin", Sec_Fetch_Site=site)
+    assert ask(server, "/", Sec_Fetch_Site="cross-site")[0] == 200  # a link that was shared
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "", "[", "127.0.0.1.evil.example"]
+)
+def test_another_name_for_this_machine_is_refused(server, host):
+    refused(server, "/", 403, "is not this machine", Host=host)
+
+
+def test_what_starts_work_takes_the_token(server):
+    body = json.dumps({"query": {"model": "no-such-model"}})
+    for token, words in (({}, "missing"), ({"x_memfit_token": "guess"}, "another server")):
+        refused(server, "/api/certify", 403, words, method="POST", body=body, **token)
+    right = {"x_memfit_token": server.token}
+    refused(server, "/api/certify", 400, "unknown model", method="POST", body=body, **right)
+    assert ask(server, "/api/certify")[0] == 405  # nothing is started by a link
+    big = "x" * (2**20 + 1)
+    refused(server, "/api/certify", 413, "the most", method="POST", body=big, **right)
+
+
+def test_every_answer_forbids_all_but_itself(server):
+    for path in ("/", "/app.js", "/api/words", "/nowhere"):
+        headers = ask(server, path)[1]
+        policy = dict(
+            part.split(None, 1) for part in headers["content-security-policy"].split("; ")
+        )
+        assert policy["default-src"] == "'none'"
+        assert policy["script-src"] == policy["connect-src"] == policy["style-src"] == "'self'"
+        assert policy["frame-ancestors"] == policy["form-action"] == policy["base-uri"] == "'none'"
+        assert headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.fixture
+def started(tmp_path):
+    child = subprocess.Popen(
+        [sys.executable, "-m", "memfit", "ui", "--port", "0", "--no-browser"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    yield child
+    child.kill()
+    child.communicate()
+
+
+def test_the_command_prints_where_it_is_listens_here_alone_and_stops(server, started, tmp_path):
+    address = started.stdout.readline().strip()
+    port = int(re.fullmatch(r"http://127\.0\.0\.1:(\d+)/#token=[\w-]{32}", address)[1])
+    link = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    link.request("GET", "/api/runs")
+    assert link.getresponse().read() == b"[]"
+    link.close()
+    taken = subprocess.run(
+        [sys.executable, "-m", "memfit", "ui", "--port", str(port), "--no-browser"],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    assert taken.returncode == 2
+    assert f"cannot listen on port {port}" in taken.stderr
+    assert "--port 0" in taken.stderr
+    started.send_signal(signal.SIGINT)
+    assert started.wait(30) in (0, 130)

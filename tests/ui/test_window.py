@@ -1,0 +1,225 @@
+"""The page in a real browser: every screen, as a newcomer, by keyboard, narrow, wide and dark.
+
+Set MEMFIT_SCREENSHOTS to a folder to keep a picture of each screen.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from memfit import api, units
+from memfit.screens.memory import parts_of
+from memfit.screens.plan import time_rows
+
+ROOT = Path(__file__).parent.parent.parent
+AXE = ROOT / "ui" / "node_modules" / "axe-core" / "axe.min.js"
+PATIENCE = 60_000  # ms; machines that run tests are busy
+SMALL = "model=pythia-70m&hardware.device=rtx-4090"
+WIDTHS = (320, 768, 1440)
+TINY = {
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+}  # fmt: skip
+RESTING = """() => document.querySelector('.answer')
+  && !document.querySelector('.answer[aria-busy=true]')"""
+
+
+@contextmanager
+def opened(browser, server, screen="", *, width=1440, permissions=()):
+    """A fresh page; on leaving, that it asked nobody else and complained of nothing."""
+    context = browser.new_context(
+        viewport={"width": width, "height": 900}, permissions=list(permissions)
+    )
+    context.set_default_timeout(PATIENCE)
+    page, asked, said = context.new_page(), [], []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("console", lambda line: said.append(line.text) if line.type == "error" else None)
+    page.goto(f"{server.url}/#token={server.token}")
+    page.wait_for_selector("nav")
+    if screen:
+        page.goto(f"{server.url}/#/{screen}")
+    page.wait_for_selector("h1")
+    yield page
+    assert [url for url in asked if not url.startswith((server.url, "blob:"))] == []
+    # the browser's own line about a refusal that the page explains
+    assert [line for line in said if "status of 4" not in line] == []
+    context.close()
+
+
+def rest(page):
+    """Until the whole plan of what is asked stands there."""
+    page.wait_for_function(RESTING)
+    page.wait_for_selector("#download:not([disabled]), .trouble")
+
+
+def show_of(page, plan):
+    """That the page says of a plan what the terminal says of it."""
+    assert page.text_content("#verdict").startswith(
+        {"fits": "FITS", "at_risk": "AT RISK", "does_not_fit": "DOES NOT FIT"}[plan.memory.verdict]
+    )
+    shown = dict(page.evaluate(
+        "[...document.querySelectorAll('.reasons details')].map(d =>"
+        " [d.id.slice(5), d.querySelector('[data-bytes]').textContent])"
+    ))  # fmt: skip
+    assert shown == {kind: units.show_bytes(n) for kind, n in parts_of(plan.memory)}
+    told = dict(time_rows(plan.time, plan.cost, plan.recipe.steps))
+    assert page.text_content("#step-seconds b") == told["one step"]
+    assert page.text_content("#tokens-per-second b") == told["tokens/s"]
+    assert page.text_content("#usd b") == told["cost"].split(", ")[0]
+    assert plan.recipe_digest in page.text_content("main")
+
+
+def test_a_newcomer_gets_from_the_first_look_to_a_plan_that_certify_accepts(
+    browser, server, tmp_path
+):
+    with opened(browser, server) as page:
+        rest(page)  # there is a plan before anything was asked
+        assert page.text_content("#verdict").startswith("FITS")
+        page.get_by_text("or paste a config.json").click()
+        page.fill("#config", json.dumps(TINY))
+        page.select_option("#device", "cpu-x86")
+        page.get_by_label("From scratch").check()
+        page.locator("[id='slider-limits.memory']").press("ArrowRight")
+        page.fill("#other", "task.steps=3")
+        page.get_by_role("button", name="Set", exact=True).click()
+        page.wait_for_function(
+            "() => document.querySelector('#command').textContent.includes('steps=3')"
+        )
+        rest(page)
+        summary = page.locator("#kind-parameters summary")
+        summary.click()
+        assert "because" in page.text_content("#kind-parameters li")
+        with page.expect_download() as got:
+            page.click("#download")
+        got.value.save_as(tmp_path / "plan.json")
+        link = page.url
+    with opened(browser, server, link.split("#/")[1]) as page:  # the address is the whole state
+        rest(page)
+        assert json.loads((tmp_path / "plan.json").read_text())[
+            "recipe_digest"
+        ] in page.text_content("main")
+    done = subprocess.run(
+        [sys.executable, "-m", "memfit", "certify", "plan.json", "--json"], cwd=tmp_path,
+        capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    assert done.returncode == 0, (link, done.stderr)
+    assert json.loads(done.stdout)["memory"]["verdict"] == "fits"
+
+
+def test_by_keyboard_alone_a_slider_gives_what_the_command_line_prints(browser, server):
+    with opened(browser, server, f"plan?{SMALL}") as page:
+        rest(page)
+        page.locator("body").press("Tab")
+        assert page.evaluate("document.activeElement.className") == "skip"
+        for _ in range(40):
+            page.keyboard.press("Tab")
+            if page.evaluate("document.activeElement.id") == "slider-task.sequence_length":
+                break
+        page.keyboard.press("End")
+        page.keyboard.press("ArrowLeft")
+        page.keyboard.press("ArrowLeft")
+        page.wait_for_function(
+            "() => document.querySelector('#command').textContent.includes('=1024')"
+        )
+        rest(page)
+        asked = page.text_content("#command").splitlines()[0]
+        assert asked == ("memfit plan pythia-70m --device rtx-4090 --set task.sequence_length=1024")
+        show_of(page, api.plan(
+            api.read("pythia-70m", device="rtx-4090", changes={"task.sequence_length": 1024})
+        ))  # fmt: skip
+        for _ in range(40):  # on to the reasons, past the other controls
+            page.keyboard.press("Tab")
+            if (
+                page.evaluate("document.activeElement.closest('details')?.id")
+                == "kind-optimizer_state"
+            ):
+                break
+        page.keyboard.press("Enter")
+        page.locator("#kind-optimizer_state li").first.wait_for(state="visible")
+        page.keyboard.press("Enter")
+        page.locator("#kind-optimizer_state li").first.wait_for(state="hidden")
+
+
+def test_dragging_shows_each_stop_and_ends_at_the_last(browser, server):
+    with opened(browser, server, f"plan?{SMALL}") as page:
+        rest(page)
+        slider = page.locator("[id='slider-limits.memory']")
+        box = slider.bounding_box()
+        middle = box["y"] + box["height"] / 2
+        page.mouse.move(box["x"] + 4, middle)
+        page.mouse.down()
+        for part in (0.2, 0.5, 0.8, 0.3, 0.06):
+            page.mouse.move(box["x"] + part * box["width"], middle, steps=3)
+        page.mouse.up()
+        rest(page)
+        value = page.text_content("output[for='slider-limits.memory']")
+        plan = api.plan(api.read("pythia-70m", device="rtx-4090", memory=value))
+        show_of(page, plan)
+        assert plan.memory.usable == units.parse_bytes(value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "arguments"),
+    [
+        ("model=llama-3.1-8c", ["llama-3.1-8c"]),
+        ("model=pythia-70m&hardware.device=h100", ["pythia-70m", "--device", "h100"]),
+        (
+            f"{SMALL}&micro_batch=3",
+            ["pythia-70m", "--device", "rtx-4090", "--set", "micro_batch=3"],
+        ),
+    ],
+)
+def test_errors_are_the_command_lines_own(browser, server, keys, arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", "memfit", "plan", *arguments], capture_output=True, text=True,
+        check=False, env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    with opened(browser, server, f"plan?{keys}") as page:
+        page.wait_for_selector(".trouble")
+        said = [line.text_content().strip() for line in page.query_selector_all(".trouble p")]
+        assert said == done.stderr.strip().splitlines()
+        assert page.text_content("#verdict") == "NO PLAN"
+
+
+def check_look(page, name):
+    """Each width, light and dark: nothing sticks out, and axe finds nothing serious."""
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        for width in WIDTHS:
+            page.set_viewport_size({"width": width, "height": 900})
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, (name, width)
+            if folder := os.environ.get("MEMFIT_SCREENSHOTS"):
+                page.screenshot(path=Path(folder) / f"{name}-{width}-{scheme}.png", full_page=True)
+            if width != 768 and AXE.exists():
+                assert find_barriers(page) == [], (name, width, scheme)
+
+
+def find_barriers(page):
+    """What axe-core calls serious or critical: (rule, where)."""
+    if not page.evaluate("typeof axe !== 'undefined'"):
+        page.evaluate(AXE.read_text(encoding="utf-8"))
+    found = page.evaluate("axe.run({resultTypes: ['violations']})")
+    return [
+        (rule["id"], node["target"], node["failureSummary"])
+        for rule in found["violations"]
+        if rule["impact"] in ("serious", "critical")
+        for node in rule["nodes"]
+    ]
+
+
+def test_the_plan_screen_looks_right(browser, server):
+    with opened(browser, server, f"plan?{SMALL}") as page:
+        rest(page)
+        page.click("#kind-activations summary")
+        check_look(page, "plan")
+        page.goto(f"{server.url}/#/plan?model=nothing")
+        page.wait_for_selector(".trouble")
+        check_look(page, "plan-error")

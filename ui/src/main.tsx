@@ -1,0 +1,149 @@
+import { render } from "preact";
+import { useCallback, useEffect, useRef, useState } from "preact/hooks";
+import { Latest, Refused, ask, held, takeToken } from "./ask";
+import { BudgetScreen } from "./budget";
+import { Controls, type Slider } from "./controls";
+import { ExploreScreen } from "./explore";
+import { ExportScreen } from "./export";
+import { Trouble } from "./parts";
+import { PlanScreen, type Planned } from "./plan";
+import { RunScreen } from "./run";
+import { SCREENS, queryOf, readState, writeState, type Keys, type Screen, type State } from "./state";
+import { TimelineScreen } from "./timeline";
+import type { DeviceRow, ModelRow, Plan, Words } from "./types";
+
+const TITLES: Record<Screen, string> = {
+  plan: "Plan", explore: "Explore", timeline: "Timeline", run: "Runs", export: "Export", budget: "Budget",
+};
+const REST = 250; // ms without a change, after which the whole plan is asked for
+const planner = new Latest();
+const NOTHING: Planned = { answer: null, error: null, full: false, busy: true };
+
+interface Catalogue {
+  words: Words;
+  models: ModelRow[];
+  devices: DeviceRow[];
+}
+
+function usePlan(keys: Keys, touched: Slider | null, on: boolean): Planned {
+  const [planned, setPlanned] = useState(NOTHING);
+  const query = queryOf(keys);
+  const latest = useRef(query);
+  latest.current = query;
+  useEffect(() => {
+    if (!on) return;
+    const take = async (verb: "draft" | "plan") => {
+      const path = `${verb}?${query}`;
+      let next: Planned;
+      try {
+        next = { answer: await ask<Plan>(path), error: null, full: verb === "plan", busy: false };
+      } catch (error) {
+        next = { answer: null, error, full: true, busy: false };
+      }
+      if (latest.current === query) setPlanned(next);
+    };
+    setPlanned((old) => ({ ...old, full: false, busy: true }));
+    if (held(`plan?${query}`)) void take("plan");
+    else {
+      planner.run(() => take("draft"));
+      const timer = setTimeout(() => planner.run(() => take("plan")), REST);
+      return () => clearTimeout(timer);
+    }
+  }, [query, on]);
+  useEffect(() => {
+    if (planned.full && touched) void foresee(keys, touched, () => latest.current === query);
+  }, [planned.full, query, touched]);
+  return planned;
+}
+
+// The stops beside a slider that was just moved are asked for before it moves again.
+async function foresee(keys: Keys, slider: Slider, still: () => boolean): Promise<void> {
+  const at = slider.stops.indexOf(keys[slider.key] ?? "");
+  for (const step of [1, -1, 2, -2, 3, -3]) {
+    const stop = slider.stops[at + step];
+    if (stop === undefined) continue;
+    if (!still() || !planner.idle) return;
+    const path = `draft?${queryOf({ ...keys, [slider.key]: stop })}`;
+    if (!held(path)) await ask(path).catch(() => undefined);
+  }
+}
+
+function App({ catalogue }: { catalogue: Catalogue }) {
+  const [state, setState] = useState<State>(() => readState(location.hash));
+  const [touched, setTouched] = useState<Slider | null>(null);
+  useEffect(() => {
+    const follow = () => setState(readState(location.hash));
+    addEventListener("hashchange", follow);
+    return () => removeEventListener("hashchange", follow);
+  }, []);
+  const { screen, keys } = state;
+  // What a control changed is put into the newest keys: it may have been drawn before another's change.
+  const set = useCallback((wanted: Keys, slider?: Slider) => {
+    const next = readState(location.hash);
+    for (const key of new Set([...Object.keys(keys), ...Object.keys(wanted)])) {
+      if (wanted[key] === keys[key]) continue;
+      next.keys[key] = wanted[key] ?? "";
+    }
+    history.replaceState(null, "", writeState(next));
+    setTouched(slider ?? null);
+    setState(readState(location.hash));
+  }, [keys]);
+  useEffect(() => {
+    document.title = `memfit: ${TITLES[screen]}`;
+  }, [screen]);
+  const planned = usePlan(keys, touched, screen === "plan" || screen === "explore");
+  const shared = { keys, set, ...catalogue };
+  const asks = screen === "plan" || screen === "explore" || screen === "timeline" || screen === "export";
+  return (
+    <>
+      <a class="skip" href="#main" onClick={(event) => {
+        event.preventDefault();
+        document.getElementById("main")?.focus();
+      }}>To the answer</a>
+      <header>
+        <strong>memfit</strong>
+        <nav aria-label="Screens">
+          {SCREENS.map((name) => (
+            <a href={writeState({ screen: name, keys })} aria-current={name === screen ? "page" : undefined}>
+              {TITLES[name]}
+            </a>
+          ))}
+        </nav>
+      </header>
+      <div class={asks ? "beside" : "alone"}>
+        {asks && (
+          <aside aria-label="The request">
+            <Controls {...shared} />
+          </aside>
+        )}
+        <main id="main" tabIndex={-1}>
+          <h1 class={screen === "plan" ? "hidden" : undefined}>{TITLES[screen]}</h1>
+          {screen === "plan" && <PlanScreen {...shared} planned={planned} />}
+          {screen === "explore" && <ExploreScreen {...shared} planned={planned} />}
+          {screen === "timeline" && <TimelineScreen {...shared} />}
+          {screen === "run" && <RunScreen {...shared} />}
+          {screen === "export" && <ExportScreen {...shared} />}
+          {screen === "budget" && <BudgetScreen {...shared} />}
+        </main>
+      </div>
+      <footer class="soft small">memfit {catalogue.words.version}; everything is worked out on this machine.</footer>
+    </>
+  );
+}
+
+async function start(): Promise<void> {
+  const root = document.getElementById("app")!;
+  takeToken();
+  try {
+    const [words, models, devices] = await Promise.all([
+      ask<Words>("words"), ask<ModelRow[]>("models"), ask<DeviceRow[]>("devices"),
+    ]);
+    root.replaceChildren();
+    render(<App catalogue={{ words: words.data, models: models.data, devices: devices.data }} />, root);
+  } catch (error) {
+    root.replaceChildren();
+    render(<main><Trouble error={error instanceof Refused ? error : String(error)} /></main>, root);
+  }
+}
+
+void start();

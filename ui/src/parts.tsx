@@ -1,0 +1,272 @@
+// Pieces that several screens share.
+import type { ComponentChildren } from "preact";
+import { useState } from "preact/hooks";
+import { Refused } from "./ask";
+import * as show from "./show";
+import type { Entry, Memory, Words } from "./types";
+import { needs } from "./types";
+
+export function Card(props: { title: string; children: ComponentChildren; id?: string }) {
+  return (
+    <section id={props.id}>
+      <h2>{props.title}</h2>
+      {props.children}
+    </section>
+  );
+}
+
+export function Trouble({ error }: { error: unknown }) {
+  const refused = error instanceof Refused ? error : new Refused(0, String(error), "");
+  return (
+    <div class="trouble" role="alert">
+      <p>
+        <b>error:</b> {refused.message}
+      </p>
+      {refused.hint && (
+        <p>
+          <b>hint:</b> {refused.hint}
+        </p>
+      )}
+    </div>
+  );
+}
+
+export interface Column<Row> {
+  head: string;
+  cell: (row: Row) => ComponentChildren;
+  number?: boolean;
+}
+
+export function Table<Row>(props: {
+  label: string;
+  columns: Column<Row>[];
+  rows: Row[];
+  mark?: (row: Row) => boolean;
+}) {
+  const align = (column: Column<Row>) => (column.number ? "n" : undefined);
+  return (
+    <div class="scroll" role="region" aria-label={props.label} tabIndex={0}>
+      <table>
+        <thead>
+          <tr>
+            {props.columns.map((c) => (
+              <th scope="col" class={align(c)}>
+                {c.head || <span class="hidden">chosen</span>}
+              </th>
+            ))}
+          </tr>
+        </thead>
+        <tbody>
+          {props.rows.map((row) => (
+            <tr class={props.mark?.(row) ? "chosen" : undefined}>
+              {props.columns.map((c) => (
+                <td class={align(c)}>{c.cell(row)}</td>
+              ))}
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+export function Key({ kind, words }: { kind: string; words: Words }) {
+  return (
+    <svg class="key" viewBox="0 0 12 12" aria-hidden="true">
+      <rect width="12" height="12" rx="3" fill={words.colours[kind]} />
+    </svg>
+  );
+}
+
+export function Verdict({ memory, words }: { memory: Memory; words: Words }) {
+  return <span class={`verdict ${memory.verdict}`}>{words.verdicts[memory.verdict]}</span>;
+}
+
+// What the memory is against the limit, in a sentence as the terminal's.
+export function room(memory: Memory): string {
+  const needed = needs(memory);
+  if (needed == null) return "memory unknown";
+  if (memory.usable == null) return `needs ${show.bytes(needed)}; how much may be used is unknown`;
+  const over = needed - memory.usable;
+  const left = `${show.bytes(Math.abs(over))} ${over > 0 ? "too much" : "to spare"}`;
+  return `needs ${show.bytes(needed)} of ${show.bytes(memory.usable)} usable: ${left}`;
+}
+
+export interface Part {
+  kind: string;
+  nbytes: number;
+  entries: Entry[];
+}
+
+const BEYOND: Record<string, string> = {
+  fragmentation: "reserved by the allocator beyond what is allocated",
+  context: "the device's context: kernels and libraries, outside the allocator",
+};
+
+// Kinds of all that is held against the limit, the allocator's and the context's share included.
+export function partsOf(memory: Memory, order: string[]): Part[] {
+  const found = new Map<string, Part>();
+  const add = (entry: Entry) => {
+    const part = found.get(entry.kind) ?? { kind: entry.kind, nbytes: 0, entries: [] };
+    part.nbytes += entry.nbytes;
+    part.entries.push(entry);
+    found.set(entry.kind, part);
+  };
+  memory.entries.forEach(add);
+  const sum = [...found.values()].reduce((total, part) => total + part.nbytes, 0);
+  const context = found.get("context")?.nbytes ?? 0;
+  const beyond = (kind: string, nbytes: number) => {
+    const phase = memory.peak_phase;
+    if (nbytes > 0) add({ kind, phase, owner: "device", nbytes, because: BEYOND[kind]! });
+  };
+  if (memory.peak_reserved != null) {
+    beyond("fragmentation", memory.peak_reserved - (sum - context));
+    if (memory.device_total != null) {
+      beyond("context", memory.device_total - memory.peak_reserved - context);
+    }
+  }
+  return [...found.values()]
+    .filter((part) => part.nbytes > 0)
+    .sort((a, b) => order.indexOf(a.kind) - order.indexOf(b.kind));
+}
+
+const WIDTH = 1000;
+const LABELLED = 0.11; // of the width
+const DARK = new Set(["gradients", "temporary", "all_gather", "fragmentation", "activations",
+  "reduce_scatter"]);
+
+// The bar of one device against the usable line. `onPick` opens a kind's reasons.
+export function Bar(props: {
+  name: string;
+  parts: Part[];
+  limit: number | null;
+  full?: number;
+  words: Words;
+  onPick?: (kind: string) => void;
+}) {
+  const total = props.parts.reduce((sum, part) => sum + part.nbytes, 0);
+  const full = props.full ?? Math.max(total, props.limit ?? 0, 1);
+  let left = 0;
+  const label = props.parts.map((p) => `${p.kind} ${show.bytes(p.nbytes)}`).join(", ");
+  const at = props.limit == null ? null : (props.limit / full) * 100;
+  return (
+    <div class="bar">
+      <span class="barname">{props.name}</span>
+      <div class="track" role="img" aria-label={`${props.name}: ${label}`}>
+        <svg viewBox={`0 0 ${WIDTH} 40`} preserveAspectRatio="none">
+          {props.parts.map((part) => {
+            const width = (part.nbytes / full) * WIDTH;
+            const x = left;
+            left += width;
+            return (
+              <rect x={x} width={width} height="40" class="seg" fill={props.words.colours[part.kind]}
+                data-kind={part.kind} data-bytes={part.nbytes}
+                onClick={() => props.onPick?.(part.kind)}>
+                <title>{`${part.kind}: ${show.bytes(part.nbytes)} (${show.whole(part.nbytes)} B)`}</title>
+              </rect>
+            );
+          })}
+        </svg>
+        <Labels parts={props.parts} full={full} />
+        {at != null && <Limit at={at} />}
+      </div>
+      <span class="n">{show.bytes(total)}</span>
+    </div>
+  );
+}
+
+function Limit({ at }: { at: number }) {
+  return (
+    <svg class="limit" viewBox="0 0 100 50" preserveAspectRatio="none" aria-hidden="true">
+      <line x1={Math.min(at, 99.8)} x2={Math.min(at, 99.8)} y1="0" y2="50" class="halo" />
+      <line x1={Math.min(at, 99.8)} x2={Math.min(at, 99.8)} y1="0" y2="50" />
+    </svg>
+  );
+}
+
+function Labels({ parts, full }: { parts: Part[]; full: number }) {
+  let left = 0;
+  return (
+    <div class="labels" aria-hidden="true">
+      {parts.map((part) => {
+        const share = part.nbytes / full;
+        const style = { left: `${left * 100}%`, width: `${share * 100}%` };
+        left += share;
+        if (share < LABELLED) return null;
+        return (
+          <span style={style} class={DARK.has(part.kind) ? "dark" : "light"}>
+            {part.kind.replace("_", " ")}
+          </span>
+        );
+      })}
+    </div>
+  );
+}
+
+// Every kind with its bytes; opened, each of its entries with its because.
+export function Reasons(props: {
+  parts: Part[];
+  words: Words;
+  open: string | null;
+  onToggle: (kind: string | null) => void;
+}) {
+  const total = props.parts.reduce((sum, part) => sum + part.nbytes, 0);
+  return (
+    <div class="reasons">
+      {props.parts.map((part) => (
+        <details key={part.kind} id={`kind-${part.kind}`} open={props.open === part.kind}
+          onToggle={(event) => {
+            const open = (event.currentTarget as HTMLDetailsElement).open;
+            if (open) props.onToggle(part.kind);
+            else if (props.open === part.kind) props.onToggle(null);
+          }}>
+          <summary>
+            <Key kind={part.kind} words={props.words} />
+            <span class="grow">{part.kind.replace("_", " ")}</span>
+            <span class="n" data-bytes={part.nbytes}>{show.bytes(part.nbytes)}</span>
+            <span class="n soft share">{show.share(part.nbytes / total)}</span>
+          </summary>
+          <ul>
+            {[...part.entries].sort((a, b) => b.nbytes - a.nbytes).map((entry) => (
+              <li>
+                <b>{entry.owner}</b> {show.bytes(entry.nbytes)}{" "}
+                <span class="soft">because {entry.because}</span>
+              </li>
+            ))}
+          </ul>
+        </details>
+      ))}
+    </div>
+  );
+}
+
+export function Copy({ text, label }: { text: string; label: string }) {
+  const [done, setDone] = useState(false);
+  const copy = async () => {
+    await navigator.clipboard.writeText(text);
+    setDone(true);
+    setTimeout(() => setDone(false), 2000);
+  };
+  return (
+    <button type="button" onClick={() => void copy()}>
+      {done ? "Copied" : label}
+    </button>
+  );
+}
+
+export function download(name: string, text: string, kind = "application/json"): void {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([text], { type: kind }));
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+}
+
+export function Figure({ value, what, id }: { value: string; what: string; id?: string }) {
+  return (
+    <div class="figure" id={id}>
+      <b>{value}</b>
+      <span>{what}</span>
+    </div>
+  );
+}

@@ -1,0 +1,173 @@
+// The plan: does it fit, what takes the memory and why, how long and how dear, what else there is.
+import { useEffect, useState } from "preact/hooks";
+import type { Answer } from "./ask";
+import { Bar, Card, Copy, Figure, Reasons, Table, Trouble, Verdict, download, partsOf, room } from "./parts";
+import * as show from "./show";
+import type { Keys } from "./state";
+import { asYaml, change, command, writeState } from "./state";
+import type { Considered, Plan, Words } from "./types";
+import { needs } from "./types";
+
+export interface Planned {
+  answer: Answer<Plan> | null;
+  error: unknown;
+  full: boolean; // with its levers
+  busy: boolean;
+}
+
+export function PlanScreen(props: { keys: Keys; planned: Planned; words: Words }) {
+  const { answer, error, busy } = props.planned;
+  return (
+    <div class="answer" aria-busy={busy}>
+      <p role="status" class="headline" id="verdict">
+        {error ? <span class="verdict refused">NO PLAN</span> : answer && <Headline plan={answer.data} words={props.words} />}
+        {!answer && !error && <span class="soft">planning…</span>}
+      </p>
+      {error ? <Trouble error={error} /> : answer && <Whole {...props} answer={answer} />}
+    </div>
+  );
+}
+
+function Headline({ plan, words }: { plan: Plan; words: Words }) {
+  return (
+    <>
+      <Verdict memory={plan.memory} words={words} />
+      <span>
+        {plan.recipe.model.name} on {plan.recipe.device} {room(plan.memory)}
+      </span>
+    </>
+  );
+}
+
+function Whole(props: { keys: Keys; planned: Planned; words: Words; answer: Answer<Plan> }) {
+  const { words, keys, answer } = props;
+  const plan = answer.data;
+  const [open, setOpen] = useState<string | null>(null);
+  const parts = partsOf(plan.memory, Object.keys(words.colours));
+  const chosen = plan.considered.find((row) => row.chosen);
+  const ranks = Object.entries(plan.recipe.parallel).filter(([, n]) => typeof n === "number" && n > 1);
+  const mesh = ranks.filter(([axis]) => axis !== "zero").map(([axis, n]) => `${axis} ${n}`).join(", ");
+  return (
+    <>
+      <Card title="Memory at the peak">
+        <div class="bars">
+          <Bar name={mesh ? "fullest device" : "device"} parts={parts} limit={plan.memory.usable}
+            words={words} onPick={setOpen} />
+        </div>
+        <p class="soft small">
+          The line is what may be used. {chosen && `Chosen: ${chosen.label}${mesh && ` on ${mesh}`}. `}
+          Open a kind to read why.
+        </p>
+        <Reasons parts={parts} words={words} open={open} onToggle={setOpen} />
+        <p class="soft small">limit: {plan.memory.because}</p>
+      </Card>
+      <Seconds plan={plan} />
+      <Instants plan={plan} words={words} />
+      <Card title="Levers: one knob turned">
+        {plan.levers.length ? <Levers plan={plan} keys={keys} rows={plan.levers} /> : (
+          <p class="soft">
+            {props.planned.full ? "No single knob is left to turn." : "being worked out…"}
+          </p>
+        )}
+      </Card>
+      {plan.assumptions.length > 0 && (
+        <Card title="Assumed">
+          <ul>{plan.assumptions.map((line) => <li>{line}</li>)}</ul>
+        </Card>
+      )}
+      <Card title="Take it with you">
+        <p>
+          <button type="button" id="download" class="main" disabled={!props.planned.full}
+            onClick={() => download("plan.json", answer.text)}>
+            Download plan.json
+          </button>{" "}
+          <Copy text={command(keys)} label="Copy the command" />{" "}
+          <Copy text={location.href} label="Copy the link" />
+        </p>
+        <pre id="command">{`${command(keys)}\nmemfit certify plan.json`}</pre>
+        <p class="soft small">recipe <code>{plan.recipe_digest}</code>; answered in {answer.ms.toFixed(0)} ms</p>
+      </Card>
+    </>
+  );
+}
+
+function Seconds({ plan }: { plan: Plan }) {
+  const { time, cost, recipe } = plan;
+  return (
+    <Card title="Time and money (predicted)">
+      <div class="figures" id="time">
+        <Figure value={show.seconds(time.step_seconds)} what="one step" id="step-seconds" />
+        <Figure value={show.whole(time.tokens_per_second)} what="tokens a second" id="tokens-per-second" />
+        <Figure value={show.share(time.mfu)} what="MFU" />
+        <Figure value={show.seconds(time.total_seconds)}
+          what={recipe.steps ? `all ${show.whole(recipe.steps)} steps` : "all steps"} id="total-seconds" />
+        <Figure value={show.few(cost.device_hours)} what="device-hours" />
+        <Figure value={show.usd(cost.usd)} what="cost" id="usd" />
+        <Figure value={cost.kwh == null ? show.UNKNOWN : `${show.few(cost.kwh)} kWh`} what="energy" />
+      </div>
+      <p class="soft small">because {time.because}; {cost.because}</p>
+    </Card>
+  );
+}
+
+// The peak of each phase on one scale.
+export function Instants({ plan, words }: { plan: Plan; words: Words }) {
+  const peaks = new Map<string, number>();
+  for (const entry of plan.ledger.entries) {
+    peaks.set(entry.phase, (peaks.get(entry.phase) ?? 0) + entry.nbytes);
+  }
+  const full = Math.max(...peaks.values(), 1);
+  const rows = Object.keys(words.phases).filter((phase) => peaks.has(phase));
+  if (!rows.length) return null;
+  return (
+    <Card title="Instants: the peak of each phase">
+      <div class="thin">
+        {rows.map((phase) => (
+          <div class="bar">
+            <span class="barname">
+              {words.phases[phase]}
+              {phase === plan.memory.peak_phase && <b> (peak)</b>}
+            </span>
+            <svg class="strip" viewBox="0 0 1000 10" preserveAspectRatio="none" aria-hidden="true">
+              <rect width={(peaks.get(phase)! / full) * 1000} height="10" class="accent" />
+            </svg>
+            <span class="n">{show.bytes(peaks.get(phase))}</span>
+          </div>
+        ))}
+      </div>
+    </Card>
+  );
+}
+
+function Levers({ plan, keys, rows }: { plan: Plan; keys: Keys; rows: Considered[] }) {
+  const own = needs(plan.memory) ?? 0;
+  const size = (row: Considered) => row.device_total ?? row.peak_allocated;
+  const saved = (row: Considered) => size(row) - own;
+  return (
+    <Table label="Levers" rows={[...rows].sort((a, b) => size(a) - size(b))} columns={[
+      { head: "set", cell: (row) => (
+        <a href={writeState({ screen: "plan", keys: change(keys, row.changes) })}>
+          {Object.entries(row.changes).map(([key, value]) => `${key}=${asYaml(value)}`).join(" ")}
+        </a>
+      ) },
+      { head: "memory", number: true, cell: (row) =>
+        `${saved(row) > 0 ? "+" : saved(row) < 0 ? "-" : ""}${show.bytes(Math.abs(saved(row)))}` },
+      { head: "time", number: true, cell: (row) => {
+        const more = (row.relative_time - 1) * 100;
+        return `${more >= 0 ? "+" : ""}${more.toFixed(1)}%`;
+      } },
+      { head: "fits", cell: (row) => (row.fits ? "✔ yes" : "✘ no") },
+      { head: "note", cell: (row) => row.because },
+    ]} />
+  );
+}
+
+// Asks for drafts while one drags, for the whole plan when one rests.
+export function useDebounced<T>(value: T, ms: number): T {
+  const [late, setLate] = useState(value);
+  useEffect(() => {
+    const timer = setTimeout(() => setLate(value), ms);
+    return () => clearTimeout(timer);
+  }, [value, ms]);
+  return late;
+}

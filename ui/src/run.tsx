@@ -1,0 +1,184 @@
+// Runs of this machine: what was predicted against what is measured, as it goes and afterwards.
+import { useEffect, useState } from "preact/hooks";
+import { ask } from "./ask";
+import { Lines } from "./charts";
+import { Card, Figure, Table, Trouble, Verdict } from "./parts";
+import * as show from "./show";
+import type { Keys } from "./state";
+import type { Comparison, LogRow, RunRow, RunView, Words } from "./types";
+
+const EVERY = 2000; // ms between two looks at a run that goes on
+
+export function RunScreen({ keys, set, words }: { keys: Keys; set: (keys: Keys) => void; words: Words }) {
+  const [rows, setRows] = useState<RunRow[] | null>(null);
+  const [error, setError] = useState<unknown>(null);
+  useEffect(() => {
+    ask<RunRow[]>("runs", false).then((a) => setRows(a.data), setError);
+  }, []);
+  const chosen = (keys._runs ?? "").split(",").filter(Boolean);
+  const toggle = (name: string) => {
+    const next = chosen.includes(name) ? chosen.filter((n) => n !== name) : [...chosen, name];
+    set({ ...keys, _runs: next.join(",") });
+  };
+  if (error) return <Trouble error={error} />;
+  if (!rows) return <p role="status" class="soft">reading the runs…</p>;
+  if (!rows.length) {
+    return (
+      <Card title="No runs yet">
+        <p role="status">
+          Runs appear here once there is a plan in the folder that <code>memfit ui --runs</code> names, such as
+          by <code>memfit train request.yaml</code>.
+        </p>
+      </Card>
+    );
+  }
+  return (
+    <div class="answer">
+      <Card title="Runs">
+        <Table label="Runs" rows={rows} mark={(row) => chosen.includes(row.name)} columns={[
+          { head: "run", cell: (row) => (
+            <label class="choice">
+              <input type="checkbox" checked={chosen.includes(row.name)} onChange={() => toggle(row.name)} />
+              {row.name}
+            </label>
+          ) },
+          { head: "what", cell: (row) => (row.because ? <span class="does_not_fit">{row.because}</span> : row.title) },
+          { head: "steps", number: true, cell: (row) => `${row.steps_done} of ${row.steps}${row.finished ? "" : ", going or stopped"}` },
+          { head: "predicted", number: true, cell: (row) => show.quantity(row.predicted, "bytes") },
+          { head: "certified", number: true, cell: (row) => show.quantity(row.certified, "bytes") },
+          { head: "measured", number: true, cell: (row) => show.quantity(row.measured, "bytes") },
+          { head: "tokens/s", number: true, cell: (row) => show.quantity(row.measured_rate, "") },
+          { head: "loss", number: true, cell: (row) => (row.loss == null ? "-" : row.loss.toFixed(3)) },
+        ]} />
+      </Card>
+      {chosen.length === 0 && <p role="status" class="soft">Tick one run to see it, several to compare them.</p>}
+      {chosen.length > 0 && <Followed names={chosen} words={words} key={chosen.join()} />}
+    </div>
+  );
+}
+
+interface Followed {
+  view: RunView;
+  log: LogRow[];
+}
+
+function Followed({ names, words }: { names: string[]; words: Words }) {
+  const [runs, setRuns] = useState<Record<string, Followed>>({});
+  const [error, setError] = useState<unknown>(null);
+  useEffect(() => {
+    let timer: ReturnType<typeof setTimeout>;
+    let still = true;
+    const held: Record<string, Followed> = {};
+    const look = async () => {
+      try {
+        for (const name of names) {
+          const log = held[name]?.log ?? [];
+          const after = log.at(-1)?.step ?? 0;
+          const query = new URLSearchParams({ name, after: String(after) });
+          const { data } = await ask<RunView>(`run?${query}`, false);
+          held[name] = { view: data, log: [...log, ...data.log] };
+        }
+        if (!still) return;
+        setRuns({ ...held });
+        setError(null);
+        const going = Object.values(held).some((f) => !f.view.report.run?.finished);
+        if (going) timer = setTimeout(() => void look(), EVERY);
+      } catch (trouble) {
+        if (still) setError(trouble);
+      }
+    };
+    void look();
+    return () => { still = false; clearTimeout(timer); };
+  }, []);
+  const found = names.filter((name) => runs[name]);
+  if (error) return <Trouble error={error} />;
+  if (!found.length) return <p role="status" class="soft">reading…</p>;
+  const lines = (read: (row: LogRow) => number | null | undefined) =>
+    found.map((name, style) => ({
+      name, style,
+      points: runs[name]!.log.flatMap((row): [number, number][] => {
+        const value = read(row);
+        return value == null || !Number.isFinite(value) ? [] : [[row.step, value]];
+      }),
+    }));
+  const one = runs[found[0]!]!;
+  return (
+    <>
+      {found.length === 1 && <Distance name={found[0]!} run={one} words={words} />}
+      <Card title="As it goes">
+        <Lines title="Memory: the peak of each step so far" zero say={show.bytes} ticks={show.byteTicks}
+          lines={lines((row) => row.memory_peak_allocated)}
+          marks={found.length === 1 ? limits(one) : []} />
+        <Lines title="Tokens a second" zero say={show.whole} lines={lines((row) => row.tokens_per_second)}
+          marks={found.length === 1 ? rate(one) : []} />
+        <Lines title="Loss" say={(n) => n.toFixed(3)} lines={lines((row) => row.loss)} />
+      </Card>
+      {found.map((name) => <Compared name={name} rows={runs[name]!.view.report.comparisons} />)}
+    </>
+  );
+}
+
+const figure = (run: Followed, name: string): Comparison | undefined =>
+  run.view.report.comparisons.find((c) => c.name === name);
+
+function limits(run: Followed): { name: string; value: number }[] {
+  const peak = figure(run, "memory.peak_allocated");
+  const memory = (run.view.report.certificate ?? run.view.report.plan).memory;
+  const limit = memory.device_total == null ? memory.usable : null;
+  const found = [
+    { name: "predicted", value: peak?.predicted ?? null },
+    { name: "certified", value: peak?.certified ?? null },
+    { name: "limit", value: limit != null && limit < 4 * (peak?.certified ?? limit) ? limit : null },
+  ];
+  return found.filter((mark): mark is { name: string; value: number } => mark.value != null);
+}
+
+function rate(run: Followed): { name: string; value: number }[] {
+  const value = figure(run, "time.tokens_per_second")?.predicted;
+  return value == null ? [] : [{ name: "predicted", value }];
+}
+
+function Distance({ name, run, words }: { name: string; run: Followed; words: Words }) {
+  const { report } = run.view;
+  const memory = (report.certificate ?? report.plan).memory;
+  const total = figure(run, "memory.device_total")?.measured ?? null;
+  const live = Math.max(0, ...run.log.map((row) => row.memory_peak_allocated ?? 0)) || null;
+  const measured = memory.device_total == null ? (live ?? figure(run, "memory.peak_allocated")?.measured ?? null) : total;
+  const left = memory.usable == null || measured == null ? null : memory.usable - measured;
+  const last = run.log.at(-1);
+  return (
+    <>
+      <p role="status" class="headline">
+        <Verdict memory={memory} words={words} />
+        <span>
+          {name}: step {last?.step ?? report.run?.steps_done ?? 0} of {report.plan.recipe.steps}
+          {report.run?.finished ? ", finished" : ""}
+        </span>
+      </p>
+      <div class="figures">
+        <Figure value={measured == null ? "not measured" : show.bytes(measured)} what="measured" />
+        <Figure value={show.bytes(memory.usable)} what="may be used" />
+        <Figure value={left == null ? "unknown" : `${show.bytes(Math.abs(left))} ${left < 0 ? "too much" : "left"}`} what="distance to the limit" />
+        <Figure value={last?.loss == null ? "-" : last.loss.toFixed(3)} what="loss" />
+      </div>
+      {(report.run?.warnings.length ?? 0) > 0 && (
+        <Card title="Warnings"><ul>{report.run!.warnings.map((line) => <li>{line}</li>)}</ul></Card>
+      )}
+    </>
+  );
+}
+
+function Compared({ name, rows }: { name: string; rows: Comparison[] }) {
+  return (
+    <Card title={`${name}: predicted, certified, measured`}>
+      <Table label={`Comparisons of ${name}`} rows={rows} columns={[
+        { head: "figure", cell: (c) => <code>{c.name}</code> },
+        { head: "predicted", number: true, cell: (c) => show.quantity(c.predicted, c.unit) },
+        { head: "certified", number: true, cell: (c) => show.quantity(c.certified, c.unit) },
+        { head: "measured", number: true, cell: (c) => show.quantity(c.measured, c.unit) },
+        { head: "error of prediction", number: true, cell: (c) => show.signed(c.error_predicted) },
+        { head: "error of certificate", number: true, cell: (c) => show.signed(c.error_certified) },
+      ]} />
+    </Card>
+  );
+}

@@ -1,0 +1,231 @@
+// Memory over one step, event by event, from the certificate; and the seconds of its streams.
+import { useState } from "preact/hooks";
+import { send } from "./ask";
+import { Axis } from "./charts";
+import { Text } from "./controls";
+import { Bar, Card, Key, Table, Trouble, Verdict, partsOf, room } from "./parts";
+import * as show from "./show";
+import { command, requestOf, type Keys } from "./state";
+import type { Certificate, Curve, Point, Span, StepMemory, Words } from "./types";
+
+const W = 1000;
+const H = 360;
+const ROWS = 60;
+
+export function TimelineScreen({ keys, set, words }: { keys: Keys; set: (keys: Keys) => void; words: Words }) {
+  const [found, setFound] = useState<{ of: string; made: StepMemory } | null>(null);
+  const [error, setError] = useState<unknown>(null);
+  const [busy, setBusy] = useState(false);
+  const rank = keys._rank ?? "";
+  const query = requestOf(keys);
+  const of = JSON.stringify([query, rank]);
+  const certify = async () => {
+    setBusy(true);
+    setError(null);
+    try {
+      const wanted = { query, rank: rank === "" ? null : Number(rank) };
+      setFound({ of, made: (await send<StepMemory>("certify", wanted)).data });
+    } catch (trouble) {
+      setError(trouble);
+    }
+    setBusy(false);
+  };
+  const stale = found != null && found.of !== of;
+  return (
+    <div class="answer" aria-busy={busy}>
+      <Card title="The trainer's own step, on fake tensors">
+        <div class="row filters">
+          <Text id="rank" label="Rank" value={rank} example="the fullest"
+            set={(value) => set({ ...keys, _rank: value.replace(/\D/g, "") })} />
+          <button type="button" class="main" id="certify" disabled={busy} onClick={() => void certify()}>
+            {busy ? "Certifying…" : "Certify and draw"}
+          </button>
+        </div>
+        <pre>{`${command(keys, "certify")} --timeline --folder runs/first`}</pre>
+        {stale && <p class="soft">The request has changed since; certify again.</p>}
+      </Card>
+      {error ? <Trouble error={error} /> : null}
+      <p role="status" class="headline">
+        {busy ? <span class="soft">certifying; this runs the step once</span> : found && (
+          <>
+            <Verdict memory={found.made.certificate.memory} words={words} />
+            <span>{found.made.certificate.device} {room(found.made.certificate.memory)}</span>
+          </>
+        )}
+      </p>
+      {found && <Drawn made={found.made} words={words} />}
+    </div>
+  );
+}
+
+function Drawn({ made, words }: { made: StepMemory; words: Words }) {
+  const { certificate, curve, plan } = made;
+  const parts = partsOf(certificate.memory, Object.keys(words.colours));
+  return (
+    <>
+      <Card title={`Memory over the step's allocations and releases${made.rank == null ? "" : `, rank ${made.rank} of ${made.ranks}`}`}>
+        <Area curve={curve} certificate={certificate} words={words} />
+      </Card>
+      <Card title="At the peak">
+        <div class="bars">
+          <Bar name="certified" parts={parts} limit={certificate.memory.usable} words={words} />
+        </div>
+        <Table label="Alive at the peak" rows={certificate.at_peak.slice(0, ROWS)} columns={[
+          { head: "kind", cell: (t) => <><Key kind={t.kind} words={words} /> {t.kind.replace("_", " ")}</> },
+          { head: "module", cell: (t) => <code>{t.module || "(outside any module)"}</code> },
+          { head: "made by", cell: (t) => <><code>{t.op}</code><br /><code class="soft">{t.source}</code></> },
+          { head: "each", number: true, cell: (t) => `${show.whole(t.count)} x ${show.bytes(t.nbytes)}` },
+          { head: "together", number: true, cell: (t) => show.bytes(t.count * t.nbytes) },
+        ]} />
+        {certificate.at_peak.length > ROWS && (
+          <p class="soft small">{certificate.at_peak.length - ROWS} more rows in certificate.json</p>
+        )}
+      </Card>
+      {plan && plan.timeline.spans.length > 0 && (
+        <Card title="Seconds of the step (predicted)"><Streams spans={plan.timeline.spans} /></Card>
+      )}
+      <Card title="Holds for"><ul>{certificate.bounds.map((line) => <li>{line}</li>)}</ul></Card>
+    </>
+  );
+}
+
+function Area({ curve, certificate, words }: { curve: Curve; certificate: Certificate; words: Words }) {
+  const [at, setAt] = useState(curve.peak);
+  const { memory } = certificate;
+  const highest = Math.max(...curve.points.map((p) => Math.max(p[6].reduce((a, b) => a + b, 0), p[5] ?? 0)), 1);
+  const context = (memory.device_total ?? 0) - (memory.peak_reserved ?? 0);
+  const limit = memory.usable == null ? null : memory.usable - (memory.peak_reserved == null ? 0 : context);
+  const drawn = limit != null && limit > 0 && limit <= highest * 1.6 ? limit : null;
+  const top = Math.max(highest, drawn ?? 0) * 1.04;
+  const x = (event: number) => (W * event) / Math.max(curve.events, 1);
+  const y = (n: number) => H * (1 - n / top);
+  const step = (by: number) => setAt((now) => Math.min(curve.points.length - 1, Math.max(0, now + by)));
+  const point = curve.points[at]!;
+  const peak = curve.points[curve.peak]!;
+  const nearest = (event: number) => {
+    let best = 0;
+    curve.points.forEach((p, i) => {
+      if (Math.abs(p[0] - event) < Math.abs(curve.points[best]![0] - event)) best = i;
+    });
+    return best;
+  };
+  const reserved = curve.points.filter((p) => p[5] != null);
+  return (
+    <figure class="chart tall">
+      <Axis top={top} ticks={show.byteTicks(top)} say={show.bytes} />
+      <div class="plotarea">
+        <svg id="curve" viewBox={`0 0 ${W} ${H}`} preserveAspectRatio="none" tabIndex={0} role="slider"
+          aria-label="Memory over the step; the arrow keys step through it" aria-valuemin={0}
+          aria-valuemax={curve.points.length - 1} aria-valuenow={at} aria-valuetext={say(point, curve)}
+          onPointerMove={(event) => {
+            const box = event.currentTarget.getBoundingClientRect();
+            setAt(nearest(((event.clientX - box.left) / box.width) * curve.events));
+          }}
+          onKeyDown={(event) => {
+            const by = { ArrowLeft: -1, ArrowRight: 1, PageUp: -25, PageDown: 25 }[event.key];
+            if (event.key === "Home") setAt(curve.peak);
+            if (by) step(by);
+            if (by || event.key === "Home") event.preventDefault();
+          }}>
+          {curve.stretches.map(([phase, from, to], index) => (
+            <rect class={index % 2 ? "band odd" : "band"} x={x(from)} width={x(to) - x(from)} height={H}>
+              <title>{words.phases[phase] ?? phase}</title>
+            </rect>
+          ))}
+          {areas(curve, x, y).map(([kind, points]) => (
+            <polygon fill={words.colours[kind]} points={points}><title>{kind}</title></polygon>
+          ))}
+          {reserved.length > 0 && (
+            <polyline class="reserved" points={reserved.map((p) => `${x(p[0]).toFixed(1)},${y(p[5]!).toFixed(1)}`).join(" ")} />
+          )}
+          {drawn != null && <line class="limitline" x1="0" x2={W} y1={y(drawn)} y2={y(drawn)} />}
+          <line class="peakline" x1={x(peak[0])} x2={x(peak[0])} y1="0" y2={H} />
+          <line class="hair" x1={x(point[0])} x2={x(point[0])} y1="0" y2={H} />
+        </svg>
+        <Phases curve={curve} words={words} />
+      </div>
+      <div class="xs"><span>event 0</span><span>event {show.whole(curve.events)}</span></div>
+      <figcaption class="small">
+        {curve.kinds.map((kind) => (
+          <span class="legend"><Key kind={kind} words={words} />{kind.replace("_", " ")}</span>
+        ))}
+        {reserved.length > 0 && <span class="legend">solid line: reserved by the allocator</span>}
+        {drawn != null && <span class="legend">dashed: the limit, less the context</span>}
+        <p id="reading" aria-live="polite">{say(point, curve)}{at === curve.peak && <b> (the peak)</b>}</p>
+      </figcaption>
+    </figure>
+  );
+}
+
+function say(point: Point, curve: Curve): string {
+  const [event, total, phase, what, where, reserved, kinds] = point;
+  const held = curve.kinds.map((kind, i) => (kinds[i] ? `${kind.replace("_", " ")} ${show.bytes(kinds[i])}` : ""));
+  const parts = [
+    `event ${show.whole(event)}, ${curve.strings[phase]}: ${curve.strings[what]}`,
+    `tensors ${show.bytes(total)}${reserved == null ? "" : `, reserved ${show.bytes(reserved)}`}`,
+    held.filter(Boolean).join(", "),
+    curve.strings[where] ?? "",
+  ];
+  return parts.filter(Boolean).join("; ");
+}
+
+function Phases({ curve, words }: { curve: Curve; words: Words }) {
+  return (
+    <div class="phases" aria-hidden="true">
+      {curve.stretches.map(([phase, from, to]) => {
+        const [left, width] = [(from / curve.events) * 100, ((to - from) / curve.events) * 100];
+        return width < 6 ? null : (
+          <span style={{ left: `${left}%`, width: `${width}%` }}>{words.phases[phase] ?? phase}</span>
+        );
+      })}
+    </div>
+  );
+}
+
+// One polygon a kind, each on what lies below it.
+function areas(curve: Curve, x: (n: number) => number, y: (n: number) => number): [string, string][] {
+  let below = curve.points.map(() => 0);
+  return curve.kinds.map((kind, index) => {
+    const above = curve.points.map((p, i) => below[i]! + p[6][index]!);
+    const spot = (values: number[]) => curve.points.map((p, i) => `${x(p[0]).toFixed(1)},${y(values[i]!).toFixed(1)}`);
+    const points = [...spot(above), ...spot(below).reverse()].join(" ");
+    below = above;
+    return [kind, points];
+  });
+}
+
+function Streams({ spans }: { spans: Span[] }) {
+  const end = Math.max(...spans.map((s) => s.start + s.duration), 1e-12);
+  const streams = [...new Set([...spans].sort((a, b) => a.start - b.start).map((s) => s.stream))];
+  const ops = [...new Set(spans.map((s) => s.op))];
+  return (
+    <>
+      {streams.map((stream) => (
+        <div class="bar">
+          <span class="barname">{stream}</span>
+          <div class="track">
+            <svg viewBox="0 0 1000 40" preserveAspectRatio="none" role="img" aria-label={`${stream}: the table below has its spans`}>
+              {spans.filter((s) => s.stream === stream).map((s) => (
+                <rect x={(s.start / end) * 1000} width={Math.max((s.duration / end) * 1000, 1)} height="40"
+                  class={`span s${ops.indexOf(s.op) % 6}`}><title>{`${s.op}: ${show.seconds(s.duration)}`}</title></rect>
+              ))}
+            </svg>
+            <div class="labels" aria-hidden="true">
+              {spans.filter((s) => s.stream === stream && s.duration / end > 0.09).map((s) => (
+                <span class={`ink s${ops.indexOf(s.op) % 6}`}
+                  style={{ left: `${(s.start / end) * 100}%`, width: `${(s.duration / end) * 100}%` }}>{s.op.replaceAll("_", " ")}</span>
+              ))}
+            </div>
+          </div>
+          <span class="n">{show.seconds(spans.filter((s) => s.stream === stream).reduce((sum, s) => sum + s.duration, 0))}</span>
+        </div>
+      ))}
+      <Table label="Spans" rows={spans} columns={[
+        { head: "work", cell: (s) => s.op.replaceAll("_", " ") },
+        { head: "stream", cell: (s) => s.stream },
+        { head: "takes", number: true, cell: (s) => show.seconds(s.duration) },
+        { head: "because", cell: (s) => s.because },
+      ]} />
+    </>
+  );
+}
