@@ -1,62 +1,16 @@
-"""The page in a real browser: every screen, as a newcomer, by keyboard, narrow, wide and dark.
-
-Set MEMFIT_SCREENSHOTS to a folder to keep a picture of each screen.
-"""
+"""The plan's screen in a real browser: as a newcomer, by keyboard, dragging, refused."""
 
 import json
 import os
 import subprocess
 import sys
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
+from looking import ROOT, SMALL, TINY, check_look, opened, rest
 
 from memfit import api, units
 from memfit.screens.memory import parts_of
 from memfit.screens.plan import time_rows
-
-ROOT = Path(__file__).parent.parent.parent
-AXE = ROOT / "ui" / "node_modules" / "axe-core" / "axe.min.js"
-PATIENCE = 60_000  # ms; machines that run tests are busy
-SMALL = "model=pythia-70m&hardware.device=rtx-4090"
-WIDTHS = (320, 768, 1440)
-TINY = {
-    "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
-}  # fmt: skip
-RESTING = """() => document.querySelector('.answer')
-  && !document.querySelector('.answer[aria-busy=true]')"""
-
-
-@contextmanager
-def opened(browser, server, screen="", *, width=1440, permissions=()):
-    """A fresh page; on leaving, that it asked nobody else and complained of nothing."""
-    context = browser.new_context(
-        viewport={"width": width, "height": 900}, permissions=list(permissions)
-    )
-    context.set_default_timeout(PATIENCE)
-    page, asked, said = context.new_page(), [], []
-    page.on("request", lambda request: asked.append(request.url))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("console", lambda line: said.append(line.text) if line.type == "error" else None)
-    page.goto(f"{server.url}/#token={server.token}")
-    page.wait_for_selector("nav")
-    if screen:
-        page.goto(f"{server.url}/#/{screen}")
-    page.wait_for_selector("h1")
-    yield page
-    assert [url for url in asked if not url.startswith((server.url, "blob:"))] == []
-    # the browser's own line about a refusal that the page explains
-    assert [line for line in said if "status of 4" not in line] == []
-    context.close()
-
-
-def rest(page):
-    """Until the whole plan of what is asked stands there."""
-    page.wait_for_function(RESTING)
-    page.wait_for_selector("#download:not([disabled]), .trouble")
 
 
 def show_of(page, plan):
@@ -187,32 +141,6 @@ def test_errors_are_the_command_lines_own(browser, server, keys, arguments):
         said = [line.text_content().strip() for line in page.query_selector_all(".trouble p")]
         assert said == done.stderr.strip().splitlines()
         assert page.text_content("#verdict") == "NO PLAN"
-
-
-def check_look(page, name):
-    """Each width, light and dark: nothing sticks out, and axe finds nothing serious."""
-    for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme)
-        for width in WIDTHS:
-            page.set_viewport_size({"width": width, "height": 900})
-            assert page.evaluate("document.documentElement.scrollWidth") <= width, (name, width)
-            if folder := os.environ.get("MEMFIT_SCREENSHOTS"):
-                page.screenshot(path=Path(folder) / f"{name}-{width}-{scheme}.png", full_page=True)
-            if width != 768 and AXE.exists():
-                assert find_barriers(page) == [], (name, width, scheme)
-
-
-def find_barriers(page):
-    """What axe-core calls serious or critical: (rule, where)."""
-    if not page.evaluate("typeof axe !== 'undefined'"):
-        page.evaluate(AXE.read_text(encoding="utf-8"))
-    found = page.evaluate("axe.run({resultTypes: ['violations']})")
-    return [
-        (rule["id"], node["target"], node["failureSummary"])
-        for rule in found["violations"]
-        if rule["impact"] in ("serious", "critical")
-        for node in rule["nodes"]
-    ]
 
 
 def test_the_plan_screen_looks_right(browser, server):

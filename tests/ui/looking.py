@@ -1,0 +1,81 @@
+"""How the tests of the page look at it."""
+
+import os
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+AXE = ROOT / "ui" / "node_modules" / "axe-core" / "axe.min.js"
+PATIENCE = 60_000  # ms; machines that run tests are busy
+WIDTHS = (320, 768, 1440)
+SMALL = "model=pythia-70m&hardware.device=rtx-4090"
+TINY = {
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+}  # fmt: skip
+RESTING = """() => document.querySelector('.answer')
+  && !document.querySelector('.answer[aria-busy=true]')"""
+
+
+@contextmanager
+def opened(browser, server, screen="", *, token=True):
+    """A fresh page; on leaving, that it asked nobody else and complained of nothing."""
+    with watched(browser, server.url) as page:
+        page.goto(f"{server.url}/#token={server.token}" if token else server.url)
+        page.wait_for_selector("nav")
+        if screen:
+            page.goto(f"{server.url}/#/{screen}")
+        page.wait_for_selector("h1")
+        yield page
+
+
+@contextmanager
+def watched(browser, own):
+    """A page of a context of its own; `own`: how the addresses that it may ask begin."""
+    context = browser.new_context(viewport={"width": 1440, "height": 900})
+    context.set_default_timeout(PATIENCE)
+    page, asked, said = context.new_page(), [], []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("console", lambda line: said.append(line.text) if line.type == "error" else None)
+    yield page
+    assert [url for url in asked if not url.startswith((own, "blob:"))] == []
+    # the browser's own line about a refusal that the page explains
+    assert [line for line in said if "status of 4" not in line] == []
+    context.close()
+
+
+def rest(page):
+    """Until the whole plan of what is asked stands there."""
+    page.wait_for_function(RESTING)
+    page.wait_for_selector("#download:not([disabled]), .trouble")
+
+
+def check_look(page, name):
+    """Each width, light and dark: nothing sticks out, and axe finds nothing serious.
+
+    Set MEMFIT_SCREENSHOTS to a folder to keep a picture of each.
+    """
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        for width in WIDTHS:
+            page.set_viewport_size({"width": width, "height": 900})
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, (name, width)
+            if folder := os.environ.get("MEMFIT_SCREENSHOTS"):
+                page.screenshot(path=Path(folder) / f"{name}-{width}-{scheme}.png", full_page=True)
+            if width != 768 and AXE.exists():
+                assert find_barriers(page) == [], (name, width, scheme)
+
+
+def find_barriers(page):
+    """What axe-core calls serious or critical: (rule, where, why)."""
+    if not page.evaluate("typeof axe !== 'undefined'"):
+        page.evaluate(AXE.read_text(encoding="utf-8"))
+    found = page.evaluate("axe.run({resultTypes: ['violations']})")
+    return [
+        (rule["id"], node["target"], node["failureSummary"])
+        for rule in found["violations"]
+        if rule["impact"] in ("serious", "critical")
+        for node in rule["nodes"]
+    ]

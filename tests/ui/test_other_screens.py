@@ -1,0 +1,183 @@
+"""Explore, timeline, runs, export and budget in a real browser, and the report of a real run."""
+
+import json
+import os
+import subprocess
+import sys
+from urllib.parse import quote, urlencode
+
+import pytest
+from looking import AXE, ROOT, SMALL, TINY, check_look, opened, watched
+
+from memfit import api, units
+from memfit.nouns import from_data, read_json
+from memfit.request import Request
+from memfit.results import Report
+from memfit.screens.budget import show_figure
+
+TEXT = "The cat sat on a mat while the rain fell over old hills. " * 20
+
+
+@pytest.fixture(scope="session")
+def run(server, tmp_path_factory):
+    """The folder of a real run of a few steps on this machine's processor."""
+    place = tmp_path_factory.mktemp("asked")
+    (place / "data").mkdir()
+    for number in range(4):
+        (place / "data" / f"{number}.txt").write_text(f"Chapter {number}. {TEXT}")
+    asked = {
+        "model": {"name": "tiny", **TINY}, "weights": "random", "method": "full",
+        "hardware": {"device": "cpu"}, "limits": {"memory": "256 MiB"},
+        "task": {"data": "data", "sequence_length": 64, "global_batch": 4, "steps": 5},
+    }  # fmt: skip
+    (place / "request.json").write_text(json.dumps(asked))
+    folder = server.runs / "first"
+    done = subprocess.run(
+        [sys.executable, "-m", "memfit", "train", "request.json", "--folder", folder, "--quiet"],
+        cwd=place, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_axe_is_there_where_node_is():
+    """`make test` installs it; without Node nothing is judged, and that is said."""
+    if not AXE.exists():
+        pytest.skip("axe-core is not installed: make page-tools")
+
+
+def test_explore_says_why_each_was_not_chosen(browser, server):
+    asked = "&".join((SMALL, "_why_not=micro_batch%3D16", "_offers=rtx-4090,rtx-3090"))
+    with opened(browser, server, f"explore?{asked}") as page:
+        page.wait_for_selector("#why-answer")
+        page.wait_for_selector("[aria-label=Offers] td")
+        page.wait_for_selector("[aria-label=Considered] tr:nth-child(20)")
+        request = api.read("pythia-70m", device="rtx-4090")
+        plan = api.plan(request)
+        rows = page.locator("[aria-label=Considered] tbody tr").all_text_contents()
+        assert len(rows) == len(plan.considered) + len(plan.levers)
+        for row in (*plan.considered, *plan.levers):
+            assert any(row.label in said and row.because in said for said in rows), row
+        answer = api.why_not(request, {"micro_batch": 16})
+        assert page.text_content("#why-answer") == (
+            f"{answer.answer.replace('_', ' ')}: {'; '.join(answer.because)}"
+        )
+        found = api.compare(api.read("pythia-70m"), "rtx-4090,rtx-3090")
+        offers = page.locator("[aria-label=Offers] tbody tr").all_text_contents()
+        for row, said in zip(found.rows, offers, strict=True):
+            assert f"1 x {row.offer.device}" in said
+            assert row.because in said
+            assert units.show_bytes(row.needs) in said
+        page.check("#only-fits")
+        fitting = [row for row in (*plan.considered, *plan.levers) if row.fits]
+        page.wait_for_function(
+            "(n) => document.querySelectorAll('[aria-label=Considered] tbody tr').length === n",
+            arg=len(fitting),
+        )
+        assert "_fits=1" in page.url
+        check_look(page, "explore")
+
+
+def test_the_timeline_is_the_certificates(browser, server):
+    keys = {
+        "model": json.dumps(TINY), "hardware.device": "cpu-x86", "weights": "random",
+        "method": "full", "task.steps": "3", "limits.memory": "1 GiB",
+    }  # fmt: skip
+    with opened(browser, server, f"timeline?{urlencode(keys)}") as page:
+        page.click("#certify")
+        page.wait_for_selector("#curve")
+        reading = page.text_content("#reading")
+        assert "(the peak)" in reading
+        page.focus("#curve")
+        page.keyboard.press("ArrowLeft")
+        page.wait_for_function(
+            "(old) => document.querySelector('#reading').textContent !== old", arg=reading
+        )
+        page.keyboard.press("Home")
+        page.wait_for_function(
+            "(old) => document.querySelector('#reading').textContent === old", arg=reading
+        )
+        rows = page.locator("[aria-label='Alive at the peak'] tbody tr").all_text_contents()
+        assert any(".py:" in row and "model.layers" in row for row in rows), rows[:4]
+        check_look(page, "timeline")
+    with opened(browser, server, f"timeline?{SMALL}", token=False) as page:
+        page.click("#certify")
+        assert "the token is missing" in page.text_content(".trouble")
+
+
+def test_a_run_is_followed_and_compared(browser, server, run):
+    with opened(browser, server, "run") as page:
+        page.get_by_role("checkbox", name="first").check()
+        page.wait_for_selector("[aria-label='Comparisons of first'] td")
+        report = read_json(run / "report.json", Report)
+        assert "step 5 of 5, finished" in page.text_content("main")
+        rows = page.locator("[aria-label='Comparisons of first'] tbody tr").all_text_contents()
+        assert len(rows) == len(report.comparisons)
+        (peak,) = [c for c in report.comparisons if c.name == "memory.peak_allocated"]
+        assert units.show_bytes(peak.measured) in next(r for r in rows if peak.name in r)
+        assert page.locator(".chart polyline.line").count() == 3
+        check_look(page, "run")
+
+
+def test_a_plan_is_exported_as_the_command_line_writes_it(browser, server, tmp_path):
+    with opened(browser, server, f"export?{SMALL}&_to=axolotl") as page:
+        made = api.export(api.plan(api.read("pythia-70m", device="rtx-4090")), "axolotl")
+        (name,) = made.files
+        page.wait_for_selector("pre.file")
+        assert page.text_content("pre.file") == made.files[name]
+        with page.expect_download() as got:
+            page.get_by_role("button", name=f"Download {name}").click()
+        got.value.save_as(tmp_path / name)
+        assert (tmp_path / name).read_text() == made.files[name]
+        check_look(page, "export")
+        page.select_option("#target", "slurm")
+        page.wait_for_function(
+            "() => document.querySelector('pre.file')?.textContent.includes('SBATCH')"
+        )
+
+
+def test_move_one_figure_of_a_budget_and_the_others_follow(browser, server):
+    with opened(browser, server, "budget?_b_parameters=7B&_b_devices=8&_b_device=h100-sxm") as page:
+        page.wait_for_selector("[aria-label=Budget] td")
+        page.focus("#budget-devices-range")
+        page.keyboard.press("End")
+        page.wait_for_function("() => location.hash.includes('_b_devices=100000')")
+        known = {"parameters": "7B", "devices": "100000", "device": "h100-sxm"}
+        found = api.budget(**known)
+        shown = show_figure("time", found.figures["time"])
+        page.wait_for_function(
+            "(time) => document.querySelector('[aria-label=Budget]').textContent.includes(time)",
+            arg=shown,
+        )
+        page.fill("#budget-cost-text", "1 apple")
+        page.keyboard.press("Tab")
+        page.wait_for_selector(".trouble")
+        assert "cannot read `1 apple` as an amount of money" in page.text_content(".trouble")
+        page.get_by_label("let Money follow").click()
+        page.wait_for_selector("[aria-label=Budget] td")
+        check_look(page, "budget")
+
+
+def test_the_report_of_a_real_run_opens_from_the_disk(browser, run):
+    """No server: nothing but the file itself is asked for."""
+    report = read_json(run / "report.json", Report)
+    address = f"file://{quote(str(run / 'report.html'))}"
+    with watched(browser, address) as page:
+        page.goto(address)
+        text = page.text_content("main")
+        for said in ("FITS", "Memory at the peak", "Instants", "Loss", "Predicted, certified",
+                     "Certificate", "Asked and planned", "How to repeat"):  # fmt: skip
+            assert said in text
+        for row in report.comparisons:
+            assert row.name in text
+        check_look(page, "report")
+
+
+def test_a_pasted_config_is_the_request_with_it(server):
+    """What the timeline asks for above is what `memfit plan request.json` reads."""
+    from memfit.ui.asking import read_asked
+
+    keys = (("model", json.dumps(TINY)), ("task.steps", "3"), ("limits.memory", "1 GiB"))
+    stated = {"model": TINY, "task": {"steps": 3}, "limits": {"memory": "1 GiB"}}
+    assert read_asked(keys) == from_data(stated, Request, where="a test")
