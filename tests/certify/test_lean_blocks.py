@@ -12,10 +12,10 @@ from memfit.adapters import find_adapter
 from memfit.certify import trace
 from memfit.certify.tracing import worst_shapes
 from memfit.families import read_model
-from memfit.families.lean import LEAN_FAMILIES
+from memfit.families.lean import LEAN_FAMILIES, find_lean
 from memfit.ledger import Kind, Ledger, Phase
 from memfit.plan.memory import predict_memory
-from memfit.recipe import LEAN, Freeze, Lora, Preference
+from memfit.recipe import LEAN, Freeze, Lora, Preference, Recipe
 
 BF16 = {"precision": "bf16", "base_format": "bf16"}
 MIXED = {"precision": "bf16-mixed"}
@@ -46,15 +46,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 SCALARS = 16  # bytes of 0-dim results of a step, which no peak depends on
 QUICK = {"mixed", "lora-mixed-bf16"}
+FIRST = {("llama", "mixed"), ("llama", "lora-mixed-bf16"), ("phi3", "mixed"), ("gpt2", "mixed")}
 
 
 def cases() -> list[Any]:
     return [
         pytest.param(family, changes, id=f"{family}-{name}",
-                     marks=() if family == "llama" and name in QUICK else (pytest.mark.slow,))
+                     marks=() if (family, name) in FIRST else (pytest.mark.slow,))
         for family in LEAN_FAMILIES for name, changes in VARIANTS.items()
         if family == "llama" or name in QUICK
     ]  # fmt: skip
+
+
+def lean_recipe(family: str, changes: dict[str, Any]) -> Recipe:
+    """With all the lean operations of the family, or some."""
+    recipe = make_recipe(family, **changes)
+    own = find_lean(read_model(recipe.model).architecture)
+    return recipe if recipe.lean else replace(recipe, lean=own)
 
 
 def assert_same(predicted: Ledger, certified: Ledger, phase: Phase) -> None:
@@ -66,7 +74,7 @@ def assert_same(predicted: Ledger, certified: Ledger, phase: Phase) -> None:
 
 @pytest.mark.parametrize(("family", "changes"), cases())
 def test_every_phase_holds_the_same_bytes_real_traced_and_predicted(family, changes) -> None:
-    recipe = make_recipe(family, **{"lean": LEAN, **changes})
+    recipe = lean_recipe(family, changes)
     model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
     fake, real = trace(recipe, CPU), watch_real_step(recipe, worst_shapes(recipe))
     predicted = predict_memory(model, recipe, CPU)
@@ -79,7 +87,7 @@ def test_every_phase_holds_the_same_bytes_real_traced_and_predicted(family, chan
 
 @pytest.mark.parametrize(("family", "changes"), cases())
 def test_the_prediction_equals_the_trace_on_cuda(family, changes) -> None:
-    recipe = make_recipe(family, **{"lean": LEAN, **changes})
+    recipe = lean_recipe(family, changes)
     if recipe.compute_dtype == "float32":
         recipe = replace(recipe, attention="efficient")
     model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
@@ -95,11 +103,11 @@ SEVEN_B = {
 }  # fmt: skip
 
 
-def kept(**changes: Any) -> float:
+def kept(config: dict[str, Any] = SEVEN_B, **changes: Any) -> float:
     """Bytes that a third block keeps beside two, for each token and hidden unit."""
-    tokens, hidden = 4096, 4096
+    tokens, hidden = 4096, config["hidden_size"]
     shape = {"sequence_length": tokens, "micro_batch": 1, **changes}
-    recipes = (make_recipe(config={**SEVEN_B, "num_hidden_layers": n}, **shape) for n in (2, 3))
+    recipes = (make_recipe(config={**config, "num_hidden_layers": n}, **shape) for n in (2, 3))
     two, three = (trace(r, H100).ledger.by_kind(Phase.LOSS)[Kind.ACTIVATIONS] for r in recipes)
     return (three - two) / (tokens * hidden)
 

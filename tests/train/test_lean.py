@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,8 +20,8 @@ from memfit.nouns import from_data
 from memfit.plan.problem import first_recipe, read_problem
 from memfit.recipe import LEAN
 from memfit.request import Request
-from memfit.train.lean import functions
-from memfit.train.lean.made import Shared, find
+from memfit.train.lean import activations, norms, products
+from memfit.train.lean.made import Made, Shared, find
 from memfit.train.step import step
 from tiny_models import (
     CONFIGS,
@@ -58,16 +60,21 @@ def worst(found, expected) -> float:
 
 def error_in_fp32(family: str = "llama", **changes: Any) -> float:
     """Lean gradients against those of Hugging Face's class, eager attention in both."""
-    recipe = make_recipe(family, attention="math", lean=LEAN, optimizer=NO_CLIP, **changes)
+    recipe = make_recipe(family, attention="math", optimizer=NO_CLIP, **changes)
+    recipe = replace(recipe, lean=find_lean(read_model(recipe.model).architecture))
     batch = make_batch(ignored=5)
     loss, gradients, weights = gradients_of(recipe, batch)
     expected_loss, expected = textbook(recipe, weights, batch)
     return max(worst(gradients, expected), abs(float(loss / expected_loss) - 1))
 
 
+# OLMo 2's is 1.1e-6 without lean operations too: its norms stand behind what they norm.
+LIMITS = {"olmo2": 1.5e-6}
+
+
 @pytest.mark.parametrize("family", LEAN_FAMILIES)
 def test_gradients_in_fp32_are_those_of_hugging_face(family):
-    assert error_in_fp32(family) < 1e-6
+    assert error_in_fp32(family) < LIMITS.get(family, 1e-6)
 
 
 @pytest.mark.parametrize("operation", LEAN)
@@ -140,33 +147,73 @@ def draw(*shape: int) -> torch.Tensor:
 
 
 def check_norm() -> bool:
-    return gradcheck(
-        lambda x, w: functions.RmsNorm.apply(x, w, 1e-6)[0], (draw(2, 3, 8), draw(8)), **QUIET
-    )
+    def normed(x, w):
+        return [norms.RmsNorm.apply(x, w, 1e-6, kind)[0] for kind in KINDS]
+
+    return gradcheck(normed, (draw(2, 3, 8), draw(8)), **QUIET)
+
+
+KINDS = norms.normalise, norms.normalise_wide, norms.normalise_unit
+
+
+def check_layer_norm() -> bool:
+    def normed(x, w, b):
+        return norms.LayerNorm.apply(x, w, b, 1e-6), norms.LayerNorm.apply(x, w, None, 1e-6)
+
+    return gradcheck(normed, (draw(2, 3, 8), draw(8), draw(8)), **QUIET)
+
+
+def check_activation() -> bool:
+    def curves(x):
+        return [activations.Activation.apply(x, name) for name in activations.CURVES]
+
+    return gradcheck(curves, (draw(2, 3, 5),), **QUIET)
 
 
 def check_product() -> bool:
-    return gradcheck(functions.GatedProduct.apply, (draw(2, 3, 5), draw(2, 3, 5)), **QUIET)
+    product = partial(activations.GatedProduct.apply)
+    return all(
+        gradcheck(lambda a, b, n=n: product(a, b, n), (draw(2, 3, 5), draw(2, 3, 5)), **QUIET)
+        for n in ("silu", "gelu")
+    )
 
 
 def check_joined() -> bool:
     """A norm that feeds two linears, and a product that feeds one, all made again."""
 
     def block(x, w, first, second, bias, last):
-        out, inverse = functions.RmsNorm.apply(x, w, 1e-6)
-        made = functions.Made(functions.normalise, (x, inverse, w), Shared())
-        gates = functions.Linear.apply(out, first, bias, made)
-        up = functions.Linear.apply(out, second, None, made)
-        product = functions.GatedProduct.apply(gates, up)
-        made = functions.Made(functions.gate, (gates, up), Shared())
-        return functions.Linear.apply(product, last, None, made)
+        out, inverse = norms.RmsNorm.apply(x, w, 1e-6, norms.normalise)
+        made = Made(norms.normalise, (x, inverse, w), Shared())
+        gates = products.Linear.apply(out, first, bias, made, False)
+        up = products.Linear.apply(out, second, None, made, False)
+        product = activations.GatedProduct.apply(gates, up, "silu")
+        made = Made(partial(activations.gate, "silu"), (gates, up), Shared())
+        return products.Linear.apply(product, last, None, made, False)
 
     weights = draw(6, 8), draw(6, 8), draw(6), draw(8, 6)
     return gradcheck(block, (draw(2, 3, 8), draw(8), *weights), **QUIET)
 
 
+def check_turned() -> bool:
+    """GPT-2's block: a LayerNorm, and weights that are stored the other way round."""
+
+    def block(x, w, b, first, bias, last):
+        out = norms.LayerNorm.apply(x, w, b, 1e-6)
+        made = Made(partial(norms.normalise_rows, eps=1e-6), (x, w, b), Shared())
+        wide = products.Linear.apply(out, first, bias, made, True)
+        bent = activations.Activation.apply(wide, "gelu_new")
+        made = Made(activations.CURVES["gelu_new"].value, (wide,), Shared())
+        return products.Linear.apply(bent, last, None, made, True)
+
+    weights = draw(8), draw(8), draw(8, 6), draw(6), draw(6, 8)
+    return gradcheck(block, (draw(2, 3, 8), *weights), **QUIET)
+
+
 QUIET = {"raise_exception": False, "check_undefined_grad": False}
-CHECKS = {"norm": check_norm, "product": check_product, "joined": check_joined}
+CHECKS = {
+    "norm": check_norm, "layer norm": check_layer_norm, "activation": check_activation,
+    "product": check_product, "joined": check_joined, "turned": check_turned,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
@@ -177,20 +224,30 @@ def test_derivatives_in_fp64(check):
 # A fault -> (function, line, the line with the fault), and the checks that must see it.
 MUTATIONS = {
     "the mean is forgotten": (
-        functions.RmsNorm, "mul_((slope * wide).mean(-1, keepdim=True))", "mul_(0)", check_norm),
+        norms.RmsNorm, "mul_((slope * wide).mean(-1, keepdim=True))", "mul_(0)", check_norm),
     "the weight is forgotten": (
-        functions.RmsNorm, "slope = grad * weight.to(wide.dtype)", "slope = grad * 1.0",
-        check_norm),
+        norms.RmsNorm, "factor = weight.to(wide.dtype)", "factor = torch.ones(8)", check_norm),
+    "the unit is forgotten": (
+        norms.RmsNorm, "1 + factor if ctx.unit else factor", "factor", check_norm),
+    "the deviations for the means": (
+        norms.LayerNorm, "mean, deviation, weight.to", "deviation, mean, weight.to",
+        check_layer_norm),
+    "the other layout's gradient": (
+        products.Linear, "rows.t() @ flat if ctx.turned", "(flat.t() @ rows).t() * 2 if ctx.turned",
+        check_turned),
+    "a slope of the result": (
+        activations.Activation, "slope(grad, x)", "slope(grad, ctx.curve.value(x))",
+        check_activation),
     "the weight's gradient without the norm": (
-        functions.RmsNorm, "_sum_rows(grad * wide)", "_sum_rows(grad * x)", check_norm),
+        norms.RmsNorm, "_sum_rows(grad * wide)", "_sum_rows(grad * x)", check_norm),
     "gate for up": (
-        functions.GatedProduct, "_silu_backward(grad * up, gates)",
-        "_silu_backward(grad * gates, gates)", check_product),
+        activations.GatedProduct, "slope(grad * up, gates)", "slope(grad * gates, gates)",
+        check_product),
     "a product of what was not made again": (
-        functions.Linear, "ctx.shared.take(ctx.remake, parts, grad.dtype)", "parts[0]",
+        products.Linear, "ctx.shared.take(ctx.remake, parts, grad.dtype)", "parts[0]",
         check_joined),
     "a bias without its gradient": (
-        functions.Linear, "flat.sum(0) if of_bias", "flat.sum(0) * 0 if of_bias", check_joined),
+        products.Linear, "flat.sum(0) if of_bias", "flat.sum(0) * 0 if of_bias", check_joined),
 }  # fmt: skip
 
 
@@ -201,7 +258,9 @@ def test_each_fault_is_seen(name, monkeypatch):
     assert source.count(old) == 1
     scope: dict[str, Any] = {}
     body = "from __future__ import annotations\nclass Faulty:\n" + source.replace(old, new)
-    exec(body, vars(functions).copy(), scope)  # the same code with one line changed
+    exec(
+        body, vars(sys.modules[owner.__module__]).copy(), scope
+    )  # the same code with one line changed
     monkeypatch.setattr(owner, "backward", staticmethod(scope["Faulty"].backward))
     assert not check()
 
@@ -226,11 +285,30 @@ def test_other_families_are_refused(family):
 
 def test_another_activation_leaves_the_norm():
     a = read_model(
-        make_recipe(config={**CONFIGS["llama"], "hidden_act": "gelu"}).model
+        make_recipe(config={**CONFIGS["llama"], "hidden_act": "relu"}).model
     ).architecture
     assert find_lean(a) == ("norm",)
-    with pytest.raises(InvalidRequest, match=r"knows `silu`, and `m` has `gelu`"):
+    with pytest.raises(InvalidRequest, match=r"that of `m`, `relu`, keeps its result alone"):
         check_lean("m", a, LEAN)
+
+
+def test_relu_keeps_one_tensor_and_gelu_two():
+    """Why relu has no lean operation: what its derivative reads, the next product reads too."""
+
+    def kept(curve):
+        seen: set[int] = set()
+
+        def pack(t):
+            seen.add(t.data_ptr())
+            return t
+
+        x = torch.randn(4, 8, requires_grad=True) * 1
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            made = curve(x)
+            made @ torch.randn(8, 8, requires_grad=True).detach().requires_grad_()
+        return len(seen & {x.data_ptr(), made.data_ptr()})
+
+    assert (kept(torch.relu), kept(torch.nn.functional.gelu)) == (1, 2)
 
 
 def test_a_request_names_all_operations_or_some():
@@ -246,9 +324,9 @@ def test_a_request_names_all_operations_or_some():
     assert recipe("none").digest != recipe("all").digest
     with pytest.raises(InvalidRequest, match="lean"):
         recipe("some")
-    with pytest.raises(InvalidRequest, match="written for Llama's blocks"):
-        read_problem(Request(model="gpt2", lean="all"))
+    with pytest.raises(InvalidRequest, match="written for blocks of one feed-forward"):
+        read_problem(Request(model="mixtral-8x7b", lean="all"))
     with pytest.raises(InvalidRequest, match="memfit's own step"):
         Request(model="llama-2-7b", framework="megatron", lean="all")
-    left = Request(model="gpt2", lean="auto")
+    left = Request(model="mixtral-8x7b", lean="auto")
     assert first_recipe(read_problem(left), method="full", precision="fp32").lean == ()

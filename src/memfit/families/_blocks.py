@@ -24,7 +24,7 @@ from memfit.families.forward import (
     unit_of,
     within,
 )
-from memfit.sizes import Tensor
+from memfit.sizes import Tensor, lean
 
 GEMMA_NORMS = (
     "input_layernorm",
@@ -58,8 +58,10 @@ def scaled_embedding(forward: Forward, weight: Tensor) -> Tensor:
 
 
 @module
-def unit_norm(forward: Forward, weight: Tensor, x: Tensor) -> Tensor:
+def unit_norm(forward: Forward, weight: Tensor, x: Tensor, feeds: bool = True) -> Tensor:
     """RMSNorm whose weight is kept less one and applied in fp32 (gemma, gemma2, gemma3_text)."""
+    if "norm" in forward.lean:
+        return lean.rms_norm(x, weight, lean.normalise_unit, feeds=feeds)
     output = _normalise(sizes.cast(x, "float32"))
     output = sizes.mul(output, sizes.shift(sizes.cast(weight, "float32")))
     return sizes.cast(output, x.dtype)
@@ -70,8 +72,10 @@ def _normalise(x: Tensor) -> Tensor:
 
 
 @module
-def wide_norm(forward: Forward, weight: Tensor, x: Tensor) -> Tensor:
+def wide_norm(forward: Forward, weight: Tensor, x: Tensor, feeds: bool = True) -> Tensor:
     """RMSNorm that is cast back after its weight is applied (olmo2)."""
+    if "norm" in forward.lean:
+        return lean.rms_norm(x, weight, lean.normalise_wide, feeds=feeds)
     dtype = x.dtype
     x = sizes.cast(x, "float32")
     variance = sizes.mean_last(sizes.power(x))
@@ -85,6 +89,8 @@ def fused_gated_mlp(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
     up = project(forward, weights, "mlp.gate_up_proj", x)
     width = up.shape[-1] // 2
     gate, up = sizes.split(up, (width, width), 2)
+    if "mlp" in forward.lean:
+        return project(forward, weights, "mlp.down_proj", lean.gated_product(gate, up))
     up = sizes.mul(up, activate(forward, gate))
     return project(forward, weights, "mlp.down_proj", up)
 

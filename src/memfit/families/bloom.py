@@ -22,7 +22,7 @@ from memfit.families.forward import (
     project,
 )
 from memfit.model import Architecture, TensorSpec, Weight
-from memfit.sizes import Tensor
+from memfit.sizes import Tensor, lean
 
 
 @final
@@ -125,7 +125,7 @@ class Bloom(Family):
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""
-        return apply_layer_norm(forward, weights, "ln_f", x)
+        return apply_layer_norm(forward, weights, "ln_f", x, feeds=False)
 
 
 def _one_of(config: Mapping[str, Any], key: str, other: str) -> str:
@@ -174,6 +174,8 @@ def _mlp(forward: Forward, weights: Weights, x: Tensor, residual: Tensor) -> Ten
 @module
 def _gelu(forward: Forward, x: Tensor) -> Tensor:
     """A function of its own: keeps its input alone, and computes the curve again in backward."""
+    if "mlp" in forward.lean:
+        return lean.activation(x)
     return sizes.own_function(gelu_fast, _gelu_slope, x)
 
 

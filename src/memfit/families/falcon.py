@@ -165,7 +165,7 @@ class Falcon(Family):
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""
-        return apply_layer_norm(forward, weights, "ln_f", x)
+        return apply_layer_norm(forward, weights, "ln_f", x, feeds=False)
 
 
 def _key_value_heads(config: Mapping[str, Any], heads: int) -> int:

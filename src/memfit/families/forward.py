@@ -27,6 +27,7 @@ from memfit.sizes.sharding import Unit
 Weights = dict[str, Tensor]  # by name inside the block, or inside the model
 Rotation = tuple[Tensor, Tensor]  # cosines, sines
 Turn = Rotation | None  # None where a block does not rotate
+OUTSIDE = ("lm_head", "decoder.project_in", "decoder.project_out")  # products of no block
 Documents = tuple[int, ...]  # the lengths of a row's documents, the same in every row
 
 
@@ -102,7 +103,7 @@ def module(
 
 def project(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
     """A projection: Linear or Conv1D, with its bias and its adapter when it has them."""
-    if name == "lm_head" and forward.lean:  # only products of blocks are lean
+    if name in OUTSIDE and forward.lean:  # only products of blocks are lean
         forward = msgspec.structs.replace(forward, lean=())
     if name == forward.only_added:
         with forward.meter.forgetting():
@@ -122,11 +123,14 @@ def _plain(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
         return float8.linear(x, weight, bias)
     if forward.qat and not of_head:
         weight = round_weight(weight, GROUP if forward.qat == "int4" else weight.shape[1])
-    if family == "gpt2" and bias is not None:
+    turned = family == "gpt2" and bias is not None
+    if forward.lean:
+        return lean.linear(x, weight, bias, turned)
+    if turned and bias is not None:
         return sizes.conv1d(x, weight, bias)
     if family == "falcon" and not of_head:
         return sizes.multiply_turned(x, weight, bias)
-    return lean.linear(x, weight, bias) if forward.lean else sizes.linear(x, weight, bias)
+    return sizes.linear(x, weight, bias)
 
 
 @module
@@ -181,14 +185,21 @@ def rms_norm(forward: Forward, weight: Tensor, x: Tensor, feeds: bool = True) ->
 
 
 @module
-def apply_layer_norm(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
-    """`nn.LayerNorm`."""
-    return sizes.layer_norm(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+def apply_layer_norm(
+    forward: Forward, weights: Weights, name: str, x: Tensor, feeds: bool = True
+) -> Tensor:
+    """`nn.LayerNorm`; feeds: see `lean.rms_norm`."""
+    weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
+    if "norm" in forward.lean:
+        return lean.layer_norm(x, weight, bias, feeds=feeds)
+    return sizes.layer_norm(x, weight, bias)
 
 
 @module
 def activate(forward: Forward, x: Tensor) -> Tensor:
     """The feed-forward's activation function, by Hugging Face's name for it."""
+    if "mlp" in forward.lean:
+        return lean.activation(x)
     return _ACTIVATIONS[forward.architecture.activation](x)
 
 

@@ -89,7 +89,7 @@ class Gemma(Family):
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""
-        return unit_norm(forward, weights["norm.weight"], x)
+        return unit_norm(forward, weights["norm.weight"], x, feeds=False)
 
 
 families.register("gemma")(Gemma())

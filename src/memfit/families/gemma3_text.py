@@ -129,7 +129,7 @@ class Gemma3Text(Family):
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""
-        return unit_norm(forward, weights["norm.weight"], x)
+        return unit_norm(forward, weights["norm.weight"], x, feeds=False)
 
 
 def _kinds(a: Architecture) -> list[str]:
@@ -155,8 +155,8 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) ->
     key = sizes.transpose(key, 1, 2)
     value = sizes.view(project(forward, weights, "self_attn.v_proj", x), *shape)
     value = sizes.transpose(value, 1, 2)
-    query = unit_norm(forward, weights["self_attn.q_norm.weight"], query)
-    key = unit_norm(forward, weights["self_attn.k_norm.weight"], key)
+    query = unit_norm(forward, weights["self_attn.q_norm.weight"], query, feeds=False)
+    key = unit_norm(forward, weights["self_attn.k_norm.weight"], key, feeds=False)
     query, key = rotate(query, key, turn)
     out = attend(forward, query, key, value)
     out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))

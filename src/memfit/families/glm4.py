@@ -110,7 +110,7 @@ class Glm4(Family):
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""
-        return rms_norm(forward, weights["norm.weight"], x)
+        return rms_norm(forward, weights["norm.weight"], x, feeds=False)
 
 
 @module

@@ -112,7 +112,7 @@ class Gpt2(Family):
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""
-        return apply_layer_norm(forward, weights, "ln_f", x)
+        return apply_layer_norm(forward, weights, "ln_f", x, feeds=False)
 
 
 def _conv1d(name: str, columns: int, rows: int) -> Rows:

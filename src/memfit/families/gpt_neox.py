@@ -119,7 +119,7 @@ class GptNeox(Family):
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""
-        return apply_layer_norm(forward, weights, "final_layer_norm", x)
+        return apply_layer_norm(forward, weights, "final_layer_norm", x, feeds=False)
 
 
 @module

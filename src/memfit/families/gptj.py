@@ -133,7 +133,7 @@ class GptJ(Family):
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""
-        return apply_layer_norm(forward, weights, "ln_f", x)
+        return apply_layer_norm(forward, weights, "ln_f", x, feeds=False)
 
 
 @module

@@ -6,16 +6,22 @@ from memfit.errors import InvalidRequest
 from memfit.model import Architecture
 from memfit.recipe import LEAN, Lean
 
-# Their class's norm and gated feed-forward are Llama's; the tests prove it of each.
-LEAN_FAMILIES = ("granite", "llama", "mistral", "qwen2", "qwen3", "smollm3")
-ACTIVATION = "silu"  # the one whose derivative the lean product knows
+# The tests prove of each that its class's norms, products and feed-forward are those of the lean
+# operations.
+LEAN_FAMILIES = (
+    "bloom", "falcon", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2", "gptj",
+    "granite", "llama", "mistral", "mpt", "olmo2", "opt", "phi", "phi3", "qwen2", "qwen3",
+    "smollm3", "stablelm",
+)  # fmt: skip
+# Those whose derivative reads their input; relu's reads its result, which a product keeps anyway.
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 
 
 def find_lean(a: Architecture) -> tuple[Lean, ...]:
     """The lean operations that blocks of this architecture can have."""
-    if a.family not in LEAN_FAMILIES:
+    if a.family not in LEAN_FAMILIES or a.norm_after:
         return ()
-    return LEAN if a.activation == ACTIVATION else ("norm",)
+    return LEAN if a.activation in ACTIVATIONS else ("norm",)
 
 
 def check_lean(name: str, a: Architecture, asked: tuple[Lean, ...]) -> None:
@@ -26,11 +32,12 @@ def check_lean(name: str, a: Architecture, asked: tuple[Lean, ...]) -> None:
         return
     if not own:
         raise InvalidRequest(
-            f"`lean: {', '.join(asked)}` is written for Llama's blocks, and those of `{name}`"
-            f" (`{a.family}`) are others",
+            f"`lean: {', '.join(asked)}` is written for blocks of one feed-forward behind a norm,"
+            f" and those of `{name}` (`{a.family}`) are others",
             hint="use `lean: none`; `recompute` keeps less in every family",
         )
     raise InvalidRequest(
-        f"`lean: {lacking[0]}` knows `{ACTIVATION}`, and `{name}` has `{a.activation}`",
+        f"`lean: {lacking[0]}` makes an activation again from its input, and that of `{name}`,"
+        f" `{a.activation}`, keeps its result alone",
         hint=f"use `lean: [{', '.join(own)}]`",
     )

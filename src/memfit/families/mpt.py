@@ -21,7 +21,7 @@ from memfit.families.forward import (
     project,
 )
 from memfit.model import Architecture, TensorSpec, Weight
-from memfit.sizes import Tensor
+from memfit.sizes import Tensor, lean
 
 # What Hugging Face's class computes whatever `attn_config` says, or not at all.
 DESCRIBED: dict[str, tuple[object, ...]] = {
@@ -135,7 +135,7 @@ class Mpt(Family):
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""
-        return apply_layer_norm(forward, weights, "norm_f", x)
+        return apply_layer_norm(forward, weights, "norm_f", x, feeds=False)
 
 
 @module
@@ -170,7 +170,7 @@ def _mlp(forward: Forward, weights: Weights, x: Tensor, residual: Tensor) -> Ten
 
 @module
 def _gelu(forward: Forward, x: Tensor) -> Tensor:
-    return sizes.gelu(x)
+    return lean.activation(x) if "mlp" in forward.lean else sizes.gelu(x)
 
 
 families.register("mpt")(Mpt())

@@ -112,16 +112,16 @@ class Olmo2(Family):
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""
-        return wide_norm(forward, weights["norm.weight"], x)
+        return wide_norm(forward, weights["norm.weight"], x, feeds=False)
 
 
 @module
 def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
     shape = (*x.shape[:-1], -1, forward.architecture.head_dim)
     query = project(forward, weights, "self_attn.q_proj", x)
-    query = wide_norm(forward, weights["self_attn.q_norm.weight"], query)
+    query = wide_norm(forward, weights["self_attn.q_norm.weight"], query, feeds=False)
     key = project(forward, weights, "self_attn.k_proj", x)
-    key = wide_norm(forward, weights["self_attn.k_norm.weight"], key)
+    key = wide_norm(forward, weights["self_attn.k_norm.weight"], key, feeds=False)
     value = project(forward, weights, "self_attn.v_proj", x)
     query = sizes.transpose(sizes.view(query, *shape), 1, 2)
     key = sizes.transpose(sizes.view(key, *shape), 1, 2)

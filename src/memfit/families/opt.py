@@ -149,7 +149,7 @@ class Opt(Family):
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""
         if not forward.architecture.norm_after:
-            x = apply_layer_norm(forward, weights, "decoder.final_layer_norm", x)
+            x = apply_layer_norm(forward, weights, "decoder.final_layer_norm", x, feeds=False)
         if _has(weights, "decoder.project_out"):
             x = project(forward, weights, "decoder.project_out", x)
         return x

@@ -124,7 +124,7 @@ class Phi(Family):
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""
-        return apply_layer_norm(forward, weights, "final_layernorm", x)
+        return apply_layer_norm(forward, weights, "final_layernorm", x, feeds=False)
 
 
 @module

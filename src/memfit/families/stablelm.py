@@ -41,7 +41,7 @@ from memfit.families.forward import (
     turn_part,
 )
 from memfit.model import Architecture, TensorSpec, Weight
-from memfit.sizes import Tensor
+from memfit.sizes import Tensor, lean
 
 
 @final
@@ -137,7 +137,7 @@ class StableLm(Family):
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""
-        return apply_layer_norm(forward, weights, "norm", x)
+        return apply_layer_norm(forward, weights, "norm", x, feeds=False)
 
 
 @module
@@ -183,6 +183,8 @@ def _norm_heads(forward: Forward, weights: Weights, name: str, x: Tensor) -> Ten
 
 @module
 def _norm(forward: Forward, weight: Tensor, x: Tensor) -> Tensor:
+    if "norm" in forward.lean:
+        return lean.layer_norm(x, weight, None, feeds=False)
     return sizes.layer_norm(x, weight, None)
 
 

@@ -6,7 +6,7 @@ of one operation are written out by the alphabet of its arguments' names: `other
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from memfit.model import DTYPE_BYTES
 from memfit.sizes.autograd import Gradients, Node, Rule, record
@@ -322,7 +322,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _layer_norm_backward(node: Node, grads: Incoming) -> Gradients:
     upstream(grads)
     unpacked = [None if saved is None else node.unpack(i) for i, saved in enumerate(node.saved)]
-    x, weight, bias = unpacked[:3]
+    return layer_norm_slopes(node, unpacked[:3])
+
+
+def layer_norm_slopes(node: Node, inputs: Sequence[Tensor | None]) -> Gradients:
+    """The gradients of x, weight and bias, where the node wants them."""
+    x, weight, bias = inputs
     inside = _layer_norm_workspace(node, x, weight) if x is not None and x.meter.cuda else None
     result: list[Tensor | None] = []
     for i, t in enumerate((x, weight, bias)):

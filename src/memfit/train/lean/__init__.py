@@ -3,7 +3,8 @@
 HF's eager Llama block keeps 45.7 bytes of bf16 for each token and hidden unit: the norm's input in
 fp32 and rounded, its output, the activation beside its input, the product of both. All of these are
 an elementwise kernel away from what is kept anyway (the residuals, gate and up), and backward makes
-them again where a weight's gradient reads them.
+them again where a weight's gradient reads them. Each operation is plain PyTorch, so that it traces
+and runs everywhere; what it saves and allocates, in this order, is declared in `memfit.sizes.lean`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,27 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from memfit.families import read_model
 from memfit.recipe import Recipe
 from memfit.train.hugging_face import parts
-from memfit.train.lean.functions import GatedProduct, Linear, RmsNorm, gate, normalise
+from memfit.train.lean.activations import CURVES, Activation, GatedProduct, gate
 from memfit.train.lean.made import find, mark
+from memfit.train.lean.norms import (
+    LayerNorm,
+    Normalise,
+    RmsNorm,
+    normalise,
+    normalise_rows,
+    normalise_unit,
+    normalise_wide,
+)
+from memfit.train.lean.products import Linear
 
 __all__ = ["apply_lean"]
+
+TURNED = "Conv1D"  # GPT-2's: (columns, rows)
+OWN_PRODUCTS = (TURNED, "FalconLinear")  # of Hugging Face's, over a weight as torch's
+PLAIN = ("act", "activation_fn", "gelu_impl")  # names of activations between two projections
 
 
 def apply_lean(model: nn.Module, recipe: Recipe) -> None:
@@ -30,20 +46,20 @@ def apply_lean(model: nn.Module, recipe: Recipe) -> None:
     if not recipe.lean:
         return
     where = parts(model)
+    curve = read_model(recipe.model).architecture.activation
     for block in where.blocks:
-        for module in block.modules():
+        direct = set(block.children())
+        for module in list(block.modules()):
             if _is_plain(module):
-                _replace(module, _linear)
-            elif "mlp" in recipe.lean and hasattr(module, "gate_proj"):
-                _replace(module, _gated_mlp)
+                _replace(module, partial(_linear, turned=type(module).__name__ == TURNED))
+            elif "norm" in recipe.lean and _is_norm(module):
+                _replace_norm(module, feeds=module in direct)
+            elif "mlp" in recipe.lean:
+                _replace_activation(module, curve)
     if "norm" in recipe.lean:
-        for block in where.blocks:
-            direct = set(block.children())
-            for module in block.modules():
-                if _is_norm(module):
-                    _replace(module, partial(_rms_norm, feeds=module in direct))
         for norm in where.norms:
-            _replace(norm, partial(_rms_norm, feeds=False))
+            if _is_norm(norm):
+                _replace_norm(norm, feeds=False)
 
 
 def _replace(module: nn.Module, forward: Any) -> None:
@@ -51,28 +67,74 @@ def _replace(module: nn.Module, forward: Any) -> None:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """A Linear of torch's own over a tensor of numbers: not one whose weight is coded."""
-    return type(module) is nn.Linear and type(module.weight) is nn.Parameter
+    """A Linear of torch's own, or the like, over a tensor of numbers: not a coded weight's."""
+    own = type(module) is nn.Linear or type(module).__name__ in OWN_PRODUCTS
+    return own and type(module.weight) is nn.Parameter
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("RMSNorm")
+    return type(module).__name__.endswith(("RMSNorm", "LayerNorm"))
 
 
-def _linear(module: nn.Module, x: Tensor) -> Tensor:
-    out: Tensor = Linear.apply(x, module.weight, module.bias, find(x))  # type: ignore[no-untyped-call]
+def _replace_norm(norm: nn.Module, *, feeds: bool) -> None:
+    """feeds: whether products read the output itself, and not a view of it."""
+    name = type(norm).__name__
+    if name.endswith("LayerNorm"):
+        _replace(norm, partial(_layer_norm, feeds=feeds))
+        return
+    kind: Normalise = normalise
+    if name.startswith("Gemma"):
+        kind = normalise_unit
+    elif name.startswith("Olmo2"):
+        kind = normalise_wide
+    _replace(norm, partial(_rms_norm, kind=kind, feeds=feeds))
+
+
+def _replace_activation(module: nn.Module, curve: str) -> None:
+    """That of a feed-forward, where `module` is one, with a gate's product."""
+    if isinstance(getattr(module, "gate_up_proj", None), nn.Module):
+        _replace(module, partial(_fused_mlp, curve=curve))
+    elif hasattr(module, "gate_proj"):
+        _replace(module, partial(_gated_mlp, curve=curve))
+    else:
+        for name, child in module.named_children():
+            if name in PLAIN:
+                _replace(child, partial(_activation, curve=curve))
+
+
+def _linear(module: nn.Module, x: Tensor, *, turned: bool) -> Tensor:
+    out: Tensor = Linear.apply(x, module.weight, module.bias, find(x), turned)  # type: ignore[no-untyped-call]
     return out
 
 
-def _rms_norm(module: nn.Module, x: Tensor, *, feeds: bool) -> Tensor:
-    """feeds: whether products read the output itself, and not a view of it."""
-    weight, eps = cast(Tensor, module.weight), module.variance_epsilon
-    out, inverse = RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
-    return mark(out, normalise, x, inverse, weight) if feeds else cast(Tensor, out)
+def _rms_norm(module: Any, x: Tensor, *, kind: Normalise, feeds: bool) -> Tensor:
+    weight, eps = module.weight, getattr(module, "variance_epsilon", None) or module.eps
+    out, inverse = RmsNorm.apply(x, weight, eps, kind)  # type: ignore[no-untyped-call]
+    return mark(out, kind, x, inverse, weight) if feeds else cast(Tensor, out)
 
 
-def _gated_mlp(module: Any, x: Tensor) -> Tensor:
-    gates, up = module.gate_proj(x), module.up_proj(x)
-    product = GatedProduct.apply(gates, up)  # type: ignore[no-untyped-call]
-    out: Tensor = module.down_proj(mark(product, gate, gates, up))
+def _layer_norm(module: Any, x: Tensor, *, feeds: bool) -> Tensor:
+    weight, bias, eps = module.weight, module.bias, module.eps
+    out: Tensor = LayerNorm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]
+    return mark(out, partial(normalise_rows, eps=eps), x, weight, bias) if feeds else out
+
+
+def _activation(module: nn.Module, x: Tensor, *, curve: str) -> Tensor:
+    out: Tensor = Activation.apply(x, curve)  # type: ignore[no-untyped-call]
+    return mark(out, CURVES[curve].value, x) if out.requires_grad else out
+
+
+def _gated_mlp(module: Any, x: Tensor, *, curve: str) -> Tensor:
+    return _down(module, module.gate_proj(x), module.up_proj(x), curve)
+
+
+def _fused_mlp(module: Any, x: Tensor, *, curve: str) -> Tensor:
+    """Gate and up are halves of one projection."""
+    gates, up = module.gate_up_proj(x).chunk(2, dim=-1)
+    return _down(module, gates, up, curve)
+
+
+def _down(module: Any, gates: Tensor, up: Tensor, curve: str) -> Tensor:
+    product = GatedProduct.apply(gates, up, curve)  # type: ignore[no-untyped-call]
+    out: Tensor = module.down_proj(mark(product, partial(gate, curve), gates, up))
     return out

@@ -27,7 +27,7 @@ class Shared:
         self._asked = 0
         self._value: Tensor | None = None
 
-    def take(self, remake: Remake, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    def take(self, remake: Remake, parts: tuple[Tensor | None, ...], dtype: torch.dtype) -> Tensor:
         """The tensor in the dtype of the products."""
         value = self._value
         if value is None:
@@ -42,11 +42,11 @@ class Made(NamedTuple):
     """A tensor's parts and how they become the tensor."""
 
     remake: Remake
-    parts: tuple[Tensor, ...]
+    parts: tuple[Tensor | None, ...]
     shared: Shared
 
 
-def mark(tensor: Tensor, remake: Remake, *parts: Tensor) -> Tensor:
+def mark(tensor: Tensor, remake: Remake, *parts: Tensor | None) -> Tensor:
     """Note on `tensor` what it was made of; returns it."""
     setattr(tensor, _NAME, Made(remake, parts, Shared()))
     return tensor
