@@ -11,26 +11,17 @@ from pathlib import Path
 
 import msgspec
 
-from memfit import __version__
-from memfit.adapters import find_adapter
 from memfit.errors import DoesNotFit, NotCertified
-from memfit.families import read_model
 from memfit.hardware import Device
-from memfit.ledger import Ledger
 from memfit.nouns import Noun, read_json, write_json
 from memfit.plan import problem as problems
 from memfit.plan import search
-from memfit.plan.cost import describe_cost
-from memfit.plan.stated import read_stated
-from memfit.plan.time import count_work, sum_up
 from memfit.plan.verdict import describe_lack, needs
 from memfit.proving import certify
-from memfit.recipe import Recipe
 from memfit.request import Request
-from memfit.results import Certificate, Memory, Plan, Time
+from memfit.results import Certificate, Plan
 from memfit.run_folder import check_folder, read_plan, state
 from memfit.shapes import RowBounds
-from memfit.timeline import Timeline
 
 REPLANS = 3  # a plan that its certificate refutes is made again with the difference taken off
 ANYWAY = "`--anyway` trains all the same, this once"
@@ -68,7 +59,7 @@ def find_lengths(request: Request) -> Request:
     """The request with its epochs counted in steps, which needs its data tokenised (once)."""
     from memfit.train import prepare as preparing
 
-    start = problems.read_problem(request, ranks=True)
+    start = problems.read_problem(request)
     length = problems.sequence_length(request, start.model)
     return preparing.find_lengths(request, start.reference, length)
 
@@ -175,8 +166,6 @@ def _prepare_anew(request: Request, say: Say, *, override: bool) -> Prepared:
         proof = _certify(request, made, say, override=override)
         if proof is None or proof.memory.verdict != "does_not_fit" or override:
             return Prepared(request=request, plan=made, certificate=proof)
-        if request.ranks > 1:  # nothing was searched
-            return _judged(Prepared(request=request, plan=made, certificate=proof), override)
         over = needs(proof.memory) - needs(made.memory)
         limit = (made.memory.usable or 0) - over
         say(f"certified {over} B above the prediction: planning again within {limit} B")
@@ -188,8 +177,6 @@ def _prepare_anew(request: Request, say: Say, *, override: bool) -> Prepared:
 
 def _plan_within(request: Request, device: Device, limit: int | None) -> Plan:
     """The plan under a tighter limit than the request's own, which its verdict still names."""
-    if request.ranks > 1:
-        return _state_ranks(request, device)
     own = problems.read_problem(request, device=device, published=True)
     if limit is None:
         return search.search(own)
@@ -198,45 +185,6 @@ def _plan_within(request: Request, device: Device, limit: int | None) -> Plan:
     tighter = search.search(problems.read_problem(within, device=device, published=True))
     memory = msgspec.structs.replace(tighter.memory, usable=own.usable)
     return msgspec.structs.replace(tighter, request=request, memory=memory)
-
-
-def _state_ranks(request: Request, device: Device) -> Plan:
-    """What a request for many ranks states, as a plan that predicts nothing: the certificate is
-    what it stands on."""
-    stated = read_stated(request)
-    recipe, usable = stated.recipe, stated.usable
-    if device.is_cpu and usable is not None:
-        usable //= request.hardware.count  # one machine's memory, and all its ranks live in it
-    because = f"memfit's own step on {request.ranks} ranks is certified, and not predicted yet"
-    time = Time(
-        step_seconds=None, tokens_per_second=None, tokens_per_second_per_device=None, mfu=None,
-        hfu=None, total_seconds=None, because=because,
-        model_flops_per_step=count_flops(recipe),
-    )  # fmt: skip
-    left = (f"`{key}` was left on auto: {value}" for key, value in stated.defaults.items())
-    return Plan(
-        recipe_digest=recipe.digest,
-        request=request,
-        recipe=recipe,
-        memory=Memory(
-            peak_allocated=None, peak_reserved=None, device_total=None, usable=usable,
-            verdict="unproven", because=because, peak_phase="", entries=(),
-        ),
-        time=time,
-        cost=describe_cost(time, device, request),
-        ledger=Ledger(entries=()),
-        timeline=Timeline(spans=()),
-        considered=(),
-        levers=(),
-        assumptions=(*stated.assumptions, *left),
-        versions={"memfit": __version__},
-    )  # fmt: skip
-
-
-def count_flops(recipe: Recipe) -> float:
-    """FLOP that the mathematics of a step needs, of all ranks."""
-    model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
-    return count_work(sum_up(model), recipe).model * recipe.parallel.dp
 
 
 def _write(prepared: Prepared, folder: Path) -> Prepared:

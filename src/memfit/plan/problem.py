@@ -151,12 +151,15 @@ def _this_gpu() -> str | None:
 
 def _usable(request: Request, device: Device) -> tuple[int | None, str]:
     limit, memory = request.limits.memory_bytes, device.memory
+    shared = device.is_cpu and request.hardware.count > 1  # its ranks live in one memory
+    if shared and memory is not None:
+        memory //= request.hardware.count
     if limit is not None and (memory is None or limit <= memory):
         return limit, "the limit of the request"
     if memory is None:
         return None, f"the memory of `{device.id}` is unknown and no limit was set"
     what = "this machine's memory" if device.is_cpu else f"what `{device.id}` gives to torch"
-    return memory, what
+    return memory, f"a rank's share of {what}" if shared else what
 
 
 def _assumptions(request: Request, model: Model) -> tuple[str, ...]:
