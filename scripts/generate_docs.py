@@ -1,7 +1,8 @@
 """Write the documentation that is generated: docs/cli.md, from the commands' own --help,
 docs/workspaces.md, from the table of what CUDA kernels allocate, docs/frameworks.md, from what each
 framework's file declares, docs/techniques.md and docs/numerics.md, from the .toml beside them,
-docs/ladder.md and docs/founding.md with their pictures, from bench/results, and docs/accuracy.md
+docs/ladder.md, docs/founding.md and docs/scaling.md with their pictures, from bench/results, and
+docs/accuracy.md
 with its plot and figures, from the corpus.
 
 `--check` writes nothing and exits 1 when a file is not what would be written.
@@ -20,6 +21,7 @@ import founding_page
 import frameworks_page
 import ladder_page
 import numerics_page
+import scaling_page
 import techniques_page
 import time_page
 
@@ -101,6 +103,8 @@ def main() -> None:
         DOCS / "workspaces.md": workspaces(),
         DOCS / "frameworks.md": frameworks_page.page(),
         DOCS / "techniques.md": techniques_page.page(),
+        DOCS / "scaling.md": scaling_page.page(),
+        DOCS / "scaling.svg": scaling_page.plot(),
         DOCS / "ladder.md": ladder_page.page(),
         DOCS / "ladder.svg": ladder_page.picture(),
         DOCS / "founding.md": founding_page.page(),
