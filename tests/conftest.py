@@ -24,6 +24,8 @@ MANY = (
     "test_live.py", "test_memory.py", "test_closed_form.py",
 )  # fmt: skip
 
+TRACED = ("test_exactness.py", "test_memory.py")  # a whole step a case: seconds each
+
 
 def pytest_collection_modifyitems(items):
     for item in items:
@@ -43,7 +45,8 @@ def share(item):
     names = {str(value).partition(",")[0] for value in given.params.values()}
     one_of_many = "family" in given.params and "llama" not in names
     slow = one_of_many and item.get_closest_marker("slow") is not None
-    return (4 if names & set(ALIKE) else 1) * (4 if slow else 1)
+    traced = one_of_many and item.path.name in TRACED
+    return (4 if names & set(ALIKE) else 1) * (4 if slow else 1) * (3 if traced else 1)
 
 
 TINY_LLAMA = {
