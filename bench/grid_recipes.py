@@ -8,6 +8,7 @@ those make, each on named models. `settle` takes from a recipe what its settings
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 from msgspec.structs import replace
@@ -80,6 +81,8 @@ OPTIMIZERS = (
 RECOMPUTE = {
     "none": (0, 0), "half": (0.5, 0), "full": (1, 0), "selective": (0, 1), "each": (0.25, 0.5),
 }  # fmt: skip
+A_MODEL = 2  # recipes of each model
+NAMED = 25  # recipes with settings that only a request names, unless all are asked for
 BATCHES = ((1, 4096), (8, 128), (2, 1024), (4, 512), (1, 8192), (2, 2048), (8, 1024))
 
 Settings = dict[str, Any]  # keys of a recipe; a dict changes keys of what is there
@@ -213,7 +216,10 @@ Row = tuple[str, Recipe, Device]
 
 
 def grid(everywhere: bool) -> list[Row]:
-    """Every configuration with its device; all turned ones on both devices, or on one in turn."""
+    """Every configuration with its device.
+
+    everywhere: turned ones on both devices, not on one in turn, and all of them.
+    """
     found: dict[tuple[str, str], Row] = {}
 
     def add(recipe: Recipe, names: Iterable[str]) -> None:
@@ -230,16 +236,16 @@ def grid(everywhere: bool) -> list[Row]:
             for m, device in enumerate(DEVICES):
                 add(change(make_recipe(name, 11 * n + 5 * k + 3 * m, SHALLOW), settings), (device,))
     for n, recipe in enumerate(turned_by_knobs()):
-        add(recipe, DEVICES if everywhere else (DEVICES[(n + 2 * n // 7) % 2],))
-    for n, recipe in enumerate(turned_by_settings()):
+        add(recipe, DEVICES if everywhere else (DEVICES[(n // 2 + n // 7) % 2],))
+    for n, recipe in enumerate(islice(turned_by_settings(), None if everywhere else NAMED)):
         add(recipe, DEVICES if everywhere else (DEVICES[(n // 2 + n // 13) % 2],))
     return list(found.values())
 
 
 def turned_by_knobs() -> Iterator[Recipe]:
-    """Every model once; one of every fourth is as deep as its model."""
-    for n, name in enumerate(MODELS):
-        yield make_recipe(name, 2 * n, SHALLOW if n % 4 else None)
+    """Every model with `A_MODEL` recipes; one of every fourth is as deep as its model."""
+    for n in range(len(MODELS) * A_MODEL):
+        yield make_recipe(MODELS[n // A_MODEL], n, SHALLOW if n % (4 * A_MODEL) else None)
 
 
 def turned_by_settings() -> Iterator[Recipe]:
