@@ -2,22 +2,24 @@
 
     python bench/peers.py [--env TRAINER=PYTHON ...] [--modes full-fp32 ...] [--no-write]
 
-The same Llama of 50M parameters, data, batch, precision and number of threads (one). Each trainer
+The same Llama of 19M parameters, data, batch, precision and number of threads (one). Each trainer
 runs in a process of its own, with the interpreter that --env names (default: this one), which needs
 that trainer and memfit's base dependencies; one that cannot be imported is said to be missing. All
 trainers of a mode are alive at once, and a step is made by each in turn, so that what else the
 machine does falls on all alike.
 
-memfit      `memfit plan`'s own choice for the request, then its step.
+memfit      what `memfit plan` chooses for a request that says `loss: chunked`, then its step.
+memfit-compiled  the same with `compile: blocks`, which takes the place of lean blocks.
 hf-trainer  transformers.Trainer with fused AdamW, all else at its defaults.
 trl         trl.SFTTrainer on rows that are already tokenised and full, with fused AdamW.
 litgpt      its GPT under Fabric in the order of its `pretrain` (compiled, chunked cross-entropy),
             and with LoRA of its `finetune lora` (not compiled, head in chunks of 128).
 
-Figures: tokens in a second of processor time and of the clock (medians of the timed steps); the
-process's largest resident set; bytes alive at a step's worst moment above those at its start, from
-torch's profiler, and the same when its backward begins: what the forward has saved, and what its
-loss holds. Losses show that all train the same thing. Writes bench/results/peers.json.
+Figures: processor time of a step over memfit's of the same round (median); tokens in a second of
+processor time and of the clock (medians of the timed steps); page faults of a step; the process's
+largest resident set; bytes alive at a step's worst moment above those at its start, from torch's
+profiler, and the same when its backward begins: what the forward has saved, and what its loss
+holds. Losses show that all train the same thing. Writes bench/results/peers.json.
 """
 
 from __future__ import annotations
@@ -41,14 +43,15 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 OUT = HERE / "results" / "peers.json"
 MODEL = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000,
-    "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024,
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 16000,
+    "hidden_size": 384, "intermediate_size": 1056, "num_hidden_layers": 4,
+    "num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": 1024,
     "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "rope_theta": 10000.0,
 }  # fmt: skip
-ROWS, LENGTH, RATE = 4, 512, 3e-4
+ROWS, LENGTH, RATE = 4, 256, 3e-4
 RANK, ALPHA, TARGETS = 16, 32.0, ("q_proj", "v_proj")
-WARM, TIMED = 3, 6  # steps: a compiled trainer compiles in its first
+STEPS = {"fp32": (2, 8), "bf16-mixed": (1, 3)}  # warm (some compile) and timed
+MOST = max(map(sum, STEPS.values())) + 2
 MODES = {
     "full-fp32": ("full", "fp32"), "full-bf16": ("full", "bf16-mixed"),
     "lora-fp32": ("lora", "fp32"), "lora-bf16": ("lora", "bf16-mixed"),
@@ -81,13 +84,15 @@ class Turns:
 
             self.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
             self.profile.__enter__()
+        self.faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         self.start = time.perf_counter(), time.process_time()
 
     def after(self, loss: float) -> None:
         wall, cpu = (time.perf_counter() - self.start[0], time.process_time() - self.start[1])
         if self.profile is None:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            self.answer(wall=wall, cpu=cpu, loss=loss, resident=peak)
+            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - self.faults
+            self.answer(wall=wall, cpu=cpu, loss=loss, resident=peak, faults=faults)
             return
         self.profile.__exit__(None, None, None)
         found, self.profile = bytes_of(self.profile), None
@@ -124,7 +129,11 @@ def batches(count: int) -> Any:
     return ids.astype("int64")
 
 
-def memfit(turns: Turns, folder: Path, method: str, precision: str) -> None:
+def compiled(turns: Turns, folder: Path, method: str, precision: str) -> None:
+    memfit(turns, folder, method, precision, compile="blocks")
+
+
+def memfit(turns: Turns, folder: Path, method: str, precision: str, **more: object) -> None:
     import torch
 
     from memfit import api
@@ -139,14 +148,15 @@ def memfit(turns: Turns, folder: Path, method: str, precision: str) -> None:
         "task": {"sequence_length": LENGTH, "packing": False, "global_batch": ROWS, "steps": 100},
         "lora": {"rank": RANK, "alpha": ALPHA, "targets": list(TARGETS)},
         "optimizer": {"name": "adamw", "learning_rate": RATE}, "hardware": {"device": "cpu"},
+        "loss": "chunked", **more,
     }  # fmt: skip
     recipe = api.plan(from_data(told, Request, where="the bench")).recipe
     model = build_model(recipe, "cpu")
     fill_weights(model, recipe)
     built = Built(recipe, model, build_optimizer(recipe, model))
-    knobs = "loss", "loss_chunk", "recompute_blocks", "attention", "compile"
+    knobs = "loss", "loss_chunk", "lean", "recompute_blocks", "attention", "compile"
     turns.answer(chose={name: getattr(recipe, name) for name in knobs})
-    for rows in torch.from_numpy(batches(WARM + TIMED + 2)):
+    for rows in torch.from_numpy(batches(MOST)):
         turns.before()
         batch = Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
         result = step(built, [batch], ROWS * LENGTH)
@@ -187,7 +197,7 @@ def callbacks(turns: Turns) -> Any:
 
 def arguments(kind: Any, folder: Path, precision: str, **more: Any) -> Any:
     return kind(
-        output_dir=str(folder / "out"), max_steps=WARM + TIMED + 2, use_cpu=True,
+        output_dir=str(folder / "out"), max_steps=MOST, use_cpu=True,
         per_device_train_batch_size=ROWS, learning_rate=RATE, optim="adamw_torch_fused",
         bf16=precision == "bf16-mixed", save_strategy="no", report_to=[], disable_tqdm=True,
         logging_strategy="no", seed=0, **more,
@@ -198,7 +208,7 @@ def hf_trainer(turns: Turns, folder: Path, method: str, precision: str) -> None:
     import torch
     from transformers import Trainer, TrainingArguments
 
-    ids = torch.from_numpy(batches(WARM + TIMED + 2)).reshape(-1, LENGTH + 1)
+    ids = torch.from_numpy(batches(MOST)).reshape(-1, LENGTH + 1)
     rows = [{"input_ids": row[:-1], "labels": row[:-1]} for row in ids]  # it shifts by itself
     trainer = Trainer(
         hf_model(folder, method), arguments(TrainingArguments, folder, precision),
@@ -220,7 +230,7 @@ def trl(turns: Turns, folder: Path, method: str, precision: str) -> None:
         tokenizer_object=Tokenizer(models.WordLevel(words, "<unk>")), eos_token="<eos>",
         pad_token="<eos>", unk_token="<unk>",
     )  # fmt: skip
-    ids = batches(WARM + TIMED + 2).reshape(-1, LENGTH + 1)[:, :-1]
+    ids = batches(MOST).reshape(-1, LENGTH + 1)[:, :-1]
     trainer = SFTTrainer(
         hf_model(folder, "full"),
         arguments(SFTConfig, folder, precision, max_length=LENGTH, gradient_checkpointing=False),
@@ -266,7 +276,7 @@ def litgpt(turns: Turns, folder: Path, method: str, precision: str) -> None:
         torch.optim.AdamW(trainable, lr=RATE, weight_decay=0.0, fused=True)
     )
     turns.answer(chose={})
-    for rows in torch.from_numpy(batches(WARM + TIMED + 2)):
+    for rows in torch.from_numpy(batches(MOST)):
         turns.before()
         inputs, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         if method == "lora":
@@ -283,7 +293,8 @@ def litgpt(turns: Turns, folder: Path, method: str, precision: str) -> None:
 
 
 TRAINERS: dict[str, Callable[[Turns, Path, str, str], None]] = {
-    "memfit": memfit, "hf-trainer": hf_trainer, "trl": trl, "litgpt": litgpt,
+    "memfit": memfit, "memfit-compiled": compiled, "hf-trainer": hf_trainer, "trl": trl,
+    "litgpt": litgpt,
 }  # fmt: skip
 
 
@@ -337,7 +348,7 @@ class Worker:
 def compare(mode: str, pythons: dict[str, str], folder: Path) -> dict[str, Any]:
     """All trainers of one mode, step by step in turn."""
     found: dict[str, Any] = {}
-    workers = {name: Worker(pythons[name], name, folder, mode) for name in TRAINERS}
+    workers = {name: Worker(pythons[name], name, folder, mode) for name in pythons}
     for name in list(workers):
         try:
             found[name] = {"versions": workers[name].read()["versions"]}
@@ -346,25 +357,34 @@ def compare(mode: str, pythons: dict[str, str], folder: Path) -> dict[str, Any]:
             found.setdefault(name, {})["missing"] = str(reason)
             workers.pop(name).end()
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
-    for word in ["step"] * (WARM + TIMED) + ["bytes"]:
+    warm, timed = STEPS[MODES[mode][1]]
+    for word in ["step"] * (warm + timed) + ["bytes"]:
         for name, worker in list(workers.items()):
             try:
                 rounds[name].append(worker.ask(word))
             except RuntimeError as reason:
                 found[name]["missing"] = str(reason)
                 workers.pop(name).end()
+    own = rounds["memfit"][warm:-1] if "memfit" in workers else []
     for name, worker in workers.items():
         worker.end()
-        found[name] |= summary(rounds[name])
-    return found
+        cpu = [
+            (mine["cpu"], its["cpu"]) for mine, its in zip(own, rounds[name][warm:-1], strict=True)
+        ]
+        found[name]["time_over_memfit"] = round(median(its / mine for mine, its in cpu), 3)
+        found[name]["first_step_seconds"] = round(rounds[name][0]["cpu"], 1)
+        found[name] |= summary(rounds[name][warm:])
+    return {"load_average": round(os.getloadavg()[0], 1), "trainers": found}
 
 
 def summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    timed, tokens = steps[WARM : WARM + TIMED], ROWS * LENGTH
+    """Of the timed steps, and of the last, whose bytes were recorded."""
+    timed, tokens = steps[:-1], ROWS * LENGTH
     return {
         "tokens_a_cpu_second": round(tokens / median(s["cpu"] for s in timed), 1),
         "tokens_a_second": round(tokens / median(s["wall"] for s in timed), 1),
-        "first_step_seconds": round(steps[0]["cpu"], 1),
+        "cpu_seconds": [round(s["cpu"], 2) for s in timed],
+        "faults": round(median(s["faults"] for s in timed)),
         "resident_mib": round(timed[-1]["resident"] / 2**20),
         "step_mib": round(steps[-1]["most"] / 2**20, 1),
         "saved_mib": round(steps[-1]["saved"] / 2**20, 1),
@@ -386,6 +406,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--env", action="append", default=[], metavar="TRAINER=PYTHON")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=list(TRAINERS))
     parser.add_argument("--write", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--worker", choices=TRAINERS, help=argparse.SUPPRESS)
     parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)
@@ -396,9 +417,9 @@ def main() -> None:
         turns.answer(versions=installed())
         TRAINERS[asked.worker](turns, asked.folder, *MODES[asked.mode])
         return
-    pythons = dict.fromkeys(TRAINERS, sys.executable)
-    pythons |= dict(one.split("=", 1) for one in asked.env)
-    modes: dict[str, Any] = {}
+    told = dict(one.split("=", 1) for one in asked.env)
+    pythons = {trainer: told.get(trainer, sys.executable) for trainer in asked.trainers}
+    modes = json.loads(OUT.read_text())["modes"] if OUT.exists() else {}
     with tempfile.TemporaryDirectory() as scratch:
         write_model(Path(scratch))
         for mode in asked.modes:
@@ -406,8 +427,8 @@ def main() -> None:
             print(mode, json.dumps(modes[mode], indent=2), flush=True)
     result = {
         "machine": platform.machine(), "cores": os.cpu_count(), "threads": 1,
-        "load_average": round(os.getloadavg()[0], 1), "rows": ROWS, "length": LENGTH,
-        "modes": modes,
+        "model": MODEL, "rows": ROWS, "length": LENGTH,
+        "modes": {mode: modes[mode] for mode in MODES if mode in modes},
     }  # fmt: skip
     if asked.write:
         OUT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -1,7 +1,8 @@
 """Write the documentation that is generated: docs/cli.md, from the commands' own --help,
 docs/workspaces.md, from the table of what CUDA kernels allocate, docs/frameworks.md, from what each
-framework's file declares, docs/techniques.md, from docs/techniques.toml, and docs/accuracy.md with
-its plot and figures, from the corpus.
+framework's file declares, docs/techniques.md, from docs/techniques.toml, docs/ladder.md and
+docs/founding.md with their pictures, from bench/results, and docs/accuracy.md with its plot and
+figures, from the corpus.
 
 `--check` writes nothing and exits 1 when a file is not what would be written.
 """
@@ -15,7 +16,9 @@ from pathlib import Path
 import accuracy_page
 import accuracy_time_page
 import click
+import founding_page
 import frameworks_page
+import ladder_page
 import techniques_page
 import time_page
 
@@ -97,6 +100,10 @@ def main() -> None:
         DOCS / "workspaces.md": workspaces(),
         DOCS / "frameworks.md": frameworks_page.page(),
         DOCS / "techniques.md": techniques_page.page(),
+        DOCS / "ladder.md": ladder_page.page(),
+        DOCS / "ladder.svg": ladder_page.picture(),
+        DOCS / "founding.md": founding_page.page(),
+        DOCS / "founding.svg": founding_page.picture(),
         DOCS / "accuracy.md": accuracy_page.page(found, rules),
         DOCS / "accuracy_time.md": accuracy_time_page.section(times),
         DOCS / "time.md": time_page.page(times),

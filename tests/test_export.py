@@ -1,6 +1,7 @@
 """Plans as other tools' files: nothing is dropped, figures are of the tool's own step."""
 
 import json
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -228,6 +229,22 @@ def test_pairs_are_not_written_as_fine_tuning(target):
     with pytest.raises(InvalidRequest, match="objective: dpo"):
         api.export(pairs, target)
     assert api.export(pairs, "slurm").files
+
+
+@pytest.mark.parametrize(("name", "optim"), [
+    ("adamw8bit-bnb", "adamw_8bit"), ("adamw8bit-paged", "paged_adamw_8bit"),
+])  # fmt: skip
+def test_bitsandbytes_optimizers_are_the_trainers_own(name, optim):
+    """axolotl, LLaMA-Factory and TRL say them, and the peak is of the Trainer's step with them."""
+    request = api.change(neighbour_plans.find_request("own-lora"), {"optimizer.name": name})
+    plan, said = api.plan(request), {}
+    for target in ("axolotl", "llamafactory", "trl"):
+        made = api.export(plan, target)
+        assert "optimizer.name" not in made.left_out
+        assert re.search(rf"optim(izer)?: {optim}$", "\n".join(made.files.values()), re.M)
+        said[target] = made.peak.peak_allocated
+    plain = api.export(neighbour_plans.find_plan("own-lora"), "axolotl").peak.peak_allocated
+    assert said["axolotl"] < plain
 
 
 def test_a_model_without_a_configuration_in_torchtitan_is_refused():

@@ -106,6 +106,26 @@ def test_a_request_states_it_and_a_cpu_has_nothing_to_offload_to():
         api.plan(from_data(on_cpu, Request, where="the test"))
 
 
+def test_the_search_puts_states_on_the_host_where_only_that_fits():
+    asked = {
+        "model": WIDE, "method": "full", "precision": "bf16-mixed", "weights": "random",
+        "optimizer": {"clip_norm": 0.0, "in_backward": False}, "hardware": {"device": "h100-sxm"},
+        "task": {"sequence_length": 16, "global_batch": 2},
+    }  # fmt: skip
+
+    def plan(offload, limit):
+        own = {**asked, "offload": offload, "limits": {"memory": limit}}
+        return api.plan(from_data(own, Request, where="the test"))
+
+    needs = {o: plan(o, "1 MiB").memory.needed for o in ("none", "activations", "optimizer")}
+    least = min(needs["none"], needs["activations"])
+    assert needs["optimizer"] < least
+    tight = plan("auto", f"{least - 1} B")
+    assert (tight.recipe.offload, tight.memory.verdict) == ("optimizer", "fits")
+    assert plan("auto", "1 GiB").recipe.offload == "none"  # the link takes time
+    assert plan("auto", "1 MiB").memory.needed == needs["optimizer"]  # the nearest miss
+
+
 def test_gradients_are_on_their_way_before_they_could_be_clipped():
     """Of torchao's source, which needs a GPU to run: the copy is made in backward's hook."""
     torchao = pytest.importorskip("torchao.optim.cpu_offload")

@@ -38,7 +38,7 @@ OWN_VALUES: dict[str, tuple[object, ...]] = {
     "attention": OWN_ATTENTION,
     "loss": ("plain", "chunked"),
     "recompute": ("none", "full", "selective"),
-    "compile": ("none",),
+    "compile": ("none", "blocks"),
     "offload": ("none", "activations", "optimizer"),
 }
 # keys of `optimizer` that count in a digest where they are set

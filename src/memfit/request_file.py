@@ -73,7 +73,7 @@ KEYS = {
     "micro_batch": "sequences per forward and backward; divides task.global_batch",
     "qat": "train for weights that will be rounded: none | int8 (a scale a row) | int4 (for 32)",
     "lean": "blocks that keep less for the backward: none | all | [norm, mlp]; auto: all there are",
-    "compile": "none; others' steps: blocks, model",
+    "compile": "none | blocks: each block by torch.compile; others' steps: model",
     "offload": "none | activations, optimizer: in host memory; others' steps: parameters",
     "framework": "whose training step it is: memfit; others' are predicted, never run",
     "options": "knobs that only another framework has; `memfit predict` names them",

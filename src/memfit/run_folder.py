@@ -58,7 +58,7 @@ def state(plan: Plan) -> Request:
         loss=made.loss,
         loss_chunk=made.loss_chunk,
         micro_batch=made.micro_batch,
-        compile="none",
+        compile=made.compile,
         offload=made.offload,
         **learned,
     )

@@ -27,6 +27,8 @@ CASES = [
     {"optimizer": {"name": "adamw4bit"}, "hardware": {"device": "h100-sxm"},
      "attention": "efficient"},
     {"optimizer": {"name": "sgd", "implementation": "loop"}, "micro_batch": 1},
+    {"hardware": {"device": "h100-sxm"}, "attention": "flash", "precision": "bf16-mixed",
+     "optimizer": {"name": "adamw", "clip_norm": 0.0}, "offload": "optimizer", "micro_batch": 8},
 ]  # fmt: skip
 
 
@@ -71,6 +73,23 @@ def test_every_kind_of_lever_is_there_and_exact_ones_come_first():
     assert {"recompute": {"blocks": 2}} in [c.changes for c in half.levers]
     pretrained = api.plan(api.read("gpt2", device="cpu", changes={"method": "full"}))
     assert {"method": "lora"} in [c.changes for c in pretrained.levers]
+
+
+@pytest.mark.parametrize(("clip", "offered"), [(0.0, True), (1.0, False)])
+def test_states_on_the_host_are_offered_where_they_can_be_and_told_with_their_time(clip, offered):
+    own = {"name": "adamw", "clip_norm": clip}
+    plan = api.plan(ask(hardware={"device": "h100-sxm"}, optimizer=own, attention="efficient"))
+    found = [row for row in plan.levers if row.changes == {"offload": "optimizer"}]
+    assert bool(found) == offered
+    assert all(row.peak_allocated < plan.memory.peak_allocated for row in found)
+    assert all(row.relative_time > 1 for row in found)
+
+
+def test_a_precision_that_brings_another_kernel_is_still_a_lever():
+    plan = api.plan(ask(hardware={"device": "h100-sxm"}, attention="auto"))
+    (mixed,) = [row for row in plan.levers if row.changes.get("precision") == "bf16-mixed"]
+    assert mixed.changes["attention"] == "flash"
+    assert not [row for row in plan.levers if set(row.changes) == {"attention"}]
 
 
 def test_a_head_with_an_adapter_has_no_chunked_loss():

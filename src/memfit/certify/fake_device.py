@@ -8,7 +8,7 @@ which. All are undone when the context ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from memfit.certify.cuda_guard import cuda_hooks, install_guard
 from memfit.certify.cuda_kernels import cuda_kernels
 from memfit.certify.fast_fake import FastFakeMode
+from memfit.certify.partitioned import Partitioned
 from memfit.certify.self_check import HEAD_DIM, check_imitation
 from memfit.errors import NotCertified
 from memfit.hardware import Device
@@ -53,7 +54,7 @@ def fake_device(device: Device) -> Iterator[FastFakeMode]:
     kind = device_type(device)
     with ExitStack() as stack:
         stack.enter_context(_foreach_on_fake_tensors())
-        stack.enter_context(set_while(torch, "compile", _leave_out))
+        stack.enter_context(set_while(torch, "compile", _compiler()))
         stack.enter_context(set_while(torch.amp.GradScaler, "_maybe_opt_step", _never_skip))
         stack.enter_context(_grouped_products())
         stack.enter_context(_numbers_of_updates())
@@ -163,6 +164,18 @@ def _numbers_of_updates() -> Iterator[None]:
     finally:
         begun.remove()
         ended.remove()
+
+
+def _compiler() -> Callable[..., Any]:
+    """What `torch.compile` is meanwhile: see `_leave_out` and `partitioned`."""
+    graphs: dict[Hashable, Any] = {}
+
+    def compile(function: Any = None, **options: Any) -> Any:
+        if isinstance(getattr(function, "__self__", None), nn.Module):  # a block's forward
+            return Partitioned(function, graphs)
+        return _leave_out(function, **options)
+
+    return compile
 
 
 def _leave_out(function: Any = None, **_: Any) -> Any:

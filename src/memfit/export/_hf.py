@@ -6,6 +6,7 @@ from typing import Any
 
 from memfit.export import Job
 from memfit.export._files import OPTIMIZER_SAYS
+from memfit.export._peak import BITSANDBYTES
 from memfit.recipe import ADAPTED, Recipe
 
 Values = dict[str, Any]
@@ -36,6 +37,8 @@ def find_optim(recipe: Recipe) -> tuple[str, Left]:
         if made == "loop":
             left["optimizer.implementation"] = "loop: the Trainer's adamw_torch is foreach"
         return ("adamw_torch_fused" if made == "fused" else "adamw_torch"), left
+    if own and optimizer.name in BITSANDBYTES:
+        return ("paged_adamw_8bit" if BITSANDBYTES[optimizer.name] else "adamw_8bit"), left
     if optimizer.name in ("adamw8bit", "adamw4bit") and own:
         return f"adamw_torch_{optimizer.name.removeprefix('adamw')}", left
     if optimizer.name == "adamw8bit":

@@ -15,6 +15,7 @@ from memfit.recipe import ADAPTED
 from memfit.request import Request
 from memfit.results import Memory, Plan
 
+BITSANDBYTES = {"adamw8bit-bnb": False, "adamw8bit-paged": True}  # of memfit's own step: paged
 LOW_BIT = ("adamw8bit", "adamw4bit", "adamwfp8")  # torchao's in memfit's own step
 
 
@@ -140,6 +141,9 @@ def restate(plan: Plan, name: str, left: frozenset[str]) -> Request:
         for key, value in recipe.options.items()
         if key in framework.knobs and f"options.{key}" not in left
     }
+    if optimizer.get("name") in BITSANDBYTES and "paged" in framework.knobs:
+        data["options"]["paged"] = BITSANDBYTES[optimizer["name"]]
+        optimizer["name"] = "adamw8bit"  # bitsandbytes' in the Trainer's step
     if recipe.quantisation.double and "double_quantisation" in framework.knobs:
         data["options"]["double_quantisation"] = True
     return from_data(data, Request, where="the exported plan")

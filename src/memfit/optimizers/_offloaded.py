@@ -15,29 +15,35 @@ COPIES = 4  # on the host, pinned: weights, gradients and both moments
 
 def check_offload(recipe: Recipe, *, cpu: bool) -> None:
     """Raise InvalidRequest when the recipe offloads its optimizer and cannot; cpu: the device."""
+    if found := offload_lack(recipe, cpu=cpu):
+        because, instead = found
+        raise InvalidRequest(f"`offload: optimizer` cannot be: {because}", hint=f"use {instead}")
+
+
+def offload_lack(recipe: Recipe, *, cpu: bool) -> tuple[str, str] | None:
+    """Why the recipe cannot offload its optimizer as it says, and what to use; None: it can."""
+    settings = recipe.optimizer
     if recipe.offload != "optimizer":
-        return
-    settings, found = recipe.optimizer, ("", "")
+        return None
     if cpu:
-        found = "the device is a CPU, whose memory the states are in already", "`offload: none`"
-    elif settings.name != "adamw" or settings.implementation != "fused":
-        found = (
+        return "the device is a CPU, whose memory the states are in already", "`offload: none`"
+    if settings.name != "adamw" or settings.implementation != "fused":
+        return (
             f"`{settings.name}` ({settings.implementation}) has no offloaded form",
-            ("`optimizer: {name: adamw, implementation: fused}`"),
+            "`optimizer: {name: adamw, implementation: fused}`",
         )
-    elif settings.clip_norm:
-        found = (
+    if settings.clip_norm:
+        return (
             f"gradients are on their way to the host before `clip_norm: {settings.clip_norm:g}`"
             " knows their norm", "`optimizer.clip_norm: 0`",
         )  # fmt: skip
-    elif recipe.scaled:
-        found = "gradients reach the host before they are unscaled", "`precision: bf16-mixed`"
-    elif settings.in_backward:
-        found = "the host updates after backward", "`optimizer.in_backward: false`"
-    elif recipe.parallel.world > 1:
-        found = "torchao offloads the states of one device", "one device"
-    if found[0]:
-        raise InvalidRequest(f"`offload: optimizer` cannot be: {found[0]}", hint=f"use {found[1]}")
+    if recipe.scaled:
+        return "gradients reach the host before they are unscaled", "`precision: bf16-mixed`"
+    if settings.in_backward:
+        return "the host updates after backward", "`optimizer.in_backward: false`"
+    if recipe.parallel.world > 1:
+        return "torchao offloads the states of one device", "one device"
+    return None
 
 
 def stays(recipe: Recipe, numel: int) -> bool:

@@ -18,6 +18,11 @@ from memfit.plan.verdict import describe_memory, held
 from memfit.recipe import Recipe
 from memfit.results import Memory
 
+COMPILED = (
+    "; compiled blocks are predicted as blocks as they are, which keep more: `memfit certify` cuts"
+    " them as the compiler does"
+)
+
 
 class Candidate:
     """One recipe and what is predicted of it, computed when first asked."""
@@ -59,6 +64,8 @@ class Candidate:
     def memory(self) -> Memory:
         """Predicted memory and its verdict."""
         usable, because = self.problem.usable, self.problem.usable_because
+        if self.recipe.compile == "blocks":
+            because += COMPILED
         return describe_memory(self.ledger, self.problem.device, usable, because)
 
     @cached_property

@@ -13,13 +13,15 @@ from memfit.adapters import find_adapter
 from memfit.adapters.coded import check_base
 from memfit.errors import InvalidRequest
 from memfit.families.added import can_select
+from memfit.families.compiled import find_lack
 from memfit.families.lean import find_lean
 from memfit.model import Architecture, Model
 from memfit.optimizers import default_implementation, optimizers
 from memfit.optimizers._in_backward import refuse_in_backward
+from memfit.optimizers._offloaded import offload_lack
 from memfit.plan.again import Again, state_recompute
 from memfit.plan.problem import CHUNKS, Problem, allowed, check, divisors, first_recipe
-from memfit.recipe import OWN_ATTENTION, Format, Method, Precision, Recipe
+from memfit.recipe import OWN_ATTENTION, Format, Method, Offload, Precision, Recipe
 
 # what is decided alike whichever way the others stand; of these the result does not depend
 EXACT = (
@@ -79,7 +81,8 @@ def turn(problem: Problem, recipe: Recipe) -> Iterator[Lever]:
     """Every lever that applies, those that leave what is learned alone first."""
     layers = problem.model.architecture.layers
     for other in (*_exact(problem, recipe, layers), *_inexact(problem, recipe)):
-        yield Lever(changed(recipe, other, layers), other)
+        if not (offload_lack(other, cpu=problem.device.is_cpu) or find_lack(problem.model, other)):
+            yield Lever(changed(recipe, other, layers), other)
 
 
 def _exact(problem: Problem, recipe: Recipe, layers: int) -> Iterator[Recipe]:
@@ -90,9 +93,8 @@ def _exact(problem: Problem, recipe: Recipe, layers: int) -> Iterator[Recipe]:
     for again in dict.fromkeys(ways):
         if again != own_way and (can_select(architecture, recipe) or not again.selective):
             yield replace(recipe, **again.knobs)
-    stowed = recipe.offload == "activations"
-    if stowed or (recipe.offload == "none" and layers > 1 and not problem.device.is_cpu):
-        yield replace(recipe, offload="none" if stowed else "activations")
+    for place in _places(problem, recipe, layers):
+        yield replace(recipe, offload=place)
     whole = [d for d in divisors(batch) if not (recipe.prefers and d % 2)]  # of pairs
     smaller = [d for d in whole if d < recipe.micro_batch][-1:]
     larger = [d for d in whole if d > recipe.micro_batch][:1]
@@ -114,6 +116,15 @@ def _exact(problem: Problem, recipe: Recipe, layers: int) -> Iterator[Recipe]:
     for kernel in OWN_ATTENTION:
         if kernel != recipe.attention and _possible(problem, recipe, kernel):
             yield replace(recipe, attention=kernel)
+
+
+def _places(problem: Problem, recipe: Recipe, layers: int) -> tuple[Offload, ...]:
+    """What else could wait in the host's memory; a CPU's own is that."""
+    if recipe.offload != "none":
+        return ("none",)
+    if problem.device.is_cpu:
+        return ()
+    return ("activations", "optimizer") if layers > 1 else ("optimizer",)
 
 
 def _other_lean(a: Architecture, recipe: Recipe) -> Iterator[Recipe]:

@@ -17,6 +17,7 @@ from memfit.catalog import links
 from memfit.coding import CODED_FORMATS
 from memfit.errors import InvalidRequest
 from memfit.families import float8, qat
+from memfit.families.compiled import check_compiled, settle_compiled
 from memfit.families.lean import check_lean
 from memfit.families.limits import check_limits, own_kernels
 from memfit.hardware import Device
@@ -77,6 +78,7 @@ def read_problem(
     catalogue row says every size, which is all that planning needs, but not the rotary base.
     """
     check_own_step(request)
+    request = settle_compiled(request)
     reference = find_reference(request.model)
     if published and find_weights(request, reference) == "pretrained":
         reference = find_published(reference)
@@ -331,6 +333,7 @@ def first_recipe(problem: Problem, *, method: Method, precision: Precision) -> R
         loss_chunk=0,
         qat="" if request.qat == "none" else request.qat,
         lean=choose_lean(request, problem.model.architecture),
+        compile="blocks" if request.compile == "blocks" else "none",
         offload="none" if request.offload == "auto" else request.offload,
         sequence_length=length,
         packing=request.task.packed,
@@ -345,6 +348,7 @@ def first_recipe(problem: Problem, *, method: Method, precision: Precision) -> R
         quantisation=find_quantisation(request, base if method == "lora" else "bf16"),
     )
     check_offload(made, cpu=problem.device.is_cpu)
+    check_compiled(problem.model, made)
     return made
 
 

@@ -17,6 +17,7 @@ from memfit import __version__, units
 from memfit.coding import CODED_FORMATS
 from memfit.errors import DoesNotFit, InvalidRequest
 from memfit.families.added import check_selective
+from memfit.optimizers._offloaded import offload_lack
 from memfit.plan.again import Again, describe_recompute, find_recompute, ladder
 from memfit.plan.candidate import Candidate
 from memfit.plan.climb import Climb, anchor, climb, settle, trade
@@ -112,7 +113,7 @@ def _combinations(start: Candidate) -> Iterator[Candidate]:
     for micro in list_micro_batches(problem.request):
         for chunk in _chunks(start, micro * start.recipe.sequence_length):
             for when, offload in product(_when(start, micro), _offloads(start)):
-                yield start.but(
+                found = start.but(
                     offload=offload,
                     micro_batch=micro,
                     accumulation=batch // micro,
@@ -121,15 +122,19 @@ def _combinations(start: Candidate) -> Iterator[Candidate]:
                     **first.knobs,
                     optimizer=msgspec.structs.replace(start.recipe.optimizer, in_backward=when),
                 )
+                if not offload_lack(found.recipe, cpu=problem.device.is_cpu):
+                    yield found
 
 
 def _offloads(start: Candidate) -> tuple[str, ...]:
-    """Where activations wait; on a CPU the host is the device."""
+    """What may wait in the host's memory; a CPU's own is that."""
     asked, problem = start.problem.request.offload, start.problem
     if asked != "auto":
         return (asked,)
+    if problem.device.is_cpu:
+        return ("none",)
     several = problem.model.architecture.layers > 1
-    return ("none", "activations") if several and not problem.device.is_cpu else ("none",)
+    return ("none", "activations", "optimizer") if several else ("none", "optimizer")
 
 
 def _when(start: Candidate, micro: int) -> tuple[bool, ...]:
@@ -157,9 +162,9 @@ def _fastest_that_fits(start: Candidate, tried: list[Candidate]) -> Candidate | 
     usable = start.problem.usable
     tried += [*combinations, *most]
     if start.estimate is not None and usable is not None and start.estimate.least > usable:
-        # all gradients at once are too much
-        combinations = [c for c in combinations if c.recipe.optimizer.in_backward]
-        most = [c for c in most if c.recipe.optimizer.in_backward]
+        # all gradients beside all states are too much
+        combinations = [c for c in combinations if _holds_less(c)]
+        most = [c for c in most if _holds_less(c)]
         if not combinations:
             return None
     ranked = [
@@ -186,6 +191,12 @@ def _fastest_that_fits(start: Candidate, tried: list[Candidate]) -> Candidate | 
     others = (least.candidate for least in ranked)
     tried += [c for c in others if best is None or not _same_pair(c, best)]
     return best
+
+
+def _holds_less(candidate: Candidate) -> bool:
+    """Whether not all gradients, or not all states, are on the device at once."""
+    recipe = candidate.recipe
+    return recipe.optimizer.in_backward or recipe.offload == "optimizer"
 
 
 def _same_pair(a: Candidate, b: Candidate) -> bool:
@@ -265,10 +276,10 @@ def _considered(chosen: Candidate, tried: list[Candidate]) -> tuple[Considered, 
 def _levers(chosen: Candidate) -> tuple[Considered, ...]:
     """The chosen recipe with one knob turned: what each lever saves or costs.
 
-    Another kernel is left to the certificate: the estimate knows the chosen one alone.
+    Another kernel alone is left to the certificate: the estimate knows the chosen one alone.
     """
     levers = turn(chosen.problem, chosen.recipe)
-    rows = [(_turned(chosen, r), changes) for changes, r in levers if "attention" not in changes]
+    rows = [(_turned(chosen, r), changes) for changes, r in levers if set(changes) != {"attention"}]
     return tuple(_row(c, chosen, because=_reason(c, chosen), changes=way) for c, way in rows)
 
 

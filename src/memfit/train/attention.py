@@ -125,7 +125,9 @@ def _choose(
 ) -> Tensor:
     """One call: capped, within a window, or causal. (batch, heads, tokens, head_dim)."""
     tokens, keys = query.shape[2], key.shape[2]
-    causal = tokens > 1  # one new token beside a cache sees everything before it
+    causal = True
+    if tokens <= 1:  # one new token beside a cache sees everything before it
+        causal = False  # asked, not assigned: code for any length would make it a symbol
     if cap is not None:
         return _capped(query, key, value, scale, cap, window)
     if window is None or keys <= window or not causal:

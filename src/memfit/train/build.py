@@ -21,6 +21,7 @@ from memfit.adapters._apply import replace_parameters
 from memfit.errors import InvalidRequest
 from memfit.families import family_of, qat, read_model
 from memfit.families.added import check_selective, only_added
+from memfit.families.compiled import check_compiled
 from memfit.families.lean import check_lean
 from memfit.families.limits import check_limits
 from memfit.objectives import check_objective
@@ -32,6 +33,7 @@ from memfit.recipe import Recipe
 from memfit.sizes.kernels import heads_of
 from memfit.train import float8
 from memfit.train.attention import check_attention
+from memfit.train.compiled import compile_blocks
 from memfit.train.host_states import Offloaded
 from memfit.train.hugging_face import bare_model, base_model, parts
 from memfit.train.lean import apply_lean
@@ -80,6 +82,7 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
     _check(recipe)
     float8.check(recipe, device)
     qat.check_recipe(read_model(recipe.model), recipe)
+    check_compiled(read_model(recipe.model), recipe)
     with _disable_current_modes():  # on meta nothing needs tracing, and peft cannot move fakes
         model = find_adapter(recipe).apply(_bare(recipe), recipe)
     apply_lean(model, recipe)
@@ -88,6 +91,8 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
         partial(only_added, read_model(recipe.model).architecture),
         preserve_rng=recipe.lora.dropout > 0,
     )  # fmt: skip
+    if recipe.compile == "blocks":
+        compile_blocks(parts(model).blocks)
     check_offload(recipe, cpu=device.type == "cpu")
     if recipe.offload == "activations":
         offload_blocks(list(parts(model).blocks), recipe.recompute_blocks + recipe.selective_blocks)

@@ -131,7 +131,9 @@ def build_generator(recipe: Recipe, device: str) -> nn.Module:
         kernel = "flash"
     elif device == "cuda" and kernel == "flash" and recipe.compute_dtype == "float32":
         kernel = "efficient"
-    alone = replace(recipe, attention=kernel, recompute_blocks=0, loss="plain", loss_chunk=0)
+    alone = replace(
+        recipe, attention=kernel, recompute_blocks=0, loss="plain", loss_chunk=0, compile="none"
+    )
     model = build_model(alone, device).eval()
     if recipe.autocast:
         plain, dtype = model.forward, getattr(torch, recipe.compute_dtype)

@@ -117,7 +117,10 @@ def train(
             bounds=bounds,
             held_out=held_out,
             held_out_bounds=held_out_bounds,
-            meter=Meter(start_device(recipe, catalog.find_device(recipe.device))),
+            meter=Meter(
+                start_device(recipe, catalog.find_device(recipe.device)),
+                compiled=recipe.compile == "blocks",
+            ),
             progress=progress or Silent(),
             cadence=cadence or Cadence(),
             certificate=certificate,
@@ -311,7 +314,7 @@ def _take_step(session: Session, built: Built, index: int) -> dict[str, Any]:
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
-        "memory_peak_allocated": session.meter.peak,
+        "memory_peak_allocated": session.meter.peak or None,  # a compiled step on a CPU: unknown
         "watched": watched,
     }
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -47,15 +47,25 @@ class Watch(NamedTuple):
     register: Callable[[Batch], None]
 
 
+class Unwatched:
+    """Stands where `LiveBytes` would, and sees nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+
 class Meter:
     """Peaks of memory by phase, and who held them, over all steps that were watched.
 
     On a CPU the counter is `LiveBytes`: exact bytes of live tensors. On CUDA the allocator's own
-    counters give the peaks, and `LiveBytes` says who held them.
+    counters give the peaks, and `LiveBytes` says who held them. torch runs compiled code as it is
+    written wherever operators are watched, so that a compiled step is never watched: on a CPU
+    nothing is known of it but resident memory.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, compiled: bool = False) -> None:
         self.device = device
+        self._blind = compiled
         self.peaks: dict[Phase, int] = {}
         self._entries: dict[Phase, tuple[int, tuple[Entry, ...]]] = {}
         self._phase = Phase.LOAD
@@ -174,6 +184,9 @@ class Meter:
     @contextmanager
     def _live(self) -> Iterator[LiveBytes]:
         """Count every tensor meanwhile. Frees come from reference counts alone, as in a trace."""
+        if self._blind:
+            yield cast(LiveBytes, Unwatched())
+            return
         enabled = gc.isenabled()
         gc.disable()
         live = LiveBytes(self.device.type)
@@ -194,6 +207,8 @@ class Meter:
     def measurements(self) -> dict[str, Measurement]:
         """Memory by the counter that gave it; live tensors and resident memory are never mixed."""
         found = {"memory.rss_peak": _bytes(peak_rss(), "getrusage ru_maxrss, of the process")}
+        if self._blind and not self._cuda:
+            return found
         if not self._cuda:
             return {"memory.peak_allocated": _bytes(self.peak, LIVE)} | found
         self._enter(self._phase)
@@ -323,7 +338,7 @@ def measure(recipe: Recipe, device: Device, steps: int = 3) -> Measured:
     """
     where = start_device(recipe, device)
     recipe = replace(recipe, weights="random")
-    meter = Meter(where)
+    meter = Meter(where, compiled=recipe.compile == "blocks")
     micro = synthetic_micro(recipe, read_model(recipe.model).architecture.vocab)
     model = meter.rehearse(recipe, [micro])
     meter.watch_load(model, lambda: fill_weights(model, recipe))

@@ -31,7 +31,7 @@ class Moment(NamedTuple):
     learning_rate: float
     seconds: float
     tokens_per_second: float
-    memory: int  # bytes, the measured peak so far
+    memory: int  # bytes, the measured peak so far; 0: a compiled step on a CPU, not counted
     evaluation_loss: float | None
     skipped: int = 0  # steps so far that a loss scale made skip
     reward_accuracy: float | None = None  # share of the step's pairs that are put right
@@ -156,7 +156,7 @@ def live_lines(facts: Facts, moment: Moment, recent: list[float], width: int) ->
     room = max(4, width - len(steps) - 1)
     full = room * moment.step // max(1, facts.steps)
     bar = FULL * full + EMPTY * (room - full)
-    memory = units.show_bytes(moment.memory, digits=1)
+    memory = units.show_bytes(moment.memory, digits=1) if moment.memory else "memory not counted"
     if facts.certified_peak is not None:
         memory += f" of {units.show_bytes(facts.certified_peak, digits=1)} certified"
     numbers = f"{describe(moment)}  {memory}"

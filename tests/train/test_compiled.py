@@ -1,0 +1,190 @@
+"""`compile: blocks`: what the compiler's blocks compute and keep, and what its certificate says."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import nn
+from torch._dynamo.utils import counters
+
+from memfit import api
+from memfit.adapters import find_adapter
+from memfit.catalog import find_device
+from memfit.certify.fake_device import fake_device
+from memfit.certify.tracing import trace_step
+from memfit.errors import InvalidRequest
+from memfit.families import read_model
+from memfit.families.compiled import FAMILIES
+from memfit.ledger import Phase
+from memfit.nouns import from_data
+from memfit.plan.memory import predict_memory
+from memfit.recipe import Lora
+from memfit.request import Request
+from memfit.train.build import build_model
+from memfit.train.hugging_face import parts
+from memfit.train.measure import Meter
+from memfit.train.step import step
+from tiny_models import CONFIGS, gradients_in, make_batch, make_built, make_recipe, targets_of
+
+# dynamo asks tensors for gradients, inductor imports what is deprecated; warnings are errors here
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+NO_CLIP = {"clip_norm": 0.0}
+TOKENS = 16  # as many as in training: another number would be compiled anew
+LORA = Lora(rank=2, alpha=4.0, targets=("q_proj", "v_proj"))
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """Compilations of other tests would count, and reach torch's limit for one function."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def eager_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo and AOTAutograd as ever, without generated code: no compiler is needed."""
+    plain = torch.compile
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda function, **options: plain(function, backend="aot_eager", **options),
+    )
+
+
+def kept_by(model: nn.Module) -> int:
+    """Bytes that the second block's forward saves, beside its weights and its inputs."""
+    where = parts(model)
+    device = next(model.parameters()).device
+    x = torch.zeros(2, TOKENS, where.base.config.hidden_size, device=device, requires_grad=True)
+    turn = where.backbone.rotary_emb(x, torch.arange(TOKENS, device=device).unsqueeze(0))
+    where.blocks[1](x, position_embeddings=turn)  # compiled; what compiling saves is no matter
+    saved: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = where.blocks[1](x, position_embeddings=turn)
+    for known in (*model.parameters(), x, *turn):
+        saved.pop(known.untyped_storage()._cdata, None)
+    del out
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+
+
+def certified_to_keep(recipe) -> int:
+    build_model(recipe, "meta")
+    with fake_device(find_device("cpu-x86")):
+        return kept_by(build_model(recipe, "cpu"))
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch compiles for a CPU with g++")
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_compiled_blocks_compute_what_blocks_do_and_keep_what_is_certified(method):
+    plain = make_recipe(optimizer=NO_CLIP, method=method)
+    recipe, batch = replace(plain, compile="blocks"), make_batch(ignored=5)
+    built = make_built(plain)
+    weights = {k: v.clone() for k, v in built.model.state_dict().items()}
+    expected = gradients_in(built)
+    loss = step(built, [batch], targets_of(batch)).loss
+    built = make_built(recipe)
+    built.model.load_state_dict(weights)
+    gradients = gradients_in(built)
+    assert float(step(built, [batch], targets_of(batch)).loss) == pytest.approx(float(loss), 1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+    # blocks share a compilation; under an adapter, the first one's input has no gradient
+    assert counters["stats"]["unique_graphs"] == (1 if method == "full" else 2)
+    kept = kept_by(built.model)
+    assert kept == certified_to_keep(recipe)
+    assert kept < kept_by(make_built(plain).model)
+
+
+@pytest.mark.usefixtures("eager_backend")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_compiles_as_a_whole_and_is_traced(family):
+    recipe = make_recipe(family, compile="blocks")
+    batch = make_batch()
+    step(make_built(recipe), [batch], targets_of(batch))  # fullgraph: a break would raise
+    device = find_device("cpu-x86")
+    traced = trace_step(recipe, device).phases
+    as_they_are = trace_step(replace(recipe, compile="none"), device).phases
+    assert traced[Phase.LOSS] < as_they_are[Phase.LOSS]
+    assert traced[Phase.OPTIMIZER_STEP] == as_they_are[Phase.OPTIMIZER_STEP]  # nothing outlives
+
+
+@pytest.mark.parametrize("device", ["cpu-x86", "h100-sxm5-80gb"])
+def test_the_prediction_is_that_of_blocks_as_they_are_and_lies_above_the_certificate(device):
+    recipe = make_recipe(precision="bf16-mixed", compile="blocks", device=device)
+    model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+    predicted = predict_memory(model, recipe, find_device(device))
+    traced = trace_step(recipe, find_device(device)).phases
+    for phase in (Phase.FORWARD, Phase.LOSS):
+        assert 0.7 * predicted.total(phase) < traced[phase] < predicted.total(phase)
+
+
+@pytest.mark.usefixtures("eager_backend")
+def test_rows_of_other_lengths_are_compiled_once_for_all():
+    built = make_built(make_recipe(compile="blocks"))
+    for tokens in (16, 12, 9, 14, 7, 11, 13, 8, 10, 15):  # more than torch compiles one by one
+        batch = make_batch(tokens=tokens)
+        step(built, [batch], targets_of(batch))
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.usefixtures("eager_backend")
+def test_a_compiled_step_is_compiled_when_it_is_measured_too():
+    """Where operators are watched, torch runs blocks as they are written."""
+    recipe = make_recipe(compile="blocks")
+    built, batch = make_built(recipe), make_batch()
+    meter = Meter(torch.device("cpu"), compiled=True)
+    meter.watch_step(built, lambda watch: step(built, [batch], targets_of(batch), watch.enter))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert "memory.peak_allocated" not in meter.measurements()
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"recompute_blocks": 1}, "1 recomputed blocks"),
+        ({"selective_blocks": 2}, "2 recomputed blocks"),
+        ({"lean": ("norm",)}, "`lean: norm`"),
+        ({"packing": True}, "`task.packing: true`"),
+        ({"method": "lora", "lora": replace(LORA, dropout=0.1)}, "dropout"),
+        ({"method": "lora", "base_format": "nf4", "precision": "bf16-mixed"}, "cannot cut"),
+        ({"optimizer": NO_CLIP | {"in_backward": True}}, "in_backward"),
+        ({"family": "gpt2"}, "the blocks of"),
+    ],
+)
+def test_what_does_not_go_with_compiled_blocks_is_refused(changes, named):
+    recipe = make_recipe(**changes, compile="blocks")
+    with pytest.raises(InvalidRequest, match=named):
+        build_model(recipe, "meta")
+
+
+def plan(**changes):
+    told = {
+        "model": CONFIGS["llama"], "hardware": {"device": "cpu"}, "method": "full",
+        "precision": "fp32", "compile": "blocks",
+        "task": {"sequence_length": 16, "packing": False, "global_batch": 2, "steps": 2},
+    }  # fmt: skip
+    return api.plan(from_data(told | changes, Request, where="the test"))
+
+
+def test_a_plan_leaves_to_the_compiler_what_it_decides():
+    made = plan()
+    recipe = made.recipe
+    assert (recipe.compile, recipe.lean, recipe.recompute_blocks) == ("blocks", (), 0)
+    assert "compiled blocks are predicted as blocks as they are" in made.memory.because
+    for changes in ({"recompute": "full"}, {"lean": "all"}, {"task": {"packing": True}}):
+        with pytest.raises(InvalidRequest, match="compile: blocks"):
+            plan(**changes)
