@@ -82,7 +82,7 @@ RECOMPUTE = {
     "none": (0, 0), "half": (0.5, 0), "full": (1, 0), "selective": (0, 1), "each": (0.25, 0.5),
 }  # fmt: skip
 A_MODEL = 2  # recipes of each model
-NAMED = 25  # recipes with settings that only a request names, unless all are asked for
+NAMED = 50  # recipes with settings that only a request names, unless all are asked for
 BATCHES = ((1, 4096), (8, 128), (2, 1024), (4, 512), (1, 8192), (2, 2048), (8, 1024))
 
 Settings = dict[str, Any]  # keys of a recipe; a dict changes keys of what is there

@@ -248,13 +248,14 @@ def keeps_limits(rows: list[Result]) -> bool:
 def claim(rows: list[Result]) -> str:
     """The README's line of these rows."""
     families = {row["family"] for row in rows}
+    used = {name for row in rows for name in row["techniques"]}
     cpu, gpu = ([abs(r["error"]) for r in rows if r["device"] == name] for name in DEVICES)
     component = max(abs(r["worst_component_error"]) for r in rows)
     return (
-        f"| predicted peak | certified: {len(rows)} configurations of every technique,"
-        f" {len(families)} families | CPU worst {max(cpu):.4%}; H100 median"
-        f" {statistics.median(gpu):.4%}, worst {max(gpu):.1%}; every component above 16 MiB within"
-        f" {component:.1%} | `bench/results/predict_grid.md` |"
+        f"| predicted peak | certified: {len(rows)} configurations, {len(families)} families,"
+        f" {len(used)} techniques and formats | CPU worst {max(cpu):.4%}; H100 median"
+        f" {statistics.median(gpu):.4%}, worst {max(gpu):.2%}; every component above 16 MiB within"
+        f" {component:.2%} | `bench/results/predict_grid.md` |"
     )
 
 
