@@ -62,8 +62,8 @@ def test_numbers_that_do_not_agree_are_both_named(changes, message):
         read_stated(read(**changes))
 
 
-def test_many_ranks_are_not_trained_and_nothing_is_written(tmp_path):
+def test_several_machines_are_not_started_from_one_and_nothing_is_written(tmp_path):
     request = read(task={"global_batch": 64, "data": str(tmp_path)})
-    with pytest.raises(InvalidRequest, match="`memfit measure` runs on one"):
+    with pytest.raises(InvalidRequest, match="the request is for 2 machines"):
         api.train(request, tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -96,7 +96,6 @@ CASES = [
     ({"method": "[a"}, "cannot read the value of", "in one line"),
     ({"model": '{"model_type": '}, "the pasted config.json is not JSON", "whole file"),
     ({"model": '{"model_type":"llama"}'}, "lacks `hidden_size`", "complete"),
-    ({"hardware.count": "8"}, "8 devices", "memfit"),
     ({"model": "../../etc"}, "not below the folder", "paste"),
     ({"model": "/etc"}, "not below the folder", "paste"),
     ({"model": "~/x"}, "not below the folder", "paste"),

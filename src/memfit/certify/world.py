@@ -64,6 +64,22 @@ def _process_group(world: int, rank: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """torch keeps what it worked out for a mesh, and the names of its groups with it, beyond them;
+    an equal mesh of the next trace would look for groups that are gone."""
+    import torch.distributed.tensor._redistribute as redistribute
+    import torch.distributed.tensor.debug as debug
+
+    forget = (
+        getattr(debug, "_clear_sharding_prop_cache", None),
+        getattr(redistribute, "clear_redistribute_planner_cache", None),
+        getattr(getattr(redistribute, "_gen_transform_infos", None), "cache_clear", None),
+    )
+    for clear in filter(None, forget):  # as far as this version has them
+        clear()
 
 
 class _Chunks:
