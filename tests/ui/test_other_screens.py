@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from urllib.parse import quote, urlencode
+from urllib.parse import quote
 
 import pytest
 from looking import AXE, ROOT, SMALL, TINY, check_look, opened, watched
