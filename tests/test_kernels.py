@@ -95,7 +95,8 @@ def test_a_plan_takes_the_first_kernel_that_serves():
 
 def test_a_device_without_bf16_falls_back_to_fp16_where_fp32_does_not_fit():
     tight = {"task": {"sequence_length": 1024, "global_batch": 8}, "method": "full",
-             "recompute": "none", "loss": "plain", "micro_batch": 8}  # fmt: skip
+             "recompute": "none", "loss": "plain", "micro_batch": 8, "lean": "none",
+             "offload": "none"}  # fmt: skip
     assert plan("t4", **tight).precision == "fp16-mixed"
     assert plan("t4", **tight).base_format == "fp32", "nothing is frozen"
 
