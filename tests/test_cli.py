@@ -384,14 +384,26 @@ def test_certify_of_many_devices_needs_no_plan_and_says_what_auto_became(tmp_pat
     assert data["defaults"]["micro_batch"] == 1
 
 
-@pytest.mark.parametrize("verb", ["train", "measure"])
-def test_many_devices_are_refused_where_one_process_does_the_work(verb, tmp_path):
-    changed = {**STATED, "parallel": {"dp_shard": 4}, "task": {**STATED["task"], "data": "x.txt"}}
+@pytest.mark.parametrize(
+    ("verb", "hardware", "said", "hint"),
+    [
+        ("train", {}, "`parallel` names 4 ranks (1 x 4), but `hardware` has `count: 1` x", "equal"),
+        ("measure", {"count": 4}, "for 4 devices, and `memfit measure` runs on one", "for one"),
+    ],
+)
+def test_devices_that_are_not_there_are_refused(verb, hardware, said, hint, tmp_path):
+    changed = {
+        **STATED,
+        "parallel": {"dp_shard": 4},
+        "hardware": STATED["hardware"] | hardware,
+        "task": {**STATED["task"], "data": "x.txt"},
+    }
     file = write(tmp_path, changed)
     code, out, err = quick(verb, file)
     assert (code, out) == (2, "")
-    assert "4 devices" in err
-    assert "hint: `memfit certify" in err
+    error, _, advice = err.partition("\nhint: ")
+    assert said in error
+    assert hint in advice
     assert list(tmp_path.iterdir()) == [file]
 
 

@@ -51,8 +51,8 @@ def test_what_is_stated_is_kept_and_not_called_a_default():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"parallel": {"dp_shard": 8}}, "names 8 ranks .* has 16 devices: `count: 8` x `nodes: 2`"),
-        ({"parallel": {"dp_shard": 64}}, "names 64 ranks .* has 16 devices"),
+        ({"parallel": {"dp_shard": 8}}, "names 8 ranks .* has `count: 8` x `nodes: 2` devices"),
+        ({"parallel": {"dp_shard": 64}}, "names 64 ranks .* has `count: 8` x `nodes: 2` devices"),
         ({"task": {"global_batch": 40}}, "`task.global_batch: 40` is not a multiple of 16"),
         ({"micro_batch": 8}, "`task.global_batch: 64` is not a multiple of 128: 16 ranks x"),
     ],

@@ -41,8 +41,7 @@ def stated_mesh(request: Request) -> Parallel:
     if asked.world != devices:
         raise InvalidRequest(
             f"`parallel` names {asked.world} ranks ({asked.dp_replicate} x {asked.dp_shard}), but"
-            f" `hardware` has {devices} devices: `count: {hardware.count}` x"
-            f" `nodes: {hardware.nodes}`",
+            f" `hardware` has `count: {hardware.count}` x `nodes: {hardware.nodes}` devices",
             hint="one rank a device: make the two products equal",
         )
     return asked.stated

@@ -22,6 +22,7 @@ COLLECTIVES = (
     "all_gather_single", "all_gather_into_tensor", "reduce_scatter_single",
     "reduce_scatter_tensor", "all_reduce",
 )  # fmt: skip
+FUNCTIONAL = ("all_reduce", "all_gather_tensor")  # that DTensor calls: norms, whole weights
 LONGEST = 2.0  # seconds that gloo's thread is given to let go of a tensor
 
 
@@ -34,7 +35,8 @@ def without_gloo(live: LiveBytes) -> Iterator[None]:
     import torch.distributed._functional_collectives as funcol
 
     kept = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
-    reduce, plain_wait = funcol.all_reduce, dist.Work.wait
+    direct = {name: getattr(funcol, name) for name in FUNCTIONAL}
+    plain_wait = dist.Work.wait
 
     def collective(plain: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -50,23 +52,31 @@ def without_gloo(live: LiveBytes) -> Iterator[None]:
         with live.hidden():
             return plain_wait(*args)
 
-    def functional(*args: Any, **kwargs: Any) -> Any:  # of the gradients' norms
-        out = reduce(*args, **kwargs)
-        elem = getattr(out, "elem", out)
-        funcol.wait_tensor(elem)  # type: ignore[no-untyped-call]
-        _wait_until_let_go([elem], [1])
-        return out
+    def functional(plain: Any) -> Any:
+        def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            before = _users(tensor)
+            out = plain(tensor, *args, **kwargs)
+            elem = getattr(out, "elem", out)
+            funcol.wait_tensor(elem)  # type: ignore[no-untyped-call]
+            _wait_until_let_go([tensor, elem], [before, 1])
+            return out
 
+        return run
+
+    work: Any = dist.Work
+    work.wait = wait
     for name, plain in kept.items():
         setattr(dist, name, collective(plain))
-    changed: Any = funcol, dist.Work
-    changed[0].all_reduce, changed[1].wait = functional, wait
+    for name, plain in direct.items():
+        setattr(funcol, name, functional(plain))
     try:
         yield
     finally:
-        changed[0].all_reduce, changed[1].wait = reduce, plain_wait
+        work.wait = plain_wait
         for name, plain in kept.items():
             setattr(dist, name, plain)
+        for name, plain in direct.items():
+            setattr(funcol, name, plain)
 
 
 def _users(tensor: Any) -> int:

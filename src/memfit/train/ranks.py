@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.errors import DoesNotFit, Error, InvalidRequest, NotCertified, RunFailed
 
@@ -110,25 +111,29 @@ class Joined(Ranks):
 
     def gather(self, *values: float) -> list[tuple[float, ...]]:
         """See `Ranks`."""
-        mine = torch.tensor(values, dtype=torch.float64)
-        found = [torch.empty_like(mine) for _ in range(self.size)]
-        with explained_loss():
-            dist.all_gather(found, mine)
-        return [tuple(numbers.tolist()) for numbers in found]
+        found = self._exchange(lambda: torch.tensor(values, dtype=torch.float64))
+        return [tuple(numbers) for numbers in found]
 
     def gather_texts(self, text: str) -> list[str]:
         """See `Ranks`: lengths first, then bytes, padded to the longest."""
         content = text.encode()
         lengths = [int(numbers[0]) for numbers in self.gather(float(len(content)))]
-        mine = torch.zeros(max(lengths), dtype=torch.uint8)
-        mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        found = [torch.empty_like(mine) for _ in range(self.size)]
-        with explained_loss():
+
+        def padded() -> torch.Tensor:
+            mine = torch.zeros(max(lengths), dtype=torch.uint8)
+            mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            return mine
+
+        found = self._exchange(padded)
+        return [bytes(line[:length]).decode() for line, length in zip(found, lengths, strict=True)]
+
+    def _exchange(self, make: Callable[[], torch.Tensor]) -> list[list[Any]]:
+        """The values of all ranks' tensors. No watcher counts them: they are no part of a step."""
+        with explained_loss(), _disable_current_modes():
+            mine = make()
+            found = [torch.empty_like(mine) for _ in range(self.size)]
             dist.all_gather(found, mine)
-        return [
-            bytes(line[:length].tolist()).decode()
-            for line, length in zip(found, lengths, strict=True)
-        ]
+            return [tensor.tolist() for tensor in found]
 
     def from_first(self, work: Callable[[], str]) -> str:
         """See `Ranks`."""
