@@ -6,6 +6,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 from tiny_runs import CONFIG, tiny_recipe, write_text
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memfit import catalog
 from memfit.certify.certificate import make_certificate
@@ -29,6 +30,7 @@ from memfit.train.drift import (
 from memfit.train.guard import explained_out_of_memory
 from memfit.train.loop import Cadence, train
 from memfit.train.prepare import find_bounds
+from memfit.train.shortage import find_alive
 
 MIB = 2**20
 
@@ -264,6 +266,18 @@ def test_the_difference_names_what_nobody_certified(go, in_blocks, fail_at, tmp_
     assert found.tensors[0].module == "model.layers.0"
     assert found.held > found.certified
     assert found.checkpoint == found.snapshot == ""
+
+
+def test_what_is_alive_is_found_among_tensors_without_a_storage():
+    with FakeTensorMode():
+        fake = torch.ones(1009)
+    strangers = [torch.eye(3).to_sparse(), torch.ones(4).to_mkldnn(), fake]
+    mine = torch.ones(123)
+    found = find_alive(None, Phase.LOSS, torch.device("cpu"))
+    shapes = {row.shape for _, row in found.tensors}
+    assert tuple(mine.shape) in shapes
+    assert tuple(fake.shape) not in shapes
+    assert len(strangers) == 3  # all alive
 
 
 def test_memory_that_ends_in_the_rehearsal_is_explained_too(go, fail_at, tmp_path):

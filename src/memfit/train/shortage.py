@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memfit.ledger import Entry, Kind, Phase
 from memfit.results import Certificate, OutOfMemory, group_tensors
@@ -82,8 +83,9 @@ def find_alive(built: Built | None, phase: Phase, device: torch.device) -> Alive
     for tensor, kind, owner, name in _known(built) if built is not None else ():
         add(tensor, kind, owner, name)
     for thing in gc.get_objects():
-        if issubclass(type(thing), Tensor):
-            add(thing, Kind.TEMPORARY, REACHED, "")
+        if issubclass(type(thing), Tensor) and not issubclass(type(thing), FakeTensor):
+            with suppress(RuntimeError):  # sparse, nested and opaque ones: they hold no storage
+                add(thing, Kind.TEMPORARY, REACHED, "")
     entries = _sum(rows, phase)
     if device.type == "cuda":
         rest = torch.cuda.memory_allocated(device) - sum(e.nbytes for e in entries)
