@@ -21,6 +21,7 @@ import frameworks_page
 import ladder_page
 import numerics_page
 import scaling_page
+import targets_page
 import techniques_page
 import time_page
 
@@ -109,6 +110,7 @@ def main() -> None:
         DOCS / "founding.md": founding_page.page(),
         DOCS / "founding.svg": founding_page.picture(),
         DOCS / "numerics.md": numerics_page.page(),
+        **{DOCS / "targets" / name: text for name, text in targets_page.pages().items()},
         DOCS / "accuracy.md": accuracy_page.page(found, rules),
         DOCS / "accuracy_time.md": accuracy_time_page.section(times),
         DOCS / "time.md": time_page.page(times),

@@ -1,0 +1,131 @@
+"""docs/targets: a page for each tool that plans are written for, made by the commands it names."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from contextlib import chdir
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from memfit.check import ORDER
+from memfit.cli.app import app
+from memfit.export import exports, find_target
+
+MODEL, DEVICE = "llama-3.1-8b", "h100-sxm"
+PLAN = {"method": "lora", "precision": "bf16-mixed", "recompute": "full", "micro_batch": "2"}
+EIGHT = {"hardware.count": "8"}
+TRAINER = {"framework": "hf-trainer", **PLAN}
+SHARDED = {**TRAINER, **EIGHT, "parallel.dp_shard": "8"}
+# keys of the request behind each page's example; of the others: memfit's own step
+EXAMPLES: dict[str, dict[str, str]] = {
+    "axolotl": TRAINER,
+    "llamafactory": TRAINER,
+    "trl": SHARDED,
+    "accelerate": {**TRAINER, **EIGHT, "parallel.dp_replicate": "8"},
+    "deepspeed": {"framework": "deepspeed", **EIGHT, **PLAN, "method": "full",
+                  "parallel.dp_shard": "8"},
+    "torchtitan": {"framework": "torchtitan", **EIGHT, "recompute": "full", "micro_batch": "1",
+                   "parallel.dp_shard": "4", "parallel.tp": "2",
+                   "parallel.sequence_parallel": "true"},
+    "megatron": {"framework": "megatron", **EIGHT, "recompute": "none", "micro_batch": "1",
+                 "parallel.tp": "2", "parallel.dp_replicate": "4",
+                 "parallel.sequence_parallel": "true"},
+}  # fmt: skip
+EXAMPLES["torchtitan-main"] = EXAMPLES["torchtitan"]
+OWN = {**PLAN, **EIGHT, "parallel.dp_shard": "8"}
+OUT = "job"
+LAUNCHERS = ("accelerate", "deepspeed")  # whose files leave this to the script that they start
+UNTOLD = ("method", "recompute")
+INDEX = """# Tools that plans are written for
+
+Made by `make docs` with the commands that the pages show.
+
+| target | tool | files | reads back | predicted peak there |
+|---|---|---|---|---|
+"""
+HEAD = "# For "  # what its first line begins with
+LANGUAGES = {".yaml": "yaml", ".yml": "yaml", ".json": "json", ".py": "python", ".sh": "bash",
+             ".sbatch": "bash"}  # fmt: skip
+
+
+def pages() -> dict[str, str]:
+    """File name -> content, of all targets and their index."""
+    found, rows = {}, []
+    os.environ["COLUMNS"] = "80"
+    for name in exports.names():
+        with tempfile.TemporaryDirectory() as folder, chdir(folder):
+            found[f"{name}.md"], row = page(name)
+        rows.append(row)
+    return {"README.md": INDEX + "\n".join(rows) + "\n", **found}
+
+
+def page(name: str) -> tuple[str, str]:
+    """The page of a target, and its row of the index. Writes into the current folder."""
+    target = find_target(name)
+    title = f"{target.title} {target.version}".strip()
+    changes = EXAMPLES.get(name, OWN)
+    asked = [MODEL, "--device", DEVICE, *words(changes)]
+    export = ["export", *asked, "--to", name, "--out", OUT]
+    said = run(export)
+    files = sorted(path for path in Path(OUT).iterdir() if path.is_file())
+    lines = [f"# {title}", "", (target.__doc__ or "").strip(), "", "## Write", ""]
+    lines += shown(export, said)
+    for path in files:
+        if path.name == "plan.json":
+            lines += ["", "`plan.json`: the plan itself, which `memfit train` takes."]
+        else:
+            lines += ["", f"`{path.name}`, below its head:", "", *fenced(path)]
+    if name in ORDER:
+        lines += ["", "## Read", "", *reading(name, files, changes)]
+    names = ", ".join(path.name for path in files)
+    peak = next(line for line in said.splitlines() if line.startswith("predicted peak"))
+    known = "unknown" not in peak
+    reads = "yes" if name in ORDER else ""
+    row = f"| [`{name}`]({name}.md) | {title} | {names} | {reads} | {'yes' if known else 'no'} |"
+    return "\n".join([*lines, ""]), row
+
+
+def reading(tool: str, files: list[Path], changes: dict[str, str]) -> list[str]:
+    """What `memfit check` says of the files that were just written."""
+    count = ["--count", changes["hardware.count"]] if "hardware.count" in changes else []
+    names = [f"{OUT}/{path.name}" for path in files]
+    untold = {"model": MODEL} | {key: changes[key] for key in UNTOLD} if tool in LAUNCHERS else {}
+    check = ["check", *names, "--device", DEVICE, *count, *words(untold)]
+    said = run(check).split("\n\n")
+    head, assumed = said[0], [part for part in said if part.startswith(("Assumed", "Keys not"))]
+    return shown(check, "\n\n[…]\n\n".join([head, "\n\n".join(assumed)]))
+
+
+def shown(arguments: list[str], said: str) -> list[str]:
+    """A command and what it printed."""
+    return ["```console", f"$ memfit {' '.join(arguments)}", *said.rstrip().splitlines(), "```"]
+
+
+def run(arguments: list[str]) -> str:
+    """What a command prints; its exit code is 0, or 3 where something does not fit."""
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False, standalone_mode=False)
+    assert done.return_value in (0, 3), (arguments, done.output)
+    return done.stdout
+
+
+def words(changes: dict[str, str]) -> list[str]:
+    """As `--set` options."""
+    return [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+
+
+def fenced(path: Path) -> list[str]:
+    """A file's content without memfit's head, whose digest and version change with memfit."""
+    lines = path.read_text().splitlines()
+    if path.suffix == ".json":
+        data = json.loads(path.read_text())
+        del data["memfit"]
+        lines = json.dumps(data, indent=2).splitlines()
+    elif HEAD in (said := [line[: len(HEAD)] for line in lines]):
+        first = last = said.index(HEAD)
+        while lines[last].startswith("# "):
+            last += 1
+        del lines[first:last]
+    return [f"```{LANGUAGES.get(path.suffix, '')}", *lines, "```"]
