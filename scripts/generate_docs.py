@@ -20,6 +20,7 @@ import founding_page
 import frameworks_page
 import ladder_page
 import numerics_page
+import refusals_page
 import scaling_page
 import targets_page
 import techniques_page
@@ -110,6 +111,7 @@ def main() -> None:
         DOCS / "founding.md": founding_page.page(),
         DOCS / "founding.svg": founding_page.picture(),
         DOCS / "numerics.md": numerics_page.page(),
+        DOCS / "refusals.md": refusals_page.page(),
         **{DOCS / "targets" / name: text for name, text in targets_page.pages().items()},
         DOCS / "accuracy.md": accuracy_page.page(found, rules),
         DOCS / "accuracy_time.md": accuracy_time_page.section(times),

@@ -19,7 +19,8 @@ HEAD = """# Techniques of memfit's own step
 
 Each technique trains here, is traced by `memfit certify`, is predicted by `memfit plan`, and is
 held to a reference outside memfit. A link is the test that proves it; where there is none, the cell
-says why. What other frameworks' steps can do is in [frameworks.md](frameworks.md).
+says why. What does not go together is in [refusals.md](refusals.md), and what other frameworks'
+steps can do in [frameworks.md](frameworks.md).
 """
 
 

@@ -31,10 +31,15 @@ def check_objective(recipe: Recipe) -> None:
             hint="use a number above 0, such as 0.1",
         )
     _check_reference(recipe)
-    if recipe.parallel.world > 1:
+    check_alone(recipe.objective, recipe.parallel.world)
+
+
+def check_alone(objective: str, ranks: int) -> None:
+    """Raise InvalidRequest for an objective that only one device has."""
+    if objective == "dpo" and ranks > 1:
         raise InvalidRequest(
-            f"`objective: dpo` on {recipe.parallel.world} ranks: gathered log-probabilities and the"
-            " reference's own gathering are not held against one process yet",
+            f"`objective: dpo` on {ranks} ranks: gathered log-probabilities and the reference's own"
+            " gathering are not held against one process yet",
             hint="use one device; adapters over a frozen base need the least memory",
         )
 

@@ -173,14 +173,19 @@ def test_meshes_of_several_nodes() -> None:
         list_meshes(ask(micro_batch=2))
 
 
+def test_what_no_prediction_describes_is_refused_and_certified() -> None:
+    with pytest.raises(InvalidRequest, match="on 64 devices is not predicted yet") as error:
+        api.predict(ask(offload="activations"))
+    assert "memfit certify" in error.value.hint
+
+
 @pytest.mark.parametrize("changes", [
     {"task": {"global_batch": 128, "objective": "dpo"}, "micro_batch": 2}, {"method": "dora"},
-    {"offload": "activations"},
 ])  # fmt: skip
-def test_what_no_prediction_describes_is_refused_and_certified(changes: dict[str, object]) -> None:
-    with pytest.raises(InvalidRequest, match="on 64 devices is not predicted yet") as error:
+def test_what_many_ranks_do_not_run_is_refused_in_the_steps_own_words(changes) -> None:
+    with pytest.raises(InvalidRequest, match="on 64 ranks: ") as error:
         api.predict(ask(**changes))
-    assert "memfit certify" in error.value.hint
+    assert "one device" in error.value.hint
 
 
 def test_weights_that_stay_gathered_are_fetched_once() -> None:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, final
 
 from memfit.adapters import Adapter, _peft, adapters
 from memfit.adapters.coded import check_base
-from memfit.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.libraries import quiet_import
 from memfit.model import DTYPE_BYTES, Model
+from memfit.parallelism.limits import check_method
 from memfit.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -32,12 +32,7 @@ class Dora(Adapter):
     def adapt(self, model: Model, recipe: Recipe) -> Model:
         """See `Adapter.adapt`. Raises InvalidRequest on more than one rank."""
         check_base(model, recipe.base_format, recipe.method, recipe.parallel.world)
-        if recipe.parallel.world > 1:
-            raise InvalidRequest(
-                f"`method: dora` on {recipe.parallel.world} ranks: FSDP2 gathers the magnitudes in"
-                " bf16, where a change of less than 0.4 % is lost",
-                hint="use `method: lora`, or one device",
-            )
+        check_method(recipe.method, recipe.parallel.world)
         return _peft.adapt(model, recipe, magnitudes=True)
 
     def apply(self, module: nn.Module, recipe: Recipe) -> nn.Module:

@@ -40,7 +40,7 @@ def _check(
     elif precision not in WIDE:
         refused = f"`precision: {precision}`: what is rounded are weights in fp32"
     elif ranks > 1:
-        refused = f"{ranks} ranks, whose shards cut the groups that share a scale"
+        refused = f"{ranks} ranks, whose rounding has not been held against one process"
     else:
         refused = find_clash(model, beside)
     if refused:

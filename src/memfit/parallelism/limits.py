@@ -27,3 +27,13 @@ def check_ranks(recipe: Recipe) -> None:
             " agree on which",
             hint="use `precision: bf16-mixed`",
         )
+
+
+def check_method(method: str, ranks: int) -> None:
+    """Raise InvalidRequest for a method that only one device has."""
+    if method == "dora" and ranks > 1:
+        raise InvalidRequest(
+            f"`method: dora` on {ranks} ranks: FSDP2 gathers the magnitudes in bf16, where a change"
+            " of less than 0.4 % is lost",
+            hint="use `method: lora`, or one device",
+        )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from memfit.errors import InvalidRequest
+from memfit.objectives import check_alone
+from memfit.parallelism.limits import check_method
 from memfit.recipe import Parallel
 from memfit.request import Request
 
@@ -49,15 +51,11 @@ def stated_mesh(request: Request) -> Parallel:
 
 def check_described(request: Request) -> None:
     """Raise InvalidRequest for what many ranks can do and no prediction describes yet."""
-    stated = (
-        ("objective: dpo", request.task.objective == "dpo"),
-        ("method: dora", request.method == "dora"),
-        ("offload: activations", request.offload == "activations"),
-    )
-    lacks = next((what for what, there in stated if there), "")
-    if request.ranks > 1 and lacks:
+    check_method(request.method, request.ranks)
+    check_alone(request.task.objective, request.ranks)
+    if request.ranks > 1 and request.offload == "activations":
         raise InvalidRequest(
-            f"`{lacks}` on {request.ranks} devices is not predicted yet",
+            f"`offload: activations` on {request.ranks} devices is not predicted yet",
             hint="`memfit certify REQUEST` proves its memory; or plan it for one device",
         )
 
