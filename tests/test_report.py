@@ -9,12 +9,13 @@ import pytest
 
 import made_by_hand as made
 from memfit.errors import InvalidRequest
-from memfit.ledger import Ledger
+from memfit.ledger import Kind, Ledger
 from memfit.nouns import write_json
 from memfit.report import join, read_report
 from memfit.report_page import render_page
 from memfit.results import Run
 from memfit.units import GIB, MIB
+from memfit.words import COLOURS, INKS
 
 
 def folder_of(path: Path, plan, certificate=None, run=None):
@@ -140,6 +141,29 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         self.text += data
+
+
+def luminance(colour):
+    """Of `#rgb` or `#rrggbb`, by WCAG 2.2's definition of relative luminance."""
+    digits = colour[1:] if len(colour) == 7 else "".join(2 * c for c in colour[1:])
+    parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return sum(share * c for share, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_every_kind_has_a_colour_and_an_ink_that_can_be_read_on_it():
+    assert set(COLOURS) == set(INKS) == set(Kind)
+    for kind, colour in COLOURS.items():
+        low, high = sorted((luminance(colour), luminance(INKS[kind])))
+        assert (high + 0.05) / (low + 0.05) >= 4.5, kind
+
+
+def test_every_table_of_the_page_can_be_scrolled_by_keyboard():
+    """In a narrow window they are wider than it."""
+    found = [keys for _, keys in Page(whole_page()).tags if keys.get("class") == "scroll"]
+    names = [keys["aria-label"] for keys in found]
+    assert len(names) == len(set(names)) > 5
+    assert all((keys["tabindex"], keys["role"]) == ("0", "region") for keys in found)
 
 
 def whole_page(**keys):

@@ -41,6 +41,8 @@ COLOURS = {
     "fragmentation": "#B0B0B0",
     "context": "#707070",
 }
+# what is written on a kind's colour: white on the dark ones, 4.5 to 1 or better on all (WCAG 1.4.3)
+INKS = {kind: "#fff" if kind in ("parameters", "context") else "#111" for kind in COLOURS}
 FAR = 9.0  # from ten times on, per cent say less
 
 

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import pytest
 from looking import AXE, ROOT, SMALL, TINY, check_look, opened, watched
@@ -77,6 +77,33 @@ def test_explore_says_why_each_was_not_chosen(browser, server):
         )
         assert "_fits=1" in page.url
         check_look(page, "explore")
+
+
+def test_the_timeline_is_the_certificates(browser, server):
+    keys = {
+        "model": json.dumps(TINY), "hardware.device": "cpu-x86", "weights": "random",
+        "method": "full", "task.steps": "3", "limits.memory": "1 GiB",
+    }  # fmt: skip
+    with opened(browser, server, f"timeline?{urlencode(keys)}") as page:
+        page.click("#certify")
+        page.wait_for_selector("#curve")
+        reading = page.text_content("#reading")
+        assert "(the peak)" in reading
+        page.focus("#curve")
+        page.keyboard.press("ArrowLeft")
+        page.wait_for_function(
+            "(old) => document.querySelector('#reading').textContent !== old", arg=reading
+        )
+        page.keyboard.press("Home")
+        page.wait_for_function(
+            "(old) => document.querySelector('#reading').textContent === old", arg=reading
+        )
+        rows = page.locator("[aria-label='Alive at the peak'] tbody tr").all_text_contents()
+        assert any(".py:" in row and "model.layers" in row for row in rows), rows[:4]
+        check_look(page, "timeline")
+    with opened(browser, server, f"timeline?{SMALL}", token=False) as page:
+        page.click("#certify")
+        assert "the token is missing" in page.text_content(".trouble")
 
 
 def test_a_run_is_followed_and_compared(browser, server, run):

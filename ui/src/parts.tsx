@@ -132,8 +132,6 @@ export function partsOf(memory: Memory, order: string[]): Part[] {
 
 const WIDTH = 1000;
 const LABELLED = 0.11; // of the width
-const DARK = new Set(["gradients", "temporary", "all_gather", "fragmentation", "activations",
-  "reduce_scatter"]);
 
 // The bar of one device against the usable line. `onPick` opens a kind's reasons.
 export function Bar(props: {
@@ -167,7 +165,7 @@ export function Bar(props: {
             );
           })}
         </svg>
-        <Labels parts={props.parts} full={full} />
+        <Labels parts={props.parts} full={full} words={props.words} />
         {at != null && <Limit at={at} />}
       </div>
       <span class="n">{show.bytes(total)}</span>
@@ -184,19 +182,17 @@ function Limit({ at }: { at: number }) {
   );
 }
 
-function Labels({ parts, full }: { parts: Part[]; full: number }) {
+function Labels({ parts, full, words }: { parts: Part[]; full: number; words: Words }) {
   let left = 0;
   return (
     <div class="labels" aria-hidden="true">
       {parts.map((part) => {
         const share = part.nbytes / full;
-        const style = { left: `${left * 100}%`, width: `${share * 100}%` };
+        const style = { left: `${left * 100}%`, width: `${share * 100}%`, color: words.inks[part.kind] };
         left += share;
         if (share < LABELLED) return null;
         return (
-          <span style={style} class={DARK.has(part.kind) ? "dark" : "light"}>
-            {part.kind.replace("_", " ")}
-          </span>
+          <span style={style}>{part.kind.replace("_", " ")}</span>
         );
       })}
     </div>

@@ -114,7 +114,7 @@ function Area({ curve, certificate, words }: { curve: Curve; certificate: Certif
     <figure class="chart tall">
       <Axis top={top} ticks={show.byteTicks(top)} say={show.bytes} />
       <div class="plotarea">
-        <svg id="curve" viewBox={`0 0 ${W} ${H}`} preserveAspectRatio="none" tabIndex={0} role="slider"
+        <svg id="curve" viewBox={`0 0 ${W} ${H}`} preserveAspectRatio="none" tabindex={0} role="slider"
           aria-label="Memory over the step; the arrow keys step through it" aria-valuemin={0}
           aria-valuemax={curve.points.length - 1} aria-valuenow={at} aria-valuetext={say(point, curve)}
           onPointerMove={(event) => {

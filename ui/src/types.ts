@@ -70,6 +70,7 @@ export interface Words {
   verdicts: Record<string, string>;
   phases: Record<string, string>;
   colours: Record<string, string>;
+  inks: Record<string, string>;
   families: string[];
   targets: string[];
   frameworks: string[];

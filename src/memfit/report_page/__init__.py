@@ -138,7 +138,10 @@ def _memory(report: Report) -> str:
     )
     names = [name for name, _ in held]
     return section(
-        "Memory at the peak", bars, limit, table(["kind", *names], rows, numbers=len(names))
+        "Memory at the peak",
+        bars,
+        limit,
+        table(["kind", *names], rows, numbers=len(names), label="kinds at the peak"),
     )
 
 
@@ -186,7 +189,7 @@ def _comparisons(report: Report) -> str:
             )
             for r in rows
         ]
-        pieces.append(f"<h3>{text(title)}</h3>{table(heads, cells, numbers=5)}")
+        pieces.append(f"<h3>{text(title)}</h3>{table(heads, cells, numbers=5, label=title)}")
     said = (
         '<p class="soft small">Errors are signed: predicted / truth - 1, where the truth is the '
         "measurement, or the certificate where nothing was measured; 0 is exact equality.</p>"
@@ -208,7 +211,8 @@ def _considered(report: Report) -> str:
         )
         for c in report.plan.considered
     ]
-    return section("Considered", table(("", "recipe", "why", "needs", "time"), rows, numbers=2))
+    heads = ("", "recipe", "why", "needs", "time")
+    return section("Considered", table(heads, rows, numbers=2, label="recipes considered"))
 
 
 def _certificate(report: Report) -> str:
@@ -230,19 +234,24 @@ def _certificate(report: Report) -> str:
         "Certificate",
         f"<p>The trainer's own step ran on fake tensors in {units.show_seconds(made.seconds)}. "
         "Largest tensors alive at the peak:</p>",
-        table(("kind", "module", "made by", "bytes"), tensors, numbers=1),
+        table(
+            ("kind", "module", "made by", "bytes"),
+            tensors,
+            numbers=1,
+            label="largest tensors at the peak",
+        ),
         generating,
         f"<h3>Holds for</h3><ul>{bounds}</ul>" if bounds else "",
     )
 
 
 def _asked(report: Report) -> str:
-    asked = _flat(to_data(report.plan.request))
-    made = _flat(to_data(report.plan.recipe))
+    asked = pairs(_flat(to_data(report.plan.request)), label="request")
+    made = pairs(_flat(to_data(report.plan.recipe)), label="recipe")
     return section(
         "Asked and planned",
-        f'<div class="two"><div><h3>Request</h3>{pairs(asked)}</div>'
-        f"<div><h3>Recipe</h3>{pairs(made)}</div></div>",
+        f'<div class="two"><div><h3>Request</h3>{asked}</div>'
+        f"<div><h3>Recipe</h3>{made}</div></div>",
     )
 
 
@@ -271,5 +280,6 @@ def _repeat(report: Report, folder: str) -> str:
     return section(
         "How to repeat",
         f"<pre>{text(chr(10).join(commands))}</pre>",
-        f"<h3>Versions and environment</h3>{pairs({**versions, **environment})}",
+        "<h3>Versions and environment</h3>",
+        pairs({**versions, **environment}, label="versions and environment"),
     )

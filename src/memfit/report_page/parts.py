@@ -7,9 +7,8 @@ from html import escape
 from math import isfinite
 
 from memfit import units
-from memfit.words import COLOURS, PHASES
+from memfit.words import COLOURS, INKS, PHASES
 
-DARK_TEXT = {"gradients", "temporary", "all_gather", "fragmentation", "activations"}
 ENOUGH_FOR_A_LABEL = 0.12  # of the bar's width
 Points = Sequence[tuple[int, float]]
 
@@ -25,8 +24,13 @@ def section(title: str, *pieces: str) -> str:
     return f"<section><h2>{text(title)}</h2>{body}</section>\n" if body else ""
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int = 0) -> str:
-    """Cells are HTML already; the last `numbers` columns are set right."""
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], *, label: str, numbers: int = 0
+) -> str:
+    """Cells are HTML already; the last `numbers` columns are set right.
+
+    A narrow window scrolls it sideways, for which the keyboard must reach it: hence its name.
+    """
     first = len(heads) - numbers
 
     def cells(tag: str, row: Sequence[str]) -> str:
@@ -38,14 +42,16 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int =
     head = "".join(f"<tr>{cells('th', [text(h) for h in heads])}</tr>") if any(heads) else ""
     if not body:
         return ""
-    return f'<div class="scroll"><table><thead>{head}</thead><tbody>{body}</tbody></table></div>'
-
-
-def pairs(rows: Mapping[str, object]) -> str:
-    """A table of names and values."""
-    return table(
-        ("", ""), [(text(k), f"<span class=mono>{text(v)}</span>") for k, v in rows.items()]
+    return (
+        f'<div class="scroll" role="region" aria-label="{text(label)}" tabindex="0">'
+        f"<table><thead>{head}</thead><tbody>{body}</tbody></table></div>"
     )
+
+
+def pairs(rows: Mapping[str, object], *, label: str) -> str:
+    """A table of names and values."""
+    cells = [(text(k), f"<span class=mono>{text(v)}</span>") for k, v in rows.items()]
+    return table(("", ""), cells, label=label)
 
 
 def key(kind: str) -> str:
@@ -80,9 +86,8 @@ def _bar(name: str, parts: Mapping[str, int], full: int, limit: int | None) -> s
 def _segment(kind: str, nbytes: int, full: int) -> str:
     share = nbytes / full
     label = text(kind) if share >= ENOUGH_FOR_A_LABEL else ""
-    ink = "#111" if kind in DARK_TEXT else "#fff"
     title = text(f"{kind}: {units.show_bytes(nbytes)} ({nbytes:,} B)")
-    style = f"width:{share:.4%};background:{COLOURS[kind]};color:{ink}"
+    style = f"width:{share:.4%};background:{COLOURS[kind]};color:{INKS[kind]}"
     return f'<div class="seg" style="{style}" title="{title}">{label}</div>'
 
 

@@ -294,4 +294,4 @@ def _blocks(tensors: Sequence[Tensor]) -> str:
     heads = ("kind", "module", "made by", "each", "together")
     more = len(tensors) - len(rows)
     said = f'<p class="soft small">{more} more rows in certificate.json</p>' if more > 0 else ""
-    return table(heads, rows, numbers=2) + said
+    return table(heads, rows, numbers=2, label="tensors at the peak") + said

@@ -13,7 +13,7 @@ import msgspec
 from memfit import __version__, api
 from memfit.errors import InvalidRequest
 from memfit.ui.asking import Pairs, read_asked, read_changes
-from memfit.words import COLOURS, PHASES, VERDICTS
+from memfit.words import COLOURS, INKS, PHASES, VERDICTS
 
 KEPT = 512  # answers; a plan is about 30 kB
 # the planner keeps what it has worked out in tables of the process: one question at a time
@@ -33,6 +33,7 @@ class Words(msgspec.Struct, frozen=True):
     verdicts: dict[str, str]
     phases: dict[str, str]
     colours: dict[str, str]
+    inks: dict[str, str]
     families: list[str]
     targets: list[str]
     frameworks: list[str]
@@ -43,7 +44,7 @@ def words() -> bytes:
     """`words`: names and colours, and what can be chosen."""
     return encode(
         Words(
-            version=__version__, verdicts=VERDICTS, phases=PHASES, colours=COLOURS,
+            version=__version__, verdicts=VERDICTS, phases=PHASES, colours=COLOURS, inks=INKS,
             families=api.supported_families(), targets=api.export_targets(),
             frameworks=api.supported_frameworks(),
         )
