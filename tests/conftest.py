@@ -19,12 +19,15 @@ ALIKE = (
     "mistral", "qwen2", "gptj", "mpt", "gemma", "glm4", "glm4_moe", "granite", "phi", "qwen2_moe",
     "qwen3_moe", "smollm3", "stablelm", "deepseek_v2", "olmo2", "opt",
 )  # fmt: skip
-MANY = (
-    "test_exactness.py", "test_build.py", "test_depth.py", "test_instants.py", "test_step.py",
-    "test_live.py", "test_memory.py", "test_closed_form.py",
+# A whole step is traced or run in each case: seconds.
+TRACED = (
+    "test_exactness.py", "test_memory.py", "test_depth.py", "test_live.py", "test_fake_cuda.py",
+    "test_fast_fake.py",
 )  # fmt: skip
-
-TRACED = ("test_exactness.py", "test_memory.py")  # a whole step a case: seconds each
+MANY = (
+    *TRACED, "test_build.py", "test_instants.py", "test_step.py", "test_closed_form.py",
+    "test_lean_blocks.py",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):
@@ -44,9 +47,11 @@ def share(item):
         return 1
     names = {str(value).partition(",")[0] for value in given.params.values()}
     one_of_many = "family" in given.params and "llama" not in names
+    if item.path.name == "test_lean_blocks.py":
+        return 3 if one_of_many else 1  # each family has blocks of its own
     slow = one_of_many and item.get_closest_marker("slow") is not None
     traced = one_of_many and item.path.name in TRACED
-    return (4 if names & set(ALIKE) else 1) * (4 if slow else 1) * (3 if traced else 1)
+    return (4 if names & set(ALIKE) else 1) * (4 if slow else 1) * (4 if traced else 1)
 
 
 TINY_LLAMA = {

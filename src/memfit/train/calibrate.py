@@ -43,6 +43,7 @@ class Effort(NamedTuple):
     copies: Sequence[int]  # bytes
     repeats: int
     least: float  # seconds
+    longest: float = 10.0  # seconds of one product after which no larger one is measured
 
 
 CUDA = Effort(
@@ -55,7 +56,8 @@ CPU = Effort(
     copies=tuple(MIB << n for n in range(9)), repeats=7, least=0.2,
 )  # fmt: skip
 QUICK = Effort(
-    sides=(128, 512, 1024), lengths=(128, 256), copies=(MIB, 32 * MIB), repeats=3, least=0.03
+    sides=(128, 512, 1024), lengths=(128, 256), copies=(MIB, 32 * MIB), repeats=3, least=0.03,
+    longest=0.1,
 )  # fmt: skip
 
 
@@ -154,11 +156,12 @@ class _Points:
         self.found: list[tuple[float, float]] = []
         self.spread = 0.0
 
-    def add(self, size: float, work: Callable[[], object]) -> None:
-        """Measure one size."""
+    def add(self, size: float, work: Callable[[], object]) -> float:
+        """Measure one size; the seconds of one call."""
         seconds, spread = _seconds(work, self._device, self._effort)
         self.found.append((size, size / seconds))
         self.spread = max(self.spread, spread)
+        return seconds
 
     def curve(self, work: Any, dtype: str = "", kernel: str = "") -> Iterator[Curve]:
         """The curve; none where no size could be measured."""
@@ -178,7 +181,9 @@ def _products(device: torch.device, effort: Effort, say: Say) -> Iterator[Curve]
             for side in effort.sides:
                 with contextlib.suppress(torch.OutOfMemoryError):
                     a = torch.randn(side, side, device=device).to(dtype)
-                    points.add(2.0 * side**3, partial(torch.mm, a, a, out=torch.empty_like(a)))
+                    product = partial(torch.mm, a, a, out=torch.empty_like(a))
+                    if points.add(2.0 * side**3, product) > effort.longest:
+                        break  # a processor without this dtype of its own
         yield from points.curve("matmul", name)
 
 

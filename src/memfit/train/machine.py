@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from statistics import median
 
 import msgspec
@@ -16,7 +17,8 @@ import torch
 from memfit.hardware import Calibration, Device
 from memfit.libraries import installed_versions
 
-SIDE = 1024  # of the square products; larger ones change the rate by a few per cent
+SIDES = (128, 256, 512, 1024)  # of square products; larger ones change the rate by a few per cent
+ENOUGH = 0.05  # seconds of a product: a processor without bf16 of its own takes 3 s for the largest
 COPY = 2**25  # elements copied to measure bandwidth: beyond any cache
 REPEATS = 5
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -67,8 +69,15 @@ def measure_machine(device: Device) -> Device:
 
 
 def _matmul(dtype: torch.dtype) -> float:
-    a = torch.ones(SIDE, SIDE, dtype=dtype)
-    return 2 * SIDE**3 / _seconds(lambda: a @ a)
+    """FLOP/s of the largest product that takes no longer than it must to be timed well."""
+    rate = 0.0
+    for side in SIDES:
+        a = torch.ones(side, side, dtype=dtype)
+        seconds = _seconds(partial(torch.matmul, a, a))
+        rate = 2 * side**3 / seconds
+        if seconds > ENOUGH:
+            break
+    return rate
 
 
 def _bandwidth() -> float:
