@@ -23,6 +23,7 @@ from memfit.plan.frameworks import find_framework
 from memfit.recipe import Recipe
 from memfit.request import Request
 
+ROOT = Path(__file__).parent.parent
 TARGETS = exports.names()
 PLANS = list(neighbour_plans.REQUESTS)
 FOREIGN = [name for name in PLANS if not name.startswith("own")]
@@ -255,9 +256,31 @@ def test_a_model_without_a_configuration_in_torchtitan_is_refused():
         api.export(replace(plan, recipe=flat), "torchtitan")
 
 
-def test_every_target_has_its_line_in_the_docs():
-    text = (Path(__file__).parent.parent / "docs" / "neighbours.md").read_text()
-    assert not [name for name in TARGETS if f"`{name}`" not in text]
+def test_every_target_has_its_page_in_the_docs():
+    pages = ROOT / "docs" / "targets"
+    index = (pages / "README.md").read_text()
+    assert not [name for name in TARGETS if f"[`{name}`]({name}.md)" not in index]
+    assert {path.stem for path in pages.iterdir()} == {"README", *TARGETS}
+
+
+def test_every_target_read_the_exports_of_at_least_twelve_plans_or_memfit_refused_them():
+    results = json.loads((ROOT / "bench" / "results" / "neighbours.json").read_text())
+    for target in TARGETS:
+        said = results[target]["plans"].values()
+        assert len(said) >= (6 if target == "megatron" else 16), target
+        assert all(word == "ok" or word.startswith("refused by memfit") for word in said), target
+
+
+def test_axolotls_own_kernels_are_off_where_they_were_not_predicted(tmp_path):
+    made = api.export(neighbour_plans.find_plan("hf-lora-ddp"), "axolotl")
+    file = tmp_path / "axolotl.yaml"
+    file.write_text(made.files["axolotl.yaml"])
+    assert "lora_mlp_kernel: false" in file.read_text()
+    hardware = {"hardware": {"device": "h100-sxm", "count": 8}}
+    assert not any("LoRA kernels" in said for said in api.check([file], hardware)[0].assumed)
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join(line for line in lines if "_kernel: " not in line))
+    assert any("LoRA kernels" in said for said in api.check([file], hardware)[0].assumed)
 
 
 def test_a_wrong_target_offers_the_nearest():

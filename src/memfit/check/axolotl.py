@@ -20,6 +20,7 @@ from memfit.check._hf import (
 )
 from memfit.check._smaller import Edit
 from memfit.errors import InvalidRequest
+from memfit.export.axolotl import LORA_KERNELS
 
 
 @final
@@ -81,6 +82,7 @@ class AxolotlReader(Reader):
         elif eight:
             said.put("base_format", "int8")
         if adapter:
+            _assume_kernels(taken, said, eight=bool(eight))
             targets = taken("lora_target_modules")
             if taken("lora_target_linear", False):
                 targets = ["all-linear"]
@@ -98,7 +100,7 @@ class AxolotlReader(Reader):
         for key in ("peft_use_dora", "peft_use_rslora", "torch_compile", "lora_modules_to_save",
                     "liger_rope", "liger_rms_norm", "liger_glu_activation", "plugins",
                     "liger_fused_linear_cross_entropy", "cut_cross_entropy", "unfrozen_parameters",
-                    "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "rl"):  # fmt: skip
+                    "rl", *LORA_KERNELS):  # fmt: skip
             taken.refuse(key, (False, []), NOT_DESCRIBED)
         drop_quiet(taken)
 
@@ -116,6 +118,16 @@ class AxolotlReader(Reader):
             read_file(find_named(str(named), taken.file), said)
             if precision is not None and said.get("method") == "lora":
                 said.put("precision", precision)
+
+
+def _assume_kernels(taken: Taken, said: Said, *, eight: bool) -> None:
+    """What axolotl 0.19 does by itself (schemas/config, check_auto_enable_lora_kernels)."""
+    named = any(taken.data.get(key) is not None for key in LORA_KERNELS)
+    if not (named or eight or taken.data.get("trust_remote_code")):
+        said.assume(
+            f"without axolotl's LoRA kernels, which it turns on by itself: `{LORA_KERNELS[0]}:"
+            " false` turns them off"
+        )
 
 
 def _objective(taken: Taken) -> str:

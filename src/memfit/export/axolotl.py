@@ -25,6 +25,8 @@ from memfit.export._peak import Peak, predict_there, unknown
 from memfit.recipe import ADAPTED
 
 NAME = "axolotl.yaml"
+# which axolotl turns on by itself where none is named, and whose memory is not described
+LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 OWN_OPTIMIZERS = {
     "adamw8bit": "ao_adamw_8bit", "adamw4bit": "ao_adamw_4bit", "adamwfp8": "ao_adamw_fp8",
 }  # fmt: skip
@@ -154,6 +156,7 @@ def _adapter(recipe: Any, left: dict[str, str]) -> dict[str, Any]:
             "lora_alpha": int(recipe.lora.alpha),
             "lora_dropout": recipe.lora.dropout,
             **write_adapter_kind(recipe, "peft_"),
+            **dict.fromkeys(LORA_KERNELS, False),
         }
         if recipe.lora.alpha != int(recipe.lora.alpha):
             left["lora.alpha"] = f"{recipe.lora.alpha}: a whole number here"
