@@ -3,8 +3,9 @@
     python bench/lean.py [--rounds N] [--tokens N] [--update]
 
 One block of Llama-2-7B's proportions on this CPU: Hugging Face's eager code, memfit's lean
-functions, torch's selective recomputation of everything but products and attention, and
-torch.compile's own partitioner. Bytes are those that torch's profiler sees allocated and not freed
+functions, torch's selective recomputation of everything but products and attention,
+torch.compile by its partitioner's own rules, and memfit's `compile: blocks`, without three of them
+(`memfit.train.partition`). Bytes are those that torch's profiler sees allocated and not freed
 by the forward of a second block behind a first, for each token and hidden unit; seconds are of the
 processor, for a forward and backward, the roads taken in turn, as medians of ratios to the eager
 code of the same round.
@@ -104,11 +105,14 @@ def contexts() -> Any:
 
 
 def roads(recipe: Recipe) -> dict[str, Road]:
-    """The same block, four ways."""
+    """The same block, five ways."""
     eager, lean = make_block(recipe), make_block(replace(recipe, lean=LEAN))
     selective = partial(checkpoint, eager, use_reentrant=False, context_fn=contexts)
-    compiled = torch.compile(eager, dynamic=False)
-    return {"eager": eager, "lean": lean, "selective": selective, "compile": compiled}
+    compiled, blocks = torch.compile(eager, dynamic=False), replace(recipe, compile="blocks")
+    return {
+        "eager": eager, "lean": lean, "selective": selective, "compile": compiled,
+        "blocks": make_block(blocks),
+    }  # fmt: skip
 
 
 def run(road: Road, recipe: Recipe, *, backward: bool = True) -> Tensor | None:

@@ -172,7 +172,7 @@ def _compiler() -> Callable[..., Any]:
 
     def compile(function: Any = None, **options: Any) -> Any:
         if isinstance(getattr(function, "__self__", None), nn.Module):  # a block's forward
-            return Partitioned(function, graphs)
+            return Partitioned(function, options.get("options", {}), graphs)
         return _leave_out(function, **options)
 
     return compile

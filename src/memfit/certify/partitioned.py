@@ -1,10 +1,11 @@
 """A compiled block on fake tensors: cut by the compiler's partitioner, run operator by operator.
 
-What a compiled forward saves for its backward is the partitioner's choice (min-cut
-rematerialisation, AOTAutograd), made on the joint graph after inductor's own passes and
-decompositions: the same functions are called here, so what is saved is exact. What inductor's
-fused kernels hold meanwhile is not: the graphs' operators run one by one, each result freed after
-its last use, while a fused kernel never writes most of them. Those bytes are a bound from above.
+What a compiled forward saves for its backward is the partitioner's choice (`train/partition.py`),
+made on the joint graph after inductor's own passes and decompositions: the same functions are
+called here with the options that the block is compiled with, so what is saved is exact. What
+inductor's fused kernels hold meanwhile is not: the graphs' operators run one by one, each result
+freed after its last use, while a fused kernel never writes most of them. Those bytes are a bound
+from above.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 class Partitioned:
-    """Stands for `torch.compile(module.forward)` while a step is traced.
+    """Stands for `torch.compile(module.forward, options=options)` while a step is traced.
 
     made: graphs of all blocks; alike ones share theirs, as they share a compilation.
     """
 
     def __init__(
-        self, forward: Callable[..., Any], made: dict[Hashable, Callable[..., Any]]
+        self,
+        forward: Callable[..., Any],
+        options: dict[str, Any],
+        made: dict[Hashable, Callable[..., Any]],
     ) -> None:
-        self._forward, self._made = forward, made
+        self._forward, self._options, self._made = forward, options, made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's result; its graph is made once for all calls that are alike."""
@@ -68,14 +72,20 @@ class Partitioned:
             with _reparametrize_module(module, weights):
                 return self._forward(*args, **kwargs)
 
+        def cut(gm: GraphModule, inputs: Any, **told: Any) -> tuple[GraphModule, GraphModule]:
+            # weights are there anyway, so that to keep them is free; dynamo says so of a module's
+            told["static_lifetime_input_indices"] = list(range(len(names)))
+            return partition_fn(gm, inputs, **told)
+
         made: Callable[..., Any] = aot_function(
             call, fw_compiler=_one_by_one, bw_compiler=_one_by_one,
-            inference_compiler=_one_by_one, partition_fn=partition_fn,
+            inference_compiler=_one_by_one, partition_fn=cut,
             decompositions=select_decomp_table(),
         )  # fmt: skip
         # folding constants would compute them, on a device that may not be here
-        folds = config.patch(joint_graph_constant_folding=given[0].device.type == "cpu")
-        with folds, _disable_current_modes(), FakeTensorMode():
+        folds = given[0].device.type == "cpu"
+        options = config.patch({**self._options, "joint_graph_constant_folding": folds})
+        with options, _disable_current_modes(), FakeTensorMode():
             twins = [_twin(tensor) for tensor in given]
             made(*twins)  # the first call makes the graphs
         return made

@@ -5,8 +5,9 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from memfit.errors import InvalidRequest
-from memfit.model import Model
-from memfit.recipe import Recipe
+from memfit.families.lean import find_lean
+from memfit.model import Architecture, Model
+from memfit.recipe import Lean, Recipe
 from memfit.request import RecomputeBlocks, Request
 
 # Llama's block or a near relation; the tests compile each as a whole
@@ -38,6 +39,11 @@ def settle_compiled(request: Request) -> Request:
         offload="none" if request.offload == "auto" else request.offload,
         optimizer=replace(optimizer, in_backward=optimizer.in_backward is True),
     )  # fmt: skip
+
+
+def keep_as_lean(a: Architecture, recipe: Recipe) -> tuple[Lean, ...]:
+    """The lean operations of a recipe's blocks; of compiled blocks, those that keep as much."""
+    return find_lean(a) if recipe.compile == "blocks" else recipe.lean
 
 
 def check_compiled(model: Model, recipe: Recipe) -> None:

@@ -19,8 +19,8 @@ from memfit.recipe import Recipe
 from memfit.results import Memory
 
 COMPILED = (
-    "; compiled blocks are predicted as blocks as they are, which keep more: `memfit certify` cuts"
-    " them as the compiler does"
+    "; compiled blocks are predicted as lean blocks, which keep the same: `memfit certify` asks the"
+    " compiler"
 )
 
 

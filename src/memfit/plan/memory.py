@@ -14,6 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from memfit.adapters import find_adapter
+from memfit.families.compiled import keep_as_lean
 from memfit.hardware import Device
 from memfit.ledger import Entry, Kind, Ledger, Phase
 from memfit.model import DTYPE_BYTES, Model
@@ -153,7 +154,7 @@ def describe(
         cuda=cuda,
         grid=find_grid(device),
         adapter_dropout=recipe.lora.dropout > 0,
-        lean=recipe.lean,
+        lean=keep_as_lean(model.architecture, recipe),
         qat=recipe.qat,
         accumulates=recipe.accumulation > 1,
         narrow=recipe.precision == "fp8-mixed",

@@ -41,13 +41,12 @@ def apply_lean(model: nn.Module, recipe: Recipe) -> None:
     """Give the recipe's lean operations to every block, and to the norm behind the last.
 
     Before recomputation and sharding, on a model whose family has them (`families.lean`). Products
-    of the blocks become lean with either operation; quantised ones keep their own code.
+    of the blocks become lean with either operation; quantised ones keep their own code. Compiled
+    blocks keep no more as they are (`train/partition.py`): theirs is the norm alone.
     """
-    if not recipe.lean:
-        return
     where = parts(model)
     curve = read_model(recipe.model).architecture.activation
-    for block in where.blocks:
+    for block in where.blocks if recipe.lean else ():
         direct = set(block.children())
         for module in list(block.modules()):
             if _is_plain(module):
@@ -56,7 +55,7 @@ def apply_lean(model: nn.Module, recipe: Recipe) -> None:
                 _replace_norm(module, feeds=module in direct)
             elif "mlp" in recipe.lean:
                 _replace_activation(module, curve)
-    if "norm" in recipe.lean:
+    if "norm" in recipe.lean or recipe.compile == "blocks":
         for norm in where.norms:
             if _is_norm(norm):
                 _replace_norm(norm, feeds=False)
