@@ -45,6 +45,12 @@ BF16, FP16, FP32 = "bfloat16", "float16", "float32"
         ("cudnn", FP32, 64, (9, 0), "computes in 16 bits"),
         ("cudnn", BF16, 136, (9, 0), "up to 128 elements"),
         ("cudnn", BF16, 60, (9, 0), "a multiple of 8 up to 128"),
+        ("varlen", BF16, 256, (9, 0), ""),
+        ("varlen", FP16, 128, (8, 0), ""),
+        ("varlen", FP16, 64, (7, 5), "compute capability 8.0 to 12.1"),
+        ("varlen", FP32, 64, (9, 0), "computes in 16 bits"),
+        ("varlen", BF16, 60, (9, 0), "a multiple of 8 elements"),
+        ("varlen", BF16, 264, (9, 0), "up to 256 elements"),
         ("math", "float64", 7, (3, 0), ""),
     ],
 )
@@ -57,7 +63,9 @@ def test_other_platforms_lack_kernels():
     assert not refusal("flash", FP32, Heads(33), platform="cpu")
     assert "exists on CUDA only" in refusal("efficient", FP32, Heads(64), platform="cpu")
     assert "exists on CUDA only" in refusal("cudnn", BF16, Heads(64), platform="cpu")
-    assert "NVIDIA" in refusal("cudnn", BF16, Heads(64), platform="rocm")
+    assert "exists on CUDA only" in refusal("varlen", BF16, Heads(64), platform="cpu")
+    for kernel in ("cudnn", "varlen"):
+        assert "NVIDIA" in refusal(kernel, BF16, Heads(64), platform="rocm")
     assert not refusal("flash", BF16, Heads(64), platform="rocm")
 
 

@@ -103,3 +103,11 @@ def test_flash_attention_on_cuda_still_takes_no_bias():
 @pytest.mark.parametrize("family", ["bloom", "mpt"])
 def test_classes_with_alibi_still_take_no_positions(family):
     assert "position_ids" not in inspect.signature(build(family).forward).parameters
+
+
+def test_fake_tensors_still_have_no_address():
+    """Which a kernel needs that Python launches itself, and no operator of torch's."""
+    with FakeTensorMode():
+        x = torch.empty(4, device="cuda")
+        with pytest.warns(UserWarning, match="data pointer of FakeTensor"):
+            assert x.data_ptr() == 0

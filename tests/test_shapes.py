@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from memfit.errors import InvalidRequest
 from memfit.shapes import (
@@ -75,6 +76,10 @@ def test_more_documents_than_a_certificate_can_follow_are_refused_on_a_gpu_alone
     with pytest.raises(InvalidRequest, match=r"holds 1025 documents.* 1024 at most") as refused:
         bounding_shapes(recipe, many)
     assert "packing: false" in refused.value.hint
+    assert "attention: varlen" in refused.value.hint
+    (shape,) = bounding_shapes(replace(recipe, attention="varlen"), many)
+    assert shape.documents is not None
+    assert len(shape.documents[0]) == MOST_DOCUMENTS + 1
     (shape,) = bounding_shapes(make_recipe(packing=True, micro_batch=1), many)
     assert shape.documents == ((2047, 1),)
 

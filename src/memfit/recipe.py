@@ -17,7 +17,7 @@ Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp16", "fp8-mix
 Format = Literal["fp32", "bf16", "fp16", "int8", "int4", "nf4", "fp4"]  # int4: GPTQ
 Scaling = Literal["plain", "rank-stabilised"]
 Qat = Literal["", "int8", "int4"]
-Attention = Literal["math", "flash", "efficient", "cudnn", "eager"]
+Attention = Literal["math", "flash", "efficient", "cudnn", "varlen", "eager"]
 Loss = Literal["plain", "chunked", "fused"]
 Recompute = Literal["full", "selective"]
 Compile = Literal["none", "blocks", "model"]
@@ -30,7 +30,7 @@ Implementation = Literal["fused", "foreach", "loop"]
 FORMAT_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 LEAN: tuple[Lean, ...] = ("norm", "mlp")  # operations that keep less for the backward
 ADAPTED: tuple[Method, ...] = ("lora", "dora")  # small matrices beside a frozen base
-OWN_ATTENTION: tuple[Attention, ...] = ("math", "flash", "efficient", "cudnn")
+OWN_ATTENTION: tuple[Attention, ...] = ("math", "flash", "efficient", "cudnn", "varlen")
 # What memfit's own step has, of the knobs that other frameworks' steps have more values of.
 OWN_VALUES: dict[str, tuple[object, ...]] = {
     "precision": ("fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp8-mixed"),

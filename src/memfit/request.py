@@ -26,6 +26,7 @@ from memfit.recipe import (
     Scaling,
 )
 
+LIGER = "use_liger_kernel"  # as Hugging Face's Trainer names it
 Auto = Literal["auto"]
 Positive = Annotated[int, msgspec.Meta(ge=1, description="a whole number, 1 or more")]
 NotNegative = Annotated[int, msgspec.Meta(ge=0, description="a whole number, 0 or more")]
@@ -256,6 +257,12 @@ class Request(Noun, frozen=True, kw_only=True):
                     f" {', '.join(map(str, own))}",
                     hint=hint,
                 )
+        if LIGER in self.options:
+            raise InvalidRequest(
+                f"`options.{LIGER}`: Liger's kernels are launched with the address of each tensor,"
+                " and a fake tensor has none, so that no certificate could trace the step",
+                hint="use `lean: [norm, mlp]` and `loss: chunked`, which are the same mathematics",
+            )
         if self.options:
             raise InvalidRequest(
                 f"`options.{next(iter(self.options))}` is set, and memfit's own step has no"

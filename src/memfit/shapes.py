@@ -1,11 +1,12 @@
 """Shapes of micro-batches: what data can ask of a step, and which shapes bound all of them.
 
-A step's memory depends on its rows' documents, since attention runs once a document. With rows of
-`tokens` tokens, a document of l tokens costs f(l), which is convex: what a kernel keeps grows with
-l or with l squared, and a CUDA block or a padded statistic (32 positions in the efficient kernel)
-costs something of its own. So of all rows with as many documents, none longer than `longest`, the
-most unequal one costs the most: as many of `longest` as fit, one rest, the others of one token.
-In the number of documents the cost of these rows is convex too: the fewest or the most decide.
+A step's memory depends on its rows' documents, since attention runs once a document, or takes room
+for each (varlen). With rows of `tokens` tokens, a document of l tokens costs f(l), which is convex:
+what a kernel keeps grows with l or with l squared, and a CUDA block or a padded statistic (32
+positions in the efficient kernel) costs something of its own. So of all rows with as many
+documents, none longer than `longest`, the most unequal one costs the most: as many of `longest` as
+fit, one rest, the others of one token. In the number of documents the cost of these rows is convex
+too: the fewest or the most decide.
 """
 
 from __future__ import annotations
@@ -86,11 +87,12 @@ def bounding_shapes(recipe: Recipe, bounds: RowBounds) -> tuple[BatchShape, ...]
     most = max(fewest, bounds.documents)
     if recipe.device.startswith("cpu"):
         most = min(most, max(2, fewest))
-    elif most > MOST_DOCUMENTS:
+    elif most > MOST_DOCUMENTS and recipe.attention != "varlen":
         raise InvalidRequest(
             f"a micro-batch of the data holds {most} documents, and a certificate follows"
             f" {MOST_DOCUMENTS} at most: each is a kernel call of its own in every block",
-            hint="use `packing: false`, a smaller `micro_batch` or a shorter `sequence_length`",
+            hint="use `attention: varlen`, which calls its kernel once, `packing: false`, a smaller"
+            " `micro_batch` or a shorter `sequence_length`",
         )
     counts = [most] if recipe.attention != "math" else sorted({fewest, most})
     return tuple(

@@ -13,11 +13,15 @@ import attention
 SHORT, LONG = 2048, 8192
 
 
-@pytest.mark.parametrize(("kernel", "packed"), [("flash", False), ("flash", True)])
+@pytest.mark.parametrize(
+    ("kernel", "packed"), [("flash", False), ("flash", True), ("varlen", True)]
+)
 def test_what_a_fused_kernel_keeps_grows_with_the_row(kernel: str, packed: bool) -> None:
     short, long = (attention.measure(kernel, packed, n) for n in (SHORT, LONG))
     # one document is not joined with another: a row of several holds that copy too
-    assert long == pytest.approx(LONG / SHORT * short, rel=0.05 if packed else 1e-5)
+    assert long == pytest.approx(
+        LONG / SHORT * short, rel=0.05 if packed and kernel == "flash" else 1e-5
+    )
 
 
 def test_what_written_out_attention_keeps_grows_with_the_square() -> None:

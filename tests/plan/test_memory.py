@@ -529,7 +529,13 @@ def test_plan_and_certificate_read_one_table_of_kernel_workspaces(rows, heads, d
     assert rules["aten.sum.dim_IntList"]([grad, [0, 1]]) == (
         workspace.row_sum(grad.shape[-1], rows * 64, grid)
     )
+    flat, few = query.flatten(0, 1), key.flatten(0, 1)
+    starts = torch.empty(rows + 1, dtype=torch.int32, device="meta")
+    assert rules["torch_attn._varlen_attn_backward.default"](
+        [flat, flat, few, few, flat, flat, starts]
+    ) == workspace.varlen_backward(flat.shape, few.shape, rows, width)
     assert set(rules) == {
+        "torch_attn._varlen_attn_backward.default",
         attention.format("flash"), attention.format("efficient"), attention.format("cudnn"),
         "aten.embedding_dense_backward.default", "aten._foreach_norm.Scalar",
         "aten.native_layer_norm_backward.default", "aten.sum.dim_IntList",

@@ -22,7 +22,8 @@ _PLAIN = frozenset(
         torch.memory_format,
     }
 )  # fmt: skip
-_KNOWN = ("aten", "bitsandbytes")  # whose results follow from what `_describe` describes
+# whose results follow from what `_describe` describes
+_KNOWN = ("aten", "bitsandbytes", "torch_attn")
 _HIDDEN_INPUTS = frozenset(
     {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 )  # the result, or an argument's shape, depends on more than the arguments' metadata

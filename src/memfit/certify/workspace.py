@@ -41,6 +41,12 @@ def _flash_backward(args: Sequence[Any], _: Grid | None) -> int:
     return table.flash_backward(_shape(query), _shape(key), query.element_size())
 
 
+def _varlen_backward(args: Sequence[Any], _: Grid | None) -> int:
+    """grad_out, query, key, value, out, lse, starts of the queries' documents, …"""
+    query, key, documents = args[1], args[2], args[6].numel() - 1
+    return table.varlen_backward(_shape(query), _shape(key), documents, query.element_size())
+
+
 def _cudnn_backward(args: Sequence[Any], _: Grid | None) -> int:
     """grad_out, query, …"""
     return table.cudnn_backward(_shape(args[1]))
@@ -112,6 +118,12 @@ RULES = {
             _flash_backward,
             "softmax_d, the fp32 dq accumulator and, with grouped heads, dk and dv of all heads",
             "aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp: mha_bwd",
+        ),
+        Rule(
+            "torch_attn._varlen_attn_backward.default",
+            _varlen_backward,
+            "as flash's, over documents end to end, each of which takes 128 rows more",
+            "aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp: mha_varlen_bwd",
         ),
         Rule(
             "aten._scaled_dot_product_cudnn_attention_backward.default",

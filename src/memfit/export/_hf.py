@@ -126,7 +126,7 @@ def recomputes(job: Job) -> tuple[bool, Left]:
 
 def find_attention(recipe: Recipe) -> tuple[str, Left]:
     """transformers' `attn_implementation`."""
-    if recipe.attention == "flash":
+    if recipe.attention in ("flash", "varlen"):
         return ("flash_attention_2" if recipe.packing else "sdpa"), {}
     if recipe.attention == "eager":
         return "eager", {}

@@ -36,7 +36,7 @@ class Forward(msgspec.Struct, frozen=True):
 
     architecture: Architecture
     meter: Meter
-    kernel: str  # math | flash | efficient
+    kernel: str  # math | flash | efficient | cudnn | varlen
     input_ids: Tensor  # (batch, tokens)
     position_ids: Tensor | None  # (batch, tokens) of packed rows
     documents: Documents | None
@@ -46,6 +46,7 @@ class Forward(msgspec.Struct, frozen=True):
     lean: tuple[str, ...] = ()  # operations that keep less, see train/lean
     kind: str = ""  # of the block that runs, where the architecture has kinds
     band: Tensor | None = None  # the mask of sliding windows, where rows are longer than they are
+    starts: Tensor | None = None  # of documents, where one call of the kernel serves them all
     coded: Dequantised | Quantised = Quantised()  # how weights stored quantised are multiplied
     repeats_keys: bool = False  # keys and values are made for all heads, whatever the kernel
     adapter_casts: bool = False  # adapters read inputs cast to their own dtype, as peft has them
@@ -333,6 +334,8 @@ def cut_head(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 def attend(forward: Forward, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """(batch, heads, tokens, size) -> (batch, tokens, heads, size), as train/attention.py."""
+    if forward.starts is not None:
+        return sizes.end_to_end(query, key, value, forward.starts, forward.documents)
     a, width = forward.architecture, value.shape[-1]
     padding = query.shape[-1] - width if forward.kernel == "flash" else 0
     if padding:

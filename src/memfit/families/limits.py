@@ -9,6 +9,8 @@ from memfit.model import Architecture
 SLIDING_CLASSES = (
     "gemma2", "gemma3_text", "gpt_oss", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe",
 )  # fmt: skip
+# Families whose backbone hands its blocks nothing of a batch: see train/attention_classes.py.
+UNTOLD = ("falcon", "gptj", "stablelm")
 
 
 def own_kernels(a: Architecture) -> tuple[str, ...]:
@@ -46,6 +48,8 @@ def check_limits(
             f" (`attn_logit_softcapping: {a.attention_cap:g}`)",
             hint="use `attention: math`",
         )
+    if attention == "varlen":
+        _check_varlen(name, a, packing=packing)
     if a.alibi and packing:
         raise InvalidRequest(
             f"`packing: true`, but the class of `{name}` counts distances over the whole row and"
@@ -56,4 +60,19 @@ def check_limits(
         raise InvalidRequest(
             f"`loss: chunked` takes no bias in the head, and `{name}` has one (`lm_head.bias`)",
             hint="use `loss: plain`",
+        )
+
+
+def _check_varlen(name: str, a: Architecture, *, packing: bool) -> None:
+    if not packing:
+        raise InvalidRequest(
+            "`attention: varlen` is for packed rows, whose documents it is told, and rows are not"
+            " packed",
+            hint="use `attention: flash`, or `task.packing: true`",
+        )
+    if a.family in UNTOLD:
+        raise InvalidRequest(
+            f"`attention: varlen` needs to be told in each block where documents begin, which the"
+            f" backbone of `{name}` (`{a.family}`) does not hand on",
+            hint="use `attention: flash`",
         )

@@ -347,7 +347,7 @@ class _Simulation:
                 loss, sums = self._prefer(forward, labels, given, boundaries)
             else:
                 hidden = _backbone(
-                    self._with_band(forward), self, self.outside, self.blocks, boundaries
+                    self._with_attention(forward), self, self.outside, self.blocks, boundaries
                 )
                 self.mark("loss", "loss")
                 loss = self.program.loss(forward, self.outside, hidden, labels)
@@ -382,7 +382,7 @@ class _Simulation:
         if self.setting.references:
             outside = base_alone(self.outside)
             plain = replace(forward, adapter_dropout=False)
-            hidden = _backbone(self._with_band(plain), self, outside, self.base, [])
+            hidden = _backbone(self._with_attention(plain), self, outside, self.base, [])
             self.mark("reference", "loss")
             reference = row_log_probs(forward, outside, hidden, labels, chunk)
             del hidden, outside, plain
@@ -390,15 +390,21 @@ class _Simulation:
         else:
             assert given is not None
             reference = given
-        hidden = _backbone(self._with_band(forward), self, self.outside, self.blocks, boundaries)
+        hidden = _backbone(
+            self._with_attention(forward), self, self.outside, self.blocks, boundaries
+        )
         self.mark("loss", "loss")
         policy = row_log_probs(forward, self.outside, hidden, labels, chunk)
         del hidden
         return judge(policy, reference, labels)
 
-    def _with_band(self, forward: Forward) -> Forward:
-        """As train/step.py: one mask for all blocks where rows are longer than their window."""
+    def _with_attention(self, forward: Forward) -> Forward:
+        """As train/step.py: where documents begin, or one mask for all blocks where rows are longer
+        than their window."""
         a, tokens = self.setting.architecture, forward.tokens
+        if forward.kernel == "varlen":
+            starts = sizes.make_starts(forward.input_ids, forward.documents)
+            return replace(forward, starts=starts)
         if not a.banded(tokens):
             return forward
         band = sizes.make_band(forward.input_ids, tokens, self.setting.compute)

@@ -47,9 +47,9 @@ def refusal(
 ) -> str:
     """Why a kernel does not serve such heads in this dtype in training; empty when it does.
 
-    Values narrower than keys are widened for flash (train/attention.py); the efficient kernel
-    takes them as they are. capability: None when unknown, which counts as 8.0 with no exception
-    of its own.
+    Values narrower than keys are widened for flash and varlen (train/attention.py); the efficient
+    kernel takes them as they are. capability: None when unknown, which counts as 8.0 with no
+    exception of its own.
     """
     if kernel == "math":
         return ""
@@ -62,8 +62,12 @@ def refusal(
     at = capability or (8, 0)
     if kernel == "flash":
         return _flash(dtype, heads.size, at)
+    if kernel in ("cudnn", "varlen") and platform == "rocm":
+        return "exists on NVIDIA's devices only"
     if kernel == "cudnn":
-        return "exists on NVIDIA's devices only" if platform == "rocm" else _cudnn(dtype, heads, at)
+        return _cudnn(dtype, heads, at)
+    if kernel == "varlen":
+        return _varlen(dtype, heads.size, at)
     return _efficient(dtype, heads.size, at) or _efficient(dtype, heads.value, at)
 
 
@@ -93,6 +97,15 @@ def _flash(dtype: str, head: int, at: Capability) -> str:
     if small and 192 < head <= 224:
         return f"does not train heads of {head} elements on compute capability {_show(at)}"
     return ""
+
+
+def _varlen(dtype: str, head: int, at: Capability) -> str:
+    """FlashAttention's kernel, given no heads that torch would pad."""
+    if head % FLASH_ALIGNMENT:
+        return (
+            f"takes heads of a multiple of {FLASH_ALIGNMENT} elements, and the model's have {head}"
+        )
+    return _flash(dtype, head, at)
 
 
 def _efficient(dtype: str, head: int, at: Capability) -> str:

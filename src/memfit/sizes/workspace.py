@@ -73,6 +73,19 @@ def flash_backward(query: Shape, key: Shape, width: int) -> int:
     return rows + accumulator + expanded
 
 
+def varlen_backward(query: Shape, key: Shape, documents: int, width: int) -> int:
+    """As flash's, over documents end to end, each of which takes 128 rows more.
+
+    query, key: (tokens of all documents, heads, head_dim).
+    Source: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_varlen_bwd.
+    """
+    tokens, heads, head = query
+    rounded_head = _round_up(head, 32 if head <= 128 else 64)
+    apart = tokens + 128 * documents
+    expanded = 2 * key[0] * heads * head * width if key[1] != heads else 0
+    return apart * heads * (1 + rounded_head) * FP32 + expanded
+
+
 def cudnn_backward(query: Shape) -> int:
     """Unknown: cuDNN decides. Taken to be what flash needs, an fp32 gradient of the query and rows.
 

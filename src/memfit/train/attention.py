@@ -22,6 +22,7 @@ from memfit.libraries import quiet_import
 from memfit.recipe import Recipe
 from memfit.sizes.kernels import Capability, Heads, Platform, refusal, usable
 from memfit.train.sinks import attend_with_sinks
+from memfit.train.varlen import attend_end_to_end, check_varlen
 
 with quiet_import():
     from transformers import AttentionInterface
@@ -41,7 +42,10 @@ BACKENDS = {
 def register_attention(kernel: str) -> str:
     """Make the kernel known to Hugging Face; returns the name to build the model with."""
     name = f"memfit_{'tiled' if kernel == 'flash' else kernel}"  # "flash" would make HF import it
-    AttentionInterface.register(name, partial(attend, BACKENDS[kernel]))
+    one_call = kernel == "varlen"
+    AttentionInterface.register(
+        name, attend_end_to_end if one_call else partial(attend, BACKENDS[kernel])
+    )
     return name
 
 
@@ -49,7 +53,7 @@ def check_attention(
     recipe: Recipe, heads: Heads, platform: Platform, capability: Capability | None = None
 ) -> None:
     """Raise InvalidRequest when such a device has no such kernel for the model's heads and the
-    recipe's dtype."""
+    recipe's dtype, or this torch has another."""
     dtype = recipe.compute_dtype
     lack = refusal(recipe.attention, dtype, heads, platform=platform, capability=capability)
     if lack:
@@ -57,6 +61,8 @@ def check_attention(
         raise InvalidRequest(
             f"`attention: {recipe.attention}` {lack}", hint=f"use one of {', '.join(others)}"
         )
+    if recipe.attention == "varlen":
+        check_varlen()
 
 
 def attend(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from memfit.adapters._peft import stored_name
 from memfit.errors import InvalidRequest
+from memfit.families import read_model
 from memfit.libraries import quiet_import
 from memfit.nouns import read_json
 from memfit.recipe import Attention, Recipe
@@ -129,6 +130,9 @@ def build_generator(recipe: Recipe, device: str) -> nn.Module:
     kernel: Attention = recipe.attention
     if device == "cpu" and kernel != "math":
         kernel = "flash"
+    elif kernel == "varlen":
+        windowed = read_model(recipe.model).architecture.windowed(recipe.sequence_length)
+        kernel = "efficient" if windowed else "flash"
     elif device == "cuda" and kernel == "flash" and recipe.compute_dtype == "float32":
         kernel = "efficient"
     alone = replace(

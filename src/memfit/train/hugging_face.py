@@ -45,7 +45,8 @@ def bare_model(recipe: Recipe) -> PreTrainedModel:
     if (config.pad_token_id or 0) >= config.vocab_size:
         config.pad_token_id = None  # a class's default may name a row that a small table lacks
     name = register_attention(recipe.attention)
-    register_class(config.model_type, name, BACKENDS[recipe.attention])
+    if recipe.attention in BACKENDS:
+        register_class(config.model_type, name, BACKENDS[recipe.attention])
     if family_of(recipe.model).architecture(recipe.model.config).alibi:
         name = "eager"
     with torch.device("meta"):

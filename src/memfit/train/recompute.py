@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # whose operator stands among those below
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -31,6 +32,7 @@ KEPT = frozenset(
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
         _aten._scaled_dot_product_efficient_attention.default,
         _aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.torch_attn._varlen_attn.default,
     }
 )  # bmm is not: written-out attention's
 

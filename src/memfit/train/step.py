@@ -21,6 +21,7 @@ from memfit.train.in_backward import updating
 from memfit.train.loss import IGNORE, loss_mean
 from memfit.train.preference import Rewards, count_pairs, judge, row_log_probs
 from memfit.train.scaling import current_scale, unscale, update
+from memfit.train.varlen import find_starts
 
 Enter = Callable[[Phase], None]
 
@@ -192,7 +193,10 @@ def _hidden(built: Built, batch: Batch) -> Tensor:
     extra: dict[str, object] = {} if batch.documents is None else {"documents": batch.documents}
     tokens = batch.input_ids.shape[1]
     a = read_model(built.recipe.model).architecture
-    if a.banded(tokens):  # one mask for all blocks
+    if built.recipe.attention == "varlen":  # which needs no mask
+        documents = batch.documents or ((tokens,),) * batch.input_ids.shape[0]
+        extra["starts"] = find_starts(documents, built.device)
+    elif a.banded(tokens):  # one mask for all blocks
         compute = getattr(torch, built.recipe.compute_dtype)
         extra["band"] = make_band(tokens, a.sliding_window, compute, built.device)
     out = parts(built.model).backbone(

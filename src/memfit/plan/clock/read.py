@@ -305,7 +305,9 @@ def read_machine(device: Device, recipe: Recipe, basis: Basis, network: Network)
     peak = device.flops.get(wide)
     if not device.flops.get(dtype) or not peak or not device.bandwidth:
         raise TimeUnknown(f"no {dtype} FLOP/s or no bandwidth is known for `{device.id}`")
-    own = read_own(device, dtype, wide, recipe.attention)
+    # varlen is flash's kernel, told where documents begin
+    curve = "flash" if recipe.attention == "varlen" else recipe.attention
+    own = read_own(device, dtype, wide, curve)
     if recipe.framework != "memfit":  # whose hosts launch as was fitted
         own = own._replace(launch=0.0)
     return Machine(
