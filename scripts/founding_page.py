@@ -32,8 +32,10 @@ reserved and 0.50 GiB for the driver's context; `fits` holds for every published
 Seconds are predicted, of one optimizer step.
 """
 LONGEST = """*Longest* is what `memfit solve sequence_length` finds in steps of 128 up to the
-model's 2,048 positions, and *next* the certificate of 128 tokens more: *at risk* fits beside some
-of the published contexts, and not beside the largest. Bytes by component at the peak's instant:
+model's 2,048 positions, for training alone, and *next* the certificate of 128 tokens more: *at
+risk* fits beside some of the published contexts, and not beside the largest; where it *fits*, the
+prediction left room for reserved memory that the replay did not need. A recipe of fewer tokens than
+that is as long as `memfit generate` fits too. Bytes by component at the peak's instant:
 """
 GENERATED = """`memfit generate`, which loads the same base after training, needs {least} to {most}
 of each card.

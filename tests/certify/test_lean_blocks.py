@@ -46,7 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 SCALARS = 16  # bytes of 0-dim results of a step, which no peak depends on
 QUICK = {"mixed", "lora-mixed-bf16"}
-FIRST = {("llama", "mixed"), ("llama", "lora-mixed-bf16"), ("phi3", "mixed"), ("gpt2", "mixed")}
+FIRST = {("llama", "mixed"), ("llama", "lora-mixed-bf16"), ("gpt_neox", "mixed"), ("gpt2", "mixed")}
 
 
 def cases() -> list[Any]:
@@ -126,3 +126,19 @@ def test_under_autocast_residuals_are_wide_and_no_weight_is_copied() -> None:
     assert kept(**MIXED, lean=LEAN) == pytest.approx(26.75 + statistics, abs=1e-3)
     weights = 2 * (4 * 4096 * 4096 + 3 * 4096 * 11008) / 4096**2
     assert kept(**MIXED) > 45 + weights
+
+
+TWENTY_B = {
+    "model_type": "gpt_neox", "hidden_size": 6144, "intermediate_size": 24576,
+    "num_attention_heads": 64, "vocab_size": 320, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def test_a_block_of_gpt_neox_keeps_24_bytes_instead_of_36() -> None:
+    """2 of its input, which both norms read; 6 of the joined q, k, v, 4 of q and k rotated, 4 of
+    attention's result (by head, as a join made q, and by token), 8 of the activation's input.
+    Eager keeps 4 of the norms and 8 of the activation beside them."""
+    statistics = (2 * 2 * 4 + 64 * 4) / 6144
+    lean, eager = (kept(TWENTY_B, **BF16, lean=lean) for lean in (LEAN, ()))
+    assert lean == pytest.approx(24 + statistics, abs=0.01)
+    assert eager == pytest.approx(36 + statistics, abs=0.01)

@@ -9,7 +9,7 @@ from memfit.recipe import LEAN, Lean
 # The tests prove of each that its class's norms, products and feed-forward are those of the lean
 # operations.
 LEAN_FAMILIES = (
-    "falcon", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2", "gptj",
+    "falcon", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_neox", "gptj",
     "granite", "llama", "mistral", "mpt", "olmo2", "opt", "phi", "phi3", "qwen2", "qwen3",
     "smollm3", "stablelm",
 )  # fmt: skip
