@@ -43,7 +43,7 @@ OWN_VALUES: dict[str, tuple[object, ...]] = {
 }
 # keys of `optimizer` that count in a digest where they are set
 LATE_IN_OPTIMIZER = ("in_backward", "stochastic_rounding")
-OWN_AXES = ("dp_replicate", "dp_shard", "reshard_after_forward")
+OWN_AXES = ("dp_replicate", "dp_shard", "reshard_after_forward", "tp", "sequence_parallel")
 
 
 def compute_dtype(precision: Precision) -> str:
@@ -136,6 +136,10 @@ class Parallel(Noun, frozen=True, kw_only=True):
     def world(self) -> int:
         """Ranks in all."""
         return self.dp * self.tp * self.cp * self.pp
+
+    def share(self, rank: int) -> int:
+        """Which share of the batch a rank of memfit's own mesh reads: neighbours share products."""
+        return rank // self.tp
 
 
 class Recipe(Noun, frozen=True, kw_only=True):

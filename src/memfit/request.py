@@ -223,6 +223,11 @@ class Request(Noun, frozen=True, kw_only=True):
         """Processes that the mesh or the hardware asks for, whichever are more."""
         return max(self.devices, 1 if self.parallel == "auto" else self.parallel.world)
 
+    @property
+    def shares(self) -> int:
+        """Of these, ranks with rows of their own: those that share products have the same."""
+        return self.ranks // (1 if self.parallel == "auto" else self.parallel.tp)
+
     def __post_init__(self) -> None:
         """Quantities are checked when the request is read, not when they are first needed."""
         for value in (self.limits.memory_bytes, self.limits.seconds, self.limits.usd):

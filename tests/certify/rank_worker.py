@@ -20,29 +20,43 @@ from tiny_steps import watch_real_step
 from memfit.certify.tracing import worst_shapes
 from memfit.ledger import Phase
 from memfit.parallelism.shards import local_shape
+from memfit.parallelism.tensor import cut_dim
 from memfit.recipe import Parallel, Recipe
 from memfit.train.build import Built, build_model, build_optimizer
 from memfit.train.gloo import without_gloo
 from memfit.train.step import Batch, evaluate, step
 
 
+def part_of(name: str, whole: torch.Tensor, parallel: Parallel, rank: int) -> torch.Tensor:
+    """What a rank holds of a weight: of the part that tp ranks share, rows as `torch.chunk` cuts"""
+    dim = cut_dim(name)
+    if dim is not None:
+        whole = whole.chunk(parallel.tp, dim)[rank % parallel.tp]
+    rows = -(-whole.shape[0] // parallel.dp_shard)
+    start = rank // parallel.tp % parallel.dp_shard * rows
+    mine = whole[start : start + rows]
+    assert tuple(mine.shape) == local_shape(tuple(whole.shape), parallel, rank)
+    return mine
+
+
 def fill(model: torch.nn.Module, recipe: Recipe) -> None:
     """The same numbers whatever the world is: drawn whole, then cut by our own arithmetic."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     with torch.no_grad():
-        for index, (_, weight) in enumerate(model.named_parameters()):
+        for index, (name, weight) in enumerate(model.named_parameters()):
             random = torch.Generator().manual_seed(index)
             whole = 0.05 * torch.randn(weight.shape, generator=random)
-            rows = -(-whole.shape[0] // recipe.parallel.dp_shard)
-            start = rank % recipe.parallel.dp_shard * rows
-            mine = whole[start : start + rows]
-            assert tuple(mine.shape) == local_shape(tuple(whole.shape), recipe.parallel, rank)
+            mine = part_of(name, whole, recipe.parallel, rank)
             local = weight.to_local() if hasattr(weight, "to_local") else weight
             local.copy_(mine)
 
 
 def run(recipe: Recipe, rank: int, world: int) -> dict[str, Any]:
-    """Two steps on this rank's rows of a batch drawn for all ranks; the gradients of both."""
+    """Two steps on this rank's rows of a batch drawn for all ranks; the gradients of both.
+
+    Ranks that share products have the same rows.
+    """
+    rank, world = rank // recipe.parallel.tp, world // recipe.parallel.tp
     model = build_model(recipe, "cpu")
     fill(model, recipe)
     built = Built(recipe, model, build_optimizer(recipe, model))
@@ -88,7 +102,7 @@ def answer(recipe: Recipe, rank: int, world: int) -> dict[str, Any]:
 
 def alone(recipe: Recipe) -> dict[str, Any]:
     """The same global batch in this process, without sharding."""
-    world = recipe.parallel.world
+    world = recipe.parallel.dp
     whole = replace(recipe, parallel=Parallel(), micro_batch=recipe.micro_batch * world)
     return run(whole, 0, 1)
 

@@ -8,8 +8,10 @@ from msgspec.structs import replace
 from safetensors.torch import save_file
 
 from memfit.certify.world import fake_world
+from memfit.families import read_model
 from memfit.model import ModelReference
-from memfit.parallelism.whole import local_part, own_rows
+from memfit.parallelism.shards import held_shape
+from memfit.parallelism.whole import local_part, own_part
 from memfit.recipe import Parallel, Recipe
 from memfit.train.build import build_model, fill_weights
 from memfit.train.export import file_tensors
@@ -17,6 +19,12 @@ from tiny_models import CONFIGS, make_recipe
 
 SHARDS = Parallel(dp_shard=3)  # divides nothing
 BOTH = Parallel(dp_replicate=2, dp_shard=2)
+PRODUCTS = Parallel(dp_shard=3, tp=2, sequence_parallel=True)
+
+
+def even(family: str):
+    """A config whose vocabulary and feed-forward two ranks can share."""
+    return {**CONFIGS[family], "vocab_size": 250, "intermediate_size": 178}
 
 
 @contextmanager
@@ -37,12 +45,16 @@ def filled(recipe: Recipe):
 def check(recipe: Recipe, parallel: Parallel, ranks: tuple[int, ...]) -> None:
     """Every rank's rows are those of one process."""
     want = dict(filled(recipe).named_parameters())
+    shapes = {w.name: w for w in read_model(recipe.model).weights}
     for rank in ranks:
         with rank_of(parallel, rank):
             found = dict(filled(replace(recipe, parallel=parallel)).named_parameters())
             assert found.keys() == want.keys()
             for name, parameter in found.items():
-                mine = want[name][own_rows(parameter)]
+                mine = want[name][own_part(parameter)]
+                if name in shapes:
+                    held = held_shape(shapes[name], parallel, rank)
+                    assert tuple(mine.shape) == held, name
                 assert torch.equal(local_part(parameter), mine), f"{name} of rank {rank}"
                 assert not mine.isnan().any(), name
 
@@ -50,6 +62,10 @@ def check(recipe: Recipe, parallel: Parallel, ranks: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("family", CONFIGS)
 def test_random_weights_are_the_same_on_any_number_of_ranks(family: str) -> None:
     check(make_recipe(family), SHARDS, (0, 2))
+
+
+def test_parts_of_products_are_cut_again_by_rows() -> None:
+    check(make_recipe("qwen2", config=even("qwen2")), PRODUCTS, (0, 3, 5))
 
 
 def test_copies_and_adapters_too() -> None:
@@ -63,3 +79,10 @@ def test_a_rank_reads_its_rows_of_published_weights(family, tmp_path) -> None:
     save_file(file_tensors(model, family), tmp_path / "model.safetensors")
     source = ModelReference(name=family, source=str(tmp_path), config=recipe.model.config)
     check(replace(recipe, weights="pretrained", model=source), SHARDS, (0, 1, 2))
+
+
+def test_a_rank_reads_its_part_of_published_products(tmp_path) -> None:
+    recipe = make_recipe(config=even("llama"))
+    save_file(file_tensors(filled(recipe), "llama"), tmp_path / "model.safetensors")
+    source = ModelReference(name="llama", source=str(tmp_path), config=recipe.model.config)
+    check(replace(recipe, weights="pretrained", model=source), PRODUCTS, (1, 4))

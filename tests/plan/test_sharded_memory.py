@@ -28,6 +28,7 @@ CPU, H100 = catalog.find_device("cpu-x86"), catalog.find_device("h100-sxm")
 TRACED = tuple(phase for phase in Phase if phase not in (Phase.SAVE, Phase.GENERATE))
 SCALARS = 16  # bytes
 UNEVEN = {**CONFIGS["llama"], "vocab_size": 251, "intermediate_size": 177}
+EVEN = {**CONFIGS["llama"], "vocab_size": 250, "intermediate_size": 178}
 DEEP = {**CONFIGS["llama"], "num_hidden_layers": 6}
 MIXED = {"precision": "bf16-mixed"}
 OVER_BF16 = {**MIXED, "base_format": "bf16", "method": "lora"}
@@ -47,8 +48,24 @@ CASES = {
         parallel=TWO, loss="chunked", loss_chunk=12, selective_blocks=1,
         optimizer={"in_backward": True, "clip_norm": 0.0},
     ),
+    "2 ranks to a product, one row, accumulated, mixed": make_recipe(
+        config=EVEN, parallel=Parallel(tp=2, sequence_parallel=True), micro_batch=1,
+        accumulation=2, **MIXED,
+    ),
 }  # fmt: skip
 SLOW = {
+    "2 ranks to a product of 2 shards, recomputed": make_recipe(
+        "qwen3",
+        config=CONFIGS["qwen3"] | {"vocab_size": 250},
+        recompute_blocks=1,
+        parallel=Parallel(dp_shard=2, tp=2, sequence_parallel=True),
+    ),
+    "2 copies of 2 ranks to a product, the head tied, packed": make_recipe(
+        "qwen2",
+        config=CONFIGS["qwen2"] | {"vocab_size": 250, "tie_word_embeddings": True},
+        parallel=Parallel(dp_replicate=2, tp=2, sequence_parallel=True),
+        packing=True,
+    ),
     "4 copies, accumulated": make_recipe(
         parallel=Parallel(dp_replicate=4), accumulation=2, **MIXED
     ),

@@ -26,6 +26,7 @@ from memfit.train.build import build_model
 from memfit.train.loop import Cadence, train
 from memfit.train.ranks import find_place, join
 
+EVEN = {**CONFIG, "vocab_size": 302, "intermediate_size": 78}  # which two ranks can share
 UNEVEN = {**CONFIG, "vocab_size": 301, "intermediate_size": 77}  # which no number of ranks divides
 LORA = Lora(rank=3, alpha=8.0, targets=("q_proj", "v_proj"))
 
@@ -33,10 +34,11 @@ LORA = Lora(rank=3, alpha=8.0, targets=("q_proj", "v_proj"))
 def recipe_of(order: dict) -> Recipe:
     """The recipe of an order: always the same global batch of 8 rows."""
     parallel = Parallel(**order.get("parallel", {}))
-    micro = order.get("micro_batch", 8 // parallel.world)
+    micro = order.get("micro_batch", 8 // parallel.dp)
+    config = EVEN if order.get("even") else UNEVEN
     return tiny_recipe(
-        model=ModelReference(name="tiny", source="", config=UNEVEN),
-        parallel=parallel, micro_batch=micro, accumulation=8 // micro // parallel.world,
+        model=ModelReference(name="tiny", source="", config=config),
+        parallel=parallel, micro_batch=micro, accumulation=8 // micro // parallel.dp,
         method=order.get("method", "full"), lora=LORA if "method" in order else Lora(),
         steps=order.get("steps", 6), optimizer={"implementation": "foreach"},
     )  # fmt: skip
@@ -44,9 +46,9 @@ def recipe_of(order: dict) -> Recipe:
 
 def run(order: dict) -> None:
     data, cache = order["data"], Path(order["cache"])
-    request = Request(model=UNEVEN, task=Task(data=data, evaluation=data))
-    cadence = Cadence(save_every=2, watch_every=50, asynchronous=order.get("asynchronous"))
     recipe, folder = recipe_of(order), Path(order["folder"])
+    request = Request(model=recipe.model.config, task=Task(data=data, evaluation=data))
+    cadence = Cadence(save_every=2, watch_every=50, asynchronous=order.get("asynchronous"))
     place = find_place()
     if place is None:
         train(recipe, request, folder, cadence=cadence, cache=cache)

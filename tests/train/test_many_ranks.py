@@ -29,6 +29,7 @@ from memfit.train.prepare import build_samplers, find_bounds, read_data
 
 HERE = Path(__file__).parent
 SHARDS, BOTH = {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}
+PRODUCTS = {"tp": 2, "sequence_parallel": True}
 STOPPED = 5
 LONGEST = 240  # seconds that the ranks of a run have to end once one of them is killed
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -114,12 +115,12 @@ def test_a_run_of_many_ranks_learns_what_one_process_learns(parallel, runs, alon
     assert {len(log.read_text().splitlines()) for log in logs} == {6}
 
 
-def held_to_certificates(runs, run, parallel, micro):
+def held_to_certificates(runs, run, parallel, micro, **order):
     """What each rank held is its own certificate, to the byte, in every phase."""
-    order = {"parallel": parallel, "micro_batch": micro}
+    order |= {"parallel": parallel, "micro_batch": micro}
     recipe = recipe_of(order)
     data = str(runs.folder / "data")
-    request = Request(model=UNEVEN, task=Task(data=data, evaluation=data))
+    request = Request(model=recipe.model.config, task=Task(data=data, evaluation=data))
     bounds, held_out = find_bounds(request, recipe, runs.folder / "cache")
     for rank, held in enumerate(run.ranks):
         made = make_certificate(
@@ -137,6 +138,19 @@ def held_to_certificates(runs, run, parallel, micro):
 def padded(recipe, rank):
     """Bytes of a rank's shards; the first one's are the most, which all are padded to."""
     return held_bytes(read_model(recipe.model).weights, recipe.parallel, rank)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_products_learn_what_one_process_learns_and_move(runs):
+    """On 2 ranks; and from 2 x 2 to 2 without shared products, to 2 with them."""
+    alone = runs.whole("even alone", even=True)
+    run = runs.whole("products", parallel=PRODUCTS, micro_batch=4, even=True)
+    same_learning(runs, "products", run, alone, "even alone")
+    held_to_certificates(runs, run, PRODUCTS, 4, even=True)
+    stop(runs, "moved products", 2, parallel={**SHARDS, **PRODUCTS}, steps=6, even=True)
+    stop(runs, "moved products", 4, parallel=SHARDS, steps=6, even=True)
+    moved = runs.whole("moved products", parallel=PRODUCTS, steps=6, even=True)
+    same_learning(runs, "moved products", moved, alone, "even alone")
 
 
 @pytest.mark.slow

@@ -304,6 +304,11 @@ def _bounds(
         )
     if recipe.parallel.world > 1 and kind == "cpu":
         bounds.append("gloo's own copies of what it reduces are not counted")
+    if recipe.parallel.tp > 1 and kind == "cuda":
+        bounds.append(
+            "what ranks that share products exchange is given back as on one stream: not"
+            " measured on NCCL"
+        )
     if kind == "cuda" and recipe.optimizer.implementation in _compiled(recipe):
         bounds.append(
             f"the compiled update of `{recipe.optimizer.name}` is assumed to keep what it computes"

@@ -1,14 +1,17 @@
-"""Training on many ranks with torch's own sharding (FSDP2; Zhao et al. 2304.11277).
+"""Training on many ranks with torch's own sharding (FSDP2; Zhao et al. 2304.11277), each product
+shared by ranks within it where `tp` says so (`tensor`).
 
 Sharding, gathering and reducing are torch's; this package only says what is one unit of them.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from memfit.errors import InvalidRequest
+from memfit.parallelism.tensor import split_products
 from memfit.recipe import Parallel, Recipe
 
 if TYPE_CHECKING:
@@ -19,7 +22,7 @@ R = TypeVar("R")
 
 
 def make_mesh(parallel: Parallel, device_type: str) -> DeviceMesh:
-    """The mesh (dp_replicate, dp_shard), without the axis of copies when there is one copy.
+    """The mesh (dp_replicate, dp_shard, tp), without the axes of one rank, but for dp_shard.
 
     Raises InvalidRequest unless a process group of that many ranks exists.
     """
@@ -36,6 +39,10 @@ def make_mesh(parallel: Parallel, device_type: str) -> DeviceMesh:
     axes = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard}
     if parallel.dp_replicate == 1:
         del axes["dp_replicate"]
+    if parallel.tp > 1:
+        axes["tp"] = parallel.tp
+        # which warns that what two axes cut is gathered one after the other: so it is
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     with _disable_current_modes():  # a mesh is a table of real integers
         return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
@@ -60,12 +67,18 @@ def shard(
     of the whole global batch. They are reduced in every micro-batch: to skip that, each rank
     would hold unsharded gradients of the whole model.
 
+    Products that tp ranks share are cut first, and FSDP2 cuts what each has of them.
+
     Under `bf16-mixed` the gathered weights are bf16, gradients are reduced in fp32, and the shards
     are fp32 master copies; nothing is autocast.
     """
     import torch
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+    if recipe.parallel.tp > 1:
+        (norm, head) = tail
+        split_products(embedding, blocks, norm, head, mesh["tp"])
+        mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")]
     policy = MixedPrecisionPolicy()
     if recipe.precision == "bf16-mixed":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from memfit.errors import InvalidRequest
+from memfit.families import read_model
 from memfit.optimizers import find_optimizer
+from memfit.parallelism.tensor import check_tensor
 from memfit.recipe import Recipe
 
 
@@ -27,6 +29,8 @@ def check_ranks(recipe: Recipe) -> None:
             " agree on which",
             hint="use `precision: bf16-mixed`",
         )
+    model = read_model(recipe.model)
+    check_tensor(recipe, model.name, model.architecture)
 
 
 def check_method(method: str, ranks: int) -> None:

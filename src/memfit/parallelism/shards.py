@@ -7,13 +7,15 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from memfit.model import Model, Weight
+from memfit.parallelism.tensor import cut
 from memfit.recipe import Parallel
 
 
 def local_shape(shape: tuple[int, ...], parallel: Parallel, rank: int) -> tuple[int, ...]:
     """The shape of a rank's shard: FSDP2 cuts dimension 0 as `torch.chunk` does.
 
-    Every shard holds ceil(n / shards) rows until none are left: the last ones hold fewer, or none.
+    shape: what tp ranks have of a weight that they share (`tensor.cut`). Every shard holds
+    ceil(n / shards) rows until none are left: the last ones hold fewer, or none.
     """
     rows = -(-shape[0] // parallel.dp_shard)
     start = shard_index(parallel, rank) * rows
@@ -22,20 +24,33 @@ def local_shape(shape: tuple[int, ...], parallel: Parallel, rank: int) -> tuple[
 
 def shard_index(parallel: Parallel, rank: int) -> int:
     """A rank's place among those that share one copy of the model; copies are alike."""
-    return rank % parallel.dp_shard
+    return parallel.share(rank) % parallel.dp_shard
+
+
+def held_shape(weight: Weight, parallel: Parallel, rank: int) -> tuple[int, ...]:
+    """The shape of a rank's part of a weight."""
+    return local_shape(cut(weight.name, weight.shape, parallel.tp), parallel, rank)
+
+
+def cut_model(model: Model, parallel: Parallel) -> Model:
+    """The model with every weight as large as what tp ranks have of it, before FSDP2 cuts that."""
+    if parallel.tp == 1:
+        return model
+    cuts = (replace(w, shape=cut(w.name, w.shape, parallel.tp)) for w in model.weights)
+    return replace(model, weights=tuple(cuts))
 
 
 def local_model(model: Model, parallel: Parallel, rank: int) -> Model:
     """The model with every weight as large as this rank's shard of it."""
     if parallel.world == 1:
         return model
-    weights = (replace(w, shape=local_shape(w.shape, parallel, rank)) for w in model.weights)
+    weights = (replace(w, shape=held_shape(w, parallel, rank)) for w in model.weights)
     return replace(model, weights=tuple(weights))
 
 
 def held_bytes(weights: Iterable[Weight], parallel: Parallel, rank: int) -> int:
     """Bytes of a rank's shards of these weights, without the padding that FSDP2 adds."""
-    shards = (replace(w.spec, shape=local_shape(w.shape, parallel, rank)) for w in weights)
+    shards = (replace(w.spec, shape=held_shape(w, parallel, rank)) for w in weights)
     return sum(shard.nbytes for shard in shards)
 
 
@@ -44,9 +59,11 @@ def fullest_rank(model: Model, parallel: Parallel) -> tuple[int, str]:
     last of one copy of the model.
 
     Every rank runs the same operators on the same batch shapes; only the shards differ. A shard
-    never has more rows than the one before it, so the three cover all. Ties go to the first.
+    never has more rows than the one before it, so the three cover all. Ranks that share products
+    are alike. Ties go to the first.
     """
-    candidates = sorted({0, min(1, parallel.dp_shard - 1), parallel.dp_shard - 1})
+    places = sorted({0, min(1, parallel.dp_shard - 1), parallel.dp_shard - 1})
+    candidates = [place * parallel.tp for place in places]
     held = {rank: held_bytes(model.weights, parallel, rank) for rank in candidates}
     fullest = max(candidates, key=lambda rank: held[rank])
     if len(set(held.values())) == 1:

@@ -20,17 +20,32 @@ def local_part(tensor: Tensor) -> Tensor:
     return cast(Any, tensor).to_local() if is_sharded(tensor) else tensor
 
 
-def own_rows(tensor: Tensor) -> slice:
-    """Of dimension 0, the rows that this rank holds; FSDP2 cuts as `torch.chunk` does."""
-    if not is_sharded(tensor):
-        return slice(0, tensor.shape[0] if tensor.dim() else 1)
-    held = cast(Any, tensor)
-    start, rows = 0, tensor.shape[0]
-    for axis, placement in enumerate(held.placements):
-        if placement.is_shard():
-            each = -(-rows // held.device_mesh.size(axis))
-            start = min(held.device_mesh.get_local_rank(axis) * each, rows)
-    return slice(start, start + held.to_local().shape[0])
+def own_part(tensor: Tensor) -> tuple[slice, ...]:
+    """Of each dimension, what this rank holds.
+
+    FSDP2 cuts as `torch.chunk` does, and of a weight that tp ranks share, the part that is theirs:
+    its axis comes before theirs in the mesh, so the last axis cuts first.
+    """
+    starts, sizes = [0] * tensor.dim(), list(tensor.shape)
+    if is_sharded(tensor):
+        held = cast(Any, tensor)
+        for axis, placement in reversed(list(enumerate(held.placements))):
+            if hasattr(placement, "dim"):
+                dim, place = placement.dim, held.device_mesh.get_local_rank(axis)
+                each = -(-sizes[dim] // held.device_mesh.size(axis))
+                before = min(place * each, sizes[dim])
+                starts[dim] += before
+                sizes[dim] = min(each, sizes[dim] - before)
+    return tuple(slice(start, start + n) for start, n in zip(starts, sizes, strict=True))
+
+
+def sharers(model: nn.Module) -> int:
+    """The ranks that share each product of a model; 1 of one that is not cut so."""
+    for parameter in model.parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        names = () if mesh is None else mesh.mesh_dim_names or ()
+        return int(mesh.size(names.index("tp"))) if mesh is not None and "tp" in names else 1
+    return 1
 
 
 def shard_number(tensor: Tensor) -> int:
@@ -78,5 +93,5 @@ def whole(module: nn.Module, *, children: bool = True) -> Iterator[None]:
             for (child, name), old in sharded.items():
                 child._parameters[name] = old
                 if (dense_one := made.pop(id(old), None)) is not None:
-                    local_part(old).copy_(dense_one[own_rows(old)])
+                    local_part(old).copy_(dense_one[own_part(old)])
                     del dense_one

@@ -58,7 +58,7 @@ def _parameters(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
 
 def _cut(recipe: Recipe) -> str:
     """A rank's share, where there are ranks."""
-    shards = recipe.parallel.dp_shard
+    shards = recipe.parallel.dp_shard * recipe.parallel.tp
     return f", cut among {shards} ranks" if shards > 1 else ""
 
 
@@ -76,7 +76,7 @@ def _state(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
     optimizer = recipe.optimizer
     return (
         f"{show_count(count)} trainable parameters x"
-        f" {nbytes * recipe.parallel.dp_shard / count:.2f} B"
+        f" {nbytes * recipe.parallel.dp_shard * recipe.parallel.tp / count:.2f} B"
         f" ({optimizer.name}, {optimizer.implementation}){_cut(recipe)}"
     )
 
@@ -98,7 +98,7 @@ def _activations(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
 
 
 def _logits(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
-    vocab = model.architecture.vocab
+    vocab = model.architecture.vocab // recipe.parallel.tp
     tokens = min(recipe.tokens, recipe.loss_chunk) if recipe.loss == "chunked" else recipe.tokens
     what = "tokens of a chunk" if recipe.loss == "chunked" else "tokens"
     return f"{nbytes / (tokens * vocab):.2f} B x {tokens} {what} x {vocab} vocabulary"
@@ -133,7 +133,7 @@ def _gathered(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
 
 
 def _reduced(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
-    ranks = recipe.parallel.world
+    ranks = recipe.parallel.dp
     return f"gradients of one unit on their way to {ranks} ranks, and what came of them"
 
 

@@ -18,11 +18,12 @@ def asked_lean(request: Request) -> tuple[Lean, ...]:
 
 def choose_lean(request: Request, a: Architecture) -> tuple[Lean, ...]:
     """`auto`: all that the family has; none beside blocks that are recomputed selectively, or whose
-    products in FP8, or of rounded weights, keep what they keep.
+    products in FP8, or of rounded weights, keep what they keep; nor where ranks share products.
     """
     again = request.recompute
     selective = again.selective if isinstance(again, RecomputeBlocks) else again == "selective"
     if request.lean == "auto":
         own = request.precision == "fp8-mixed" or request.qat != "none"
+        own = own or (request.parallel != "auto" and request.parallel.tp > 1)
         return () if selective or own else find_lean(a)
     return asked_lean(request)

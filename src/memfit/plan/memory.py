@@ -18,7 +18,7 @@ from memfit.families.compiled import keep_as_lean
 from memfit.hardware import Device
 from memfit.ledger import Entry, Kind, Ledger, Phase
 from memfit.model import DTYPE_BYTES, Model
-from memfit.parallelism.shards import fullest_rank
+from memfit.parallelism.shards import cut_model, fullest_rank
 from memfit.plan.because import explain
 from memfit.plan.blocks import (
     AFTER_PRODUCT,
@@ -36,6 +36,7 @@ from memfit.plan.blocks import (
     split_rows,
 )
 from memfit.plan.closed_form import Answers, find_answers
+from memfit.plan.products import SharedProducts
 from memfit.plan.segments import Passes, Segment, expand
 from memfit.plan.sharded import find_sharding
 from memfit.plan.updates import around_micro_batches, hold
@@ -136,6 +137,8 @@ def describe(
     model: Model, recipe: Recipe, device: Device, rank: int = 0
 ) -> tuple[Setting, list[Repeat]]:
     """What to simulate, and how often each simulated block stands in the model."""
+    tp = recipe.parallel.tp
+    model = cut_model(model, recipe.parallel)
     outside, blocks = split_rows(
         model, recipe.recompute_blocks, recipe.selective_blocks,
         offloads=recipe.offload == "activations",
@@ -143,7 +146,7 @@ def describe(
     runs: tuple[Run, ...] = find_runs(blocks)
     cuda = not device.is_cpu
     setting = Setting(
-        architecture=replace(model.architecture, layers=0),
+        architecture=replace(model.architecture, layers=0, vocab=model.architecture.vocab // tp),
         outside=outside,
         runs=shorten(runs),
         kernel=recipe.attention,
@@ -163,6 +166,7 @@ def describe(
         coded=Quantised.of(recipe),
         prefers=recipe.prefers,
         sharding=find_sharding(recipe, rank),
+        program=SharedProducts(tp=tp) if tp > 1 else None,
         references=recipe.references,
     )
     return setting, repeats(runs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from memfit.errors import InvalidRequest
 from memfit.objectives import check_alone
 from memfit.parallelism.limits import check_method
@@ -34,6 +36,18 @@ def list_meshes(request: Request) -> tuple[Parallel, ...]:
     return found
 
 
+def list_shared(request: Request) -> tuple[Parallel, ...]:
+    """The meshes whose ranks share products within a machine, where the request leaves it open."""
+    if request.parallel != "auto":
+        return ()
+    count, whole = request.hardware.count, request.devices
+    return tuple(
+        Parallel(dp_shard=whole // tp, tp=tp, sequence_parallel=True)
+        for tp in range(2, count + 1)
+        if count % tp == 0 and request.task.global_batch % (whole // tp) == 0
+    )
+
+
 def stated_mesh(request: Request) -> Parallel:
     """The mesh asked for, of as many ranks as there are devices; all cut where none is."""
     devices, hardware = request.devices, request.hardware
@@ -42,11 +56,16 @@ def stated_mesh(request: Request) -> Parallel:
     asked = request.parallel
     if asked.world != devices:
         raise InvalidRequest(
-            f"`parallel` names {asked.world} ranks ({asked.dp_replicate} x {asked.dp_shard}), but"
+            f"`parallel` names {asked.world} ranks ({_factors(asked.stated)}), but"
             f" `hardware` has `count: {hardware.count}` x `nodes: {hardware.nodes}` devices",
             hint="one rank a device: make the two products equal",
         )
-    return asked.stated
+    return replace(asked.stated, sequence_parallel=asked.tp > 1)
+
+
+def _factors(parallel: Parallel) -> str:
+    axes = (parallel.dp_replicate, parallel.dp_shard, *([parallel.tp] if parallel.tp > 1 else ()))
+    return " x ".join(map(str, axes))
 
 
 def check_described(request: Request) -> None:
@@ -66,10 +85,10 @@ def check_batch(request: Request, parallel: Parallel) -> None:
         return  # said in the words of one device
     rows = 2 if request.task.objective == "dpo" else 1
     micro = rows if request.micro_batch == "auto" else request.micro_batch
-    batch, each = request.task.global_batch, parallel.world * micro
+    batch, each = request.task.global_batch, parallel.dp * micro
     if batch % each:
         raise InvalidRequest(
-            f"`task.global_batch: {batch}` is not a multiple of {each}: {parallel.world} ranks x"
+            f"`task.global_batch: {batch}` is not a multiple of {each}: {parallel.dp} ranks x"
             f" `micro_batch: {micro}`",
             hint=f"use `global_batch: {-(-batch // each) * each}`, or fewer ranks",
         )
@@ -79,5 +98,6 @@ def describe_mesh(parallel: Parallel) -> str:
     """In a line: `8 shards`, `2 copies x 8 shards, kept gathered`, `4 copies`."""
     copies = f"{parallel.dp_replicate} copies" if parallel.dp_replicate > 1 else ""
     shards = f"{parallel.dp_shard} shards" if parallel.dp_shard > 1 else ""
+    products = f"{parallel.tp} to a product" if parallel.tp > 1 else ""
     kept = "" if parallel.reshard_after_forward or not shards else ", kept gathered"
-    return " x ".join(part for part in (copies, shards) if part) + kept
+    return " x ".join(part for part in (copies, shards, products) if part) + kept

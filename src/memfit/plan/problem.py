@@ -242,9 +242,11 @@ def check(problem: Problem) -> None:
 def in_backward_lack(request: Request) -> tuple[str, str] | None:
     """Why weights cannot be updated within backward, and what to use; None where they can."""
     micro, batch = request.micro_batch, request.task.global_batch
+    if request.parallel != "auto" and request.parallel.tp > 1:
+        return "it is not built for ranks that share products", "leave `parallel.tp` out"
     return refuse_in_backward(
         clip_norm=request.optimizer.clip_norm,
-        accumulation=1 if micro == "auto" else batch // (micro * request.ranks),
+        accumulation=1 if micro == "auto" else batch // (micro * request.shares),
         scaled=request.precision == "fp16-mixed",
     )
 
@@ -254,7 +256,7 @@ def list_micro_batches(request: Request) -> list[int]:
     of `dpo`."""
     if request.micro_batch != "auto":
         return [request.micro_batch]
-    found = divisors(request.task.global_batch // request.ranks)
+    found = divisors(request.task.global_batch // request.shares)
     return [n for n in found if not n % 2] if request.task.objective == "dpo" else found
 
 
@@ -349,7 +351,7 @@ def first_recipe(
         sequence_length=length,
         packing=request.task.packed,
         micro_batch=(smallest := 2 if request.task.objective == "dpo" else 1),
-        accumulation=request.task.global_batch // (smallest * parallel.world),
+        accumulation=request.task.global_batch // (smallest * parallel.dp),
         parallel=parallel,
         steps=find_steps(request, length=length),
         device=problem.device.id,

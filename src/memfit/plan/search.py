@@ -18,13 +18,14 @@ from memfit.coding import CODED_FORMATS
 from memfit.errors import DoesNotFit, InvalidRequest
 from memfit.families.added import check_selective
 from memfit.optimizers._offloaded import offload_lack
+from memfit.parallelism.tensor import check_tensor, find_tensor_lack
 from memfit.plan.again import Again, describe_recompute, find_recompute, ladder
 from memfit.plan.candidate import Candidate
 from memfit.plan.climb import Climb, anchor, climb, settle, trade
 from memfit.plan.cost import describe_cost
 from memfit.plan.estimate import Estimate, applies
 from memfit.plan.levers import head_extra, turn
-from memfit.plan.meshes import check_described, describe_mesh, list_meshes
+from memfit.plan.meshes import check_described, describe_mesh, list_meshes, list_shared
 from memfit.plan.precision import precisions
 from memfit.plan.problem import (
     CHUNKS,
@@ -37,7 +38,7 @@ from memfit.plan.problem import (
 from memfit.plan.spending import find_excess, find_unjudged
 from memfit.plan.time import describe_time, predict_timeline
 from memfit.plan.verdict import describe_lack
-from memfit.recipe import Method, Recipe
+from memfit.recipe import Method, Parallel, Recipe
 from memfit.results import Considered, Plan
 
 SHOWN = 5  # runners-up and rejected ones that a plan keeps
@@ -71,13 +72,34 @@ def search(problem: Problem, *, levers: bool = True) -> Plan:
 
 
 def _fastest_of_meshes(start: Candidate, tried: list[Candidate]) -> Candidate | None:
-    """The fastest that fits on any mesh of the request's devices; the first of equal ones."""
-    found = [
-        _fastest_that_fits(start.but(parallel=mesh), tried)
-        for mesh in list_meshes(start.problem.request)
-    ]
-    fitting = [one for one in found if one is not None]
-    return min(fitting, key=lambda c: c.seconds) if fitting else None
+    """The fastest that fits on any mesh of the request's devices; the first of equal ones.
+
+    Ranks share products where nothing else fits: their collectives stand in the way of every
+    product.
+    """
+    for meshes in (list_meshes(start.problem.request), list_shared(start.problem.request)):
+        starts = (_on_mesh(start, mesh) for mesh in meshes)
+        found = [_fastest_that_fits(one, tried) for one in starts if one is not None]
+        fitting = [one for one in found if one is not None]
+        if fitting:
+            return min(fitting, key=lambda c: c.seconds)
+    return None
+
+
+def _on_mesh(start: Candidate, mesh: Parallel) -> Candidate | None:
+    """The same on this mesh; None where its ranks cannot share the products."""
+    if mesh.tp == 1 or start.recipe.parallel.tp > 1:
+        return start.but(parallel=mesh)
+    request, a = start.problem.request, start.model.architecture
+    found = start.but(parallel=mesh, lean=() if request.lean == "auto" else start.recipe.lean)
+    within = request.optimizer.in_backward is True
+    asked = msgspec.structs.replace(
+        found.recipe, loss=_asked_loss(request.loss),
+        optimizer=msgspec.structs.replace(found.recipe.optimizer, in_backward=within),
+    )  # fmt: skip
+    selective = find_recompute(request.recompute, a.layers).selective
+    lack = find_tensor_lack(asked, start.model.name, a)
+    return None if selective or lack else found
 
 
 def _preferences(problem: Problem) -> Iterator[Candidate]:
@@ -93,6 +115,8 @@ def _preferences(problem: Problem) -> Iterator[Candidate]:
         methods = ["full"]  # an adapter on random weights has nothing to adapt
     if request.method == "auto" and request.preference.reference == "adapter-off":
         methods = ["lora"]
+    if request.method == "auto" and list_meshes(request)[0].tp > 1:
+        methods = ["full"]  # ranks that share products have no adapters
     for method in methods:
         for precision in precisions(problem.request, problem.device):
             if allowed(problem, precision):
@@ -107,6 +131,10 @@ def _chunks(start: Candidate, tokens: int) -> list[int]:
     """Chunk sizes of the loss to try; 0 is the plain loss."""
     request = start.problem.request
     asked, chunk = request.loss, request.loss_chunk
+    if start.recipe.parallel.tp > 1:
+        where = start.model.name, start.model.architecture
+        check_tensor(msgspec.structs.replace(start.recipe, loss=_asked_loss(asked)), *where)
+        return [0]
     extra = head_extra(start.model)
     if extra and asked == "chunked":
         raise InvalidRequest(
@@ -118,6 +146,10 @@ def _chunks(start: Candidate, tokens: int) -> list[int]:
         return [0]
     chunks = [chunk] if chunk else [c for c in CHUNKS if c < tokens] or [min(CHUNKS)]
     return chunks if asked == "chunked" else [0, *chunks]
+
+
+def _asked_loss(asked: str) -> str:
+    return "plain" if asked == "auto" else asked
 
 
 def _combinations(start: Candidate) -> Iterator[Candidate]:
@@ -159,7 +191,8 @@ def _when(start: Candidate, micro: int) -> tuple[bool, ...]:
     request = start.problem.request
     asked = request.optimizer.in_backward
     stated = msgspec.structs.replace(request, micro_batch=micro, precision=start.recipe.precision)
-    if asked is False or in_backward_lack(stated) is not None:
+    shared = start.recipe.parallel.tp > 1
+    if asked is False or shared or in_backward_lack(stated) is not None:
         return () if asked is True else (False,)
     return (True,) if asked is True else (False, True)
 
@@ -171,6 +204,7 @@ def _fastest_that_fits(start: Candidate, tried: list[Candidate]) -> Candidate | 
     neither it nor any later one can win. Estimates rank; what is chosen is predicted exactly.
     """
     known = not start.recipe.prefers and start.recipe.offload == "none"
+    known = known and start.recipe.parallel.tp == 1
     if applies(start.model) and known:  # it knows one forward a micro-batch, kept on the device
         start.estimate = Estimate(start.model, start.recipe, start.problem.device)
     combinations = list(_combinations(start))

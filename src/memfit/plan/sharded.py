@@ -10,6 +10,7 @@ from memfit import sizes
 from memfit.families.forward import Forward, Weights
 from memfit.model import DTYPE_BYTES, Model
 from memfit.parallelism.shards import shard_index
+from memfit.parallelism.tensor import cut_dim
 from memfit.recipe import Recipe
 from memfit.sizes import Meter, Tensor
 from memfit.sizes.sharding import OnReduced, Sharding, Shared, Unit
@@ -32,6 +33,7 @@ def find_sharding(recipe: Recipe, rank: int) -> Sharding | None:
         reshards=parallel.reshard_after_forward,
         low="bfloat16" if mixed else "",
         wide="float32" if mixed else "",
+        tp=parallel.tp,
     )
 
 
@@ -107,14 +109,15 @@ class Units:
 
 def fill(unit: Unit, rows: Iterable[Named]) -> Weights:
     """These weights, of this unit."""
+    shared = unit.shared.sharding.tp > 1
     return {
-        name: unit.add(shape, dtype, trainable=trainable)
+        name: unit.add(shape, dtype, trainable=trainable, summed=shared and cut_dim(name) is None)
         for name, shape, dtype, trainable, _ in rows
     }
 
 
 def gradient_bytes(model: Model, sharding: Sharding) -> list[int]:
-    """Bytes of each unit's reduced gradients, which are one buffer."""
+    """Bytes of each unit's reduced gradients, which are one buffer; model: as tp ranks cut it."""
     tied = not any(w.name.startswith("lm_head.") for w in model.weights)
     token = next(w.name for w in model.weights if w.part == "embedding")
     units: dict[str, int] = {}

@@ -14,7 +14,7 @@ from memfit.ledger import Kind
 from memfit.model import DTYPE_BYTES, Model, TensorSpec
 from memfit.optimizers import Counted, find_optimizer
 from memfit.optimizers._offloaded import stays
-from memfit.parallelism.shards import local_model
+from memfit.parallelism.shards import cut_model, local_model
 from memfit.plan.blocks import ROUNDING, Part, Parts, owner_of
 from memfit.plan.segments import Segment
 from memfit.plan.sharded import find_sharding, gradient_bytes
@@ -77,7 +77,8 @@ class _Around:
 
     def __init__(self, model: Model, recipe: Recipe, device: Device, rank: int) -> None:
         self.model = local_model(model, recipe.parallel, rank)
-        self.whole, self.recipe, self.device = model, recipe, device
+        self.whole, self.recipe = cut_model(model, recipe.parallel), recipe
+        self.device = device
         self.sharding = find_sharding(recipe, rank)
         self.trainable = [w.spec for w in self.model.weights if w.trainable]
         self.shared = False  # whether the states' shared tensors are counted already
@@ -160,10 +161,12 @@ class _Around:
         if not self.device.is_cpu:
             norms[Kind.WORKSPACE, "optimizer"] = foreach_norm([s.numel for s in self.trainable])
         line.note(norms)
-        if self.sharding is None or self.sharding.shards == 1:
+        held = self.sharding
+        axes = 0 if held is None else (held.shards > 1) + (held.tp > 1)  # along which norms differ
+        if not axes:
             line.note(hold(TEMPORARY, [*each, scalar * count, scalar], self.device))
         else:  # the ranks' norms are squared, summed and their root taken, all of them at once
-            line.note(hold(TEMPORARY, [*each, *[scalar * count] * 4], self.device))
+            line.note(hold(TEMPORARY, [*each, *[scalar * count] * (3 + axes)], self.device))
         line.add({TEMPORARY: scalar})  # the norm, held until the step has returned it
 
     def _update(self, specs: Sequence[TensorSpec]) -> Parts:

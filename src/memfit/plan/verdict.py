@@ -10,6 +10,7 @@ from memfit.errors import MemoryUnknown
 from memfit.hardware import Device
 from memfit.ledger import Kind, Ledger
 from memfit.model import Model
+from memfit.parallelism.shards import cut_model
 from memfit.recipe import Parallel
 from memfit.results import Memory, Verdict
 
@@ -40,7 +41,7 @@ def find_beside(model: Model, parallel: Parallel, device: Device) -> Beside:
         return ALONE
     units: dict[str, int] = {}
     gradients = 0
-    for w in model.weights:
+    for w in cut_model(model, parallel).weights:
         unit = f"block {w.layer}" if w.layer >= 0 else w.part
         gathered = 2 * w.numel  # in 16 bits; more only where nothing is
         units[unit] = units.get(unit, 0) + gathered

@@ -31,6 +31,7 @@ class Sharding(Noun, frozen=True, kw_only=True):
     reshards: bool  # whole weights are given up between forward and backward
     low: str  # the dtype that fp32 weights are gathered in; "" is their own
     wide: str  # the dtype that gradients are reduced in; "" is their own
+    tp: int = 1  # ranks that share each product, of whose part of the model this is a part
 
     def padded(self, shape: Shape) -> int:
         """Elements of a rank's part of a buffer: the first dimension cut, the last parts padded."""
@@ -97,6 +98,7 @@ class Unit:
     def __init__(self, shared: Shared, owner: str, *, reshards: bool) -> None:
         self.shared, self.owner, self.reshards = shared, owner, reshards
         self.weights: list[tuple[Tensor, Tensor]] = []  # whole, and this rank's shard
+        self.summed: list[Tensor] = []  # of those, whole weights on each of the tp ranks
         self.gradient: Tensor | None = None  # of all shards: they are views of one buffer
         self._state = ""
         self._whole = False
@@ -105,8 +107,8 @@ class Unit:
         self._reduced: Tensor | None = None  # kept until the end where copies are summed
         shared.units.append(self)
 
-    def add(self, shape: Shape, dtype: str, *, trainable: bool) -> Tensor:
-        """A weight of this unit, not gathered."""
+    def add(self, shape: Shape, dtype: str, *, trainable: bool, summed: bool = False) -> Tensor:
+        """A weight of this unit, not gathered; summed: its gradient is a sum over the tp ranks."""
         sharding, meter = self.shared.sharding, self.shared.meter
         gathered = sharding.gathered(dtype)
         nbytes = sharding.padded(shape) * sharding.shards * DTYPE_BYTES[gathered]
@@ -114,6 +116,8 @@ class Unit:
         whole.requires_grad = trainable
         shard = parameter(meter, sharding.local(shape), dtype, trainable=trainable)
         self.weights.append((whole, shard))
+        if summed:
+            self.summed.append(whole)
         return whole
 
     # -- the forward ---------------------------------------------------------------------------
@@ -213,7 +217,10 @@ class Unit:
         trained: list[Tensor] = []
         for weight, shard in self.weights:
             if weight.grad is not None:
-                grads.append(weight.grad)
+                grad = weight.grad
+                over = any(weight is one for one in self.summed)
+                grads.append(empty(grad.meter, grad.shape, grad.dtype) if over else grad)
+                del grad
                 trained.append(shard)
                 weight.grad = None
         self._give_up()

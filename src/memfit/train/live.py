@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.ledger import Entry, Kind, Ledger, Phase
 from memfit.parallelism.collectives import buffers, meshes_outside_modes, propagation
+from memfit.parallelism.whole import sharers
 from memfit.results import Tensor as TensorRow
 from memfit.train.owners import OUTSIDE, Owners
 from memfit.train.source import find_source
@@ -85,7 +86,7 @@ class LiveBytes(TorchDispatchMode):
         self._modules = {module: name for name, module in model.named_modules()}
         self._parameters = dict(model.named_parameters())
         self._names = {parameter: name for name, parameter in self._parameters.items()}
-        self._vocab = getattr(getattr(model, "config", None), "vocab_size", -1)
+        self._vocab = getattr(getattr(model, "config", None), "vocab_size", -1) // sharers(model)
         for name, tensor in model.named_buffers():
             self._label(tensor, Kind.PARAMETERS, name)
         self._label_gradients()

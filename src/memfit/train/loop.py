@@ -112,7 +112,9 @@ def train(
             check_digest("data", before.environment["data"], data.training.digest, folder)
             if before.finished and (folder / MODEL).is_dir():
                 return before
-        training, held_out = build_samplers(request, recipe, data, ranks.rank)
+        training, held_out = build_samplers(
+            request, recipe, data, recipe.parallel.share(ranks.rank)
+        )
         bounds = training.bounds()
         held_out_bounds = held_out.bounds_once() if held_out else None
         if certificate is not None and not override:
@@ -323,9 +325,9 @@ def _take_step(session: Session, built: Built, index: int) -> dict[str, Any]:
     rate = learning_rate(recipe.optimizer, index, recipe.steps)
     for group in built.optimizer.param_groups:
         group["lr"] = rate
-    torch.manual_seed(_seed_of(recipe, index, session.ranks.rank))
+    torch.manual_seed(_seed_of(recipe, index, recipe.parallel.share(session.ranks.rank)))
     micros = session.training.sample(index)
-    targets = int(session.ranks.total(count_targets(recipe, micros)))
+    targets = int(sum(own for (own,) in session.gather(count_targets(recipe, micros))))
     watched = session.meter.device.type == "cpu" and (
         index < WATCHED_FIRST or index % session.cadence.watch_every == 0
     )
@@ -339,7 +341,7 @@ def _take_step(session: Session, built: Built, index: int) -> dict[str, Any]:
     session.done = index + 1
     skipped = was_skipped(built.scaler, result.scale, index + 1)
     tokens = sum(micro.tokens for micro in micros)
-    shares = session.ranks.gather(float(result.loss), float(tokens))
+    shares = session.gather(float(result.loss), float(tokens))
     loss, tokens = sum(share[0] for share in shares), int(sum(share[1] for share in shares))
     norm = _read_norm(result, loss, index + 1, skipped=skipped)
     seconds = time.perf_counter() - start
@@ -394,7 +396,7 @@ def _evaluate(session: Session, built: Built, held_out: Sampler) -> dict[str, fl
         if micro.targets or session.ranks.size > 1:  # FSDP2's ranks run together
             loss, targets = evaluate(built, to_batch(micro, built.device), rewards)
             mine = float(loss), float(targets), float(micro.tokens)
-        for its_loss, its_targets, its_tokens in session.ranks.gather(*mine):
+        for its_loss, its_targets, its_tokens in session.gather(*mine):
             if its_targets and not (count and read >= tokens):  # as one process reads them
                 total += its_loss
                 count += int(its_targets)

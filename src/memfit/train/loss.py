@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from memfit.errors import InvalidRequest
 from memfit.parallelism import run_as_forward
+from memfit.parallelism.whole import local_part
 from memfit.recipe import Recipe
 
 IGNORE = -100  # a label that is no target
@@ -44,9 +45,10 @@ def plain_sum(head: nn.Module, hidden: Tensor, labels: Tensor, cap: float | None
     if cap is not None:
         logits = torch.tanh(logits) * cap
     logits = logits.float()
-    return nn.functional.cross_entropy(
+    total = nn.functional.cross_entropy(
         logits, labels.flatten(), ignore_index=IGNORE, reduction="sum"
     )
+    return local_part(total)  # of logits cut among ranks: the same on all
 
 
 def chunked_mean(

@@ -64,6 +64,7 @@ class Sampler:
         self._accumulation = recipe.accumulation
         self._global = recipe.global_batch
         self._width = recipe.sequence_length
+        self._tp = recipe.parallel.tp  # which a row's tokens are a multiple of
         self._steps = recipe.steps
         self._ranks, self._rank = recipe.parallel.dp, rank
         self.reference: Array | None = None  # (documents,) float32: see `train.reference`
@@ -122,8 +123,13 @@ class Sampler:
     def _as_bounds(self, found: Array) -> RowBounds:
         tokens, documents, longest = (int(x) for x in found)
         return RowBounds(
-            tokens=tokens, documents=documents if self._rows.packed else 0, longest=longest
+            tokens=self._padded(tokens),
+            documents=documents if self._rows.packed else 0,
+            longest=longest,
         )
+
+    def _padded(self, tokens: int) -> int:
+        return -(-tokens // self._tp) * self._tp
 
     def _count_once(self) -> int:
         return int(-(-self._rows.per_epoch // 1))
@@ -131,7 +137,9 @@ class Sampler:
     def _batch(self, first: int, *, once: bool = False) -> Micro:
         rows = [self._rows.row(i, once=once) for i in range(first, first + self._micro)]
         packed = self._rows.packed
-        width = self._width if packed else max(1, *(sum(p.length for p in row) for row in rows))
+        width = self._width
+        if not packed:
+            width = self._padded(max(1, *(sum(p.length for p in row) for row in rows)))
         ids = np.zeros((len(rows), width), dtype="int64")
         labels = np.full((len(rows), width), IGNORED, dtype="int64")
         positions = np.zeros((len(rows), width), dtype="int64")

@@ -79,6 +79,11 @@ class Session:
         """Where this process writes what is its own: the run folder, or its rank's within it."""
         return self.ranks.home(self.folder)
 
+    def gather(self, *values: float) -> list[tuple[float, ...]]:
+        """The numbers of all ranks that read rows of their own, in their order: of those that
+        share products, one's."""
+        return self.ranks.gather(*values)[:: self.recipe.parallel.tp]
+
     def every(self, asked: int) -> int:
         """Steps between two of what `asked` says."""
         return asked or max(1, self.recipe.steps // PARTS)

@@ -14,6 +14,7 @@ from memfit.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.ledger import Phase
 from memfit.parallelism import clip_sharded, let_go, run_as_forward
+from memfit.parallelism.tensor import sharing
 from memfit.train.attention import Documents, make_band
 from memfit.train.build import Built
 from memfit.train.hugging_face import parts
@@ -92,7 +93,7 @@ def evaluate(built: Built, batch: Batch, rewards: Rewards | None = None) -> tupl
     was_training = built.model.training
     built.model.eval()
     try:
-        with torch.no_grad(), autocast(built):
+        with torch.no_grad(), autocast(built), sharing(built.recipe.parallel.tp):
             loss = _forward(built, batch, 1, None, nowhere, rewards or Rewards())
     finally:
         built.model.train(was_training)
@@ -135,14 +136,15 @@ def _accumulate(
 ) -> Tensor:
     """Forward, loss and backward of one micro-batch; returns its share of the mean loss."""
     enter(Phase.FORWARD)
-    with autocast(built):
-        loss = _forward(built, batch, target_tokens, scale, enter, rewards)
-    enter(Phase.BACKWARD)
-    value = loss.detach()
-    product = loss if scale is None else loss * scale
-    del loss
-    with updating(built.optimizer) if built.recipe.optimizer.in_backward else nullcontext():
-        product.backward()  # type: ignore[no-untyped-call]
+    with sharing(built.recipe.parallel.tp):
+        with autocast(built):
+            loss = _forward(built, batch, target_tokens, scale, enter, rewards)
+        enter(Phase.BACKWARD)
+        value = loss.detach()
+        product = loss if scale is None else loss * scale
+        del loss
+        with updating(built.optimizer) if built.recipe.optimizer.in_backward else nullcontext():
+            product.backward()  # type: ignore[no-untyped-call]
     return value
 
 
@@ -199,8 +201,11 @@ def _hidden(built: Built, batch: Batch) -> Tensor:
     elif a.banded(tokens):  # one mask for all blocks
         compute = getattr(torch, built.recipe.compute_dtype)
         extra["band"] = make_band(tokens, a.sliding_window, compute, built.device)
+    places = batch.position_ids
+    if places is None and built.recipe.parallel.tp > 1:  # the class would count its own tokens
+        places = torch.arange(tokens, device=built.device).unsqueeze(0)
     out = parts(built.model).backbone(
-        input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **extra
+        input_ids=batch.input_ids, position_ids=places, use_cache=False, **extra
     )
     hidden: Tensor = out.last_hidden_state
     return hidden

@@ -18,7 +18,7 @@ from memfit.adapters._apply import replace_parameters
 from memfit.adapters._peft import stored_name
 from memfit.errors import InvalidRequest
 from memfit.families import read_model
-from memfit.parallelism.whole import is_sharded, local_part, own_rows, whole
+from memfit.parallelism.whole import is_sharded, local_part, own_part, whole
 from memfit.recipe import Recipe
 from memfit.train.hugging_face import bare_model, base_model, parts, stored_buffers
 from memfit.train.quantised import QuantisedLinear, quantised_modules
@@ -42,8 +42,8 @@ class Weights(Protocol):
     def parts(self, name: str, shape: tuple[int, ...]) -> Sequence[Part]:
         """The tensors of the source that make up a parameter."""
 
-    def read(self, part: Part, rows: slice | None = None) -> Tensor:
-        """One of them, in host memory, as the file stores it; rows: of dimension 0, only those."""
+    def read(self, part: Part, box: tuple[slice, ...] | None = None) -> Tensor:
+        """One of them, in host memory, as the file stores it; box: of each dimension, only that."""
 
 
 def fill_weights(model: nn.Module, recipe: Recipe, weights: Weights | None = None) -> None:
@@ -101,15 +101,16 @@ def copy_weights(parameters: Mapping[str, Tensor], weights: Weights) -> None:
 
 
 def _put(parameter: Tensor, part: Part, weights: Weights) -> None:
-    """Put one tensor of the source where it belongs; of a shard, the rows that it holds."""
+    """Put one tensor of the source where it belongs; of a shard, the part that it holds."""
     if not is_sharded(parameter):
         parameter[part.where].copy_(weights.read(part))
         return
-    rows, local = own_rows(parameter), local_part(parameter)
+    box, local = own_part(parameter), local_part(parameter)
     if not part.where:
-        local.copy_(weights.read(part, rows))
+        local.copy_(weights.read(part, box))
         return
     first, *rest = part.where  # of the experts, one
+    rows = box[0]
     assert isinstance(first, int)
     if rows.start <= first < rows.stop:
         local[(first - rows.start, *rest)].copy_(weights.read(part))
@@ -128,15 +129,15 @@ class FileWeights:
         """See `Weights`. Raises InvalidRequest: a missing tensor."""
         return _parts(name, shape, self._prefix, self._files, self._source)
 
-    def read(self, part: Part, rows: slice | None = None) -> Tensor:
+    def read(self, part: Part, box: tuple[slice, ...] | None = None) -> Tensor:
         """See `Weights`. Raises InvalidRequest: a wrong shape, a broken file."""
         file = self._files[part.name]
         if file not in self._opened:
             self._opened[file] = open_file(file)  # mapped, not read
         opened = self._opened[file]
         _check_shape(opened, part.name, file, part.shape)
-        if rows is not None:
-            some: Tensor = opened.get_slice(part.name)[rows]
+        if box is not None:
+            some: Tensor = opened.get_slice(part.name)[box]
             return some
         tensor: Tensor = opened.get_tensor(part.name)
         return tensor
@@ -177,9 +178,9 @@ class EmptyWeights:
         parts = found or file_parts(name, shape, self._family)
         return list({(p.shape, self._dtypes.get(p.name)): p for p in parts}.values())
 
-    def read(self, part: Part, rows: slice | None = None) -> Tensor:
+    def read(self, part: Part, box: tuple[slice, ...] | None = None) -> Tensor:
         """See `Weights`."""
-        shape = part.shape if rows is None else (rows.stop - rows.start, *part.shape[1:])
+        shape = part.shape if box is None else tuple(s.stop - s.start for s in box)
         return torch.empty(shape, dtype=self._dtypes.get(part.name, UNKNOWN))
 
 

@@ -1,0 +1,207 @@
+"""Each matrix product shared by `tp` ranks (Shoeybi et al. 1909.08053), tokens cut among them
+between the products (Korthikanti et al. 2205.05198): what a rank holds, and where that can be.
+
+Cutting and communicating are torch's (`parallelize_module`); this file only says which product is
+cut which way. The styles are torchtitan's for the same blocks
+(torchtitan/models/llama3/infra/parallelize.py, `apply_non_moe_tp`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from memfit.errors import InvalidRequest
+from memfit.model import Architecture
+from memfit.recipe import Recipe
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+# Blocks of these classes: two RMSNorms, attention in q, k, v and o, a gated feed-forward; an output
+# projection without a bias of its own after the whole.
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
+COLUMNS = ("o_proj", "down_proj")  # whose outputs are summed over ranks
+PER_HEAD = ("q_norm", "k_norm")
+OPTIMIZERS = ("adamw", "sgd")
+OTHERWISE = "`parallel.dp_shard`, which cuts every family and every method"
+
+
+def cut_dim(name: str) -> int | None:
+    """The dimension in which tp ranks cut a parameter of this name; None: each has all of it."""
+    *_, module, leaf = ("", *name.split("."))
+    if module in ROWS:
+        return 0
+    return 1 if module in COLUMNS and leaf == "weight" else None
+
+
+def cut(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
+    """The shape of a tp rank's part, the same on all: only what divides is cut."""
+    dim = cut_dim(name)
+    return tuple(n // tp if i == dim else n for i, n in enumerate(shape))
+
+
+def check_tensor(recipe: Recipe, name: str, architecture: Architecture) -> None:
+    """Raise InvalidRequest for what ranks that share products cannot run."""
+    lack = find_tensor_lack(recipe, name, architecture)
+    if lack is not None:
+        raise InvalidRequest(lack[0], hint=lack[1])
+
+
+def find_tensor_lack(recipe: Recipe, name: str, a: Architecture) -> tuple[str, str] | None:
+    """Why ranks cannot share the products of a recipe, and what to use; None where they can."""
+    parallel = recipe.parallel
+    tp = parallel.tp
+    if tp == 1:
+        return None
+    if not parallel.sequence_parallel:
+        return (
+            f"`parallel.tp: {tp}` without `sequence_parallel` is not in memfit's own step, whose"
+            " ranks always cut tokens between products",
+            "set `parallel.sequence_parallel: true`",
+        )
+    if a.family not in FAMILIES or a.output_bias or a.mlp_bias:
+        what = f"`{a.family}`" if a.family not in FAMILIES else "with biases on summed products"
+        return (
+            f"`parallel.tp: {tp}` is written for blocks of {', '.join(FAMILIES)} without biases on"
+            f" o_proj and down_proj, and those of `{name}` are {what}",
+            f"use {OTHERWISE}",
+        )
+    for found, instead in _refused(recipe):
+        return f"{found}, and `parallel.tp: {tp}` is asked for", instead
+    for what, number in _divided(recipe, a):
+        if number % tp:
+            return (
+                f"`parallel.tp: {tp}` does not divide the {number} {what} of `{name}`",
+                f"use tp in {find_degrees(recipe, a)}",
+            )
+    return None
+
+
+def _divided(recipe: Recipe, a: Architecture) -> tuple[tuple[str, int], ...]:
+    return (
+        ("heads", a.heads), ("key and value heads", a.kv_heads),
+        ("columns of the feed-forward", a.ffn), ("tokens of the vocabulary", a.vocab),
+        ("tokens of a row", recipe.sequence_length),
+    )  # fmt: skip
+
+
+def find_degrees(recipe: Recipe, architecture: Architecture) -> list[int]:
+    """Every `tp` that divides all that it must."""
+    numbers = [number for _, number in _divided(recipe, architecture)]
+    return [tp for tp in range(1, min(numbers) + 1) if not any(n % tp for n in numbers)]
+
+
+def _refused(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """What of a recipe is not built for such ranks, and what to use instead."""
+    name = recipe.optimizer.name
+    if recipe.adapted:
+        said = f"`method: {recipe.method}` is not built where products are cut"
+        yield f"{said}: peft's matrices stand beside them", f"use `method: full`, or {OTHERWISE}"
+    if recipe.prefers:
+        yield f"`objective: {recipe.objective}` is not built for such ranks", f"use {OTHERWISE}"
+    if recipe.loss == "chunked":
+        said = "`loss: chunked` takes whole rows of logits, of which each rank has a part"
+        yield said, "use `loss: plain`, whose logits the ranks share"
+    if recipe.lean:
+        said = f"`lean: {', '.join(recipe.lean)}` does not take tokens that are cut among ranks"
+        yield said, "use `lean: none`"
+    if recipe.offload != "none":
+        yield f"`offload: {recipe.offload}` is not built for such ranks", "use `offload: none`"
+    if recipe.optimizer.in_backward:
+        said = "updates within backward are not built for such ranks"
+        yield said, "use `optimizer.in_backward: false`"
+    if name not in OPTIMIZERS:
+        said = f"`optimizer.name: {name}` is not proven on shards of parts"
+        yield said, f"use one of {', '.join(OPTIMIZERS)}"
+
+
+def split_products(
+    embedding: nn.Module, blocks: Sequence[nn.Module], norm: nn.Module, head: nn.Module,
+    mesh: DeviceMesh,
+) -> None:  # fmt: skip
+    """Cut these modules among the ranks of the axis `tp`, in place; a tied head stays tied.
+
+    Between products each rank has its share of every row's tokens. Embedding and head are cut by
+    tokens of the vocabulary. What leaves `norm` is whole again: (batch, tokens, hidden).
+    """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    tied = head.weight is embedding.weight
+    cut_modules = (embedding, *blocks, norm, head)
+    frozen = [[n for n, p in m.named_parameters() if not p.requires_grad] for m in cut_modules]
+    whole, tokens, last = Replicate(), Shard(1), Shard(-1)
+    into = RowwiseParallel(input_layouts=whole, output_layouts=tokens)
+    parallelize_module(embedding, mesh, into)
+    for block in blocks:
+        parallelize_module(block, mesh, _styles(block))
+    parallelize_module(norm, mesh, SequenceParallel())
+    gathered = PrepareModuleOutput(
+        output_layouts=tokens, desired_output_layouts=whole, use_local_output=False
+    )
+    parallelize_module(norm, mesh, gathered)
+    parallelize_module(head, mesh, ColwiseParallel(output_layouts=last, use_local_output=False))
+    for module, names in zip(cut_modules, frozen, strict=True):
+        for name in names:  # SequenceParallel's weights want gradients, whatever they were
+            module.get_parameter(name).requires_grad_(False)
+    if tied:
+        head.weight = embedding.weight
+
+
+def _styles(block: nn.Module) -> dict[str, Any]:
+    """Of the modules of one block: norms and sums between them on tokens that are cut."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    whole, tokens = Replicate(), Shard(1)
+    styles: dict[str, Any] = {
+        "input_layernorm": SequenceParallel(),
+        "post_attention_layernorm": SequenceParallel(),
+        "self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": tokens},
+            desired_input_kwarg_layouts={"hidden_states": whole},
+        ),
+        "mlp": PrepareModuleInput(input_layouts=(tokens,), desired_input_layouts=(whole,)),
+    }
+    for name, _ in block.named_modules():
+        leaf = name.rpartition(".")[2]
+        if leaf in ROWS:
+            styles[name] = ColwiseParallel()
+        elif leaf in COLUMNS:
+            styles[name] = RowwiseParallel(output_layouts=tokens)
+        elif leaf in PER_HEAD:  # (batch, tokens, heads, head_dim)
+            styles[name] = SequenceParallel(sequence_dim=2, use_local_output=True)
+    return styles
+
+
+@contextmanager
+def sharing(tp: int) -> Iterator[None]:
+    """What a step of ranks that share products runs within, its backward too.
+
+    torch's cross entropy takes logits cut by tokens of the vocabulary there. FSDP2 warns that what
+    leaves the embedding is a view, which must not be written into: nothing writes into it.
+    """
+    if tp == 1:
+        yield
+        return
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    with warnings.catch_warnings(), loss_parallel():
+        warnings.filterwarnings("ignore", ".* returned a view tensor", UserWarning)
+        yield

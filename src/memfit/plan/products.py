@@ -1,0 +1,124 @@
+"""memfit's step on ranks that share each product, with sizes only: `parallelism.tensor`'s styles.
+
+Between products a rank has its share of every row's tokens, (batch, tokens / tp, hidden); within
+them its heads, its part of the feed-forward, its part of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from memfit import sizes
+from memfit.families.forward import (
+    Embedded,
+    Forward,
+    Turn,
+    Weights,
+    activate,
+    attend,
+    heads,
+    module,
+    project,
+    rms_norm,
+    rotate,
+    rotation,
+    within,
+)
+from memfit.nouns import Noun
+from memfit.sizes import Tensor, cut
+
+
+class SharedProducts(Noun, frozen=True, kw_only=True):
+    """The `Program` of `tp` ranks: the blocks of llama, mistral, qwen2 and qwen3."""
+
+    tp: int
+
+    def embed(self, forward: Forward, weights: Weights) -> Embedded:
+        """Token embeddings of the rank's tokens; positions are those of all."""
+        places = _places(forward)
+        x = _embedding(forward, weights["embed_tokens.weight"], self.tp)
+        cosines, sines = rotation(forward, x.dtype, places)
+        return Embedded(x, (cosines, sines, places), (x,))
+
+    def block(
+        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+    ) -> Tensor:
+        """As `gated_block`: (batch, tokens / tp, hidden) -> the same."""
+        residual = x
+        x = rms_norm(forward, weights["input_layernorm.weight"], x)
+        x = _attention(forward, weights, x, (given[0], given[1]), self.tp)
+        x = sizes.add(residual, x)
+        residual = x
+        x = rms_norm(forward, weights["post_attention_layernorm.weight"], x)
+        x = _mlp(forward, weights, x, self.tp)
+        return sizes.add(residual, x)
+
+    def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+        """The final norm: (batch, tokens / tp, hidden) -> (batch, tokens, hidden)."""
+        return _last_norm(forward, weights["norm.weight"], x, self.tp)
+
+    def loss(self, forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor) -> Tensor:
+        """The plain loss over logits (tokens, vocab / tp)."""
+        return sizes.scale(_sum(forward, weights, hidden, labels))
+
+
+def _places(forward: Forward) -> Tensor:
+    """Position ids: those of packed rows, or 0 … tokens - 1, which the step counts itself."""
+    if forward.position_ids is not None:
+        return forward.position_ids
+    counted = sizes.empty(forward.meter, (forward.tokens,), "int64")
+    return sizes.unsqueeze(counted, 0)
+
+
+@module
+def _embedding(forward: Forward, weight: Tensor, tp: int) -> Tensor:
+    def run() -> Tensor:
+        return cut.gather_rows_cut(weight, forward.input_ids, tp)
+
+    return within(forward.embeds, run)
+
+
+@module
+def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Turn, tp: int) -> Tensor:
+    """As `gated_attention`, of this rank's heads."""
+    x = cut.gather_tokens(x, tp)
+    shape = (*x.shape[:-1], -1, forward.architecture.head_dim)
+    query = heads(forward, weights, "self_attn.q_proj", x, shape, "self_attn.q_norm.weight")
+    key = heads(forward, weights, "self_attn.k_proj", x, shape, "self_attn.k_norm.weight")
+    value = heads(forward, weights, "self_attn.v_proj", x, shape)
+    if turn is not None:
+        query, key = rotate(query, key, turn)
+    out = attend(forward, query, key, value)
+    out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
+    return _summed(forward, weights, "self_attn.o_proj", out, tp)
+
+
+@module
+def _mlp(forward: Forward, weights: Weights, x: Tensor, tp: int) -> Tensor:
+    """As `gated_mlp`, of this rank's part of its width."""
+    x = cut.gather_tokens(x, tp)
+    gate = activate(forward, project(forward, weights, "mlp.gate_proj", x))
+    up = project(forward, weights, "mlp.up_proj", x)
+    product = sizes.mul(gate, up)
+    del gate, up
+    return _summed(forward, weights, "mlp.down_proj", product, tp)
+
+
+@module
+def _summed(forward: Forward, weights: Weights, name: str, x: Tensor, tp: int) -> Tensor:
+    part = project(forward, weights, name, x)
+    return cut.sum_tokens(part, tp)
+
+
+@module
+def _last_norm(forward: Forward, weight: Tensor, x: Tensor, tp: int) -> Tensor:
+    x = rms_norm(forward, weight, x, feeds=False)
+    return cut.gather_tokens(x, tp)
+
+
+def _sum(forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor) -> Tensor:
+    flat = sizes.view(hidden, forward.batch * forward.tokens, hidden.shape[-1])
+    logits = project(forward, weights, "lm_head", flat)
+    del flat
+    if forward.tail is not None:
+        forward.tail.leave(logits)
+    logits = sizes.cast(logits, "float32")
+    return cut.cross_entropy_sum_cut(logits, labels)
