@@ -120,6 +120,49 @@ def test_dragging_shows_each_stop_and_ends_at_the_last(browser, server):
         assert plan.memory.usable == units.parse_bytes(value)
 
 
+def test_a_page_at_rest_has_the_stops_beside_its_sliders(browser, server):
+    """What it asked for ahead is not asked for again, and is the plan of that stop."""
+    with opened(browser, server, f"plan?{SMALL}&task.sequence_length=512") as page:
+        drafts = []
+        page.on("requestfinished", lambda r: "/api/draft?" in r.url and drafts.append(r.url))
+        rest(page)
+        ahead = "task.sequence_length=768"
+        for _ in range(600):
+            if any(url.endswith(ahead) for url in drafts):
+                break
+            page.wait_for_timeout(100)
+        assert any(url.endswith(ahead) for url in drafts)
+        page.locator("[id='slider-task.sequence_length']").press("ArrowRight")
+        page.wait_for_function("() => location.hash.includes('=768')")
+        rest(page)
+        assert len([url for url in drafts if url.endswith(ahead)]) == 1
+        changes = {"task.sequence_length": 768}
+        show_of(page, api.plan(api.read("pythia-70m", device="rtx-4090", changes=changes)))
+
+
+def test_explore_never_says_the_verdict_of_what_was_asked_before(browser, server):
+    with opened(browser, server, f"explore?{SMALL}") as page:
+        page.wait_for_selector(".headline .verdict")
+        page.wait_for_selector(".answer:not([aria-busy=true])")
+        answers = []  # that are kept back
+        page.route(
+            "**/api/*seed=7*",
+            lambda route: route.continue_() if answers is None else answers.append(route),
+        )
+        page.fill("#other", "seed=7")
+        page.get_by_role("button", name="Set", exact=True).click()
+        page.wait_for_function("() => location.hash.includes('seed=7')")
+        page.wait_for_function(
+            "() => document.querySelector('.headline').textContent === 'planning…'"
+        )
+        while not answers:
+            page.wait_for_timeout(20)
+        kept, answers = answers, None
+        for route in kept:
+            route.continue_()
+        page.wait_for_selector(".headline .verdict")
+
+
 @pytest.mark.parametrize(
     ("keys", "arguments"),
     [

@@ -60,8 +60,12 @@ function Found(props: Props & { plan: Plan }) {
   return (
     <>
       <p role="status" class="headline">
-        <Verdict memory={plan.memory} words={props.words} />
-        <span>{plan.recipe.model.name} on {plan.recipe.device} {room(plan.memory)}</span>
+        {props.planned.busy ? <span class="soft">planning…</span> : (
+          <>
+            <Verdict memory={plan.memory} words={props.words} />
+            <span>{plan.recipe.model.name} on {plan.recipe.device} {room(plan.memory)}</span>
+          </>
+        )}
       </p>
       <Card title="Memory against time">
         <Scatter dots={dots} limit={plan.memory.usable} x={step == null ? "time, relative" : "one step"}

@@ -2,7 +2,7 @@ import { render } from "preact";
 import { useCallback, useEffect, useRef, useState } from "preact/hooks";
 import { Latest, Refused, ask, held, takeToken } from "./ask";
 import { BudgetScreen } from "./budget";
-import { Controls, type Slider } from "./controls";
+import { Controls, sliders, type Slider } from "./controls";
 import { ExploreScreen } from "./explore";
 import { ExportScreen } from "./export";
 import { Trouble } from "./parts";
@@ -16,6 +16,7 @@ const TITLES: Record<Screen, string> = {
   plan: "Plan", explore: "Explore", timeline: "Timeline", run: "Runs", export: "Export", budget: "Budget",
 };
 const REST = 250; // ms without a change, after which the whole plan is asked for
+const AHEAD = 5000; // ms of asking ahead, the most
 const planner = new Latest();
 const NOTHING: Planned = { answer: null, error: null, full: false, busy: true };
 
@@ -25,7 +26,7 @@ interface Catalogue {
   devices: DeviceRow[];
 }
 
-function usePlan(keys: Keys, touched: Slider | null, on: boolean): Planned {
+function usePlan(keys: Keys, all: Slider[], touched: string, on: boolean): Planned {
   const [planned, setPlanned] = useState(NOTHING);
   const query = queryOf(keys);
   const latest = useRef(query);
@@ -51,26 +52,40 @@ function usePlan(keys: Keys, touched: Slider | null, on: boolean): Planned {
     }
   }, [query, on]);
   useEffect(() => {
-    if (planned.full && touched) void foresee(keys, touched, () => latest.current === query);
+    if (planned.full && !planned.error) void foresee(keys, all, touched, () => latest.current === query);
   }, [planned.full, query, touched]);
   return planned;
 }
 
-// The stops beside a slider that was just moved are asked for before it moves again.
-async function foresee(keys: Keys, slider: Slider, still: () => boolean): Promise<void> {
-  const at = slider.stops.indexOf(keys[slider.key] ?? "");
-  for (const step of [1, -1, 2, -2, 3, -3]) {
-    const stop = slider.stops[at + step];
-    if (stop === undefined) continue;
-    if (!still() || !planner.idle) return;
-    const path = `draft?${queryOf({ ...keys, [slider.key]: stop })}`;
-    if (!held(path)) await ask(path).catch(() => undefined);
+// At rest every slider's stops are asked for before one moves: those of the slider that was moved
+// last first, and the nearest first, for as long as AHEAD.
+async function foresee(keys: Keys, all: Slider[], touched: string, still: () => boolean): Promise<void> {
+  const until = performance.now() + AHEAD;
+  const own = all.filter((slider) => slider.key === touched);
+  for (const sliders of [own, all.filter((slider) => !own.includes(slider))]) {
+    for (const path of ways(keys, sliders)) {
+      if (!still() || !planner.idle || performance.now() > until) return;
+      if (!held(path)) await ask(path).catch(() => undefined);
+    }
   }
+}
+
+// The drafts one stop away from these keys, then those two away, and so on.
+function ways(keys: Keys, sliders: Slider[]): string[] {
+  const found: [number, string][] = [];
+  for (const { key, stops } of sliders) {
+    const at = stops.indexOf(keys[key] ?? "");
+    stops.forEach((stop, index) => {
+      const path = `draft?${queryOf({ ...keys, [key]: stop })}`;
+      if (at >= 0 && index !== at) found.push([Math.abs(index - at), path]);
+    });
+  }
+  return found.sort(([a], [b]) => a - b).map(([, path]) => path);
 }
 
 function App({ catalogue }: { catalogue: Catalogue }) {
   const [state, setState] = useState<State>(() => readState(location.hash));
-  const [touched, setTouched] = useState<Slider | null>(null);
+  const [touched, setTouched] = useState("");
   useEffect(() => {
     const follow = () => setState(readState(location.hash));
     addEventListener("hashchange", follow);
@@ -85,13 +100,14 @@ function App({ catalogue }: { catalogue: Catalogue }) {
       next.keys[key] = wanted[key] ?? "";
     }
     history.replaceState(null, "", writeState(next));
-    setTouched(slider ?? null);
+    setTouched(slider?.key ?? "");
     setState(readState(location.hash));
   }, [keys]);
   useEffect(() => {
     document.title = `memfit: ${TITLES[screen]}`;
   }, [screen]);
-  const planned = usePlan(keys, touched, screen === "plan" || screen === "explore");
+  const planned = usePlan(
+    keys, sliders(keys, catalogue.models, catalogue.devices), touched, screen === "plan" || screen === "explore");
   const shared = { keys, set, ...catalogue };
   const asks = screen === "plan" || screen === "explore" || screen === "timeline" || screen === "export";
   return (

@@ -1,5 +1,5 @@
 // The plan: does it fit, what takes the memory and why, how long and how dear, what else there is.
-import { useEffect, useState } from "preact/hooks";
+import { useState } from "preact/hooks";
 import type { Answer } from "./ask";
 import { Bar, Card, Copy, Figure, Reasons, Table, Trouble, Verdict, download, partsOf, room } from "./parts";
 import * as show from "./show";
@@ -160,14 +160,4 @@ function Levers({ plan, keys, rows }: { plan: Plan; keys: Keys; rows: Considered
       { head: "note", cell: (row) => row.because },
     ]} />
   );
-}
-
-// Asks for drafts while one drags, for the whole plan when one rests.
-export function useDebounced<T>(value: T, ms: number): T {
-  const [late, setLate] = useState(value);
-  useEffect(() => {
-    const timer = setTimeout(() => setLate(value), ms);
-    return () => clearTimeout(timer);
-  }, [value, ms]);
-  return late;
 }

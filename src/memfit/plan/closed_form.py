@@ -60,21 +60,23 @@ class Answers:
     """The passes of one setting for every shape, simulated anew only where it must be.
 
     A first shape may be the only one, and plain numbers are several times faster to simulate; from
-    the second on, what is simulated answers for other shapes too.
+    the second on (after `plain` of them), what is simulated answers for other shapes too.
     """
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.forms: deque[ClosedForm] = deque(maxlen=MOST_FORMS)  # the newest first
         self._likely: dict[tuple[int, int], ClosedForm] = {}  # by binary digits: where to begin
-        self._first: tuple[Batch, list[Passes]] | None = None
+        self._plain: dict[Batch, list[Passes]] = {}
 
-    def passes(self, batch: Batch, general: Callable[[int, int], Batch]) -> list[Passes]:
+    def passes(
+        self, batch: Batch, general: Callable[[int, int], Batch], *, plain: int = 1
+    ) -> list[Passes]:
         """Of the first micro-batch and of a later one; general: the batch of other sizes."""
-        if self._first is None:
-            self._first = batch, simulate(self.setting, batch)
-        if self._first[0] == batch:
-            return self._first[1]
+        if len(self._plain) < plain and batch not in self._plain:
+            self._plain[batch] = simulate(self.setting, batch)
+        if batch in self._plain:
+            return self._plain[batch]
         magnitude = batch.rows.bit_length(), batch.tokens.bit_length()
         likely = self._likely.get(magnitude)
         for form in self.forms if likely is None else (likely, *self.forms):

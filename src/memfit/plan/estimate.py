@@ -9,18 +9,19 @@ with `predict_memory`.
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, lru_cache
 
-import msgspec
+from msgspec.structs import replace
 
 from memfit.hardware import Device
 from memfit.model import Model, TensorSpec
 from memfit.optimizers import find_optimizer
 from memfit.parallelism.shards import local_model
 from memfit.plan.again import Again
-from memfit.plan.blocks import AFTER_PRODUCT
-from memfit.plan.memory import describe, worst_batch
-from memfit.plan.segments import Passes, Segment, simulate
+from memfit.plan.blocks import AFTER_PRODUCT, Batch, Setting
+from memfit.plan.closed_form import find_answers
+from memfit.plan.memory import describe, without_shape, worst_batch
+from memfit.plan.segments import Passes, Segment
 from memfit.recipe import Recipe
 from memfit.sizes.meter import block_size
 
@@ -62,9 +63,9 @@ class Lines:
         if not chunk:
             return self.bodies
         if chunk not in self._loss:
-            architecture = msgspec.structs.replace(self.model.architecture, layers=1)
+            architecture = replace(self.model.architecture, layers=1)
             weights = tuple(w for w in self.model.weights if w.layer < 1)
-            model = msgspec.structs.replace(self.model, architecture=architecture, weights=weights)
+            model = replace(self.model, architecture=architecture, weights=weights)
             knobs: dict[str, object] = {"loss": "chunked", "loss_chunk": chunk}
             knobs |= Again(0, 0).knobs
             low = chunk // self.recipe.sequence_length + 1
@@ -73,23 +74,11 @@ class Lines:
 
     def _draw(self, model: Model, low: int, **knobs: object) -> tuple[list[Stretch], ...]:
         """Lines through `low` rows and one more."""
-        one, two = (
-            self._simulate(model, msgspec.structs.replace(self.recipe, micro_batch=rows, **knobs))
-            for rows in (low, low + 1)
-        )
-        return tuple(
-            [(a.name, _line(a, b, low)) for a, b in zip(at_one, at_two, strict=True)]
-            for at_one, at_two in zip(one, two, strict=True)
-        )
-
-    def _simulate(self, model: Model, recipe: Recipe) -> tuple[list[Segment], ...]:
-        """The segments of a first and of a later micro-batch."""
-        several = msgspec.structs.replace(recipe, accumulation=2)
-        setting = describe(model, several, self.device)[0]
-        runs = tuple(msgspec.structs.replace(r, count=min(r.count, KINDS)) for r in setting.runs)
-        setting = msgspec.structs.replace(setting, runs=runs)
-        first, later = simulate(setting, worst_batch(several))
-        return (*_lists(first), *_lists(later))
+        recipe = replace(self.recipe, accumulation=2, **knobs)
+        setting = describe(model, recipe, self.device)[0]
+        runs = tuple(replace(r, count=min(r.count, KINDS)) for r in setting.runs)
+        shape = replace(without_shape(recipe), sequence_length=recipe.sequence_length)
+        return _draw(replace(setting, runs=runs), shape, low)
 
 
 class Estimate:
@@ -173,6 +162,29 @@ class Estimate:
         counts = (*again, self.layers - sum(again))
         count = counts[int(index) // KINDS]
         return max(0, count - 1) if int(index) % KINDS == 0 else min(1, count)
+
+
+@lru_cache(maxsize=64)
+def _draw(setting: Setting, recipe: Recipe, low: int) -> tuple[list[Stretch], ...]:
+    """Lines through `low` rows and one more, of a first and of a later micro-batch.
+
+    recipe: gives the rows' length and their documents. A second length is simulated over unknown
+    sizes, and answers for more of them.
+    """
+    answers = find_answers(setting)
+
+    def batch(rows: int, tokens: int) -> Batch:
+        return worst_batch(replace(recipe, micro_batch=rows, sequence_length=tokens))
+
+    one, two = (
+        answers.passes(batch(rows, recipe.sequence_length), batch, plain=2)
+        for rows in (low, low + 1)
+    )
+    return tuple(
+        [(a.name, _line(a, b, low)) for a, b in zip(at_one, at_two, strict=True)]
+        for passes in zip(one, two, strict=True)
+        for at_one, at_two in zip(*map(_lists, passes), strict=True)
+    )
 
 
 def _lists(passes: Passes) -> tuple[list[Segment], list[Segment], list[Segment]]:

@@ -109,7 +109,7 @@ class Unknowns:
 class Size:
     """A polynomial of unknowns. Each exists once, so that equal ones are identical."""
 
-    __slots__ = ("_products", "example", "terms", "unknowns")
+    __slots__ = ("_answers", "_products", "example", "terms", "unknowns")
     __hash__ = object.__hash__
 
     def __init__(self, unknowns: Unknowns, terms: Terms) -> None:
@@ -117,6 +117,7 @@ class Size:
         self.terms = terms
         self.example = self.at(unknowns.examples)
         self._products: dict[Any, Number] = {}
+        self._answers: dict[Any, bool] = {}
 
     def at(self, values: Sequence[int]) -> int:
         """Its value where the unknowns have these."""
@@ -224,6 +225,12 @@ class Size:
 
     def _compare(self, other: Number, yes: frozenset[int]) -> bool:
         """Whether the sign of the difference is among `yes`."""
+        found = self._answers.get((other, yes))
+        if found is None:  # an answer once given is a condition already
+            found = self._answers[other, yes] = self._judge(other, yes)
+        return found
+
+    def _judge(self, other: Number, yes: frozenset[int]) -> bool:
         difference = self - other
         sign = (example(difference) > 0) - (example(difference) < 0)
         reduced = difference._reduced() if isinstance(difference, Size) else difference
