@@ -167,6 +167,7 @@ def test_explore_never_says_the_verdict_of_what_was_asked_before(browser, server
     ("keys", "arguments"),
     [
         ("model=llama-3.1-8c", ["llama-3.1-8c"]),
+        ("model=some-org/some-model", ["some-org/some-model"]),  # the hub, without a network
         ("model=pythia-70m&hardware.device=h100", ["pythia-70m", "--device", "h100"]),
         (
             f"{SMALL}&micro_batch=3",
