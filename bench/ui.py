@@ -4,7 +4,8 @@
 
 Each library goes into a virtual environment of its own in --folder (kept, and used again). Sizes
 are of what it adds to an empty environment, byte-code left out. Imports are timed in processes of
-their own, one library after the other in turn; what is compared is their ratio within a turn.
+their own, one library after the other in turn; what is compared is their ratio within a turn, of
+CPU seconds, since other work on the machine adds to wall seconds alone.
 Writes bench/results/ui.json.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -56,11 +58,13 @@ def prepare(folder: Path, packages: list[str]) -> dict[str, object]:
     return {"bytes": sum(added.values()), "distributions": len(kinds), "versions": sorted(own)}
 
 
-def time_import(python: Path, modules: str) -> float:
-    """Seconds of the import alone, in a process of its own."""
-    code = f"import time; s = time.perf_counter(); import {modules}; print(time.perf_counter() - s)"
+def time_import(python: Path, modules: str) -> tuple[float, float]:
+    """CPU and wall seconds of the import alone, in a process of its own."""
+    clocks = "(time.process_time(), time.perf_counter())"
+    code = f"import time; a = {clocks}; import {modules}; b = {clocks}; print(b[0]-a[0], b[1]-a[1])"
     done = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True)
-    return float(done.stdout.splitlines()[-1])
+    cpu, wall = map(float, done.stdout.splitlines()[-1].split())
+    return cpu, wall
 
 
 def main() -> None:
@@ -82,15 +86,16 @@ def main() -> None:
         if turn:  # the first one writes byte-code
             turns.append(seconds)
     for name, row in rows.items():
-        own = [turn[name] for turn in turns]
-        row["import_seconds"] = [round(s, 3) for s in own]
-        ratios = [turn[name] / turn["memfit[ui]"] for turn in turns]
+        row["import_cpu_seconds"] = [round(turn[name][0], 3) for turn in turns]
+        row["import_wall_seconds"] = [round(turn[name][1], 3) for turn in turns]
+        ratios = [turn[name][0] / turn["memfit[ui]"][0] for turn in turns]
         row["import_ratio"] = round(statistics.median(ratios), 2)
     page = {p.name: len(gzip.compress(p.read_bytes())) for p in sorted(PAGE.iterdir())}
     result = {
         "date": time.strftime("%Y-%m-%d"),
         "python": sys.version.split()[0],
-        "note": "import_ratio: the median over turns of the library's seconds over memfit[ui]'s",
+        "load": [round(n, 1) for n in os.getloadavg()],
+        "note": "import_ratio: median over turns of the library's CPU seconds over memfit[ui]'s",
         "libraries": rows,
         "page_gzipped": {**page, "all": sum(page.values())},
     }
