@@ -9,7 +9,7 @@ trainers of a mode are alive at once, and a step is made by each in turn, so tha
 machine does falls on all alike.
 
 memfit      what `memfit plan` chooses for a request that says `loss: chunked`, then its step.
-memfit-compiled  the same with `compile: blocks`, which takes the place of lean blocks.
+memfit-compiled  the same with `compile: blocks`, which keeps what lean blocks keep.
 hf-trainer  transformers.Trainer with fused AdamW, all else at its defaults.
 trl         trl.SFTTrainer on rows that are already tokenised and full, with fused AdamW.
 litgpt      its GPT under Fabric in the order of its `pretrain` (compiled, chunked cross-entropy),
@@ -133,15 +133,11 @@ def compiled(turns: Turns, folder: Path, method: str, precision: str) -> None:
     memfit(turns, folder, method, precision, compile="blocks")
 
 
-def memfit(turns: Turns, folder: Path, method: str, precision: str, **more: object) -> None:
-    import torch
-
+def plan(folder: Path, method: str, precision: str, **more: object) -> Any:
+    """The recipe that memfit runs."""
     from memfit import api
     from memfit.nouns import from_data
     from memfit.request import Request
-    from memfit.train.build import Built, build_model, build_optimizer
-    from memfit.train.step import Batch, step
-    from memfit.train.weights import fill_weights
 
     told = {
         "model": str(folder), "method": method, "precision": precision, "micro_batch": ROWS,
@@ -150,12 +146,27 @@ def memfit(turns: Turns, folder: Path, method: str, precision: str, **more: obje
         "optimizer": {"name": "adamw", "learning_rate": RATE}, "hardware": {"device": "cpu"},
         "loss": "chunked", **more,
     }  # fmt: skip
-    recipe = api.plan(from_data(told, Request, where="the bench")).recipe
+    return api.plan(from_data(told, Request, where="the bench")).recipe
+
+
+def chosen(recipe: Any) -> dict[str, Any]:
+    """What of a recipe a plan chose here."""
+    knobs = "loss", "loss_chunk", "lean", "recompute_blocks", "attention", "compile"
+    return {name: getattr(recipe, name) for name in knobs}
+
+
+def memfit(turns: Turns, folder: Path, method: str, precision: str, **more: object) -> None:
+    import torch
+
+    from memfit.train.build import Built, build_model, build_optimizer
+    from memfit.train.step import Batch, step
+    from memfit.train.weights import fill_weights
+
+    recipe = plan(folder, method, precision, **more)
     model = build_model(recipe, "cpu")
     fill_weights(model, recipe)
     built = Built(recipe, model, build_optimizer(recipe, model))
-    knobs = "loss", "loss_chunk", "lean", "recompute_blocks", "attention", "compile"
-    turns.answer(chose={name: getattr(recipe, name) for name in knobs})
+    turns.answer(chose=chosen(recipe))
     for rows in torch.from_numpy(batches(MOST)):
         turns.before()
         batch = Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())

@@ -1,8 +1,8 @@
 """Write the documentation that is generated: docs/cli.md, from the commands' own --help,
 docs/workspaces.md, from the table of what CUDA kernels allocate, docs/frameworks.md, from what each
 framework's file declares, docs/techniques.md and docs/numerics.md, from the .toml beside them,
-docs/ladder.md, docs/founding.md and docs/scaling.md with their pictures, from bench/results, and
-docs/accuracy.md with its plot and figures, from the corpus.
+docs/peers.md, docs/ladder.md, docs/founding.md and docs/scaling.md with their pictures, from
+bench/results, and docs/accuracy.md with its plot and figures, from the corpus.
 
 `--check` writes nothing and exits 1 when a file is not what would be written.
 """
@@ -20,6 +20,7 @@ import founding_page
 import frameworks_page
 import ladder_page
 import numerics_page
+import peers_page
 import refusals_page
 import scaling_page
 import targets_page
@@ -111,6 +112,7 @@ def main() -> None:
         DOCS / "founding.md": founding_page.page(),
         DOCS / "founding.svg": founding_page.picture(),
         DOCS / "numerics.md": numerics_page.page(),
+        DOCS / "peers.md": peers_page.page(),
         DOCS / "refusals.md": refusals_page.page(),
         **{DOCS / "targets" / name: text for name, text in targets_page.pages().items()},
         DOCS / "accuracy.md": accuracy_page.page(found, rules),

@@ -1,4 +1,4 @@
-"""docs/ladder.md and docs/founding.md: what is recorded for them is what today's code says."""
+"""docs/ladder.md, founding.md and peers.md: what is recorded for them is what today's code says."""
 
 import json
 import sys
@@ -13,9 +13,11 @@ from test_cli import quick
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 import founding
 import ladder
+import peers
 
 LADDER = json.loads(ladder.OUT.read_text())
 FOUNDING = json.loads(founding.OUT.read_text())
+PEERS = json.loads(peers.OUT.read_text())
 GOLDEN = Path(__file__).parent / "golden"
 LIMIT = 0.02  # of a rung's bytes: predicted against certified, certified against measured
 
@@ -88,3 +90,22 @@ def test_full_training_of_7b_as_memfit_chooses_is_certified_as_recorded():
     recorded = FOUNDING["full"]["chosen"]
     assert memory.verdict == "fits"
     assert memory.peak_allocated == pytest.approx(recorded["allocated"], rel=1e-3)
+
+
+@pytest.mark.parametrize("mode", PEERS["modes"])
+def test_the_race_was_run_with_what_a_plan_chooses_today(mode, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PEERS["model"]))
+    for name, more in (("memfit", {}), ("memfit-compiled", {"compile": "blocks"})):
+        chosen = peers.chosen(peers.plan(tmp_path, *peers.MODES[mode], **more))
+        recorded = PEERS["modes"][mode]["trainers"][name]["chose"]
+        assert json.loads(json.dumps(chosen)) == recorded
+
+
+@pytest.mark.parametrize("mode", ["full-fp32", "lora-fp32"])
+def test_one_configuration_is_the_fastest_and_holds_the_least(mode):
+    trainers = PEERS["modes"][mode]["trainers"]
+    own = trainers["memfit-compiled"]
+    others = [trainers[name] for name in ("hf-trainer", "trl", "litgpt")]
+    for figure in ("time_over_memfit", "step_mib", "resident_mib"):
+        assert own[figure] < min(row[figure] for row in others)
+    assert own["saved_mib"] < 0.6 * trainers["hf-trainer"]["saved_mib"]

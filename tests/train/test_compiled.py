@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Iterator
 
@@ -17,7 +18,7 @@ from memfit.adapters import find_adapter
 from memfit.catalog import find_device
 from memfit.certify.fake_device import fake_device
 from memfit.certify.tracing import trace_step
-from memfit.errors import InvalidRequest
+from memfit.errors import InvalidRequest, NotCertified
 from memfit.families import read_model
 from memfit.families.compiled import FAMILIES
 from memfit.ledger import Kind, Phase
@@ -25,6 +26,7 @@ from memfit.nouns import from_data
 from memfit.plan.memory import predict_memory
 from memfit.recipe import LEAN, Lora
 from memfit.request import Request
+from memfit.train import build
 from memfit.train.build import build_model
 from memfit.train.hugging_face import parts
 from memfit.train.measure import Meter
@@ -210,6 +212,54 @@ def test_what_does_not_go_with_compiled_blocks_is_refused(changes, named):
     recipe = make_recipe(**changes, compile="blocks")
     with pytest.raises(InvalidRequest, match=named):
         build_model(recipe, "meta")
+
+
+# -- the facts behind refusals: where one fails, its refusal can go ---------------------------
+
+
+@pytest.fixture
+def unrefused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "check_compiled", lambda *_: None)
+
+
+@pytest.mark.usefixtures("eager_backend", "unrefused")
+def test_documents_of_other_lengths_are_still_compiled_anew():
+    built = make_built(make_recipe(compile="blocks", packing=True))
+    for lengths in ([10, 6], [5, 4, 7], [3, 2, 5, 6]):
+        batch = dataclasses.replace(make_batch(), documents=[lengths, lengths])
+        step(built, [batch], targets_of(batch))
+    assert counters["stats"]["unique_graphs"] == 3
+
+
+@pytest.mark.usefixtures("eager_backend")
+def test_a_compiled_backward_still_gives_all_gradients_of_a_block_at_once():
+    where = parts(make_built(make_recipe(compile="blocks")).model)
+    x = torch.zeros(ROWS, TOKENS, HIDDEN, requires_grad=True)
+    turn = where.backbone.rotary_emb(x, torch.arange(TOKENS).unsqueeze(0))
+    out = where.blocks[0](x, position_embeddings=turn)
+    edges = [edge for edge, _ in out.grad_fn.next_functions if hasattr(edge, "variable")]
+    at_once = {id(edge.variable) for edge in edges}
+    assert at_once >= {id(weight) for weight in where.blocks[0].parameters()}
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch compiles for a CPU with g++")
+def test_the_compiler_still_draws_random_numbers_of_its_own():
+    def drawn(drop):
+        torch.manual_seed(0)
+        return drop(torch.ones(64))
+
+    def drop(x):
+        return nn.functional.dropout(x, 0.5)
+
+    assert torch.equal(drawn(drop), drawn(drop))
+    assert not torch.equal(drawn(torch.compile(drop)), drawn(drop))
+
+
+@pytest.mark.usefixtures("unrefused")
+def test_blocks_of_4_bit_weights_still_cannot_be_cut():
+    recipe = make_recipe(compile="blocks", method="lora", base_format="nf4", precision="bf16-mixed")
+    with pytest.raises(NotCertified, match="fake modes"):
+        trace_step(recipe, find_device("cpu-x86"))
 
 
 def plan(**changes):

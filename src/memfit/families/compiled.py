@@ -52,6 +52,12 @@ def check_compiled(model: Model, recipe: Recipe) -> None:
         raise InvalidRequest(f"{SAID} does not go with {lack}", hint=LEAVE)
 
 
+def _lack_of_coded(recipe: Recipe) -> str:
+    if recipe.base_format in ("nf4", "fp4"):
+        return "products the certificate cannot cut"
+    return "products have not been proven when they are compiled"
+
+
 def find_lack(model: Model, recipe: Recipe) -> str:
     """What of a recipe leaves no block to compile as a whole; "" where nothing does."""
     if recipe.compile != "blocks":
@@ -63,9 +69,7 @@ def find_lack(model: Model, recipe: Recipe) -> str:
         f"{again} recomputed blocks: {DECIDES}": again > 0,
         f"`lean: {', '.join(recipe.lean)}`: {DECIDES}": bool(recipe.lean),
         f"`offload: activations`: {DECIDES}": recipe.offload == "activations",
-        f"`base_format: {recipe.base_format}`, whose products the certificate cannot cut": bool(
-            recipe.coding
-        ),
+        f"`base_format: {recipe.base_format}`, whose {_lack_of_coded(recipe)}": bool(recipe.coding),
         f"`precision: {recipe.precision}`, whose casts are other kernels when they are"
         " compiled": recipe.precision == "fp8-mixed",
         f"`qat: {recipe.qat}`, whose rounding must stay what it is evaluated with": bool(
