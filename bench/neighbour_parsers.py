@@ -236,7 +236,8 @@ def read_megatron(folder: Path) -> None:
         "arguments.validate_args(found)\n"
     )
     around = {
-        **os.environ, "WORLD_SIZE": str(world), "RANK": "0", "PYTHONPATH": CHECKOUT,
+        **os.environ, "WORLD_SIZE": str(world), "RANK": "0",
+        "PYTHONPATH": os.pathsep.join([CHECKOUT, os.environ.get("PYTHONPATH", "")]),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }  # fmt: skip
     command = [sys.executable, "-c", code, *arguments]
