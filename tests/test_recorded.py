@@ -59,14 +59,15 @@ def test_a_founding_case_is_planned_as_it_was_when_certified(name):
 
 
 @pytest.mark.parametrize("name", founding.TWENTY)
-def test_a_20b_recipe_has_the_longest_rows_that_fit(name):
+def test_a_20b_recipe_is_no_longer_than_what_fits_and_generates(name):
+    """Training alone may reach further: see docs/founding.md."""
     row = FOUNDING[name]
-    assert row["sequence_length"] == row["longest"]
-    assert row["generation"]["verdict"] == "fits"
+    assert row["sequence_length"] <= row["longest"]
+    assert row["verdict"] == row["generation"]["verdict"] == "fits"
     if row["longest"] == 2048:
         assert "2048 positions" in row["above"]["refused"]
     else:
-        assert row["above"]["verdict"] != "fits"
+        assert row["above"]["predicted_verdict"] != "fits"
 
 
 def test_7b_trained_by_the_book_is_refused_and_several_levers_make_it_fit():

@@ -14,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 from refusals_page import answer, read_refusals
 
+from memfit.ledger import Phase
+from memfit.train.live import LiveBytes
 from tiny_models import CONFIGS
 
 SDPA = (
@@ -111,3 +113,28 @@ def test_fake_tensors_still_have_no_address():
         x = torch.empty(4, device="cuda")
         with pytest.warns(UserWarning, match="data pointer of FakeTensor"):
             assert x.data_ptr() == 0
+
+
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch 2.13 has it")
+def test_torchs_fused_loss_still_hides_its_logits_and_rounds_its_value():
+    torch.manual_seed(0)
+    tokens, width, vocab, chunk = 64, 16, 1024, 16
+    hidden, weight = torch.randn(tokens, width), torch.randn(vocab, width)
+    labels = torch.randint(0, vocab, (tokens,))
+    options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk)
+
+    def fused(dtype):
+        x, w = (t.to(dtype).requires_grad_() for t in (hidden, weight))
+        return nn.functional.linear_cross_entropy(x, w, labels, options=options)
+
+    live = LiveBytes("cpu")
+    with live:
+        live.enter(Phase.LOSS)
+        fused(torch.float32)
+    gradients = 4 * (hidden.numel() + weight.numel())
+    assert live.peaks[Phase.LOSS] < gradients + 4 * chunk * vocab  # a chunk's logits are not there
+    rounded = fused(torch.bfloat16).detach()
+    logits = hidden.bfloat16() @ weight.bfloat16().t()
+    exact = nn.functional.cross_entropy(logits.float().detach(), labels)
+    assert rounded.dtype is torch.bfloat16
+    assert abs(float(rounded) / float(exact) - 1) > 1e-3

@@ -254,6 +254,13 @@ class Request(Noun, frozen=True, kw_only=True):
     def _check_own(self) -> None:
         """Refuse what only other frameworks' steps have; memfit's does not do it silently."""
         hint = "`framework: megatron`, `hf-trainer`, … predict the steps of others"
+        if self.loss == "fused":
+            raise InvalidRequest(
+                "`loss: fused`: torch's `linear_cross_entropy` is one operator, so that a"
+                " certificate does not see the logits inside it, and its loss of 16-bit products"
+                " is rounded to 16 bits",
+                hint="use `loss: chunked`, which holds as few logits, with an exact loss in fp32",
+            )
         for name, own in OWN_VALUES.items():
             value = getattr(self, name)
             if isinstance(value, str) and value not in ("auto", *own):
