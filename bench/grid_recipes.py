@@ -112,6 +112,8 @@ SELECTIVE: Settings = {"recompute": "selective"}
 EACH: Settings = {"recompute": "each"}
 DROPOUT: Settings = {"lora": {"dropout": 0.05}}
 ROUNDED: Settings = {"stochastic_rounding": True}
+VARLEN: Settings = {"attention": "varlen", "packing": True}
+COMPILED: Settings = {"compile": "blocks", "recompute": "none", "lean": (), "packing": False}
 
 # One setting of each list a model, in turn.
 TURNED: tuple[tuple[Settings, ...], ...] = (
@@ -211,6 +213,16 @@ TECHNIQUES: tuple[tuple[Settings, tuple[str, ...]], ...] = (
     (by("adamw8bit-paged", "fused"), ("llama-3.1-8b", "gpt2-xl", "pythia-1.4b")),
     ({"method": "freeze", "freeze": {"patterns": ("*norm*",)}}, ("llama-2-7b", "gemma-2-2b")),
     ({"objective": "sft", **LORA, "packing": True}, ("llama-3.1-8b", "pythia-410m")),
+    ({**VARLEN, **BF16}, ("llama-3.1-8b", "mistral-7b-v0.3", "qwen2.5-7b")),
+    ({**VARLEN, **LORA, **WIDE, **MIXED}, ("llama-2-7b", "qwen3-4b")),
+    ({**VARLEN, **LEAN, **MIXED}, ("smollm2-135m", "pythia-1.4b")),
+    ({**VARLEN, **IN_NF4, **BF16}, ("llama-3.1-8b",)),
+    ({**COMPILED, "method": "full"}, ("smollm2-135m", "qwen2-0.5b", "granite-3.1-2b-base")),
+    ({**COMPILED, "method": "full", **BF16}, ("llama-3.1-8b", "qwen3-4b")),
+    ({**COMPILED, "method": "full", **MIXED}, ("tinyllama-1.1b", "smollm3-3b")),
+    ({**COMPILED, **LORA, **WIDE, **BF16}, ("llama-2-7b", "mistral-7b-v0.1")),
+    ({**COMPILED, **LORA}, ("qwen2.5-7b",)),
+    ({**COMPILED, **FP16, **by("adamw8bit")}, ("qwen3-0.6b",)),
 )  # fmt: skip
 Row = tuple[str, Recipe, Device]
 
@@ -271,7 +283,7 @@ def possible(recipe: Recipe, device: Device) -> bool:
     if not device.is_cpu:
         return True
     cuda = find_optimizer(recipe.optimizer)
-    only = set(cuda.implementations) <= set(cuda.cuda_only)
+    only = set(cuda.implementations) <= set(cuda.cuda_only) or recipe.attention == "varlen"
     return not (only or recipe.precision == "fp8-mixed" or recipe.offload == "optimizer")
 
 
@@ -467,6 +479,7 @@ def describe(recipe: Recipe) -> str:
         ("unclipped", not settings.clip_norm and not settings.in_backward),
         (f"offload {recipe.offload}", recipe.offload != "none"),
         ("packed", recipe.packing),
+        ("compiled blocks", recipe.compile == "blocks"),
         ("sft", recipe.objective == "sft"),
         (f"dpo {recipe.preference.reference}", recipe.prefers),
     )
@@ -498,6 +511,7 @@ def techniques(recipe: Recipe) -> list[str]:
         f"loss: {recipe.loss}": True,
         f"attention: {recipe.attention}": True,
         "packed documents": recipe.packing,
+        f"compile: {recipe.compile}": recipe.compile != "none",
         f"dpo: {recipe.preference.reference}": recipe.prefers,
         "dpo over a quantised base": recipe.prefers and recipe.coding,
         "experts": experts,
@@ -510,6 +524,8 @@ def on(recipe: Recipe, device: Device) -> Recipe:
     heads = heads_of(read_model(recipe.model).architecture, recipe.sequence_length)
     facts = {"platform": device.platform, "capability": device.capability}
     kernel: Any = recipe.attention
+    if recipe.compile == "blocks" and kernel == "math":
+        kernel = "flash"
     if refusal(kernel, recipe.compute_dtype, heads, **facts):
         kernel = usable(recipe.compute_dtype, heads, **facts)[0]
     optimizer = recipe.optimizer

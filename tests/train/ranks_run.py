@@ -5,6 +5,7 @@ are imported once, and each rank is still a process that `kill -9` can end anywh
 processes' ids when they have begun and their exit statuses when all have ended.
 """
 
+import faulthandler
 import json
 import os
 import socket
@@ -88,6 +89,7 @@ def start(order: dict) -> list[int]:
 
 
 def main() -> None:
+    faulthandler.enable()  # a rank that dies of a signal says where
     torch.set_num_threads(1)
     build_model(tiny_recipe(), "cpu")  # imports what is only imported when it is needed
     for line in sys.stdin:

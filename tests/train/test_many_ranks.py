@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -59,8 +60,18 @@ class Runs:
         return json.loads(self._process.stdout.readline())
 
     def whole(self, name, **order):
-        """A run to its end, read back."""
-        assert set(self.start_and_end(name, **order)) == {0}
+        """A run to its end, read back; begun again once where torch's heap was found corrupt.
+
+        That was seen once in some thousand runs (`malloc(): unaligned tcache chunk detected` in a
+        rank that went on from a checkpoint; docs/LOG.md), and not once in 300 with glibc's
+        checking heap. It is said in the summary, with the stacks in the rank's own output.
+        """
+        ended = self.start_and_end(name, **order)
+        if -signal.SIGABRT in ended:
+            died = pytest.PytestWarning(f"a rank died of a signal: {name} ended with {ended}")
+            warnings.warn(died, stacklevel=2)
+            ended = self.start_and_end(name, **order)
+        assert set(ended) == {0}
         return read_json(self.folder / name / "run.json", Run)
 
     def start_and_end(self, name, **order):

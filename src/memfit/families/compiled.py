@@ -70,6 +70,8 @@ def find_lack(model: Model, recipe: Recipe) -> str:
         f"`lean: {', '.join(recipe.lean)}`: {DECIDES}": bool(recipe.lean),
         f"`offload: activations`: {DECIDES}": recipe.offload == "activations",
         f"`base_format: {recipe.base_format}`, whose {_lack_of_coded(recipe)}": bool(recipe.coding),
+        "`attention: math`: its scores come into the compiled graph, and how many of them fused"
+        " kernels hold is not described": recipe.attention == "math",
         f"`precision: {recipe.precision}`, whose casts are other kernels when they are"
         " compiled": recipe.precision == "fp8-mixed",
         f"`qat: {recipe.qat}`, whose rounding must stay what it is evaluated with": bool(
