@@ -362,9 +362,17 @@ def attend(forward: Forward, query: Tensor, key: Tensor, value: Tensor) -> Tenso
     return sizes.transpose(out, 1, 2)
 
 
+Projection = Callable[[Forward, Weights, str, Tensor], Tensor]
+
+
 @module
-def gated_attention(forward: Forward, weights: Weights, x: Tensor, turn: Turn) -> Tensor:
-    """Llama's attention: grouped heads, rotary positions; Qwen3's norms when the block has them."""
+def gated_attention(
+    forward: Forward, weights: Weights, x: Tensor, turn: Turn, last: Projection = project
+) -> Tensor:
+    """Llama's attention: grouped heads, rotary positions; Qwen3's norms when the block has them.
+
+    last: what the output projection is, where it is more than a product.
+    """
     shape = (*x.shape[:-1], -1, forward.architecture.head_dim)
     query = heads(forward, weights, "self_attn.q_proj", x, shape, "self_attn.q_norm.weight")
     key = heads(forward, weights, "self_attn.k_proj", x, shape, "self_attn.k_norm.weight")
@@ -373,7 +381,7 @@ def gated_attention(forward: Forward, weights: Weights, x: Tensor, turn: Turn) -
         query, key = rotate(query, key, turn)
     out = attend(forward, query, key, value)
     out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
-    return project(forward, weights, "self_attn.o_proj", out)
+    return last(forward, weights, "self_attn.o_proj", out)
 
 
 def heads(
@@ -387,15 +395,21 @@ def heads(
 
 
 @module
-def gated_mlp(forward: Forward, weights: Weights, x: Tensor, name: str = "mlp") -> Tensor:
-    """SwiGLU (Shazeer 2002.05202): down(act(gate(x)) * up(x))."""
+def gated_mlp(
+    forward: Forward,
+    weights: Weights,
+    x: Tensor,
+    name: str = "mlp",
+    last: Projection = project,
+) -> Tensor:
+    """SwiGLU (Shazeer 2002.05202): down(act(gate(x)) * up(x)); `last` as in `gated_attention`."""
     if "mlp" in forward.lean:
         return _lean_mlp(forward, weights, x, name)
     gate = activate(forward, project(forward, weights, f"{name}.gate_proj", x))
     up = project(forward, weights, f"{name}.up_proj", x)
     product = sizes.mul(gate, up)
     del gate, up
-    return project(forward, weights, f"{name}.down_proj", product)
+    return last(forward, weights, f"{name}.down_proj", product)
 
 
 def _lean_mlp(forward: Forward, weights: Weights, x: Tensor, name: str) -> Tensor:

@@ -6,19 +6,19 @@ them its heads, its part of the feed-forward, its part of the vocabulary.
 
 from __future__ import annotations
 
+from functools import partial
+
 from memfit import sizes
 from memfit.families.forward import (
     Embedded,
     Forward,
     Turn,
     Weights,
-    activate,
-    attend,
-    heads,
+    gated_attention,
+    gated_mlp,
     module,
     project,
     rms_norm,
-    rotate,
     rotation,
     within,
 )
@@ -78,32 +78,20 @@ def _embedding(forward: Forward, weight: Tensor, tp: int) -> Tensor:
 
 @module
 def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Turn, tp: int) -> Tensor:
-    """As `gated_attention`, of this rank's heads."""
+    """Of this rank's heads."""
     x = cut.gather_tokens(x, tp)
-    shape = (*x.shape[:-1], -1, forward.architecture.head_dim)
-    query = heads(forward, weights, "self_attn.q_proj", x, shape, "self_attn.q_norm.weight")
-    key = heads(forward, weights, "self_attn.k_proj", x, shape, "self_attn.k_norm.weight")
-    value = heads(forward, weights, "self_attn.v_proj", x, shape)
-    if turn is not None:
-        query, key = rotate(query, key, turn)
-    out = attend(forward, query, key, value)
-    out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
-    return _summed(forward, weights, "self_attn.o_proj", out, tp)
+    return gated_attention(forward, weights, x, turn, partial(_summed, tp=tp))
 
 
 @module
 def _mlp(forward: Forward, weights: Weights, x: Tensor, tp: int) -> Tensor:
-    """As `gated_mlp`, of this rank's part of its width."""
+    """Of this rank's part of its width."""
     x = cut.gather_tokens(x, tp)
-    gate = activate(forward, project(forward, weights, "mlp.gate_proj", x))
-    up = project(forward, weights, "mlp.up_proj", x)
-    product = sizes.mul(gate, up)
-    del gate, up
-    return _summed(forward, weights, "mlp.down_proj", product, tp)
+    return gated_mlp(forward, weights, x, last=partial(_summed, tp=tp))
 
 
 @module
-def _summed(forward: Forward, weights: Weights, name: str, x: Tensor, tp: int) -> Tensor:
+def _summed(forward: Forward, weights: Weights, name: str, x: Tensor, *, tp: int) -> Tensor:
     part = project(forward, weights, name, x)
     return cut.sum_tokens(part, tp)
 
