@@ -20,7 +20,7 @@ from memfit.certify.fake_device import fake_device
 from memfit.certify.tracing import trace_step
 from memfit.errors import InvalidRequest, NotCertified
 from memfit.families import read_model
-from memfit.families.compiled import FAMILIES
+from memfit.families.compiled import FAMILIES, compiled_bounds
 from memfit.ledger import Kind, Phase
 from memfit.nouns import from_data
 from memfit.plan.memory import predict_memory
@@ -155,6 +155,7 @@ def test_a_plan_predicts_what_compiled_blocks_keep(device, changes):
     """When the loss is made, no block holds anything else."""
     recipe = make_recipe(compile="blocks", device=device, **changes)
     predicted, traced = ledgers_of(recipe)
+    assert compiled_bounds(recipe)[0] in trace_step(recipe, find_device(device)).bounds
     layers = read_model(recipe.model).architecture.layers
     wider = 2 * ROWS * TOKENS * HIDDEN * layers if recipe.autocast else 0
     assert held(predicted, Phase.LOSS) - held(traced, Phase.LOSS) == wider

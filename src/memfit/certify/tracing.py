@@ -14,6 +14,7 @@ from memfit.certify.outliers import outlier_bounds, outlier_rules
 from memfit.certify.recorder import Recorder, Trace
 from memfit.errors import Error, NotCertified
 from memfit.families import family_of, read_model
+from memfit.families.compiled import compiled_bounds
 from memfit.hardware import Device
 from memfit.ledger import Phase
 from memfit.optimizers import find_optimizer
@@ -314,7 +315,7 @@ def _bounds(
             f"the compiled update of `{recipe.optimizer.name}` is assumed to keep what it computes"
             " in between in registers: not measured"
         )
-    bounds += outlier_bounds(recipe)
+    bounds += (*outlier_bounds(recipe), *compiled_bounds(recipe))
     bounds += find_optimizer(recipe.optimizer).bounds
     if recipe.offload == "optimizer":
         bounds.append(f"the host holds {COPIES} pinned copies of the trained weights: not counted")

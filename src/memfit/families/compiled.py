@@ -46,6 +46,16 @@ def keep_as_lean(a: Architecture, recipe: Recipe) -> tuple[Lean, ...]:
     return find_lean(a) if recipe.compile == "blocks" else recipe.lean
 
 
+def compiled_bounds(recipe: Recipe) -> tuple[str, ...]:
+    """What a reader must know of the certificate of compiled blocks."""
+    if recipe.compile != "blocks":
+        return ()
+    return (
+        "compiled blocks: what they keep is exact; within a block the graph's operators are run one"
+        " by one, a bound from above on what fused kernels hold",
+    )
+
+
 def check_compiled(model: Model, recipe: Recipe) -> None:
     """Raise InvalidRequest where a recipe's blocks cannot be compiled."""
     if lack := find_lack(model, recipe):
