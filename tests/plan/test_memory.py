@@ -20,6 +20,7 @@ from memfit.plan.memory import predict_flop, predict_memory
 from memfit.plan.time import count_work, sum_up
 from memfit.recipe import Freeze, Lora, Preference, Quantisation
 from memfit.sizes import workspace
+from memfit.units import MIB
 from tiny_models import CONFIGS, make_recipe
 
 CPU, H100 = catalog.find_device("cpu-x86"), catalog.find_device("h100-sxm")
@@ -500,6 +501,19 @@ def test_the_prediction_equals_the_trace_on_cuda(name):
         for kind in want.keys() | have.keys():
             # blocks of 512 B may move a peak of these small tensors to a neighbouring instant
             assert have.get(kind, 0) == pytest.approx(want.get(kind, 0), rel=0.02, abs=4096), kind
+
+
+def test_a_first_backward_brings_its_threads_workspace_to_the_products_of_pairs():
+    """They are the first; where logits make the peak, before any block's products."""
+    wide = CONFIGS["llama"] | {"vocab_size": 300_000}
+    recipe = make_recipe(
+        "llama", config=wide, precision="bf16", base_format="bf16", device=H100.id,
+        micro_batch=4, loss="chunked", loss_chunk=64, **DPO,
+    )  # fmt: skip
+    ledger, traced = predict(recipe, H100), trace(recipe, H100).ledger
+    want, have = (x.by_kind(Phase.FIRST_STEP) for x in (traced, ledger))
+    assert have[Kind.WORKSPACE] == want[Kind.WORKSPACE] >= 64 * MIB
+    assert have[Kind.LOGITS] == want[Kind.LOGITS]
 
 
 @pytest.mark.parametrize("rows", [3, 49, 128])

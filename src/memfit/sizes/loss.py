@@ -116,6 +116,9 @@ def chunk_gradients(
         last = index == len(seen) - 1
         rows = tokens - (chunks - 1) * chunk if last else chunk
         piece = cast(hidden.viewed((rows, width), hidden.strides), compute)
+        if index == 0:  # those of all chunks; the first one may be the first of a backward
+            products = 1 + node.needs(0) + node.needs(1)
+            meter.count_product(2 * tokens * vocab * width * products)
         slope = _slope(piece, low, capped)
         loss = empty(meter, (), "float32")  # the local variable stays until the next chunk's
         slope = cast(slope, compute)
@@ -125,8 +128,6 @@ def chunk_gradients(
             total = _outer(total, slope, piece, weight.dtype, alone=chunk >= tokens)
         del slope, piece
     del loss
-    products = 1 + node.needs(0) + node.needs(1)
-    meter.flop += 2 * tokens * vocab * width * products
     return None if total is None else cast(total, weight.dtype)
 
 
