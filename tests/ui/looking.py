@@ -4,6 +4,8 @@ import os
 from contextlib import contextmanager
 from pathlib import Path
 
+from tabbing import check_round
+
 ROOT = Path(__file__).parent.parent.parent
 AXE = ROOT / "ui" / "node_modules" / "axe-core" / "axe.min.js"
 PATIENCE = 240_000  # ms; machines that run tests are busy, and a proof is a process of its own
@@ -53,7 +55,8 @@ def rest(page):
 
 
 def check_look(page, name):
-    """Each width, light and dark: nothing sticks out, and axe finds nothing serious.
+    """Each width, light and dark: nothing sticks out, and axe finds nothing serious; Tab gets
+    everywhere and is seen there.
 
     Set MEMFIT_SCREENSHOTS to a folder to keep a picture of each.
     """
@@ -66,6 +69,8 @@ def check_look(page, name):
                 page.screenshot(path=Path(folder) / f"{name}-{width}-{scheme}.png", full_page=True)
             if AXE.exists():
                 assert find_barriers(page) == [], (name, width, scheme)
+            if scheme == "light":
+                check_round(page)
 
 
 def find_barriers(page):

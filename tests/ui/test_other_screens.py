@@ -8,6 +8,7 @@ from urllib.parse import quote, urlencode
 
 import pytest
 from looking import AXE, ROOT, SMALL, TINY, check_look, opened, watched
+from tabbing import tab_to
 
 from memfit import api, units
 from memfit.nouns import from_data, read_json
@@ -85,11 +86,13 @@ def test_the_timeline_is_the_certificates(browser, server):
         "method": "full", "task.steps": "3", "limits.memory": "1 GiB",
     }  # fmt: skip
     with opened(browser, server, f"timeline?{urlencode(keys)}") as page:
-        page.click("#certify")
+        tab_to(page, "#certify")
+        page.keyboard.press("Enter")
         page.wait_for_selector("#curve")
+        assert page.evaluate("document.activeElement.id") == "certify"  # it was busy, and is kept
         reading = page.text_content("#reading")
         assert "(the peak)" in reading
-        page.focus("#curve")
+        tab_to(page, "#curve")
         page.keyboard.press("ArrowLeft")
         page.wait_for_function(
             "(old) => document.querySelector('#reading').textContent !== old", arg=reading
@@ -98,6 +101,7 @@ def test_the_timeline_is_the_certificates(browser, server):
         page.wait_for_function(
             "(old) => document.querySelector('#reading').textContent === old", arg=reading
         )
+        tab_to(page, "[aria-label='Alive at the peak']")  # the curve takes arrows, and is no trap
         rows = page.locator("[aria-label='Alive at the peak'] tbody tr").all_text_contents()
         assert any(".py:" in row and "model.layers" in row for row in rows), rows[:4]
         check_look(page, "timeline")

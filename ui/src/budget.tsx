@@ -89,7 +89,10 @@ function Row(props: { quantity: Quantity; text: string; figure?: Figure; put: (t
           const part = Number(event.currentTarget.value) / NOTCHES;
           props.put(q.write(10 ** (q.low + part * (q.high - q.low))));
         }} />
-      <button type="button" disabled={!text} aria-label={`let ${q.label} follow`} onClick={() => props.put("")}>×</button>
+      <button type="button" disabled={!text} aria-label={`let ${q.label} follow`} onClick={() => {
+        document.getElementById(`${id}-text`)?.focus(); // the button is disabled once there is nothing given
+        props.put("");
+      }}>×</button>
     </div>
   );
 }

@@ -238,7 +238,10 @@ function Other({ keys, set }: Props) {
             <li>
               <code>{`${key}=${value}`}</code>
               <button type="button" aria-label={`leave ${key} out`}
-                onClick={() => set(without(keys, [key]))}>×</button>
+                onClick={() => {
+                  document.getElementById("other")?.focus(); // the button goes with its chip
+                  set(without(keys, [key]));
+                }}>×</button>
             </li>
           ))}
         </ul>

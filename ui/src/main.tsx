@@ -83,6 +83,20 @@ function ways(keys: Keys, sliders: Slider[]): string[] {
   return found.sort(([a], [b]) => a - b).map(([, path]) => path);
 }
 
+// Where what had the focus is gone, as a row's link that was followed, the answer has it, and not
+// the page's beginning.
+function useFocusKept(): void {
+  const last = useRef<Element | null>(null);
+  useEffect(() => {
+    const keep = (event: FocusEvent) => { last.current = event.target as Element; };
+    addEventListener("focusin", keep);
+    return () => removeEventListener("focusin", keep);
+  }, []);
+  useEffect(() => {
+    if (last.current && !last.current.isConnected) document.getElementById("main")?.focus();
+  });
+}
+
 function App({ catalogue }: { catalogue: Catalogue }) {
   const [state, setState] = useState<State>(() => readState(location.hash));
   const [touched, setTouched] = useState("");
@@ -91,6 +105,7 @@ function App({ catalogue }: { catalogue: Catalogue }) {
     addEventListener("hashchange", follow);
     return () => removeEventListener("hashchange", follow);
   }, []);
+  useFocusKept();
   const { screen, keys } = state;
   // What a control changed is put into the newest keys: it may have been drawn before another's change.
   const set = useCallback((wanted: Keys, slider?: Slider) => {

@@ -20,6 +20,7 @@ export function TimelineScreen({ keys, set, words }: { keys: Keys; set: (keys: K
   const query = requestOf(keys);
   const of = JSON.stringify([query, rank]);
   const certify = async () => {
+    if (busy) return; // a button that is disabled would lose the focus
     setBusy(true);
     setError(null);
     try {
@@ -37,7 +38,7 @@ export function TimelineScreen({ keys, set, words }: { keys: Keys; set: (keys: K
         <div class="row filters">
           <Text id="rank" label="Rank" value={rank} example="the fullest"
             set={(value) => set({ ...keys, _rank: value.replace(/\D/g, "") })} />
-          <button type="button" class="main" id="certify" disabled={busy} onClick={() => void certify()}>
+          <button type="button" class="main" id="certify" aria-disabled={busy} onClick={() => void certify()}>
             {busy ? "Certifying…" : "Certify and draw"}
           </button>
         </div>

@@ -7,6 +7,7 @@ STYLE = """
 --line:#343941;--accent:#6cb8ec;--fits:#5fd39a;--at_risk:#f0b849;--does_not_fit:#ff8a80;
 --unproven:#7fc4f0;--track:#2a2e35}}
 *{box-sizing:border-box}
+:focus-visible{outline:3px solid var(--accent);outline-offset:2px}
 body{margin:0;background:var(--bg);color:var(--ink);
 font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans",sans-serif}
 main{max-width:1040px;margin:0 auto;padding:24px 16px 64px}
