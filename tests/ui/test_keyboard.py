@@ -73,10 +73,17 @@ def test_every_screen_by_keyboard_alone(browser, server):
         page.wait_for_selector("[aria-label=Considered] td")
         tab_to(page, "#why-not")
         write(page, "micro_batch=4")
-        page.wait_for_selector("[aria-label='Two plans'] td")
+        page.wait_for_selector("[aria-label='Chosen and asked'] td")
         assert page.text_content("#why-answer").startswith(
             api.why_not(request, {"micro_batch": 4}).answer.replace("_", " ")
         )
+        tab_to(page, "#two_right", back=True)
+        write(page, "model=pythia-160m")
+        page.wait_for_selector("[aria-label='Left and right'] td")
+        tab_to(page, "[name=_right]", back=True)  # and a row of the table instead, by arrows
+        page.keyboard.press("ArrowDown")
+        page.wait_for_function("() => !location.hash.includes('pythia-160m')")
+        page.wait_for_selector("[aria-label='Left and right'] td")
         tab_to(page, "[aria-label=Considered] td a", back=True)
         page.keyboard.press("Enter")  # the focus is on a row that is no more: it goes to the answer
         page.wait_for_function("() => location.hash.startsWith('#/plan')")

@@ -15,6 +15,7 @@ from memfit.nouns import from_data, read_json
 from memfit.request import Request
 from memfit.results import Report
 from memfit.screens.budget import show_figure
+from memfit.screens.memory import parts_of
 
 TEXT = "The cat sat on a mat while the rain fell over old hills. " * 20
 
@@ -77,7 +78,41 @@ def test_explore_says_why_each_was_not_chosen(browser, server):
             arg=len(fitting),
         )
         assert "_fits=1" in page.url
+        page.get_by_role("radio", name="micro_batch=4, left").check()
+        page.fill("#two_right", "hardware.device=a100-sxm-80; task.sequence_length=512")
+        page.keyboard.press("Enter")
+        show_two(page)
+        page.reload()  # the address is the whole state
+        show_two(page)
         check_look(page, "explore")
+        page.fill("#two_right", "nonsense")
+        page.keyboard.press("Enter")
+        assert "cannot read `nonsense`" in page.text_content("#two .trouble")
+
+
+def show_two(page):
+    """That two freely chosen plans stand there with the figures of `memfit plan`."""
+    page.wait_for_selector("[aria-label='Left and right'] td")
+    rows = page.locator("[aria-label='Left and right'] tbody tr").all()
+    shown = {said[0]: said[1:] for row in rows if (said := row.locator("td").all_text_contents())}
+    wanted = ({"micro_batch": 4}, {"hardware.device": "a100-sxm-80", "task.sequence_length": 512})
+    plans = [
+        api.plan(api.read("pythia-70m", changes={"hardware.device": "rtx-4090", **own}))
+        for own in wanted
+    ]
+    sizes = [plan.memory.device_total for plan in plans]
+    assert shown["needs"][:2] == [units.show_bytes(size) for size in sizes]
+    assert shown["needs"][2] == f"{units.show_bytes(abs(sizes[1] - sizes[0]))} less"
+    assert shown["one step"][:2] == [units.show_seconds(p.time.step_seconds) for p in plans]
+    kinds = [dict(parts_of(plan.memory)) for plan in plans]
+    for kind in {*kinds[0], *kinds[1]}:
+        assert shown[f"– {kind.replace('_', ' ')}"][:2] == [
+            units.show_bytes(own.get(kind, 0)) for own in kinds
+        ]
+    said = page.text_content("[aria-label='Keys that differ']")
+    assert "micro_batch" in said
+    assert "sequence_length" in said
+    assert "seed" not in said
 
 
 def test_the_timeline_is_the_certificates(browser, server):

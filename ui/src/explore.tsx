@@ -3,12 +3,12 @@ import { useEffect, useState } from "preact/hooks";
 import { ask } from "./ask";
 import { Scatter, type Dot } from "./charts";
 import { Text } from "./controls";
-import { Bar, Card, Table, Trouble, Verdict, partsOf, room } from "./parts";
+import { Card, Table, Trouble, Verdict, room } from "./parts";
 import type { Planned } from "./plan";
 import * as show from "./show";
 import { asYaml, change, queryOf, writeState, type Keys } from "./state";
+import { Beside, SIDES, TwoPlans, writeChanges } from "./two";
 import type { Considered, Offered, Offers, Plan, WhyNot, Words } from "./types";
-import { needs } from "./types";
 
 interface Props {
   keys: Keys;
@@ -24,6 +24,7 @@ export function ExploreScreen(props: Props) {
       {planned.error ? <Trouble error={planned.error} /> : planned.answer ? (
         <Found {...props} plan={planned.answer.data} />
       ) : <p role="status" class="soft">planning…</p>}
+      <TwoPlans keys={props.keys} set={props.set} words={props.words} />
       <OffersCard {...props} />
       <WhyNotCard {...props} />
     </div>
@@ -93,14 +94,30 @@ function Found(props: Props & { plan: Plan }) {
           { head: "front", cell: (row) => (front.has(row) ? "●" : "") },
           { head: "needs", number: true, cell: (row) => `${row.exact ? "" : "~"}${show.bytes(size(row))}` },
           { head: "time", number: true, cell: (row) => `${row.relative_time.toFixed(2)}x` },
-          { head: "fits", cell: (row) => (row.fits ? "✔ yes" : "✘ no") },
+          { head: "fits", cell: (row) => (row.fits ? "✔\u00a0yes" : "✘\u00a0no") },
+          { head: "beside", cell: (row) => (row.chosen || words(row)) && (
+            <Sides text={row.chosen ? "" : writeChanges(row.changes)} keys={keys} set={set} />
+          ) },
           { head: "why, or why not", cell: (row) => row.because },
         ]} />
         <p class="soft small">
-          ● on the front: nothing that fits is faster with less memory. ~ the search's estimate, within a few per cent.
+          Beside: left and right of the two plans below. ● on the front: nothing that fits is faster with less memory. ~ the search's estimate, within a few per cent.
         </p>
       </Card>
     </>
+  );
+}
+
+// Which of the two plans below a row is; one stop of Tab a side, arrows go through the rows.
+function Sides({ text, keys, set }: { text: string; keys: Keys; set: (keys: Keys) => void }) {
+  return (
+    <span class="sides">
+      {SIDES.map((side, index) => (
+        <input type="radio" name={side} checked={(keys[side] ?? "") === text}
+          aria-label={`${text || "as asked"}, ${index ? "right" : "left"}`}
+          onChange={() => set({ ...keys, [side]: text })} />
+      ))}
+    </span>
   );
 }
 
@@ -189,9 +206,8 @@ function WhyNotCard({ keys, set, words: said }: Props) {
     return () => { still = false; };
   }, [query]);
   const both = found ? [found.chosen, found.asked].filter((plan) => plan != null) : [];
-  const full = Math.max(...both.map((plan) => Math.max(needs(plan.memory) ?? 0, plan.memory.usable ?? 0)), 1);
   return (
-    <Card title="Why not? Two plans side by side">
+    <Card title="Why not?">
       <Text id="why-not" label="Instead of the chosen one" value={asked} example="micro_batch=8"
         set={(value) => set({ ...keys, _why_not: value })} />
       {error ? <Trouble error={error} /> : query && !found && <p role="status" class="soft">planning both…</p>}
@@ -200,34 +216,9 @@ function WhyNotCard({ keys, set, words: said }: Props) {
           <p role="status" id="why-answer">
             <b>{found.answer.replaceAll("_", " ")}</b>: {found.because.join("; ")}
           </p>
-          <div class="bars">
-            {both.map((plan, index) => (
-              <Bar name={index ? asked : "chosen"} parts={partsOf(plan.memory, Object.keys(said.colours))}
-                limit={plan.memory.usable} full={full} words={said} />
-            ))}
-          </div>
-          <Differences plans={both} asked={asked} words={said} />
+          <Beside plans={both} names={["chosen", asked]} bars={["chosen", "asked"]} words={said} label="Chosen and asked" />
         </>
       )}
     </Card>
-  );
-}
-
-function Differences({ plans, asked, words: said }: { plans: Plan[]; asked: string; words: Words }) {
-  const rows: [string, (plan: Plan) => string][] = [
-    ["verdict", (plan) => said.verdicts[plan.memory.verdict] ?? plan.memory.verdict],
-    ["needs", (plan) => show.bytes(needs(plan.memory))],
-    ["one step", (plan) => show.seconds(plan.time.step_seconds)],
-    ["tokens a second", (plan) => show.whole(plan.time.tokens_per_second)],
-    ["cost", (plan) => show.usd(plan.cost.usd)],
-    ["recipe", (plan) => plan.considered.find((row) => row.chosen)?.label ?? plan.recipe_digest],
-  ];
-  return (
-    <Table label="Two plans" rows={rows} columns={[
-      { head: "figure", cell: ([name]) => name },
-      ...plans.map((plan, index) => ({
-        head: index ? asked : "chosen", cell: ([, read]: [string, (plan: Plan) => string]) => read(plan),
-      })),
-    ]} />
   );
 }

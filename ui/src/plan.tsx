@@ -156,7 +156,7 @@ function Levers({ plan, keys, rows }: { plan: Plan; keys: Keys; rows: Considered
         const more = (row.relative_time - 1) * 100;
         return `${more >= 0 ? "+" : ""}${more.toFixed(1)}%`;
       } },
-      { head: "fits", cell: (row) => (row.fits ? "✔ yes" : "✘ no") },
+      { head: "fits", cell: (row) => (row.fits ? "✔\u00a0yes" : "✘\u00a0no") },
       { head: "note", cell: (row) => row.because },
     ]} />
   );
