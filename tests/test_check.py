@@ -105,6 +105,9 @@ def test_a_deepspeed_file_of_auto_takes_the_trainers(tmp_path):
 
 @pytest.mark.parametrize(("text", "key"), [
     ("model_name_or_path: Qwen/Qwen3-0.6B\nuse_liger_kernel: true\n", "use_liger_kernel"),
+    ("model_name_or_path: Qwen/Qwen3-0.6B\nbeta: 0.1\n", "beta: 0.1"),  # of pairs, not of SFT
+    ("model_name_or_path: Qwen/Qwen3-0.6B\nstage: dpo\ncutoff_len: 512\n", "stage: dpo"),
+    ("base_model: Qwen/Qwen3-0.6B\nrl: dpo\n", "rl: dpo"),
     ("model_name_or_path: Qwen/Qwen3-0.6B\noptim: lomo\n", "optim: lomo"),
     ("model_name_or_path: Qwen/Qwen3-0.6B\nattn_implementation: eager\n", "eager"),
     ("base_model: Qwen/Qwen3-0.6B\nplugins: [x]\n", "plugins"),

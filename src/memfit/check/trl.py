@@ -25,6 +25,12 @@ REFUSED = (
     "lora_modules_to_save", "gradient_checkpointing_kwargs", "activation_checkpointing",
     "neftune_noise_alpha", "auto_find_batch_size", "deepspeed",
 )  # fmt: skip
+# arguments of its other trainers (DPO, KTO, ORPO, GRPO, RLOO, rewards), which SFTConfig has not
+OTHER_TRAINERS = (
+    "beta", "rpo_alpha", "precompute_ref_log_probs", "sync_ref_model", "label_smoothing",
+    "max_prompt_length", "max_completion_length", "desirable_weight", "undesirable_weight",
+    "center_rewards_coefficient", "num_generations", "reward_funcs", "reward_model_name_or_path",
+)  # fmt: skip
 
 
 @final
@@ -57,6 +63,8 @@ class TrlReader(Reader):
 
     def read(self, taken: Taken, said: Said) -> None:
         """See `Reader.read`."""
+        for key in OTHER_TRAINERS:
+            taken.refuse(key, (), "TRL's SFT is described, and it has no such argument")
         said.put_model(taken("model_name_or_path"))
         said.put("framework", "trl")
         said.put("task.objective", "sft")
