@@ -24,6 +24,7 @@ from memfit.parallelism.tensor import cut_dim
 from memfit.recipe import Parallel, Recipe
 from memfit.train.build import Built, build_model, build_optimizer
 from memfit.train.gloo import without_gloo
+from memfit.train.quantised import quantised_modules
 from memfit.train.step import Batch, evaluate, step
 
 
@@ -42,13 +43,21 @@ def part_of(name: str, whole: torch.Tensor, parallel: Parallel, rank: int) -> to
 def fill(model: torch.nn.Module, recipe: Recipe) -> None:
     """The same numbers whatever the world is: drawn whole, then cut by our own arithmetic."""
     rank = dist.get_rank() if dist.is_initialized() else 0
+    coded = quantised_modules(model)
+    stored = {id(p) for module in coded.values() for p in module.stored().values()}
     with torch.no_grad():
         for index, (name, weight) in enumerate(model.named_parameters()):
+            if id(weight) in stored:
+                continue
             random = torch.Generator().manual_seed(index)
             whole = 0.05 * torch.randn(weight.shape, generator=random)
             mine = part_of(name, whole, recipe.parallel, rank)
             local = weight.to_local() if hasattr(weight, "to_local") else weight
             local.copy_(mine)
+        for index, module in enumerate(coded.values()):
+            random = torch.Generator().manual_seed(index)
+            dense = module.empty_dense()
+            module.store(dense.copy_(0.05 * torch.randn(dense.shape, generator=random)))
 
 
 def run(recipe: Recipe, rank: int, world: int) -> dict[str, Any]:

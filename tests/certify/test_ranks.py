@@ -16,7 +16,7 @@ from rank_worker import alone
 from tiny_steps import CONFIGS, CPU, make_recipe
 
 from memfit.certify import trace
-from memfit.recipe import LEAN, Freeze, Parallel, Recipe
+from memfit.recipe import LEAN, Freeze, Parallel, Quantisation, Recipe
 
 WORKER = Path(__file__).parent / "rank_worker.py"
 SHARDS = Parallel(dp_shard=2)
@@ -27,6 +27,7 @@ RAGGED = {**CONFIGS["llama"], "vocab_size": 251, "intermediate_size": 177}
 MIXED = {"precision": "bf16-mixed"}
 BF16 = {"precision": "bf16", "base_format": "bf16"}
 LORA = {"method": "lora"}
+NF4 = {"base_format": "nf4", "quantisation": Quantisation(double=True)}
 PRODUCTS = Parallel(tp=2, sequence_parallel=True)
 ROWS_AND_PRODUCTS = Parallel(dp_shard=2, tp=2, sequence_parallel=True)
 SMALL = {"num_hidden_layers": 1, "vocab_size": 250, "intermediate_size": 178}
@@ -74,6 +75,10 @@ CASES: dict[str, Recipe] = {
     "lean-mixed-lora": make_recipe(
         "qwen3", parallel=SHARDS, **MIXED, **LORA, base_format="bf16", lean=LEAN
     ),
+    "nf4-ragged": make_recipe(config=RAGGED, parallel=SHARDS, **LORA, **NF4, recompute_blocks=1),
+    "mixed-nf4": make_recipe("qwen3", parallel=KEPT, **MIXED, **LORA, **NF4),
+    "mixed-int8": make_recipe("mistral", parallel=SHARDS, **MIXED, **LORA, base_format="int8"),
+    "copies-fp4": make_recipe(parallel=COPIES, **LORA, base_format="fp4"),
     "in-backward": make_recipe(
         config=RAGGED, parallel=SHARDS, recompute_blocks=1, clip_norm=0, in_backward=True
     ),

@@ -81,7 +81,7 @@ def test_the_int8_product_is_bitsandbytes_own() -> None:
     with quiet_import():
         from bitsandbytes.autograd._functions import MatMul8bitLt, MatmulLtState
     _, made = linear_of("int8")
-    state = MatmulLtState(CB=made.weight, SCB=made.scales)
+    state = MatmulLtState(CB=made.weight, SCB=made.factors())
     state.has_fp16_weights, state.threshold = False, made.threshold
     x = torch.randn(256, 1024, dtype=torch.bfloat16, device="cuda")
     x[:, 5] *= 30

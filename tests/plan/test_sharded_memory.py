@@ -18,7 +18,7 @@ from memfit.plan.clock.read import read_setting
 from memfit.plan.clock.step import predict_step
 from memfit.plan.memory import predict_memory
 from memfit.plan.meshes import list_meshes
-from memfit.recipe import Freeze, Parallel, Recipe
+from memfit.recipe import Freeze, Parallel, Quantisation, Recipe
 from memfit.request import Request
 from memfit.sizes import Meter
 from memfit.sizes.sharding import Sharding, Shared, Unit
@@ -32,6 +32,7 @@ EVEN = {**CONFIGS["llama"], "vocab_size": 250, "intermediate_size": 178}
 DEEP = {**CONFIGS["llama"], "num_hidden_layers": 6}
 MIXED = {"precision": "bf16-mixed"}
 OVER_BF16 = {**MIXED, "base_format": "bf16", "method": "lora"}
+OVER_NF4 = {"method": "lora", "base_format": "nf4", "quantisation": Quantisation(double=True)}
 TWO = Parallel(dp_shard=2)
 CASES = {
     "2 shards of uneven weights, recomputed, accumulated, mixed": make_recipe(
@@ -44,6 +45,9 @@ CASES = {
         "gpt2", parallel=Parallel(dp_shard=2, reshard_after_forward=False)
     ),
     "lora over bf16, 8 shards": make_recipe(parallel=Parallel(dp_shard=8), **OVER_BF16),
+    "lora over nf4, 3 shards of uneven codes and scales, recomputed": make_recipe(
+        config=UNEVEN, parallel=Parallel(dp_shard=3), recompute_blocks=1, **MIXED, **OVER_NF4
+    ),
     "chunked, selective, in backward": make_recipe(
         parallel=TWO, loss="chunked", loss_chunk=12, selective_blocks=1,
         optimizer={"in_backward": True, "clip_norm": 0.0},
@@ -65,6 +69,15 @@ SLOW = {
         config=CONFIGS["qwen2"] | {"vocab_size": 250, "tie_word_embeddings": True},
         parallel=Parallel(dp_replicate=2, tp=2, sequence_parallel=True),
         packing=True,
+    ),
+    "lora over int8, 2 copies, accumulated": make_recipe(
+        "qwen2",
+        parallel=Parallel(dp_replicate=2),
+        accumulation=2,
+        precision="bf16",
+        method="lora",
+        base_format="int8",
+        quantisation=Quantisation(outlier_threshold=6.0, outlier_share=0.1),
     ),
     "4 copies, accumulated": make_recipe(
         parallel=Parallel(dp_replicate=4), accumulation=2, **MIXED
@@ -213,3 +226,15 @@ def test_weights_that_stay_gathered_are_fetched_once() -> None:
         predict_step(read_setting(r, model, H100)).gathering for r in (recipe, kept)
     )  # fmt: skip
     assert 0 < once < again
+
+
+def test_a_quantised_base_is_gathered_as_it_is_stored() -> None:
+    mesh, over = {"parallel": {"dp_shard": 64}}, {"method": "lora", "precision": "bf16"}
+    dense, coded = (
+        api.read_stated(ask(**mesh, **over, base_format=f)).recipe for f in ("bf16", "nf4")
+    )
+    model = read_model(dense.model)
+    two, half = (read_setting(r, model, H100) for r in (dense, coded))
+    assert two.layout.gathered == 2
+    assert half.layout.gathered == pytest.approx(0.516, abs=1e-3)  # 4.127 bits
+    assert predict_step(half).gathering < predict_step(two).gathering

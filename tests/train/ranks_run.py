@@ -41,7 +41,8 @@ def recipe_of(order: dict) -> Recipe:
         model=ModelReference(name="tiny", source="", config=config),
         parallel=parallel, micro_batch=micro, accumulation=8 // micro // parallel.dp,
         method=order.get("method", "full"), lora=LORA if "method" in order else Lora(),
-        steps=order.get("steps", 6), optimizer={"implementation": "foreach"},
+        base_format=order.get("base_format", "fp32"), steps=order.get("steps", 6),
+        optimizer={"implementation": "foreach"},
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from tiny_runs import tiny_recipe, write_text
 
 from memfit import catalog
+from memfit.adapters import find_adapter
 from memfit.certify.certificate import make_certificate
 from memfit.families import read_model
 from memfit.ledger import Phase
@@ -148,7 +149,8 @@ def held_to_certificates(runs, run, parallel, micro, **order):
 
 def padded(recipe, rank):
     """Bytes of a rank's shards; the first one's are the most, which all are padded to."""
-    return held_bytes(read_model(recipe.model).weights, recipe.parallel, rank)
+    model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+    return held_bytes(model.weights, recipe.parallel, rank)
 
 
 @pytest.mark.slow
@@ -170,6 +172,16 @@ def test_adapters_on_many_ranks(runs):
     run = runs.whole("lora", method="lora", parallel=SHARDS)
     same_learning(runs, "lora", run, want, "lora alone")
     assert len(run.ranks) == 2
+
+
+@pytest.mark.slow
+def test_adapters_over_nf4_on_many_ranks_go_on(runs):
+    order = {"method": "lora", "base_format": "nf4", "micro_batch": 2}
+    want = runs.whole("nf4 alone", **order)
+    stop(runs, "nf4", 2, parallel=SHARDS, **order)
+    run = runs.whole("nf4", parallel=SHARDS, **order)
+    same_learning(runs, "nf4", run, want, "nf4 alone")
+    held_to_certificates(runs, run, SHARDS, 2, method="lora", base_format="nf4")
 
 
 def stop(runs, name, after, **order):

@@ -16,7 +16,7 @@ from memfit.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.ledger import Phase
 from memfit.libraries import quiet_import
-from memfit.recipe import Lora, Parallel, Quantisation
+from memfit.recipe import Lora, Quantisation
 from memfit.train.build import Built, build_model, build_optimizer, check_census, fill_weights
 from memfit.train.hugging_face import parts
 from memfit.train.live import LiveBytes
@@ -78,11 +78,11 @@ def test_four_bits_are_stored_as_bitsandbytes_stores_them(kind, double):
         old.weight.data, blocksize=64, compress_statistics=double, quant_type=kind
     )
     assert torch.equal(made.weight, codes)
-    assert torch.equal(made.absmax, state.absmax)
+    assert torch.equal(made.factors(), state.absmax)
     if double:
-        assert torch.equal(made.nested_absmax, state.state2.absmax)
-        assert torch.equal(made.nested_table, state.state2.code)
-        assert torch.equal(made.offset, state.offset)
+        assert torch.equal(made.numbers("nested_absmax"), state.state2.absmax)
+        assert torch.equal(made.numbers("nested_table"), state.state2.code)
+        assert made.numbers("offset").item() == state.offset.item()
     theirs = [codes, state.absmax]
     theirs += [state.state2.absmax, state.state2.code, state.offset] if double else []
     held = sum(p.numel() * p.element_size() for p in made.stored().values())
@@ -115,7 +115,7 @@ def test_eight_bits_are_stored_as_bitsandbytes_stores_them():
     theirs = theirs.to("cpu")
     theirs = theirs if theirs.dtype == torch.int8 else theirs._quantize("cpu")
     assert torch.equal(made.weight, theirs.CB)
-    assert torch.equal(made.scales, theirs.SCB)
+    assert torch.equal(made.factors(), theirs.SCB)
 
 
 # -- products ------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def test_an_eight_bit_product_and_its_gradient_are_those_of_matmul8bitlt(form, p
     _, made = linear_of(form, precision)
     x = torch.randn(2, 7, 192, dtype=DTYPES[precision])
     x[..., 5] *= 30
-    state = MatmulLtState(CB=made.weight, SCB=made.scales)
+    state = MatmulLtState(CB=made.weight, SCB=made.factors())
     state.has_fp16_weights = False
     state.threshold = made.threshold
     ours, other = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -445,7 +445,7 @@ class _Reads(nn.Module):
 
     def __init__(self, *shape):
         super().__init__()
-        self.codes = nn.Parameter(torch.ones(4, dtype=torch.int8), requires_grad=False)
+        self.codes = nn.Parameter(torch.ones(4, dtype=torch.uint8), requires_grad=False)
         self.scales = nn.Parameter(torch.ones(shape), requires_grad=False)
         self.seen = []
 
@@ -454,8 +454,8 @@ class _Reads(nn.Module):
         return x * self.scales
 
 
-def test_fsdp2_still_gathers_scales_as_it_computes_and_shards_no_scalar():
-    """Why many ranks are refused: when this fails, a quantised base may be sharded."""
+def test_fsdp2_still_gathers_fp32_as_it_computes_and_integers_as_they_are():
+    """Why fp32 numbers are stored as bytes: when this fails, they need not be."""
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -466,17 +466,14 @@ def test_fsdp2_still_gathers_scales_as_it_computes_and_shards_no_scalar():
         module, policy = _Reads(4), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         fully_shard(module, mesh=mesh, mp_policy=policy)
         module(torch.zeros(4))
-        with pytest.raises(ValueError, match="scalar"):
-            fully_shard(_Reads(), mesh=mesh)
     finally:
         distributed.destroy_process_group()
-    assert module.seen == [torch.int8, torch.bfloat16]
+    assert module.seen == [torch.uint8, torch.bfloat16]
 
 
-@pytest.mark.parametrize("base_format", ["int8", "nf4", "fp4"])
-@pytest.mark.parametrize("axis", ["dp_shard", "dp_replicate"])
-def test_many_ranks_are_refused_with_the_reason(base_format, axis):
-    recipe = make_recipe(method="lora", base_format=base_format, parallel=Parallel(**{axis: 2}))
-    with pytest.raises(InvalidRequest, match="FSDP2 gathers a weight's fp32 scales") as caught:
-        find_adapter(recipe).adapt(read_model(recipe.model), recipe)
-    assert "base_format: bf16" in caught.value.hint
+def test_bytes_that_were_gathered_as_other_numbers_are_refused():
+    _, made = linear_of("nf4")
+    made.absmax = nn.Parameter(made.absmax.to(torch.bfloat16), requires_grad=False)
+    with pytest.raises(InvalidRequest, match=r"gathers bytes as torch\.bfloat16") as caught:
+        made.dense()
+    assert "one device" in caught.value.hint

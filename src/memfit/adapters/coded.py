@@ -18,7 +18,7 @@ def code_rows(model: Model, recipe: Recipe) -> Model:
     Embeddings, norms, biases and the head stay in `frozen_dtype`. Raises InvalidRequest, see
     `check_base`.
     """
-    check_base(model, recipe.base_format, recipe.method, recipe.parallel.world)
+    check_base(model, recipe.base_format, recipe.method)
     coding = recipe.coding
     if not coding:
         return model
@@ -36,7 +36,7 @@ def is_projection(weight: Weight) -> bool:
     return weight.part == "block" and len(weight.shape) == 2
 
 
-def check_base(model: Model, base_format: str, method: str, ranks: int) -> None:
+def check_base(model: Model, base_format: str, method: str) -> None:
     """Raise InvalidRequest for a quantised base that cannot be made, or not be trained beside."""
     if base_format not in CODED_FORMATS:
         return
@@ -52,13 +52,6 @@ def check_base(model: Model, base_format: str, method: str, ranks: int) -> None:
             f"{said} stores weights that no gradient can change, and `method: {method}` trains"
             " weights of the model",
             hint="use `method: lora`, whose adapters are trained beside it",
-        )
-    if ranks > 1:
-        raise InvalidRequest(
-            f"{said} on {ranks} ranks: FSDP2 gathers a weight's fp32 scales in the dtype that it"
-            " computes in, which rounds every weight of a row or block by up to 0.4 %, and cannot"
-            " shard the mean of scales that are quantised themselves",
-            hint="use `base_format: bf16` on many ranks, or one device",
         )
     if model.architecture.experts.count:
         raise InvalidRequest(

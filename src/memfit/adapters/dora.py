@@ -31,7 +31,7 @@ class Dora(Adapter):
 
     def adapt(self, model: Model, recipe: Recipe) -> Model:
         """See `Adapter.adapt`. Raises InvalidRequest on more than one rank."""
-        check_base(model, recipe.base_format, recipe.method, recipe.parallel.world)
+        check_base(model, recipe.base_format, recipe.method)
         check_method(recipe.method, recipe.parallel.world)
         return _peft.adapt(model, recipe, magnitudes=True)
 

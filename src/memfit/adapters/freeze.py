@@ -29,7 +29,7 @@ class Freeze(Adapter):
 
     def adapt(self, model: Model, recipe: Recipe) -> Model:
         """See `Adapter.adapt`."""
-        check_base(model, recipe.base_format, recipe.method, recipe.parallel.world)
+        check_base(model, recipe.base_format, recipe.method)
         freeze, layers = recipe.freeze, model.architecture.layers
         if freeze.last_blocks > layers:
             raise InvalidRequest(

@@ -23,7 +23,7 @@ class Full(Adapter):
 
     def adapt(self, model: Model, recipe: Recipe) -> Model:
         """See `Adapter.adapt`."""
-        check_base(model, recipe.base_format, recipe.method, recipe.parallel.world)
+        check_base(model, recipe.base_format, recipe.method)
         rows = (replace(row, trainable=True) for row in model.weights)
         stored = store_rows(rows, recipe.trainable_dtype, recipe.frozen_dtype)
         return replace(model, weights=stored)

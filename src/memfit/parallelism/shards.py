@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from msgspec.structs import replace
 
@@ -41,16 +41,29 @@ def cut_model(model: Model, parallel: Parallel) -> Model:
 
 
 def local_model(model: Model, parallel: Parallel, rank: int) -> Model:
-    """The model with every weight as large as this rank's shard of it."""
+    """The model with every weight as large as this rank's shard of it; a quantised one is the
+    tensors that hold it.
+    """
     if parallel.world == 1:
         return model
-    weights = (replace(w, shape=held_shape(w, parallel, rank)) for w in model.weights)
+    tensors = (t for w in model.weights for t in _tensors(w))
+    weights = (replace(t, shape=held_shape(t, parallel, rank)) for t in tensors)
     return replace(model, weights=tuple(weights))
+
+
+def _tensors(weight: Weight) -> Iterator[Weight]:
+    """What holds a weight: where it is quantised several tensors, each cut by itself."""
+    if not weight.coding:
+        yield weight
+        return
+    for name, spec in weight.stored.items():
+        yield replace(weight, name=name, shape=spec.shape, dtype=spec.dtype, coding="")
 
 
 def held_bytes(weights: Iterable[Weight], parallel: Parallel, rank: int) -> int:
     """Bytes of a rank's shards of these weights, without the padding that FSDP2 adds."""
-    shards = (replace(w.spec, shape=held_shape(w, parallel, rank)) for w in weights)
+    tensors = (t for w in weights for t in _tensors(w))
+    shards = (replace(t.spec, shape=held_shape(t, parallel, rank)) for t in tensors)
     return sum(shard.nbytes for shard in shards)
 
 

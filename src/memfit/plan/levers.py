@@ -187,7 +187,7 @@ def _quantised(problem: Problem, recipe: Recipe) -> Iterator[Recipe]:
         asked = replace(problem.request, method="lora", base_format=base)
         told = replace(problem, request=asked)
         try:
-            check_base(problem.model, base, "lora", recipe.parallel.world)
+            check_base(problem.model, base, "lora")
             other = first_recipe(told, method="lora", precision=recipe.precision)
         except InvalidRequest:
             continue

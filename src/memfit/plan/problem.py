@@ -223,7 +223,7 @@ def check(problem: Problem) -> None:
                 f"`recompute.blocks: {both} more than the {layers} blocks of `{name}`",
                 hint=f"use at most {layers}, or `recompute: full`",
             )
-    check_base(problem.model, request.base_format, request.method, request.ranks)
+    check_base(problem.model, request.base_format, request.method)
     if conflict := find_conflict(request.base_format, request.precision):
         own = HALF.get(request.precision, "fp32")
         raise InvalidRequest(

@@ -34,6 +34,7 @@ def find_sharding(recipe: Recipe, rank: int) -> Sharding | None:
         low="bfloat16" if mixed else "",
         wide="float32" if mixed else "",
         tp=parallel.tp,
+        coding=recipe.coding,
     )
 
 

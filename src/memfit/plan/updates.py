@@ -98,12 +98,12 @@ class _Around:
 
     def quantise(self) -> tuple[Parts, ...]:
         """For each size of a quantised weight, what making it holds; see train/quantised.py."""
-        sizes = dict.fromkeys((w.shape, w.dtype) for w in self.model.weights if w.coding)
+        sizes = dict.fromkeys((w.shape, w.dtype) for w in self.whole.weights if w.coding)
         part, coding = (Kind.TEMPORARY, "model"), self.recipe.coding
         return tuple(
             hold(part, tensors, self.device)
             for shape, dtype in sizes
-            for tensors in quantising_bytes(coding, shape, dtype)
+            for tensors in quantising_bytes(coding, shape, dtype, cut=self.sharding is not None)
         )
 
     def first(self) -> Segment:

@@ -6,6 +6,7 @@ What train/quantised.py calls, and what bitsandbytes 0.50 does there: autograd/_
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -143,10 +144,22 @@ def product_bytes(tokens: int, rows: int, columns: int, outliers: int, width: in
     return max(unpacking, dense + max(products, width * made))
 
 
-def quantising_bytes(coding: str, shape: tuple[int, ...], dtype: str) -> list[list[int]]:
-    """Sizes of what is alive at the instants of quantising one dense weight (rows, columns)."""
-    dense = prod(shape) * DTYPE_BYTES[dtype]
+def quantising_bytes(
+    coding: str, shape: tuple[int, ...], dtype: str, *, cut: bool = False
+) -> list[list[int]]:
+    """Sizes of what is alive at the instants of quantising one dense weight (rows, columns).
+
+    cut: ranks keep a part each of what is stored, which is whole meanwhile.
+    """
     made = {t.leaf: prod(t.shape) * DTYPE_BYTES[t.dtype] for t in stored_tensors(coding, shape)}
+    beside = list(made.values()) if cut else []
+    return [[*beside, *instant] for instant in _instants(coding, shape, dtype, made)]
+
+
+def _instants(
+    coding: str, shape: tuple[int, ...], dtype: str, made: Mapping[str, int]
+) -> list[list[int]]:
+    dense = prod(shape) * DTYPE_BYTES[dtype]
     if coding == "int8":
         half = [] if dtype == "float16" else [prod(shape) * FP16]
         return [[dense, *half, made["weight"], made["scales"]]]

@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import prod
 
+from memfit.coding import stored_tensors
 from memfit.ledger import Kind
 from memfit.model import DTYPE_BYTES
 from memfit.nouns import Noun
 from memfit.sizes.autograd import Gradients, Node, record
+from memfit.sizes.coded import CODED
 from memfit.sizes.elementwise import Incoming, attach
 from memfit.sizes.meter import Meter
 from memfit.sizes.tensor import Shape, Storage, Tensor, empty, parameter, row_major
@@ -32,6 +34,7 @@ class Sharding(Noun, frozen=True, kw_only=True):
     low: str  # the dtype that fp32 weights are gathered in; "" is their own
     wide: str  # the dtype that gradients are reduced in; "" is their own
     tp: int = 1  # ranks that share each product, of whose part of the model this is a part
+    coding: str = ""  # how frozen projections are quantised (`memfit.coding`)
 
     def padded(self, shape: Shape) -> int:
         """Elements of a rank's part of a buffer: the first dimension cut, the last parts padded."""
@@ -108,7 +111,21 @@ class Unit:
         shared.units.append(self)
 
     def add(self, shape: Shape, dtype: str, *, trainable: bool, summed: bool = False) -> Tensor:
-        """A weight of this unit, not gathered; summed: its gradient is a sum over the tp ranks."""
+        """A weight of this unit, not gathered; summed: its gradient is a sum over the tp ranks.
+
+        Of a quantised one each tensor that holds it is cut and gathered.
+        """
+        sharding, meter = self.shared.sharding, self.shared.meter
+        if dtype == CODED and sharding.coding:
+            held = stored_tensors(sharding.coding, shape)
+            codes, *_ = [self._add(t.shape, t.dtype, trainable=False) for t in held]
+            return Tensor(meter, shape, CODED, row_major(shape), codes.storage)
+        whole = self._add(shape, dtype, trainable=trainable)
+        if summed:
+            self.summed.append(whole)
+        return whole
+
+    def _add(self, shape: Shape, dtype: str, *, trainable: bool) -> Tensor:
         sharding, meter = self.shared.sharding, self.shared.meter
         gathered = sharding.gathered(dtype)
         nbytes = sharding.padded(shape) * sharding.shards * DTYPE_BYTES[gathered]
@@ -116,8 +133,6 @@ class Unit:
         whole.requires_grad = trainable
         shard = parameter(meter, sharding.local(shape), dtype, trainable=trainable)
         self.weights.append((whole, shard))
-        if summed:
-            self.summed.append(whole)
         return whole
 
     # -- the forward ---------------------------------------------------------------------------
@@ -157,11 +172,13 @@ class Unit:
             self._pending = []
             return
         before = self._owned()
-        parts = [(sharding.padded(w.shape), w.dtype != shard.dtype) for w, shard in self.weights]
-        dtype = self.weights[0][0].dtype
-        cast = sum(n for n, narrower in parts if narrower)
-        flat = empty(meter, (cast,), dtype, Kind.ALL_GATHER) if cast else None
-        total = sum(n for n, _ in parts) * sharding.shards
+        narrower = (w for w, shard in self.weights if w.dtype != shard.dtype)
+        cast = sum(sharding.padded(w.shape) for w in narrower)
+        flat = empty(meter, (cast,), sharding.low, Kind.ALL_GATHER) if cast else None
+        dtypes = {w.dtype for w, _ in self.weights}
+        dtype = dtypes.pop() if len(dtypes) == 1 else "uint8"  # weights of several go as bytes
+        nbytes = sum(sharding.padded(w.shape) * DTYPE_BYTES[w.dtype] for w, _ in self.weights)
+        total = nbytes * sharding.shards // DTYPE_BYTES[dtype]
         self._pending = [empty(meter, (total,), dtype, Kind.ALL_GATHER)]
         del flat
         meter.owner = before

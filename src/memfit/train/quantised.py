@@ -21,6 +21,7 @@ from memfit.coding import BLOCK, DOUBLE, SCALES_BLOCK, stored_tensors
 from memfit.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.libraries import quiet_import
+from memfit.parallelism.whole import whole
 from memfit.recipe import Recipe
 
 ROWWISE = 1.0 / 127.0  # int8's codes are multiples of a row's scale / 127
@@ -66,12 +67,6 @@ class QuantisedLinear(nn.Linear):
     the input where there is none.
     """
 
-    scales: Tensor  # int8
-    absmax: Tensor  # 4 bits
-    nested_absmax: Tensor  # and where its scales are quantised
-    nested_table: Tensor
-    offset: Tensor
-
     def __init__(self, old: nn.Linear, recipe: Recipe) -> None:
         nn.Module.__init__(self)  # the dense weight of nn.Linear's own is what must not be made
         self.in_features, self.out_features = old.in_features, old.out_features
@@ -111,19 +106,19 @@ class QuantisedLinear(nn.Linear):
         nested = None
         if self.coding.endswith(DOUBLE):
             nested = make(
-                absmax=self.nested_absmax, code=self.nested_table, blocksize=SCALES_BLOCK,
-                dtype=torch.float32,
+                absmax=self.numbers("nested_absmax"), code=self.numbers("nested_table"),
+                blocksize=SCALES_BLOCK, dtype=torch.float32,
             )  # fmt: skip
         return make(
-            absmax=self.absmax, shape=torch.Size((self.out_features, self.in_features)),
+            absmax=self.factors(), shape=torch.Size((self.out_features, self.in_features)),
             blocksize=BLOCK, quant_type=self.coding.removesuffix(DOUBLE), dtype=self.dtype,
-            offset=self.offset if nested else None, state2=nested,
+            offset=self.numbers("offset").view(()) if nested else None, state2=nested,
         )  # fmt: skip
 
     def _eight(self, x: Tensor) -> Tensor:
         product, outliers = cast(
             tuple[Tensor, int | None],
-            _Int8Product.apply(x, self.weight, self.scales, self.bias, self.threshold),  # type: ignore[no-untyped-call]
+            _Int8Product.apply(x, self.weight, self.factors(), self.bias, self.threshold),  # type: ignore[no-untyped-call]
         )
         if outliers is not None:
             self.most_outliers = max(self.most_outliers, outliers)
@@ -136,19 +131,40 @@ class QuantisedLinear(nn.Linear):
         made = stored_tensors(self.coding, (self.out_features, self.in_features))
         return {leaf: cast(nn.Parameter, getattr(self, leaf)) for leaf, *_ in made}
 
+    def numbers(self, leaf: str) -> Tensor:
+        """Stored fp32 numbers (n,), a view of their bytes.
+
+        Raises InvalidRequest where FSDP2 gathered the bytes as other numbers.
+        """
+        held = cast(Tensor, getattr(self, leaf))
+        if held.dtype != torch.uint8:
+            raise InvalidRequest(
+                f"FSDP2 of torch {torch.__version__} gathers bytes as {held.dtype}, of which"
+                f" `base_format: {self.coding.removesuffix(DOUBLE)}` makes no weights",
+                hint="use torch 2.13, or one device",
+            )
+        return held.view(torch.float32).view(-1)
+
+    def factors(self) -> Tensor:
+        """One of each row (int8) or block (4 bits), or its code where scales are quantised too."""
+        if self.coding.endswith(DOUBLE):
+            return cast(Tensor, self.absmax)
+        return self.numbers("scales" if self.coding == "int8" else "absmax")
+
     def empty_dense(self) -> Tensor:
         """Where the dense weight (out, in) is put before `store`."""
         shape = self.out_features, self.in_features
         return torch.empty(shape, dtype=self.dtype, device=self.weight.device)
 
     def store(self, dense: Tensor) -> None:
-        """Quantise a dense weight (out, in) that is where this module's tensors are.
+        """Quantise a dense weight (out, in) that is where this module's tensors are; of shards, the
+        whole of it, of which a rank keeps its own: blocks and their mean know no ranks.
 
         Source: bitsandbytes/functional.py, quantize_4bit; nn/modules.py, Int8Params. Called by
         operator, as the functions around them remember a table of their first device.
         """
         self.most_outliers = self.outliers = self.columns = 0
-        with torch.no_grad(), torch.device(dense.device):
+        with torch.no_grad(), torch.device(dense.device), whole(self):
             self._store(dense)
 
     def _store(self, dense: Tensor) -> None:
@@ -156,21 +172,22 @@ class QuantisedLinear(nn.Linear):
         if self.coding == "int8":
             codes, scales, _ = ops.int8_vectorwise_quant(dense.to(torch.float16), 0.0)
             self.weight.copy_(codes)
-            self.scales.copy_(scales)
+            self.factors().copy_(scales)
             return
         kind = self.coding.removesuffix(DOUBLE)
         if self.coding.endswith(DOUBLE):
-            self.nested_table.copy_(torch.tensor(_table()))
+            self.numbers("nested_table").copy_(torch.tensor(_table()))
         codes, absmax = ops.quantize_4bit(dense, BLOCK, kind, torch.uint8)
         self.weight.copy_(codes)
         if not self.coding.endswith(DOUBLE):
-            self.absmax.copy_(absmax)
+            self.factors().copy_(absmax)
             return
         offset = absmax.mean()
-        scales, nested = ops.quantize_blockwise(absmax - offset, self.nested_table, SCALES_BLOCK)
-        self.absmax.copy_(scales)
-        self.nested_absmax.copy_(nested)
-        self.offset.copy_(offset)
+        table = self.numbers("nested_table")
+        scales, nested = ops.quantize_blockwise(absmax - offset, table, SCALES_BLOCK)
+        self.factors().copy_(scales)
+        self.numbers("nested_absmax").copy_(nested)
+        self.numbers("offset").copy_(offset)
 
     @torch.no_grad()
     def dense(self) -> Tensor:
@@ -180,13 +197,12 @@ class QuantisedLinear(nn.Linear):
         with each row, and returns wrong weights where `in` is no multiple of 64.
         """
         if self.coding == "int8":
-            return _unpack(self.weight, self.scales, self.dtype)
-        ops, scales, kind = torch.ops.bitsandbytes, self.absmax, self.coding.removesuffix(DOUBLE)
+            return _unpack(self.weight, self.factors(), self.dtype)
+        ops, scales, kind = torch.ops.bitsandbytes, self.factors(), self.coding.removesuffix(DOUBLE)
         if self.coding.endswith(DOUBLE):
-            scales = ops.dequantize_blockwise(
-                self.absmax, self.nested_absmax, self.nested_table, SCALES_BLOCK, torch.float32
-            )
-            scales += self.offset
+            nested, table = self.numbers("nested_absmax"), self.numbers("nested_table")
+            scales = ops.dequantize_blockwise(scales, nested, table, SCALES_BLOCK, torch.float32)
+            scales += self.numbers("offset")
         row = (1, self.out_features * self.in_features)
         dense = ops.dequantize_4bit(self.weight, scales, BLOCK, kind, row, self.dtype)
         return cast(Tensor, dense).view(self.out_features, self.in_features)

@@ -10,6 +10,7 @@ import re
 from functools import lru_cache
 from typing import Literal
 
+from memfit.coding import stored_bytes
 from memfit.errors import InvalidRequest, TimeUnknown
 from memfit.hardware import Device
 from memfit.model import SLIDING, Model
@@ -37,6 +38,7 @@ HOST_BANDWIDTH = {3: 12e9, 4: 25e9, 5: 50e9}  # B/s of 16 PCIe lanes by generati
 # bitsandbytes' and torchao's blocks (half a byte read, two written, scales)
 # LLM.int8's weights are dense in backward alone: a byte read, two written, read and written again
 UNPACKING = {"int4": 1.0, "nf4": 0.4, "fp4": 0.4, "int8": 0.7}
+SQUARE = 4096  # a matrix of so many rows and columns stands for a block's
 BUILDS = {  # what a published row calls its framework -> build, where it has constants of its own
     "Megatron-Bridge": "bridge", "Megatron-core MoE": "bridge", "NeMo/Megatron": "nemo",
 }  # fmt: skip
@@ -127,7 +129,7 @@ def read_layout(recipe: Recipe, shape: Shape, basis: Basis) -> Layout:
     return Layout(
         sequence=1.0 * recipe.sequence_length, micro_batch=1.0 * recipe.micro_batch,
         accumulation=1.0 * recipe.accumulation, dp=1.0 * p.dp, shard=1.0 * p.dp_shard,
-        zero=_zero(recipe), kept=_kept(recipe), tp=1.0 * p.tp,
+        zero=_zero(recipe), kept=_kept(recipe), gathered=_gathered(recipe), tp=1.0 * p.tp,
         sequence_parallel=1.0 if recipe.framework == "nanotron" else cuts_tokens,
         cp=1.0 * p.cp, pp=1.0 * p.pp, chunks=1.0 * p.virtual_pp, ep=1.0 * p.ep,
         repeated=share if whole else 0.0, selective=part if whole else share,
@@ -167,6 +169,13 @@ def _zero(recipe: Recipe) -> Number:
 def _kept(recipe: Recipe) -> float:
     """Whether memfit's own step keeps gathered weights until the backward."""
     return float(recipe.framework == "memfit" and not recipe.parallel.reshard_after_forward)
+
+
+def _gathered(recipe: Recipe) -> float:
+    """Bytes of a weight of a block as it is gathered: 2, or what a quantised one is stored in."""
+    if recipe.framework != "memfit" or not recipe.coding:
+        return 2.0
+    return stored_bytes(recipe.coding, (SQUARE, SQUARE)) / SQUARE**2
 
 
 def extra_heads(recipe: Recipe) -> int:

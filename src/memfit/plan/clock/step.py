@@ -132,7 +132,7 @@ def _gathering(setting: Setting, there: Number, back: Number) -> Number:
     elements = work.plain_weights(shape) / layout.tp
     elements = elements + routed * work.expert_weights(shape) / layout.ep
     gradients = layout.gradient_bytes * elements
-    gather, scatter = gather_seconds(setting, 2 * elements, gradients)
+    gather, scatter = gather_seconds(setting, layout.gathered * elements, gradients)
     reduce = layout.trains * (scatter + copy_seconds(setting, gradients))
     again = gather * (1 - layout.kept)
     forward = larger(gather - there, 0)

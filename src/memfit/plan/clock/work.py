@@ -85,6 +85,7 @@ class Layout(NamedTuple):
     bubble: Number = 1.0  # of 1F1B's, or interleaved's: what the schedule's ranks wait
     references: Number = 0.0  # forwards without a gradient before each micro-batch's own
     heads: Number = 0.0  # the head's products beyond one forward and its backward
+    gathered: Number = 2.0  # bytes of a weight of a block on the wire
     kept: Number = 0.0  # 1 where weights of zero 3 stay gathered until the backward
     remade: Number = 0.0  # 1 where backward makes gated products again (train/lean)
 
