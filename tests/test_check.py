@@ -7,8 +7,10 @@ import pytest
 
 import neighbour_plans
 from memfit import api
+from memfit.accuracy import predict
 from memfit.check import ORDER, readers
 from memfit.cli.app import app, run
+from memfit.corpus import read_rows
 from memfit.errors import InvalidRequest
 from memfit.export import list_keys
 
@@ -161,6 +163,58 @@ def test_torchtitans_toml_of_2025(tmp_path):
     _, plan = check(tmp_path, text, "t.toml", {"hardware": {"device": "h100-sxm", "count": 8}})
     assert (plan.recipe.parallel.tp, plan.recipe.parallel.dp_shard) == (2, 4)
     assert plan.recipe.recompute_blocks == 32
+
+
+TITAN = """
+[model]
+flavor = "{flavor}"
+[training]
+local_batch_size = {r.micro_batch}
+global_batch_size = {r.global_batch}
+seq_len = {r.sequence_length}
+[parallelism]
+data_parallel_shard_degree = {r.parallel.dp_shard}
+tensor_parallel_degree = {r.parallel.tp}
+context_parallel_degree = {r.parallel.cp}
+pipeline_parallel_degree = {r.parallel.pp}
+[activation_checkpoint]
+mode = "{r.recompute}"
+[compile]
+enable = {compiled}
+"""
+
+
+def measured_by_torchtitan():
+    """Published rows with memory, of recipes that torchtitan's file says whole."""
+    for row in read_rows(ROOT / "measurements" / "published.jsonl"):
+        recipe, layers = row.recipe, row.recipe.model.config.get("num_hidden_layers")
+        said = recipe.attention == "flash" and recipe.recompute_blocks in (0, layers)
+        if recipe.framework == "torchtitan" and row.memory and said:
+            yield row, recipe.model.name.rpartition("-")[2]
+
+
+def test_published_runs_of_torchtitan_are_predicted_from_their_files(tmp_path):
+    """As from the rows' own recipes, whose errors docs/accuracy.md gives; pipelines are refused."""
+    read, refused = 0, 0
+    for row, flavour in measured_by_torchtitan():
+        recipe, world = row.recipe, row.recipe.parallel.world
+        text = TITAN.format(
+            r=recipe, flavor=flavour, compiled=str(recipe.compile != "none").lower()
+        )
+        options = {key: recipe.options[key] for key in ("version", "async_tp")}
+        device = {"device": recipe.device, "count": 8, "nodes": world // 8}
+        data = {"hardware": device, "options": options}
+        if recipe.parallel.pp > 1:
+            with pytest.raises(InvalidRequest, match="reshard_after_forward"):
+                check(tmp_path, text, "t.toml", data)
+            refused += 1
+            continue
+        _, plan = check(tmp_path, text, "t.toml", data)
+        assert plan.memory.peak_reserved == predict(row)[0].peak_reserved, row.id
+        measured = row.memory["peak_reserved"].value
+        assert plan.memory.peak_reserved == pytest.approx(measured, rel=0.1), row.id
+        read += 1
+    assert (read, refused) == (17, 6)
 
 
 def test_every_reader_is_asked():

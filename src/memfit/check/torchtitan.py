@@ -87,6 +87,10 @@ class TorchtitanReader(Reader):
         kind = taken("activation_checkpoint", taken("activation_checkpoint.mode", "selective"))
         said.put("recompute", {"FullAC": "full", "SelectiveAC": "selective"}.get(kind, kind))
         said.put("compile", "blocks" if taken("compile.enable", False) else "none")
+        if said.get("options.version") is None:
+            said.assume(
+                "the code is torchtitan's of 202508: of another, `--set options.version=202412`"
+            )
         said.assume("the loss is of whole logits, as torchtitan's was until 2025")
         if taken("training.disable_cuda_graphs", False) is not True and _has_graphs(taken.file):
             said.assume("no CUDA graphs, whose pools are not described")
