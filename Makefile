@@ -4,7 +4,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 STEPS ?= 200
 
-.PHONY: neighbours page page-tools demo demo-distributed test test-wide check lint types docs bench clean setup
+.PHONY: pictures site neighbours page page-tools demo demo-distributed test test-wide check lint types docs bench clean setup
 
 setup: $(VENV)/.ready
 
@@ -68,6 +68,17 @@ page: page-tools  ## build src/memfit/ui/page from ui/
 
 docs: setup  ## regenerate what is generated
 	$(PY) scripts/generate_docs.py
+
+pictures: setup  ## make docs/pictures anew: the page's screens, by the browser tests
+	MEMFIT_PICTURES=docs/pictures $(PY) -m pytest tests/ui/test_window.py tests/ui/test_other_screens.py
+
+site: build/site-venv/.ready  ## the documentation as a site, build/site/index.html
+	NO_MKDOCS_2_WARNING=1 build/site-venv/bin/mkdocs build --strict
+
+build/site-venv/.ready: pyproject.toml
+	$(PYTHON) -m venv build/site-venv
+	build/site-venv/bin/pip install --quiet --editable '.[site]'
+	@touch $@
 
 clean:
 	rm -rf $(VENV) runs/demo

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from memfit.results import Verdict
-from test_cli import quick, strict
+from test_cli import memfit, quick, strict
 
 DOCS = Path(__file__).parent.parent / "docs"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
@@ -15,6 +15,43 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
 
 def blocks(text, kind):
     return [body for name, body in BLOCK.findall(text) if name == kind]
+
+
+def commands_of(path):
+    """Of its `sh` blocks, line by line."""
+    return [line for body in blocks(path.read_text(), "sh") for line in body.splitlines()]
+
+
+def check_code(command, code, err):
+    assert code == (3 if "exits with 3" in command else 0), (command, err)
+
+
+PAGES = [DOCS / "does_not_fit.md", *sorted((DOCS / "concepts").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_command_of_a_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for command in commands_of(page):
+        name, *arguments = shlex.split(command, comments=True)
+        assert name == "memfit"
+        code, out, err = quick(*arguments)
+        check_code(command, code, err)
+        assert out or err
+
+
+@pytest.mark.slow
+def test_the_quick_start_trains_and_reports(tmp_path):
+    page = DOCS / "quickstart.md"
+    (request,) = blocks(page.read_text(), "yaml")
+    (tmp_path / "request.yaml").write_text(request)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "book.txt").write_text("The cat sat on a mat while the rain fell. " * 200)
+    for command in commands_of(page):
+        _, *arguments = shlex.split(command, comments=True)
+        done = memfit(*arguments, cwd=tmp_path)
+        check_code(command, done.returncode, done.stderr)
+    assert (tmp_path / "runs/first/report.html").stat().st_size
 
 
 @pytest.mark.slow

@@ -58,8 +58,13 @@ def check_look(page, name):
     """Each width, light and dark: nothing sticks out, and axe finds nothing serious; Tab gets
     everywhere and is seen there.
 
-    Set MEMFIT_SCREENSHOTS to a folder to keep a picture of each.
+    Set MEMFIT_SCREENSHOTS to a folder to keep a picture of each; MEMFIT_PICTURES to docs/pictures
+    to make the documentation's anew.
     """
+    if folder := os.environ.get("MEMFIT_PICTURES"):
+        page.set_viewport_size({"width": 1200, "height": 800})
+        page.evaluate("() => { document.activeElement.blur(); scrollTo(0, 0); }")
+        page.screenshot(path=Path(folder) / f"{name}.png")
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
         for width in WIDTHS:
