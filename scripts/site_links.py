@@ -4,7 +4,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:|#)([^)\s#]+)(#[^)]*)?\)")
+LINK = re.compile(
+    r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]"  # the text
+    r"\((?!\w+:|#)([^)\s#]+)(?:#[^)\s]*)?(?:\s+['\"]([^'\"]*)['\"])?\)"  # the file, the title
+)
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
@@ -13,6 +16,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
 
     def name(link: re.Match[str]) -> str:
         inside = (here / link[2]).resolve().is_relative_to(docs)
-        return link[0] if inside else link[1]
+        if inside:
+            return link[0]
+        return f'<span title="{link[3]}">{link[1]}</span>' if link[3] else link[1]
 
     return LINK.sub(name, markdown)
