@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 import warnings
+from contextlib import contextmanager
+from glob import glob
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +36,7 @@ SHARDS, BOTH = {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}
 PRODUCTS = {"tp": 2, "sequence_parallel": True}
 STOPPED = 5
 LONGEST = 240  # seconds that the ranks of a run have to end once one of them is killed
+SHARDS_BEING_WRITTEN = ".unfinished-*/shard-*"
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
@@ -86,6 +89,12 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
+    with start_runs(tmp_path_factory.mktemp("runs")) as made:
+        yield made
+
+
+@contextmanager
+def start_runs(folder):
     path = os.pathsep.join([str(HERE), *(p for p in sys.path if p)])
     quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with subprocess.Popen(
@@ -95,7 +104,7 @@ def runs(tmp_path_factory):
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
-        yield Runs(tmp_path_factory.mktemp("runs"), process)
+        yield Runs(folder, process)
         process.stdin.close()
 
 
@@ -220,29 +229,42 @@ def test_ranks_that_are_killed_leave_no_hang_and_no_half_checkpoint(runs):
     order = {"parallel": SHARDS, "steps": 16, "asynchronous": True}
     whole = runs.whole("unkilled", **order)
     chance = np.random.default_rng(7)
-    folder = runs.folder / "killed" / "checkpoints"
     for attempt in range(4):
-        known = len(list(folder.glob("step-*")))
-        ranks = runs.start("killed", **order)
-        everyone = attempt % 2 == 1
-        if everyone:
-            wait_for(lambda: list(folder.glob(".unfinished-*/shard-*")))
-            time.sleep(chance.uniform(0, 0.01))
-        else:
-            wait_for(lambda known=known: len(list(folder.glob("step-*"))) > min(known, 1))
-            time.sleep(chance.uniform(0, 0.2))
-        killed = ranks if everyone else [ranks[chance.integers(2)]]
-        for rank in killed:
-            os.kill(rank, signal.SIGKILL)
-        began = time.monotonic()
-        ended = runs.end()
-        assert time.monotonic() - began < LONGEST
-        assert 0 not in ended, "killed too late to prove anything"
-        assert ended.count(-signal.SIGKILL) == len(killed)
-        assert all(not find_damage(c) for c in folder.glob("step-*"))
+        kill(runs, "killed", chance, within=0.05, everyone=attempt % 2 == 1, **order)
     run = runs.whole("killed", **order)
     assert run.losses == whole.losses
-    assert not list(folder.glob(".*"))
+    assert not list((runs.folder / "killed" / "checkpoints").glob(".*"))
+
+
+def kill(runs, name, chance, *, within, everyone, **order):
+    """Begin a run, or go on with it, and kill one rank at a random moment, or all of them while a
+    checkpoint is written. Returns the seconds until all had ended, the steps that were logged and
+    the newest checkpoint.
+
+    within: seconds after the first step.
+    """
+    log, folder = runs.folder / name / "log.jsonl", runs.folder / name / "checkpoints"
+    before = log.read_text() if log.exists() else ""
+    ranks = runs.start(name, **order)
+    wait_for(lambda: log.exists() and log.read_text() not in (before, ""))
+    time.sleep(chance.uniform(0, within))
+    if everyone:
+        # glob's own: pathlib's raises where a folder is renamed meanwhile
+        stale = set(glob(str(folder / SHARDS_BEING_WRITTEN)))  # of a killed run, or of this one
+        wait_for(lambda: set(glob(str(folder / SHARDS_BEING_WRITTEN))) - stale)
+        time.sleep(chance.uniform(0, 0.01))
+    killed = ranks if everyone else [ranks[chance.integers(len(ranks))]]
+    for rank in killed:
+        os.kill(rank, signal.SIGKILL)
+    began = time.monotonic()
+    ended = runs.end()
+    seconds = time.monotonic() - began
+    assert seconds < LONGEST
+    assert 0 not in ended, "killed too late to prove anything"
+    assert ended.count(-signal.SIGKILL) == len(killed)
+    assert all(not find_damage(c) for c in folder.glob("step-*"))
+    newest = max((int(c.name.removeprefix("step-")) for c in folder.glob("step-*")), default=0)
+    return seconds, len(log.read_text().splitlines()), newest
 
 
 def test_ranks_read_every_row_of_a_global_batch_once(tmp_path):
