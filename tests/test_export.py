@@ -283,6 +283,17 @@ def test_axolotls_own_kernels_are_off_where_they_were_not_predicted(tmp_path):
     assert any("LoRA kernels" in said for said in api.check([file], hardware)[0].assumed)
 
 
+@pytest.mark.parametrize(("devices", "storage"), [(1, None), (2, "bfloat16")])
+def test_trl_stores_four_bits_as_what_fsdp_can_cut_with_the_rest(devices, storage):
+    told = {
+        **neighbour_plans.LLAMA, "method": "lora", "base_format": "nf4",
+        "hardware": {"device": "rtx-4090", "count": devices}, "parallel": {"dp_shard": devices},
+    }  # fmt: skip
+    plan = api.plan(from_data(told, Request, where="the test"))
+    written = YAML(typ="safe").load(api.export(plan, "trl").files["trl.yaml"])
+    assert written.get("bnb_4bit_quant_storage") == storage
+
+
 def test_a_wrong_target_offers_the_nearest():
     with pytest.raises(UnknownName) as caught:
         find_target("torchtitn")

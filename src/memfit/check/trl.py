@@ -101,6 +101,7 @@ class TrlReader(Reader):
 def _read_bits(taken: Taken, said: Said) -> int:
     """bitsandbytes' 4 or 8 bits of the base; 0 where it is not quantised."""
     kind, double = taken("bnb_4bit_quant_type", "nf4"), taken("use_bnb_nested_quant", False)
+    taken("bnb_4bit_quant_storage")  # how the same bytes are wrapped
     if taken("load_in_4bit", False):
         said.put("base_format", kind)
         said.put("options.double_quantisation", bool(double))

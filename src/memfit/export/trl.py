@@ -132,6 +132,8 @@ def _adapter(recipe: Any, left: dict[str, str]) -> dict[str, Any]:
             "bnb_4bit_quant_type": recipe.base_format,
             "use_bnb_nested_quant": doubles_scales(recipe),
         }
+        if recipe.parallel.dp_shard > 1:  # FSDP cuts tensors of one dtype alone
+            values["bnb_4bit_quant_storage"] = recipe.compute_dtype
     elif recipe.base_format == "int8":
         values["load_in_8bit"] = True
     elif recipe.method in ADAPTED and recipe.base_format not in (*DTYPES, *QUANTISED):
