@@ -272,7 +272,7 @@ def turned_by_settings() -> Iterator[Recipe]:
 def can_store(name: str, settings: Settings) -> bool:
     """Whether the model's base can be quantised as the settings ask."""
     try:
-        check_base(read_model(find(name)), settings.get("base_format", "bf16"), "lora", 1)
+        check_base(read_model(find(name)), settings.get("base_format", "bf16"), "lora")
     except InvalidRequest:
         return False
     return True
