@@ -113,7 +113,9 @@ EACH: Settings = {"recompute": "each"}
 DROPOUT: Settings = {"lora": {"dropout": 0.05}}
 ROUNDED: Settings = {"stochastic_rounding": True}
 VARLEN: Settings = {"attention": "varlen", "packing": True}
-COMPILED: Settings = {"compile": "blocks", "recompute": "none", "lean": (), "packing": False}
+COMPILED: Settings = {
+    "compile": "blocks", "recompute": "none", "lean": (), "packing": False, "attention": "flash",
+}  # fmt: skip
 
 # One setting of each list a model, in turn.
 TURNED: tuple[tuple[Settings, ...], ...] = (
@@ -524,8 +526,6 @@ def on(recipe: Recipe, device: Device) -> Recipe:
     heads = heads_of(read_model(recipe.model).architecture, recipe.sequence_length)
     facts = {"platform": device.platform, "capability": device.capability}
     kernel: Any = recipe.attention
-    if recipe.compile == "blocks" and kernel == "math":
-        kernel = "flash"
     if refusal(kernel, recipe.compute_dtype, heads, **facts):
         kernel = usable(recipe.compute_dtype, heads, **facts)[0]
     optimizer = recipe.optimizer

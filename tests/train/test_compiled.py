@@ -138,9 +138,9 @@ def test_every_family_compiles_as_a_whole_and_keeps_what_a_plan_predicts(family)
     recipe = make_recipe(family, compile="blocks")
     batch = make_batch()
     step(make_built(recipe), [batch], targets_of(batch))  # fullgraph: a break would raise
-    predicted, traced = ledgers_of(recipe)
+    predicted, traced = predict_and_trace(recipe)
     for phase in (Phase.LOSS, Phase.OPTIMIZER_STEP):
-        assert held(predicted, phase) == held(traced, phase)
+        assert held(predicted, phase) == held(traced.ledger, phase)
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,9 @@ def test_every_family_compiles_as_a_whole_and_keeps_what_a_plan_predicts(family)
 def test_a_plan_predicts_what_compiled_blocks_keep(device, changes):
     """When the loss is made, no block holds anything else."""
     recipe = make_recipe(compile="blocks", device=device, **changes)
-    predicted, traced = ledgers_of(recipe)
-    assert compiled_bounds(recipe)[0] in trace_step(recipe, find_device(device)).bounds
+    predicted, trace = predict_and_trace(recipe)
+    traced = trace.ledger
+    assert compiled_bounds(recipe)[0] in trace.bounds
     layers = read_model(recipe.model).architecture.layers
     wider = 2 * ROWS * TOKENS * HIDDEN * layers if recipe.autocast else 0
     assert held(predicted, Phase.LOSS) - held(traced, Phase.LOSS) == wider
@@ -164,11 +165,10 @@ def test_a_plan_predicts_what_compiled_blocks_keep(device, changes):
         assert 0.85 * held(traced, phase) < held(predicted, phase) - wider <= held(traced, phase)
 
 
-def ledgers_of(recipe):
-    """Predicted, and traced."""
+def predict_and_trace(recipe):
     model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
     device = find_device(recipe.device)
-    return predict_memory(model, recipe, device), trace_step(recipe, device).ledger
+    return predict_memory(model, recipe, device), trace_step(recipe, device)
 
 
 def held(ledger, phase: Phase) -> int:
