@@ -26,6 +26,7 @@ import scaling_page
 import targets_page
 import techniques_page
 import time_page
+import trust_table
 
 from memfit import corpus, folklore, nouns
 from memfit.certify.workspace import NOT_COUNTED, PRODUCTS, RULES
@@ -120,6 +121,7 @@ def main() -> None:
         DOCS / "time.md": time_page.page(times),
         accuracy_time_page.FIGURES: accuracy_time_page.record(times),
         DOCS / "accuracy.svg": accuracy_page.plot(found),
+        trust_table.README: trust_table.write(found, times),
         accuracy_page.FIGURES: accuracy_page.record(found),
         folklore.FILE: nouns.to_json(list(rules)) + "\n",
         corpus.home() / "row.schema.json": json.dumps(corpus.schema(), indent=1) + "\n",

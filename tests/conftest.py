@@ -11,7 +11,8 @@ from memfit.recipe import Freeze, Lora, Optimizer, Recipe
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: a second thread only waits, and waits busily
-os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="memfit-no-config-")  # nobody's own rows
+_NO_CONFIG = tempfile.TemporaryDirectory(prefix="memfit-no-config-")  # gone when the tests are over
+os.environ["XDG_CONFIG_HOME"] = _NO_CONFIG.name  # nobody's own rows
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 # Families whose parts another one has too.
