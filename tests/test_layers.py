@@ -54,6 +54,7 @@ LAYERS = [
         "proving",
         "difference",
         "timeline_files",
+        "pipeline_strip",
         "step_trace",
         "curve",
         "runs",

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from memfit import api
 from memfit.cli.app import app
 from memfit.errors import InvalidRequest
+from memfit.pipeline_strip import draw_strip
 from memfit.request import Request
 from memfit.step_trace import write_step_trace
 from memfit.timeline import Span, Timeline
@@ -102,6 +103,23 @@ def test_a_pipelines_ranks_are_drawn_and_take_what_the_step_says(tmp_path, chunk
         mine = sorted((e for e in drawn if e["tid"] == rank), key=lambda e: e["ts"])
         for before, after in pairwise(mine):
             assert before["ts"] + before["dur"] <= after["ts"] + 1e-3
+
+
+def test_a_page_draws_the_same_pieces_and_says_what_it_does_not_draw(plan):
+    asked = PIPELINE | {"parallel": PIPELINE["parallel"] | {"virtual_pp": 2}}
+    made = api.predict(msgspec.convert(asked, Request))
+    strip = api.draw_pipeline(made)
+    assert (strip.kind, strip.micro_batches, strip.chunks) == ("interleaved", 32, 2)
+    assert strip.pieces == sum(map(len, strip.ranks)) == 4 * 32 * 2 * 2
+    for slots in strip.ranks:  # each pass of each micro-batch and chunk once
+        assert len({slot[:3] for slot in slots}) == len(slots)
+    assert strip.seconds == max(slot.end for slots in strip.ranks for slot in slots)
+    few = draw_strip(made, strip.pieces - 1)
+    assert (few.ranks, few.seconds) == ((), None)
+    assert few.because == "more than 511 pieces, not drawn"
+    unknown = msgspec.structs.replace(made, timeline=Timeline(spans=()))
+    assert draw_strip(unknown, strip.pieces).because == made.time.because
+    assert api.draw_pipeline(plan) is None
 
 
 def test_what_has_no_time_has_no_trace(plan, tmp_path):

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from memfit.doctor import Diagnosis
     from memfit.export import Export
     from memfit.formats import FormatRow
+    from memfit.pipeline_strip import Strip
     from memfit.plan.budget import Budget
     from memfit.plan.compare import Comparison
     from memfit.plan.offers import Offers
@@ -320,6 +321,9 @@ def write_report(folder: Path) -> Report:
     return made
 
 
+PIECES = 20_000  # of a pipeline that a page draws
+
+
 # what the rules that depend on a batch are held against
 RULES_PEAK = "peaks are of full AdamW training in fp32 on one sequence of the model's own length"
 
@@ -455,10 +459,18 @@ def read_run(root: Path, name: str, after: int = 0) -> RunView:
     return runs.read_run(root, name, after)
 
 
+def draw_pipeline(plan: Plan) -> Strip | None:
+    """The pieces of the plan's pipeline in predicted seconds; None without a pipeline."""
+    from memfit import pipeline_strip
+
+    return pipeline_strip.draw_strip(plan, PIECES)
+
+
 def draw_step(request: Request, *, rank: int | None = None) -> StepMemory:
     """Certify what a request plans, with its memory over the events of a step.
 
-    rank: of many devices; None takes the fullest. Raises NotCertified, InvalidRequest.
+    rank: of many devices; None takes the fullest. Raises NotCertified, and InvalidRequest for
+    another framework's step.
     """
     from memfit import step_memory
 

@@ -25,6 +25,14 @@ class Point(NamedTuple):
     reserved: int | None  # by the caching allocator; None on a CPU
     what: str  # what the event did
     where: str  # the line of it
+    streams: list[int]  # bytes by the stream they were allocated on, in the order of `streams`
+
+
+class Stream(NamedTuple):
+    """One of the device's streams on which a step allocates; the allocator keeps pools of each."""
+
+    number: int  # 0 is the default one, on which a step computes
+    kinds: tuple[str, ...]  # of what is allocated there, the most bytes first
 
 
 class Curve(NamedTuple):
@@ -35,6 +43,7 @@ class Curve(NamedTuple):
     points: list[Point]
     stretches: list[tuple[str, int, int]]  # phase, first event, event after the last
     peak: Point  # where the most is allocated
+    streams: tuple[Stream, ...]
 
 
 class State(NamedTuple):
@@ -42,13 +51,15 @@ class State(NamedTuple):
 
     tensors: int
     by_kind: dict[str, int]
+    by_stream: dict[int, int]
     allocated: int  # blocks of the caching allocator; the tensors themselves on a CPU
     reserved: int | None
 
 
 def walk(recording: Recording) -> Iterator[State]:
-    """The state after each event; `by_kind` is one dict that goes on changing."""
+    """The state after each event; its dicts are the same ones, that go on changing."""
     by_kind: dict[str, int] = {}
+    by_stream: dict[int, int] = {}
     tensors = 0
     held = recording.held()
     sizes = {number: (t.kind, t.nbytes) for number, t in recording.tensors.items()}
@@ -59,9 +70,10 @@ def walk(recording: Recording) -> Iterator[State]:
             kind, nbytes = sizes[event.tensor]
             change = nbytes if event.nbytes else -nbytes
             by_kind[kind] = by_kind.get(kind, 0) + change
+            by_stream[event.stream] = by_stream.get(event.stream, 0) + change
             tensors += change
         allocated, reserved = held[index] if held else (tensors, None)
-        yield State(tensors, by_kind, allocated, reserved)
+        yield State(tensors, by_kind, by_stream, allocated, reserved)
 
 
 def draw_curve(recording: Recording) -> Curve:
@@ -77,7 +89,7 @@ def draw_curve(recording: Recording) -> Curve:
     kept = set(_keep(allocated)) | {top}
     marks = [0, *recording.marks, len(recording.events)]
     kept |= {min(mark, len(allocated) - 1) for mark in marks}
-    kinds = _kinds(recording)
+    kinds, streams = _kinds(recording), _streams(recording)
     points = []
     phases = list(recording.phase_at())
     for index, state in enumerate(walk(recording)):
@@ -88,13 +100,14 @@ def draw_curve(recording: Recording) -> Curve:
             sums[Kind.FRAGMENTATION] = state.allocated - state.tensors
         what, where = _describe(recording, index)
         values = [sums.get(kind, 0) for kind in kinds]
+        lanes = [state.by_stream.get(stream.number, 0) for stream in streams]
         points.append(
-            Point(index, phases[index], state.tensors, values, state.reserved, what, where)
+            Point(index, phases[index], state.tensors, values, state.reserved, what, where, lanes)
         )
     peak = next(p for p in points if p.event == top)
     pairs = zip(recording.stretches, pairwise(marks), strict=True)
     stretches = [(str(phase), start, stop) for phase, (start, stop) in pairs if stop > start]
-    return Curve(len(recording.events), kinds, points, stretches, peak)
+    return Curve(len(recording.events), kinds, points, stretches, peak, streams)
 
 
 def _kinds(recording: Recording) -> tuple[str, ...]:
@@ -103,6 +116,22 @@ def _kinds(recording: Recording) -> tuple[str, ...]:
     if recording.settings is not None:
         found.add(Kind.FRAGMENTATION)
     return tuple(str(kind) for kind in Kind if kind in found)
+
+
+def _streams(recording: Recording) -> tuple[Stream, ...]:
+    """Those on which anything is allocated, by number; a CPU has none."""
+    if recording.settings is None:
+        return ()
+    sums: dict[int, dict[str, int]] = {}
+    for event in recording.events:
+        if event.nbytes > 0:
+            own = sums.setdefault(event.stream, {})
+            kind = recording.tensors[event.tensor].kind
+            own[kind] = own.get(kind, 0) + event.nbytes
+    return tuple(
+        Stream(number, tuple(sorted(own, key=lambda kind: -own[kind])))
+        for number, own in sorted(sums.items())
+    )
 
 
 def _keep(values: list[int]) -> Iterator[int]:
@@ -134,8 +163,9 @@ def name_of(tensor: Tensor) -> str:
 def pack(curve: Curve) -> dict[str, Any]:
     """What a page needs to draw and to read the curve; texts once each.
 
-    A point is (event, bytes of tensors, phase, what, where, bytes reserved, bytes by kind), of
-    which phase, what and where are indices of `strings`; `peak` is the index of a point.
+    A point is (event, bytes of tensors, phase, what, where, bytes reserved, bytes by kind, bytes by
+    stream), of which phase, what and where are indices of `strings`; `peak` is the index of a
+    point.
     """
     strings: dict[str, int] = {}
 
@@ -144,7 +174,8 @@ def pack(curve: Curve) -> dict[str, Any]:
 
     def row(p: Point) -> list[Any]:
         phase = number(PHASES.get(p.phase, p.phase))
-        return [p.event, p.total, phase, number(p.what), number(p.where), p.reserved, p.kinds]
+        what, where = number(p.what), number(p.where)
+        return [p.event, p.total, phase, what, where, p.reserved, p.kinds, p.streams]
 
     rows = [row(p) for p in curve.points]
     peak = next((i for i, p in enumerate(curve.points) if p.event == curve.peak.event), 0)
@@ -154,5 +185,6 @@ def pack(curve: Curve) -> dict[str, Any]:
         "peak": peak,
         "points": rows,
         "stretches": curve.stretches,
+        "streams": curve.streams,
         "strings": list(strings),
     }

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from memfit import proving
+from memfit.errors import InvalidRequest
 from memfit.nouns import Noun
+from memfit.plan.problem import check_own_step
 from memfit.plan.stated import read_stated
 from memfit.request import Request
 from memfit.results import Certificate, Plan
@@ -18,7 +20,8 @@ class StepMemory(Noun, frozen=True, kw_only=True):
     """A certificate, and its curve as `curve.pack` gives it."""
 
     certificate: Certificate
-    plan: Plan | None  # None of many ranks, which are certified as they are stated
+    plan: Plan | None  # None where many ranks can run what no plan describes
+    because: str  # why there is no plan, and what was certified instead; "" where there is one
     ranks: int
     rank: int | None  # the one asked for; None: the fullest
     curve: dict[str, Any]
@@ -27,21 +30,30 @@ class StepMemory(Noun, frozen=True, kw_only=True):
 def draw_step(
     request: Request, rank: int | None, find_plan: Callable[[Request], Plan]
 ) -> StepMemory:
-    """Of one device the plan, of many what the request states; raises as `certify` does."""
+    """Of the plan; where none describes what many ranks can run, of what the request states.
+
+    Raises as `certify` does, and InvalidRequest for another framework's step.
+    """
     from memfit.certify.recording import read_recording
     from memfit.curve import draw_curve, pack
 
-    plan = None
-    if request.ranks > 1:
-        stated = read_stated(request)
-        recipe, usable = stated.recipe, stated.usable
-    else:
+    check_own_step(request)
+    plan, because = None, ""
+    try:
         plan = find_plan(request)
         recipe, usable = plan.recipe, plan.memory.usable
+    except InvalidRequest as refusal:
+        if request.ranks == 1:
+            raise
+        stated = read_stated(request)  # of one's own mistakes it says the same
+        recipe, usable = stated.recipe, stated.usable
+        became = ", ".join(f"{key}: {value}" for key, value in stated.defaults.items())
+        because = f"{refusal.message}; certified as stated, with plain defaults ({became})"
     with tempfile.TemporaryDirectory(prefix="memfit-") as place:
         tape = Path(place) / "recording"
         certificate = proving.certify(recipe, usable=usable, tape=tape, rank=rank)
         curve = pack(draw_curve(read_recording(tape)))
     return StepMemory(
-        certificate=certificate, plan=plan, ranks=recipe.parallel.world, rank=rank, curve=curve
-    )
+        certificate=certificate, plan=plan, because=because, ranks=recipe.parallel.world,
+        rank=rank, curve=curve,
+    )  # fmt: skip

@@ -13,9 +13,7 @@ import msgspec
 
 from memfit.errors import InvalidRequest
 from memfit.nouns import write_atomically
-from memfit.plan.clock.orders import Schedule, find_schedule
-from memfit.plan.clock.pipeline import count_sends
-from memfit.plan.clock.schedules import StageTimes, simulate
+from memfit.pipeline_strip import draw_strip
 from memfit.results import Plan
 
 STEP_TRACE = "step.trace.json"
@@ -76,38 +74,17 @@ def _slices(plan: Plan) -> Iterator[dict[str, Any]]:
 
 def _pipeline(plan: Plan) -> Iterator[dict[str, Any]]:
     """Every rank's pieces, one micro-batch and chunk each; nothing without a pipeline."""
-    if plan.recipe.parallel.pp == 1:
+    strip = draw_strip(plan, MOST)
+    if strip is None:
         return
-    schedule = find_schedule(plan.recipe)
-    if 2 * schedule.stages * schedule.micro_batches > MOST:
-        name = f"{schedule.kind}: more than {MOST:,} pieces, not drawn"
-        yield _meta(2, 0, "process_name", {"name": name})
-        return
-    name = f"{schedule.kind} on {schedule.ranks} ranks, stages alike but for the last one's head"
-    yield _meta(2, 0, "process_name", {"name": name})
-    for rank, pieces in enumerate(simulate(schedule, _stage_times(plan, schedule)).ranks):
+    ranks = f" on {plan.recipe.parallel.pp} ranks, " if strip.ranks else ": "
+    yield _meta(2, 0, "process_name", {"name": f"{strip.kind}{ranks}{strip.because}"})
+    for rank, slots in enumerate(strip.ranks):
         yield _meta(2, rank, "thread_name", {"name": f"rank {rank}"})
-        for piece, start, end in pieces:
-            chunk = f", chunk {piece.stage // schedule.ranks}" if schedule.chunks > 1 else ""
+        for slot in slots:
+            chunk = f", chunk {slot.chunk}" if strip.chunks > 1 else ""
             yield {
-                "ph": "X", "pid": 2, "tid": rank, "ts": start * MICRO, "dur": (end - start) * MICRO,
-                "name": f"{PASSES[piece.pass_]} {piece.micro_batch}{chunk}",
+                "ph": "X", "pid": 2, "tid": rank, "ts": slot.start * MICRO,
+                "dur": (slot.end - slot.start) * MICRO,
+                "name": f"{PASSES[slot.pass_]} {slot.micro_batch}{chunk}",
             }  # fmt: skip
-
-
-def _stage_times(plan: Plan, schedule: Schedule) -> StageTimes:
-    """Seconds of one micro-batch and chunk, out of those of the longest stage.
-
-    What is known of both ways together counts half each way, and half of the backward is that of
-    the weights.
-    """
-    seconds = dict.fromkeys(("forward", "backward", "repeated", "head", "tensor", "waiting"), 0.0)
-    seconds |= {"sending": 0.0} | {span.op: span.duration for span in plan.timeline.spans}
-    pieces = schedule.micro_batches * schedule.chunks
-    ways = (seconds["tensor"] + seconds["waiting"]) / 2
-    forward = [(seconds["forward"] + ways) / pieces] * schedule.stages
-    backward = [(seconds["backward"] / 2 + seconds["repeated"] + ways) / pieces] * schedule.stages
-    weight = [seconds["backward"] / 2 / pieces] * schedule.stages
-    backward[-1] += seconds["head"] / schedule.micro_batches
-    sends = count_sends(schedule.ranks, schedule.chunks, schedule.micro_batches)
-    return StageTimes(forward, backward, weight, seconds["sending"] / sends)

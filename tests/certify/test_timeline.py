@@ -8,6 +8,7 @@ import re
 from itertools import pairwise
 
 import pytest
+from msgspec.structs import replace
 from tiny_steps import CPU, H100, make_recipe
 
 from memfit import timeline_files
@@ -54,6 +55,25 @@ def test_the_curve_reaches_the_certificates_numbers(made) -> None:
     at_peak.pop("fragmentation", None)
     rows = certificate.at_peak
     assert at_peak == {k: sum(t.total for t in rows if t.kind == k) for k in {t.kind for t in rows}}
+
+
+def test_each_streams_bytes_are_told(made) -> None:
+    """A CPU has no streams; one GPU computes on one, and what ranks exchange has its own."""
+    _, recording = made
+    curve = draw_curve(recording)
+    if recording.settings is None:
+        assert curve.streams == ()
+        return
+    assert [stream.number for stream in curve.streams] == [0]
+    assert all(sum(p.streams) == p.total for p in curve.points)
+    some = next(i for i, event in enumerate(recording.events) if event.nbytes > 0)
+    tensor = recording.events[some].tensor
+    moved = tuple(e._replace(stream=7) if e.tensor == tensor else e for e in recording.events)
+    curve = draw_curve(replace(recording, events=moved))
+    kind = recording.tensors[tensor].kind
+    assert curve.streams[1] == (7, (kind,))
+    assert all(sum(p.streams) == p.total for p in curve.points)
+    assert max(p.streams[1] for p in curve.points) == recording.tensors[tensor].nbytes
 
 
 def test_thinning_keeps_the_highest_event_of_every_stretch() -> None:

@@ -7,10 +7,11 @@ import sys
 from urllib.parse import quote, urlencode
 
 import pytest
-from looking import AXE, ROOT, SMALL, TINY, check_look, opened, watched
+from looking import AXE, ROOT, SMALL, TINY, check_look, find_barriers, opened, watched
 from tabbing import tab_to
 
 from memfit import api, units
+from memfit.cli.options import read_value
 from memfit.nouns import from_data, read_json
 from memfit.request import Request
 from memfit.results import Report
@@ -143,6 +144,62 @@ def test_the_timeline_is_the_certificates(browser, server):
     with opened(browser, server, f"timeline?{SMALL}", token=False) as page:
         page.click("#certify")
         assert "the token is missing" in page.text_content(".trouble")
+
+
+def test_the_timeline_of_many_ranks_is_of_their_plan(browser, server):
+    """Streams of the certificate below its memory; of another's step what is predicted of it."""
+    keys = {
+        "model": json.dumps(TINY), "hardware.device": "rtx-4090", "hardware.count": "2",
+        "weights": "random", "method": "full", "task.steps": "3",
+    }  # fmt: skip
+    changes = {key: read_value(key, text) for key, text in keys.items() if key != "model"}
+    with opened(browser, server, f"timeline?{urlencode(keys)}") as page:
+        page.wait_for_selector("#seconds .bar")  # before anything is certified
+        page.click("#certify")
+        page.wait_for_selector("#streams .lane")
+        lanes = page.locator("#streams .lane p").all_text_contents()
+        assert lanes[0].startswith("computing")
+        assert any("all gather" in lane for lane in lanes[1:])
+        found = page.evaluate(
+            "() => document.querySelector('[aria-label=\"Alive at the peak\"]').textContent"
+        )
+        assert "all gather" in found or "gradients" in found
+        assert find_barriers_here(page) == []
+    more = {"framework": "megatron", "parallel": "{pp: 2}", "task.sequence_length": "128"}
+    with opened(browser, server, f"timeline?{urlencode({**keys, **more})}") as page:
+        page.wait_for_selector("#strip")
+        assert "there is none of megatron's" in page.text_content("#no-certificate")
+        assert page.locator("#certify").count() == 0
+        changes |= {key: read_value(key, text) for key, text in more.items()}
+        plan = api.plan(from_data(nested({**changes, "model": TINY}), Request, where="a test"))
+        strip = api.draw_pipeline(plan)
+        rows = page.locator("[aria-label='Ranks of the pipeline'] tbody tr").all()
+        for slots, row in zip(strip.ranks, rows, strict=True):
+            works = sum(slot.end - slot.start for slot in slots)
+            assert units.show_seconds(works) in row.text_content()
+        tab_to(page, "#strip")
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("ArrowRight")
+        page.wait_for_function("document.querySelector('#piece').textContent.startsWith('rank 1')")
+        assert find_barriers_here(page) == []
+
+
+def find_barriers_here(page):
+    """In the dark and narrow, where most goes wrong; nothing sticks out."""
+    if not AXE.exists():
+        return []
+    page.emulate_media(color_scheme="dark")
+    page.set_viewport_size({"width": 320, "height": 900})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 320
+    return find_barriers(page)
+
+
+def nested(keys):
+    """Dotted keys as a request holds them."""
+    data = {}
+    for key, value in keys.items():
+        api.put(data, key, value)
+    return data
 
 
 def test_a_run_is_followed_and_compared(browser, server, run):

@@ -14,7 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memfit import api
+from memfit import api, proving
+from memfit.cli.options import read_value
+from memfit.errors import InvalidRequest, NotCertified
 from memfit.export import exports
 from memfit.nouns import to_json
 from memfit.request import Request
@@ -68,6 +70,48 @@ def test_answers_are_what_the_verbs_print_with_json(server):
         assert status == 200, body
         assert headers["content-type"] == "application/json"
         assert json.loads(body) == json.loads(to_json(verb())), path
+
+
+PIPELINE = {
+    "model": "gpt2", "hardware.device": "rtx-4090", "hardware.count": "2",
+    "framework": "megatron", "parallel": "{pp: 2}", "precision": "bf16-mixed",
+    "micro_batch": "1", "task.global_batch": "4", "recompute": "none",
+    "task.sequence_length": "512",
+}  # fmt: skip
+
+
+def test_a_pipeline_is_that_of_the_plan(server):
+    changes = {
+        key: read_value(key, text) for key, text in PIPELINE.items() if key != "model"
+    }  # fmt: skip
+    plan = api.plan(api.read("gpt2", changes=changes))
+    status, _, body = ask(server, f"/api/pipeline?{query(PIPELINE)}")
+    assert (status, json.loads(body)) == (200, json.loads(to_json(api.draw_pipeline(plan))))
+    assert len(json.loads(body)["ranks"]) == 2
+    assert ask(server, f"/api/pipeline?{query(SMALL)}")[2] == b"null"
+
+
+def test_of_many_ranks_the_searched_plan_is_certified(monkeypatch):
+    """And what no plan describes as it is stated, which is said; nothing is of another's step."""
+    certified = []
+
+    def certify(recipe, **_):
+        certified.append(recipe)
+        raise NotCertified("stopped here")
+
+    monkeypatch.setattr(proving, "certify", certify)
+    many = {"hardware.device": "rtx-4090", "hardware.count": 2, "task.sequence_length": 512}
+    request = api.read("pythia-70m", changes=many)
+    with pytest.raises(NotCertified):
+        api.draw_step(request)
+    assert certified == [api.plan(request).recipe]
+    assert certified[0].micro_batch > 1  # plain defaults would be one
+    offloaded = api.read("pythia-70m", changes={**many, "offload": "activations"})
+    with pytest.raises(NotCertified):
+        api.draw_step(offloaded)
+    assert certified[1] == api.read_stated(offloaded).recipe
+    with pytest.raises(InvalidRequest, match="another framework's step"):
+        api.draw_step(api.read("pythia-70m", changes={**many, "framework": "megatron"}))
 
 
 def test_a_draft_is_the_plan_without_its_levers(server):
@@ -149,7 +193,9 @@ KEYS = st.one_of(
     ]),
     st.text(min_size=1, max_size=12),
 )  # fmt: skip
-VERBS = st.sampled_from(["plan", "draft", "why_not", "compare", "export", "budget", "run", "x"])
+VERBS = st.sampled_from(
+    ["plan", "draft", "pipeline", "why_not", "compare", "export", "budget", "run", "x"]
+)
 
 
 @settings(

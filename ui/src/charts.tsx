@@ -24,11 +24,14 @@ export function Scatter(props: {
   const { dots } = props;
   const [at, setAt] = useState<Dot | null>(null);
   if (!dots.length) return <p class="soft">nothing to draw</p>;
-  const right = Math.max(...dots.map((dot) => dot.x)) * 1.08;
+  const [least, most] = [Math.min(...dots.map((dot) => dot.x)), Math.max(...dots.map((dot) => dot.x))];
+  const margin = (most - least) * 0.08 || most * 0.08;
+  const left = least > most * 0.3 ? Math.max(0, least - margin) : 0; // no empty half beside them
+  const right = most + margin;
   const highest = Math.max(...dots.map((dot) => dot.y));
   const limit = props.limit != null && props.limit < highest * 4 ? props.limit : null;
   const top = Math.max(highest, limit ?? 0) * 1.08;
-  const x = (dot: Dot) => (dot.x / right) * W;
+  const x = (dot: Dot) => ((dot.x - left) / (right - left)) * W;
   const y = (n: number) => H - (n / top) * H;
   const front = dots.filter((dot) => dot.front).sort((a, b) => a.x - b.x);
   return (
@@ -43,7 +46,7 @@ export function Scatter(props: {
         </svg>
       </div>
       <div class="xs">
-        <span>0</span><span>{props.x}</span><span>{props.showX(right)}</span>
+        <span>{left ? props.showX(left) : "0"}</span><span>{props.x}</span><span>{props.showX(right)}</span>
       </div>
       <figcaption class="soft small" aria-live="polite">
         {at ? `${at.name}: ${props.showX(at.x)}, ${props.showY(at.y)}` :

@@ -36,10 +36,11 @@ export function ExportScreen({ keys, set, words }: { keys: Keys; set: (keys: Key
 
 function Files({ made }: { made: Export }) {
   const left = Object.entries(made.left_out);
+  const many = Object.keys(made.files).length;
   return (
     <>
       <p role="status">
-        {made.target} {made.version}: {Object.keys(made.files).length} file(s); start with <code>{made.start}</code>
+        {made.target} {made.version}: {many === 1 ? "one file" : `${many} files`}; start with <code>{made.start}</code>
       </p>
       {Object.entries(made.files).map(([name, text]) => (
         <Card title={name}>

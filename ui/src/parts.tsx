@@ -35,6 +35,7 @@ export interface Column<Row> {
   head: string;
   cell: (row: Row) => ComponentChildren;
   number?: boolean;
+  short?: boolean; // never broken into lines
 }
 
 export function Table<Row>(props: {
@@ -43,7 +44,7 @@ export function Table<Row>(props: {
   rows: Row[];
   mark?: (row: Row) => boolean;
 }) {
-  const align = (column: Column<Row>) => (column.number ? "n" : undefined);
+  const align = (column: Column<Row>) => (column.number ? "n" : column.short ? "short" : undefined);
   return (
     <div class="scroll" role="region" aria-label={props.label} tabIndex={0}>
       <table>
@@ -103,21 +104,28 @@ const BEYOND: Record<string, string> = {
   context: "the device's context: kernels and libraries, outside the allocator",
 };
 
-// Kinds of all that is held against the limit, the allocator's and the context's share included.
-export function partsOf(memory: Memory, order: string[]): Part[] {
+// Entries by kind, in the order of the words' colours.
+export function sumUp(entries: Entry[], order: string[]): Part[] {
   const found = new Map<string, Part>();
-  const add = (entry: Entry) => {
+  for (const entry of entries) {
     const part = found.get(entry.kind) ?? { kind: entry.kind, nbytes: 0, entries: [] };
     part.nbytes += entry.nbytes;
     part.entries.push(entry);
     found.set(entry.kind, part);
-  };
-  memory.entries.forEach(add);
-  const sum = [...found.values()].reduce((total, part) => total + part.nbytes, 0);
-  const context = found.get("context")?.nbytes ?? 0;
+  }
+  return [...found.values()]
+    .filter((part) => part.nbytes > 0)
+    .sort((a, b) => order.indexOf(a.kind) - order.indexOf(b.kind));
+}
+
+// Kinds of all that is held against the limit, the allocator's and the context's share included.
+export function partsOf(memory: Memory, order: string[]): Part[] {
+  const entries = [...memory.entries];
+  const sum = entries.reduce((total, entry) => total + entry.nbytes, 0);
+  const context = entries.reduce((total, entry) => total + (entry.kind === "context" ? entry.nbytes : 0), 0);
   const beyond = (kind: string, nbytes: number) => {
     const phase = memory.peak_phase;
-    if (nbytes > 0) add({ kind, phase, owner: "device", nbytes, because: BEYOND[kind]! });
+    if (nbytes > 0) entries.push({ kind, phase, owner: "device", nbytes, because: BEYOND[kind]! });
   };
   if (memory.peak_reserved != null) {
     beyond("fragmentation", memory.peak_reserved - (sum - context));
@@ -125,9 +133,7 @@ export function partsOf(memory: Memory, order: string[]): Part[] {
       beyond("context", memory.device_total - memory.peak_reserved - context);
     }
   }
-  return [...found.values()]
-    .filter((part) => part.nbytes > 0)
-    .sort((a, b) => order.indexOf(a.kind) - order.indexOf(b.kind));
+  return sumUp(entries, order);
 }
 
 const WIDTH = 1000;

@@ -1,12 +1,14 @@
-// Memory over one step, event by event, from the certificate; and the seconds of its streams.
-import { useState } from "preact/hooks";
-import { send } from "./ask";
+// Memory over one step, event by event, from the certificate; beside it what is predicted of the
+// same plan: each phase's peak, the seconds of its streams, its pipeline.
+import { useEffect, useState } from "preact/hooks";
+import { ask, send } from "./ask";
 import { Axis } from "./charts";
 import { Text } from "./controls";
-import { Bar, Card, Key, Table, Trouble, Verdict, partsOf, room } from "./parts";
+import { Bar, Card, Key, Table, Trouble, Verdict, partsOf, room, sumUp, type Part } from "./parts";
 import * as show from "./show";
-import { command, requestOf, type Keys } from "./state";
-import type { Certificate, Curve, Point, Span, StepMemory, Words } from "./types";
+import { SecondsCard } from "./seconds";
+import { command, queryOf, requestOf, type Keys } from "./state";
+import type { Certificate, Curve, Plan, Point, StepMemory, Stream, Words } from "./types";
 
 const W = 1000;
 const H = 360;
@@ -32,38 +34,105 @@ export function TimelineScreen({ keys, set, words }: { keys: Keys; set: (keys: K
     setBusy(false);
   };
   const stale = found != null && found.of !== of;
+  const own = !keys.framework || keys.framework === "memfit";
   return (
     <div class="answer" aria-busy={busy}>
-      <Card title="The trainer's own step, on fake tensors">
-        <div class="row filters">
-          <Text id="rank" label="Rank" value={rank} example="the fullest"
-            set={(value) => set({ ...keys, _rank: value.replace(/\D/g, "") })} />
-          <button type="button" class="main" id="certify" aria-disabled={busy} onClick={() => void certify()}>
-            {busy ? "Certifying…" : "Certify and draw"}
-          </button>
-        </div>
-        <pre>{`${command(keys, "certify")} --timeline --folder runs/first`}</pre>
-        {stale && <p class="soft">The request has changed since; certify again.</p>}
-      </Card>
+      {own ? (
+        <Card title="The trainer's own step, on fake tensors">
+          <div class="row filters">
+            <Text id="rank" label="Rank" value={rank} example="the fullest"
+              set={(value) => set({ ...keys, _rank: value.replace(/\D/g, "") })} />
+            <button type="button" class="main" id="certify" aria-disabled={busy} onClick={() => void certify()}>
+              {busy ? "Certifying…" : "Certify and draw"}
+            </button>
+          </div>
+          <pre>{`${command(keys)} --folder runs/first\nmemfit certify runs/first/plan.json --timeline`}</pre>
+          {stale && <p class="soft">The request has changed since; certify again.</p>}
+        </Card>
+      ) : (
+        <Card title={`The step of ${keys.framework}`}>
+          <p id="no-certificate">
+            A certificate runs memfit's own step, so there is none of {keys.framework}'s: its memory event by
+            event is not known here. Below stands what is predicted of it.
+          </p>
+          <pre>{command(keys)}</pre>
+        </Card>
+      )}
       {error ? <Trouble error={error} /> : null}
-      <p role="status" class="headline">
+      {own && <p role="status" class="headline">
         {busy ? <span class="soft">certifying; this runs the step once</span> : found && (
           <>
             <Verdict memory={found.made.certificate.memory} words={words} />
             <span>{found.made.certificate.device} {room(found.made.certificate.memory)}</span>
           </>
         )}
-      </p>
+      </p>}
       {found && <Drawn made={found.made} words={words} />}
+      <Predicted keys={keys} words={words} bare={!found} />
     </div>
   );
 }
 
+// What the plan knows without a certificate; `bare`: nothing else on the screen shows its memory.
+function Predicted({ keys, words, bare }: { keys: Keys; words: Words; bare: boolean }) {
+  const query = queryOf(keys);
+  const [found, setFound] = useState<{ of: string; plan: Plan | null; error: unknown } | null>(null);
+  useEffect(() => {
+    let still = true;
+    ask<Plan>(`draft?${query}`).then(
+      (a) => still && setFound({ of: query, plan: a.data, error: null }),
+      (error) => still && setFound({ of: query, plan: null, error }),
+    );
+    return () => { still = false; };
+  }, [query]);
+  const now = found?.of === query ? found : null;
+  if (now?.error) return <Trouble error={now.error} />;
+  if (!now?.plan) return <p role="status" class="soft">planning…</p>;
+  return (
+    <>
+      {bare && <PhasesCard plan={now.plan} words={words} />}
+      <SecondsCard plan={now.plan} query={query} />
+    </>
+  );
+}
+
+// The predicted peak of each phase by kind, on one scale.
+function PhasesCard({ plan, words }: { plan: Plan; words: Words }) {
+  const order = Object.keys(words.colours);
+  const phases = Object.keys(words.phases)
+    .map((phase) => ({ phase, entries: plan.ledger.entries.filter((entry) => entry.phase === phase) }))
+    .filter(({ entries }) => entries.length)
+    .map(({ phase, entries }) => ({ phase, parts: sumUp(entries, order) }));
+  if (!phases.length) return null;
+  const total = (parts: Part[]) => parts.reduce((sum, part) => sum + part.nbytes, 0);
+  const full = Math.max(...phases.map(({ parts }) => total(parts)), 1);
+  const kinds = order.filter((kind) => phases.some(({ parts }) => parts.some((part) => part.kind === kind)));
+  return (
+    <Card title={`Memory at the peak of each phase (predicted${plan.recipe.device ? `, ${worldOf(plan)}` : ""})`}>
+      <div class="bars phasebars">
+        {phases.map(({ phase, parts }) => (
+          <Bar name={`${words.phases[phase]}${phase === plan.memory.peak_phase ? " (peak)" : ""}`}
+            parts={parts} limit={null} full={full} words={words} />
+        ))}
+      </div>
+      <p class="small">
+        {kinds.map((kind) => <span class="legend"><Key kind={kind} words={words} />{kind.replace("_", " ")}</span>)}
+      </p>
+    </Card>
+  );
+}
+
+function worldOf(plan: Plan): string {
+  const axes = Object.entries(plan.recipe.parallel).filter(([axis, n]) => axis !== "zero" && typeof n === "number" && n > 1);
+  return axes.length ? `the fullest device of ${axes.map(([axis, n]) => `${axis} ${n}`).join(", ")}` : "one device";
+}
+
 function Drawn({ made, words }: { made: StepMemory; words: Words }) {
-  const { certificate, curve, plan } = made;
+  const { certificate, curve } = made;
   const parts = partsOf(certificate.memory, Object.keys(words.colours));
   return (
     <>
+      {made.because && <p class="soft">No plan: {made.because}.</p>}
       <Card title={`Memory over the step's allocations and releases${made.rank == null ? "" : `, rank ${made.rank} of ${made.ranks}`}`}>
         <Area curve={curve} certificate={certificate} words={words} />
       </Card>
@@ -72,7 +141,7 @@ function Drawn({ made, words }: { made: StepMemory; words: Words }) {
           <Bar name="certified" parts={parts} limit={certificate.memory.usable} words={words} />
         </div>
         <Table label="Alive at the peak" rows={certificate.at_peak.slice(0, ROWS)} columns={[
-          { head: "kind", cell: (t) => <><Key kind={t.kind} words={words} /> {t.kind.replace("_", " ")}</> },
+          { head: "kind", short: true, cell: (t) => <><Key kind={t.kind} words={words} /> {t.kind.replace("_", " ")}</> },
           { head: "module", cell: (t) => <code>{t.module || "(outside any module)"}</code> },
           { head: "made by", cell: (t) => <><code>{t.op}</code><br /><code class="soft">{t.source}</code></> },
           { head: "each", number: true, cell: (t) => `${show.whole(t.count)} x ${show.bytes(t.nbytes)}` },
@@ -82,9 +151,6 @@ function Drawn({ made, words }: { made: StepMemory; words: Words }) {
           <p class="soft small">{certificate.at_peak.length - ROWS} more rows in certificate.json</p>
         )}
       </Card>
-      {plan && plan.timeline.spans.length > 0 && (
-        <Card title="Seconds of the step (predicted)"><Streams spans={plan.timeline.spans} /></Card>
-      )}
       <Card title="Holds for"><ul>{certificate.bounds.map((line) => <li>{line}</li>)}</ul></Card>
     </>
   );
@@ -154,8 +220,52 @@ function Area({ curve, certificate, words }: { curve: Curve; certificate: Certif
         {drawn != null && <span class="legend">dashed: the limit, less the context</span>}
         <p id="reading" aria-live="polite">{say(point, curve)}{at === curve.peak && <b> (the peak)</b>}</p>
       </figcaption>
+      <Lanes curve={curve} at={at} x={x} />
     </figure>
   );
+}
+
+const LANE = 40;
+
+// What is alive of each stream's allocations, below the same events: the allocator never gives one
+// stream's memory to another.
+function Lanes({ curve, at, x }: { curve: Curve; at: number; x: (event: number) => number }) {
+  const { streams, points } = curve;
+  if (streams.length < 2) {
+    return (
+      <p class="soft small lanes" id="streams">
+        {streams.length ? "All of it is allocated on one stream, on which the device computes." :
+          "A CPU has no streams: its operators run one after the other."}
+      </p>
+    );
+  }
+  return (
+    <div class="lanes" id="streams">
+      <h3>By stream: what each one's allocations hold; memory of one is never given to another</h3>
+      {streams.map((stream, index) => {
+        const most = Math.max(...points.map((p) => p[7][index]!), 1);
+        const y = (n: number) => LANE * (1 - n / most);
+        const line = points.map((p) => `${x(p[0]).toFixed(1)},${y(p[7][index]!).toFixed(1)}`);
+        return (
+          <div class="lane">
+            <p class="small">
+              <b>{nameOf(stream)}</b>, at most {show.bytes(most)}; here {show.bytes(points[at]![7][index])}
+            </p>
+            <svg viewBox={`0 0 ${W} ${LANE}`} preserveAspectRatio="none" role="img"
+              aria-label={`${nameOf(stream)}: at most ${show.bytes(most)}`}>
+              <polygon class={stream[0] ? "comm" : "comp"} points={`0,${LANE} ${line.join(" ")} ${W},${LANE}`} />
+              <line class="hair" x1={x(points[at]![0])} x2={x(points[at]![0])} y1="0" y2={LANE} />
+            </svg>
+          </div>
+        );
+      })}
+    </div>
+  );
+}
+
+function nameOf([number, kinds]: Stream): string {
+  const held = kinds.slice(0, 2).map((kind) => kind.replace("_", " ")).join(", ");
+  return number ? `stream ${number} (${held})` : "computing (the default stream)";
 }
 
 function say(point: Point, curve: Curve): string {
@@ -193,40 +303,4 @@ function areas(curve: Curve, x: (n: number) => number, y: (n: number) => number)
     below = above;
     return [kind, points];
   });
-}
-
-function Streams({ spans }: { spans: Span[] }) {
-  const end = Math.max(...spans.map((s) => s.start + s.duration), 1e-12);
-  const streams = [...new Set([...spans].sort((a, b) => a.start - b.start).map((s) => s.stream))];
-  const ops = [...new Set(spans.map((s) => s.op))];
-  return (
-    <>
-      {streams.map((stream) => (
-        <div class="bar">
-          <span class="barname">{stream}</span>
-          <div class="track">
-            <svg viewBox="0 0 1000 40" preserveAspectRatio="none" role="img" aria-label={`${stream}: the table below has its spans`}>
-              {spans.filter((s) => s.stream === stream).map((s) => (
-                <rect x={(s.start / end) * 1000} width={Math.max((s.duration / end) * 1000, 1)} height="40"
-                  class={`span s${ops.indexOf(s.op) % 6}`}><title>{`${s.op}: ${show.seconds(s.duration)}`}</title></rect>
-              ))}
-            </svg>
-            <div class="labels" aria-hidden="true">
-              {spans.filter((s) => s.stream === stream && s.duration / end > 0.09).map((s) => (
-                <span class={`ink s${ops.indexOf(s.op) % 6}`}
-                  style={{ left: `${(s.start / end) * 100}%`, width: `${(s.duration / end) * 100}%` }}>{s.op.replaceAll("_", " ")}</span>
-              ))}
-            </div>
-          </div>
-          <span class="n">{show.seconds(spans.filter((s) => s.stream === stream).reduce((sum, s) => sum + s.duration, 0))}</span>
-        </div>
-      ))}
-      <Table label="Spans" rows={spans} columns={[
-        { head: "work", cell: (s) => s.op.replaceAll("_", " ") },
-        { head: "stream", cell: (s) => s.stream },
-        { head: "takes", number: true, cell: (s) => show.seconds(s.duration) },
-        { head: "because", cell: (s) => s.because },
-      ]} />
-    </>
-  );
 }

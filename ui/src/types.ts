@@ -87,18 +87,31 @@ export interface Certificate {
   bounds: string[];
   seconds: number;
 }
-export type Point = [number, number, number, number, number, number | null, number[]];
+export type Point = [number, number, number, number, number, number | null, number[], number[]];
+export type Stream = [number, string[]]; // its number, and the kinds allocated on it
+export type Slot = [string, number, number, number, number]; // pass, micro-batch, chunk, start, end
+export interface Strip {
+  kind: string;
+  micro_batches: number;
+  chunks: number;
+  pieces: number;
+  seconds: number | null;
+  ranks: Slot[][];
+  because: string;
+}
 export interface Curve {
   events: number;
   kinds: string[];
   peak: number;
   points: Point[];
   stretches: [string, number, number][];
+  streams: Stream[];
   strings: string[];
 }
 export interface StepMemory {
   certificate: Certificate;
   plan: Plan | null;
+  because: string;
   ranks: number;
   rank: number | null;
   curve: Curve;

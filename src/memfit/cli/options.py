@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,6 +21,7 @@ Changes = dict[str, Any]
 PLAN_FILES = (".json",)
 # what YAML 1.2 reads as it stands; its reader takes 30 ms to start
 WORD, NUMBER = re.compile(r"[A-Za-z][A-Za-z0-9_-]*"), re.compile(r"0|[1-9][0-9]*")
+POWER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?[eE]\+?[0-9]{1,2}")  # `1e9` tokens are a whole number
 SPECIAL = ("true", "false", "null")
 
 
@@ -43,6 +45,8 @@ def read_value(key: str, text: str) -> Any:
         return text
     if NUMBER.fullmatch(text):
         return int(text)
+    if POWER.fullmatch(text) and (whole := Decimal(text)) == whole.to_integral_value():
+        return int(whole)
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 

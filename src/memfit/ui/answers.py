@@ -12,10 +12,12 @@ import msgspec
 
 from memfit import __version__, api
 from memfit.errors import InvalidRequest
+from memfit.results import Plan
 from memfit.ui.asking import Pairs, read_asked, read_changes
 from memfit.words import COLOURS, INKS, PHASES, VERDICTS
 
 KEPT = 512  # answers; a plan is about 30 kB
+DRAFTS = 8  # as objects, of which other answers are made
 # the planner keeps what it has worked out in tables of the process: one question at a time
 planning = threading.Lock()
 Query = Mapping[str, str]
@@ -73,8 +75,19 @@ def plan(pairs: Pairs) -> bytes:
 @lru_cache(maxsize=KEPT)
 def draft(pairs: Pairs) -> bytes:
     """The same without its levers, which take most of the time: what is shown while one drags."""
+    return encode(_draft(pairs))
+
+
+@lru_cache(maxsize=DRAFTS)
+def _draft(pairs: Pairs) -> Plan:
     with planning:
-        return encode(api.plan(read_asked(pairs), levers=False))
+        return api.plan(read_asked(pairs), levers=False)
+
+
+@lru_cache(maxsize=KEPT)
+def pipeline(pairs: Pairs) -> bytes:
+    """The pipeline of the plan, as `memfit predict --timeline` draws it; null without one."""
+    return encode(api.draw_pipeline(_draft(pairs)))
 
 
 @lru_cache(maxsize=KEPT)
@@ -105,8 +118,8 @@ def export(pairs: Pairs) -> bytes:
     """`memfit export MODEL --to TARGET --json`."""
     query = dict(pairs)
     target = query.pop("to", "")
+    made = _draft(tuple(query.items()))
     with planning:
-        made = api.plan(read_asked(tuple(query.items())), levers=False)
         return encode(api.export(made, target))
 
 
@@ -139,7 +152,7 @@ def _number(name: str, text: str, read: Callable[[str], float]) -> float:
 
 ASKED: dict[str, Callable[[Pairs], bytes]] = {
     "plan": plan, "draft": draft, "why_not": why_not, "compare": compare, "export": export,
-    "budget": budget,
+    "budget": budget, "pipeline": pipeline,
 }  # fmt: skip
 TOLD: dict[str, Callable[[], bytes]] = {"words": words, "models": models, "devices": devices}
 
