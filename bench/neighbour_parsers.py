@@ -75,9 +75,10 @@ def read_accelerate(folder: Path) -> None:
 
 def read_trl(folder: Path) -> None:
     """TRL's parser refuses every argument that it does not know."""
-    from trl import ModelConfig, ScriptArguments, SFTConfig, TrlParser
+    from trl import DPOConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
-    parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig))
+    pairs = "\nstart: trl dpo" in (folder / "trl.yaml").read_text().replace("\n# ", "\n")
+    parser = TrlParser((ScriptArguments, DPOConfig if pairs else SFTConfig, ModelConfig))
     args = ["--config", str(folder / "trl.yaml"), "--use_cpu", "true"]
     parser.parse_args_and_config(args=args, fail_with_unknown_args=True)
     if (folder / "accelerate.yaml").exists():

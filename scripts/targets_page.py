@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from contextlib import chdir
 from pathlib import Path
 
+import msgspec
 from click.testing import CliRunner
 
 from memfit.check import ORDER
 from memfit.cli.app import app
-from memfit.export import exports, find_target
+from memfit.export import EVERY_KEY, exports, find_target
+from memfit.export import HEAD as HEADING
+from memfit.nouns import Noun
+from memfit.recipe import Recipe
 
 MODEL, DEVICE = "llama-3.1-8b", "h100-sxm"
 PLAN = {"method": "lora", "precision": "bf16-mixed", "recompute": "full", "micro_batch": "2"}
@@ -36,6 +41,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
 }  # fmt: skip
 EXAMPLES["torchtitan-main"] = EXAMPLES["torchtitan"]
 OWN = {**PLAN, **EIGHT, "parallel.dp_shard": "8"}
+AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "virtual_pp", "ep")
 OUT = "job"
 LAUNCHERS = ("accelerate", "deepspeed")  # whose files leave this to the script that they start
 UNTOLD = ("method", "recompute")
@@ -45,6 +51,14 @@ Made by `make docs` with the commands that the pages show.
 
 | target | tool | files | reads back | predicted peak there |
 |---|---|---|---|---|
+"""
+KEYS = """
+## What the files say
+
+A marked key is written, or explained at the file's head where the tool has no word for its value
+(`method: lora` for torchtitan, whose adapters are Python). A key without a mark is listed there
+with its value; an axis of the mesh that a tool lacks is refused. `tests/test_round_trip.py` changes
+every marked key of plans for the tools that `check` reads, and reads it back.
 """
 HEAD = "# For "  # what its first line begins with
 LANGUAGES = {".yaml": "yaml", ".yml": "yaml", ".json": "json", ".py": "python", ".sh": "bash",
@@ -59,7 +73,32 @@ def pages() -> dict[str, str]:
         with tempfile.TemporaryDirectory() as folder, chdir(folder):
             found[f"{name}.md"], row = page(name)
         rows.append(row)
-    return {"README.md": INDEX + "\n".join(rows) + "\n", **found}
+    return {"README.md": INDEX + "\n".join([*rows, *carried(), ""]), **found}
+
+
+def carried() -> list[str]:
+    """Which keys of a recipe each trainer's files say."""
+    tools = [name for name in exports.names() if find_target(name).says != EVERY_KEY]
+    lines = ["", *KEYS.strip().splitlines(), "", f"| key | {' | '.join(tools)} |"]
+    lines.append(f"|---|{'---|' * len(tools)}")
+    for key in recipe_keys():
+        groups = {key, key.partition(".")[0]}
+        cells = ["yes" if groups & find_target(name).says else "" for name in tools]
+        lines.append(f"| `{key}` | {' | '.join(cells)} |")
+    return lines
+
+
+def recipe_keys() -> Iterator[str]:
+    """Dotted keys of a recipe; a framework's own knobs are on its page."""
+    for field in msgspec.structs.fields(Recipe):
+        if field.name in (*HEADING, "options", "model", "recompute"):
+            continue
+        if isinstance(field.type, type) and issubclass(field.type, Noun):
+            axes = AXES if field.name == "parallel" else ()
+            names = (inner.name for inner in msgspec.structs.fields(field.type))
+            yield from (f"{field.name}.{name}" for name in names if name not in axes)
+        else:
+            yield field.name
 
 
 def page(name: str) -> tuple[str, str]:

@@ -22,6 +22,20 @@ REQUESTS: dict[str, dict[str, Any]] = {
         **LLAMA, "method": "lora", "lora": {"targets": "all-linear"}, "base_format": "nf4",
         "hardware": {"device": "rtx-4090"}, "quantisation": {"double": True},
     },
+    "own-dpo": {
+        **SMALL, **LORA, "hardware": {"device": "h100-sxm"}, "precision": "bf16",
+        "task": {"objective": "dpo", "sequence_length": 1024, "steps": 50, "global_batch": 8},
+        "preference": {"beta": 0.2, "label_smoothing": 0.1}, "micro_batch": 2,
+        "loss": "plain", "recompute": "full",
+    },
+    "own-dpo-qlora": {
+        **SMALL, "method": "lora", "lora": {"targets": "all-linear"}, "base_format": "nf4",
+        "hardware": {"device": "rtx-4090"}, "precision": "bf16",
+        "task": {"objective": "dpo", "sequence_length": 512, "steps": 50, "global_batch": 4},
+        "preference": {"reference": "precomputed"}, "micro_batch": 4, "loss": "plain",
+        "recompute": "none", "optimizer": {"name": "adamw8bit-bnb"},
+        "quantisation": {"double": True},
+    },
     "own-freeze": {
         **SMALL, "method": "freeze", "freeze": {"last_blocks": 2},
         "hardware": {"device": "h100-sxm"},

@@ -105,11 +105,41 @@ def test_a_deepspeed_file_of_auto_takes_the_trainers(tmp_path):
     assert (recipe.micro_batch, recipe.accumulation) == (2, 4)
 
 
+@pytest.mark.parametrize("name", ["own-dpo", "own-dpo-qlora"])
+@pytest.mark.parametrize("target", ["axolotl", "llamafactory", "trl"])
+def test_files_of_pairs_are_read_back_as_memfits_own_step(name, target, tmp_path):
+    """Whose step `--set framework=memfit` predicts; the tool's own is refused."""
+    plan = neighbour_plans.find_plan(name)
+    made = api.export(plan, target)
+    files = api.write_export(made, tmp_path)
+    data = {**hardware(plan.recipe), "framework": "memfit"}
+    checked, found = api.check(files, data)
+    before, after = dict(list_keys(plan.recipe)), dict(list_keys(found.recipe))
+    differ = {k for k in before.keys() | after.keys() if before.get(k) != after.get(k)}
+    assert differ <= set(made.left_out)
+    assert not checked.passed
+    with pytest.raises(InvalidRequest, match="not how they compare pairs"):
+        api.check(files, hardware(plan.recipe))
+
+
+def test_a_file_of_trls_that_may_be_any_trainers_is_dpos_where_one_says_so(tmp_path):
+    """KTO and ORPO have `beta`, too."""
+    text = "model_name_or_path: Qwen/Qwen3-0.6B\nbeta: 0.3\nuse_peft: true\ndtype: bfloat16\n"
+    with pytest.raises(InvalidRequest, match=r"`--set task.objective=dpo`"):
+        check(tmp_path, text)
+    data = {**H100, "task": {"objective": "dpo"}, "framework": "memfit"}
+    recipe = check(tmp_path, text, data=data)[1].recipe
+    assert (recipe.preference.beta, recipe.preference.reference) == (0.3, "adapter-off")
+    assert (recipe.micro_batch, recipe.sequence_length, recipe.lora.dropout) == (16, 1024, 0.0)
+
+
 @pytest.mark.parametrize(("text", "key"), [
     ("model_name_or_path: Qwen/Qwen3-0.6B\nuse_liger_kernel: true\n", "use_liger_kernel"),
     ("model_name_or_path: Qwen/Qwen3-0.6B\nbeta: 0.1\n", "beta: 0.1"),  # of pairs, not of SFT
-    ("model_name_or_path: Qwen/Qwen3-0.6B\nstage: dpo\ncutoff_len: 512\n", "stage: dpo"),
-    ("base_model: Qwen/Qwen3-0.6B\nrl: dpo\n", "rl: dpo"),
+    ("model_name_or_path: Qwen/Qwen3-0.6B\nstage: dpo\ncutoff_len: 512\n", "objective: dpo"),
+    ("model_name_or_path: Qwen/Qwen3-0.6B\nstage: kto\ncutoff_len: 512\n", "stage: kto"),
+    ("base_model: Qwen/Qwen3-0.6B\nrl: dpo\n", "a second model is the reference"),
+    ("base_model: Qwen/Qwen3-0.6B\nrl: kto\n", "rl: kto"),
     ("model_name_or_path: Qwen/Qwen3-0.6B\noptim: lomo\n", "optim: lomo"),
     ("model_name_or_path: Qwen/Qwen3-0.6B\nattn_implementation: eager\n", "eager"),
     ("base_model: Qwen/Qwen3-0.6B\nplugins: [x]\n", "plugins"),
@@ -124,6 +154,16 @@ def test_a_deepspeed_file_of_auto_takes_the_trainers(tmp_path):
 def test_what_is_not_described_is_refused_by_its_key(tmp_path, text, key):
     with pytest.raises(InvalidRequest, match=key):
         check(tmp_path, text)
+
+
+def test_eight_bits_that_ranks_would_share_are_refused(tmp_path):
+    text = (
+        "base_model: Qwen/Qwen3-0.6B\nadapter: lora\nload_in_8bit: true\n"
+        "fsdp_version: 1\nfsdp_config: {offload_params: false}\n"
+    )
+    assert check(tmp_path, text)[1].memory.peak_allocated  # one device shares nothing
+    with pytest.raises(InvalidRequest, match="FSDP flattens no integers"):
+        check(tmp_path, text, data={"hardware": {"device": "h100-sxm", "count": 2}})
 
 
 def test_a_launchers_file_alone_names_no_model(tmp_path):

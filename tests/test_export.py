@@ -5,7 +5,6 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
@@ -13,14 +12,13 @@ from msgspec.structs import replace
 from ruamel.yaml import YAML
 
 import neighbour_plans
+from changed_keys import change, keys
 from memfit import api
 from memfit.cli.app import app, run
 from memfit.errors import InvalidRequest, UnknownName
 from memfit.export import exports, find_target
 from memfit.export._peak import restate
-from memfit.nouns import from_data, to_data
-from memfit.plan.frameworks import find_framework
-from memfit.recipe import Recipe
+from memfit.nouns import from_data
 from memfit.request import Request
 
 ROOT = Path(__file__).parent.parent
@@ -30,21 +28,6 @@ FOREIGN = [name for name in PLANS if not name.startswith("own")]
 SCHEDULERS = ("slurm", "skypilot", "dstack", "k8s", "ray")
 TRAINERS = [name for name in TARGETS if name not in SCHEDULERS]
 
-# another value of each key of a recipe; lists and numbers that no plan above has
-OTHER = {
-    "weights": {"random": "pretrained", "pretrained": "random"},
-    "objective": {"pretrain": "sft", "sft": "pretrain"},
-    "base_format": {"nf4": "int8", "bf16": "fp32", "fp32": "bf16"},
-    "precision": {"bf16": "bf16-mixed", "bf16-mixed": "fp16-mixed"},
-    "attention": {"flash": "efficient", "efficient": "flash"},
-    "loss": {"plain": "chunked", "chunked": "plain"},
-    "compile": {"none": "blocks", "blocks": "none"},
-    "offload": {"none": "optimizer"},
-    "allocator": {"": "expandable_segments:True"},
-    "optimizer.name": {"adamw": "sgd", "adamw8bit": "adamw"},
-    "optimizer.implementation": {"fused": "foreach", "foreach": "fused"},
-    "optimizer.schedule": {"cosine": "linear", "linear": "cosine"},
-}
 # knobs without an effect in this plan: of experts that a model has not, of another recomputing
 INERT = {
     ("megatron-3d", "megatron"): {
@@ -54,90 +37,6 @@ INERT = {
         "options.untie_embeddings_and_output_weights", "options.disable_bias_linear",
     }
 }  # fmt: skip
-LATER = ("schema", "framework", "model", "device", "devices_per_node", "network", "recompute")
-
-
-def keys(recipe):
-    """Every dotted key that an effect of its own can be expected of, with another value."""
-    for name, value in to_data(recipe).items():
-        if name in LATER:
-            continue
-        for key, inner in ({name: value} if not isinstance(value, dict) else value).items():
-            dotted = name if not isinstance(value, dict) else f"{name}.{key}"
-            if not counts(recipe, dotted):
-                continue
-            yield dotted, another(dotted, inner, recipe)
-
-
-def counts(recipe, key):
-    group, _, name = key.partition(".")
-    if group in ("lora", "freeze"):
-        return recipe.method == group
-    if group == "parallel":
-        return recipe.parallel.world > 1 and name in ("zero", "reshard_after_forward")
-    if key in ("base_format", "method"):
-        return recipe.method == "lora" and key == "base_format"
-    if key == "weights":
-        return recipe.framework == "memfit"  # others' plans are of no weights
-    if group == "quantisation":
-        return recipe.framework == "memfit" and recipe.base_format == "nf4"
-    if key == "options.double_quantisation":
-        return recipe.base_format in ("nf4", "fp4")
-    if key == "options.pipeline_schedule":
-        return recipe.parallel.pp > 1
-    if key == "loss_chunk":
-        return recipe.loss == "chunked"
-    return key != "optimizer.momentum"
-
-
-def another(key, value, recipe):
-    group, _, name = key.partition(".")
-    if key in OTHER:
-        return OTHER[key][value]
-    if group == "options":
-        values = find_framework(recipe.framework).knobs[name].values
-        others = [one for one in values if one != value]
-        if others:
-            return others[-1]
-    if key == "recompute_blocks":
-        return 0 if value else 16
-    if key == "parallel.zero":
-        return 2 if value == 3 else 3
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, int | float):
-        return value + 1 if value >= 1 or value == 0 else value / 2
-    if allowed := literals(key):
-        others = [one for one in allowed if one != value and one not in value]
-        if isinstance(value, str):
-            return others[0]
-        return [*value, others[0]] if others else value[:-1]
-    if isinstance(value, list | tuple):
-        return [*value[:1], "o_proj"]
-    return f"{value}x"
-
-
-def literals(key):
-    """The words that a key may have, or its items; () where any are allowed."""
-    kind = Recipe
-    for part in key.split("."):
-        if not hasattr(kind, "__struct_fields__"):
-            return ()
-        kind = get_type_hints(kind)[part]
-    for one in (kind, *get_args(kind)):
-        if get_origin(one) is Literal:
-            return get_args(one)
-    return ()
-
-
-def change(plan, key, value):
-    data = to_data(plan.recipe)
-    group, _, name = key.partition(".")
-    if name:
-        data[group][name] = value
-    else:
-        data[group] = value
-    return replace(plan, recipe=from_data(data, Recipe, where="a test"))
 
 
 def body(made):
@@ -224,13 +123,37 @@ def test_axes_that_a_target_lacks_are_refused(name, target, key):
         api.export(neighbour_plans.find_plan(name), target)
 
 
-@pytest.mark.parametrize("target", ["axolotl", "llamafactory", "megatron", "torchtitan", "trl"])
-def test_pairs_are_not_written_as_fine_tuning(target):
-    plan = neighbour_plans.find_plan("own-lora")
-    pairs = replace(plan, recipe=replace(plan.recipe, objective="dpo"))
+@pytest.mark.parametrize("target", ["megatron", "torchtitan", "torchtitan-main"])
+def test_pairs_are_not_written_as_training_on_tokens(target):
+    pairs = neighbour_plans.find_plan("own-dpo")
     with pytest.raises(InvalidRequest, match="objective: dpo"):
         api.export(pairs, target)
-    assert api.export(pairs, "slurm").files
+    assert api.export(pairs, "slurm").peak.peak_allocated == pairs.memory.peak_allocated
+
+
+@pytest.mark.parametrize(("target", "start", "keys"), [
+    ("trl", "trl dpo", {"per_device_train_batch_size": 1, "beta": 0.2, "label_smoothing": 0.1}),
+    ("axolotl", "axolotl train", {"micro_batch_size": 1, "rl": "dpo", "rl_beta": 0.2}),
+    ("llamafactory", "llamafactory-cli train", {
+        "per_device_train_batch_size": 1, "stage": "dpo", "pref_beta": 0.2,
+    }),
+])  # fmt: skip
+def test_pairs_are_written_as_trls_own_trainer_counts_them(target, start, keys):
+    """Two rows of ours are a pair; of their step no peak is claimed."""
+    made = api.export(neighbour_plans.find_plan("own-dpo"), target)
+    written = YAML(typ="safe").load(made.files[f"{target}.yaml"])
+    assert {key: written.get(key) for key in keys} == keys
+    assert made.start.startswith(start)
+    assert made.peak.peak_allocated is None
+    assert "compare pairs" in made.peak.words
+
+
+@pytest.mark.parametrize("target", ["axolotl", "llamafactory", "trl"])
+def test_eight_bits_that_ranks_would_share_are_refused(target):
+    plan = neighbour_plans.find_plan("hf-lora-fsdp")
+    coded = replace(plan, recipe=replace(plan.recipe, base_format="int8"))
+    with pytest.raises(InvalidRequest, match=r"`base_format: int8` with `parallel.dp_shard: 8`"):
+        api.export(coded, target)
 
 
 @pytest.mark.parametrize(("name", "optim"), [

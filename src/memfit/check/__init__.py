@@ -44,6 +44,11 @@ class Said:
         """A dotted key of the request."""
         put(self.data, key, value)
 
+    @property
+    def own(self) -> bool:
+        """Whether memfit's own step is asked for in place of the tool's."""
+        return bool(self.get("framework") == "memfit")
+
     def put_model(self, name: Any) -> None:
         """The file's model, unless another one is asked for in its place."""
         self.put("model", self.model or name)
@@ -173,6 +178,9 @@ def _read(files: Sequence[Path], said: Said) -> Checked:
     if said.get("framework") is None:
         said.put("framework", "deepspeed" if said.sharded == "deepspeed" else "hf-trainer")
         said.assume("the loop is transformers' Trainer, as no file names one")
+    if said.own and said.get("loss") is None:
+        said.put("loss", "plain")
+        said.assume("the step is memfit's own, of the same training, with whole logits")
     _put_mesh(said)
     request = from_data(said.data, Request, where=", ".join(map(str, files)))
     return Checked(

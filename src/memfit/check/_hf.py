@@ -59,10 +59,13 @@ def read_optimizer(taken: Taken, said: Said, *, key: str = "optim", schedule: st
             hint=f"described: {', '.join(OPTIMS)}",
         )
     name, implementation = OPTIMS[optim]
+    paged = optim.startswith("paged")
+    if said.own and name == "adamw8bit":
+        name = "adamw8bit-paged" if paged else "adamw8bit-bnb"
+    elif paged:
+        said.put("options.paged", True)
     said.put("optimizer.name", name)
     said.put("optimizer.implementation", implementation)
-    if optim.startswith("paged"):
-        said.put("options.paged", True)
     if name == "sgd":
         said.put("optimizer.momentum", 0.0)
     kind = taken(schedule, "linear").removesuffix("_with_warmup")
@@ -94,6 +97,37 @@ def read_precision(taken: Taken, said: Said, *, dtype: str, adapted: bool) -> No
         said.assume(f"autocast over {short} weights is predicted as `precision: {short}`")
         mixed = ""
     said.put("precision", mixed or short)
+
+
+def put_double(said: Said, double: bool) -> None:
+    """Whether the scales of a 4-bit base are quantised, too."""
+    said.put("quantisation.double" if said.own else "options.double_quantisation", double)
+
+
+def read_pairs(
+    taken: Taken, said: Said, *, beta: str, smoothing: str, before: str, drops: bool
+) -> None:
+    """Direct preference optimisation as TRL's DPOTrainer does it, which counts pairs of rows.
+
+    beta, smoothing, before: the tool's keys, `before` "" where it has none for log-probabilities
+    of the reference that are computed before the first step; drops: whether it turns dropout off.
+    """
+    said.put("task.objective", "dpo")
+    said.put("task.packing", False)
+    said.put("preference.beta", taken(beta, 0.1))
+    said.put("preference.label_smoothing", taken(smoothing, 0.0))
+    said.put("micro_batch", 2 * said.get("micro_batch"))
+    early = bool(before) and taken(before, False)
+    adapted = said.get("method") == "lora"
+    if not (early or adapted):
+        raise InvalidRequest(
+            f"pairs with all weights trained in `{taken.file}`: a second model is the reference,"
+            " and what it holds is not described",
+            hint=f"`{before}: true` is" if before else "adapters need no second model",
+        )
+    said.put("preference.reference", "precomputed" if early else "adapter-off")
+    if adapted and drops:
+        said.put("lora.dropout", 0.0)
 
 
 def read_attention(taken: Taken, said: Said, kernel: Any) -> None:

@@ -11,16 +11,20 @@ from memfit.check._hf import (
     NOT_DESCRIBED,
     drop_quiet,
     edit_steps,
+    put_double,
     read_attention,
     read_fsdp,
     read_lora,
     read_optimizer,
+    read_pairs,
     read_precision,
     read_steps,
 )
 from memfit.check._smaller import Edit
 from memfit.errors import InvalidRequest
 from memfit.export.axolotl import LORA_KERNELS
+
+EARLY = "precompute_ref_log_probs"
 
 
 @final
@@ -59,7 +63,8 @@ class AxolotlReader(Reader):
         said.put_model(taken("base_model"))
         if said.get("framework") is None:
             said.put("framework", "hf-trainer")
-        said.assume("the step is transformers' Trainer's, which axolotl builds on")
+        if not said.own:
+            said.assume("the step is transformers' Trainer's, which axolotl builds on")
         said.put("task.sequence_length", taken("sequence_len", 512))
         said.put("task.packing", taken("sample_packing", False))
         said.put("task.objective", _objective(taken))
@@ -78,7 +83,7 @@ class AxolotlReader(Reader):
         read_precision(taken, said, dtype=dtype, adapted=bool(adapter))
         if four:
             said.put("base_format", "nf4")
-            said.put("options.double_quantisation", True)
+            put_double(said, double=True)
         elif eight:
             said.put("base_format", "int8")
         if adapter:
@@ -87,6 +92,8 @@ class AxolotlReader(Reader):
             if taken("lora_target_linear", False):
                 targets = ["all-linear"]
             read_lora(taken, said, targets)
+        if taken.data.get("rl") == "dpo":
+            self._pairs(taken, said)
         old = "flash_attention_2" if taken("flash_attention", False) else None
         old = "sdpa" if taken("sdp_attention", False) else old
         read_attention(taken, said, taken("attn_implementation", old))
@@ -103,6 +110,16 @@ class AxolotlReader(Reader):
                     "rl", *LORA_KERNELS):  # fmt: skip
             taken.refuse(key, (False, []), NOT_DESCRIBED)
         drop_quiet(taken)
+
+    def _pairs(self, taken: Taken, said: Said) -> None:
+        taken("rl")
+        taken.refuse("dpo_loss_type", (["sigmoid"],), "DPO's own loss is described, `sigmoid`")
+        taken("datasets")
+        for key in ("dpo_padding_free", "dpo_use_weighting", "dpo_use_liger_kernel",
+                    "dpo_loss_weights", "rl_adapter_ref_model"):  # fmt: skip
+            taken.refuse(key, (False,), NOT_DESCRIBED)
+        keys = {"beta": "rl_beta", "smoothing": "dpo_label_smoothing", "before": EARLY}
+        read_pairs(taken, said, **keys, drops=True)
 
     def _mesh(self, taken: Taken, said: Said) -> None:
         version = taken("fsdp_version")

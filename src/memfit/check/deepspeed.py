@@ -15,7 +15,8 @@ SIZES = {
     "stage3_prefetch_bucket_size": "prefetch_bucket_size",
     "stage3_max_live_parameters": "max_live_parameters", "sub_group_size": "sub_group_size",
 }  # fmt: skip
-QUIET = ("train_batch_size", "steps_per_print", "wall_clock_breakdown", "scheduler", "memfit")
+QUIET = ("train_batch_size", "steps_per_print", "wall_clock_breakdown", "memfit")
+SCHEDULES = {"WarmupDecayLR": "linear", "WarmupCosineLR": "cosine", "WarmupLR": "constant"}
 
 
 @final
@@ -63,8 +64,19 @@ class DeepSpeedReader(Reader):
         if clip is not None:
             said.put("optimizer.clip_norm", clip)
         self._optimizer(taken, said)
+        self._schedule(taken.inside("scheduler"), said)
         for key in QUIET:
             taken(key)
+
+    def _schedule(self, made: Taken, said: Said) -> None:
+        """What takes no memory: of a kind that memfit has no word for, nothing is said."""
+        kind, params = made("type", ""), made.inside("params")
+        if kind in SCHEDULES:
+            said.put("optimizer.schedule", SCHEDULES[kind])
+        if (steps := params("warmup_num_steps", kind=int)) is not None:
+            said.put("optimizer.warmup_steps", steps)
+        if kind != "WarmupLR" and (steps := params("total_num_steps", kind=int)):
+            said.put("task.steps", steps)
 
     def _optimizer(self, taken: Taken, said: Said) -> None:
         if not taken.data.get("optimizer"):

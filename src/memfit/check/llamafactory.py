@@ -11,9 +11,11 @@ from memfit.check._hf import (
     NOT_DESCRIBED,
     drop_quiet,
     edit_steps,
+    put_double,
     read_attention,
     read_lora,
     read_optimizer,
+    read_pairs,
     read_precision,
     read_steps,
 )
@@ -54,9 +56,10 @@ class LlamaFactoryReader(Reader):
         said.put_model(taken("model_name_or_path"))
         if said.get("framework") is None:
             said.put("framework", "hf-trainer")
-        said.assume("the step is transformers' Trainer's, which LLaMA-Factory builds on")
+        if not said.own:
+            said.assume("the step is transformers' Trainer's, which LLaMA-Factory builds on")
         stage = taken("stage", "sft")
-        if stage not in ("sft", "pt"):
+        if stage not in ("sft", "pt", "dpo"):
             raise InvalidRequest(f"`stage: {stage}` in `{taken.file}` is not described")
         said.put("task.objective", "pretrain" if stage == "pt" else "sft")
         said.put("task.sequence_length", taken("cutoff_len", 2048))
@@ -74,6 +77,8 @@ class LlamaFactoryReader(Reader):
         if method == "lora":
             named = taken("lora_target", "all")
             read_lora(taken, said, "all-linear" if named == "all" else named, rank="lora_rank")
+        if stage == "dpo":
+            self._pairs(taken, said)
         kernel = taken("flash_attn", "auto")
         read_attention(taken, said, KERNELS.get(kernel, kernel))
         again = not taken("disable_gradient_checkpointing", False)
@@ -90,6 +95,13 @@ class LlamaFactoryReader(Reader):
         for key in ("fsdp", "fsdp_config"):
             taken.refuse(key, ("",), "the launcher's file says it")
         drop_quiet(taken)
+
+    def _pairs(self, taken: Taken, said: Said) -> None:
+        taken.refuse("pref_loss", ("sigmoid",), "DPO's own loss is described, `sigmoid`")
+        for key in ("pref_ftx", "pref_bco_weight", "ld_alpha", "ref_model", "ref_model_adapters"):
+            taken.refuse(key, (0,), NOT_DESCRIBED)
+        keys = {"beta": "pref_beta", "smoothing": "dpo_label_smoothing", "before": ""}
+        read_pairs(taken, said, **keys, drops=True)
 
     def _precision(self, taken: Taken, said: Said, method: str) -> None:
         pure = taken("pure_bf16", False)
@@ -110,9 +122,10 @@ class LlamaFactoryReader(Reader):
                 f"`quantization_bit: {bits}` of `{how}` in `{taken.file}` is not described"
             )
         said.put("base_format", "int8" if bits == 8 else kind)
-        said.put("options.prepare_kbit", False)
+        if not said.own:
+            said.put("options.prepare_kbit", False)
         if bits == 4:
-            said.put("options.double_quantisation", bool(double))
+            put_double(said, bool(double))
 
 
 readers.register("llamafactory")(LlamaFactoryReader())

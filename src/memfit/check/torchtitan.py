@@ -94,6 +94,9 @@ class TorchtitanReader(Reader):
         said.assume("the loss is of whole logits, as torchtitan's was until 2025")
         if taken("training.disable_cuda_graphs", False) is not True and _has_graphs(taken.file):
             said.assume("no CUDA graphs, whose pools are not described")
+        names = ("compile.enable_async_tensor_parallel", "parallelism.enable_async_tensor_parallel")
+        if any([taken(name, False) for name in names]):
+            said.put("options.async_tp", True)
         for key in ("loss", "compile.components", "training.mixed_precision_reduce"):
             taken(key)
 

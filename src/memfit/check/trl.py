@@ -11,10 +11,12 @@ from memfit.check._hf import (
     NOT_DESCRIBED,
     drop_quiet,
     edit_steps,
+    put_double,
     read_attention,
     read_fsdp,
     read_lora,
     read_optimizer,
+    read_pairs,
     read_precision,
     read_steps,
 )
@@ -27,10 +29,17 @@ REFUSED = (
 )  # fmt: skip
 # arguments of its other trainers (DPO, KTO, ORPO, GRPO, RLOO, rewards), which SFTConfig has not
 OTHER_TRAINERS = (
-    "beta", "rpo_alpha", "precompute_ref_log_probs", "sync_ref_model", "label_smoothing",
-    "max_prompt_length", "max_completion_length", "desirable_weight", "undesirable_weight",
+    "rpo_alpha", "sync_ref_model", "desirable_weight", "undesirable_weight", "loss_weights",
     "center_rewards_coefficient", "num_generations", "reward_funcs", "reward_model_name_or_path",
+    "use_weighting", "ld_alpha", "padding_free",
 )  # fmt: skip
+EARLY = "precompute_ref_log_probs"
+DPO = (
+    "beta", EARLY, "label_smoothing", "max_prompt_length", "max_completion_length",
+    "disable_dropout",
+)  # fmt: skip
+QUIET_OF_PAIRS = ("max_prompt_length", "max_completion_length", "truncation_mode")
+SIGMOID = ("sigmoid", ["sigmoid"])
 
 
 @final
@@ -63,12 +72,15 @@ class TrlReader(Reader):
 
     def read(self, taken: Taken, said: Said) -> None:
         """See `Reader.read`."""
-        for key in OTHER_TRAINERS:
-            taken.refuse(key, (), "TRL's SFT is described, and it has no such argument")
+        pairs = _compares(taken, said)
+        _refuse_others(taken, pairs=pairs)
         said.put_model(taken("model_name_or_path"))
-        said.put("framework", "trl")
+        if not said.own:
+            said.put("framework", "trl")
+            said.assume(
+                "the step is TRL 0.29's: since 1.0 its loss is made from tiles of the logits"
+            )
         said.put("task.objective", "sft")
-        said.assume("the step is TRL 0.29's: since 1.0 its loss is made from tiles of the logits")
         said.put("task.sequence_length", taken("max_length", 1024))
         said.put("task.packing", taken("packing", False))
         read_steps(taken, said, micro="per_device_train_batch_size", default=8)
@@ -87,6 +99,10 @@ class TrlReader(Reader):
             if "lora_dropout" not in taken.data:
                 taken.data["lora_dropout"] = 0.05  # TRL's own default
             read_lora(taken, said, taken("lora_target_modules"))
+        if pairs:
+            drops = taken("disable_dropout", True)
+            keys = {"beta": "beta", "smoothing": "label_smoothing", "before": EARLY}
+            read_pairs(taken, said, **keys, drops=drops)
         read_attention(taken, said, taken("attn_implementation"))
         again = taken("gradient_checkpointing", True)
         if said.get("recompute") is None or again:
@@ -98,13 +114,35 @@ class TrlReader(Reader):
         drop_quiet(taken)
 
 
+def _compares(taken: Taken, said: Said) -> bool:
+    """Whether the file is DPOTrainer's: KTO, CPO and ORPO have some of its arguments, too."""
+    told = EARLY in taken.data and taken.data.get("loss_type") in SIGMOID
+    return bool(told or said.get("task.objective") == "dpo")
+
+
+def _refuse_others(taken: Taken, *, pairs: bool) -> None:
+    """Raise InvalidRequest for what only trainers have that are not described."""
+    if not pairs:
+        for key in (*OTHER_TRAINERS, *DPO):
+            taken.refuse(
+                key, (), "TRL's SFT is described, and it has no such argument; that a file is"
+                " DPO's is said by `--set task.objective=dpo`",
+            )  # fmt: skip
+        return
+    taken.refuse("loss_type", SIGMOID, "DPO's own loss is described, `sigmoid`")
+    for key in OTHER_TRAINERS:
+        taken.refuse(key, (False,), NOT_DESCRIBED)
+    for key in QUIET_OF_PAIRS:
+        taken(key)
+
+
 def _read_bits(taken: Taken, said: Said) -> int:
     """bitsandbytes' 4 or 8 bits of the base; 0 where it is not quantised."""
     kind, double = taken("bnb_4bit_quant_type", "nf4"), taken("use_bnb_nested_quant", False)
     taken("bnb_4bit_quant_storage")  # how the same bytes are wrapped
     if taken("load_in_4bit", False):
         said.put("base_format", kind)
-        said.put("options.double_quantisation", bool(double))
+        put_double(said, bool(double))
         return 4
     if taken("load_in_8bit", False):
         said.put("base_format", "int8")

@@ -20,11 +20,12 @@ import msgspec
 from memfit import families
 from memfit.errors import InvalidRequest
 from memfit.export._files import File, Head, render
-from memfit.export._peak import Peak, predict_there
+from memfit.export._peak import Peak, predict_there, unknown
 from memfit.hardware import Device
 from memfit.libraries import installed_versions
 from memfit.model import Architecture, Model
 from memfit.nouns import Noun, to_data, write_atomically
+from memfit.objectives import check_objective
 from memfit.plan.frameworks import find_framework
 from memfit.plan.problem import find_device
 from memfit.recipe import ADAPTED, Recipe
@@ -35,6 +36,7 @@ from memfit.words import as_yaml
 
 # who made the recipe and what for: at the head of every file
 HEAD = ("schema", "framework", "device", "devices_per_node", "network")
+PAIRS = "memfit describes how others predict tokens, not how they compare pairs"
 # values of keys without a default that every tool has where nothing is said
 PLAIN: dict[str, object] = {"loss": "plain", "loss_chunk": 0}
 
@@ -167,7 +169,9 @@ def export(plan: Plan, target: str) -> Export:
     )
     draft = found.draft(job)
     left = {**find_unsaid(recipe, found.says), **draft.left}
-    peak = found.find_peak(job, msgspec.structs.replace(draft, left=left))
+    peak = unknown(PAIRS)
+    if not recipe.prefers or found.says == EVERY_KEY:
+        peak = found.find_peak(job, msgspec.structs.replace(draft, left=left))
     head = Head(
         tool=f"{found.title} {found.version}".strip(),
         memfit=installed_versions(["memfit"])["memfit"],
@@ -254,6 +258,8 @@ def _counts(recipe: Recipe, group: str, key: str, value: object) -> bool:
         return recipe.method in ADAPTED and value not in (0, 0.0, "plain")
     if group == "freeze":
         return recipe.method == group and value not in (0, [], ())
+    if group == "preference":
+        return recipe.prefers and value not in (0, 0.0)
     if group == "parallel":
         plain = getattr(ParallelRequest(), key, None)
         return key not in ("dp_replicate", "dp_shard") and value != plain
@@ -276,11 +282,14 @@ def _plain(noun: Noun, key: str) -> object:
 
 def _check_objective(recipe: Recipe, target: Target) -> None:
     """Files that would train on something else than was planned are not written."""
-    if recipe.objective == "dpo" and "objective" in target.says and target.says != EVERY_KEY:
+    if not recipe.prefers:
+        return
+    check_objective(recipe)
+    if "objective" in target.says and "preference" not in target.says and target.says != EVERY_KEY:
         raise InvalidRequest(
-            f"`objective: dpo` cannot be written for `{target.name}` yet: its files would start"
-            " fine-tuning on tokens",
-            hint="`memfit train` compares pairs itself; `--to slurm`, `k8s`, … start it elsewhere",
+            f"`objective: dpo` cannot be written for `{target.name}`, which trains on tokens alone",
+            hint="trl, axolotl and llamafactory compare pairs, and so does `memfit train`, which"
+            " slurm, k8s, … start elsewhere",
         )
 
 

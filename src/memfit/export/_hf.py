@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from memfit.errors import InvalidRequest
 from memfit.export import Job
 from memfit.export._files import OPTIMIZER_SAYS
 from memfit.export._peak import BITSANDBYTES
@@ -20,7 +21,7 @@ MODEL_SAYS = frozenset({
     "method", "lora.rank", "lora.alpha", "lora.dropout", "lora.targets", "lora.scaling",
     "base_format", "sequence_length", "packing", "weights",
     "options.double_quantisation", "quantisation.double",
-    "parallel.reshard_after_forward", "parallel.zero",
+    "parallel.reshard_after_forward", "parallel.zero", "preference",
 })  # fmt: skip
 FSDP_AXES = frozenset({"dp_replicate", "dp_shard"})
 FOUR_BIT = ("nf4", "fp4")
@@ -85,11 +86,35 @@ def write_optimizer(recipe: Recipe) -> tuple[Values, Left]:
 def write_steps(recipe: Recipe) -> Values:
     """Batch, accumulation, length and seed."""
     return {
-        "per_device_train_batch_size": recipe.micro_batch,
+        "per_device_train_batch_size": count_examples(recipe),
         "gradient_accumulation_steps": recipe.accumulation,
         "max_steps": recipe.steps,
         "seed": recipe.seed,
     }
+
+
+def count_examples(recipe: Recipe) -> int:
+    """Of a micro-batch: rows, or pairs of them, which TRL's DPOTrainer counts."""
+    return recipe.micro_batch // 2 if recipe.prefers else recipe.micro_batch
+
+
+def drops_dropout(recipe: Recipe) -> Left:
+    """Files of pairs that cannot keep TRL's DPOTrainer from turning dropout off."""
+    if recipe.prefers and recipe.method in ADAPTED and recipe.lora.dropout:
+        return {"lora.dropout": f"{recipe.lora.dropout}: TRL's DPOTrainer turns dropout off"}
+    return {}
+
+
+def check_eight_bits(recipe: Recipe, tool: str) -> None:
+    """Raise InvalidRequest for bitsandbytes' 8-bit weights that ranks would share."""
+    shards = recipe.parallel.dp_shard > 1 and recipe.framework != "deepspeed"
+    if recipe.base_format == "int8" and shards:
+        raise InvalidRequest(
+            f"`base_format: int8` with `parallel.dp_shard: {recipe.parallel.dp_shard}` cannot be"
+            f" written for `{tool}`: FSDP flattens no integers, and bitsandbytes stores 4 bits"
+            " alone as another dtype",
+            hint="`base_format: nf4`, or `parallel: {dp_replicate: N}`",
+        )
 
 
 def write_precision(recipe: Recipe) -> tuple[Values, Left]:

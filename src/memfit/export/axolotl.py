@@ -12,7 +12,10 @@ from memfit.export._hf import (
     MODEL_SAYS,
     QUANTISED,
     TRAINER_SAYS,
+    check_eight_bits,
+    count_examples,
     doubles_scales,
+    drops_dropout,
     find_attention,
     recomputes,
     says_method,
@@ -47,6 +50,7 @@ class Axolotl(Target):
 
     def draft(self, job: Job) -> Draft:
         """See `Target.draft`."""
+        check_eight_bits(job.recipe, self.name)
         values, left, becomes = write_config(job)
         files = [File(name=NAME, data=values)]
         if job.recipe.framework == "deepspeed":
@@ -85,21 +89,21 @@ def write_config(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str, An
     again, blocks = recomputes(job)
     precision, more = write_precision(recipe)
     left |= kernel | blocks | more | says_method(recipe, ("full", *ADAPTED))
+    left |= drops_dropout(recipe)
     becomes = _weights_as_computed(recipe, precision, left)
     if job.own and recipe.optimizer.name in OWN_OPTIMIZERS:
         optimizer["optim"] = OWN_OPTIMIZERS[recipe.optimizer.name]
         left.pop("optimizer.name", None)
     if job.own and recipe.weights == "random":
         left["weights"] = "random: axolotl loads a model's weights"
-    kind = "completion" if recipe.objective == "pretrain" else "chat_template"
     values: dict[str, Any] = {
         "base_model": job.weights,
         **_adapter(recipe, left),
-        "datasets": [{"path": job.data, "type": kind}],
+        **_data(job),
         "sequence_len": recipe.sequence_length,
         "sample_packing": recipe.packing,
         "pad_to_sequence_len": recipe.packing,
-        "micro_batch_size": recipe.micro_batch,
+        "micro_batch_size": count_examples(recipe),
         "gradient_accumulation_steps": recipe.accumulation,
         "max_steps": recipe.steps,
         "seed": recipe.seed,
@@ -113,6 +117,21 @@ def write_config(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str, An
         "output_dir": "outputs",
     }
     return values, left, becomes
+
+
+def _data(job: Job) -> dict[str, Any]:
+    """Rows of text, of chats, or of pairs as TRL's DPOTrainer reads them: axolotl's no type."""
+    recipe = job.recipe
+    if recipe.prefers:
+        return {
+            "rl": "dpo",
+            "rl_beta": recipe.preference.beta,
+            "dpo_label_smoothing": recipe.preference.label_smoothing,
+            "precompute_ref_log_probs": recipe.preference.reference == "precomputed",
+            "datasets": [{"path": job.data, "split": "train"}],
+        }
+    kind = "completion" if recipe.objective == "pretrain" else "chat_template"
+    return {"datasets": [{"path": job.data, "type": kind}]}
 
 
 def _weights_as_computed(

@@ -11,7 +11,9 @@ from memfit.export._hf import (
     FSDP_AXES,
     MODEL_SAYS,
     TRAINER_SAYS,
+    check_eight_bits,
     doubles_scales,
+    drops_dropout,
     find_attention,
     recomputes,
     says_method,
@@ -23,9 +25,10 @@ from memfit.export._hf import (
 from memfit.export._peak import Peak, predict_there
 from memfit.export.accelerate import NAME as LAUNCH
 from memfit.export.accelerate import launch, shards, uses_deepspeed, write_launch
-from memfit.recipe import ADAPTED
+from memfit.recipe import ADAPTED, Recipe
 
 NAME = "llamafactory.yaml"
+STAGES = {"pretrain": "pt", "sft": "sft", "dpo": "dpo"}
 KERNELS = {"sdpa": "sdpa", "flash_attention_2": "fa2", "eager": "disabled"}
 
 
@@ -42,6 +45,7 @@ class LlamaFactory(Target):
 
     def draft(self, job: Job) -> Draft:
         """See `Target.draft`."""
+        check_eight_bits(job.recipe, self.name)
         values, left, becomes = write_arguments(job)
         files, start = [], f"llamafactory-cli train {NAME}"
         if uses_deepspeed(job):
@@ -79,6 +83,7 @@ def write_arguments(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str,
     again, blocks = recomputes(job)
     precision, more = write_precision(recipe)
     left |= kernel | blocks | more | says_method(recipe, ("full", *ADAPTED, "freeze"))
+    left |= drops_dropout(recipe)
     if job.own and recipe.weights == "random":
         left["weights"] = "random: LLaMA-Factory loads a model's weights"
     if recipe.precision == "bf16":
@@ -94,7 +99,8 @@ def write_arguments(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str,
     values: dict[str, Any] = {
         "model_name_or_path": job.weights,
         "flash_attn": KERNELS[attention],
-        "stage": "pt" if recipe.objective == "pretrain" else "sft",
+        "stage": STAGES[recipe.objective],
+        **_pairs(recipe, left),
         "do_train": True,
         **_method(recipe, left, becomes),
         "disable_gradient_checkpointing": not again or shards(job),
@@ -110,6 +116,19 @@ def write_arguments(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str,
         "report_to": "none",
     }
     return values, left, becomes
+
+
+def _pairs(recipe: Recipe, left: dict[str, str]) -> dict[str, Any]:
+    if not recipe.prefers:
+        return {}
+    if recipe.preference.reference == "precomputed":
+        instead = "the adapter is off" if recipe.method in ADAPTED else "it loads a second model"
+        left["preference.reference"] = f"precomputed: LLaMA-Factory has none, {instead} instead"
+    return {
+        "pref_loss": "sigmoid",
+        "pref_beta": recipe.preference.beta,
+        "dpo_label_smoothing": recipe.preference.label_smoothing,
+    }
 
 
 def _method(recipe: Any, left: dict[str, str], becomes: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from memfit.export._hf import (
     MODEL_SAYS,
     QUANTISED,
     TRAINER_SAYS,
+    check_eight_bits,
     doubles_scales,
     find_attention,
     recomputes,
@@ -26,7 +27,7 @@ from memfit.export._hf import (
 from memfit.export._peak import Peak, planned, unknown
 from memfit.export.accelerate import NAME as LAUNCH
 from memfit.export.accelerate import launch, shards, uses_deepspeed, write_launch
-from memfit.recipe import ADAPTED
+from memfit.recipe import ADAPTED, Recipe
 
 NAME = "trl.yaml"
 LOSS = (
@@ -36,7 +37,7 @@ LOSS = (
 
 @final
 class Trl(Target):
-    """Arguments of `trl sft` (SFTConfig, ModelConfig, ScriptArguments)."""
+    """Arguments of `trl sft` or `trl dpo`: SFTConfig or DPOConfig, ModelConfig, ScriptArguments."""
 
     name = "trl"
     title = "TRL"
@@ -48,15 +49,17 @@ class Trl(Target):
     def draft(self, job: Job) -> Draft:
         """See `Target.draft`."""
         recipe = job.recipe
+        check_eight_bits(recipe, self.name)
         values, left = write_arguments(job)
-        if recipe.objective != "sft":
+        script = "dpo" if recipe.prefers else "sft"
+        if recipe.objective not in ("sft", "dpo"):
             left["objective"] = f"{recipe.objective}: `trl sft` trains on text, or on answers"
-        files, start = [File(name=NAME, data=values)], f"trl sft --config {NAME}"
+        files, start = [File(name=NAME, data=values)], f"trl {script} --config {NAME}"
         if job.world > 1:
             config, more = write_launch(job)
             left |= more
             files.append(File(name=LAUNCH, data=config))
-            start = f"{launch(job)} -m trl.scripts.sft --config {NAME}"
+            start = f"{launch(job)} -m trl.scripts.{script} --config {NAME}"
             if uses_deepspeed(job):
                 files.append(_deepspeed(job, left))
         elif recipe.offload != "none":
@@ -102,7 +105,7 @@ def write_arguments(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
         "attn_implementation": attention,
         "dataset_name": job.data,
         "max_length": recipe.sequence_length,
-        "packing": recipe.packing,
+        **(_pairs(recipe) if recipe.prefers else {"packing": recipe.packing}),
         **write_steps(recipe),
         "gradient_checkpointing": again and not shards(job),
         **precision,
@@ -112,6 +115,17 @@ def write_arguments(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
         "report_to": "none",
     }
     return values, left
+
+
+def _pairs(recipe: Recipe) -> dict[str, Any]:
+    """DPOConfig's own; without a second model the reference is the one without its adapter."""
+    return {
+        "loss_type": ["sigmoid"],
+        "beta": recipe.preference.beta,
+        "label_smoothing": recipe.preference.label_smoothing,
+        "precompute_ref_log_probs": recipe.preference.reference == "precomputed",
+        "disable_dropout": not recipe.lora.dropout,
+    }
 
 
 def _adapter(recipe: Any, left: dict[str, str]) -> dict[str, Any]:

@@ -364,6 +364,11 @@ def check_base(job: Job) -> None:
         )
     if shards > 1 and recipe.parallel.zero != 3:
         raise InvalidRequest("FSDP's SHARD_GRAD_OP (`parallel.zero: 2`) is not described")
+    if shards > 1 and recipe.base_format == "int8":
+        raise InvalidRequest(
+            f"`base_format: int8` with `parallel.dp_shard: {shards}`: FSDP flattens no integers",
+            hint="`base_format: nf4`, or `parallel: {dp_replicate: N}`",
+        )
     if shards > 1 and recipe.method == "full" and recipe.precision != "bf16":
         raise InvalidRequest(
             f"FSDP with weights of another dtype than products (`precision: {recipe.precision}`)"

@@ -1,0 +1,115 @@
+"""Another value for every key of a recipe, for tests of what files say of it."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args, get_origin, get_type_hints
+
+from msgspec.structs import replace
+
+from memfit.nouns import from_data, to_data
+from memfit.plan.frameworks import find_framework
+from memfit.recipe import Recipe
+
+# another value of each key of a recipe; lists and numbers that no plan above has
+OTHER = {
+    "weights": {"random": "pretrained", "pretrained": "random"},
+    "objective": {"pretrain": "sft", "sft": "pretrain"},
+    "base_format": {"nf4": "int8", "bf16": "fp32", "fp32": "bf16"},
+    "precision": {"bf16": "bf16-mixed", "bf16-mixed": "fp16-mixed"},
+    "attention": {"flash": "efficient", "efficient": "flash"},
+    "loss": {"plain": "chunked", "chunked": "plain"},
+    "compile": {"none": "blocks", "blocks": "none"},
+    "offload": {"none": "optimizer"},
+    "allocator": {"": "expandable_segments:True"},
+    "optimizer.name": {"adamw": "sgd", "adamw8bit": "adamw"},
+    "optimizer.implementation": {"fused": "foreach", "foreach": "fused"},
+    "optimizer.schedule": {"cosine": "linear", "linear": "cosine"},
+}
+LATER = ("schema", "framework", "model", "device", "devices_per_node", "network", "recompute")
+
+
+def keys(recipe):
+    """Every dotted key that an effect of its own can be expected of, with another value."""
+    for name, value in to_data(recipe).items():
+        if name in LATER:
+            continue
+        for key, inner in ({name: value} if not isinstance(value, dict) else value).items():
+            dotted = name if not isinstance(value, dict) else f"{name}.{key}"
+            if not counts(recipe, dotted):
+                continue
+            yield dotted, another(dotted, inner, recipe)
+
+
+def counts(recipe, key):
+    group, _, name = key.partition(".")
+    if group in ("lora", "freeze"):
+        return recipe.method == group
+    if group == "preference":
+        return recipe.prefers
+    if group == "parallel":
+        return recipe.parallel.dp_shard > 1 and name in ("zero", "reshard_after_forward")
+    if key in ("base_format", "method"):
+        return recipe.method == "lora" and key == "base_format"
+    if key == "weights":
+        return recipe.framework == "memfit"  # others' plans are of no weights
+    if group == "quantisation":
+        return recipe.framework == "memfit" and recipe.base_format == "nf4"
+    if key == "options.double_quantisation":
+        return recipe.base_format in ("nf4", "fp4")
+    if key == "options.pipeline_schedule":
+        return recipe.parallel.pp > 1
+    if key == "loss_chunk":
+        return recipe.loss == "chunked"
+    return key != "optimizer.momentum"
+
+
+def another(key, value, recipe):
+    group, _, name = key.partition(".")
+    if key in OTHER:
+        return OTHER[key][value]
+    if group == "options":
+        values = find_framework(recipe.framework).knobs[name].values
+        others = [one for one in values if one != value]
+        if others:
+            return others[-1]
+    if key == "lora.dropout":
+        return 0.5
+    if key == "recompute_blocks":
+        return 0 if value else 16
+    if key == "parallel.zero":
+        return 2 if value == 3 else 3
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1 if value >= 1 or value == 0 else value / 2
+    if allowed := literals(key):
+        others = [one for one in allowed if one != value and one not in value]
+        if isinstance(value, str):
+            return others[0]
+        return [*value, others[0]] if others else value[:-1]
+    if isinstance(value, list | tuple):
+        return [*value[:1], "o_proj"]
+    return f"{value}x"
+
+
+def literals(key):
+    """The words that a key may have, or its items; () where any are allowed."""
+    kind = Recipe
+    for part in key.split("."):
+        if not hasattr(kind, "__struct_fields__"):
+            return ()
+        kind = get_type_hints(kind)[part]
+    for one in (kind, *get_args(kind)):
+        if get_origin(one) is Literal:
+            return get_args(one)
+    return ()
+
+
+def change(plan, key, value):
+    data = to_data(plan.recipe)
+    group, _, name = key.partition(".")
+    if name:
+        data[group][name] = value
+    else:
+        data[group] = value
+    return replace(plan, recipe=from_data(data, Recipe, where="a test"))
