@@ -1,20 +1,26 @@
 """Other tools' configurations, read: as the tools themselves would, or refused by the key."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 import neighbour_plans
+import published_files
 from memfit import api
 from memfit.accuracy import predict
 from memfit.check import ORDER, readers
 from memfit.cli.app import app, run
-from memfit.corpus import read_rows
+from memfit.corpus import read_corpus
 from memfit.errors import InvalidRequest
 from memfit.export import list_keys
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "bench"))
+
+import neighbour_rows  # noqa: E402
+
 H100 = {"hardware": {"device": "h100-sxm"}}
 PAIRS = [
     ("hf-full-recompute", "llamafactory"), ("hf-lora-ddp", "llamafactory"),
@@ -205,56 +211,48 @@ def test_torchtitans_toml_of_2025(tmp_path):
     assert plan.recipe.recompute_blocks == 32
 
 
-TITAN = """
-[model]
-flavor = "{flavor}"
-[training]
-local_batch_size = {r.micro_batch}
-global_batch_size = {r.global_batch}
-seq_len = {r.sequence_length}
-[parallelism]
-data_parallel_shard_degree = {r.parallel.dp_shard}
-tensor_parallel_degree = {r.parallel.tp}
-context_parallel_degree = {r.parallel.cp}
-pipeline_parallel_degree = {r.parallel.pp}
-[activation_checkpoint]
-mode = "{r.recompute}"
-[compile]
-enable = {compiled}
-"""
-
-
-def measured_by_torchtitan():
-    """Published rows with memory, of recipes that torchtitan's file says whole."""
-    for row in read_rows(ROOT / "measurements" / "published.jsonl"):
-        recipe, layers = row.recipe, row.recipe.model.config.get("num_hidden_layers")
-        said = recipe.attention == "flash" and recipe.recompute_blocks in (0, layers)
-        if recipe.framework == "torchtitan" and row.memory and said:
-            yield row, recipe.model.name.rpartition("-")[2]
+def published(framework):
+    """Rows with memory whose recipes a tool's file says whole."""
+    rows = read_corpus(published_files.CORPUS)
+    told = (row for row in rows if row.memory and published_files.is_told(row))
+    return [row for row in told if row.recipe.framework == framework]
 
 
 def test_published_runs_of_torchtitan_are_predicted_from_their_files(tmp_path):
     """As from the rows' own recipes, whose errors docs/accuracy.md gives; pipelines are refused."""
     read, refused = 0, 0
-    for row, flavour in measured_by_torchtitan():
-        recipe, world = row.recipe, row.recipe.parallel.world
-        text = TITAN.format(
-            r=recipe, flavor=flavour, compiled=str(recipe.compile != "none").lower()
-        )
-        options = {key: recipe.options[key] for key in ("version", "async_tp")}
-        device = {"device": recipe.device, "count": 8, "nodes": world // 8}
-        data = {"hardware": device, "options": options}
-        if recipe.parallel.pp > 1:
+    for row in published("torchtitan"):
+        files, data, _ = published_files.write_files(row, tmp_path)
+        if row.recipe.parallel.pp > 1:
             with pytest.raises(InvalidRequest, match="reshard_after_forward"):
-                check(tmp_path, text, "t.toml", data)
+                api.check(files, data)
             refused += 1
             continue
-        _, plan = check(tmp_path, text, "t.toml", data)
+        _, plan = api.check(files, data)
         assert plan.memory.peak_reserved == predict(row)[0].peak_reserved, row.id
         measured = row.memory["peak_reserved"].value
         assert plan.memory.peak_reserved == pytest.approx(measured, rel=0.1), row.id
         read += 1
     assert (read, refused) == (17, 6)
+
+
+@pytest.mark.parametrize("framework", ["hf-trainer", "deepspeed"])
+def test_other_published_runs_are_predicted_from_their_files(framework, tmp_path):
+    """One here, all of them in bench/neighbour_rows.py."""
+    row = published(framework)[-1]
+    files, data, _ = published_files.write_files(row, tmp_path)
+    _, plan = api.check(files, data)
+    assert plan.memory.peak_reserved == predict(row)[0].peak_reserved
+    assert plan.memory.verdict == "fits"
+
+
+def test_the_docs_show_published_runs_as_they_were_checked():
+    results = json.loads(neighbour_rows.RESULTS.read_text())
+    assert "\n".join(neighbour_rows.table(results)) in (ROOT / "docs/neighbours.md").read_text()
+    read = sum(one["read"] for one in results.values())
+    assert f"All {read} that are read" in (ROOT / "docs/neighbours.md").read_text()
+    assert read == sum(one["said_whole"] for one in results.values())
+    assert not any(one["wrong"] for one in results.values())
 
 
 def test_every_reader_is_asked():
