@@ -2,7 +2,8 @@
 
     python bench/neighbour_examples.py axolotl@067b021=axolotl/examples trl@f2cd577=trl/examples ...
 
-TOOL@VERSION=FOLDER: every YAML, JSON and TOML file below FOLDER that a reader recognises. Where a
+TOOL@VERSION=FOLDER: every YAML, JSON and TOML file below FOLDER that a reader recognises, and each
+configuration of torchtitan's registries (with `loss: plain`, which those chunk). Where a
 file names a model that is neither in the catalogue nor reachable, or none, as a launcher's does, it
 is read with `model: llama-3.1-8b`, since the file is on trial and not the model. A refusal must
 name a key or a value of the file. Results go to bench/results/neighbour_examples.json.
@@ -10,10 +11,12 @@ name a key or a value of the file. Results go to bench/results/neighbour_example
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,33 +27,45 @@ from memfit.errors import InvalidRequest
 
 RESULTS = Path(__file__).resolve().parent / "results" / "neighbour_examples.json"
 SUFFIXES = (".yaml", ".yml", ".json", ".toml")
+REGISTRY = "config_registry.py"  # torchtitan's: each function without arguments is an example
 OF_NO_TOOL = "is of no tool"
 NO_MODEL = ("names no model", "is not in the catalogue", "unknown model", "is no configuration")
 
 
-def read(file: Path, model: str = "") -> str:
+def read(file: Path, config: str = "", model: str = "") -> str:
     """ "" where it is understood, or why it is refused; anything else is raised."""
     data: dict[str, Any] = {"hardware": {"device": "h100-sxm"}}
+    if config:
+        data = {"hardware": {"device": "h100-sxm", "count": 8, "nodes": 64}, "loss": "plain"}
     if model:
         data["model"] = model
     try:
-        api.check([file], data)
+        api.check([file], data, config)
     except InvalidRequest as error:
         if any(said in error.message for said in NO_MODEL) and not model:
-            return read(file, "llama-3.1-8b")
+            return read(file, config, "llama-3.1-8b")
         return error.message.replace(f"`{file}`", "the file")
     return ""
+
+
+def find_examples(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Files, with the names of the configurations that those in Python make."""
+    for file in sorted(folder.rglob("*")):
+        if file.name == REGISTRY:
+            for node in ast.parse(file.read_text()).body:
+                if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                    yield file, node.name
+        elif file.suffix in SUFFIXES and file.is_file():
+            yield file, ""
 
 
 def run(folder: Path) -> dict[str, Any]:
     understood, refused, crashed = [], Counter[str](), {}
     others = 0
-    for file in sorted(folder.rglob("*")):
-        if file.suffix not in SUFFIXES or not file.is_file():
-            continue
-        name = str(file.relative_to(folder))
+    for file, config in find_examples(folder):
+        name = ":".join(filter(None, (str(file.relative_to(folder)), config)))
         try:
-            why = read(file)
+            why = read(file, config)
         except Exception as error:
             crashed[name] = f"{type(error).__name__}: {error}"[:200]
             continue

@@ -211,6 +211,100 @@ def test_torchtitans_toml_of_2025(tmp_path):
     assert plan.recipe.recompute_blocks == 32
 
 
+REGISTRY = """
+from torchtitan.trainer import Trainer
+
+def _helper(config, degree):
+    raise SystemExit
+
+def small() -> Trainer.Config:
+    spec = model_registry("8B")
+    return Trainer.Config(
+        loss={loss},
+        hf_assets_path="./assets/hf/Llama-3.1-8B",
+        model_spec=spec,
+        training=TrainingConfig(
+            num_tokens_per_microbatch_per_dp_rank=2 * 4096, max_context_length=4096,
+        ),
+        activation_checkpoint=SelectiveAC.Config(),
+    )
+
+def wide() -> Trainer.Config:
+    config = small()
+    config.parallelism.tensor_parallel_degree = 2
+    config.activation_checkpoint = FullAC.Config()
+    return config
+
+def coded() -> Trainer.Config:
+    config = small()
+    config.model_spec = model_registry("8B", converters=[Float8LinearConverter.Config()])
+    return config
+
+def other() -> Trainer.Config:
+    config = small()
+    config.hf_assets_path = "./tests/tokenizer"
+    return config
+
+def experts() -> Trainer.Config:
+    config = small()
+    config.parallelism.expert_parallel_degree = 8
+    return config
+
+def answers() -> Trainer.Config:
+    return Trainer.Config(generator=Generator.Config(max_tokens=9))
+
+def graph() -> Trainer.Config:
+    return to_graph(small, compile=True)
+
+def muon() -> Trainer.Config:
+    config = small()
+    config.optimizer = muon_of(config)
+    return config
+
+def computed() -> Trainer.Config:
+    config = small()
+    for key in keys:
+        config.steps = key
+    return config
+"""
+
+
+def registry(tmp_path, config, made="CrossEntropyLoss.Config()", **data):
+    """A file of several configurations, in the way that torchtitan's own examples are written."""
+    file = write(tmp_path, "config_registry.py", REGISTRY.format(loss=made))
+    told = {"hardware": {"device": "h100-sxm", "count": 8}, **data}
+    return api.check([file], told, config)[1].recipe
+
+
+def test_one_of_several_configurations_is_named(tmp_path):
+    """Made by a call of nested parts; or of another configuration's, and changed."""
+    small, wide = registry(tmp_path, "small"), registry(tmp_path, "wide")
+    assert (small.model.name, small.micro_batch, small.sequence_length) == ("llama-3.1-8b", 2, 4096)
+    assert (small.parallel.dp_shard, small.recompute) == (8, "selective")
+    assert (wide.parallel.tp, wide.parallel.dp_shard, wide.recompute) == (2, 4, "full")
+    with pytest.raises(InvalidRequest, match="makes 9 configurations"):
+        registry(tmp_path, "")
+    with pytest.raises(InvalidRequest, match="makes no configuration `_helper`"):
+        registry(tmp_path, "_helper")
+
+
+@pytest.mark.parametrize(("config", "why"), [
+    ("coded", "model_spec.converters"), ("other", "`8B` in"), ("computed", "for key in keys"),
+    ("experts", "expert_parallel_degree: 8"), ("answers", "generator.max_tokens"),
+    ("muon", "optimizer: muon_of"), ("graph", "makes a configuration of another one"),
+])  # fmt: skip
+def test_a_configuration_that_is_not_described_is_refused_by_its_key(tmp_path, config, why):
+    with pytest.raises(InvalidRequest, match=why):
+        registry(tmp_path, config)
+
+
+def test_a_loss_of_chunks_is_refused_or_said_to_be_whole(tmp_path):
+    chunked = "ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config())"
+    with pytest.raises(InvalidRequest, match="made from chunks"):
+        registry(tmp_path, "small", chunked)
+    assert registry(tmp_path, "small", chunked, loss="plain") == registry(tmp_path, "small")
+
+
 def published(framework):
     """Rows with memory whose recipes a tool's file says whole."""
     rows = read_corpus(published_files.CORPUS)

@@ -241,25 +241,28 @@ def export_targets() -> list[str]:
     return exports.names()
 
 
-def check(files: Sequence[Path], data: dict[str, Any]) -> tuple[Checked, Plan]:
+def check(files: Sequence[Path], data: dict[str, Any], config: str = "") -> tuple[Checked, Plan]:
     """Configurations of other tools as a request, and its prediction; see `memfit.check`.
 
-    data: what the files do not say, such as `hardware`. Raises InvalidRequest naming the key.
+    data: what the files do not say, such as `hardware`; config: which of the configurations that a
+    Python file makes. Raises InvalidRequest naming the key.
     """
     from memfit import check as checking
 
-    checked = checking.read_files(files, data)
+    checked = checking.read_files(files, data, config)
     return checked, predict(checked.request)
 
 
-def find_changes(files: Sequence[Path], data: dict[str, Any], plan: Plan) -> tuple[Change, ...]:
+def find_changes(
+    files: Sequence[Path], data: dict[str, Any], plan: Plan, config: str = ""
+) -> tuple[Change, ...]:
     """The smallest changes to other tools' files with which they fit; see `memfit.check`.
 
-    plan: what `check` answered of the same files and data.
+    plan: what `check` answered of the same files, data and config.
     """
     from memfit import check as checking
 
-    return checking.find_changes(files, data, plan, predict)
+    return checking.find_changes(files, data, plan, predict, config)
 
 
 def make_patch(change: Change) -> str:

@@ -27,8 +27,9 @@ from memfit.results import Plan
 class Said:
     """What the files say, gathered: keys of a request, assumptions, keys not looked at."""
 
-    def __init__(self, data: dict[str, Any], edits: Edits | None = None) -> None:
+    def __init__(self, data: dict[str, Any], edits: Edits | None = None, config: str = "") -> None:
         self.data = data
+        self.config = config  # which of a Python file's configurations; "" is its only one
         self.model = data.get("model")  # asked for: in place of the files'
         self.edits = edits or {}
         self.sources: dict[Path, tuple[Reader, Mapping[str, Any]]] = {}  # what each file says
@@ -103,8 +104,8 @@ class Reader(ABC):
     name: ClassVar[str]
     title: ClassVar[str]
 
-    def load(self, file: Path) -> dict[str, Any]:
-        """What the file says; YAML reads JSON, too."""
+    def load(self, file: Path, config: str) -> dict[str, Any]:
+        """What the file says; YAML reads JSON, too. config: which of several that it makes."""
         return read_yaml(file)
 
     @abstractmethod
@@ -138,26 +139,31 @@ class Checked(Noun, frozen=True, kw_only=True):
     passed: tuple[str, ...]  # keys that were not looked at
 
 
-def read_files(files: Sequence[Path], data: dict[str, Any]) -> Checked:
+def read_files(files: Sequence[Path], data: dict[str, Any], config: str = "") -> Checked:
     """One training described by one file or several, such as a launcher's beside a trainer's.
 
-    data: keys of a request that the files do not say, such as `hardware`. Raises InvalidRequest.
+    data: keys of a request that the files do not say, such as `hardware`; config: which of the
+    configurations that a Python file makes. Raises InvalidRequest.
     """
-    return _read(files, Said(deepcopy(data)))
+    return _read(files, Said(deepcopy(data), config=config))
 
 
 def find_changes(
-    files: Sequence[Path], data: dict[str, Any], plan: Plan, predict: Callable[[Request], Plan]
+    files: Sequence[Path],
+    data: dict[str, Any],
+    plan: Plan,
+    predict: Callable[[Request], Plan],
+    config: str = "",
 ) -> tuple[Change, ...]:
     """The smallest changes to the files that make them fit, in their own keys; () is none found.
 
     plan: the prediction of the files as they are.
     """
-    said = Said(deepcopy(data))
+    said = Said(deepcopy(data), config=config)
     _read(files, said)
 
     def read_again(edits: Edits) -> Plan:
-        return predict(_read(files, Said(deepcopy(data), edits)).request)
+        return predict(_read(files, Said(deepcopy(data), edits, config)).request)
 
     groups = [
         Group(file, source, tuple(edits))
@@ -212,7 +218,7 @@ def read_file(file: Path, said: Said) -> str:
     for name in ORDER:
         reader = readers.find(name)
         if reader.recognises(written, file):
-            data = reader.load(file)
+            data = reader.load(file, said.config)
             said.sources[file] = reader, deepcopy(data)
             for key, value in said.edits.get(file, {}).items():
                 reader.change(data, key, value)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, final
 
+from memfit import catalog
 from memfit.check import Reader, Said, Taken, readers
+from memfit.check._hf import NOT_DESCRIBED
+from memfit.check._python import read_python
 from memfit.check._smaller import Edit, shorter, smaller
 from memfit.errors import InvalidRequest
 
@@ -23,6 +25,14 @@ AXES = {
     "tensor_parallel_degree": "tp", "context_parallel_degree": "cp",
     "pipeline_parallel_degree": "pp",
 }  # fmt: skip
+# groups of keys: generators of answers, image encoders, replicas that come and go, other models
+NOT_READ = (
+    "async_loop", "generator", "rollouter", "encoder", "fault_tolerance", "hf_model", "override",
+    "optimizer.param_groups", "model_spec.converters", "model.converters",
+    "model_spec.num_mtp_layers", "model_spec.moe_comm_backend", "model_spec.tp_gemm_backend",
+)  # fmt: skip
+ADAMW = ("default_adamw", "OptimizersContainer", "OptimizersContainer.Config")
+CHUNKED = ("ChunkedLossWrapper", "ChunkedCELoss")
 IMPLEMENTATIONS = {"fused": "fused", "foreach": "foreach", "for-loop": "loop"}
 
 
@@ -37,9 +47,9 @@ class TorchtitanReader(Reader):
         """See `Reader.recognises`."""
         return file.suffix in (".py", ".toml")
 
-    def load(self, file: Path) -> dict[str, Any]:
+    def load(self, file: Path, config: str) -> dict[str, Any]:
         """Keys are dotted, and not nested."""
-        return read_python(file) if file.suffix == ".py" else _toml(file)
+        return read_python(file, config) if file.suffix == ".py" else _toml(file)
 
     def change(self, data: dict[str, Any], key: str, value: Any) -> None:
         """See `Reader.change`."""
@@ -62,13 +72,8 @@ class TorchtitanReader(Reader):
 
     def read(self, taken: Taken, said: Said) -> None:
         """See `Reader.read`."""
-        flavour = taken("model", taken("model.flavor", kind=str), str)
-        if flavour not in MODELS and not said.model:
-            raise InvalidRequest(
-                f"`{flavour}` in `{taken.file}` is no configuration that memfit knows",
-                hint=f"known: {', '.join(MODELS)}; another's with `--set model=NAME`",
-            )
-        said.put_model(MODELS.get(flavour))
+        _refuse_others(taken)
+        said.put_model(_find_model(taken, said))
         said.put("framework", "torchtitan")
         said.put("task.objective", "pretrain")
         mesh = self._mesh(taken, said)
@@ -97,7 +102,12 @@ class TorchtitanReader(Reader):
         names = ("compile.enable_async_tensor_parallel", "parallelism.enable_async_tensor_parallel")
         if any([taken(name, False) for name in names]):
             said.put("options.async_tp", True)
-        for key in ("loss", "compile.components", "training.mixed_precision_reduce"):
+        if taken("loss", "") in CHUNKED and said.get("loss") is None:
+            raise InvalidRequest(
+                f"`loss` in `{taken.file}` is made from chunks of the logits, and not described",
+                hint="`--set loss=plain` predicts whole logits, which take more",
+            )
+        for key in ("compile.components", "training.mixed_precision_reduce"):
             taken(key)
 
     def _mesh(self, taken: Taken, said: Said) -> dict[str, Any]:
@@ -177,51 +187,43 @@ def _has_graphs(file: Path) -> bool:
     return file.suffix == ".py"
 
 
-def read_python(file: Path) -> dict[str, Any]:
-    """Assignments to attributes of one name, as dotted keys; calls by what is called.
+def _refuse_others(taken: Taken) -> None:
+    """Raise InvalidRequest with the first key whose bytes are not described."""
+    for key, value in taken.data.items():
+        group = next((g for g in NOT_READ if f"{key}.".startswith(f"{g}.")), "")
+        if group and value not in ([], None):
+            raise InvalidRequest(f"`{key}: {value}` in `{taken.file}`: {NOT_DESCRIBED}")
+    for name in ("expert_parallel_degree", "expert_tensor_parallel_degree"):
+        taken.refuse(f"parallelism.{name}", (1,), NOT_DESCRIBED)
+    taken.refuse("optimizer", ADAMW, "AdamW is described")
 
-    Raises InvalidRequest where the text is no Python, or a value is computed.
+
+def _find_model(taken: Taken, said: Said) -> str:
+    """Of a function that is called, or of a flavour, whose family the tokenizer's folder names.
+
+    Raises InvalidRequest where no model is known of it, and none is asked for in its place.
     """
-    try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"cannot read `{file}`: {error}") from None
-    found: dict[str, Any] = {}
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Assign) or len(node.targets) != 1:
-            continue
-        target = ast.unparse(node.targets[0])
-        key = target.partition(".")[2]
-        if isinstance(node.value, ast.Call):
-            _call(key, node.value, found)
-        elif key:
-            found[key] = _value(node.value, key, file)
-    return found
-
-
-def _call(key: str, call: ast.Call, found: dict[str, Any]) -> None:
-    """`c = llama3_8b()` names the model; `FullAC.Config()` its class; others their arguments."""
-    name = ast.unparse(call.func)
-    if not key:
-        found["model"] = name
-    elif name.endswith(".Config"):
-        found[key] = name.removesuffix(".Config")
-    elif name == "float":
-        found[key] = 0.0  # float("inf"): no clipping
-    else:
-        for argument in call.keywords:
-            try:
-                found[f"{key}.{argument.arg}"] = ast.literal_eval(argument.value)
-            except ValueError:
-                found[f"{key}.{argument.arg}"] = ast.unparse(argument.value)
-
-
-def _value(node: ast.expr, key: str, file: Path) -> Any:
-    try:
-        value = ast.literal_eval(node)
-    except ValueError:
-        return ast.unparse(node)
-    return "none" if value is None and key == "activation_checkpoint" else value
+    called, flavour = taken("model", kind=str), taken("model.flavor", kind=str)
+    family, assets = taken("model.name", "llama3"), taken("hf_assets_path", "")
+    assets = taken("model.hf_assets_path", assets)
+    if called in MODELS:
+        return MODELS[called]
+    named = Path(assets).name.lower()
+    if (
+        flavour
+        and named.endswith(f"-{flavour}".lower())
+        and named in {m.id for m in catalog.models()}
+    ):
+        return named
+    old = taken.file.suffix == ".toml" and family == "llama3"
+    if old and not named and flavour in MODELS:
+        return MODELS[flavour]
+    if said.model:
+        return ""  # `put_model` takes the one asked for
+    raise InvalidRequest(
+        f"`{called or flavour}` in `{taken.file}` is no configuration that memfit knows",
+        hint=f"known: {', '.join(MODELS)}; another's with `--set model=NAME`",
+    )
 
 
 def _toml(file: Path) -> dict[str, Any]:

@@ -146,6 +146,12 @@ def _plan_of(target: str, device: str | None, memory: str | None, changes: Chang
 )
 @click.option("--count", type=click.IntRange(1), metavar="N", help="Devices of each machine.")
 @click.option(
+    "--config",
+    default="",
+    metavar="NAME",
+    help="Which configuration of a Python file that makes several, as torchtitan's `--config`.",
+)
+@click.option(
     "--oom",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="LOG",
@@ -160,6 +166,7 @@ def _plan_of(target: str, device: str | None, memory: str | None, changes: Chang
 def check_command(
     files: tuple[Path, ...],
     count: int | None,
+    config: str,
     oom: Path | None,
     patch: bool,
     device: str | None,
@@ -184,9 +191,9 @@ def check_command(
         if value is not None:
             api.put(data, key, value)
     message = api.read_out_of_memory(oom) if oom else None
-    checked, plan = api.check(files, data)
+    checked, plan = api.check(files, data, config)
     found = api.diagnose(message, plan) if message else None
-    smallest = () if plan.memory.verdict == "fits" else api.find_changes(files, data, plan)
+    smallest = () if plan.memory.verdict == "fits" else api.find_changes(files, data, plan, config)
     if patch:
         _print_patch(smallest, plan, note(quiet))
     elif as_json:
