@@ -10,7 +10,8 @@ run repeat. Nothing is fitted: the sum over segments is exact.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -230,10 +231,17 @@ def repeats(runs: tuple[Run, ...]) -> list[Repeat]:
 
 def record(setting: Setting, batch: Batch) -> Recording:
     """Run a first micro-batch, and a later one where there is any, and log every byte."""
-    collecting = gc.isenabled()
-    gc.disable()  # storages die by reference counting; a collection would only cost time
-    try:
+    with without_collecting():  # storages die by reference counting
         return _Simulation(setting, batch).run()
+
+
+@contextmanager
+def without_collecting() -> Iterator[None]:
+    """Python's collector of cycles waits: what is planned keeps what it makes."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
         if collecting:
             gc.enable()

@@ -16,15 +16,19 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
+from memfit.ledger import Kind
 from memfit.plan.blocks import ROUNDING, Batch, Mark, Part, Parts, Recording, Setting, record
 from memfit.plan.segments import Passes, Segment, simulate
 from memfit.sizes.meter import block_size
-from memfit.sizes.unknown import Monomial, Number, Size, Unknowns, terms_of, value_at
+from memfit.sizes.unknown import Monomial, Number, Size, Unknowns, example, terms_of, value_at
 
 MOST_FORMS = 64  # of one setting
 Vector = dict[int, int]  # what is in the basis, by index -> coefficient
 Form = tuple[tuple[int, int], ...]  # the same, sorted, without zeros
 ByPart = dict[tuple[Part, int], int]
+Pairs = list[tuple[int, int]]  # index -> coefficient
+Step = tuple[int, Number, Number, Kind, str]  # a birth (1) or a death (-1): bytes, count, part
+Kept = tuple[int, Vector, ByPart]  # an instant: its height in the example, its level, by part
 
 
 class Rest(NamedTuple):
@@ -103,6 +107,7 @@ class Basis:
     def __init__(self, unknowns: Unknowns) -> None:
         self.unknowns = unknowns
         self.keys: list[Monomial | Rest] = []
+        self._positive: list[bool] = []  # of each key: whether it is 1 or more for any shape
         self._index: dict[Monomial | Rest, int] = {}
 
     def of(self, key: Monomial | Rest) -> int:
@@ -110,6 +115,7 @@ class Basis:
         if key not in self._index:
             self._index[key] = len(self.keys)
             self.keys.append(key)
+            self._positive.append(not isinstance(key, Rest) and self.unknowns.positive(key))
         return self._index[key]
 
     def tensor(self, nbytes: Number) -> list[tuple[int, int]]:
@@ -122,16 +128,17 @@ class Basis:
             return [(self.of(Rest(nbytes, count)), 1)]
         return self.tensor(count * (block_size(nbytes) - nbytes))
 
-    def surely(self, difference: Vector) -> int | None:
-        """The least that tensors differ by for any shape; None when it may be less than nothing."""
+    def surely(self, difference: Vector) -> bool:
+        """Whether tensors differ by nothing or more for any shape."""
         least = 0
         for index, coefficient in difference.items():
-            key = self.keys[index]
-            if isinstance(key, Rest) or (coefficient < 0 and key):
-                return None
-            if self.unknowns.positive(key):
-                least += coefficient
-        return least if least >= 0 else None
+            if coefficient:
+                key = self.keys[index]
+                if isinstance(key, Rest) or (coefficient < 0 and key):
+                    return False
+                if self._positive[index]:
+                    least += coefficient
+        return least >= 0
 
     def evaluate(self, values: list[int]) -> list[int]:
         """The basis under these values of the unknowns."""
@@ -153,7 +160,11 @@ class ClosedForm:
         self.basis = Basis(unknowns)
         self.forms: dict[Form, int] = {}
         self.stretches: dict[Stretch, int] = {}
+        self._made: dict[tuple[Number, Number], tuple[int, Pairs, Pairs]] = {}
+        self._followed: dict[tuple[tuple[Step, ...], Number], Stretch] = {}
         self.passes = [self._cut(recording, marks) for marks in recording[1:] if marks]
+        self._made.clear()  # only while cutting
+        self._followed.clear()
 
     def fit(self, batch: Batch) -> list[int] | None:
         """The unknowns of a micro-batch; None when other operations would run."""
@@ -190,46 +201,72 @@ class ClosedForm:
         return parts
 
     def _stretch(self, recording: Recording, mark: Mark, until: Mark) -> Stretch:
-        """Follow the log from one mark to the next, and keep the instants that can be highest."""
-        meter, basis = recording.meter, self.basis
+        """Follow the log from one mark to the next; blocks alike are followed once."""
+        meter = recording.meter
+        asked, counts, kinds, owners = meter.asked, meter.counts, meter.kinds, meter.owners
+        steps = tuple(
+            (1, asked[i], counts[i], kinds[i], owners[i])
+            if i >= 0
+            else (-1, asked[~i], counts[~i], kinds[~i], owners[~i])
+            for i in meter.events[mark.event : until.event]
+        )
+        flop = until.flop - mark.flop
+        found = self._followed.get((steps, flop))
+        if found is None:
+            found = self._followed[steps, flop] = self._follow(steps, flop, cuda=meter.cuda)
+        return found
+
+    def _follow(self, steps: tuple[Step, ...], flop: Number, *, cuda: bool) -> Stretch:
+        """What they add, and the instants that can be highest."""
         level: Vector = {}
         parts: ByPart = {}
-        kept: list[tuple[Vector, ByPart]] = [({}, {})]
-        events = meter.events[mark.event : until.event]
-        for event, following in zip(events, [*events, -1][1:], strict=True):
-            index, sign = (event, 1) if event >= 0 else (~event, -1)
-            nbytes, count = meter.asked[index], meter.counts[index]
-            part = meter.kinds[index], meter.owners[index]
-            for at, coefficient in basis.tensor(nbytes * count):
+        height = 0  # of the level, in the example
+        kept: list[Kept] = [(0, {}, {})]
+        for number, (sign, nbytes, count, kind, owner) in enumerate(steps, start=1):
+            if (nbytes, count) not in self._made:
+                self._made[nbytes, count] = self._storage(nbytes, count, cuda=cuda)
+            size, tensor, rest = self._made[nbytes, count]
+            part = kind, owner
+            height += sign * size
+            for at, coefficient in tensor:
                 level[at] = level.get(at, 0) + sign * coefficient
                 parts[part, at] = parts.get((part, at), 0) + sign * coefficient
-            if meter.cuda:
-                for at, coefficient in basis.rest(nbytes, count):
-                    parts[ROUNDING, at] = parts.get((ROUNDING, at), 0) + sign * coefficient
-            if event >= 0 > following and count == 1:
-                self._keep(kept, level, parts)
+            for at, coefficient in rest:
+                parts[ROUNDING, at] = parts.get((ROUNDING, at), 0) + sign * coefficient
+            falls = number == len(steps) or steps[number][0] < 0
+            if sign > 0 and falls and count == 1:
+                self._keep(kept, (height, level, parts))
         instants = tuple(
-            Instant(self._form(level), self._by_part(parts)) for level, parts in kept
+            Instant(self._form(level), self._by_part(parts)) for _, level, parts in kept
         )  # fmt: skip
-        flop = dict(basis.tensor(until.flop - mark.flop))
-        return Stretch(self._by_part(parts), instants, self._form(flop))
+        computed = dict(self.basis.tensor(flop))
+        return Stretch(self._by_part(parts), instants, self._form(computed))
 
-    def _keep(self, kept: list[tuple[Vector, ByPart]], level: Vector, parts: ByPart) -> None:
+    def _storage(self, nbytes: Number, count: Number, *, cuda: bool) -> tuple[int, Pairs, Pairs]:
+        """Its bytes in the example; in the basis; and what its blocks are larger."""
+        rest = self.basis.rest(nbytes, count) if cuda else []
+        return example(nbytes * count), self.basis.tensor(nbytes * count), rest
+
+    def _keep(self, kept: list[Kept], new: Kept) -> None:
         """Add an instant that may be the highest; drop those that it is higher than everywhere.
 
-        Of equal ones the first stays.
+        Of equal ones the first stays. What is lower in the example is not higher everywhere.
         """
+        height, level, parts = new
         others = []
         for earlier in kept:
-            if self._over(earlier[0], level) is not None:
+            if earlier[0] >= height and self._over(earlier[1], level):
                 return
-            if not self._over(level, earlier[0]):
+            if height < earlier[0] or not self._over(level, earlier[1]):
                 others.append(earlier)
-        kept[:] = [*others, (dict(level), dict(parts))]
+        kept[:] = [*others, (height, dict(level), dict(parts))]
 
-    def _over(self, high: Vector, low: Vector) -> int | None:
-        difference = {i: high.get(i, 0) - low.get(i, 0) for i in {*high, *low}}
-        return self.basis.surely({i: c for i, c in difference.items() if c})
+    def _over(self, high: Vector, low: Vector) -> bool:
+        """Whether it is at least as high for any shape."""
+        difference = dict(high)
+        for index, coefficient in low.items():
+            difference[index] = difference.get(index, 0) - coefficient
+        return self.basis.surely(difference)
 
     def _form(self, vector: Vector) -> int:
         kept = tuple(sorted((i, c) for i, c in vector.items() if c))

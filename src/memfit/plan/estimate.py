@@ -22,7 +22,7 @@ from memfit.plan.blocks import AFTER_PRODUCT, Batch, Setting
 from memfit.plan.closed_form import find_answers
 from memfit.plan.memory import describe, without_shape, worst_batch
 from memfit.plan.segments import Passes, Segment
-from memfit.recipe import Recipe
+from memfit.recipe import Optimizer, Recipe
 from memfit.sizes.meter import block_size
 
 TREATED = ("recomputed", "selective", "kept")  # in the order in which blocks stand
@@ -47,6 +47,7 @@ class Lines:
     def __init__(self, model: Model, recipe: Recipe, device: Device) -> None:
         self.model, self.recipe, self.device = model, recipe, device
         self._loss: dict[int, tuple[list[Stretch], ...]] = {}
+        self.always: dict[Optimizer, int] = {}  # weights and state, bytes
 
     @cached_property
     def bodies(self) -> tuple[list[Stretch], ...]:
@@ -106,10 +107,15 @@ class Estimate:
     def _held(self, nbytes: int) -> int:
         return nbytes if self.device.is_cpu else block_size(nbytes)
 
-    @cached_property
+    @property
     def _always(self) -> int:
         """Weights and optimizer state, bytes."""
-        settings = self.recipe.optimizer
+        settings, known = self.recipe.optimizer, self._lines.always
+        if settings not in known:
+            known[settings] = self._count_always(settings)
+        return known[settings]
+
+    def _count_always(self, settings: Optimizer) -> int:
         optimizer = find_optimizer(settings)
         state = optimizer.state if self.device.is_cpu else optimizer.on_device
         known: dict[tuple[TensorSpec, bool, str], int] = {}
@@ -143,10 +149,12 @@ class Estimate:
         passes = [[forward, loss, _spliced(backward, head)]]
         if micro * self.recipe.parallel.dp < self.recipe.global_batch:
             passes.append([forward2, loss2, _spliced(backward2, head2)])
+        blocks = self._times(again)
         for one in passes:
             for stretches in one:
                 for name, (net, net_row, rise, rise_row) in stretches:
-                    times = self._times(name, again)
+                    block = _block_of(name)
+                    times = 1 if block is None else blocks[block]
                     if not times:
                         continue
                     step, up = net + net_row * micro, rise + rise_row * micro
@@ -154,14 +162,19 @@ class Estimate:
                     level += step * times
         return round(max(highest, level + self._step_temporaries)) + self._correction
 
-    def _times(self, name: str, again: Again) -> int:
-        """How often a simulated block stands in the model when so many are recomputed."""
-        kind, _, index = name.removesuffix(AFTER_PRODUCT).partition(" ")
-        if kind != "block":
-            return 1
-        counts = (*again, self.layers - sum(again))
-        count = counts[int(index) // KINDS]
-        return max(0, count - 1) if int(index) % KINDS == 0 else min(1, count)
+    def _times(self, again: Again) -> list[int]:
+        """How often each simulated block stands in the model when so many are recomputed."""
+        found = []
+        for count in (*again, self.layers - sum(again)):
+            found += [max(0, count - 1), *[min(1, count)] * (KINDS - 1)]
+        return found
+
+
+@lru_cache(maxsize=1024)
+def _block_of(name: str) -> int | None:
+    """Which simulated block a stretch is of; None where it is of none."""
+    kind, _, index = name.removesuffix(AFTER_PRODUCT).partition(" ")
+    return int(index) if kind == "block" else None
 
 
 @lru_cache(maxsize=64)

@@ -20,6 +20,7 @@ from memfit.families.added import check_selective
 from memfit.optimizers._offloaded import offload_lack
 from memfit.parallelism.tensor import check_tensor, find_tensor_lack
 from memfit.plan.again import Again, describe_recompute, find_recompute, ladder
+from memfit.plan.blocks import without_collecting
 from memfit.plan.candidate import Candidate
 from memfit.plan.climb import Climb, anchor, climb, settle, trade
 from memfit.plan.cost import describe_cost
@@ -52,6 +53,11 @@ def search(problem: Problem, *, levers: bool = True) -> Plan:
     Raises DoesNotFit where what fits would exceed `limits.time` or `limits.cost`.
     """
     check_described(problem.request)
+    with without_collecting():
+        return _search(problem, levers=levers)
+
+
+def _search(problem: Problem, *, levers: bool) -> Plan:
     failed: list[Candidate] = []
     excess: DoesNotFit | None = None
     for start in _preferences(problem):

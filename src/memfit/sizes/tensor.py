@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from memfit.sizes.lean import Made
 
 Shape = tuple[int, ...]
+SHAPES = 2**14  # remembered
 
 
 class Storage:
@@ -70,7 +71,7 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         """Bytes of the elements."""
-        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+        return count_bytes(self.shape, self.dtype)
 
     @property
     def contiguous(self) -> bool:
@@ -80,6 +81,14 @@ class Tensor:
         return self._contiguous
 
 
+# shapes repeat: what follows from them alone is worked out once
+@lru_cache(maxsize=SHAPES)
+def count_bytes(shape: Shape, dtype: str) -> int:
+    """Bytes of so many elements."""
+    return prod(shape) * DTYPE_BYTES[dtype]
+
+
+@lru_cache(maxsize=SHAPES)
 def _is_row_major(shape: Shape, strides: Shape) -> bool:
     expected = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
@@ -94,7 +103,7 @@ def empty(
     meter: Meter, shape: Shape, dtype: str, kind: Kind | None = None, strides: Shape | None = None
 ) -> Tensor:
     """A new tensor on the device; row-major unless strides are given."""
-    storage = Storage(meter, prod(shape) * DTYPE_BYTES[dtype], kind, shape[-1] if shape else 1)
+    storage = Storage(meter, count_bytes(shape, dtype), kind, shape[-1] if shape else 1)
     tensor = Tensor(meter, shape, dtype, strides or row_major(shape), storage)
     if strides is None:
         tensor._contiguous = True
@@ -113,7 +122,7 @@ def parameter(meter: Meter, shape: Shape, dtype: str, *, trainable: bool) -> Ten
     return tensor
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=SHAPES)
 def row_major(shape: Shape) -> Shape:
     """Strides of a contiguous tensor."""
     strides = []
@@ -124,6 +133,7 @@ def row_major(shape: Shape) -> Shape:
     return tuple(reversed(strides))
 
 
+@lru_cache(maxsize=SHAPES)
 def broadcast(a: Shape, b: Shape) -> Shape:
     """The shape of an elementwise result."""
     if a == b:
@@ -143,7 +153,12 @@ def elementwise_strides(shape: Shape, operands: tuple[Tensor, ...]) -> Shape:
             break
     else:
         return row_major(shape)
-    padded = [_broadcast_strides(shape, t) for t in operands]
+    return _dense(shape, tuple(_broadcast_strides(shape, t.shape, t.strides) for t in operands))
+
+
+@lru_cache(maxsize=SHAPES)
+def _dense(shape: Shape, padded: tuple[Shape, ...]) -> Shape:
+    """Strides without gaps in the order of dimensions of the padded strides."""
     result = [0] * len(shape)
     step = 1
     for dim in _fastest_first(shape, padded):
@@ -152,14 +167,15 @@ def elementwise_strides(shape: Shape, operands: tuple[Tensor, ...]) -> Shape:
     return tuple(result)
 
 
-def _broadcast_strides(shape: Shape, t: Tensor) -> Shape:
-    """The operand's strides over the result's dimensions, 0 where it is broadcast."""
-    lead = len(shape) - len(t.shape)
-    pairs = zip(t.shape, t.strides, shape[lead:], strict=True)
+@lru_cache(maxsize=SHAPES)
+def _broadcast_strides(shape: Shape, own: Shape, strides: Shape) -> Shape:
+    """An operand's strides over the result's dimensions, 0 where it is broadcast."""
+    lead = len(shape) - len(own)
+    pairs = zip(own, strides, shape[lead:], strict=True)
     return (0,) * lead + tuple(0 if s == 1 and n != 1 else stride for s, stride, n in pairs)
 
 
-def _fastest_first(shape: Shape, padded: list[Shape]) -> list[int]:
+def _fastest_first(shape: Shape, padded: tuple[Shape, ...]) -> list[int]:
     """Dimensions from the innermost in memory; an insertion sort, because ties are not total."""
     order = list(range(len(shape) - 1, -1, -1))
     for i in range(1, len(order)):
@@ -174,7 +190,7 @@ def _fastest_first(shape: Shape, padded: list[Shape]) -> list[int]:
     return order
 
 
-def _compare(shape: Shape, padded: list[Shape], low: int, high: int) -> int:
+def _compare(shape: Shape, padded: tuple[Shape, ...], low: int, high: int) -> int:
     """1: `low` has the larger steps and must move out; -1: it stays; 0: nobody knows."""
     for strides in padded:
         a, b = strides[low], strides[high]
@@ -187,7 +203,7 @@ def _compare(shape: Shape, padded: list[Shape], low: int, high: int) -> int:
     return 0
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=SHAPES)
 def view_strides(shape: Shape, strides: Shape, new: Shape) -> Shape | None:
     """Strides of a view with another shape; None when only a copy can have it (ATen's rule)."""
     if prod(shape) == 0:

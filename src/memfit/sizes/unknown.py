@@ -109,7 +109,7 @@ class Unknowns:
 class Size:
     """A polynomial of unknowns. Each exists once, so that equal ones are identical."""
 
-    __slots__ = ("_answers", "_products", "example", "terms", "unknowns")
+    __slots__ = ("_answers", "_products", "_sums", "example", "terms", "unknowns")
     __hash__ = object.__hash__
 
     def __init__(self, unknowns: Unknowns, terms: Terms) -> None:
@@ -117,6 +117,7 @@ class Size:
         self.terms = terms
         self.example = self.at(unknowns.examples)
         self._products: dict[Any, Number] = {}
+        self._sums: dict[Any, Number] = {}
         self._answers: dict[Any, bool] = {}
 
     def at(self, values: Sequence[int]) -> int:
@@ -138,6 +139,12 @@ class Size:
     # arithmetic
 
     def __add__(self, other: Number) -> Number:
+        found = self._sums.get(other)
+        if found is None:
+            found = self._sums[other] = self._plus(other)
+        return found
+
+    def _plus(self, other: Number) -> Number:
         terms = dict(self.terms)
         for monomial, coefficient in terms_of(other):
             terms[monomial] = terms.get(monomial, 0) + coefficient

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 
 from memfit.sizes.autograd import Gradients, Node, Rule, record
 from memfit.sizes.elementwise import Incoming, attach, cast, upstream
-from memfit.sizes.tensor import Shape, Tensor, empty, view_strides
+from memfit.sizes.tensor import SHAPES, Shape, Tensor, empty, view_strides
 
 
 def reshape(x: Tensor, *shape: int) -> Tensor:
     """`x.reshape(shape)`: a view when one exists, else a contiguous copy. -1 is worked out."""
-    full = _complete(x, shape)
+    full = _complete(x.shape, shape)
     if view_strides(x.shape, x.strides, full) is None:
         x = contiguous(x)
     return view(x, *full)
@@ -20,7 +21,7 @@ def reshape(x: Tensor, *shape: int) -> Tensor:
 
 def view(x: Tensor, *shape: int) -> Tensor:
     """`x.view(shape)`."""
-    full = _complete(x, shape)
+    full = _complete(x.shape, shape)
     strides = view_strides(x.shape, x.strides, full)
     if strides is None:
         raise ValueError(f"{x.shape} with strides {x.strides} has no view {full}")
@@ -28,9 +29,10 @@ def view(x: Tensor, *shape: int) -> Tensor:
     return attach(node, x.viewed(full, strides))
 
 
-def _complete(x: Tensor, shape: Shape) -> Shape:
+@lru_cache(maxsize=SHAPES)
+def _complete(own: Shape, shape: Shape) -> Shape:
     known = prod(s for s in shape if s != -1)
-    return tuple(x.numel // known if s == -1 else s for s in shape)
+    return tuple(prod(own) // known if s == -1 else s for s in shape)
 
 
 def _reshape_backward(shape: Shape) -> Rule:

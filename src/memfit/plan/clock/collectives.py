@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from memfit.plan.clock.arrays import Number, everywhere, larger, log2, smaller, where
+from memfit.plan.clock.arrays import PLAIN, Number, everywhere, larger, log2, smaller, where
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_recv"]
 MICRO = 1e-6
@@ -62,6 +62,11 @@ def group_of(ranks: Number, stride: Number, links: Links, world: Number) -> Grou
     return Group(ranks, smaller(larger(inside, 1), ranks))
 
 
+def is_alone(ranks: Number) -> bool:
+    """Whether there is nobody to send to, in all configurations."""
+    return type(ranks) in PLAIN and not ranks > 1
+
+
 def collective_seconds(
     collective: Collective, nbytes: Number, group: Group, links: Links
 ) -> Number:
@@ -72,6 +77,8 @@ def collective_seconds(
     send_recv sends.
     """
     ranks, inside = group
+    if is_alone(ranks):
+        return 0.0
     if collective == "send_recv":
         seconds = _send(nbytes, inside, links)
     elif collective == "all_to_all":
@@ -89,6 +96,8 @@ def collect(
 
     collective: all_gather, reduce_scatter or all_reduce.
     """
+    if is_alone(group.ranks):
+        return [0.0 for _ in messages]
     seconds: list[Number] = [NEVER * (nbytes + 1.0) for nbytes in messages]
     least: Number = NEVER
     for per_byte, latency in _ways(collective, group, links):
