@@ -63,7 +63,11 @@ def check_look(page, name):
     """
     if folder := os.environ.get("MEMFIT_PICTURES"):
         page.set_viewport_size({"width": 1200, "height": 800})
-        page.evaluate("() => { document.activeElement.blur(); scrollTo(0, 0); }")
+        page.mouse.move(1, 799)  # over nothing that answers to it
+        page.evaluate(
+            "() => { document.activeElement.blur();"
+            " for (const at of [window, document.querySelector('aside')]) at?.scrollTo(0, 0); }"
+        )
         page.screenshot(path=Path(folder) / f"{name}.png")
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)

@@ -11,12 +11,12 @@ from looking import AXE, ROOT, SMALL, TINY, check_look, find_barriers, opened, w
 from tabbing import tab_to
 
 from memfit import api, units
-from memfit.cli.options import read_value
 from memfit.nouns import from_data, read_json
 from memfit.request import Request
 from memfit.results import Report
 from memfit.screens.budget import show_figure
 from memfit.screens.memory import parts_of
+from memfit.ui.asking import read_asked
 
 TEXT = "The cat sat on a mat while the rain fell over old hills. " * 20
 
@@ -116,12 +116,17 @@ def show_two(page):
     assert "seed" not in said
 
 
+RANKS = {
+    "model": json.dumps(TINY), "hardware.device": "rtx-4090", "hardware.count": "2",
+    "weights": "random", "method": "full", "task.steps": "3", "micro_batch": "64",
+    "task.global_batch": "128",
+}  # fmt: skip
+
+
 def test_the_timeline_is_the_certificates(browser, server):
-    keys = {
-        "model": json.dumps(TINY), "hardware.device": "cpu-x86", "weights": "random",
-        "method": "full", "task.steps": "3", "limits.memory": "1 GiB",
-    }  # fmt: skip
-    with opened(browser, server, f"timeline?{urlencode(keys)}") as page:
+    """Of many ranks that of their plan, with what each stream holds below."""
+    with opened(browser, server, f"timeline?{urlencode(RANKS)}") as page:
+        page.wait_for_selector("#seconds .bar")  # predicted, before anything is certified
         tab_to(page, "#certify")
         page.keyboard.press("Enter")
         page.wait_for_selector("#curve")
@@ -140,38 +145,23 @@ def test_the_timeline_is_the_certificates(browser, server):
         tab_to(page, "[aria-label='Alive at the peak']")  # the curve takes arrows, and is no trap
         rows = page.locator("[aria-label='Alive at the peak'] tbody tr").all_text_contents()
         assert any(".py:" in row and "model.layers" in row for row in rows), rows[:4]
+        lanes = page.locator("#streams .lane p").all_text_contents()
+        assert lanes[0].startswith("computing")
+        assert any("all gather" in lane for lane in lanes[1:])
         check_look(page, "timeline")
     with opened(browser, server, f"timeline?{SMALL}", token=False) as page:
         page.click("#certify")
         assert "the token is missing" in page.text_content(".trouble")
 
 
-def test_the_timeline_of_many_ranks_is_of_their_plan(browser, server):
-    """Streams of the certificate below its memory; of another's step what is predicted of it."""
-    keys = {
-        "model": json.dumps(TINY), "hardware.device": "rtx-4090", "hardware.count": "2",
-        "weights": "random", "method": "full", "task.steps": "3",
-    }  # fmt: skip
-    changes = {key: read_value(key, text) for key, text in keys.items() if key != "model"}
-    with opened(browser, server, f"timeline?{urlencode(keys)}") as page:
-        page.wait_for_selector("#seconds .bar")  # before anything is certified
-        page.click("#certify")
-        page.wait_for_selector("#streams .lane")
-        lanes = page.locator("#streams .lane p").all_text_contents()
-        assert lanes[0].startswith("computing")
-        assert any("all gather" in lane for lane in lanes[1:])
-        found = page.evaluate(
-            "() => document.querySelector('[aria-label=\"Alive at the peak\"]').textContent"
-        )
-        assert "all gather" in found or "gradients" in found
-        assert find_barriers_here(page) == []
+def test_of_anothers_step_the_timeline_is_what_is_predicted(browser, server):
+    """Its pipeline piece by piece, and no certificate."""
     more = {"framework": "megatron", "parallel": "{pp: 2}", "task.sequence_length": "128"}
-    with opened(browser, server, f"timeline?{urlencode({**keys, **more})}") as page:
+    with opened(browser, server, f"timeline?{urlencode({**RANKS, **more})}") as page:
         page.wait_for_selector("#strip")
         assert "there is none of megatron's" in page.text_content("#no-certificate")
         assert page.locator("#certify").count() == 0
-        changes |= {key: read_value(key, text) for key, text in more.items()}
-        plan = api.plan(from_data(nested({**changes, "model": TINY}), Request, where="a test"))
+        plan = api.plan(read_asked(tuple({**RANKS, **more}.items())))
         strip = api.draw_pipeline(plan)
         rows = page.locator("[aria-label='Ranks of the pipeline'] tbody tr").all()
         for slots, row in zip(strip.ranks, rows, strict=True):
@@ -192,14 +182,6 @@ def find_barriers_here(page):
     page.set_viewport_size({"width": 320, "height": 900})
     assert page.evaluate("document.documentElement.scrollWidth") <= 320
     return find_barriers(page)
-
-
-def nested(keys):
-    """Dotted keys as a request holds them."""
-    data = {}
-    for key, value in keys.items():
-        api.put(data, key, value)
-    return data
 
 
 def test_a_run_is_followed_and_compared(browser, server, run):
@@ -272,8 +254,6 @@ def test_the_report_of_a_real_run_opens_from_the_disk(browser, run):
 
 def test_a_pasted_config_is_the_request_with_it(server):
     """What the timeline asks for above is what `memfit plan request.json` reads."""
-    from memfit.ui.asking import read_asked
-
     keys = (("model", json.dumps(TINY)), ("task.steps", "3"), ("limits.memory", "1 GiB"))
     stated = {"model": TINY, "task": {"steps": 3}, "limits": {"memory": "1 GiB"}}
     assert read_asked(keys) == from_data(stated, Request, where="a test")

@@ -70,7 +70,8 @@ function Mark({ dot, x, y, pick }: { dot: Dot; x: number; y: number; pick: () =>
 export function Axis({ top, ticks, say }: { top: number; ticks: number[]; say: (n: number) => string }) {
   return (
     <div class="ys" aria-hidden="true">
-      {ticks.map((n) => <span style={{ bottom: `${(n / top) * 100}%` }}>{say(n)}</span>)}
+      {ticks.filter((n, i) => i === 0 || say(n) !== say(ticks[i - 1]!)) // cents are the least that is said
+        .map((n) => <span style={{ bottom: `${(n / top) * 100}%` }}>{say(n)}</span>)}
     </div>
   );
 }

@@ -44,7 +44,7 @@ function Files({ made }: { made: Export }) {
       </p>
       {Object.entries(made.files).map(([name, text]) => (
         <Card title={name}>
-          <p>
+          <p class="actions">
             <Copy text={text} label={`Copy ${name}`} />{" "}
             <button type="button" class="main" onClick={() => download(name, text, "text/plain")}>Download {name}</button>
           </p>

@@ -47,7 +47,7 @@ export function Table<Row>(props: {
   const align = (column: Column<Row>) => (column.number ? "n" : column.short ? "short" : undefined);
   return (
     <div class="scroll" role="region" aria-label={props.label} tabIndex={0}>
-      <table>
+      <table style={{ "--columns": props.columns.length }}>
         <thead>
           <tr>
             {props.columns.map((c) => (

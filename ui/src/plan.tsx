@@ -76,7 +76,7 @@ function Whole(props: { keys: Keys; planned: Planned; words: Words; answer: Answ
         </Card>
       )}
       <Card title="Take it with you">
-        <p>
+        <p class="actions">
           <button type="button" id="download" class="main" disabled={!props.planned.full}
             onClick={() => download("plan.json", answer.text)}>
             Download plan.json

@@ -24,6 +24,7 @@ from memfit.report_page.parts import (
     text,
 )
 from memfit.report_page.style import STYLE
+from memfit.request import Request
 from memfit.results import Memory, Report
 from memfit.words import VERDICTS, short_name, show_error, show_value
 
@@ -246,11 +247,18 @@ def _certificate(report: Report) -> str:
 
 
 def _asked(report: Report) -> str:
-    asked = pairs(_flat(to_data(report.plan.request)), label="request")
+    request = _flat(to_data(report.plan.request))
+    usual = _flat(to_data(Request(model="")))
+    asked = {key: value for key, value in request.items() if usual.get(key) != value}
+    rest = {key: value for key, value in request.items() if key not in asked}
+    left = (
+        f"<details><summary>Left to memfit, or at its default: {len(rest)} keys</summary>"
+        f"{pairs(rest, label='the rest of the request')}</details>"
+    )
     made = pairs(_flat(to_data(report.plan.recipe)), label="recipe")
     return section(
         "Asked and planned",
-        f'<div class="two"><div><h3>Request</h3>{asked}</div>'
+        f'<div class="two"><div><h3>Request</h3>{pairs(asked, label="request")}{left}</div>'
         f"<div><h3>Recipe</h3>{made}</div></div>",
     )
 
@@ -264,9 +272,17 @@ def _flat(data: dict[str, object], prefix: str = "") -> dict[str, object]:
         if isinstance(value, dict):
             found |= _flat(value, f"{prefix}{name}.")
         else:
-            shown = ", ".join(map(str, value)) if isinstance(value, list) else value
-            found[prefix + name] = "-" if shown in ("", None) else shown
+            found[prefix + name] = _shown(value)
     return found
+
+
+def _shown(value: object) -> object:
+    """As request.yaml would have it; - for nothing."""
+    if isinstance(value, list | tuple):
+        value = ", ".join(map(str, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "-" if value in ("", None) else value
 
 
 def _repeat(report: Report, folder: str) -> str:

@@ -63,6 +63,8 @@ font-variant-numeric:tabular-nums}
 .held{stroke:var(--does_not_fit);fill:none;stroke-width:2;stroke-dasharray:5 4}
 .two{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,300px),1fr));gap:16px}
 @media (max-width:560px){.bar{grid-template-columns:1fr auto}.bar .track{grid-column:1/-1;
-grid-row:2}section,header{padding:14px}main{padding:12px 8px 40px}}
+grid-row:2}table:has(td:nth-child(4)){min-width:36rem}
+section,header{padding:14px}main{padding:12px 8px 40px}}
+summary{cursor:pointer;padding:8px 0;font-size:.9rem}
 @media print{section,header{break-inside:avoid}}
 """
