@@ -43,7 +43,9 @@ OWN_VALUES: dict[str, tuple[object, ...]] = {
 }
 # keys of `optimizer` that count in a digest where they are set
 LATE_IN_OPTIMIZER = ("in_backward", "stochastic_rounding")
-OWN_AXES = ("dp_replicate", "dp_shard", "reshard_after_forward", "tp", "sequence_parallel")
+OWN_AXES = (
+    "dp_replicate", "dp_shard", "reshard_after_forward", "tp", "sequence_parallel", "cp",
+)  # fmt: skip
 
 
 def compute_dtype(precision: Precision) -> str:
@@ -137,9 +139,22 @@ class Parallel(Noun, frozen=True, kw_only=True):
         """Ranks in all."""
         return self.dp * self.tp * self.cp * self.pp
 
+    @property
+    def shards(self) -> int:
+        """Ranks among which FSDP2 cuts a copy of the model: those that share a row's tokens, too.
+
+        As torchtitan: every rank has a part, and gradients are summed over all of them.
+        """
+        return self.dp_shard * self.cp
+
     def share(self, rank: int) -> int:
-        """Which share of the batch a rank of memfit's own mesh reads: neighbours share products."""
-        return rank // self.tp
+        """Which share of the batch a rank of memfit's own mesh reads: neighbours share products,
+        and their neighbours the tokens of the same rows."""
+        return rank // (self.tp * self.cp)
+
+    def place(self, rank: int) -> int:
+        """Which part of a row's tokens a rank of memfit's own mesh has."""
+        return rank // self.tp % self.cp
 
 
 class Recipe(Noun, frozen=True, kw_only=True):
@@ -246,6 +261,11 @@ class Recipe(Noun, frozen=True, kw_only=True):
     def global_batch(self) -> int:
         """Sequences per optimizer step, of all ranks."""
         return self.micro_batch * self.accumulation * self.parallel.dp
+
+    @property
+    def own_row(self) -> int:
+        """Tokens of a row that one rank of memfit's own step has."""
+        return self.sequence_length // self.parallel.cp
 
     @property
     def tokens(self) -> int:

@@ -84,7 +84,7 @@ KEYS = {
     "parallel.zero": "what dp_shard cuts in others' steps: 1 states, 2 gradients, 3 weights too",
     "parallel.tp": "devices that share each matrix product",
     "parallel.sequence_parallel": "cut tokens among the tp devices; memfit's own step always does",
-    "parallel.cp": "devices that share the tokens of a sequence (others' steps)",
+    "parallel.cp": "devices that share the tokens of a sequence",
     "parallel.pp": "devices that hold the blocks one after the other (others' steps)",
     "parallel.virtual_pp": "pieces of the model that one pp device holds (others' steps)",
     "parallel.ep": "devices among which experts are dealt (others' steps)",

@@ -57,7 +57,7 @@ def bounds_of(recipe: Recipe) -> RowBounds:
     """What a recipe is taken to see where no data is named: `Recipe.worst_documents`."""
     rows = recipe.worst_documents or ()
     return RowBounds(
-        tokens=recipe.sequence_length,
+        tokens=recipe.own_row,
         documents=sum(len(row) for row in rows),
         longest=recipe.sequence_length,  # a row of one document needs no more than one of two
     )

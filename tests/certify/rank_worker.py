@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import sys
 import warnings
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tiny_steps import watch_real_step
 
 from memfit.certify.tracing import worst_shapes
 from memfit.ledger import Phase
+from memfit.parallelism.context import own_parts
 from memfit.parallelism.shards import local_shape
 from memfit.parallelism.tensor import cut_dim
 from memfit.recipe import Parallel, Recipe
@@ -33,8 +35,8 @@ def part_of(name: str, whole: torch.Tensor, parallel: Parallel, rank: int) -> to
     dim = cut_dim(name)
     if dim is not None:
         whole = whole.chunk(parallel.tp, dim)[rank % parallel.tp]
-    rows = -(-whole.shape[0] // parallel.dp_shard)
-    start = rank // parallel.tp % parallel.dp_shard * rows
+    rows = -(-whole.shape[0] // parallel.shards)
+    start = rank // parallel.tp % parallel.shards * rows
     mine = whole[start : start + rows]
     assert tuple(mine.shape) == local_shape(tuple(whole.shape), parallel, rank)
     return mine
@@ -60,12 +62,14 @@ def fill(model: torch.nn.Module, recipe: Recipe) -> None:
             module.store(dense.copy_(0.05 * torch.randn(dense.shape, generator=random)))
 
 
-def run(recipe: Recipe, rank: int, world: int) -> dict[str, Any]:
+def run(recipe: Recipe, rank: int) -> dict[str, Any]:
     """Two steps on this rank's rows of a batch drawn for all ranks; the gradients of both.
 
-    Ranks that share products have the same rows.
+    Ranks that share products have the same rows, ranks that share rows their tokens of them.
     """
-    rank, world = rank // recipe.parallel.tp, world // recipe.parallel.tp
+    columns = [*chain(*own_parts(recipe.sequence_length, recipe.parallel, rank))]
+    places = torch.tensor([columns]) if recipe.parallel.cp > 1 else None
+    rank, world = recipe.parallel.share(rank), recipe.parallel.dp
     model = build_model(recipe, "cpu")
     fill(model, recipe)
     built = Built(recipe, model, build_optimizer(recipe, model))
@@ -90,7 +94,7 @@ def run(recipe: Recipe, rank: int, world: int) -> dict[str, Any]:
         labels = tokens.roll(-1, dims=2)
         labels[:, 0, : number + 3] = -100  # ranks differ in how many tokens they predict
         here = slice(rank * rows, (rank + 1) * rows)
-        batches = [Batch(t[here].contiguous(), y[here].contiguous())
+        batches = [Batch(t[here][:, columns].contiguous(), y[here][:, columns].contiguous(), places)
                    for t, y in zip(tokens, labels, strict=True)]  # fmt: skip
         if recipe.optimizer.in_backward:
             seen.append({})
@@ -102,18 +106,18 @@ def run(recipe: Recipe, rank: int, world: int) -> dict[str, Any]:
             "evaluation": (held_out.item(), targets.item())}  # fmt: skip
 
 
-def answer(recipe: Recipe, rank: int, world: int) -> dict[str, Any]:
+def answer(recipe: Recipe, rank: int) -> dict[str, Any]:
     live = watch_real_step(recipe, worst_shapes(recipe), fill=fill, inside=without_gloo)
     phases = {p: n for p, n in live.peaks.items() if p is not Phase.LOAD}
     kinds = {phase: live.ledger().by_kind(phase) for phase in phases}
-    return {"phases": phases, "kinds": kinds, **run(recipe, rank, world)}
+    return {"phases": phases, "kinds": kinds, **run(recipe, rank)}
 
 
 def alone(recipe: Recipe) -> dict[str, Any]:
     """The same global batch in this process, without sharding."""
     world = recipe.parallel.dp
     whole = replace(recipe, parallel=Parallel(), micro_batch=recipe.micro_batch * world)
-    return run(whole, 0, 1)
+    return run(whole, 0)
 
 
 def main() -> None:
@@ -123,7 +127,7 @@ def main() -> None:
     warnings.simplefilter("error")
     dist.init_process_group("gloo", rank=rank, world_size=world, init_method=f"file://{store}")
     recipes = pickle.loads(Path(cases).read_bytes())
-    Path(answers).write_bytes(pickle.dumps([answer(r, rank, world) for r in recipes]))
+    Path(answers).write_bytes(pickle.dumps([answer(r, rank) for r in recipes]))
     dist.destroy_process_group()
 
 

@@ -59,6 +59,22 @@ CASES: dict[str, Recipe] = {
         method="freeze",
         freeze=Freeze(last_blocks=1),
     ),
+    "tokens": make_recipe(
+        config=CONFIGS["llama"] | SMALL, parallel=Parallel(cp=2), recompute_blocks=1, accumulation=2
+    ),
+    "mixed-tokens-lora": make_recipe(
+        "qwen3", parallel=Parallel(cp=2), **MIXED, **LORA, base_format="bf16", lean=LEAN
+    ),
+    "tokens-and-shards": make_recipe(
+        "mistral",
+        config=RAGGED | {"model_type": "mistral"},
+        parallel=Parallel(dp_shard=2, cp=2),
+        loss="chunked",
+        loss_chunk=20,
+    ),
+    "tokens-and-products": make_recipe(
+        config=CONFIGS["llama"] | SMALL, parallel=Parallel(cp=2, tp=2, sequence_parallel=True)
+    ),
     "ragged-both": make_recipe(config=RAGGED, parallel=BOTH, accumulation=2),
     "gpt2-kept": make_recipe("gpt2", parallel=KEPT, recompute_blocks=2, accumulation=2),
     "copies": make_recipe("gpt_neox", parallel=COPIES),

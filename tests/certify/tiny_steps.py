@@ -202,6 +202,8 @@ def make_batch(recipe: Recipe, shape: BatchShape, vocab: int, live: LiveBytes) -
     if shape.documents is not None:
         rows = [torch.cat([torch.arange(n) for n in row]) for row in shape.documents]
         positions = torch.stack(rows)
+    elif recipe.parallel.cp > 1:
+        positions = torch.arange(shape.tokens).unsqueeze(0)
     precomputed = recipe.preference.reference == "precomputed"
     reference = torch.zeros(shape.rows) if precomputed else None
     batch = Batch(tokens, tokens.clone(), positions, shape.documents, reference)

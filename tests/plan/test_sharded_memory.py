@@ -18,7 +18,7 @@ from memfit.plan.clock.read import read_setting
 from memfit.plan.clock.step import predict_step
 from memfit.plan.memory import predict_memory
 from memfit.plan.meshes import list_meshes
-from memfit.recipe import Freeze, Parallel, Quantisation, Recipe
+from memfit.recipe import LEAN, Freeze, Parallel, Quantisation, Recipe
 from memfit.request import Request
 from memfit.sizes import Meter
 from memfit.sizes.sharding import Sharding, Shared, Unit
@@ -56,6 +56,10 @@ CASES = {
         config=EVEN, parallel=Parallel(tp=2, sequence_parallel=True), micro_batch=1,
         accumulation=2, **MIXED,
     ),
+    "3 ranks to a row, recomputed, accumulated": make_recipe(
+        config=EVEN, parallel=Parallel(cp=3), sequence_length=24, recompute_blocks=1,
+        accumulation=2,
+    ),
 }  # fmt: skip
 SLOW = {
     "2 ranks to a product of 2 shards, recomputed": make_recipe(
@@ -69,6 +73,14 @@ SLOW = {
         config=CONFIGS["qwen2"] | {"vocab_size": 250, "tie_word_embeddings": True},
         parallel=Parallel(dp_replicate=2, tp=2, sequence_parallel=True),
         packing=True,
+    ),
+    "2 ranks to a row, 2 to a product, of 2 shards": make_recipe(
+        "qwen3",
+        config=CONFIGS["qwen3"] | {"vocab_size": 250},
+        parallel=Parallel(dp_shard=2, cp=2, tp=2, sequence_parallel=True),
+    ),
+    "4 ranks to a row, adapters, lean, mixed": make_recipe(
+        parallel=Parallel(cp=4), lean=LEAN, **OVER_BF16
     ),
     "lora over int8, 2 copies, accumulated": make_recipe(
         "qwen2",
@@ -129,6 +141,19 @@ def test_a_rank_holds_what_is_predicted(name: str) -> None:
 def test_a_rank_holds_what_is_predicted_in_more_cases(name: str) -> None:
     predicted, traced = held(SLOW[name], CPU, 0)
     assert_alike(predicted, traced)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_ranks_that_share_a_row_hold_on_a_gpu_what_is_predicted(rank: int) -> None:
+    """Of all phases; and the rank that is taken for the fullest is."""
+    recipe = make_recipe(
+        config=EVEN, parallel=Parallel(cp=3), sequence_length=384, micro_batch=1, **MIXED
+    )
+    predicted, traced = held(recipe, H100, rank)
+    assert_alike(predicted, traced)
+    model = read_model(recipe.model)
+    peaks = [predict_memory(model, recipe, H100, rank).peak for rank in range(3)]
+    assert predict_memory(model, recipe, H100).peak == max(peaks)
 
 
 def test_the_fullest_rank_is_predicted_unless_another_is_asked_for() -> None:

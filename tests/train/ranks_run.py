@@ -42,6 +42,7 @@ def recipe_of(order: dict) -> Recipe:
         parallel=parallel, micro_batch=micro, accumulation=8 // micro // parallel.dp,
         method=order.get("method", "full"), lora=LORA if "method" in order else Lora(),
         base_format=order.get("base_format", "fp32"), steps=order.get("steps", 6),
+        packing=order.get("packing", True),
         optimizer={"implementation": "foreach"},
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from ranks_run import UNEVEN, recipe_of
 from safetensors.torch import load_file
 from tiny_runs import tiny_recipe, write_text
@@ -34,6 +35,7 @@ from memfit.train.prepare import build_samplers, find_bounds, read_data
 HERE = Path(__file__).parent
 SHARDS, BOTH = {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}
 PRODUCTS = {"tp": 2, "sequence_parallel": True}
+ROWS = {"cp": 2}
 STOPPED = 5
 LONGEST = 240  # seconds that the ranks of a run have to end once one of them is killed
 SHARDS_BEING_WRITTEN = ".unfinished-*/shard-*"
@@ -176,6 +178,18 @@ def test_ranks_that_share_products_learn_what_one_process_learns_and_move(runs):
 
 
 @pytest.mark.slow
+def test_ranks_that_share_rows_learn_what_one_process_learns_and_move(runs):
+    """On 2 ranks; and from 2 that share rows to 2 with rows of their own."""
+    alone = runs.whole("rows alone", micro_batch=4, packing=False)
+    run = runs.whole("rows", parallel=ROWS, micro_batch=4, packing=False)
+    same_learning(runs, "rows", run, alone, "rows alone")
+    held_to_certificates(runs, run, ROWS, 4, packing=False)
+    stop(runs, "moved rows", 2, parallel=ROWS, micro_batch=4, packing=False)
+    moved = runs.whole("moved rows", parallel=SHARDS, packing=False)
+    same_learning(runs, "moved rows", moved, alone, "rows alone")
+
+
+@pytest.mark.slow
 def test_adapters_on_many_ranks(runs):
     want = runs.whole("lora alone", method="lora")
     run = runs.whole("lora", method="lora", parallel=SHARDS)
@@ -265,6 +279,33 @@ def kill(runs, name, chance, *, within, everyone, **order):
     assert all(not find_damage(c) for c in folder.glob("step-*"))
     newest = max((int(c.name.removeprefix("step-")) for c in folder.glob("step-*")), default=0)
     return seconds, len(log.read_text().splitlines()), newest
+
+
+def test_ranks_that_share_rows_read_all_tokens_of_them_once(tmp_path):
+    """Their positions too; rows are as long as one process's, or a few tokens of padding longer."""
+    data = str(write_text(tmp_path / "data"))
+    request = Request(model=UNEVEN, task=Task(data=data, evaluation=data))
+    plain = tiny_recipe(micro_batch=2, accumulation=2, packing=False)
+    found = read_data(request, plain.model, tmp_path / "cache")
+    alone, _ = build_samplers(request, plain, found)
+    shared = replace(plain, accumulation=1, parallel=Parallel(dp_replicate=2, cp=3, tp=2))
+    ranks = [build_samplers(request, shared, found, rank)[0] for rank in range(12)]
+    assert {r.bounds().tokens for r in ranks} == {-(-alone.bounds().tokens // 6) * 2}
+    for step in range(2):
+        for share, want in enumerate(alone.sample(step)):
+            micros = [m for r in ranks[share * 6 : (share + 1) * 6] for m in r.sample(step)]
+            assert sum(m.tokens for m in micros[::2]) == want.tokens
+            parts = micros[::2]  # of those that share products, one
+            for a, b in zip(parts, micros[1::2], strict=True):
+                assert np.array_equal(a.input_ids, b.input_ids)
+            places = np.concatenate([m.position_ids[0] for m in parts])
+            assert sorted(places) == list(range(len(places)))
+            width = want.input_ids.shape[1]
+            order = np.argsort(places)
+            for name in ("input_ids", "labels"):
+                whole = np.concatenate([getattr(m, name) for m in parts], axis=1)[:, order]
+                assert np.array_equal(whole[:, :width], getattr(want, name))
+                assert whole.shape[1] < width + 6
 
 
 def test_ranks_read_every_row_of_a_global_batch_once(tmp_path):

@@ -41,7 +41,7 @@ def worst_shapes(recipe: Recipe) -> tuple[BatchShape, ...]:
     All rows at full length; packed ones in the documents of `Recipe.worst_documents`. Data with
     more documents needs more on a GPU, and is certified with its own (`memfit.shapes`).
     """
-    tokens, documents = recipe.sequence_length, recipe.worst_documents
+    tokens, documents = recipe.own_row, recipe.worst_documents
     shape = BatchShape(rows=recipe.micro_batch, tokens=tokens, documents=documents)
     return (shape,) * min(recipe.accumulation, TRACED_MICRO_BATCHES)
 
@@ -241,10 +241,12 @@ def _make_batches(
 
 
 def _make_batch(recipe: Recipe, shape: BatchShape, kind: str, recorder: LiveBytes) -> Batch:
-    def integers() -> torch.Tensor:
-        return torch.zeros(shape.rows, shape.tokens, dtype=torch.int64, device=kind)
+    def integers(rows: int = shape.rows) -> torch.Tensor:
+        return torch.zeros(rows, shape.tokens, dtype=torch.int64, device=kind)
 
     positions = None if shape.documents is None else integers()
+    if recipe.parallel.cp > 1:
+        positions = integers(1)
     reference = None
     if recipe.preference.reference == "precomputed":
         reference = torch.zeros(shape.rows, device=kind)

@@ -51,6 +51,8 @@ def _lack(name: str, a: Architecture, recipe: Recipe) -> tuple[str, str] | None:
         return f"the experts of `{name}` add their bias into them", blocks
     if recipe.lean:
         return f"`lean: {', '.join(recipe.lean)}` keeps no more than that already", "`lean: none`"
+    if recipe.parallel.cp > 1:
+        return "torch's ring calls its kernels within one operation", blocks
     if recipe.parallel.tp > 1:
         return f"those that {recipe.parallel.tp} ranks share are DTensor's", blocks
     if recipe.precision == "fp8-mixed":

@@ -22,6 +22,7 @@ from memfit.sizes.loss import chunked_sum, cross_entropy_sum
 from memfit.sizes.preference import chunked_log_probs, plain_log_probs
 from memfit.sizes.qat import round_weight
 from memfit.sizes.quantised import Quantised
+from memfit.sizes.ring import Ring, ring_attention
 from memfit.sizes.sharding import Unit
 
 Weights = dict[str, Tensor]  # by name inside the block, or inside the model
@@ -47,6 +48,7 @@ class Forward(msgspec.Struct, frozen=True):
     kind: str = ""  # of the block that runs, where the architecture has kinds
     band: Tensor | None = None  # the mask of sliding windows, where rows are longer than they are
     starts: Tensor | None = None  # of documents, where one call of the kernel serves them all
+    ring: Ring | None = None  # with which ranks attention is to whole rows
     coded: Dequantised | Quantised = Quantised()  # how weights stored quantised are multiplied
     repeats_keys: bool = False  # keys and values are made for all heads, whatever the kernel
     adapter_casts: bool = False  # adapters read inputs cast to their own dtype, as peft has them
@@ -336,6 +338,8 @@ def attend(forward: Forward, query: Tensor, key: Tensor, value: Tensor) -> Tenso
     """(batch, heads, tokens, size) -> (batch, tokens, heads, size), as train/attention.py."""
     if forward.starts is not None:
         return sizes.end_to_end(query, key, value, forward.starts, forward.documents)
+    if forward.ring is not None:
+        return sizes.transpose(ring_attention(query, key, value, forward.ring), 1, 2)
     a, width = forward.architecture, value.shape[-1]
     padding = query.shape[-1] - width if forward.kernel == "flash" else 0
     if padding:

@@ -36,7 +36,7 @@ def make_mesh(parallel: Parallel, device_type: str) -> DeviceMesh:
             f"`parallel` names {parallel.world} ranks, and this process is one of {ranks}",
             hint="start as many processes, each with its process group, before building the model",
         )
-    axes = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard}
+    axes = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.shards}
     if parallel.dp_replicate == 1:
         del axes["dp_replicate"]
     if parallel.tp > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from memfit.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.optimizers import find_optimizer
+from memfit.parallelism.context import check_context
 from memfit.parallelism.tensor import check_tensor
 from memfit.recipe import Recipe
 
@@ -31,6 +32,7 @@ def check_ranks(recipe: Recipe) -> None:
         )
     model = read_model(recipe.model)
     check_tensor(recipe, model.name, model.architecture)
+    check_context(recipe, model.name, model.architecture)
 
 
 def check_method(method: str, ranks: int) -> None:

@@ -17,14 +17,14 @@ def local_shape(shape: tuple[int, ...], parallel: Parallel, rank: int) -> tuple[
     shape: what tp ranks have of a weight that they share (`tensor.cut`). Every shard holds
     ceil(n / shards) rows until none are left: the last ones hold fewer, or none.
     """
-    rows = -(-shape[0] // parallel.dp_shard)
+    rows = -(-shape[0] // parallel.shards)
     start = shard_index(parallel, rank) * rows
     return (max(0, min(rows, shape[0] - start)), *shape[1:])
 
 
 def shard_index(parallel: Parallel, rank: int) -> int:
     """A rank's place among those that share one copy of the model; copies are alike."""
-    return parallel.share(rank) % parallel.dp_shard
+    return rank // parallel.tp % parallel.shards
 
 
 def held_shape(weight: Weight, parallel: Parallel, rank: int) -> tuple[int, ...]:

@@ -58,7 +58,7 @@ def _parameters(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
 
 def _cut(recipe: Recipe) -> str:
     """A rank's share, where there are ranks."""
-    shards = recipe.parallel.dp_shard * recipe.parallel.tp
+    shards = recipe.parallel.shards * recipe.parallel.tp
     return f", cut among {shards} ranks" if shards > 1 else ""
 
 
@@ -76,13 +76,13 @@ def _state(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
     optimizer = recipe.optimizer
     return (
         f"{show_count(count)} trainable parameters x"
-        f" {nbytes * recipe.parallel.dp_shard * recipe.parallel.tp / count:.2f} B"
+        f" {nbytes * recipe.parallel.shards * recipe.parallel.tp / count:.2f} B"
         f" ({optimizer.name}, {optimizer.implementation}){_cut(recipe)}"
     )
 
 
 def _units(nbytes: int, model: Model, recipe: Recipe) -> str:
-    tokens, hidden = recipe.tokens, model.architecture.hidden
+    tokens, hidden = recipe.micro_batch * recipe.own_row, model.architecture.hidden
     return f"{nbytes / (tokens * hidden):.2f} B x {tokens} tokens x {hidden} hidden"
 
 
@@ -99,7 +99,8 @@ def _activations(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
 
 def _logits(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
     vocab = model.architecture.vocab // recipe.parallel.tp
-    tokens = min(recipe.tokens, recipe.loss_chunk) if recipe.loss == "chunked" else recipe.tokens
+    own = recipe.micro_batch * recipe.own_row
+    tokens = min(own, recipe.loss_chunk) if recipe.loss == "chunked" else own
     what = "tokens of a chunk" if recipe.loss == "chunked" else "tokens"
     return f"{nbytes / (tokens * vocab):.2f} B x {tokens} {what} x {vocab} vocabulary"
 
@@ -110,7 +111,7 @@ def _temporary(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
 
 def _input(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
     names = "ids, labels, positions" if recipe.packing else "ids, labels"
-    each = f"{names}: {recipe.micro_batch} x {recipe.sequence_length} x 8 B (int64) each"
+    each = f"{names}: {recipe.micro_batch} x {recipe.own_row} x 8 B (int64) each"
     if recipe.preference.reference != "precomputed":
         return each
     return f"{each}; the reference's log-probabilities: {recipe.micro_batch} x 4 B"
@@ -129,11 +130,11 @@ def _rounding(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
 
 
 def _gathered(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
-    return f"weights gathered from {recipe.parallel.dp_shard} ranks, and what they are gathered in"
+    return f"weights gathered from {recipe.parallel.shards} ranks, and what they are gathered in"
 
 
 def _reduced(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
-    ranks = recipe.parallel.dp
+    ranks = recipe.parallel.dp * recipe.parallel.cp
     return f"gradients of one unit on their way to {ranks} ranks, and what came of them"
 
 

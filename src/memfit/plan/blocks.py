@@ -38,6 +38,7 @@ from memfit.sizes.coded import CODED
 from memfit.sizes.offload import Load
 from memfit.sizes.preference import judge
 from memfit.sizes.quantised import Quantised
+from memfit.sizes.ring import Ring
 from memfit.sizes.sharding import Sharding
 from memfit.sizes.workspace import Grid
 
@@ -119,6 +120,7 @@ class Setting(Noun, frozen=True, kw_only=True):
     prefers: bool = False  # rows are pairs, and the loss compares their log-probabilities
     sharding: Sharding | None = None  # of one rank of many
     references: int = 0  # forwards of the base model alone before each micro-batch's own
+    ring: Ring | None = None  # with which ranks attention is to whole rows
 
 
 class Mark(NamedTuple):
@@ -331,9 +333,11 @@ class _Simulation:
         shape = (batch.rows, batch.tokens)
         input_ids = sizes.empty(meter, shape, "int64", Kind.INPUT)
         labels = sizes.empty(meter, shape, "int64", Kind.INPUT)
-        position_ids = (
-            None if batch.documents is None else sizes.empty(meter, shape, "int64", Kind.INPUT)
-        )
+        ring, position_ids = self.setting.ring, None
+        if ring is not None:
+            position_ids = sizes.empty(meter, (1, batch.tokens), "int64", Kind.INPUT)
+        elif batch.documents is not None:
+            position_ids = sizes.empty(meter, shape, "int64", Kind.INPUT)
         given: Tensor | None = None
         if self.setting.prefers and not self.setting.references:
             given = sizes.empty(meter, (batch.rows,), "float32", Kind.INPUT)
@@ -342,7 +346,7 @@ class _Simulation:
             input_ids=input_ids, position_ids=position_ids, documents=batch.documents,
             adapter_dropout=self.setting.adapter_dropout,
             narrow=self.setting.narrow, qat=self.setting.qat, lean=self.setting.lean,
-            loop=self.loop, coded=self.setting.coded,
+            loop=self.loop, coded=self.setting.coded, ring=ring,
         )  # fmt: skip
         self.marks = []
         sums: Tensor | None = None

@@ -40,8 +40,9 @@ from memfit.plan.products import SharedProducts
 from memfit.plan.segments import Passes, Segment, expand
 from memfit.plan.sharded import find_sharding
 from memfit.plan.updates import around_micro_batches, hold
-from memfit.recipe import Recipe
+from memfit.recipe import Parallel, Recipe
 from memfit.sizes.quantised import Quantised
+from memfit.sizes.ring import Ring
 from memfit.sizes.workspace import find_grid, product_workspace
 
 
@@ -137,7 +138,8 @@ def describe(
     model: Model, recipe: Recipe, device: Device, rank: int = 0
 ) -> tuple[Setting, list[Repeat]]:
     """What to simulate, and how often each simulated block stands in the model."""
-    tp = recipe.parallel.tp
+    parallel = recipe.parallel
+    tp = parallel.tp
     model = cut_model(model, recipe.parallel)
     outside, blocks = split_rows(
         model, recipe.recompute_blocks, recipe.selective_blocks,
@@ -168,6 +170,7 @@ def describe(
         sharding=find_sharding(recipe, rank),
         program=SharedProducts(tp=tp) if tp > 1 else None,
         references=recipe.references,
+        ring=Ring(parallel.cp, parallel.place(rank)) if parallel.cp > 1 else None,
     )
     return setting, repeats(runs)
 
@@ -177,7 +180,7 @@ def worst_batch(recipe: Recipe) -> Batch:
     documents = replace(recipe, micro_batch=1).worst_documents  # the same in every row
     return Batch(
         rows=recipe.micro_batch,
-        tokens=recipe.sequence_length,
+        tokens=recipe.own_row,
         documents=None if documents is None else documents[0],
     )
 
@@ -203,7 +206,8 @@ class Outline:
 
     def _ask(self, answers: Answers, recipe: Recipe) -> list[Passes]:
         def general(rows: int, tokens: int) -> Batch:
-            return worst_batch(replace(recipe, micro_batch=rows, sequence_length=tokens))
+            whole = replace(recipe, micro_batch=rows, sequence_length=tokens)
+            return worst_batch(replace(whole, parallel=Parallel()))  # tokens are a rank's own
 
         return answers.passes(worst_batch(recipe), general)
 
@@ -315,8 +319,10 @@ class _Step:
             level.add({(Kind.TEMPORARY, "loss"): DTYPE_BYTES["int64"]})  # how many tokens
 
     def _inputs(self) -> Parts:
-        one = self.recipe.tokens * DTYPE_BYTES["int64"]
-        each = [one] * (3 if self.recipe.packing else 2)
+        row = self.recipe.own_row * DTYPE_BYTES["int64"]
+        each = [self.recipe.micro_batch * row] * (3 if self.recipe.packing else 2)
+        if self.recipe.parallel.cp > 1:
+            each.append(row)  # positions
         if self.recipe.preference.reference == "precomputed":
             each.append(self.recipe.micro_batch * DTYPE_BYTES["float32"])
         return hold((Kind.INPUT, "batch"), each, self.device)

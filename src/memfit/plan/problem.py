@@ -28,6 +28,7 @@ from memfit.optimizers import default_implementation, optimizers
 from memfit.optimizers._in_backward import refuse_in_backward
 from memfit.optimizers._offloaded import check_offload
 from memfit.optimizers.low_bit import check_rounding
+from memfit.parallelism.context import KERNELS
 from memfit.parallelism.limits import check_ranks
 from memfit.plan.lean import asked_lean, choose_lean
 from memfit.plan.meshes import list_meshes
@@ -271,9 +272,10 @@ def allowed(problem: Problem, precision: Precision) -> bool:
 
 def find_lack(problem: Problem, precision: Precision) -> str:
     """Why the attention kernel asked for does not serve the model here; empty when it does."""
-    device, asked = problem.device, problem.request.attention
-    if asked == "auto":
+    device, asked = problem.device, str(problem.request.attention)
+    if asked == "auto" and not _shares_tokens(problem.request):
         return ""
+    asked = KERNELS[0] if asked == "auto" else asked
     dtype, heads = compute_dtype(precision), _heads(problem)
     return refusal(asked, dtype, heads, platform=device.platform, capability=device.capability)
 
@@ -289,8 +291,14 @@ def find_kernels(problem: Problem, precision: Precision) -> tuple[str, ...]:
     device, heads = problem.device, _heads(problem)
     if only := own_kernels(problem.model.architecture):
         return only
+    if _shares_tokens(problem.request):
+        return KERNELS
     dtype = compute_dtype(precision)
     return usable(dtype, heads, platform=device.platform, capability=device.capability)
+
+
+def _shares_tokens(request: Request) -> bool:
+    return request.parallel != "auto" and request.parallel.cp > 1
 
 
 @lru_cache(maxsize=256)

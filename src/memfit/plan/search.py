@@ -166,7 +166,7 @@ def _combinations(start: Candidate) -> Iterator[Candidate]:
     if first.selective:
         check_selective(problem.reference.name, problem.model.architecture, start.recipe)
     for micro in list_micro_batches(problem.request):
-        for chunk in _chunks(start, micro * start.recipe.sequence_length):
+        for chunk in _chunks(start, micro * start.recipe.own_row):
             for when, offload in product(_when(start, micro), _offloads(start)):
                 found = start.but(
                     offload=offload,
@@ -210,7 +210,7 @@ def _fastest_that_fits(start: Candidate, tried: list[Candidate]) -> Candidate | 
     neither it nor any later one can win. Estimates rank; what is chosen is predicted exactly.
     """
     known = not start.recipe.prefers and start.recipe.offload == "none"
-    known = known and start.recipe.parallel.tp == 1
+    known = known and start.recipe.parallel.tp == start.recipe.parallel.cp == 1
     if applies(start.model) and known:  # it knows one forward a micro-batch, kept on the device
         start.estimate = Estimate(start.model, start.recipe, start.problem.device)
     combinations = list(_combinations(start))

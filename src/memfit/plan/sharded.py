@@ -27,7 +27,7 @@ def find_sharding(recipe: Recipe, rank: int) -> Sharding | None:
         return None
     mixed = recipe.precision == "bf16-mixed"
     return Sharding(
-        shards=parallel.dp_shard,
+        shards=parallel.shards,
         shard=shard_index(parallel, rank),
         copies=parallel.dp_replicate,
         reshards=parallel.reshard_after_forward,

@@ -45,11 +45,11 @@ def find_beside(model: Model, parallel: Parallel, device: Device) -> Beside:
         unit = f"block {w.layer}" if w.layer >= 0 else w.part
         gathered = 2 * w.numel  # in 16 bits; more only where nothing is
         units[unit] = units.get(unit, 0) + gathered
-        gradients += w.nbytes // parallel.dp_shard if w.trainable else 0
+        gradients += w.nbytes // parallel.shards if w.trainable else 0
     outside, alone = find_outside(device, parallel), find_outside(device, Parallel())
     known = outside is not None and alone is not None
     return Beside(
-        streams=2 * max(units.values()) * (parallel.dp_shard > 1) + gradients,
+        streams=2 * max(units.values()) * (parallel.shards > 1) + gradients,
         communicators=outside.typical - alone.typical if known and outside and alone else 0,
     )
 

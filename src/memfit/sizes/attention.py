@@ -111,7 +111,7 @@ def _end_to_end(x: Tensor) -> Tensor:
     return transpose(flat, 1, 2)
 
 
-def _by_token(x: Tensor, size: int = 0) -> Tensor:
+def by_token(x: Tensor, size: int = 0) -> Tensor:
     """A new tensor of x's shape that lies in memory as (batch, tokens, heads, size)."""
     batch, heads, tokens, own = x.shape
     size = size or own
@@ -172,7 +172,7 @@ def _flash_backward(node: Node, grads: Incoming) -> Gradients:
         inside = workspace(query.meter, flash_backward(query.shape, key.shape, width))
         made = [like(x) for x in (query, key, value)]
     else:
-        made = [_by_token(x) for x in (query, key, value)]
+        made = [by_token(x) for x in (query, key, value)]
     del inside
     return made
 
@@ -186,7 +186,7 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -
 
     def run() -> tuple[Tensor, ...]:
         _count(query, key, value, 1, 1)
-        made = (_by_token(query, value.shape[-1]), empty(meter, (batch, heads, padded), "float32"))
+        made = (by_token(query, value.shape[-1]), empty(meter, (batch, heads, padded), "float32"))
         return (*made, empty(meter, (), "int64"), empty(meter, (), "int64"))
 
     out, *extra = kept(meter, run)
@@ -205,7 +205,7 @@ def _efficient_backward(node: Node, grads: Incoming) -> Gradients:
     inside = workspace(
         query.meter, efficient_backward(query.shape, value.shape[-1], grad.numel, width)
     )
-    made = [_by_token(x) for x in (query, key, value)]
+    made = [by_token(x) for x in (query, key, value)]
     del inside
     return made
 

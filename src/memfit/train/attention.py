@@ -85,11 +85,17 @@ def attend(
 
     Returns (batch, tokens, heads, head_dim). With `documents`, no token attends to another
     document: each is a separate call of the kernel, so nothing can leak. Where a value's head is
-    narrower than a key's, flash gets values with zeros behind: it takes one size only.
+    narrower than a key's, flash gets values with zeros behind: it takes one size only. Ranks that
+    share a row's tokens attend with each other (`parallelism.context`).
     `sliding_window` and `softcap` come from the model's class; band: see `make_band`, made here
     where it is None.
     """
     del attention_mask
+    ring = getattr(module, "ring", None)
+    if ring is not None:
+        from memfit.train.ring import attend_in_ring  # imports what few runs need
+
+        return attend_in_ring(query, key, value, ring, scaling).transpose(1, 2), None
     documents = documents or getattr(module, "documents", None)
     width = value.shape[-1]
     padding = query.shape[-1] - width if backend is SDPBackend.FLASH_ATTENTION else 0

@@ -29,6 +29,7 @@ from memfit.optimizers import find_optimizer
 from memfit.optimizers._in_backward import check_in_backward
 from memfit.optimizers._offloaded import check_offload
 from memfit.optimizers.low_bit import check_rounding
+from memfit.parallelism.context import share_tokens
 from memfit.parallelism.limits import check_ranks
 from memfit.recipe import Recipe
 from memfit.sizes.kernels import heads_of
@@ -105,6 +106,8 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
         tail = (*where.norms, where.head)
         mesh = parallelism.make_mesh(recipe.parallel, device.type)
         parallelism.shard(where.base, where.embedding, list(where.blocks), tail, recipe, mesh)
+        if recipe.parallel.cp > 1:
+            share_tokens(where.blocks, recipe.parallel, device.type)
     _materialise(model, device)
     return model.train()
 

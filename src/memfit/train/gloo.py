@@ -22,7 +22,8 @@ COLLECTIVES = (
     "all_gather_single", "all_gather_into_tensor", "reduce_scatter_single",
     "reduce_scatter_tensor", "all_reduce",
 )  # fmt: skip
-FUNCTIONAL = ("all_reduce", "all_gather_tensor")  # that DTensor calls: norms, whole weights
+# that DTensor calls (norms, whole weights) and torch's ring (keys, values and their gradients)
+FUNCTIONAL = ("all_reduce", "all_gather_tensor", "all_gather_single", "permute_tensor")
 LONGEST = 2.0  # seconds that gloo's thread is given to let go of a tensor
 
 
@@ -35,7 +36,7 @@ def without_gloo(live: LiveBytes) -> Iterator[None]:
     import torch.distributed._functional_collectives as funcol
 
     kept = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
-    direct = {name: getattr(funcol, name) for name in FUNCTIONAL}
+    direct = {name: getattr(funcol, name) for name in FUNCTIONAL if hasattr(funcol, name)}
     plain_wait = dist.Work.wait
 
     def collective(plain: Any) -> Any:

@@ -112,9 +112,7 @@ def train(
             check_digest("data", before.environment["data"], data.training.digest, folder)
             if before.finished and (folder / MODEL).is_dir():
                 return before
-        training, held_out = build_samplers(
-            request, recipe, data, recipe.parallel.share(ranks.rank)
-        )
+        training, held_out = build_samplers(request, recipe, data, ranks.rank)
         bounds = training.bounds()
         held_out_bounds = held_out.bounds_once() if held_out else None
         if certificate is not None and not override:
@@ -325,7 +323,7 @@ def _take_step(session: Session, built: Built, index: int) -> dict[str, Any]:
     rate = learning_rate(recipe.optimizer, index, recipe.steps)
     for group in built.optimizer.param_groups:
         group["lr"] = rate
-    torch.manual_seed(_seed_of(recipe, index, recipe.parallel.share(session.ranks.rank)))
+    torch.manual_seed(_seed_of(recipe, index, session.ranks.rank // recipe.parallel.tp))
     micros = session.training.sample(index)
     targets = int(sum(own for (own,) in session.gather(count_targets(recipe, micros))))
     watched = session.meter.device.type == "cpu" and (

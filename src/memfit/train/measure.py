@@ -314,7 +314,7 @@ def synthetic_micro(recipe: Recipe, vocab: int, shape: BatchShape | None = None)
     Packed, that is one token beside a document that fills the rest of the row: a second document
     makes attention's outputs be copied together.
     """
-    rows, width = recipe.micro_batch, recipe.sequence_length
+    rows, width = recipe.micro_batch, recipe.own_row
     documents = recipe.worst_documents
     if shape is not None:
         rows, width, documents = shape.rows, shape.tokens, shape.documents
@@ -324,7 +324,8 @@ def synthetic_micro(recipe: Recipe, vocab: int, shape: BatchShape | None = None)
     if documents is None:
         precomputed = recipe.preference.reference == "precomputed"
         reference = np.zeros(rows, dtype="float32") if precomputed else None
-        return Micro(ids, labels, None, None, ids.size, reference)
+        places = np.arange(width)[None] if recipe.parallel.cp > 1 else None
+        return Micro(ids, labels, places, None, ids.size, reference)
     for row, lengths in zip(labels, documents, strict=True):
         row[np.cumsum(lengths) - 1] = IGNORED
     if not (labels != IGNORED).any():

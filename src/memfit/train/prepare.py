@@ -123,7 +123,7 @@ def find_bounds(
 def build_samplers(
     request: Request, recipe: Recipe, data: Data, rank: int = 0
 ) -> tuple[Sampler, Sampler | None]:
-    """Training and evaluation batches of a recipe, of one data-parallel rank."""
+    """Training and evaluation batches of a recipe, as one rank reads them."""
     training = build_sampler(data.training, recipe, request.task.data, rank)
     if data.held_out is None:
         return training, None

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from memfit.errors import InvalidRequest
+from memfit.parallelism.context import own_parts, row_multiple
 from memfit.recipe import Recipe
 from memfit.shapes import RowBounds
 from memfit.train.packing import (
@@ -31,7 +32,8 @@ class Micro(NamedTuple):
 
     input_ids: Array
     labels: Array  # the token each position predicts, or -100
-    position_ids: Array | None  # within the document; None when a row is one document
+    # within the document; (1, width) where ranks share rows; None when a row is one document
+    position_ids: Array | None
     documents: tuple[tuple[int, ...], ...] | None  # sums to width in each row; None likewise
     tokens: int  # padding not counted
     reference: Array | None = None  # (rows,) float32: log-probabilities computed beforehand
@@ -48,10 +50,11 @@ class Micro(NamedTuple):
 
 
 class Sampler:
-    """The batches of a recipe over a corpus, of one of its data-parallel ranks.
+    """The batches of a recipe over a corpus, as one of its ranks reads them.
 
     A global batch is the same rows whatever the ranks: its micro-batches are dealt to them in
-    turn, so that micro-batch i of rank r is number i * ranks + r.
+    turn, so that micro-batch i of data-parallel rank r is number i * ranks + r. Ranks that share
+    the tokens of rows have columns of them each.
     """
 
     def __init__(
@@ -64,9 +67,10 @@ class Sampler:
         self._accumulation = recipe.accumulation
         self._global = recipe.global_batch
         self._width = recipe.sequence_length
-        self._tp = recipe.parallel.tp  # which a row's tokens are a multiple of
+        self._multiple = row_multiple(recipe.parallel)  # which a row's tokens are a multiple of
+        self._parallel, self._process = recipe.parallel, rank
         self._steps = recipe.steps
-        self._ranks, self._rank = recipe.parallel.dp, rank
+        self._ranks, self._rank = recipe.parallel.dp, recipe.parallel.share(rank)
         self.reference: Array | None = None  # (documents,) float32: see `train.reference`
 
     @property
@@ -123,13 +127,13 @@ class Sampler:
     def _as_bounds(self, found: Array) -> RowBounds:
         tokens, documents, longest = (int(x) for x in found)
         return RowBounds(
-            tokens=self._padded(tokens),
+            tokens=self._padded(tokens) // self._parallel.cp,
             documents=documents if self._rows.packed else 0,
             longest=longest,
         )
 
     def _padded(self, tokens: int) -> int:
-        return -(-tokens // self._tp) * self._tp
+        return -(-tokens // self._multiple) * self._multiple
 
     def _count_once(self) -> int:
         return int(-(-self._rows.per_epoch // 1))
@@ -156,8 +160,17 @@ class Sampler:
             documents.append((*(p.length for p in row), *((padding,) if padding else ())))
         tokens = sum(p.length for row in rows for p in row)
         if not packed:
+            if self._parallel.cp > 1:
+                return self._own(ids, labels, [sum(p.length for p in row) for row in rows])
             return Micro(ids, labels, None, None, tokens, self._look_up(rows))
         return Micro(ids, labels, positions, tuple(documents), tokens)
+
+    def _own(self, ids: Array, labels: Array, lengths: list[int]) -> Micro:
+        """This rank's columns of whole rows, and which ones they are."""
+        columns = np.concatenate(own_parts(ids.shape[1], self._parallel, self._process))
+        tokens = sum(int((columns < length).sum()) for length in lengths)
+        ids, labels = (np.take(whole, columns, axis=1) for whole in (ids, labels))
+        return Micro(ids, labels, columns[None], None, tokens)
 
     def _look_up(self, rows: list[tuple[Piece, ...]]) -> Array | None:
         """The reference's log-probability of each row; 0 for rows of padding."""
@@ -182,7 +195,7 @@ class Sampler:
 def build_sampler(corpus: Corpus, recipe: Recipe, name: str, rank: int = 0) -> Sampler:
     """The sampler that a recipe asks for; `name` is how the data is called in messages.
 
-    rank: the data-parallel one that reads.
+    rank: the one that reads.
 
     Raises InvalidRequest when nothing is left to learn.
     """

@@ -81,8 +81,13 @@ class Session:
 
     def gather(self, *values: float) -> list[tuple[float, ...]]:
         """The numbers of all ranks that read rows of their own, in their order: of those that
-        share products, one's."""
-        return self.ranks.gather(*values)[:: self.recipe.parallel.tp]
+        share products, one's; of those that share a row's tokens, their sums."""
+        parallel = self.recipe.parallel
+        apart = self.ranks.gather(*values)[:: parallel.tp]
+        if parallel.cp == 1:
+            return apart
+        starts = range(0, len(apart), parallel.cp)
+        return [tuple(map(sum, zip(*apart[at : at + parallel.cp], strict=True))) for at in starts]
 
     def every(self, asked: int) -> int:
         """Steps between two of what `asked` says."""

@@ -33,7 +33,8 @@ class Batch:
 
     input_ids: Tensor  # (micro_batch, tokens) int64
     labels: Tensor  # (micro_batch, tokens) int64: what each position predicts, or -100
-    position_ids: Tensor | None = None  # (micro_batch, tokens), restarting in each document
+    # (micro_batch, tokens), restarting in each document; (1, tokens) of ranks that share rows
+    position_ids: Tensor | None = None
     documents: Documents | None = None  # lengths of each row's documents; None = one a row
     reference: Tensor | None = None  # (micro_batch,) fp32: precomputed log-probabilities of rows
 
