@@ -64,6 +64,11 @@ font-variant-numeric:tabular-nums}
 .two{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,300px),1fr));gap:16px}
 @media (max-width:560px){.bar{grid-template-columns:1fr auto}.bar .track{grid-column:1/-1;
 grid-row:2}table:has(td:nth-child(4)){min-width:36rem}
+.scroll{background:linear-gradient(90deg,var(--card) 50%,transparent) 0 0/28px,
+linear-gradient(270deg,var(--card) 50%,transparent) 100% 0/28px,
+linear-gradient(90deg,var(--soft),transparent) 0 0/9px,
+linear-gradient(270deg,var(--soft),transparent) 100% 0/9px;background-repeat:no-repeat;
+background-attachment:local,local,scroll,scroll}
 section,header{padding:14px}main{padding:12px 8px 40px}}
 summary{cursor:pointer;padding:8px 0;font-size:.9rem}
 @media print{section,header{break-inside:avoid}}
