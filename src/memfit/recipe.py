@@ -44,7 +44,8 @@ OWN_VALUES: dict[str, tuple[object, ...]] = {
 # keys of `optimizer` that count in a digest where they are set
 LATE_IN_OPTIMIZER = ("in_backward", "stochastic_rounding")
 OWN_AXES = (
-    "dp_replicate", "dp_shard", "reshard_after_forward", "tp", "sequence_parallel", "cp",
+    "dp_replicate", "dp_shard", "reshard_after_forward", "tp", "sequence_parallel", "cp", "pp",
+    "virtual_pp",
 )  # fmt: skip
 
 
@@ -149,12 +150,22 @@ class Parallel(Noun, frozen=True, kw_only=True):
 
     def share(self, rank: int) -> int:
         """Which share of the batch a rank of memfit's own mesh reads: neighbours share products,
-        and their neighbours the tokens of the same rows."""
-        return rank // (self.tp * self.cp)
+        and their neighbours the tokens of the same rows; all stages of a share read it."""
+        return rank // (self.tp * self.cp) % self.dp
 
     def place(self, rank: int) -> int:
         """Which part of a row's tokens a rank of memfit's own mesh has."""
         return rank // self.tp % self.cp
+
+    @property
+    def stages(self) -> int:
+        """Pieces of the model that run one after the other."""
+        return self.pp * self.virtual_pp
+
+    def stage_place(self, rank: int) -> int:
+        """Which of the pp places a rank of memfit's own mesh has: the outermost axis, as stages
+        send the least, so that machines may lie between them."""
+        return rank // (self.world // self.pp)
 
 
 class Recipe(Noun, frozen=True, kw_only=True):

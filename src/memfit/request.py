@@ -225,8 +225,10 @@ class Request(Noun, frozen=True, kw_only=True):
 
     @property
     def shares(self) -> int:
-        """Of these, ranks with rows of their own: those that share products have the same."""
-        return self.ranks // (1 if self.parallel == "auto" else self.parallel.tp)
+        """Of these, ranks with rows of their own: those that share products have the same, and so
+        have all stages."""
+        sharing = 1 if self.parallel == "auto" else self.parallel.tp * self.parallel.pp
+        return self.ranks // sharing
 
     def __post_init__(self) -> None:
         """Quantities are checked when the request is read, not when they are first needed."""

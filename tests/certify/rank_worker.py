@@ -12,6 +12,7 @@ import warnings
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -48,10 +49,10 @@ def fill(model: torch.nn.Module, recipe: Recipe) -> None:
     coded = quantised_modules(model)
     stored = {id(p) for module in coded.values() for p in module.stored().values()}
     with torch.no_grad():
-        for index, (name, weight) in enumerate(model.named_parameters()):
+        for name, weight in model.named_parameters():
             if id(weight) in stored:
                 continue
-            random = torch.Generator().manual_seed(index)
+            random = torch.Generator().manual_seed(crc32(name.encode()))
             whole = 0.05 * torch.randn(weight.shape, generator=random)
             mine = part_of(name, whole, recipe.parallel, rank)
             local = weight.to_local() if hasattr(weight, "to_local") else weight
@@ -65,7 +66,8 @@ def fill(model: torch.nn.Module, recipe: Recipe) -> None:
 def run(recipe: Recipe, rank: int) -> dict[str, Any]:
     """Two steps on this rank's rows of a batch drawn for all ranks; the gradients of both.
 
-    Ranks that share products have the same rows, ranks that share rows their tokens of them.
+    Ranks that share products, and stages, have the same rows, ranks that share rows their tokens
+    of them.
     """
     columns = [*chain(*own_parts(recipe.sequence_length, recipe.parallel, rank))]
     places = torch.tensor([columns]) if recipe.parallel.cp > 1 else None

@@ -31,7 +31,35 @@ NF4 = {"base_format": "nf4", "quantisation": Quantisation(double=True)}
 PRODUCTS = Parallel(tp=2, sequence_parallel=True)
 ROWS_AND_PRODUCTS = Parallel(dp_shard=2, tp=2, sequence_parallel=True)
 SMALL = {"num_hidden_layers": 1, "vocab_size": 250, "intermediate_size": 178}
+STAGES = Parallel(pp=2)
 CASES: dict[str, Recipe] = {
+    "stages": make_recipe(parallel=STAGES, accumulation=4, implementation="foreach"),
+    "stages-packed-mixed": make_recipe(
+        "qwen3", parallel=STAGES, **MIXED, accumulation=3, packing=True, recompute_blocks=2
+    ),
+    "stages-interleaved": make_recipe(
+        "mistral",
+        config=CONFIGS["mistral"] | {"num_hidden_layers": 5},
+        parallel=Parallel(pp=2, virtual_pp=2),
+        accumulation=4,
+        micro_batch=1,
+        lean=LEAN,
+    ),
+    "stages-of-shards": make_recipe(
+        config=RAGGED,
+        parallel=Parallel(pp=2, dp_shard=2),
+        accumulation=3,
+        micro_batch=1,
+        loss="chunked",
+        loss_chunk=20,
+    ),
+    "stages-of-copies": make_recipe(
+        config=CONFIGS["llama"] | {"num_hidden_layers": 4},
+        parallel=Parallel(pp=2, dp_replicate=2, virtual_pp=2),
+        accumulation=2,
+        name="sgd",
+        implementation="foreach",
+    ),
     "products": make_recipe(config=CONFIGS["llama"] | SMALL, parallel=PRODUCTS, accumulation=2),
     "products-tied": make_recipe(
         "qwen2", config=CONFIGS["qwen2"] | SMALL, parallel=PRODUCTS, recompute_blocks=1
@@ -166,22 +194,29 @@ def test_ranks_compute_what_one_process_computes(name: str, real: Any) -> None:
     want = alone(recipe)
     exact = recipe.precision == "fp32"
     close = {"rtol": 1e-5, "atol": 1e-6} if exact else {"rtol": 0.1, "atol": 0.02}
-    apart = ranks[:: recipe.parallel.tp]  # those that share products have one loss
+    each = recipe.parallel.world // recipe.parallel.pp
+    # those that share products have one loss, and so have stages
+    apart = ranks[-each :: recipe.parallel.tp]
     losses = torch.tensor([rank["losses"] for rank in apart]).sum(0)
     torch.testing.assert_close(losses, torch.tensor(want["losses"]), **close)
     if recipe.optimizer.clip_norm:
         for rank in ranks:
             norms = torch.tensor([rank["norms"], want["norms"]])
             torch.testing.assert_close(norms[0], norms[1], **close)
-    if recipe.accumulation == 1:
+    if recipe.accumulation == 1 or recipe.parallel.pp > 1:
         sums = torch.tensor([rank["evaluation"] for rank in apart]).sum(0)
         torch.testing.assert_close(sums, torch.tensor(want["evaluation"]), rtol=1e-2, atol=1e-2)
     for number, whole in enumerate(want["gradients"]):
-        first, *others = (rank["gradients"][number] for rank in ranks)
-        assert first.keys() == whole.keys()
-        for weight, gradient in whole.items():
-            assert all(torch.equal(first[weight], other[weight]) for other in others)
-            torch.testing.assert_close(first[weight], gradient, **close, msg=weight)
+        seen: set[str] = set()
+        for place in range(recipe.parallel.pp):
+            mine = ranks[place * each : (place + 1) * each]
+            first, *others = (rank["gradients"][number] for rank in mine)
+            assert not seen & first.keys()
+            seen |= first.keys()
+            for weight, gradient in first.items():
+                assert all(torch.equal(gradient, other[weight]) for other in others)
+                torch.testing.assert_close(gradient, whole[weight], **close, msg=weight)
+        assert seen == whole.keys()
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from gated_families import LORA_TARGETS as GATED_TARGETS
 from gated_families import gated
 from memfit.certify import BatchShape
+from memfit.families import read_model
 from memfit.hardware import Device, Link
 from memfit.ledger import Phase
 from memfit.model import ModelReference
@@ -175,7 +176,7 @@ def watch_real_step(
     optimizer = build_optimizer(recipe, model)
     live.register_optimizer(optimizer)
     built = Built(recipe, model, optimizer)
-    vocab = model.get_input_embeddings().num_embeddings
+    vocab = read_model(recipe.model).architecture.vocab  # of stages, not all have an embedding
 
     def batches():
         for shape in shapes:

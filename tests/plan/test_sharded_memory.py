@@ -16,7 +16,7 @@ from memfit.nouns import from_data
 from memfit.parallelism.shards import local_model
 from memfit.plan.clock.read import read_setting
 from memfit.plan.clock.step import predict_step
-from memfit.plan.memory import predict_memory
+from memfit.plan.memory import find_fullest, predict_memory
 from memfit.plan.meshes import list_meshes
 from memfit.recipe import LEAN, Freeze, Parallel, Quantisation, Recipe
 from memfit.request import Request
@@ -27,6 +27,7 @@ from tiny_models import CONFIGS, make_recipe
 CPU, H100 = catalog.find_device("cpu-x86"), catalog.find_device("h100-sxm")
 TRACED = tuple(phase for phase in Phase if phase not in (Phase.SAVE, Phase.GENERATE))
 SCALARS = 16  # bytes
+SCALAR_PHASES = (Phase.FIRST_STEP, Phase.ACCUMULATE, Phase.OPTIMIZER_STEP)
 UNEVEN = {**CONFIGS["llama"], "vocab_size": 251, "intermediate_size": 177}
 EVEN = {**CONFIGS["llama"], "vocab_size": 250, "intermediate_size": 178}
 DEEP = {**CONFIGS["llama"], "num_hidden_layers": 6}
@@ -51,6 +52,10 @@ CASES = {
     "chunked, selective, in backward": make_recipe(
         parallel=TWO, loss="chunked", loss_chunk=12, selective_blocks=1,
         optimizer={"in_backward": True, "clip_norm": 0.0},
+    ),
+    "2 stages of 2 uneven shards, mixed": make_recipe(
+        config=UNEVEN, parallel=Parallel(pp=2, dp_shard=2), accumulation=5, recompute_blocks=1,
+        **MIXED,
     ),
     "2 ranks to a product, one row, accumulated, mixed": make_recipe(
         config=EVEN, parallel=Parallel(tp=2, sequence_parallel=True), micro_batch=1,
@@ -123,7 +128,7 @@ def assert_alike(predicted: dict[Phase, int], traced: dict[Phase, int]) -> None:
         if phase is Phase.EVALUATE:  # weights are let go before it; the prediction keeps some
             assert predicted[phase] == pytest.approx(nbytes, rel=0.1)
             continue
-        scalars = SCALARS if phase in (Phase.FIRST_STEP, Phase.OPTIMIZER_STEP) else 0
+        scalars = SCALARS if phase in SCALAR_PHASES else 0
         assert predicted[phase] == pytest.approx(nbytes, abs=scalars), phase
 
 
@@ -154,6 +159,34 @@ def test_ranks_that_share_a_row_hold_on_a_gpu_what_is_predicted(rank: int) -> No
     model = read_model(recipe.model)
     peaks = [predict_memory(model, recipe, H100, rank).peak for rank in range(3)]
     assert predict_memory(model, recipe, H100).peak == max(peaks)
+
+
+STAGED = {
+    "4 stages, packed": make_recipe(
+        config=DEEP, parallel=Parallel(pp=4), accumulation=9, micro_batch=1, packing=True
+    ),
+    "2 x 2 stages, interleaved": make_recipe(
+        config=CONFIGS["llama"] | {"num_hidden_layers": 7},
+        parallel=Parallel(pp=2, virtual_pp=2),
+        accumulation=4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_each_stage_holds_what_is_predicted_and_the_fullest_is_found(name: str) -> None:
+    recipe = STAGED[name]
+    peaks = []
+    for rank in range(recipe.parallel.pp):
+        predicted, traced = held(recipe, CPU, rank)
+        for phase in predicted.keys() - {Phase.LOAD, Phase.EVALUATE}:
+            assert predicted[phase] == pytest.approx(traced[phase], rel=0.005, abs=SCALARS), phase
+        peaks.append(max(traced.values()))
+    model = read_model(recipe.model)
+    fullest, why = find_fullest(model, recipe, CPU)
+    assert fullest == peaks.index(max(peaks))
+    assert "stage" in why
+    assert len(set(peaks)) == len(peaks)
 
 
 def test_the_fullest_rank_is_predicted_unless_another_is_asked_for() -> None:

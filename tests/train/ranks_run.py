@@ -36,7 +36,7 @@ def recipe_of(order: dict) -> Recipe:
     """The recipe of an order: always the same global batch of 8 rows."""
     parallel = Parallel(**order.get("parallel", {}))
     micro = order.get("micro_batch", 8 // parallel.dp)
-    config = EVEN if order.get("even") else UNEVEN
+    config = (EVEN if order.get("even") else UNEVEN) | order.get("config", {})
     return tiny_recipe(
         model=ModelReference(name="tiny", source="", config=config),
         parallel=parallel, micro_batch=micro, accumulation=8 // micro // parallel.dp,

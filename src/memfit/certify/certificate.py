@@ -24,7 +24,8 @@ from memfit.families import read_model
 from memfit.hardware import Device
 from memfit.ledger import Entry, Kind, Phase
 from memfit.libraries import installed_versions
-from memfit.parallelism.shards import fullest_rank
+from memfit.parallelism.pipeline import shown_micro_batches
+from memfit.plan.memory import find_fullest
 from memfit.recipe import Parallel, Recipe
 from memfit.results import Certificate, Memory, Verdict
 from memfit.shapes import BatchShape, RowBounds, bounding_shapes, bounds_of, evaluation_shapes
@@ -45,7 +46,7 @@ def make_certificate(
 ) -> Certificate:
     """Trace the recipe's step in this process and judge it; see `memfit.certify.certify`."""
     started = time.perf_counter()
-    rank, which = _choose_rank(recipe, rank)
+    rank, which = _choose_rank(recipe, device, rank)
     check_allocator(recipe.allocator, device)
     memory_driver = device.memory_driver or Settings().device_memory
     settings = read_settings(recipe.allocator, device_memory=memory_driver)
@@ -75,7 +76,7 @@ def make_certificate(
     )
 
 
-def _choose_rank(recipe: Recipe, rank: int | None) -> tuple[int, tuple[str, ...]]:
+def _choose_rank(recipe: Recipe, device: Device, rank: int | None) -> tuple[int, tuple[str, ...]]:
     """The rank asked for, else the fullest; and what the certificate says of it, if anything."""
     world = recipe.parallel.world
     if rank is not None and not 0 <= rank < world:
@@ -87,7 +88,7 @@ def _choose_rank(recipe: Recipe, rank: int | None) -> tuple[int, tuple[str, ...]
     if rank is not None:
         return rank, (f"rank {rank} of {world}, which was asked for",)
     model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
-    fullest, why = fullest_rank(model, recipe.parallel)
+    fullest, why = find_fullest(model, recipe, device)
     return fullest, (why,)
 
 
@@ -115,7 +116,7 @@ def _trace_data(
     if data is None:
         return trace_step(recipe, device, batches, evaluation=evaluation, rank=rank)
     first, *also = bounding_shapes(recipe, data)
-    repeated = (first,) * min(recipe.accumulation, TRACED_MICRO_BATCHES)
+    repeated = (first,) * shown_micro_batches(recipe, TRACED_MICRO_BATCHES)
     trace = trace_step(recipe, device, repeated, also=also, evaluation=evaluation, rank=rank)
     stated = (str(data), *([f"held out: {held_out}"] if held_out else ()))
     return dataclasses.replace(trace, bounds=(*stated, *trace.bounds))

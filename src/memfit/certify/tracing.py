@@ -19,6 +19,7 @@ from memfit.hardware import Device
 from memfit.ledger import Phase
 from memfit.optimizers import find_optimizer
 from memfit.optimizers._offloaded import COPIES
+from memfit.parallelism.pipeline import shown_micro_batches
 from memfit.recipe import Parallel, Recipe
 from memfit.shapes import BatchShape, bounds_of
 from memfit.sizes.kernels import heads_of
@@ -43,7 +44,7 @@ def worst_shapes(recipe: Recipe) -> tuple[BatchShape, ...]:
     """
     tokens, documents = recipe.own_row, recipe.worst_documents
     shape = BatchShape(rows=recipe.micro_batch, tokens=tokens, documents=documents)
-    return (shape,) * min(recipe.accumulation, TRACED_MICRO_BATCHES)
+    return (shape,) * shown_micro_batches(recipe, TRACED_MICRO_BATCHES)
 
 
 def trace_step(
@@ -71,7 +72,7 @@ def trace_step(
     recorder = Recorder(kind, device if workspaces and kind == "cuda" else None)
     weights = _weights_of(recipe)
     with _traced(recipe, device, recorder, rank):
-        repeated = min(recipe.accumulation, TRACED_MICRO_BATCHES)
+        repeated = shown_micro_batches(recipe, TRACED_MICRO_BATCHES)
         later = [shapes] * (steps - 1) + [(shape,) * repeated for shape in also]
         _run(recipe, kind, [shapes, *later], recorder, weights, evaluation or shapes[:1], rank)
     bounds = _bounds(recipe, batches, shapes, kind, workspaces)
@@ -307,11 +308,11 @@ def _bounds(
         )
     if recipe.parallel.world > 1 and kind == "cpu":
         bounds.append("gloo's own copies of what it reduces are not counted")
-    if recipe.parallel.tp > 1 and kind == "cuda":
-        bounds.append(
-            "what ranks that share products exchange is given back as on one stream: not"
-            " measured on NCCL"
-        )
+    for who, several in (("ranks that share products", "tp"), ("stages", "pp")):
+        if getattr(recipe.parallel, several) > 1 and kind == "cuda":
+            bounds.append(
+                f"what {who} exchange is given back as on one stream: not measured on NCCL"
+            )
     if kind == "cuda" and recipe.optimizer.implementation in _compiled(recipe):
         bounds.append(
             f"the compiled update of `{recipe.optimizer.name}` is assumed to keep what it computes"

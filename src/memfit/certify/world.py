@@ -43,6 +43,8 @@ def fake_world(
         stack.enter_context(_process_group(parallel.world, rank))
         stack.enter_context(meshes_outside_modes())
         stack.enter_context(_own_chunk_only())
+        if parallel.pp > 1:
+            stack.enter_context(_shapes_agreed())
         if kind == "cuda":
             stack.enter_context(fake_streams(on_stream))
             stack.enter_context(set_while(torch.Tensor, "record_stream", _recording(on_use)))
@@ -104,6 +106,25 @@ class _Chunks:
 @contextmanager
 def _own_chunk_only() -> Iterator[None]:
     with set_while(fsdp_param, "_chunk_with_empty", _Chunks):
+        yield
+
+
+@contextmanager
+def _shapes_agreed() -> Iterator[None]:
+    """Stages vote whether all of them were told their shapes, and read what came back: here nobody
+    answers, and all were (`train.pipeline`)."""
+    from torch.distributed.pipelining import schedules
+    from torch.distributed.pipelining._utils import InferenceMode
+
+    def agree(_: Any, stages: list[Any], *__: Any) -> None:
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
+
+    with ExitStack() as stack:
+        stack.enter_context(set_while(schedules._PipelineSchedule, "_warmup_p2p", agree))
+        # a broadcast asks which device it is, and only looks at the answer for numbers in 8 bits
+        asked = set_while(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        stack.enter_context(asked)
         yield
 
 

@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 
 def make_mesh(parallel: Parallel, device_type: str) -> DeviceMesh:
-    """The mesh (dp_replicate, dp_shard, tp), without the axes of one rank, but for dp_shard.
+    """The mesh (pp, dp_replicate, dp_shard, tp), without the axes of one rank, but for dp_shard.
 
     Raises InvalidRequest unless a process group of that many ranks exists.
     """
@@ -36,9 +36,12 @@ def make_mesh(parallel: Parallel, device_type: str) -> DeviceMesh:
             f"`parallel` names {parallel.world} ranks, and this process is one of {ranks}",
             hint="start as many processes, each with its process group, before building the model",
         )
-    axes = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.shards}
-    if parallel.dp_replicate == 1:
-        del axes["dp_replicate"]
+    axes = {
+        "pp": parallel.pp, "dp_replicate": parallel.dp_replicate, "dp_shard": parallel.shards,
+    }  # fmt: skip
+    for name in ("pp", "dp_replicate"):
+        if axes[name] == 1:
+            del axes[name]
     if parallel.tp > 1:
         axes["tp"] = parallel.tp
         # which warns that what two axes cut is gathered one after the other: so it is
@@ -78,20 +81,22 @@ def shard(
     if recipe.parallel.tp > 1:
         (norm, head) = tail
         split_products(embedding, blocks, norm, head, mesh["tp"])
-        mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "tp")]
+    others = tuple(name for name in mesh.mesh_dim_names or () if name not in ("pp", "tp"))
+    mesh = mesh if others == mesh.mesh_dim_names else mesh[others]
     policy = MixedPrecisionPolicy()
     if recipe.precision == "bf16-mixed":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     reshard = recipe.parallel.reshard_after_forward
     shared = {id(p) for p in embedding.parameters()}
+    tail = [module for module in tail if any(True for _ in module.parameters())]
     tied = any(id(p) in shared for module in tail for p in module.parameters())
-    if not tied:
+    if not tied and shared:  # of stages, only the first has the embedding, the last the tail
         fully_shard(embedding, reshard_after_forward=reshard, **options)
     for block in blocks:
         fully_shard(block, reshard_after_forward=reshard, **options)
-    if not tied:
-        fully_shard(list(tail), reshard_after_forward=False, **options)
+    if not tied and tail:
+        fully_shard(tail, reshard_after_forward=False, **options)
     fully_shard(root, **options)
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -122,8 +127,14 @@ def let_go(root: nn.Module) -> None:
             module.reshard()
 
 
-def clip_sharded(parameters: Sequence[nn.Parameter], clip_norm: float) -> Tensor:
-    """Scale the gradients of all ranks to at most this norm; returns their norm before, 0-dim."""
+def clip_sharded(
+    parameters: Sequence[nn.Parameter], clip_norm: float, stages: Any = None
+) -> Tensor:
+    """Scale the gradients of all ranks to at most this norm; returns their norm before, 0-dim.
+
+    stages: the process group of the ranks that hold other stages.
+    """
+    import torch.distributed as dist
     from torch.distributed.tensor import DTensor
     from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -131,6 +142,10 @@ def clip_sharded(parameters: Sequence[nn.Parameter], clip_norm: float) -> Tensor
     norm = get_total_norm(gradients, foreach=True)
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()  # the norm of one rank's shards until here
+    if stages is not None:
+        norm = norm.square()
+        dist.all_reduce(norm, group=stages)
+        norm = norm.sqrt_()
     clip_grads_with_norm_(parameters, clip_norm, norm, foreach=True)
     return norm
 

@@ -6,6 +6,7 @@ from memfit.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.optimizers import find_optimizer
 from memfit.parallelism.context import check_context
+from memfit.parallelism.pipeline import check_pipeline
 from memfit.parallelism.tensor import check_tensor
 from memfit.recipe import Recipe
 
@@ -13,6 +14,8 @@ from memfit.recipe import Recipe
 def check_ranks(recipe: Recipe) -> None:
     """Raise InvalidRequest for what the ranks of a recipe cannot do together."""
     ranks, optimizer = recipe.parallel.world, recipe.optimizer
+    model = read_model(recipe.model)
+    check_pipeline(recipe, model.name, model.architecture)
     if ranks == 1:
         return
     family = find_optimizer(optimizer)
@@ -30,7 +33,6 @@ def check_ranks(recipe: Recipe) -> None:
             " agree on which",
             hint="use `precision: bf16-mixed`",
         )
-    model = read_model(recipe.model)
     check_tensor(recipe, model.name, model.architecture)
     check_context(recipe, model.name, model.architecture)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from msgspec.structs import replace
 
 from memfit.model import Model, Weight
+from memfit.parallelism.pipeline import stage_model
 from memfit.parallelism.tensor import cut
 from memfit.recipe import Parallel
 
@@ -46,6 +47,7 @@ def local_model(model: Model, parallel: Parallel, rank: int) -> Model:
     """
     if parallel.world == 1:
         return model
+    model = stage_model(model, parallel, rank)
     tensors = (t for w in model.weights for t in _tensors(w))
     weights = (replace(t, shape=held_shape(t, parallel, rank)) for t in tensors)
     return replace(model, weights=tuple(weights))

@@ -32,6 +32,7 @@ from memfit.plan.in_backward import Updates
 from memfit.plan.one_block import run_block
 from memfit.plan.program import OwnProgram, Program
 from memfit.plan.sharded import Named, Units
+from memfit.plan.staged import Stages, begin_stage, run_stages
 from memfit.recipe import Optimizer
 from memfit.sizes import Meter, Tensor
 from memfit.sizes.coded import CODED
@@ -46,6 +47,7 @@ Part = tuple[Kind, str]  # kind, owner
 Parts = dict[Part, int]
 ROUNDING: Part = (Kind.FRAGMENTATION, "rounding")  # what blocks are larger than their tensors
 ENDS = 3  # cycles simulated of a run of equal ones: first, middle, last
+ALL = slice(None)
 LONGEST = 16  # blocks of the longest cycle that is looked for
 AFTER_PRODUCT = "'"  # marks the segment that begins with a backward's first product
 WRAPPER = "base_model.model."  # what peft puts before every name
@@ -119,8 +121,18 @@ class Setting(Noun, frozen=True, kw_only=True):
     coded: Quantised = Quantised()  # products with quantised weights, of memfit's own
     prefers: bool = False  # rows are pairs, and the loss compares their log-probabilities
     sharding: Sharding | None = None  # of one rank of many
+    stages: Stages | None = None  # of a rank that holds a part of the blocks
     references: int = 0  # forwards of the base model alone before each micro-batch's own
     ring: Ring | None = None  # with which ranks attention is to whole rows
+
+
+class Inputs(NamedTuple):
+    """The tensors of a micro-batch."""
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor | None
+    given: Tensor | None  # the reference's log-probabilities
 
 
 class Mark(NamedTuple):
@@ -132,11 +144,11 @@ class Mark(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """What a simulation logged; the last mark of a micro-batch is its end."""
+    """What a simulation logged: of a first micro-batch, and of a later one where there is any; of
+    stages, of each piece. The last mark of each is its end."""
 
     meter: Meter
-    first: list[Mark]
-    later: list[Mark] | None
+    passes: list[list[Mark]]
 
 
 def split_rows(
@@ -271,7 +283,12 @@ class _Simulation:
         else:
             self.units = Units(self.meter, setting.sharding, updates)
         self.outside = self._outside()
-        if "lm_head.weight" not in self.outside and "lm_head.base_layer.weight" not in self.outside:
+        whole = setting.stages is None
+        if (
+            whole
+            and "lm_head.weight" not in self.outside
+            and "lm_head.base_layer.weight" not in self.outside
+        ):
             name = next(r.name for r in setting.outside if r.part == "embedding")
             self.outside["lm_head.weight"] = self.outside[name]
         self.blocks: list[tuple[Weights, Block]] = []
@@ -301,13 +318,15 @@ class _Simulation:
         rows = self.setting.outside
         if self.units is None:
             return self._weights(rows)
-        tied = not any(row.name.startswith("lm_head.") for row in rows)
+        tied = self.setting.architecture.tied_embeddings
         return self.units.outside(map(_name, rows), owner_of, tied=tied)
 
     def _block(self, rows: tuple[Row, ...]) -> Weights:
         return self._weights(rows) if self.units is None else self.units.block(map(_name, rows))
 
     def run(self) -> Recording:
+        if self.setting.stages is not None:
+            return Recording(self.meter, run_stages(self))
         first = self._micro_batch()
         setting = self.setting
         for weights in (self.outside, *(w for w, _ in self.blocks)) if setting.again else ():
@@ -316,9 +335,9 @@ class _Simulation:
         if setting.again:
             self.rewards = None  # another step's
         later = self._micro_batch() if setting.accumulates or setting.again else None
-        return Recording(self.meter, first, later)
+        return Recording(self.meter, [first, *([later] if later else [])])
 
-    def _product_begins(self) -> None:
+    def product_begins(self) -> None:
         """The first product of a backward ends one segment and begins another."""
         name = f"{self.marks[-1][0]}{AFTER_PRODUCT}"
         self.marks.append(Mark(name, len(self.meter.events), self.meter.flop))
@@ -327,7 +346,8 @@ class _Simulation:
         self.marks.append(Mark(name, len(self.meter.events), self.meter.flop))
         self.meter.owner = owner
 
-    def _micro_batch(self) -> list[Mark]:
+    def make_batch(self) -> Inputs:
+        """The tensors of one micro-batch."""
         meter, batch = self.meter, self.batch
         meter.owner = "batch"
         shape = (batch.rows, batch.tokens)
@@ -341,13 +361,24 @@ class _Simulation:
         given: Tensor | None = None
         if self.setting.prefers and not self.setting.references:
             given = sizes.empty(meter, (batch.rows,), "float32", Kind.INPUT)
+        return Inputs(input_ids, labels, position_ids, given)
+
+    def make_forward(self, inputs: Inputs) -> tuple[Forward, Tensor]:
+        """What every part of a micro-batch's forward needs to know, and its labels."""
         forward = Forward(
-            architecture=self.setting.architecture, meter=meter, kernel=self.setting.kernel,
-            input_ids=input_ids, position_ids=position_ids, documents=batch.documents,
-            adapter_dropout=self.setting.adapter_dropout,
+            architecture=self.setting.architecture, meter=self.meter, kernel=self.setting.kernel,
+            input_ids=inputs.input_ids, position_ids=inputs.position_ids,
+            documents=self.batch.documents, adapter_dropout=self.setting.adapter_dropout,
             narrow=self.setting.narrow, qat=self.setting.qat, lean=self.setting.lean,
-            loop=self.loop, coded=self.setting.coded, ring=ring,
+            loop=self.loop, coded=self.setting.coded, ring=self.setting.ring,
         )  # fmt: skip
+        return forward, inputs.labels
+
+    def _micro_batch(self) -> list[Mark]:
+        meter = self.meter
+        inputs = self.make_batch()
+        forward, labels = self.make_forward(inputs)
+        given = inputs.given
         self.marks = []
         sums: Tensor | None = None
         self.mark("embedding", "embedding")
@@ -374,10 +405,10 @@ class _Simulation:
         sums = None
         self.mark("head", "loss")
         product = sizes.mul(loss, self.scale) if self.setting.scaled else loss
-        meter.on_product = self._product_begins
+        meter.on_product = self.product_begins
         with meter.with_autocast(False):
-            sizes.backward(product, self._watch(boundaries))
-        self._pass_all(boundaries)
+            sizes.backward(product, self.watch(boundaries))
+        self.pass_all(boundaries)
         if self.units is not None:
             self.units.finish(self.mark)
         self.mark("end", "")
@@ -422,23 +453,35 @@ class _Simulation:
         band = sizes.make_band(forward.input_ids, tokens, self.setting.compute)
         return replace(forward, band=band)
 
-    def _watch(self, boundaries: list[int]) -> Callable[[int], None]:
+    def run_blocks(
+        self, forward: Forward, boundaries: list[int], part: slice, entered: Tensor | None,
+        last: bool,
+    ) -> Tensor:  # fmt: skip
+        """Those blocks alone, and the final norm behind the last one; entered: what a stage begins
+        with, None of tokens."""
+        forward = self._with_attention(forward)
+        return _backbone(forward, self, self.outside, self.blocks, boundaries, part, entered, last)
+
+    def watch(self, boundaries: list[int], offset: int = 0) -> Callable[[int], None]:
+        """Told of each node of a backward: which block it is of, from block `offset` on."""
+
         def passing(sequence: int) -> None:
             while boundaries and sequence < boundaries[-1]:
-                self._pass(boundaries)
+                self._pass(boundaries, offset)
 
         return passing
 
-    def _pass(self, boundaries: list[int]) -> None:
+    def _pass(self, boundaries: list[int], offset: int) -> None:
         boundaries.pop()
         if boundaries:
-            self.mark(f"block {len(boundaries) - 1}", "blocks")
+            self.mark(f"block {offset + len(boundaries) - 1}", "blocks")
         else:
             self.mark("embedding", "embedding")
 
-    def _pass_all(self, boundaries: list[int]) -> None:
+    def pass_all(self, boundaries: list[int], offset: int = 0) -> None:
+        """Mark the blocks that no node was of."""
         while boundaries:
-            self._pass(boundaries)
+            self._pass(boundaries, offset)
 
 
 @module
@@ -448,13 +491,19 @@ def _backbone(
     outside: Weights,
     blocks: list[tuple[Weights, Block]],
     boundaries: list[int],
+    part: slice = ALL,
+    entered: Tensor | None = None,
+    last: bool = True,
 ) -> Tensor:
-    """The model without its head; notes where each block begins."""
+    """The model without its head, or a part of its blocks; notes where each block begins."""
     program, meter = simulation.program, forward.meter
-    x, given, kept, own = program.embed(forward, outside)
+    x, given, kept, own = (
+        program.embed(forward, outside) if entered is None else begin_stage(forward, entered)
+    )
     load: Load | None = None
     units = simulation.units
-    for index, (weights, block) in enumerate(blocks):
+    for index in range(len(blocks))[part]:
+        weights, block = blocks[index]
         simulation.mark(f"block {index}", "blocks")
         boundaries.append(meter.sequence)
         here = replace(forward, kind=block.kind)
@@ -466,8 +515,10 @@ def _backbone(
             units.blocks[index].leave(x)
         del here, mine
     del load
-    simulation.mark("norm", "norm")
     boundaries.append(meter.sequence)
+    if not last:
+        return x
+    simulation.mark("norm", "norm")
     if units is not None:
         x = units.enter(units.tail, x)
     x = program.finish(forward, outside, x)

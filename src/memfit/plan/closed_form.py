@@ -162,7 +162,7 @@ class ClosedForm:
         self.stretches: dict[Stretch, int] = {}
         self._made: dict[tuple[Number, Number], tuple[int, Pairs, Pairs]] = {}
         self._followed: dict[tuple[tuple[Step, ...], Number], Stretch] = {}
-        self.passes = [self._cut(recording, marks) for marks in recording[1:] if marks]
+        self.passes = [self._cut(recording, marks) for marks in recording.passes]
         self._made.clear()  # only while cutting
         self._followed.clear()
 
@@ -191,14 +191,14 @@ class ClosedForm:
 
     def _cut(self, recording: Recording, marks: list[Mark]) -> list[list[Named]]:
         """Forward, loss and backward."""
-        parts: list[list[Named]] = [[]]
+        parts: dict[str, list[Named]] = {"": [], "loss": [], "head": []}
+        part = ""
         for mark, until in pairwise(marks):
-            if mark.name in ("loss", "head"):
-                parts.append([])
+            part = mark.name if mark.name in parts else part
             stretch = self._stretch(recording, mark, until)
             number = self.stretches.setdefault(stretch, len(self.stretches))
-            parts[-1].append(Named(mark.name, number))
-        return parts
+            parts[part].append(Named(mark.name, number))
+        return list(parts.values())
 
     def _stretch(self, recording: Recording, mark: Mark, until: Mark) -> Stretch:
         """Follow the log from one mark to the next; blocks alike are followed once."""

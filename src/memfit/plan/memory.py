@@ -18,6 +18,7 @@ from memfit.families.compiled import keep_as_lean
 from memfit.hardware import Device
 from memfit.ledger import Entry, Kind, Ledger, Phase
 from memfit.model import DTYPE_BYTES, Model
+from memfit.parallelism.pipeline import shown_micro_batches, stage_model
 from memfit.parallelism.shards import cut_model, fullest_rank
 from memfit.plan.because import explain
 from memfit.plan.blocks import (
@@ -39,11 +40,13 @@ from memfit.plan.closed_form import Answers, find_answers
 from memfit.plan.products import SharedProducts
 from memfit.plan.segments import Passes, Segment, expand
 from memfit.plan.sharded import find_sharding
+from memfit.plan.staged import find_stages, held_blocks
 from memfit.plan.updates import around_micro_batches, hold
 from memfit.recipe import Parallel, Recipe
 from memfit.sizes.quantised import Quantised
 from memfit.sizes.ring import Ring
 from memfit.sizes.workspace import find_grid, product_workspace
+from memfit.units import show_gib
 
 
 class Level(msgspec.Struct):
@@ -97,7 +100,9 @@ def predict_memory(model: Model, recipe: Recipe, device: Device, rank: int | Non
     rank: of the recipe's mesh; None is the fullest.
     Raises InvalidRequest when the optimizer has no such implementation.
     """
+    rank = find_fullest(model, recipe, device)[0] if rank is None else rank
     peaks = _peaks(model, recipe, device, rank)
+    model = stage_model(model, recipe.parallel, rank)
     said: dict[tuple[Part, int], str] = {}  # the same parts stand in many phases
     entries = []
     for phase in Phase:
@@ -114,14 +119,36 @@ def predict_memory(model: Model, recipe: Recipe, device: Device, rank: int | Non
     return Ledger(entries=tuple(entries))
 
 
-def predict_peak(model: Model, recipe: Recipe, device: Device) -> int:
+def predict_peak(model: Model, recipe: Recipe, device: Device, rank: int | None = None) -> int:
     """The ledger's peak alone, in bytes: what a search asks of most of its candidates."""
-    return max(sum(parts.values()) for parts in _peaks(model, recipe, device).values())
+    rank = find_fullest(model, recipe, device)[0] if rank is None else rank
+    return max(sum(parts.values()) for parts in _peaks(model, recipe, device, rank).values())
 
 
-def _peaks(
-    model: Model, recipe: Recipe, device: Device, rank: int | None = None
-) -> dict[Phase, Parts]:
+def find_fullest(model: Model, recipe: Recipe, device: Device) -> tuple[int, str]:
+    """The rank that needs the most memory, and why; of stages, by the prediction of each.
+
+    The first stage has the most micro-batches in flight and the embedding, the last one the logits
+    and the head: which of them is the fullest depends on the recipe.
+    """
+    parallel = recipe.parallel
+    if parallel.world == 1:
+        return 0, ""
+    within, why = fullest_rank(model, parallel)
+    if parallel.pp == 1:
+        return within, why
+    each = parallel.world // parallel.pp
+    ranks = [within + place * each for place in range(parallel.pp)]
+    peaks = {rank: predict_peak(model, recipe, device, rank) for rank in ranks}
+    fullest = max(ranks, key=lambda rank: peaks[rank])
+    return fullest, (
+        f"rank {fullest} of {parallel.world}, the fullest: stage {parallel.stage_place(fullest)} of"
+        f" {parallel.pp} is predicted to need {show_gib(peaks[fullest])}, the least of the others"
+        f" {show_gib(min(peaks.values()))}"
+    )
+
+
+def _peaks(model: Model, recipe: Recipe, device: Device, rank: int) -> dict[Phase, Parts]:
     outline = find_outline(model, recipe, device, rank)
     step = _Step(outline, recipe, device)
     step.run()
@@ -131,7 +158,11 @@ def _peaks(
 def predict_flop(model: Model, recipe: Recipe, device: Device) -> int:
     """FLOP of matrix products and attention of one optimizer step, recomputation included."""
     outline = find_outline(model, recipe, device)
-    return outline.passes(recipe)[0].flop(outline.counts) * recipe.accumulation
+    passes, stages = outline.passes(recipe), outline.setting.stages
+    if stages is None:
+        return passes[0].flop(outline.counts) * recipe.accumulation
+    first = [p for p, piece in zip(passes[1:-1], stages.order, strict=True) if not piece[2]]
+    return sum(piece.flop(outline.counts) for piece in first) * recipe.accumulation
 
 
 def describe(
@@ -139,13 +170,20 @@ def describe(
 ) -> tuple[Setting, list[Repeat]]:
     """What to simulate, and how often each simulated block stands in the model."""
     parallel = recipe.parallel
-    tp = parallel.tp
+    tp, pp = parallel.tp, parallel.pp
     model = cut_model(model, recipe.parallel)
     outside, blocks = split_rows(
         model, recipe.recompute_blocks, recipe.selective_blocks,
         offloads=recipe.offload == "activations",
     )  # fmt: skip
     runs: tuple[Run, ...] = find_runs(blocks)
+    stages = None
+    if pp > 1:
+        held = held_blocks(recipe, len(blocks), rank)
+        pieces = [find_runs(blocks[i] for i in part) for part in held]
+        runs = tuple(run for piece in pieces for run in piece)
+        stages = find_stages(recipe, rank, [len(repeats(piece)) for piece in pieces])
+        outside, _ = split_rows(stage_model(model, recipe.parallel, rank), 0)
     cuda = not device.is_cpu
     setting = Setting(
         architecture=replace(model.architecture, layers=0, vocab=model.architecture.vocab // tp),
@@ -168,6 +206,7 @@ def describe(
         coded=Quantised.of(recipe),
         prefers=recipe.prefers,
         sharding=find_sharding(recipe, rank),
+        stages=stages,
         program=SharedProducts(tp=tp) if tp > 1 else None,
         references=recipe.references,
         ring=Ring(parallel.cp, parallel.place(rank)) if parallel.cp > 1 else None,
@@ -202,7 +241,7 @@ class Outline:
     def evaluating(self, recipe: Recipe) -> list[Passes]:
         """The segments of two evaluated micro-batches, as large as trained ones."""
         passes = self._ask(self.evaluation, recipe)
-        return [passes[0], passes[-1]]
+        return [passes[0], passes[-1]] if self.setting.stages is None else passes
 
     def _ask(self, answers: Answers, recipe: Recipe) -> list[Passes]:
         def general(rows: int, tokens: int) -> Batch:
@@ -239,19 +278,20 @@ def without_history(setting: Setting) -> Setting:
         again=False,
         in_backward=None,
         evaluates=True,
+        stages=None if setting.stages is None else setting.stages.evaluating(),
     )
 
 
 def find_outline(model: Model, recipe: Recipe, device: Device, rank: int | None = None) -> Outline:
     """The outline of a recipe, made once for all of its shapes; rank: None is the fullest."""
     if rank is None:
-        rank = 0 if recipe.parallel.world == 1 else fullest_rank(model, recipe.parallel)[0]
+        rank = find_fullest(model, recipe, device)[0]
     return _outline(model, without_shape(recipe), device, rank)
 
 
 def without_shape(recipe: Recipe) -> Recipe:
     """The same for all rows, tokens and steps."""
-    more = min(2, recipe.accumulation)
+    more = shown_micro_batches(recipe, 2)
     return replace(recipe, micro_batch=1, sequence_length=1, accumulation=more, steps=0, seed=0)
 
 
@@ -310,7 +350,15 @@ class _Step:
         """Two held-out micro-batches: at the second, the first one's results are there."""
         level = self.level
         inputs = self._inputs()
-        for passes in self.outline.evaluating(self.recipe):
+        passes_ = self.outline.evaluating(self.recipe)
+        if self.outline.setting.stages is not None:
+            for _ in range(2):
+                level.add(inputs)
+                for one in passes_:
+                    self._walk(one, Phase.EVALUATE, Phase.EVALUATE, Phase.EVALUATE)
+                level.add(inputs, -1)
+            return
+        for passes in passes_:
             level.add(inputs)
             for segments in (passes.forward, passes.loss):
                 for stretch, times in expand(segments, self.outline.counts):
@@ -327,7 +375,37 @@ class _Step:
             each.append(self.recipe.micro_batch * DTYPE_BYTES["float32"])
         return hold((Kind.INPUT, "batch"), each, self.device)
 
+    def _stages(self, forward: Phase, loss: Phase, backward: Phase, more: Phase) -> None:
+        """As `train.pipeline.Telling` tells phases: from the second forward on all is `more`."""
+        level, stages = self.level, self.outline.setting.stages
+        assert stages is not None
+        inputs = self._inputs()
+        level.add(inputs, stages.micro_batches)
+        begin, *pieces, end = self.passes
+        self._walk(begin, forward, forward, forward)
+        for piece, passes in zip(stages.order, pieces, strict=True):
+            if piece.pass_ == "F" and piece.micro_batch == 1:
+                forward = loss = backward = more
+            self._walk(passes, forward, loss, backward)
+        self._walk(end, more, more, more)
+        level.add(inputs, -stages.micro_batches)
+
+    def _walk(self, passes: Passes, forward: Phase, loss: Phase, backward: Phase) -> None:
+        """One piece of a stage."""
+        level = self.level
+        for phase, segments in (
+            (forward, passes.forward), (loss, passes.loss), (backward, passes.backward)
+        ):  # fmt: skip
+            for stretch, times in expand(segments, self.outline.counts):
+                if stretch[0].name.endswith(AFTER_PRODUCT) and phase is Phase.FIRST_STEP:
+                    level.add(self._cublas)
+                    self._cublas = {}
+                level.walk(phase, stretch, times)
+
     def _micro_batches(self, forward: Phase, loss: Phase, backward: Phase, more: Phase) -> None:
+        if self.outline.setting.stages is not None:
+            self._stages(forward, loss, backward, more)
+            return
         level, counts = self.level, self.outline.counts
         inputs = self._inputs()
         level.add(inputs)

@@ -64,7 +64,7 @@ def stated_mesh(request: Request) -> Parallel:
 
 
 def _factors(parallel: Parallel) -> str:
-    shared = (n for n in (parallel.cp, parallel.tp) if n > 1)
+    shared = (n for n in (parallel.cp, parallel.tp, parallel.pp) if n > 1)
     axes = (parallel.dp_replicate, parallel.dp_shard, *shared)
     return " x ".join(map(str, axes))
 
@@ -96,10 +96,13 @@ def check_batch(request: Request, parallel: Parallel) -> None:
 
 
 def describe_mesh(parallel: Parallel) -> str:
-    """In a line: `8 shards`, `2 copies x 8 shards, kept gathered`, `4 copies`."""
+    """In a line: `8 shards`, `2 copies x 8 shards, kept gathered`, `2 stages x 4 shards`."""
     copies = f"{parallel.dp_replicate} copies" if parallel.dp_replicate > 1 else ""
     shards = f"{parallel.dp_shard} shards" if parallel.dp_shard > 1 else ""
     tokens = f"{parallel.cp} to a row" if parallel.cp > 1 else ""
     products = f"{parallel.tp} to a product" if parallel.tp > 1 else ""
+    stages = f"{parallel.stages} stages" if parallel.pp > 1 else ""
+    stages += f" on {parallel.pp} ranks" if parallel.virtual_pp > 1 else ""
     kept = "" if parallel.reshard_after_forward or parallel.shards == 1 else ", kept gathered"
-    return " x ".join(part for part in (copies, shards, tokens, products) if part) + kept
+    found = (stages, copies, shards, tokens, products)
+    return " x ".join(part for part in found if part) + kept

@@ -30,6 +30,7 @@ from memfit.optimizers._offloaded import check_offload
 from memfit.optimizers.low_bit import check_rounding
 from memfit.parallelism.context import KERNELS
 from memfit.parallelism.limits import check_ranks
+from memfit.parallelism.pipeline import runs_in
 from memfit.plan.lean import asked_lean, choose_lean
 from memfit.plan.meshes import list_meshes
 from memfit.plan.pairs import check_pairs, choose_preference
@@ -245,6 +246,8 @@ def in_backward_lack(request: Request) -> tuple[str, str] | None:
     micro, batch = request.micro_batch, request.task.global_batch
     if request.parallel != "auto" and request.parallel.tp > 1:
         return "it is not built for ranks that share products", "leave `parallel.tp` out"
+    if request.parallel != "auto" and request.parallel.pp > 1:
+        return "it is not built for stages", "leave `parallel.pp` out"
     return refuse_in_backward(
         clip_norm=request.optimizer.clip_norm,
         accumulation=1 if micro == "auto" else batch // (micro * request.shares),
@@ -257,7 +260,11 @@ def list_micro_batches(request: Request) -> list[int]:
     of `dpo`."""
     if request.micro_batch != "auto":
         return [request.micro_batch]
-    found = divisors(request.task.global_batch // request.shares)
+    own = request.task.global_batch // request.shares
+    found = divisors(own)
+    if request.parallel != "auto":
+        parallel = request.parallel.stated
+        found = [n for n in found if runs_in(parallel, own // n)] or found[:1]
     return [n for n in found if not n % 2] if request.task.objective == "dpo" else found
 
 

@@ -121,8 +121,9 @@ def _preferences(problem: Problem) -> Iterator[Candidate]:
         methods = ["full"]  # an adapter on random weights has nothing to adapt
     if request.method == "auto" and request.preference.reference == "adapter-off":
         methods = ["lora"]
-    if request.method == "auto" and list_meshes(request)[0].tp > 1:
-        methods = ["full"]  # ranks that share products have no adapters
+    first = list_meshes(request)[0]
+    if request.method == "auto" and (first.tp > 1 or first.pp > 1):
+        methods = ["full"]  # ranks that share products, and stages, have no adapters
     for method in methods:
         for precision in precisions(problem.request, problem.device):
             if allowed(problem, precision):
@@ -210,7 +211,8 @@ def _fastest_that_fits(start: Candidate, tried: list[Candidate]) -> Candidate | 
     neither it nor any later one can win. Estimates rank; what is chosen is predicted exactly.
     """
     known = not start.recipe.prefers and start.recipe.offload == "none"
-    known = known and start.recipe.parallel.tp == start.recipe.parallel.cp == 1
+    p = start.recipe.parallel
+    known = known and p.tp == p.cp == p.pp == 1
     if applies(start.model) and known:  # it knows one forward a micro-batch, kept on the device
         start.estimate = Estimate(start.model, start.recipe, start.problem.device)
     combinations = list(_combinations(start))

@@ -47,7 +47,7 @@ class Passes(msgspec.Struct):
 def simulate(setting: Setting, batch: Batch) -> list[Passes]:
     """The segments of one shape: of a first micro-batch, and of a later one where there is any."""
     recording = record(setting, batch)
-    return [_cut(recording.meter, marks) for marks in recording[1:] if marks]
+    return [_cut(recording.meter, marks) for marks in recording.passes]
 
 
 def _cut(meter: Meter, marks: list[Mark]) -> Passes:

@@ -52,17 +52,19 @@ class Units:
         """The weights outside the blocks: a tied head leaves all of them to the root's unit."""
         made: Weights = {}
         rows = list(rows)
-        token = next(row[0] for row in rows if row[4] == "embedding")
+        token = next((row[0] for row in rows if row[4] == "embedding"), "")
         rest = [r for r in rows if tied or (r[4] not in ENDS and r[0] != token)]
         if rest:
             self.root = Unit(self.shared, owner(rest[0][4]), reshards=False)
             made |= fill(self.root, rest)
-        if not tied:
+        ends = [r for r in rows if r[4] in ENDS]
+        if not tied and token:  # of stages, only the first has it, and the last the ends
             reshards = self.shared.sharding.reshards
             self.embedding = Unit(self.shared, "embedding", reshards=reshards)
             made |= fill(self.embedding, (r for r in rows if r[0] == token))
+        if not tied and ends:
             self.tail = Unit(self.shared, "head", reshards=False)
-            made |= fill(self.tail, (r for r in rows if r[4] in ENDS))
+            made |= fill(self.tail, ends)
         return made
 
     def block(self, rows: Iterable[Named]) -> Weights:
@@ -119,8 +121,8 @@ def fill(unit: Unit, rows: Iterable[Named]) -> Weights:
 
 def gradient_bytes(model: Model, sharding: Sharding) -> list[int]:
     """Bytes of each unit's reduced gradients, which are one buffer; model: as tp ranks cut it."""
-    tied = not any(w.name.startswith("lm_head.") for w in model.weights)
-    token = next(w.name for w in model.weights if w.part == "embedding")
+    tied = model.architecture.tied_embeddings
+    token = next((w.name for w in model.weights if w.part == "embedding"), "")
     units: dict[str, int] = {}
     for w in model.weights:
         if not w.trainable:

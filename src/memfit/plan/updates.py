@@ -14,6 +14,7 @@ from memfit.ledger import Kind
 from memfit.model import DTYPE_BYTES, Model, TensorSpec
 from memfit.optimizers import Counted, find_optimizer
 from memfit.optimizers._offloaded import stays
+from memfit.parallelism.pipeline import stage_model
 from memfit.parallelism.shards import cut_model, local_model
 from memfit.plan.blocks import ROUNDING, Part, Parts, owner_of
 from memfit.plan.segments import Segment
@@ -42,7 +43,8 @@ def around_micro_batches(model: Model, recipe: Recipe, device: Device, rank: int
     made = _Around(model, recipe, device, rank)
     loaded = padded = made.load(made.model)
     if recipe.parallel.world > 1:
-        padded = made.load(local_model(model, recipe.parallel, 0))
+        first = rank - rank % (recipe.parallel.world // recipe.parallel.pp)
+        padded = made.load(local_model(model, recipe.parallel, first))
     return Around(loaded, padded, made.quantise(), made.first(), made.later(), made.rounded())
 
 
@@ -77,7 +79,8 @@ class _Around:
 
     def __init__(self, model: Model, recipe: Recipe, device: Device, rank: int) -> None:
         self.model = local_model(model, recipe.parallel, rank)
-        self.whole, self.recipe = cut_model(model, recipe.parallel), recipe
+        self.whole = cut_model(stage_model(model, recipe.parallel, rank), recipe.parallel)
+        self.recipe = recipe
         self.device = device
         self.sharding = find_sharding(recipe, rank)
         self.trainable = [w.spec for w in self.model.weights if w.trainable]

@@ -10,6 +10,7 @@ from memfit.errors import MemoryUnknown
 from memfit.hardware import Device
 from memfit.ledger import Kind, Ledger
 from memfit.model import Model
+from memfit.parallelism.pipeline import owner_of
 from memfit.parallelism.shards import cut_model
 from memfit.recipe import Parallel
 from memfit.results import Memory, Verdict
@@ -40,16 +41,18 @@ def find_beside(model: Model, parallel: Parallel, device: Device) -> Beside:
     if parallel.world == 1 or device.is_cpu:
         return ALONE
     units: dict[str, int] = {}
-    gradients = 0
+    gradients: dict[int, int] = {}  # of each stage
     for w in cut_model(model, parallel).weights:
         unit = f"block {w.layer}" if w.layer >= 0 else w.part
         gathered = 2 * w.numel  # in 16 bits; more only where nothing is
         units[unit] = units.get(unit, 0) + gathered
-        gradients += w.nbytes // parallel.shards if w.trainable else 0
+        stage = owner_of(w, model.architecture.layers, parallel)
+        own = w.nbytes // parallel.shards if w.trainable else 0
+        gradients[stage] = gradients.get(stage, 0) + own
     outside, alone = find_outside(device, parallel), find_outside(device, Parallel())
     known = outside is not None and alone is not None
     return Beside(
-        streams=2 * max(units.values()) * (parallel.shards > 1) + gradients,
+        streams=2 * max(units.values()) * (parallel.shards > 1) + max(gradients.values()),
         communicators=outside.typical - alone.typical if known and outside and alone else 0,
     )
 

@@ -99,15 +99,21 @@ def _accumulate(node: Node, grads: list[Tensor | None]) -> Gradients:
     return ()
 
 
-def backward(loss: Tensor, passing: Callable[[int], None] = lambda sequence: None) -> None:
-    """Run the graph of a scalar backwards, as `loss.backward()` does.
+def backward(
+    loss: Tensor,
+    passing: Callable[[int], None] = lambda sequence: None,
+    seed: Tensor | None = None,
+) -> None:
+    """Run the graph of a scalar backwards, as `loss.backward()` does; or of what the gradient
+    `seed` is of.
 
     `passing` is told the sequence number of each node before it runs.
     """
     root, meter = loss.grad_fn, loss.meter
     if root is None:
         raise ValueError("nothing that the loss depends on is trainable")
-    seed = empty(loss.meter, loss.shape, loss.dtype)
+    if seed is None:
+        seed = empty(loss.meter, loss.shape, loss.dtype)
     waiting = _dependencies(root)
     buffers: dict[Node, list[Tensor | None]] = {root: [seed.detached()]}
     ready: list[tuple[int, int, Node]] = [(-root.sequence, 0, root)]

@@ -12,6 +12,7 @@ from functools import partial
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -31,6 +32,7 @@ from memfit.optimizers._offloaded import check_offload
 from memfit.optimizers.low_bit import check_rounding
 from memfit.parallelism.context import share_tokens
 from memfit.parallelism.limits import check_ranks
+from memfit.parallelism.pipeline import stage_model
 from memfit.recipe import Recipe
 from memfit.sizes.kernels import heads_of
 from memfit.train import float8
@@ -41,6 +43,7 @@ from memfit.train.hugging_face import bare_model, base_model, parts
 from memfit.train.lean import apply_lean
 from memfit.train.loss import check_chunked
 from memfit.train.offload import offload_blocks
+from memfit.train.pipeline import keep_stages
 from memfit.train.qat import apply_qat
 from memfit.train.quantised import quantise
 from memfit.train.recompute import recompute_blocks
@@ -87,9 +90,19 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
     check_compiled(read_model(recipe.model), recipe)
     with _disable_current_modes():  # on meta nothing needs tracing, and peft cannot move fakes
         model = find_adapter(recipe).apply(_bare(recipe), recipe)
+    if recipe.loss == "chunked":
+        check_chunked(parts(model).head, recipe)
+    mesh = None
+    if recipe.parallel.world > 1:
+        mesh = parallelism.make_mesh(recipe.parallel, device.type)
+        if recipe.parallel.pp > 1:
+            keep_stages(model, recipe, mesh)
     apply_lean(model, recipe)
+    # of stages, their own blocks among the model's first ones
+    held = [int(name) for name, _ in parts(model).blocks.named_children()]
+    full, kept = recipe.recompute_blocks, recipe.recompute_blocks + recipe.selective_blocks
     recompute_blocks(
-        parts(model).blocks, recipe.recompute_blocks, recipe.selective_blocks,
+        parts(model).blocks, sum(i < full for i in held), sum(full <= i < kept for i in held),
         partial(only_added, read_model(recipe.model).architecture),
         preserve_rng=recipe.lora.dropout > 0,
     )  # fmt: skip
@@ -98,13 +111,10 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
     check_offload(recipe, cpu=device.type == "cpu")
     if recipe.offload == "activations":
         offload_blocks(list(parts(model).blocks), recipe.recompute_blocks + recipe.selective_blocks)
-    if recipe.loss == "chunked":
-        check_chunked(parts(model).head, recipe)
     check_census(model, recipe)
-    if recipe.parallel.world > 1:
+    if mesh is not None:
         where = parts(model)
         tail = (*where.norms, where.head)
-        mesh = parallelism.make_mesh(recipe.parallel, device.type)
         parallelism.shard(where.base, where.embedding, list(where.blocks), tail, recipe, mesh)
         if recipe.parallel.cp > 1:
             share_tokens(where.blocks, recipe.parallel, device.type)
@@ -170,6 +180,8 @@ def _fill_buffers(model: nn.Module, module: nn.Module, device: torch.device) -> 
 def check_census(model: nn.Module, recipe: Recipe) -> None:
     """Raise ValueError (our bug) when the module does not store what its adapter declares."""
     declared = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+    if recipe.parallel.pp > 1:
+        declared = stage_model(declared, recipe.parallel, dist.get_rank())
     want = {
         name: (spec.shape, spec.dtype, w.trainable)
         for w in declared.weights

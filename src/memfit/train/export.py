@@ -25,6 +25,7 @@ from memfit.parallelism.whole import gather
 from memfit.train.build import Built
 from memfit.train.checkpoint import flush, on_host
 from memfit.train.hugging_face import base_model, stored_buffers
+from memfit.train.pipeline import name_all, receive
 from memfit.train.ranks import Ranks
 from memfit.train.stored import Part, file_parts
 from memfit.train.tokenizer import Tokenizer
@@ -87,12 +88,13 @@ def gather_files(built: Built, *, keep: bool) -> Iterator[tuple[str, dict[str, T
     if built.recipe.adapted:
         held = {n: p for n, p in built.model.named_parameters() if p.requires_grad}
     else:
+        held = name_all(built.model, built.recipe, held)
         file_of = _split(held, family)
     left = Counter(file_of.values())
     waiting: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, shard in held.items():
         with torch.no_grad():
-            tensor = gather(shard)
+            tensor = receive(built.model, built.recipe, name, gather(shard))
         if not keep:
             continue
         parts = file_parts(name, tuple(tensor.shape), family) if file_of else [Part(name, ())]

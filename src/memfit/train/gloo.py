@@ -1,8 +1,8 @@
 """Gloo's own copies, which no GPU's backend makes, taken out of a count of live bytes.
 
-Gloo reduces a copy of its input, which is split and dropped when it is waited for; and its thread
-lets go of a collective's tensors some time after it is over. NCCL does neither, and what a
-certificate traces does neither.
+Gloo reduces a copy of its input, which is split and dropped when it is waited for; its thread
+lets go of a collective's tensors some time after it is over; and what it has sent stays as long as
+the handle of the sending. NCCL does none of it, and what a certificate traces does not either.
 """
 
 from __future__ import annotations
@@ -71,13 +71,35 @@ def without_gloo(live: LiveBytes) -> Iterator[None]:
     for name, plain in direct.items():
         setattr(funcol, name, functional(plain))
     try:
-        yield
+        with _copies_sent(live):
+            yield
     finally:
         work.wait = plain_wait
         for name, plain in kept.items():
             setattr(dist, name, plain)
         for name, plain in direct.items():
             setattr(funcol, name, plain)
+
+
+@contextmanager
+def _copies_sent(live: LiveBytes) -> Iterator[None]:
+    """gloo's handle of what is sent keeps it as long as anyone keeps the handle, as torch's
+    schedules do: it is given a copy."""
+    plain = dist.isend
+    modules: Any = (dist, dist.distributed_c10d)  # where schedules, and torch itself, look it up
+
+    def send(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        with live.hidden():
+            copy = tensor.detach().clone()
+        return plain(copy, *args, **kwargs)
+
+    for module in modules:
+        module.isend = send
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.isend = plain
 
 
 def _users(tensor: Any) -> int:

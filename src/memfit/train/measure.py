@@ -21,6 +21,7 @@ from memfit.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.hardware import Device
 from memfit.ledger import Entry, Ledger, Phase
+from memfit.parallelism.pipeline import shown_micro_batches
 from memfit.recipe import Recipe
 from memfit.results import Measurement
 from memfit.shapes import BatchShape
@@ -140,7 +141,8 @@ class Meter:
         generators are put back: what follows cannot know that this has been. It is what a
         certificate traces, step by step, so that the two can be compared to the byte.
         """
-        repeated = [[micro] * min(REHEARSED, recipe.accumulation) for micro in micros]
+        count = shown_micro_batches(recipe, REHEARSED)
+        repeated = [[micro] * count for micro in micros]
         gpus = [self.device] if self._cuda else []
         with torch.random.fork_rng(devices=gpus), self._live() as live:
             self._enter(Phase.LOAD)

@@ -68,6 +68,8 @@ class Sampler:
         self._global = recipe.global_batch
         self._width = recipe.sequence_length
         self._multiple = row_multiple(recipe.parallel)  # which a row's tokens are a multiple of
+        if recipe.parallel.pp > 1:  # stages send each other one shape
+            self._multiple = recipe.sequence_length
         self._parallel, self._process = recipe.parallel, rank
         self._steps = recipe.steps
         self._ranks, self._rank = recipe.parallel.dp, recipe.parallel.share(rank)

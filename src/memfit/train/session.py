@@ -81,9 +81,11 @@ class Session:
 
     def gather(self, *values: float) -> list[tuple[float, ...]]:
         """The numbers of all ranks that read rows of their own, in their order: of those that
-        share products, one's; of those that share a row's tokens, their sums."""
+        share products, one's; of those that share a row's tokens, their sums; of stages, the last
+        one's, which has the loss."""
         parallel = self.recipe.parallel
-        apart = self.ranks.gather(*values)[:: parallel.tp]
+        last = -parallel.dp * parallel.cp * parallel.tp
+        apart = self.ranks.gather(*values)[last :: parallel.tp]
         if parallel.cp == 1:
             return apart
         starts = range(0, len(apart), parallel.cp)
@@ -198,9 +200,7 @@ def _with_others(session: Session, run: Run) -> Run:
     if session.ranks.rank:
         return run
     others = [from_data(json.loads(text), Run, where="another rank's run.json") for text in texts]
-    recipe = session.recipe
-    model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
-    fullest, _ = fullest_rank(model, recipe.parallel)
+    fullest = _find_fullest(session.recipe, others)
     theirs = {n: m for n, m in others[fullest].measurements.items() if n.startswith("memory.")}
     return replace(
         run,
@@ -210,6 +210,15 @@ def _with_others(session: Session, run: Run) -> Run:
         ranks=tuple(other.phases for other in others),
         warnings=tuple(dict.fromkeys(w for other in others for w in other.warnings)),
     )
+
+
+def _find_fullest(recipe: Recipe, runs: list[Run]) -> int:
+    """The rank that the certificate is of; of stages, the one that held the most."""
+    if recipe.parallel.pp > 1:
+        peaks = [max(run.phases.values(), default=0) for run in runs]
+        return peaks.index(max(peaks))
+    model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+    return fullest_rank(model, recipe.parallel)[0]
 
 
 def _measure_rewards(rows: list[dict[str, Any]], held_out: str) -> dict[str, Measurement]:

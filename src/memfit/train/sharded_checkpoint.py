@@ -28,11 +28,13 @@ from torch.distributed.checkpoint.hf_storage import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from memfit.errors import InvalidRequest
+from memfit.parallelism import make_mesh
 from memfit.parallelism.whole import is_sharded
+from memfit.recipe import Parallel
 from memfit.train.build import Built
 from memfit.train.checkpoint import (
     FOLDER,
@@ -64,7 +66,7 @@ class Saver:
         self._ranks = ranks
         self._asynchronous = asynchronous
         self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)  # of the writing thread
-        self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
+        self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
         self._writing: threading.Thread | None = None
         self._step = 0
         self._failure: Exception | None = None
@@ -80,7 +82,8 @@ class Saver:
         weights, tensors, scalars = checkpoint_tensors(built)
         held = {**weights, **tensors}
         here = on_host(held, copy=self._asynchronous)
-        state = {name: self._placed(held[name], part) for name, part in here.items()}
+        parallel = built.recipe.parallel
+        state = {name: self._placed(held[name], part, parallel) for name, part in here.items()}
         self._step = step
 
         def begin() -> str:
@@ -110,17 +113,17 @@ class Saver:
         if failure is not None:
             raise failed_to_save(self._step, self._root, failure) from None
 
-    def _placed(self, held: Tensor, part: Tensor) -> Tensor:
+    def _placed(self, held: Tensor, part: Tensor, parallel: Parallel) -> Tensor:
         """This rank's part in host memory, with its place in the whole."""
         if not is_sharded(held):
             return part
         shard = cast(DTensor, held)
         mesh = shard.device_mesh
         if mesh.device_type != "cpu":
-            shape = tuple(mesh.shape)
-            if shape not in self._meshes:
-                self._meshes[shape] = init_device_mesh("cpu", shape)
-            mesh = self._meshes[shape]
+            names = mesh.mesh_dim_names or ()
+            if names not in self._meshes:
+                self._meshes[names] = make_mesh(parallel, "cpu")[names]
+            mesh = self._meshes[names]
         return DTensor.from_local(
             part, mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ from memfit.train.build import Built
 from memfit.train.hugging_face import parts
 from memfit.train.in_backward import updating
 from memfit.train.loss import IGNORE, loss_mean
+from memfit.train.pipeline import Stage, Telling, alone, find_pipeline, run_stages
 from memfit.train.preference import Rewards, count_pairs, judge, row_log_probs
 from memfit.train.scaling import current_scale, unscale, update
 from memfit.train.varlen import find_starts
@@ -68,6 +69,8 @@ def step(
     total: Tensor | None = None
     scale = current_scale(built.scaler, built.device)
     rewards = Rewards()
+    if built.recipe.parallel.pp > 1:
+        total, batches = _run_stages(built, list(batches), target_tokens, enter), ()
     for index, batch in enumerate(batches):
         if index:
             enter(Phase.ACCUMULATE)
@@ -88,6 +91,29 @@ def step(
     return StepResult(total, norm, scale, rewards.sums)
 
 
+def _run_stages(built: Built, batches: Sequence[Batch], target_tokens: int, enter: Enter) -> Tensor:
+    """All micro-batches through all stages; this rank's share of the mean loss."""
+    telling = Telling(batches, enter)
+
+    def run(stage: Stage, batch: Batch, given: tuple[Tensor, ...]) -> Tensor:
+        telling.begin(batch)
+
+        def work() -> Tensor:
+            hidden = _hidden(built, batch, *given)
+            if not stage.last:
+                return hidden
+            telling.enter(Phase.LOSS)
+            return _loss(built, hidden, batch.labels, target_tokens, None)
+
+        with alone(built.model, stage):
+            out = run_as_forward(parts(built.model).base, work)
+        if stage.last:
+            telling.enter(Phase.BACKWARD)
+        return out
+
+    return run_stages(built.model, built.recipe, batches, run, built.device)
+
+
 def evaluate(built: Built, batch: Batch, rewards: Rewards | None = None) -> tuple[Tensor, Tensor]:
     """(sum of losses, number of target tokens or of pairs), 0-dim; nothing is kept and nothing
     changes. rewards: what those of pairs are added to."""
@@ -95,7 +121,10 @@ def evaluate(built: Built, batch: Batch, rewards: Rewards | None = None) -> tupl
     built.model.eval()
     try:
         with torch.no_grad(), autocast(built), sharing(built.recipe.parallel.tp):
-            loss = _forward(built, batch, 1, None, nowhere, rewards or Rewards())
+            if built.recipe.parallel.pp > 1:
+                loss = _run_stages(built, [batch], 1, nowhere)
+            else:
+                loss = _forward(built, batch, 1, None, nowhere, rewards or Rewards())
     finally:
         built.model.train(was_training)
         if built.recipe.parallel.world > 1:  # no backward comes that would let go of the tail
@@ -191,8 +220,8 @@ def _prefer(built: Built, batch: Batch, pairs: int, enter: Enter, rewards: Rewar
     return judge(policy, reference, batch.labels, preference, pairs, rewards)
 
 
-def _hidden(built: Built, batch: Batch) -> Tensor:
-    """(micro_batch, tokens, hidden), after the final norm."""
+def _hidden(built: Built, batch: Batch, given: Tensor | None = None) -> Tensor:
+    """(micro_batch, tokens, hidden), after the final norm; given: what a stage begins with."""
     extra: dict[str, object] = {} if batch.documents is None else {"documents": batch.documents}
     tokens = batch.input_ids.shape[1]
     a = read_model(built.recipe.model).architecture
@@ -205,9 +234,8 @@ def _hidden(built: Built, batch: Batch) -> Tensor:
     places = batch.position_ids
     if places is None and built.recipe.parallel.tp > 1:  # the class would count its own tokens
         places = torch.arange(tokens, device=built.device).unsqueeze(0)
-    out = parts(built.model).backbone(
-        input_ids=batch.input_ids, position_ids=places, use_cache=False, **extra
-    )
+    tokens_in = {"input_ids": batch.input_ids} if given is None else {"inputs_embeds": given}
+    out = parts(built.model).backbone(**tokens_in, position_ids=places, use_cache=False, **extra)
     hidden: Tensor = out.last_hidden_state
     return hidden
 
@@ -246,4 +274,5 @@ def _clip(built: Built) -> Tensor | None:
     trainable = [p for group in built.optimizer.param_groups for p in group["params"]]
     if built.recipe.parallel.world == 1:
         return nn.utils.clip_grad_norm_(trainable, clip_norm, foreach=True)
-    return clip_sharded(trainable, clip_norm)
+    pipeline = find_pipeline(built.model)
+    return clip_sharded(trainable, clip_norm, None if pipeline is None else pipeline.group)

@@ -21,6 +21,7 @@ from memfit.families import read_model
 from memfit.parallelism.whole import is_sharded, local_part, own_part, whole
 from memfit.recipe import Recipe
 from memfit.train.hugging_face import bare_model, base_model, parts, stored_buffers
+from memfit.train.pipeline import present
 from memfit.train.quantised import QuantisedLinear, quantised_modules
 from memfit.train.stored import Part, file_parts, find_parts
 
@@ -225,7 +226,8 @@ def _fill_random(
         for name, old in module._buffers.items():
             if old is not None:
                 module._buffers[name] = torch.empty(old.shape, dtype=old.dtype, device="meta")
-    replace_parameters(twin, lambda name, old: old if name in coded else base[name])
+    replace_parameters(twin, lambda name, old: old if name in coded else base.get(name, old))
+    one = next(iter(base.values()))
     targets = {m: coded[f"{n}.weight"] for n, m in twin.named_modules() if f"{n}.weight" in coded}
 
     def fill(module: nn.Module) -> None:
@@ -243,12 +245,12 @@ def _fill_random(
         """Children first: GPT-2's blocks scale projections last, so that a block is whole at a time
         where it is sharded."""
         if module in blocks:
-            with whole(module):
+            with whole(module), present(module, recipe, one):
                 module.apply(fill)
             return
         for child in module.children():
             visit(child)
-        with whole(module, children=False):
+        with whole(module, children=False), present(module, recipe, one, children=False):
             fill(module)
 
     with torch.device("meta"):  # where its buffers are, which nobody needs

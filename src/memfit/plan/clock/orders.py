@@ -119,14 +119,15 @@ def find_schedule(recipe: Recipe) -> Schedule:
 
     Megatron-LM, Megatron-DeepSpeed, nanotron: 1F1B, interleaved where a rank holds several chunks,
     all forwards first where nanotron's `pipeline` is `afab`; torchtitan: `pipeline_schedule`, in
-    torch's rounds. Raises InvalidRequest where no rank could follow it.
+    torch's rounds, which memfit's own step has too. Raises InvalidRequest where no rank could
+    follow it.
     """
     p, option, micro_batches = recipe.parallel, recipe.options.get, recipe.accumulation
     group = int(option("microbatch_group_size_per_vp_stage") or 0)
     kind = kind_of(recipe.options)
     if kind == "1f1b" and p.virtual_pp > 1:
         kind = "interleaved"
-    if recipe.framework == "torchtitan" and p.virtual_pp > 1:
+    if recipe.framework in ("memfit", "torchtitan") and p.virtual_pp > 1:
         group = micro_batches // max(1, micro_batches // p.pp)
     return Schedule(
         kind=kind, ranks=p.pp, micro_batches=micro_batches, chunks=p.virtual_pp, group=group

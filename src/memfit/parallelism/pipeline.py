@@ -1,0 +1,139 @@
+"""Blocks that `pp` ranks hold one after the other (Huang et al. 1811.06965): which stage holds
+what, where that can be, and in what order a stage runs its micro-batches.
+
+Sending, receiving and the schedules are torch's (`torch.distributed.pipelining`): 1F1B (Narayanan
+et al. 1806.03377), and the interleaved one (2104.04473) where a rank holds several pieces. Stage k
+of n holds the blocks from layers * k // n on: where blocks do not divide, later stages hold one
+more, as earlier ones hold more micro-batches. The embedding is the first one's, the final norm and
+the head are the last one's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from memfit.errors import InvalidRequest
+from memfit.model import Architecture, Model, Weight
+from memfit.parallelism.tensor import FAMILIES
+from memfit.recipe import Parallel, Recipe
+
+OPTIMIZERS = ("adamw", "sgd")
+OTHERWISE = "`parallel.dp_shard`, which cuts every family and every method"
+
+
+def blocks_of(layers: int, stages: int, stage: int) -> range:
+    """The blocks of a stage."""
+    return range(layers * stage // stages, layers * (stage + 1) // stages)
+
+
+def stages_of(parallel: Parallel, rank: int) -> list[int]:
+    """The stages of a rank, of pp * virtual_pp: every pp-th from its place on."""
+    return list(range(parallel.stage_place(rank), parallel.stages, parallel.pp))
+
+
+def owner_of(weight: Weight, layers: int, parallel: Parallel) -> int:
+    """The place along pp of the ranks that hold a weight."""
+    if weight.layer >= 0:
+        stages = range(parallel.stages)
+        found = next(s for s in stages if weight.layer in blocks_of(layers, parallel.stages, s))
+        return found % parallel.pp
+    return 0 if weight.part == "embedding" else parallel.pp - 1
+
+
+def stage_model(model: Model, parallel: Parallel, rank: int) -> Model:
+    """The model with the weights of this rank's stages alone."""
+    if parallel.pp == 1:
+        return model
+    layers, place = model.architecture.layers, parallel.stage_place(rank)
+    kept = (w for w in model.weights if owner_of(w, layers, parallel) == place)
+    return replace(model, weights=tuple(kept))
+
+
+def shown_micro_batches(recipe: Recipe, enough: int) -> int:
+    """How many micro-batches of a step show what all hold: all of a pipeline, which keeps several
+    in flight and receives each into a buffer of its own; else `enough`."""
+    every = recipe.parallel.pp > 1
+    return recipe.accumulation if every else min(enough, recipe.accumulation)
+
+
+def runs_in(parallel: Parallel, micro_batches: int) -> bool:
+    """Whether torch's schedule takes so many micro-batches a step."""
+    rounds = max(1, micro_batches // parallel.pp)
+    return micro_batches >= parallel.pp and (parallel.virtual_pp == 1 or not micro_batches % rounds)
+
+
+def check_pipeline(recipe: Recipe, name: str, architecture: Architecture) -> None:
+    """Raise InvalidRequest for what stages cannot run."""
+    lack = find_pipeline_lack(recipe, name, architecture)
+    if lack is not None:
+        raise InvalidRequest(lack[0], hint=lack[1])
+
+
+def find_pipeline_lack(recipe: Recipe, name: str, a: Architecture) -> tuple[str, str] | None:
+    """Why ranks cannot hold the blocks of a recipe one after the other, and what to use; None
+    where they can."""
+    parallel, micro_batches = recipe.parallel, recipe.accumulation
+    pp, stages = parallel.pp, parallel.stages
+    if pp == 1:
+        if parallel.virtual_pp == 1:
+            return None
+        return (
+            f"`parallel.virtual_pp: {parallel.virtual_pp}` cuts what one of several stages holds,"
+            " and `parallel.pp: 1` is asked for",
+            "use `parallel.pp: 2` or more, or leave `parallel.virtual_pp` out",
+        )
+    for found, instead in _refused(recipe, name, a):
+        return f"{found}, and `parallel.pp: {pp}` is asked for", instead
+    if stages > a.layers:
+        return (
+            f"`parallel.pp: {pp}` x `virtual_pp: {parallel.virtual_pp}` is {stages} stages, and"
+            f" `{name}` has {a.layers} blocks",
+            f"use at most {a.layers} stages",
+        )
+    if runs_in(parallel, micro_batches):
+        return None
+    rounds = max(1, micro_batches // pp)
+    need, fitting = f"at least {pp}", pp
+    if micro_batches > pp:
+        need, fitting = f"a multiple of {rounds} (their number // pp)", pp * rounds
+    return (
+        f"`parallel.pp: {pp}` wants {need} micro-batches a step, and a rank has {micro_batches}:"
+        f" {recipe.global_batch} rows / ({parallel.dp} data-parallel ranks x"
+        f" `micro_batch: {recipe.micro_batch}`)",
+        f"use `task.global_batch: {fitting * parallel.dp * recipe.micro_batch}`, or a smaller"
+        " `micro_batch`",
+    )
+
+
+def _refused(recipe: Recipe, name: str, a: Architecture) -> Iterator[tuple[str, str]]:
+    """What of a recipe is not built for stages, and what to use instead."""
+    if a.family not in FAMILIES:
+        said = f"stages are written for {', '.join(FAMILIES)}, and `{name}` is `{a.family}`"
+        yield said, f"use {OTHERWISE}"
+    if a.tied_embeddings:
+        said = f"the head of `{name}` is its embedding, which the first and the last stage would"
+        yield f"{said} both hold and sum the gradients of", f"use {OTHERWISE}"
+    if a.layer_kinds:
+        said = f"the blocks of `{name}` differ by their number, which a stage's begin anew"
+        yield said, f"use {OTHERWISE}"
+    for axis, ranks in (("tp", recipe.parallel.tp), ("cp", recipe.parallel.cp)):
+        if ranks > 1:
+            said = f"`parallel.{axis}: {ranks}` is not built for stages"
+            yield said, "use `parallel.dp_shard` beside it"
+    if recipe.method != "full":
+        said = f"`method: {recipe.method}` is not built for stages"
+        yield said, f"use `method: full`, or {OTHERWISE}"
+    if recipe.prefers:
+        yield f"`objective: {recipe.objective}` is not built for stages", f"use {OTHERWISE}"
+    if recipe.compile != "none":
+        yield f"`compile: {recipe.compile}` is not built for stages", "use `compile: none`"
+    if recipe.offload != "none":
+        yield f"`offload: {recipe.offload}` is not built for stages", "use `offload: none`"
+    if recipe.optimizer.in_backward:
+        said = "updates within backward are not built for stages"
+        yield said, "use `optimizer.in_backward: false`"
+    if recipe.optimizer.name not in OPTIMIZERS:
+        said = f"`optimizer.name: {recipe.optimizer.name}` is not proven on stages"
+        yield said, f"use one of {', '.join(OPTIMIZERS)}"
