@@ -37,7 +37,17 @@ def measure(model: str, nodes: int, copies: int) -> dict[str, Any]:
         "parallel.dp_replicate": copies, "parallel.dp_shard": ranks // copies,
         "task.global_batch": ranks, "precision": "bf16-mixed", "recompute": "full",
     }  # fmt: skip
-    options = [word for key, value in stated.items() for word in ("--set", f"{key}={value}")]
+    row = certify(model, stated)
+    return {"model": model, "dp_replicate": copies, "dp_shard": ranks // copies, **row}
+
+
+def certify(model: str, stated: dict[str, Any]) -> dict[str, Any]:
+    """`memfit certify MODEL --set …` as a process: what it took, and what it says."""
+    options = [
+        word
+        for key, value in stated.items()
+        for word in ("--set", f"{key}={json.dumps(value) if isinstance(value, bool) else value}")
+    ]
     command = [sys.executable, "-m", "memfit", "certify", model, *options, "--json", "--quiet"]
     started = time.perf_counter()
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -48,9 +58,6 @@ def measure(model: str, nodes: int, copies: int) -> dict[str, Any]:
     child.returncode = os.waitstatus_to_exitcode(status)
     made = json.loads(text)
     return {
-        "model": model,
-        "dp_replicate": copies,
-        "dp_shard": ranks // copies,
         "recipe_digest": made["recipe_digest"],
         "wall_seconds": round(wall, 1),
         "load_average": round(os.getloadavg()[0], 1),  # of the last minute: others' work included
