@@ -11,7 +11,9 @@ import os
 import socket
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
+from random import SystemRandom
 
 import torch
 import torch.distributed.checkpoint
@@ -61,9 +63,12 @@ def run(order: dict) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Not of those that the system hands out (from 32768 on): between here and where the first rank
+    listens, other ranks' connections would take such a one, and the others wait for nobody."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", SystemRandom().randrange(20_000, 32_000)))
+            return int(probe.getsockname()[1])
 
 
 def start(order: dict) -> list[int]:
