@@ -19,7 +19,8 @@ the network that is usual for them (the last row is 12,288 machines, 98,304 GPUs
 meshes divide), of Megatron-LM's step (`framework: {framework}`), {sequence:,}
 tokens a sequence, AdamW in bf16 with fp32 states. memfit's own step is not in the
 table: it has no stages beside shared products or shared rows, and its search tries none. How far
-off predicted seconds are on published runs, which end at 16,384 GPUs, is in [accuracy_time.md](accuracy_time.md).
+off predicted seconds are on published runs, which end at 16,384 GPUs, is in
+[accuracy_time.md](accuracy_time.md).
 
 *Weak* scaling gives every GPU the same number of sequences; *strong* scaling shares one global
 batch out. MFU counts all GPUs, idle ones too: a search leaves some idle where all of them would

@@ -137,7 +137,7 @@ def test_a_recipe_of_another_framework_cannot_be_built():
         ({"compile": "model"}, "`compile: model`"),
         ({"offload": "parameters"}, "`offload: parameters`"),
         ({"options": {"a": 1}}, "no `options`"),
-        ({"parallel": {"pp": 2}}, "`parallel.pp: 2`"),
+        ({"parallel": {"ep": 2}}, "`parallel.ep: 2`"),
     ],
 )
 def test_memfits_own_step_refuses_what_only_others_have(changes, said):
