@@ -51,9 +51,9 @@ MEDIAN, MAXIMUM, COMPONENT = 0.005, 0.02, 0.05
 # 5 and 6.
 UNTRACED = (
     "accuracy", "accuracy_time", "api", "calibrating", "check", "cli", "corpus", "curve",
-    "difference", "doctor", "export", "folklore", "launching", "look_up", "plan", "proving",
-    "reading", "report", "report_page", "request_file", "run_folder", "runs", "screens", "starting",
-    "step_memory", "step_trace", "timeline_files", "ui",
+    "difference", "doctor", "export", "folklore", "launching", "look_up", "pipeline_strip", "plan",
+    "proving", "reading", "report", "report_page", "request_file", "run_folder", "runs", "screens",
+    "starting", "step_memory", "step_trace", "timeline_files", "ui",
 )  # fmt: skip
 Sizes = dict[str, dict[str, int]]  # bytes by phase and kind; "total" among the kinds
 Result = dict[str, Any]

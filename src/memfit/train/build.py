@@ -88,6 +88,7 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
     float8.check(recipe, device)
     qat.check_recipe(read_model(recipe.model), recipe)
     check_compiled(read_model(recipe.model), recipe)
+    check_offload(recipe, cpu=device.type == "cpu")
     with _disable_current_modes():  # on meta nothing needs tracing, and peft cannot move fakes
         model = find_adapter(recipe).apply(_bare(recipe), recipe)
     if recipe.loss == "chunked":
@@ -108,7 +109,6 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
     )  # fmt: skip
     if recipe.compile == "blocks":
         compile_blocks(parts(model).blocks)
-    check_offload(recipe, cpu=device.type == "cpu")
     if recipe.offload == "activations":
         offload_blocks(list(parts(model).blocks), recipe.recompute_blocks + recipe.selective_blocks)
     check_census(model, recipe)
