@@ -9,16 +9,13 @@ llama3_h100_202412_torchtitan.md) of the nearest layout, which is never the same
 
 from __future__ import annotations
 
-import json
-import os
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ranks import certify
+from ranks import certify, record
 
 from memfit import api
-from memfit.nouns import from_data, write_atomically
+from memfit.nouns import from_data
 from memfit.request import Request
 
 RESULTS = Path(__file__).resolve().parent / "results" / "big_worlds.json"
@@ -72,13 +69,7 @@ def main() -> None:
             f"  {published['reserved_gib']} published",
             flush=True,
         )
-    found = {
-        "counter": "perf_counter and rusage of the whole command with its imports; Linux",
-        "cores": os.cpu_count(),
-        "versions": {name: version(name) for name in ("torch", "transformers")},
-        "rows": rows,
-    }
-    write_atomically(RESULTS, (json.dumps(found, indent=1) + "\n").encode())
+    record(rows, RESULTS)
 
 
 if __name__ == "__main__":

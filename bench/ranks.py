@@ -83,13 +83,18 @@ def main() -> None:
             f"  {row['peak_reserved'] / 2**30:6.2f} GiB reserved",
             flush=True,
         )
+    record(rows, RESULTS)
+
+
+def record(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write rows of `certify` beside what they were measured with."""
     found = {
         "counter": "perf_counter and rusage of the whole command with its imports; Linux",
         "cores": os.cpu_count(),
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "rows": rows,
     }
-    write_atomically(RESULTS, (json.dumps(found, indent=1) + "\n").encode())
+    write_atomically(path, (json.dumps(found, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ import pytest
 
 from memfit import api
 from memfit.nouns import from_data
+from memfit.parallelism.limits import check_ranks
 from memfit.plan.levers import EXACT, changed, knobs, turn
 from memfit.plan.problem import read_problem
+from memfit.plan.stated import read_stated
 from memfit.request import Request
 
 MODEL = {
@@ -110,8 +112,6 @@ def test_levers_of_many_ranks_keep_the_mesh_and_what_it_can_run():
         hardware={"device": "h100-sxm", "count": 4}, attention="efficient", micro_batch=2,
         parallel={"dp_shard": 4}, task={"sequence_length": 64, "global_batch": 16},
     )  # fmt: skip
-    from memfit.plan.stated import read_stated
-
     recipe = read_stated(request).recipe
     levers = list(turn(read_problem(request), recipe))
     for lever in levers:
@@ -120,3 +120,19 @@ def test_levers_of_many_ranks_keep_the_mesh_and_what_it_can_run():
         assert read_stated(put(request, lever.changes)).recipe == lever.recipe, lever.changes
     (sgd,) = [r for changes, r in levers if changes.get("optimizer.name") == "sgd"]
     assert sgd.optimizer.implementation == "foreach"  # torch cannot update shards with fused sgd
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"pp": 2}, {"pp": 2, "dp_shard": 2}, {"tp": 2}, {"cp": 2}], ids=str
+)
+def test_levers_of_a_mesh_are_what_its_ranks_can_run(mesh):
+    ranks = 2 * mesh.get("dp_shard", 1)
+    task = {"sequence_length": 64, "global_batch": 16, "packing": False}
+    request = ask(
+        hardware={"device": "h100-sxm", "count": ranks}, attention="flash", micro_batch=2,
+        precision="bf16-mixed", recompute="none", parallel=mesh, task=task,
+    )  # fmt: skip
+    levers = list(turn(read_problem(request), read_stated(request).recipe))
+    assert levers
+    for lever in levers:
+        check_ranks(lever.recipe)

@@ -1,9 +1,10 @@
 // Memory over one step, event by event, from the certificate; beside it what is predicted of the
 // same plan: each phase's peak, the seconds of its streams, its pipeline.
-import { useEffect, useState } from "preact/hooks";
-import { ask, send } from "./ask";
+import { useState } from "preact/hooks";
+import { send } from "./ask";
 import { Axis } from "./charts";
 import { Text } from "./controls";
+import { useDraft } from "./draft";
 import { Bar, Card, Key, Table, Trouble, Verdict, partsOf, room, sumUp, type Part } from "./parts";
 import * as show from "./show";
 import { SecondsCard } from "./seconds";
@@ -76,22 +77,13 @@ export function TimelineScreen({ keys, set, words }: { keys: Keys; set: (keys: K
 // What the plan knows without a certificate; `bare`: nothing else on the screen shows its memory.
 function Predicted({ keys, words, bare }: { keys: Keys; words: Words; bare: boolean }) {
   const query = queryOf(keys);
-  const [found, setFound] = useState<{ of: string; plan: Plan | null; error: unknown } | null>(null);
-  useEffect(() => {
-    let still = true;
-    ask<Plan>(`draft?${query}`).then(
-      (a) => still && setFound({ of: query, plan: a.data, error: null }),
-      (error) => still && setFound({ of: query, plan: null, error }),
-    );
-    return () => { still = false; };
-  }, [query]);
-  const now = found?.of === query ? found : null;
-  if (now?.error) return <Trouble error={now.error} />;
-  if (!now?.plan) return <p role="status" class="soft">planning…</p>;
+  const { plan, error } = useDraft(query);
+  if (error) return <Trouble error={error} />;
+  if (!plan) return <p role="status" class="soft">planning…</p>;
   return (
     <>
-      {bare && <PhasesCard plan={now.plan} words={words} />}
-      <SecondsCard plan={now.plan} query={query} />
+      {bare && <PhasesCard plan={plan} words={words} />}
+      <SecondsCard plan={plan} query={query} />
     </>
   );
 }

@@ -1,6 +1,6 @@
 // Two plans side by side: each is the request with what is written for it changed.
-import { useEffect, useState } from "preact/hooks";
-import { Refused, ask } from "./ask";
+import { Refused } from "./ask";
+import { useDraft } from "./draft";
 import { Text } from "./controls";
 import { Bar, Card, Table, Trouble, partsOf } from "./parts";
 import * as show from "./show";
@@ -32,7 +32,6 @@ interface Asked {
 }
 
 function usePlanWith(keys: Keys, text: string, on: boolean): Asked {
-  const [found, setFound] = useState<{ of: string; plan: Plan | null; error: unknown } | null>(null);
   let own: Keys | null = null;
   let unread: unknown = null;
   try {
@@ -41,17 +40,8 @@ function usePlanWith(keys: Keys, text: string, on: boolean): Asked {
     unread = error;
   }
   const query = on && own ? queryOf(own) : "";
-  useEffect(() => {
-    if (!query) return;
-    let still = true;
-    ask<Plan>(`draft?${query}`).then(
-      (a) => still && setFound({ of: query, plan: a.data, error: null }),
-      (error) => still && setFound({ of: query, plan: null, error }),
-    );
-    return () => { still = false; };
-  }, [query]);
-  const now = found?.of === query ? found : null;
-  return { keys: own, plan: now?.plan ?? null, error: unread ?? now?.error };
+  const asked = useDraft(query);
+  return { keys: own, plan: asked.plan, error: unread ?? asked.error };
 }
 
 export function TwoPlans({ keys, set, words }: { keys: Keys; set: (keys: Keys) => void; words: Words }) {

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
-from memfit.errors import InvalidRequest
 from memfit.model import Architecture
-from memfit.parallelism.tensor import FAMILIES
+from memfit.parallelism.tensor import FAMILIES, OTHERWISE
 from memfit.recipe import Parallel, Recipe
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 KERNELS = ("flash",)  # that return what partial results are joined by, on every device
 PARTS = 2  # of a row for each rank: one from its beginning, one from its end
-OTHERWISE = "`parallel.dp_shard`, which cuts every family and every method"
 
 
 def row_multiple(parallel: Parallel) -> int:
@@ -39,13 +37,6 @@ def own_parts(tokens: int, parallel: Parallel, rank: int) -> tuple[range, range]
     each, place = tokens // (PARTS * parallel.cp), parallel.place(rank)
     last = PARTS * parallel.cp - 1 - place
     return range(place * each, (place + 1) * each), range(last * each, (last + 1) * each)
-
-
-def check_context(recipe: Recipe, name: str, architecture: Architecture) -> None:
-    """Raise InvalidRequest for what ranks that share the tokens of a row cannot run."""
-    lack = find_context_lack(recipe, name, architecture)
-    if lack is not None:
-        raise InvalidRequest(lack[0], hint=lack[1])
 
 
 def find_context_lack(recipe: Recipe, name: str, a: Architecture) -> tuple[str, str] | None:

@@ -4,18 +4,35 @@ from __future__ import annotations
 
 from memfit.errors import InvalidRequest
 from memfit.families import read_model
+from memfit.model import Architecture
 from memfit.optimizers import find_optimizer
-from memfit.parallelism.context import check_context
-from memfit.parallelism.pipeline import check_pipeline
-from memfit.parallelism.tensor import check_tensor
+from memfit.parallelism.context import find_context_lack
+from memfit.parallelism.pipeline import find_pipeline_lack
+from memfit.parallelism.tensor import find_tensor_lack
 from memfit.recipe import Recipe
+
+Lack = tuple[str, str]  # why not, and what to use instead
+
+
+def find_mesh_lack(recipe: Recipe, name: str, architecture: Architecture) -> Lack | None:
+    """Why ranks cannot share a recipe's work as its mesh says, and what to use; None where they
+    can."""
+    where = recipe, name, architecture
+    return find_pipeline_lack(*where) or find_tensor_lack(*where) or find_context_lack(*where)
+
+
+def refuse(lack: Lack | None) -> None:
+    """Raise InvalidRequest for a lack; nothing for none."""
+    if lack is not None:
+        raise InvalidRequest(lack[0], hint=lack[1])
 
 
 def check_ranks(recipe: Recipe) -> None:
     """Raise InvalidRequest for what the ranks of a recipe cannot do together."""
     ranks, optimizer = recipe.parallel.world, recipe.optimizer
     model = read_model(recipe.model)
-    check_pipeline(recipe, model.name, model.architecture)
+    where = recipe, model.name, model.architecture
+    refuse(find_pipeline_lack(*where))
     if ranks == 1:
         return
     family = find_optimizer(optimizer)
@@ -33,8 +50,7 @@ def check_ranks(recipe: Recipe) -> None:
             " agree on which",
             hint="use `precision: bf16-mixed`",
         )
-    check_tensor(recipe, model.name, model.architecture)
-    check_context(recipe, model.name, model.architecture)
+    refuse(find_tensor_lack(*where) or find_context_lack(*where))
 
 
 def check_method(method: str, ranks: int) -> None:

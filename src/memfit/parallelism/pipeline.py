@@ -14,13 +14,11 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from memfit.errors import InvalidRequest
 from memfit.model import Architecture, Model, Weight
-from memfit.parallelism.tensor import FAMILIES
+from memfit.parallelism.tensor import FAMILIES, OTHERWISE
 from memfit.recipe import Parallel, Recipe
 
 OPTIMIZERS = ("adamw", "sgd")
-OTHERWISE = "`parallel.dp_shard`, which cuts every family and every method"
 
 
 def blocks_of(layers: int, stages: int, stage: int) -> range:
@@ -62,13 +60,6 @@ def runs_in(parallel: Parallel, micro_batches: int) -> bool:
     """Whether torch's schedule takes so many micro-batches a step."""
     rounds = max(1, micro_batches // parallel.pp)
     return micro_batches >= parallel.pp and (parallel.virtual_pp == 1 or not micro_batches % rounds)
-
-
-def check_pipeline(recipe: Recipe, name: str, architecture: Architecture) -> None:
-    """Raise InvalidRequest for what stages cannot run."""
-    lack = find_pipeline_lack(recipe, name, architecture)
-    if lack is not None:
-        raise InvalidRequest(lack[0], hint=lack[1])
 
 
 def find_pipeline_lack(recipe: Recipe, name: str, a: Architecture) -> tuple[str, str] | None:

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from memfit.errors import InvalidRequest
 from memfit.model import Architecture
 from memfit.recipe import Recipe
 
@@ -43,13 +42,6 @@ def cut(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
     """The shape of a tp rank's part, the same on all: only what divides is cut."""
     dim = cut_dim(name)
     return tuple(n // tp if i == dim else n for i, n in enumerate(shape))
-
-
-def check_tensor(recipe: Recipe, name: str, architecture: Architecture) -> None:
-    """Raise InvalidRequest for what ranks that share products cannot run."""
-    lack = find_tensor_lack(recipe, name, architecture)
-    if lack is not None:
-        raise InvalidRequest(lack[0], hint=lack[1])
 
 
 def find_tensor_lack(recipe: Recipe, name: str, a: Architecture) -> tuple[str, str] | None:

@@ -19,8 +19,7 @@ from memfit.model import Architecture, Model
 from memfit.optimizers import default_implementation, optimizers
 from memfit.optimizers._in_backward import refuse_in_backward
 from memfit.optimizers._offloaded import offload_lack
-from memfit.parallelism.context import find_context_lack
-from memfit.parallelism.tensor import find_tensor_lack
+from memfit.parallelism.limits import find_mesh_lack
 from memfit.plan.again import Again, state_recompute
 from memfit.plan.problem import CHUNKS, Problem, allowed, check, divisors, first_recipe
 from memfit.recipe import OWN_ATTENTION, OWN_AXES, Format, Method, Offload, Precision, Recipe
@@ -87,8 +86,7 @@ def turn(problem: Problem, recipe: Recipe) -> Iterator[Lever]:
     for other in (*_exact(problem, recipe, layers), *_inexact(problem, recipe)):
         lacks = (
             offload_lack(other, cpu=problem.device.is_cpu), find_lack(problem.model, other),
-            find_tensor_lack(other, problem.model.name, problem.model.architecture),
-            find_context_lack(other, problem.model.name, problem.model.architecture),
+            find_mesh_lack(other, problem.model.name, problem.model.architecture),
         )  # fmt: skip
         if not any(lacks):
             yield Lever(changed(recipe, other, layers), other)

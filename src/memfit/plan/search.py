@@ -18,7 +18,8 @@ from memfit.coding import CODED_FORMATS
 from memfit.errors import DoesNotFit, InvalidRequest
 from memfit.families.added import check_selective
 from memfit.optimizers._offloaded import offload_lack
-from memfit.parallelism.tensor import check_tensor, find_tensor_lack
+from memfit.parallelism.limits import refuse
+from memfit.parallelism.tensor import find_tensor_lack
 from memfit.plan.again import Again, describe_recompute, find_recompute, ladder
 from memfit.plan.blocks import without_collecting
 from memfit.plan.candidate import Candidate
@@ -140,7 +141,8 @@ def _chunks(start: Candidate, tokens: int) -> list[int]:
     asked, chunk = request.loss, request.loss_chunk
     if start.recipe.parallel.tp > 1:
         where = start.model.name, start.model.architecture
-        check_tensor(msgspec.structs.replace(start.recipe, loss=_asked_loss(asked)), *where)
+        told = msgspec.structs.replace(start.recipe, loss=_asked_loss(asked))
+        refuse(find_tensor_lack(told, *where))
         return [0]
     extra = head_extra(start.model)
     if extra and asked == "chunked":
