@@ -8,14 +8,20 @@ import msgspec
 import pytest
 
 import made_by_hand as made
+from memfit import api
+from memfit.catalog import find_device
 from memfit.errors import InvalidRequest
+from memfit.families import read_model
 from memfit.ledger import Kind, Ledger
-from memfit.nouns import write_json
+from memfit.nouns import from_data, write_json
+from memfit.plan.memory import predict_memory
 from memfit.report import join, read_report
 from memfit.report_page import render_page
-from memfit.results import Run
+from memfit.request import Request
+from memfit.results import Measurement, Run
 from memfit.units import GIB, MIB
 from memfit.words import COLOURS, INKS
+from tiny_models import CONFIGS
 
 
 def folder_of(path: Path, plan, certificate=None, run=None):
@@ -42,6 +48,42 @@ def test_a_run_folder_joins_on_the_digest(tmp_path):
     assert (peak.predicted, peak.certified, peak.measured) == (
         plan.ledger.peak, plan.ledger.peak, measured)  # fmt: skip
     assert peak.error_predicted == peak.error_certified == plan.ledger.peak / measured - 1
+
+
+WAITED = Measurement(value=0.5, unit="s", counter="the test")
+
+
+def test_each_rank_is_held_against_its_own_prediction_and_waiting_against_the_plan():
+    """Two stages: one holds the embedding, the other the head; the fuller one is certified."""
+    request = from_data(
+        {
+            "model": {**CONFIGS["llama"], "vocab_size": 301},
+            "weights": "random", "method": "full", "precision": "bf16-mixed", "micro_batch": 1,
+            "task": {"sequence_length": 64, "global_batch": 4}, "parallel": {"pp": 2},
+            "hardware": {"device": "h100-sxm", "count": 2}, "attention": "efficient",
+        },
+        Request, where="the test",
+    )  # fmt: skip
+    plan = api.plan(request)
+    run = msgspec.structs.replace(
+        made.run(plan),
+        ranks=({"backward": 30 * MIB, "load": MIB}, {"backward": 29 * MIB}),
+        measurements={"time.exposed_communication_seconds": WAITED},
+    )
+    report = join(plan, made.certificate(plan), run)
+    rows = [row(report, f"memory.rank.{rank}") for rank in range(2)]
+    where = read_model(plan.recipe.model), plan.recipe, find_device("h100-sxm")
+    own = [predict_memory(*where, rank).peak for rank in (0, 1)]
+    assert [r.predicted for r in rows] == own
+    assert own[0] != own[1]
+    peak = report.certificate.memory.peak_allocated
+    assert [r.certified for r in rows] == [peak if n == max(own) else None for n in own]
+    assert [r.measured for r in rows] == [30 * MIB, 29 * MIB]
+    waits = row(report, "time.exposed_communication_seconds")
+    spans = {span.op: span.duration for span in plan.timeline.spans}
+    assert (waits.predicted, waits.measured) == (spans["sending"] + spans["bubble"], 0.5)
+    assert "<h3>Memory by rank" in render_page(report, folder="runs/first")
+    assert ">rank 1 <code" in render_page(report, folder="runs/first")
 
 
 def test_errors_are_signed_against_the_latest_source():

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from memfit.adapters import find_adapter
+from memfit.catalog import find_device
 from memfit.errors import InvalidRequest
+from memfit.families import read_model
 from memfit.ledger import Kind, Ledger, Phase
 from memfit.nouns import N, read_json
+from memfit.plan.memory import find_fullest, predict_peak
 from memfit.results import Certificate, Comparison, Measurement, Plan, Report, Run
 
 MEMORY = ("peak_allocated", "peak_reserved", "device_total")
@@ -15,6 +19,7 @@ MEMORY = ("peak_allocated", "peak_reserved", "device_total")
 SECTIONS = (
     ("memory.phase.", "Memory by instant"),
     ("memory.kind.", "Memory by kind at the peak"),
+    ("memory.rank.", "Memory by rank at its own peak"),
     ("memory.", "Memory"),
     ("time.", "Time"),
 )
@@ -24,6 +29,8 @@ TIME = {
     "mfu": "fraction of peak",
     "hfu": "fraction of peak",
 }
+WAITING = ("links", "pipeline")  # streams of a predicted step in which no rank computes
+RANKS = 8  # that are shown: of more, those that held the most
 SAMPLE = "sample.txt"
 
 
@@ -85,11 +92,21 @@ def compare(plan: Plan, certificate: Certificate | None, run: Run | None) -> Ite
         )
     yield from _phases(plan, certificate, run)
     yield from _kinds(plan, certificate, run)
+    yield from _ranks(plan, certificate, run)
     for name, unit in TIME.items():
         measured = _value(found, f"time.{name}")
         if name in ("mfu", "hfu"):
             measured = _utilisation(plan, name, _value(found, "time.tokens_per_second"))
         yield from _row(f"time.{name}", unit, getattr(plan.time, name), None, measured)
+    if plan.recipe.parallel.world > 1:
+        name = "time.exposed_communication_seconds"
+        yield from _row(name, "s", _predict_waiting(plan), None, _value(found, name))
+
+
+def _predict_waiting(plan: Plan) -> float | None:
+    """Seconds of a step in which a rank only waits for others; None where its time is unknown."""
+    spans = plan.timeline.spans
+    return sum(s.duration for s in spans if s.stream in WAITING) if spans else None
 
 
 def _utilisation(plan: Plan, name: str, rate: float | None) -> float | None:
@@ -130,6 +147,24 @@ def _kinds(plan: Plan, certificate: Certificate | None, run: Run | None) -> Iter
         if any(sums and kind in sums for sums in held):
             values = [None if sums is None else sums.get(kind, 0) for sums in held]
             yield from _row(f"memory.kind.{kind}", "bytes", *values)
+
+
+def _ranks(plan: Plan, certificate: Certificate | None, run: Run | None) -> Iterator[Comparison]:
+    """Each rank's own peak, beside what is predicted of that rank; one of them is certified."""
+    if run is None or not run.ranks:
+        return
+    model = find_adapter(plan.recipe).adapt(read_model(plan.recipe.model), plan.recipe)
+    device = find_device(plan.recipe.device)
+    certified, _ = find_fullest(model, plan.recipe, device)
+    measured = {rank: max(phases.values(), default=0) for rank, phases in enumerate(run.ranks)}
+    for rank in sorted(sorted(measured, key=lambda rank: -measured[rank])[:RANKS]):
+        yield from _row(
+            f"memory.rank.{rank}",
+            "bytes",
+            predict_peak(model, plan.recipe, device, rank),
+            certificate.memory.peak_allocated if certificate and rank == certified else None,
+            measured[rank],
+        )
 
 
 def peak_phase(plan: Plan, certificate: Certificate | None, run: Run | None) -> Phase:
@@ -183,5 +218,5 @@ def sections(comparisons: Sequence[Comparison]) -> list[tuple[str, list[Comparis
     for row in comparisons:
         title = next(title for prefix, title in SECTIONS if row.name.startswith(prefix))
         found[title].append(row)
-    order = ("Memory", "Memory by instant", "Memory by kind at the peak", "Time")
+    order = ["Memory", *(title for _, title in SECTIONS if title != "Memory")]
     return [(title, found[title]) for title in order if found[title]]

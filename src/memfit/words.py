@@ -72,8 +72,8 @@ def show_error(error: float | None) -> str:
 
 def short_name(name: str) -> str:
     """`memory.phase.backward` -> `backward`, in words where there are some."""
-    last = name.rsplit(".", 1)[-1]
-    return PHASES.get(last, last)
+    *_, last = parts = name.split(".")
+    return f"rank {last}" if "rank" in parts else PHASES.get(last, last)
 
 
 def as_yaml(value: Any) -> str:

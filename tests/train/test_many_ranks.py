@@ -31,6 +31,7 @@ from memfit.request import Request, Task
 from memfit.results import Run
 from memfit.train.checkpoint import find_damage
 from memfit.train.prepare import build_samplers, find_bounds, read_data
+from memfit.train.session import EXPOSED
 
 HERE = Path(__file__).parent
 SHARDS, BOTH = {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}
@@ -211,6 +212,24 @@ def test_stages_learn_what_one_process_learns_and_move(runs):
     stop(runs, "moved stages", 4, parallel=SHARDS, **order)
     moved = runs.whole("moved stages", parallel={"pp": 2}, micro_batch=2, **order)
     same_learning(runs, "moved stages", moved, alone, "deep alone")
+
+
+@pytest.mark.slow
+def test_a_rank_that_others_wait_for_is_named(runs):
+    run = runs.whole("late", parallel=SHARDS, late=1, watch_every=2, steps=8)
+    (said,) = (w for w in run.warnings if "late" in w)
+    assert said.startswith("rank 1 is late: other ranks wait up to 0.")
+    found = run.measurements["time.exposed_communication_seconds"]
+    assert found.n == 3  # steps that were looked at: the fourth, and every second one after it
+    least = found.counter.partition("mean of 2 ranks: rank 1 ")[2].split(" s, rank 0 ")
+    less, more = (float(text.removesuffix(" s")) for text in least)
+    assert less < 0.1 < 0.2 < more
+    log = runs.folder / "late" / "log.jsonl"
+    looked = [row for row in map(json.loads, log.read_text().splitlines()) if EXPOSED in row]
+    assert [row["step"] for row in looked] == [4, 6, 8]
+    assert all(row["watched"] for row in looked)  # and left out of the rate
+    for row in looked:
+        assert 0.2 < row[EXPOSED] <= row["communication_seconds"] < row["seconds"]
 
 
 @pytest.mark.slow

@@ -60,7 +60,14 @@ from memfit.train.reference import give_reference
 from memfit.train.sampler import Micro, Sampler
 from memfit.train.scaling import was_skipped
 from memfit.train.schedule import learning_rate
-from memfit.train.session import Cadence, Session, evaluation_tokens, write_run
+from memfit.train.session import (
+    EXPOSED,
+    WATCHED_FIRST,
+    Cadence,
+    Session,
+    evaluation_tokens,
+    write_run,
+)
 from memfit.train.sharded_checkpoint import Saver
 from memfit.train.shortage import describe_shortage, find_alive
 from memfit.train.step import StepResult, evaluate
@@ -68,7 +75,6 @@ from memfit.train.weights import fill_weights
 
 __all__ = ["Cadence", "Progress", "train"]
 
-WATCHED_FIRST = 3
 UNTOUCHED = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.ACCUMULATE)  # weights and states
 
 
@@ -330,12 +336,14 @@ def _take_step(session: Session, built: Built, index: int) -> dict[str, Any]:
         index < WATCHED_FIRST or index % session.cadence.watch_every == 0
     )
     start = time.perf_counter()
-    meter = session.meter
-    if watched or session.watcher.wants_names:
-        result = meter.watch_step(built, lambda watch: run_step(built, micros, watch, targets))
-    else:
-        meter.failed = None
-        result = run_step(built, micros, meter.mark(), targets)
+    meter, waiting = session.meter, session.waiting
+    looked = waiting.due(index)
+    with waiting.look(meter.device) if looked else nullcontext():
+        if watched or session.watcher.wants_names:
+            result = meter.watch_step(built, lambda watch: run_step(built, micros, watch, targets))
+        else:
+            meter.failed = None
+            result = run_step(built, micros, meter.mark(), targets)
     session.done = index + 1
     skipped = was_skipped(built.scaler, result.scale, index + 1)
     tokens = sum(micro.tokens for micro in micros)
@@ -352,13 +360,24 @@ def _take_step(session: Session, built: Built, index: int) -> dict[str, Any]:
         session.skipped += skipped
     if result.rewards is not None:
         row |= name_rewards(result.rewards, sum(micro.pairs for micro in micros))
+    if looked:
+        row |= _tell_waits(session, index)
     return row | {
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "memory_peak_allocated": session.meter.peak or None,  # a compiled step on a CPU: unknown
-        "watched": watched,
+        "watched": watched or looked,
     }
+
+
+def _tell_waits(session: Session, index: int) -> dict[str, float]:
+    """Name the ranks that others wait for; the line's share of what this one waited."""
+    for said in session.waiting.tell(index):
+        session.warn(said)
+    waits = session.waiting.waits
+    assert waits is not None
+    return {"communication_seconds": waits.communicating, EXPOSED: waits.exposed}
 
 
 def _seed_of(recipe: Recipe, index: int, rank: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from msgspec.structs import replace
@@ -28,7 +29,11 @@ from memfit.train.progress import Progress
 from memfit.train.ranks import Ranks
 from memfit.train.sampler import Sampler
 from memfit.train.sharded_checkpoint import Saver
+from memfit.train.waiting import Waiting
 
+WATCHED_FIRST = 3  # steps
+EXPOSED = "exposed_communication_seconds"  # in a step's line of the log
+COUNTED = "torch.profiler: a collective runs and nothing computes; median of steps looked at"
 PARTS = 10  # a run is saved and evaluated this often, unless it is told otherwise
 EVALUATED = 0.15  # held-out tokens read in all, over tokens trained on: a twentieth of the time
 
@@ -44,7 +49,8 @@ class Cadence(Noun, frozen=True, kw_only=True):
     evaluate_tokens: int = (
         0  # held-out tokens of one evaluation; 0: what a twentieth of time allows
     )
-    watch_every: int = 20  # CPU: a step whose tensors are all counted; the first three are, too
+    watch_every: int = 20  # CPU: a step whose tensors are all counted; the first three are, too.
+    # Many ranks: at least so many between two steps whose collectives are looked at
 
 
 @dataclass(kw_only=True)
@@ -70,9 +76,16 @@ class Session:
     done: int = 0  # steps whose result is complete
     outliers: tuple[float, float] | None = None  # of int8: mean and largest share of columns
     watcher: Watcher = field(init=False)
+    waiting: Waiting = field(init=False)
 
     def __post_init__(self) -> None:
         self.watcher = Watcher(self.certificate)
+        self.waiting = Waiting(
+            self.ranks,
+            first=WATCHED_FIRST,
+            every=self.cadence.watch_every,
+            groups=self.recipe.parallel.pp,
+        )
 
     @property
     def home(self) -> Path:
@@ -138,6 +151,9 @@ def write_run(session: Session, done: int, *, finished: bool) -> Run:
     found |= time_measurements([r["seconds"] for r in plain], [r["tokens"] for r in plain])
     evaluations = [(r["step"], r["evaluation_loss"]) for r in rows if "evaluation_loss" in r]
     total = sum(r["seconds"] for r in rows)
+    waits = [r[EXPOSED] for r in rows if EXPOSED in r]
+    if waits:
+        found[f"time.{EXPOSED}"] = _measured(median(waits), "s", COUNTED, len(waits))
     found["time.total_seconds"] = _measured(total, "s", "perf_counter, all steps", len(rows))
     if session.outliers is not None:
         counter = "columns that LLM.int8's kernels found outliers in, over all columns"
@@ -202,6 +218,7 @@ def _with_others(session: Session, run: Run) -> Run:
     others = [from_data(json.loads(text), Run, where="another rank's run.json") for text in texts]
     fullest = _find_fullest(session.recipe, others)
     theirs = {n: m for n, m in others[fullest].measurements.items() if n.startswith("memory.")}
+    theirs |= _measure_waits(others)
     return replace(
         run,
         measurements=run.measurements | theirs,
@@ -210,6 +227,21 @@ def _with_others(session: Session, run: Run) -> Run:
         ranks=tuple(other.phases for other in others),
         warnings=tuple(dict.fromkeys(w for other in others for w in other.warnings)),
     )
+
+
+def _measure_waits(runs: list[Run]) -> dict[str, Measurement]:
+    """Of collectives that nothing covers: the ranks' mean, and who waits least and most."""
+    name = f"time.{EXPOSED}"
+    found = [run.measurements[name] for run in runs if name in run.measurements]
+    if len(found) < len(runs):
+        return {}
+    each = [m.value for m in found]
+    least, most = min(each), max(each)
+    counter = (
+        f"{COUNTED}; mean of {len(each)} ranks: rank {each.index(least)} {least:.3g} s, rank"
+        f" {each.index(most)} {most:.3g} s"
+    )
+    return {name: _measured(sum(each) / len(each), "s", counter, found[0].n)}
 
 
 def _find_fullest(recipe: Recipe, runs: list[Run]) -> int:
