@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 
@@ -153,3 +154,43 @@ def test_a_file_that_is_named_is_looked_for_upwards(tmp_path, monkeypatch):
     write(folder / "lf.yaml", {**FILES["lf.yaml"], "deepspeed": "none.json"})
     with pytest.raises(InvalidRequest, match=r"names `none\.json`"):
         read(folder / "lf.yaml")
+
+
+AXOLOTL = "base_model: qwen3-0.6b\nmicro_batch_size: 1\n"
+LAUNCHER = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\n"
+MISTAKES = {
+    "empty": ({"a.yaml": ""}, "`a.yaml` is empty", "axolotl"),
+    "broken": ({"a.yaml": "base_model: [a\n  b: c\n"}, "`a.yaml` line 2, column 4", ""),
+    "another tool's": ({"a.json": '{"openapi": "3.0"}'}, "of no tool that memfit reads", "TRL"),
+    "memfit's own": ({"a.yaml": "model: gpt2\nmethod: lora\n"}, "of no tool", "memfit predict"),
+    "another end": ({"a.txt": AXOLOTL}, "`a.txt` is of no tool", ".yaml, .yml, .json"),
+    "two trainers'": (
+        {"a.yaml": AXOLOTL, "b.yaml": "model_name_or_path: gpt2\n"},
+        "`a.yaml` (axolotl) and `b.yaml` (TRL) each say what is trained", "launcher",
+    ),
+    "ranks left over": (
+        {"a.yaml": AXOLOTL, "b.yaml": LAUNCHER + "num_processes: 7\nnum_machines: 2\n"},
+        "7 processes on 2 machines", "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_newcomers_mistakes_get_one_clear_error(tmp_path, monkeypatch, name):
+    files, message, hint = MISTAKES[name]
+    monkeypatch.chdir(tmp_path)
+    for file, text in files.items():
+        Path(file).write_text(text)
+    with pytest.raises(InvalidRequest) as error:
+        read_files([*map(Path, files)], {"hardware": {"device": "h100-sxm"}})
+    assert message in str(error.value)
+    assert hint in error.value.hint
+
+
+def test_a_file_is_named_once_and_says_one_configuration(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text(AXOLOTL)
+    with pytest.raises(InvalidRequest, match="named twice"):
+        read_files([path, path], {})
+    with pytest.raises(InvalidRequest, match="says one configuration"):
+        read_files([path], {}, config="llama3_8b")

@@ -51,9 +51,10 @@ def test_the_words_of_torch_1(tmp_path):
     assert message.reserved == round(13.75 * GIB)
 
 
-def test_a_log_without_one_is_refused(tmp_path):
+@pytest.mark.parametrize("log", ["loss 2.3\n", "", NEW[: NEW.index(" 1.16")]])  # and one cut short
+def test_a_log_without_one_is_refused(tmp_path, log):
     with pytest.raises(InvalidRequest, match="no CUDA out-of-memory"):
-        read_message(write(tmp_path, "log", "loss 2.3\n"))
+        read_message(write(tmp_path, "log", log))
 
 
 @pytest.mark.parametrize(("tensor", "segment"), [

@@ -303,8 +303,8 @@ def read_request(path: Path) -> Request:
     return from_data(read_yaml(path), Request, where=str(path))
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Safely read one YAML mapping."""
+def read_yaml(path: Path, *, hint: str = "") -> dict[str, Any]:
+    """Safely read one YAML mapping; hint: what to write, where a file holds none."""
     from ruamel.yaml import YAML  # 20 ms that a plan by flags does not need
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
@@ -324,8 +324,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except YAMLError as error:
         raise InvalidRequest(f"`{path}` is not YAML: {error}") from None
     if not isinstance(data, dict):
-        raise InvalidRequest(
-            f"`{path}` holds {type(data).__name__}, not keys with values",
-            hint="start with `model: llama-3.1-8b`; `memfit init` writes a commented file",
-        )
+        held = "is empty" if data is None else f"holds {type(data).__name__}"
+        own = "start with `model: llama-3.1-8b`; `memfit init` writes a commented file"
+        raise InvalidRequest(f"`{path}` {held}, not keys with values", hint=hint or own)
     return data

@@ -103,10 +103,20 @@ class Reader(ABC):
 
     name: ClassVar[str]
     title: ClassVar[str]
+    launches: ClassVar[bool] = False  # how processes start and share a model, not what they train
 
     def load(self, file: Path, config: str) -> dict[str, Any]:
         """What the file says; YAML reads JSON, too. config: which of several that it makes."""
+        self.refuse_config(file, config)
         return read_yaml(file)
+
+    def refuse_config(self, file: Path, config: str) -> None:
+        """Raise InvalidRequest where one of several configurations is asked for."""
+        if config:
+            raise InvalidRequest(
+                f"`--config {config}`: `{file}` says one configuration",
+                hint="only a Python file makes several",
+            )
 
     @abstractmethod
     def recognises(self, data: Mapping[str, Any], file: Path) -> bool:
@@ -126,6 +136,7 @@ class Reader(ABC):
 
 
 readers: Registry[Reader] = Registry("reader", "memfit.check")
+WRITTEN = (".yaml", ".yml", ".json")
 # the most telling first: a file of a later one may hold an earlier one's keys, too
 ORDER = ("torchtitan", "deepspeed", "accelerate", "axolotl", "llamafactory", "trl")
 
@@ -176,6 +187,7 @@ def find_changes(
 
 def _read(files: Sequence[Path], said: Said) -> Checked:
     tools = [read_file(file, said) for file in files]
+    _refuse_second(files, said)
     if not said.get("model"):
         raise InvalidRequest(
             f"{', '.join(map(str, files))} names no model",
@@ -197,6 +209,20 @@ def _read(files: Sequence[Path], said: Said) -> Checked:
     )
 
 
+def _refuse_second(files: Sequence[Path], said: Said) -> None:
+    """Raise InvalidRequest for a file named twice, and for two that say what is trained."""
+    twice = [file for file in files if files.count(file) > 1]
+    if twice:
+        raise InvalidRequest(f"`{twice[0]}` is named twice")
+    trainers = [(file, said.sources[file][0]) for file in files]
+    both = [f"`{file}` ({one.title})" for file, one in trainers if not one.launches]
+    if len(both) > 1:
+        raise InvalidRequest(
+            f"{' and '.join(both)} each say what is trained",
+            hint="one trainer's file, and beside it a launcher's: accelerate's or DeepSpeed's",
+        )
+
+
 def find_named(name: str, beside: Path) -> Path:
     """A file that another names: from where one starts the tool, beside it, or up from there.
 
@@ -214,7 +240,8 @@ def find_named(name: str, beside: Path) -> Path:
 
 def read_file(file: Path, said: Said) -> str:
     """Read one file into `said`; returns the tool's name."""
-    written = read_yaml(file) if file.suffix in (".yaml", ".yml", ".json") else {}
+    tools = f"read: {', '.join(readers.find(name).title for name in ORDER)}"
+    written = read_yaml(file, hint=tools) if file.suffix in WRITTEN else {}
     for name in ORDER:
         reader = readers.find(name)
         if reader.recognises(written, file):
@@ -227,10 +254,11 @@ def read_file(file: Path, said: Said) -> str:
             reader.read(taken, said)
             said.passed += [f"{file.name}: {key}" for key in taken.data]
             return reader.title
-    raise InvalidRequest(
-        f"`{file}` is of no tool that memfit reads",
-        hint=f"read: {', '.join(readers.find(name).title for name in ORDER)}",
-    )
+    if "recipe_digest" in written or (written and written.keys() <= {*Request.__struct_fields__}):
+        tools = f"memfit's own files are for `memfit predict {file}`"
+    elif file.suffix not in (*WRITTEN, ".toml", ".py"):
+        tools = "files are told apart by their ends: .yaml, .yml, .json, .toml, .py"
+    raise InvalidRequest(f"`{file}` is of no tool that memfit reads", hint=tools)
 
 
 def _put_mesh(said: Said) -> None:
@@ -242,6 +270,10 @@ def _put_mesh(said: Said) -> None:
             raise InvalidRequest(
                 f"the files start {said.world} processes, and there are {count * nodes} devices",
                 hint="make `--count` (x `hardware.nodes`) and the processes equal",
+            )
+        if said.world % nodes:
+            raise InvalidRequest(
+                f"the files start {said.world} processes on {nodes} machines: not equally many each"
             )
         count = said.world // nodes
         said.put("hardware.count", count)

@@ -75,13 +75,14 @@ def read_message(path: Path) -> Message:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise InvalidRequest(f"cannot read `{path}`: {error.strerror}") from None
-    start = text.find("Tried to allocate")
-    if start < 0:
+    text = " ".join(text.split())
+    begins = re.search(WORDS["tried"][0], text)
+    if begins is None:
         raise InvalidRequest(
             f"`{path}` holds no CUDA out-of-memory message of torch's",
             hint='it says "Tried to allocate … GiB"',
         )
-    text = " ".join(text[start : start + 1500].split())
+    text = text[begins.start() : begins.start() + 1500]
     found, rounding = {}, 0
     for name, patterns in WORDS.items():
         for pattern in patterns:

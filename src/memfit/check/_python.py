@@ -32,7 +32,8 @@ def read_python(file: Path, config: str = "") -> Found:
     made = [name for name, node in functions.items() if not _asks(node)]
     if config and config not in made:
         raise InvalidRequest(
-            f"`{file}` makes no configuration `{config}`", hint=f"it makes: {', '.join(made)}"
+            f"`{file}` makes no configuration `{config}`",
+            hint=f"it makes: {', '.join(made) or 'one, without a name'}",
         )
     if not config and len(made) > 1:
         raise InvalidRequest(

@@ -24,6 +24,7 @@ class AccelerateReader(Reader):
 
     name: ClassVar = "accelerate"
     title: ClassVar = "accelerate"
+    launches: ClassVar = True
 
     def recognises(self, data: Mapping[str, Any], file: Path) -> bool:
         """See `Reader.recognises`."""

@@ -25,6 +25,7 @@ class DeepSpeedReader(Reader):
 
     name: ClassVar = "deepspeed"
     title: ClassVar = "DeepSpeed"
+    launches: ClassVar = True
 
     def recognises(self, data: Mapping[str, Any], file: Path) -> bool:
         """See `Reader.recognises`."""

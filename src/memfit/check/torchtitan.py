@@ -49,7 +49,10 @@ class TorchtitanReader(Reader):
 
     def load(self, file: Path, config: str) -> dict[str, Any]:
         """Keys are dotted, and not nested."""
-        return read_python(file, config) if file.suffix == ".py" else _toml(file)
+        if file.suffix == ".py":
+            return read_python(file, config)
+        self.refuse_config(file, config)
+        return _toml(file)
 
     def change(self, data: dict[str, Any], key: str, value: Any) -> None:
         """See `Reader.change`."""

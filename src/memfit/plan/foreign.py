@@ -85,14 +85,17 @@ def _unknown_memory(usable: int | None, because: str) -> Memory:
 def describe_foreign(ledger: Ledger, recipe: Recipe, device: Device, usable: int | None) -> Memory:
     """The three numbers and a verdict; reserved and context are bands, and the verdict sees both.
 
-    `fits` at the high ends, `at_risk` between, `does_not_fit` at the low ends.
+    `fits` at the high ends, `at_risk` between, `does_not_fit` at the low ends; where no context is
+    known, only `does_not_fit` can be.
     """
     framework, peak = find_framework(recipe.framework), ledger.peak
     slack, bounds = framework.slack, find_bounds(framework, device, recipe.parallel, peak)
     live = {p: ledger.live(p) for p in ledger.phases}
     peak_phase = max(live, key=live.__getitem__)
     verdict: Verdict = "unproven"
-    if usable is not None and bounds.outside is not None:
+    if usable is not None and peak * framework.slack.low > usable:
+        verdict = "does_not_fit"  # whatever the context is
+    elif usable is not None and bounds.outside is not None:
         verdict = "fits"
         if bounds.high > usable:
             verdict = "at_risk"
