@@ -29,6 +29,10 @@ MANY = (
     *TRACED, "test_build.py", "test_instants.py", "test_step.py", "test_closed_form.py",
     "test_lean_blocks.py",
 )  # fmt: skip
+# Slow proofs whose cases differ in settings alone: one in so many.
+SETTINGS = {
+    "test_depth.py": 3, "test_documents.py": 2, "test_fast_fake.py": 2, "test_lean_blocks.py": 2,
+}  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):
@@ -40,11 +44,19 @@ def pytest_collection_modifyitems(items):
 def share(item):
     """One in so many of such tests is part of `make test`, always the same ones.
 
-    Of the proofs that run over every family and many settings: all settings of llama, and those
-    that are quick of all families; of the others some. `make test-wide` takes all.
+    Of the proofs that run over every family and many settings: all settings of llama that are
+    quick, and those of all families; of the others some. `make test-wide` takes all.
     """
     given = getattr(item, "callspec", None)
-    if given is None or item.path.name not in MANY:
+    if given is None:
+        return 1
+    few = SETTINGS.get(item.path.name, 1) if item.get_closest_marker("slow") is not None else 1
+    return few * share_of_families(item, given)
+
+
+def share_of_families(item, given):
+    """What `share` is by the case's family."""
+    if item.path.name not in MANY:
         return 1
     names = {str(value).partition(",")[0] for value in given.params.values()}
     one_of_many = "family" in given.params and "llama" not in names

@@ -39,7 +39,7 @@ OWN_VALUES: dict[str, tuple[object, ...]] = {
     "loss": ("plain", "chunked"),
     "recompute": ("none", "full", "selective"),
     "compile": ("none", "blocks"),
-    "offload": ("none", "activations", "optimizer"),
+    "offload": ("none", "activations", "optimizer", "parameters"),
 }
 # keys of `optimizer` that count in a digest where they are set
 LATE_IN_OPTIMIZER = ("in_backward", "stochastic_rounding")

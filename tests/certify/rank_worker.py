@@ -118,7 +118,9 @@ def answer(recipe: Recipe, rank: int) -> dict[str, Any]:
 def alone(recipe: Recipe) -> dict[str, Any]:
     """The same global batch in this process, without sharding."""
     world = recipe.parallel.dp
-    whole = replace(recipe, parallel=Parallel(), micro_batch=recipe.micro_batch * world)
+    whole = replace(
+        recipe, parallel=Parallel(), micro_batch=recipe.micro_batch * world, offload="none"
+    )
     return run(whole, 0)
 
 

@@ -129,6 +129,18 @@ CASES: dict[str, Recipe] = {
     "mixed-tied-in-backward": make_recipe(
         "qwen2", parallel=SHARDS, **MIXED, clip_norm=0, in_backward=True, implementation="foreach"
     ),
+    "on-the-host": make_recipe(
+        config=RAGGED, parallel=SHARDS, offload="parameters", accumulation=2, recompute_blocks=1
+    ),
+    "mixed-nf4-on-the-host": make_recipe(
+        "qwen3",
+        parallel=BOTH,
+        **MIXED,
+        **LORA,
+        **NF4,
+        offload="parameters",
+        implementation="foreach",
+    ),
     "experts": make_recipe("qwen3_moe", parallel=SHARDS, recompute_blocks=1, accumulation=2),
     "latent-experts": make_recipe("deepseek_v3", parallel=SHARDS, recompute_blocks=1),
     "sinks": make_recipe("gpt_oss", parallel=SHARDS, **MIXED),

@@ -135,7 +135,6 @@ def test_a_recipe_of_another_framework_cannot_be_built():
     [
         ({"base_format": "int4"}, "`base_format: int4` is not in memfit's own step"),
         ({"compile": "model"}, "`compile: model`"),
-        ({"offload": "parameters"}, "`offload: parameters`"),
         ({"options": {"a": 1}}, "no `options`"),
         ({"parallel": {"ep": 2}}, "`parallel.ep: 2`"),
     ],

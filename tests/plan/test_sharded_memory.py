@@ -161,6 +161,31 @@ def test_ranks_that_share_a_row_hold_on_a_gpu_what_is_predicted(rank: int) -> No
     assert predict_memory(model, recipe, H100).peak == max(peaks)
 
 
+ON_HOST = {
+    "uneven shards, mixed, recomputed, accumulated": make_recipe(
+        config=UNEVEN, parallel=Parallel(dp_shard=3), recompute_blocks=1, accumulation=2,
+        offload="parameters", **MIXED,
+    ),
+    "2 copies of 2 shards in fp32, kept gathered": make_recipe(
+        "gpt2", parallel=Parallel(dp_replicate=2, dp_shard=2, reshard_after_forward=False),
+        offload="parameters", attention="efficient",
+    ),
+    "lora over nf4": make_recipe(
+        parallel=TWO, recompute_blocks=1, offload="parameters", **MIXED, **OVER_NF4
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ON_HOST)
+def test_a_rank_whose_shards_wait_on_the_host_holds_what_is_predicted(name: str) -> None:
+    recipe = ON_HOST[name]
+    predicted, traced = held(recipe, H100, 0)
+    assert_alike(predicted, traced)
+    assert predicted[Phase.LOAD] == traced[Phase.LOAD]  # no weight comes to the device
+    kept, _ = held(replace(recipe, offload="none"), H100, 0)
+    assert max(predicted.values()) < max(kept.values())
+
+
 STAGED = {
     "4 stages, packed": make_recipe(
         config=DEEP, parallel=Parallel(pp=4), accumulation=9, micro_batch=1, packing=True

@@ -126,8 +126,11 @@ def same_learning(runs, name, run, want, other):
         torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=2e-5, msg=key)
 
 
+WIDE = (pytest.param(mesh, marks=pytest.mark.wide) for mesh in (SHARDS, {"dp_replicate": 2}))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [SHARDS, {"dp_replicate": 2}, BOTH], ids=str)
+@pytest.mark.parametrize("parallel", [BOTH, *WIDE], ids=str)
 def test_a_run_of_many_ranks_learns_what_one_process_learns(parallel, runs, alone):
     name = f"many {parallel}"
     micro = 2  # of which a rank of two has two a step, a rank of four one

@@ -138,13 +138,21 @@ class Recorder(LiveBytes):  # type: ignore[no-untyped-call]
             self._keep_cublas_workspace()
             return 0
         rule = RULES.get(name)
-        return rule.nbytes(args, self._grid) if rule is not None else 0
+        if rule is None or _is_on_host(args[0]):
+            return 0
+        return rule.nbytes(args, self._grid)
 
     def _keep_cublas_workspace(self) -> None:
         in_backward = torch._C._current_autograd_node() is not None
         if in_backward not in self._threads:
             self._threads.add(in_backward)
             self._allocate(self._cublas, "cublasSetWorkspace", Kind.WORKSPACE, False)
+
+
+def _is_on_host(given: Any) -> bool:
+    """Whether an operator's first argument, a tensor or several, is the host's."""
+    first = given[0] if isinstance(given, list | tuple) and given else given
+    return isinstance(first, torch.Tensor) and first.device.type == "cpu"
 
 
 @cache

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 import torch
 from msgspec.structs import replace
 
+from memfit.adapters import find_adapter
 from memfit.certify.fake_device import device_type, fake_device, set_while
 from memfit.certify.outliers import outlier_bounds, outlier_rules
 from memfit.certify.recorder import Recorder, Trace
@@ -18,8 +19,9 @@ from memfit.families.compiled import compiled_bounds
 from memfit.hardware import Device
 from memfit.ledger import Phase
 from memfit.optimizers import find_optimizer
-from memfit.optimizers._offloaded import COPIES
+from memfit.optimizers._offloaded import COPIES, host_bytes
 from memfit.parallelism.pipeline import shown_micro_batches
+from memfit.parallelism.shards import local_model
 from memfit.recipe import Parallel, Recipe
 from memfit.shapes import BatchShape, bounds_of
 from memfit.sizes.kernels import heads_of
@@ -31,6 +33,7 @@ from memfit.train.generate import advance, build_generator, chances, fill_genera
 from memfit.train.live import LiveBytes
 from memfit.train.step import Batch, evaluate, step
 from memfit.train.weights import EmptyWeights, fill_weights
+from memfit.units import show_bytes
 
 EVALUATED = 2  # evaluation batches: at the second, the first one's results are there
 TRACED_MICRO_BATCHES = 2  # from the second on, all are alike: gradients exist and are added to
@@ -76,6 +79,10 @@ def trace_step(
         later = [shapes] * (steps - 1) + [(shape,) * repeated for shape in also]
         _run(recipe, kind, [shapes, *later], recorder, weights, evaluation or shapes[:1], rank)
     bounds = _bounds(recipe, batches, shapes, kind, workspaces)
+    if recipe.offload == "parameters":
+        own = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+        nbytes = host_bytes(local_model(own, recipe.parallel, rank), recipe)
+        bounds += (f"the host holds {show_bytes(nbytes)} of this rank's shards: not counted",)
     return recorder.trace((*bounds, *_bounds_of_weights(recipe, kind, weights)))
 
 
@@ -102,7 +109,8 @@ def _traced(recipe: Recipe, device: Device, recorder: Recorder, rank: int = 0) -
     First once on meta: what building imports must not be imported under FakeTensorMode, where a
     module's constants would be fake for ever, and would be counted.
     """
-    resting = "none" if recipe.offload == "optimizer" else recipe.offload  # needs a GPU's streams
+    moves = recipe.offload in ("optimizer", "parameters")  # needs a GPU's streams, or ranks
+    resting = "none" if moves else recipe.offload
     alone = replace(recipe, parallel=Parallel(), offload=resting)
     build_optimizer(alone, build_model(alone, "meta"))
     heads = heads_of(read_model(recipe.model).architecture, recipe.sequence_length)

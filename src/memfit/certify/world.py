@@ -48,6 +48,8 @@ def fake_world(
         if kind == "cuda":
             stack.enter_context(fake_streams(on_stream))
             stack.enter_context(set_while(torch.Tensor, "record_stream", _recording(on_use)))
+            # shards that wait on the host are copied to pinned memory, which no device sees
+            stack.enter_context(set_while(torch.Tensor, "is_pinned", lambda tensor: True))
         yield
 
 

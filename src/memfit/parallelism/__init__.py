@@ -74,9 +74,17 @@ def shard(
 
     Under `bf16-mixed` the gathered weights are bf16, gradients are reduced in fp32, and the shards
     are fp32 master copies; nothing is autocast.
+
+    Under `offload: parameters` the shards wait in the host's memory, where their gradients come
+    and the optimizer updates them; a unit's are copied to the device each time it is gathered.
     """
     import torch
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        FSDPModule,
+        MixedPrecisionPolicy,
+        fully_shard,
+    )
 
     if recipe.parallel.tp > 1:
         (norm, head) = tail
@@ -87,6 +95,8 @@ def shard(
     if recipe.precision == "bf16-mixed":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    if recipe.offload == "parameters":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     reshard = recipe.parallel.reshard_after_forward
     shared = {id(p) for p in embedding.parameters()}
     tail = [module for module in tail if any(True for _ in module.parameters())]
@@ -159,6 +169,8 @@ def materialise(old: Tensor, device: Any) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     assert isinstance(old, DTensor)
+    if torch.device(device).type != old.device_mesh.device_type:  # where `from_local` would move it
+        return torch.empty_like(old, device=device)
     local = old.to_local()
     return DTensor.from_local(
         torch.empty(local.shape, dtype=old.dtype, device=device),

@@ -73,7 +73,7 @@ class Candidate:
     @cached_property
     def beside(self) -> Beside:
         """What its mesh needs of the device beside the peak."""
-        return find_beside(self.model, self.recipe.parallel, self.problem.device)
+        return find_beside(self.model, self.recipe, self.problem.device)
 
     @cached_property
     def seconds(self) -> float:

@@ -188,7 +188,9 @@ def _quantised(problem: Problem, recipe: Recipe) -> Iterator[Recipe]:
         told = replace(problem, request=asked)
         try:
             check_base(problem.model, base, "lora")
-            other = first_recipe(told, method="lora", precision=recipe.precision)
+            other = first_recipe(
+                told, method="lora", precision=recipe.precision, parallel=recipe.parallel
+            )
         except InvalidRequest:
             continue
         if base != recipe.base_format:
@@ -208,7 +210,9 @@ def _inexact(problem: Problem, recipe: Recipe) -> Iterator[Recipe]:
         pairs.append(("lora", recipe.precision))
     for method, precision in pairs:
         if allowed(problem, precision):
-            other = first_recipe(problem, method=method, precision=precision)
+            other = first_recipe(
+                problem, method=method, precision=precision, parallel=recipe.parallel
+            )
             yield replace(other, **{k: getattr(recipe, k) for k in KEPT})
     yield from _quantised(problem, recipe)
     if recipe.optimizer.name == "adamw":

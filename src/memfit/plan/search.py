@@ -33,6 +33,7 @@ from memfit.plan.problem import (
     CHUNKS,
     Problem,
     allowed,
+    find_weights,
     first_recipe,
     in_backward_lack,
     list_micro_batches,
@@ -115,10 +116,7 @@ def _preferences(problem: Problem) -> Iterator[Candidate]:
     methods: list[Method] = ["full", "lora"] if request.method == "auto" else [request.method]
     if request.base_format in CODED_FORMATS:
         methods = ["lora"]  # nothing else trains beside a quantised base
-    elif (
-        request.method == "auto"
-        and first_recipe(problem, method="full", precision="fp32").weights == "random"
-    ):
+    elif request.method == "auto" and find_weights(request, problem.reference) == "random":
         methods = ["full"]  # an adapter on random weights has nothing to adapt
     if request.method == "auto" and request.preference.reference == "adapter-off":
         methods = ["lora"]

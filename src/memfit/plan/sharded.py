@@ -35,6 +35,7 @@ def find_sharding(recipe: Recipe, rank: int) -> Sharding | None:
         wide="float32" if mixed else "",
         tp=parallel.tp,
         coding=recipe.coding,
+        on_host=recipe.offload == "parameters",
     )
 
 

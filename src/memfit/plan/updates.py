@@ -84,12 +84,13 @@ class _Around:
         self.device = device
         self.sharding = find_sharding(recipe, rank)
         self.trainable = [w.spec for w in self.model.weights if w.trainable]
+        self.on_host = self.sharding is not None and self.sharding.on_host  # all but buffers
         self.shared = False  # whether the states' shared tensors are counted already
 
     def load(self, model: Model) -> Parts:
         """Parameters and buffers."""
         nbytes: dict[str, list[int]] = {}
-        for weight in model.weights:
+        for weight in () if self.on_host else model.weights:
             held = nbytes.setdefault(owner_of(weight.part), [])
             held += [spec.nbytes for spec in weight.stored.values()]
         a = self.model.architecture
@@ -101,7 +102,8 @@ class _Around:
 
     def quantise(self) -> tuple[Parts, ...]:
         """For each size of a quantised weight, what making it holds; see train/quantised.py."""
-        sizes = dict.fromkeys((w.shape, w.dtype) for w in self.whole.weights if w.coding)
+        coded = () if self.on_host else [w for w in self.whole.weights if w.coding]
+        sizes = dict.fromkeys((w.shape, w.dtype) for w in coded)
         part, coding = (Kind.TEMPORARY, "model"), self.recipe.coding
         return tuple(
             hold(part, tensors, self.device)
@@ -135,7 +137,7 @@ class _Around:
 
     def rounded(self) -> int:
         """What the gradients' blocks are larger."""
-        none = self.device.is_cpu or self.recipe.optimizer.in_backward
+        none = self.device.is_cpu or self.recipe.optimizer.in_backward or self.on_host
         sizes = [] if none else [s.nbytes for s in self.trainable]
         if sizes and self.sharding is not None:  # one buffer a unit
             sizes = gradient_bytes(self.whole, self.sharding)
@@ -156,7 +158,7 @@ class _Around:
         return hold((Kind.OPTIMIZER_STATE, "optimizer"), nbytes, self.device)
 
     def _clip(self, line: _Line) -> None:
-        if not self.recipe.optimizer.clip_norm:
+        if not self.recipe.optimizer.clip_norm or self.on_host:
             return
         scalar, count = DTYPE_BYTES[self.recipe.trainable_dtype], len(self.trainable)
         each = [scalar] * count
@@ -173,6 +175,8 @@ class _Around:
         line.add({TEMPORARY: scalar})  # the norm, held until the step has returned it
 
     def _update(self, specs: Sequence[TensorSpec]) -> Parts:
+        if self.on_host:
+            return {}
         settings = self.recipe.optimizer
         family = find_optimizer(settings)
         counted: Counted = "live" if self.device.is_cpu else "device"

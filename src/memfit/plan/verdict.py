@@ -12,7 +12,7 @@ from memfit.ledger import Kind, Ledger
 from memfit.model import Model
 from memfit.parallelism.pipeline import owner_of
 from memfit.parallelism.shards import cut_model
-from memfit.recipe import Parallel
+from memfit.recipe import Parallel, Recipe
 from memfit.results import Memory, Verdict
 
 # What a prediction does not know without replaying the allocator, as a stated share and band:
@@ -31,28 +31,35 @@ class Beside(NamedTuple):
 ALONE = Beside()
 
 
-def find_beside(model: Model, parallel: Parallel, device: Device) -> Beside:
+def find_beside(model: Model, recipe: Recipe, device: Device) -> Beside:
     """Of this mesh; model: after its adapter.
 
     Buffers are gathered and reduced on streams of their own, whose pools no other stream takes
     from: a gathered unit and the next one, and this rank's gradients, in the largest case beside a
     peak that has none of them. How much of it there is only the certificate's replay knows.
+    Gradients that wait on the host leave their pool to the next unit's.
     """
+    parallel = recipe.parallel
     if parallel.world == 1 or device.is_cpu:
         return ALONE
     units: dict[str, int] = {}
     gradients: dict[int, int] = {}  # of each stage
+    held_by: dict[str, int] = {}  # of each unit, on their way to the host
     for w in cut_model(model, parallel).weights:
         unit = f"block {w.layer}" if w.layer >= 0 else w.part
         gathered = 2 * w.numel  # in 16 bits; more only where nothing is
         units[unit] = units.get(unit, 0) + gathered
         stage = owner_of(w, model.architecture.layers, parallel)
         own = w.nbytes // parallel.shards if w.trainable else 0
-        gradients[stage] = gradients.get(stage, 0) + own
+        if recipe.offload == "parameters":
+            held_by[unit] = held_by.get(unit, 0) + own
+        else:
+            gradients[stage] = gradients.get(stage, 0) + own
     outside, alone = find_outside(device, parallel), find_outside(device, Parallel())
+    most = max((*gradients.values(), *held_by.values()))
     known = outside is not None and alone is not None
     return Beside(
-        streams=2 * max(units.values()) * (parallel.shards > 1) + max(gradients.values()),
+        streams=2 * max(units.values()) * (parallel.shards > 1) + most,
         communicators=outside.typical - alone.typical if known and outside and alone else 0,
     )
 

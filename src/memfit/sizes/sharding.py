@@ -35,6 +35,7 @@ class Sharding(Noun, frozen=True, kw_only=True):
     wide: str  # the dtype that gradients are reduced in; "" is their own
     tp: int = 1  # ranks that share each product, of whose part of the model this is a part
     coding: str = ""  # how frozen projections are quantised (`memfit.coding`)
+    on_host: bool = False  # shards, and their gradients, wait in the host's memory
 
     def padded(self, shape: Shape) -> int:
         """Elements of a rank's part of a buffer: the first dimension cut, the last parts padded."""
@@ -172,16 +173,33 @@ class Unit:
             self._pending = []
             return
         before = self._owned()
-        narrower = (w for w, shard in self.weights if w.dtype != shard.dtype)
-        cast = sum(sharding.padded(w.shape) for w in narrower)
-        flat = empty(meter, (cast,), sharding.low, Kind.ALL_GATHER) if cast else None
+        entering = self._from_host() if sharding.on_host else self._cast()
         dtypes = {w.dtype for w, _ in self.weights}
         dtype = dtypes.pop() if len(dtypes) == 1 else "uint8"  # weights of several go as bytes
         nbytes = sum(sharding.padded(w.shape) * DTYPE_BYTES[w.dtype] for w, _ in self.weights)
         total = nbytes * sharding.shards // DTYPE_BYTES[dtype]
         self._pending = [empty(meter, (total,), dtype, Kind.ALL_GATHER)]
-        del flat
+        entering.clear()
         meter.owner = before
+
+    def _cast(self) -> list[Tensor]:
+        """This rank's shards as they are gathered, where they are not already so: one buffer."""
+        sharding, meter = self.shared.sharding, self.shared.meter
+        narrower = (w for w, shard in self.weights if w.dtype != shard.dtype)
+        cast = sum(sharding.padded(w.shape) for w in narrower)
+        return [empty(meter, (cast,), sharding.low, Kind.ALL_GATHER)] if cast else []
+
+    def _from_host(self) -> list[Tensor]:
+        """Each of this rank's shards, copied to the device and cast there."""
+        sharding, meter = self.shared.sharding, self.shared.meter
+        found = []
+        for weight, shard in self.weights:
+            size = (sharding.padded(weight.shape),)
+            part = empty(meter, size, shard.dtype, Kind.ALL_GATHER)
+            if weight.dtype != shard.dtype:
+                part = empty(meter, size, weight.dtype, Kind.ALL_GATHER)
+            found.append(part)
+        return found
 
     def _copy_out(self) -> None:
         if self._pending is None:
@@ -260,6 +278,9 @@ class Unit:
             self._reduced = reduced
         if trained[0].dtype != dtype:
             reduced = empty(meter, (part,), trained[0].dtype, Kind.REDUCE_SCATTER)
+        shared.reducing.append(entering)
+        if sharding.on_host:
+            return
         if shared.on_reduced is not None:
             meter.kinds[reduced.storage.index] = Kind.GRADIENTS
             for shard in trained:
@@ -267,7 +288,6 @@ class Unit:
         elif self.gradient is None:
             meter.kinds[reduced.storage.index] = Kind.GRADIENTS
             self.gradient = reduced
-        shared.reducing.append(entering)
 
     def finish(self) -> None:
         """At the end of the whole backward."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -68,8 +68,11 @@ class Built:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
-        return next(self.model.parameters()).device
+        """Where the model computes."""
+        first: Any = next(self.model.parameters())
+        if self.recipe.offload != "parameters" or first.device_mesh.device_type == "cpu":
+            return torch.device(first.device)
+        return torch.device("cuda", torch.cuda.current_device())
 
 
 def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
@@ -88,7 +91,8 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
     float8.check(recipe, device)
     qat.check_recipe(read_model(recipe.model), recipe)
     check_compiled(read_model(recipe.model), recipe)
-    check_offload(recipe, cpu=device.type == "cpu")
+    # of shards on the host a CPU runs the same code, and saves nothing: no plan is for that
+    check_offload(recipe, cpu=device.type == "cpu" and recipe.offload == "optimizer")
     with _disable_current_modes():  # on meta nothing needs tracing, and peft cannot move fakes
         model = find_adapter(recipe).apply(_bare(recipe), recipe)
     if recipe.loss == "chunked":
@@ -118,7 +122,7 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
         parallelism.shard(where.base, where.embedding, list(where.blocks), tail, recipe, mesh)
         if recipe.parallel.cp > 1:
             share_tokens(where.blocks, recipe.parallel, device.type)
-    _materialise(model, device)
+    _materialise(model, device, on_host=recipe.offload == "parameters")
     return model.train()
 
 
@@ -139,14 +143,16 @@ def build_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-def _materialise(model: nn.Module, device: torch.device) -> None:
+def _materialise(model: nn.Module, device: torch.device, *, on_host: bool) -> None:
     """Right values for every buffer, and empty storage for every parameter, ties kept.
+
+    on_host: the parameters wait in the host's memory.
 
     Buffers first: what computing them needs is gone when the weights come.
     """
 
     def empty(_: str, old: Tensor) -> Tensor:
-        new = parallelism.materialise(old, device)
+        new = parallelism.materialise(old, "cpu" if on_host and device.type != "meta" else device)
         return nn.Parameter(new, requires_grad=old.requires_grad)
 
     for module in list(model.modules()):
