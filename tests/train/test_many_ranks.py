@@ -30,6 +30,7 @@ from memfit.recipe import Parallel
 from memfit.request import Request, Task
 from memfit.results import Run
 from memfit.train.checkpoint import find_damage
+from memfit.train.generate import generate
 from memfit.train.prepare import build_samplers, find_bounds, read_data
 from memfit.train.session import EXPOSED
 
@@ -137,6 +138,8 @@ def test_a_run_of_many_ranks_learns_what_one_process_learns(parallel, runs, alon
     run = runs.whole(name, parallel=parallel, micro_batch=micro)
     same_learning(runs, name, run, alone, "alone")
     held_to_certificates(runs, run, parallel, micro)
+    said = [generate(runs.folder / one, "the", 8, temperature=0) for one in (name, "alone")]
+    assert said[0] == said[1]
     logs = sorted((runs.folder / name / "ranks").glob("*/log.jsonl"))
     assert len(logs) == len(run.ranks) - 1
     assert {len(log.read_text().splitlines()) for log in logs} == {6}

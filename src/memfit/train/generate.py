@@ -16,7 +16,7 @@ from memfit.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.libraries import quiet_import
 from memfit.nouns import read_json
-from memfit.recipe import Attention, Recipe
+from memfit.recipe import Attention, Parallel, Recipe
 from memfit.results import Run
 from memfit.train.build import build_model
 from memfit.train.export import FOLDER
@@ -135,9 +135,10 @@ def build_generator(recipe: Recipe, device: str) -> nn.Module:
         kernel = "efficient" if windowed else "flash"
     elif device == "cuda" and kernel == "flash" and recipe.compute_dtype == "float32":
         kernel = "efficient"
-    alone = replace(
-        recipe, attention=kernel, recompute_blocks=0, loss="plain", loss_chunk=0, compile="none"
-    )
+    alone = replace(  # one process, whatever the recipe's mesh is
+        recipe, attention=kernel, recompute_blocks=0, selective_blocks=0, loss="plain",
+        loss_chunk=0, compile="none", offload="none", parallel=Parallel(),
+    )  # fmt: skip
     model = build_model(alone, device).eval()
     if recipe.autocast:
         plain, dtype = model.forward, getattr(torch, recipe.compute_dtype)
