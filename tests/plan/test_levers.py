@@ -87,6 +87,20 @@ def test_states_on_the_host_are_offered_where_they_can_be_and_told_with_their_ti
     assert all(row.relative_time > 1 for row in found)
 
 
+def test_what_changes_the_result_says_so_and_nothing_else_does():
+    plan = api.plan(
+        api.read("pythia-70m", device="rtx-4090", changes={"task.sequence_length": 1024})
+    )
+    rows = (*plan.considered, *plan.levers)
+    said = [row for row in rows if "changes what is learned" in row.because]
+    assert said
+    knobs = {"method", "precision", "optimizer.name", "base_format"}
+    assert [row.changes for row in said if not knobs & set(row.changes)] == []
+    (lean,) = [row for row in rows if set(row.changes) == {"lean"}]
+    assert lean.relative_time < 1
+    assert lean.because == "fits and is faster, but is not turned unasked"
+
+
 def test_a_precision_that_brings_another_kernel_is_still_a_lever():
     plan = api.plan(ask(hardware={"device": "h100-sxm"}, attention="auto"))
     (mixed,) = [row for row in plan.levers if row.changes.get("precision") == "bf16-mixed"]

@@ -19,6 +19,11 @@ TINY = {
 RESTING = """() => document.querySelector('.answer')
   && !document.querySelector('.answer[aria-busy=true]')"""
 
+# where the card ends that goes on behind 700 px: a picture that ends there cuts no chart
+END = """() => Math.min(1400, ...[...document.querySelectorAll('main section')]
+  .map((card) => Math.ceil(card.getBoundingClientRect().bottom) + 12)
+  .filter((bottom) => bottom > 700))"""
+
 
 @contextmanager
 def opened(browser, server, screen="", *, token=True):
@@ -68,6 +73,7 @@ def check_look(page, name):
             "() => { document.activeElement.blur();"
             " for (const at of [window, document.querySelector('aside')]) at?.scrollTo(0, 0); }"
         )
+        page.set_viewport_size({"width": 1200, "height": page.evaluate(END)})
         page.screenshot(path=Path(folder) / f"{name}.png")
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from urllib.parse import quote, urlencode
 
 import pytest
@@ -11,9 +12,14 @@ from looking import AXE, ROOT, SMALL, TINY, check_look, find_barriers, opened, w
 from tabbing import tab_to
 
 from memfit import api, units
+from memfit.certify.recording import Recording
+from memfit.certify.tape import Event
+from memfit.curve import draw_curve
+from memfit.ledger import Phase
 from memfit.nouns import from_data, read_json
+from memfit.report_page.timeline import render_timeline
 from memfit.request import Request
-from memfit.results import Report
+from memfit.results import Certificate, Report
 from memfit.screens.budget import show_figure
 from memfit.screens.memory import parts_of
 from memfit.ui.asking import read_asked
@@ -250,6 +256,34 @@ def test_the_report_of_a_real_run_opens_from_the_disk(browser, run):
         for row in report.comparisons:
             assert row.name in text
         check_look(page, "report")
+
+
+def test_the_page_of_a_certified_step_is_read_on_a_telephone(browser, run):
+    """Of the real run's certificate; its table is scrolled along, not broken into letters."""
+    certificate = read_json(run / "certificate.json", Certificate)
+    tensors = {n: tensor for n, tensor in enumerate(certificate.at_peak)}
+    recording = Recording(
+        events=tuple(Event(n, tensor.nbytes) for n, tensor in tensors.items()), marks=(1,),
+        stretches=(Phase.LOAD, Phase.FORWARD), tensors=tensors, settings=None,
+    )  # fmt: skip
+    path = run / "drawn.html"
+    path.write_text(render_timeline(draw_curve(recording), certificate), encoding="utf-8")
+    address = f"file://{quote(str(path))}"
+    with watched(browser, address) as page:
+        page.goto(address)
+        assert "(the peak)" in page.text_content("#read")
+        page.set_viewport_size({"width": 320, "height": 900})
+        assert find_barriers_here(page) == []
+        lines = page.evaluate(
+            "() => Math.max(...[...document.querySelectorAll('td code')].map((cell) =>"
+            " new Set([...cell.getClientRects()].map((line) => line.top)).size))"
+        )
+        assert lines <= 4
+        spans = page.evaluate(
+            "() => [...document.querySelectorAll('.x')].map((at) => at.getBoundingClientRect())"
+            ".filter((box) => box.width).map((box) => [box.left, box.right])"
+        )
+        assert all(left[1] < right[0] for left, right in pairwise(sorted(spans)))
 
 
 def test_a_pasted_config_is_the_request_with_it(server):

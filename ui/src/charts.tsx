@@ -1,5 +1,5 @@
 // Charts drawn by hand: lines and dots in SVG, their labels in HTML, so that text never shrinks.
-import { useState } from "preact/hooks";
+import { useEffect, useState } from "preact/hooks";
 import * as show from "./show";
 
 export interface Dot {
@@ -12,6 +12,17 @@ export interface Dot {
 
 const W = 1000;
 const H = 400;
+const NARROW = matchMedia("(max-width:560px)"); // as app.css
+
+function useNarrow(): boolean {
+  const [is, set] = useState(NARROW.matches);
+  useEffect(() => {
+    const look = () => set(NARROW.matches);
+    NARROW.addEventListener("change", look);
+    return () => NARROW.removeEventListener("change", look);
+  }, []);
+  return is;
+}
 
 export function Scatter(props: {
   dots: Dot[];
@@ -23,6 +34,7 @@ export function Scatter(props: {
 }) {
   const { dots } = props;
   const [at, setAt] = useState<Dot | null>(null);
+  const high = useNarrow() ? W : H;
   if (!dots.length) return <p class="soft">nothing to draw</p>;
   const [least, most] = [Math.min(...dots.map((dot) => dot.x)), Math.max(...dots.map((dot) => dot.x))];
   const margin = (most - least) * 0.08 || most * 0.08;
@@ -32,13 +44,13 @@ export function Scatter(props: {
   const limit = props.limit != null && props.limit < highest * 4 ? props.limit : null;
   const top = Math.max(highest, limit ?? 0) * 1.08;
   const x = (dot: Dot) => ((dot.x - left) / (right - left)) * W;
-  const y = (n: number) => H - (n / top) * H;
+  const y = (n: number) => high - (n / top) * high;
   const front = dots.filter((dot) => dot.front).sort((a, b) => a.x - b.x);
   return (
     <figure class="chart">
-      <Axis top={top} ticks={props.y === "cost" ? show.ticks(top) : show.byteTicks(top)} say={props.showY} />
+      <Axis top={top} ticks={props.y === "cost" ? show.centTicks(top) : show.byteTicks(top)} say={props.showY} />
       <div class="plotarea">
-        <svg class="free" viewBox={`0 0 ${W} ${H}`} role="img"
+        <svg class="free" viewBox={`0 0 ${W} ${high}`} role="img"
           aria-label={`${dots.length} plans by ${props.x} and ${props.y}; the table below has them all`}>
           {limit != null && <line class="limitline" x1="0" x2={W} y1={y(limit)} y2={y(limit)} />}
           <polyline class="front" points={front.map((dot) => `${x(dot)},${y(dot.y)}`).join(" ")} />
@@ -70,8 +82,7 @@ function Mark({ dot, x, y, pick }: { dot: Dot; x: number; y: number; pick: () =>
 export function Axis({ top, ticks, say }: { top: number; ticks: number[]; say: (n: number) => string }) {
   return (
     <div class="ys" aria-hidden="true">
-      {ticks.filter((n, i) => i === 0 || say(n) !== say(ticks[i - 1]!)) // cents are the least that is said
-        .map((n) => <span style={{ bottom: `${(n / top) * 100}%` }}>{say(n)}</span>)}
+      {ticks.map((n) => <span style={{ bottom: `${(n / top) * 100}%` }}>{say(n)}</span>)}
     </div>
   );
 }

@@ -71,6 +71,11 @@ export function Table<Row>(props: {
   );
 }
 
+// A dotted name or a path, which may go on in the next line behind a dot or a stroke.
+export function Name({ text }: { text: string }) {
+  return <code>{text.split(/(?<=[./])/).flatMap((piece, index) => (index ? [<wbr />, piece] : [piece]))}</code>;
+}
+
 export function Key({ kind, words }: { kind: string; words: Words }) {
   return (
     <svg class="key" viewBox="0 0 12 12" aria-hidden="true">

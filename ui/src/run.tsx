@@ -2,7 +2,7 @@
 import { useEffect, useState } from "preact/hooks";
 import { ask } from "./ask";
 import { Lines } from "./charts";
-import { Card, Figure, Table, Trouble, Verdict } from "./parts";
+import { Card, Figure, Name, Table, Trouble, Verdict } from "./parts";
 import * as show from "./show";
 import type { Keys } from "./state";
 import type { Comparison, LogRow, RunRow, RunView, Words } from "./types";
@@ -172,7 +172,7 @@ function Compared({ name, rows }: { name: string; rows: Comparison[] }) {
   return (
     <Card title={`${name}: predicted, certified, measured`}>
       <Table label={`Comparisons of ${name}`} rows={rows} columns={[
-        { head: "figure", cell: (c) => <code>{c.name}</code> },
+        { head: "figure", cell: (c) => <Name text={c.name} /> },
         { head: "predicted", number: true, cell: (c) => show.quantity(c.predicted, c.unit) },
         { head: "certified", number: true, cell: (c) => show.quantity(c.certified, c.unit) },
         { head: "measured", number: true, cell: (c) => show.quantity(c.measured, c.unit) },

@@ -76,6 +76,11 @@ export function ticks(top: number, scale = 1): number[] {
   return Array.from({ length: Math.floor(whole / step + 1e-9) + 1 }, (_, n) => n * step * scale);
 }
 
+// Cents are the least that is said.
+export function centTicks(top: number): number[] {
+  return ticks(top).filter((n) => Math.abs(n * 100 - Math.round(n * 100)) < 1e-6);
+}
+
 export function byteTicks(top: number): number[] {
   const unit = [2 ** 30, 2 ** 20, 2 ** 10].find((u) => top >= 2 * u) ?? 1;
   return ticks(top, unit);

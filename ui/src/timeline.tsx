@@ -5,7 +5,7 @@ import { send } from "./ask";
 import { Axis } from "./charts";
 import { Text } from "./controls";
 import { useDraft } from "./draft";
-import { Bar, Card, Key, Table, Trouble, Verdict, partsOf, room, sumUp, type Part } from "./parts";
+import { Bar, Card, Key, Name, Table, Trouble, Verdict, partsOf, room, sumUp, type Part } from "./parts";
 import * as show from "./show";
 import { SecondsCard } from "./seconds";
 import { command, queryOf, requestOf, type Keys } from "./state";
@@ -134,8 +134,8 @@ function Drawn({ made, words }: { made: StepMemory; words: Words }) {
         </div>
         <Table label="Alive at the peak" rows={certificate.at_peak.slice(0, ROWS)} columns={[
           { head: "kind", short: true, cell: (t) => <><Key kind={t.kind} words={words} /> {t.kind.replace("_", " ")}</> },
-          { head: "module", cell: (t) => <code>{t.module || "(outside any module)"}</code> },
-          { head: "made by", cell: (t) => <><code>{t.op}</code><br /><code class="soft">{t.source}</code></> },
+          { head: "module", cell: (t) => <Name text={t.module || "(outside any module)"} /> },
+          { head: "made by", cell: (t) => <><Name text={t.op} /><br /><span class="soft"><Name text={t.source} /></span></> },
           { head: "each", number: true, cell: (t) => `${show.whole(t.count)} x ${show.bytes(t.nbytes)}` },
           { head: "together", number: true, cell: (t) => show.bytes(t.count * t.nbytes) },
         ]} />
@@ -278,7 +278,7 @@ function Phases({ curve, words }: { curve: Curve; words: Words }) {
       {curve.stretches.map(([phase, from, to]) => {
         const [left, width] = [(from / curve.events) * 100, ((to - from) / curve.events) * 100];
         return width < 6 ? null : (
-          <span style={{ left: `${left}%`, width: `${width}%` }}>{words.phases[phase] ?? phase}</span>
+          <span style={{ left: `${left}%`, width: `${width}%` }}><i>{words.phases[phase] ?? phase}</i></span>
         );
       })}
     </div>

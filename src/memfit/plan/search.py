@@ -298,8 +298,8 @@ def _row(
     )
 
 
-def _reason(candidate: Candidate, chosen: Candidate) -> str:
-    """Why a candidate was not chosen."""
+def _reason(candidate: Candidate, chosen: Candidate, *, lever: bool) -> str:
+    """Why a candidate was not chosen; a lever turns a knob that the search may have left alone."""
     if candidate is chosen:
         return "the fastest that fits" if chosen.fits else "the nearest miss"
     usable = candidate.problem.usable
@@ -311,7 +311,11 @@ def _reason(candidate: Candidate, chosen: Candidate) -> str:
         return f"fits, {candidate.seconds / chosen.seconds - 1:.1%} slower{other}"
     if candidate.seconds == chosen.seconds:
         return f"fits, equally fast{other}"
-    return "fits and is faster, but changes what is learned"
+    if other:
+        return "fits and is faster, but changes what is learned"
+    if lever:
+        return "fits and is faster, but is not turned unasked"
+    return "would be faster, and fits by the estimate but not by the prediction"
 
 
 def _learns(candidate: Candidate) -> tuple[str, ...]:
@@ -333,7 +337,7 @@ def _considered(chosen: Candidate, tried: list[Candidate]) -> tuple[Considered, 
     fitting = [c for c in near if c.likely][:SHOWN]
     failing = [c for c in near if not c.likely][:SHOWN]
     rows = [chosen, *sorted([*fitting, *failing], key=lambda c: c.seconds)]
-    return tuple(_row(c, chosen, because=_reason(c, chosen), changes={}) for c in rows)
+    return tuple(_row(c, chosen, because=_reason(c, chosen, lever=False), changes={}) for c in rows)
 
 
 def _levers(chosen: Candidate) -> tuple[Considered, ...]:
@@ -343,7 +347,9 @@ def _levers(chosen: Candidate) -> tuple[Considered, ...]:
     """
     levers = turn(chosen.problem, chosen.recipe)
     rows = [(_turned(chosen, r), changes) for changes, r in levers if set(changes) != {"attention"}]
-    return tuple(_row(c, chosen, because=_reason(c, chosen), changes=way) for c, way in rows)
+    return tuple(
+        _row(c, chosen, because=_reason(c, chosen, lever=True), changes=way) for c, way in rows
+    )
 
 
 def _turned(chosen: Candidate, recipe: Recipe) -> Candidate:

@@ -15,6 +15,7 @@ from memfit.plan.verdict import needs
 from memfit.report import peak_phase, sections
 from memfit.report_page.parts import (
     curve,
+    dotted,
     key,
     pairs,
     phase_bars,
@@ -221,7 +222,7 @@ def _certificate(report: Report) -> str:
     if made is None:
         return ""
     tensors = [
-        (text(t.kind), f"<code>{text(t.module)}</code>", f"<code>{text(t.op)}</code>",
+        (text(t.kind), f"<code>{dotted(t.module)}</code>", f"<code>{dotted(t.op)}</code>",
          text(units.show_bytes(t.nbytes)))
         for t in made.at_peak[:TENSORS]
     ]  # fmt: skip

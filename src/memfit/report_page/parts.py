@@ -18,6 +18,11 @@ def text(value: object) -> str:
     return escape(str(value), quote=True)
 
 
+def dotted(value: object) -> str:
+    """A dotted name or a path, which may go on in the next line behind a dot or a stroke."""
+    return text(value).replace(".", ".<wbr>").replace("/", "/<wbr>").replace("_", "_<wbr>")
+
+
 def section(title: str, *pieces: str) -> str:
     """A titled card; nothing when it has no content."""
     body = "".join(pieces)
@@ -50,7 +55,7 @@ def table(
 
 def pairs(rows: Mapping[str, object], *, label: str) -> str:
     """A table of names and values."""
-    cells = [(text(k), f"<span class=mono>{text(v)}</span>") for k, v in rows.items()]
+    cells = [(dotted(k), f"<span class=mono>{text(v)}</span>") for k, v in rows.items()]
     return table(("", ""), cells, label=label)
 
 

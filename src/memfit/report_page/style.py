@@ -28,7 +28,7 @@ padding:20px;margin:0 0 16px}
 border-radius:999px;padding:2px 14px;margin:0 8px 8px 0}
 .fits{color:var(--fits)}.at_risk{color:var(--at_risk)}
 .does_not_fit{color:var(--does_not_fit)}.unproven{color:var(--unproven)}
-.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;
+.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(150px,45%),1fr));gap:12px;
 margin:16px 0 0}
 .figure{border:1px solid var(--line);border-radius:10px;padding:10px 12px;min-width:0}
 .figure b{display:block;font-size:1.25rem;line-height:1.3;font-variant-numeric:tabular-nums}
@@ -39,6 +39,8 @@ th,td{text-align:left;padding:6px 10px 6px 0;border-bottom:1px solid var(--line)
 vertical-align:top}
 th{color:var(--soft);font-weight:600}
 .n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+th.n{white-space:normal}
+.mono{display:inline-block;min-width:6.5em;overflow-wrap:anywhere}
 .chosen td{font-weight:600}
 .bars{display:grid;gap:10px;margin:0 0 4px}
 .bar{display:grid;grid-template-columns:112px minmax(0,1fr) 92px;gap:10px;align-items:center;
@@ -63,13 +65,14 @@ font-variant-numeric:tabular-nums}
 .held{stroke:var(--does_not_fit);fill:none;stroke-width:2;stroke-dasharray:5 4}
 .two{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,300px),1fr));gap:16px}
 @media (max-width:560px){.bar{grid-template-columns:1fr auto}.bar .track{grid-column:1/-1;
-grid-row:2}table:has(td:nth-child(4)){min-width:36rem}
-.scroll{background:linear-gradient(90deg,var(--card) 50%,transparent) 0 0/28px,
+grid-row:2}.bar{gap:3px 10px}.thin{gap:12px}table:has(td:nth-child(4)){min-width:36rem}
+section,header{padding:14px}main{padding:12px 8px 40px}}
+@media (max-width:900px){.scroll{
+background:linear-gradient(90deg,var(--card) 50%,transparent) 0 0/28px,
 linear-gradient(270deg,var(--card) 50%,transparent) 100% 0/28px,
 linear-gradient(90deg,var(--soft),transparent) 0 0/9px,
 linear-gradient(270deg,var(--soft),transparent) 100% 0/9px;background-repeat:no-repeat;
-background-attachment:local,local,scroll,scroll}
-section,header{padding:14px}main{padding:12px 8px 40px}}
+background-attachment:local,local,scroll,scroll}}
 summary{cursor:pointer;padding:8px 0;font-size:.9rem}
 @media print{section,header{break-inside:avoid}}
 """

@@ -16,7 +16,7 @@ import msgspec
 from memfit import units
 from memfit.curve import Curve, pack
 from memfit.plan.verdict import needs
-from memfit.report_page.parts import key, section, table, text
+from memfit.report_page.parts import dotted, key, section, table, text
 from memfit.report_page.style import STYLE
 from memfit.results import Certificate, Tensor
 from memfit.words import COLOURS, PHASES, VERDICTS
@@ -26,6 +26,7 @@ ROOM = 1.04  # of the highest line, so that it does not touch the frame
 FAR = 1.6  # a limit further above the peak than this is told, not drawn
 BLOCKS = 40  # rows of the table
 NARROW = 0.05  # of the width; a phase narrower than this has its name in the reading only
+WIDE = 0.3  # and than this, on a telephone
 LOOK = """
 .plot{position:relative;margin:28px 0 22px 74px}
 .plot svg{display:block;width:100%;height:380px;background:var(--bg);border:1px solid var(--line)}
@@ -34,6 +35,7 @@ LOOK = """
 font-variant-numeric:tabular-nums}
 .y{right:100%;transform:translateY(-50%);padding-right:8px}
 .x{top:100%;padding-top:3px}
+.middle{transform:translateX(-50%)}
 .here{position:absolute;top:3px;padding:0 5px;font-size:.76rem;font-weight:600}
 .phase{bottom:100%;padding:0 0 3px 3px;overflow:hidden;text-overflow:ellipsis}
 .band{fill:var(--soft);opacity:.09}.band.odd{opacity:0}
@@ -43,13 +45,13 @@ font-variant-numeric:tabular-nums}
 .limitline{stroke:var(--does_not_fit);stroke-width:2;stroke-dasharray:8 4}
 .peak{stroke:var(--ink);stroke-width:1.5;stroke-dasharray:3 3}
 #hair{stroke:var(--accent);stroke-width:1.5}
-.legend span{margin-right:16px;white-space:nowrap;font-size:.85rem}
+.legend>span{margin-right:16px;white-space:nowrap;font-size:.85rem}
 .stroke{display:inline-block;width:20px;height:0;margin-right:6px;vertical-align:4px;
 border-top:2px solid var(--ink)}
 .stroke.l{border-top:2px dashed var(--does_not_fit)}
 #read{min-height:7.2em;margin-top:8px;border:1px solid var(--line);border-radius:8px;
 padding:8px 12px;font-size:.88rem;overflow-wrap:anywhere}
-td code{overflow-wrap:anywhere}
+@media (max-width:560px){.plot{margin-left:62px}.plot .narrow,.plot .middle{display:none}}
 """
 SCRIPT = """
 (function(){
@@ -202,9 +204,12 @@ def _labels(curve: Curve, top: float) -> str:
     for nbytes in _ticks(top):
         at = f'<span class="y" style="top:{1 - nbytes / top:.2%}">'
         marks.append(f"{at}{text(units.show_bytes(nbytes))}</span>")
-    for part, align in ((0.0, "left:0"), (0.5, "left:50%"), (1.0, "right:0")):
-        name = f"event {round(curve.events * part):,}"
-        marks.append(f'<span class="x" style="{align}">{name}</span>')
+    for part, look in (
+        (0.0, 'class="x" style="left:0"'),
+        (0.5, 'class="x middle" style="left:50%"'),
+        (1.0, 'class="x" style="right:0"'),
+    ):
+        marks.append(f"<span {look}>event {round(curve.events * part):,}</span>")
     share = curve.peak.event / max(curve.events, 1)
     side = f"right:{1 - share:.2%}" if share > 0.5 else f"left:{share:.2%}"
     marks.append(f'<span class="here" style="{side}">peak</span>')
@@ -212,8 +217,9 @@ def _labels(curve: Curve, top: float) -> str:
         left, width = start / max(curve.events, 1), (stop - start) / max(curve.events, 1)
         if width >= NARROW:
             place = f"left:{left:.2%};width:{width:.2%}"
-            name = text(PHASES.get(phase, phase))
-            marks.append(f'<span class="phase" style="{place}" title="{name}">{name}</span>')
+            said = text(PHASES.get(phase, phase))
+            look = "phase" if width >= WIDE else "phase narrow"
+            marks.append(f'<span class="{look}" style="{place}" title="{said}">{said}</span>')
     return "".join(marks)
 
 
@@ -284,8 +290,8 @@ def _blocks(tensors: Sequence[Tensor]) -> str:
     rows = [
         (
             text(t.kind),
-            f"<code>{text(t.module or '(outside any module)')}</code>",
-            f"<code>{text(t.op)}</code><br><code>{text(t.source)}</code>",
+            f"<code>{dotted(t.module or '(outside any module)')}</code>",
+            f"<code>{dotted(t.op)}</code><br><code>{dotted(t.source)}</code>",
             f"{t.count:,} x {text(units.show_bytes(t.nbytes))}",
             text(units.show_bytes(t.total)),
         )
