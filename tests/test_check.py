@@ -150,8 +150,8 @@ def test_a_file_of_trls_that_may_be_any_trainers_is_dpos_where_one_says_so(tmp_p
     ("model_name_or_path: Qwen/Qwen3-0.6B\nattn_implementation: eager\n", "eager"),
     ("base_model: Qwen/Qwen3-0.6B\nplugins: [x]\n", "plugins"),
     ("base_model: Qwen/Qwen3-0.6B\nadapter: ia3\n", "adapter: ia3"),
-    ("base_model: Qwen/Qwen3-0.6B\nfsdp_version: 2\nfsdp_config: {offload_params: false}\n",
-     "fsdp_version: 2"),
+    ("base_model: Qwen/Qwen3-0.6B\nfsdp_version: 3\nfsdp_config: {offload_params: false}\n",
+     "fsdp_version: 3"),
     ("model_name_or_path: Qwen/Qwen3-0.6B\nfinetuning_type: oft\n", "finetuning_type: oft"),
     ("model_name_or_path: Qwen/Qwen3-0.6B\nfinetuning_type: lora\nuse_galore: true\n",
      "use_galore"),
@@ -160,6 +160,34 @@ def test_a_file_of_trls_that_may_be_any_trainers_is_dpos_where_one_says_so(tmp_p
 def test_what_is_not_described_is_refused_by_its_key(tmp_path, text, key):
     with pytest.raises(InvalidRequest, match=key):
         check(tmp_path, text)
+
+
+TWO_RANKS = {"hardware": {"device": "h100-sxm", "count": 2}}
+MODEL = "model_name_or_path: Qwen/Qwen3-0.6B\n"
+
+
+@pytest.mark.parametrize(("text", "version", "precision"), [
+    ("base_model: Qwen/Qwen3-0.6B\nbf16: true\nfsdp_version: 2\nfsdp_config: {x: 1}\n", 2,
+     "bf16-mixed"),  # weights of bf16, which accelerate makes fp32
+    ("base_model: Qwen/Qwen3-0.6B\nbf16: true\nfsdp_config: {x: 1}\n", 1, "bf16"),
+    (MODEL + "fsdp: full_shard\n", 2, "bf16-mixed"),  # transformers' own default
+    (MODEL + "dtype: bfloat16\nfsdp: full_shard\nfsdp_config: {version: 1}\n", 1, "bf16"),
+])  # fmt: skip
+def test_which_fsdp_it_is(tmp_path, text, version, precision):
+    recipe = check(tmp_path, text, data=TWO_RANKS)[1].recipe
+    assert (recipe.options["fsdp_version"], recipe.precision) == (version, precision)
+    assert recipe.parallel.dp_shard == 2
+
+
+def test_weights_that_stay_whole_and_other_axes_are_refused(tmp_path):
+    with pytest.raises(InvalidRequest, match=r"`parallel\.zero: 2`"):
+        check(tmp_path, MODEL + "fsdp: shard_grad_op\n", data=TWO_RANKS)
+    text = (
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 2\n"
+        "parallelism_config: {parallelism_config_tp_size: 2}\n"
+    )
+    with pytest.raises(InvalidRequest, match="parallelism_config_tp_size: 2"):
+        check(tmp_path, text, data={**H100, "model": "qwen3-0.6b"})
 
 
 def test_eight_bits_that_ranks_would_share_are_refused(tmp_path):

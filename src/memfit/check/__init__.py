@@ -37,6 +37,7 @@ class Said:
         self.passed: list[str] = []
         self.folder = Path()
         self.accumulation = 1
+        self.mixed = ""  # the precision computed in, where weights are stored in 16 bits
         self.sharded = ""  # fsdp | deepspeed | ""
         self.zero = 3
         self.world = 0  # ranks that a file names; 0: those of the command line
@@ -200,6 +201,7 @@ def _read(files: Sequence[Path], said: Said) -> Checked:
         said.put("loss", "plain")
         said.assume("the step is memfit's own, of the same training, with whole logits")
     _put_mesh(said)
+    _settle_precision(said)
     request = from_data(said.data, Request, where=", ".join(map(str, files)))
     return Checked(
         tools=tuple(tools),
@@ -221,6 +223,19 @@ def _refuse_second(files: Sequence[Path], said: Said) -> None:
             f"{' and '.join(both)} each say what is trained",
             hint="one trainer's file, and beside it a launcher's: accelerate's or DeepSpeed's",
         )
+
+
+def _settle_precision(said: Said) -> None:
+    """Autocast over weights of 16 bits, which accelerate's FSDP2 makes fp32 before it cuts them."""
+    if not said.mixed:
+        return
+    ranks = (said.get("parallel") or {}).get("dp_shard", 1)
+    if ranks > 1 and said.get("options.fsdp_version") == 2:
+        said.put("precision", said.mixed)
+        said.assume("what is trained is stored in fp32, as accelerate's FSDP2 makes it")
+        return
+    short = said.get("precision")
+    said.assume(f"autocast over {short} weights is predicted as `precision: {short}`")
 
 
 def find_named(name: str, beside: Path) -> Path:

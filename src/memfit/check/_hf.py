@@ -93,9 +93,8 @@ def read_precision(taken: Taken, said: Said, *, dtype: str, adapted: bool) -> No
         said.put("base_format", short)
         said.put("precision", mixed or short)
         return
-    if mixed and short != "fp32":
-        said.assume(f"autocast over {short} weights is predicted as `precision: {short}`")
-        mixed = ""
+    if mixed and short != "fp32":  # see `settle_precision`: it depends on how ranks share weights
+        said.mixed, mixed = mixed, ""
     said.put("precision", mixed or short)
 
 
@@ -157,14 +156,22 @@ def read_lora(taken: Taken, said: Said, targets: Any, *, rank: str = "lora_r") -
     said.put("lora.targets", [name.strip() for name in named])
 
 
-def read_fsdp(config: dict[str, Any], taken: Taken, said: Said) -> None:
-    """accelerate's fsdp_config, with or without its prefix."""
+def read_fsdp(
+    config: dict[str, Any], taken: Taken, said: Said, *, version: int = 1, asked: Any = ""
+) -> None:
+    """accelerate's fsdp_config, with or without its prefix.
+
+    version: what the tool takes where none is said, 2 of transformers' arguments and 1 of
+    accelerate's; asked: transformers' `fsdp`, whose words are older than the keys.
+    """
     keys = {key.removeprefix("fsdp_"): value for key, value in config.items()}
-    if str(keys.get("version", 1)) == "2":
-        raise InvalidRequest(
-            f"`fsdp_version: 2` in `{taken.file}`: accelerate's FSDP2 is not described",
-            hint="FSDP1 is (`fsdp_version: 1`); of FSDP2, `framework: torchtitan` is",
-        )
+    if "shard_grad_op" in str(asked).lower():
+        keys.setdefault("reshard_after_forward", "shard_grad_op")
+    said_version = str(keys.get("version", version))
+    if said_version not in ("1", "2"):
+        raise InvalidRequest(f"`fsdp_version: {said_version}` in `{taken.file}`: there are 1 and 2")
+    if said_version == "2" and not said.own:
+        said.put("options.fsdp_version", 2)
     policy = str(keys.get("reshard_after_forward", keys.get("sharding_strategy", "FULL_SHARD")))
     known = {"full_shard": 3, "1": 3, "true": 3, "shard_grad_op": 2, "2": 2, "false": 2}
     if policy.lower() not in known:

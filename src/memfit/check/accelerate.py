@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, final
 
 from memfit.check import Reader, Said, Taken, find_named, read_file, readers
-from memfit.check._hf import read_fsdp
+from memfit.check._hf import NOT_DESCRIBED, read_fsdp
 from memfit.check._smaller import Edit, find
 from memfit.errors import InvalidRequest
 
@@ -60,6 +60,10 @@ class AccelerateReader(Reader):
                 f"`distributed_type: {kind}` in `{taken.file}` is not described",
                 hint="described: NO, MULTI_GPU, FSDP, DEEPSPEED",
             )
+        mesh = taken.inside("parallelism_config")
+        mesh("parallelism_config_dp_shard_size")
+        for axis in ("dp_replicate", "tp", "cp", "sp"):
+            mesh.refuse(f"parallelism_config_{axis}_size", (1,), NOT_DESCRIBED)
         for key in QUIET:
             taken(key)
 

@@ -107,8 +107,8 @@ class TrlReader(Reader):
         again = taken("gradient_checkpointing", True)
         if said.get("recompute") is None or again:
             said.put("recompute", "full" if again else "none")
-        if taken("fsdp"):
-            read_fsdp(taken("fsdp_config", {}), taken, said)
+        if asked := taken("fsdp"):
+            read_fsdp(taken("fsdp_config", {}), taken, said, version=2, asked=asked)
         for key in REFUSED:
             taken.refuse(key, (False, [], {"use_reentrant": False}), NOT_DESCRIBED)
         drop_quiet(taken)

@@ -117,7 +117,8 @@ def write_launch(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
 
 def _fsdp(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
     recipe, p = job.recipe, job.recipe.parallel
-    version = 1 if recipe.framework in HF_STEPS and p.tp == p.cp == 1 else 2
+    one = recipe.framework in HF_STEPS and recipe.options.get("fsdp_version") != 2
+    version = 1 if one and p.tp == p.cp == 1 else 2
     whole = p.zero == 3 and p.reshard_after_forward
     left = write_zero(job)
     policy: bool | str = whole

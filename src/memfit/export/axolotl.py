@@ -202,6 +202,8 @@ def _mesh(job: Job, left: dict[str, str]) -> dict[str, Any]:
         left["parallel.zero"] = "3 without resharding is FSDP's 2: weights stay after the forward"
     if p.zero < 3 and p.reshard_after_forward:
         left["parallel.reshard_after_forward"] = f"true: of `zero: 3`, not {p.zero}"
+    if recipe.options.get("fsdp_version") == 1:
+        left["options.fsdp_version"] = "1: this file asks for 2, which accelerate keeps up"
     return {
         "fsdp_version": 2,
         "fsdp_config": {

@@ -327,8 +327,12 @@ class _Simulation:
     def run(self) -> Recording:
         if self.setting.stages is not None:
             return Recording(self.meter, run_stages(self))
-        first = self._micro_batch()
         setting = self.setting
+        if self.units is not None:
+            self.units.defer(first_of_many=setting.accumulates)
+        first = self._micro_batch()
+        if self.units is not None:
+            self.units.defer(first_of_many=False)
         for weights in (self.outside, *(w for w, _ in self.blocks)) if setting.again else ():
             for weight in weights.values():
                 weight.grad = None

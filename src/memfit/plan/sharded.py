@@ -15,7 +15,7 @@ from memfit.recipe import Recipe
 from memfit.sizes import Meter, Tensor
 from memfit.sizes.sharding import OnReduced, Sharding, Shared, Unit
 
-ENDS = ("norm", "head")  # parts of the unit that holds both
+ENDS = ("norm", "head")  # parts of the unit that holds both, in memfit's own step
 Mark = Callable[[str, str], None]
 Named = tuple[str, tuple[int, ...], str, bool, str]  # name, shape, dtype, trainable, part
 
@@ -54,11 +54,12 @@ class Units:
         made: Weights = {}
         rows = list(rows)
         token = next((row[0] for row in rows if row[4] == "embedding"), "")
-        rest = [r for r in rows if tied or (r[4] not in ENDS and r[0] != token)]
+        apart = self.shared.sharding.ends
+        rest = [r for r in rows if tied or (r[4] not in apart and r[0] != token)]
         if rest:
             self.root = Unit(self.shared, owner(rest[0][4]), reshards=False)
             made |= fill(self.root, rest)
-        ends = [r for r in rows if r[4] in ENDS]
+        ends = [r for r in rows if r[4] in apart]
         if not tied and token:  # of stages, only the first has it, and the last the ends
             reshards = self.shared.sharding.reshards
             self.embedding = Unit(self.shared, "embedding", reshards=reshards)
@@ -67,6 +68,10 @@ class Units:
             self.tail = Unit(self.shared, "head", reshards=False)
             made |= fill(self.tail, ends)
         return made
+
+    def defer(self, *, first_of_many: bool) -> None:
+        """Whether the next micro-batch's gradients wait, unsharded, for those of the last."""
+        self.shared.syncs = not (first_of_many and self.shared.sharding.defers)
 
     def block(self, rows: Iterable[Named]) -> Weights:
         """The weights of one more block."""

@@ -36,6 +36,8 @@ class Sharding(Noun, frozen=True, kw_only=True):
     tp: int = 1  # ranks that share each product, of whose part of the model this is a part
     coding: str = ""  # how frozen projections are quantised (`memfit.coding`)
     on_host: bool = False  # shards, and their gradients, wait in the host's memory
+    ends: tuple[str, ...] = ("norm", "head")  # parts of the unit that a backward begins with
+    defers: bool = False  # gradients wait unsharded until the last micro-batch (`no_sync`)
 
     def padded(self, shape: Shape) -> int:
         """Elements of a rank's part of a buffer: the first dimension cut, the last parts padded."""
@@ -85,6 +87,7 @@ class Shared:
         self.order: list[Unit] = []  # of the forwards that ran
         self.gathering: Tensor | None = None  # a forward's buffer, kept until the next copies out
         self.reducing: list[Tensor] = []  # a reduction's input, kept until the next begins
+        self.syncs = True  # whether this micro-batch's gradients are reduced
 
     def end_forward(self) -> None:
         """The root's forward is over."""
@@ -248,6 +251,9 @@ class Unit:
     def reduce(self) -> None:
         """When the backward is over: give the weights up, reduce their gradients."""
         self._state = "reduced"
+        if not self.shared.syncs:
+            self._give_up()
+            return
         grads: list[Tensor] = []
         trained: list[Tensor] = []
         for weight, shard in self.weights:

@@ -34,6 +34,7 @@ from memfit.plan.segments import Passes, Segment, expand
 from memfit.recipe import Recipe
 from memfit.sizes.kernels import heads_of, usable
 from memfit.sizes.meter import block_size
+from memfit.sizes.sharding import Sharding
 from memfit.sizes.workspace import find_grid, product_workspace
 from memfit.units import show_bytes
 
@@ -63,22 +64,36 @@ def attention_kernel(job: Job) -> str:
 
 
 def run_passes(
-    job: Job, model: Model, program: Program, kernel: str, *, again: bool = False
+    job: Job,
+    model: Model,
+    program: Program,
+    kernel: str,
+    *,
+    again: bool = False,
+    sharding: Sharding | None = None,
 ) -> Simulated:
     """Simulate the micro-batches; model: with the dtypes and names that `program` asks for.
 
     again: of a step with one micro-batch, the next step's too: for loops whose variables hold what
-    the one before has made.
+    the one before has made. sharding: of one rank whose units FSDP2 gathers; nothing is autocast.
     """
     recipe = job.recipe
-    answers, counts = _describe(model, without_shape(recipe), program, kernel, job.device, again)
+    answers, counts = _describe(
+        model, without_shape(recipe), program, kernel, job.device, again, sharding
+    )
     first, *later = answers.passes(_batch(recipe.micro_batch, recipe.sequence_length), _batch)
     return Simulated(first, later[0] if later else None, counts)
 
 
 @lru_cache(maxsize=256)
 def _describe(
-    model: Model, recipe: Recipe, program: Program, kernel: str, device: Device, again: bool
+    model: Model,
+    recipe: Recipe,
+    program: Program,
+    kernel: str,
+    device: Device,
+    again: bool,
+    sharding: Sharding | None,
 ) -> tuple[Answers, list[Repeat]]:
     """The passes of any shape, and how often each block stands in the model."""
     outside, blocks = split_rows(model, recipe.recompute_blocks)
@@ -88,7 +103,7 @@ def _describe(
         outside=outside,
         runs=shorten(runs),
         kernel=kernel,
-        autocast=recipe.autocast,
+        autocast=recipe.autocast and sharding is None,
         compute=recipe.compute_dtype,
         scaled=recipe.scaled,
         chunk=recipe.loss_chunk,
@@ -98,6 +113,7 @@ def _describe(
         accumulates=recipe.accumulation > 1,
         again=again and recipe.accumulation == 1,
         program=program,
+        sharding=sharding,
     )
     return find_answers(setting), repeats(runs)
 

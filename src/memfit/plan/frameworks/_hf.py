@@ -34,6 +34,7 @@ from memfit.plan.frameworks._assembly import (
     run_passes,
 )
 from memfit.plan.frameworks._fsdp1 import shard, shard_frozen
+from memfit.plan.frameworks._fsdp2 import asks_units, check_units, predict_units
 from memfit.plan.frameworks._peft import APART, refuse_apart
 from memfit.plan.frameworks._quantised import eight_bit_bytes, four_bit_bytes
 from memfit.plan.memory import without_shape
@@ -102,6 +103,8 @@ class HfProgram(Noun, frozen=True, kw_only=True):
         """The head's, divided (Granite) or bent by a tanh to stay below a cap (Gemma)."""
         a = forward.architecture
         logits = project(self._told(forward), weights, "lm_head", hidden)
+        if forward.tail is not None:
+            forward.tail.leave(logits)
         if a.logits_scaled or a.logit_cap:
             logits = sizes.scale(logits)
         if a.logit_cap:
@@ -264,6 +267,9 @@ def hf_knobs() -> dict[str, Knob]:
         "keeps_outputs": Knob(
             default=False, means="the loop holds the model's outputs in backward, as own loops do"
         ),
+        "fsdp_version": Knob(
+            default=1, means="accelerate's: 1 flattens a unit's weights, 2 cuts each", values=(1, 2)
+        ),
         "paged": Knob(default=False, means="paged_adamw_8bit, for `optimizer: adamw8bit`"),
         "release": Knob(
             default="5", means="whose class: 4.38 makes keys for all heads, and shifts fp32 logits",
@@ -285,10 +291,17 @@ def predict_hf(job: Job) -> Ledger:
     if recipe.options["padded"] and kernel != "math":
         kernel = "efficient"
     program = hf_program(job, keeps_outputs=bool(recipe.options["keeps_outputs"]))
+    fixed = without_shape(recipe)
+    if asks_units(job):
+        return predict_units(
+            job, model, program, kernel,
+            weights=lambda local: hold_parameters(local, fixed),
+            states=lambda local: hold_states(local, fixed),
+            update=lambda local: hold_update(local, fixed),
+        )  # fmt: skip
     simulated = run_passes(job, model, program, kernel)
     if recipe.parallel.dp_shard > 1:
         return _sharded(job, model, simulated)
-    fixed = without_shape(recipe)
     weights = hold_parameters(model, fixed)
     held = {**weights, **hold_states(model, fixed), **cublas(device)}
     if recipe.parallel.dp_replicate > 1:
@@ -362,6 +375,9 @@ def check_base(job: Job) -> None:
             f"`parallel.dp_shard: {shards}` with `dp_replicate: {copies}` is not described",
             hint="one of both",
         )
+    if asks_units(job):
+        check_units(job)
+        return
     if shards > 1 and recipe.parallel.zero != 3:
         raise InvalidRequest("FSDP's SHARD_GRAD_OP (`parallel.zero: 2`) is not described")
     if shards > 1 and recipe.base_format == "int8":
