@@ -51,7 +51,9 @@ def read_json(path: Path, kind: type[N]) -> N:
     try:
         data = msgspec.json.decode(text)
     except msgspec.DecodeError as error:
-        raise InvalidRequest(f"`{path}` is not JSON: {error}") from None
+        raise InvalidRequest(
+            f"`{path}` is not JSON: {error}", hint="it was cut short or edited: write it again"
+        ) from None
     return from_data(data, kind, where=str(path))
 
 

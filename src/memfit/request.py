@@ -32,6 +32,9 @@ Positive = Annotated[int, msgspec.Meta(ge=1, description="a whole number, 1 or m
 NotNegative = Annotated[int, msgspec.Meta(ge=0, description="a whole number, 0 or more")]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0, description="a number above 0")]
 Rows = Annotated[int, msgspec.Meta(ge=1, le=2**40, description="a whole number, 1 to 2^40")]
+Size = Annotated[str, msgspec.Meta(description="a size with its unit, for example `72 GiB`")]
+Duration = Annotated[str, msgspec.Meta(description="a time with its unit, for example `48 h`")]
+Money = Annotated[str, msgspec.Meta(description="an amount with its unit, for example `500 USD`")]
 Truth = Annotated[bool, msgspec.Meta(description="true, false or auto")]  # beside `Auto`
 NotNegativeFloat = Annotated[float, msgspec.Meta(ge=0, description="a number, 0 or more")]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1, description="a number above 0, up to 1")]
@@ -160,9 +163,9 @@ class Hardware(Noun, frozen=True, kw_only=True):
 class Limits(Noun, frozen=True, kw_only=True):
     """What may be spent; an empty text sets no limit of its own."""
 
-    memory: str = ""  # of the whole device on CUDA; of live tensors on a CPU. "72 GiB"
-    time: str = ""
-    cost: str = ""
+    memory: Size = ""  # of the whole device on CUDA; of live tensors on a CPU. "72 GiB"
+    time: Duration = ""
+    cost: Money = ""
 
     @property
     def memory_bytes(self) -> int | None:

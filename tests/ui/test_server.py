@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -136,6 +137,7 @@ CASES = [
     ({"task.global_batch": "0"}, "`task.global_batch: 0`", "whole number"),
     ({"task.global_batch": str(10**18)}, "expected `int` <=", "2^40"),
     ({"limits.memory": "12 apples"}, "cannot read `12 apples` as a memory size", "72 GiB"),
+    ({"limits.memory": "0"}, "expected `str`, got `int`", "72 GiB"),
     ({"limits.memory": "1e400 GiB"}, "beyond all numbers", "72 GiB"),
     ({"method": "[a"}, "cannot read the value of", "in one line"),
     ({"model": '{"model_type": '}, "the pasted config.json is not JSON", "whole file"),
@@ -154,6 +156,15 @@ def test_errors_carry_the_command_lines_text_and_hint(server, keys, error, hint)
     said = refused(server, f"/api/plan?{query({**SMALL, **keys})}", 400, error)
     assert hint in said["hint"]
     assert said["exit_code"] == 2
+
+
+def test_a_budget_and_a_broken_run_have_hints_too(server):
+    said = refused(server, "/api/budget?parameters=7B&devices=0&device=h100-sxm", 400, "above 0")
+    assert "follows" in said["hint"]
+    (server.runs / "broken").mkdir()
+    (server.runs / "broken" / "plan.json").write_text("{")
+    assert "write it again" in refused(server, "/api/run?name=broken", 400, "is not JSON")["hint"]
+    shutil.rmtree(server.runs / "broken")
 
 
 def test_a_limit_that_nothing_meets_is_told_as_such(server):

@@ -159,7 +159,9 @@ def _check(request: BudgetRequest) -> None:
     for name in (*QUANTITIES, "peak", "mfu", "price"):
         value = getattr(request, name)
         if value is not None and not 0 < value < math.inf:
-            raise InvalidRequest(f"`{name}: {value}` is not above 0")
+            raise InvalidRequest(
+                f"`{name}: {value}` is not above 0", hint="left out, it follows from the rest"
+            )
     if request.mfu is not None and request.mfu > 1:
         raise InvalidRequest(
             f"`mfu: {request.mfu}` is above 1", hint="40 % is written 0.4; above 1 nothing runs"
