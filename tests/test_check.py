@@ -190,6 +190,15 @@ def test_weights_that_stay_whole_and_other_axes_are_refused(tmp_path):
         check(tmp_path, text, data={**H100, "model": "qwen3-0.6b"})
 
 
+def test_blocks_on_the_host_are_refused(tmp_path):
+    text = (
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 2\n"
+        "kt_config: {kt_method: AMXINT4}\n"
+    )
+    with pytest.raises(InvalidRequest, match="kt_config"):
+        check(tmp_path, text, data={**H100, "model": "qwen3-0.6b"})
+
+
 def test_eight_bits_that_ranks_would_share_are_refused(tmp_path):
     text = (
         "base_model: Qwen/Qwen3-0.6B\nadapter: lora\nload_in_8bit: true\n"

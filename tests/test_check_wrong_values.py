@@ -162,6 +162,7 @@ MISTAKES = {
     "empty": ({"a.yaml": ""}, "`a.yaml` is empty", "axolotl"),
     "broken": ({"a.yaml": "base_model: [a\n  b: c\n"}, "`a.yaml` line 2, column 4", ""),
     "another tool's": ({"a.json": '{"openapi": "3.0"}'}, "of no tool that memfit reads", "TRL"),
+    "a package's": ({"a.toml": '[project]\nname = "x"\n'}, "of no tool", "`training`"),
     "memfit's own": ({"a.yaml": "model: gpt2\nmethod: lora\n"}, "of no tool", "memfit predict"),
     "another end": ({"a.txt": AXOLOTL}, "`a.txt` is of no tool", ".yaml, .yml, .json"),
     "two trainers'": (

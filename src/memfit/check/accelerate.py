@@ -60,6 +60,8 @@ class AccelerateReader(Reader):
                 f"`distributed_type: {kind}` in `{taken.file}` is not described",
                 hint="described: NO, MULTI_GPU, FSDP, DEEPSPEED",
             )
+        for key in ("kt_config", "fp8_config", "megatron_lm_config"):
+            taken.refuse(key, ({},), NOT_DESCRIBED)
         mesh = taken.inside("parallelism_config")
         mesh("parallelism_config_dp_shard_size")
         for axis in ("dp_replicate", "tp", "cp", "sp"):

@@ -234,6 +234,11 @@ def _toml(file: Path) -> dict[str, Any]:
         data = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise InvalidRequest(f"cannot read `{file}`: {error}") from None
+    if not {"model", "training", "parallelism"} & data.keys():
+        raise InvalidRequest(
+            f"`{file}` is of no tool that memfit reads",
+            hint="torchtitan's has tables `model`, `training` and `parallelism`",
+        )
     return {
         f"{group}.{key}": value
         for group, keys in data.items()
