@@ -5,10 +5,12 @@ import pytest
 
 from memfit import api
 from memfit.nouns import from_data
+from memfit.optimizers._offloaded import check_offload
 from memfit.parallelism.limits import check_ranks
 from memfit.plan.levers import EXACT, changed, knobs, turn
 from memfit.plan.problem import read_problem
 from memfit.plan.stated import read_stated
+from memfit.recipe import Parallel
 from memfit.request import Request
 
 MODEL = {
@@ -137,16 +139,22 @@ def test_levers_of_many_ranks_keep_the_mesh_and_what_it_can_run():
 
 
 @pytest.mark.parametrize(
-    "mesh", [{"pp": 2}, {"pp": 2, "dp_shard": 2}, {"tp": 2}, {"cp": 2}], ids=str
-)
-def test_levers_of_a_mesh_are_what_its_ranks_can_run(mesh):
-    ranks = 2 * mesh.get("dp_shard", 1)
+    ("mesh", "others"),
+    [
+        ({"pp": 2}, {}), ({"pp": 2, "dp_shard": 2}, {}), ({"tp": 2}, {"lean": "auto"}),
+        ({"cp": 2}, {}), ({"dp_shard": 2}, {"offload": "parameters"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_levers_of_a_mesh_are_what_its_ranks_can_run(mesh, others):
+    ranks = Parallel(**mesh).world
     task = {"sequence_length": 64, "global_batch": 16, "packing": False}
     request = ask(
         hardware={"device": "h100-sxm", "count": ranks}, attention="flash", micro_batch=2,
-        precision="bf16-mixed", recompute="none", parallel=mesh, task=task,
+        precision="bf16-mixed", recompute="none", parallel=mesh, task=task, **others,
     )  # fmt: skip
     levers = list(turn(read_problem(request), read_stated(request).recipe))
     assert levers
     for lever in levers:
         check_ranks(lever.recipe)
+        check_offload(lever.recipe, cpu=False)

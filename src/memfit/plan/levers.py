@@ -184,13 +184,11 @@ def _quantised(problem: Problem, recipe: Recipe) -> Iterator[Recipe]:
     if recipe.method not in ("full", "lora") or recipe.weights != "pretrained":
         return
     for base in QUANTISED:
-        asked = replace(problem.request, method="lora", base_format=base)
+        asked = replace(problem.request, method="lora", base_format=base, offload="none")
         told = replace(problem, request=asked)
         try:
             check_base(problem.model, base, "lora")
-            other = first_recipe(
-                told, method="lora", precision=recipe.precision, parallel=recipe.parallel
-            )
+            other = first_recipe(told, method="lora", precision=recipe.precision)
         except InvalidRequest:
             continue
         if base != recipe.base_format:
@@ -208,11 +206,11 @@ def _inexact(problem: Problem, recipe: Recipe) -> Iterator[Recipe]:
         pairs.append((recipe.method, "bf16-mixed"))
     if recipe.method == "full" and recipe.weights == "pretrained":
         pairs.append(("lora", recipe.precision))
+    # whether the whole mesh can offload is asked of what comes out
+    alone = replace(problem, request=replace(problem.request, offload="none"))
     for method, precision in pairs:
         if allowed(problem, precision):
-            other = first_recipe(
-                problem, method=method, precision=precision, parallel=recipe.parallel
-            )
+            other = first_recipe(alone, method=method, precision=precision)
             yield replace(other, **{k: getattr(recipe, k) for k in KEPT})
     yield from _quantised(problem, recipe)
     if recipe.optimizer.name == "adamw":
