@@ -4,7 +4,7 @@
 
 Each point is the plan that memfit's search makes for that many H100s in nodes of 8 over the network
 that is usual for them: the fastest mesh, micro-batch, recomputing and kernel of Megatron-LM's step
-that fits (`framework: megatron`; memfit's own step has no tensor or pipeline parallelism). Under
+that fits (`framework: megatron`; the search of memfit's own step tries no stages). Under
 weak scaling a GPU's share of the global batch is the same everywhere, under strong scaling the
 global batch is. A search may leave devices idle where all of them take longer: `used` says so.
 

@@ -18,7 +18,7 @@ configuration that fits which memfit's search finds for so many `{device}` in ma
 the network that is usual for them (the last row is 12,288 machines, 98,304 GPUs: a number that
 meshes divide), of Megatron-LM's step (`framework: {framework}`), {sequence:,}
 tokens a sequence, AdamW in bf16 with fp32 states. memfit's own step is not in the
-table: it has no stages beside shared products or shared rows, and its search tries none. How far
+table: its search tries no stages and no ranks that share rows. How far
 off predicted seconds are on published runs, which end at 16,384 GPUs, is in
 [accuracy_time.md](accuracy_time.md).
 

@@ -228,10 +228,10 @@ class Request(Noun, frozen=True, kw_only=True):
 
     @property
     def shares(self) -> int:
-        """Of these, ranks with rows of their own: those that share products have the same, and so
-        have all stages."""
-        sharing = 1 if self.parallel == "auto" else self.parallel.tp * self.parallel.pp
-        return self.ranks // sharing
+        """Of these, ranks with rows of their own: those that share products, or rows, have the
+        same, and so have all stages."""
+        p = self.parallel
+        return self.ranks if p == "auto" else self.ranks // (p.tp * p.cp * p.pp)
 
     def __post_init__(self) -> None:
         """Quantities are checked when the request is read, not when they are first needed."""

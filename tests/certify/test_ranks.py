@@ -60,6 +60,20 @@ CASES: dict[str, Recipe] = {
         name="sgd",
         implementation="foreach",
     ),
+    "stages-of-products": make_recipe(
+        "qwen3",
+        config=CONFIGS["qwen3"] | SMALL | {"num_hidden_layers": 2},
+        parallel=Parallel(pp=2, tp=2, sequence_parallel=True),
+        accumulation=3,
+        micro_batch=1,
+        implementation="foreach",
+        recompute_blocks=1,
+    ),
+    "stages-of-tokens": make_recipe(
+        config=CONFIGS["llama"] | SMALL | {"num_hidden_layers": 2},
+        parallel=Parallel(pp=2, cp=2),
+        accumulation=2,
+    ),
     "products": make_recipe(config=CONFIGS["llama"] | SMALL, parallel=PRODUCTS, accumulation=2),
     "products-tied": make_recipe(
         "qwen2", config=CONFIGS["qwen2"] | SMALL, parallel=PRODUCTS, recompute_blocks=1

@@ -57,6 +57,13 @@ CASES = {
         config=UNEVEN, parallel=Parallel(pp=2, dp_shard=2), accumulation=5, recompute_blocks=1,
         **MIXED,
     ),
+    "2 stages of 2 ranks to a product": make_recipe(
+        config=EVEN, parallel=Parallel(pp=2, tp=2, sequence_parallel=True), accumulation=3,
+        recompute_blocks=2,
+    ),
+    "2 stages of 2 ranks to a row": make_recipe(
+        config=DEEP, parallel=Parallel(pp=2, cp=2), accumulation=2,
+    ),
     "2 ranks to a product, one row, accumulated, mixed": make_recipe(
         config=EVEN, parallel=Parallel(tp=2, sequence_parallel=True), micro_batch=1,
         accumulation=2, **MIXED,
@@ -184,6 +191,19 @@ def test_a_rank_whose_shards_wait_on_the_host_holds_what_is_predicted(name: str)
     assert predicted[Phase.LOAD] == traced[Phase.LOAD]  # no weight comes to the device
     kept, _ = held(replace(recipe, offload="none"), H100, 0)
     assert max(predicted.values()) < max(kept.values())
+
+
+ALL_AXES = Parallel(pp=2, dp_shard=2, cp=2, tp=2, sequence_parallel=True)
+
+
+@pytest.mark.parametrize("rank", [2, 8])
+def test_a_rank_of_all_axes_holds_on_a_gpu_what_is_predicted(rank: int) -> None:
+    recipe = make_recipe(
+        config=EVEN, parallel=ALL_AXES, sequence_length=384, micro_batch=1, accumulation=3,
+        recompute_blocks=1, **MIXED,
+    )  # fmt: skip
+    predicted, traced = held(recipe, H100, rank)
+    assert_alike(predicted, traced)
 
 
 STAGED = {

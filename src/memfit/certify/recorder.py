@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from memfit.hardware import Device
 from memfit.ledger import Kind, Ledger, Phase
 from memfit.results import Tensor, group_tensors
 from memfit.sizes.workspace import find_grid, product_workspace
-from memfit.train.live import LiveBytes
+from memfit.train.live import LiveBytes, full_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +132,7 @@ class Recorder(LiveBytes):  # type: ignore[no-untyped-call]
     def _inside(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         """Bytes that the operator's kernel holds while it runs (the `workspace` hook)."""
         del kwargs
-        name = _name(func)
+        name = full_name(func)
         if name in PRODUCTS:
             self._keep_cublas_workspace()
             return 0
@@ -153,8 +152,3 @@ def _is_on_host(given: Any) -> bool:
     """Whether an operator's first argument, a tensor or several, is the host's."""
     first = given[0] if isinstance(given, list | tuple) and given else given
     return isinstance(first, torch.Tensor) and first.device.type == "cpu"
-
-
-@cache
-def _name(operator: Any) -> str:
-    return str(operator)  # composed anew at each call, and asked for at every operator

@@ -91,9 +91,9 @@ def share_tokens(blocks: Iterable[nn.Module], parallel: Parallel, device_type: s
     from torch.distributed.device_mesh import init_device_mesh
     from torch.utils._python_dispatch import _disable_current_modes
 
-    sizes = (parallel.dp, parallel.cp, parallel.tp)
+    sizes = (parallel.pp * parallel.dp, parallel.cp, parallel.tp)
     with _disable_current_modes():  # a mesh is a table of real integers
-        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("dp", "cp", "tp"))
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("rows", "cp", "tp"))
         group: Any = mesh["cp"].get_group()
     for block in blocks:
         block.get_submodule("self_attn").ring = group

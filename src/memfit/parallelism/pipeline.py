@@ -109,10 +109,6 @@ def _refused(recipe: Recipe, name: str, a: Architecture) -> Iterator[tuple[str, 
     if a.layer_kinds:
         said = f"the blocks of `{name}` differ by their number, which a stage's begin anew"
         yield said, f"use {OTHERWISE}"
-    for axis, ranks in (("tp", recipe.parallel.tp), ("cp", recipe.parallel.cp)):
-        if ranks > 1:
-            said = f"`parallel.{axis}: {ranks}` is not built for stages"
-            yield said, "use `parallel.dp_shard` beside it"
     if recipe.method != "full":
         said = f"`method: {recipe.method}` is not built for stages"
         yield said, f"use `method: full`, or {OTHERWISE}"

@@ -113,13 +113,15 @@ def _refused(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def split_products(
-    embedding: nn.Module, blocks: Sequence[nn.Module], norm: nn.Module, head: nn.Module,
-    mesh: DeviceMesh,
-) -> None:  # fmt: skip
+    embedding: nn.Module, blocks: Sequence[nn.Module], tail: Sequence[nn.Module], mesh: DeviceMesh
+) -> None:
     """Cut these modules among the ranks of the axis `tp`, in place; a tied head stays tied.
 
     Between products each rank has its share of every row's tokens. Embedding and head are cut by
-    tokens of the vocabulary. What leaves `norm` is whole again: (batch, tokens, hidden).
+    tokens of the vocabulary. What leaves the final norm is whole again: (batch, tokens, hidden).
+
+    tail: the final norm, where this stage has it, and the head. A module without weights stands
+    where another stage has the one that is meant, and is left alone.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -130,20 +132,25 @@ def split_products(
         parallelize_module,
     )
 
-    tied = head.weight is embedding.weight
-    cut_modules = (embedding, *blocks, norm, head)
+    *norms, head = tail
+    tied = getattr(head, "weight", head) is getattr(embedding, "weight", embedding)
+    cut_modules = (embedding, *blocks, *tail)
     frozen = [[n for n, p in m.named_parameters() if not p.requires_grad] for m in cut_modules]
     whole, tokens, last = Replicate(), Shard(1), Shard(-1)
     into = RowwiseParallel(input_layouts=whole, output_layouts=tokens)
-    parallelize_module(embedding, mesh, into)
-    for block in blocks:
-        parallelize_module(block, mesh, _styles(block))
-    parallelize_module(norm, mesh, SequenceParallel())
     gathered = PrepareModuleOutput(
         output_layouts=tokens, desired_output_layouts=whole, use_local_output=False
     )
-    parallelize_module(norm, mesh, gathered)
-    parallelize_module(head, mesh, ColwiseParallel(output_layouts=last, use_local_output=False))
+    ends = (
+        (embedding, into),
+        *((norm, style) for norm in norms for style in (SequenceParallel(), gathered)),
+        (head, ColwiseParallel(output_layouts=last, use_local_output=False)),
+    )
+    for block in blocks:
+        parallelize_module(block, mesh, _styles(block))
+    for module, style in ends:
+        if any(True for _ in module.parameters()):
+            parallelize_module(module, mesh, style)
     for module, names in zip(cut_modules, frozen, strict=True):
         for name in names:  # SequenceParallel's weights want gradients, whatever they were
             module.get_parameter(name).requires_grad_(False)

@@ -446,9 +446,14 @@ class _Simulation:
         return judge(policy, reference, labels)
 
     def _with_attention(self, forward: Forward) -> Forward:
-        """As train/step.py: where documents begin, or one mask for all blocks where rows are longer
-        than their window."""
+        """As train/step.py: positions where ranks have a part of the tokens between products, and
+        where documents begin, or one mask for all blocks where rows are longer than their window.
+        """
         a, tokens = self.setting.architecture, forward.tokens
+        sharding = self.setting.sharding
+        if sharding is not None and sharding.tp > 1 and forward.position_ids is None:
+            counted = sizes.empty(self.meter, (tokens,), "int64")
+            forward = replace(forward, position_ids=sizes.unsqueeze(counted, 0))
         if forward.kernel == "varlen":
             starts = sizes.make_starts(forward.input_ids, forward.documents)
             return replace(forward, starts=starts)

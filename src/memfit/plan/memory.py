@@ -40,7 +40,7 @@ from memfit.plan.closed_form import Answers, find_answers
 from memfit.plan.products import SharedProducts
 from memfit.plan.segments import Passes, Segment, expand
 from memfit.plan.sharded import find_sharding
-from memfit.plan.staged import find_stages, held_blocks
+from memfit.plan.staged import find_stages, fullest_places, held_blocks
 from memfit.plan.updates import around_micro_batches, hold
 from memfit.recipe import Parallel, Recipe
 from memfit.sizes.quantised import Quantised
@@ -138,13 +138,15 @@ def find_fullest(model: Model, recipe: Recipe, device: Device) -> tuple[int, str
     if parallel.pp == 1:
         return within, why
     each = parallel.world // parallel.pp
-    ranks = [within + place * each for place in range(parallel.pp)]
+    places = fullest_places(recipe, model.architecture.layers)
+    ranks = [within + place * each for place in places]
     peaks = {rank: predict_peak(model, recipe, device, rank) for rank in ranks}
     fullest = max(ranks, key=lambda rank: peaks[rank])
+    end, other = ("first", ranks[0]) if fullest == ranks[-1] else ("last", ranks[-1])
     return fullest, (
         f"rank {fullest} of {parallel.world}, the fullest: stage {parallel.stage_place(fullest)} of"
-        f" {parallel.pp} is predicted to need {show_gib(peaks[fullest])}, the least of the others"
-        f" {show_gib(min(peaks.values()))}"
+        f" {parallel.pp} is predicted to need {show_gib(peaks[fullest])}, the {end} one"
+        f" {show_gib(peaks[other])}"
     )
 
 

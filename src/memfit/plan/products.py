@@ -17,6 +17,7 @@ from memfit.families.forward import (
     gated_attention,
     gated_mlp,
     module,
+    positions,
     project,
     rms_norm,
     rotation,
@@ -33,7 +34,7 @@ class SharedProducts(Noun, frozen=True, kw_only=True):
 
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """Token embeddings of the rank's tokens; positions are those of all."""
-        places = _places(forward)
+        places = positions(forward)
         x = _embedding(forward, weights["embed_tokens.weight"], self.tp)
         cosines, sines = rotation(forward, x.dtype, places)
         return Embedded(x, (cosines, sines, places), (x,))
@@ -58,14 +59,6 @@ class SharedProducts(Noun, frozen=True, kw_only=True):
     def loss(self, forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor) -> Tensor:
         """The plain loss over logits (tokens, vocab / tp)."""
         return sizes.scale(_sum(forward, weights, hidden, labels))
-
-
-def _places(forward: Forward) -> Tensor:
-    """Position ids: those of packed rows, or 0 … tokens - 1, which the step counts itself."""
-    if forward.position_ids is not None:
-        return forward.position_ids
-    counted = sizes.empty(forward.meter, (forward.tokens,), "int64")
-    return sizes.unsqueeze(counted, 0)
 
 
 @module

@@ -73,6 +73,28 @@ def find_stages(recipe: Recipe, rank: int, blocks: Sequence[int]) -> Stages:
     )
 
 
+def fullest_places(recipe: Recipe, layers: int) -> list[int]:
+    """The places along pp among which the fullest is, whatever the shapes.
+
+    The first has the embedding, the last the head; those between run the same operators. Of these
+    an earlier one has more micro-batches in flight, so that one with no more blocks, recomputed or
+    not, than an earlier one holds less. Ranks of several stages are all named.
+    """
+    parallel = recipe.parallel
+    if parallel.virtual_pp > 1:
+        return list(range(parallel.pp))
+    full, part = recipe.recompute_blocks, recipe.recompute_blocks + recipe.selective_blocks
+    seen: list[tuple[int, ...]] = []
+    found = [0]
+    for place in range(1, parallel.pp - 1):
+        held = blocks_of(layers, parallel.pp, place)
+        has = len(held), sum(i >= full for i in held), sum(i >= part for i in held)
+        if not any(all(a <= b for a, b in zip(has, other, strict=True)) for other in seen):
+            seen.append(has)
+            found.append(place)
+    return [*found, parallel.pp - 1]
+
+
 def _order(schedule: Schedule, place: int) -> tuple[Piece, ...]:
     return orders(schedule)[place]
 
@@ -140,7 +162,10 @@ class _Run:
 
     def _buffer(self) -> Tensor:
         simulation = self.simulation
-        shape = (*self.batches[0].input_ids.shape, simulation.setting.architecture.hidden)
+        rows, tokens = self.batches[0].input_ids.shape
+        sharding = simulation.setting.sharding
+        assert sharding is not None
+        shape = (rows, tokens // sharding.tp, simulation.setting.architecture.hidden)
         return sizes.empty(simulation.meter, shape, self.stages.dtype, Kind.TEMPORARY)
 
     def forward(self, piece: Piece) -> list[Mark]:

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -34,6 +35,12 @@ _DEVICE_OF_FAKE = torch.ops.prim.device.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _sequence_number: Callable[[], int] | None = getattr(torch.autograd, "_get_sequence_nr", None)
 _current_node: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_node", None)
+
+
+@cache
+def full_name(operator: Any) -> str:
+    """`aten.mm.default`: composed anew at each call of `str`, and asked for at every operator."""
+    return str(operator)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -274,7 +281,7 @@ class LiveBytes(TorchDispatchMode):
         if index >= 0:
             self._release(index)
         if self._sharded:
-            for kind, tensor in buffers(str(func), args, kwargs):
+            for kind, tensor in buffers(full_name(func), args, kwargs):
                 self._label(tensor, kind)
         return out
 

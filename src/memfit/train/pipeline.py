@@ -147,7 +147,7 @@ def run_stages(
     """
     torchs, pipeline = _import(), find_pipeline(model)
     assert pipeline is not None
-    between = _between(recipe, batches[0].input_ids.shape)
+    between = _between(recipe, *batches[0].input_ids.shape)
     loss = torch.empty((), device="meta", requires_grad=True)
     stages = [
         torchs.PipelineStage(
@@ -183,11 +183,18 @@ def _import() -> Any:
     return torchs
 
 
-def _between(recipe: Recipe, shape: Sequence[int]) -> Tensor:
-    """What stages send each other, on the meta device: (rows, tokens, hidden)."""
+def _between(recipe: Recipe, rows: int, tokens: int) -> Tensor:
+    """What stages send each other, on the meta device: (rows, tokens / tp, hidden).
+
+    tokens: those of a rank, where ranks share rows. Of ranks that share products each sends its
+    share to its like in the next stage, as it is: between products torch's styles hand over local
+    tensors, the embedding's and each block's last sum alike (`parallelism.tensor`), and the next
+    block's first norm takes one and calls it cut by tokens. No DTensor crosses a border.
+    """
     a = read_model(recipe.model).architecture
     dtype: torch.dtype = getattr(torch, recipe.compute_dtype)
-    return torch.empty(*shape, a.hidden, dtype=dtype, device="meta", requires_grad=True)
+    shape = (rows, tokens // recipe.parallel.tp, a.hidden)
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
 
 class Telling:

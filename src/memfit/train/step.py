@@ -70,7 +70,8 @@ def step(
     scale = current_scale(built.scaler, built.device)
     rewards = Rewards()
     if built.recipe.parallel.pp > 1:
-        total, batches = _run_stages(built, list(batches), target_tokens, enter), ()
+        with sharing(built.recipe.parallel.tp):
+            total, batches = _run_stages(built, list(batches), target_tokens, enter), ()
     for index, batch in enumerate(batches):
         if index:
             enter(Phase.ACCUMULATE)
