@@ -31,7 +31,8 @@ MANY = (
 )  # fmt: skip
 # Slow proofs whose cases differ in settings alone: one in so many.
 SETTINGS = {
-    "test_depth.py": 3, "test_documents.py": 2, "test_fast_fake.py": 2, "test_lean_blocks.py": 2,
+    "test_depth.py": 3, "test_documents.py": 2, "test_exactness.py": 2, "test_fast_fake.py": 2,
+    "test_instants.py": 2, "test_lean_blocks.py": 2, "test_world.py": 2,
 }  # fmt: skip
 
 

@@ -80,6 +80,12 @@ def test_a_rank_is_named_when_it_is_late_twice_in_a_row_and_only_once(monkeypatc
     assert said[5][0].startswith("rank 1 is late")
 
 
+def test_looking_says_nothing_to_the_user(capfd):
+    with Waiting(Others(), first=0, every=1, groups=1).look(CPU):
+        torch.ones(8).sum()
+    assert capfd.readouterr() == ("", "")
+
+
 def test_looking_that_costs_much_is_seldom():
     waiting = Waiting(Others(), first=0, every=1, groups=1)
     assert waiting.due(0)

@@ -8,6 +8,7 @@ rank's own events, without a clock that ranks would have to share.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -104,6 +105,7 @@ class Waiting:
     @contextmanager
     def look(self, device: torch.device) -> Iterator[None]:
         """Profile the step that runs within; on a GPU its end waits for the device."""
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it tells the user that it begins
         cuda = device.type == "cuda"
         begin = time.perf_counter()
         profiler: Any = profile(
