@@ -93,7 +93,9 @@ def read_precision(taken: Taken, said: Said, *, dtype: str, adapted: bool) -> No
         said.put("base_format", short)
         said.put("precision", mixed or short)
         return
-    if mixed and short != "fp32":  # see `settle_precision`: it depends on how ranks share weights
+    if (
+        mixed and short != "fp32"
+    ):  # see `check._settle_precision`: it depends on how ranks share weights
         said.mixed, mixed = mixed, ""
     said.put("precision", mixed or short)
 

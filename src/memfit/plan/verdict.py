@@ -43,23 +43,19 @@ def find_beside(model: Model, recipe: Recipe, device: Device) -> Beside:
     if parallel.world == 1 or device.is_cpu:
         return ALONE
     units: dict[str, int] = {}
-    gradients: dict[int, int] = {}  # of each stage
-    held_by: dict[str, int] = {}  # of each unit, on their way to the host
+    gradients: dict[object, int] = {}  # of each stage; on their way to the host, of each unit
     for w in cut_model(model, parallel).weights:
         unit = f"block {w.layer}" if w.layer >= 0 else w.part
         gathered = 2 * w.numel  # in 16 bits; more only where nothing is
         units[unit] = units.get(unit, 0) + gathered
-        stage = owner_of(w, model.architecture.layers, parallel)
+        on_way = recipe.offload == "parameters"
+        holder = unit if on_way else owner_of(w, model.architecture.layers, parallel)
         own = w.nbytes // parallel.shards if w.trainable else 0
-        if recipe.offload == "parameters":
-            held_by[unit] = held_by.get(unit, 0) + own
-        else:
-            gradients[stage] = gradients.get(stage, 0) + own
+        gradients[holder] = gradients.get(holder, 0) + own
     outside, alone = find_outside(device, parallel), find_outside(device, Parallel())
-    most = max((*gradients.values(), *held_by.values()))
     known = outside is not None and alone is not None
     return Beside(
-        streams=2 * max(units.values()) * (parallel.shards > 1) + most,
+        streams=2 * max(units.values()) * (parallel.shards > 1) + max(gradients.values()),
         communicators=outside.typical - alone.typical if known and outside and alone else 0,
     )
 
