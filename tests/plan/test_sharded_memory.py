@@ -266,6 +266,21 @@ def test_a_unit_fetches_the_one_before_it_while_its_backward_runs() -> None:
     assert gathered == [96, 96, 96]
 
 
+def test_a_unit_on_the_host_copies_each_shard_to_the_device_and_casts_it_there() -> None:
+    """`FSDPParam.all_gather_inputs` (torch 2.13): never a peak by itself, so no trace shows it."""
+    sharding = Sharding(
+        shards=2, shard=0, copies=1, reshards=True, low="bfloat16", wide="float32", on_host=True
+    )
+    meter = Meter()
+    unit = Unit(Shared(meter, sharding, None), "blocks", reshards=True)
+    for rows in (6, 3):  # of 3 the first rank has 2, and so has the second with its padding
+        unit.add((rows, 4), "float32", trainable=False)
+    before = len(meter.asked)
+    unit.gather()
+    copies = [3 * 4 * 4, 3 * 4 * 2, 2 * 4 * 4, 2 * 4 * 2]
+    assert list(meter.asked)[before:] == [*copies, 2 * (24 + 16), 2 * 24, 2 * 16]
+
+
 def ask(**changes: object) -> Request:
     stated = {
         "model": "llama-3.1-8b", "weights": "random", "method": "full", "precision": "bf16-mixed",
