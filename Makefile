@@ -48,8 +48,8 @@ ui/node_modules/.package-lock.json: ui/package-lock.json
 test: setup ui/node_modules/.package-lock.json  ## every test, slow proofs included; of those over all families, some of the settings
 	$(PY) -m pytest --numprocesses auto --dist worksteal -m 'not wide'
 
-test-wide: setup  ## every test, in all settings of every family
-	$(PY) -m pytest --numprocesses auto --dist worksteal
+test-wide: setup  ## every test, in all settings of every family, on examples not seen before
+	MEMFIT_EXAMPLES=new $(PY) -m pytest --numprocesses auto --dist worksteal
 
 check: lint types
 

@@ -3,7 +3,7 @@
     python bench/neighbour_examples.py axolotl@067b021=axolotl/examples trl@f2cd577=trl/examples ...
 
 TOOL@VERSION=FOLDER: every YAML, JSON and TOML file below FOLDER that a reader recognises, and each
-configuration of torchtitan's registries (with `loss: plain`, which those chunk). Where a
+configuration of torchtitan's registries. Where a
 file names a model that is neither in the catalogue nor reachable, or none, as a launcher's does, it
 is read with `model: llama-3.1-8b`, since the file is on trial and not the model. A refusal must
 name a key or a value of the file. Results go to bench/results/neighbour_examples.json.
@@ -29,23 +29,30 @@ RESULTS = Path(__file__).resolve().parent / "results" / "neighbour_examples.json
 SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 REGISTRY = "config_registry.py"  # torchtitan's: each function without arguments is an example
 OF_NO_TOOL = "is of no tool"
+SHARED = "is FSDP's"  # one device shares nothing: such a file is read for a machine of eight
 NO_MODEL = ("names no model", "is not in the catalogue", "unknown model", "is no configuration")
 
 
-def read(file: Path, config: str = "", model: str = "") -> str:
-    """ "" where it is understood, or why it is refused; anything else is raised."""
+def read(
+    file: Path, config: str = "", model: str = "", count: int | None = None
+) -> tuple[str, tuple[str, ...]]:
+    """Why it is refused, "" where it is not, and keys not looked at; anything else is raised."""
     data: dict[str, Any] = {"hardware": {"device": "h100-sxm"}}
+    if count is not None:
+        data["hardware"]["count"] = count
     if config:
-        data = {"hardware": {"device": "h100-sxm", "count": 8, "nodes": 64}, "loss": "plain"}
+        data = {"hardware": {"device": "h100-sxm", "count": 8, "nodes": 64}}
     if model:
         data["model"] = model
     try:
-        api.check([file], data, config)
+        checked = api.check([file], data, config)[0]
     except InvalidRequest as error:
         if any(said in error.message for said in NO_MODEL) and not model:
-            return read(file, config, "llama-3.1-8b")
-        return error.message.replace(f"`{file}`", "the file")
-    return ""
+            return read(file, config, "llama-3.1-8b", count)
+        if SHARED in error.message and count is None:
+            return read(file, config, model, 8)
+        return error.message.replace(f"`{file}`", "the file"), ()
+    return "", tuple(said.partition(": ")[2] for said in checked.passed)
 
 
 def find_examples(folder: Path) -> Iterator[tuple[Path, str]]:
@@ -60,12 +67,12 @@ def find_examples(folder: Path) -> Iterator[tuple[Path, str]]:
 
 
 def run(folder: Path) -> dict[str, Any]:
-    understood, refused, crashed = [], Counter[str](), {}
+    understood, refused, crashed, passed = [], Counter[str](), {}, Counter[str]()
     others = 0
     for file, config in find_examples(folder):
         name = ":".join(filter(None, (str(file.relative_to(folder)), config)))
         try:
-            why = read(file, config)
+            why, keys = read(file, config)
         except Exception as error:
             crashed[name] = f"{type(error).__name__}: {error}"[:200]
             continue
@@ -75,7 +82,9 @@ def run(folder: Path) -> dict[str, Any]:
             refused[why.replace(f"{folder}/", "")[:120]] += 1
         else:
             understood.append(name)
+            passed.update(keys)
     return {
+        "passed": dict(passed.most_common()),  # keys not looked at: none may move memory
         "understood": understood,
         "refused": dict(refused.most_common()),
         "crashed": crashed,

@@ -57,7 +57,7 @@ def page(found: Accuracy, rules: Sequence[folklore.Judged]) -> str:
     for way in ("source", "framework", "kind", "device", "split"):
         parts += [f"## By {way}\n", table(way, found.by(way))]
     parts += ["## Verdicts on cards of every size\n", capacities(found), outcomes(found)]
-    parts += ["## Kind unknown\n", unspecified(found)]
+    parts += ["## Kind unknown, or confidence low\n", unspecified(found)]
     parts += ["## Rules of thumb on the same rows\n", folk(rules)]
     parts += ["## The same rows, answered by peers\n", peers(found)]
     parts += ["## Not expressible\n", refused(found)]
@@ -148,12 +148,15 @@ def outcomes(found: Accuracy) -> str:
 
 
 def unspecified(found: Accuracy) -> str:
-    apart = [c for c in found.compared if c.kind == "unspecified"]
+    apart = [c for c in found.compared if not c.headline]
     groups = [
         summarise(source, [c for c in apart if c.source == source])
         for source in sorted({c.source for c in apart})
     ]
-    said = "These sources do not say what they counted; held against reserved bytes.\n"
+    said = (
+        "These sources do not say what they counted, and are held against reserved bytes; or their"
+        " confidence is low (ms-swift's rows are of many lengths, recipes of one).\n"
+    )
     return f"{said}\n{table('source', [g for g in groups if g])}" if apart else "None.\n"
 
 

@@ -41,10 +41,16 @@ def bytes_of(framework: Framework) -> str:
     if framework.memory_unknown:
         return f"Its time alone is described, not its memory: {framework.memory_unknown}."
     slack = framework.slack
-    return (
+    said = (
         f"Reserved is allocated x {slack.typical:.3f} ({slack.low:.3f} to {slack.high:.3f}):"
         f" {slack.source}."
     )
+    if type(framework).waiting is not Framework.waiting:
+        said += (
+            " Beside it stand blocks that the allocator takes back before it runs out of memory:"
+            " a prediction names them, and no verdict counts them."
+        )
+    return said
 
 
 def section(framework: Framework) -> str:

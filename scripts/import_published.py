@@ -86,13 +86,13 @@ def half_a_digit(printed: float) -> float:
     return 0.5 / 10**digits
 
 
-def measure_memory(published: Published, kind: str) -> dict[str, Measurement]:
-    """The printed peak; {} where there is none."""
+def measure_memory(published: Published, kind: str, unit: int = 0) -> dict[str, Measurement]:
+    """The printed peak; {} where there is none. unit: bytes, where the row's is not to be taken."""
     measured = published["measured"]
     printed = measured.get("peak_mem_gb")
     if printed is None:
         return {}
-    unit = UNITS[measured["peak_mem_unit"]]
+    unit = unit or UNITS[measured["peak_mem_unit"]]
     said = f"{measured['peak_mem_kind']}; printed in {measured['peak_mem_unit']}"
     spread = unit * half_a_digit(printed)
     return {
@@ -128,7 +128,7 @@ def measurements(
     found: dict[str, Measurement] = {}
     lost = {"memory": translated.memory_lost, "time": translated.time_lost}
     if about_memory(published) and not translated.memory_lost:
-        found |= measure_memory(published, translated.kind)
+        found |= measure_memory(published, translated.kind, translated.unit)
     if about_time(published) and not translated.time_lost:
         try:
             found |= measure_time(published, recipe)
@@ -166,7 +166,7 @@ def make_row(published: Published) -> tuple[Row, dict[str, str]]:
         id=f"published-{published['id']}",
         source=Source(
             name=published["source"], url=published["url_or_path"], year=published["year"],
-            confidence=published["confidence"], group=group,
+            confidence=translated.confidence or published["confidence"], group=group,
             notes=" ".join(filter(None, (published["notes"].strip(), translated.assumed))),
         ),
         recipe_digest=recipe.digest,

@@ -23,7 +23,16 @@ OTHER = {
     "allocator": {"": "expandable_segments:True"},
     "optimizer.name": {"adamw": "sgd", "adamw8bit": "adamw"},
     "optimizer.implementation": {"fused": "foreach", "foreach": "fused"},
+    "options.modules_to_save": {"": "lm_head"},
     "optimizer.schedule": {"cosine": "linear", "linear": "cosine"},
+}
+OF_ONE_VALUE = {  # options that mean something beside one value of another key
+    "options.adamw8bit": lambda recipe: recipe.optimizer.name == "adamw8bit",
+    "options.compares": lambda recipe: recipe.prefers,
+    "options.copies_dtype": lambda recipe: recipe.options["modules_to_save"],
+    "options.fp32_outputs": lambda recipe: recipe.prefers,
+    "options.loss_chunks": lambda recipe: recipe.loss == "chunked",
+    "options.modules_to_save": lambda recipe: recipe.method == "lora",
 }
 LATER = ("schema", "framework", "model", "device", "devices_per_node", "network", "recompute")
 
@@ -56,8 +65,12 @@ def counts(recipe, key):
         return recipe.framework == "memfit" and recipe.base_format == "nf4"
     if key == "options.double_quantisation":
         return recipe.base_format in ("nf4", "fp4")
+    if key in OF_ONE_VALUE:
+        return OF_ONE_VALUE[key](recipe)
     if key == "options.pipeline_schedule":
         return recipe.parallel.pp > 1
+    if key == "options.fsdp_version":
+        return recipe.parallel.dp_shard > 1
     if key == "loss_chunk":
         return recipe.loss == "chunked"
     return key != "optimizer.momentum"

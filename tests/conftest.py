@@ -1,10 +1,12 @@
 """What several tests share: the network is off, and one tiny recipe."""
 
+import gc
 import os
 import tempfile
 import zlib
 
 import pytest
+from hypothesis import settings
 
 from memfit.model import ModelReference
 from memfit.recipe import Freeze, Lora, Optimizer, Recipe
@@ -14,6 +16,11 @@ os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: a second thread only waits, 
 _NO_CONFIG = tempfile.TemporaryDirectory(prefix="memfit-no-config-")  # gone when the tests are over
 os.environ["XDG_CONFIG_HOME"] = _NO_CONFIG.name  # nobody's own rows
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+# The same examples every time; `make test-wide` looks for new ones. No test is about its own time.
+settings.register_profile("same", derandomize=True, deadline=None)
+settings.register_profile("new", deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("MEMFIT_EXAMPLES", "same"))
 
 # Families whose parts another one has too.
 ALIKE = (
@@ -40,6 +47,10 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if zlib.crc32(item.nodeid.encode()) % share(item):
             item.add_marker("wide")
+
+
+def pytest_collection_finish():
+    gc.freeze()  # thousands of tests, which no collection need look at again
 
 
 def share(item):

@@ -56,6 +56,8 @@ def write_files(row: Row, folder: Path) -> tuple[list[Path], dict[str, Any], dic
     each = min(world, recipe.devices_per_node or 8)
     knobs = find_framework(recipe.framework).knobs
     own = {k: v for k, v in recipe.options.items() if k in knobs and v != knobs[k].default}
+    if own.get("modules_to_save"):  # LLaMA-Factory trains copies in fp32, the rows' loops do not
+        own["copies_dtype"] = recipe.options.get("copies_dtype", "base")
     data: dict[str, Any] = {
         "hardware": {"device": recipe.device, "count": each, "nodes": world // each},
         "options": own,

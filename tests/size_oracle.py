@@ -4,6 +4,7 @@ A dispatch mode of its own and torch's hooks on saved tensors; nothing of memfit
 """
 
 import itertools
+import warnings
 import weakref
 
 import torch
@@ -43,6 +44,34 @@ class Births(TorchDispatchMode):
 
         self.alive[key] = weakref.ref(storage, gone)
         self.events.append(nbytes)
+
+
+def highest(births):
+    """Bytes of the highest instant, above what was there before."""
+    return max(itertools.accumulate(births.events, initial=0))
+
+
+def adapted(model, *, lora, checkpointing, reentrant=False, saved=""):
+    """Hugging Face's model in training, with small adapters or recomputed blocks where asked.
+
+    saved: modules that peft copies to be trained whole, comma-separated.
+    """
+    with warnings.catch_warnings():  # peft calls what transformers has renamed
+        warnings.simplefilter("ignore", FutureWarning)
+        if saved:  # of a matrix that is tied
+            warnings.simplefilter("ignore", UserWarning)
+        if lora:
+            from peft import LoraConfig, get_peft_model
+
+            wanted = LoraConfig(
+                r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM",
+                modules_to_save=saved.split(",") if saved else None,
+            )  # fmt: skip
+            model = get_peft_model(model, wanted)
+        if checkpointing:
+            chosen = {"use_reentrant": reentrant}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=chosen)
+    return model.train()
 
 
 def ordered(events):

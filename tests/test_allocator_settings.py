@@ -195,7 +195,7 @@ values = st.fixed_dictionaries(
 
 
 @given(values)
-@testing(max_examples=100, deadline=None)
+@testing(max_examples=100)
 def test_any_mixture_is_read_as_torch_reads_it(oracle: TorchParser, drawn: dict) -> None:
     text = ",".join(f"{key}:{value}" for key, value in drawn.items())
     oracle.reset()
@@ -208,7 +208,7 @@ def test_any_mixture_is_read_as_torch_reads_it(oracle: TorchParser, drawn: dict)
     st.sampled_from([*KEYS, "", "x"]),
     st.text(alphabet="0123456789.:,[]>-+eTrueFalse_ ²٣", max_size=12),
 )
-@testing(max_examples=300, deadline=None)
+@testing(max_examples=300)
 def test_whatever_is_written_is_read_or_refused(key: str, value: str) -> None:
     text = f"{key}:{value}"
     try:

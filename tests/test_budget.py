@@ -79,7 +79,7 @@ DETERMINED = [
 ]  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(parameters=positive, tokens=positive, devices=positive, mfu=st.floats(0.05, 1), x=positive)
 def test_every_way_of_asking_gives_the_same_budget(parameters, tokens, devices, mfu, x):
     rates = {"peak": x * 1e14, "mfu": mfu, "price": x}
@@ -94,7 +94,7 @@ def test_every_way_of_asking_gives_the_same_budget(parameters, tokens, devices, 
             assert again[name].value == pytest.approx(values[name], rel=1e-9), names
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(parameters=positive, tokens=positive)
 def test_tokens_come_back_from_compute(parameters, tokens):
     p, d = parameters * 1e9, tokens * 1e9

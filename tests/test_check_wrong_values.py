@@ -160,7 +160,12 @@ AXOLOTL = "base_model: qwen3-0.6b\nmicro_batch_size: 1\n"
 LAUNCHER = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\n"
 MISTAKES = {
     "empty": ({"a.yaml": ""}, "`a.yaml` is empty", "axolotl"),
-    "broken": ({"a.yaml": "base_model: [a\n  b: c\n"}, "`a.yaml` line 2, column 4", ""),
+    "broken": (
+        {"a.yaml": "base_model: [a\n  b: c\n"}, "`a.yaml` line 2, column 4", "begun in line 1"
+    ),
+    "in tabs": (
+        {"a.yaml": "base_model: a\n\tb: c\n"}, "`a.yaml` line 2, column 1", "spaces indent"
+    ),
     "another tool's": ({"a.json": '{"openapi": "3.0"}'}, "of no tool that memfit reads", "TRL"),
     "a package's": ({"a.toml": '[project]\nname = "x"\n'}, "of no tool", "`training`"),
     "memfit's own": ({"a.yaml": "model: gpt2\nmethod: lora\n"}, "of no tool", "memfit predict"),

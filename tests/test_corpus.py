@@ -97,6 +97,18 @@ def test_a_printed_figure_is_known_to_half_of_its_last_digit():
     assert (found.value, found.spread) == (82.4e9, pytest.approx(0.05e9))
     row["measured"]["peak_mem_gb"] = 67.0
     assert import_published.measure_memory(row, "x")["memory.x"].spread == 0.5e9
+    by_code = import_published.measure_memory(row, "x", unit=2**30)["memory.x"]
+    assert by_code.value == 67 * 2**30
+
+
+def test_a_source_whose_code_says_what_it_counted_overrules_its_page():
+    by_id = {row.id: row for row in corpus.read_corpus() if row.memory}
+    zero = by_id["published-deepspeed-qwen3-32b-mi300x8-zero3-rccl"]
+    assert zero.memory["peak_allocated"].value == 96.45e9  # max_memory_allocated() / 1e9
+    assert zero.recipe.recompute_blocks == 0
+    swift = [row for row in by_id.values() if row.source.name.startswith("modelscope")]
+    assert {(*row.memory, row.source.confidence) for row in swift} == {("peak_reserved", "low")}
+    assert len(swift) == 52
 
 
 def test_the_published_schema_names_every_field_of_a_row():

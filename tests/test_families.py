@@ -506,7 +506,7 @@ def test_smollms_blocks_without_rotation_are_a_cycle(change, kinds):
     assert [architecture.kind(i) != "unrotated" for i in range(5)] == [bool(r) for r in rotates]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(head_dim=st.integers(2, 512), part=st.floats(0.01, 1.0))
 def test_a_rotated_part_survives_the_way_to_config_json_and_back(head_dim, part):
     rotary = max(2, int(head_dim * part))

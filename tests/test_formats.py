@@ -52,7 +52,7 @@ def test_pi_is_the_same_number_in_fp16_and_bf16():
 
 
 @pytest.mark.parametrize("name", list(TORCH))
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500)
 @given(x=magnitudes)
 @example(x=65519.99609375)
 @example(x=65520.0)
@@ -73,7 +73,7 @@ def test_the_stored_value_and_bits_are_torchs(name, x):
     assert int(row.encoding.replace(" ", ""), 2) == code
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(x=st.floats(allow_nan=False, allow_infinity=False))
 @example(x=3.4028235677973366e38)  # the tie between fp32's maximum and infinity
 @example(x=3.4028235677973362e38)
@@ -89,7 +89,7 @@ def test_rounding_from_fp64_is_one_rounding(x):
     assert found["fp32"].stored == single
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(x=near)
 def test_tf32_drops_thirteen_bits_of_fp32_rounding_to_even(x):
     (code,) = struct.unpack("I", struct.pack("f", x))
@@ -111,7 +111,7 @@ def test_ranges_are_torchs(name):
 
 
 @pytest.mark.parametrize("name", ["fp32", "tf32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2"])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(x=magnitudes)
 def test_the_error_is_at_most_half_a_step(name, x):
     row = rows(x)[name]
@@ -134,7 +134,7 @@ def test_beyond_the_range_the_step_is_unknown_and_what_happens_is_said():
     assert rows(-1e6)["fp8_e5m2"].stored == -math.inf
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(x=st.floats(-10, 10), scale=st.floats(0.5, 10))
 def test_integers_are_absmax_quantisation(x, scale):
     for name, top in (("int8", 127), ("int4", 7)):
@@ -150,7 +150,7 @@ def test_integers_are_absmax_quantisation(x, scale):
 
 
 @pytest.mark.parametrize(("name", "table"), [("nf4", NF4), ("fp4", FP4)])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(x=st.floats(-10, 10), scale=st.floats(0.5, 10))
 def test_a_table_gives_its_nearest_entry(name, table, x, scale):
     row = rows(x, scale=scale)[name]

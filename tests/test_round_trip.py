@@ -8,30 +8,38 @@ from memfit import api
 from memfit.check import read_files
 from memfit.errors import InvalidRequest
 from memfit.export import find_target, list_keys
-from memfit.plan.foreign import read_foreign
+from memfit.nouns import from_data
+from memfit.plan.foreign import predict_foreign, read_foreign
 from memfit.plan.frameworks import find_framework
+from memfit.request import Request
 
 # of launchers, whose files name no model and no method, those are said beside them
 UNTOLD = {"model": "llama-3.1-8b", "method": "lora"}
 PLANS = {
-    "trl": ("trl-qlora", "trl-full-fsdp"),
-    "axolotl": ("hf-full-recompute", "hf-lora-ddp", "hf-qlora"),
-    "llamafactory": ("hf-full-recompute", "hf-lora-fsdp", "hf-qlora", "deepspeed-zero3"),
-    "accelerate": ("hf-lora-fsdp",),
+    "trl": ("trl-qlora", "trl-full-fsdp", "hf-full-fsdp2"),
+    "axolotl": ("hf-full-recompute", "hf-lora-ddp", "hf-qlora", "hf-full-fsdp2"),
+    "llamafactory": (
+        "hf-full-recompute",
+        "hf-lora-fsdp",
+        "hf-qlora",
+        "deepspeed-zero3",
+        "hf-full-fsdp2",
+    ),
+    "accelerate": ("hf-lora-fsdp", "hf-full-fsdp2"),
     "deepspeed": ("deepspeed-zero2",),
     "torchtitan": ("torchtitan-fsdp", "torchtitan-3d"),
     "torchtitan-main": ("torchtitan-fsdp", "torchtitan-3d"),
-}
+}  # fmt: skip
 # what the tools have and `check` refuses by its key
 REFUSED = {
-    "lora.scaling": "use_rslora", "parallel.zero": "zero: 2", "offload": "offload_optimizer.device",
+    "parallel.zero": "zero: 2", "offload": "offload_optimizer.device",
     "parallel.reshard_after_forward": "",  # FSDP's SHARD_GRAD_OP; torchtitan's `never`
 }  # fmt: skip
 DESCRIBED = {"optimizer.name": "optimizer", "optimizer.implementation": "implementation"}
 
 
 def read_again(made, recipe, folder, target):
-    """The recipe of the files, which are not predicted."""
+    """What `check` takes from the files."""
     files = api.write_export(made, folder)
     if len(files) > 1:
         files = [path for path in files if path.suffix != ".json"]
@@ -42,13 +50,13 @@ def read_again(made, recipe, folder, target):
     data["hardware"] = {
         "device": recipe.device, "count": each, "nodes": recipe.parallel.world // each,
     }  # fmt: skip
-    return read_foreign(read_files(files, data).request)[0]
+    return read_files(files, data).request
 
 
 def carry(target, name, folder):
     """Keys of a plan: read back as another value, said to be left out, or refused by check."""
     plan, said = neighbour_plans.find_plan(name), find_target(target).says
-    found = {"carried": set(), "left": set(), "refused": {}, "wrong": {}}
+    found = {"carried": set(), "left": {}, "refused": {}, "wrong": {}}
     for number, (key, value) in enumerate(keys(plan.recipe)):
         described = find_framework(plan.recipe.framework).values.get(DESCRIBED.get(key, key))
         if key not in said and key.partition(".")[0] not in said:
@@ -61,16 +69,15 @@ def carry(target, name, folder):
         except InvalidRequest as error:  # the target says so
             found["refused"][key] = error.message
             continue
-        if key in made.left_out:
-            found["left"].add(key)
-            continue
         try:
-            recipe = read_again(made, plan.recipe, folder / str(number), target)
+            recipe = read_foreign(read_again(made, plan.recipe, folder / str(number), target))[0]
         except InvalidRequest as error:
-            found["refused"][key] = error.message
+            found["left" if key in made.left_out else "refused"][key] = error.message
             continue
         back, wanted = dict(list_keys(recipe)).get(key), dict(list_keys(changed.recipe)).get(key)
-        if back == wanted:
+        if key in made.left_out:  # and then the file has no word of it
+            found["left" if back != wanted else "wrong"].update({key: (wanted, back)})
+        elif back == wanted:
             found["carried"].add(key)
         else:
             found["wrong"][key] = (wanted, back)
@@ -85,3 +92,48 @@ def test_a_changed_key_is_read_back_or_said_to_be_left_out(target, name, tmp_pat
     for key, why in found["refused"].items():
         assert REFUSED[key] in why
     assert len(found["carried"]) >= (2 if target == "accelerate" else 12)
+
+
+FULL = ("own-full", "own-qlora", "torchtitan-fsdp", "deepspeed-zero3", "hf-full-fsdp2")
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        *((target, name) for target in ("axolotl", "llamafactory", "trl") for name in FULL),
+        ("torchtitan", "own-full"), ("torchtitan", "megatron-3d"),
+    ],
+)  # fmt: skip
+def test_the_peak_that_an_export_claims_is_what_check_answers_of_it(target, name, tmp_path):
+    plan = neighbour_plans.find_plan(name)
+    made = api.export(plan, target)
+    found = predict_foreign(read_again(made, plan.recipe, tmp_path, target)).memory
+    assert made.peak.peak_allocated == found.peak_allocated
+    assert made.peak.device_total == found.device_total
+
+
+@pytest.mark.parametrize("target", ["axolotl", "llamafactory", "trl"])
+def test_a_trainers_optimizer_beside_zero_is_read_back(target, tmp_path):
+    more = {"options": {"paged": True}, "optimizer": {"name": "adamw8bit"}}
+    request = neighbour_plans.REQUESTS["deepspeed-zero2"] | more
+    plan = api.predict(from_data(request, Request, where="request"))
+    made = api.export(plan, target)
+    assert not [key for key in made.left_out if key.startswith("optimizer")]
+    found = predict_foreign(read_again(made, plan.recipe, tmp_path, target))
+    assert found.recipe.optimizer.name == "adamw8bit"
+    assert found.recipe.options["paged"]
+    assert found.memory.peak_allocated == made.peak.peak_allocated
+
+
+@pytest.mark.parametrize(("target", "version"), [("trl", 1), ("llamafactory", 1), ("axolotl", 2)])
+def test_offloaded_fp32_shards_are_written_and_read_back(target, version, tmp_path):
+    plan = neighbour_plans.find_plan("hf-full-fsdp2")
+    for key, value in (("offload", "parameters"), ("options.fsdp_version", version)):
+        plan = change(plan, key, value)
+    made = api.export(plan, target)
+    found = predict_foreign(read_again(made, plan.recipe, tmp_path, target))
+    recipe = found.recipe
+    assert (recipe.offload, recipe.precision) == ("parameters", "bf16-mixed")
+    assert recipe.options["fsdp_version"] == version
+    assert made.peak.peak_allocated == found.memory.peak_allocated
+    assert not {"offload", "precision", "options.fsdp_version"} & made.left_out.keys()

@@ -271,7 +271,7 @@ def test_the_report_shows_three_sources_curve_and_sample():
     assert "200 of 1,000 steps (finished)" in text
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     sizes=st.lists(st.integers(0, 2**40), min_size=1, max_size=6),
     line=st.none() | st.integers(1, 2**40),
@@ -372,13 +372,13 @@ def test_an_estimate_is_marked_as_one():
 WORDS = st.text(st.sampled_from("ab cdé語π👍\u0301\n "), max_size=60)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=WORDS)
 def test_a_text_is_as_wide_as_rich_says(text):
     assert cells(text.replace("\n", "")) == cell_len(text.replace("\n", ""))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=WORDS, width=st.integers(2, 30))
 def test_wrapping_loses_no_character_but_blanks(text, width):
     lines = wrap(text, width)
@@ -391,6 +391,7 @@ def test_words_are_broken_only_where_no_line_holds_them():
     assert wrap("    indented code stays", 12) == ["    indented", "code stays"]
     assert wrap("ab verylongword", 6) == ["ab", "verylo", "ngword"]
     assert wrap("", 5) == [""]
+    assert wrap("      ", 5) == ["     "]
 
 
 def test_a_table_shrinks_what_may_be_wrapped_and_never_a_number():

@@ -150,3 +150,14 @@ def test_python_is_listed_and_not_patched(tmp_path, capsys):
 def test_dotted_keys_are_found_nested_and_flat():
     assert find({"a": {"b": 1}}, "a.b") == find({"a.b": 1}, "a.b") == 1
     assert find({"a": 2}, "a.b") is None
+
+
+def test_a_reference_that_is_computed_first_saves_a_second_model(tmp_path):
+    text = "base_model: llama-3.1-8b\nrl: dpo\nbf16: true\ngradient_checkpointing: true\n"
+    path = write(tmp_path, "axolotl.yaml", text)
+    data = {"hardware": {"device": "h100-sxm"}}
+    changes = smallest(path, data)
+    assert [(one.key, one.after) for one in changes[0].edited] == [
+        ("precompute_ref_log_probs", True)
+    ]
+    assert api.check([edited(path, changes[0])], data)[1].memory.verdict == "fits"

@@ -40,6 +40,8 @@ class Translated(NamedTuple):
     memory_lost: str = ""  # why its memory figure judges no recipe; "" where it does
     time_lost: str = ""  # the same of its step time
     assumed: str = ""  # what its step takes and neither row nor page says; for the row's notes
+    unit: int = 0  # bytes of the printed unit where the source's code says so; 0: the row's own
+    confidence: str = ""  # of the row where the source's code says more than its page
 
 
 def kind_of(row: Published) -> str:

@@ -113,7 +113,10 @@ def _paddle(row: Published) -> Translated:
 
 
 def _zero(row: Published) -> Translated:
-    """Hugging Face's class under ZeRO-3; bucket sizes from llama2_7b/deepspeed/ds_config.json."""
+    """Hugging Face's class under ZeRO-3; bucket sizes from llama2_7b/deepspeed/ds_config.json.
+
+    config/requirements.txt pins transformers 4.34.1, whose class upcasts and shifts whole logits.
+    """
     c = row["config"]
     request = {
         "model": llama_config(row),
@@ -127,7 +130,7 @@ def _zero(row: Published) -> Translated:
         "hardware": hardware_of(row),
         "options": {
             "prefetch_bucket_size": 10**7, "allgather_bucket_size": 10**8,
-            "reduce_bucket_size": 10**7,
+            "reduce_bucket_size": 10**7, "release": "4.38",
         },
     }  # fmt: skip
     return Translated(request, kind_of(row))

@@ -15,11 +15,7 @@ def translate(row: Published) -> Translated:
     if quant and not quant.startswith("gptq int4"):
         raise NotExpressible(f"weights stored as {quant} are not described")
     saved = bool(lora) and "trained" in lora["targets"]
-    lost = (
-        f"weights stored as {quant} are not described" if quant
-        else "adapters beside a trained copy of embedding and head (modules_to_save)" if saved
-        else ""
-    )  # fmt: skip
+    lost = f"weights stored as {quant} are not described" if quant else ""
     sharded = (c.get("zero_stage") or 0) > 0
     request: dict[str, Any] = {
         "framework": "deepspeed" if sharded else "hf-trainer",

@@ -18,7 +18,7 @@ from memfit.errors import Error
 from memfit.hardware import Device
 from memfit.ledger import Ledger
 from memfit.nouns import Noun
-from memfit.plan.foreign import describe_foreign, predict_ledger
+from memfit.plan.foreign import describe_foreign, find_waiting, predict_ledger
 from memfit.plan.frameworks import find_framework
 from memfit.plan.memory import predict_memory
 from memfit.plan.problem import find_device
@@ -142,7 +142,8 @@ def compare(rows: Iterable[Row], refused: Iterable[Refused] = ()) -> Accuracy:
     )
 
 
-Band = tuple[float, float, int, int]  # slack low and high; bytes outside the allocator low and high
+# Slack low and high; bytes outside the allocator low and high; those given back when asked.
+Band = tuple[float, float, int, int, int]
 
 
 def predict(row: Row) -> tuple[Memory, Band]:
@@ -157,19 +158,22 @@ def predict(row: Row) -> tuple[Memory, Band]:
         memory = describe_memory(ledger, device, device.memory, "the device's memory")
         slack = 0.0 if device.is_cpu else ASSUMED_SLACK
         context = 0 if device.is_cpu else ASSUMED_CONTEXT
-        return memory, (1.0, 1 + 2 * slack, 0, 2 * context)
-    return _foreign(row, predict_ledger(recipe, model, device), device)
+        return memory, (1.0, 1 + 2 * slack, 0, 2 * context, 0)
+    waiting = find_waiting(recipe, model, device)
+    return _foreign(row, predict_ledger(recipe, model, device), device, waiting)
 
 
-def _foreign(row: Row, ledger: Ledger, device: Device) -> tuple[Memory, Band]:
-    memory = describe_foreign(ledger, row.recipe, device, device.memory)
+def _foreign(
+    row: Row, ledger: Ledger, device: Device, waiting: tuple[int, str]
+) -> tuple[Memory, Band]:
+    memory = describe_foreign(ledger, row.recipe, device, device.memory, waiting)
     framework, parallel = find_framework(row.recipe.framework), row.recipe.parallel
     slack = framework.slack
     outside = find_outside(device, parallel, framework.count_groups(parallel))
     ends = (outside.low, outside.high) if outside else (0, 0)
     # blocks that cannot be used again come first
     held = ledger.peak / (memory.peak_allocated or ledger.peak)
-    return memory, (slack.low * held, slack.high * held, *ends)
+    return memory, (slack.low * held, slack.high * held, *ends, waiting[0])
 
 
 def _figures(row: Row, memory: Memory, band: Band) -> Iterable[Compared]:
@@ -181,7 +185,7 @@ def _figures(row: Row, memory: Memory, band: Band) -> Iterable[Compared]:
         peak = memory.peak_allocated
         if predicted is None or peak is None:
             continue
-        low, high, least, most = band
+        low, high, least, most, waits = band
         yield Compared(
             id=row.id,
             source=repository(row),
@@ -196,7 +200,7 @@ def _figures(row: Row, memory: Memory, band: Band) -> Iterable[Compared]:
             spread=measured.spread,
             predicted=predicted,
             low=peak if allocated else round(peak * low) + least * whole,
-            high=peak if allocated else round(peak * high) + most * whole,
+            high=peak if allocated else round(peak * high) + most * whole + waits,
         )
 
 

@@ -51,8 +51,19 @@ def _check_reference(recipe: Recipe) -> None:
             "`objective: dpo` without a reference",
             hint="use `preference.reference: adapter-off` or `precomputed`",
         )
+    check_second(reference)
     if reference == "adapter-off":
         check_adapter(recipe.method)
+
+
+def check_second(reference: str) -> None:
+    """Raise InvalidRequest for a second model, which only other trainers' steps hold."""
+    if reference == "second-model":
+        raise InvalidRequest(
+            "`preference.reference: second-model`: memfit's step holds one model",
+            hint="use `preference.reference: precomputed`, or `method: lora`, whose base is the"
+            " reference",
+        )
 
 
 def check_adapter(method: Method) -> None:

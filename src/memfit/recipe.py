@@ -13,6 +13,7 @@ from memfit.nouns import Noun
 
 Method = Literal["full", "freeze", "lora", "dora"]
 Objective = Literal["pretrain", "sft", "dpo"]
+Reference = Literal["none", "adapter-off", "precomputed", "second-model"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp16", "fp8-mixed", "fp4-mixed"]
 Format = Literal["fp32", "bf16", "fp16", "int8", "int4", "nf4", "fp4"]  # int4: GPTQ
 Scaling = Literal["plain", "rank-stabilised"]
@@ -90,12 +91,13 @@ class Preference(Noun, frozen=True, kw_only=True):
     """Direct preference optimisation (Rafailov et al. 2305.18290); beta 0 under other objectives.
 
     The reference is the same weights with the adapter switched off, run before each micro-batch's
-    own forward; or its log-probabilities are computed once, before the first step.
+    own forward; or its log-probabilities are computed once, before the first step. Other trainers
+    hold a second model.
     """
 
     beta: float = 0.0
     label_smoothing: float = 0.0  # share of the pairs taken to be the wrong way round
-    reference: Literal["none", "adapter-off", "precomputed"] = "none"
+    reference: Reference = "none"
 
 
 class Optimizer(Noun, frozen=True, kw_only=True):
@@ -265,8 +267,8 @@ class Recipe(Noun, frozen=True, kw_only=True):
 
     @property
     def references(self) -> int:
-        """Forwards without a gradient that precede each micro-batch's own."""
-        return int(self.preference.reference == "adapter-off")
+        """Forwards without a gradient beside each micro-batch's own."""
+        return int(self.preference.reference in ("adapter-off", "second-model"))
 
     @property
     def global_batch(self) -> int:

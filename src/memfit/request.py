@@ -68,7 +68,7 @@ class PreferenceRequest(Noun, frozen=True, kw_only=True):
 
     beta: PositiveFloat = 0.1
     label_smoothing: Smoothing = 0.0
-    reference: Literal["auto", "adapter-off", "precomputed"] = "auto"
+    reference: Literal["auto", "adapter-off", "precomputed", "second-model"] = "auto"
 
 
 class LoraRequest(Noun, frozen=True, kw_only=True):
@@ -314,7 +314,9 @@ def read_yaml(path: Path, *, hint: str = "") -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise InvalidRequest(f"`{path}` is not a text file") from None
+        raise InvalidRequest(
+            f"`{path}` is not a text file", hint="YAML or JSON of keys with values, in UTF-8"
+        ) from None
     except OSError as error:
         hint = "`memfit init` writes a commented one" if not path.exists() else ""
         raise InvalidRequest(f"cannot read `{path}`: {error.strerror}", hint=hint) from None
@@ -323,7 +325,10 @@ def read_yaml(path: Path, *, hint: str = "") -> dict[str, Any]:
     except MarkedYAMLError as error:
         mark = error.problem_mark
         place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise InvalidRequest(f"`{path}`{place}: {error.problem}") from None
+        begun = error.context_mark
+        known = "in YAML spaces indent, and a value that holds `: ` stands in quotes"
+        hint = f"{error.context}, begun in line {begun.line + 1}" if begun else known
+        raise InvalidRequest(f"`{path}`{place}: {error.problem}", hint=hint) from None
     except YAMLError as error:
         raise InvalidRequest(f"`{path}` is not YAML: {error}") from None
     if not isinstance(data, dict):

@@ -33,7 +33,8 @@ KEYS = {
     "preference": "used when the objective is dpo",
     "preference.beta": "how strongly the policy is held to the reference",
     "preference.label_smoothing": "share of the pairs taken to be the wrong way round",
-    "preference.reference": "adapter-off | precomputed; auto: the first with lora, else the second",
+    "preference.reference": "adapter-off | precomputed; auto: the first with lora, else the second;"
+    " second-model: of other trainers",
     "method": "full | freeze | lora | dora; auto: full where it fits, else lora",
     "lora": "used when the method is lora or dora",
     "lora.rank": "rank of the adapter's two matrices",

@@ -63,7 +63,7 @@ def run_soundly(tape: list[Event], conf: Settings) -> CachingAllocator:
 
 
 @given(requests, configurations)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_blocks_tile_their_segments_and_the_counters_add_up(drawn: list, conf: Settings) -> None:
     allocator = run_soundly(tape_of(drawn), conf)
     assert_sound(allocator)
@@ -75,7 +75,7 @@ def test_blocks_tile_their_segments_and_the_counters_add_up(drawn: list, conf: S
 
 
 @given(requests, configurations)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_replay_is_deterministic_and_stays_within_the_capacity(
     drawn: list, conf: Settings
 ) -> None:
@@ -131,7 +131,7 @@ def textbook(tape: list[Event]) -> tuple[int, int]:
 
 
 @given(requests)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_replay_equals_a_textbook_allocator(drawn: list) -> None:
     tape = tape_of(drawn, streams=False)
     peaks = replay(tape, Settings()).peaks
@@ -225,7 +225,7 @@ def textbook_pages(tape: list[Event]) -> tuple[int, int]:
 
 
 @given(requests)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_expandable_segments_equal_a_textbook_allocator(drawn: list) -> None:
     tape = []
     for event in tape_of(drawn, streams=False):
@@ -237,7 +237,7 @@ def test_expandable_segments_equal_a_textbook_allocator(drawn: list) -> None:
 
 
 @given(requests, st.booleans())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_capacity_matters_only_when_it_is_reached(drawn: list, expandable: bool) -> None:
     tape = tape_of(drawn)
     free_run = replay(tape, Settings(expandable_segments=expandable))

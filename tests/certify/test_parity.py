@@ -118,7 +118,7 @@ def test_a_failed_allocation_is_tried_and_the_program_goes_on() -> None:
 
 
 @given(requests, configurations)
-@testing(max_examples=60, deadline=None)
+@testing(max_examples=60)
 def test_what_a_replay_writes_it_reads_back_and_replays_alike(drawn: list, conf: Settings) -> None:
     delays = conf.garbage_collection_threshold == 0 and conf.max_split_size == UNLIMITED
     tape = tape_of(drawn, streams=delays)
@@ -131,7 +131,7 @@ def test_what_a_replay_writes_it_reads_back_and_replays_alike(drawn: list, conf:
 
 
 @given(requests, st.integers(1, 60), st.sampled_from([Settings(), Settings(device_memory=GIB)]))
-@testing(max_examples=60, deadline=None)
+@testing(max_examples=60)
 def test_a_recording_may_begin_in_the_middle(drawn: list, skipped: int, conf: Settings) -> None:
     """What was there before is worked back from the rest."""
     tape = [event for event in tape_of(drawn, streams=False) if event.stream == 0]

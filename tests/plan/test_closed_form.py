@@ -57,7 +57,7 @@ def test_a_closed_form_is_the_simulation_of_every_shape(case):
         )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rows=st.integers(1, 80), tokens=st.integers(1, 5000), case=st.sampled_from(sorted(CASES)))
 def test_any_shape_of_any_setting(rows, tokens, case):
     family, changes = CASES[case]

@@ -152,7 +152,7 @@ def test_a_candidate_stated_as_a_request_is_the_same_recipe():
                 assert predict_foreign(stated).recipe == recipe
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(less=st.integers(6, 60), more=st.integers(0, 40))
 def test_a_looser_limit_never_takes_longer(less, more):
     request = ask(attention="flash", recompute="selective")
@@ -191,7 +191,7 @@ def test_idle_devices_are_said():
     assert plan.request == request
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(share=st.floats(0.3, 1), what=st.sampled_from(["bandwidth", "flops"]))
 def test_a_slower_device_never_has_a_faster_plan(share, what):
     request = ask(attention="flash", recompute="selective")

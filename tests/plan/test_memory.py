@@ -588,7 +588,7 @@ def grown(recipe, knob):
     return replace(recipe, **{knob: getattr(recipe, knob) + 1})
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(
     knob=st.sampled_from(["micro_batch", "sequence_length", "rank", "layers"]),
     precision=st.sampled_from(["fp32", "bf16-mixed"]),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tiny_runs import tiny_recipe
 
 from memfit.errors import InvalidRequest
+from memfit.recipe import Parallel
 from memfit.shapes import RowBounds
 from memfit.train import sampler as sampler_module
 from memfit.train.packing import StreamRows, TableRows, one_a_row, pack_best_fit, seeded_order
@@ -39,7 +40,7 @@ def pieces(batches):
 
 
 @given(lengths=LENGTHS, width=st.integers(1, 17), seed=st.integers(0, 5))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_the_stream_shows_every_token_once_an_epoch(lengths, width, seed):
     rows = StreamRows(np.array(lengths), width, seed)
     total = sum(lengths)
@@ -80,7 +81,7 @@ def test_an_epoch_that_ends_inside_a_step_is_followed_by_the_next_one():
 
 
 @given(lengths=LENGTHS, width=st.integers(2, 17))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_every_target_of_the_stream_is_the_next_token_of_the_same_document(lengths, width):
     recipe = tiny_recipe(sequence_length=width, micro_batch=2, accumulation=1, steps=1)
     data = corpus([*lengths, 3])
@@ -113,7 +114,7 @@ def test_orders_are_permutations_and_differ_by_epoch_and_seed():
 
 
 @given(lengths=LENGTHS, seed=st.integers(0, 3))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_best_fit_keeps_examples_whole_and_close_to_the_fewest_rows(lengths, seed):
     rows = pack_best_fit(np.array(lengths), 40, seed)
     assert sorted(p.document for row in rows for p in row) == list(range(len(lengths)))
@@ -171,7 +172,7 @@ def test_examples_too_long_are_cut_or_left_out_and_counted():
 
 @given(lengths=LENGTHS, width=st.integers(2, 12), packing=st.booleans(),
        objective=st.sampled_from(["pretrain", "sft"]), block=st.integers(1, 20))  # fmt: skip
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_the_bounds_are_the_largest_figures_of_all_that_is_sampled(
     lengths, width, packing, objective, block
 ):
@@ -203,6 +204,25 @@ def test_an_evaluation_reads_every_example_once():
     batches = list(build_sampler(data, recipe, "d").all_once())
     assert sum(b.targets for b in batches) == 2 + 3 + 4
     assert [b.input_ids.shape[0] for b in batches] == [2, 2]
+
+
+@pytest.mark.parametrize("tokens", [1, 6, 11, 99])
+@pytest.mark.parametrize("own", [
+    {}, {"micro_batch": 2}, {"micro_batch": 4}, {"parallel": Parallel(dp_shard=2)},
+    {"parallel": Parallel(pp=2), "micro_batch": 2},
+], ids=["one", "two", "four", "ranks", "stages"])  # fmt: skip
+def test_an_evaluation_of_some_tokens_reads_the_same_rows_in_any_layout(own, tokens):
+    recipe = tiny_recipe(packing=False, sequence_length=8, accumulation=2, **own)
+    data, ranks = corpus([3, 4, 5, 6, 7]), recipe.parallel.dp
+    micros = [m for rank in range(ranks)
+              for m in build_sampler(data, recipe, "d", rank).all_once(tokens)]  # fmt: skip
+    alone = build_sampler(data, tiny_recipe(packing=False, sequence_length=8), "d")
+    each = [int((row != IGNORED).sum()) for micro in alone.all_once() for row in micro.labels]
+    wanted, read = 0, 0
+    for targets in filter(None, each):
+        if read < tokens:
+            wanted, read = wanted + targets, read + targets + 1
+    assert sum(m.targets for m in micros) == wanted
 
 
 def test_an_evaluation_of_packed_text_reads_every_token_once():

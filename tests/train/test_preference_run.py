@@ -242,7 +242,7 @@ REFUSED = {
         {"method": "full", "preference": PreferenceRequest(reference="adapter-off")},
         "has no adapter",
     ),
-    "another framework": ({"framework": "trl"}, "not how they compare pairs"),
+    "another framework": ({"framework": "torchtune"}, "not how it compares pairs"),
 }
 
 

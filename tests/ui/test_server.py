@@ -210,7 +210,7 @@ VERBS = st.sampled_from(
 
 
 @settings(
-    max_examples=200, deadline=None, derandomize=True, database=None,
+    max_examples=200, derandomize=True, database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(verb=VERBS, keys=st.dictionaries(KEYS, VALUES, min_size=1, max_size=3))
@@ -225,7 +225,7 @@ def test_two_hundred_bad_requests_get_a_reason_and_stop_nothing(server, verb, ke
 
 
 @settings(
-    max_examples=100, deadline=None, derandomize=True, database=None,
+    max_examples=100, derandomize=True, database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(key=KEYS, value=VALUES)

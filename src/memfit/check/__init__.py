@@ -8,7 +8,7 @@ refused by its name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +18,7 @@ import msgspec
 from memfit.check._smaller import Change, Edit, Edits, Group, find_smallest
 from memfit.errors import InvalidRequest
 from memfit.nouns import Noun, from_data
+from memfit.plan.frameworks._pairs import TILED
 from memfit.reading import put
 from memfit.registry import Registry
 from memfit.request import Request, read_yaml
@@ -29,6 +30,7 @@ class Said:
 
     def __init__(self, data: dict[str, Any], edits: Edits | None = None, config: str = "") -> None:
         self.data = data
+        self.asked = dict(_leaves(data))  # on the command line, in place of what files say
         self.config = config  # which of a Python file's configurations; "" is its only one
         self.model = data.get("model")  # asked for: in place of the files'
         self.edits = edits or {}
@@ -41,10 +43,15 @@ class Said:
         self.sharded = ""  # fsdp | deepspeed | ""
         self.zero = 3
         self.world = 0  # ranks that a file names; 0: those of the command line
+        self.later: list[Callable[[Said], None]] = []  # what the other files decide, too
 
     def put(self, key: str, value: Any) -> None:
-        """A dotted key of the request."""
-        put(self.data, key, value)
+        """A dotted key of the request, unless another value was asked for in its place."""
+        inside = {k: v for k, v in self.asked.items() if k == key or k.startswith(f"{key}.")}
+        if not inside or (isinstance(value, dict) and key not in inside):
+            put(self.data, key, value)
+            for name, own in inside.items():
+                put(self.data, name, own)
 
     @property
     def own(self) -> bool:
@@ -139,6 +146,8 @@ class Reader(ABC):
 readers: Registry[Reader] = Registry("reader", "memfit.check")
 WRITTEN = (".yaml", ".yml", ".json")
 # the most telling first: a file of a later one may hold an earlier one's keys, too
+TRL = "TRL"  # the title of its reader
+ACCELERATED = ("hf-trainer", "trl")  # frameworks whose shards are accelerate's FSDP
 ORDER = ("torchtitan", "deepspeed", "accelerate", "axolotl", "llamafactory", "trl")
 
 
@@ -200,6 +209,10 @@ def _read(files: Sequence[Path], said: Said) -> Checked:
     if said.own and said.get("loss") is None:
         said.put("loss", "plain")
         said.assume("the step is memfit's own, of the same training, with whole logits")
+    if TRL in tools and not said.own:
+        _settle_loss(said)
+    for settle in () if said.own else said.later:
+        settle(said)
     _put_mesh(said)
     _settle_precision(said)
     request = from_data(said.data, Request, where=", ".join(map(str, files)))
@@ -226,16 +239,30 @@ def _refuse_second(files: Sequence[Path], said: Said) -> None:
 
 
 def _settle_precision(said: Said) -> None:
-    """Autocast over weights of 16 bits, which accelerate's FSDP2 makes fp32 before it cuts them."""
+    """Autocast over weights of 16 bits, of which accelerate's FSDP makes fp32 what is trained."""
     if not said.mixed:
         return
     ranks = (said.get("parallel") or {}).get("dp_shard", 1)
-    if ranks > 1 and said.get("options.fsdp_version") == 2:
+    if ranks > 1 and said.get("framework") in ACCELERATED:
         said.put("precision", said.mixed)
-        said.assume("what is trained is stored in fp32, as accelerate's FSDP2 makes it")
+        said.assume("what is trained is stored in fp32, as accelerate's FSDP makes it")
         return
     short = said.get("precision")
     said.assume(f"autocast over {short} weights is predicted as `precision: {short}`")
+    if said.get("task.objective") == "dpo" and not said.own:
+        said.put("options.fp32_outputs", True)
+
+
+def _settle_loss(said: Said) -> None:
+    """Whose loss it is beside TRL's file: its own step's, or TRL's under DeepSpeed's."""
+    shared = said.sharded == "deepspeed"
+    said.put("framework", "deepspeed" if shared else "trl")
+    key, before = ("options.trl", "''") if shared else ("options.version", "0.29")
+    if said.get(key) is None:
+        said.put(key, TILED)
+        said.assume(
+            f"the loss is TRL {TILED}'s, from tiles of the logits (`--set {key}={before}`: of all)"
+        )
 
 
 def find_named(name: str, beside: Path) -> Path:
@@ -274,6 +301,15 @@ def read_file(file: Path, said: Said) -> str:
     elif file.suffix not in (*WRITTEN, ".toml", ".py"):
         tools = "files are told apart by their ends: .yaml, .yml, .json, .toml, .py"
     raise InvalidRequest(f"`{file}` is of no tool that memfit reads", hint=tools)
+
+
+def _leaves(data: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys with their values, of keys within keys too."""
+    for name, value in data.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{within}{name}.")
+        else:
+            yield f"{within}{name}", value
 
 
 def _put_mesh(said: Said) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from memfit.check import Said, Taken
@@ -13,11 +13,14 @@ OPTIMS = {
     "adamw_torch": ("adamw", "foreach"), "adamw_torch_fused": ("adamw", "fused"),
     "adamw_hf": ("adamw", "loop"), "sgd": ("sgd", "foreach"),
     "adamw_8bit": ("adamw8bit", "fused"), "adamw_bnb_8bit": ("adamw8bit", "fused"),
-    "paged_adamw_8bit": ("adamw8bit", "fused"),
+    "paged_adamw_8bit": ("adamw8bit", "fused"), "paged_adamw_32bit": ("adamw", "fused"),
+    "adamw_torch_8bit": ("adamw8bit", "fused"), "adamw_torch_4bit": ("adamw4bit", "fused"),
 }  # fmt: skip
 KERNELS = {
     "sdpa": "flash", "flash_attention_2": "flash", "flash_attention_3": "flash",
     "kernels-community/flash-attn2": "flash", "kernels-community/flash-attn3": "flash",
+    "kernels-community/vllm-flash-attn3": "flash",
+    "xformers": "efficient",  # the same kernel, and keys and values for all heads
 }  # fmt: skip
 # keys without bytes on the device: data, logging, saving, seeds of data, what is shown
 QUIET = frozenset({
@@ -36,8 +39,21 @@ QUIET = frozenset({
     "eos_token", "pad_token", "dataset_dir", "train_on_inputs", "group_by_length", "shuffle_seed",
     "adam_epsilon", "lr_scheduler_kwargs", "remove_unused_columns", "hub_strategy",
 })  # fmt: skip
-SINGLE_BYTE = frozenset({"adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"})
+SINGLE_BYTE = frozenset({
+    "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adamw_torch_8bit",
+    "adamw_torch_4bit",
+})  # fmt: skip
 NOT_DESCRIBED = "what it does to memory is not described"
+KWARGS = "gradient_checkpointing_kwargs"
+# of torch's checkpoint and transformers', with what leaves memory as it is; the rest of a kind
+# that is torch's own makes the checkpoint reentrant where nothing says which it is
+TRANSFORMERS: dict[str, tuple[object, ...]] = {
+    "every_n_layers": (1,), "offload": (False,), "selective": (False,),
+}  # fmt: skip
+TORCHS: dict[str, tuple[object, ...]] = {
+    "preserve_rng_state": (True, False), "determinism_check": ("default", "none"),
+    "debug": (False,), "early_stop": (True,),
+}  # fmt: skip
 
 
 def read_steps(taken: Taken, said: Said, *, micro: str, default: int) -> None:
@@ -59,11 +75,18 @@ def read_optimizer(taken: Taken, said: Said, *, key: str = "optim", schedule: st
             hint=f"described: {', '.join(OPTIMS)}",
         )
     name, implementation = OPTIMS[optim]
-    paged = optim.startswith("paged")
-    if said.own and name == "adamw8bit":
+    paged, torchao = optim.startswith("paged"), optim == "adamw_torch_8bit"
+    if said.own and paged and name == "adamw":
+        raise InvalidRequest(
+            f"`{key}: {optim}` in `{taken.file}` is not in memfit's own step",
+            hint="its own: paged_adamw_8bit",
+        )
+    if said.own and name == "adamw8bit" and not torchao:
         name = "adamw8bit-paged" if paged else "adamw8bit-bnb"
     elif paged:
         said.put("options.paged", True)
+    elif torchao and not said.own:
+        said.put("options.adamw8bit", "torchao")
     said.put("optimizer.name", name)
     said.put("optimizer.implementation", implementation)
     if name == "sgd":
@@ -77,7 +100,9 @@ def read_optimizer(taken: Taken, said: Said, *, key: str = "optim", schedule: st
         "max_grad_norm": "clip_norm", "warmup_steps": "warmup_steps",
     }  # fmt: skip
     for theirs, ours in numbers.items():
-        value = taken(theirs, kind=int if ours == "warmup_steps" else float)
+        value = taken(theirs, kind=float)
+        if ours == "warmup_steps" and value is not None:
+            value = int(value) if value >= 1 else None  # a share of all steps, in transformers 5
         if value is not None:
             said.put(f"optimizer.{ours}", value)
 
@@ -100,6 +125,35 @@ def read_precision(taken: Taken, said: Said, *, dtype: str, adapted: bool) -> No
     said.put("precision", mixed or short)
 
 
+def read_reentrant(taken: Taken, key: str = KWARGS, *, default: bool = False) -> bool:
+    """Whether recomputed blocks are torch's reentrant checkpoints; default: where no key is."""
+    if taken.data.get(key) is None:
+        return default
+    made = taken.inside(key)
+    for name, allowed in TRANSFORMERS.items():
+        made.refuse(name, allowed, f"in `{key}`, {NOT_DESCRIBED}")
+    bare = not made.data  # and then transformers says `use_reentrant: false`
+    asked: bool | None = made("use_reentrant", kind=bool)
+    for name, allowed in TORCHS.items():
+        made.refuse(name, allowed, f"in `{key}`, {NOT_DESCRIBED}")
+    for name in list(made.data):
+        made.refuse(name, (), f"in `{key}`, {NOT_DESCRIBED}")
+    return not bare if asked is None else asked
+
+
+def settle_reentrant(said: Said, asked: Callable[[Said], bool], *, again: bool) -> None:
+    """What the launcher's file decides, too: accelerate's FSDP recomputes without reentering.
+
+    asked: whether the trainer's own checkpoints are reentrant; again: whether it has any.
+    """
+
+    def settle(said: Said) -> None:
+        if asked(said) and (again or said.sharded != "fsdp"):
+            said.put("options.reentrant", True)
+
+    said.later.append(settle)
+
+
 def put_double(said: Said, double: bool) -> None:
     """Whether the scales of a 4-bit base are quantised, too."""
     said.put("quantisation.double" if said.own else "options.double_quantisation", double)
@@ -120,15 +174,15 @@ def read_pairs(
     said.put("micro_batch", 2 * said.get("micro_batch"))
     early = bool(before) and taken(before, False)
     adapted = said.get("method") == "lora"
-    if not (early or adapted):
-        raise InvalidRequest(
-            f"pairs with all weights trained in `{taken.file}`: a second model is the reference,"
-            " and what it holds is not described",
-            hint=f"`{before}: true` is" if before else "adapters need no second model",
-        )
-    said.put("preference.reference", "precomputed" if early else "adapter-off")
+    beside = "adapter-off" if adapted else "second-model"
+    said.put("preference.reference", "precomputed" if early else beside)
     if adapted and drops:
         said.put("lora.dropout", 0.0)
+
+
+def edit_reference(data: Mapping[str, Any], before: str) -> list[Edit]:
+    """The reference's log-probabilities computed first, in place of its forwards."""
+    return [] if data.get(before) else [Edit({before: True}, SAME)]
 
 
 def read_attention(taken: Taken, said: Said, kernel: Any) -> None:
@@ -144,8 +198,12 @@ def read_attention(taken: Taken, said: Said, kernel: Any) -> None:
     said.put("attention", KERNELS[kernel])
 
 
-def read_lora(taken: Taken, said: Said, targets: Any, *, rank: str = "lora_r") -> None:
-    """Rank, alpha, dropout and targets of adapters."""
+def read_lora(
+    taken: Taken, said: Said, targets: Any, *, rank: str = "lora_r", stable: str = "use_rslora"
+) -> None:
+    """Rank, alpha, dropout and targets of adapters; stable: the key of alpha / sqrt(rank)."""
+    if taken(stable, False):
+        said.put("lora.scaling", "rank-stabilised")
     said.put("lora.rank", taken(rank, 16))
     said.put("lora.alpha", taken("lora_alpha", 32.0))
     said.put("lora.dropout", taken("lora_dropout", 0.0))
@@ -156,6 +214,23 @@ def read_lora(taken: Taken, said: Said, targets: Any, *, rank: str = "lora_r") -
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise InvalidRequest(f"targets of adapters in `{taken.file}` are names, not `{targets}`")
     said.put("lora.targets", [name.strip() for name in named])
+
+
+def read_copies(taken: Taken, said: Said, key: str) -> bool:
+    """Whether modules are copied to be trained whole beside adapters: peft's `modules_to_save`."""
+    named = taken(key, kind=object)
+    names = named.split(",") if isinstance(named, str) else named
+    if not names or said.get("method") != "lora":
+        return False
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InvalidRequest(f"`{key}` in `{taken.file}` are names of modules, not `{named}`")
+    if said.own:
+        raise InvalidRequest(
+            f"`{key}: {named}` in `{taken.file}` is not in memfit's own step: beside adapters it"
+            " trains no module whole"
+        )
+    said.put("options.modules_to_save", ",".join(name.strip() for name in names))
+    return True
 
 
 def read_fsdp(
@@ -184,7 +259,7 @@ def read_fsdp(
     said.sharded, said.zero = "fsdp", known[policy.lower()]
     if keys.get("activation_checkpointing"):
         said.put("recompute", "full")
-    if keys.get("offload_params"):
+    if keys.get("offload_params") or keys.get("cpu_offload") or "offload" in str(asked).lower():
         said.put("offload", "parameters")
 
 

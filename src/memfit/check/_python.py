@@ -15,7 +15,12 @@ ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
 }  # fmt: skip
-CLASSES = ("activation_checkpoint", "loss", "optimizer")  # keys whose class is what they say
+CLASSES = (
+    "activation_checkpoint",
+    "loss",
+    "loss.loss_fn",
+    "optimizer",
+)  # keys whose class is what they say
 
 
 def read_python(file: Path, config: str = "") -> Found:
@@ -119,8 +124,8 @@ class _Configuration:
         else:
             if key in CLASSES:
                 self.found[key] = name.removesuffix(".Config")
-            if key != "loss":
-                for argument in call.keywords:
+            for argument in call.keywords:
+                if key != "loss.loss_fn":
                     self._put(".".join(filter(None, (key, argument.arg))), argument.value)
 
     def _model(self, call: ast.Call) -> None:

@@ -76,8 +76,14 @@ def _read_deepspeed(config: Taken, said: Said) -> None:
         return
     said.sharded, said.zero = "deepspeed", config("zero_stage", 2)
     said.put("framework", "deepspeed")
-    if config("offload_optimizer_device", "none") != "none":
-        raise InvalidRequest(f"`offload_optimizer_device` in `{config.file}` is not described")
+    device = config("offload_optimizer_device", "none")
+    if device not in ("none", "cpu"):
+        raise InvalidRequest(
+            f"`offload_optimizer_device: {device}` in `{config.file}` is not described"
+        )
+    if device == "cpu":
+        said.put("offload", "optimizer")
+    config.refuse("offload_param_device", ("none",), NOT_DESCRIBED)
     said.accumulation = config("gradient_accumulation_steps", said.accumulation)
 
 

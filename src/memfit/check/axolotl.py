@@ -10,21 +10,35 @@ from memfit.check import Reader, Said, Taken, find_named, read_file, readers
 from memfit.check._hf import (
     NOT_DESCRIBED,
     drop_quiet,
+    edit_reference,
     edit_steps,
     put_double,
     read_attention,
+    read_copies,
     read_fsdp,
     read_lora,
     read_optimizer,
     read_pairs,
     read_precision,
+    read_reentrant,
     read_steps,
+    settle_reentrant,
 )
+from memfit.check._kernels import read_plugins
 from memfit.check._smaller import Edit
 from memfit.errors import InvalidRequest
 from memfit.export.axolotl import LORA_KERNELS
 
 EARLY = "precompute_ref_log_probs"
+# what else changes the model, its kernels, its loss or its optimizer's work
+OTHERS = (
+    "peft_use_dora", "torch_compile", "peft_ensure_weight_tying",
+    "unfrozen_parameters", "qat", "gptq", "activation_offloading", "quantize_moe_experts",
+    "reward_model", "process_reward_model", "relora", "lisa_n_layers", "flash_attn_fuse_mlp",
+    "flash_attn_cross_entropy", "flash_attn_rms_norm", "fused_attn_kernel", "use_kernels",
+    "model_quantization_config", "use_eaft", "processor_type", "chunked_cross_entropy",
+    "tiled_mlp", "layer_offloading", "flash_optimum",
+)  # fmt: skip
 
 
 @final
@@ -40,7 +54,9 @@ class AxolotlReader(Reader):
 
     def edits(self, data: Mapping[str, Any]) -> Iterable[Sequence[Edit]]:
         """See `Reader.edits`."""
-        return edit_steps(
+        if data.get("rl") == "dpo":
+            yield edit_reference(data, EARLY)
+        yield from edit_steps(
             data,
             micro="micro_batch_size",
             default=1,
@@ -76,22 +92,24 @@ class AxolotlReader(Reader):
             raise InvalidRequest(f"`adapter: {adapter}` in `{taken.file}` is not described")
         said.put("method", "lora" if adapter else "full")
         four, eight = taken("load_in_4bit", False), taken("load_in_8bit", False)
-        bf16 = taken.data.get("bf16") not in (None, False, "false")
-        fp16 = bool(taken.data.get("fp16"))
-        taken.data["bf16"] = bf16
-        dtype = "bfloat16" if bf16 else "float16" if fp16 else "float32"
-        read_precision(taken, said, dtype=dtype, adapted=bool(adapter))
+        read_precision(taken, said, dtype=_settle_dtype(taken), adapted=bool(adapter))
+        if (four or eight) and adapter and not said.own:
+            # what prepare_model_for_kbit_training casts to fp32, axolotl casts back (loaders/model)
+            said.put("options.prepare_kbit", False)
         if four:
             said.put("base_format", "nf4")
             put_double(said, double=True)
         elif eight:
             said.put("base_format", "int8")
+        # its own default, but of pairs (utils/config)
+        reentrant = read_reentrant(taken, default=taken.data.get("rl") is None)
         if adapter:
             _assume_kernels(taken, said, eight=bool(eight))
             targets = taken("lora_target_modules")
             if taken("lora_target_linear", False):
                 targets = ["all-linear"]
-            read_lora(taken, said, targets)
+            read_lora(taken, said, targets, stable="peft_use_rslora")
+        read_copies(taken, said, "lora_modules_to_save")
         if taken.data.get("rl") == "dpo":
             self._pairs(taken, said)
         old = "flash_attention_2" if taken("flash_attention", False) else None
@@ -103,11 +121,10 @@ class AxolotlReader(Reader):
                 f"`gradient_checkpointing: {again}` in `{taken.file}` is not described"
             )
         said.put("recompute", "full" if again else "none")
+        settle_reentrant(said, lambda _: reentrant, again=bool(again))
         self._mesh(taken, said)
-        for key in ("peft_use_dora", "peft_use_rslora", "torch_compile", "lora_modules_to_save",
-                    "liger_rope", "liger_rms_norm", "liger_glu_activation", "plugins",
-                    "liger_fused_linear_cross_entropy", "cut_cross_entropy", "unfrozen_parameters",
-                    "rl", *LORA_KERNELS):  # fmt: skip
+        read_plugins(taken, said)
+        for key in (*OTHERS, "rl", *LORA_KERNELS):
             taken.refuse(key, (False, []), NOT_DESCRIBED)
         drop_quiet(taken)
 
@@ -126,7 +143,7 @@ class AxolotlReader(Reader):
         config = taken("fsdp_config", {})
         if taken("fsdp") or config:
             read_fsdp({"version": version or 1, **config}, taken, said)
-        for key in ("tensor_parallel_size", "context_parallel_size"):
+        for key in ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"):
             taken.refuse(key, (1,), NOT_DESCRIBED)
         taken("dp_shard_size")
         taken("dp_replicate_size")
@@ -135,6 +152,25 @@ class AxolotlReader(Reader):
             read_file(find_named(str(named), taken.file), said)
             if precision is not None and said.get("method") == "lora":
                 said.put("precision", precision)
+
+
+def _settle_dtype(taken: Taken) -> str:
+    """What weights are loaded as; leaves in `bf16` and `fp16` whether it is under autocast.
+
+    `bfloat16` asks for as much as `bf16: true`; `bf16: full` and `float16` load, and autocast
+    nothing (utils/config: resolve_dtype; core/builders: _configure_precision_settings).
+    """
+    asked = taken.data.get("bf16") not in (None, False, "false")
+    wide, half = bool(taken("bfloat16", False)), bool(taken("float16", False))
+    if half and not (asked or wide or taken.data.get("fp16")):
+        raise InvalidRequest(
+            f"`float16: true` in `{taken.file}` without `fp16: true`: weights of fp16 that nothing"
+            " autocasts are not described"
+        )
+    full, fp16 = taken.data.get("bf16") == "full", bool(taken.data.get("fp16"))
+    taken.data["bf16"] = (asked and not full) or (wide and not asked)
+    taken.data["fp16"] = fp16 and not asked
+    return "bfloat16" if asked or wide else "float16" if fp16 else "float32"
 
 
 def _assume_kernels(taken: Taken, said: Said, *, eight: bool) -> None:

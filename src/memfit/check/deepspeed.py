@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, final
 
 from memfit.check import Reader, Said, Taken, readers
+from memfit.check._hf import NOT_DESCRIBED
 from memfit.check._smaller import Edit, find, split
 from memfit.errors import InvalidRequest
 
@@ -14,6 +15,16 @@ SIZES = {
     "reduce_bucket_size": "reduce_bucket_size", "allgather_bucket_size": "allgather_bucket_size",
     "stage3_prefetch_bucket_size": "prefetch_bucket_size",
     "stage3_max_live_parameters": "max_live_parameters", "sub_group_size": "sub_group_size",
+}  # fmt: skip
+# what else changes the model, or which of its tokens and blocks run
+OTHERS = (
+    "compression_training", "autotuning", "data_efficiency", "progressive_layer_drop",
+    "torch_autocast",
+)  # fmt: skip
+# of sections without `enabled`, the values that ask for nothing
+OFF: dict[str, tuple[Any, ...]] = {
+    "compile": ({"deepcompile": False}, {"disable": True}), "sequence_parallel_size": (1,),
+    "tensor_parallel": ({"autotp_size": 0}, {"autotp_size": 1}),
 }  # fmt: skip
 QUIET = ("train_batch_size", "steps_per_print", "wall_clock_breakdown", "memfit")
 SCHEDULES = {"WarmupDecayLR": "linear", "WarmupCosineLR": "cosine", "WarmupLR": "constant"}
@@ -44,13 +55,15 @@ class DeepSpeedReader(Reader):
         stage = zero("stage", 0)
         said.put("framework", "deepspeed")
         said.sharded, said.zero = ("deepspeed", stage) if stage else ("", 3)
-        for name in ("offload_optimizer", "offload_param"):
-            device = zero.inside(name)("device", "none")
-            if device != "none":
-                raise InvalidRequest(
-                    f"`zero_optimization.{name}.device: {device}` in `{taken.file}` is not"
-                    " described",
-                )
+        self._offload(zero, said)
+        for key in ("zenflow", "mics_shard_size", "zero_hpz_partition_size"):
+            zero.refuse(key, (-1, 1), NOT_DESCRIBED)
+        for key in OTHERS:
+            if asks_nothing(taken.data.get(key)):
+                taken(key)
+            taken.refuse(key, (), NOT_DESCRIBED)
+        for key, off in OFF.items():
+            taken.refuse(key, (False, {}, *off), NOT_DESCRIBED)
         for theirs, ours in SIZES.items():
             if (size := zero(theirs, kind=float)) is not None:
                 said.put(f"options.{ours}", int(size))
@@ -68,6 +81,20 @@ class DeepSpeedReader(Reader):
         self._schedule(taken.inside("scheduler"), said)
         for key in QUIET:
             taken(key)
+
+    def _offload(self, zero: Taken, said: Said) -> None:
+        """States on the host; where weights wait there, and on a disk, is not described."""
+        for name, known in (("offload_optimizer", ("none", "cpu")), ("offload_param", ("none",))):
+            made = zero.inside(name)
+            device = made("device", "none")
+            ratio = made("ratio", 1.0)
+            if device not in known or ratio != 1.0:
+                key, value = ("ratio", ratio) if device in known else ("device", device)
+                raise InvalidRequest(
+                    f"`zero_optimization.{name}.{key}: {value}` in `{zero.file}` is not described"
+                )
+            if device == "cpu":
+                said.put("offload", "optimizer")
 
     def _schedule(self, made: Taken, said: Said) -> None:
         """What takes no memory: of a kind that memfit has no word for, nothing is said."""
@@ -97,6 +124,19 @@ class DeepSpeedReader(Reader):
         if (betas := params("betas", kind=tuple[float, float])) is not None:
             said.put("optimizer.beta1", betas[0])
             said.put("optimizer.beta2", betas[1])
+
+
+def asks_nothing(section: Any) -> bool:
+    """Whether a section is switched off: by its own `enabled`, that of the parts that it shares
+    (compression's `shared_parameters`), or those of all its parts."""
+    if not isinstance(section, dict):
+        return not section
+    if "enabled" in section:
+        return section["enabled"] is False
+    if "shared_parameters" in section:
+        return asks_nothing(section["shared_parameters"])
+    parts = list(section.values())
+    return all(isinstance(part, dict) and asks_nothing(part) for part in parts)
 
 
 readers.register("deepspeed")(DeepSpeedReader())

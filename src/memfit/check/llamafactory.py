@@ -13,15 +13,29 @@ from memfit.check._hf import (
     edit_steps,
     put_double,
     read_attention,
+    read_copies,
     read_lora,
     read_optimizer,
     read_pairs,
     read_precision,
     read_steps,
+    settle_reentrant,
 )
+from memfit.check._kernels import read_liger
 from memfit.check._smaller import Edit
 from memfit.errors import InvalidRequest
+from memfit.plan.frameworks._peft import WIDE
 
+LLAMA_FACTORY = "llamafactory"  # of `options.compares`
+# another program's files (v1, Megatron's adapter), and what changes the model or its loss
+OTHERS = (
+    "dist_config", "model_class", "kernel_config", "quant_config", "peft_config",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
+    "context_parallel_size", "use_kt", "use_adam_mini", "use_asft_loss", "use_dft_loss",
+    "use_eaft_loss", "fp8", "use_v1_kernels", "image_max_pixels", "video_max_pixels",
+    "freeze_language_model",
+)  # fmt: skip
+UNTRAINED = ("export_dir", "infer_backend", "do_predict")
 KERNELS = {"sdpa": "sdpa", "fa2": "flash_attention_2", "disabled": "eager", "auto": None}
 
 
@@ -34,7 +48,7 @@ class LlamaFactoryReader(Reader):
 
     def recognises(self, data: Mapping[str, Any], file: Path) -> bool:
         """See `Reader.recognises`."""
-        return "finetuning_type" in data or "cutoff_len" in data
+        return not data.keys().isdisjoint(("finetuning_type", "cutoff_len", *UNTRAINED))
 
     def edits(self, data: Mapping[str, Any]) -> Iterable[Sequence[Edit]]:
         """See `Reader.edits`."""
@@ -53,6 +67,7 @@ class LlamaFactoryReader(Reader):
 
     def read(self, taken: Taken, said: Said) -> None:
         """See `Reader.read`."""
+        _refuse_others(taken)
         said.put_model(taken("model_name_or_path"))
         if said.get("framework") is None:
             said.put("framework", "hf-trainer")
@@ -73,10 +88,10 @@ class LlamaFactoryReader(Reader):
         said.put("method", method)
         if method == "freeze":
             said.put("freeze.last_blocks", taken("freeze_trainable_layers", 2))
+        pure = taken.data.get("pure_bf16")
         self._precision(taken, said, method)
         if method == "lora":
-            named = taken("lora_target", "all")
-            read_lora(taken, said, "all-linear" if named == "all" else named, rank="lora_rank")
+            _read_adapters(taken, said, pure=bool(pure))
         if stage == "dpo":
             self._pairs(taken, said)
         kernel = taken("flash_attn", "auto")
@@ -84,12 +99,15 @@ class LlamaFactoryReader(Reader):
         again = not taken("disable_gradient_checkpointing", False)
         if again or said.get("recompute") is None:
             said.put("recompute", "full" if again else "none")
+        reentrant = taken("use_reentrant_gc", True)
+        settle_reentrant(said, lambda said: reentrant and not _shares_units(said), again=again)
         if named := taken("deepspeed"):
             precision = said.get("precision")
             read_file(find_named(str(named), taken.file), said)
             said.put("precision", precision)
-        for key in ("enable_liger_kernel", "use_unsloth", "use_dora", "use_rslora", "use_galore",
-                    "use_badam", "use_apollo", "use_muon", "upcast_layernorm", "additional_target",
+        read_liger(taken, said, "enable_liger_kernel", loss=True)
+        for key in ("use_unsloth", "use_dora", "use_galore",
+                    "use_badam", "use_apollo", "use_muon", "upcast_layernorm",
                     "shift_attn", "mixture_of_depths", "moe_aux_loss_coef"):  # fmt: skip
             taken.refuse(key, (False, ""), NOT_DESCRIBED)
         for key in ("fsdp", "fsdp_config"):
@@ -102,6 +120,8 @@ class LlamaFactoryReader(Reader):
             taken.refuse(key, (0,), NOT_DESCRIBED)
         keys = {"beta": "pref_beta", "smoothing": "dpo_label_smoothing", "before": ""}
         read_pairs(taken, said, **keys, drops=True)
+        if not said.own:
+            said.put("options.compares", LLAMA_FACTORY)
 
     def _precision(self, taken: Taken, said: Said, method: str) -> None:
         pure = taken("pure_bf16", False)
@@ -126,6 +146,32 @@ class LlamaFactoryReader(Reader):
             said.put("options.prepare_kbit", False)
         if bits == 4:
             put_double(said, bool(double))
+
+
+def _read_adapters(taken: Taken, said: Said, *, pure: bool) -> None:
+    named = taken("lora_target", "all")
+    read_lora(taken, said, "all-linear" if named == "all" else named, rank="lora_rank")
+    if read_copies(taken, said, "additional_target") and not pure:
+        said.later.append(_widen_copies)
+
+
+def _widen_copies(said: Said) -> None:
+    """All that is trained is fp32 (model/adapter.py); DeepSpeed's engine casts all to 16 bits."""
+    if said.get("framework") != "deepspeed":
+        said.put("options.copies_dtype", WIDE)
+
+
+def _shares_units(said: Said) -> bool:
+    """Under accelerate's FSDP2 it turns reentrant checkpoints off (model_utils/checkpointing)."""
+    return said.sharded == "fsdp" and said.get("options.fsdp_version") == 2
+
+
+def _refuse_others(taken: Taken) -> None:
+    """Raise InvalidRequest for files that train nothing, and for what is not described."""
+    for key in UNTRAINED:
+        taken.refuse(key, (False,), "the file trains nothing")
+    for key in OTHERS:
+        taken.refuse(key, (False,), NOT_DESCRIBED)
 
 
 readers.register("llamafactory")(LlamaFactoryReader())

@@ -33,6 +33,7 @@ NOT_READ = (
 )  # fmt: skip
 ADAMW = ("default_adamw", "OptimizersContainer", "OptimizersContainer.Config")
 CHUNKED = ("ChunkedLossWrapper", "ChunkedCELoss")
+TOKENS = ("", "CrossEntropyLoss", *CHUNKED)  # losses of next tokens
 IMPLEMENTATIONS = {"fused": "fused", "foreach": "foreach", "for-loop": "loop"}
 
 
@@ -99,17 +100,12 @@ class TorchtitanReader(Reader):
             said.assume(
                 "the code is torchtitan's of 202508: of another, `--set options.version=202412`"
             )
-        said.assume("the loss is of whole logits, as torchtitan's was until 2025")
         if taken("training.disable_cuda_graphs", False) is not True and _has_graphs(taken.file):
             said.assume("no CUDA graphs, whose pools are not described")
         names = ("compile.enable_async_tensor_parallel", "parallelism.enable_async_tensor_parallel")
         if any([taken(name, False) for name in names]):
             said.put("options.async_tp", True)
-        if taken("loss", "") in CHUNKED and said.get("loss") is None:
-            raise InvalidRequest(
-                f"`loss` in `{taken.file}` is made from chunks of the logits, and not described",
-                hint="`--set loss=plain` predicts whole logits, which take more",
-            )
+        _loss(taken, said)
         for key in ("compile.components", "training.mixed_precision_reduce"):
             taken(key)
 
@@ -183,6 +179,24 @@ class TorchtitanReader(Reader):
         flat = "lr_scheduler.decay_ratio" in taken.data and taken("lr_scheduler.decay_ratio") == 0
         kind = taken("lr_scheduler.decay_type", "linear")
         said.put("optimizer.schedule", "constant" if flat else kind)
+
+
+def _loss(taken: Taken, said: Said) -> None:
+    """Of whole logits or of chunks, and of next tokens alone."""
+    told = "loss.num_chunks" in taken.data
+    kind = taken("loss", CHUNKED[0] if told else "").removesuffix(".loss_fn")
+    kind = kind if kind != "c.loss" else "CrossEntropyLoss"  # of a function's, unwrapped
+    inner, chunks = taken("loss.loss_fn", ""), taken("loss.num_chunks", 8)
+    for key, name in (("loss", kind), ("loss.loss_fn", inner)):
+        if name not in TOKENS:
+            raise InvalidRequest(f"`{key}: {name}` in `{taken.file}`: {NOT_DESCRIBED}")
+    asked = said.get("loss")
+    if asked is None and not kind:
+        said.assume("the loss is of whole logits, as torchtitan's was until 2025")
+    chunked = kind in CHUNKED if asked is None else asked == "chunked"
+    said.put("loss", "chunked" if chunked else "plain")
+    if chunked:
+        said.put("options.loss_chunks", chunks)
 
 
 def _has_graphs(file: Path) -> bool:

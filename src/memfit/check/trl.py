@@ -10,28 +10,32 @@ from memfit.check import Reader, Said, Taken, readers
 from memfit.check._hf import (
     NOT_DESCRIBED,
     drop_quiet,
+    edit_reference,
     edit_steps,
     put_double,
     read_attention,
+    read_copies,
     read_fsdp,
     read_lora,
     read_optimizer,
     read_pairs,
     read_precision,
+    read_reentrant,
     read_steps,
+    settle_reentrant,
 )
+from memfit.check._kernels import read_liger
 from memfit.check._smaller import ROUNDED, Edit
 
 REFUSED = (
-    "use_liger_kernel", "activation_offloading", "use_dora", "use_rslora", "torch_compile",
-    "lora_modules_to_save", "gradient_checkpointing_kwargs", "activation_checkpointing",
+    "liger_kernel_config", "activation_offloading", "use_dora", "torch_compile",
     "neftune_noise_alpha", "auto_find_batch_size", "deepspeed",
 )  # fmt: skip
 # arguments of its other trainers (DPO, KTO, ORPO, GRPO, RLOO, rewards), which SFTConfig has not
 OTHER_TRAINERS = (
     "rpo_alpha", "sync_ref_model", "desirable_weight", "undesirable_weight", "loss_weights",
     "center_rewards_coefficient", "num_generations", "reward_funcs", "reward_model_name_or_path",
-    "use_weighting", "ld_alpha", "padding_free",
+    "use_weighting", "ld_alpha",
 )  # fmt: skip
 EARLY = "precompute_ref_log_probs"
 DPO = (
@@ -69,19 +73,18 @@ class TrlReader(Reader):
         )
         if adapted and str(data.get("dtype", data.get("torch_dtype", "float32"))) == "float32":
             yield [Edit({"dtype": "bfloat16"}, ROUNDED)]  # of the frozen base
+        if any(key in data for key in DPO):
+            yield edit_reference(data, EARLY)
 
     def read(self, taken: Taken, said: Said) -> None:
         """See `Reader.read`."""
         pairs = _compares(taken, said)
-        _refuse_others(taken, pairs=pairs)
+        _refuse_others(taken, said, pairs=pairs)
         said.put_model(taken("model_name_or_path"))
         if not said.own:
             said.put("framework", "trl")
-            said.assume(
-                "the step is TRL 0.29's: since 1.0 its loss is made from tiles of the logits"
-            )
         said.put("task.objective", "sft")
-        said.put("task.sequence_length", taken("max_length", 1024))
+        said.put("task.sequence_length", taken("max_length", taken("max_seq_length", 1024)))
         said.put("task.packing", taken("packing", False))
         read_steps(taken, said, micro="per_device_train_batch_size", default=8)
         read_optimizer(taken, said, schedule="lr_scheduler_type")
@@ -89,8 +92,8 @@ class TrlReader(Reader):
         said.put("method", "lora" if adapted else "full")
         bits = _read_bits(taken, said)
         dtype = taken("dtype", taken("torch_dtype", "float32"))
-        if dtype == "float32" and "bf16" not in taken.data and "fp16" not in taken.data:
-            taken.data["bf16"] = True  # TRL's own default
+        if taken.data.get("bf16") is None and not taken.data.get("fp16"):
+            taken.data["bf16"] = True  # TRL's own default, of weights in 16 bits too
         coded = said.get("base_format")
         read_precision(taken, said, dtype=dtype, adapted=adapted)
         if bits:
@@ -99,18 +102,21 @@ class TrlReader(Reader):
             if "lora_dropout" not in taken.data:
                 taken.data["lora_dropout"] = 0.05  # TRL's own default
             read_lora(taken, said, taken("lora_target_modules"))
+        read_copies(taken, said, "lora_modules_to_save")
         if pairs:
             drops = taken("disable_dropout", True)
             keys = {"beta": "beta", "smoothing": "label_smoothing", "before": EARLY}
             read_pairs(taken, said, **keys, drops=drops)
         read_attention(taken, said, taken("attn_implementation"))
-        again = taken("gradient_checkpointing", True)
+        again = taken("activation_checkpointing", taken("gradient_checkpointing", True))
         if said.get("recompute") is None or again:
             said.put("recompute", "full" if again else "none")
+        _read_reentrant(taken, said, adapted=adapted, again=again)
         if asked := taken("fsdp"):
             read_fsdp(taken("fsdp_config", {}), taken, said, version=2, asked=asked)
+        read_liger(taken, said, "use_liger_kernel", loss=said.get("options.version") == "0.29")
         for key in REFUSED:
-            taken.refuse(key, (False, [], {"use_reentrant": False}), NOT_DESCRIBED)
+            taken.refuse(key, (False, []), NOT_DESCRIBED)
         drop_quiet(taken)
 
 
@@ -120,7 +126,7 @@ def _compares(taken: Taken, said: Said) -> bool:
     return bool(told or said.get("task.objective") == "dpo")
 
 
-def _refuse_others(taken: Taken, *, pairs: bool) -> None:
+def _refuse_others(taken: Taken, said: Said, *, pairs: bool) -> None:
     """Raise InvalidRequest for what only trainers have that are not described."""
     if not pairs:
         for key in (*OTHER_TRAINERS, *DPO):
@@ -128,12 +134,29 @@ def _refuse_others(taken: Taken, *, pairs: bool) -> None:
                 key, (), "TRL's SFT is described, and it has no such argument; that a file is"
                 " DPO's is said by `--set task.objective=dpo`",
             )  # fmt: skip
+        if taken("padding_free", False):
+            said.assume("rows are full: without their padding they are as many tokens")
         return
+    taken.refuse("padding_free", (False,), NOT_DESCRIBED)
     taken.refuse("loss_type", SIGMOID, "DPO's own loss is described, `sigmoid`")
     for key in OTHER_TRAINERS:
         taken.refuse(key, (False,), NOT_DESCRIBED)
     for key in QUIET_OF_PAIRS:
         taken(key)
+
+
+def _read_reentrant(taken: Taken, said: Said, *, adapted: bool, again: bool) -> None:
+    """As the file says; of adapters under ZeRO-3 TRL makes them reentrant (trainer/sft_trainer)."""
+    old = read_reentrant(taken)
+    asked = read_reentrant(taken, "activation_checkpointing_kwargs", default=old)
+
+    def whether(said: Said) -> bool:
+        forced = again and adapted and said.sharded == "deepspeed" and said.zero == 3
+        if forced and not asked:
+            said.assume("recomputed blocks are reentrant, as TRL makes those of adapters in ZeRO-3")
+        return asked or forced
+
+    settle_reentrant(said, whether, again=again)
 
 
 def _read_bits(taken: Taken, said: Said) -> int:

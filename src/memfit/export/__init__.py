@@ -20,7 +20,7 @@ import msgspec
 from memfit import families
 from memfit.errors import InvalidRequest
 from memfit.export._files import File, Head, render
-from memfit.export._peak import Peak, predict_there, unknown
+from memfit.export._peak import Peak, predict_there
 from memfit.hardware import Device
 from memfit.libraries import installed_versions
 from memfit.model import Architecture, Model
@@ -35,8 +35,8 @@ from memfit.results import Plan
 from memfit.words import as_yaml
 
 # who made the recipe and what for: at the head of every file
+OF_PAIRS = ("compares", "fp32_outputs")  # options without an effect on other objectives
 HEAD = ("schema", "framework", "device", "devices_per_node", "network")
-PAIRS = "memfit describes how others predict tokens, not how they compare pairs"
 # values of keys without a default that every tool has where nothing is said
 PLAIN: dict[str, object] = {"loss": "plain", "loss_chunk": 0}
 
@@ -169,9 +169,7 @@ def export(plan: Plan, target: str) -> Export:
     )
     draft = found.draft(job)
     left = {**find_unsaid(recipe, found.says), **draft.left}
-    peak = unknown(PAIRS)
-    if not recipe.prefers or found.says == EVERY_KEY:
-        peak = found.find_peak(job, msgspec.structs.replace(draft, left=left))
+    peak = found.find_peak(job, msgspec.structs.replace(draft, left=left))
     head = Head(
         tool=f"{found.title} {found.version}".strip(),
         memfit=installed_versions(["memfit"])["memfit"],
@@ -263,6 +261,8 @@ def _counts(recipe: Recipe, group: str, key: str, value: object) -> bool:
     if group == "parallel":
         plain = getattr(ParallelRequest(), key, None)
         return key not in ("dp_replicate", "dp_shard") and value != plain
+    if group == "options" and key in OF_PAIRS and not recipe.prefers:
+        return False
     if group == "options":
         knob = find_framework(recipe.framework).knobs.get(key)
         return knob is None or value != knob.default

@@ -15,7 +15,8 @@ Left = dict[str, str]
 
 TRAINER_SAYS = frozenset({
     "precision", *OPTIMIZER_SAYS, "recompute_blocks", "attention", "micro_batch", "accumulation",
-    "steps", "seed", "options.paged",
+    "steps", "seed", "options.paged", "options.adamw8bit", "options.fsdp_version",
+    "options.reentrant", "options.modules_to_save",
 })  # fmt: skip
 MODEL_SAYS = frozenset({
     "method", "lora.rank", "lora.alpha", "lora.dropout", "lora.targets", "lora.scaling",
@@ -31,21 +32,26 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 def find_optim(recipe: Recipe) -> tuple[str, Left]:
     """The Trainer's `optim`, and what of ours it does not say."""
-    optimizer, left = recipe.optimizer, {}
+    optimizer = recipe.optimizer
+    left: Left = {}
     own = recipe.framework == "memfit"
     made = optimizer.implementation
+    paged = bool(recipe.options.get("paged"))
+    if optimizer.name == "adamw" and paged:
+        return "paged_adamw_32bit", left
     if optimizer.name == "adamw":
         if made == "loop":
             left["optimizer.implementation"] = "loop: the Trainer's adamw_torch is foreach"
         return ("adamw_torch_fused" if made == "fused" else "adamw_torch"), left
     if own and optimizer.name in BITSANDBYTES:
         return ("paged_adamw_8bit" if BITSANDBYTES[optimizer.name] else "adamw_8bit"), left
-    if optimizer.name in ("adamw8bit", "adamw4bit") and own:
+    torchao = own or recipe.options.get("adamw8bit") == "torchao"
+    if optimizer.name == "adamw4bit" or (optimizer.name == "adamw8bit" and torchao):
         return f"adamw_torch_{optimizer.name.removeprefix('adamw')}", left
     if optimizer.name == "adamw8bit":
         if made != "fused":
             left["optimizer.implementation"] = f"{made}: bitsandbytes has one of its own"
-        return ("paged_adamw_8bit" if recipe.options.get("paged") else "adamw_8bit"), left
+        return ("paged_adamw_8bit" if paged else "adamw_8bit"), left
     if optimizer.name == "sgd":
         if optimizer.momentum:
             left["optimizer.momentum"] = f"{optimizer.momentum}: the Trainer's sgd has none"
@@ -78,8 +84,6 @@ def write_optimizer(recipe: Recipe) -> tuple[Values, Left]:
         "adam_epsilon": optimizer.eps,
         "max_grad_norm": optimizer.clip_norm,
     }
-    if recipe.options.get("paged") and optimizer.name != "adamw8bit":
-        left["options.paged"] = "true: of `optimizer: adamw8bit` alone"
     return values, left
 
 
@@ -147,6 +151,15 @@ def recomputes(job: Job) -> tuple[bool, Left]:
     if recipe.recompute_blocks and recipe.recompute != "full":
         left["recompute_blocks"] = f"{recipe.recompute}: whole blocks are recomputed, or none"
     return recipe.recompute_blocks > 0, left
+
+
+def reenters(job: Job, left: Left, *, sharded: bool) -> bool:
+    """Whether the trainer's checkpoints are torch's reentrant ones; sharded: by FSDP, which makes
+    its own."""
+    asked = bool(job.recipe.options.get("reentrant"))
+    if asked and sharded:
+        left["options.reentrant"] = "true: accelerate's FSDP recomputes without reentering"
+    return asked and not sharded
 
 
 def find_attention(recipe: Recipe) -> tuple[str, Left]:

@@ -9,7 +9,7 @@ from memfit import units
 from memfit.errors import InvalidRequest
 from memfit.nouns import Noun, from_data, to_data
 from memfit.plan import foreign
-from memfit.plan.frameworks import find_framework
+from memfit.plan.frameworks import Framework, find_framework
 from memfit.reading import change
 from memfit.recipe import ADAPTED
 from memfit.request import Request
@@ -17,6 +17,8 @@ from memfit.results import Memory, Plan
 
 BITSANDBYTES = {"adamw8bit-bnb": False, "adamw8bit-paged": True}  # of memfit's own step: paged
 LOW_BIT = ("adamw8bit", "adamw4bit", "adamwfp8")  # torchao's in memfit's own step
+THEIRS = LOW_BIT[:2]  # of them, those that the Trainer has, too
+TORCHAO = "adamw8bit"  # the knob that says whose `optimizer: adamw8bit` is
 
 
 class Peak(Noun, frozen=True, kw_only=True):
@@ -63,10 +65,11 @@ def predict_there(
     if plan.recipe.framework == name and not left and not becomes:
         return planned(plan)
     try:
-        if plan.recipe.framework == "memfit" and plan.recipe.optimizer.name in LOW_BIT:
+        coded = plan.recipe.optimizer.name if plan.recipe.framework == "memfit" else ""
+        if coded in LOW_BIT and not (coded in THEIRS and TORCHAO in framework.knobs):
             raise InvalidRequest(
-                f"`optimizer: {plan.recipe.optimizer.name}` is torchao's in memfit's own step, and"
-                f" not described for {framework.title}"
+                f"`optimizer: {coded}` is torchao's in memfit's own step, and not described for"
+                f" {framework.title}"
             )
         found = foreign.predict_foreign(change(restate(plan, name, left), becomes))
     except InvalidRequest as error:
@@ -87,10 +90,20 @@ def _peak(memory: Memory, name: str, title: str) -> Peak:
     )
 
 
+def _takes(framework: Framework, other: str, key: str) -> bool:
+    """Whether a knob of the framework `other` is this one's: some share a name alone."""
+    if other == "memfit":
+        return False  # whose own options no framework has
+    knobs = find_framework(other).knobs
+    return key in framework.knobs and framework.knobs[key] == knobs.get(key)
+
+
 def restate(plan: Plan, name: str, left: frozenset[str]) -> Request:
     """The recipe as a request for the framework `name`; keys in `left` stay on its defaults."""
     recipe, framework = plan.recipe, find_framework(name)
     recompute: Any = recipe.recompute if recipe.recompute_blocks else "none"
+    if recompute not in framework.values["recompute"]:
+        recompute = "full"  # of the tools that recompute whole blocks, or none
     some = framework.recomputes_some and recipe.recompute_blocks and recompute == "full"
     if some and "recompute_blocks" not in left:
         recompute = {"blocks": recipe.recompute_blocks}
@@ -128,6 +141,10 @@ def restate(plan: Plan, name: str, left: frozenset[str]) -> Request:
         data["base_format"] = recipe.base_format
     if recipe.method in ADAPTED:
         data["lora"] = to_data(recipe.lora)
+    if recipe.prefers:
+        data["preference"] = {
+            k: v for k, v in to_data(recipe.preference).items() if f"preference.{k}" not in left
+        }
     if recipe.method == "freeze":
         data["freeze"] = to_data(recipe.freeze)
     if recipe.parallel.world > 1:
@@ -139,11 +156,14 @@ def restate(plan: Plan, name: str, left: frozenset[str]) -> Request:
     data["options"] = {
         key: value
         for key, value in recipe.options.items()
-        if key in framework.knobs and f"options.{key}" not in left
+        if f"options.{key}" not in left and _takes(framework, recipe.framework, key)
     }
     if optimizer.get("name") in BITSANDBYTES and "paged" in framework.knobs:
         data["options"]["paged"] = BITSANDBYTES[optimizer["name"]]
         optimizer["name"] = "adamw8bit"  # bitsandbytes' in the Trainer's step
+    elif recipe.framework == "memfit" and optimizer.get("name") in THEIRS:
+        data["options"][TORCHAO] = "torchao"
+        optimizer["implementation"] = "fused"  # the Trainer compiles it
     if recipe.quantisation.double and "double_quantisation" in framework.knobs:
         data["options"]["double_quantisation"] = True
     return from_data(data, Request, where="the exported plan")

@@ -12,12 +12,13 @@ from memfit.recipe import Recipe
 
 MODULE = "memfit_plan"
 NAME = f"{MODULE}.py"
+CHUNKS = 8  # of the loss, as torchtitan's own configurations have it
 AXES = frozenset({"dp_replicate", "dp_shard", "tp", "cp", "pp", "virtual_pp"})
 SAYS = frozenset({
     "precision", *OPTIMIZER_SAYS, "recompute_blocks", "attention", "compile", "offload",
     "sequence_length", "micro_batch", "accumulation", "steps", "seed", "objective", "weights",
     "packing", "loss", "loss_chunk", "parallel", "method",
-    "options.pipeline_schedule", "options.async_tp",
+    "options.pipeline_schedule", "options.async_tp", "options.loss_chunks",
 })  # fmt: skip
 # models that torchtitan has a configuration of: ours -> (module, function)
 MODELS = {
@@ -72,8 +73,10 @@ def write_module(job: Job, batch: list[str]) -> Draft:
         *_memory(job, left),
         "c.loss = c.loss.loss_fn  # of whole logits, as was predicted",
     ]
+    becomes = {}
     if recipe.loss != "plain":
-        lines[-1] = "# c.loss is made of chunks, as the model's own configuration has it"
+        lines[-1] = f"c.loss.num_chunks = {recipe.options.get('loss_chunks', CHUNKS)}"
+        becomes = {"loss": "chunked"}
     body = "".join(f"    {line}\n" for line in lines)
     text = (
         "from torchtitan.components.optimizer import default_adamw\n"
@@ -85,7 +88,7 @@ def write_module(job: Job, batch: list[str]) -> Draft:
         f"    c = {model[1]}()\n{body}    return c\n"
     )
     start = f"{torchrun(job)} {arguments()}"
-    return Draft(files=(File(name=NAME, text=text),), left=left, start=start)
+    return Draft(files=(File(name=NAME, text=text),), left=left, start=start, becomes=becomes)
 
 
 def _training(recipe: Recipe, left: dict[str, str]) -> list[str]:
@@ -105,7 +108,7 @@ def _training(recipe: Recipe, left: dict[str, str]) -> list[str]:
         left["attention"] = f"{recipe.attention}: torchtitan takes the kernel that torch prefers"
     if recipe.framework != "memfit" and not recipe.packing:
         left["packing"] = "false: rows are full"
-    if recipe.loss == "chunked":
+    if recipe.loss == "chunked" and recipe.loss_chunk:
         left["loss_chunk"] = f"{recipe.loss_chunk}: chunks of torchtitan's own number"
     if recipe.loss not in ("plain", "chunked"):
         left["loss"] = f"{recipe.loss}: whole logits, or chunks"

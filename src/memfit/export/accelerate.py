@@ -8,12 +8,13 @@ from typing import Any, ClassVar, final
 from memfit.export import Draft, Job, Target, exports
 from memfit.export._files import File
 from memfit.export._hf import FSDP_AXES, recomputes, write_precision, write_zero
+from memfit.export._peak import Peak, predict_there
 
 NAME = "accelerate.yaml"
 HF_STEPS = ("hf-trainer", "trl", "deepspeed")  # whose plans shard as accelerate's FSDP1
 SAYS = frozenset({
     "precision", "parallel.zero", "parallel.reshard_after_forward", "offload",
-    "parallel.tp", "parallel.cp", "parallel.sequence_parallel",
+    "parallel.tp", "parallel.cp", "parallel.sequence_parallel", "options.fsdp_version",
 })  # fmt: skip
 
 
@@ -36,6 +37,8 @@ class Accelerate(Target):
         """See `Target.draft`."""
         values, left = write_launch(job)
         files = [File(name=NAME, data=values)]
+        if job.recipe.precision == "bf16" and not uses_deepspeed(job):
+            left["precision"] = "bf16 without autocast: the script loads its weights in bfloat16"
         if not shards(job) and job.recipe.recompute_blocks:
             left["recompute_blocks"] = f"{job.recipe.recompute_blocks}: only FSDP wraps blocks"
         if uses_deepspeed(job):
@@ -67,6 +70,40 @@ def uses_deepspeed(job: Job) -> bool:
     return job.recipe.framework == "deepspeed"
 
 
+class Trains(Target):
+    """A target that starts transformers' Trainer, or one built on it, with DeepSpeed or without."""
+
+    def find_peak(self, job: Job, draft: Draft) -> Peak:
+        """See `Target.find_peak`."""
+        name = "deepspeed" if uses_deepspeed(job) else self.framework
+        return predict_there(job.plan, name, "", frozenset(draft.left), draft.becomes)
+
+
+def write_deepspeed(job: Job, left: dict[str, str]) -> File:
+    """DeepSpeed's file beside a trainer's, which fills in the optimizer and its schedule."""
+    from memfit.export.deepspeed import NAME as JSON
+    from memfit.export.deepspeed import write_config
+
+    config, more = write_config(job)
+    # the trainer's own file says the optimizer
+    left |= {key: why for key, why in more.items() if not key.startswith("optimizer.")}
+    del config["optimizer"]
+    config.pop("scheduler", None)
+    return File(name=JSON, data=config)
+
+
+def find_version(job: Job) -> int:
+    """Of the FSDP that the file asks for: 1 flattens a unit's weights, 2 cuts each."""
+    recipe, p = job.recipe, job.recipe.parallel
+    one = recipe.framework in HF_STEPS and recipe.options.get("fsdp_version") != 2
+    return 1 if one and p.tp == p.cp == 1 else 2
+
+
+def become_sharded(job: Job) -> dict[str, Any]:
+    """What a plan becomes in the Trainer's step for the sharding of the launch file."""
+    return {"options.fsdp_version": find_version(job)} if shards(job) else {}
+
+
 def write_launch(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
     """The file's keys, and what of the mesh they cannot say."""
     recipe, p = job.recipe, job.recipe.parallel
@@ -87,8 +124,6 @@ def write_launch(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
         "main_training_function": "main",
         "use_cpu": job.device.is_cpu,
     }
-    if recipe.precision == "bf16":
-        left["precision"] = "bf16 without autocast: the script loads its weights in bfloat16"
     if job.nodes > 1:
         values |= {"main_process_port": 29500, "rdzv_backend": "static"}  # the address: `launch`
     if kind == "DEEPSPEED":
@@ -117,8 +152,7 @@ def write_launch(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
 
 def _fsdp(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
     recipe, p = job.recipe, job.recipe.parallel
-    one = recipe.framework in HF_STEPS and recipe.options.get("fsdp_version") != 2
-    version = 1 if one and p.tp == p.cp == 1 else 2
+    version = find_version(job)
     whole = p.zero == 3 and p.reshard_after_forward
     left = write_zero(job)
     policy: bool | str = whole

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, final
 
-from memfit.export import Draft, Job, Target, exports
+from memfit.export import Draft, Job, exports
 from memfit.export._files import File
 from memfit.export._hf import (
     FOUR_BIT,
@@ -18,25 +18,31 @@ from memfit.export._hf import (
     drops_dropout,
     find_attention,
     recomputes,
+    reenters,
     says_method,
     write_adapter_kind,
     write_optimizer,
     write_precision,
     write_zero,
 )
-from memfit.export._peak import Peak, predict_there, unknown
+from memfit.export.accelerate import (
+    Trains,
+    shards,
+    uses_deepspeed,
+    write_deepspeed,
+)
+from memfit.plan.frameworks._peft import saved_modules
 from memfit.recipe import ADAPTED
 
 NAME = "axolotl.yaml"
 # which axolotl turns on by itself where none is named, and whose memory is not described
 LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
-OWN_OPTIMIZERS = {
-    "adamw8bit": "ao_adamw_8bit", "adamw4bit": "ao_adamw_4bit", "adamwfp8": "ao_adamw_fp8",
-}  # fmt: skip
+# 0.19 reads ao_adamw_8bit and ao_adamw_4bit, and makes no optimizer of them
+OWN_OPTIMIZERS = {"adamwfp8": "ao_adamw_fp8"}
 
 
 @final
-class Axolotl(Target):
+class Axolotl(Trains):
     """`axolotl train axolotl.yaml`."""
 
     name = "axolotl"
@@ -53,15 +59,8 @@ class Axolotl(Target):
         check_eight_bits(job.recipe, self.name)
         values, left, becomes = write_config(job)
         files = [File(name=NAME, data=values)]
-        if job.recipe.framework == "deepspeed":
-            from memfit.export.deepspeed import NAME as JSON
-            from memfit.export.deepspeed import write_config as write_json
-
-            config, more = write_json(job)
-            left |= more
-            del config["optimizer"]
-            config.pop("scheduler", None)
-            files.append(File(name=JSON, data=config))
+        if uses_deepspeed(job):
+            files.append(write_deepspeed(job, left))
         start = f"axolotl train {NAME}"
         if job.nodes > 1:
             start += (
@@ -69,16 +68,6 @@ class Axolotl(Target):
                 ' --rdzv_backend c10d --rdzv_endpoint "$MASTER_ADDR:29500"'
             )
         return Draft(files=tuple(files), left=left, start=start, becomes=becomes)
-
-    def find_peak(self, job: Job, draft: Draft) -> Peak:
-        """See `Target.find_peak`."""
-        p = job.recipe.parallel
-        if job.recipe.framework == "deepspeed":
-            left = frozenset(draft.left)
-            return predict_there(job.plan, "deepspeed", "", left, draft.becomes)
-        if p.dp_shard > 1 or p.tp > 1 or p.cp > 1:
-            return unknown("accelerate's FSDP2, which axolotl shards with, is not described")
-        return super().find_peak(job, draft)
 
 
 def write_config(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
@@ -91,6 +80,16 @@ def write_config(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str, An
     left |= kernel | blocks | more | says_method(recipe, ("full", *ADAPTED))
     left |= drops_dropout(recipe)
     becomes = _weights_as_computed(recipe, precision, left)
+    if shards(job):
+        becomes["options.fsdp_version"] = 2
+    coded = recipe.base_format in QUANTISED and recipe.method in ADAPTED
+    if coded and recipe.framework != "deepspeed":
+        becomes["options.prepare_kbit"] = False
+        if recipe.options.get("prepare_kbit"):
+            said = "true: axolotl casts what is not quantised back to 16 bits"
+            left["options.prepare_kbit"] = said
+    if recipe.prefers and recipe.method == "full" and precision["bf16"] + precision["fp16"]:
+        becomes["options.fp32_outputs"] = True  # autocast over weights of 16 bits
     if job.own and recipe.optimizer.name in OWN_OPTIMIZERS:
         optimizer["optim"] = OWN_OPTIMIZERS[recipe.optimizer.name]
         left.pop("optimizer.name", None)
@@ -112,6 +111,7 @@ def write_config(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str, An
         **optimizer,
         **precision,
         "gradient_checkpointing": again,
+        "gradient_checkpointing_kwargs": {"use_reentrant": reenters(job, left, sharded=False)},
         "attn_implementation": attention,
         **_mesh(job, left),
         "output_dir": "outputs",
@@ -151,10 +151,20 @@ def _weights_as_computed(
         return {}
     if recipe.precision == "bf16":
         precision["bf16"] = True
+    if recipe.parallel.dp_shard > 1 and recipe.framework != "deepspeed":
+        return _weights_in_fp32(recipe, left)
     if recipe.precision in ("bf16-mixed", "fp16-mixed") and recipe.framework != "deepspeed":
         left["precision"] = f"{recipe.precision}: weights are loaded in 16 bits, not in fp32"
         return {"precision": recipe.precision.removesuffix("-mixed")}
     return {}
+
+
+def _weights_in_fp32(recipe: Any, left: dict[str, str]) -> dict[str, Any]:
+    """accelerate's FSDP2 makes fp32 of what is trained in 16 bits under autocast."""
+    if recipe.precision != "bf16":
+        return {}
+    left["precision"] = "bf16: accelerate's FSDP2 stores in fp32 what is trained"
+    return {"precision": "bf16-mixed"}
 
 
 def _adapter(recipe: Any, left: dict[str, str]) -> dict[str, Any]:
@@ -179,6 +189,8 @@ def _adapter(recipe: Any, left: dict[str, str]) -> dict[str, Any]:
         }
         if recipe.lora.alpha != int(recipe.lora.alpha):
             left["lora.alpha"] = f"{recipe.lora.alpha}: a whole number here"
+        if saved := saved_modules(recipe):
+            values["lora_modules_to_save"] = list(saved)
         if targets == ["all-linear"]:
             values["lora_target_linear"] = True
         else:

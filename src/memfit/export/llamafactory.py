@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, final
 
-from memfit.export import Draft, Job, Target, exports
+from memfit.export import Draft, Job, exports
 from memfit.export._files import File
 from memfit.export._hf import (
     FOUR_BIT,
@@ -16,15 +16,24 @@ from memfit.export._hf import (
     drops_dropout,
     find_attention,
     recomputes,
+    reenters,
     says_method,
     write_adapter_kind,
     write_optimizer,
     write_precision,
     write_steps,
 )
-from memfit.export._peak import Peak, predict_there
 from memfit.export.accelerate import NAME as LAUNCH
-from memfit.export.accelerate import launch, shards, uses_deepspeed, write_launch
+from memfit.export.accelerate import (
+    Trains,
+    become_sharded,
+    launch,
+    shards,
+    uses_deepspeed,
+    write_deepspeed,
+    write_launch,
+)
+from memfit.plan.frameworks._peft import WIDE, copies_wide, saved_modules
 from memfit.recipe import ADAPTED, Recipe
 
 NAME = "llamafactory.yaml"
@@ -33,14 +42,17 @@ KERNELS = {"sdpa": "sdpa", "flash_attention_2": "fa2", "eager": "disabled"}
 
 
 @final
-class LlamaFactory(Target):
+class LlamaFactory(Trains):
     """`llamafactory-cli train llamafactory.yaml`."""
 
     name = "llamafactory"
     title = "LLaMA-Factory"
     version = "0.9.5"
     framework = "hf-trainer"  # which LLaMA-Factory builds on
-    says: ClassVar = TRAINER_SAYS | MODEL_SAYS | {"objective", "offload", "freeze.last_blocks"}
+    says: ClassVar = (
+        TRAINER_SAYS | MODEL_SAYS
+        | {"objective", "offload", "freeze.last_blocks", "options.compares", "options.copies_dtype"}
+    )  # fmt: skip
     axes: ClassVar = FSDP_AXES
 
     def draft(self, job: Job) -> Draft:
@@ -49,30 +61,19 @@ class LlamaFactory(Target):
         values, left, becomes = write_arguments(job)
         files, start = [], f"llamafactory-cli train {NAME}"
         if uses_deepspeed(job):
-            from memfit.export.deepspeed import NAME as JSON
-            from memfit.export.deepspeed import write_config
-
-            config, more = write_config(job)
-            left |= more
-            del config["optimizer"]
-            config.pop("scheduler", None)
-            values["deepspeed"] = JSON
-            files.append(File(name=JSON, data=config))
+            files.append(write_deepspeed(job, left))
+            values["deepspeed"] = files[0].name
             start = f"FORCE_TORCHRUN=1 {start}"
         elif job.world > 1:
             config, more = write_launch(job)
             left |= more
+            becomes |= become_sharded(job)
             files.append(File(name=LAUNCH, data=config))
             start = f"{launch(job)} src/train.py {NAME}"
         elif job.recipe.offload != "none":
             left["offload"] = f"{job.recipe.offload}: of FSDP or DeepSpeed"
         files.insert(0, File(name=NAME, data=values))
         return Draft(files=tuple(files), left=left, start=start, becomes=becomes)
-
-    def find_peak(self, job: Job, draft: Draft) -> Peak:
-        """See `Target.find_peak`."""
-        name = "deepspeed" if uses_deepspeed(job) else self.framework
-        return predict_there(job.plan, name, "", frozenset(draft.left), draft.becomes)
 
 
 def write_arguments(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
@@ -104,6 +105,7 @@ def write_arguments(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str,
         "do_train": True,
         **_method(recipe, left, becomes),
         "disable_gradient_checkpointing": not again or shards(job),
+        "use_reentrant_gc": reenters(job, left, sharded=shards(job)),
         "dataset": job.data,
         "template": "default",
         "cutoff_len": recipe.sequence_length,
@@ -115,6 +117,10 @@ def write_arguments(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str,
         "output_dir": "outputs",
         "report_to": "none",
     }
+    if recipe.prefers:
+        becomes["options.compares"] = "llamafactory"
+        if (whose := recipe.options.get("compares", "llamafactory")) != "llamafactory":
+            left["options.compares"] = f"{whose}: LLaMA-Factory compares pairs itself"
     return values, left, becomes
 
 
@@ -151,14 +157,15 @@ def _method(recipe: Any, left: dict[str, str], becomes: dict[str, Any]) -> dict[
             "lora_dropout": recipe.lora.dropout,
             **write_adapter_kind(recipe),
             "lora_target": "all" if targets == ["all-linear"] else ",".join(targets),
+            **_copies(recipe, left, becomes),
         }
         if recipe.lora.alpha != int(recipe.lora.alpha):
             left["lora.alpha"] = f"{recipe.lora.alpha}: a whole number here"
     if recipe.base_format in (*FOUR_BIT, "int8"):
         values["quantization_bit"] = 8 if recipe.base_format == "int8" else 4
         values["quantization_method"] = "bnb"
+        becomes["options.prepare_kbit"] = False
         if recipe.options.get("prepare_kbit"):
-            becomes["options.prepare_kbit"] = False
             left["options.prepare_kbit"] = "true: LLaMA-Factory casts nothing up"
     if recipe.base_format in FOUR_BIT:
         values["quantization_type"] = recipe.base_format
@@ -166,6 +173,17 @@ def _method(recipe: Any, left: dict[str, str], becomes: dict[str, Any]) -> dict[
     if recipe.base_format == "int4":
         left["base_format"] = "int4: a model of GPTQ is named, not quantised"
     return values
+
+
+def _copies(recipe: Recipe, left: dict[str, str], becomes: dict[str, Any]) -> dict[str, Any]:
+    saved = saved_modules(recipe)
+    if not saved:
+        return {}
+    if recipe.framework != "deepspeed" and recipe.precision.endswith("-mixed"):
+        becomes["options.copies_dtype"] = WIDE
+        if not copies_wide(recipe):
+            left["options.copies_dtype"] = "base: LLaMA-Factory trains copies in fp32"
+    return {"additional_target": ",".join(saved)}
 
 
 exports.register("llamafactory")(LlamaFactory())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, final
 
-from memfit.export import Draft, Job, Target, exports
+from memfit.export import Draft, Job, exports
 from memfit.export._files import File
 from memfit.export._hf import (
     DTYPES,
@@ -17,6 +17,7 @@ from memfit.export._hf import (
     doubles_scales,
     find_attention,
     recomputes,
+    reenters,
     says_method,
     weights_dtype,
     write_adapter_kind,
@@ -24,25 +25,31 @@ from memfit.export._hf import (
     write_precision,
     write_steps,
 )
-from memfit.export._peak import Peak, planned, unknown
 from memfit.export.accelerate import NAME as LAUNCH
-from memfit.export.accelerate import launch, shards, uses_deepspeed, write_launch
+from memfit.export.accelerate import (
+    Trains,
+    become_sharded,
+    launch,
+    shards,
+    uses_deepspeed,
+    write_deepspeed,
+    write_launch,
+)
+from memfit.plan.frameworks._pairs import TILED
+from memfit.plan.frameworks._peft import saved_modules
 from memfit.recipe import ADAPTED, Recipe
 
 NAME = "trl.yaml"
-LOSS = (
-    "TRL makes its loss from tiles of the logits since 1.0, and memfit describes the step of 0.29"
-)
 
 
 @final
-class Trl(Target):
+class Trl(Trains):
     """Arguments of `trl sft` or `trl dpo`: SFTConfig or DPOConfig, ModelConfig, ScriptArguments."""
 
     name = "trl"
     title = "TRL"
     version = "1.16"
-    unknown = LOSS
+    framework = "trl"
     says: ClassVar = TRAINER_SAYS | MODEL_SAYS | {"objective", "offload", "freeze"}
     axes: ClassVar = FSDP_AXES
 
@@ -55,37 +62,21 @@ class Trl(Target):
         if recipe.objective not in ("sft", "dpo"):
             left["objective"] = f"{recipe.objective}: `trl sft` trains on text, or on answers"
         files, start = [File(name=NAME, data=values)], f"trl {script} --config {NAME}"
+        key = "options.trl" if uses_deepspeed(job) else "options.version"
+        becomes = {**become_sharded(job), key: TILED}
+        own = recipe.framework in (self.framework, "deepspeed")
+        if own and recipe.options.get(key.removeprefix("options."), TILED) != TILED:
+            left[key] = f"TRL {self.version} makes its loss from tiles of the logits"
         if job.world > 1:
             config, more = write_launch(job)
             left |= more
             files.append(File(name=LAUNCH, data=config))
             start = f"{launch(job)} -m trl.scripts.{script} --config {NAME}"
             if uses_deepspeed(job):
-                files.append(_deepspeed(job, left))
+                files.append(write_deepspeed(job, left))
         elif recipe.offload != "none":
             left["offload"] = f"{recipe.offload}: of FSDP alone"
-        return Draft(files=tuple(files), left=left, start=start)
-
-    def find_peak(self, job: Job, draft: Draft) -> Peak:
-        """See `Target.find_peak`: of a plan of TRL's older step, that step's, and it says so."""
-        if job.recipe.framework != self.name:
-            return unknown(self.unknown)
-        before = planned(job.plan)
-        if before.peak_allocated is None:
-            return before
-        return unknown(f"{LOSS}, whose peak would be {before.words}")
-
-
-def _deepspeed(job: Job, left: dict[str, str]) -> File:
-    from memfit.export.deepspeed import NAME as JSON
-    from memfit.export.deepspeed import write_config
-
-    config, more = write_config(job)
-    left |= more
-    # the Trainer fills these in from its own arguments
-    del config["optimizer"]
-    config.pop("scheduler", None)
-    return File(name=JSON, data=config)
+        return Draft(files=tuple(files), left=left, start=start, becomes=becomes)
 
 
 def write_arguments(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
@@ -108,6 +99,9 @@ def write_arguments(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
         **(_pairs(recipe) if recipe.prefers else {"packing": recipe.packing}),
         **write_steps(recipe),
         "gradient_checkpointing": again and not shards(job),
+        "gradient_checkpointing_kwargs": {
+            "use_reentrant": reenters(job, left, sharded=shards(job)),
+        },
         **precision,
         **optimizer,
         **_adapter(recipe, left),
@@ -140,6 +134,8 @@ def _adapter(recipe: Any, left: dict[str, str]) -> dict[str, Any]:
             **write_adapter_kind(recipe),
             "lora_target_modules": targets[0] if targets == ["all-linear"] else targets,
         }
+        if saved := saved_modules(recipe):
+            values["lora_modules_to_save"] = list(saved)
     if recipe.base_format in FOUR_BIT:
         values |= {
             "load_in_4bit": True,

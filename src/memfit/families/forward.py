@@ -15,7 +15,7 @@ import msgspec
 from memfit import sizes
 from memfit.families.qat import GROUP
 from memfit.model import Architecture
-from memfit.sizes import Meter, Tensor, float8, lean
+from memfit.sizes import Meter, Tensor, float8, lean, liger
 from memfit.sizes.coded import CODED, Dequantised
 from memfit.sizes.dora import rescale
 from memfit.sizes.loss import chunked_sum, cross_entropy_sum
@@ -29,6 +29,8 @@ Weights = dict[str, Tensor]  # by name inside the block, or inside the model
 Rotation = tuple[Tensor, Tensor]  # cosines, sines
 Turn = Rotation | None  # None where a block does not rotate
 OUTSIDE = ("lm_head", "decoder.project_in", "decoder.project_out")  # products of no block
+# in names of a module that peft has copied to be trained: the module's own, and the copy's
+ORIGINAL, COPY = ".original_module.", ".modules_to_save.default."
 Documents = tuple[int, ...]  # the lengths of a row's documents, the same in every row
 
 
@@ -45,6 +47,7 @@ class Forward(msgspec.Struct, frozen=True):
     narrow: bool = False  # products of blocks run in FP8
     qat: str = ""  # weights of blocks are rounded to it in each product
     lean: tuple[str, ...] = ()  # operations that keep less, see train/lean
+    liger: tuple[str, ...] = ()  # rope, rms_norm, swiglu: those that are Liger-Kernel's
     kind: str = ""  # of the block that runs, where the architecture has kinds
     band: Tensor | None = None  # the mask of sliding windows, where rows are longer than they are
     starts: Tensor | None = None  # of documents, where one call of the kernel serves them all
@@ -180,6 +183,8 @@ def rms_norm(forward: Forward, weight: Tensor, x: Tensor, feeds: bool = True) ->
     """Root mean square norm in fp32, as Llama's class writes it; feeds: see `lean.rms_norm`."""
     if "norm" in forward.lean:
         return lean.rms_norm(x, weight, feeds=feeds)
+    if "rms_norm" in forward.liger:
+        return liger.rms_norm(x, weight, forward.meter.grid)
     dtype = x.dtype
     x = sizes.cast(x, "float32")
     variance = sizes.mean_last(sizes.power(x))
@@ -381,7 +386,9 @@ def gated_attention(
     query = heads(forward, weights, "self_attn.q_proj", x, shape, "self_attn.q_norm.weight")
     key = heads(forward, weights, "self_attn.k_proj", x, shape, "self_attn.k_norm.weight")
     value = heads(forward, weights, "self_attn.v_proj", x, shape)
-    if turn is not None:
+    if turn is not None and "rope" in forward.liger:
+        query, key = liger.rotate(query, key, *turn)
+    elif turn is not None:
         query, key = rotate(query, key, turn)
     out = attend(forward, query, key, value)
     out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
@@ -409,6 +416,11 @@ def gated_mlp(
     """SwiGLU (Shazeer 2002.05202): down(act(gate(x)) * up(x)); `last` as in `gated_attention`."""
     if "mlp" in forward.lean:
         return _lean_mlp(forward, weights, x, name)
+    if "swiglu" in forward.liger:
+        gate = project(forward, weights, f"{name}.gate_proj", x)
+        product = liger.silu_mul(gate, project(forward, weights, f"{name}.up_proj", x))
+        del gate
+        return last(forward, weights, f"{name}.down_proj", product)
     gate = activate(forward, project(forward, weights, f"{name}.gate_proj", x))
     up = project(forward, weights, f"{name}.up_proj", x)
     product = sizes.mul(gate, up)
@@ -485,11 +497,13 @@ def _wide_logits(forward: Forward, weights: Weights, hidden: Tensor) -> Tensor:
 
 
 def base_alone(weights: Weights) -> Weights:
-    """The weights without their adapters, and without a gradient."""
+    """The weights without their adapters and trained copies, and without a gradient."""
+    originals = [name for name in weights if ORIGINAL in name]
+    copies = {name.replace(ORIGINAL, ".") for name in originals}
     return {
-        name.replace(".base_layer.", "."): weight.detached()
+        name.replace(".base_layer.", ".").replace(ORIGINAL, "."): weight.detached()
         for name, weight in weights.items()
-        if ".lora_" not in name
+        if ".lora_" not in name and name not in copies
     }
 
 

@@ -1,4 +1,4 @@
-"""AdamW with 8-bit states of bitsandbytes (Dettmers et al. 2110.02861), and its paged variant.
+"""AdamW with 8-bit states of bitsandbytes (Dettmers et al. 2110.02861), and its paged variants.
 
 One kernel updates a parameter in place: codes are read, updated and written without a temporary.
 `paged` keeps large states in CUDA's managed memory, which the driver moves between host and device
@@ -37,8 +37,8 @@ class BitsAndBytesAdamW(OptimizerFamily):
     unsharded_only = ("fused",)
     unsharded_because = "bitsandbytes' kernels know no shards (bitsandbytes issue 1633)"
 
-    def __init__(self, *, paged: bool) -> None:
-        self.paged = paged
+    def __init__(self, *, paged: bool, bits: int = 8) -> None:
+        self.paged, self.bits = paged, bits
         if paged:
             self.bounds = (
                 "paged states are in CUDA's managed memory, outside the allocator: on the device"
@@ -47,7 +47,7 @@ class BitsAndBytesAdamW(OptimizerFamily):
 
     def state(self, local: TensorSpec, settings: Optimizer) -> tuple[TensorSpec, ...]:
         """See `OptimizerFamily.state`; the counter is a plain number."""
-        if local.numel < SMALLEST:
+        if not self.shares(local, settings):
             wide = TensorSpec(shape=local.shape)
             return (wide, wide)
         codes = TensorSpec(shape=local.shape, dtype="uint8")
@@ -60,7 +60,7 @@ class BitsAndBytesAdamW(OptimizerFamily):
 
     def shares(self, local: TensorSpec, settings: Optimizer) -> bool:
         """See `OptimizerFamily.shares`: coded moments need the tables."""
-        return local.numel >= SMALLEST
+        return self.bits == 8 and local.numel >= SMALLEST
 
     def host_state(self, settings: Optimizer) -> tuple[TensorSpec, ...]:
         """See `OptimizerFamily.host_state`; of what is paged see `on_device`."""

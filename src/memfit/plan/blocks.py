@@ -18,6 +18,8 @@ from msgspec.structs import replace
 
 from memfit import sizes
 from memfit.families.forward import (
+    COPY,
+    ORIGINAL,
     Documents,
     Forward,
     Weights,
@@ -30,7 +32,7 @@ from memfit.model import Architecture, Model, Weight
 from memfit.nouns import Noun
 from memfit.plan.in_backward import Updates
 from memfit.plan.one_block import run_block
-from memfit.plan.program import OwnProgram, Program
+from memfit.plan.program import Comparing, OwnProgram, Program
 from memfit.plan.sharded import Named, Units
 from memfit.plan.staged import Stages, begin_stage, run_stages
 from memfit.recipe import Optimizer
@@ -68,6 +70,7 @@ class Block(Noun, frozen=True, kw_only=True):
 
     rows: tuple[Row, ...]
     recomputed: bool
+    reentrant: bool = False  # by torch's reentrant checkpoint
     keeps: bool = False  # recomputed but for products with weights and fused attention
     stows: bool = False  # what it saves waits in host memory
     leads: bool = False  # the first of those: its input is not another block's to give up
@@ -123,6 +126,9 @@ class Setting(Noun, frozen=True, kw_only=True):
     sharding: Sharding | None = None  # of one rank of many
     stages: Stages | None = None  # of a rank that holds a part of the blocks
     references: int = 0  # forwards of the base model alone before each micro-batch's own
+    compares: Comparing | None = None  # another framework's loss of pairs; its policy comes first
+    caches: bool = False  # whether autocast keeps the casts of weights until a forward has ended
+    second: str = ""  # the dtype of a second model's weights, where that is the reference
     ring: Ring | None = None  # with which ranks attention is to whole rows
 
 
@@ -179,7 +185,7 @@ def split_rows(
 
 
 def _row(weight: Weight) -> Row:
-    name = weight.name.removeprefix(WRAPPER)
+    name = weight.name.removeprefix(WRAPPER).replace(COPY, ".")  # which is read in its place
     if weight.layer >= 0:
         name = name.partition(f".{weight.layer}.")[2]
     elif weight.part != "head":
@@ -283,27 +289,36 @@ class _Simulation:
         else:
             self.units = Units(self.meter, setting.sharding, updates)
         self.outside = self._outside()
-        whole = setting.stages is None
-        if (
-            whole
-            and "lm_head.weight" not in self.outside
-            and "lm_head.base_layer.weight" not in self.outside
-        ):
-            name = next(r.name for r in setting.outside if r.part == "embedding")
-            self.outside["lm_head.weight"] = self.outside[name]
+        if setting.stages is None:
+            self._tie(a)
         self.blocks: list[tuple[Weights, Block]] = []
         for run in setting.runs:
             for block in run.cycle * run.count:
                 self.blocks.append((self._block(block.rows), block))
         bare = setting.references > 0
         self.base = [
-            (base_alone(w), replace(b, recomputed=False, stows=False))
+            (self._reference(w), replace(b, recomputed=False, reentrant=False, stows=False))
             for w, b in self.blocks
             if bare
         ]
         self.scale = sizes.parameter(self.meter, (), "float32", trainable=False)
         self.marks: list[Mark] = []
         self.rewards: Tensor | None = None
+
+    def _tie(self, a: Architecture) -> None:
+        """The embedding is a head that has no weight of its own, or has a trained copy alone."""
+        head = f"lm_head{ORIGINAL}weight" if "lm_head.weight" in self.outside else "lm_head.weight"
+        tied = a.tied_embeddings or head == "lm_head.weight"
+        if tied and "lm_head.base_layer.weight" not in self.outside:
+            name = next(r.name for r in self.setting.outside if r.part == "embedding")
+            self.outside[head] = self.outside[name]
+
+    def _reference(self, weights: Weights) -> Weights:
+        """The base alone; a second model's weights are seen as of its dtype, and counted apart."""
+        base, second = base_alone(weights), self.setting.second
+        if not second:
+            return base
+        return {name: w.viewed(w.shape, w.strides, second) for name, w in base.items()}
 
     def _weights(self, rows: tuple[Row, ...]) -> Weights:
         made: Weights = {}
@@ -389,8 +404,11 @@ class _Simulation:
         boundaries: list[int] = []
         if self.units is not None:
             forward = self.units.begin(forward)
+        meter.casts = {} if self.setting.caches else None
         with meter.with_autocast(self.setting.autocast):
-            if self.setting.prefers:
+            if self.setting.compares is not None:
+                loss = self._compare(self.setting.compares, forward, boundaries)
+            elif self.setting.prefers:
                 loss, sums = self._prefer(forward, labels, given, boundaries)
             else:
                 hidden = _backbone(
@@ -399,6 +417,7 @@ class _Simulation:
                 self.mark("loss", "loss")
                 loss = self.program.loss(forward, self.outside, hidden, labels)
                 del hidden
+            self._forget_casts(self.blocks, "loss")
         if self.units is not None:
             self.units.end(loss)
         if self.setting.evaluates:
@@ -415,6 +434,7 @@ class _Simulation:
         self.pass_all(boundaries)
         if self.units is not None:
             self.units.finish(self.mark)
+        loss.grad_fn = product.grad_fn = None  # no loop holds a graph longer
         self.mark("end", "")
         return self.marks
 
@@ -427,7 +447,7 @@ class _Simulation:
         """
         chunk = self.setting.chunk
         if self.setting.references:
-            outside = base_alone(self.outside)
+            outside = self._reference(self.outside)
             plain = replace(forward, adapter_dropout=False)
             hidden = _backbone(self._with_attention(plain), self, outside, self.base, [])
             self.mark("reference", "loss")
@@ -444,6 +464,42 @@ class _Simulation:
         policy = row_log_probs(forward, self.outside, hidden, labels, chunk)
         del hidden
         return judge(policy, reference, labels)
+
+    def _compare(self, program: Comparing, forward: Forward, boundaries: list[int]) -> Tensor:
+        """As other trainers: the policy, then the reference beside its logits; the loss."""
+
+        def refer() -> list[Tensor]:
+            outside = self._reference(self.outside)
+            if self.setting.second:
+                self.meter.casts, self.meter.casts_frozen = {}, True
+            hidden = _backbone(self._with_attention(forward), self, outside, self.base, [])
+            self.mark("reference", "loss")
+            outputs = program.outputs(forward, outside, hidden)
+            del hidden
+            self._forget_casts(self.base, "reference")
+            return program.returned(outputs)
+
+        hidden = _backbone(
+            self._with_attention(forward), self, self.outside, self.blocks, boundaries
+        )
+        self.mark("loss", "loss")
+        outputs = program.outputs(forward, self.outside, hidden)
+        del hidden
+        self._forget_casts(self.blocks, "loss")
+        outputs = program.returned(outputs)
+        return program.compare(outputs, refer if self.setting.references else None)
+
+    def _forget_casts(self, blocks: list[tuple[Weights, Block]], then: str) -> None:
+        """Autocast keeps its casts of trained weights until a forward has ended; a second model's
+        want gradients, too, though none is made."""
+        casts, self.meter.casts, self.meter.casts_frozen = self.meter.casts, None, False
+        if not casts:
+            return
+        for index, (weights, _) in enumerate(blocks):
+            self.mark(f"block {index}", "blocks")  # as often as there are such blocks
+            for weight in weights.values():
+                casts.pop(weight.storage.index, None)
+        self.mark(then, "loss")
 
     def _with_attention(self, forward: Forward) -> Forward:
         """As train/step.py: positions where ranks have a part of the tokens between products, and
@@ -510,6 +566,8 @@ def _backbone(
         program.embed(forward, outside) if entered is None else begin_stage(forward, entered)
     )
     load: Load | None = None
+    if x.grad_fn is None and any(block.reentrant for _, block in blocks):
+        sizes.want_gradient(x)  # `enable_input_require_grads`
     units = simulation.units
     for index in range(len(blocks))[part]:
         weights, block = blocks[index]

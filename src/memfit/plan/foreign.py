@@ -16,12 +16,14 @@ from memfit.model import Model
 from memfit.plan.bounds import find_bounds
 from memfit.plan.cost import describe_cost
 from memfit.plan.frameworks import Framework, Job, find_framework, resolve_options
+from memfit.plan.pairs import check_pairs, choose_preference
 from memfit.plan.problem import find_device, find_network, find_steps, sequence_length
 from memfit.plan.reference import find_reference
 from memfit.plan.time import describe_time, predict_timeline, sum_up, without_training
 from memfit.recipe import Freeze, Lora, Optimizer, Parallel, Recipe
 from memfit.request import ParallelRequest, RecomputeBlocks, Request
 from memfit.results import Memory, Plan, Verdict
+from memfit.units import show_gib
 
 
 def predict_foreign(request: Request) -> Plan:
@@ -34,7 +36,8 @@ def predict_foreign(request: Request) -> Plan:
     usable = usable_memory(request, device)
     try:
         ledger = predict_ledger(recipe, model, device)
-        memory = describe_foreign(ledger, recipe, device, usable)
+        waiting = find_waiting(recipe, model, device)
+        memory = describe_foreign(ledger, recipe, device, usable, waiting)
     except MemoryUnknown as reason:
         ledger, memory = Ledger(entries=()), _unknown_memory(usable, str(reason))
     totals = sum_up(model)
@@ -75,6 +78,12 @@ def predict_ledger(recipe: Recipe, model: Model, device: Device) -> Ledger:
     return framework.predict(job)
 
 
+def find_waiting(recipe: Recipe, model: Model, device: Device) -> tuple[int, str]:
+    """Bytes reserved beside the peak's, given back when asked; model: before any adapter."""
+    job = Job(model=model, recipe=recipe, device=device)
+    return find_framework(recipe.framework).waiting(job)
+
+
 def _unknown_memory(usable: int | None, because: str) -> Memory:
     return Memory(
         peak_allocated=None, peak_reserved=None, device_total=None, usable=usable,
@@ -82,11 +91,17 @@ def _unknown_memory(usable: int | None, because: str) -> Memory:
     )  # fmt: skip
 
 
-def describe_foreign(ledger: Ledger, recipe: Recipe, device: Device, usable: int | None) -> Memory:
+def describe_foreign(
+    ledger: Ledger,
+    recipe: Recipe,
+    device: Device,
+    usable: int | None,
+    waiting: tuple[int, str] = (0, ""),
+) -> Memory:
     """The three numbers and a verdict; reserved and context are bands, and the verdict sees both.
 
     `fits` at the high ends, `at_risk` between, `does_not_fit` at the low ends; where no context is
-    known, only `does_not_fit` can be.
+    known, only `does_not_fit` can be. waiting: as `find_waiting` says; where less is free, less.
     """
     framework, peak = find_framework(recipe.framework), ledger.peak
     slack, bounds = framework.slack, find_bounds(framework, device, recipe.parallel, peak)
@@ -105,12 +120,16 @@ def describe_foreign(ledger: Ledger, recipe: Recipe, device: Device, usable: int
         f"{framework.title}: read from {framework.source}; reserved is allocated x"
         f" {slack.typical:.3f} ({slack.low:.3f} to {slack.high:.3f}: {slack.source})"
     )
-    outside = bounds.outside
+    outside, (waits, why) = bounds.outside, waiting
+    if usable is not None:
+        waits = min(waits, max(0, usable - (bounds.total or bounds.reserved)))
+    if waits:
+        said += f"; beside it {show_gib(waits)} of {why}, given back before memory runs out"
     said += f"; context {outside.because}" if outside else "; the context is unknown"
     return Memory(
         peak_allocated=live[peak_phase],
-        peak_reserved=bounds.reserved,
-        device_total=bounds.total,
+        peak_reserved=bounds.reserved + waits,
+        device_total=None if bounds.total is None else bounds.total + waits,
         usable=usable,
         verdict=verdict,
         because=said,
@@ -122,12 +141,13 @@ def describe_foreign(ledger: Ledger, recipe: Recipe, device: Device, usable: int
 def read_foreign(request: Request) -> tuple[Recipe, Model, tuple[str, ...]]:
     """The recipe of a request, its model, and what was left to the framework's defaults."""
     framework = find_framework(request.framework)
-    if request.task.objective == "dpo":
+    if request.task.objective == "dpo" and not framework.pairs:
         raise InvalidRequest(
-            f"`objective: dpo` under `framework: {request.framework}`: memfit describes how others"
-            " predict tokens, not how they compare pairs",
-            hint="use `framework: memfit` on one device",
+            f"`objective: dpo` under `framework: {request.framework}`: memfit describes how it"
+            " predicts tokens, not how it compares pairs",
+            hint="use `framework: trl` or `hf-trainer`, or `memfit` on one device",
         )
+    check_pairs(request)
     reference = find_reference(request.model)
     model = families.read_model(reference)
     device = find_device(request.hardware.device)
@@ -164,6 +184,7 @@ def read_foreign(request: Request) -> tuple[Recipe, Model, tuple[str, ...]]:
         model=reference,
         weights="random",
         objective=request.task.objective,
+        preference=choose_preference(request, method, whole="second-model"),
         method=method,
         lora=Lora(
             rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout, scaling=lora.scaling,

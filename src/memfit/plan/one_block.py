@@ -52,6 +52,8 @@ def _again(
     given: tuple[Tensor, ...],
     block: Block,
 ) -> Tensor:
+    if block.reentrant:
+        return sizes.checkpoint_reentrant(lambda x: program.block(forward, weights, x, given), x)
     if block.keeps:
         matrices = [name for name, weight in weights.items() if len(weight.shape) == 2]
         added = only_added(forward.architecture, matrices)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from memfit.errors import InvalidRequest
-from memfit.objectives import check_adapter
-from memfit.recipe import ADAPTED, Method, Preference
+from memfit.objectives import check_adapter, check_second
+from memfit.recipe import ADAPTED, Method, Preference, Reference
 from memfit.request import Request
 
 
@@ -30,14 +30,21 @@ def check_pairs(request: Request) -> None:
         )
 
 
-def choose_preference(request: Request, method: Method) -> Preference:
-    """Of a recipe of this method; raises InvalidRequest where it has no such reference."""
+def choose_preference(
+    request: Request, method: Method, *, whole: Reference = "precomputed"
+) -> Preference:
+    """Of a recipe of this method; raises InvalidRequest where it has no such reference.
+
+    whole: the reference of `auto` where all weights are trained; a second model is of the steps
+    of others that have one.
+    """
     if request.task.objective != "dpo":
         return Preference()
     asked = request.preference
-    reference = asked.reference
-    if reference == "auto":
-        reference = "adapter-off" if method in ADAPTED else "precomputed"
+    usual: Reference = "adapter-off" if method in ADAPTED else whole
+    reference = usual if asked.reference == "auto" else asked.reference
+    if whole == "precomputed":
+        check_second(reference)
     if reference == "adapter-off":
         check_adapter(method)
     return Preference(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from memfit.families import find_family
@@ -29,6 +30,22 @@ class Program(Protocol):
 
     def loss(self, forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor) -> Tensor:
         """The head and the loss: -> ()."""
+
+
+class Comparing(Protocol):
+    """What a step of pairs does behind the model's own code; hashable."""
+
+    def __hash__(self) -> int:
+        """Of its content."""
+
+    def outputs(self, forward: Forward, weights: Weights, hidden: Tensor) -> list[Tensor]:
+        """Of the head: (batch, tokens, vocab), or numbers of each token."""
+
+    def returned(self, outputs: list[Tensor]) -> list[Tensor]:
+        """What the model's call makes of them when its own variables are gone."""
+
+    def compare(self, outputs: list[Tensor], refer: Callable[[], list[Tensor]] | None) -> Tensor:
+        """The loss of pairs; refer: makes the reference's outputs, None where no model does."""
 
 
 class OwnProgram(Noun, frozen=True, kw_only=True):

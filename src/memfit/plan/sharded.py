@@ -13,6 +13,7 @@ from memfit.parallelism.shards import shard_index
 from memfit.parallelism.tensor import cut_dim
 from memfit.recipe import Recipe
 from memfit.sizes import Meter, Tensor
+from memfit.sizes.flat import FlatUnit
 from memfit.sizes.sharding import OnReduced, Sharding, Shared, Unit
 
 ENDS = ("norm", "head")  # parts of the unit that holds both, in memfit's own step
@@ -44,28 +45,30 @@ class Units:
 
     def __init__(self, meter: Meter, sharding: Sharding, on_reduced: OnReduced | None) -> None:
         self.shared = Shared(meter, sharding, on_reduced)
+        self._make = FlatUnit if sharding.flat else Unit
         self.root: Unit | None = None  # what no other unit holds
         self.embedding: Unit | None = None
         self.tail: Unit | None = None  # final norm and head
         self.blocks: list[Unit] = []
 
     def outside(self, rows: Iterable[Named], owner: Callable[[str], str], *, tied: bool) -> Weights:
-        """The weights outside the blocks: a tied head leaves all of them to the root's unit."""
+        """The weights outside the blocks: of a tied head, and of FSDP1, all are the root's unit."""
         made: Weights = {}
         rows = list(rows)
         token = next((row[0] for row in rows if row[4] == "embedding"), "")
         apart = self.shared.sharding.ends
+        tied = tied or self.shared.sharding.flat
         rest = [r for r in rows if tied or (r[4] not in apart and r[0] != token)]
         if rest:
-            self.root = Unit(self.shared, owner(rest[0][4]), reshards=False)
+            self.root = self._make(self.shared, owner(rest[0][4]), reshards=False)
             made |= fill(self.root, rest)
         ends = [r for r in rows if r[4] in apart]
         if not tied and token:  # of stages, only the first has it, and the last the ends
             reshards = self.shared.sharding.reshards
-            self.embedding = Unit(self.shared, "embedding", reshards=reshards)
+            self.embedding = self._make(self.shared, "embedding", reshards=reshards)
             made |= fill(self.embedding, (r for r in rows if r[0] == token))
         if not tied and ends:
-            self.tail = Unit(self.shared, "head", reshards=False)
+            self.tail = self._make(self.shared, "head", reshards=False)
             made |= fill(self.tail, ends)
         return made
 
@@ -75,7 +78,7 @@ class Units:
 
     def block(self, rows: Iterable[Named]) -> Weights:
         """The weights of one more block."""
-        unit = Unit(self.shared, "blocks", reshards=self.shared.sharding.reshards)
+        unit = self._make(self.shared, "blocks", reshards=self.shared.sharding.reshards)
         self.blocks.append(unit)
         return fill(unit, rows)
 
@@ -111,7 +114,7 @@ class Units:
 
     def lowered(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """What a block is given, cast as FSDP2 casts the inputs of its units."""
-        low = self.shared.sharding.low
+        low = "" if self.shared.sharding.flat else self.shared.sharding.low
         floating = ("float32", "float16", "float64")
         return tuple(sizes.cast(t, low) if low and t.dtype in floating else t for t in tensors)
 

@@ -103,6 +103,8 @@ def wrap(text: str, width: int) -> list[str]:
     for paragraph in text.expandtabs(4).split("\n"):
         if cells(paragraph) <= width:
             lines.append(paragraph)
+        elif not paragraph.strip():
+            lines.append(_cut(paragraph, width)[0])
         else:
             lines += _wrap_paragraph(paragraph, width)
     return lines

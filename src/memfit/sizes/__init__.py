@@ -43,6 +43,7 @@ from memfit.sizes.products import (
     multiply_heads,
     multiply_turned,
 )
+from memfit.sizes.reentrant import checkpoint_reentrant, want_gradient
 from memfit.sizes.tensor import Shape, Storage, Tensor, empty, parameter
 from memfit.sizes.varlen import end_to_end, make_starts
 from memfit.sizes.views import (
@@ -63,12 +64,12 @@ from memfit.sizes.views import (
 
 __all__ = [
     "Meter", "Shape", "Storage", "Tensor", "add", "add_into", "add_multiply_batched", "attention",
-    "backward", "by_document", "capped", "cast", "checkpoint", "clamp", "concatenate", "contiguous",
-    "conv1d", "dropout", "empty", "end_to_end", "every_other", "expand", "expand_heads",
-    "fill_masked", "fill_part", "gather_rows", "gelu", "layer_norm", "linear", "make_band",
-    "make_starts", "mean_last", "mul", "multiply", "multiply_batched", "multiply_heads",
-    "multiply_turned", "narrow", "negative", "own_function", "pad_last", "parameter", "power",
-    "relu", "repeat_heads", "reshape", "rsqrt", "scale", "select", "shift", "silu", "softmax",
-    "softmax_wide", "split", "subtract", "tanh", "transpose", "turn", "unsqueeze", "view",
-    "view_as_complex", "view_as_real",
+    "backward", "by_document", "capped", "cast", "checkpoint", "checkpoint_reentrant", "clamp",
+    "concatenate", "contiguous", "conv1d", "dropout", "empty", "end_to_end", "every_other",
+    "expand", "expand_heads", "fill_masked", "fill_part", "gather_rows", "gelu", "layer_norm",
+    "linear", "make_band", "make_starts", "mean_last", "mul", "multiply", "multiply_batched",
+    "multiply_heads", "multiply_turned", "narrow", "negative", "own_function", "pad_last",
+    "parameter", "power", "relu", "repeat_heads", "reshape", "rsqrt", "scale", "select", "shift",
+    "silu", "softmax", "softmax_wide", "split", "subtract", "tanh", "transpose", "turn",
+    "unsqueeze", "view", "view_as_complex", "view_as_real", "want_gradient",
 ]  # fmt: skip

@@ -77,6 +77,8 @@ def record(
     if not wanting:
         return None
     meter = wanting[0].meter
+    if not meter.graph:
+        return None
     node = Node(meter, rule, inputs)
     node.saved = [None if t is None else meter.pack(t) for t in saved]
     return node

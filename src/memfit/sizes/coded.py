@@ -25,8 +25,8 @@ class Dequantised(NamedTuple):
     bits: int = 4
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """(..., columns) x (rows, columns) -> (..., rows), in `computed`."""
-        return coded_linear(cast(x, self.computed), weight, bias, self)
+        """(..., columns) x (rows, columns) -> (..., rows), in the dtype of x again."""
+        return cast(coded_linear(cast(x, self.computed), weight, bias, self), x.dtype)
 
 
 def coded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, how: Dequantised) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from memfit.ledger import Kind
 from memfit.model import DTYPE_BYTES
 from memfit.sizes.autograd import Gradients, Node, Rule, record
 from memfit.sizes.tensor import Shape, Tensor, broadcast, elementwise_strides, empty, workspace
@@ -59,9 +60,18 @@ def _cast_backward(dtype: str) -> Rule:
 
 
 def autocast_lower(x: Tensor) -> Tensor:
-    """What autocast feeds to matrix products: 16-bit copies, made anew at each use (no cache)."""
-    wide = x.meter.autocast and x.dtype == "float32"
-    return cast(x, x.meter.low) if wide else x
+    """What autocast feeds to matrix products: 16-bit copies, made anew at each use.
+
+    Those of weights are kept where `Meter.casts` is a place for them.
+    """
+    if not (x.meter.autocast and x.dtype == "float32"):
+        return x
+    kept, weight = x.meter.casts, x.meter.kinds[x.storage.index] is Kind.PARAMETERS
+    if kept is None or not (weight and (x.requires_grad or x.meter.casts_frozen)):
+        return cast(x, x.meter.low)
+    if x.storage.index not in kept:
+        kept[x.storage.index] = cast(x, x.meter.low)
+    return kept[x.storage.index]
 
 
 def autocast_upper(x: Tensor) -> Tensor:

@@ -10,20 +10,22 @@ from __future__ import annotations
 
 from memfit.sizes.autograd import Gradients, Node, Rule, record
 from memfit.sizes.elementwise import Incoming, attach, cast, like, upstream
+from memfit.sizes.loss import made_before
 from memfit.sizes.meter import Meter
 from memfit.sizes.tensor import Tensor, empty, workspace
 from memfit.sizes.workspace import Grid, row_sum
 
 
-def _next_power_of_two(n: int) -> int:
+def next_power_of_two(n: int) -> int:
+    """The least power of two that is not less than n, as Triton's."""
     return 1 << (n - 1).bit_length()
 
 
-def rms_norm(x: Tensor, weight: Tensor, grid: Grid, *, partial_rows: bool = False) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, grid: Grid | None, *, partial_rows: bool = False) -> Tensor:
     """`LigerRMSNorm`: (..., hidden) -> (..., hidden), one fp32 number a row saved beside x.
 
-    grid: the device's multiprocessors; a row of the weight's gradient is kept for each of them, or,
-    up to version 0.3, for each token (partial_rows). Its dtype was the weight's.
+    grid: the device's multiprocessors, None of one; a row of the weight's gradient is kept for each
+    of them, or, up to version 0.3, for each token (partial_rows). Its dtype was the weight's.
     """
     rows = x.numel // x.shape[-1]
     result = like(x)
@@ -32,19 +34,27 @@ def rms_norm(x: Tensor, weight: Tensor, grid: Grid, *, partial_rows: bool = Fals
     return attach(node, result)
 
 
-def _rms_norm_backward(rows: int, weight: Tensor, grid: Grid, partial_rows: bool) -> Rule:
+def _rms_norm_backward(rows: int, weight: Tensor, grid: Grid | None, partial_rows: bool) -> Rule:
     columns, dtype = weight.shape[-1], weight.dtype
-    count, kept = (rows, dtype) if partial_rows else (grid.multiprocessors, "float32")
+    each = grid.multiprocessors if grid is not None else 1
+    count, kept = (rows, dtype) if partial_rows else (each, "float32")
 
     def rule(node: Node, grads: Incoming) -> Gradients:
-        grad = upstream(grads)  # becomes the gradient of x in place
+        grad = row_major_copy(upstream(grads))  # becomes the gradient of x in place
+        if not node.needs(1):
+            return grad, None
         partial = empty(grad.meter, (count, columns), kept)
-        inside = workspace(grad.meter, row_sum(columns, count, grid))
+        inside = workspace(grad.meter, row_sum(columns, count, grid) if grid is not None else 0)
         total = empty(grad.meter, (columns,), kept)
         del inside, partial
         return grad, cast(total, dtype)
 
     return rule
+
+
+def row_major_copy(x: Tensor) -> Tensor:
+    """`x.contiguous()` where nothing is differentiated: x itself where it lies in rows."""
+    return x if x.contiguous else empty(x.meter, x.shape, x.dtype)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -92,7 +102,7 @@ def fused_linear_cross_entropy(
     logits are about as large as hidden. upcast: a chunk's logits become fp32, as up to version 0.4.
     """
     meter, (tokens, width), vocab = hidden.meter, hidden.shape, weight.shape[0]
-    chunk = _next_power_of_two(-(-tokens // -(-vocab // width)))
+    chunk = next_power_of_two(-(-tokens // -(-vocab // width)))
     d_weight = like(weight) if weight.requires_grad else None
     d_hidden = like(hidden)
     losses = empty(meter, (tokens,), "float32")
@@ -114,7 +124,7 @@ def fused_linear_cross_entropy(
         elif d_weight is not None:
             meter.count_product(2 * rows * vocab * width)
     del slopes, losses
-    node = record(_fused_backward, (hidden, weight))
+    node = record(made_before, (hidden, weight))
     result = attach(node, empty(meter, (), "float32"))
     if node is not None:
         node.saved = [d_hidden, d_weight]
@@ -124,8 +134,3 @@ def fused_linear_cross_entropy(
 def _product(meter: Meter, shape: tuple[int, int], dtype: str, inner: int) -> Tensor:
     meter.count_product(2 * shape[0] * shape[1] * inner)
     return empty(meter, shape, dtype)
-
-
-def _fused_backward(node: Node, grads: Incoming) -> Gradients:
-    d_hidden, d_weight = node.saved
-    return d_hidden, d_weight

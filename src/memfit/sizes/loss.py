@@ -11,12 +11,12 @@ SHOWN = 3  # chunks run of many: the first, the second and the last
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """`F.cross_entropy(logits, labels, reduction="sum")`: (tokens, vocab) -> 0-dim."""
-    return _negative_likelihood(_log_softmax(logits), labels)
+    return _negative_likelihood(log_softmax(logits), labels)
 
 
 def cross_entropy_rows(logits: Tensor, labels: Tensor) -> Tensor:
     """`F.cross_entropy(logits, labels, reduction="none")`: (tokens, vocab) -> (tokens)."""
-    x = _log_softmax(logits)
+    x = log_softmax(logits)
     node = record(_negative_likelihood_backward, (x,), (x, labels))
     result = attach(node, empty(x.meter, x.shape[:1], x.dtype))
     weight = empty(x.meter, (), x.dtype)
@@ -25,7 +25,8 @@ def cross_entropy_rows(logits: Tensor, labels: Tensor) -> Tensor:
     return result
 
 
-def _log_softmax(x: Tensor) -> Tensor:
+def log_softmax(x: Tensor) -> Tensor:
+    """`torch.log_softmax(x, -1)`, which saves its result."""
     node = record(_log_softmax_backward, (x,))
     result = attach(node, like(x))
     if node is not None:
@@ -58,7 +59,7 @@ def chunked_sum(hidden: Tensor, weight: Tensor, chunk: int, capped: bool = False
     """
     meter = hidden.meter
     compute = meter.low if meter.autocast else hidden.dtype
-    node = record(_chunked_backward, (hidden, weight))
+    node = record(made_before, (hidden, weight))
     if node is None:
         return _losses_alone(hidden, weight, compute, chunk)
     total = empty(meter, (), "float32")
@@ -164,6 +165,7 @@ def _outer(
     return cast(product, "float32") if total is None else total
 
 
-def _chunked_backward(node: Node, grads: Incoming) -> Gradients:
+def made_before(node: Node, grads: Incoming) -> Gradients:
+    """The gradients of hidden states and the head, which the forward has made and kept."""
     d_hidden, d_weight = node.saved
     return d_hidden, d_weight

@@ -58,8 +58,11 @@ class Meter:
         self.autocast = autocast
         self.low = low  # the dtype that autocast lowers to
         self.vocab = vocab
+        self.casts: dict[int, Tensor] | None = None  # of weights, which autocast's cache keeps:
+        self.casts_frozen = False  # of those that are trained, and of others
         self.saver: Any = None  # the recomputed region that saved tensors are handed to
         self.forgets = False  # a product runs whose result no recomputation asks for
+        self.graph = True  # whether operations are recorded for a backward: torch's grad mode
         self.sequence = 0  # autograd's sequence number
         self.owner = ""  # the component that is running
         self.on_product: Callable[[], None] | None = None  # told once of the next matrix product
@@ -124,6 +127,15 @@ class Meter:
             yield
         finally:
             self.autocast = before
+
+    @contextmanager
+    def without_graph(self) -> Iterator[None]:
+        """`torch.no_grad()`."""
+        before, self.graph = self.graph, False
+        try:
+            yield
+        finally:
+            self.graph = before
 
     def count_product(self, flop: int) -> None:
         """A matrix product is about to run."""

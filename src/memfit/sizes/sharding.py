@@ -38,6 +38,7 @@ class Sharding(Noun, frozen=True, kw_only=True):
     on_host: bool = False  # shards, and their gradients, wait in the host's memory
     ends: tuple[str, ...] = ("norm", "head")  # parts of the unit that a backward begins with
     defers: bool = False  # gradients wait unsharded until the last micro-batch (`no_sync`)
+    flat: bool = False  # FSDP1's units (`sizes.flat`), beside which autocast does what it does
 
     def padded(self, shape: Shape) -> int:
         """Elements of a rank's part of a buffer: the first dimension cut, the last parts padded."""

@@ -406,20 +406,17 @@ def _read_norm(
 
 def _evaluate(session: Session, built: Built, held_out: Sampler) -> dict[str, float]:
     """Mean loss over the first held-out tokens, the same each time; of pairs, rewards too."""
-    tokens, total, count, read, rewards = evaluation_tokens(session), 0.0, 0, 0, Rewards()
+    total, count, rewards = 0.0, 0, Rewards()
     session.meter.mark().enter(Phase.EVALUATE)
-    for micro in held_out.all_once():
-        mine = (0.0, 0.0, 0.0)
+    for micro in held_out.all_once(evaluation_tokens(session)):
+        mine = (0.0, 0.0)
         if micro.targets or session.ranks.size > 1:  # FSDP2's ranks run together
             loss, targets = evaluate(built, to_batch(micro, built.device), rewards)
-            mine = float(loss), float(targets), float(micro.tokens)
-        for its_loss, its_targets, its_tokens in session.gather(*mine):
-            if its_targets and not (count and read >= tokens):  # as one process reads them
+            mine = float(loss), float(targets)
+        for its_loss, its_targets in session.gather(*mine):
+            if its_targets:
                 total += its_loss
                 count += int(its_targets)
-                read += int(its_tokens)
-        if count and read >= tokens:
-            break
     session.compare()
     found = {"evaluation_loss": total / count}
     if rewards.sums is not None:

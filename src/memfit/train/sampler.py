@@ -71,7 +71,7 @@ class Sampler:
         if recipe.parallel.pp > 1:  # stages send each other one shape
             self._multiple = recipe.sequence_length
         self._parallel, self._process = recipe.parallel, rank
-        self._steps = recipe.steps
+        self._steps, self._pairs = recipe.steps, recipe.prefers
         self._ranks, self._rank = recipe.parallel.dp, recipe.parallel.share(rank)
         self.reference: Array | None = None  # (documents,) float32: see `train.reference`
 
@@ -90,15 +90,27 @@ class Sampler:
         rows = range(index * self._micro, (index + 1) * self._micro)
         return [p.document for i in rows for p in self._rows.row(i, once=True)]
 
-    def all_once(self) -> Iterator[Micro]:
-        """Every row of the first epoch once, in micro-batches: what an evaluation reads.
+    def all_once(self, tokens: int = 0) -> Iterator[Micro]:
+        """Rows of the first epoch once, in micro-batches: what an evaluation reads.
 
-        The last micro-batch is filled up with rows that predict nothing; of ranks, each reads as
-        many, in turn.
+        tokens: of the first rows that hold so many together, the same for any micro-batch and
+        layout; 0 is every row. The last micro-batch is filled up with rows that predict nothing; of
+        ranks, each reads as many, in turn.
         """
-        rounds = range(0, self._count_once(), self._micro * self._ranks)
+        count = self._first_rows(tokens) if tokens else self._count_once()
+        rounds = range(0, count, self._micro * self._ranks)
         mine = self._rank * self._micro
-        return (self._batch(first + mine, once=True) for first in rounds)
+        return (self._batch(first + mine, below=count) for first in rounds)
+
+    def _first_rows(self, tokens: int) -> int:
+        """How many rows hold at least so many tokens and something to predict; pairs stay whole."""
+        count, read, told, each = 0, 0, False, 2 if self._pairs else 1
+        while count < self._count_once() and not (told and read >= tokens):
+            for row in (self._rows.row(i, once=True) for i in range(count, count + each)):
+                read += sum(p.length for p in row)
+                told = told or any((self._read(p)[1] != IGNORED).any() for p in row)
+            count += each
+        return count
 
     def bounds(self) -> RowBounds:
         """What no micro-batch of the run exceeds, on any rank."""
@@ -140,8 +152,10 @@ class Sampler:
     def _count_once(self) -> int:
         return int(-(-self._rows.per_epoch // 1))
 
-    def _batch(self, first: int, *, once: bool = False) -> Micro:
-        rows = [self._rows.row(i, once=once) for i in range(first, first + self._micro)]
+    def _batch(self, first: int, *, below: int | None = None) -> Micro:
+        """The rows from `first` on; below: of the first epoch, and empty from that one on."""
+        numbers, once = range(first, first + self._micro), below is not None
+        rows = [self._rows.row(i, once=once) if below is None or i < below else () for i in numbers]
         packed = self._rows.packed
         width = self._width
         if not packed:

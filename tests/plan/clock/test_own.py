@@ -109,7 +109,7 @@ def test_links_give_what_the_largest_all_reduce_reached():
     assert scaled.outside == setting.machine.links.outside
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.sampled_from(sorted(CURVES)), st.floats(1, 20), st.sampled_from([0, 1, 8]))
 def test_a_faster_curve_never_slows_a_step(what, more, blocks):
     curve, recipe = CURVES[what], replace(OWN, recompute_blocks=blocks)

@@ -231,7 +231,7 @@ layouts = st.fixed_dictionaries({k: st.sampled_from(v) for k, v in AXES.items()}
 shapes = st.sampled_from([SHAPE, SPARSE])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layouts, shapes, st.sampled_from(["products", "memory", "host", "inside", "outside"]))
 def test_a_faster_machine_never_slows_a_step(layout, shape, what):
     # products and attention both follow the peak; a part of either alone is faster too
@@ -243,7 +243,7 @@ def test_a_faster_machine_never_slows_a_step(layout, shape, what):
     assert seconds(shape=shape, machine=fast, **layout) <= before * (1 + 1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layouts, shapes)
 def test_more_recomputation_never_speeds_a_step_up(layout, shape):
     times = [seconds(shape=shape, **{**layout, "repeated": share}) for share in (0.0, 0.5, 1.0)]
@@ -251,7 +251,7 @@ def test_more_recomputation_never_speeds_a_step_up(layout, shape):
     assert all(b >= a * (1 - 1e-12) for a, b in pairwise(times))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(layouts, shapes), min_size=2, max_size=6))
 def test_arrays_are_numbers_side_by_side(cases):
     alone = [seconds(shape=shape, **layout) for layout, shape in cases]

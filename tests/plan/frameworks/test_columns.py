@@ -84,11 +84,13 @@ def test_megatrons_candidates_are_what_each_is_alone(case):
 
 
 @pytest.mark.parametrize("version", [202412, 202503, 202508])
-@pytest.mark.parametrize("precision", ["bf16-mixed", "fp8-mixed"])
-def test_torchtitans_candidates_are_what_each_is_alone(version, precision):
+@pytest.mark.parametrize(("precision", "loss"), [("bf16-mixed", "chunked"), ("fp8-mixed", "plain")])
+def test_torchtitans_candidates_are_what_each_is_alone(version, precision, loss):
     deep = {"num_hidden_layers": 26, "vocab_size": 512}  # not the last rank is the fullest
     for model in (LLAMA | {"tie_word_embeddings": True}, LLAMA | deep):
-        asked = ask(model, "torchtitan", precision=precision, options={"version": version})
+        asked = ask(
+            model, "torchtitan", precision=precision, loss=loss, options={"version": version}
+        )
         assert compare(span(asked), version, 5) >= 100
 
 

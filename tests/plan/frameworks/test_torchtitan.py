@@ -1,6 +1,8 @@
 """torchtitan: blocks beside the same blocks in torch, FSDP2's pools beside a traced step."""
 
+import json
 from itertools import product
+from pathlib import Path
 
 import pytest
 from titan_block import alive_after
@@ -191,6 +193,50 @@ def test_a_logit_s_bytes_by_loss():
         found = ledger(**changes)
         assert found.by_kind(Phase.LOSS)[Kind.LOGITS] == nbytes * logits
         assert part(found, Phase.LOSS, "loss") == (nbytes + freed) * logits
+
+
+CHUNKED = json.loads(
+    (Path(__file__).parents[3] / "bench" / "results" / "torchtitan_loss.json").read_text("utf-8")
+)
+
+
+@pytest.mark.parametrize("row", CHUNKED["rows"], ids=str)
+def test_a_loss_of_chunks_adds_what_torchtitan_s_own_does(row):
+    """Measured by bench/torchtitan_loss.py; of cut logits, its masks and labels are not counted."""
+    sizes = SMALL | {
+        "hidden_size": row["hidden"], "vocab_size": row["vocab"], "num_hidden_layers": 2,
+        "num_key_value_heads": 8, "tie_word_embeddings": row["tied"],
+    }  # fmt: skip
+    options = {"version": 202508, "loss_chunks": row["chunks"]}
+    job = make(
+        sizes, sequence=row["tokens"], loss="chunked", options=options,
+        dp_shard=row["ranks"], tp=row["tp"], sequence_parallel=row["tp"] > 1,
+    )  # fmt: skip
+    count, elements = count_stage(stage_of(job, 0)), count_elements(job.model)
+    found = make_ledger(describe_instants(job, elements, count)).at(Phase.LOSS)
+    own = ("loss", "hidden", "head", "tied head")
+    mine = sum(e.nbytes for e in found if e.owner in own and e.kind is not Kind.FRAGMENTATION)
+    head = row["vocab"] * row["hidden"] // row["tp"]
+    whole = 0 if row["tied"] else 2 * head  # among `whole weights`, with the norm
+    small = 40 * row["tokens"] // row["chunks"] if row["tp"] > 1 else 0
+    assert mine + whole == pytest.approx(row["rise"], abs=128 + small)
+
+
+def test_after_the_chunks_the_head_s_gradient_is_reduced_and_its_weights_given_up():
+    whole, chunked = ledger(dp_shard=8), ledger(dp_shard=8, loss="chunked")
+    for owner in ("head", "whole weights"):
+        assert part(whole, Phase.BACKWARD, owner) >= 2 * TABLE
+        assert part(chunked, Phase.BACKWARD, owner) == 0
+    assert part(chunked, Phase.BACKWARD, "inputs") == 2 * 4 * BLOCK
+    assert part(chunked, Phase.LOSS, "loss") < part(whole, Phase.LOSS, "loss") / 6
+
+
+def test_a_pipeline_of_chunks_keeps_hidden_states_of_other_micro_batches():
+    for loss, width in (("chunked", 4096), ("plain", 128256)):
+        job = make(loss=loss, pp=4, accumulation=4, recompute="full")
+        last = count_stage(stage_of(job, 3))
+        found = make_ledger(describe_instants(job, count_elements(job.model), last))
+        assert part(found, Phase.LOSS, "outputs") == 3 * 8192 * 2 * width
 
 
 def test_a_pipeline_s_ends_hold_fewer_blocks_and_keep_weights_and_gradients_whole():

@@ -230,9 +230,12 @@ def _gradient_bytes(recipe: Recipe) -> float:
 
 def _chunk_bytes(recipe: Recipe, shape: Shape) -> Number:
     """Each chunk of the loss reads the head's gradient and adds to it."""
-    if recipe.loss != "chunked" or recipe.adapted or not recipe.loss_chunk:
+    if recipe.loss != "chunked" or recipe.adapted:
         return 0.0
-    return 8.0 * ceil_div(recipe.tokens, recipe.loss_chunk) * shape.vocab * shape.hidden
+    chunks: Number = recipe.options.get("loss_chunks", 0)
+    if recipe.loss_chunk:
+        chunks = ceil_div(recipe.tokens, recipe.loss_chunk)
+    return 8.0 * chunks * shape.vocab * shape.hidden
 
 
 def _deal(recipe: Recipe, shape: Shape) -> tuple[Number, Number]:

@@ -136,6 +136,7 @@ class Framework(ABC):
     slack: ClassVar[Slack] = NO_SLACK
     memory_unknown: ClassVar[str] = ""  # why no bytes are described; "" where they are
     arrays: ClassVar[bool] = False  # whether `rules` and `measure` take many recipes at once
+    pairs: ClassVar[bool] = False  # whether it is described how answers are compared, too
     recomputes_some: ClassVar[bool] = False  # blocks of each chunk, and not all or none alone
     zeros: ClassVar[tuple[int, ...]] = ()  # values of `parallel.zero` to choose from; () `cuts`
     cuts: ClassVar[int] = 3  # `zero` of a request that leaves `parallel` on auto
@@ -189,6 +190,15 @@ class Framework(ABC):
             f"memfit does not describe the memory of {self.title}: {self.memory_unknown}"
         )
 
+    def waiting(self, job: Job) -> tuple[int, str]:
+        """Bytes that the allocator holds beside the peak's, and why.
+
+        They are reserved and not allocated, and it takes them back before it runs out of memory: no
+        verdict counts them.
+        """
+        del job
+        return 0, ""
+
     def measure(self, job: Job) -> Peaks:
         """Peaks of `predict` for many recipes: those of one whose numbers are arrays.
 
@@ -214,7 +224,11 @@ def find_framework(name: str) -> Framework:
 
 
 def resolve_options(framework: Framework, asked: Mapping[str, Option]) -> dict[str, Option]:
-    """A value for every knob of the framework's own; raises InvalidRequest naming the wrong one."""
+    """A value for every knob of the framework's own; raises InvalidRequest naming the wrong one.
+
+    A version may be written as a number, which YAML makes of it.
+    """
+    found = dict(asked)
     for name, value in asked.items():
         knob = framework.knobs.get(name)
         if knob is None:
@@ -225,18 +239,21 @@ def resolve_options(framework: Framework, asked: Mapping[str, Option]) -> dict[s
                 hint=f"did you mean {near}?" if near else f"its own knobs: {known}",
             )
         kind = type(knob.default)
+        if kind is str and not isinstance(value, bool) and str(value) in knob.values:
+            found[name] = str(value)
+            continue
+        if knob.values and (value not in knob.values or isinstance(value, bool) != (kind is bool)):
+            raise InvalidRequest(
+                f"`options.{name}: {value}` is not a value of `{framework.name}`'s knob",
+                hint=f"{knob.means}: {', '.join(map(str, knob.values))}",
+            )
         right = isinstance(value, kind) or (kind is float and type(value) is int)
         if not right or isinstance(value, bool) != (kind is bool):
             raise InvalidRequest(
                 f"`options.{name}: {value!r}` is not like its default, `{knob.default!r}`",
                 hint=knob.means,
             )
-        if knob.values and value not in knob.values:
-            raise InvalidRequest(
-                f"`options.{name}: {value}` is not a value of `{framework.name}`'s knob",
-                hint=f"{knob.means}: {', '.join(map(str, knob.values))}",
-            )
-    return {name: asked.get(name, knob.default) for name, knob in framework.knobs.items()}
+    return {name: found.get(name, knob.default) for name, knob in framework.knobs.items()}
 
 
 Instant = Mapping[tuple[Kind, str], tuple[int, str]]  # (kind, owner) -> bytes, because

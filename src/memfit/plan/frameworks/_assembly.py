@@ -29,7 +29,7 @@ from memfit.plan.blocks import (
 from memfit.plan.closed_form import Answers, find_answers
 from memfit.plan.frameworks import Job, make_ledger
 from memfit.plan.memory import Level, without_shape
-from memfit.plan.program import Program
+from memfit.plan.program import Comparing, Program
 from memfit.plan.segments import Passes, Segment, expand
 from memfit.recipe import Recipe
 from memfit.sizes.kernels import heads_of, usable
@@ -40,6 +40,7 @@ from memfit.units import show_bytes
 
 Held = Mapping[Part, tuple[int, str]]  # kind, owner -> bytes, because
 GRADIENTS, INPUTS = Kind.GRADIENTS, (Kind.INPUT, "batch")
+OF_TOKENS, OF_PAIRS = 2, 3  # tensors of a batch: tokens and labels; which are padding, too
 
 
 class Simulated(msgspec.Struct, frozen=True):
@@ -71,15 +72,29 @@ def run_passes(
     *,
     again: bool = False,
     sharding: Sharding | None = None,
+    compares: Comparing | None = None,
+    second: str = "",
+    caches: bool = False,
 ) -> Simulated:
     """Simulate the micro-batches; model: with the dtypes and names that `program` asks for.
 
     again: of a step with one micro-batch, the next step's too: for loops whose variables hold what
-    the one before has made. sharding: of one rank whose units FSDP2 gathers; nothing is autocast.
+    the one before has made. sharding: of one rank; with FSDP2's units nothing is autocast.
+    compares: the loss of pairs; second: the dtype of a second model, where that is the reference.
+    caches: whether autocast keeps its casts of trained weights until a forward has ended.
     """
     recipe = job.recipe
     answers, counts = _describe(
-        model, without_shape(recipe), program, kernel, job.device, again, sharding
+        model,
+        without_shape(recipe),
+        program,
+        kernel,
+        job.device,
+        again,
+        sharding,
+        compares,
+        second,
+        caches,
     )
     first, *later = answers.passes(_batch(recipe.micro_batch, recipe.sequence_length), _batch)
     return Simulated(first, later[0] if later else None, counts)
@@ -94,16 +109,21 @@ def _describe(
     device: Device,
     again: bool,
     sharding: Sharding | None,
+    compares: Comparing | None,
+    second: str,
+    caches: bool,
 ) -> tuple[Answers, list[Repeat]]:
     """The passes of any shape, and how often each block stands in the model."""
     outside, blocks = split_rows(model, recipe.recompute_blocks)
+    if recipe.options.get("reentrant"):
+        blocks = [msgspec.structs.replace(one, reentrant=one.recomputed) for one in blocks]
     runs = find_runs(blocks)
     setting = Setting(
         architecture=msgspec.structs.replace(model.architecture, layers=0),
         outside=outside,
         runs=shorten(runs),
         kernel=kernel,
-        autocast=recipe.autocast and sharding is None,
+        autocast=recipe.autocast and (sharding is None or sharding.flat),
         compute=recipe.compute_dtype,
         scaled=recipe.scaled,
         chunk=recipe.loss_chunk,
@@ -114,6 +134,10 @@ def _describe(
         again=again and recipe.accumulation == 1,
         program=program,
         sharding=sharding,
+        compares=compares,
+        references=recipe.references if compares is not None else 0,
+        second=second,
+        caches=caches and recipe.autocast,
     )
     return find_answers(setting), repeats(runs)
 
@@ -178,7 +202,8 @@ def assemble(
     """
     level = Level()
     level.add(_bytes(held))
-    level.add({INPUTS: 2 * job.recipe.tokens * DTYPE_BYTES["int64"]})
+    tensors = OF_PAIRS if job.recipe.prefers else OF_TOKENS
+    level.add({INPUTS: tensors * job.recipe.tokens * DTYPE_BYTES["int64"]})
     extra = during or {}
     why: dict[Part, str] = {}
     for parts in (load, held, update, *extra.values()):

@@ -20,7 +20,6 @@ from memfit.families.forward import Embedded, Forward, Weights, project
 from memfit.ledger import Kind, Ledger
 from memfit.model import DTYPE_BYTES, Model, Weight
 from memfit.nouns import Noun
-from memfit.optimizers import find_optimizer
 from memfit.plan.frameworks import Job, Knob
 from memfit.plan.frameworks._assembly import (
     Held,
@@ -33,21 +32,44 @@ from memfit.plan.frameworks._assembly import (
     rounded,
     run_passes,
 )
-from memfit.plan.frameworks._fsdp1 import shard, shard_frozen
-from memfit.plan.frameworks._fsdp2 import asks_units, check_units, predict_units
-from memfit.plan.frameworks._peft import APART, refuse_apart
+from memfit.plan.frameworks._fsdp1 import shard_frozen
+from memfit.plan.frameworks._hf_kernels import LIGER_KNOBS, check_kernels, kernels_of
+from memfit.plan.frameworks._hf_states import (
+    KNOBS,
+    NAMES,
+    check_optimizer,
+    hold_states,
+    hold_update,
+)
+from memfit.plan.frameworks._pairs import (
+    COMPARES,
+    LLAMA_FACTORY,
+    TILED,
+    Refer,
+    check_compared,
+    compare,
+    hold_reference,
+    second_dtype,
+    whose,
+)
+from memfit.plan.frameworks._peft import APART, COPIES, copied, copies_wide, refuse_apart
 from memfit.plan.frameworks._quantised import eight_bit_bytes, four_bit_bytes
+from memfit.plan.frameworks._units import (
+    asks_units,
+    asks_version_2,
+    check_units,
+    predict_units,
+)
 from memfit.plan.memory import without_shape
 from memfit.recipe import FORMAT_DTYPE, Recipe
 from memfit.sizes import Tensor
 from memfit.sizes.coded import CODED, Dequantised
+from memfit.sizes.fused_loss import cut_loss, liger_loss, shift_labels
 from memfit.sizes.loss import cross_entropy_sum
-from memfit.units import show_bytes, show_count
+from memfit.sizes.tiled import log_probs_of_tokens, tiled_loss
+from memfit.units import show_bytes
 
 ALL_LINEAR = "all-linear"  # peft's word for every projection but the head
-EIGHT_BIT_BLOCK = 256  # elements that share a scale in bitsandbytes' optimizers
-SMALLEST_CODED = 4096  # elements from which its 8-bit optimizers code a tensor's moments
-PAGED = 100_000  # elements from which its paged ones keep them in managed memory
 
 
 class HfProgram(Noun, frozen=True, kw_only=True):
@@ -60,6 +82,11 @@ class HfProgram(Noun, frozen=True, kw_only=True):
     keeps_inputs: bool  # whether products with quantised weights keep what they have read
     older: bool  # transformers 4.38: keys for all heads, and a loss over shifted fp32 logits
     keeps_outputs: bool  # whether the loop holds the class's outputs, with the logits, in backward
+    tiled: bool = False  # whether TRL's own kernel makes the loss, from tiles of the logits
+    liger: tuple[str, ...] = ()  # operations that are Liger-Kernel's
+    loss_kind: str = "plain"  # chunked: Liger's; fused: cut cross-entropy
+    compares: str = ""  # whose loss of pairs
+    widens: bool = False  # whether outputs are returned in fp32, as accelerate does of autocast's
 
     def _told(self, forward: Forward) -> Forward:
         how = Dequantised(
@@ -67,8 +94,9 @@ class HfProgram(Noun, frozen=True, kw_only=True):
             keeps_input=self.keeps_inputs,
         )  # fmt: skip
         return replace(
-            forward, coded=how, adapter_casts=self.adapter_casts, repeats_keys=self.older
-        )
+            forward, coded=how, adapter_casts=self.adapter_casts, repeats_keys=self.older,
+            liger=self.liger,
+        )  # fmt: skip
 
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """See `plan.program.Program.embed`."""
@@ -86,20 +114,29 @@ class HfProgram(Noun, frozen=True, kw_only=True):
 
     def loss(self, forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor) -> Tensor:
         """Logits of all positions, upcast; labels, not logits, are shifted."""
+        if self.loss_kind != "plain":
+            return self._without_logits(weights, hidden, labels)
+        if self.tiled:
+            return tiled_loss(hidden, weights["lm_head.weight"], weights.get("lm_head.bias"))
         if self.older:
             return self._older_loss(forward, weights, hidden, labels)
-        logits = self._logits(forward, weights, hidden)
+        logits = self.logits(forward, weights, hidden)
         wide = sizes.cast(logits, "float32")
-        rows, tokens = labels.shape
-        padded = sizes.empty(forward.meter, (rows, tokens + 1), "int64")
-        shifted = sizes.empty(forward.meter, (rows, tokens), "int64")
-        del padded
-        flat = sizes.view(wide, rows * tokens, wide.shape[-1])
+        shifted = shift_labels(labels)
+        flat = sizes.view(wide, labels.numel, wide.shape[-1])
         if self.keeps_outputs:
             forward.loop["outputs"] = [logits.detached()]
         return sizes.scale(cross_entropy_sum(flat, shifted))
 
-    def _logits(self, forward: Forward, weights: Weights, hidden: Tensor) -> Tensor:
+    def _without_logits(self, weights: Weights, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Losses that read the head's weight themselves."""
+        head = weights["lm_head.weight"]
+        flat = sizes.view(hidden, labels.numel, hidden.shape[-1])
+        if self.loss_kind == "fused":
+            return sizes.scale(cut_loss(flat, head, labels))
+        return sizes.scale(liger_loss(flat, head, shift_labels(labels)))
+
+    def logits(self, forward: Forward, weights: Weights, hidden: Tensor) -> Tensor:
         """The head's, divided (Granite) or bent by a tanh to stay below a cap (Gemma)."""
         a = forward.architecture
         logits = project(self._told(forward), weights, "lm_head", hidden)
@@ -116,7 +153,7 @@ class HfProgram(Noun, frozen=True, kw_only=True):
         self, forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor
     ) -> Tensor:
         """The outputs hold the logits upcast, and a copy of them is shifted."""
-        logits = self._logits(forward, weights, hidden)
+        logits = self.logits(forward, weights, hidden)
         logits = sizes.cast(logits, "float32")
         rows, tokens = labels.shape
         kept = sizes.contiguous(sizes.narrow(logits, 1, 0, tokens - 1))
@@ -126,18 +163,47 @@ class HfProgram(Noun, frozen=True, kw_only=True):
         shifted = sizes.empty(forward.meter, (rows, tokens - 1), "int64")
         return sizes.scale(cross_entropy_sum(flat, shifted))
 
+    def outputs(self, forward: Forward, weights: Weights, hidden: Tensor) -> list[Tensor]:
+        """See `plan.program.Comparing.outputs`."""
+        if self.compares == TILED:
+            weight, bias = weights["lm_head.weight"], weights.get("lm_head.bias")
+            return log_probs_of_tokens(hidden, weight, bias)
+        return [self.logits(forward, weights, hidden)]
+
+    def returned(self, outputs: list[Tensor]) -> list[Tensor]:
+        """See `plan.program.Comparing.returned`."""
+        if not self.widens or self.compares == TILED:
+            return outputs
+        return [sizes.cast(outputs.pop(), "float32")]
+
+    def compare(self, outputs: list[Tensor], refer: Refer) -> Tensor:
+        """See `plan.program.Comparing.compare`."""
+        return compare(outputs, refer, self.compares)
+
 
 def hf_program(job: Job, *, keeps_outputs: bool) -> HfProgram:
     """The program of a job's recipe."""
     recipe = job.recipe
+    compares = whose(job) if recipe.prefers else ""
+    older = recipe.options.get("release") == "4.38"
     return HfProgram(
         family=job.model.architecture.family,
         computed=recipe.compute_dtype,
         bits=8 if recipe.base_format == "int8" else 4,
         adapter_casts=recipe.method == "lora",
         keeps_inputs=recipe.options.get("bitsandbytes") == "0.43",
-        older=recipe.options.get("release") == "4.38",
+        older=older,
         keeps_outputs=keeps_outputs,
+        tiled=TILED in (recipe.options.get("version"), recipe.options.get("trl")),
+        liger=kernels_of(recipe),
+        loss_kind=recipe.loss,
+        compares=compares,
+        widens=bool(
+            recipe.autocast
+            or older
+            or compares == LLAMA_FACTORY
+            or recipe.options.get("fp32_outputs")
+        ),
     )
 
 
@@ -168,7 +234,8 @@ def _adapted(model: Model, recipe: Recipe) -> Model:
         quantised = coded and len(w.shape) == 2 and w.part == "block"
         return replace(w, dtype=CODED if quantised else frozen)
 
-    return replace(adapted, weights=tuple(map(store, adapted.weights)))
+    stored = replace(adapted, weights=tuple(map(store, adapted.weights)))
+    return copied(stored, recipe, "float32" if copies_wide(recipe) else "")
 
 
 def targets_of(model: Model, recipe: Recipe) -> tuple[str, ...]:
@@ -214,42 +281,6 @@ def _owner(w: Weight) -> str:
     return "blocks" if w.part == "block" else w.part
 
 
-@lru_cache(maxsize=256)
-def hold_states(model: Model, recipe: Recipe) -> Held:
-    """The optimizer's state on the device; `adamw8bit` is bitsandbytes' here."""
-    trainable = [w for w in model.weights if w.trainable]
-    count = show_count(sum(w.numel for w in trainable))
-    key = (Kind.OPTIMIZER_STATE, "optimizer")
-    if recipe.optimizer.name == "adamw8bit":
-        paged = bool(recipe.options["paged"])
-        each = [_moment(w.numel) for w in trainable if not (paged and w.numel >= PAGED)]
-        said = f"two 8-bit moments of {count} parameters, a scale for {EIGHT_BIT_BLOCK}"
-        return {key: (2 * rounded(each), said + (", the large ones paged" if paged else ""))}
-    family, nbytes = find_optimizer(recipe.optimizer), 0
-    host = len(family.host_state(recipe.optimizer))
-    for w in trainable:
-        nbytes += rounded(s.nbytes for s in family.state(w.spec, recipe.optimizer)[host:])
-    return {key: (nbytes, f"state of {count} parameters in their own dtype")}
-
-
-def _moment(numel: int) -> int:
-    if numel < SMALLEST_CODED:
-        return numel * 4
-    return numel + -(-numel // EIGHT_BIT_BLOCK) * 4
-
-
-@lru_cache(maxsize=256)
-def hold_update(model: Model, recipe: Recipe) -> Held:
-    """Temporaries of the optimizer's step."""
-    if recipe.optimizer.name == "adamw8bit":
-        return {}
-    specs = [w.spec for w in model.weights if w.trainable]
-    family = find_optimizer(recipe.optimizer)
-    nbytes = family.step_temporaries(specs, recipe.optimizer, "blocks")
-    said = f"{recipe.optimizer.name}'s temporaries ({recipe.optimizer.implementation})"
-    return {(Kind.TEMPORARY, "optimizer"): (nbytes, said)}
-
-
 def hf_knobs() -> dict[str, Knob]:
     """What the Trainer and those built on it have of their own."""
     return {
@@ -261,6 +292,9 @@ def hf_knobs() -> dict[str, Knob]:
         "prepare_kbit": Knob(
             default=True, means="prepare_model_for_kbit_training: what is not quantised is fp32"
         ),
+        "reentrant": Knob(
+            default=False, means="of recomputed blocks: use_reentrant, transformers 4's default"
+        ),
         "padded": Knob(
             default=False, means="rows of a batch differ in length: attention is given a mask"
         ),
@@ -270,7 +304,6 @@ def hf_knobs() -> dict[str, Knob]:
         "fsdp_version": Knob(
             default=1, means="accelerate's: 1 flattens a unit's weights, 2 cuts each", values=(1, 2)
         ),
-        "paged": Knob(default=False, means="paged_adamw_8bit, for `optimizer: adamw8bit`"),
         "release": Knob(
             default="5", means="whose class: 4.38 makes keys for all heads, and shifts fp32 logits",
             values=("5", "4.38"),
@@ -279,7 +312,11 @@ def hf_knobs() -> dict[str, Knob]:
             default="0.50", means="0.43 keeps what products with quantised weights have read",
             values=("0.50", "0.43"),
         ),
+        **KNOBS,
+        **LIGER_KNOBS,
+        **COMPARES,
         **APART,
+        **COPIES,
     }  # fmt: skip
 
 
@@ -292,17 +329,22 @@ def predict_hf(job: Job) -> Ledger:
         kernel = "efficient"
     program = hf_program(job, keeps_outputs=bool(recipe.options["keeps_outputs"]))
     fixed = without_shape(recipe)
+    compares = program if recipe.prefers else None
     if asks_units(job):
         return predict_units(
             job, model, program, kernel,
             weights=lambda local: hold_parameters(local, fixed),
             states=lambda local: hold_states(local, fixed),
             update=lambda local: hold_update(local, fixed),
+            compares=compares,
         )  # fmt: skip
-    simulated = run_passes(job, model, program, kernel)
+    simulated = run_passes(
+        job, model, program, kernel, compares=compares, second=second_dtype(job),
+        caches=recipe.parallel.dp_shard == 1,
+    )  # fmt: skip
     if recipe.parallel.dp_shard > 1:
         return _sharded(job, model, simulated)
-    weights = hold_parameters(model, fixed)
+    weights = {**hold_parameters(model, fixed), **hold_reference(job, model)}
     held = {**weights, **hold_states(model, fixed), **cublas(device)}
     if recipe.parallel.dp_replicate > 1:
         held |= ddp_buckets(model)
@@ -311,7 +353,7 @@ def predict_hf(job: Job) -> Ledger:
 
 
 def _sharded(job: Job, model: Model, simulated: Simulated) -> Ledger:
-    """FSDP1, a unit a block; trained matrices beside frozen ones have units of their own."""
+    """FSDP1 with adapters: trained matrices beside frozen ones have units of their own."""
     recipe, ranks = job.recipe, job.recipe.parallel.dp_shard
     cut = {
         key: (nbytes // ranks, f"1/{ranks} of {because}")
@@ -321,8 +363,6 @@ def _sharded(job: Job, model: Model, simulated: Simulated) -> Ledger:
         key: (nbytes // ranks, f"1/{ranks} of {because}")
         for key, (nbytes, because) in hold_update(model, recipe).items()
     }
-    if recipe.method != "lora":
-        return shard(job, model, simulated, cut, update)
     whole = hold_scales(model, recipe)
     stored = [(w, _parameter(recipe, w)) for w in model.weights]
     return shard_frozen(job, stored, simulated, whole, cut, update)
@@ -368,6 +408,9 @@ def check_coded(job: Job) -> None:
 def check_base(job: Job) -> None:
     """Raise InvalidRequest for what the Trainer has, and this file does not describe."""
     check_coded(job)
+    check_optimizer(job)
+    check_kernels(job)
+    check_compared(job)
     recipe = job.recipe
     shards, copies = recipe.parallel.dp_shard, recipe.parallel.dp_replicate
     if shards > 1 and copies > 1:
@@ -375,7 +418,7 @@ def check_base(job: Job) -> None:
             f"`parallel.dp_shard: {shards}` with `dp_replicate: {copies}` is not described",
             hint="one of both",
         )
-    if asks_units(job):
+    if asks_version_2(job):
         check_units(job)
         return
     if shards > 1 and recipe.parallel.zero != 3:
@@ -385,19 +428,8 @@ def check_base(job: Job) -> None:
             f"`base_format: int8` with `parallel.dp_shard: {shards}`: FSDP flattens no integers",
             hint="`base_format: nf4`, or `parallel: {dp_replicate: N}`",
         )
-    if shards > 1 and recipe.method == "full" and recipe.precision != "bf16":
-        raise InvalidRequest(
-            f"FSDP with weights of another dtype than products (`precision: {recipe.precision}`)"
-            " is not described",
-            hint="`precision: bf16`",
-        )
-    if recipe.offload != "none" and (shards == 1 or recipe.method != "lora"):
-        raise InvalidRequest(
-            "`offload: parameters` is FSDP's, and described for adapters alone",
-            hint="`parallel: {dp_shard: N}` and `method: lora`",
-        )
-    if recipe.optimizer.name == "adamw8bit" and recipe.optimizer.implementation == "foreach":
-        raise InvalidRequest("bitsandbytes' optimizers have no `implementation: foreach`")
+    if recipe.offload != "none" and shards == 1:
+        raise InvalidRequest("`offload: parameters` is FSDP's", hint="`parallel: {dp_shard: N}`")
 
 
 def shared_values() -> dict[str, Any]:
@@ -406,11 +438,11 @@ def shared_values() -> dict[str, Any]:
         "precision": ("bf16-mixed", "bf16", "fp32", "fp16-mixed"),
         "method": ("full", "lora"),
         "base_format": ("bf16", "fp16", "fp32", "nf4", "fp4", "int8", "int4"),
-        "optimizer": ("adamw", "adamw8bit", "sgd"),
+        "optimizer": NAMES,
         "implementation": ("fused", "foreach", "loop"),
         "recompute": ("none", "full"),
         "attention": ("flash", "efficient", "math"),
-        "loss": ("plain",),
+        "loss": ("plain", "chunked", "fused"),
         "compile": ("none",),
         "offload": ("none",),
     }

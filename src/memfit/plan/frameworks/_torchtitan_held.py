@@ -18,6 +18,7 @@ LOSSES = {  # bytes of an element of the logits -> what they are
     12: "fp32: log-softmax, its gradient, the logits' gradient",
     16: "loss parallel, fp32: log-softmax, its gradient, the exponential, their sum",
 }
+OWN_LOGITS = 2  # bytes of an element: a chunk's backward runs while the logits have a name
 
 Parts = dict[tuple[Kind, str], tuple[int, str]]
 
@@ -31,6 +32,9 @@ def describe_instants(job: Job, elements: Elements, count: Count) -> dict[Phase,
     held = states | _kept(job, count) | _whole(job, share, buffers)
     loss = held | (_loss(job) if count.last else {})
     backward = held | _backward(job, share, count, buffers)
+    if count.last and job.recipe.loss == "chunked":
+        loss |= _chunks(job, share, elements)
+        backward |= _after_chunks(job, share, count, buffers)
     step = dict(states)
     if job.recipe.optimizer.implementation == "foreach":
         local = 4 * share.all // shards
@@ -112,9 +116,12 @@ def _kept(job: Job, count: Count) -> Parts:
         )
     }  # fmt: skip
     if count.last:  # torch.distributed.pipelining: `output_chunks`
-        logits = 2 * tokens * a.vocab // t * (r.accumulation - 1)
+        chunked = r.loss == "chunked"
+        width = a.hidden if chunked else a.vocab // t
+        outputs = 2 * tokens * width * (r.accumulation - 1)
+        what = "hidden states" if chunked else "logits"
         parts[Kind.LOGITS, "outputs"] = (
-            where(pipeline, logits, 0), "bf16 logits of the step's other micro-batches"
+            where(pipeline, outputs, 0), f"bf16 {what} of the step's other micro-batches"
         )  # fmt: skip
     tensors = _between_stages(job, count)
     parts[Kind.INPUT, "pipeline"] = (
@@ -152,13 +159,12 @@ def _whole(job: Job, share: Share, buffers: Buffers) -> Parts:
 
 def _loss(job: Job) -> Parts:
     """The final norm, logits and cross-entropy (`components/loss.py`), when the most is alive."""
-    r, a, t = job.recipe, job.model.architecture, job.recipe.parallel.tp
+    a, t = job.model.architecture, job.recipe.parallel.tp
     version, tokens = job.option("version"), _tokens(job)
     logits = tokens * a.vocab // t
     norm = (8 if version < NATIVE_NORM else 4) * a.hidden / t  # type: ignore[operator]
     norm += where(t > 1, 2 * a.hidden, 0)
-    compiled = r.compile == "blocks" and version >= COMPILED_LOSS  # type: ignore[operator]
-    each = where(t > 1, 16, 4 if compiled else 12)
+    each = _logit_bytes(job)
     return {
         (Kind.ACTIVATIONS, "norm"): (
             rounded(tokens * norm), "the final norm and the head's input"
@@ -169,6 +175,59 @@ def _loss(job: Job) -> Parts:
             "the freed block of the bf16 logits is too small for fp32 ones",
         ),
     }  # fmt: skip
+
+
+def _logit_bytes(job: Job) -> Number:
+    r = job.recipe
+    compiled = r.compile == "blocks" and job.option("version") >= COMPILED_LOSS  # type: ignore[operator]
+    return where(r.parallel.tp > 1, 16, 4 if compiled else 12)
+
+
+def _chunks(job: Job, share: Share, elements: Elements) -> Parts:
+    """`ChunkedLossWrapper` at its worst instant: in the loss, in the head, or in its reduction.
+
+    Each chunk of the tokens runs forward and backward; gradients add up in fp32, the hidden
+    states' in a buffer and the head's in what FSDP2 keeps until the last chunk's is reduced.
+    """
+    r, a, t = job.recipe, job.model.architecture, job.recipe.parallel.tp
+    tokens = _tokens(job)
+    rows = tokens // job.option("loss_chunks")
+    logits, slope = rows * (a.vocab // t), 2 * rows * a.hidden
+    each = _logit_bytes(job)
+    each = where(each > 4, each + OWN_LOGITS, each)
+    apart = elements.head == 0  # tied: the embedding's unit, whole for the loss alone
+    head = (elements.head or elements.embedding) // t
+    in_head, in_reduction = 4 * logits + 2 * head + slope, 2 * logits + 4 * head + slope
+    most = larger(larger(each * logits, in_head), in_reduction)
+    of_logits = where(most == each * logits, most, where(most == in_head, 4 * logits, 2 * logits))
+    pipeline = r.parallel.pp > 1  # whose `whole` gradients are the head's, too
+    return {
+        (Kind.LOGITS, "loss"): (of_logits, "logits of a chunk, their gradient, and between"),
+        (Kind.FRAGMENTATION, "loss"): (
+            where((each > 4) & (of_logits == most), 2 * logits, 0),
+            "a freed block of bf16 logits is too small for fp32 ones",
+        ),
+        (Kind.GRADIENTS, "hidden"): (4 * tokens * a.hidden, "fp32, of the hidden states"),
+        (Kind.GRADIENTS, "head"): (
+            where(pipeline, 0, 4 * head) + (most - of_logits),
+            "fp32, of the head: chunks so far, and this one's or what is reduced",
+        ),
+        (Kind.ALL_GATHER, "tied head"): (
+            where(apart & (r.parallel.pp == 1), 2 * head, 0), "bf16, whole until the last chunk"
+        ),
+    }  # fmt: skip
+
+
+def _after_chunks(job: Job, share: Share, count: Count, buffers: Buffers) -> Parts:
+    """The head's gradient is reduced before the blocks' backward, its weights given up."""
+    pipeline = job.recipe.parallel.pp > 1
+    pair = where(count.blocks > 1, 2, 1) * 4 * share.block
+    whole = buffers.whole - where(pipeline, 0, 2 * share.head)
+    return {
+        (Kind.REDUCE_SCATTER, "inputs"): (pair, "flat fp32 inputs of two blocks' reductions"),
+        (Kind.GRADIENTS, "head"): (0, ""),
+        (Kind.ALL_GATHER, "whole weights"): (whole, "bf16, kept until their backward"),
+    }
 
 
 def _backward(job: Job, share: Share, count: Count, buffers: Buffers) -> Parts:

@@ -21,6 +21,7 @@ class HfTrainer(Framework):
     source = "transformers 5.23, peft 0.21, accelerate 1.15, bitsandbytes 0.50"
     values: ClassVar = shared_values() | {"offload": ("none", "parameters")}
     axes = ("dp_replicate", "dp_shard")
+    pairs = True
     knobs: ClassVar = hf_knobs()
     slack = Slack(
         low=1.0, typical=1.04, high=1.12,

@@ -11,7 +11,7 @@ from typing import final
 
 from memfit.errors import InvalidRequest, MemoryUnknown
 from memfit.ledger import Ledger
-from memfit.plan.clock.arrays import where
+from memfit.plan.clock.arrays import Number, larger, where
 from memfit.plan.frameworks import (
     Framework,
     Job,
@@ -19,6 +19,7 @@ from memfit.plan.frameworks import (
     Peaks,
     Rule,
     Slack,
+    divide,
     frameworks,
     make_ledger,
     obey,
@@ -39,7 +40,10 @@ class Torchtitan(Framework):
 
     name = "torchtitan"
     title = "torchtitan"
-    source = "pytorch/torchtitan 9dec370 (2024-12), e7c0cae (2025-06), 6fc499f (2025-08)"
+    source = (
+        "pytorch/torchtitan 9dec370 (2024-12), e7c0cae (2025-06), 6fc499f (2025-08); the loss of"
+        " chunks: b5bcd76 (2026-11)"
+    )
     values = {  # noqa: RUF012
         "precision": ("bf16-mixed", "fp8-mixed"),
         "method": ("full",),
@@ -48,7 +52,7 @@ class Torchtitan(Framework):
         "implementation": ("fused", "foreach", "loop"),
         "recompute": ("selective", "full", "none"),
         "attention": ("flash", "cudnn"),
-        "loss": ("plain",),
+        "loss": ("plain", "chunked"),
         "compile": ("none", "blocks"),
         "offload": ("none",),
     }
@@ -60,6 +64,9 @@ class Torchtitan(Framework):
         "pipeline_schedule": Knob(
             default="1F1B", means="the order of a pipeline's pieces",
             values=("1F1B", "Interleaved1F1B", "GPipe", "ZBVZeroBubble", "InterleavedZeroBubble"),
+        ),
+        "loss_chunks": Knob(
+            default=8, means="`loss.num_chunks`: pieces of the tokens, of `loss: chunked`"
         ),
         # what follows changes the time of a step alone
         "async_tp": Knob(default=False, means="tp's collectives run beside its products"),
@@ -98,6 +105,7 @@ class Torchtitan(Framework):
                 )
             ),
             *_schedule_rules(job),
+            *_chunk_rules(job),
         ]  # fmt: skip
 
     def check(self, job: Job) -> None:
@@ -147,6 +155,16 @@ def _schedule_rules(job: Job) -> list[Rule]:
             "a multiple of `pp` micro-batches",
         ),
     ]  # fmt: skip
+
+
+def _chunk_rules(job: Job) -> list[Rule]:
+    """`ChunkedLossWrapper` cuts a rank's tokens into equal parts."""
+    r = job.recipe
+    if r.loss != "chunked":
+        return []
+    tokens = r.tokens // r.parallel.cp
+    chunks: Number = larger(1, job.option("loss_chunks"))
+    return [divide("chunks", "options.loss_chunks", chunks, "tokens", tokens)]
 
 
 def refuse_zero_bubble(job: Job) -> None:

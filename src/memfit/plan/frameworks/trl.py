@@ -1,7 +1,7 @@
 """The step of TRL's `SFTTrainer`: the Trainer's, with recompute, and adapters of QLoRA in bf16.
 
-Source: trl 0.29 (trainer/sft_trainer.py, trainer/base_config.py), which lets the class make its
-loss. Since 1.0 TRL makes the loss from tiles of the logits, in Triton; that one is not described.
+Source: trl 1.16 (trainer/sft_trainer.py, trainer/base_config.py, kernels/chunked_logprob.py), which
+makes the loss from tiles of the logits, and trl 0.29, which lets the class make it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import ClassVar, final
 from memfit.ledger import Ledger
 from memfit.plan.frameworks import Framework, Job, Knob, Slack, frameworks
 from memfit.plan.frameworks._hf import check_base, hf_knobs, predict_hf, shared_values
+from memfit.plan.frameworks._pairs import BY_VERSION, TILED, WHOSE
 
 
 @final
@@ -18,13 +19,22 @@ class Trl(Framework):
     """SFTConfig's defaults: bf16, gradient checkpointing."""
 
     name = "trl"
-    title = "the step of TRL's SFTTrainer"
-    source = "trl 0.29, transformers 5.23, peft 0.21, bitsandbytes 0.50"
+    title = "the step of TRL's SFTTrainer, or of its DPOTrainer"
+    source = "trl 1.16 and 0.29, transformers 5.23, peft 0.21, bitsandbytes 0.50"
     values: ClassVar = shared_values() | {
-        "recompute": ("full", "none"), "offload": ("none", "parameters"),
+        "recompute": ("full", "none"), "offload": ("none", "parameters"), "loss": ("plain",),
     }  # fmt: skip
     axes = ("dp_replicate", "dp_shard")
+    pairs = True
     knobs: ClassVar = hf_knobs() | {
+        "version": Knob(
+            default=TILED, means="TRL's: 1.16 makes its loss from tiles of the logits, 0.29 whole",
+            values=(TILED, "0.29"),
+        ),
+        "compares": Knob(
+            default=BY_VERSION, means="whose DPO: TRL's (auto: of `version`), or LLaMA-Factory's",
+            values=(BY_VERSION, *WHOSE),
+        ),
         "adapter_dtype": Knob(
             default="auto", means="dtype of adapters: auto is fp32, and bf16 over quantised bases",
             values=("auto", "fp32", "base"),
