@@ -232,8 +232,9 @@ def _choose(request: Request, framework: Framework) -> tuple[dict[str, str], tup
     for key, value in asked.items():
         allowed = framework.values[key]
         if value == "auto":
-            left.append(f"{key} {allowed[0]} ({framework.name}'s default)")
             value = allowed[0]
+            if key != "base_format" or chosen["method"] != "full":  # which has no base
+                left.append(f"{key} {value} ({framework.name}'s default)")
         elif value not in allowed:
             raise InvalidRequest(
                 f"`{key}: {value}` is not described for `framework: {framework.name}`",
