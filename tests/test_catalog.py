@@ -257,3 +257,23 @@ def test_finding_a_row_parses_that_row_only():
     reads, characters = map(int, done.stdout.split())
     assert reads == 5  # the device, its prices, the sources of both, the model
     assert characters < 10_000
+
+
+@pytest.mark.parametrize(("name", "near"), [
+    ("meta-llama/Meta-Llama-3-8B-Instruct", "`llama-3-8b`"),  # its own name, and more
+    ("Qwen/Qwen2.5-7B-Instruct", "`qwen2.5-7b`"),
+    ("someone/llama-3.2-3b_tuned", "`llama-3.2-3b`"),
+    ("someone/llama-8x22b", ""),  # no row of that size
+])  # fmt: skip
+def test_a_model_that_is_not_there_is_told_one_of_its_size(name, near, monkeypatch):
+    import huggingface_hub
+
+    from memfit.plan.reference import find_reference
+
+    def unreachable(*_):
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
+    with pytest.raises(InvalidRequest, match="no network") as caught:
+        find_reference(name)
+    assert (near in caught.value.hint) if near else ("same shape" not in caught.value.hint)

@@ -446,7 +446,7 @@ def test_kernels_that_are_not_described_are_refused(tmp_path, text, key):
 
 
 @pytest.mark.parametrize(("key", "value"), [
-    ("offload_optimizer", {"device": "nvme"}), ("offload_param", {"device": "cpu"}),
+    ("offload_optimizer", {"device": "nvme"}), ("offload_param", {"device": "nvme"}),
     ("offload_optimizer", {"device": "cpu", "ratio": 0.3}), ("zenflow", {"topk_ratio": 0.1}),
     ("zero_hpz_partition_size", 8),
 ])  # fmt: skip
@@ -471,9 +471,47 @@ def test_accelerate_s_own_keys_say_what_waits_on_the_host(tmp_path):
     data = {"model": "llama-3.1-8b", "hardware": {"device": "h100-sxm", "count": 8}}
     states = text + "  zero_stage: 2\n  offload_optimizer_device: cpu\n"
     assert check(tmp_path, states, "a.yaml", data)[1].recipe.offload == "optimizer"
-    for key in ("offload_optimizer_device: nvme", "offload_param_device: cpu"):
+    weights = states.replace("zero_stage: 2", "zero_stage: 3") + "  offload_param_device: cpu\n"
+    assert check(tmp_path, weights, "a.yaml", data)[1].recipe.offload == "parameters"
+    for key in ("offload_optimizer_device: nvme", "offload_param_device: nvme"):
         with pytest.raises(InvalidRequest, match=key):
             check(tmp_path, f"{text}  zero_stage: 3\n  {key}\n", "a.yaml", data)
+
+
+HOST = {"device": "cpu", "pin_memory": True}
+
+
+@pytest.mark.parametrize(("stage", "there", "offload"), [
+    (3, {"offload_optimizer": HOST, "offload_param": HOST}, "parameters"),
+    (2, {"offload_optimizer": HOST, "offload_param": HOST}, "optimizer"),  # of stage 3 alone
+    (2, {"offload_param": HOST}, "none"),
+])  # fmt: skip
+def test_weights_on_the_host_are_of_stage_3(tmp_path, stage, there, offload):
+    text = json.dumps({"zero_optimization": {"stage": stage, **there}, "bf16": {"enabled": True}})
+    data = {"model": "llama-3.1-8b", "hardware": {"device": "rtx-4090"}}
+    checked, plan = check(tmp_path, text, "ds.json", data)
+    recipe = plan.recipe
+    assert (recipe.offload, recipe.parallel.zero) == (offload, stage)  # of one rank, too
+    passed = any("stage 3" in said for said in checked.assumed)
+    assert passed == (stage == 2)
+
+
+def test_weights_on_the_host_beside_states_on_the_device_are_refused(tmp_path):
+    text = json.dumps({"zero_optimization": {"stage": 3, "offload_param": HOST}})
+    with pytest.raises(InvalidRequest, match="`offload_param: cpu` with `offload_optimizer: none`"):
+        check(tmp_path, text, "ds.json", {"model": "llama-3.1-8b",
+              "hardware": {"device": "rtx-4090"}})  # fmt: skip
+
+
+def test_a_deepspeed_size_of_auto_is_not_deepspeeds_default(tmp_path):
+    def bucket(size):
+        text = json.dumps({"zero_optimization": {"stage": 3, "reduce_bucket_size": size}})
+        plan = check(tmp_path, text, "ds.json", {"model": "llama-3.1-8b",
+                     "hardware": {"device": "h100-sxm", "count": 8}})[1]  # fmt: skip
+        return plan.recipe.options["reduce_bucket_size"], plan.memory.peak_allocated
+
+    assert bucket("auto") == (0, bucket(4096**2)[1])
+    assert bucket(None)[0] == 500_000_000
 
 
 def test_a_plan_of_chunks_is_written_and_read_back(tmp_path):

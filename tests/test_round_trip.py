@@ -125,6 +125,29 @@ def test_a_trainers_optimizer_beside_zero_is_read_back(target, tmp_path):
     assert found.memory.peak_allocated == made.peak.peak_allocated
 
 
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("target", ["axolotl", "llamafactory", "trl"])
+def test_what_deepspeeds_file_says_beside_a_trainers_is_read_back(target, ranks, tmp_path):
+    """Its stage, sizes and what waits on the host: keys that the trainer's own file has not."""
+    request = {
+        **neighbour_plans.REQUESTS["deepspeed-zero3"], "offload": "parameters",
+        "hardware": {"device": "h100-sxm", "count": ranks},
+        "parallel": {"dp_shard": ranks, "zero": 3},
+        "options": {"reduce_bucket_size": 0, "prefetch_bucket_size": 10**6},
+    }  # fmt: skip
+    for zero, offload in ((3, "parameters"), (2, "optimizer")):
+        asked = request | {"offload": offload, "parallel": {"dp_shard": ranks, "zero": zero}}
+        plan = api.predict(from_data(asked, Request, where="request"))
+        made = api.export(plan, target)
+        sizes = {"options.reduce_bucket_size", "options.prefetch_bucket_size"}
+        assert not {"offload", "parallel.zero", *sizes} & made.left_out.keys()
+        files = read_again(made, plan.recipe, tmp_path / str(zero), target)
+        found = predict_foreign(files)
+        assert (found.recipe.parallel.zero, found.recipe.offload) == (zero, offload)
+        assert found.recipe.options["reduce_bucket_size"] == 0
+        assert found.memory.peak_allocated == made.peak.peak_allocated
+
+
 @pytest.mark.parametrize(("target", "version"), [("trl", 1), ("llamafactory", 1), ("axolotl", 2)])
 def test_offloaded_fp32_shards_are_written_and_read_back(target, version, tmp_path):
     plan = neighbour_plans.find_plan("hf-full-fsdp2")

@@ -111,6 +111,48 @@ def test_a_launchers_file_is_changed_where_it_says_it(tmp_path):
     assert f'-        "stage": 1\n+        "stage": {change.edited[0].after}\n' in patch
 
 
+def test_states_and_weights_go_to_the_host_where_no_stage_is_enough(tmp_path, capsys):
+    """An 8B whole on one card: and what the host must have for it is said."""
+    text = json.dumps({"zero_optimization": {"reduce_bucket_size": 5e8, "stage": 2}}, indent=2)
+    zero = write(tmp_path, "ds.json", text.replace("500000000.0", "5e8"))
+    more = "deepspeed: ds.json\nper_device_train_batch_size: 1\ncutoff_len: 2048\n"
+    path = write(tmp_path, "lf.yaml", FACTORY + more)
+    (change, *_) = smallest(path, CARD)
+    assert {one.key: one.after for one in change.edited} == {
+        "zero_optimization.offload_optimizer.device": "cpu",
+        "zero_optimization.offload_param.device": "cpu",
+        "zero_optimization.stage": 3,
+    }
+    trained = 8030261248
+    assert change.assumed == (
+        f"the host has {18 * trained / 2**30:.2f} GiB to spare for weights, gradients and states,"
+        " which no verdict counts",
+    )
+    words = ("check", str(path), "--device", "rtx-4090")
+    assert run(lambda: app.main([*words], standalone_mode=False)) == 3
+    assert change.assumed[0] in " ".join(capsys.readouterr().out.split())
+    lines = api.make_patch(change).splitlines()
+    assert [line for line in lines if line[:1] == "-"][1:] == ['-    "stage": 2']
+    assert any("5e8" in line for line in lines)  # as it was written
+    edited(zero, change).rename(zero)
+    assert api.check([path], CARD)[1].memory.needed == change.needed
+
+
+def test_fsdps_shards_go_to_the_host(tmp_path):
+    text = (
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: bf16\n"
+        "num_processes: 8\nfsdp_config: {fsdp_activation_checkpointing: true}\n"
+    )
+    launch = write(tmp_path, "accelerate.yaml", text)
+    trl = "model_name_or_path: llama-3.1-8b\nmax_length: 4096\nper_device_train_batch_size: 1\n"
+    path = write(tmp_path, "trl.yaml", trl)
+    data = {"hardware": {"device": "rtx-4090", "count": 8}}
+    _, plan = api.check([path, launch], data)
+    found = api.find_changes([path, launch], data, plan)
+    keys = [{one.key: one.after for one in change.edited} for change in found]
+    assert {"fsdp_config.fsdp_offload_params": True} in keys
+
+
 def test_a_patch_keeps_comments_and_touches_nothing_else(tmp_path, capsys):
     path = write(tmp_path, "axolotl.yaml", AXOLOTL.format(length=2048))
     words = ("check", str(path), "--device", "rtx-4090")

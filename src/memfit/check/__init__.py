@@ -335,6 +335,8 @@ def _put_mesh(said: Said) -> None:
         said.put("parallel", {key: world})
         if said.sharded:
             said.put("parallel.zero", said.zero)
+    elif said.get("parallel") is None and said.sharded == "deepspeed":
+        said.put("parallel.zero", said.zero)  # of one rank, too: other buffers
     elif said.get("parallel") is not None:
         mesh = said.get("parallel")
         ranks = mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1)

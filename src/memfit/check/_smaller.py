@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import io
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -25,6 +26,7 @@ KEEPS = SAME, ROUNDED, OTHER = (
     "the same training", "the same, rounded otherwise", "another training",
 )  # fmt: skip
 MOST = 3  # changes shown
+NUMBER = "\ue000"  # around what is written as it was, such as 5e8; a character of no meaning
 
 
 class Edit(NamedTuple):
@@ -50,6 +52,7 @@ class Change(Noun, frozen=True, kw_only=True):
     keeps: str  # one of KEEPS
     needed: int  # bytes, of the device's memory
     relative_time: float | None  # step time over that of the files as they are; None is unknown
+    assumed: tuple[str, ...]  # what the files as they are need not be taken to have
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,6 +142,7 @@ def _tell(
         keeps=KEEPS[max(group.rank for group in chosen)],
         needed=fitting.memory.needed or 0,
         relative_time=after / before if before and after else None,
+        assumed=tuple(said for said in fitting.assumptions if said not in plan.assumptions),
     )
 
 
@@ -218,8 +222,9 @@ def _write_yaml(text: str, keys: Mapping[str, Any]) -> str:
 
 
 def _write_json(text: str, keys: Mapping[str, Any]) -> str:
-    data = json.loads(text)
+    data = json.loads(text, parse_float=lambda number: f"{NUMBER}{number}{NUMBER}")
     for key, value in keys.items():
         put(data, key, value)
     second = text.partition("\n")[2]
-    return json.dumps(data, indent=len(second) - len(second.lstrip(" ")) or 2) + "\n"
+    made = json.dumps(data, indent=len(second) - len(second.lstrip(" ")) or 2, ensure_ascii=False)
+    return re.sub(f'"{NUMBER}(.*?){NUMBER}"', r"\1", made) + "\n"

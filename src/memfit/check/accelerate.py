@@ -9,6 +9,7 @@ from typing import Any, ClassVar, final
 from memfit.check import Reader, Said, Taken, find_named, read_file, readers
 from memfit.check._hf import NOT_DESCRIBED, read_fsdp
 from memfit.check._smaller import Edit, find
+from memfit.check.deepspeed import HOST, edit_offload, put_offload
 from memfit.errors import InvalidRequest
 
 QUIET = (
@@ -34,8 +35,11 @@ class AccelerateReader(Reader):
         """Shards of weights and gradients too; recompute, which FSDP's plugin wraps."""
         if data.get("distributed_type") == "DEEPSPEED":
             stage = find(data, "deepspeed_config.zero_stage") or 2
+            yield edit_offload(data, "deepspeed_config.", stage, device="_device")
             yield [Edit({"deepspeed_config.zero_stage": later}) for later in range(stage + 1, 4)]
         if data.get("distributed_type") == "FSDP":
+            if not find(data, "fsdp_config.fsdp_offload_params"):
+                yield [Edit({"fsdp_config.fsdp_offload_params": True})]
             if find(data, "fsdp_config.fsdp_sharding_strategy") in ("SHARD_GRAD_OP", 2):
                 yield [Edit({"fsdp_config.fsdp_sharding_strategy": "FULL_SHARD"})]
             if not find(data, "fsdp_config.fsdp_activation_checkpointing"):
@@ -76,14 +80,13 @@ def _read_deepspeed(config: Taken, said: Said) -> None:
         return
     said.sharded, said.zero = "deepspeed", config("zero_stage", 2)
     said.put("framework", "deepspeed")
-    device = config("offload_optimizer_device", "none")
-    if device not in ("none", "cpu"):
-        raise InvalidRequest(
-            f"`offload_optimizer_device: {device}` in `{config.file}` is not described"
-        )
-    if device == "cpu":
-        said.put("offload", "optimizer")
-    config.refuse("offload_param_device", ("none",), NOT_DESCRIBED)
+    devices: list[str] = []
+    for key in ("offload_optimizer_device", "offload_param_device"):
+        device = config(key, "none")
+        if device not in HOST:
+            raise InvalidRequest(f"`{key}: {device}` in `{config.file}` is not described")
+        devices.append(device)
+    put_offload(said, said.zero, *devices, where=f"`deepspeed_config` in `{config.file}`")
     said.accumulation = config("gradient_accumulation_steps", said.accumulation)
 
 

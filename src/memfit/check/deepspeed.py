@@ -10,12 +10,9 @@ from memfit.check import Reader, Said, Taken, readers
 from memfit.check._hf import NOT_DESCRIBED
 from memfit.check._smaller import Edit, find, split
 from memfit.errors import InvalidRequest
+from memfit.export.deepspeed import SIZES
+from memfit.plan.frameworks.deepspeed import SQUARED
 
-SIZES = {
-    "reduce_bucket_size": "reduce_bucket_size", "allgather_bucket_size": "allgather_bucket_size",
-    "stage3_prefetch_bucket_size": "prefetch_bucket_size",
-    "stage3_max_live_parameters": "max_live_parameters", "sub_group_size": "sub_group_size",
-}  # fmt: skip
 # what else changes the model, or which of its tokens and blocks run
 OTHERS = (
     "compression_training", "autotuning", "data_efficiency", "progressive_layer_drop",
@@ -26,6 +23,8 @@ OFF: dict[str, tuple[Any, ...]] = {
     "compile": ({"deepcompile": False}, {"disable": True}), "sequence_parallel_size": (1,),
     "tensor_parallel": ({"autotp_size": 0}, {"autotp_size": 1}),
 }  # fmt: skip
+HOST = ("none", "cpu")
+STAGE = {".device": "stage", "_device": "zero_stage"}  # beside keys of either ending
 QUIET = ("train_batch_size", "steps_per_print", "wall_clock_breakdown", "memfit")
 SCHEDULES = {"WarmupDecayLR": "linear", "WarmupCosineLR": "cosine", "WarmupLR": "constant"}
 
@@ -43,8 +42,10 @@ class DeepSpeedReader(Reader):
         return "zero_optimization" in data or "train_micro_batch_size_per_gpu" in data
 
     def edits(self, data: Mapping[str, Any]) -> Iterable[Sequence[Edit]]:
-        """Later stages of ZeRO; smaller pieces of the batch where the file says their size."""
+        """States and weights on the host; later stages of ZeRO; smaller pieces of the batch where
+        the file says their size."""
         stage = find(data, "zero_optimization.stage") or 0
+        yield edit_offload(data, "zero_optimization.", stage, device=".device")
         yield [Edit({"zero_optimization.stage": later}) for later in range(stage + 1, 4)]
         if "train_micro_batch_size_per_gpu" in data:
             yield split(data, "train_micro_batch_size_per_gpu", 1)
@@ -55,7 +56,7 @@ class DeepSpeedReader(Reader):
         stage = zero("stage", 0)
         said.put("framework", "deepspeed")
         said.sharded, said.zero = ("deepspeed", stage) if stage else ("", 3)
-        self._offload(zero, said)
+        self._offload(zero, said, stage)
         for key in ("zenflow", "mics_shard_size", "zero_hpz_partition_size"):
             zero.refuse(key, (-1, 1), NOT_DESCRIBED)
         for key in OTHERS:
@@ -64,9 +65,7 @@ class DeepSpeedReader(Reader):
             taken.refuse(key, (), NOT_DESCRIBED)
         for key, off in OFF.items():
             taken.refuse(key, (False, {}, *off), NOT_DESCRIBED)
-        for theirs, ours in SIZES.items():
-            if (size := zero(theirs, kind=float)) is not None:
-                said.put(f"options.{ours}", int(size))
+        _sizes(zero, said)
         for name, precision in (("bf16", "bf16-mixed"), ("fp16", "fp16-mixed")):
             if taken.inside(name)("enabled") is True:
                 said.put("precision", precision)
@@ -82,19 +81,20 @@ class DeepSpeedReader(Reader):
         for key in QUIET:
             taken(key)
 
-    def _offload(self, zero: Taken, said: Said) -> None:
-        """States on the host; where weights wait there, and on a disk, is not described."""
-        for name, known in (("offload_optimizer", ("none", "cpu")), ("offload_param", ("none",))):
+    def _offload(self, zero: Taken, said: Said, stage: int) -> None:
+        """States on the host, and weights beside them; what waits on a disk is not described."""
+        devices: list[str] = []
+        for name in ("offload_optimizer", "offload_param"):
             made = zero.inside(name)
             device = made("device", "none")
             ratio = made("ratio", 1.0)
-            if device not in known or ratio != 1.0:
-                key, value = ("ratio", ratio) if device in known else ("device", device)
+            if device not in HOST or ratio != 1.0:
+                key, value = ("ratio", ratio) if device in HOST else ("device", device)
                 raise InvalidRequest(
                     f"`zero_optimization.{name}.{key}: {value}` in `{zero.file}` is not described"
                 )
-            if device == "cpu":
-                said.put("offload", "optimizer")
+            devices.append(device)
+        put_offload(said, stage, *devices, where=f"`zero_optimization` in `{zero.file}`")
 
     def _schedule(self, made: Taken, said: Said) -> None:
         """What takes no memory: of a kind that memfit has no word for, nothing is said."""
@@ -124,6 +124,41 @@ class DeepSpeedReader(Reader):
         if (betas := params("betas", kind=tuple[float, float])) is not None:
             said.put("optimizer.beta1", betas[0])
             said.put("optimizer.beta2", betas[1])
+
+
+def edit_offload(data: Mapping[str, Any], within: str, stage: int, *, device: str) -> list[Edit]:
+    """States on the host, then weights, too; within, device: what stands around their keys."""
+    states, weights = f"{within}offload_optimizer{device}", f"{within}offload_param{device}"
+    keys: dict[str, Any] = {}
+    found: list[Edit] = []
+    for key, least in ((states, stage), (weights, 3)):
+        if find(data, key) != "cpu":
+            keys = {**keys, key: "cpu"} | ({f"{within}{STAGE[device]}": 3} if least > stage else {})
+            found.append(Edit(keys))
+    return found if stage else []
+
+
+def _sizes(zero: Taken, said: Said) -> None:
+    for ours, theirs in SIZES.items():
+        if zero.data.get(theirs) == "auto" and ours in SQUARED:
+            said.put(f"options.{ours}", 0)
+        if (size := zero(theirs, kind=float)) is not None:
+            said.put(f"options.{ours}", int(size))
+
+
+def put_offload(said: Said, stage: int, states: str, weights: str, *, where: str) -> None:
+    """What DeepSpeed keeps on the host; states, weights: `none` or `cpu`."""
+    if weights == "cpu" and stage != 3:
+        said.assume(f"weights on the host are of ZeRO's stage 3: in stage {stage} they stay")
+        weights = "none"
+    if weights == "cpu" != states:
+        raise InvalidRequest(
+            f"`offload_param: cpu` with `offload_optimizer: {states}` in {where} is not described:"
+            " states on the device of weights on the host",
+            hint="`offload_optimizer: cpu` beside it",
+        )
+    if "cpu" in (states, weights):
+        said.put("offload", "parameters" if weights == "cpu" else "optimizer")
 
 
 def asks_nothing(section: Any) -> bool:

@@ -135,6 +135,10 @@ class Target(ABC):
     # axes of `parallel` that the tool has; others are refused where they are more than 1
     axes: ClassVar[frozenset[str]]
 
+    def says_of(self, job: Job) -> frozenset[str]:
+        """`says` of a job's files: some are written of some jobs alone."""
+        return self.says
+
     @abstractmethod
     def draft(self, job: Job) -> Draft:
         """The files of a job whose mesh `axes` allows."""
@@ -168,7 +172,7 @@ def export(plan: Plan, target: str) -> Export:
         device=find_device(recipe.device),
     )
     draft = found.draft(job)
-    left = {**find_unsaid(recipe, found.says), **draft.left}
+    left = {**find_unsaid(recipe, found.says_of(job)), **draft.left}
     peak = found.find_peak(job, msgspec.structs.replace(draft, left=left))
     head = Head(
         tool=f"{found.title} {found.version}".strip(),

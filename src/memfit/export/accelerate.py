@@ -33,6 +33,10 @@ class Accelerate(Target):
     says: ClassVar = SAYS | {"recompute_blocks"}
     axes: ClassVar = FSDP_AXES | {"tp", "cp"}
 
+    def says_of(self, job: Job) -> frozenset[str]:
+        """See `Target.says_of`."""
+        return self.says | says_beside(job)
+
     def draft(self, job: Job) -> Draft:
         """See `Target.draft`."""
         values, left = write_launch(job)
@@ -70,8 +74,20 @@ def uses_deepspeed(job: Job) -> bool:
     return job.recipe.framework == "deepspeed"
 
 
+def says_beside(job: Job) -> frozenset[str]:
+    """What DeepSpeed's file says beside a launcher's or a trainer's."""
+    from memfit.export.deepspeed import SIZES
+
+    sizes = (f"options.{ours}" for ours in SIZES)
+    return frozenset({"parallel.zero", *sizes}) if uses_deepspeed(job) else frozenset()
+
+
 class Trains(Target):
     """A target that starts transformers' Trainer, or one built on it, with DeepSpeed or without."""
+
+    def says_of(self, job: Job) -> frozenset[str]:
+        """See `Target.says_of`."""
+        return self.says | says_beside(job)
 
     def find_peak(self, job: Job, draft: Draft) -> Peak:
         """See `Target.find_peak`."""

@@ -6,13 +6,19 @@ from typing import Any, ClassVar, final
 
 from memfit.export import Draft, Job, Target, exports
 from memfit.export._files import OPTIMIZER_SAYS, File
+from memfit.plan.frameworks.deepspeed import SQUARED
 from memfit.recipe import Recipe
 
 NAME = "deepspeed.json"
+# sizes in elements: our option -> the key within `zero_optimization`
+SIZES = {
+    "reduce_bucket_size": "reduce_bucket_size", "allgather_bucket_size": "allgather_bucket_size",
+    "prefetch_bucket_size": "stage3_prefetch_bucket_size",
+    "max_live_parameters": "stage3_max_live_parameters", "sub_group_size": "sub_group_size",
+}  # fmt: skip
 CONFIG_SAYS = frozenset({
     "precision", *OPTIMIZER_SAYS, "micro_batch", "accumulation", "offload", "parallel.zero",
-    "options.reduce_bucket_size", "options.allgather_bucket_size", "options.prefetch_bucket_size",
-    "options.max_live_parameters", "options.sub_group_size",
+    *(f"options.{ours}" for ours in SIZES),
 })  # fmt: skip
 
 
@@ -39,7 +45,7 @@ class DeepSpeed(Target):
 def write_config(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
     """The JSON's keys, and what they cannot say."""
     recipe, p = job.recipe, job.recipe.parallel
-    stage = p.zero if p.dp_shard > 1 else 0
+    stage = p.zero if p.dp_shard > 1 or recipe.framework == "deepspeed" else 0
     precision, left = _precision(recipe)
     optimizer, more = _optimizer(recipe)
     left |= more
@@ -56,13 +62,9 @@ def write_config(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
         left["parallel.reshard_after_forward"] = "false: limits of elements decide in stage 3"
     if p.dp_shard > 1 and p.dp_replicate > 1:
         left["parallel.dp_replicate"] = f"{p.dp_replicate}: ZeRO cuts among all ranks"
-    options = {
-        "reduce_bucket_size": "reduce_bucket_size",
-        "allgather_bucket_size": "allgather_bucket_size",
-        "prefetch_bucket_size": "stage3_prefetch_bucket_size",
-        "max_live_parameters": "stage3_max_live_parameters", "sub_group_size": "sub_group_size",
-    }  # fmt: skip
-    zero |= {key: recipe.options[ours] for ours, key in options.items() if ours in recipe.options}
+    for ours, key in SIZES.items():
+        if ours in recipe.options:
+            zero[key] = recipe.options[ours] or ("auto" if ours in SQUARED else 0)
     zero |= _offload(recipe, stage, left)
     values["zero_optimization"] = zero
     return values, left

@@ -67,7 +67,7 @@ class Trl(Trains):
         own = recipe.framework in (self.framework, "deepspeed")
         if own and recipe.options.get(key.removeprefix("options."), TILED) != TILED:
             left[key] = f"TRL {self.version} makes its loss from tiles of the logits"
-        if job.world > 1:
+        if job.world > 1 or uses_deepspeed(job):
             config, more = write_launch(job)
             left |= more
             files.append(File(name=LAUNCH, data=config))

@@ -16,6 +16,7 @@ from memfit.model import Model
 from memfit.plan.bounds import find_bounds
 from memfit.plan.cost import describe_cost
 from memfit.plan.frameworks import Framework, Job, find_framework, resolve_options
+from memfit.plan.host import describe_host
 from memfit.plan.pairs import check_pairs, choose_preference
 from memfit.plan.problem import find_device, find_network, find_steps, sequence_length
 from memfit.plan.reference import find_reference
@@ -56,7 +57,7 @@ def predict_foreign(request: Request) -> Plan:
         timeline=timeline,
         considered=(),
         levers=(),
-        assumptions=assumed,
+        assumptions=(*assumed, *describe_host(recipe, find_on_host(recipe, model, device))),
         versions={"memfit": __version__},
     )
 
@@ -82,6 +83,14 @@ def find_waiting(recipe: Recipe, model: Model, device: Device) -> tuple[int, str
     """Bytes reserved beside the peak's, given back when asked; model: before any adapter."""
     job = Job(model=model, recipe=recipe, device=device)
     return find_framework(recipe.framework).waiting(job)
+
+
+def find_on_host(recipe: Recipe, model: Model, device: Device) -> int:
+    """Bytes in the memory of all hosts; model: before any adapter."""
+    if recipe.offload == "none":
+        return 0
+    job = Job(model=model, recipe=recipe, device=device)
+    return find_framework(recipe.framework).on_host(job)
 
 
 def _unknown_memory(usable: int | None, because: str) -> Memory:

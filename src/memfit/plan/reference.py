@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,18 @@ def find_published(reference: ModelReference) -> ModelReference:
     return msgspec.structs.replace(reference, config=config)
 
 
+def _near(name: str) -> str:
+    """Rows of the catalogue that may have a published model's shape, in words: one whose name it
+    begins with (`-instruct`, `-base`), or of a similar name and the same size; "" for none."""
+    known = {said.lower(): row.id for row in catalog.models() for said in (row.id, *row.aliases)}
+    begun = [said for said in known if name.startswith(f"{said}-")]
+    if begun:
+        return f"`{known[max(begun, key=len)]}`"
+    sizes = set(re.findall(r"\d+(?:\.\d+)?[bm]\b", name))
+    alike = [row.id for row in catalog.models() if sizes <= set(row.id.split("-"))]
+    return did_you_mean(name, alike)
+
+
 def _read_hub(name: str) -> ModelReference:
     """config.json of a hub id, from the local cache or the hub."""
     import json
@@ -82,7 +95,7 @@ def _read_hub(name: str) -> ModelReference:
         file = hf_hub_download(name, "config.json")
     except Exception as error:  # the library's error types differ between its versions
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        near = did_you_mean(name.rpartition("/")[2], [row.id for row in catalog.models()])
+        near = _near(name.rpartition("/")[2].lower())
         raise InvalidRequest(
             f"`{name}` is not in the catalogue, and its config.json could not be read: {first}",
             hint=(f"of the same shape may be {near}; else " if near else "")

@@ -26,6 +26,7 @@ from memfit.plan.candidate import Candidate
 from memfit.plan.climb import Climb, anchor, climb, settle, trade
 from memfit.plan.cost import describe_cost
 from memfit.plan.estimate import Estimate, applies
+from memfit.plan.host import describe_host, shards_on_host
 from memfit.plan.levers import head_extra, turn
 from memfit.plan.meshes import check_described, describe_mesh, list_meshes, list_shared
 from memfit.plan.precision import precisions
@@ -368,6 +369,7 @@ def _plan(
     recipe, device = chosen.recipe, problem.device
     timeline = predict_timeline(chosen.totals, recipe, device)
     time = describe_time(chosen.totals, recipe, device, timeline)
+    on_host = shards_on_host(recipe, chosen.model)
     return Plan(
         recipe_digest=recipe.digest,
         request=problem.request,
@@ -379,7 +381,7 @@ def _plan(
         timeline=timeline,
         considered=_considered(chosen, tried),
         levers=levers,
-        assumptions=problem.assumptions,
+        assumptions=(*problem.assumptions, *describe_host(recipe, on_host)),
         versions={"memfit": __version__},
     )
 

@@ -93,7 +93,8 @@ def test_given_up_weights_wait_for_the_products_that_read_them() -> None:
     update = 6 * P // 8
     assert waits(3) == 2 * P - 2 * 1_050_000_000 + update
     assert waits(3, 1) == 6 * 10**9  # nothing to gather; a group of 1e9 elements at once
-    assert waits(2) == 0
+    assert waits(3, offload="optimizer") == 2 * P - 2 * 1_050_000_000  # the host updates
+    assert waits(3, offload="parameters") == waits(2) == 0
     assert waits(3, method="lora", lora={"rank": 8, "targets": ["q_proj"]}) == 0
     assert Kind.ALL_GATHER not in ledger(3, 1).by_kind(Phase.FORWARD)
     free, tight = (
@@ -143,6 +144,60 @@ def test_what_the_host_updates_leaves_weights_alone() -> None:
     assert sum(e.nbytes for e in whole if e.owner == "partition") == 2 * P
 
 
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_weights_on_the_host_are_there_while_they_are_gathered(ranks: int) -> None:
+    """estimate_zero3_model_states_mem_needs with cpu_offload_params: no 2 P / N on the device.
+
+    A rank alone copies them (`NoGatherHandle`); of many each copies its share, then gathers.
+    """
+    here, there = (ledger(3, ranks, offload=where) for where in ("optimizer", "parameters"))
+    rows = [e for e in there.at(Phase.FORWARD) if e.kind is Kind.PARAMETERS]
+    assert [e.owner for e in rows] == ["rotary"]
+    held = sum(e.nbytes for e in here.at(Phase.FORWARD) if e.kind is Kind.PARAMETERS)
+    assert held - rows[0].nbytes == pytest.approx(2 * P / ranks, rel=1e-3)
+    gathered, share = 2 * 1_050_000_000, 2 * 32000 * 4096 // 8 if ranks == 8 else 0
+    assert there.by_kind(Phase.FORWARD)[Kind.ALL_GATHER] == gathered + share
+    before = here.by_kind(Phase.FORWARD).get(Kind.ALL_GATHER, 0)
+    assert before == (gathered if ranks == 8 else 0)  # alone they are where they are read
+    assert there.total(Phase.OPTIMIZER_STEP) < 2**30
+
+
+class Filled:
+    """What transformers asks of its configuration of DeepSpeed, which needs that to be made."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.mismatches: list[str] = []
+
+    def is_auto(self, key: str) -> bool:
+        return True
+
+    def is_zero3(self) -> bool:
+        return True
+
+    def fill_only(self, key: str, value: Any) -> None:
+        self.values[key] = value
+
+    def fill_match(self, *asked: Any) -> None:
+        pass
+
+
+def test_sizes_of_auto_are_what_transformers_fills_in() -> None:
+    from types import SimpleNamespace
+
+    from transformers import LlamaConfig
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    model = SimpleNamespace(config=LlamaConfig(hidden_size=LLAMA_7B["hidden_size"]))
+    arguments = SimpleNamespace(get_warmup_steps=lambda steps: 0)
+    filled = Filled()
+    HfTrainerDeepSpeedConfig.trainer_config_finalize(filled, arguments, model, 10)
+    keys = {"reduce_bucket_size": "reduce_bucket_size"}
+    keys["prefetch_bucket_size"] = "stage3_prefetch_bucket_size"
+    sizes = {k: filled.values[f"zero_optimization.{key}"] for k, key in keys.items()}
+    assert ledger(3, options=dict.fromkeys(keys, 0)) == ledger(3, options=sizes) != ledger(3)
+
+
 def test_adapters_have_the_shares_of_what_is_trained() -> None:
     lora = {"method": "lora", "lora": {"rank": 8, "targets": ["q_proj", "v_proj"]}}
     found, trained = ledger(3, **lora), 32 * 2 * 8 * 2 * 4096
@@ -163,6 +218,10 @@ def test_adapters_have_the_shares_of_what_is_trained() -> None:
             "cannot be partitioned",
         ),
         ({"precision": "fp32"}, "`precision: fp32` is not described"),
+        (
+            {"offload": "parameters", "parallel": {"dp_shard": 8, "zero": 2}},
+            "`offload: parameters` with `parallel.zero: 2`",
+        ),
         (
             {"optimizer": {"name": "adamw8bit"}, "options": {"adamw8bit": "torchao"}},
             "torchao` under ZeRO is not described",

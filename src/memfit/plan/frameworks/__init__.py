@@ -199,6 +199,11 @@ class Framework(ABC):
         del job
         return 0, ""
 
+    def on_host(self, job: Job) -> int:
+        """Bytes that wait in the memory of all hosts: of `offload`."""
+        del job
+        return 0
+
     def measure(self, job: Job) -> Peaks:
         """Peaks of `predict` for many recipes: those of one whose numbers are arrays.
 

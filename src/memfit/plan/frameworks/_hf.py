@@ -59,7 +59,9 @@ from memfit.plan.frameworks._units import (
     asks_version_2,
     check_units,
     predict_units,
+    widened,
 )
+from memfit.plan.host import shards_on_host
 from memfit.plan.memory import without_shape
 from memfit.recipe import FORMAT_DTYPE, Recipe
 from memfit.sizes import Tensor
@@ -350,6 +352,11 @@ def predict_hf(job: Job) -> Ledger:
         held |= ddp_buckets(model)
     update = hold_update(model, fixed)
     return assemble(job, simulated, load=weights, held=held, update=update)
+
+
+def hf_on_host(job: Job) -> int:
+    """See `Framework.on_host`: shards of FSDP, as they are stored."""
+    return shards_on_host(job.recipe, widened(job.recipe, hf_model(job)))
 
 
 def _sharded(job: Job, model: Model, simulated: Simulated) -> Ledger:

@@ -24,6 +24,7 @@ from memfit.model import Model, Weight
 from memfit.plan.frameworks import Job
 from memfit.plan.frameworks._assembly import Held, assemble, cublas, run_passes
 from memfit.plan.program import Comparing, Program
+from memfit.recipe import Recipe
 from memfit.sizes.sharding import Sharding
 from memfit.units import show_bytes
 
@@ -53,10 +54,7 @@ def predict_units(
     """
     recipe = job.recipe
     low, flat = LOW.get(recipe.precision, ""), not asks_version_2(job)
-    if low:
-        model = replace(model, weights=tuple(
-            replace(w, dtype="float32") if w.trainable else w for w in model.weights
-        ))  # fmt: skip
+    model = widened(recipe, model)
     sharding = Sharding(
         shards=recipe.parallel.dp_shard, shard=0, copies=1, reshards=recipe.parallel.zero == 3,
         low=low, wide=low, ends=("head",) if recipe.method == "lora" else ("norm", "head"),
@@ -77,6 +75,14 @@ def predict_units(
         return assemble(job, simulated, load=load, held=held, update={})
     held |= states(local)
     return assemble(job, simulated, load=load, held=held, update=update(local))
+
+
+def widened(recipe: Recipe, model: Model) -> Model:
+    """Under mixed precision what is trained is stored in fp32."""
+    if recipe.precision not in LOW:
+        return model
+    wide = (replace(w, dtype="float32") if w.trainable else w for w in model.weights)
+    return replace(model, weights=tuple(wide))
 
 
 def _cut(model: Model, sharding: Sharding) -> Model:

@@ -50,6 +50,8 @@ from memfit.recipe import Recipe
 from memfit.units import show_bytes, show_count
 
 LOW, FP32 = 2, 4  # bytes of an element
+AUTO = "0 is a file's `auto`, of which transformers makes hidden_size squared"
+SQUARED = {"reduce_bucket_size": 1.0, "prefetch_bucket_size": 0.9}  # integrations/deepspeed.py
 KEY = (GRADIENTS, "partition")
 
 
@@ -66,17 +68,21 @@ class DeepSpeed(Framework):
         "precision": ("bf16-mixed", "fp16-mixed"),
         "optimizer": ("adamw", "adamw8bit"),
         "implementation": ("fused", "foreach"),
-        "offload": ("none", "optimizer"),
+        "offload": ("none", "optimizer", "parameters"),
     }
     axes = ("dp_shard", "zero")
     zeros = (1, 2, 3)
     knobs: ClassVar = {
         "double_quantisation": Knob(default=False, means="bnb_4bit_use_double_quant"),
-        "reduce_bucket_size": Knob(default=500_000_000, means="elements of the reduction's bucket"),
+        "reduce_bucket_size": Knob(
+            default=500_000_000, means=f"elements of the reduction's bucket; {AUTO}"
+        ),
         "allgather_bucket_size": Knob(
             default=500_000_000, means="elements gathered at once after a step, stages 1 and 2"
         ),
-        "prefetch_bucket_size": Knob(default=50_000_000, means="elements gathered ahead, stage 3"),
+        "prefetch_bucket_size": Knob(
+            default=50_000_000, means=f"elements gathered ahead, stage 3; {AUTO}, of it 0.9"
+        ),
         "max_live_parameters": Knob(
             default=1_000_000_000, means="gathered elements that are not given up, stage 3"
         ),
@@ -111,6 +117,12 @@ class DeepSpeed(Framework):
                 "`options.adamw8bit: torchao` under ZeRO is not described",
                 hint="`options.adamw8bit: bitsandbytes`",
             )
+        if recipe.offload == "parameters" and recipe.parallel.zero != 3:
+            raise InvalidRequest(
+                f"`offload: parameters` with `parallel.zero: {recipe.parallel.zero}`: stage 3 alone"
+                " has weights elsewhere",
+                hint="`parallel: {zero: 3}`, or `offload: optimizer`",
+            )
         if recipe.base_format == "int8" and recipe.parallel.zero == 3:
             raise InvalidRequest(
                 "`base_format: int8` cannot be partitioned (`parallel.zero: 3`): its weights keep"
@@ -127,11 +139,19 @@ class DeepSpeed(Framework):
         products, so that it may be a whole forward ahead: all weights but those that stay gathered.
         In a backward each third reduction is waited for. The update joins the share's gradients and
         widens them: two blocks so large that none of the activations' serves them. Replayed by
-        bench/zero3_streams.py; of adapters' steps no run shows it.
+        bench/zero3_streams.py; of adapters' steps no run shows it. Weights that come from the host
+        are taken to come later than products end, which then never queue.
         """
-        if job.recipe.method != "full":
+        if job.recipe.method != "full" or job.recipe.offload == "parameters":
             return 0, ""
         return _shares(_stored(job), without_shape(job.recipe)).waiting()
+
+    def on_host(self, job: Job) -> int:
+        """See `Framework.on_host`: master weights, moments and gradients in fp32, and weights.
+
+        Source: estimate_zero2_ and estimate_zero3_model_states_mem_needs, without their factor.
+        """
+        return _shares(_stored(job), without_shape(job.recipe)).elsewhere()
 
     def predict(self, job: Job) -> Ledger:
         """See `Framework.predict`."""
@@ -165,16 +185,22 @@ class _Shares:
     def __init__(self, model: Model, recipe: Recipe) -> None:
         self.model, self.recipe = model, recipe
         self.ranks, self.stage = recipe.parallel.dp_shard, recipe.parallel.zero
-        self.on_host = recipe.offload == "optimizer"
+        self.on_host = recipe.offload != "none"
+        self.far = recipe.offload == "parameters"  # weights are on the host, too
         self.trained = sum(w.numel for w in model.weights if w.trainable)
         self.share = -(-self.trained // self.ranks)
         self.every = sum(parameter_bytes(recipe, w.dtype, w.shape) for w in model.weights)
 
     def option(self, name: str) -> int:
-        return int(self.recipe.options[name])
+        """A knob; a size of `auto` by the hidden size."""
+        if asked := int(self.recipe.options[name]):
+            return asked
+        return int(SQUARED.get(name, 0) * self.model.architecture.hidden**2)
 
     def parameters(self) -> Held:
-        return hold_parameters(self.model, self.recipe, self.ranks if self.stage == 3 else 1)
+        """A rank's share in stage 3; of weights on the host, the class's buffers alone."""
+        model = replace(self.model, weights=()) if self.far else self.model
+        return hold_parameters(model, self.recipe, self.ranks if self.stage == 3 else 1)
 
     def states(self) -> Held:
         """Master weights and both moments of the share, in fp32; stage 3's flat buffers beside."""
@@ -258,20 +284,32 @@ class _Shares:
         live = min(LOW * self.option("max_live_parameters"), self.every)
         ahead = min(LOW * self.option("prefetch_bucket_size"), self.every - live)
         said = f"gathered weights: {show_bytes(live)} kept, {show_bytes(ahead)} fetched ahead"
-        return {(Kind.ALL_GATHER, "weights"): (live + ahead, said)}
+        held = {(Kind.ALL_GATHER, "weights"): (live + ahead, said)}
+        if self.far and self.ranks > 1:
+            most = LOW * max(w.numel for w in self.model.weights)
+            share = -(-max(ahead, most) // self.ranks)
+            said = "a rank's share from the host, while it is gathered"
+            held[Kind.ALL_GATHER, "from the host"] = (share, said)
+        return held
+
+    def elsewhere(self) -> int:
+        """See `DeepSpeed.on_host`."""
+        states = 4 * FP32 * self.trained if self.on_host else 0
+        return states + (self.every if self.far else 0)
 
     def waiting(self) -> tuple[int, str]:
         """See `DeepSpeed.waiting`."""
         if self.stage != 3:
             return 0, ""
-        update = (FP32 + LOW) * self._at_once()
+        update = 0 if self.on_host else (FP32 + LOW) * self._at_once()
         live = sum(nbytes for nbytes, _ in self.gathered().values())
         unread = max(0, self.every - live) if self._gathers() else 0
         return unread + update, "gathered weights that queued products read, and the update's"
 
     def _gathers(self) -> bool:
-        """A rank alone takes its weights where they are (`_no_gather_coalesced`)."""
-        return self.stage == 3 and self.ranks > 1
+        """A rank alone takes its weights where they are, unless that is on the host
+        (`_no_gather_coalesced`)."""
+        return self.stage == 3 and (self.ranks > 1 or self.far)
 
     def _at_once(self) -> int:
         """Elements of the share in one group of stage 3; its tensors are cut (`ds_tensor`)."""

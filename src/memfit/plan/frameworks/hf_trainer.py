@@ -9,7 +9,13 @@ from typing import ClassVar, final
 
 from memfit.ledger import Ledger
 from memfit.plan.frameworks import Framework, Job, Slack, frameworks
-from memfit.plan.frameworks._hf import check_base, hf_knobs, predict_hf, shared_values
+from memfit.plan.frameworks._hf import (
+    check_base,
+    hf_knobs,
+    hf_on_host,
+    predict_hf,
+    shared_values,
+)
 
 
 @final
@@ -31,6 +37,10 @@ class HfTrainer(Framework):
     def check(self, job: Job) -> None:
         """See `Framework.check`."""
         check_base(job)
+
+    def on_host(self, job: Job) -> int:
+        """See `Framework.on_host`."""
+        return hf_on_host(job)
 
     def predict(self, job: Job) -> Ledger:
         """See `Framework.predict`."""
