@@ -33,6 +33,7 @@ MODEL: dict[str, Any] = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 PAIRS, TOKENS, LONG, RANK, TARGETS = 2, 40, 256, 4, ["q_proj", "v_proj"]
+FEW = 96  # words, with which a block, not the loss, is a recomputed backward's highest instant
 SAVED = "embed_tokens,lm_head"
 FACTORY, TILED = "llamafactory", "1.16"
 TILE = 64, 512  # tokens and columns
@@ -85,7 +86,8 @@ def small_tiles() -> Iterator[None]:
 def list_modes(name: str) -> list[dict[str, Any]]:
     """Each a change of the request, which the trainer's arguments say too.
 
-    LLaMA-Factory computes no reference first, and trains 16-bit weights without autocast.
+    LLaMA-Factory computes no reference first, and trains 16-bit weights without autocast. Its
+    checkpoints are reentrant unless `use_reentrant_gc` says otherwise; TRL's are not.
     """
     modes = [
         {
@@ -101,10 +103,19 @@ def list_modes(name: str) -> list[dict[str, Any]]:
     copies = {"saved": SAVED}  # the reference reads the embedding and the head that were copied
     modes += [modes[0] | {"tokens": LONG}, modes[-3] | {"tokens": LONG}]  # more than one chunk
     modes += [adapted | copies, adapted | copies | {"precision": "bf16-mixed"}]
+    again = {"words": FEW, "recompute": "full"}
+    blocks = [mode | again for mode in (modes[0], adapted, adapted | {"precision": "bf16-mixed"})]
+    modes += blocks
     if name != FACTORY:
         return modes
+    modes += [mode | {"reentrant": False} for mode in blocks]
     lacking = {"precomputed", AUTOCAST}
     return [mode for mode in modes if not lacking & {mode["reference"], mode["precision"]}]
+
+
+def describe(mode: dict[str, Any]) -> dict[str, Any]:
+    """The model of a mode."""
+    return MODEL | {"vocab_size": mode.get("words", MODEL["vocab_size"])}
 
 
 def predict(mode: dict[str, Any], compares: str) -> dict[str, int]:
@@ -117,7 +128,7 @@ def predict(mode: dict[str, Any], compares: str) -> dict[str, int]:
 
     mixed = mode["precision"] == "bf16-mixed"
     asked = {
-        "framework": "trl", "model": {"model_type": "llama", **MODEL},
+        "framework": "trl", "model": {"model_type": "llama", **describe(mode)},
         "hardware": {"device": "cpu"}, "micro_batch": 2 * PAIRS, "method": mode["method"],
         "precision": "bf16" if mode["precision"] == AUTOCAST else mode["precision"],
         "recompute": mode["recompute"],
@@ -126,6 +137,9 @@ def predict(mode: dict[str, Any], compares: str) -> dict[str, int]:
         "options": {
             "compares": compares, "fp32_outputs": mode["precision"] == AUTOCAST,
             "modules_to_save": mode.get("saved", ""),
+            "reentrant": (
+                compares == FACTORY and mode["recompute"] == "full" and mode.get("reentrant", True)
+            ),
             "copies_dtype": "fp32" if compares == FACTORY and mode.get("saved") else "base",
         },
         "preference": {"reference": mode["reference"]},
@@ -141,13 +155,13 @@ def predict(mode: dict[str, Any], compares: str) -> dict[str, int]:
     return {"step": max(rise.values()), "backward": rise[Phase.BACKWARD]}
 
 
-def _make(folder: Path) -> tuple[Any, Any]:
+def _make(folder: Path, vocab: int) -> tuple[Any, Any]:
     """A tokenizer of as many words as the model knows, and pairs of rows that are cut."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = [f"w{i}" for i in range(MODEL["vocab_size"] - 2)]
+    words = [f"w{i}" for i in range(vocab - 2)]
     known = {word: i for i, word in enumerate([*words, "[UNK]", "[PAD]"])}
     made = Tokenizer(models.WordLevel(known, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -155,7 +169,7 @@ def _make(folder: Path) -> tuple[Any, Any]:
         tokenizer_object=made, pad_token="[PAD]", eos_token=words[1], unk_token="[UNK]"
     )
     tokenizer.save_pretrained(folder)
-    answer = " " + " ".join(words[2 : 2 + LONG + 8])
+    answer = " " + " ".join(words[2 + i % (vocab - 8)] for i in range(LONG + 8))
     row = {"prompt": words[5], "chosen": answer, "rejected": answer}
     return tokenizer, Dataset.from_list([row] * 16)
 
@@ -172,9 +186,10 @@ def make_trl(mode: dict[str, Any], folder: Path) -> Any:
     low = mode["precision"] in (AUTOCAST, "bf16") or (mixed and lora)
     dtype = torch.bfloat16 if low else torch.float32
     torch.manual_seed(0)
-    config = LlamaConfig(**MODEL, attn_implementation="sdpa", use_cache=False)
+    shape = describe(mode)
+    config = LlamaConfig(**shape, attn_implementation="sdpa", use_cache=False)
     LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
-    tokenizer, rows = _make(folder)
+    tokenizer, rows = _make(folder, shape["vocab_size"])
     arguments = DPOConfig(
         output_dir=str(folder / "out"), per_device_train_batch_size=PAIRS,
         max_length=mode["tokens"], bf16=mixed, fp16=False, use_cpu=True, report_to=[],
@@ -203,8 +218,9 @@ def make_factory(mode: dict[str, Any], folder: Path) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     dtype = torch.float32 if mode["precision"] == "fp32" else torch.bfloat16  # as published
-    LlamaForCausalLM(LlamaConfig(**MODEL, use_cache=False)).to(dtype).save_pretrained(folder)
-    _, rows = _make(folder)
+    shape = describe(mode)
+    LlamaForCausalLM(LlamaConfig(**shape, use_cache=False)).to(dtype).save_pretrained(folder)
+    _, rows = _make(folder, shape["vocab_size"])
     told = {"file_name": "pairs.json", "ranking": True, "columns": {
         "prompt": "prompt", "chosen": "chosen", "rejected": "rejected",
     }}  # fmt: skip
@@ -229,6 +245,7 @@ def make_factory(mode: dict[str, Any], folder: Path) -> Any:
             "per_device_train_batch_size": PAIRS, "max_steps": 3, "save_strategy": "no",
             "bf16": mode["precision"] == "bf16-mixed", "pure_bf16": mode["precision"] == "bf16",
             "disable_gradient_checkpointing": mode["recompute"] == "none", "report_to": "none",
+            "use_reentrant_gc": mode.get("reentrant", True),
             "flash_attn": "sdpa", "optim": "adamw_torch", "disable_tqdm": True,
             "overwrite_cache": True, "dataloader_pin_memory": False, "logging_steps": 100,
         })  # fmt: skip

@@ -50,13 +50,18 @@ class Units:
         self.embedding: Unit | None = None
         self.tail: Unit | None = None  # final norm and head
         self.blocks: list[Unit] = []
+        self._joined = False  # whether the root's unit is the head's, too, as accelerate ties them
 
     def outside(self, rows: Iterable[Named], owner: Callable[[str], str], *, tied: bool) -> Weights:
-        """The weights outside the blocks: of a tied head, and of FSDP1, all are the root's unit."""
+        """The weights outside the blocks: of a tied head, and of FSDP1, all are the root's unit.
+
+        accelerate's unit of a tied head has its final norm and embedding: as whole, and as long.
+        """
         made: Weights = {}
         rows = list(rows)
         token = next((row[0] for row in rows if row[4] == "embedding"), "")
         apart = self.shared.sharding.ends
+        self._joined = tied and self.shared.sharding.joins
         tied = tied or self.shared.sharding.flat
         rest = [r for r in rows if tied or (r[4] not in apart and r[0] != token)]
         if rest:
@@ -86,12 +91,14 @@ class Units:
         """The root's forward begins; what the model's own code must know of units."""
         if self.root is not None:
             self.root.gather()
-        return replace(forward, embeds=self.embedding, tail=self.tail)
+        tail = self.root if self._joined else self.tail
+        return replace(forward, embeds=self.embedding, tail=tail)
 
     def end(self, loss: Tensor) -> None:
-        """The root's forward ends with the loss."""
-        if self.root is not None:
-            self.root.leave(loss)
+        """The root's forward ends with the loss, and with it that of a head which never ran."""
+        for unit in (self.root, self.tail):
+            if unit is not None and unit.entered:
+                unit.leave(loss)
         self.shared.end_forward()
 
     def finish(self, mark: Mark) -> None:
@@ -110,7 +117,7 @@ class Units:
 
     def enter(self, unit: Unit | None, x: Tensor) -> Tensor:
         """Before the forward of a unit with a gradient's input."""
-        return x if unit is None else unit.enter(x)
+        return x if unit is None or self.shared.sharding.reads else unit.enter(x)
 
     def lowered(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """What a block is given, cast as FSDP2 casts the inputs of its units."""

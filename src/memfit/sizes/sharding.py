@@ -37,6 +37,8 @@ class Sharding(Noun, frozen=True, kw_only=True):
     coding: str = ""  # how frozen projections are quantised (`memfit.coding`)
     on_host: bool = False  # shards, and their gradients, wait in the host's memory
     ends: tuple[str, ...] = ("norm", "head")  # parts of the unit that a backward begins with
+    joins: bool = False  # a tied embedding is of that unit, which is whole as long as a root's
+    reads: bool = False  # nothing runs the head: its weight is gathered where it is read
     defers: bool = False  # gradients wait unsharded until the last micro-batch (`no_sync`)
     flat: bool = False  # FSDP1's units (`sizes.flat`), beside which autocast does what it does
 
@@ -163,6 +165,11 @@ class Unit:
         if out.grad_fn is not None and out.requires_grad:
             out.grad_fn.hooks = (*out.grad_fn.hooks, self._enter_backward)
         self._state = ""
+
+    @property
+    def entered(self) -> bool:
+        """Whether a forward has begun and not ended."""
+        return self._state == "forward"
 
     def _owned(self) -> str:
         """Make the unit the owner of what is allocated; returns whose turn it was."""
@@ -303,6 +310,13 @@ class Unit:
         self._state = ""
         self._pending = self._reduced = None
         self._places.clear()
+
+
+def whole(weight: Tensor) -> Tensor:
+    """`DTensor.full_tensor()` of what no unit has gathered; else the weight itself."""
+    if not isinstance(weight.storage, Whole) or weight.storage.held:
+        return weight
+    return empty(weight.meter, weight.shape, weight.dtype, Kind.ALL_GATHER)
 
 
 def _bytes_of(weight: Tensor) -> Whole:

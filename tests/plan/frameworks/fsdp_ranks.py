@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from memfit.ledger import Kind, Ledger, Phase
@@ -31,20 +32,21 @@ PASSES = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.ACCUMULATE)
 
 def ledger(
     vocab: int, accumulation: int = 1, *, version: int, ranks: int = RANKS, tokens: int = TOKENS,
-    **changes: Any,
+    tied: bool = False, device: str = "cpu", **changes: Any,
 ) -> Ledger:  # fmt: skip
-    """What is predicted, of a CPU: of tensors alone."""
+    """What is predicted; of a CPU, of tensors alone."""
+    model = TINY | {"vocab_size": vocab, "tie_word_embeddings": tied}
     asked: dict[str, Any] = {
-        "framework": "hf-trainer", "model": TINY | {"vocab_size": vocab}, "micro_batch": ROWS,
-        "hardware": {"device": "cpu", "count": ranks}, "parallel": {"dp_shard": ranks},
+        "framework": "hf-trainer", "model": model, "micro_batch": ROWS,
+        "hardware": {"device": device, "count": ranks}, "parallel": {"dp_shard": ranks},
         "task": {
             "sequence_length": tokens, "global_batch": ranks * ROWS * accumulation,
             "packing": False,
         },
         "precision": "bf16-mixed", "options": {"fsdp_version": version},
     }  # fmt: skip
-    recipe, model, _ = read_foreign(from_data(asked | changes, Request, where="request"))
-    return predict_ledger(recipe, model, find_device("cpu"))
+    recipe, described, _ = read_foreign(from_data(asked | changes, Request, where="request"))
+    return predict_ledger(recipe, described, find_device(device))
 
 
 def rise(found: Ledger) -> int:
@@ -70,7 +72,8 @@ class Level(Births):
             return func(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, Tensor) and tensor.device.type == self.device:
+            counts = isinstance(tensor, Tensor) and tensor.device.type == self.device
+            if counts and not isinstance(tensor, AsyncCollectiveTensor):  # which only wraps one
                 self.see(tensor.untyped_storage())
         alive = [one() for one in self.alive.values() if one is not None]
         self.highest = max(self.highest, sum(s.nbytes() for s in alive if s is not None))
@@ -79,30 +82,36 @@ class Level(Births):
 
 def make_model(
     vocab: int, *, dtype: torch.dtype = torch.float32, lora: bool = False,
-    reentrant: bool | None = None,
+    reentrant: bool | None = None, tied: bool = False, rank: int = 4,
 ) -> Any:  # fmt: skip
     """Hugging Face's class, with peft's adapters over 16 bits where asked.
 
     reentrant: how the model itself recomputes its blocks; None: not.
     """
-    from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = {k: v for k, v in TINY.items() if k != "model_type"} | {"vocab_size": vocab}
     config = LlamaConfig(
-        **shape, attn_implementation="sdpa", use_cache=False, tie_word_embeddings=False
+        **shape, attn_implementation="sdpa", use_cache=False, tie_word_embeddings=tied
     )
     model: Any = LlamaForCausalLM(config).to(dtype)
     if lora:
-        wanted = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        with warnings.catch_warnings():  # peft calls what transformers has renamed
-            warnings.simplefilter("ignore", FutureWarning)
-            model = get_peft_model(model.to(torch.bfloat16), wanted)
+        model = adapt(model, rank)
     if reentrant is not None:
         with warnings.catch_warnings():  # what transformers has renamed
             warnings.simplefilter("ignore", FutureWarning)
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     return model.train()
+
+
+def adapt(model: Any, rank: int = 4) -> Any:
+    """With peft's adapters over 16 bits."""
+    from peft import LoraConfig, get_peft_model
+
+    wanted = LoraConfig(r=rank, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    with warnings.catch_warnings():  # peft calls what transformers has renamed
+        warnings.simplefilter("ignore", FutureWarning)
+        return get_peft_model(model.to(torch.bfloat16), wanted).train()
 
 
 def make_plugin(version: int, mixed: str = "bf16", **keys: Any) -> Any:

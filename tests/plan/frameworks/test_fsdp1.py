@@ -22,7 +22,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def make(
     patch: pytest.MonkeyPatch, vocab: int, mixed: str, dtype: torch.dtype,
-    reentrant: bool | None = None, **keys: Any,
+    reentrant: bool | None = None, tied: bool = False, **keys: Any,
 ) -> Any:  # fmt: skip
     """`Accelerator.prepare_model`: autocast around the class, fp32 outputs, FSDP, fp32 shards."""
     from accelerate import accelerator as module
@@ -34,7 +34,7 @@ def make(
     plugin = make_plugin(1, mixed, backward_prefetch="BACKWARD_PRE", **keys)
     told: Any = accelerator(plugin, mixed)
     return module.Accelerator.prepare_model(
-        told, make_model(vocab, dtype=dtype, reentrant=reentrant), device_placement=False
+        told, make_model(vocab, dtype=dtype, reentrant=reentrant, tied=tied), device_placement=False
     )
 
 
@@ -66,8 +66,11 @@ def waits(model: Any) -> Callable[[bool], Any]:
         ("bf16", torch.float32, 768, 2, {"reentrant": True, "tokens": 4}),
         ("bf16", torch.float32, 96, 2, {"cpu_offload": True}),
         ("bf16", torch.float32, 768, 1, {"cpu_offload": True, "tokens": 4}),
+        ("no", torch.float32, 96, 1, {"cpu_offload": True}),
+        ("no", torch.bfloat16, 768, 2, {"cpu_offload": True, "tokens": 4}),
         ("fp16", torch.float32, 96, 1, {}),
         ("no", torch.float32, 96, 1, {}),
+        ("bf16", torch.float32, 768, 1, {"tied": True}),
         ("no", torch.bfloat16, 768, 3, {"tokens": 4, "ranks": 8}),
         ("bf16", torch.float32, 97, 1, {"tokens": 4, "ranks": 3}),
     ],
@@ -79,7 +82,7 @@ def test_a_rank_holds_what_flat_units_hold(
     """At the highest instant: in a block, in the loss, or where the root's gradients are joined."""
     shape = {"tokens": changes.pop("tokens", 40), "ranks": changes.pop("ranks", RANKS)}
     mine = ledger(
-        vocab, accumulation, version=1, method="full", **shape,
+        vocab, accumulation, version=1, method="full", tied="tied" in changes, **shape,
         precision="bf16" if mixed == "no" and dtype == torch.bfloat16 else MIXED[mixed],
         recompute="full" if {"activation_checkpointing", "reentrant"} & changes.keys() else "none",
         options={"fsdp_version": 1, "reentrant": "reentrant" in changes},

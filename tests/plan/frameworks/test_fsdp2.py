@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +21,15 @@ from memfit.errors import InvalidRequest
 from memfit.ledger import Kind, Phase
 from memfit.plan.problem import find_device
 from memfit.recipe import Parallel
+from memfit.sizes.meter import block_size
 
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
+
+import trl_units
+
+UNITS = json.loads(trl_units.OUT.read_text())["rows"]
 SCALARS = 16  # bytes
+MASKED = 400  # what indexing by a mask allocates inside its kernels
 WORLD = Parallel(dp_shard=RANKS)
 OVER_BF16 = LORA | {"base_format": "bf16"}
 
@@ -39,26 +49,33 @@ def local(model: Any) -> list[torch.Tensor]:
     return [*(p.to_local() for p in model.parameters()), *model.buffers()]
 
 
-def real_rise(vocab: int, *, lora: bool, accumulation: int, reentrant: bool | None = None) -> int:
+def prepare(model: Any) -> Any:
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
     told = accelerator(make_plugin(2, reshard_after_forward=True), "bf16")
-    model = fsdp2_prepare_model(told, make_model(vocab, lora=lora, reentrant=reentrant))
+    return fsdp2_prepare_model(told, model)
+
+
+def real_rise(vocab: int, *, accumulation: int, **told: Any) -> int:
+    model = prepare(make_model(vocab, **told))
     return highest(model, lambda: local(model), waits(model), accumulation)
 
 
 @pytest.mark.parametrize(
-    ("lora", "accumulation", "vocab"),
-    [(False, 1, 96), (False, 2, 96), (False, 1, 768), (True, 1, 96), (True, 2, 768)],
-)
+    ("lora", "accumulation", "vocab", "tied"),
+    [
+        (False, 1, 96, False), (False, 2, 96, False), (False, 1, 768, False), (True, 1, 96, False),
+        (True, 2, 768, False), (False, 1, 768, True), (True, 2, 768, True),
+    ],
+)  # fmt: skip
 def test_a_rank_holds_what_accelerates_own_units_hold(
-    lora: bool, accumulation: int, vocab: int
+    lora: bool, accumulation: int, vocab: int, tied: bool
 ) -> None:
     """At the highest instant: in a block, or, with many words, in the loss."""
     changes = OVER_BF16 if lora else {"method": "full"}
-    mine = rise(ledger(vocab, accumulation, version=2, **changes))
+    mine = rise(ledger(vocab, accumulation, version=2, tied=tied, **changes))
     with fake_world(WORLD, 0, "cpu", lambda _: None, lambda *_: None):
-        theirs = real_rise(vocab, lora=lora, accumulation=accumulation)
+        theirs = real_rise(vocab, lora=lora, accumulation=accumulation, tied=tied)
     assert mine == pytest.approx(theirs, abs=SCALARS)
 
 
@@ -70,6 +87,39 @@ def test_blocks_that_the_model_itself_recomputes(lora: bool, reentrant: bool) ->
     with fake_world(WORLD, 0, "cpu", lambda _: None, lambda *_: None):
         theirs = real_rise(96, lora=lora, accumulation=2, reentrant=reentrant)
     assert mine == pytest.approx(theirs, abs=SCALARS)
+
+
+@pytest.mark.parametrize(
+    ("lora", "options"), [(False, {}), (True, {}), (True, {"adapter_dtype": "base"})]
+)
+def test_shards_and_states_are_of_what_is_trained_in_fp32(
+    lora: bool, options: dict[str, str]
+) -> None:
+    """And of frozen weights as they were loaded: in 16 bits."""
+    wide = {"lora": LORA["lora"] | {"rank": 64}}  # adapters of more than a block each
+    changes = OVER_BF16 | wide if lora else {"method": "full"}
+    mine = ledger(96, version=2, **changes, options={"fsdp_version": 2, **options})
+    with fake_world(WORLD, 0, "cpu", lambda _: None, lambda *_: None):
+        whole = make_model(96, lora=lora, dtype=torch.bfloat16, rank=64)
+        model = prepare(whole.to(torch.bfloat16) if options else whole)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, fused=True)
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        shards = sum(block_size(p.to_local().nbytes) for p in model.parameters())
+        kept = [t for state in optimizer.state.values() for t in state.values()]
+        states = sum(block_size(getattr(t, "_local_tensor", t).nbytes) for t in kept)
+    held = mine.by_kind(Phase.FORWARD)
+    rotary = sum(e.nbytes for e in mine.at(Phase.FORWARD) if e.owner == "rotary")
+    assert held[Kind.PARAMETERS] - rotary == shards
+    assert held[Kind.OPTIMIZER_STATE] == states
+
+
+@pytest.mark.parametrize("case", UNITS, ids=str)
+def test_a_head_that_trls_loss_never_runs(case: dict[str, Any]) -> None:
+    """bench/trl_units.py ran TRL's loss from tiles over accelerate's units."""
+    assert trl_units.predict(case) == pytest.approx(case["measured"], abs=MASKED)
 
 
 @pytest.mark.parametrize(("lora", "accumulation"), [(False, 1), (False, 2), (True, 1)])
@@ -107,7 +157,17 @@ def test_a_device_holds_what_offloaded_shards_leave_there(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (LORA | {"base_format": "int8"}, "`base_format: int8` under accelerate's FSDP2"),
         (LORA | {"base_format": "nf4"}, "leaves 4-bit weights whole or cuts them"),
+        (
+            OVER_BF16
+            | {
+                "framework": "trl",
+                "offload": "parameters",
+                "options": {"fsdp_version": 2, "version": "1.16"},
+            },
+            "reads the head's weight where it waits",
+        ),
         ({"precision": "fp16-mixed"}, "`precision: fp16-mixed` under accelerate's FSDP2"),
     ],
 )

@@ -68,6 +68,7 @@ from memfit.sizes import Tensor
 from memfit.sizes.coded import CODED, Dequantised
 from memfit.sizes.fused_loss import cut_loss, liger_loss, shift_labels
 from memfit.sizes.loss import cross_entropy_sum
+from memfit.sizes.sharding import whole
 from memfit.sizes.tiled import log_probs_of_tokens, tiled_loss
 from memfit.units import show_bytes
 
@@ -119,7 +120,7 @@ class HfProgram(Noun, frozen=True, kw_only=True):
         if self.loss_kind != "plain":
             return self._without_logits(weights, hidden, labels)
         if self.tiled:
-            return tiled_loss(hidden, weights["lm_head.weight"], weights.get("lm_head.bias"))
+            return tiled_loss(hidden, whole(weights["lm_head.weight"]), weights.get("lm_head.bias"))
         if self.older:
             return self._older_loss(forward, weights, hidden, labels)
         logits = self.logits(forward, weights, hidden)

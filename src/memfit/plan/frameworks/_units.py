@@ -5,11 +5,11 @@ fsdp2_prepare_model; utils/dataclasses.py: set_mixed_precision), torch 2.13.
 
 `fsdp_version: 1` is FullyShardedDataParallel: a flat parameter a block, and one of all that is
 outside, whole from a forward's beginning to its backward's end. `fsdp_version: 2` is `fully_shard`:
-the embedding, each block, and the final norm with the head are units; of a model with adapters the
-norm stays in the root's, as it is looked for one module too high. Under mixed precision what is
-trained is made fp32, gathered and reduced in 16 bits; version 1 is autocast besides, 2 is not.
-While micro-batches accumulate, gradients wait unsharded. Offloaded shards, their gradients, the
-optimizer's states and its step are on the host.
+the embedding, each block, and the final norm with the head are units, or these ends with a tied
+embedding; of a model with adapters the norm stays in the root's, as it is looked for one module too
+high. Under mixed precision what is trained is made fp32, gathered and reduced in 16 bits; version 1
+is autocast besides, 2 is not. While micro-batches accumulate, gradients wait unsharded. Offloaded
+shards, their gradients, the optimizer's states and its step are on the host.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from memfit.ledger import Kind, Ledger
 from memfit.model import Model, Weight
 from memfit.plan.frameworks import Job
 from memfit.plan.frameworks._assembly import Held, assemble, cublas, run_passes
+from memfit.plan.frameworks._pairs import TILED
 from memfit.plan.program import Comparing, Program
 from memfit.recipe import Recipe
 from memfit.sizes.sharding import Sharding
@@ -58,7 +59,8 @@ def predict_units(
     sharding = Sharding(
         shards=recipe.parallel.dp_shard, shard=0, copies=1, reshards=recipe.parallel.zero == 3,
         low=low, wide=low, ends=("head",) if recipe.method == "lora" else ("norm", "head"),
-        defers=True, flat=flat, on_host=recipe.offload == "parameters",
+        joins=not flat, reads=_reads_head(job), defers=True, flat=flat,
+        on_host=recipe.offload == "parameters",
     )  # fmt: skip
     simulated = run_passes(job, model, program, kernel, sharding=sharding, compares=compares)
     local = _flattened(model, sharding) if flat else _cut(model, sharding)
@@ -83,6 +85,16 @@ def widened(recipe: Recipe, model: Model) -> Model:
         return model
     wide = (replace(w, dtype="float32") if w.trainable else w for w in model.weights)
     return replace(model, weights=tuple(wide))
+
+
+def _reads_head(job: Job) -> bool:
+    """Whether TRL's loss from tiles takes the weight of a head that is a unit of its own.
+
+    Nothing runs such a unit; one with the norm or an embedding is gathered when these run.
+    """
+    recipe = job.recipe
+    alone = recipe.method == "lora" and not job.model.architecture.tied_embeddings
+    return alone and asks_version_2(job) and recipe.options.get("version") == TILED
 
 
 def _cut(model: Model, sharding: Sharding) -> Model:
@@ -132,6 +144,12 @@ def check_units(job: Job) -> None:
             f"`base_format: {recipe.base_format}` under accelerate's FSDP2 is not described: it"
             " leaves 4-bit weights whole or cuts them, by the dtype they are stored as",
             hint="`options.fsdp_version: 1`, or `base_format: bf16`",
+        )
+    if _reads_head(job) and recipe.offload == "parameters":
+        raise InvalidRequest(
+            f"`offload: parameters` under accelerate's FSDP2 with adapters and TRL {TILED}'s loss,"
+            " which reads the head's weight where it waits, on the host, is not described",
+            hint="`offload: none`, or `options.version: '0.29'`",
         )
     if recipe.scaled:
         raise InvalidRequest(
