@@ -9,6 +9,7 @@ is a clone of the target's repository, where what reads its files is not install
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -16,10 +17,14 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, get_args
 
 CHECKOUT = ""
 # what must be importable for a target's parser
@@ -80,9 +85,29 @@ def read_trl(folder: Path) -> None:
     pairs = "\nstart: trl dpo" in (folder / "trl.yaml").read_text().replace("\n# ", "\n")
     parser = TrlParser((ScriptArguments, DPOConfig if pairs else SFTConfig, ModelConfig))
     args = ["--config", str(folder / "trl.yaml"), "--use_cpu", "true"]
-    parser.parse_args_and_config(args=args, fail_with_unknown_args=True)
+    found = parser.parse_args_and_config(args=args, fail_with_unknown_args=True)
     if (folder / "accelerate.yaml").exists():
         read_accelerate(folder)
+    if (folder / "deepspeed.json").exists():
+        read_deepspeed(folder)
+        _match(folder / "deepspeed.json", found[1])
+
+
+def _match(file: Path, args: Any) -> None:
+    """transformers' comparison of its arguments with the file of DeepSpeed's."""
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    both = HfTrainerDeepSpeedConfig(str(file))
+    type(args).world_size = property(lambda _: _count_ranks(file))
+    both.trainer_config_process(args)
+    both.trainer_config_finalize(args, None, args.max_steps)
+
+
+def _count_ranks(file: Path) -> int:
+    """As many as DeepSpeed's batch sizes say."""
+    data = json.loads(file.read_text())
+    each = data["train_micro_batch_size_per_gpu"] * data["gradient_accumulation_steps"]
+    return int(data["train_batch_size"] // each)
 
 
 def read_deepspeed(folder: Path) -> None:
@@ -91,15 +116,32 @@ def read_deepspeed(folder: Path) -> None:
     import deepspeed.runtime.config as config
 
     file = folder / "deepspeed.json"
-    data = json.loads(file.read_text())
-    each = data["train_micro_batch_size_per_gpu"] * data["gradient_accumulation_steps"]
-    world = data["train_batch_size"] // each
+    world = _count_ranks(file)
     config.dist.get_rank = lambda *_, **__: 0
     config.dist.get_world_size = lambda *_, **__: world
     mesh = SimpleNamespace(
         get_data_parallel_world_size=lambda: world, get_model_parallel_world_size=lambda: 1
     )
-    config.DeepSpeedConfig(str(file), mpu=mesh)
+    _build(config.DeepSpeedConfig(str(file), mpu=mesh))
+
+
+def _build(config: Any) -> None:
+    """The schedule that it names, and what ZeRO asks of the optimizer before it starts."""
+    import deepspeed.runtime.lr_schedules as schedules
+    import torch
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+    from deepspeed.runtime.zero import utils
+
+    weights = [torch.nn.Parameter(torch.zeros(1))]
+    if config.scheduler_name:
+        made = torch.optim.SGD(weights, lr=1.0)
+        getattr(schedules, config.scheduler_name)(made, **config.scheduler_params)
+    if config.optimizer_name and config.optimizer_name not in DEEPSPEED_OPTIMIZERS:
+        made = getattr(torch.optim, config.optimizer_name)(weights, **config.optimizer_params)
+        utils.dist.get_rank = lambda *_, **__: 0
+        untested = config.zero_enabled and not utils.is_zero_supported_optimizer(made)
+        if untested and not config.zero_allow_untested_optimizer:
+            raise ValueError(f"ZeRO refuses {config.optimizer_name} as untested")
 
 
 def read_skypilot(folder: Path) -> None:
@@ -196,11 +238,7 @@ def read_axolotl(folder: Path) -> None:
     from ruamel.yaml import YAML
 
     data = YAML(typ="safe", pure=True).load((folder / "axolotl.yaml").read_text())
-    named = set()
-    for name, field in AxolotlInputConfig.model_fields.items():
-        named |= {name, field.alias}
-    if unknown := set(data) - named:
-        raise ValueError(f"unknown keys {sorted(unknown)}")
+    _refuse_unnamed(data, AxolotlInputConfig, "")
     ranks = data.get("dp_shard_size", 1) * data.get("dp_replicate_size", 1)
     able = {
         "bf16": True, "fp8": False, "tf32": True, "n_gpu": ranks, "n_node": 1,
@@ -216,6 +254,35 @@ def read_axolotl(folder: Path) -> None:
         os.chdir(here)
 
 
+def _refuse_unnamed(data: dict[str, Any], model: Any, where: str) -> None:
+    """Raise ValueError for keys that no field of a pydantic model is of, within keys too."""
+    named: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        aliases = getattr(field.validation_alias, "choices", [field.validation_alias])
+        named |= dict.fromkeys([name, field.alias, *aliases], field.annotation)
+    if unknown := {f"{where}{key}" for key in data if key not in named}:
+        raise ValueError(f"unknown keys {sorted(unknown)}")
+    for key, value in data.items():
+        kinds = [kind for kind in _flatten(named[key]) if hasattr(kind, "model_fields")]
+        for one in value if isinstance(value, list) else [value]:
+            if not kinds or not isinstance(one, dict):
+                continue
+            said = []
+            for kind in kinds:
+                try:
+                    _refuse_unnamed(one, kind, f"{where}{key}.")
+                    break
+                except ValueError as error:
+                    said.append(error)
+            else:
+                raise said[0]
+
+
+def _flatten(kind: Any) -> list[Any]:
+    """A type and all that it is made of."""
+    return [kind, *(inner for part in get_args(kind) for inner in _flatten(part))]
+
+
 def read_llamafactory(folder: Path) -> None:
     """Its parser refuses every argument that it does not know."""
     from llamafactory.hparams import parser
@@ -223,17 +290,54 @@ def read_llamafactory(folder: Path) -> None:
 
     data = YAML(typ="safe", pure=True).load((folder / "llamafactory.yaml").read_text())
     data["use_cpu"] = True
-    data.pop("deepspeed", None)  # which has to be started by a launcher
+    sharded = data.pop("deepspeed", None)  # which has to be started by a launcher
     parser.is_torch_bf16_gpu_available = lambda: True  # which it asks of this machine
-    parser.get_train_args(data)
+    found = parser.get_train_args(data)
+    if (folder / "accelerate.yaml").exists():
+        read_accelerate(folder)
+    if sharded:
+        _match(folder / sharded, found[2])
+        if (told := _launch(folder)) != _count_ranks(folder / sharded):
+            raise ValueError(f"its launcher starts {told} ranks")
+
+
+def _launch(folder: Path) -> int:
+    """Ranks that LLaMA-Factory's launcher would start on all machines, by the file's command."""
+    from llamafactory import launcher
+
+    text = (folder / "llamafactory.yaml").read_text().replace("\n#     ", " ")
+    words = shlex.split(text.partition("\n# start: ")[2].splitlines()[0])
+    tool = words.index("llamafactory-cli")
+    started: list[str] = []
+
+    def note(command: list[str], **_: Any) -> SimpleNamespace:
+        started.extend(command)
+        return SimpleNamespace(returncode=0)
+
+    before, arguments, run = dict(os.environ), sys.argv, subprocess.run
+    os.environ.update(word.split("=", 1) for word in words[:tool])
+    launcher.subprocess.run, sys.argv = note, words[tool:]
+    try:
+        launcher.launch()
+    except SystemExit:
+        pass
+    finally:
+        launcher.subprocess.run, sys.argv = run, arguments
+        os.environ.clear()
+        os.environ.update(before)
+    number = {key: int(started[started.index(key) + 1]) for key in ("--nnodes", "--nproc_per_node")}
+    return number["--nnodes"] * number["--nproc_per_node"]
 
 
 def read_torchtitan(folder: Path) -> None:
+    if CHECKOUT and CHECKOUT not in sys.path:
+        sys.path.insert(0, CHECKOUT)  # before a package of the same name
     from torchtitan.config import ConfigManager
 
     sys.path.insert(0, str(folder))
     sys.modules.pop("memfit_plan", None)
     try:
+        importlib.import_module("memfit_plan")  # of whose errors torchtitan says less
         ConfigManager().parse_args(["--module", "memfit_plan", "--config", "plan"])
     finally:
         sys.path.remove(str(folder))
@@ -247,25 +351,55 @@ def read_megatron(folder: Path) -> None:
     start = shlex.split(text.splitlines()[-1])
     numbers = dict(word.lstrip("-").split("=") for word in start if "=" in word and word[0] == "-")
     world = int(numbers["nproc-per-node"]) * int(numbers.get("nnodes", 1))
-    code = (
-        "import sys, typing, typing_extensions\n"
-        "typing.override = typing_extensions.override\n"  # Python 3.12's
-        "import megatron.training.arguments as arguments\n"
-        "import torch\n"
-        "torch.cuda.get_device_capability = lambda *_: (9, 0)\n"  # as on a Hopper
-        "arguments.get_device_arch_version = lambda: 9\n"
-        "found = arguments.parse_args()\n"
-        "arguments.validate_args(found)\n"
-    )
-    around = {
-        **os.environ, "WORLD_SIZE": str(world), "RANK": "0",
-        "PYTHONPATH": os.pathsep.join([CHECKOUT, os.environ.get("PYTHONPATH", "")]),
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    }  # fmt: skip
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=around, check=False)
-    if done.returncode:
-        raise ValueError(done.stderr.strip()[-600:])
+    told = [line.split()[1] for line in text.splitlines() if line.startswith("export ")]
+    around = {"WORLD_SIZE": str(world), "RANK": "0", **dict(word.split("=") for word in told)}
+    _fork(lambda: _validate_megatron(arguments, around))
+
+
+def _validate_megatron(arguments: list[str], around: dict[str, str]) -> None:
+    os.environ.update(around)
+    sys.argv = ["pretrain_gpt.py", *arguments]
+    known = _import_megatron()
+    known.validate_args(known.parse_args())
+
+
+@cache
+def _import_megatron() -> Any:
+    import typing
+
+    import torch
+    import typing_extensions
+
+    sys.path.insert(0, CHECKOUT)
+    typing.override = typing_extensions.override  # type: ignore[attr-defined]  # Python 3.12's
+    import megatron.training.arguments as known
+
+    torch.cuda.get_device_capability = lambda *_: (9, 0)  # as on a Hopper
+    known.get_device_arch_version = lambda: 9
+    return known
+
+
+def _fork(work: Callable[[], None]) -> None:
+    """Run what sets globals in a process of its own; ValueError with the last line of what it
+    said."""
+    _import_megatron()  # once, before
+    with tempfile.TemporaryFile() as said:
+        child = os.fork()
+        if not child:
+            os.dup2(said.fileno(), 2)
+            done = 1
+            try:
+                work()
+                done = 0
+            except SystemExit:  # argparse has said why
+                pass
+            except BaseException:
+                traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(done)
+        if os.waitpid(child, 0)[1]:
+            said.seek(0)
+            raise ValueError(said.read().decode(errors="replace").strip().splitlines()[-1][-600:])
 
 
 def _import(path: Path) -> SimpleNamespace:
@@ -286,9 +420,10 @@ READERS: dict[str, Callable[[Path], None]] = {
 
 
 def find_version(target: str) -> str:
-    """Of what reads the files; "" where it is a checkout."""
+    """Of what reads the files; of a checkout its commit, with the commit's date."""
     if CHECKOUT:
-        return ""
+        command = ["git", "-C", CHECKOUT, "log", "-1", "--format=%h of %cs"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     module = NEEDS[target.removesuffix("-main")]
     try:
         return version(DISTRIBUTIONS.get(module, module).replace("_", "-"))

@@ -13,7 +13,7 @@ from memfit.recipe import Recipe
 # another value of each key of a recipe; lists and numbers that no plan above has
 OTHER = {
     "weights": {"random": "pretrained", "pretrained": "random"},
-    "objective": {"pretrain": "sft", "sft": "pretrain"},
+    "objective": {"pretrain": "sft", "sft": "pretrain", "dpo": "sft"},
     "base_format": {"nf4": "int8", "bf16": "fp32", "fp32": "bf16"},
     "precision": {"bf16": "bf16-mixed", "bf16-mixed": "fp16-mixed"},
     "attention": {"flash": "efficient", "efficient": "flash"},
@@ -21,7 +21,7 @@ OTHER = {
     "compile": {"none": "blocks", "blocks": "none"},
     "offload": {"none": "optimizer"},
     "allocator": {"": "expandable_segments:True"},
-    "optimizer.name": {"adamw": "sgd", "adamw8bit": "adamw"},
+    "optimizer.name": {"adamw": "sgd", "adamw8bit": "adamw", "adamw8bit-bnb": "adamw"},
     "optimizer.implementation": {"fused": "foreach", "foreach": "fused"},
     "options.modules_to_save": {"": "lm_head"},
     "optimizer.schedule": {"cosine": "linear", "linear": "cosine"},
@@ -34,6 +34,8 @@ OF_ONE_VALUE = {  # options that mean something beside one value of another key
     "options.loss_chunks": lambda recipe: recipe.loss == "chunked",
     "options.modules_to_save": lambda recipe: recipe.method == "lora",
 }
+# the name of a framework's own list of values, where it is not the key's
+DESCRIBED = {"optimizer.name": "optimizer", "optimizer.implementation": "implementation"}
 LATER = ("schema", "framework", "model", "device", "devices_per_node", "network", "recompute")
 
 
@@ -47,6 +49,14 @@ def keys(recipe):
             if not counts(recipe, dotted):
                 continue
             yield dotted, another(dotted, inner, recipe)
+
+
+def is_described(recipe, key, value):
+    """Whether the recipe's framework has the value: no plan of it has another."""
+    if recipe.framework == "memfit":
+        return True
+    values = find_framework(recipe.framework).values.get(DESCRIBED.get(key, key))
+    return values is None or value in values
 
 
 def counts(recipe, key):

@@ -18,6 +18,7 @@ from memfit.cli.app import app, run
 from memfit.errors import InvalidRequest, UnknownName
 from memfit.export import exports, find_target
 from memfit.export._peak import restate
+from memfit.export.megatron import LOSS
 from memfit.nouns import from_data
 from memfit.request import Request
 
@@ -191,6 +192,26 @@ def test_every_target_read_the_exports_of_at_least_twelve_plans_or_memfit_refuse
         assert all(word == "ok" or word.startswith("refused by memfit") for word in said), target
 
 
+# of recipes that Megatron-LM does not train, whoever writes them
+IMPOSSIBLE = {
+    "options.account_for_embedding_in_pipeline_split=True": "should be divisible",
+    "options.account_for_loss_in_pipeline_split=True": "should be divisible",
+    "options.pipeline_model_parallel_layout=x": "layout",
+    "options.num_experts=1": "multiple of expert model parallel_size",
+    "options.overlap_param_gather=True": "Must use",
+}
+
+
+def test_every_trainer_read_the_exports_with_one_key_changed():
+    results = json.loads((ROOT / "bench" / "results" / "neighbours.json").read_text())
+    for target in TRAINERS:
+        found = results[target]["changed_keys"]
+        assert found["files"] >= (20 if target == "accelerate" else 100), target
+        for name, said in found["bad"].items():
+            assert target == "megatron", name
+            assert IMPOSSIBLE[name.split()[1]] in said
+
+
 def test_axolotls_own_kernels_are_off_where_they_were_not_predicted(tmp_path):
     made = api.export(neighbour_plans.find_plan("hf-lora-ddp"), "axolotl")
     file = tmp_path / "axolotl.yaml"
@@ -212,6 +233,70 @@ def test_trl_stores_four_bits_as_what_fsdp_can_cut_with_the_rest(devices, storag
     plan = api.plan(from_data(told, Request, where="the test"))
     written = YAML(typ="safe").load(api.export(plan, "trl").files["trl.yaml"])
     assert written.get("bnb_4bit_quant_storage") == storage
+
+
+@pytest.mark.parametrize(("steps", "written"), [(0, 2), (1, 2), (5, 5)])
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_deepspeeds_schedule_has_the_warmup_that_it_takes(schedule, steps, written):
+    """None is refused since 0.19.6, and one step is made two; what is read of it is said."""
+    plan = change(neighbour_plans.find_plan("deepspeed-zero2"), "optimizer.schedule", schedule)
+    made = api.export(change(plan, "optimizer.warmup_steps", steps), "deepspeed")
+    found = json.loads(made.files["deepspeed.json"])["scheduler"]["params"]
+    assert found["warmup_num_steps"] == written
+    assert found["warmup_type"] == "linear"
+    assert ("optimizer.warmup_steps" in made.left_out) == (steps != written)
+
+
+@pytest.mark.parametrize(("name", "untested"), [("sgd", True), ("adamw", None)])
+def test_zero_is_told_of_an_optimizer_that_it_calls_untested(name, untested):
+    plan = change(neighbour_plans.find_plan("trl-full-fsdp"), "optimizer.name", name)
+    found = json.loads(api.export(plan, "deepspeed").files["deepspeed.json"])
+    assert found.get("zero_allow_untested_optimizer") == untested
+
+
+def test_llama_factorys_launcher_is_told_of_every_machine():
+    def start(name):
+        return api.export(neighbour_plans.find_plan(name), "llamafactory").start
+
+    assert "NPROC_PER_NODE=8 NNODES=2 NODE_RANK=" in start("deepspeed-zero3")
+    assert "NPROC_PER_NODE=8" in start("deepspeed-zero2")
+    assert "NNODES" not in start("deepspeed-zero2")
+
+
+def test_megatron_is_started_as_it_asks_to_be():
+    """Its own arguments' checks refuse each of these said otherwise: bench/neighbours.py --keys."""
+
+    def write(name, *changes):
+        plan = neighbour_plans.find_plan(name)
+        for key, value in changes:
+            plan = change(plan, f"options.{key}", value)
+        made = api.export(plan, "megatron")
+        return made.files["megatron.sh"], made.left_out
+
+    ordered = "\nexport CUDA_DEVICE_MAX_CONNECTIONS=1\n"
+    assert ordered in write("megatron-3d")[0]
+    assert ordered not in write("deepspeed-zero3")[0]
+    cut = write("megatron-3d", ("use_megatron_fsdp", True))[0]
+    assert ordered not in cut
+    assert "--ckpt-format fsdp_dtensor" in cut
+    for backend in ("deepep", "hybridep"):
+        text = write("megatron-experts", ("moe_token_dispatcher_type", backend))[0]
+        assert f"-type flex --moe-flex-dispatcher-backend {backend}" in text
+    text, left = write("megatron-3d", ("cross_entropy_loss_fusion", "te"))
+    assert "--cross-entropy-fusion-impl native" in text
+    assert "options.cross_entropy_loss_fusion" in left
+    text, left = write("megatron-3d", ("main_params_dtype", "fp8"))
+    assert "--main-params-dtype" not in text
+    assert "options.main_params_dtype" in left
+
+
+def test_the_loss_that_megatron_is_given_is_the_one_of_its_peak():
+    plan = neighbour_plans.find_plan("megatron-3d")
+    peaks = {
+        loss: api.export(change(plan, f"options.{LOSS}", loss), "megatron").peak.peak_allocated
+        for loss in ("te", "native", "none")
+    }
+    assert peaks["te"] == peaks["native"] != peaks["none"]
 
 
 def test_a_wrong_target_offers_the_nearest():

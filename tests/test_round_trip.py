@@ -3,14 +3,13 @@
 import pytest
 
 import neighbour_plans
-from changed_keys import change, keys
+from changed_keys import change, is_described, keys
 from memfit import api
 from memfit.check import read_files
 from memfit.errors import InvalidRequest
 from memfit.export import find_target, list_keys
 from memfit.nouns import from_data
 from memfit.plan.foreign import predict_foreign, read_foreign
-from memfit.plan.frameworks import find_framework
 from memfit.request import Request
 
 # of launchers, whose files name no model and no method, those are said beside them
@@ -35,7 +34,6 @@ REFUSED = {
     "parallel.zero": "zero: 2", "offload": "offload_optimizer.device",
     "parallel.reshard_after_forward": "",  # FSDP's SHARD_GRAD_OP; torchtitan's `never`
 }  # fmt: skip
-DESCRIBED = {"optimizer.name": "optimizer", "optimizer.implementation": "implementation"}
 
 
 def read_again(made, recipe, folder, target):
@@ -58,11 +56,10 @@ def carry(target, name, folder):
     plan, said = neighbour_plans.find_plan(name), find_target(target).says
     found = {"carried": set(), "left": {}, "refused": {}, "wrong": {}}
     for number, (key, value) in enumerate(keys(plan.recipe)):
-        described = find_framework(plan.recipe.framework).values.get(DESCRIBED.get(key, key))
         if key not in said and key.partition(".")[0] not in said:
             continue
-        if described is not None and value not in described:
-            continue  # no plan of that framework has it
+        if not is_described(plan.recipe, key, value):
+            continue
         try:
             changed = change(plan, key, value)
             made = api.export(changed, target)

@@ -16,6 +16,7 @@ SIZES = {
     "prefetch_bucket_size": "stage3_prefetch_bucket_size",
     "max_live_parameters": "stage3_max_live_parameters", "sub_group_size": "sub_group_size",
 }  # fmt: skip
+LEAST_WARMUP = 2  # steps: fewer are made two, and 0 is refused since 0.19.6
 CONFIG_SAYS = frozenset({
     "precision", *OPTIMIZER_SAYS, "micro_batch", "accumulation", "offload", "parallel.zero",
     *(f"options.{ours}" for ours in SIZES),
@@ -97,22 +98,26 @@ def _optimizer(recipe: Recipe) -> tuple[dict[str, Any], dict[str, str]]:
     if made.implementation == "loop" or (made.name == "sgd" and made.implementation != "foreach"):
         left["optimizer.implementation"] = f"{made.implementation}: DeepSpeed decides"
     values: dict[str, Any] = {"optimizer": {"type": kind, "params": params}}
-    warm = {"warmup_num_steps": made.warmup_steps, "total_num_steps": recipe.steps}
+    if made.name == "sgd" and recipe.parallel.dp_shard > 1:
+        values["zero_allow_untested_optimizer"] = True  # without which ZeRO refuses it
+    steps = max(made.warmup_steps, LEAST_WARMUP)
+    warm = {"warmup_num_steps": steps, "warmup_type": "linear", "total_num_steps": recipe.steps}
+    scheduled = made.schedule != "constant" or made.warmup_steps
+    if scheduled and made.warmup_steps < LEAST_WARMUP:
+        left["optimizer.warmup_steps"] = f"{made.warmup_steps}: DeepSpeed's are {LEAST_WARMUP}"
     if made.schedule == "linear":
         values["scheduler"] = {
             "type": "WarmupDecayLR",
-            "params": {**warm, "warmup_max_lr": made.learning_rate, "warmup_type": "linear"},
+            "params": {**warm, "warmup_max_lr": made.learning_rate},
         }
     elif made.schedule == "cosine":
-        values["scheduler"] = {"type": "WarmupCosineLR", "params": warm}
+        values["scheduler"] = {"type": "WarmupCosineLR", "params": {**warm, "cos_min_ratio": 0.0}}
     elif made.warmup_steps:
+        del warm["total_num_steps"]
         values["scheduler"] = {
             "type": "WarmupLR",
-            "params": {
-                "warmup_num_steps": made.warmup_steps, "warmup_max_lr": made.learning_rate,
-                "warmup_type": "linear",
-            },
-        }  # fmt: skip
+            "params": {**warm, "warmup_max_lr": made.learning_rate},
+        }
     return values, left
 
 

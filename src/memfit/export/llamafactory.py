@@ -63,7 +63,7 @@ class LlamaFactory(Trains):
         if uses_deepspeed(job):
             files.append(write_deepspeed(job, left))
             values["deepspeed"] = files[0].name
-            start = f"FORCE_TORCHRUN=1 {start}"
+            start = f"{_torchrun(job)} {start}"
         elif job.world > 1:
             config, more = write_launch(job)
             left |= more
@@ -74,6 +74,15 @@ class LlamaFactory(Trains):
             left["offload"] = f"{job.recipe.offload}: of FSDP or DeepSpeed"
         files.insert(0, File(name=NAME, data=values))
         return Draft(files=tuple(files), left=left, start=start, becomes=becomes)
+
+
+def _torchrun(job: Job) -> str:
+    """What its launcher takes from the environment; without a port each machine picks its own."""
+    words = f"FORCE_TORCHRUN=1 NPROC_PER_NODE={job.per_node}"
+    if job.nodes > 1:
+        words += f' NNODES={job.nodes} NODE_RANK="$RANK" MASTER_ADDR="$MASTER_ADDR"'
+        words += " MASTER_PORT=29500"
+    return words
 
 
 def write_arguments(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:

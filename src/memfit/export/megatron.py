@@ -44,6 +44,8 @@ STEPPED = (
     "recompute_modules", "moe_grouped_gemm", "cp_comm_type", "fp8_recipe",
     "moe_token_dispatcher_type",
 )  # fmt: skip
+LOSS = "cross_entropy_loss_fusion"
+FLEXIBLE = ("deepep", "hybridep")  # backends of one dispatcher
 KNOBS = (*SWITCHES, *OFF, *NUMBERS, *DTYPES, *SHAPED, *STEPPED)
 Words = list[str]
 
@@ -68,16 +70,29 @@ class Megatron(Target):
         """See `Target.draft`."""
         left: dict[str, str] = {}
         words = write_arguments(job, left)
+        becomes = {f"options.{LOSS}": "native"} if f"options.{LOSS}" in left else {}
         lines = "".join(f"  {line}\n" for line in words)
         text = (
             "set -euo pipefail\n"
+            f"{_environment(job)}"
             "# Data and tokenizer are stand-ins: put your --data-path and tokenizer in their"
             " place.\n"
             f"ARGUMENTS=(\n{lines})\n"
             f'{torchrun(job)} pretrain_gpt.py "${{ARGUMENTS[@]}}" "$@"\n'
         )
         file = File(name=NAME, text=text, first="#!/bin/bash\n")
-        return Draft(files=(file,), left=left, start=f"bash {NAME}")
+        return Draft(files=(file,), left=left, start=f"bash {NAME}", becomes=becomes)
+
+
+def _environment(job: Job) -> str:
+    """What Megatron asks of it: a queue of kernels in order, without which no product is shared.
+
+    Megatron-FSDP refuses it, and tokens that travel beside another micro-batch want more queues.
+    """
+    p, options = job.recipe.parallel, _options(job.recipe)
+    more = options["use_megatron_fsdp"] or options["overlap_moe_expert_parallel_comm"]
+    ordered = (p.tp > 1 or p.cp > 1) and not more
+    return "export CUDA_DEVICE_MAX_CONNECTIONS=1\n" if ordered else ""
 
 
 def write_arguments(job: Job, left: dict[str, str]) -> Words:
@@ -170,7 +185,10 @@ def _shape(job: Job, s: Shape, options: dict[str, Option], left: dict[str, str])
             each = [0] * e.dense_layers + [1] * (a.layers - e.dense_layers)
             words += ["--moe-layer-freq", str(each).replace(" ", "")]
         words += ["--moe-grouped-gemm"] if options["moe_grouped_gemm"] else []
-        words += ["--moe-token-dispatcher-type", options["moe_token_dispatcher_type"]]
+        if (kind := options["moe_token_dispatcher_type"]) in FLEXIBLE:
+            words += ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", kind]
+        else:
+            words += ["--moe-token-dispatcher-type", kind]
     return words
 
 
@@ -214,6 +232,9 @@ def _precision(recipe: Recipe, options: dict[str, Option], left: dict[str, str])
         left["precision"] = f"{recipe.precision}: 16-bit weights have fp32 copies here"
     words = list(known.get(recipe.precision, ["--bf16"]))
     changed = [name for name in DTYPES if options[name] != "fp32"]
+    if (masters := options["main_params_dtype"]) not in ("fp32", "fp16"):
+        left["options.main_params_dtype"] = f"{masters}: Megatron's are fp32 or fp16"
+        changed.remove("main_params_dtype")
     if changed:
         words.append("--use-precision-aware-optimizer")
     for name in changed:
@@ -269,7 +290,10 @@ def _optimizer(
         "--attention-dropout", options["attention_dropout"],
         "--make-vocab-size-divisible-by", options["make_vocab_size_divisible_by"],
     ]  # fmt: skip
-    fused = options["cross_entropy_loss_fusion"]
+    fused = options[LOSS]
+    if fused == "te":
+        left[f"options.{LOSS}"] = "te: refused as unstable since; Megatron's own is set"
+        fused = "native"
     if fused != "none":
         words += ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", fused]
     return words
@@ -280,6 +304,8 @@ def _switches(options: dict[str, Option]) -> list[object]:
     for name in SWITCHES:
         if options[name] and name not in SHAPED:
             words.append(_argument(name))
+    if options["use_megatron_fsdp"]:
+        words += ["--ckpt-format", "fsdp_dtensor"]  # it writes no other
     words += [off for name, off in OFF.items() if not options[name]]
     for name in NUMBERS:
         if options[name]:
