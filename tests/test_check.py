@@ -243,6 +243,7 @@ def test_weights_that_stay_whole_and_other_axes_are_refused(tmp_path):
         check(tmp_path, MODEL + "fsdp: shard_grad_op\n", data=TWO_RANKS)
     text = (
         "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 2\n"
+        "fsdp_config: {fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}\n"
         "parallelism_config: {parallelism_config_tp_size: 2}\n"
     )
     with pytest.raises(InvalidRequest, match="parallelism_config_tp_size: 2"):
@@ -252,6 +253,7 @@ def test_weights_that_stay_whole_and_other_axes_are_refused(tmp_path):
 def test_blocks_on_the_host_are_refused(tmp_path):
     text = (
         "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 2\n"
+        "fsdp_config: {fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}\n"
         "kt_config: {kt_method: AMXINT4}\n"
     )
     with pytest.raises(InvalidRequest, match="kt_config"):

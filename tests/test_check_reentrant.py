@@ -14,7 +14,8 @@ PEFT = SFT + "use_peft: true\n"
 
 
 def fsdp(version):
-    config = f"fsdp_version: {version}, fsdp_activation_checkpointing: "
+    units = "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
+    config = f"{units}, fsdp_version: {version}, fsdp_activation_checkpointing: "
     return (
         "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 8\n"
         f"fsdp_config: {{{config}{str(version == 1).lower()}}}\n"

@@ -8,6 +8,7 @@ import pytest
 
 from memfit.check import read_files
 from memfit.errors import InvalidRequest
+from memfit.reading import put
 
 ADAM = {"learning_rate": 1e-4, "adam_beta1": 0.9, "warmup_steps": 2, "max_grad_norm": 1.0}
 HF = {
@@ -49,6 +50,7 @@ FILES = {
         "compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "num_processes": 8,
         "num_machines": 1, "mixed_precision": "bf16", "fsdp_config": {
             "fsdp_version": 1, "fsdp_sharding_strategy": "FULL_SHARD",
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_activation_checkpointing": True, "fsdp_offload_params": False,
         },
     },
@@ -174,6 +176,15 @@ MISTAKES = {
         {"a.yaml": AXOLOTL, "b.yaml": "model_name_or_path: gpt2\n"},
         "`a.yaml` (axolotl) and `b.yaml` (TRL) each say what is trained", "launcher",
     ),
+    "cut off": ({"a.toml": b"\xff\xfe[model]"}, "cannot read `a.toml`", ""),
+    "nested without end": ({"a.yaml": "[" * 9999}, "too deeply", ""),
+    "named by itself": (
+        {"a.yaml": AXOLOTL + "deepspeed: a.yaml\n"}, "`a.yaml` names itself", "",
+    ),
+    "no machine": (
+        {"a.yaml": AXOLOTL, "b.yaml": LAUNCHER + "num_processes: 8\nnum_machines: 0\n"},
+        "`num_machines: 0` in `b.yaml`", "1 or more",
+    ),
     "ranks left over": (
         {"a.yaml": AXOLOTL, "b.yaml": LAUNCHER + "num_processes: 7\nnum_machines: 2\n"},
         "7 processes on 2 machines", "",
@@ -186,7 +197,7 @@ def test_a_newcomers_mistakes_get_one_clear_error(tmp_path, monkeypatch, name):
     files, message, hint = MISTAKES[name]
     monkeypatch.chdir(tmp_path)
     for file, text in files.items():
-        Path(file).write_text(text)
+        Path(file).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(InvalidRequest) as error:
         read_files([*map(Path, files)], {"hardware": {"device": "h100-sxm"}})
     assert message in str(error.value)
@@ -200,3 +211,49 @@ def test_a_file_is_named_once_and_says_one_configuration(tmp_path):
         read_files([path, path], {})
     with pytest.raises(InvalidRequest, match="says one configuration"):
         read_files([path], {}, config="llama3_8b")
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("micro_batch", "x"), ("hardware.count", "three"), ("hardware.nodes", [2]), ("parallel", 3),
+])  # fmt: skip
+def test_what_is_asked_for_is_refused_by_its_key_too(tmp_path, key, value):
+    (tmp_path / "a.yaml").write_text(AXOLOTL)
+    data = {"hardware": {"device": "h100-sxm"}}
+    put(data, key, value)
+    with pytest.raises(InvalidRequest, match=f"`{key}: ") as error:
+        read_files([tmp_path / "a.yaml"], data)
+    assert error.value.hint
+
+
+@pytest.mark.parametrize(("said", "packing"), [
+    ("yes", True), ("on", True), ("no", False), ("off", False), ("true", True), ("FALSE", False),
+])  # fmt: skip
+def test_yaml_is_read_as_the_tools_read_it(tmp_path, said, packing):
+    """PyYAML's version 1.1, in which `yes` is true and 010 is eight."""
+    path = tmp_path / "a.yaml"
+    path.write_text(f"{AXOLOTL}sample_packing: {said}\nsequence_len: 02000\n1: 2\n")
+    found = read_files([path], {"hardware": {"device": "h100-sxm"}})
+    assert (found.request.task.packing, found.request.task.sequence_length) == (packing, 1024)
+    assert found.passed == ("a.yaml: 1",)
+
+
+def test_rows_longer_than_the_models_positions_are_said_to_be(tmp_path):
+    path = tmp_path / "a.yaml"
+    for length, said in ((1024, False), (1025, True)):
+        path.write_text(f"model_name_or_path: gpt2\nmax_length: {length}\n")
+        assumed = read_files([path], {"hardware": {"device": "h100-sxm"}}).assumed
+        assert any("`gpt2` has 1,024 positions" in one for one in assumed) == said
+
+
+def test_a_key_that_is_nearly_one_that_was_looked_for_is_asked_about(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text(f"{AXOLOTL}laod_in_4bit: true\nsequence_length: 4096\nsome_other: 1\n")
+    found = read_files([path], {"hardware": {"device": "h100-sxm"}})
+    asked = [one for one in found.assumed if one.endswith("meant?")]
+    assert asked == [
+        "`laod_in_4bit` is not looked at: is `load_in_4bit` meant?",
+        "`sequence_length` is not looked at: is `sequence_len` meant?",
+    ]
+    path.write_text(f"{AXOLOTL}sequence_length: 4096\nsequence_len: 4096\n")  # not in vain
+    found = read_files([path], {"hardware": {"device": "h100-sxm"}})
+    assert not any(one.endswith("meant?") for one in found.assumed)

@@ -100,3 +100,18 @@ def test_the_command_joins_both(tmp_path, capsys):
     assert "logits, 1 x 2048 x 151936 in float32" in " ".join(capsys.readouterr().out.split())
     run(lambda: app.main([*words, "--json"], prog_name="memfit", standalone_mode=False))
     assert json.loads(capsys.readouterr().out)["oom"]["suspects"][0]["what"] == "logits"
+
+
+@pytest.mark.parametrize(("device", "other"), [("rtx-4090", False), ("h100-sxm", True)])
+def test_a_message_of_another_device_is_said_to_be(tmp_path, device, other, capsys):
+    config, log = write(tmp_path, "trl.yaml", CONFIG), write(tmp_path, "log", NEW)
+    words = ["check", str(config), "--device", device, "--oom", str(log)]
+    run(lambda: app.main(words, prog_name="memfit", standalone_mode=False))
+    assert ("of another size than the one" in " ".join(capsys.readouterr().out.split())) == other
+
+
+def test_numbers_that_end_a_sentence_are_numbers(tmp_path):
+    log = write(tmp_path, "log", "CUDA out of memory. Tried to allocate 1.5 GiB. 1.2.3 GiB free")
+    assert read_message(log).tried == 3 * GIB // 2
+    with pytest.raises(InvalidRequest, match="no CUDA out-of-memory"):
+        read_message(write(tmp_path, "log", "Tried to allocate ... GiB"))

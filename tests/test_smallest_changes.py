@@ -5,7 +5,7 @@ import json
 import pytest
 
 from memfit import api
-from memfit.check._smaller import KEEPS, find
+from memfit.check._smaller import KEEPS, find, smaller
 from memfit.cli.app import app, run
 from memfit.reading import put
 from memfit.request import read_yaml
@@ -141,7 +141,8 @@ def test_states_and_weights_go_to_the_host_where_no_stage_is_enough(tmp_path, ca
 def test_fsdps_shards_go_to_the_host(tmp_path):
     text = (
         "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: bf16\n"
-        "num_processes: 8\nfsdp_config: {fsdp_activation_checkpointing: true}\n"
+        "num_processes: 8\nfsdp_config: {fsdp_activation_checkpointing: true,"
+        " fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}\n"
     )
     launch = write(tmp_path, "accelerate.yaml", text)
     trl = "model_name_or_path: llama-3.1-8b\nmax_length: 4096\nper_device_train_batch_size: 1\n"
@@ -203,3 +204,38 @@ def test_a_reference_that_is_computed_first_saves_a_second_model(tmp_path):
         ("precompute_ref_log_probs", True)
     ]
     assert api.check([edited(path, changes[0])], data)[1].memory.verdict == "fits"
+
+
+def test_what_a_launcher_cannot_have_leaves_the_rest_to_be_proposed(tmp_path):
+    """FSDP2 cuts no 4-bit base, and its shards on the host know no adapters of TRL's."""
+    text = (
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: bf16\n"
+        "num_processes: 4\nfsdp_config: {fsdp_version: 2, fsdp_activation_checkpointing: true,"
+        " fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}\n"
+    )
+    launch = write(tmp_path, "accelerate.yaml", text)
+    trl = "model_name_or_path: qwen2.5-14b\nmax_length: 4096\nper_device_train_batch_size: 4\n"
+    path = write(tmp_path, "trl.yaml", trl + "gradient_accumulation_steps: 4\n")
+    data = {"hardware": {"device": "rtx-3090", "count": 4}}
+    _, plan = api.check([launch, path], data)
+    (change, *_) = api.find_changes([launch, path], data, plan)
+    keys = {one.key: one.after for one in change.edited}
+    assert keys["use_peft"] is True
+    assert "load_in_4bit" not in keys
+    _, fits = api.check([launch, edited(path, change)], data)
+    assert (fits.memory.verdict, fits.memory.needed) == ("fits", change.needed)
+
+
+def test_weights_of_16_bits_are_proposed_of_trls_own_default(tmp_path):
+    """Which is float32, whether all of them are trained or none."""
+    path = write(tmp_path, "trl.yaml", "model_name_or_path: llama-3.1-8b\nmax_length: 1024\n")
+    changes = smallest(path, {"hardware": {"device": "h100-sxm"}})
+    assert {(one.key, one.after) for change in changes for one in change.edited} == {
+        ("dtype", "bfloat16")
+    }
+
+
+def test_divisors_are_found_without_counting_to_them():
+    for rows in (1, 2, 97, 360, 1000):
+        assert smaller(rows) == [n for n in range(rows - 1, 0, -1) if rows % n == 0]
+    assert smaller(10**24)[:2] == [5 * 10**23, 25 * 10**22]

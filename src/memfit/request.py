@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -306,10 +307,13 @@ def read_request(path: Path) -> Request:
     return from_data(read_yaml(path), Request, where=str(path))
 
 
-def read_yaml(path: Path, *, hint: str = "") -> dict[str, Any]:
-    """Safely read one YAML mapping; hint: what to write, where a file holds none."""
+def read_yaml(path: Path, *, hint: str = "", version: str = "1.2") -> dict[str, Any]:
+    """Safely read one YAML mapping; hint: what to write, where a file holds none.
+
+    version: of YAML, where the file says none; in 1.1 `yes` and `off` are booleans.
+    """
     from ruamel.yaml import YAML  # 20 ms that a plan by flags does not need
-    from ruamel.yaml.error import MarkedYAMLError, YAMLError
+    from ruamel.yaml.error import MantissaNoDotYAML1_1Warning, MarkedYAMLError, YAMLError
 
     try:
         text = path.read_text(encoding="utf-8")
@@ -321,7 +325,13 @@ def read_yaml(path: Path, *, hint: str = "") -> dict[str, Any]:
         hint = "`memfit init` writes a commented one" if not path.exists() else ""
         raise InvalidRequest(f"cannot read `{path}`: {error.strerror}", hint=hint) from None
     try:
-        data = YAML(typ="safe", pure=True).load(text)
+        yaml = YAML(typ="safe", pure=True)
+        yaml.version = version
+        with warnings.catch_warnings():  # that 1.1 would have a dot in 1e-4
+            warnings.simplefilter("ignore", MantissaNoDotYAML1_1Warning)
+            data = yaml.load(text)
+    except RecursionError:
+        raise InvalidRequest(f"`{path}` nests its keys too deeply to be read") from None
     except MarkedYAMLError as error:
         mark = error.problem_mark
         place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""

@@ -10,15 +10,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
 
+from memfit import families
 from memfit.check._smaller import Change, Edit, Edits, Group, find_smallest
 from memfit.errors import InvalidRequest
 from memfit.nouns import Noun, from_data
 from memfit.plan.frameworks._pairs import TILED
+from memfit.plan.reference import find_reference
 from memfit.reading import put
 from memfit.registry import Registry
 from memfit.request import Request, read_yaml
@@ -37,9 +40,11 @@ class Said:
         self.sources: dict[Path, tuple[Reader, Mapping[str, Any]]] = {}  # what each file says
         self.assumed: list[str] = []
         self.passed: list[str] = []
-        self.folder = Path()
+        self.reading: list[Path] = []  # files, each named by the one before
         self.accumulation = 1
         self.mixed = ""  # the precision computed in, where weights are stored in 16 bits
+        self.launched = ""  # that of the launcher's file, where the trainer's says none
+        self.bare = ""  # full | lora, where the trainer's file asks for no autocast
         self.sharded = ""  # fsdp | deepspeed | ""
         self.zero = 3
         self.world = 0  # ranks that a file names; 0: those of the command line
@@ -52,6 +57,16 @@ class Said:
             put(self.data, key, value)
             for name, own in inside.items():
                 put(self.data, name, own)
+
+    def count(self, key: str) -> int:
+        """A dotted key that counts, 1 where it is not set; raises InvalidRequest for no number."""
+        value = self.get(key)
+        try:
+            return max(1, msgspec.convert(1 if value in (None, "auto") else value, int))
+        except msgspec.ValidationError:
+            raise InvalidRequest(
+                f"`{key}: {value}`: not a number", hint="a whole number, 1 or more"
+            ) from None
 
     @property
     def own(self) -> bool:
@@ -75,16 +90,24 @@ class Said:
 
 
 class Taken:
-    """A file's keys, each taken once; what is left was not looked at."""
+    """A file's keys, each taken once; what is left was not looked at.
 
-    def __init__(self, data: Mapping[str, Any], file: Path) -> None:
-        self.data, self.file = dict(data), file
+    within: the dotted keys that lead to these, with a dot behind; "" of a file's own.
+    """
+
+    def __init__(self, data: Mapping[str, Any], file: Path, within: str = "") -> None:
+        self.data = {str(key): value for key, value in data.items()}
+        self.whole = frozenset(self.data)
+        self.file, self.within = file, within
+        self.inner: list[Taken] = []
+        self.asked: dict[str, None] = {}  # keys that were looked for, said or not
 
     def __call__(self, key: str, default: Any = None, kind: Any = None) -> Any:
         """The value of a key, which is looked at now; `auto` and null take the default.
 
         kind: its type, by default that of `default`; raises InvalidRequest where it is another.
         """
+        self.asked[key] = None
         value = self.data.pop(key, None)
         if value is None or value == "auto":
             return default
@@ -97,7 +120,25 @@ class Taken:
 
     def inside(self, key: str) -> Taken:
         """The keys within a key, each taken once, too."""
-        return Taken(self(key, {}), self.file)
+        made = Taken(self(key, {}), self.file, f"{self.within}{key}.")
+        self.inner.append(made)
+        return made
+
+    def misspelt(self) -> Iterator[tuple[str, str]]:
+        """Keys that were not looked at, each with one that was looked for in vain and is alike."""
+        said = {*self.data, *(key for key in self.asked if key in self.whole)}
+        for key in self.data:
+            wanted = [other for other in self.asked if other not in said]
+            for other in get_close_matches(key, wanted, n=1, cutoff=ALIKE):
+                yield key, other
+        for made in self.inner:
+            yield from made.misspelt()
+
+    def left(self) -> Iterator[str]:
+        """Dotted keys that were not looked at, of keys within keys too."""
+        yield from (f"{self.within}{key}" for key in self.data)
+        for made in self.inner:
+            yield from made.left()
 
     def refuse(self, key: str, allowed: Iterable[Any], why: str) -> None:
         """Raise InvalidRequest where a key has a value whose bytes are not described."""
@@ -116,7 +157,7 @@ class Reader(ABC):
     def load(self, file: Path, config: str) -> dict[str, Any]:
         """What the file says; YAML reads JSON, too. config: which of several that it makes."""
         self.refuse_config(file, config)
-        return read_yaml(file)
+        return read_written(file)
 
     def refuse_config(self, file: Path, config: str) -> None:
         """Raise InvalidRequest where one of several configurations is asked for."""
@@ -144,6 +185,7 @@ class Reader(ABC):
 
 
 readers: Registry[Reader] = Registry("reader", "memfit.check")
+ALIKE = 0.84  # of difflib's ratio: one letter of nine, such as `lora_alfa`
 WRITTEN = (".yaml", ".yml", ".json")
 # the most telling first: a file of a later one may hold an earlier one's keys, too
 TRL = "TRL"  # the title of its reader
@@ -216,12 +258,21 @@ def _read(files: Sequence[Path], said: Said) -> Checked:
     _put_mesh(said)
     _settle_precision(said)
     request = from_data(said.data, Request, where=", ".join(map(str, files)))
+    _measure_rows(request, said)
     return Checked(
         tools=tuple(tools),
         request=request,
         assumed=tuple(said.assumed),
-        passed=tuple(said.passed),
+        passed=tuple(dict.fromkeys(said.passed)),
     )
+
+
+def _measure_rows(request: Request, said: Said) -> None:
+    """Say it where rows are longer than the model's positions: learned ones end there."""
+    length, model = request.task.sequence_length, families.read_model(find_reference(request.model))
+    most = model.architecture.max_sequence
+    if isinstance(length, int) and length > most:
+        said.assume(f"rows of {length:,} tokens, though `{model.name}` has {most:,} positions")
 
 
 def _refuse_second(files: Sequence[Path], said: Said) -> None:
@@ -239,16 +290,28 @@ def _refuse_second(files: Sequence[Path], said: Said) -> None:
 
 
 def _settle_precision(said: Said) -> None:
-    """Autocast over weights of 16 bits, of which accelerate's FSDP makes fp32 what is trained."""
+    """Autocast over weights of 16 bits, of which accelerate's FSDP makes fp32 what is trained.
+
+    DeepSpeed's engine stores what it trains in 16 bits, beside fp32 shares, whatever was loaded.
+    """
+    stored = said.get("precision")
+    if said.bare and said.launched and stored and not stored.endswith("-mixed"):
+        said.assume(f"autocast as the launcher's file says: `mixed_precision` ({said.launched})")
+        if said.bare == "lora" or stored == "fp32":
+            said.put("precision", said.launched)
+        else:
+            said.mixed = said.launched
     if not said.mixed:
+        return
+    if said.get("framework") == "deepspeed":
+        said.put("precision", said.mixed)
         return
     ranks = (said.get("parallel") or {}).get("dp_shard", 1)
     if ranks > 1 and said.get("framework") in ACCELERATED:
         said.put("precision", said.mixed)
         said.assume("what is trained is stored in fp32, as accelerate's FSDP makes it")
         return
-    short = said.get("precision")
-    said.assume(f"autocast over {short} weights is predicted as `precision: {short}`")
+    said.assume(f"autocast over {stored} weights is predicted as `precision: {stored}`")
     if said.get("task.objective") == "dpo" and not said.own:
         said.put("options.fp32_outputs", True)
 
@@ -280,10 +343,19 @@ def find_named(name: str, beside: Path) -> Path:
     )
 
 
+def read_written(file: Path, *, hint: str = "") -> dict[str, Any]:
+    """YAML as PyYAML reads it, which all the tools do; and JSON."""
+    version = "1.2" if file.suffix == ".json" else "1.1"
+    return {str(k): v for k, v in read_yaml(file, hint=hint, version=version).items()}
+
+
 def read_file(file: Path, said: Said) -> str:
     """Read one file into `said`; returns the tool's name."""
     tools = f"read: {', '.join(readers.find(name).title for name in ORDER)}"
-    written = read_yaml(file, hint=tools) if file.suffix in WRITTEN else {}
+    if file.resolve() in said.reading:
+        raise InvalidRequest(f"`{file}` names itself, or a file that names it")
+    said.reading.append(file.resolve())
+    written = read_written(file, hint=tools) if file.suffix in WRITTEN else {}
     for name in ORDER:
         reader = readers.find(name)
         if reader.recognises(written, file):
@@ -292,9 +364,11 @@ def read_file(file: Path, said: Said) -> str:
             for key, value in said.edits.get(file, {}).items():
                 reader.change(data, key, value)
             taken = Taken(data, file)
-            said.folder = file.parent
             reader.read(taken, said)
-            said.passed += [f"{file.name}: {key}" for key in taken.data]
+            said.reading.pop()
+            said.passed += [f"{file.name}: {key}" for key in taken.left()]
+            for key, other in taken.misspelt():
+                said.assume(f"`{key}` is not looked at: is `{other}` meant?")
             return reader.title
     if "recipe_digest" in written or (written and written.keys() <= {*Request.__struct_fields__}):
         tools = f"memfit's own files are for `memfit predict {file}`"
@@ -314,8 +388,7 @@ def _leaves(data: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, An
 
 def _put_mesh(said: Said) -> None:
     """Ranks: those that a file names, of machines of the size asked for; and the global batch."""
-    count = int(said.get("hardware.count") or 1)
-    nodes = int(said.get("hardware.nodes") or 1)
+    count, nodes = said.count("hardware.count"), said.count("hardware.nodes")
     if said.world and said.world != count * nodes:
         if said.get("hardware.count"):
             raise InvalidRequest(
@@ -339,7 +412,10 @@ def _put_mesh(said: Said) -> None:
         said.put("parallel.zero", said.zero)  # of one rank, too: other buffers
     elif said.get("parallel") is not None:
         mesh = said.get("parallel")
+        if not isinstance(mesh, dict):
+            raise InvalidRequest(
+                f"`parallel: {mesh}` names no axis", hint="`--set parallel.dp_shard=8`"
+            )
         ranks = mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1)
     if said.get("task.global_batch") is None:
-        micro = int(said.get("micro_batch") or 1)
-        said.put("task.global_batch", micro * said.accumulation * ranks)
+        said.put("task.global_batch", said.count("micro_batch") * said.accumulation * ranks)

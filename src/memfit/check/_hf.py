@@ -8,6 +8,7 @@ from typing import Any
 from memfit.check import Said, Taken
 from memfit.check._smaller import OTHER, ROUNDED, SAME, Edit, shorter, split
 from memfit.errors import InvalidRequest
+from memfit.plan.reference import find_reference
 
 OPTIMS = {
     "adamw_torch": ("adamw", "foreach"), "adamw_torch_fused": ("adamw", "fused"),
@@ -36,13 +37,21 @@ QUIET = frozenset({
     "special_tokens",
     "saves_per_epoch", "evals_per_epoch", "val_set_size", "eval_strategy", "eval_steps", "do_eval",
     "strict", "tokenizer_type", "model_type", "tf32", "chat_template", "dataset_text_field",
-    "eos_token", "pad_token", "dataset_dir", "train_on_inputs", "group_by_length", "shuffle_seed",
+    "eos_token", "eot_tokens", "pad_token", "dataset_dir", "train_on_inputs", "group_by_length",
+    "shuffle_seed",
     "adam_epsilon", "lr_scheduler_kwargs", "remove_unused_columns", "hub_strategy",
 })  # fmt: skip
 SINGLE_BYTE = frozenset({
     "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adamw_torch_8bit",
     "adamw_torch_4bit",
 })  # fmt: skip
+BLOCKS = "TRANSFORMER_BASED_WRAP"  # FSDP's units
+# how shards are loaded, saved and fetched ahead (of the backward as described: BACKWARD_PRE)
+QUIET_OF_FSDP = (
+    "state_dict_type", "sync_module_states", "use_orig_params", "cpu_ram_efficient_loading",
+    "transformer_layer_cls_to_wrap", "backward_prefetch", "backward_prefetch_policy",
+    "limit_all_gathers", "min_num_params",
+)  # fmt: skip
 NOT_DESCRIBED = "what it does to memory is not described"
 KWARGS = "gradient_checkpointing_kwargs"
 # of torch's checkpoint and transformers', with what leaves memory as it is; the rest of a kind
@@ -107,6 +116,17 @@ def read_optimizer(taken: Taken, said: Said, *, key: str = "optim", schedule: st
             said.put(f"optimizer.{ours}", value)
 
 
+def stored_dtype(said: Said, why: str) -> str:
+    """What the checkpoint is stored in; of a model by name it is taken to be bfloat16, and said."""
+    model = said.get("model")
+    config = find_reference(model).config if isinstance(model, str | dict) and model else {}
+    found = config.get("dtype", config.get("torch_dtype"))
+    if found is None:
+        said.assume(f"{why}: the checkpoint is taken to be stored in bfloat16")
+        found = "bfloat16"
+    return str(found)
+
+
 def read_precision(taken: Taken, said: Said, *, dtype: str, adapted: bool) -> None:
     """The Trainer's autocast over weights of `dtype`: float32, bfloat16 or float16."""
     short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(dtype)
@@ -114,6 +134,8 @@ def read_precision(taken: Taken, said: Said, *, dtype: str, adapted: bool) -> No
         raise InvalidRequest(f"`dtype: {dtype}` in `{taken.file}` is not described")
     bf16, fp16 = taken("bf16", False), taken("fp16", False)
     mixed = "bf16-mixed" if bf16 else "fp16-mixed" if fp16 else ""
+    if not mixed:  # then transformers' arguments take the launcher's word
+        said.bare = "lora" if adapted else "full"
     if adapted:
         said.put("base_format", short)
         said.put("precision", mixed or short)
@@ -154,9 +176,25 @@ def settle_reentrant(said: Said, asked: Callable[[Said], bool], *, again: bool) 
     said.later.append(settle)
 
 
+def put_recompute(said: Said, *, again: bool) -> None:
+    """The trainer's own word; without it FSDP's plugin, of a file read before, may wrap blocks."""
+    if again or said.get("recompute") is None:
+        said.put("recompute", "full" if again else "none")
+
+
 def put_double(said: Said, double: bool) -> None:
     """Whether the scales of a 4-bit base are quantised, too."""
     said.put("quantisation.double" if said.own else "options.double_quantisation", double)
+
+
+def keep_short(said: Said) -> None:
+    """What stands beside a quantised base stays in 16 bits; DeepSpeed's engine casts it anyway."""
+
+    def settle(said: Said) -> None:
+        if said.get("framework") != "deepspeed":
+            said.put("options.prepare_kbit", False)
+
+    said.later.append(settle)
 
 
 def read_pairs(
@@ -234,33 +272,52 @@ def read_copies(taken: Taken, said: Said, key: str) -> bool:
 
 
 def read_fsdp(
-    config: dict[str, Any], taken: Taken, said: Said, *, version: int = 1, asked: Any = ""
+    config: Taken, said: Said, *, version: int = 1, asked: Any = "", wrapped: bool = True
 ) -> None:
     """accelerate's fsdp_config, with or without its prefix.
 
     version: what the tool takes where none is said, 2 of transformers' arguments and 1 of
-    accelerate's; asked: transformers' `fsdp`, whose words are older than the keys.
+    accelerate's; asked: transformers' `fsdp`, whose words are older than the keys; wrapped: whether
+    blocks are units where no policy is said, as transformers' arguments have it.
     """
-    keys = {key.removeprefix("fsdp_"): value for key, value in config.items()}
-    if "shard_grad_op" in str(asked).lower():
-        keys.setdefault("reshard_after_forward", "shard_grad_op")
-    said_version = str(keys.get("version", version))
+
+    def find(*keys: str) -> Any:
+        named = [name for key in keys for name in (f"fsdp_{key}", key)]
+        found = [config(name, kind=object) for name in named]
+        return next((value for value in found if value is not None), None)
+
+    where = f"in `{config.file}`"
+    said_version = str(find("version") or version)
     if said_version not in ("1", "2"):
-        raise InvalidRequest(f"`fsdp_version: {said_version}` in `{taken.file}`: there are 1 and 2")
+        raise InvalidRequest(f"`fsdp_version: {said_version}` {where}: there are 1 and 2")
+    units = str(find("auto_wrap_policy") or (BLOCKS if wrapped else "NO_WRAP")).upper()
+    if units != BLOCKS:
+        raise InvalidRequest(
+            f"`fsdp_auto_wrap_policy: {units}` {where} is not described",
+            hint=f"described: {BLOCKS}; accelerate's own default, NO_WRAP, gathers a whole model",
+        )
     if said_version == "2" and not said.own:
         said.put("options.fsdp_version", 2)
-    policy = str(keys.get("reshard_after_forward", keys.get("sharding_strategy", "FULL_SHARD")))
+    policy = find("reshard_after_forward", "sharding_strategy")
+    if policy is None:
+        policy = "SHARD_GRAD_OP" if "shard_grad_op" in str(asked).lower() else "FULL_SHARD"
     known = {"full_shard": 3, "1": 3, "true": 3, "shard_grad_op": 2, "2": 2, "false": 2}
-    if policy.lower() not in known:
+    if str(policy).lower() not in known:
         raise InvalidRequest(
-            f"`fsdp_reshard_after_forward: {policy}` in `{taken.file}` is not described",
+            f"`fsdp_reshard_after_forward: {policy}` {where} is not described",
             hint="described: FULL_SHARD, SHARD_GRAD_OP",
         )
-    said.sharded, said.zero = "fsdp", known[policy.lower()]
-    if keys.get("activation_checkpointing"):
+    said.sharded, said.zero = "fsdp", known[str(policy).lower()]
+    if find("activation_checkpointing"):
         said.put("recompute", "full")
-    if keys.get("offload_params") or keys.get("cpu_offload") or "offload" in str(asked).lower():
+    if find("offload_params", "cpu_offload") or "offload" in str(asked).lower():
         said.put("offload", "parameters")
+    if find("forward_prefetch") and said_version == "1":
+        said.assume("`fsdp_forward_prefetch` gathers a block more in the forward: not counted")
+    if find("ignored_modules") is not None:
+        raise InvalidRequest(f"`fsdp_ignored_modules` {where}: {NOT_DESCRIBED}")
+    for key in QUIET_OF_FSDP:
+        find(key)
 
 
 def drop_quiet(taken: Taken) -> None:

@@ -11,12 +11,13 @@ from math import prod
 from pathlib import Path
 
 from memfit import families
+from memfit.catalog import find_device
 from memfit.errors import InvalidRequest
 from memfit.model import DTYPE_BYTES
 from memfit.nouns import Noun
 from memfit.results import Plan
 
-SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
+SIZE = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)"
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 # what is said -> patterns, the newest words first
 WORDS = {
@@ -28,6 +29,7 @@ WORDS = {
     "reserved": (rf"; {SIZE} reserved in total",),
     "in_use": (rf"this process has {SIZE} memory in use",),
 }
+CAPACITY_RANGE = 0.05  # drivers and ECC leave devices of one name that much apart
 SMALL, LARGE = 2**21, 10 * 2**20  # kSmallBuffer, kMinLargeAlloc
 MEDIUM = 20 * 2**20  # kLargeBuffer: of requests from 1 to 10 MiB
 
@@ -67,6 +69,7 @@ class Diagnosed(Noun, frozen=True, kw_only=True):
     phase: str  # the first whose predicted peak is the allocated bytes with the request; "" none
     suspects: tuple[Suspect, ...]
     fragmented: bool  # torch held enough bytes that no tensor used
+    other_device: bool  # the message's has another capacity than the one that is asked about
 
 
 def read_message(path: Path) -> Message:
@@ -113,8 +116,15 @@ def diagnose(message: Message, plan: Plan) -> Diagnosed:
                 phase = name.value
                 break
     unused = (message.reserved or 0) - (message.allocated or 0)
+    own = find_device(plan.recipe.device).memory
     return Diagnosed(
-        message=message, phase=phase, suspects=suspects, fragmented=unused >= message.tried
+        message=message,
+        phase=phase,
+        suspects=suspects,
+        fragmented=unused >= message.tried,
+        other_device=bool(
+            own and message.capacity and abs(message.capacity / own - 1) > CAPACITY_RANGE
+        ),
     )
 
 

@@ -27,6 +27,7 @@ KEEPS = SAME, ROUNDED, OTHER = (
 )  # fmt: skip
 MOST = 3  # changes shown
 NUMBER = "\ue000"  # around what is written as it was, such as 5e8; a character of no meaning
+MOST_ROWS = 2**10  # of a micro-batch that is proposed, or its count of pieces
 
 
 class Edit(NamedTuple):
@@ -99,7 +100,7 @@ def _relax(groups: Sequence[Group], predict: Predict) -> tuple[Chosen, Plan] | N
 
     None where not even the strongest edits of all fit.
     """
-    chosen = {group: group.edits[-1] for group in groups}
+    chosen = _find_strongest(groups, predict)
     fitting = _try(chosen, predict)
     if fitting is None:
         return None
@@ -113,16 +114,38 @@ def _relax(groups: Sequence[Group], predict: Predict) -> tuple[Chosen, Plan] | N
     return chosen, fitting
 
 
-def _try(chosen: Chosen, predict: Predict) -> Plan | None:
-    """The prediction where it fits; an edit that the tool or the model cannot have is no answer."""
+def _find_strongest(groups: Sequence[Group], predict: Predict) -> Chosen:
+    """The last edit of each; where the tool cannot have all of them, what it can have of them."""
+    strongest = {group: group.edits[-1] for group in groups}
+    return _gather(groups, predict) if _predict(strongest, predict) is None else strongest
+
+
+def _gather(groups: Sequence[Group], predict: Predict) -> Chosen:
+    """Group by group, the strongest edit that the tool can have beside those before it."""
+    chosen: Chosen = {}
+    for group in groups:
+        for edit in reversed(group.edits):
+            if _predict({**chosen, group: edit}, predict) is not None:
+                chosen[group] = edit
+                break
+    return chosen
+
+
+def _predict(chosen: Chosen, predict: Predict) -> Plan | None:
+    """None of an edit that the tool or the model cannot have."""
     told: dict[Path, dict[str, Any]] = {}
     for group, edit in chosen.items():
         told.setdefault(group.file, {}).update(edit.keys)
     try:
-        plan = predict(told)
+        return predict(told)
     except InvalidRequest:
         return None
-    return plan if plan.memory.verdict == "fits" else None
+
+
+def _try(chosen: Chosen, predict: Predict) -> Plan | None:
+    """The prediction where it fits."""
+    plan = _predict(chosen, predict)
+    return plan if plan is not None and plan.memory.verdict == "fits" else None
 
 
 def _tell(
@@ -157,7 +180,8 @@ def find(data: Mapping[str, Any], key: str) -> Any:
 
 def smaller(rows: int) -> list[int]:
     """Micro-batches that divide one of so many rows, the largest first."""
-    return [n for n in range(rows - 1, 0, -1) if rows % n == 0]
+    small = [n for n in range(1, min(rows, MOST_ROWS)) if rows % n == 0]
+    return sorted({n for one in small for n in (one, rows // one) if n < rows}, reverse=True)
 
 
 def split(

@@ -9,13 +9,18 @@ from typing import Any, ClassVar, final
 from memfit.check import Reader, Said, Taken, find_named, read_file, readers
 from memfit.check._hf import NOT_DESCRIBED, read_fsdp
 from memfit.check._smaller import Edit, find
-from memfit.check.deepspeed import HOST, edit_offload, put_offload
+from memfit.check.deepspeed import HOST, drop, edit_offload, put_offload
 from memfit.errors import InvalidRequest
 
 QUIET = (
     "compute_environment", "machine_rank", "main_training_function", "main_process_port",
     "main_process_ip", "rdzv_backend", "same_network", "tpu_env", "tpu_use_cluster", "debug",
     "tpu_use_sudo", "use_cpu", "downcast_bf16", "enable_cpu_affinity", "gpu_ids", "mixed_precision",
+)  # fmt: skip
+QUIET_OF_ZERO = (
+    "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_multinode_launcher",
+    "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
+    "gradient_clipping", "offload_optimizer_nvme_path", "offload_param_nvme_path",
 )  # fmt: skip
 
 
@@ -47,16 +52,18 @@ class AccelerateReader(Reader):
 
     def read(self, taken: Taken, said: Said) -> None:
         """See `Reader.read`."""
+        for key, word in (("distributed_type", "NO"), ("mixed_precision", "no")):
+            if taken.data.get(key) is False:  # YAML's `no`, without quotes
+                taken.data[key] = word
         kind = taken("distributed_type", "NO")
-        said.world = taken("num_processes", 1)
-        machines = taken("num_machines", 1)
-        if machines > 1 and said.get("hardware.nodes") is None:
-            said.put("hardware.nodes", machines)
+        _count(taken, said)
         mixed = taken("mixed_precision", "no")
-        if said.get("precision") is None and mixed != "no":
-            said.put("precision", f"{mixed}-mixed")
+        if mixed != "no":
+            said.launched = f"{mixed}-mixed"
+            if said.get("precision") is None:
+                said.put("precision", said.launched)
         if kind == "FSDP":
-            read_fsdp(taken("fsdp_config", {}), taken, said)
+            read_fsdp(taken.inside("fsdp_config"), said, wrapped=False)
         elif kind == "DEEPSPEED":
             _read_deepspeed(taken.inside("deepspeed_config"), said)
         elif kind not in ("NO", "MULTI_GPU"):
@@ -70,11 +77,24 @@ class AccelerateReader(Reader):
         mesh("parallelism_config_dp_shard_size")
         for axis in ("dp_replicate", "tp", "cp", "sp"):
             mesh.refuse(f"parallelism_config_{axis}_size", (1,), NOT_DESCRIBED)
-        for key in QUIET:
+        for key in (*QUIET, "fsdp_config", "deepspeed_config"):  # of another `distributed_type`
             taken(key)
 
 
+def _count(taken: Taken, said: Said) -> None:
+    """Processes, and machines where nobody has asked for a number of them."""
+    said.world, machines = taken("num_processes", 1), taken("num_machines", 1)
+    for key, count in (("num_processes", said.world), ("num_machines", machines)):
+        if count < 1:
+            raise InvalidRequest(
+                f"`{key}: {count}` in `{taken.file}`", hint="a whole number, 1 or more"
+            )
+    if machines > 1 and said.get("hardware.nodes") is None:
+        said.put("hardware.nodes", machines)
+
+
 def _read_deepspeed(config: Taken, said: Said) -> None:
+    drop(config, QUIET_OF_ZERO)
     if named := config("deepspeed_config_file"):
         read_file(find_named(str(named), config.file), said)
         return

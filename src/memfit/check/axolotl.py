@@ -12,7 +12,9 @@ from memfit.check._hf import (
     drop_quiet,
     edit_reference,
     edit_steps,
+    keep_short,
     put_double,
+    put_recompute,
     read_attention,
     read_copies,
     read_fsdp,
@@ -93,9 +95,9 @@ class AxolotlReader(Reader):
         said.put("method", "lora" if adapter else "full")
         four, eight = taken("load_in_4bit", False), taken("load_in_8bit", False)
         read_precision(taken, said, dtype=_settle_dtype(taken), adapted=bool(adapter))
-        if (four or eight) and adapter and not said.own:
+        if (four or eight) and adapter:
             # what prepare_model_for_kbit_training casts to fp32, axolotl casts back (loaders/model)
-            said.put("options.prepare_kbit", False)
+            keep_short(said)
         if four:
             said.put("base_format", "nf4")
             put_double(said, double=True)
@@ -120,7 +122,7 @@ class AxolotlReader(Reader):
             raise InvalidRequest(
                 f"`gradient_checkpointing: {again}` in `{taken.file}` is not described"
             )
-        said.put("recompute", "full" if again else "none")
+        put_recompute(said, again=bool(again))
         settle_reentrant(said, lambda _: reentrant, again=bool(again))
         self._mesh(taken, said)
         read_plugins(taken, said)
@@ -140,9 +142,9 @@ class AxolotlReader(Reader):
 
     def _mesh(self, taken: Taken, said: Said) -> None:
         version = taken("fsdp_version")
-        config = taken("fsdp_config", {})
-        if taken("fsdp") or config:
-            read_fsdp({"version": version or 1, **config}, taken, said)
+        config = taken.inside("fsdp_config")
+        if (asked := taken("fsdp")) or config.data:
+            read_fsdp(config, said, version=version or 1, asked=asked)
         for key in ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"):
             taken.refuse(key, (1,), NOT_DESCRIBED)
         taken("dp_shard_size")

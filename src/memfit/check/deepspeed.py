@@ -25,7 +25,32 @@ OFF: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 HOST = ("none", "cpu")
 STAGE = {".device": "stage", "_device": "zero_stage"}  # beside keys of either ending
-QUIET = ("train_batch_size", "steps_per_print", "wall_clock_breakdown", "memfit")
+# how shards are reduced, loaded and saved
+QUIET_OF_ZERO = (
+    "reduce_scatter", "allgather_partitions", "round_robin_gradients", "ignore_unused_parameters",
+    "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
+    "stage3_max_reuse_distance", "stage3_param_persistence_threshold", "elastic_checkpoint",
+    "load_from_fp32_weights", "pin_memory", "buffer_count", "buffer_size", "fast_init",
+    "pipeline_read", "pipeline_write", "nvme_path", "max_in_cpu",
+)  # fmt: skip
+# of a section of its own: losses' scale, and how averages are rounded
+QUIET_OF_PRECISION = (
+    "loss_scale", "loss_scale_window", "initial_scale_power", "hysteresis", "min_loss_scale",
+    "auto_cast", "consecutive_hysteresis",
+)  # fmt: skip
+QUIET_OF_STEPS = (
+    "adam_w_mode", "bias_correction", "warmup_max_lr", "warmup_min_lr", "warmup_type",
+    "total_num_steps", "last_batch_iteration", "cos_min_ratio", "warmup_min_ratio",
+)  # fmt: skip
+ALIAS = "stage3_"  # names are taken without it, too (`populate_by_name`)
+OF_STAGE_3 = frozenset(
+    key for key in (*SIZES.values(), *QUIET_OF_ZERO) if key.startswith(ALIAS)
+)  # fmt: skip
+QUANTISED = "zero_quantized_"  # weights, gradients, weights that are not trained
+QUIET = (
+    "train_batch_size", "steps_per_print", "wall_clock_breakdown", "memfit", "prescale_gradients",
+    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+)  # fmt: skip
 SCHEDULES = {"WarmupDecayLR": "linear", "WarmupCosineLR": "cosine", "WarmupLR": "constant"}
 
 
@@ -53,12 +78,19 @@ class DeepSpeedReader(Reader):
     def read(self, taken: Taken, said: Said) -> None:
         """See `Reader.read`."""
         zero = taken.inside("zero_optimization")
+        for name in [name for name in zero.data if f"{ALIAS}{name}" in OF_STAGE_3]:
+            zero.data.setdefault(f"{ALIAS}{name}", zero.data.pop(name))
         stage = zero("stage", 0)
         said.put("framework", "deepspeed")
         said.sharded, said.zero = ("deepspeed", stage) if stage else ("", 3)
         self._offload(zero, said, stage)
         for key in ("zenflow", "mics_shard_size", "zero_hpz_partition_size"):
             zero.refuse(key, (-1, 1), NOT_DESCRIBED)
+        for key in [key for key in zero.data if key.startswith(QUANTISED)]:
+            zero.refuse(key, (False,), NOT_DESCRIBED)
+        zero.refuse("contiguous_gradients", (True,), NOT_DESCRIBED)
+        if zero("overlap_comm", False):
+            said.put("options.overlap_comm", True)
         for key in OTHERS:
             if asks_nothing(taken.data.get(key)):
                 taken(key)
@@ -67,8 +99,10 @@ class DeepSpeedReader(Reader):
             taken.refuse(key, (False, {}, *off), NOT_DESCRIBED)
         _sizes(zero, said)
         for name, precision in (("bf16", "bf16-mixed"), ("fp16", "fp16-mixed")):
-            if taken.inside(name)("enabled") is True:
+            section = taken.inside(name)
+            if section("enabled") is True:
                 said.put("precision", precision)
+            drop(section, QUIET_OF_PRECISION)
         micro = taken("train_micro_batch_size_per_gpu", kind=int)
         if micro is not None:
             said.put("micro_batch", micro)
@@ -78,11 +112,13 @@ class DeepSpeedReader(Reader):
             said.put("optimizer.clip_norm", clip)
         self._optimizer(taken, said)
         self._schedule(taken.inside("scheduler"), said)
-        for key in QUIET:
-            taken(key)
+        drop(taken, QUIET)
+        drop(zero, QUIET_OF_ZERO)
 
     def _offload(self, zero: Taken, said: Said, stage: int) -> None:
         """States on the host, and weights beside them; what waits on a disk is not described."""
+        for key in ("cpu_offload_params", "cpu_offload_param"):
+            zero.refuse(key, (False,), NOT_DESCRIBED)
         devices: list[str] = []
         for name in ("offload_optimizer", "offload_param"):
             made = zero.inside(name)
@@ -94,6 +130,9 @@ class DeepSpeedReader(Reader):
                     f"`zero_optimization.{name}.{key}: {value}` in `{zero.file}` is not described"
                 )
             devices.append(device)
+            drop(made, QUIET_OF_ZERO)
+        if zero("cpu_offload", False):  # before 2021
+            devices[0] = "cpu"
         put_offload(said, stage, *devices, where=f"`zero_optimization` in `{zero.file}`")
 
     def _schedule(self, made: Taken, said: Said) -> None:
@@ -105,6 +144,7 @@ class DeepSpeedReader(Reader):
             said.put("optimizer.warmup_steps", steps)
         if kind != "WarmupLR" and (steps := params("total_num_steps", kind=int)):
             said.put("task.steps", steps)
+        drop(params, QUIET_OF_STEPS)
 
     def _optimizer(self, taken: Taken, said: Said) -> None:
         if not taken.data.get("optimizer"):
@@ -124,6 +164,13 @@ class DeepSpeedReader(Reader):
         if (betas := params("betas", kind=tuple[float, float])) is not None:
             said.put("optimizer.beta1", betas[0])
             said.put("optimizer.beta2", betas[1])
+        drop(params, QUIET_OF_STEPS)
+
+
+def drop(taken: Taken, keys: Iterable[str]) -> None:
+    """Keys that take no memory of the device are looked at, and say nothing."""
+    for key in keys:
+        taken(key)
 
 
 def edit_offload(data: Mapping[str, Any], within: str, stage: int, *, device: str) -> list[Edit]:
@@ -139,11 +186,20 @@ def edit_offload(data: Mapping[str, Any], within: str, stage: int, *, device: st
 
 
 def _sizes(zero: Taken, said: Said) -> None:
+    """Elements of buckets, and of what is gathered or updated at once."""
     for ours, theirs in SIZES.items():
         if zero.data.get(theirs) == "auto" and ours in SQUARED:
             said.put(f"options.{ours}", 0)
-        if (size := zero(theirs, kind=float)) is not None:
-            said.put(f"options.{ours}", int(size))
+        size = zero(theirs, kind=float)
+        if size is None:
+            continue
+        least = 1 if ours in SQUARED else 0  # of which `auto` is 0
+        if not least <= size < 2**63:
+            raise InvalidRequest(
+                f"`zero_optimization.{theirs}: {size:g}` in `{zero.file}`: a number of elements",
+                hint=f"a whole number, {least} or more",
+            )
+        said.put(f"options.{ours}", int(size))
 
 
 def put_offload(said: Said, stage: int, states: str, weights: str, *, where: str) -> None:

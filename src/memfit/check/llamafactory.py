@@ -11,7 +11,9 @@ from memfit.check._hf import (
     NOT_DESCRIBED,
     drop_quiet,
     edit_steps,
+    keep_short,
     put_double,
+    put_recompute,
     read_attention,
     read_copies,
     read_lora,
@@ -20,6 +22,7 @@ from memfit.check._hf import (
     read_precision,
     read_steps,
     settle_reentrant,
+    stored_dtype,
 )
 from memfit.check._kernels import read_liger
 from memfit.check._smaller import Edit
@@ -97,8 +100,7 @@ class LlamaFactoryReader(Reader):
         kernel = taken("flash_attn", "auto")
         read_attention(taken, said, KERNELS.get(kernel, kernel))
         again = not taken("disable_gradient_checkpointing", False)
-        if again or said.get("recompute") is None:
-            said.put("recompute", "full" if again else "none")
+        put_recompute(said, again=again)
         reentrant = taken("use_reentrant_gc", True)
         settle_reentrant(said, lambda said: reentrant and not _shares_units(said), again=again)
         if named := taken("deepspeed"):
@@ -126,15 +128,16 @@ class LlamaFactoryReader(Reader):
     def _precision(self, taken: Taken, said: Said, method: str) -> None:
         pure = taken("pure_bf16", False)
         low = pure or taken.data.get("bf16")
-        dtype = "bfloat16" if low else "float16" if taken.data.get("fp16") else "float32"
+        dtype = "bfloat16" if low else "float16" if taken.data.get("fp16") else ""
         bits, kind = taken("quantization_bit"), taken("quantization_type", "nf4")
         double, how = taken("double_quantization", True), taken("quantization_method", "bnb")
         if pure:
             taken("bf16")
         if method == "lora":
+            dtype = dtype or stored_dtype(said, "neither `bf16` nor `fp16`")  # infer_optim_dtype
             read_precision(taken, said, dtype=dtype, adapted=True)
         else:
-            read_precision(taken, said, dtype=dtype if pure else "float32", adapted=False)
+            read_precision(taken, said, dtype="bfloat16" if pure else "float32", adapted=False)
         if bits is None:
             return
         if how not in ("bnb", "bitsandbytes") or bits not in (4, 8):
@@ -142,8 +145,7 @@ class LlamaFactoryReader(Reader):
                 f"`quantization_bit: {bits}` of `{how}` in `{taken.file}` is not described"
             )
         said.put("base_format", "int8" if bits == 8 else kind)
-        if not said.own:
-            said.put("options.prepare_kbit", False)
+        keep_short(said)
         if bits == 4:
             put_double(said, bool(double))
 

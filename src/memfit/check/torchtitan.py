@@ -115,7 +115,7 @@ class TorchtitanReader(Reader):
             for theirs, ours in AXES.items()
             if (found := taken(f"parallelism.{theirs}", kind=int)) is not None
         }
-        devices = int(said.get("hardware.count") or 1) * int(said.get("hardware.nodes") or 1)
+        devices = said.count("hardware.count") * said.count("hardware.nodes")
         if mesh.get("dp_shard", -1) == -1:
             others = 1
             for name in ("dp_replicate", "tp", "cp", "pp"):
@@ -128,8 +128,8 @@ class TorchtitanReader(Reader):
         mesh["reshard_after_forward"] = policy != "never" and (
             policy == "always" or mesh.get("pp", 1) == 1
         )
+        schedule = taken("parallelism.pipeline_parallel_schedule", "1F1B")
         if mesh.get("pp", 1) > 1:
-            schedule = taken("parallelism.pipeline_parallel_schedule", "1F1B")
             said.put("options.pipeline_schedule", schedule)
         taken("parallelism.pipeline_parallel_layers_per_stage")
         said.put("parallel", mesh)
@@ -246,7 +246,7 @@ def _find_model(taken: Taken, said: Said) -> str:
 def _toml(file: Path) -> dict[str, Any]:
     try:
         data = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InvalidRequest(f"cannot read `{file}`: {error}") from None
     if not {"model", "training", "parallelism"} & data.keys():
         raise InvalidRequest(

@@ -13,6 +13,7 @@ from memfit.check._hf import (
     edit_reference,
     edit_steps,
     put_double,
+    put_recompute,
     read_attention,
     read_copies,
     read_fsdp,
@@ -23,6 +24,7 @@ from memfit.check._hf import (
     read_reentrant,
     read_steps,
     settle_reentrant,
+    stored_dtype,
 )
 from memfit.check._kernels import read_liger
 from memfit.check._smaller import ROUNDED, Edit
@@ -71,8 +73,8 @@ class TrlReader(Reader):
             base={"load_in_4bit": True},
             adapters={"use_peft": True},
         )
-        if adapted and str(data.get("dtype", data.get("torch_dtype", "float32"))) == "float32":
-            yield [Edit({"dtype": "bfloat16"}, ROUNDED)]  # of the frozen base
+        if str(data.get("dtype", data.get("torch_dtype", "float32"))) == "float32":
+            yield [Edit({"dtype": "bfloat16"}, ROUNDED)]  # of a frozen base, or of all weights
         if any(key in data for key in DPO):
             yield edit_reference(data, EARLY)
 
@@ -91,7 +93,7 @@ class TrlReader(Reader):
         adapted = bool(taken("use_peft", False))
         said.put("method", "lora" if adapted else "full")
         bits = _read_bits(taken, said)
-        dtype = taken("dtype", taken("torch_dtype", "float32"))
+        dtype = _read_dtype(taken, said)
         if taken.data.get("bf16") is None and not taken.data.get("fp16"):
             taken.data["bf16"] = True  # TRL's own default, of weights in 16 bits too
         coded = said.get("base_format")
@@ -109,11 +111,10 @@ class TrlReader(Reader):
             read_pairs(taken, said, **keys, drops=drops)
         read_attention(taken, said, taken("attn_implementation"))
         again = taken("activation_checkpointing", taken("gradient_checkpointing", True))
-        if said.get("recompute") is None or again:
-            said.put("recompute", "full" if again else "none")
+        put_recompute(said, again=bool(again))
         _read_reentrant(taken, said, adapted=adapted, again=again)
         if asked := taken("fsdp"):
-            read_fsdp(taken("fsdp_config", {}), taken, said, version=2, asked=asked)
+            read_fsdp(taken.inside("fsdp_config"), said, version=2, asked=asked)
         read_liger(taken, said, "use_liger_kernel", loss=said.get("options.version") == "0.29")
         for key in REFUSED:
             taken.refuse(key, (False, []), NOT_DESCRIBED)
@@ -157,6 +158,16 @@ def _read_reentrant(taken: Taken, said: Said, *, adapted: bool, again: bool) -> 
         return asked or forced
 
     settle_reentrant(said, whether, again=again)
+
+
+def _read_dtype(taken: Taken, said: Said) -> str:
+    """TRL's own default is float32; `auto` and null are the checkpoint's (from_pretrained)."""
+    named = [key for key in ("dtype", "torch_dtype") if key in taken.data]
+    asked = [taken.data[key] for key in named]
+    told: str = taken("dtype", taken("torch_dtype", "float32"))
+    if not asked or asked[0] not in (None, "auto"):
+        return told
+    return stored_dtype(said, f"`{named[0]}: {'null' if asked[0] is None else 'auto'}`")
 
 
 def _read_bits(taken: Taken, said: Said) -> int:

@@ -19,7 +19,7 @@ SIZES = {
 LEAST_WARMUP = 2  # steps: fewer are made two, and 0 is refused since 0.19.6
 CONFIG_SAYS = frozenset({
     "precision", *OPTIMIZER_SAYS, "micro_batch", "accumulation", "offload", "parallel.zero",
-    *(f"options.{ours}" for ours in SIZES),
+    *(f"options.{ours}" for ours in SIZES), "options.overlap_comm",
 })  # fmt: skip
 
 
@@ -66,6 +66,8 @@ def write_config(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
     for ours, key in SIZES.items():
         if ours in recipe.options:
             zero[key] = recipe.options[ours] or ("auto" if ours in SQUARED else 0)
+    if recipe.options.get("overlap_comm"):
+        zero["overlap_comm"] = True
     zero |= _offload(recipe, stage, left)
     values["zero_optimization"] = zero
     return values, left

@@ -67,6 +67,8 @@ def _explain(found: Diagnosed) -> list[str]:
         value = getattr(message, name)
         if value is not None:
             lines.append(f"{MEANS[name]}: {show_bytes(value)}")
+    if found.other_device:
+        lines.append("it is of a device of another size than the one asked about: `--device`")
     if found.fragmented:
         lines.append(
             "torch held that much and could not use it: it was in pieces"

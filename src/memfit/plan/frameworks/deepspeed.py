@@ -80,6 +80,9 @@ class DeepSpeed(Framework):
         "allgather_bucket_size": Knob(
             default=500_000_000, means="elements gathered at once after a step, stages 1 and 2"
         ),
+        "overlap_comm": Knob(
+            default=False, means="two buckets in turns, stages 1 and 2: one fills, one is reduced"
+        ),
         "prefetch_bucket_size": Knob(
             default=50_000_000, means=f"elements gathered ahead, stage 3; {AUTO}, of it 0.9"
         ),
@@ -258,7 +261,11 @@ class _Shares:
         return LOW * max(w.numel for w in self.model.weights if w.trainable)
 
     def _bucket(self) -> tuple[int, str]:
-        elements = min(self.option("reduce_bucket_size"), self.trained)
+        """As large as it is said to be, however little is trained (`setup_buckets`)."""
+        elements = self.option("reduce_bucket_size")
+        if self.stage < 3 and self.recipe.options["overlap_comm"]:
+            said = f"two buckets of {show_count(elements)} 16-bit gradients each (overlap_comm)"
+            return 2 * LOW * elements, said
         return LOW * elements, f"bucket of {show_count(elements)} 16-bit gradients"
 
     def gradients(self) -> Held:
@@ -281,12 +288,13 @@ class _Shares:
         """Stage 3: weights that stay gathered up to a limit, and those that are fetched ahead."""
         if not self._gathers():
             return {}
-        live = min(LOW * self.option("max_live_parameters"), self.every)
-        ahead = min(LOW * self.option("prefetch_bucket_size"), self.every - live)
+        most = LOW * max(w.numel for w in self.model.weights)  # a product's own, past any limit
+        limit = LOW * self.option("max_live_parameters")
+        live = min(max(limit, most), self.every)
+        ahead = min(LOW * self.option("prefetch_bucket_size"), limit, self.every - live)
         said = f"gathered weights: {show_bytes(live)} kept, {show_bytes(ahead)} fetched ahead"
         held = {(Kind.ALL_GATHER, "weights"): (live + ahead, said)}
         if self.far and self.ranks > 1:
-            most = LOW * max(w.numel for w in self.model.weights)
             share = -(-max(ahead, most) // self.ranks)
             said = "a rank's share from the host, while it is gathered"
             held[Kind.ALL_GATHER, "from the host"] = (share, said)
