@@ -238,6 +238,32 @@ def test_fsdps_offload_leaves_no_shards_on_the_device(tmp_path, text):
     assert kinds[Kind.PARAMETERS] < 2**20
 
 
+OFFLOADED = "base_model: Qwen/Qwen3-0.6B\nbf16: true\nfsdp_config: {offload_params: true}\n"
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    (MODEL + "fsdp: full_shard\noptim: adamw_8bit\n", "as it takes no weights that are cut"),
+    (MODEL + "fsdp: full_shard\noptim: paged_adamw_32bit\n", "as it takes no weights that are cut"),
+    (MODEL + "fsdp: full_shard offload\noptim: adamw_8bit\n", "as it takes no weights that are"),
+    (OFFLOADED + "optimizer: adamw_8bit\n", "axolotl starts no such run under FSDP1"),
+    (OFFLOADED + "optimizer: adamw_torch_8bit\n", "axolotl starts no such run under FSDP1"),
+])  # fmt: skip
+def test_8_bit_optimizers_that_fsdp_cannot_have_are_refused(tmp_path, text, message):
+    with pytest.raises(InvalidRequest, match=message):
+        check(tmp_path, text, data=TWO_RANKS)
+
+
+@pytest.mark.parametrize("text", [
+    MODEL + "fsdp: full_shard\noptim: adamw_torch_8bit\n",
+    MODEL + "fsdp: full_shard offload\nfsdp_config: {version: 1}\noptim: adamw_8bit\n",
+    OFFLOADED + "fsdp_version: 2\noptimizer: adamw_torch_8bit\n",
+])  # fmt: skip
+def test_8_bit_optimizers_beside_fsdp(tmp_path, text):
+    plan = check(tmp_path, text, data=TWO_RANKS)[1]
+    away = plan.recipe.offload == "parameters"
+    assert (Kind.OPTIMIZER_STATE in plan.ledger.by_kind(Phase.OPTIMIZER_STEP)) is not away
+
+
 def test_weights_that_stay_whole_and_other_axes_are_refused(tmp_path):
     with pytest.raises(InvalidRequest, match=r"`parallel\.zero: 2`"):
         check(tmp_path, MODEL + "fsdp: shard_grad_op\n", data=TWO_RANKS)

@@ -96,6 +96,17 @@ def test_smaller_pieces_make_the_same_global_batch(tmp_path):
         assert plan.recipe.micro_batch * plan.recipe.accumulation == 8
 
 
+def test_weights_that_are_cut_are_given_an_optimizer_that_takes_them(tmp_path):
+    """Under FSDP2 torchao's: bitsandbytes' would fail at its first step."""
+    text = (
+        "model_name_or_path: qwen3-8b\nfsdp: full_shard\nper_device_train_batch_size: 1\n"
+        "max_length: 512\nbf16: true\n"
+    )
+    data = {"hardware": {"device": "a100-sxm-40", "count": 3}}
+    (change, *_) = smallest(write(tmp_path, "trl.yaml", text), data)
+    assert {one.key: one.after for one in change.edited} == {"optim": "adamw_torch_8bit"}
+
+
 def test_a_launchers_file_is_changed_where_it_says_it(tmp_path):
     """DeepSpeed's stage stands in a file that the trainer's names."""
     zero = write(tmp_path, "ds.json", json.dumps({"zero_optimization": {"stage": 1}}, indent=4))

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from memfit import families
-from memfit.check._smaller import Change, Edit, Edits, Group, find_smallest
+from memfit.check._smaller import Change, Edit, Edits, Group, find_smallest, of_cut
 from memfit.errors import InvalidRequest
 from memfit.nouns import Noun, from_data
 from memfit.plan.frameworks._pairs import TILED
@@ -228,8 +228,9 @@ def find_changes(
     def read_again(edits: Edits) -> Plan:
         return predict(_read(files, Said(deepcopy(data), edits, config)).request)
 
+    cut = said.get("options.fsdp_version") == 2
     groups = [
-        Group(file, source, tuple(edits))
+        Group(file, source, of_cut(edits) if cut else tuple(edits))
         for file, (reader, source) in said.sources.items()
         for edits in reader.edits(source)
         if edits

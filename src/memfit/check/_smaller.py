@@ -26,6 +26,7 @@ KEEPS = SAME, ROUNDED, OTHER = (
     "the same training", "the same, rounded otherwise", "another training",
 )  # fmt: skip
 MOST = 3  # changes shown
+OF_CUT = {"adamw_8bit": "adamw_torch_8bit"}  # torchao's
 NUMBER = "\ue000"  # around what is written as it was, such as 5e8; a character of no meaning
 MOST_ROWS = 2**10  # of a micro-batch that is proposed, or its count of pieces
 
@@ -35,6 +36,15 @@ class Edit(NamedTuple):
 
     keys: Mapping[str, Any]
     keeps: str = SAME
+
+
+def of_cut(edits: Sequence[Edit]) -> tuple[Edit, ...]:
+    """Edits for weights that FSDP2 cuts, of which bitsandbytes' optimizers take none."""
+    return tuple(
+        edit._replace(keys={k: OF_CUT.get(v, v) if isinstance(v, str) else v
+                            for k, v in edit.keys.items()})
+        for edit in edits
+    )  # fmt: skip
 
 
 class Edited(Noun, frozen=True, kw_only=True):

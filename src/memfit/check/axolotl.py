@@ -145,6 +145,14 @@ class AxolotlReader(Reader):
         config = taken.inside("fsdp_config")
         if (asked := taken("fsdp")) or config.data:
             read_fsdp(config, said, version=version or 1, asked=asked)
+            flat = said.get("options.fsdp_version") != 2 and not said.own
+            name = said.get("optimizer.name")
+            if flat and said.get("offload") == "parameters" and name == "adamw8bit":
+                raise InvalidRequest(
+                    f"an 8-bit `optimizer` in `{taken.file}` beside `offload_params: true`: axolotl"
+                    " starts no such run under FSDP1",
+                    hint="`fsdp_version: 2` with `optimizer: adamw_torch_8bit`, or another",
+                )
         for key in ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"):
             taken.refuse(key, (1,), NOT_DESCRIBED)
         taken("dp_shard_size")

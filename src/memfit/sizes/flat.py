@@ -99,8 +99,7 @@ class FlatUnit(Unit):
         reduced = empty(meter, part, dtype, Kind.REDUCE_SCATTER)
         if dtype != self._stored:
             reduced = empty(meter, part, self._stored, Kind.REDUCE_SCATTER)
-        meter.kinds[reduced.storage.index] = Kind.GRADIENTS
-        self.gradient = reduced
+        self._keep(reduced)
 
     def finish(self) -> None:
         """At the end of the whole backward; what went to the host is let go only here."""

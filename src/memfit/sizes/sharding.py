@@ -21,6 +21,7 @@ from memfit.sizes.elementwise import Incoming, attach
 from memfit.sizes.meter import Meter
 from memfit.sizes.tensor import Shape, Storage, Tensor, empty, parameter, row_major
 
+SHARDS = "shards"  # the owner of reduced gradients
 OnReduced = Callable[[Tensor], None]
 
 
@@ -300,8 +301,15 @@ class Unit:
             for shard in trained:
                 shared.on_reduced(shard)
         elif self.gradient is None:
-            meter.kinds[reduced.storage.index] = Kind.GRADIENTS
-            self.gradient = reduced
+            self._keep(reduced)
+
+    def _keep(self, reduced: Tensor) -> None:
+        """A rank's part of the gradients, until the optimizer's step."""
+        meter, index = self.shared.meter, reduced.storage.index
+        meter.kinds[index] = Kind.GRADIENTS
+        if self.shared.sharding.defers:  # others wait unsharded, in the pool of all else
+            meter.owners[index] = SHARDS
+        self.gradient = reduced
 
     def finish(self) -> None:
         """At the end of the whole backward."""

@@ -25,6 +25,10 @@ TINY: dict[str, Any] = {
     "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
     "max_position_embeddings": 64,
 }  # fmt: skip
+NEOX: dict[str, Any] = {  # whose norms autocast runs in fp32
+    "model_type": "gpt_neox", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 64,
+}  # fmt: skip
 HELD = (Kind.PARAMETERS, Kind.OPTIMIZER_STATE, Kind.INPUT, Kind.WORKSPACE)
 LORA = {"method": "lora", "lora": {"rank": 4, "targets": ["q_proj", "v_proj"]}}
 PASSES = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.ACCUMULATE)
@@ -102,6 +106,15 @@ def make_model(
             warnings.simplefilter("ignore", FutureWarning)
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     return model.train()
+
+
+def make_neox() -> Any:
+    """Hugging Face's class of another family."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    shape = {k: v for k, v in NEOX.items() if k != "model_type"}
+    config = GPTNeoXConfig(**shape, attn_implementation="sdpa", use_cache=False)
+    return GPTNeoXForCausalLM(config).train()
 
 
 def adapt(model: Any, rank: int = 4) -> Any:

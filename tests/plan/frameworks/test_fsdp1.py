@@ -8,13 +8,30 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_ranks import RANKS, accelerator, highest, ledger, make_model, make_plugin, rise
+from fsdp_ranks import (
+    NEOX,
+    RANKS,
+    ROWS,
+    TOKENS,
+    Level,
+    accelerator,
+    highest,
+    ledger,
+    make_model,
+    make_neox,
+    make_plugin,
+    rise,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import masking_utils
 
+from memfit.certify.fake_device import fake_device
 from memfit.certify.world import fake_world
 from memfit.ledger import Kind, Phase
+from memfit.plan.problem import find_device
 from memfit.recipe import Parallel
 
+H100 = find_device("h100-sxm")
 SCALARS = 64  # bytes: the loss, and the rotary table's cast
 MIXED = {"no": "fp32", "bf16": "bf16-mixed", "fp16": "fp16-mixed"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -22,7 +39,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def make(
     patch: pytest.MonkeyPatch, vocab: int, mixed: str, dtype: torch.dtype,
-    reentrant: bool | None = None, tied: bool = False, **keys: Any,
+    reentrant: bool | None = None, tied: bool = False, whole: Any = None, **keys: Any,
 ) -> Any:  # fmt: skip
     """`Accelerator.prepare_model`: autocast around the class, fp32 outputs, FSDP, fp32 shards."""
     from accelerate import accelerator as module
@@ -34,7 +51,9 @@ def make(
     plugin = make_plugin(1, mixed, backward_prefetch="BACKWARD_PRE", **keys)
     told: Any = accelerator(plugin, mixed)
     return module.Accelerator.prepare_model(
-        told, make_model(vocab, dtype=dtype, reentrant=reentrant, tied=tied), device_placement=False
+        told,
+        whole or make_model(vocab, dtype=dtype, reentrant=reentrant, tied=tied),
+        device_placement=False,
     )
 
 
@@ -97,6 +116,66 @@ def test_a_rank_holds_what_flat_units_hold(
             model, lambda: held_by(model), waits(model), accumulation, tokens=shape["tokens"]
         )
     assert rise(mine) == pytest.approx(theirs, abs=SCALARS)
+
+
+def kept_by(patch: pytest.MonkeyPatch, autocast: bool) -> int:
+    """Bytes that a forward of 16-bit weights leaves on a device that is not here."""
+    # the class looks into the rows' positions, of which there is one sequence each
+    patch.setattr(masking_utils, "find_packed_sequence_indices", lambda _: None)
+    with fake_device(H100) as mode:
+        mode.allow_non_fake_inputs = True
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with torch.device("cuda"):
+                model = make_neox()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        ids = torch.zeros(ROWS, TOKENS, dtype=torch.int64, device="cuda")
+        labels = ids.clone()
+        known = [*model.parameters(), *model.buffers(), ids, labels]
+        with Level(*known, device="cuda") as level:
+            with torch.autocast("cuda", torch.bfloat16, autocast, cache_enabled=False):
+                loss = model(input_ids=ids, labels=labels).loss
+            alive = [one() for one in level.alive.values() if one is not None]
+            assert loss.requires_grad
+            return sum(storage.nbytes() for storage in alive if storage is not None)
+
+
+def test_version_1_is_autocast_besides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA torch's runs this family's norms in fp32; to one tensor at the loss's highest."""
+    wide, narrow = (
+        ledger(96, version=version, method="full", model=NEOX, device="h100-sxm")
+        .by_kind(Phase.LOSS)[Kind.ACTIVATIONS]
+        for version in (1, 2)
+    )  # fmt: skip
+    hidden = 4 * ROWS * TOKENS * NEOX["hidden_size"]
+    theirs = kept_by(monkeypatch, True) - kept_by(monkeypatch, False)
+    assert wide - narrow == pytest.approx(theirs, abs=hidden)
+
+
+def test_blocks_of_another_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = ledger(96, version=1, method="full", model=NEOX)
+    with fake_world(Parallel(dp_shard=RANKS), 0, "cpu", lambda _: None, lambda *_: None):
+        model = make(monkeypatch, 96, "bf16", torch.float32, whole=make_neox())
+        theirs = highest(model, lambda: held_by(model), waits(model), 1)
+    assert rise(mine) == pytest.approx(theirs, abs=SCALARS)
+
+
+def test_bitsandbytes_updates_shards_that_are_on_the_host() -> None:
+    """Where they are, and its states beside them: the device holds none."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    shard = torch.nn.Parameter(torch.ones(2**14))
+    shard.grad = torch.ones_like(shard)
+    optimizer = bitsandbytes.optim.AdamW8bit([shard], lr=0.5)
+    optimizer.step()
+    states = [t for t in optimizer.state[shard].values() if torch.is_tensor(t)]
+    assert shard.max() < 1
+    assert {t.device.type for t in states} == {"cpu"}
+    away = ledger(
+        96, version=1, method="full", offload="parameters", device="h100-sxm",
+        optimizer={"name": "adamw8bit"},
+    )  # fmt: skip
+    assert Kind.OPTIMIZER_STATE not in away.by_kind(Phase.OPTIMIZER_STEP)
 
 
 def test_shards_and_states_are_fp32_and_of_flat_parameters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,24 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_ranks import LORA, RANKS, accelerator, highest, ledger, make_model, make_plugin, rise
+from fsdp_ranks import (
+    LORA,
+    NEOX,
+    RANKS,
+    accelerator,
+    highest,
+    ledger,
+    make_model,
+    make_neox,
+    make_plugin,
+    rise,
+)
 from torch.distributed.device_mesh import init_device_mesh
 
 from memfit.certify.fake_device import fake_device
 from memfit.certify.world import fake_world
 from memfit.errors import InvalidRequest
-from memfit.ledger import Kind, Phase
+from memfit.ledger import Kind, Ledger, Phase
 from memfit.plan.problem import find_device
 from memfit.recipe import Parallel
 from memfit.sizes.meter import block_size
@@ -114,6 +125,91 @@ def test_shards_and_states_are_of_what_is_trained_in_fp32(
     rotary = sum(e.nbytes for e in mine.at(Phase.FORWARD) if e.owner == "rotary")
     assert held[Kind.PARAMETERS] - rotary == shards
     assert held[Kind.OPTIMIZER_STATE] == states
+
+
+def test_blocks_of_another_family() -> None:
+    mine = rise(ledger(96, version=2, method="full", model=NEOX))
+    with fake_world(WORLD, 0, "cpu", lambda _: None, lambda *_: None):
+        model = prepare(make_neox())
+        theirs = highest(model, lambda: local(model), waits(model), 1)
+    assert mine == pytest.approx(theirs, abs=SCALARS)
+
+
+def sizes_of(vocab: int) -> tuple[int, int, int]:
+    """Elements of a block, of all that is outside, and of the whole model."""
+    model = make_model(vocab)
+    block = sum(p.numel() for p in model.model.layers[0].parameters())
+    every = sum(p.numel() for p in model.parameters())
+    return block, every - len(model.model.layers) * block, every
+
+
+def parts(found: Ledger, phase: Phase, owner: str) -> int:
+    return sum(e.nbytes for e in found.at(phase) if e.owner == owner)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_pool_of_reduced_gradients_is_counted_once(version: int, accumulation: int) -> None:
+    """Idle, or with the gradients in it: reserved as large in every phase but the first load."""
+    found = ledger(768, accumulation, version=version, method="full", device="h100-sxm")
+    block, _, every = sizes_of(768)
+    own = 4 * every // RANKS
+    gathered = 2 * 2 * block
+    for phase in (Phase.FORWARD, Phase.LOSS):
+        assert parts(found, phase, "streams") == gathered + own
+    shards = parts(found, Phase.OPTIMIZER_STEP, "shards")
+    assert own <= shards <= 1.01 * own  # and what blocks of 512 B round it to
+    assert parts(found, Phase.OPTIMIZER_STEP, "streams") == gathered
+    last = Phase.BACKWARD if accumulation == 1 else Phase.ACCUMULATE
+    idle = parts(found, last, "streams") - gathered
+    assert max(0, own - parts(found, last, "shards")) <= idle <= own
+    assert not parts(found, Phase.LOAD, "streams")
+
+
+def test_pools_of_gradients_that_go_to_the_host() -> None:
+    """Version 2 leaves them to the next unit's; version 1 holds all until the backward is over."""
+    block, outside, every = sizes_of(768)
+    for version, own in ((2, max(block, outside)), (1, every)):
+        away = ledger(
+            768, version=version, method="full", device="h100-sxm", offload="parameters"
+        )  # fmt: skip
+        for phase in (Phase.FORWARD, Phase.OPTIMIZER_STEP):
+            assert parts(away, phase, "streams") == 2 * 2 * block + 4 * own // RANKS
+
+
+def test_what_products_loading_and_an_update_take_beside() -> None:
+    block, outside, every = sizes_of(768)
+    alone = ledger(768, version=2, ranks=1, method="full", device="h100-sxm")
+    loop = {"name": "adamw", "implementation": "foreach"}
+    for version, loading in ((1, 2 * 4 * max(block, outside)), (2, 4 * 768 * 64)):
+        found = ledger(768, version=version, method="full", device="h100-sxm", optimizer=loop)
+        assert found.by_kind(Phase.LOSS)[Kind.WORKSPACE] == alone.by_kind(Phase.LOSS)[
+            Kind.WORKSPACE
+        ]  # fmt: skip
+        assert found.by_kind(Phase.LOAD)[Kind.TEMPORARY] == loading
+        beside = found.by_kind(Phase.OPTIMIZER_STEP)[Kind.TEMPORARY]
+        assert beside == pytest.approx(4 * every // RANKS, rel=0.02)  # roots of second moments
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers")
+@pytest.mark.parametrize("name", ["AdamW8bit", "PagedAdamW8bit", "PagedAdamW32bit"])
+def test_bitsandbytes_takes_no_weights_that_are_cut(name: str) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    with fake_world(WORLD, 0, "cpu", lambda _: None, lambda *_: None):
+        model = prepare(make_model(96))
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer = getattr(bitsandbytes.optim, name)(model.parameters())
+        with pytest.raises((RuntimeError, NotImplementedError), match=r"DTensor|sharding strategy"):
+            optimizer.step()
+    with pytest.raises(InvalidRequest, match="takes no weights that are cut"):
+        ledger(
+            96, version=2, method="full",
+            optimizer={
+                "name": "adamw8bit" if "8bit" in name else "adamw", "implementation": "fused",
+            },
+            options={"fsdp_version": 2, "paged": "Paged" in name},
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("case", UNITS, ids=str)

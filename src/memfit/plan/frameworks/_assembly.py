@@ -146,18 +146,19 @@ def _batch(rows: int, tokens: int) -> Batch:
     return Batch(rows=rows, tokens=tokens, documents=None)
 
 
-def without(passes: Passes, kind: Kind) -> Passes:
-    """The same passes where these bytes are never there: another part of the ledger holds them."""
+def without(passes: Passes, kind: Kind, owner: str = "") -> Passes:
+    """The same passes where these bytes are never there: another part of the ledger holds them.
+
+    owner: whose alone; "" is all.
+    """
+
+    def left(parts: Parts) -> Parts:
+        return {p: n for p, n in parts.items() if p[0] is not kind or owner not in ("", p[1])}
 
     def strip(segment: Segment) -> Segment:
-        gone = sum(n for (k, _), n in segment.top.items() if k is kind)
-        return Segment(
-            segment.name,
-            {part: n for part, n in segment.net.items() if part[0] is not kind},
-            segment.rise - gone,
-            {part: n for part, n in segment.top.items() if part[0] is not kind},
-            segment.flop,
-        )
+        top = left(segment.top)
+        gone = sum(segment.top.values()) - sum(top.values())
+        return Segment(segment.name, left(segment.net), segment.rise - gone, top, segment.flop)
 
     return Passes(*([strip(s) for s in stretch] for stretch in _stretches(passes)))
 

@@ -19,14 +19,15 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from memfit.errors import InvalidRequest
-from memfit.ledger import Kind, Ledger
+from memfit.ledger import Entry, Kind, Ledger, Phase
 from memfit.model import Model, Weight
 from memfit.plan.frameworks import Job
-from memfit.plan.frameworks._assembly import Held, assemble, cublas, run_passes
+from memfit.plan.frameworks._assembly import Held, Simulated, assemble, cublas, run_passes, without
+from memfit.plan.frameworks._hf_states import by_bitsandbytes
 from memfit.plan.frameworks._pairs import TILED
 from memfit.plan.program import Comparing, Program
 from memfit.recipe import Recipe
-from memfit.sizes.sharding import Sharding
+from memfit.sizes.sharding import SHARDS, Sharding
 from memfit.units import show_bytes
 
 Hold = Callable[[Model], Held]
@@ -64,7 +65,7 @@ def predict_units(
     )  # fmt: skip
     simulated = run_passes(job, model, program, kernel, sharding=sharding, compares=compares)
     local = _flattened(model, sharding) if flat else _cut(model, sharding)
-    held = {**cublas(job.device), **_streams(job, model, sharding)}
+    held = {**cublas(job.device)}
     largest = max(w.nbytes for w in model.weights)
     said = f"the largest weight, {show_bytes(largest)}, whole while it is shared out"
     if flat:
@@ -73,10 +74,23 @@ def predict_units(
     load = weights(replace(model, weights=()) if sharding.on_host else local)
     held |= load
     load = {**load, (Kind.TEMPORARY, "loading"): (largest, said)}
-    if sharding.on_host:
-        return assemble(job, simulated, load=load, held=held, update={})
-    held |= states(local)
-    return assemble(job, simulated, load=load, held=held, update=update(local))
+    if not sharding.on_host:
+        held |= states(local)
+
+    def lay(passes: Simulated) -> Ledger:
+        step = {} if sharding.on_host else update(local)
+        return assemble(job, passes, load=load, held=held, update=step)
+
+    found = lay(simulated)
+    if job.device.is_cpu:
+        return found
+    later = simulated.later
+    bare = Simulated(
+        without(simulated.first, Kind.GRADIENTS, SHARDS),
+        None if later is None else without(later, Kind.GRADIENTS, SHARDS),
+        simulated.counts,
+    )
+    return _add_pools(found, lay(bare), model, sharding)
 
 
 def widened(recipe: Recipe, model: Model) -> Model:
@@ -115,13 +129,13 @@ def _flattened(model: Model, sharding: Sharding) -> Model:
     return replace(model, weights=tuple(flat))
 
 
-def _streams(job: Job, model: Model, sharding: Sharding) -> Held:
-    """Gathers and reductions have pools of their own, from which no other stream takes.
+def _add_pools(found: Ledger, bare: Ledger, model: Model, sharding: Sharding) -> Ledger:
+    """With what is reserved beside each phase's peak for two streams, whose pools are their own.
 
-    Gradients on their way to the host leave theirs to the next unit's; FSDP1 keeps them so long.
+    bare: without a rank's reduced gradients. These fill a pool from which no other stream takes,
+    so that a phase reserves the most it has beside them, and all of the pool. Gradients on their
+    way to the host leave theirs to the next unit's; FSDP1 keeps them so long.
     """
-    if job.device.is_cpu:
-        return {}
     gathered: dict[int, int] = {}
     own: dict[int, int] = {}
     for w in model.weights:
@@ -132,8 +146,17 @@ def _streams(job: Job, model: Model, sharding: Sharding) -> Held:
     block = max(nbytes for layer, nbytes in gathered.items() if layer >= 0)
     passing = sharding.on_host and not sharding.flat
     reduced = max(own.values()) if passing else sum(own.values())
-    said = f"pools of two streams: two gathered blocks of {show_bytes(block)}, a rank's gradients"
-    return {(Kind.FRAGMENTATION, "streams"): (2 * block + reduced, said)}
+    pools = []
+    for phase in found.phases:
+        idle = max(0, bare.total(phase) + reduced - found.total(phase))
+        said = f"pools of two streams: two gathered blocks of {show_bytes(block)}"
+        said += f"; {show_bytes(idle)} of reduced gradients' that no other stream takes"
+        entry = Entry(
+            kind=Kind.FRAGMENTATION, phase=phase, owner="streams", nbytes=2 * block + idle,
+            because=said,
+        )  # fmt: skip
+        pools += [entry] if phase is not Phase.LOAD else []
+    return Ledger(entries=(*found.entries, *pools))
 
 
 def check_units(job: Job) -> None:
@@ -144,6 +167,12 @@ def check_units(job: Job) -> None:
             f"`base_format: {recipe.base_format}` under accelerate's FSDP2 is not described: it"
             " leaves 4-bit weights whole or cuts them, by the dtype they are stored as",
             hint="`options.fsdp_version: 1`, or `base_format: bf16`",
+        )
+    if by_bitsandbytes(recipe):
+        raise InvalidRequest(
+            f"`optimizer: {recipe.optimizer.name}` of bitsandbytes under accelerate's FSDP2: its"
+            " first step fails, as it takes no weights that are cut (DTensor)",
+            hint="torchao's: `options.adamw8bit: torchao` (`optim: adamw_torch_8bit`)",
         )
     if _reads_head(job) and recipe.offload == "parameters":
         raise InvalidRequest(
