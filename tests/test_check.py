@@ -400,6 +400,24 @@ def registry(tmp_path, config, made="CrossEntropyLoss.Config()", **data):
     return api.check([file], told, config)[1].recipe
 
 
+@pytest.mark.parametrize(("said", "rows", "length"), [
+    ("", 8, 2048), ("seq_len = 512", 8, 512), ("local_batch_size = 3", 3, 2048),
+    ("batch_size = 1", 1, 2048),  # the key's name of 2024
+])  # fmt: skip
+def test_what_a_toml_leaves_open_is_torchtitans_own_default(tmp_path, said, rows, length):
+    """Training's fields: `local_batch_size: int = 8`, `seq_len: int = 2048`."""
+    text = f'[model]\nname = "llama3"\nflavor = "8B"\n[training]\n{said}\n[parallelism]\n'
+    checked, plan = check(tmp_path, text, "titan.toml")
+    assert (plan.recipe.micro_batch, plan.recipe.sequence_length) == (rows, length)
+    assert sum("own default" in one for one in checked.assumed) == 2 - ("=" in said)
+
+
+def test_tokens_of_a_micro_batch_are_rows_of_torchtitans_length(tmp_path):
+    text = "c = llama3_8b()\nc.training.num_tokens_per_microbatch_per_dp_rank = 8192\n"
+    plan = check(tmp_path, text, "plan.py")[1]
+    assert (plan.recipe.micro_batch, plan.recipe.sequence_length) == (4, 2048)
+
+
 def test_one_of_several_configurations_is_named(tmp_path):
     """Made by a call of nested parts; or of another configuration's, and changed."""
     small, wide = registry(tmp_path, "small"), registry(tmp_path, "wide")

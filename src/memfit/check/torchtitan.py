@@ -31,6 +31,7 @@ NOT_READ = (
     "optimizer.param_groups", "model_spec.converters", "model.converters",
     "model_spec.num_mtp_layers", "model_spec.moe_comm_backend", "model_spec.tp_gemm_backend",
 )  # fmt: skip
+OWN_LENGTH, OWN_ROWS = 2048, 8  # of config/job_config.py in 2025, config/configs.py since
 ADAMW = ("default_adamw", "OptimizersContainer", "OptimizersContainer.Config")
 CHUNKED = ("ChunkedLossWrapper", "ChunkedCELoss")
 TOKENS = ("", "CrossEntropyLoss", *CHUNKED)  # losses of next tokens
@@ -140,18 +141,25 @@ class TorchtitanReader(Reader):
         return mesh
 
     def _batch(self, taken: Taken, said: Said, mesh: Mapping[str, Any]) -> None:
+        whole = taken.file.suffix == ".toml"  # Python's base may be another function's
         length = taken("training.seq_len", taken("training.max_context_length"), int)
-        local = taken("training.local_batch_size", kind=int)
+        local = taken("training.local_batch_size", taken("training.batch_size"), int)
         total = taken("training.global_batch_size", -1)
         tokens = taken("training.num_tokens_per_microbatch_per_dp_rank", kind=int)
         step = taken("training.num_tokens_per_train_step", -1)
+        if length is None and (whole or tokens is not None):
+            length = OWN_LENGTH
+            said.assume(f"rows of {length:,} tokens, torchtitan's own default")
+        if local is None and whole:
+            local = OWN_ROWS
+            said.assume(f"micro-batches of {local} rows, torchtitan's own default")
         if tokens is not None and length:
             local, total = tokens // length, step // length if step > 0 else -1
         ranks = mesh.get("dp_replicate", 1) * mesh["dp_shard"]
-        if length:
+        if length is not None:
             said.put("task.sequence_length", length)
         else:
-            said.assume("rows are as long as the model's configuration has them")
+            said.assume("rows of 4,096 tokens, as no file says their length")
         if local is None:
             said.assume("micro-batches of one row, as no file says their size")
             local = 1
