@@ -6,7 +6,8 @@ TRL's loss reads the head's weight and never runs the head, whose unit torch the
 model's forward; beside adapters the unit is the head alone, and its weight is gathered where it is
 read. A tiny Llama on a CPU, TRL's own forward and accelerate's own units in a world that is not
 here; Triton's kernels, which allocate nothing, left out, and small tiles. Writes
-bench/results/trl_units.json: bytes at the highest instant of a step, above what is held.
+bench/results/trl_units.json: bytes at the highest instant of a step, above what is held, and the
+tokens and columns of TRL's own tiles.
 """
 
 from __future__ import annotations
@@ -76,12 +77,15 @@ def main() -> None:
     from importlib.metadata import version
 
     import pairs
+    import trl.trainer.utils as utils
+    from trl.kernels import chunked_logprob
 
+    tile = chunked_logprob.TOKEN_CHUNK_SIZE, utils._CHUNKED_LOGPROB_CHUNK_SIZE  # as TRL has it
     pairs.count_on_tiles()
     rows = [case | {"measured": measure(case), "predicted": predict(case)} for case in CASES]
     for row in rows:
         print(*row.items())
-    found = {"versions": {each: version(each) for each in LIBRARIES}, "rows": rows}
+    found = {"versions": {each: version(each) for each in LIBRARIES}, "tile": tile, "rows": rows}
     OUT.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -32,13 +32,15 @@ from memfit.errors import InvalidRequest
 from memfit.ledger import Kind, Ledger, Phase
 from memfit.plan.problem import find_device
 from memfit.recipe import Parallel
+from memfit.sizes import tiled
 from memfit.sizes.meter import block_size
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 
 import trl_units
 
-UNITS = json.loads(trl_units.OUT.read_text())["rows"]
+RECORDED = json.loads(trl_units.OUT.read_text())
+UNITS = RECORDED["rows"]
 SCALARS = 16  # bytes
 MASKED = 400  # what indexing by a mask allocates inside its kernels
 WORLD = Parallel(dp_shard=RANKS)
@@ -210,6 +212,10 @@ def test_bitsandbytes_takes_no_weights_that_are_cut(name: str) -> None:
             },
             options={"fsdp_version": 2, "paged": "Paged" in name},
         )  # fmt: skip
+
+
+def test_tiles_are_as_large_as_trls() -> None:
+    assert RECORDED["tile"] == [tiled.TOKENS, tiled.COLUMNS]
 
 
 @pytest.mark.parametrize("case", UNITS, ids=str)
