@@ -157,3 +157,23 @@ def test_offloaded_fp32_shards_are_written_and_read_back(target, version, tmp_pa
     assert recipe.options["fsdp_version"] == version
     assert made.peak.peak_allocated == found.memory.peak_allocated
     assert not {"offload", "precision", "options.fsdp_version"} & made.left_out.keys()
+
+
+@pytest.mark.parametrize(("changes", "reenters"), [
+    ({}, True), ({"recompute": "none"}, False), ({"method": "full"}, False),
+    ({"parallel": {"dp_shard": 8, "zero": 2}}, False),
+])  # fmt: skip
+def test_trl_makes_the_blocks_of_adapters_in_zero_3_reentrant(tmp_path, changes, reenters):
+    """And its export claims the peak of that, whatever the plan's blocks are."""
+    hardware = {"hardware": {"device": "h100-sxm", "count": 8}}
+    asked = {
+        "model": "llama-3.2-1b", "framework": "deepspeed", "method": "lora", "recompute": "full",
+        "task": {"objective": "sft", "sequence_length": 2048, "global_batch": 32},
+        "micro_batch": 4, "parallel": {"dp_shard": 8}, **hardware, **changes,
+    }  # fmt: skip
+    made = api.export(api.predict(from_data(asked, Request, where="the test")), "trl")
+    files = [path for path in api.write_export(made, tmp_path) if path.suffix == ".yaml"]
+    checked = api.check(files, hardware)[1]
+    assert made.peak.peak_allocated == checked.memory.peak_allocated
+    assert ("options.reentrant" in made.left_out) == reenters
+    assert bool(checked.recipe.options["reentrant"]) == reenters

@@ -67,6 +67,10 @@ class Trl(Trains):
         own = recipe.framework in (self.framework, "deepspeed")
         if own and recipe.options.get(key.removeprefix("options."), TILED) != TILED:
             left[key] = f"TRL {self.version} makes its loss from tiles of the logits"
+        if _reenters(job):
+            becomes["options.reentrant"] = True
+            if not recipe.options.get("reentrant"):
+                left["options.reentrant"] = "false: TRL's are, of adapters in ZeRO-3"
         if job.world > 1 or uses_deepspeed(job):
             config, more = write_launch(job)
             left |= more
@@ -77,6 +81,13 @@ class Trl(Trains):
         elif recipe.offload != "none":
             left["offload"] = f"{recipe.offload}: of FSDP alone"
         return Draft(files=tuple(files), left=left, start=start, becomes=becomes)
+
+
+def _reenters(job: Job) -> bool:
+    """Whether TRL makes blocks reentrant whatever its file says (trainer/sft_trainer)."""
+    recipe = job.recipe
+    third = uses_deepspeed(job) and recipe.parallel.zero == 3
+    return third and recipe.method in ADAPTED and recomputes(job)[0]
 
 
 def write_arguments(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
