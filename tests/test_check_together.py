@@ -264,3 +264,29 @@ def test_keys_within_keys_that_are_not_looked_at_are_listed(tmp_path):
     launch.write_text('{"zero_optimization": {"stage": 2, "unheard_of": 1}}')
     data = {"hardware": {"device": "h100-sxm", "count": 2}}
     assert read_files([trainer, launch], data).passed == ("ds.json: zero_optimization.unheard_of",)
+
+
+def check(folder, *texts):
+    """Files of these texts, read for eight GPUs or, one alone, for one."""
+    files = [folder / f"{number}.yaml" for number in range(len(texts))]
+    for file, text in zip(files, texts, strict=True):
+        file.write_text(text)
+    data = {"hardware": {"device": "h100-sxm", "count": 8 if len(texts) > 1 else 1}}
+    return api.check(files, data)[1]
+
+
+def test_a_version_of_fsdp_that_is_not_said_is_accelerates_own(tmp_path):
+    """1, as its plugin has it; transformers' own arguments have 2 (test_check.py)."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    launch = LAUNCHERS["fsdp1"].replace("fsdp_version: 1, ", "")
+    plan = check(tmp_path, f"model_name_or_path: {MODEL}\n", launch)
+    assert plan.recipe.options["fsdp_version"] == FullyShardedDataParallelPlugin().fsdp_version == 1
+
+
+def test_logits_of_pairs_come_back_in_fp32_where_autocast_is_over_16_bits(tmp_path):
+    """accelerate's `ConvertOutputsToFp32` (prepare_model), which pure bf16 has not."""
+    text = "base_model: llama-3.2-1b\nrl: dpo\nbf16: {}\n"
+    under, pure = (check(tmp_path, text.format(asked)) for asked in ("true", "full"))
+    assert [plan.recipe.options["fp32_outputs"] for plan in (under, pure)] == [True, False]
+    assert under.memory.peak_allocated > pure.memory.peak_allocated

@@ -144,6 +144,7 @@ def test_a_reference_without_its_adapter_is_gathered_as_the_policy_is() -> None:
     ({**TWO, "parallel": {"dp_shard": 2}, "options": {"fsdp_version": 2}}, "under accelerate's"),
     ({"framework": "torchtune"}, "`objective: dpo` under `framework: torchtune`"),
     ({"framework": "deepspeed"}, "`objective: dpo` under `framework: deepspeed`"),
+    ({"framework": "hf-trainer", "loss": "chunked"}, "it is a loss of tokens"),
     ({"micro_batch": 3, "task": {"objective": "dpo", "global_batch": 6}}, "is odd"),
     ({"preference": {"reference": "adapter-off"}}, "has no adapter"),
     ({"framework": "memfit", "preference": {"reference": "second-model"}}, "holds one model"),
