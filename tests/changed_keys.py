@@ -66,7 +66,9 @@ def counts(recipe, key):
     if group == "preference":
         return recipe.prefers
     if group == "parallel":
-        return recipe.parallel.dp_shard > 1 and name in ("zero", "reshard_after_forward")
+        one = recipe.framework in ("hf-trainer", "trl")  # whose one policy is `zero`
+        names = ("zero",) if one else ("zero", "reshard_after_forward")
+        return recipe.parallel.dp_shard > 1 and name in names
     if key in ("base_format", "method"):
         return recipe.method == "lora" and key == "base_format"
     if key == "weights":

@@ -264,9 +264,19 @@ def test_8_bit_optimizers_beside_fsdp(tmp_path, text):
     assert (Kind.OPTIMIZER_STATE in plan.ledger.by_kind(Phase.OPTIMIZER_STEP)) is not away
 
 
-def test_weights_that_stay_whole_and_other_axes_are_refused(tmp_path):
+def test_weights_that_stay_whole_are_read_and_of_adapters_refused(tmp_path):
+    """SHARD_GRAD_OP: more than FULL_SHARD, and less than whole copies."""
+    ways = ("fsdp: shard_grad_op\n", "fsdp: full_shard\n", "")
+    kept, cut, copied = (check(tmp_path, MODEL + way, data=TWO_RANKS)[1] for way in ways)
+    assert (kept.recipe.parallel.zero, cut.recipe.parallel.zero) == (2, 3)
+    low, middle, high = (plan.memory.peak_allocated for plan in (cut, kept, copied))
+    assert low < middle < high
+    text = MODEL + "use_peft: true\nlora_target_modules: all-linear\nfsdp: shard_grad_op\n"
     with pytest.raises(InvalidRequest, match=r"`parallel\.zero: 2`"):
-        check(tmp_path, MODEL + "fsdp: shard_grad_op\n", data=TWO_RANKS)
+        check(tmp_path, text, data=TWO_RANKS)
+
+
+def test_other_axes_beside_fsdp_are_refused(tmp_path):
     text = (
         "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 2\n"
         "fsdp_config: {fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}\n"

@@ -178,7 +178,7 @@ def _fsdp(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
             policy = "HYBRID_SHARD" if whole else "HYBRID_SHARD_ZERO2"
     if p.zero == 3 and not p.reshard_after_forward:
         left["parallel.zero"] = "3 without resharding is FSDP's 2: weights stay after the forward"
-    if p.zero < 3 and p.reshard_after_forward:
+    if p.zero < 3 and p.reshard_after_forward and job.own:
         left["parallel.reshard_after_forward"] = f"true: of `zero: 3`, not {p.zero}"
     again, more = recomputes(job)
     left |= more

@@ -212,7 +212,7 @@ def _mesh(job: Job, left: dict[str, str]) -> dict[str, Any]:
     left |= write_zero(job)
     if p.zero == 3 and not p.reshard_after_forward:
         left["parallel.zero"] = "3 without resharding is FSDP's 2: weights stay after the forward"
-    if p.zero < 3 and p.reshard_after_forward:
+    if p.zero < 3 and p.reshard_after_forward and job.own:
         left["parallel.reshard_after_forward"] = f"true: of `zero: 3`, not {p.zero}"
     if recipe.options.get("fsdp_version") == 1:
         left["options.fsdp_version"] = "1: this file asks for 2, which accelerate keeps up"

@@ -92,6 +92,9 @@ def waits(model: Any) -> Callable[[bool], Any]:
         ("bf16", torch.float32, 768, 1, {"tied": True}),
         ("no", torch.bfloat16, 768, 3, {"tokens": 4, "ranks": 8}),
         ("bf16", torch.float32, 97, 1, {"tokens": 4, "ranks": 3}),
+        ("bf16", torch.float32, 96, 1, {"sharding_strategy": "SHARD_GRAD_OP"}),
+        ("no", torch.float32, 768, 2, {"sharding_strategy": "SHARD_GRAD_OP"}),
+        ("bf16", torch.float32, 96, 2, {"sharding_strategy": "SHARD_GRAD_OP", "cpu_offload": True}),
     ],
 )
 def test_a_rank_holds_what_flat_units_hold(
@@ -106,6 +109,7 @@ def test_a_rank_holds_what_flat_units_hold(
         recompute="full" if {"activation_checkpointing", "reentrant"} & changes.keys() else "none",
         options={"fsdp_version": 1, "reentrant": "reentrant" in changes},
         offload="parameters" if "cpu_offload" in changes else "none",
+        parallel={"dp_shard": shape["ranks"], "zero": 2 if "sharding_strategy" in changes else 3},
     )  # fmt: skip
     if "cpu_offload" in changes:
         on_host(monkeypatch)

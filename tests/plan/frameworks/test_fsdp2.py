@@ -62,15 +62,15 @@ def local(model: Any) -> list[torch.Tensor]:
     return [*(p.to_local() for p in model.parameters()), *model.buffers()]
 
 
-def prepare(model: Any) -> Any:
+def prepare(model: Any, *, reshards: bool = True) -> Any:
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
-    told = accelerator(make_plugin(2, reshard_after_forward=True), "bf16")
+    told = accelerator(make_plugin(2, reshard_after_forward=reshards), "bf16")
     return fsdp2_prepare_model(told, model)
 
 
-def real_rise(vocab: int, *, accumulation: int, **told: Any) -> int:
-    model = prepare(make_model(vocab, **told))
+def real_rise(vocab: int, *, accumulation: int, reshards: bool = True, **told: Any) -> int:
+    model = prepare(make_model(vocab, **told), reshards=reshards)
     return highest(model, lambda: local(model), waits(model), accumulation)
 
 
@@ -90,6 +90,23 @@ def test_a_rank_holds_what_accelerates_own_units_hold(
     with fake_world(WORLD, 0, "cpu", lambda _: None, lambda *_: None):
         theirs = real_rise(vocab, lora=lora, accumulation=accumulation, tied=tied)
     assert mine == pytest.approx(theirs, abs=SCALARS)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("accumulation", "vocab"), [(1, 96), (2, 96), (1, 768)])
+def test_weights_that_stay_whole_after_the_forward(
+    recompute: str, accumulation: int, vocab: int
+) -> None:
+    """SHARD_GRAD_OP, `reshard_after_forward: false`."""
+    parallel = {"dp_shard": RANKS, "zero": 2}
+    changes = {"method": "full", "recompute": recompute, "parallel": parallel}
+    mine = rise(ledger(vocab, accumulation, version=2, **changes))
+    cut = rise(ledger(vocab, accumulation, version=2, **changes | {"parallel": {"dp_shard": 2}}))
+    with fake_world(WORLD, 0, "cpu", lambda _: None, lambda *_: None):
+        again = False if recompute == "full" else None
+        theirs = real_rise(vocab, accumulation=accumulation, reshards=False, reentrant=again)
+    assert mine == pytest.approx(theirs, abs=SCALARS)
+    assert mine > cut
 
 
 @pytest.mark.parametrize(("lora", "reentrant"), [(False, True), (True, True), (True, False)])

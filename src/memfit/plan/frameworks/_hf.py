@@ -426,11 +426,11 @@ def check_base(job: Job) -> None:
             f"`parallel.dp_shard: {shards}` with `dp_replicate: {copies}` is not described",
             hint="one of both",
         )
+    if shards > 1:
+        _check_zero(recipe)
     if asks_version_2(job):
         check_units(job)
         return
-    if shards > 1 and recipe.parallel.zero != 3:
-        raise InvalidRequest("FSDP's SHARD_GRAD_OP (`parallel.zero: 2`) is not described")
     if shards > 1 and recipe.base_format == "int8":
         raise InvalidRequest(
             f"`base_format: int8` with `parallel.dp_shard: {shards}`: FSDP flattens no integers",
@@ -438,6 +438,22 @@ def check_base(job: Job) -> None:
         )
     if recipe.offload != "none" and shards == 1:
         raise InvalidRequest("`offload: parameters` is FSDP's", hint="`parallel: {dp_shard: N}`")
+
+
+def _check_zero(recipe: Recipe) -> None:
+    """FSDP cuts weights, gradients and states; whole weights may stay after the forward."""
+    zero = recipe.parallel.zero
+    if zero == 1:
+        raise InvalidRequest(
+            "`parallel.zero: 1` is none of FSDP's strategies",
+            hint="`zero: 2` (SHARD_GRAD_OP) or 3 (FULL_SHARD)",
+        )
+    if zero == 2 and recipe.method != "full":
+        raise InvalidRequest(
+            f"`parallel.zero: 2` (FSDP's SHARD_GRAD_OP) with `method: {recipe.method}` is not"
+            " described",
+            hint="`zero: 3` (FULL_SHARD)",
+        )
 
 
 def shared_values() -> dict[str, Any]:

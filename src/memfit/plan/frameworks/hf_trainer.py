@@ -26,7 +26,7 @@ class HfTrainer(Framework):
     title = "the step of transformers' Trainer"
     source = "transformers 5.23, peft 0.21, accelerate 1.15, bitsandbytes 0.50"
     values: ClassVar = shared_values() | {"offload": ("none", "parameters")}
-    axes = ("dp_replicate", "dp_shard")
+    axes = ("dp_replicate", "dp_shard", "zero")
     pairs = True
     knobs: ClassVar = hf_knobs()
     slack = Slack(

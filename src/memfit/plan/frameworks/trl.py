@@ -30,7 +30,7 @@ class Trl(Framework):
     values: ClassVar = shared_values() | {
         "recompute": ("full", "none"), "offload": ("none", "parameters"), "loss": ("plain",),
     }  # fmt: skip
-    axes = ("dp_replicate", "dp_shard")
+    axes = ("dp_replicate", "dp_shard", "zero")
     pairs = True
     knobs: ClassVar = hf_knobs() | {
         "version": Knob(
