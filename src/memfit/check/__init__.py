@@ -124,6 +124,11 @@ class Taken:
         self.inner.append(made)
         return made
 
+    def drop(self, keys: Iterable[str]) -> None:
+        """Keys that take no memory of the device are looked at, and say nothing."""
+        for key in keys:
+            self(key)
+
     def misspelt(self) -> Iterator[tuple[str, str]]:
         """Keys that were not looked at, each with one that was looked for in vain and is alike."""
         said = {*self.data, *(key for key in self.asked if key in self.whole)}

@@ -316,14 +316,7 @@ def read_fsdp(
         said.assume("`fsdp_forward_prefetch` gathers a block more in the forward: not counted")
     if find("ignored_modules") is not None:
         raise InvalidRequest(f"`fsdp_ignored_modules` {where}: {NOT_DESCRIBED}")
-    for key in QUIET_OF_FSDP:
-        find(key)
-
-
-def drop_quiet(taken: Taken) -> None:
-    """Keys that take no memory of the device are looked at, and say nothing."""
-    for key in QUIET:
-        taken(key)
+    config.drop(name for key in QUIET_OF_FSDP for name in (f"fsdp_{key}", key))
 
 
 def edit_steps(

@@ -40,8 +40,7 @@ def read_plugins(taken: Taken, said: Said) -> None:
     for name in plugins:
         if name not in (LIGER, CUT, *WITHOUT_BYTES):
             raise InvalidRequest(f"`plugins: [{name}]` in `{taken.file}`: {NOT_DESCRIBED}")
-    for key in [key for key in taken.data if key.startswith(("swanlab", "use_swanlab"))]:
-        taken(key)
+    taken.drop([key for key in taken.data if key.startswith(("swanlab", "use_swanlab"))])
     asked = [ours for theirs, ours in OPERATIONS.items() if taken(theirs, False)]
     fused, cut = bool(taken(FUSED, False)), taken("cut_cross_entropy", CUT in plugins)
     for key in ("liger_layer_norm", "liger_rms_norm_gated"):

@@ -110,9 +110,8 @@ def _relax(groups: Sequence[Group], predict: Predict) -> tuple[Chosen, Plan] | N
 
     None where not even the strongest edits of all fit.
     """
-    chosen = _find_strongest(groups, predict)
-    fitting = _try(chosen, predict)
-    if fitting is None:
+    chosen, fitting = _find_strongest(groups, predict)
+    if fitting is None or fitting.memory.verdict != "fits":
         return None
     for group in sorted(groups, key=lambda group: -group.rank):
         without = {other: edit for other, edit in chosen.items() if other is not group}
@@ -124,21 +123,21 @@ def _relax(groups: Sequence[Group], predict: Predict) -> tuple[Chosen, Plan] | N
     return chosen, fitting
 
 
-def _find_strongest(groups: Sequence[Group], predict: Predict) -> Chosen:
-    """The last edit of each; where the tool cannot have all of them, what it can have of them."""
-    strongest = {group: group.edits[-1] for group in groups}
-    return _gather(groups, predict) if _predict(strongest, predict) is None else strongest
-
-
-def _gather(groups: Sequence[Group], predict: Predict) -> Chosen:
-    """Group by group, the strongest edit that the tool can have beside those before it."""
-    chosen: Chosen = {}
+def _find_strongest(groups: Sequence[Group], predict: Predict) -> tuple[Chosen, Plan | None]:
+    """The last edit of each; where the tool cannot have all of them, what it can have of them:
+    group by group, the strongest beside those before it."""
+    chosen = {group: group.edits[-1] for group in groups}
+    plan = _predict(chosen, predict)
+    if plan is not None:
+        return chosen, plan
+    chosen = {}
     for group in groups:
         for edit in reversed(group.edits):
-            if _predict({**chosen, group: edit}, predict) is not None:
-                chosen[group] = edit
+            found = _predict({**chosen, group: edit}, predict)
+            if found is not None:
+                chosen[group], plan = edit, found
                 break
-    return chosen
+    return chosen, plan
 
 
 def _predict(chosen: Chosen, predict: Predict) -> Plan | None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, final
 from memfit.check import Reader, Said, Taken, find_named, read_file, readers
 from memfit.check._hf import NOT_DESCRIBED, read_fsdp
 from memfit.check._smaller import Edit, find
-from memfit.check.deepspeed import HOST, drop, edit_offload, put_offload
+from memfit.check.deepspeed import HOST, edit_offload, put_offload
 from memfit.errors import InvalidRequest
 
 QUIET = (
@@ -17,6 +17,10 @@ QUIET = (
     "main_process_ip", "rdzv_backend", "same_network", "tpu_env", "tpu_use_cluster", "debug",
     "tpu_use_sudo", "use_cpu", "downcast_bf16", "enable_cpu_affinity", "gpu_ids", "mixed_precision",
 )  # fmt: skip
+OFFLOAD = tuple(
+    f"deepspeed_config.{key}"
+    for key in ("offload_optimizer_device", "offload_param_device", "zero_stage")
+)
 QUIET_OF_ZERO = (
     "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_multinode_launcher",
     "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
@@ -40,7 +44,7 @@ class AccelerateReader(Reader):
         """Shards of weights and gradients too; recompute, which FSDP's plugin wraps."""
         if data.get("distributed_type") == "DEEPSPEED":
             stage = find(data, "deepspeed_config.zero_stage") or 2
-            yield edit_offload(data, "deepspeed_config.", stage, device="_device")
+            yield edit_offload(data, stage, OFFLOAD)
             yield [Edit({"deepspeed_config.zero_stage": later}) for later in range(stage + 1, 4)]
         if data.get("distributed_type") == "FSDP":
             if not find(data, "fsdp_config.fsdp_offload_params"):
@@ -77,8 +81,7 @@ class AccelerateReader(Reader):
         mesh("parallelism_config_dp_shard_size")
         for axis in ("dp_replicate", "tp", "cp", "sp"):
             mesh.refuse(f"parallelism_config_{axis}_size", (1,), NOT_DESCRIBED)
-        for key in (*QUIET, "fsdp_config", "deepspeed_config"):  # of another `distributed_type`
-            taken(key)
+        taken.drop((*QUIET, "fsdp_config", "deepspeed_config"))  # of another `distributed_type`
 
 
 def _count(taken: Taken, said: Said) -> None:
@@ -94,7 +97,7 @@ def _count(taken: Taken, said: Said) -> None:
 
 
 def _read_deepspeed(config: Taken, said: Said) -> None:
-    drop(config, QUIET_OF_ZERO)
+    config.drop(QUIET_OF_ZERO)
     if named := config("deepspeed_config_file"):
         read_file(find_named(str(named), config.file), said)
         return

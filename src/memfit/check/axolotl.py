@@ -9,7 +9,7 @@ from typing import Any, ClassVar, final
 from memfit.check import Reader, Said, Taken, find_named, read_file, readers
 from memfit.check._hf import (
     NOT_DESCRIBED,
-    drop_quiet,
+    QUIET,
     edit_reference,
     edit_steps,
     keep_short,
@@ -128,7 +128,7 @@ class AxolotlReader(Reader):
         read_plugins(taken, said)
         for key in (*OTHERS, "rl", *LORA_KERNELS):
             taken.refuse(key, (False, []), NOT_DESCRIBED)
-        drop_quiet(taken)
+        taken.drop(QUIET)
 
     def _pairs(self, taken: Taken, said: Said) -> None:
         taken("rl")

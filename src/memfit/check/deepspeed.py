@@ -24,7 +24,10 @@ OFF: dict[str, tuple[Any, ...]] = {
     "tensor_parallel": ({"autotp_size": 0}, {"autotp_size": 1}),
 }  # fmt: skip
 HOST = ("none", "cpu")
-STAGE = {".device": "stage", "_device": "zero_stage"}  # beside keys of either ending
+OFFLOAD = tuple(
+    f"zero_optimization.{key}"
+    for key in ("offload_optimizer.device", "offload_param.device", "stage")
+)
 # how shards are reduced, loaded and saved
 QUIET_OF_ZERO = (
     "reduce_scatter", "allgather_partitions", "round_robin_gradients", "ignore_unused_parameters",
@@ -70,7 +73,7 @@ class DeepSpeedReader(Reader):
         """States and weights on the host; later stages of ZeRO; smaller pieces of the batch where
         the file says their size."""
         stage = find(data, "zero_optimization.stage") or 0
-        yield edit_offload(data, "zero_optimization.", stage, device=".device")
+        yield edit_offload(data, stage, OFFLOAD)
         yield [Edit({"zero_optimization.stage": later}) for later in range(stage + 1, 4)]
         if "train_micro_batch_size_per_gpu" in data:
             yield split(data, "train_micro_batch_size_per_gpu", 1)
@@ -102,7 +105,7 @@ class DeepSpeedReader(Reader):
             section = taken.inside(name)
             if section("enabled") is True:
                 said.put("precision", precision)
-            drop(section, QUIET_OF_PRECISION)
+            section.drop(QUIET_OF_PRECISION)
         micro = taken("train_micro_batch_size_per_gpu", kind=int)
         if micro is not None:
             said.put("micro_batch", micro)
@@ -112,8 +115,8 @@ class DeepSpeedReader(Reader):
             said.put("optimizer.clip_norm", clip)
         self._optimizer(taken, said)
         self._schedule(taken.inside("scheduler"), said)
-        drop(taken, QUIET)
-        drop(zero, QUIET_OF_ZERO)
+        taken.drop(QUIET)
+        zero.drop(QUIET_OF_ZERO)
 
     def _offload(self, zero: Taken, said: Said, stage: int) -> None:
         """States on the host, and weights beside them; what waits on a disk is not described."""
@@ -130,7 +133,7 @@ class DeepSpeedReader(Reader):
                     f"`zero_optimization.{name}.{key}: {value}` in `{zero.file}` is not described"
                 )
             devices.append(device)
-            drop(made, QUIET_OF_ZERO)
+            made.drop(QUIET_OF_ZERO)
         if zero("cpu_offload", False):  # before 2021
             devices[0] = "cpu"
         put_offload(said, stage, *devices, where=f"`zero_optimization` in `{zero.file}`")
@@ -144,7 +147,7 @@ class DeepSpeedReader(Reader):
             said.put("optimizer.warmup_steps", steps)
         if kind != "WarmupLR" and (steps := params("total_num_steps", kind=int)):
             said.put("task.steps", steps)
-        drop(params, QUIET_OF_STEPS)
+        params.drop(QUIET_OF_STEPS)
 
     def _optimizer(self, taken: Taken, said: Said) -> None:
         if not taken.data.get("optimizer"):
@@ -164,24 +167,21 @@ class DeepSpeedReader(Reader):
         if (betas := params("betas", kind=tuple[float, float])) is not None:
             said.put("optimizer.beta1", betas[0])
             said.put("optimizer.beta2", betas[1])
-        drop(params, QUIET_OF_STEPS)
+        params.drop(QUIET_OF_STEPS)
 
 
-def drop(taken: Taken, keys: Iterable[str]) -> None:
-    """Keys that take no memory of the device are looked at, and say nothing."""
-    for key in keys:
-        taken(key)
-
-
-def edit_offload(data: Mapping[str, Any], within: str, stage: int, *, device: str) -> list[Edit]:
-    """States on the host, then weights, too; within, device: what stands around their keys."""
-    states, weights = f"{within}offload_optimizer{device}", f"{within}offload_param{device}"
-    keys: dict[str, Any] = {}
+def edit_offload(data: Mapping[str, Any], stage: int, keys: tuple[str, ...]) -> list[Edit]:
+    """States on the host, then weights, too, which are of stage 3; keys: of both, and of the
+    stage."""
+    states, weights, which = keys
+    told: dict[str, Any] = {}
     found: list[Edit] = []
-    for key, least in ((states, stage), (weights, 3)):
+    for key in (states, weights):
         if find(data, key) != "cpu":
-            keys = {**keys, key: "cpu"} | ({f"{within}{STAGE[device]}": 3} if least > stage else {})
-            found.append(Edit(keys))
+            told = {**told, key: "cpu"}
+            if key == weights and stage < 3:
+                told[which] = 3
+            found.append(Edit(told))
     return found if stage else []
 
 

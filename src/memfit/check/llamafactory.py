@@ -9,7 +9,7 @@ from typing import Any, ClassVar, final
 from memfit.check import Reader, Said, Taken, find_named, read_file, readers
 from memfit.check._hf import (
     NOT_DESCRIBED,
-    drop_quiet,
+    QUIET,
     edit_steps,
     keep_short,
     put_double,
@@ -114,7 +114,7 @@ class LlamaFactoryReader(Reader):
             taken.refuse(key, (False, ""), NOT_DESCRIBED)
         for key in ("fsdp", "fsdp_config"):
             taken.refuse(key, ("",), "the launcher's file says it")
-        drop_quiet(taken)
+        taken.drop(QUIET)
 
     def _pairs(self, taken: Taken, said: Said) -> None:
         taken.refuse("pref_loss", ("sigmoid",), "DPO's own loss is described, `sigmoid`")

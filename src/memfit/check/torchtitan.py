@@ -107,8 +107,7 @@ class TorchtitanReader(Reader):
         if any([taken(name, False) for name in names]):
             said.put("options.async_tp", True)
         _loss(taken, said)
-        for key in ("compile.components", "training.mixed_precision_reduce"):
-            taken(key)
+        taken.drop(("compile.components", "training.mixed_precision_reduce"))
 
     def _mesh(self, taken: Taken, said: Said) -> dict[str, Any]:
         mesh = {

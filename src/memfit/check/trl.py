@@ -9,7 +9,7 @@ from typing import Any, ClassVar, final
 from memfit.check import Reader, Said, Taken, readers
 from memfit.check._hf import (
     NOT_DESCRIBED,
-    drop_quiet,
+    QUIET,
     edit_reference,
     edit_steps,
     put_double,
@@ -118,7 +118,7 @@ class TrlReader(Reader):
         read_liger(taken, said, "use_liger_kernel", loss=said.get("options.version") == "0.29")
         for key in REFUSED:
             taken.refuse(key, (False, []), NOT_DESCRIBED)
-        drop_quiet(taken)
+        taken.drop(QUIET)
 
 
 def _compares(taken: Taken, said: Said) -> bool:
@@ -142,8 +142,7 @@ def _refuse_others(taken: Taken, said: Said, *, pairs: bool) -> None:
     taken.refuse("loss_type", SIGMOID, "DPO's own loss is described, `sigmoid`")
     for key in OTHER_TRAINERS:
         taken.refuse(key, (False,), NOT_DESCRIBED)
-    for key in QUIET_OF_PAIRS:
-        taken(key)
+    taken.drop(QUIET_OF_PAIRS)
 
 
 def _read_reentrant(taken: Taken, said: Said, *, adapted: bool, again: bool) -> None:

@@ -18,8 +18,20 @@ SAYS = frozenset({
 })  # fmt: skip
 
 
+class Launches(Target):
+    """A target that writes DeepSpeed's file beside its own, where the plan is of its step."""
+
+    def says_of(self, job: Job) -> frozenset[str]:
+        """See `Target.says_of`."""
+        if not uses_deepspeed(job):
+            return self.says
+        from memfit.export.deepspeed import SIZES
+
+        return self.says | {"parallel.zero", *(f"options.{ours}" for ours in SIZES)}
+
+
 @final
-class Accelerate(Target):
+class Accelerate(Launches):
     """What starts the processes; batch, optimizer and model are the script's."""
 
     name = "accelerate"
@@ -32,10 +44,6 @@ class Accelerate(Target):
     )
     says: ClassVar = SAYS | {"recompute_blocks"}
     axes: ClassVar = FSDP_AXES | {"tp", "cp"}
-
-    def says_of(self, job: Job) -> frozenset[str]:
-        """See `Target.says_of`."""
-        return self.says | says_beside(job)
 
     def draft(self, job: Job) -> Draft:
         """See `Target.draft`."""
@@ -74,20 +82,8 @@ def uses_deepspeed(job: Job) -> bool:
     return job.recipe.framework == "deepspeed"
 
 
-def says_beside(job: Job) -> frozenset[str]:
-    """What DeepSpeed's file says beside a launcher's or a trainer's."""
-    from memfit.export.deepspeed import SIZES
-
-    sizes = (f"options.{ours}" for ours in SIZES)
-    return frozenset({"parallel.zero", *sizes}) if uses_deepspeed(job) else frozenset()
-
-
-class Trains(Target):
+class Trains(Launches):
     """A target that starts transformers' Trainer, or one built on it, with DeepSpeed or without."""
-
-    def says_of(self, job: Job) -> frozenset[str]:
-        """See `Target.says_of`."""
-        return self.says | says_beside(job)
 
     def find_peak(self, job: Job, draft: Draft) -> Peak:
         """See `Target.find_peak`."""

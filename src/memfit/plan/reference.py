@@ -81,6 +81,7 @@ def _near(name: str) -> str:
     return did_you_mean(name, alike)
 
 
+@lru_cache(maxsize=256)  # each change to a file asks again
 def _read_hub(name: str) -> ModelReference:
     """config.json of a hub id, from the local cache or the hub."""
     import json

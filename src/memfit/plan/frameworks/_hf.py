@@ -20,7 +20,7 @@ from memfit.families.forward import Embedded, Forward, Weights, project
 from memfit.ledger import Kind, Ledger
 from memfit.model import DTYPE_BYTES, Model, Weight
 from memfit.nouns import Noun
-from memfit.plan.frameworks import Job, Knob
+from memfit.plan.frameworks import Framework, Job, Knob, Slack
 from memfit.plan.frameworks._assembly import (
     Held,
     Simulated,
@@ -355,11 +355,6 @@ def predict_hf(job: Job) -> Ledger:
     return assemble(job, simulated, load=weights, held=held, update=update)
 
 
-def hf_on_host(job: Job) -> int:
-    """See `Framework.on_host`: shards of FSDP, as they are stored."""
-    return shards_on_host(job.recipe, widened(job.recipe, hf_model(job)))
-
-
 def _sharded(job: Job, model: Model, simulated: Simulated) -> Ledger:
     """FSDP1 with adapters: trained matrices beside frozen ones have units of their own."""
     recipe, ranks = job.recipe, job.recipe.parallel.dp_shard
@@ -470,3 +465,26 @@ def shared_values() -> dict[str, Any]:
         "compile": ("none",),
         "offload": ("none",),
     }
+
+
+class HfFramework(Framework):
+    """transformers' Trainer and what is built on it; accelerate shares a model's ranks."""
+
+    axes = ("dp_replicate", "dp_shard", "zero")
+    pairs = True
+    slack = Slack(
+        low=1.0, typical=1.04, high=1.12,
+        source="bench/certify.py's replays of the allocator over steps without recompute",
+    )  # fmt: skip
+
+    def check(self, job: Job) -> None:
+        """See `Framework.check`."""
+        check_base(job)
+
+    def on_host(self, job: Job) -> int:
+        """See `Framework.on_host`: shards of FSDP, as they are stored."""
+        return shards_on_host(job.recipe, widened(job.recipe, hf_model(job)))
+
+    def predict(self, job: Job) -> Ledger:
+        """See `Framework.predict`."""
+        return predict_hf(job)

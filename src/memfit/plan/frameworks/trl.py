@@ -8,20 +8,13 @@ from __future__ import annotations
 
 from typing import ClassVar, final
 
-from memfit.ledger import Ledger
-from memfit.plan.frameworks import Framework, Job, Knob, Slack, frameworks
-from memfit.plan.frameworks._hf import (
-    check_base,
-    hf_knobs,
-    hf_on_host,
-    predict_hf,
-    shared_values,
-)
+from memfit.plan.frameworks import Knob, frameworks
+from memfit.plan.frameworks._hf import HfFramework, hf_knobs, shared_values
 from memfit.plan.frameworks._pairs import BY_VERSION, TILED, WHOSE
 
 
 @final
-class Trl(Framework):
+class Trl(HfFramework):
     """SFTConfig's defaults: bf16, gradient checkpointing."""
 
     name = "trl"
@@ -30,8 +23,6 @@ class Trl(Framework):
     values: ClassVar = shared_values() | {
         "recompute": ("full", "none"), "offload": ("none", "parameters"), "loss": ("plain",),
     }  # fmt: skip
-    axes = ("dp_replicate", "dp_shard", "zero")
-    pairs = True
     knobs: ClassVar = hf_knobs() | {
         "version": Knob(
             default=TILED, means="TRL's: 1.16 makes its loss from tiles of the logits, 0.29 whole",
@@ -49,22 +40,6 @@ class Trl(Framework):
             default=False, means="prepare_model_for_kbit_training, as TRL did until 0.24"
         ),
     }  # fmt: skip
-    slack = Slack(
-        low=1.0, typical=1.04, high=1.12,
-        source="bench/certify.py's replays of the allocator over steps without recompute",
-    )  # fmt: skip
-
-    def check(self, job: Job) -> None:
-        """See `Framework.check`."""
-        check_base(job)
-
-    def on_host(self, job: Job) -> int:
-        """See `Framework.on_host`."""
-        return hf_on_host(job)
-
-    def predict(self, job: Job) -> Ledger:
-        """See `Framework.predict`."""
-        return predict_hf(job)
 
 
 frameworks.register("trl")(Trl())
