@@ -51,7 +51,7 @@ def _say(change: Change) -> str:
         for one in change.edited
     ]
     time = "" if change.relative_time is None else f", step time x {change.relative_time:.2f}"
-    taken = f"; {'; '.join(change.assumed)}" if change.assumed else ""
+    taken = f"; assumed: {'; '.join(change.assumed)}" if change.assumed else ""
     return f"{', '.join(keys)} -> {show_bytes(change.needed)}{time}: {change.keeps}{taken}"
 
 
