@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from memfit import api
-from memfit.certify.tape import CAUGHT_UP, EMPTIED, FREED, USED, Event
+from memfit.allocator.tape import CAUGHT_UP, EMPTIED, FREED, USED, Event
 from memfit.errors import InvalidRequest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))

@@ -41,6 +41,21 @@ def test_each_quantity_has_its_own_units():
     assert units.parse_count(7) == 7
 
 
+@pytest.mark.parametrize(
+    ("text", "flop"),
+    [
+        ("1000 TFLOP-seconds", 1e15),
+        ("1 TFLOPS-second", 1e12),
+        ("1 PFLOP/s-days", 1e15 * 86_400),
+        ("3.14 ZFLOP", 3.14e21),
+        ("2 EFLOP-hours", 2e18 * 3600),
+        ("5 YFLOPs", 5e24),
+    ],
+)
+def test_compute_is_read_as_a_rate_over_a_while(text, flop):
+    assert units.parse_flop(text) == pytest.approx(flop)
+
+
 @given(st.integers(min_value=0, max_value=2**50))
 def test_shown_bytes_are_within_half_of_their_last_digit(n):
     value, unit = units.show_bytes(n, digits=3).split()

@@ -28,17 +28,22 @@ class StepMemory(Noun, frozen=True, kw_only=True):
 
 
 def draw_step(
-    request: Request, rank: int | None, find_plan: Callable[[Request], Plan]
+    request: Request,
+    rank: int | None,
+    find_plan: Callable[[Request], Plan],
+    on_phase: Callable[[str], None] = lambda _: None,
 ) -> StepMemory:
     """Of the plan; where none describes what many ranks can run, of what the request states.
 
+    on_phase: called with what begins, for whoever shows progress.
     Raises as `certify` does, and InvalidRequest for another framework's step.
     """
     from memfit.certify.recording import read_recording
     from memfit.curve import draw_curve, pack
 
-    check_own_step(request)
+    check_own_step(request.framework)
     plan, because = None, ""
+    on_phase("planning")
     try:
         plan = find_plan(request)
         recipe, usable = plan.recipe, plan.memory.usable
@@ -51,7 +56,9 @@ def draw_step(
         because = f"{refusal.message}; certified as stated, with plain defaults ({became})"
     with tempfile.TemporaryDirectory(prefix="memfit-") as place:
         tape = Path(place) / "recording"
+        on_phase("running the step on fake tensors")
         certificate = proving.certify(recipe, usable=usable, tape=tape, rank=rank)
+        on_phase("drawing")
         curve = pack(draw_curve(read_recording(tape)))
     return StepMemory(
         certificate=certificate, plan=plan, because=because, ranks=recipe.parallel.world,

@@ -38,12 +38,25 @@ _SECONDS = {
     "min": 60.0,
     "h": HOUR,
     "d": DAY,
-    "days": DAY,
-    "day": DAY,
-}
+    **{
+        f"{word}{many}": seconds
+        for word, seconds in (
+            ("second", 1.0), ("minute", 60.0), ("hour", HOUR), ("day", DAY), ("week", 7 * DAY),
+        )
+        for many in ("", "s")
+    },
+}  # fmt: skip
 _FLOPS = {f"{p}FLOP/s": _DECIMAL[p] for p in ("", "M", "G", "T", "P", "E")}
-_FLOP = {f"{p}FLOP": _DECIMAL[p] for p in ("", "M", "G", "T", "P", "E")} | {
-    "PFLOP-days": PFLOP_DAY, "PFLOP-day": PFLOP_DAY, "PF-days": PFLOP_DAY,
+_LARGE = {p: _DECIMAL[p] for p in ("", "M", "G", "T", "P", "E")} | {"Z": 1e21, "Y": 1e24}
+_FLOP = {f"{p}FLOP{s}": factor for p, factor in _LARGE.items() for s in ("", "s")}
+_FLOP |= {  # a rate over a while: 10 TFLOP-seconds are what 10 TFLOP/s compute in one second
+    f"{p}{unit}-{while_}": factor * seconds
+    for p, factor in _LARGE.items()
+    for unit in ("FLOP", "FLOPS", "FLOP/s", *("F" * bool(p)))
+    for while_, seconds in {
+        "second": 1.0, "seconds": 1.0, "s": 1.0, "hour": HOUR, "hours": HOUR, "h": HOUR,
+        "day": DAY, "days": DAY, "d": DAY,
+    }.items()
 }  # fmt: skip
 _RATE = {f"{u}/s": f for u, f in _BYTES.items()}
 _MONEY = {"USD": 1.0}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from memfit.allocator.tape import CAUGHT_UP, FREED, USED, Event
 from memfit.allocator_settings import UNLIMITED, Settings
-from memfit.certify.tape import CAUGHT_UP, FREED, USED, Event
 from memfit.units import GIB, KIB, MIB
 
 requests = st.lists(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from memfit.allocator.caching import CachingAllocator, OutOfMemory, replay
+from memfit.allocator.tape import CAUGHT_UP, EMPTIED, FREED, USED, Event
 from memfit.allocator_settings import Settings
-from memfit.certify.allocator import CachingAllocator, OutOfMemory, replay
-from memfit.certify.tape import CAUGHT_UP, EMPTIED, FREED, USED, Event
 from memfit.units import KIB, MIB
 
 EXPANDABLE = Settings(expandable_segments=True)

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tapes import configurations, requests, tape_of
 
+from memfit.allocator.caching import CachingAllocator, OutOfMemory, follow, replay
+from memfit.allocator.tape import EMPTIED, FREED, Event
 from memfit.allocator_settings import Settings
-from memfit.certify.allocator import CachingAllocator, OutOfMemory, follow, replay
-from memfit.certify.tape import EMPTIED, FREED, Event
 from memfit.units import MIB
 
 

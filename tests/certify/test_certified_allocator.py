@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from tiny_steps import CPU, H100, make_recipe
 
+from memfit.allocator.caching import replay
 from memfit.allocator_settings import Settings
 from memfit.certify import trace
-from memfit.certify.allocator import replay
 from memfit.certify.certificate import make_certificate
 from memfit.errors import InvalidRequest
 from memfit.results import Certificate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tiny_steps import CONFIGS, CPU, H100, make_recipe
 
-from memfit.certify.allocator import Settings, replay
+from memfit.allocator.caching import Settings, replay
 from memfit.certify.certificate import make_certificate
 from memfit.certify.tracing import trace_step
 from memfit.shapes import BatchShape, RowBounds, bounding_shapes, evaluation_shapes

@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from memfit.allocator.caching import replay
 from memfit.allocator_settings import Settings
 from memfit.catalog import find_device
 from memfit.certify import trace
-from memfit.certify.allocator import replay
 from memfit.certify.cuda_kernels import attention_backend
 from memfit.certify.fake_device import device_type, fake_device
 from memfit.certify.tracing import trace_step

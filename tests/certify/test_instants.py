@@ -151,6 +151,16 @@ def test_files_that_are_not_here_are_taken_as_fp32_and_said_so(tmp_path) -> None
     assert any("`someone/a-model-nobody-has` are not here" in bound for bound in far.bounds)
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "qwen3_moe"])
+def test_files_of_experts_that_are_not_here(family: str) -> None:
+    """Their matrices are stored one by one; what else there is of experts is no matrix."""
+    recipe = make_recipe(family, **BF16)
+    reference = replace(recipe.model, source="someone/a-model-nobody-has")
+    gone = replace(recipe, weights="pretrained", model=reference)
+    held = trace_step(gone, CPU).ledger.by_kind(Phase.LOAD)
+    assert held[Kind.TEMPORARY] >= 250 * 64 * 4  # the embedding, or what is larger, as fp32
+
+
 def test_a_gpu_holds_nothing_but_its_parameters_while_they_are_loaded(tmp_path) -> None:
     recipe = pretrained(tmp_path / "base", "fp32", **BF16)
     held = trace_step(recipe, H100).ledger.by_kind(Phase.LOAD)

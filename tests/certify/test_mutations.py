@@ -11,8 +11,8 @@ import pytest
 from tiny_steps import CPU, H100, make_recipe, watch_real_step
 from torch.nn.attention import SDPBackend
 
+from memfit.allocator.caching import CachingAllocator, Settings
 from memfit.certify import cuda_kernels, fake_device, trace
-from memfit.certify.allocator import CachingAllocator, Settings
 from memfit.certify.recorder import Recorder
 from memfit.certify.tracing import worst_shapes
 from memfit.errors import NotCertified

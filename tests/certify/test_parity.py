@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tapes import configurations, requests, tape_of
 
+from memfit.allocator.caching import OutOfMemory, follow, replay
+from memfit.allocator.tape import CAUGHT_UP, EMPTIED, FREED, USED, Event, Frame
 from memfit.allocator_settings import UNLIMITED, Settings
-from memfit.certify.allocator import OutOfMemory, follow, replay
 from memfit.certify.parity import check_recording, read_snapshot
 from memfit.certify.snapshot import RecordingAllocator, nowhere, write_snapshot
-from memfit.certify.tape import CAUGHT_UP, EMPTIED, FREED, USED, Event, Frame
 from memfit.errors import InvalidRequest
 from memfit.units import GIB, MIB
 

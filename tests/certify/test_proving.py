@@ -31,7 +31,7 @@ STATED = {
 
 
 @pytest.fixture(autouse=True)
-def in_this_process(monkeypatch):
+def in_this_process(monkeypatch, tensors_alone):
     """As the child certifies (tests/certify/test_certificate.py), without its imports each time."""
 
     def prove(recipes, usable):
@@ -144,7 +144,7 @@ def test_a_certificate_that_refutes_its_plan_tightens_the_search() -> None:
     proof = certified(asked)
     assert proof.memory.verdict == "fits"
     higher = msgspec.structs.replace(
-        proof.memory, peak_allocated=24 * MIB, verdict="does_not_fit"
+        proof.memory, peak_allocated=24 * MIB, device_total=24 * MIB, verdict="does_not_fit"
     )  # as if the certificate had found more than was predicted
     excess = 24 * MIB - asked.memory.peak_allocated
     nearest = proving.find_nearest(asked, msgspec.structs.replace(proof, memory=higher))

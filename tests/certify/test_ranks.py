@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -214,17 +215,21 @@ def run_ranks(recipes: list[Recipe], world: int, folder: Path) -> list[list[dict
         "OMP_NUM_THREADS": "1",
     }
     files = (folder / "store", folder / "cases")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(world), *files, folder / f"{rank}"],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    said = [rank.communicate(timeout=500)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * world, said
+    ranks = []
+    for rank in range(world):
+        with (folder / f"said-{rank}").open("w") as said:
+            asked = [sys.executable, str(WORKER), str(rank), str(world), *files, folder / f"{rank}"]
+            ranks.append(subprocess.Popen(asked, env=environment, stderr=said))
+    try:
+        while any(rank.poll() is None for rank in ranks):
+            assert not any(rank.poll() for rank in ranks), "a rank was lost"
+            time.sleep(0.05)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+            sys.stderr.write((folder / f"said-{ranks.index(rank)}").read_text())
+    assert [rank.returncode for rank in ranks] == [0] * world
     return [pickle.loads((folder / f"{rank}").read_bytes()) for rank in range(world)]
 
 

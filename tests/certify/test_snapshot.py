@@ -8,10 +8,10 @@ import pickle
 import pytest
 from torch.cuda import _memory_viz as viewer
 
+from memfit.allocator.caching import replay
+from memfit.allocator.tape import CAUGHT_UP, FREED, USED, Event, Frame
 from memfit.allocator_settings import Settings
-from memfit.certify.allocator import replay
 from memfit.certify.snapshot import write_snapshot
-from memfit.certify.tape import CAUGHT_UP, FREED, USED, Event, Frame
 from memfit.units import GIB, MIB
 
 NATIVE = Settings()

@@ -12,10 +12,10 @@ from msgspec.structs import replace
 from tiny_steps import CPU, H100, make_recipe
 
 from memfit import timeline_files
+from memfit.allocator.tape import Event
 from memfit.certify.certificate import make_certificate
 from memfit.certify.recording import Recording, read_recording
-from memfit.certify.tape import Event
-from memfit.curve import STRETCHES, draw_curve, walk
+from memfit.curve import AROUND, STRETCHES, draw_curve, walk
 from memfit.errors import InvalidRequest
 from memfit.ledger import Phase
 from memfit.report_page.timeline import _ticks, render_timeline
@@ -90,8 +90,10 @@ def test_thinning_keeps_the_highest_event_of_every_stretch() -> None:
     )  # fmt: skip
     totals = [state.tensors for state in walk(recording)]
     curve = draw_curve(recording)
-    assert len(curve.points) <= 2 * STRETCHES + 5
+    assert len(curve.points) <= 2 * STRETCHES + 2 * AROUND + 5
     assert (curve.peak.event, curve.peak.total) == (62_468, 10**6)
+    near = range(62_468 - AROUND, 62_468 + AROUND + 1)
+    assert set(near) <= {p.event for p in curve.points}  # all of it can be zoomed into
     drawn = {p.event: p.total for p in curve.points}
     size = -(-len(events) // STRETCHES)
     for start in range(0, len(events), size):
@@ -100,6 +102,25 @@ def test_thinning_keeps_the_highest_event_of_every_stretch() -> None:
         assert max(kept) == max(totals[i] for i in stretch)
         assert min(kept) == min(totals[i] for i in stretch)
     assert curve.stretches == [("load", 0, 20_001), ("forward", 20_001, 90_000)]
+
+
+def test_thinning_keeps_the_highest_of_each_stream_and_of_what_is_reserved(made) -> None:
+    """A stream's only tensor may live for one event, which is no summit of the whole."""
+    _, recording = made
+    if recording.settings is None:
+        return
+    first = recording.events[0]
+    busy = [Event(10**6 + n // 2, 8192 * (1 - n % 2), 0) for n in range(40_000)]
+    spike = [Event(10**7, 4096, 9), Event(10**7, 0, 9)]
+    events = (first, *busy[:20_002], *spike, *busy[20_002:])
+    made_up = Tensor(nbytes=8192, kind="temporary", module="", op="mm")
+    tensors = {first.tensor: recording.tensors[first.tensor], 10**7: replace(made_up, nbytes=4096)}
+    tensors |= {event.tensor: made_up for event in busy}
+    curve = draw_curve(replace(
+        recording, events=events, tensors=tensors, marks=(), stretches=(Phase.FORWARD,),
+    ))  # fmt: skip
+    at = [stream.number for stream in curve.streams].index(9)
+    assert max(p.streams[at] for p in curve.points) == 4096
 
 
 def test_the_page_stands_alone_and_escapes_what_it_shows(made) -> None:

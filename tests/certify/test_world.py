@@ -9,12 +9,12 @@ from tiny_steps import A100, CONFIGS, CPU, H100, make_device, make_recipe
 from torch.distributed.tensor import DTensor, Shard
 
 from memfit.adapters import find_adapter
+from memfit.allocator.tape import CAUGHT_UP, FREED, USED, Event
 from memfit.catalog.overheads import find_outside, find_overhead
 from memfit.certify import trace
 from memfit.certify.certificate import make_certificate
 from memfit.certify.fake_device import fake_device
 from memfit.certify.recorder import Recorder
-from memfit.certify.tape import CAUGHT_UP, FREED, USED, Event
 from memfit.certify.world import fake_world
 from memfit.errors import InvalidRequest, NotCertified
 from memfit.families import read_model

@@ -77,7 +77,7 @@ def apply(module: nn.Module, recipe: Recipe, rows: Model, *, magnitudes: bool = 
 def base_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """See `Adapter.base_parameters`."""
     return {
-        name.removeprefix(PREFIX).replace(".base_layer.", "."): parameter
+        base_name(name): parameter
         for name, parameter in module.named_parameters()
         if ".lora_" not in name
     }
@@ -100,6 +100,11 @@ def reset(module: nn.Module, also: Callable[[Any, str], None] = lambda *_: None)
         with whole(layer.lora_A), whole(layer.lora_B):
             layer.reset_lora_parameters(name, init_lora_weights=True)
         also(layer, name)
+
+
+def base_name(name: str) -> str:
+    """What the base model calls a parameter of peft's module."""
+    return name.removeprefix(PREFIX).replace(".base_layer.", ".")
 
 
 def stored_name(name: str) -> str:

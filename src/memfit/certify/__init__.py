@@ -11,7 +11,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +23,7 @@ from memfit.errors import Error, InvalidRequest, NotCertified
 from memfit.hardware import Device
 from memfit.ledger import Phase
 from memfit.nouns import Noun, from_data, to_data, to_json
-from memfit.recipe import Recipe
+from memfit.recipe import ADAPTED, Recipe
 from memfit.results import Certificate
 from memfit.shapes import BatchShape as BatchShape
 from memfit.shapes import RowBounds
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 NEEDED = ("torch", "transformers", "peft")
 OLDEST_TORCH, NEWEST_TORCH = "2.11", "2.13"  # tried; the self-check judges a newer one
 LAST_LINES = 15  # of a crashed child's output, shown to the user
+_HERE: ContextVar[bool] = ContextVar("certify in this process", default=False)
 
 
 class Order(Noun, frozen=True, kw_only=True):
@@ -60,7 +63,7 @@ def certify(
 ) -> Certificate:
     """Run the recipe's own step on fake tensors of the device, in a process of its own.
 
-    usable: bytes of the limit (of live tensors on a CPU, of the whole device otherwise).
+    usable: bytes of the limit (of the whole process on a CPU, of the whole device otherwise).
     batches: the micro-batches of one step, for what is not a run; a run gives bounds instead:
     data, held_out: what no micro-batch of the training data, and of the held-out data, exceeds;
     None takes the rows of `bounds_of`.
@@ -90,6 +93,8 @@ def certify_all(orders: Sequence[Order]) -> list[Certificate | Error]:
     Raises NotCertified when nothing can be certified here.
     """
     check_libraries()
+    if _HERE.get():
+        return [_read_answer(answer_order(to_json(order))) for order in orders]
     child = subprocess.run(
         [sys.executable, "-m", "memfit.certify"],
         input="".join(to_json(order, indent=-1) + "\n" for order in orders),
@@ -98,6 +103,17 @@ def certify_all(orders: Sequence[Order]) -> list[Certificate | Error]:
         env=child_environment(),
     )
     return _read_answers(child, len(orders))
+
+
+@contextmanager
+def in_this_process() -> Iterator[None]:
+    """Certificates are meanwhile made here: this process does nothing else that a crash could harm,
+    and another one would hold all libraries a second time."""
+    token = _HERE.set(True)
+    try:
+        yield
+    finally:
+        _HERE.reset(token)
 
 
 def child_environment() -> dict[str, str]:
@@ -153,15 +169,34 @@ def _read_answer(line: str) -> Certificate | Error:
     return kind(answer["error"], hint=answer["hint"])
 
 
-def answer_order(text: str) -> str:
-    """What the child prints for an order: a Certificate, or the error that explains why not."""
+def measure_imports(lines: Sequence[str]) -> int | None:
+    """Bytes that a run of these orders on this CPU holds before its first tensor; None: unknown.
+
+    Asked first of all in a fresh process.
+    """
+    orders = [from_data(json.loads(text), Order, where="the order to certify") for text in lines]
+    if not any(order.device.is_cpu and order.device.context is None for order in orders):
+        return None
+    from memfit.train import resident
+
+    return resident.measure_imports(adapters=any(o.recipe.method in ADAPTED for o in orders))
+
+
+def answer_order(text: str, imports: int | None = None) -> str:
+    """What the child prints for an order: a Certificate, or the error that explains why not.
+
+    imports: see `measure_imports`.
+    """
     from memfit.certify.certificate import make_certificate
 
     order = from_data(json.loads(text), Order, where="the order to certify")
     tape = Path(order.tape) if order.tape else None
+    device = order.device
+    if imports is not None and device.is_cpu and device.context is None:
+        device = device.with_context(imports)
     try:
         made = make_certificate(
-            order.recipe, order.device, order.usable, order.batches,
+            order.recipe, device, order.usable, order.batches,
             data=order.data, held_out=order.held_out, tape=tape, rank=order.rank,
         )  # fmt: skip
     except Error as error:

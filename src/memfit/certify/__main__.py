@@ -10,10 +10,12 @@ def main() -> None:
     """Answer line by line. What libraries print goes to stderr; only answers go to stdout."""
     answer_to = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    from memfit.certify import answer_order
+    from memfit.certify import answer_order, measure_imports
 
-    for line in sys.stdin.read().splitlines():
-        answer_to.write(answer_order(line) + "\n")
+    lines = sys.stdin.read().splitlines()
+    imports = measure_imports(lines)
+    for line in lines:
+        answer_to.write(answer_order(line, imports) + "\n")
         answer_to.flush()
     os._exit(0)  # no destructors: fake CUDA tensors have no driver to return to
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from memfit.certify.segments import SMALL_SEGMENT, SMALL_SIZE, Block, Pool, insert_between
+from memfit.allocator.segments import SMALL_SEGMENT, SMALL_SIZE, Block, Pool, insert_between
 from memfit.errors import InvalidRequest
 
 Entry = Mapping[str, Any]

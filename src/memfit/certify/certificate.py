@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from memfit import units
 from memfit.adapters import find_adapter
+from memfit.allocator.caching import Replay, replay
 from memfit.allocator_settings import Settings, check_allocator, read_settings
 from memfit.catalog.overheads import Overhead, find_outside
 from memfit.certify import NEWEST_TORCH, release
-from memfit.certify.allocator import Replay, replay
 from memfit.certify.recorder import Trace
 from memfit.certify.recording import Recording, write_recording
 from memfit.certify.tracing import TRACED_MICRO_BATCHES, trace_generation, trace_step
@@ -26,6 +26,7 @@ from memfit.ledger import Entry, Kind, Phase
 from memfit.libraries import installed_versions
 from memfit.parallelism.pipeline import shown_micro_batches
 from memfit.plan.memory import find_fullest
+from memfit.plan.process import describe_process
 from memfit.recipe import Parallel, Recipe
 from memfit.results import Certificate, Memory, Verdict
 from memfit.shapes import BatchShape, RowBounds, bounding_shapes, bounds_of, evaluation_shapes
@@ -127,12 +128,15 @@ def _judge_trace(
 ) -> tuple[Memory, dict[Phase, int], tuple[str, ...]]:
     """The memory of one process, the peak of each of its phases, and what was assumed."""
     if device.is_cpu:
-        return _on_cpu(trace, usable), dict(trace.phases), trace.bounds
+        memory = _on_cpu(trace, device, usable, parallel)
+        return memory, dict(trace.phases), trace.bounds
     replayed = replay(trace.tape, settings, trace.marks)
     if replayed.failure is not None:  # beyond the allowed fraction: say what it would take
         replayed = replay(trace.tape, replace(settings, memory_fraction=1.0), trace.marks)
     phases, overhead = peaks_by_phase(trace, replayed), find_outside(device, parallel)
     memory = _on_cuda(trace, settings, replayed, phases, overhead, usable)
+    if assumed := device.describe_assumed(usable):
+        memory = replace(memory, because=f"{memory.because}; the limit is {assumed}")
     return memory, phases, (*trace.bounds, *_cuda_bounds(trace, settings, overhead))
 
 
@@ -144,22 +148,10 @@ def peaks_by_phase(trace: Trace, replayed: Replay) -> dict[Phase, int]:
     return {phase: peaks[phase] for phase in Phase if phase in peaks}
 
 
-def _on_cpu(trace: Trace, usable: int | None) -> Memory:
-    phase = trace.ledger.peak_phase
-    peak = trace.ledger.peak
-    verdict: Verdict = (
-        "unproven" if usable is None else "fits" if peak <= usable else "does_not_fit"
-    )
-    return Memory(
-        peak_allocated=peak,
-        peak_reserved=None,
-        device_total=None,
-        usable=usable,
-        verdict=verdict,
-        because=f"live tensors of {_what(trace)} on fake tensors",
-        peak_phase=phase,
-        entries=trace.ledger.at(phase),
-    )
+def _on_cpu(trace: Trace, device: Device, usable: int | None, parallel: Parallel) -> Memory:
+    because = f"live tensors of {_what(trace)} on fake tensors, in a process"
+    alone = parallel.world == 1 and Phase.GENERATE not in trace.phases
+    return describe_process(trace.ledger, device, usable, because, prepared=alone)
 
 
 def _on_cuda(
@@ -195,6 +187,8 @@ def _on_cuda(
         peak_allocated=peaks.allocated,
         peak_reserved=peaks.reserved,
         device_total=None if overhead is None else peaks.reserved + overhead.typical,
+        total_low=None if overhead is None else peaks.reserved + overhead.low,
+        total_high=None if overhead is None else peaks.reserved + overhead.high,
         usable=usable,
         verdict=verdict,
         because=f"{_what(trace)} on fake tensors, through the caching allocator; {why}",

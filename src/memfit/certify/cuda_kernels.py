@@ -17,7 +17,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from memfit.hardware import Device
-from memfit.sizes.kernels import FLASH_ALIGNMENT, Capability, Heads, refusal
+from memfit.sizes.kernels import (
+    FLASH_ALIGNMENT,
+    MASK_ALIGNMENT,
+    Capability,
+    Heads,
+    refusal,
+)
 
 aten = torch.ops.aten
 
@@ -103,6 +109,8 @@ def _attention(capability: Capability | None) -> Callable[..., Tensor]:
             masked=attn_mask is not None, grouped=enable_gqa, causal=is_causal,
             capability=capability,
         )  # fmt: skip
+        if attn_mask is not None and attn_mask.dtype is torch.bool:
+            attn_mask = _as_numbers(attn_mask, query.dtype)
         if backend is SDPBackend.FLASH_ATTENTION:
             return _flash(query, key, value, dropout_p, is_causal, scale)
         saved = any(x.requires_grad for x in (query, key, value)) and torch.is_grad_enabled()
@@ -128,13 +136,22 @@ def _attention(capability: Capability | None) -> Callable[..., Tensor]:
     return attention
 
 
+def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask of booleans as scores are added to it (attention.cpp, convert_boolean_attn_mask)."""
+    hidden = torch.scalar_tensor(-torch.inf, dtype=dtype, device=mask.device)
+    return torch.where(mask, 0.0, hidden)
+
+
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """A mask of numbers as the efficient kernel is given it (attention.cpp, preprocess_mask).
 
-    Masks of booleans, and rows that do not lie 16 elements apart, would be copied first.
+    The kernel reads aligned rows, so that rows which are not aligned are copied into wider ones.
     """
-    if mask.dtype is torch.bool or any(n % 16 for n in mask.stride()[:-1]):
-        raise RuntimeError("a mask that torch would copy is not traced")
+    aligned = mask.stride(-1) == 1 and not any(n % MASK_ALIGNMENT for n in mask.stride()[:-1])
+    if not aligned:
+        width = mask.shape[-1]
+        mask = torch.nn.functional.pad(mask, (0, MASK_ALIGNMENT - width % MASK_ALIGNMENT))
+        mask = mask[..., :width]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 

@@ -18,12 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, zip_longest
 from typing import Any, NamedTuple
 
+from memfit.allocator.caching import CachingAllocator, OutOfMemory, follow
+from memfit.allocator.segments import Clock, Pool
+from memfit.allocator.tape import CAUGHT_UP, EMPTIED, FREED, USED, Event
 from memfit.allocator_settings import Settings, read_settings
-from memfit.certify.allocator import CachingAllocator, OutOfMemory, follow
 from memfit.certify.before import Entry, Start, find_start, make_blocks
-from memfit.certify.segments import Clock, Pool
 from memfit.certify.snapshot import RecordingAllocator, nowhere
-from memfit.certify.tape import CAUGHT_UP, EMPTIED, FREED, USED, Event
 from memfit.errors import InvalidRequest
 from memfit.nouns import Noun
 

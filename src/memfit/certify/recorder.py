@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memfit.certify.tape import CAUGHT_UP, USED, Event
+from memfit.allocator.tape import CAUGHT_UP, USED, Event
 from memfit.certify.workspace import PRODUCTS, RULES
 from memfit.hardware import Device
 from memfit.ledger import Kind, Ledger, Phase

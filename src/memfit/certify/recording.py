@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
+from memfit.allocator.caching import CachingAllocator, OutOfMemory, follow
+from memfit.allocator.tape import Event
 from memfit.allocator_settings import Settings
-from memfit.certify.allocator import CachingAllocator, OutOfMemory, follow
-from memfit.certify.tape import Event
 from memfit.ledger import Phase
 from memfit.nouns import Noun
 from memfit.results import Tensor

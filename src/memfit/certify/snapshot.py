@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
+from memfit.allocator.caching import CachingAllocator, OutOfMemory, follow
+from memfit.allocator.segments import Block
+from memfit.allocator.tape import Event, Frame
 from memfit.allocator_settings import INTERVALS, UNLIMITED, Settings
-from memfit.certify.allocator import CachingAllocator, OutOfMemory, follow
-from memfit.certify.segments import Block
-from memfit.certify.tape import Event, Frame
 
 Frames = Callable[[int], Sequence[Frame]]
 FIRST_ADDRESS = 2**46  # near where CUDA's addresses lie; the viewer takes 0 for no address

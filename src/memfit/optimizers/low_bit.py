@@ -112,6 +112,16 @@ class LowBitAdamW(OptimizerFamily):
         return optimizer
 
 
+def can_round(name: str) -> bool:
+    """Whether an optimizer can round updated bf16 weights by chance; `auto` is torch's AdamW."""
+    return isinstance(optimizers.find(name if name != "auto" else "adamw"), LowBitAdamW)
+
+
+def implementations(name: str) -> tuple[str, ...]:
+    """The implementations of an optimizer."""
+    return optimizers.find(name).implementations
+
+
 def check_rounding(name: str, precision: str) -> None:
     """Raise InvalidRequest where `optimizer.stochastic_rounding` cannot be, or rounds nothing."""
     if precision != "bf16":
@@ -120,7 +130,7 @@ def check_rounding(name: str, precision: str) -> None:
             " keeps trained weights in another format",
             hint="use `precision: bf16`, or leave it out",
         )
-    if not isinstance(optimizers.find(name if name != "auto" else "adamw"), LowBitAdamW):
+    if not can_round(name):
         raise InvalidRequest(
             f"`optimizer.name: {name}` cannot round stochastically: torch's optimizers do not",
             hint="use `optimizer.name: adamwbf16` (torchao's AdamW)",

@@ -9,8 +9,7 @@ from __future__ import annotations
 from bisect import insort
 from typing import Protocol
 
-from memfit.allocator_settings import Settings
-from memfit.certify.segments import (
+from memfit.allocator.segments import (
     SMALL_SEGMENT,
     Block,
     Pool,
@@ -18,6 +17,7 @@ from memfit.certify.segments import (
     insert_between,
     merge,
 )
+from memfit.allocator_settings import Settings
 
 
 class Driver(Protocol):

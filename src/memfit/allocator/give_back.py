@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 
-from memfit.certify.segments import Block, Pool
+from memfit.allocator.segments import Block, Pool
 
 
 def find_garbage(pools: Iterable[Pool], wanted: int) -> list[Block]:

@@ -14,7 +14,7 @@ Rules from `c10/cuda/CUDACachingAllocator.cpp` (torch 2.13; each has a hand-work
   every stream is waited for and every wholly free segment goes back, then it is an error;
 - garbage is collected only where a fraction is set, as in torch, and never of expandable pages,
   whose blocks never fill their range of addresses;
-- `expandable_segments` grow one address range by pages instead (`certify.expandable`); the
+- `expandable_segments` grow one address range by pages instead (`allocator.expandable`); the
   fraction is checked once a miss, against the segment that native mode would take.
 
 When a stream catches up is not the allocator's to know: the tape says it (`CAUGHT_UP`). Where it
@@ -29,10 +29,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
 
-from memfit.allocator_settings import MIN_LARGE_ALLOCATION, UNLIMITED, Settings
-from memfit.certify.expandable import ExpandableSegments
-from memfit.certify.give_back import find_garbage, find_oversize
-from memfit.certify.segments import (
+from memfit.allocator.expandable import ExpandableSegments
+from memfit.allocator.give_back import find_garbage, find_oversize
+from memfit.allocator.segments import (
     MIN_BLOCK,
     ROUND_LARGE,
     SMALL_SEGMENT,
@@ -42,7 +41,8 @@ from memfit.certify.segments import (
     Pool,
     merge,
 )
-from memfit.certify.tape import CAUGHT_UP, FREED, USED, Event
+from memfit.allocator.tape import CAUGHT_UP, FREED, USED, Event
+from memfit.allocator_settings import MIN_LARGE_ALLOCATION, UNLIMITED, Settings
 from memfit.nouns import Noun
 
 
