@@ -22,6 +22,10 @@ class Overhead(Noun, frozen=True, kw_only=True):
     source: str
     verified: bool
 
+    def __getitem__(self, place: int) -> int:
+        """The low end, the typical value or the high end of the band: 0, 1 or 2."""
+        return (self.low, self.typical, self.high)[place]
+
     @property
     def because(self) -> str:
         """The band in words; where its figures come from stands in overheads.toml."""
@@ -43,6 +47,16 @@ def find_overhead(device: Device) -> Overhead | None:
             verified=True,
         )  # fmt: skip
     return _find_row("overhead", device)
+
+
+def find_working(device: Device) -> Overhead | None:
+    """What a run on a CPU holds beside its imports and its tensors; None elsewhere."""
+    return _find_row("working", device)
+
+
+def find_preparing(device: Device) -> Overhead | None:
+    """What planning and certifying hold on a CPU beside their imports; None elsewhere."""
+    return _find_row("preparing", device)
 
 
 def find_outside(device: Device, parallel: Parallel, groups: int | None = None) -> Overhead | None:

@@ -208,16 +208,21 @@ def run_experts(
     shares: Tensor,
     gate: Gate | None = None,
 ) -> Tensor:
-    """`run_experts` of train/experts.py: (tokens, hidden) -> the same; gate: None is `_gate`."""
+    """`run_experts` of train/experts.py: (tokens, hidden) -> the same; gate: None is `_gate`.
+
+    Where the forward has masks: as Hugging Face's own function.
+    """
+    if forward.masks is not None:
+        return _run_theirs(forward, weights, hidden, chosen, shares, gate or _gate)
     per_token = chosen.shape[1]
     ordered, order = routing.sort(sizes.view(chosen, -1))
     back = _inverse(order)
     numbers = routing.integers(hidden, forward.architecture.experts.count)
     ends = routing.integers(hidden, forward.architecture.experts.count, "int32")
     x = routing.spread(hidden, order, back)
-    x = _product(weights, "mlp.experts.gate_up_proj", x, ends, ordered)
+    x = _product(forward, weights, "mlp.experts.gate_up_proj", x, ends, ordered)
     x = (gate or _gate)(forward, x)
-    x = _product(weights, "mlp.experts.down_proj", x, ends, ordered)
+    x = _product(forward, weights, "mlp.experts.down_proj", x, ends, ordered)
     x = routing.restore(x, order, back)
     x = sizes.mul(sizes.view(x, -1, per_token, hidden.shape[1]), routing.add_dimension(shares))
     x = sizes.cast(routing.total(x, 1), hidden.dtype)
@@ -225,7 +230,62 @@ def run_experts(
     return x
 
 
-def _product(weights: Weights, name: str, x: Tensor, ends: Tensor, ordered: Tensor) -> Tensor:
+def _run_theirs(
+    forward: Forward, weights: Weights, hidden: Tensor, chosen: Tensor, shares: Tensor, gate: Gate
+) -> Tensor:
+    """`grouped_mm_experts_forward` of transformers 5.23 (integrations/moe.py), and its locals."""
+    count, per_token = forward.architecture.experts.count, chosen.shape[1]
+    ordered, order = routing.sort(sizes.view(chosen, -1))
+    tokens = routing.integers(order, order.shape[0])  # which of them each row is
+    spread = routing.pick_rows(hidden, tokens)
+    del tokens
+    portions = routing.pick_rows(sizes.view(shares, -1, 1), order)
+    counted = routing.integers(order, order.shape[0], "int32")
+    each, ends = routing.integers(hidden, count, "int32"), routing.integers(hidden, count, "int32")
+    biases = _biases(weights, "mlp.experts.gate_up_proj", ordered)
+    x = _multiplied(weights, "mlp.experts.gate_up_proj", spread, ends, biases)
+    x = gate(forward, x)
+    biases = _biases(weights, "mlp.experts.down_proj", ordered)
+    x = _multiplied(weights, "mlp.experts.down_proj", x, ends, biases)
+    weighted = sizes.mul(x, portions)
+    back = _inverse(order)
+    weighted = routing.pick_rows(weighted, back)
+    out = routing.total(sizes.view(weighted, -1, per_token, hidden.shape[1]), 1)
+    out = sizes.cast(out, hidden.dtype)
+    del (
+        spread,
+        portions,
+        counted,
+        each,
+        ends,
+        biases,
+        x,
+        weighted,
+        back,
+        ordered,
+    )  # alive until here
+    return out
+
+
+def _biases(weights: Weights, name: str, rows: Tensor) -> Tensor | None:
+    bias = weights.get(f"{name}_bias")
+    return None if bias is None else routing.pick_rows(bias, rows)
+
+
+def _multiplied(
+    weights: Weights, name: str, x: Tensor, ends: Tensor, biases: Tensor | None
+) -> Tensor:
+    """In the dtype of the weights, whatever autocast says."""
+    low = sizes.cast(x, weights[name].dtype)
+    with x.meter.with_autocast(False):
+        if biases is None:
+            return routing.grouped_linear(low, weights[name], ends)
+        return sizes.add_into(routing.grouped_product(low, weights[name], ends), biases)
+
+
+def _product(
+    forward: Forward, weights: Weights, name: str, x: Tensor, ends: Tensor, ordered: Tensor
+) -> Tensor:
     """Each group of rows with its expert's matrix; with a bias, as gpt-oss has them, stored
     (columns, rows)."""
     bias = weights.get(f"{name}_bias")

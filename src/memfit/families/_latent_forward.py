@@ -100,7 +100,8 @@ def latent_attention(
     key, value = _expanded(forward, weights, both, key_turned)
     out = attend(forward, joined, key, value)
     out = sizes.contiguous(sizes.reshape(out, batch, tokens, -1))
-    return project(forward, weights, "self_attn.o_proj", out)
+    out = project(forward, weights, "self_attn.o_proj", out)  # what went in is let go first
+    return out  # noqa: RET504
 
 
 def _query(forward: Forward, weights: Weights, x: Tensor) -> Tensor:

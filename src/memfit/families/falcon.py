@@ -205,7 +205,8 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) ->
     value = sizes.transpose(value, 1, 2)
     query, key = rotate(query, key, turn)
     out = sizes.reshape(attend(forward, query, key, value), *x.shape)
-    return project(forward, weights, "self_attention.dense", out)
+    out = project(forward, weights, "self_attention.dense", out)  # what went in is let go first
+    return out  # noqa: RET504
 
 
 def _split(a: Architecture, fused: Tensor) -> list[Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from memfit.errors import InvalidRequest
+from memfit.families.limits import choose_packing
 from memfit.families.products import find_beside, find_clash, is_of_block
 from memfit.hardware import Device
 from memfit.model import Model
@@ -68,6 +69,6 @@ def check_request(request: Request, model: Model, device: Device, length: int) -
     rows = 1 if request.micro_batch == "auto" else request.micro_batch
     check_float8(
         model, method="full" if request.method == "auto" else request.method,
-        ranks=request.ranks, packing=request.task.packed, tokens=rows * length,
-        beside=find_beside(request),
+        ranks=request.ranks, packing=choose_packing(request, model.architecture),
+        tokens=rows * length, beside=find_beside(request),
     )  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 import msgspec
 
 from memfit import sizes
+from memfit.families.masks import Masks, attend_masked
 from memfit.families.qat import GROUP
 from memfit.model import Architecture
 from memfit.sizes import Meter, Tensor, float8, lean, liger
@@ -50,6 +51,7 @@ class Forward(msgspec.Struct, frozen=True):
     liger: tuple[str, ...] = ()  # rope, rms_norm, swiglu: those that are Liger-Kernel's
     kind: str = ""  # of the block that runs, where the architecture has kinds
     band: Tensor | None = None  # the mask of sliding windows, where rows are longer than they are
+    masks: Masks | None = None  # where attention is Hugging Face's own, see families/masks.py
     starts: Tensor | None = None  # of documents, where one call of the kernel serves them all
     ring: Ring | None = None  # with which ranks attention is to whole rows
     coded: Dequantised | Quantised = Quantised()  # how weights stored quantised are multiplied
@@ -340,7 +342,15 @@ def cut_head(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def attend(forward: Forward, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """(batch, heads, tokens, size) -> (batch, tokens, heads, size), as train/attention.py."""
+    """(batch, heads, tokens, size) -> (batch, tokens, heads, size), as train/attention.py.
+
+    Where the forward has masks: as Hugging Face's own functions.
+    """
+    if forward.masks is not None:
+        out = attend_masked(
+            forward.masks, forward.architecture, forward.kind, query, key, value
+        )  # fmt: skip
+        return sizes.transpose(out, 1, 2)
     if forward.starts is not None:
         return sizes.end_to_end(query, key, value, forward.starts, forward.documents)
     if forward.ring is not None:
@@ -392,7 +402,8 @@ def gated_attention(
         query, key = rotate(query, key, turn)
     out = attend(forward, query, key, value)
     out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
-    return last(forward, weights, "self_attn.o_proj", out)
+    out = last(forward, weights, "self_attn.o_proj", out)  # the product's input is let go first
+    return out  # noqa: RET504
 
 
 def heads(

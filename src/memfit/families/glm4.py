@@ -122,7 +122,8 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) ->
     query, key = _rotate(query, key, turn)
     out = attend(forward, query, key, value)
     out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
-    return project(forward, weights, "self_attn.o_proj", out)
+    out = project(forward, weights, "self_attn.o_proj", out)  # what went in is let go first
+    return out  # noqa: RET504
 
 
 def _rotate(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:

@@ -133,7 +133,8 @@ def _attention(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
     query = sizes.transpose(sizes.view(query, *shape), 1, 2)
     out = attend(forward, query, key, value)
     out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
-    return project(forward, weights, "attn.c_proj", out)
+    out = project(forward, weights, "attn.c_proj", out)  # what went in is let go first
+    return out  # noqa: RET504
 
 
 def _block(forward: Forward, weights: Weights, x: Tensor) -> Tensor:

@@ -132,7 +132,8 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) ->
     query, key = rotate_part(query, key, turn)
     out = attend(forward, query, key, value)
     out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
-    return project(forward, weights, "attention.dense", out)
+    out = project(forward, weights, "attention.dense", out)  # what went in is let go first
+    return out  # noqa: RET504
 
 
 def _block(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:

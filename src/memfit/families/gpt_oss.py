@@ -33,7 +33,7 @@ from memfit.families.forward import (
 )
 from memfit.model import Architecture, TensorSpec, Weight
 from memfit.sizes import Tensor, routing
-from memfit.sizes.sinks import attend_with_sinks
+from memfit.sizes.sinks import attend_beside_sinks, attend_with_sinks
 
 
 @final
@@ -202,14 +202,20 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, given: tuple[Tenso
     value = heads(forward, weights, "self_attn.v_proj", x, shape)
     cos, sin = sizes.unsqueeze(given[0], 1), sizes.unsqueeze(given[1], 1)
     query, key = _turn(query, cos, sin), _turn(key, cos, sin)
-    call = partial(attend_with_sinks, sinks=weights["self_attn.sinks"])
-    if forward.documents is None:
+    sinks = weights["self_attn.sinks"]
+    call = partial(attend_with_sinks, sinks=sinks)
+    masks = forward.masks
+    mask = None if masks is None else masks.of(forward.architecture, forward.kind)
+    if mask is not None:
+        out = attend_beside_sinks(query, key, value, sinks, mask)
+    elif forward.documents is None:
         out = call(query, key, value)
     else:
         out = sizes.by_document(call, query, key, value, forward.documents)
     out = sizes.transpose(out, 1, 2)
     out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
-    return project(forward, weights, "self_attn.o_proj", out)
+    out = project(forward, weights, "self_attn.o_proj", out)  # what went in is let go first
+    return out  # noqa: RET504
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

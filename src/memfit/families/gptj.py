@@ -156,6 +156,8 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, position_ids: Tens
     key = sizes.concatenate((key_part, key_rest), 3)
     query = sizes.concatenate((query_part, query_rest), 3)
     key, query = sizes.transpose(key, 1, 2), sizes.transpose(query, 1, 2)
+    if forward.masks is not None:  # the class's own code: scores in fp32
+        query, key = sizes.cast(query, "float32"), sizes.cast(key, "float32")
     out = attend(forward, query, key, value)
     out = sizes.contiguous(sizes.reshape(out, *x.shape))
     out = project(forward, weights, "attn.out_proj", out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from memfit.errors import InvalidRequest
 from memfit.model import Architecture
+from memfit.request import Request
 
 # Families whose class tells attention its window; of others memfit would run without one.
 SLIDING_CLASSES = (
@@ -16,6 +17,19 @@ UNTOLD = ("falcon", "gptj", "stablelm")
 def own_kernels(a: Architecture) -> tuple[str, ...]:
     """The only attention kernels that compute this model; empty where every kernel does."""
     return ("math",) if a.alibi or a.sinks or a.attention_cap else ()
+
+
+def choose_packing(request: Request, a: Architecture) -> bool:
+    """Whether rows are filled with whole documents: as asked for, else where that can be.
+
+    Pairs are compared row by row, alibi counts distances over a whole row, and the ring of
+    memfit's own step attends to whole rows.
+    """
+    if request.task.packing != "auto":
+        return request.task.packing
+    parallel = request.parallel if request.framework == "memfit" else "auto"
+    ring = parallel != "auto" and parallel.cp > 1
+    return request.task.objective != "dpo" and not a.alibi and not ring
 
 
 def check_limits(

@@ -154,7 +154,7 @@ def _attention(
     near = bias.viewed((a.heads, 1, x.shape[1]), bias.strides)
     scores = sizes.add(scores, near)
     scores = sizes.fill_masked(scores, mask)
-    chances = sizes.cast(sizes.softmax(scores), value.dtype)
+    chances = sizes.cast(sizes.softmax(sizes.cast(scores, "float32")), value.dtype)
     context = sizes.multiply_heads(chances, value)
     context = sizes.contiguous(sizes.transpose(context, 1, 2))
     out = project(forward, weights, "attn.out_proj", sizes.view(context, *x.shape))

@@ -189,7 +189,8 @@ def _attention(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
     value = sizes.transpose(sizes.view(value, *shape), 1, 2)
     out = attend(forward, query, key, value)
     out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
-    return project(forward, weights, "self_attn.out_proj", out)
+    out = project(forward, weights, "self_attn.out_proj", out)  # what went in is let go first
+    return out  # noqa: RET504
 
 
 families.register("opt")(Opt())

@@ -4,7 +4,14 @@ A family's forward is written over these operations with the local variables of 
 code; storages die by reference counting, so the log of a `Meter` is the trace of the real step.
 """
 
-from memfit.sizes.attention import attention, by_document, capped, make_band
+from memfit.sizes.attention import (
+    attention,
+    bias_of,
+    by_document,
+    capped,
+    make_band,
+    without_padding,
+)
 from memfit.sizes.autograd import backward, checkpoint
 from memfit.sizes.complex_numbers import turn, view_as_complex, view_as_real
 from memfit.sizes.elementwise import (
@@ -64,7 +71,8 @@ from memfit.sizes.views import (
 
 __all__ = [
     "Meter", "Shape", "Storage", "Tensor", "add", "add_into", "add_multiply_batched", "attention",
-    "backward", "by_document", "capped", "cast", "checkpoint", "checkpoint_reentrant", "clamp",
+    "backward", "bias_of", "by_document", "capped", "cast", "checkpoint", "checkpoint_reentrant",
+    "clamp",
     "concatenate", "contiguous", "conv1d", "dropout", "empty", "end_to_end", "every_other",
     "expand", "expand_heads", "fill_masked", "fill_part", "gather_rows", "gelu", "layer_norm",
     "linear", "make_band", "make_starts", "mean_last", "mul", "multiply", "multiply_batched",
@@ -72,4 +80,5 @@ __all__ = [
     "parameter", "power", "relu", "repeat_heads", "reshape", "rsqrt", "scale", "select", "shift",
     "silu", "softmax", "softmax_wide", "split", "subtract", "tanh", "transpose", "turn",
     "unsqueeze", "view", "view_as_complex", "view_as_real", "want_gradient",
+    "without_padding",
 ]  # fmt: skip

@@ -18,7 +18,8 @@ from memfit.sizes.elementwise import (
     tanh,
     upstream,
 )
-from memfit.sizes.kernels import FLASH_ALIGNMENT
+from memfit.sizes.kernels import FLASH_ALIGNMENT, MASK_ALIGNMENT
+from memfit.sizes.pieces import expand
 from memfit.sizes.products import multiply_batched
 from memfit.sizes.tensor import Tensor, empty, workspace
 from memfit.sizes.views import (
@@ -35,7 +36,6 @@ from memfit.sizes.workspace import cudnn_backward, efficient_backward, flash_bac
 
 ROW = 16  # elements; see train/attention.py
 Documents = Sequence[int]  # the lengths of a row's documents, the same in every row
-SHOWN = 3  # rows run of many
 
 
 def attention(
@@ -59,6 +59,25 @@ def attention(
         return narrow(wide, 3, 0, size)
 
 
+def without_padding(kernel: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The same of rows that differ in length: tokens are copied without padding, and back to it.
+
+    transformers/modeling_flash_attention_utils.py: _upad_input, _pad_input. Taken to be nearly as
+    many tokens as with padding.
+    """
+    low = [_copy_tokens(autocast_lower(x)) for x in (key, value, query)]
+    return _copy_tokens(attention(kernel, low[2], low[0], low[1]))
+
+
+def _copy_tokens(x: Tensor) -> Tensor:
+    """`x[indices]`, or `zeros[indices] = x`: either has a gradient of its own."""
+    return attach(record(_copy_backward, (x,)), by_token(x))
+
+
+def _copy_backward(node: Node, grads: Incoming) -> Gradients:
+    return (by_token(upstream(grads)),)
+
+
 def by_document(
     call: Callable[[Tensor, Tensor, Tensor], Tensor],
     query: Tensor,
@@ -72,7 +91,7 @@ def by_document(
     calls leave behind grows evenly, so that no instant of theirs is higher than one of the ends'.
     """
     rows, heads, tokens, _ = query.shape
-    seen = range(SHOWN if rows > SHOWN else rows)
+    seen = query.meter.passes(rows)
     lengths = [*documents] * len(seen)
     pieces = [split(_end_to_end(x), lengths, 2) for x in (query, key, value)]
     calls = iter(zip(*pieces, strict=True))
@@ -126,6 +145,19 @@ def make_band(like: Tensor, tokens: int, dtype: str) -> Tensor:
     before = empty(like.meter, shape, dtype)
     del before
     return after
+
+
+def bias_of(mask: Tensor, dtype: str, kernel: str) -> Tensor:
+    """A mask of booleans as torch hands it to a kernel: numbers, in rows that lie aligned.
+
+    aten/src/ATen/native/transformers/attention.cpp: convert_boolean_attn_mask, preprocess_mask.
+    """
+    numbers = empty(mask.meter, mask.shape, dtype)
+    tokens = mask.shape[-1]
+    width = -(-tokens // MASK_ALIGNMENT) * MASK_ALIGNMENT
+    if kernel != "efficient" or width == tokens:
+        return numbers
+    return empty(mask.meter, (*mask.shape[:-1], width), dtype)
 
 
 def _given(band: Tensor | None) -> tuple[Tensor, ...]:
@@ -238,7 +270,14 @@ def _cudnn_backward(node: Node, grads: Incoming) -> Gradients:
     return made
 
 
-def _math(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -> Tensor:
+def _broadcast(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -> Tensor:
+    """The math kernel of keys and values that are not said to be grouped."""
+    return _math(query, key, value, band, grouped=False)
+
+
+def _math(
+    query: Tensor, key: Tensor, value: Tensor, band: Tensor | None, *, grouped: bool = True
+) -> Tensor:
     """Products and a softmax: materialises (tokens x tokens) for every head, in fp32."""
     dtype = query.dtype
     query_wide, key_wide = cast(query, "float32"), cast(key, "float32")
@@ -247,10 +286,15 @@ def _math(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -> Ten
     scaled_query = scale(query_wide)
     mask = _causal_mask(query) if band is None else band
     key_full, value_full = key_wide, value_wide  # C++ keeps the narrow ones to its end
-    if key.shape[1] != heads:
+    if key.shape[1] != heads and grouped:
         groups = heads // key.shape[1]
         key_full, value_full = repeat_heads(key_wide, groups), repeat_heads(value_wide, groups)
-    scores = _scores(scaled_query, scale(transpose(key_full, 2, 3)))
+    turned = scale(transpose(key_full, 2, 3))
+    if turned.shape[1] != heads:  # a product repeats them
+        turned = expand(turned, batch, heads, *turned.shape[2:])
+        value_full = expand(value_full, batch, heads, *value.shape[2:])
+    scores = _scores(scaled_query, turned)
+    del turned
     masked = add(scores, mask)
     del scores
     weights = softmax(masked)
@@ -283,4 +327,10 @@ def _scores(query: Tensor, key: Tensor) -> Tensor:
     return view(multiply_batched(flat_query, flat_key), batch, heads, tokens, key.shape[3])
 
 
-KERNELS = {"flash": _flash, "efficient": _efficient, "cudnn": _cudnn, "math": _math}
+KERNELS = {
+    "flash": _flash,
+    "efficient": _efficient,
+    "cudnn": _cudnn,
+    "math": _math,
+    "broadcast": _broadcast,
+}

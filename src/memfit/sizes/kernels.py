@@ -35,6 +35,7 @@ HALF = ("bfloat16", "float16")
 NEWEST: Capability = (12, 1)  # the newest device that the fused kernels are allowed on
 FLASH_HEAD, CUDNN_HEAD = 256, 128  # elements of the largest heads
 FLASH_ALIGNMENT = CUDNN_ALIGNMENT = 8  # elements; torch pads a head to it for flash
+MASK_ALIGNMENT = 8  # elements between rows of a mask; torch copies others for the efficient kernel
 
 
 def refusal(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from memfit.sizes.autograd import Gradients, Node, record
 from memfit.sizes.elementwise import Incoming, attach, cast, like, upstream
+from memfit.sizes.meter import Meter
 from memfit.sizes.tensor import Tensor, empty
-
-SHOWN = 3  # chunks run of many: the first, the second and the last
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
@@ -78,7 +77,8 @@ def _losses_alone(hidden: Tensor, weight: Tensor, compute: str, chunk: int) -> T
     total = empty(meter, (), "float32")
     with meter.with_autocast(False):
         low = cast(weight, compute)
-        for rows in (min(chunk, tokens), tokens - (-(-tokens // chunk) - 1) * chunk):
+        meter.count_product(2 * tokens * vocab * width)
+        for rows in chunk_sizes(meter, tokens, chunk):
             piece = cast(hidden.viewed((rows, width), hidden.strides), compute)
             logits = empty(meter, (rows, vocab), piece.dtype)
             del piece
@@ -86,10 +86,18 @@ def _losses_alone(hidden: Tensor, weight: Tensor, compute: str, chunk: int) -> T
             loss, counted = empty(meter, (), "float32"), empty(meter, (), "float32")
             del logits, chances, loss, counted
         del low
-    meter.flop += 2 * tokens * vocab * width
     mean = empty(meter, (), "float32")
     del total
     return mean
+
+
+def chunk_sizes(meter: Meter, tokens: int, chunk: int) -> list[int]:
+    """Tokens of the chunks to run that leave nothing behind: the first and the last, or all."""
+    chunks = -(-tokens // chunk)
+    last = tokens - (chunks - 1) * chunk
+    if meter.unrolled:
+        return [*[chunk] * (chunks - 1), last]
+    return [min(chunk, tokens), last]
 
 
 def widened(logits: Tensor) -> Tensor:
@@ -112,7 +120,7 @@ def chunk_gradients(
     low = cast(weight, compute)
     total: Tensor | None = None
     chunks = -(-tokens // chunk)
-    seen = range(SHOWN if chunks > SHOWN else chunks)
+    seen = meter.passes(chunks)
     for index in seen:
         last = index == len(seen) - 1
         rows = tokens - (chunks - 1) * chunk if last else chunk

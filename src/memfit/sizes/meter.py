@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 GRANULARITY = 512  # bytes; torch's caching allocator for CUDA rounds every request up to it
 SMALL = MIB  # largest block of the pool that splits without a rest
 SEGMENT = 20 * MIB  # holds requests below half of it
+PASSES = 3  # run of a loop with many: the first, the second and the last
 ROUNDING = 2 * MIB  # of the segment that is made for one request of half of it or more
 
 
@@ -52,12 +53,14 @@ class Meter:
         autocast: bool = False,
         low: str = "bfloat16",
         vocab: int = -1,
+        unrolled: bool = False,
     ) -> None:
         self.cuda = cuda
         self.grid = grid  # of the device, where sums over rows are known to need partial results
         self.autocast = autocast
         self.low = low  # the dtype that autocast lowers to
         self.vocab = vocab
+        self.unrolled = unrolled  # every pass of a loop runs, as the allocator would see them
         self.casts: dict[int, Tensor] | None = None  # of weights, which autocast's cache keeps:
         self.casts_frozen = False  # of those that are trained, and of others
         self.saver: Any = None  # the recomputed region that saved tensors are handed to
@@ -75,6 +78,8 @@ class Meter:
         self.counts: list[int] = []  # how many each storage stands for
         self.kinds: list[Kind] = []
         self.owners: list[str] = []
+        self.stream = 0  # whose pools serve what is allocated now
+        self.streams: list[int] = []  # of each storage
         self._calls: list[int] = [0]  # calls of modules that are open, innermost last
         self._next_call = 1
         self._open: set[int] = set()
@@ -93,6 +98,7 @@ class Meter:
                 kind = Kind.ACTIVATIONS if call else Kind.TEMPORARY
         self.kinds.append(kind)
         self.owners.append(self.owner)
+        self.streams.append(self.stream)
         self.events.append(index)
         return index, call
 
@@ -152,6 +158,22 @@ class Meter:
             yield
         finally:
             self.copies = before
+
+    def passes(self, count: int) -> range:
+        """The passes to run of a loop of so many: all, or the first, the second and the last.
+
+        Without `unrolled`, what the others leave behind must be counted (`standing_for`).
+        """
+        return range(PASSES if count > PASSES and not self.unrolled else count)
+
+    @contextmanager
+    def on_stream(self, stream: int) -> Iterator[None]:
+        """What is allocated inside comes from the pools of this CUDA stream."""
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
 
     @contextmanager
     def forgetting(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memfit.sizes.autograd import Gradients, Node, Rule, record
 from memfit.sizes.elementwise import Incoming, attach, cast, like, negative, upstream
-from memfit.sizes.loss import chunk_gradients, cross_entropy_rows, widened
+from memfit.sizes.loss import chunk_gradients, chunk_sizes, cross_entropy_rows, widened
 from memfit.sizes.tensor import Shape, Tensor, empty
 from memfit.sizes.views import reshape, view
 
@@ -59,14 +59,14 @@ def _by_chunks(flat: Tensor, weight: Tensor, labels: Tensor, compute: str, chunk
     meter, (tokens, width), vocab = flat.meter, flat.shape, weight.shape[0]
     losses = empty(meter, (tokens,), "float32")
     low = cast(weight, compute)
-    for rows in (min(chunk, tokens), tokens - (-(-tokens // chunk) - 1) * chunk):
+    meter.count_product(2 * tokens * vocab * width)
+    for rows in chunk_sizes(meter, tokens, chunk):
         piece = cast(flat.viewed((rows, width), flat.strides), compute)
         logits = empty(meter, (rows, vocab), piece.dtype)
         del piece
         chances = widened(logits)
         each, counted = empty(meter, (rows,), "float32"), empty(meter, (), "float32")
         del logits, chances, each, counted
-    meter.flop += 2 * tokens * vocab * width
     sums = empty(meter, labels.shape[:1], "float32")
     del losses, low
     return sums

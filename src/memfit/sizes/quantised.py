@@ -55,7 +55,7 @@ class Quantised(NamedTuple):
         else:
             dense = self._make_dense(meter, shape, x.dtype)
         result = empty(meter, (x.shape[0], shape[0]), x.dtype)
-        meter.count_product(2 * x.numel * shape[0])
+        meter.flop += 2 * x.numel * shape[0] * meter.copies  # bitsandbytes' own kernel
         del dense
         return attach(node, result)
 
@@ -76,7 +76,7 @@ class Quantised(NamedTuple):
         inside = workspace(meter, needed)
         result = empty(meter, (tokens, rows), x.dtype)
         kept = empty(meter, (tokens, outliers), x.dtype) if self.outliers else None
-        meter.count_product(2 * tokens * columns * rows)
+        meter.flop += 2 * tokens * columns * rows * meter.copies  # cuBLASLt's
         del inside, codes, scales, which, kept
         return attach(node, result)
 

@@ -22,6 +22,8 @@ from memfit.sizes.meter import Meter
 from memfit.sizes.tensor import Shape, Storage, Tensor, empty, parameter, row_major
 
 SHARDS = "shards"  # the owner of reduced gradients
+# FSDP2's streams, as FSDPCommContext makes them; the default stream is 0
+GATHERING, REDUCING = 1, 3
 OnReduced = Callable[[Tensor], None]
 
 
@@ -185,12 +187,13 @@ class Unit:
             self._pending = []
             return
         before = self._owned()
-        entering = self._from_host() if sharding.on_host else self._cast()
         dtypes = {w.dtype for w, _ in self.weights}
         dtype = dtypes.pop() if len(dtypes) == 1 else "uint8"  # weights of several go as bytes
         nbytes = sum(sharding.padded(w.shape) * DTYPE_BYTES[w.dtype] for w, _ in self.weights)
         total = nbytes * sharding.shards // DTYPE_BYTES[dtype]
-        self._pending = [empty(meter, (total,), dtype, Kind.ALL_GATHER)]
+        with meter.on_stream(GATHERING):
+            entering = self._from_host() if sharding.on_host else self._cast()
+            self._pending = [empty(meter, (total,), dtype, Kind.ALL_GATHER)]
         entering.clear()
         meter.owner = before
 
@@ -286,13 +289,14 @@ class Unit:
         part = sum(sharding.padded(grad.shape) for grad in grads)
         entering = empty(meter, (part * sharding.shards,), dtype, Kind.REDUCE_SCATTER)
         grads.clear()
-        reduced = empty(meter, (part,), dtype, Kind.REDUCE_SCATTER)
-        if sharding.shards == 1:  # torch divides, by 1, what one rank need not reduce
-            empty(meter, (part,), dtype, Kind.REDUCE_SCATTER)
-        if sharding.copies > 1:
-            self._reduced = reduced
-        if trained[0].dtype != dtype:
-            reduced = empty(meter, (part,), trained[0].dtype, Kind.REDUCE_SCATTER)
+        with meter.on_stream(REDUCING):
+            reduced = empty(meter, (part,), dtype, Kind.REDUCE_SCATTER)
+            if sharding.shards == 1:  # torch divides, by 1, what one rank need not reduce
+                empty(meter, (part,), dtype, Kind.REDUCE_SCATTER)
+            if sharding.copies > 1:
+                self._reduced = reduced
+            if trained[0].dtype != dtype:
+                reduced = empty(meter, (part,), trained[0].dtype, Kind.REDUCE_SCATTER)
         shared.reducing.append(entering)
         if sharding.on_host:
             return

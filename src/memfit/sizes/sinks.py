@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from memfit.sizes.elementwise import cast, fill_masked_in_place, scale, softmax
+from memfit.sizes.autograd import Gradients, Node, record
+from memfit.sizes.elementwise import (
+    Incoming,
+    add,
+    attach,
+    cast,
+    fill_masked_in_place,
+    like,
+    scale,
+    softmax,
+    upstream,
+)
 from memfit.sizes.pieces import expand
 from memfit.sizes.products import multiply_heads
 from memfit.sizes.tensor import Tensor, empty
@@ -24,6 +35,38 @@ def attend_with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) 
     weights = cast(narrow(wide, 3, 0, keys), value.dtype)
     del wide
     return multiply_heads(weights, value)
+
+
+def attend_beside_sinks(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor
+) -> Tensor:
+    """As Hugging Face's eager class writes it: the softmax in the dtype of the scores."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = expand_heads(key, groups), expand_heads(value, groups)
+    rows, heads, tokens, keys = *query.shape[:3], key.shape[2]
+    scores = scale(multiply_heads(query, transpose(key, 2, 3)))
+    scores = add(scores, mask)
+    column = expand(reshape(sinks, 1, -1, 1, 1), rows, heads, tokens, 1)
+    joined = subtract_largest(concatenate((scores, column), 3))
+    chances = softmax(joined)
+    weights = cast(narrow(chances, 3, 0, keys), value.dtype)
+    return multiply_heads(weights, value)
+
+
+def subtract_largest(x: Tensor) -> Tensor:
+    """`x - x.max(dim=-1, keepdim=True).values`: its gradient's two parts are joined in a third."""
+    places = empty(x.meter, (*x.shape[:-1], 1), "int64")
+    node = record(_subtract_largest_backward, (x,), (places,))
+    empty(x.meter, places.shape, x.dtype)
+    return attach(node, like(x))
+
+
+def _subtract_largest_backward(node: Node, grads: Incoming) -> Gradients:
+    grad = upstream(grads)
+    like(grad)  # its negative, of which rows are summed
+    back = like(grad)
+    return (add(grad.detached(), back.detached()),)
 
 
 def _hidden(scores: Tensor) -> Tensor:

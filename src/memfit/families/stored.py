@@ -1,0 +1,96 @@
+"""What a parameter is called in files, and how many tensors of a file make it up.
+
+Hugging Face's module has all experts of a layer in two 3-D parameters; published files store each
+expert's projections on their own, and so does memfit's export.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import NamedTuple
+
+OTHER_NAMES = {"lm_head.weight": "embed_out.weight"}  # what GPT-NeoX's files still call the head
+ROUTER, EXPERTS = ".mlp.gate.", ".mlp.experts."
+MIXTRAL = ".block_sparse_moe."  # what Mixtral's files still call a layer's experts and router
+Place = tuple[int | slice, ...]
+
+
+class Part(NamedTuple):
+    """A tensor of a file, and where in the parameter it belongs; () is all of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    where: Place = ()
+
+
+class Style(NamedTuple):
+    """How a family's files name a layer's experts."""
+
+    folder: str
+    gate: str
+    up: str
+    down: str
+
+
+STYLES = {
+    "mixtral": Style(f"{MIXTRAL}experts.", "w1", "w3", "w2"),
+    "": Style(EXPERTS, "gate_proj", "up_proj", "down_proj"),
+}
+# families whose files are so
+APART = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3")
+
+
+def find_parts(
+    name: str, shape: tuple[int, ...], prefix: str, has: Callable[[str], bool]
+) -> list[Part]:
+    """The tensors that make up a parameter of that name in a file; empty when it lacks one.
+
+    prefix: of the backbone, which files of a bare backbone lack. has: whether a file holds a name.
+    """
+    for stored in _names(name, prefix):
+        if has(stored):
+            return [Part(stored, shape)]
+    if not _stacks_experts(name):
+        return []
+    for style in STYLES.values():
+        parts = list(_apart(name, shape, style))
+        for named in (parts, [p._replace(name=p.name.removeprefix(f"{prefix}.")) for p in parts]):
+            if all(has(part.name) for part in named):
+                return named
+    return []
+
+
+def file_parts(name: str, shape: tuple[int, ...], family: str) -> list[Part]:
+    """How a family's published files, and memfit's export, store a parameter."""
+    style = STYLES.get(family, STYLES[""])
+    if family in APART and _stacks_experts(name):
+        return list(_apart(name, shape, style))
+    if style.folder.startswith(MIXTRAL):
+        name = name.replace(ROUTER, f"{MIXTRAL}gate.")
+    return [Part(name, shape)]
+
+
+def _stacks_experts(name: str) -> bool:
+    """Whether a parameter is the matrices of all experts, which files may hold one by one."""
+    _, _, leaf = name.partition(EXPERTS)
+    return leaf in ("gate_up_proj", "down_proj")
+
+
+def _names(name: str, prefix: str) -> Iterator[str]:
+    """Files of a bare backbone, such as GPT-2's on the hub, lack the prefix."""
+    older = (OTHER_NAMES.get(name, name), name.replace(ROUTER, f"{MIXTRAL}gate."))
+    return chain((name, name.removeprefix(f"{prefix}.")), older)
+
+
+def _apart(name: str, shape: tuple[int, ...], style: Style) -> Iterator[Part]:
+    """One tensor an expert and projection; (experts, rows, columns) is gate over up, or down."""
+    layer, _, leaf = name.partition(EXPERTS)
+    count, rows, columns = shape
+    half = rows // 2
+    halves = [(style.gate, slice(0, half)), (style.up, slice(half, rows))]
+    projections = halves if leaf == "gate_up_proj" else [(style.down, slice(0, rows))]
+    for expert in range(count):
+        for projection, place in projections:
+            stored = f"{layer}{style.folder}{expert}.{projection}.weight"
+            yield Part(stored, (place.stop - place.start, columns), (expert, place))
