@@ -20,7 +20,8 @@ TORCH = {
     "fp8_e5m2": (torch.float8_e5m2, torch.uint8),
 }
 NAMES = [
-    "fp64", "fp32", "tf32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "int8", "int4", "nf4", "fp4",
+    "fp64", "fp32", "tf32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2",
+    "int8, no scale", "int8", "int4", "nf4", "fp4",
 ]  # fmt: skip
 near = st.floats(width=32, allow_nan=False, allow_infinity=False)
 magnitudes = st.one_of(
@@ -39,7 +40,7 @@ def rows(x, **kw):
 def test_every_format_of_the_question_has_a_row():
     assert [r.name for r in formats(1.0)] == NAMES
     bits = {r.name: r.bits for r in formats(1.0)}
-    assert [bits[n] for n in NAMES] == [64, 32, 19, 16, 16, 8, 8, 8, 4, 4, 4]
+    assert [bits[n] for n in NAMES] == [64, 32, 19, 16, 16, 8, 8, 8, 8, 4, 4, 4]
     assert all(r.sign + r.exponent + r.mantissa == r.bits for r in formats(1.0))
 
 
@@ -206,3 +207,13 @@ def test_rows_are_json():
 )
 def test_ties_of_block_formats_go_to_the_even_code(name, scale, ties):
     assert {x: rows(x, scale=scale)[name].stored for x in ties} == ties
+
+
+@pytest.mark.parametrize(
+    ("x", "stored", "bits"),
+    [(3.14159265, 3, "00000011"), (-2.5, -2, "11111110"), (300.0, 127, "01111111"),
+     (-300.0, -128, "10000000"), (1e-9, 0, "00000000")],
+)  # fmt: skip
+def test_int8_without_a_scale_holds_whole_numbers(x, stored, bits):
+    row = next(r for r in formats(x) if r.name == "int8, no scale")
+    assert (row.stored, row.encoding, row.absolute_error) == (stored, bits, abs(x - stored))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from memfit import api
 from memfit.catalog import find_model
 from memfit.families import read_model
 from memfit.plan.rules import nominal_size, rules
@@ -30,7 +31,7 @@ def test_the_textbook_figures_of_seven_billion():
         "load-fp32": 28, "load-16bit": 14, "load-8bit": 7, "load-4bit": 3.5,
         "train-states": 112, "train-18": 126, "train-24": 168, "train-80": 560,
         "dpo-two-models": 28,
-        "adamw-12": 84, "sgd-8": 56, "adam8bit-6": 42, "adafactor-4": 28,
+        "adamw-12": 84, "sgd-8": 56, "adam8bit-6": 42, "adafactor-4": 28, "gradients-8bit": 7,
     }  # fmt: skip
     assert "7B = 168 GB" in found["train-24"].says
     assert "20B: 80 GB" in found["load-fp32"].holds
@@ -82,6 +83,21 @@ def test_every_error_is_signed_and_what_depends_on_a_batch_says_so():
             assert "depends on batch" in rule.because
         else:
             assert rule.error == pytest.approx((rule.figure - rule.exact) / rule.exact)
+
+
+def test_rules_are_judged_against_the_plain_step_of_the_trainer_that_people_use():
+    """The certified plain step of Llama 2 7B in fp32, 4,096 tokens a row, is 156 GB."""
+    found = {rule.name: rule for rule in api.rules("llama-2-7b")}
+    assert found["train-24"].exact == pytest.approx(156e9, rel=0.02)
+    assert abs(found["train-24"].error) < 0.1
+    for part in ("Hugging Face's Trainer", "nothing recomputed", "accumulated over two"):
+        assert part in api.RULES_PEAK
+
+
+def test_gradients_in_8_bits_are_a_quarter_of_what_exists():
+    rule = by_name("llama-2-7b")["gradients-8bit"]
+    assert rule.error == pytest.approx(7e9 / (4 * 6_738_415_616) - 1)
+    assert "optimizer.in_backward" in rule.holds
 
 
 def test_a_predicted_peak_answers_what_depends_on_a_batch():

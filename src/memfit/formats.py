@@ -160,7 +160,7 @@ def formats(x: float, *, scale: float | None = None) -> tuple[FormatRow, ...]:
     if scale is not None and not 0 < scale < math.inf:
         raise InvalidRequest(f"`scale: {scale}` is not above 0", hint="the block's largest |x|")
     floats = tuple(_float_row(x, kind) for kind in FLOATS)
-    return floats + tuple(_block_row(x, scale, kind) for kind in BLOCKS)
+    return (*floats, _integer_row(x), *(_block_row(x, scale, kind) for kind in BLOCKS))
 
 
 def round_to(x: float, kind: _Float) -> tuple[float, float | None]:
@@ -236,6 +236,27 @@ def _block_row(x: float, scale: float | None, kind: _Block) -> FormatRow:
         encoding="",
         note=f"{kind.note}; {how}",
         **_error(x, float(nearest * shared)),
+    )
+
+
+def _integer_row(x: float) -> FormatRow:
+    """int8 as the type itself: the nearest whole number, ties to even, that eight bits hold."""
+    stored = min(max(round(x), -128), 127)
+    return FormatRow(
+        name="int8, no scale",
+        bits=8,
+        sign=1,
+        exponent=0,
+        mantissa=7,
+        maximum=127.0,
+        smallest_normal=None,
+        smallest_subnormal=None,
+        scale=None,
+        step=1.0 if -128 <= x <= 127 else None,
+        encoding=f"{stored & 0xFF:08b}",
+        note="whole numbers from -128 to 127, values beyond are clipped; training stores int8 with"
+        " a scale, as in the row below",
+        **_error(x, float(stored)),
     )
 
 

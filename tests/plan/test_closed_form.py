@@ -13,7 +13,7 @@ from memfit.plan import closed_form, memory
 from memfit.plan.blocks import record
 from memfit.plan.memory import find_outline, worst_batch
 from memfit.plan.segments import simulate
-from memfit.sizes import loss
+from memfit.sizes import meter
 
 attention = sys.modules["memfit.sizes.attention"]  # `sizes.attention` is its function
 SHAPES = ((1, 1), (2, 1), (1, 128), (2, 129), (3, 13), (70, 1024))  # rows, tokens
@@ -106,7 +106,7 @@ def test_packed_rows_between_the_first_and_the_last_are_alike(case, monkeypatch)
             setting = find_outline(adapted(recipe), recipe, device).setting
             short = plain(simulated(setting, recipe))
             with monkeypatch.context() as patched:
-                patched.setattr(attention, "SHOWN", 1000)
+                patched.setattr(meter, "PASSES", 1000)
                 assert plain(simulated(setting, recipe)) == short
 
 
@@ -115,5 +115,5 @@ def test_chunks_between_the_second_and_the_last_change_nothing(monkeypatch):
     recipe = shaped(recipe, 3, 29)
     setting = find_outline(adapted(recipe), recipe, CPU).setting
     short = simulated(setting, recipe)
-    monkeypatch.setattr(loss, "SHOWN", 1000)
+    monkeypatch.setattr(meter, "PASSES", 1000)
     assert plain(simulated(setting, recipe)) == plain(short)

@@ -7,6 +7,7 @@ from memfit import api
 from memfit.errors import DoesNotFit, InvalidRequest, UnknownName
 from memfit.nouns import from_data
 from memfit.plan.compare import place
+from memfit.plan.offers import read_offers
 from memfit.plan.problem import find_device
 from memfit.plan.solve import _halve
 from memfit.request import Request
@@ -60,6 +61,37 @@ def test_what_is_not_the_same_training_is_said():
     assert "learns otherwise" in slow.because
 
 
+def test_offers_are_of_the_step_that_is_asked_for():
+    """Adapters on several devices are memfit's own; nobody has asked for torchtitan's step."""
+    lora = ask(method="lora", weights="pretrained", model="llama-3.1-8b")
+    found = api.compare(lora, "l40s:4,rtx-4090:8")
+    assert {(r.framework, r.verdict) for r in found.rows} == {("memfit", "fits")}
+    assert all("lora" in r.recipe for r in found.rows)
+    assert all(r.step_seconds for r in found.rows)  # no network between machines is needed
+    other = api.compare(ask(framework="torchtitan"), "h100-sxm:8")
+    assert other.rows[0].framework == "torchtitan"
+
+
+def test_more_devices_than_rows_share_products():
+    """A batch of fewer rows than devices was refused, though nobody had asked for a mesh."""
+    found = api.compare(ask(batch=16), "h100-sxm:64")
+    assert found.plan.recipe.parallel.tp == 4
+    assert found.plan.recipe.global_batch == 16
+    for other in (ask(batch=16, method="lora"), ask(batch=8)):  # no such adapters; 4 heads of keys
+        (row,) = api.compare(other, "h100-sxm:64").rows
+        assert "is not a multiple of 64: 64 ranks" in row.because
+
+
+def test_machines_of_an_offer_can_be_said():
+    (offer,) = read_offers("rtx-4090:4x2")
+    assert (offer.count, offer.nodes, offer.name) == (8, 4, "rtx-4090:4x2")
+    found = place(find_device("rtx-4090"), 8, 4)
+    assert (found.count, found.nodes) == (2, 4)
+    for text in ("rtx-4090:x2", "rtx-4090:0x2", "rtx-4090:4x", "rtx-4090:2x2x2"):
+        with pytest.raises(InvalidRequest, match="cannot read"):
+            read_offers(text)
+
+
 def test_an_offer_without_a_plan_is_a_row_with_its_reason():
     found = api.compare(ask(), "h100-sxm:12,h100-sxm:8")
     assert [(r.offer.count, r.verdict) for r in found.rows] == [(8, "fits"), (12, "refused")]
@@ -71,8 +103,9 @@ def test_an_offer_without_a_plan_is_a_row_with_its_reason():
 @pytest.mark.parametrize(
     ("count", "node", "nodes"), [(1, 1, 1), (8, 8, 1), (64, 8, 8)],
 )  # fmt: skip
-def test_devices_come_in_nodes(count, node, nodes):
-    hardware = place(find_device("h100-sxm"), count)
+@pytest.mark.parametrize("device", ["h100-sxm", "rtx-4090", "l40s"])
+def test_devices_come_in_nodes(device, count, node, nodes):
+    hardware = place(find_device(device), count)
     assert (hardware.count, hardware.nodes) == (node, nodes)
 
 

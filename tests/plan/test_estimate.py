@@ -1,5 +1,6 @@
 """The search's estimate: the same whether its lines are simulated or answered by a closed form."""
 
+import pytest
 from msgspec.structs import replace
 
 from memfit import api
@@ -9,6 +10,9 @@ from memfit.plan.candidate import Candidate
 from memfit.plan.estimate import Estimate
 from memfit.plan.problem import first_recipe, read_problem
 
+# one model of each family whose blocks alternate attention, and one whose blocks are all alike
+ALTERNATING = {"gemma-2-2b": 26, "gemma-3-1b": 26, "smollm3-3b": 36}
+ALIKE = {"llama-3.2-3b": 28}
 LENGTHS = (96, 256, 640, 1536, 2000)  # shorter and longer than a chunk of the loss
 
 
@@ -43,3 +47,28 @@ def test_an_estimate_of_any_length_is_that_of_a_search_for_this_length_alone(mon
     assert known > 0
     assert peaks(1800)
     assert len(simulated) == known  # what is known answers for it
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize(("name", "layers"), [*ALTERNATING.items(), *ALIKE.items()])
+def test_an_estimate_is_near_the_prediction_under_every_treatment_of_blocks(name, layers, method):
+    problem = read_problem(api.read(name, device="h100-sxm"))
+    first = first_recipe(problem, method=method, precision="bf16-mixed")
+    start = Candidate.of(problem, first)
+    assert estimate.applies(start.model)
+    assert len(estimate.find_kinds(start.model.architecture)) == 1 + (name in ALTERNATING)
+    treatments = [
+        Again(0, 0), Again(layers // 3, 0), Again(0, layers // 3), Again(layers // 4, layers // 2),
+        Again(1, 1), Again(0, layers), Again(layers, 0),
+    ]  # fmt: skip
+    for length, micro in ((2048, 4), (8192, 1)):  # shorter and longer than Gemma 2's window
+        recipe = replace(start.recipe, sequence_length=length, micro_batch=micro, accumulation=8)
+        made = Estimate(start.model, recipe, problem.device)
+        for again in treatments:
+            for chunk in (0, 1024):
+                loss = {"loss": "chunked" if chunk else "plain", "loss_chunk": chunk}
+                exact = Candidate(
+                    problem, replace(recipe, **again.knobs, **loss), start.model, start.totals
+                )
+                error = made.peak(micro, again, chunk) / exact.peak - 1
+                assert abs(error) < 0.02, (length, micro, again, chunk)

@@ -101,5 +101,5 @@ def test_memory_only_falls_as_long_as_a_part_says_it_does():
 
 
 def test_an_unknown_context_fits_nothing():
-    space = span(ask(LLAMA, "megatron", hardware={"device": "cpu-x86", "count": 4}))
+    space = span(ask(LLAMA, "megatron", hardware={"device": "gaudi3", "count": 4}))
     assert list(find_fitting(space, space.parts[0], 2**60)) == []

@@ -118,7 +118,7 @@ def test_what_the_framework_does_not_have_is_refused_with_both_values(changes, e
 
 @pytest.mark.parametrize("verb", ["read_stated", "refuse_ranks"])
 def test_no_other_verb_takes_another_frameworks_step(verb):
-    with pytest.raises(InvalidRequest, match="can predict but neither search"):
+    with pytest.raises(InvalidRequest, match="can plan and predict but neither certify"):
         getattr(api, verb)(ask())
 
 

@@ -73,16 +73,18 @@ def test_every_kind_of_lever_is_there_and_exact_ones_come_first():
     ]  # fmt: skip
     exact = [set(c) <= set(EXACT) for c in levers]
     assert exact == sorted(exact, reverse=True)
-    half = api.plan(ask(recompute="full"))
+    half = api.predict_with_levers(ask(recompute="full"))
     assert {"recompute": {"blocks": 2}} in [c.changes for c in half.levers]
-    pretrained = api.plan(api.read("gpt2", device="cpu", changes={"method": "full"}))
-    assert {"method": "lora"} in [c.changes for c in pretrained.levers]
+    pretrained = read_problem(api.read("gpt2", device="cpu", changes={"method": "full"}))
+    turned = turn(pretrained, api.plan(pretrained.request, levers=False).recipe)
+    assert {"method": "lora"} in [lever.changes for lever in turned]
 
 
 @pytest.mark.parametrize(("clip", "offered"), [(0.0, True), (1.0, False)])
 def test_states_on_the_host_are_offered_where_they_can_be_and_told_with_their_time(clip, offered):
     own = {"name": "adamw", "clip_norm": clip}
-    plan = api.plan(ask(hardware={"device": "h100-sxm"}, optimizer=own, attention="efficient"))
+    stated = ask(hardware={"device": "h100-sxm"}, optimizer=own, attention="efficient")
+    plan = api.predict_with_levers(stated)
     found = [row for row in plan.levers if row.changes == {"offload": "optimizer"}]
     assert bool(found) == offered
     assert all(row.peak_allocated < plan.memory.peak_allocated for row in found)
@@ -93,18 +95,16 @@ def test_what_changes_the_result_says_so_and_nothing_else_does():
     plan = api.plan(
         api.read("pythia-70m", device="rtx-4090", changes={"task.sequence_length": 1024})
     )
-    rows = (*plan.considered, *plan.levers)
-    said = [row for row in rows if "changes what is learned" in row.because]
-    assert said
-    knobs = {"method", "precision", "optimizer.name", "base_format"}
-    assert [row.changes for row in said if not knobs & set(row.changes)] == []
-    (lean,) = [row for row in rows if set(row.changes) == {"lean"}]
-    assert lean.relative_time < 1
-    assert lean.because == "fits and is faster, but is not turned unasked"
+    learned = {"method", "precision", "optimizer.name", "base_format"}
+    said = [row for row in plan.levers if "changes what is learned" in row.because]
+    assert {key for row in said for key in row.changes} == learned
+    others = [row.changes for row in plan.levers if row not in said]
+    assert {"recompute": "full"} in others
+    assert not [changes for changes in others if learned & set(changes)]
 
 
 def test_a_precision_that_brings_another_kernel_is_still_a_lever():
-    plan = api.plan(ask(hardware={"device": "h100-sxm"}, attention="auto"))
+    plan = api.predict_with_levers(ask(hardware={"device": "h100-sxm"}, attention="auto"))
     (mixed,) = [row for row in plan.levers if row.changes.get("precision") == "bf16-mixed"]
     assert mixed.changes["attention"] == "flash"
     assert not [row for row in plan.levers if set(row.changes) == {"attention"}]

@@ -296,7 +296,7 @@ def test_predict_takes_what_certify_takes_of_many_devices() -> None:
     plan = api.predict(ask())
     assert plan.recipe_digest == api.read_stated(ask()).recipe.digest
     assert plan.memory.peak_allocated == pytest.approx(10_140_038_144, rel=0.02)
-    assert plan.assumptions[-1] == "parallel 64 shards (not asked for)"
+    assert "parallel 64 shards (not asked for)" in plan.assumptions
     assert "NCCL" in plan.memory.because
 
 
@@ -317,8 +317,10 @@ def test_meshes_of_several_nodes() -> None:
     assert len(list_meshes(ask(parallel={"dp_shard": 64}))) == 1
     with pytest.raises(InvalidRequest, match="names 8 ranks"):
         list_meshes(ask(parallel={"dp_shard": 8}))
+    shared = list_meshes(ask(micro_batch=2))  # 128 rows on 64 devices, and only 64 are asked for
+    assert {p.tp for p in shared} == {2, 4, 8}
     with pytest.raises(InvalidRequest, match="64 ranks x `micro_batch: 2`"):
-        list_meshes(ask(micro_batch=2))
+        list_meshes(ask(micro_batch=2, hardware={"device": "h100-sxm", "nodes": 64}))
 
 
 def test_what_no_prediction_describes_is_refused_and_certified() -> None:

@@ -27,6 +27,7 @@ from memfit.families.forward import (
     module,
     row_log_probs,
 )
+from memfit.families.masks import Masking, make_masks
 from memfit.ledger import Kind
 from memfit.model import Architecture, Model, Weight
 from memfit.nouns import Noun
@@ -130,6 +131,7 @@ class Setting(Noun, frozen=True, kw_only=True):
     caches: bool = False  # whether autocast keeps the casts of weights until a forward has ended
     second: str = ""  # the dtype of a second model's weights, where that is the reference
     ring: Ring | None = None  # with which ranks attention is to whole rows
+    masking: Masking | None = None  # of Hugging Face's own attention; None is memfit's
 
 
 class Inputs(NamedTuple):
@@ -155,6 +157,9 @@ class Recording(NamedTuple):
 
     meter: Meter
     passes: list[list[Mark]]
+    stop: int  # events of the meter when the step had ended: later ones are of what it leaves
+    gradients: list[int]  # what is left of them, in the order of the model's parameters
+    product: int  # events before the first product, where loops are unrolled
 
 
 def split_rows(
@@ -249,10 +254,13 @@ def repeats(runs: tuple[Run, ...]) -> list[Repeat]:
     return found
 
 
-def record(setting: Setting, batch: Batch) -> Recording:
-    """Run a first micro-batch, and a later one where there is any, and log every byte."""
+def record(setting: Setting, batch: Batch, *, unrolled: bool = False) -> Recording:
+    """Run a first micro-batch, and a later one where there is any, and log every byte.
+
+    unrolled: loops run every pass, see `Meter.passes`.
+    """
     with without_collecting():  # storages die by reference counting
-        return _Simulation(setting, batch).run()
+        return _Simulation(setting, batch, unrolled).run()
 
 
 @contextmanager
@@ -270,14 +278,14 @@ def without_collecting() -> Iterator[None]:
 class _Simulation:
     """One step of the small model on a meter."""
 
-    def __init__(self, setting: Setting, batch: Batch) -> None:
+    def __init__(self, setting: Setting, batch: Batch, unrolled: bool) -> None:
         self.setting, self.batch = setting, batch
         a = setting.architecture
         self.program = setting.program or OwnProgram(family=a.family, chunk=setting.chunk)
         self.meter = Meter(
             grid=setting.grid,
             cuda=setting.cuda,
-            autocast=setting.autocast, low=setting.compute, vocab=a.vocab,
+            autocast=setting.autocast, low=setting.compute, vocab=a.vocab, unrolled=unrolled,
         )  # fmt: skip
         self.loop: dict[str, list[Tensor]] = {}
         updates: Callable[[Tensor], None] | None = None
@@ -302,6 +310,9 @@ class _Simulation:
             if bare
         ]
         self.scale = sizes.parameter(self.meter, (), "float32", trainable=False)
+        self.first_product = 0
+        if unrolled:
+            self.meter.on_product = self._note_product
         self.marks: list[Mark] = []
         self.rewards: Tensor | None = None
 
@@ -341,7 +352,8 @@ class _Simulation:
 
     def run(self) -> Recording:
         if self.setting.stages is not None:
-            return Recording(self.meter, run_stages(self))
+            passes = run_stages(self)
+            return self._recording(passes)
         setting = self.setting
         if self.units is not None:
             self.units.defer(first_of_many=setting.accumulates)
@@ -354,7 +366,26 @@ class _Simulation:
         if setting.again:
             self.rewards = None  # another step's
         later = self._micro_batch() if setting.accumulates or setting.again else None
-        return Recording(self.meter, [first, *([later] if later else [])])
+        return self._recording([first, *([later] if later else [])])
+
+    def _recording(self, passes: list[list[Mark]]) -> Recording:
+        stop = len(self.meter.events)
+        return Recording(self.meter, passes, stop, self._gradients(), self.first_product)
+
+    def _note_product(self) -> None:
+        self.first_product = len(self.meter.events)
+
+    def _gradients(self) -> list[int]:
+        """Storages of whole gradients; those of shards are their units' own."""
+        blocks = [weight for weights, _ in self.blocks for weight in weights.values()]
+        ends = {row.name: row.part != "embedding" for row in self.setting.outside}
+        outside = [(ends.get(name, True), weight) for name, weight in self.outside.items()]
+        first, last = ([w for end, w in outside if end is late] for late in (False, True))
+        if self.units is not None:
+            held = [unit.gradient for unit in self.units.shared.units]
+        else:
+            held = [weight.grad for weight in (*first, *blocks, *last)]
+        return list(dict.fromkeys(grad.storage.index for grad in held if grad is not None))
 
     def product_begins(self) -> None:
         """The first product of a backward ends one segment and begins another."""
@@ -510,6 +541,10 @@ class _Simulation:
         if sharding is not None and sharding.tp > 1 and forward.position_ids is None:
             counted = sizes.empty(self.meter, (tokens,), "int64")
             forward = replace(forward, position_ids=sizes.unsqueeze(counted, 0))
+        if self.setting.masking is not None:
+            shape = (forward.batch, tokens)
+            masks = make_masks(self.setting.masking, a, self.meter, shape, self._embedded())
+            return replace(forward, masks=masks)
         if forward.kernel == "varlen":
             starts = sizes.make_starts(forward.input_ids, forward.documents)
             return replace(forward, starts=starts)
@@ -517,6 +552,12 @@ class _Simulation:
             return forward
         band = sizes.make_band(forward.input_ids, tokens, self.setting.compute)
         return replace(forward, band=band)
+
+    def _embedded(self) -> str:
+        """The dtype of what the token embedding returns."""
+        if self.units is not None:
+            return self.setting.compute
+        return next(row.dtype for row in self.setting.outside if row.part == "embedding")
 
     def run_blocks(
         self, forward: Forward, boundaries: list[int], part: slice, entered: Tensor | None,
@@ -573,7 +614,7 @@ def _backbone(
         weights, block = blocks[index]
         simulation.mark(f"block {index}", "blocks")
         boundaries.append(meter.sequence)
-        here = replace(forward, kind=block.kind)
+        here = _of_kind(forward, block.kind)
         mine = (*own.get(block.kind, ()), *given)
         if units is not None:
             x, mine = units.blocks[index].enter(x), units.lowered(mine)
@@ -592,6 +633,12 @@ def _backbone(
     del kept  # alive until here
     forward.beside.clear()
     return x
+
+
+def _of_kind(forward: Forward, kind: str) -> Forward:
+    """What a block of this kind is told, and holds while it may be recomputed."""
+    masks = forward.masks and forward.masks.only(forward.architecture, kind)
+    return replace(forward, kind=kind, masks=masks)
 
 
 def _name(row: Row) -> Named:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from memfit import units
 from memfit.catalog import find_device
@@ -24,13 +24,14 @@ from memfit.catalog.prices import choose_price
 from memfit.errors import InvalidRequest
 from memfit.nouns import Noun
 from memfit.plan.inference import (
+    CHINCHILLA,
     InferenceRequest,
     InferenceSize,
     read_inference,
     size_by_inference,
 )
+from memfit.plan.lifetime import Lifetime, LifetimeRequest, find_cheapest, read_lifetime
 
-CHINCHILLA = 20.0  # tokens a parameter where training alone is paid for
 ASSUMED_MFU = 0.4
 LASTING = units.parse_count("200B")  # tokens
 AGREE = 0.01  # given figures may be rounded: 7B for 6.74B is another model, 30 d for 30.1 d is not
@@ -61,6 +62,7 @@ class BudgetRequest(Noun, frozen=True, kw_only=True):
     mfu: float | None = None  # None assumes 0.4
     price: float | None = None  # US dollars a device-hour, instead of the catalogue's
     inference: InferenceRequest | None = None  # sizes `parameters` by what has to be served
+    lifetime: LifetimeRequest | None = None  # what is served after the training
 
 
 class Figure(Noun, frozen=True, kw_only=True):
@@ -79,6 +81,7 @@ class Budget(Noun, frozen=True, kw_only=True):
     figures: dict[str, Figure]
     inference: InferenceSize | None
     warnings: tuple[str, ...]
+    lifetime: Lifetime | None = None
 
 
 class _Relation(NamedTuple):
@@ -104,12 +107,41 @@ def read_budget(
     mfu: float | None = None,
     price: str = "",
     inference_memory: str = "",
+    inference_tokens: str = "",
+    serve_on: str = "",
+    serve_price: str = "",
+    latency: str = "",
     context: int = 0,
     sequences: int = 1,
     weight_bytes: float = 2.0,
     cache_bytes: float = 2.0,
 ) -> BudgetRequest:
-    """A request from texts with units: `7B`, `1.4T`, `1e21 FLOP`, `30 d`, `5000 USD`, `24 GiB`."""
+    """A request from texts with units: `7B`, `1.4T`, `1e21 FLOP`, `30 d`, `5000 USD`, `24 GiB`.
+
+    Raises InvalidRequest for what is served without a word of how much, or where.
+    """
+    served: dict[str, Any] = {
+        "context": context, "sequences": sequences, "weight_bytes": weight_bytes,
+        "cache_bytes": cache_bytes,
+    }  # fmt: skip
+    lifetime = None
+    if inference_tokens:
+        where = serve_on or device
+        if not where:
+            raise InvalidRequest(
+                f"where are `inference_tokens: {inference_tokens}` served?",
+                hint="`--serve-on l40s`; without it they are served on `--device`",
+            )
+        served_there = {"price": serve_price, "latency": latency, **served}
+        lifetime = read_lifetime(tokens=inference_tokens, device=where, **served_there)
+    else:
+        for name, value in (("serve_on", serve_on), ("serve_price", serve_price),
+                            ("latency", latency)):  # fmt: skip
+            if value:
+                raise InvalidRequest(
+                    f"`{name}: {value}` is of a model's whole life, and nothing is served",
+                    hint="`--inference-tokens 1T`: the tokens that it reads and writes",
+                )
 
     def read(text: str, parse: Callable[[object], float]) -> float | None:
         return parse(text) if text else None
@@ -127,7 +159,14 @@ def read_budget(
         peak=read(peak, units.parse_flops),
         mfu=mfu,
         price=read(price, units.parse_usd),
-        inference=read_inference(inference_memory, context, sequences, weight_bytes, cache_bytes),
+        inference=read_inference(
+            inference_memory,
+            0 if lifetime and not inference_memory else context,
+            sequences,
+            weight_bytes,
+            cache_bytes,
+        ),
+        lifetime=lifetime,
     )
 
 
@@ -152,7 +191,34 @@ def solve_budget(request: BudgetRequest) -> Budget:
     if "compute" not in found or "parameters" not in found or "tokens" not in found:
         raise _too_little(request, rate, price)
     figures = _figures(found, because, rate, price) | sources
-    return Budget(request=request, figures=figures, inference=inference, warnings=_warnings(found))
+    return Budget(
+        request=request,
+        figures=figures,
+        inference=inference,
+        warnings=_warnings(found),
+        lifetime=_live(request, found, rate, price),
+    )
+
+
+def _live(
+    request: BudgetRequest, found: Mapping[Known, float], rate: float | None, price: float | None
+) -> Lifetime | None:
+    """The size that is cheapest to train and serve, as good as the one that was solved for."""
+    if request.lifetime is None:
+        return None
+    if rate is None or price is None:
+        lacks = "FLOP/s" if rate is None else "price"
+        raise InvalidRequest(
+            f"what the training costs cannot be said: no {lacks} of its device is given or known",
+            hint="`--device h100-sxm`, or `--peak '989 TFLOP/s'` and `--price '2.5 USD'`",
+        )
+    return find_cheapest(
+        request.lifetime,
+        parameters=found["parameters"],
+        tokens=found["tokens"],
+        usd_per_flop=price / units.HOUR / rate,
+        mfu=request.mfu or ASSUMED_MFU,
+    )
 
 
 def _check(request: BudgetRequest) -> None:

@@ -1,13 +1,13 @@
 """One request on several offers of devices: what fits, how long it takes, what it costs, and why.
 
-Every offer gets the best plan that memfit finds for it. One device takes memfit's own step, as the
-request says; several take `MANY`'s, where the request does not name a framework, because memfit's
-own step is planned for one device.
+Every offer gets the best plan that memfit finds for it, of the step that the request asks for:
+memfit's own unless `framework` names another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import lcm
 from typing import Literal
 
 from msgspec import structs
@@ -24,7 +24,6 @@ from memfit.request import Hardware, Request
 from memfit.results import Plan, Verdict
 
 Objective = Literal["fastest", "cheapest", "fewest-devices"]
-MANY = "torchtitan"  # FSDP2, tensor and pipeline parallelism of PyTorch's own parts
 
 
 class Offered(Noun, frozen=True, kw_only=True):
@@ -55,11 +54,14 @@ class Comparison(Noun, frozen=True, kw_only=True):
     plan: Plan | None  # of the best one
 
 
-def place(device: Device, count: int) -> Hardware:
-    """So many devices as nodes of their usual size.
+def place(device: Device, count: int, nodes: int = 0) -> Hardware:
+    """Hardware of `count` devices: one machine where one of the usual size holds them.
 
-    Raises InvalidRequest where they make no whole number of nodes.
+    nodes: machines among which they are; 0 leaves that to the size that the catalogue names. Raises
+    InvalidRequest where the devices make no whole number of machines.
     """
+    if nodes:
+        return Hardware(device=device.id, count=count // nodes, nodes=nodes)
     node = node_size(device)
     if count <= node:
         return Hardware(device=device.id, count=count)
@@ -78,32 +80,38 @@ def compare(
     find_plan: Callable[[Request], Plan],
 ) -> Comparison:
     """The best plan of each offer, in order; find_plan: of one request."""
+    asked, request = request, _share_batch(request, offers)
     found: list[tuple[Offered, Plan | None]] = []
     for offer in offers:
         device = find_device(offer.device)
-        framework = request.framework
-        if offer.count > 1 and framework == "memfit":
-            framework = MANY
         try:
-            hardware = place(device, offer.count)
+            hardware = place(device, offer.count, offer.nodes)
             own = structs.replace(
                 hardware, grid=request.hardware.grid, load=request.hardware.load,
                 pue=request.hardware.pue,
             )  # fmt: skip
-            plan = find_plan(structs.replace(request, hardware=own, framework=framework))
+            plan = find_plan(structs.replace(request, hardware=own))
         except Error as error:
-            found.append((_refused(offer, framework, error), None))
+            found.append((_refused(offer, request.framework, error), None))
             continue
         found.append((_offered(offer, device, plan), plan))
     order = sorted(found, key=lambda pair: _rank(pair[0], objective))
     best, plan_of_best = order[0]
     if best.verdict != "fits":
         return Comparison(
-            request=request, objective=objective, rows=tuple(row for row, _ in order), plan=None
+            request=asked, objective=objective, rows=tuple(row for row, _ in order), plan=None
         )
     rows = [structs.replace(best, best=True, because=_praise(objective))]
     rows += [_against(row, best, objective, _learns(p, plan_of_best)) for row, p in order[1:]]
-    return Comparison(request=request, objective=objective, rows=tuple(rows), plan=plan_of_best)
+    return Comparison(request=asked, objective=objective, rows=tuple(rows), plan=plan_of_best)
+
+
+def _share_batch(request: Request, offers: Sequence[Offer]) -> Request:
+    """The same with a global batch that the devices of every offer can share, so that a step is
+    the same work on each."""
+    together = structs.replace(request.hardware, count=lcm(*(o.count for o in offers)), nodes=1)
+    batch = structs.replace(request, hardware=together).global_batch
+    return structs.replace(request, task=structs.replace(request.task, global_batch=batch))
 
 
 def _refused(offer: Offer, framework: str, error: Error) -> Offered:

@@ -9,16 +9,19 @@ with `predict_memory`.
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cached_property, lru_cache
+from itertools import groupby
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from memfit.hardware import Device
-from memfit.model import Model, TensorSpec
+from memfit.model import Architecture, Model, TensorSpec
 from memfit.optimizers import find_optimizer
 from memfit.parallelism.shards import local_model
 from memfit.plan.again import Again
-from memfit.plan.blocks import AFTER_PRODUCT, Batch, Setting
+from memfit.plan.blocks import AFTER_PRODUCT, Batch, Run, Setting
 from memfit.plan.closed_form import find_answers
 from memfit.plan.memory import describe, without_shape, worst_batch
 from memfit.plan.segments import Passes, Segment
@@ -26,19 +29,33 @@ from memfit.recipe import Optimizer, Recipe
 from memfit.sizes.meter import block_size
 
 TREATED = ("recomputed", "selective", "kept")  # in the order in which blocks stand
-KINDS = 2  # blocks simulated of those that are alike: the first, which stands for all, and the last
+CYCLES = 2  # simulated of each treatment: the second stands for all but the first
 Line = tuple[float, float, float, float]  # net at 0 rows, a row's; rise at 0 rows, a row's
-Stretch = tuple[str, Line]  # a segment's name and its two lines
+
+
+class Cycle(NamedTuple):
+    """Neighbouring segments that repeat together: of a cycle of blocks, or one of no block."""
+
+    name: str  # of its first segment
+    segments: tuple[tuple[int | None, Line], ...]  # each with the simulated block that it is of
 
 
 def applies(model: Model) -> bool:
-    """Whether the blocks are alike and enough of them for both kinds to be seen whole."""
+    """Whether all blocks have the same weights, and enough of them for every treatment.
+
+    Blocks may differ in what they compute (`Architecture.layer_kinds`).
+    """
     layers = model.architecture.layers
     blocks: list[list[tuple[tuple[int, ...], str, bool]]] = [[] for _ in range(layers)]
     for w in model.weights:
         if w.layer >= 0:
             blocks[w.layer].append((w.shape, w.dtype, w.trainable))
-    return layers >= len(TREATED) * KINDS and all(rows == blocks[0] for rows in blocks)
+    return layers >= len(TREATED) * CYCLES and all(rows == blocks[0] for rows in blocks)
+
+
+def find_kinds(architecture: Architecture) -> tuple[str, ...]:
+    """The distinct kinds of blocks, in the order in which they first stand."""
+    return tuple(dict.fromkeys(map(architecture.kind, range(architecture.layers))))
 
 
 class Lines:
@@ -46,17 +63,15 @@ class Lines:
 
     def __init__(self, model: Model, recipe: Recipe, device: Device) -> None:
         self.model, self.recipe, self.device = model, recipe, device
-        self._loss: dict[int, tuple[list[Stretch], ...]] = {}
+        self._loss: dict[int, tuple[list[Cycle], ...]] = {}
         self.always: dict[Optimizer, int] = {}  # weights and state, bytes
 
     @cached_property
-    def bodies(self) -> tuple[list[Stretch], ...]:
+    def bodies(self) -> tuple[list[Cycle], ...]:
         """Forward, loss and backward of the first micro-batch, then of a later one."""
-        knobs: dict[str, object] = {"loss": "plain", "loss_chunk": 0}
-        knobs |= Again(KINDS, KINDS).knobs
-        return self._draw(self.model, 1, **knobs)
+        return self._draw(self.model, 1, loss="plain", loss_chunk=0)
 
-    def loss(self, chunk: int) -> tuple[list[Stretch], ...]:
+    def loss(self, chunk: int) -> tuple[list[Cycle], ...]:
         """The same of a model with one block: only its loss and its head's backward are used.
 
         The line begins where there are two chunks: a single one needs no sum over chunks.
@@ -67,19 +82,30 @@ class Lines:
             architecture = replace(self.model.architecture, layers=1)
             weights = tuple(w for w in self.model.weights if w.layer < 1)
             model = replace(self.model, architecture=architecture, weights=weights)
-            knobs: dict[str, object] = {"loss": "chunked", "loss_chunk": chunk}
-            knobs |= Again(0, 0).knobs
             low = chunk // self.recipe.sequence_length + 1
-            self._loss[chunk] = self._draw(model, low, **knobs)
+            self._loss[chunk] = self._draw(model, low, loss="chunked", loss_chunk=chunk)
         return self._loss[chunk]
 
-    def _draw(self, model: Model, low: int, **knobs: object) -> tuple[list[Stretch], ...]:
+    def _draw(self, model: Model, low: int, **knobs: object) -> tuple[list[Cycle], ...]:
         """Lines through `low` rows and one more."""
-        recipe = replace(self.recipe, accumulation=2, **knobs)
+        recipe = replace(self.recipe, accumulation=2, **Again(0, 0).knobs, **knobs)
         setting = describe(model, recipe, self.device)[0]
-        runs = tuple(replace(r, count=min(r.count, KINDS)) for r in setting.runs)
+        kinds = find_kinds(model.architecture)
+        if model is self.model:
+            setting = replace(setting, runs=_treat(setting.runs, kinds))
         shape = replace(without_shape(recipe), sequence_length=recipe.sequence_length)
-        return _draw(replace(setting, runs=runs), shape, low)
+        return _draw(setting, shape, low, len(kinds))
+
+
+def _treat(runs: tuple[Run, ...], kinds: tuple[str, ...]) -> tuple[Run, ...]:
+    """Cycles of one block of each kind under each treatment, from runs that keep every block."""
+    block = runs[0].cycle[0]
+    treated = (
+        replace(block, recomputed=way != "kept", keeps=way == "selective") for way in TREATED
+    )
+    return tuple(
+        Run(cycle=tuple(replace(one, kind=kind) for kind in kinds), count=CYCLES) for one in treated
+    )
 
 
 class Estimate:
@@ -90,7 +116,7 @@ class Estimate:
     ) -> None:
         self.model, self.recipe, self.device = model, recipe, device
         self.local = local_model(model, recipe.parallel, 0)  # as the fullest rank holds it
-        self.layers = model.architecture.layers
+        self._kinds = find_kinds(model.architecture)
         self._lines = lines or Lines(model, recipe, device)
         self._correction = 0
 
@@ -149,25 +175,50 @@ class Estimate:
         passes = [[forward, loss, _spliced(backward, head)]]
         if micro * self.recipe.parallel.dp < self.recipe.global_batch:
             passes.append([forward2, loss2, _spliced(backward2, head2)])
-        blocks = self._times(again)
+        times = self._times(again)
         for one in passes:
-            for stretches in one:
-                for name, (net, net_row, rise, rise_row) in stretches:
-                    block = _block_of(name)
-                    times = 1 if block is None else blocks[block]
-                    if not times:
-                        continue
-                    step, up = net + net_row * micro, rise + rise_row * micro
-                    highest = max(highest, level + up, level + step * (times - 1) + up)
-                    level += step * times
+            for cycles in one:
+                for cycle in cycles:
+                    counted = [
+                        (1 if block is None else times[block], net + row * micro, rise + up * micro)
+                        for block, (net, row, rise, up) in cycle.segments
+                    ]
+                    level, top = _repeat(counted, level)
+                    highest = max(highest, top)
         return round(max(highest, level + self._step_temporaries)) + self._correction
 
     def _times(self, again: Again) -> list[int]:
         """How often each simulated block stands in the model when so many are recomputed."""
-        found = []
-        for count in (*again, self.layers - sum(again)):
-            found += [max(0, count - 1), *[min(1, count)] * (KINDS - 1)]
+        layers = self.model.architecture.layers
+        found: list[int] = []
+        first = 0
+        for count in (*again, layers - sum(again)):
+            kinds = Counter(map(self.model.architecture.kind, range(first, first + count)))
+            found += [min(1, kinds[kind]) for kind in self._kinds]
+            found += [max(0, kinds[kind] - 1) for kind in self._kinds]
+            first += count
         return found
+
+
+def _repeat(segments: list[tuple[int, float, float]], level: float) -> tuple[float, float]:
+    """The level after these segments and the highest one within, from (times, net, rise) of each.
+
+    All repeat together as often as each of them does; what some repeat more often follows.
+    """
+    together = min(times for times, _, _ in segments)
+    highest = level
+    if together:
+        start = level
+        for _, net, rise in segments:
+            highest = max(highest, level + rise)
+            level += net
+        further = (level - start) * (together - 1)
+        highest, level = max(highest, highest + further), level + further
+    for times, net, rise in segments:
+        if more := times - together:
+            highest = max(highest, level + rise, level + net * (more - 1) + rise)
+            level += net * more
+    return level, highest
 
 
 @lru_cache(maxsize=1024)
@@ -178,11 +229,11 @@ def _block_of(name: str) -> int | None:
 
 
 @lru_cache(maxsize=64)
-def _draw(setting: Setting, recipe: Recipe, low: int) -> tuple[list[Stretch], ...]:
+def _draw(setting: Setting, recipe: Recipe, low: int, kinds: int) -> tuple[list[Cycle], ...]:
     """Lines through `low` rows and one more, of a first and of a later micro-batch.
 
     recipe: gives the rows' length and their documents. A second length is simulated over unknown
-    sizes, and answers for more of them.
+    sizes, and answers for more of them. kinds: how many simulated blocks are a cycle.
     """
     answers = find_answers(setting)
 
@@ -194,10 +245,21 @@ def _draw(setting: Setting, recipe: Recipe, low: int) -> tuple[list[Stretch], ..
         for rows in (low, low + 1)
     )
     return tuple(
-        [(a.name, _line(a, b, low)) for a, b in zip(at_one, at_two, strict=True)]
+        _join([(a.name, _line(a, b, low)) for a, b in zip(at_one, at_two, strict=True)], kinds)
         for passes in zip(one, two, strict=True)
         for at_one, at_two in zip(*map(_lists, passes), strict=True)
     )
+
+
+def _join(segments: list[tuple[str, Line]], kinds: int) -> list[Cycle]:
+    """Neighbouring segments of blocks of one cycle joined."""
+
+    def cycle(segment: tuple[str, Line]) -> str | int:
+        block = _block_of(segment[0])
+        return segment[0] if block is None else block // kinds
+
+    joined = [list(found) for _, found in groupby(segments, cycle)]
+    return [Cycle(one[0][0], tuple((_block_of(n), line) for n, line in one)) for one in joined]
 
 
 def _lists(passes: Passes) -> tuple[list[Segment], list[Segment], list[Segment]]:
@@ -211,10 +273,10 @@ def _line(one: Segment, two: Segment, low: int) -> Line:
     return net - low * net_row, net_row, rise - low * rise_row, rise_row
 
 
-def _spliced(backward: list[Stretch], head: list[Stretch]) -> list[Stretch]:
+def _spliced(backward: list[Cycle], head: list[Cycle]) -> list[Cycle]:
     """A backward whose head's part is that of another loss."""
 
-    def is_head(stretch: Stretch) -> bool:
-        return stretch[0].removesuffix(AFTER_PRODUCT) == "head"
+    def is_head(cycle: Cycle) -> bool:
+        return cycle.name.removesuffix(AFTER_PRODUCT) == "head"
 
-    return [s for s in head if is_head(s)] + [s for s in backward if not is_head(s)]
+    return [c for c in head if is_head(c)] + [c for c in backward if not is_head(c)]

@@ -10,17 +10,22 @@ from typing import Any
 from memfit import __version__, families
 from memfit.adapters.projections import choose_targets
 from memfit.errors import InvalidRequest, MemoryUnknown
+from memfit.families.limits import choose_packing
 from memfit.hardware import Device
 from memfit.ledger import Ledger
 from memfit.model import Model
+from memfit.plan.assumed import count_steps, describe_assumed
 from memfit.plan.bounds import find_bounds
 from memfit.plan.cost import describe_cost
-from memfit.plan.frameworks import Framework, Job, find_framework, resolve_options
+from memfit.plan.frameworks import Framework, Job, find_framework, hinting, resolve_options
 from memfit.plan.host import describe_host
 from memfit.plan.pairs import check_pairs, choose_preference
-from memfit.plan.problem import find_device, find_network, find_steps, sequence_length
+from memfit.plan.positions import describe_positions
+from memfit.plan.precision import choose_precision
+from memfit.plan.problem import find_device, find_network, sequence_length
 from memfit.plan.reference import find_reference
 from memfit.plan.time import describe_time, predict_timeline, sum_up, without_training
+from memfit.plan.traffic import describe_traffic
 from memfit.recipe import Freeze, Lora, Optimizer, Parallel, Recipe
 from memfit.request import ParallelRequest, RecomputeBlocks, Request
 from memfit.results import Memory, Plan, Verdict
@@ -32,6 +37,11 @@ def predict_foreign(request: Request) -> Plan:
 
     Raises UnknownName or InvalidRequest: no such framework, or what its file does not describe.
     """
+    with hinting():
+        return _predict_foreign(request)
+
+
+def _predict_foreign(request: Request) -> Plan:
     recipe, model, assumed = read_foreign(request)
     device = find_device(request.hardware.device)
     usable = usable_memory(request, device)
@@ -57,15 +67,34 @@ def predict_foreign(request: Request) -> Plan:
         timeline=timeline,
         considered=(),
         levers=(),
-        assumptions=(*assumed, *describe_host(recipe, find_on_host(recipe, model, device))),
+        assumptions=(
+            *_describe_open(request, recipe, model), *assumed,
+            *describe_host(recipe, find_on_host(recipe, model, device)),
+        ),
         versions={"memfit": __version__},
-    )
+        traffic=describe_traffic(totals, recipe),
+    )  # fmt: skip
+
+
+def _describe_open(request: Request, recipe: Recipe, model: Model) -> tuple[str, ...]:
+    """What the request leaves open beside its framework's own defaults."""
+    length, said = recipe.sequence_length, []
+    if request.task.sequence_length == "auto":
+        said.append(f"sequence_length {length} (not asked for)")
+    steps = count_steps(request, length, recipe.packing).assumed
+    positions = describe_positions(model.name, model.architecture, length)
+    own = find_framework(recipe.framework).describe_open(recipe)
+    return (
+        *said, *([steps] if steps else []), *describe_assumed(request, recipe), *own, *positions,
+    )  # fmt: skip
 
 
 def usable_memory(request: Request, device: Device) -> int | None:
     """Bytes of a device that may be used; None where nobody knows."""
-    limit, own = request.limits.memory_bytes, device.memory
-    return own if limit is None else min(limit, own or limit)
+    limit = request.limits.memory_bytes
+    if limit is None:
+        return device.planned_memory
+    return min(limit, device.most_memory or limit)
 
 
 def predict_ledger(recipe: Recipe, model: Model, device: Device) -> Ledger:
@@ -135,10 +164,14 @@ def describe_foreign(
     if waits:
         said += f"; beside it {show_gib(waits)} of {why}, given back before memory runs out"
     said += f"; context {outside.because}" if outside else "; the context is unknown"
+    if assumed := device.describe_assumed(usable):
+        said += f"; the limit is {assumed}"
     return Memory(
         peak_allocated=live[peak_phase],
         peak_reserved=bounds.reserved + waits,
         device_total=None if bounds.total is None else bounds.total + waits,
+        total_low=None if bounds.low is None else round(bounds.low),
+        total_high=None if bounds.high is None else round(bounds.high),
         usable=usable,
         verdict=verdict,
         because=said,
@@ -164,13 +197,13 @@ def read_foreign(request: Request) -> tuple[Recipe, Model, tuple[str, ...]]:
     length = sequence_length(request, model)
     micro = 1 if request.micro_batch == "auto" else request.micro_batch
     each = parallel.dp * micro
-    if request.task.global_batch % each:
+    if request.global_batch % each:
         raise InvalidRequest(
-            f"`task.global_batch: {request.task.global_batch}` is not a multiple of {each}:"
+            f"`task.global_batch: {request.global_batch}` is not a multiple of {each}:"
             f" {parallel.dp} data-parallel ranks x `micro_batch: {micro}`",
-            hint=f"use `global_batch: {-(-request.task.global_batch // each) * each}`",
+            hint=f"use `global_batch: {-(-request.global_batch // each) * each}`",
         )
-    chosen, left = _choose(request, framework)
+    chosen, left = _choose(request, framework, device)
     layers = model.architecture.layers
     kind, blocks = _recompute(chosen["recompute"], request, layers)
     if parallel.pp * parallel.virtual_pp > layers + framework.ends:
@@ -206,10 +239,10 @@ def read_foreign(request: Request) -> tuple[Recipe, Model, tuple[str, ...]]:
         recompute=kind,
         loss_chunk=request.loss_chunk,
         sequence_length=length,
-        packing=request.task.packed,
+        packing=choose_packing(request, a),
         micro_batch=micro,
-        accumulation=request.task.global_batch // each,
-        steps=find_steps(request, length=length),
+        accumulation=request.global_batch // each,
+        steps=count_steps(request, length, choose_packing(request, a)).steps,
         device=device.id,
         seed=request.seed,
         parallel=parallel,
@@ -221,7 +254,9 @@ def read_foreign(request: Request) -> tuple[Recipe, Model, tuple[str, ...]]:
     return recipe, model, left
 
 
-def _choose(request: Request, framework: Framework) -> tuple[dict[str, str], tuple[str, ...]]:
+def _choose(
+    request: Request, framework: Framework, device: Device
+) -> tuple[dict[str, str], tuple[str, ...]]:
     """A value of each shared knob, and in words those that the framework's default decided."""
     recompute = request.recompute
     asked: dict[str, Any] = {
@@ -242,6 +277,8 @@ def _choose(request: Request, framework: Framework) -> tuple[dict[str, str], tup
         allowed = framework.values[key]
         if value == "auto":
             value = allowed[0]
+            if key == "precision":
+                value = choose_precision(allowed, framework.name, device)
             if key != "base_format" or chosen["method"] != "full":  # which has no base
                 left.append(f"{key} {value} ({framework.name}'s default)")
         elif value not in allowed:
@@ -298,7 +335,7 @@ def read_parallel(request: Request, framework: Framework) -> Parallel:
         sharded = "dp_shard" in framework.axes
         if not sharded:
             return Parallel(dp_replicate=devices)
-        return Parallel(dp_shard=devices, zero=framework.cuts)
+        return Parallel(dp_shard=devices, zero=framework.choose_zeros(request)[0])
     asked, plain = request.parallel, ParallelRequest()
     for name in asked.__struct_fields__:
         value = getattr(asked, name)
@@ -310,6 +347,7 @@ def read_parallel(request: Request, framework: Framework) -> Parallel:
     if asked.world != devices:
         raise InvalidRequest(
             f"`parallel` names {asked.world} ranks, but `hardware` has {devices} devices",
-            hint="one rank a device: make the products equal",
+            hint="one rank a device: state the other axes as well, as"
+            f" `parallel.dp_shard: {devices}`, or leave `parallel` open",
         )
     return asked.stated

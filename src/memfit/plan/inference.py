@@ -59,7 +59,7 @@ def size_by_inference(request: InferenceRequest, *, asked: float | None = None) 
     for name in ("memory", "context", "sequences", "weight_bytes", "cache_bytes"):
         if not getattr(request, name) > 0:
             raise InvalidRequest(f"`{name}: {getattr(request, name)}` of inference is not above 0")
-    served = [m for m in models() if _is_dense_decoder(m) and m.max_sequence >= request.context]
+    served = [m for m in models() if is_dense_decoder(m) and m.max_sequence >= request.context]
     if not served:
         raise InvalidRequest(f"no dense catalogue model reads {request.context:,} tokens")
     fitting = [m for m in served if needs(m, request) <= request.memory]
@@ -103,13 +103,22 @@ def cache_nbytes(model: CatalogModel, request: InferenceRequest) -> float:
     return model.kv_elements_per_token * tokens * request.cache_bytes
 
 
-def _is_dense_decoder(model: CatalogModel) -> bool:
+def is_dense_decoder(model: CatalogModel) -> bool:
+    """Whether every token visits all weights of a model that only decodes."""
     return model.active_parameters is None and model.model_type != "t5"
 
 
 # Exponents of the loss E + A / parameters^ALPHA + B / tokens^BETA (Hoffmann et al. 2203.15556,
 # equation 2) as Besiroglu et al. 2404.10102 fitted them again.
 ALPHA, BETA = 0.3478, 0.3658
+CHINCHILLA = 20.0  # tokens a parameter where training alone is paid for
+
+
+def weigh_loss(compute: float, ratio: float) -> float:
+    """A / B of the loss for which `ratio` tokens a parameter are compute-optimal here."""
+    best = (compute / (6 * ratio)) ** 0.5
+    weight: float = BETA * best**ALPHA / (ALPHA * (ratio * best) ** BETA)
+    return weight
 
 
 def split_by_demand(compute: float, demand: float, ratio: float) -> tuple[float, float]:
@@ -121,7 +130,7 @@ def split_by_demand(compute: float, demand: float, ratio: float) -> tuple[float,
     nothing is served, which stands for A / B and keeps one rule for both answers.
     """
     best = (compute / (6 * ratio)) ** 0.5  # parameters where nothing is served
-    weight = BETA * best**ALPHA / (ALPHA * (ratio * best) ** BETA)  # A / B
+    weight = weigh_loss(compute, ratio)
 
     def excess(parameters: float) -> float:
         """What a FLOP of more parameters improves over what one of more tokens does, less one."""

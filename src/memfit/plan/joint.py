@@ -19,6 +19,7 @@ from memfit.plan.bounds import find_bounds
 from memfit.plan.clock.read import read_setting, time_recipes
 from memfit.plan.columns import find_distinct, pick
 from memfit.plan.fitting import find_fitting
+from memfit.plan.frameworks import hinting
 from memfit.plan.front import find_front
 from memfit.plan.space import SLICE, Space, span
 from memfit.plan.spending import find_excess, find_unjudged
@@ -67,8 +68,13 @@ def search(request: Request) -> Plan:
     Raises InvalidRequest where no candidate is left, and DoesNotFit where `limits.time` or
     `limits.cost` cannot be met; where memory cannot, the plan is the nearest miss.
     """
-    asked = best = explore_all(request)
-    for fewer in _fewer(request):
+    with hinting():
+        return _search(request)
+
+
+def _search(request: Request) -> Plan:
+    asked = best = explore_all(request.with_batch)
+    for fewer in _fewer(asked.request):
         if not best.found.fitting or least_seconds(best, fewer.devices) >= best.chosen.seconds:
             break
         try:
@@ -83,6 +89,8 @@ def search(request: Request) -> Plan:
     if excess := find_excess(plan):
         raise excess
     said = [f"searched: {size:,} configurations, none left out but by a rule or as slower"]
+    if request.task.global_batch == "auto":
+        said.insert(0, f"global_batch {plan.recipe.global_batch} (not asked for)")
     if best is not asked:
         slower = asked.chosen.seconds / best.chosen.seconds
         said.append(

@@ -19,6 +19,7 @@ from memfit.model import Architecture, Model
 from memfit.optimizers import default_implementation, optimizers
 from memfit.optimizers._in_backward import refuse_in_backward
 from memfit.optimizers._offloaded import offload_lack
+from memfit.optimizers.low_bit import can_round
 from memfit.parallelism.limits import find_mesh_lack
 from memfit.plan.again import Again, state_recompute
 from memfit.plan.problem import CHUNKS, Problem, allowed, check, divisors, first_recipe
@@ -215,11 +216,18 @@ def _inexact(problem: Problem, recipe: Recipe) -> Iterator[Recipe]:
     yield from _quantised(problem, recipe)
     if recipe.optimizer.name == "adamw":
         coded = default_implementation("adamw8bit", cuda=not problem.device.is_cpu)
-        eight = replace(recipe.optimizer, name="adamw8bit", implementation=coded)
-        yield replace(recipe, optimizer=eight)
+        yield _with_optimizer(problem, recipe, name="adamw8bit", implementation=coded)
     if recipe.optimizer.name != "sgd":
-        other = replace(recipe, optimizer=replace(recipe.optimizer, name="sgd"))
+        other = _with_optimizer(problem, recipe, name="sgd")
         if not _runs(problem, other):
             possible = next(_implementations(problem, other))
             other = replace(other, optimizer=replace(other.optimizer, implementation=possible))
         yield other
+
+
+def _with_optimizer(problem: Problem, recipe: Recipe, *, name: str, **settings: Any) -> Recipe:
+    """Another optimizer, which rounds by chance where the request leaves that open and it can."""
+    asked = problem.request.optimizer.stochastic_rounding
+    rounds = recipe.precision == "bf16" and can_round(name) and asked is not False
+    optimizer = replace(recipe.optimizer, name=name, stochastic_rounding=rounds, **settings)
+    return replace(recipe, optimizer=optimizer)

@@ -7,7 +7,7 @@ always there. A phase's peak is a maximum over instants, never a sum of maxima.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 import msgspec
@@ -119,6 +119,29 @@ def predict_memory(model: Model, recipe: Recipe, device: Device, rank: int | Non
     return Ledger(entries=tuple(entries))
 
 
+def with_blocks(ledger: Ledger, allocated: Mapping[Phase, int]) -> Ledger:
+    """The ledger with what blocks are larger than their tensors as the allocator's replay had it.
+
+    allocated: the highest sum of blocks in each phase. A phase whose tensors are more than the
+    replay had is left as it was: not all of its instants are replayed.
+    """
+    entries: list[Entry] = []
+    for phase in ledger.phases:
+        here = ledger.at(phase)
+        tensors = [e for e in here if (e.kind, e.owner) != ROUNDING]
+        rest = allocated.get(phase, 0) - sum(e.nbytes for e in tensors)
+        if rest < 0:
+            entries += here
+            continue
+        entries += tensors
+        if rest:
+            kind, owner = ROUNDING
+            because = "blocks are multiples of 512 B and keep rests of up to 1 MiB"
+            entry = Entry(kind=kind, phase=phase, owner=owner, nbytes=rest, because=because)
+            entries.append(entry)
+    return Ledger(entries=tuple(entries))
+
+
 def predict_peak(model: Model, recipe: Recipe, device: Device, rank: int | None = None) -> int:
     """The ledger's peak alone, in bytes: what a search asks of most of its candidates."""
     rank = find_fullest(model, recipe, device)[0] if rank is None else rank
@@ -168,9 +191,12 @@ def predict_flop(model: Model, recipe: Recipe, device: Device) -> int:
 
 
 def describe(
-    model: Model, recipe: Recipe, device: Device, rank: int = 0
+    model: Model, recipe: Recipe, device: Device, rank: int = 0, *, shortened: bool = True
 ) -> tuple[Setting, list[Repeat]]:
-    """What to simulate, and how often each simulated block stands in the model."""
+    """What to simulate, and how often each simulated block stands in the model.
+
+    shortened: False simulates every block, which the counts then do not speak of.
+    """
     parallel = recipe.parallel
     tp, pp = parallel.tp, parallel.pp
     model = cut_model(model, recipe.parallel)
@@ -184,13 +210,14 @@ def describe(
         held = held_blocks(recipe, len(blocks), rank)
         pieces = [find_runs(blocks[i] for i in part) for part in held]
         runs = tuple(run for piece in pieces for run in piece)
-        stages = find_stages(recipe, rank, [len(repeats(piece)) for piece in pieces])
+        simulated = [len(repeats(p)) for p in pieces] if shortened else [len(p) for p in held]
+        stages = find_stages(recipe, rank, simulated)
         outside, _ = split_rows(stage_model(model, recipe.parallel, rank), 0)
     cuda = not device.is_cpu
     setting = Setting(
         architecture=replace(model.architecture, layers=0, vocab=model.architecture.vocab // tp),
         outside=outside,
-        runs=shorten(runs),
+        runs=shorten(runs) if shortened else runs,
         kernel=recipe.attention,
         autocast=recipe.autocast and recipe.parallel.world == 1,
         compute=recipe.compute_dtype,
@@ -320,7 +347,7 @@ class _Step:
         starting = find_adapter(self.recipe).loading(self.outline.model)
         if not starting:
             level.note(Phase.LOAD)
-        for top in around.quantising:
+        for top in (around.reading, *around.quantising):
             level.note(Phase.LOAD, top)
         if around.padded is not around.loaded:
             level.add(around.loaded, -1)

@@ -10,13 +10,16 @@ from memfit.parallelism.limits import check_method
 from memfit.recipe import Parallel
 from memfit.request import Request
 
+MOST_SHARED = 1024  # ranks of a product: no model on record has more attention heads
+
 
 def list_meshes(request: Request) -> tuple[Parallel, ...]:
     """The meshes to choose from: the one asked for; else what FSDP2 can make of all devices.
 
     Weights cut among all ranks or among those of a node, of which the nodes hold copies, given up
-    after the forward or not; or whole on every rank (DDP). Raises InvalidRequest where the mesh
-    asked for is not of as many ranks as there are devices, or the global batch not a multiple.
+    after the forward or not; or whole on every rank (DDP). A global batch of fewer rows than there
+    are devices leaves the meshes of `list_shared`. Raises InvalidRequest where the mesh asked for
+    is not of as many ranks as there are devices, or no mesh can divide the global batch.
     """
     if request.parallel != "auto":
         found: tuple[Parallel, ...] = (stated_mesh(request),)
@@ -33,6 +36,8 @@ def list_meshes(request: Request) -> tuple[Parallel, ...]:
         )
         if request.offload != "parameters":  # which has FSDP2's shards on the host
             found = (*found, Parallel(dp_replicate=whole))
+        if not divides(request, found[0]) and (shared := list_shared(request)):
+            return shared
     check_batch(request, found[0])
     return found
 
@@ -42,11 +47,12 @@ def list_shared(request: Request) -> tuple[Parallel, ...]:
     if request.parallel != "auto":
         return ()
     count, whole = request.hardware.count, request.devices
-    return tuple(
+    found = (
         Parallel(dp_shard=whole // tp, tp=tp, sequence_parallel=True)
-        for tp in range(2, count + 1)
-        if count % tp == 0 and request.task.global_batch % (whole // tp) == 0
+        for tp in range(2, min(count, MOST_SHARED) + 1)
+        if count % tp == 0
     )
+    return tuple(mesh for mesh in found if divides(request, mesh))
 
 
 def stated_mesh(request: Request) -> Parallel:
@@ -59,7 +65,8 @@ def stated_mesh(request: Request) -> Parallel:
         raise InvalidRequest(
             f"`parallel` names {asked.world} ranks ({_factors(asked.stated)}), but"
             f" `hardware` has `count: {hardware.count}` x `nodes: {hardware.nodes}` devices",
-            hint="one rank a device: make the two products equal",
+            hint="one rank a device: state the other axes as well, as"
+            f" `parallel.dp_shard: {devices}`, or leave `parallel` open",
         )
     return replace(asked.stated, sequence_parallel=asked.tp > 1)
 
@@ -85,15 +92,19 @@ def check_batch(request: Request, parallel: Parallel) -> None:
     """Raise InvalidRequest where the ranks' micro-batches do not make up the global batch."""
     if parallel.world == 1:
         return  # said in the words of one device
-    rows = 2 if request.task.objective == "dpo" else 1
-    micro = rows if request.micro_batch == "auto" else request.micro_batch
-    batch, each = request.task.global_batch, parallel.dp * micro
-    if batch % each:
+    if not divides(request, parallel):
+        micro = request.least_rows
+        batch, each = request.global_batch, parallel.dp * micro
         raise InvalidRequest(
             f"`task.global_batch: {batch}` is not a multiple of {each}: {parallel.dp} ranks x"
             f" `micro_batch: {micro}`",
             hint=f"use `global_batch: {-(-batch // each) * each}`, or fewer ranks",
         )
+
+
+def divides(request: Request, parallel: Parallel) -> bool:
+    """Whether the ranks' micro-batches make up the global batch."""
+    return request.global_batch % (parallel.dp * request.least_rows) == 0
 
 
 def describe_mesh(parallel: Parallel) -> str:

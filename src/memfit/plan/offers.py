@@ -22,8 +22,9 @@ from memfit.errors import InvalidRequest
 from memfit.families import families
 from memfit.hardware import Device
 from memfit.nouns import Noun
-from memfit.plan.budget import ASSUMED_MFU, CHINCHILLA
+from memfit.plan.budget import ASSUMED_MFU
 from memfit.plan.inference import (
+    CHINCHILLA,
     InferenceRequest,
     read_inference,
     size_by_inference,
@@ -36,10 +37,18 @@ NEAREST = 3  # catalogue models named an answer
 
 
 class Offer(Noun, frozen=True, kw_only=True):
-    """So many devices of one kind."""
+    """Devices of one kind, and how many of them."""
 
     device: str
-    count: int = 1
+    count: int = 1  # of all machines
+    nodes: int = 0  # machines among which they are; 0: as few as their usual size allows
+
+    @property
+    def name(self) -> str:
+        """As `--devices` reads it."""
+        if not self.nodes:
+            return f"{self.device}:{self.count}"
+        return f"{self.device}:{self.nodes}x{self.count // self.nodes}"
 
 
 class OffersRequest(Noun, frozen=True, kw_only=True):
@@ -101,19 +110,25 @@ class Offers(Noun, frozen=True, kw_only=True):
 
 
 def read_offers(text: str) -> tuple[Offer, ...]:
-    """`h100-sxm:8,a100-sxm-80:64` -> offers with the catalogue's ids; a bare name is one device.
+    """`h100-sxm:8,rtx-4090:4x2` -> offers with the catalogue's ids; a bare name is one device.
 
-    Raises InvalidRequest or UnknownName: not a name and a whole number above 0, named twice.
+    `4x2` is 4 machines of 2 devices each. Raises InvalidRequest or UnknownName: not a name and a
+    whole number above 0, named twice.
     """
     found = []
     for piece in text.split(","):
-        name, colon, count = piece.strip().partition(":")
-        if not name or (colon and not (count.isdecimal() and int(count) > 0)):
+        name, colon, number = piece.strip().partition(":")
+        nodes, times, each = number.rpartition("x")
+        numbers = [each, *([nodes] if times else [])] if colon else []
+        if not name or not all(n.isdecimal() and int(n) > 0 for n in numbers):
             raise InvalidRequest(
                 f"cannot read `{piece.strip()}` as an offer of devices",
-                hint="write a device and how many: `h100-sxm:8,a100-sxm-80:64`",
+                hint="write a device and how many: `h100-sxm:8,a100-sxm-80:64`;"
+                " `rtx-4090:4x2` is 4 machines of 2",
             )
-        found.append(Offer(device=find_device(name).id, count=int(count or 1)))
+        count = int(each or 1) * int(nodes or 1)
+        device = find_device(name).id
+        found.append(Offer(device=device, count=count, nodes=int(nodes or 0)))
     if len(set(found)) < len(found):
         raise InvalidRequest(f"`{text}` names an offer twice")
     return tuple(found)
@@ -329,9 +344,8 @@ def _near(model: CatalogModel, compute: float, offer: Offer, device: Device) -> 
 
 def _fits(model: CatalogModel, offer: Offer, device: Device) -> bool | None:
     """Whether weights, gradients and states fit, cut evenly; activations come on top."""
-    if device.memory is None:
-        return None
-    return STATES * model.parameters <= offer.count * device.memory
+    usable = device.planned_memory
+    return None if usable is None else STATES * model.parameters <= offer.count * usable
 
 
 def _nearest(

@@ -12,7 +12,7 @@ def check_pairs(request: Request) -> None:
     """Raise InvalidRequest for what `objectives` refuses of a recipe, where the request says it."""
     if request.task.objective != "dpo":
         return
-    micro, batch = request.micro_batch, request.task.global_batch
+    micro, batch = request.micro_batch, request.global_batch
     if batch % 2:
         raise InvalidRequest(
             f"`task.global_batch: {batch}` is odd, and `objective: dpo` takes pairs of sequences",
@@ -23,7 +23,7 @@ def check_pairs(request: Request) -> None:
             f"`micro_batch: {micro}` is odd, and `objective: dpo` takes pairs of sequences",
             hint=f"use `micro_batch: {micro + 1}`",
         )
-    if request.task.packed:
+    if request.task.packing is True:
         raise InvalidRequest(
             "`task.packing: true` under `objective: dpo`, which compares answers row by row",
             hint="leave `task.packing` on `auto`",

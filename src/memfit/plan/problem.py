@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from functools import lru_cache
 from math import isqrt
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,20 +19,22 @@ from memfit.errors import InvalidRequest
 from memfit.families import float8, qat
 from memfit.families.compiled import check_compiled, settle_compiled
 from memfit.families.lean import check_lean
-from memfit.families.limits import check_limits, own_kernels
+from memfit.families.limits import check_limits, choose_packing, own_kernels
 from memfit.hardware import Device
 from memfit.model import Model, ModelReference
 from memfit.nouns import Noun
 from memfit.optimizers import default_implementation, optimizers
 from memfit.optimizers._in_backward import refuse_in_backward
 from memfit.optimizers._offloaded import check_offload
-from memfit.optimizers.low_bit import check_rounding
+from memfit.optimizers.low_bit import can_round, check_rounding
 from memfit.parallelism.context import KERNELS
 from memfit.parallelism.limits import check_ranks
 from memfit.parallelism.pipeline import runs_in
+from memfit.plan.assumed import count_steps
 from memfit.plan.lean import asked_lean, choose_lean
 from memfit.plan.meshes import list_meshes
 from memfit.plan.pairs import check_pairs, choose_preference
+from memfit.plan.positions import check_positions, describe_positions
 from memfit.plan.precision import HALF, find_conflict, precisions
 from memfit.plan.reference import find_published, find_reference
 from memfit.recipe import (
@@ -49,10 +50,9 @@ from memfit.recipe import (
     Recipe,
     compute_dtype,
 )
-from memfit.request import RecomputeBlocks, Request
+from memfit.request import RecomputeBlocks, Request, find_weights
 from memfit.sizes.kernels import Heads, heads_of, refusal, usable
 
-ASSUMED_STEPS = 1000  # when neither a length nor data is given
 ASSUMED_SEQUENCE = 4096
 CHUNKS = (1024, 256)  # tokens per chunk of the loss that the search tries
 
@@ -67,6 +67,7 @@ class Problem(Noun, frozen=True, kw_only=True):
     usable: int | None  # bytes: the limit asked for or what the device has, the smaller
     usable_because: str
     assumptions: tuple[str, ...]
+    exact: bool = True  # False: what fits, or does not, by far is not replayed
 
 
 def read_problem(
@@ -80,7 +81,7 @@ def read_problem(
     published: where pretrained weights will be loaded, take the config.json beside them. A
     catalogue row says every size, which is all that planning needs, but not the rotary base.
     """
-    check_own_step(request)
+    check_own_step(request.framework)
     request = settle_compiled(request)
     reference = find_reference(request.model)
     if published and find_weights(request, reference) == "pretrained":
@@ -102,13 +103,13 @@ def read_problem(
     return problem
 
 
-def check_own_step(request: Request) -> None:
-    """Raise InvalidRequest for another framework's step: it can only be predicted."""
-    if request.framework != "memfit":
+def check_own_step(framework: str) -> None:
+    """Raise InvalidRequest for another framework's step: it can only be planned and predicted."""
+    if framework != "memfit":
         raise InvalidRequest(
-            f"`framework: {request.framework}` is another framework's step, which memfit can"
-            " predict but neither search, certify nor run",
-            hint="`memfit predict REQUEST`; or `framework: memfit`",
+            f"`framework: {framework}` is another framework's step, which memfit can plan and"
+            " predict but neither certify nor run",
+            hint="`memfit predict REQUEST` predicts it; `framework: memfit` can be certified",
         )
 
 
@@ -152,7 +153,9 @@ def _this_gpu() -> str | None:
 
 
 def _usable(request: Request, device: Device) -> tuple[int | None, str]:
-    limit, memory = request.limits.memory_bytes, device.memory
+    limit, memory = request.limits.memory_bytes, device.planned_memory
+    if limit is not None and not device.is_cpu:
+        memory = device.most_memory  # what the user says of a device that is not on record
     shared = device.is_cpu and request.hardware.count > 1  # its ranks live in one memory
     if shared and memory is not None:
         memory //= request.hardware.count
@@ -160,6 +163,10 @@ def _usable(request: Request, device: Device) -> tuple[int | None, str]:
         return limit, "the limit of the request"
     if memory is None:
         return None, f"the memory of `{device.id}` is unknown and no limit was set"
+    if assumed := device.describe_assumed(memory):
+        return memory, assumed
+    if device.memory is None and not device.is_cpu:
+        return memory, f"the data sheet of `{device.id}` ({device.memory_datasheet})"
     what = "this machine's memory" if device.is_cpu else f"what `{device.id}` gives to torch"
     return memory, f"a rank's share of {what}" if shared else what
 
@@ -168,9 +175,13 @@ def _assumptions(request: Request, model: Model) -> tuple[str, ...]:
     said = []
     if request.task.sequence_length == "auto":
         said.append(f"sequence_length {sequence_length(request, model)} (not asked for)")
-    if not any((request.task.steps, request.task.epochs, request.task.tokens, request.task.data)):
-        said.append(f"{ASSUMED_STEPS} steps (no length and no data given)")
-    return tuple(said)
+    if request.task.global_batch == "auto":
+        said.append(f"global_batch {request.global_batch} (not asked for)")
+    length = sequence_length(request, model)
+    packed = choose_packing(request, model.architecture)
+    if assumed := count_steps(request, length, packed).assumed:
+        said.append(assumed)
+    return (*said, *describe_positions(model.name, model.architecture, length))
 
 
 def sequence_length(request: Request, model: Model) -> int:
@@ -186,13 +197,8 @@ def check(problem: Problem) -> None:
     request, architecture = problem.request, problem.model.architecture
     length = sequence_length(request, problem.model)
     name = problem.reference.name
-    if length > architecture.max_sequence:
-        raise InvalidRequest(
-            f"`task.sequence_length: {length}` is longer than the {architecture.max_sequence} "
-            f"positions of `{name}`",
-            hint=f"use at most {architecture.max_sequence}",
-        )
-    packing, loss = request.task.packed, request.loss
+    check_positions(name, architecture, length)
+    packing, loss = choose_packing(request, architecture), request.loss
     check_limits(
         name, architecture,
         attention=request.attention, packing=packing, loss=loss, tokens=length,
@@ -203,13 +209,13 @@ def check(problem: Problem) -> None:
     if request.precision == "fp8-mixed":
         float8.check_request(request, problem.model, problem.device, length)
     list_meshes(request)
-    micro, batch = request.micro_batch, request.task.global_batch
+    micro, batch = request.micro_batch, request.global_batch
     if micro != "auto" and batch % micro:
         raise InvalidRequest(
             f"`micro_batch: {micro}` does not divide `task.global_batch: {batch}`",
             hint=f"use one of {', '.join(map(str, divisors(batch)))}",
         )
-    if request.optimizer.stochastic_rounding and request.precision != "auto":
+    if request.optimizer.stochastic_rounding is True and request.precision != "auto":
         check_rounding(request.optimizer.name, request.precision)
     if request.optimizer.in_backward is True and (found := in_backward_lack(request)):
         raise InvalidRequest(
@@ -243,7 +249,7 @@ def check(problem: Problem) -> None:
 
 def in_backward_lack(request: Request) -> tuple[str, str] | None:
     """Why weights cannot be updated within backward, and what to use; None where they can."""
-    micro, batch = request.micro_batch, request.task.global_batch
+    micro, batch = request.micro_batch, request.global_batch
     if request.parallel != "auto" and request.parallel.tp > 1:
         return "it is not built for ranks that share products", "leave `parallel.tp` out"
     if request.parallel != "auto" and request.parallel.pp > 1:
@@ -255,12 +261,12 @@ def in_backward_lack(request: Request) -> tuple[str, str] | None:
     )
 
 
-def list_micro_batches(request: Request) -> list[int]:
+def list_micro_batches(request: Request, shares: int) -> list[int]:
     """The micro-batches to try: whole parts of a rank's share of the global batch, and whole pairs
-    of `dpo`."""
+    of `dpo`. shares: ranks with rows of their own."""
     if request.micro_batch != "auto":
         return [request.micro_batch]
-    own = request.task.global_batch // request.shares
+    own = request.global_batch // shares
     found = divisors(own)
     if request.parallel != "auto":
         parallel = request.parallel.stated
@@ -319,16 +325,6 @@ def divisors(n: int) -> list[int]:
     return [*low, *(n // d for d in reversed(low) if d * d != n)]
 
 
-def find_steps(request: Request, *, length: int) -> int:
-    """Optimizer steps asked for; 0 when they follow from data that is not yet tokenised."""
-    task = request.task
-    if task.steps is not None:
-        return task.steps
-    if task.tokens is not None:
-        return max(1, -(-task.tokens // (task.global_batch * length)))
-    return 0 if task.data else ASSUMED_STEPS
-
-
 def first_recipe(
     problem: Problem,
     *,
@@ -339,6 +335,7 @@ def first_recipe(
     """The recipe of one method and precision with every exact knob at its plainest setting."""
     request = problem.request
     length = sequence_length(request, problem.model)
+    packed = choose_packing(request, problem.model.architecture)
     asked = request.base_format
     base: Format = asked if asked != "auto" else HALF.get(precision, "fp32")
     attention: Any = request.attention
@@ -354,7 +351,7 @@ def first_recipe(
         freeze=_freeze(request, problem) if method == "freeze" else Freeze(),
         base_format=base if method != "full" else _full_format(precision),
         precision=precision,
-        optimizer=_optimizer(request, problem, method, parallel.world),
+        optimizer=_optimizer(request, problem, method, precision, parallel.world),
         recompute_blocks=0,
         attention=attention,
         loss="plain",
@@ -364,11 +361,11 @@ def first_recipe(
         compile="blocks" if request.compile == "blocks" else "none",
         offload="none" if request.offload == "auto" else request.offload,
         sequence_length=length,
-        packing=request.task.packed,
+        packing=packed,
         micro_batch=(smallest := 2 if request.task.objective == "dpo" else 1),
-        accumulation=request.task.global_batch // (smallest * parallel.dp),
+        accumulation=request.global_batch // (smallest * parallel.dp),
         parallel=parallel,
-        steps=find_steps(request, length=length),
+        steps=count_steps(request, length, packed).steps,
         device=problem.device.id,
         seed=request.seed,
         allocator=request.allocator,
@@ -394,23 +391,6 @@ def find_quantisation(request: Request, base_format: Format) -> Quantisation:
 def _full_format(precision: Precision) -> Any:
     """Nothing is frozen, so the format is canonical: equal recipes have equal digests."""
     return "bf16" if precision == "bf16" else "fp32"
-
-
-def find_weights(request: Request, reference: ModelReference) -> Any:
-    """`pretrained` where there is something to load, unless the request says otherwise."""
-    if request.weights != "auto":
-        if request.weights == "pretrained" and not reference.source:
-            raise InvalidRequest(
-                f"`weights: pretrained`, but `{reference.name}` is only a configuration",
-                hint="name a folder with safetensors or a hub id, or use `weights: random`",
-            )
-        return request.weights
-    if not reference.source:
-        return "random"
-    folder = Path(reference.source)
-    if folder.is_dir():
-        return "pretrained" if any(folder.glob("*.safetensors")) else "random"
-    return "pretrained"
 
 
 def _lora(request: Request, problem: Problem) -> Lora:
@@ -440,17 +420,26 @@ def _freeze(request: Request, problem: Problem) -> Freeze:
     return Freeze(last_blocks=asked.last_blocks, patterns=asked.patterns)
 
 
-def _optimizer(request: Request, problem: Problem, method: Method, ranks: int) -> Optimizer:
+def find_rate(request: Request, reference: ModelReference, model: Model, method: Method) -> float:
+    """The learning rate asked for, else the usual one of such a training."""
+    rate = request.optimizer.learning_rate
+    if rate != "auto":
+        return rate
+    if find_weights(request, reference) == "random":
+        return 1e-3 if _count(model) < 50_000_000 else 3e-4
+    if request.task.objective == "dpo":  # as the alignment handbook's recipes
+        return 5e-6 if method in ADAPTED else 5e-7
+    return 2e-4 if method in ADAPTED else 2e-5
+
+
+def _optimizer(
+    request: Request, problem: Problem, method: Method, precision: Precision, ranks: int
+) -> Optimizer:
     asked = request.optimizer
-    rate = asked.learning_rate
-    if rate == "auto":
-        scratch = find_weights(request, problem.reference) == "random"
-        small = _count(problem.model) < 50_000_000
-        rate = (1e-3 if small else 3e-4) if scratch else (2e-4 if method in ADAPTED else 2e-5)
-        if request.task.objective == "dpo" and not scratch:  # as the alignment handbook's recipes
-            rate = 5e-6 if method in ADAPTED else 5e-7
+    rate = find_rate(request, problem.reference, problem.model, method)
     name = "adamw" if asked.name == "auto" else asked.name
     cuda = not problem.device.is_cpu
+    can_be_rounded = precision == "bf16" and asked.stochastic_rounding == "auto" and can_round(name)
     implementation = asked.implementation
     only = optimizers.find(name).cuda_only
     if not cuda and set(optimizers.find(name).implementations) <= set(only):
@@ -483,5 +472,5 @@ def _optimizer(request: Request, problem: Problem, method: Method, ranks: int) -
         warmup_steps=asked.warmup_steps,
         clip_norm=asked.clip_norm,
         in_backward=asked.in_backward is True,
-        stochastic_rounding=asked.stochastic_rounding,
+        stochastic_rounding=asked.stochastic_rounding is True or can_be_rounded,
     )

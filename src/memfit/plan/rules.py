@@ -46,6 +46,7 @@ def rules(model: Model, *, predicted_peak: int | None = None) -> tuple[Rule, ...
         *_training(model, size, predicted_peak),
         _preference(model, size),
         *_optimizers(model, size),
+        _gradients(model, size),
     )
 
 
@@ -186,6 +187,21 @@ def _optimizers(model: Model, size: float) -> Iterable[Rule]:
     for name, says, factor, exact, because, holds in rows:
         words = f"{says}: {units.show_gb(factor * size)}"
         yield _rule(name, words, factor * size, exact, because, holds)
+
+
+def _gradients(model: Model, size: float) -> Rule:
+    return _rule(
+        "gradients-8bit",
+        f"8-bit gradients take 1 byte a parameter: {units.show_gb(size)}",
+        size,
+        _nbytes(model, "float32"),
+        "gradients have their weights' dtype: 4 bytes a parameter in fp32, 2 in 16 bits",
+        "nowhere in the trainers that memfit describes: none accumulates gradients in 8 bits; FP8"
+        " training rounds the inputs of products and keeps gradients of weights in 16 or 32 bits."
+        " What exists is `optimizer.in_backward: true`, which holds the gradient of one parameter"
+        " at a time, and compressed messages between devices (1-bit Adam), which shrink traffic"
+        " and not memory",
+    )
 
 
 def _nbytes(model: Model, dtype: str) -> int:

@@ -21,6 +21,7 @@ from memfit.optimizers._offloaded import offload_lack
 from memfit.parallelism.limits import refuse
 from memfit.parallelism.tensor import find_tensor_lack
 from memfit.plan.again import Again, describe_recompute, find_recompute, ladder
+from memfit.plan.assumed import describe_assumed
 from memfit.plan.blocks import without_collecting
 from memfit.plan.candidate import Candidate
 from memfit.plan.climb import Climb, anchor, climb, settle, trade
@@ -28,56 +29,98 @@ from memfit.plan.cost import describe_cost
 from memfit.plan.estimate import Estimate, applies
 from memfit.plan.host import describe_host, shards_on_host
 from memfit.plan.levers import head_extra, turn
-from memfit.plan.meshes import check_described, describe_mesh, list_meshes, list_shared
-from memfit.plan.precision import precisions
+from memfit.plan.meshes import (
+    check_batch,
+    check_described,
+    describe_mesh,
+    list_meshes,
+    list_shared,
+)
+from memfit.plan.precision import list_last_storage, list_storage
 from memfit.plan.problem import (
     CHUNKS,
     Problem,
     allowed,
-    find_weights,
     first_recipe,
     in_backward_lack,
     list_micro_batches,
 )
+from memfit.plan.replanned import learns, replan_levers
 from memfit.plan.spending import find_excess, find_unjudged
 from memfit.plan.time import describe_time, predict_timeline
+from memfit.plan.traffic import describe_traffic
 from memfit.plan.verdict import describe_lack
 from memfit.recipe import Method, Parallel, Recipe
+from memfit.request import find_weights
 from memfit.results import Considered, Plan
 
+TIGHT = "no recipe keeps a margin: this one needs the least (`limits.tight: true` uses all)"
+PROOFS = 8  # recipes replayed in turn, until one fits by its own replay
 SHOWN = 5  # runners-up and rejected ones that a plan keeps
 
 
 def search(problem: Problem, *, levers: bool = True) -> Plan:
     """The plan of a request: its best recipe, or the nearest miss with verdict `does_not_fit`.
 
-    levers: False leaves them out, which take most of the time.
+    levers: False leaves out those of a plan that fits, which take most of the time.
 
     Raises DoesNotFit where what fits would exceed `limits.time` or `limits.cost`.
     """
     check_described(problem.request)
     with without_collecting():
-        return _search(problem, levers=levers)
+        plan, chosen = _search(problem)
+        if not levers or plan.memory.verdict == "does_not_fit":
+            return plan
+        return msgspec.structs.replace(plan, levers=replan_levers(problem, chosen, _search))
 
 
-def _search(problem: Problem, *, levers: bool) -> Plan:
+def find_fitting(problem: Problem) -> Plan | None:
+    """The plan of a request without levers; None where nothing fits.
+
+    Raises DoesNotFit where what fits would exceed `limits.time` or `limits.cost`.
+    """
+    check_described(problem.request)
+    with without_collecting():
+        found = _first_that_fits(problem, [])
+        return None if found is None else found[0]
+
+
+def _search(problem: Problem) -> tuple[Plan, Candidate]:
+    """The plan without levers, and its candidate."""
     failed: list[Candidate] = []
+    found = _first_that_fits(problem, failed)
+    if found is not None:
+        return found
+    if not failed:  # a batch of too few rows for all devices, and no mesh that shares products
+        check_batch(problem.request, Parallel(dp_shard=problem.request.devices))
+    nearest = min(failed, key=lambda c: (c.needs, c.about))
+    plan = _plan(problem, nearest, failed, ())
+    if plan.memory.verdict != "does_not_fit":
+        plan = msgspec.structs.replace(plan, assumptions=(*plan.assumptions, TIGHT))
+    return plan, nearest
+
+
+def _first_that_fits(problem: Problem, failed: list[Candidate]) -> tuple[Plan, Candidate] | None:
+    """The fastest of the first method and precision under which anything fits.
+
+    failed: takes what was tried of the others. Raises DoesNotFit where all that fits exceeds
+    `limits.time` or `limits.cost`.
+    """
     excess: DoesNotFit | None = None
     for start in _preferences(problem):
         tried: list[Candidate] = []
         best = _fastest_of_meshes(start, tried)
         if best is not None:
-            plan = _plan(problem, best, tried, _levers(best) if levers else ())
+            plan = _plan(problem, best, tried, ())
             over = find_excess(plan)
             if over is None:
                 said = (*plan.assumptions, *find_unjudged(plan))
-                return msgspec.structs.replace(plan, assumptions=said)
+                return msgspec.structs.replace(plan, assumptions=said), best
             excess = excess or over
         failed += tried
     if excess is not None:
         raise excess
-    nearest = min(failed, key=lambda c: c.needs)
-    return _plan(problem, nearest, failed, _levers(nearest) if levers else ())
+    return None
 
 
 def _fastest_of_meshes(start: Candidate, tried: list[Candidate]) -> Candidate | None:
@@ -87,17 +130,19 @@ def _fastest_of_meshes(start: Candidate, tried: list[Candidate]) -> Candidate | 
     product.
     """
     for meshes in (list_meshes(start.problem.request), list_shared(start.problem.request)):
-        starts = (_on_mesh(start, mesh) for mesh in meshes)
-        found = [_fastest_that_fits(one, tried) for one in starts if one is not None]
-        fitting = [one for one in found if one is not None]
-        if fitting:
-            return min(fitting, key=lambda c: c.seconds)
+        best: Candidate | None = None
+        for mesh in meshes:
+            one = _on_mesh(start, mesh)
+            found = None if one is None else _fastest_that_fits(one, tried, faster_than=best)
+            best = found or best
+        if best is not None:
+            return best
     return None
 
 
 def _on_mesh(start: Candidate, mesh: Parallel) -> Candidate | None:
     """The same on this mesh; None where its ranks cannot share the products."""
-    if mesh.tp == 1 or start.recipe.parallel.tp > 1:
+    if mesh.tp == 1 or start.problem.request.parallel != "auto":
         return start.but(parallel=mesh)
     request, a = start.problem.request, start.model.architecture
     found = start.but(parallel=mesh, lean=() if request.lean == "auto" else start.recipe.lean)
@@ -112,7 +157,10 @@ def _on_mesh(start: Candidate, mesh: Parallel) -> Candidate | None:
 
 
 def _preferences(problem: Problem) -> Iterator[Candidate]:
-    """Method and precision, the most faithful first; on the first mesh of those to choose from."""
+    """Method and storage, the most faithful first; on the first mesh of those to choose from.
+
+    Pure bf16 comes after everything that learns as fp32 states do, adapters included.
+    """
     request = problem.request
     methods: list[Method] = ["full", "lora"] if request.method == "auto" else [request.method]
     if request.base_format in CODED_FORMATS:
@@ -122,16 +170,27 @@ def _preferences(problem: Problem) -> Iterator[Candidate]:
     if request.method == "auto" and request.preference.reference == "adapter-off":
         methods = ["lora"]
     first = list_meshes(request)[0]
+    if request.parallel == "auto":  # whichever it becomes, see `_on_mesh`
+        first = Parallel(dp_shard=request.devices)
     if request.method == "auto" and (first.tp > 1 or first.pp > 1):
         methods = ["full"]  # ranks that share products, and stages, have no adapters
-    for method in methods:
-        for precision in precisions(problem.request, problem.device):
-            if allowed(problem, precision):
-                recipe = first_recipe(
-                    problem, method=method, precision=precision,
-                    parallel=list_meshes(request)[0],
-                )  # fmt: skip
-                yield Candidate.of(problem, recipe)
+    device = problem.device
+    tried = [(m, storage) for m in methods for storage in list_storage(request, device, m)]
+    tried += [(m, storage) for m in methods for storage in list_last_storage(request, device)]
+    for method, (precision, optimizer) in tried:
+        if allowed(problem, precision):
+            own = _with_optimizer(problem, optimizer)
+            recipe = first_recipe(own, method=method, precision=precision, parallel=first)
+            yield Candidate.of(own, recipe)
+
+
+def _with_optimizer(problem: Problem, name: str) -> Problem:
+    """The problem of a request that names this optimizer; "" leaves it as it is."""
+    if not name:
+        return problem
+    replace = msgspec.structs.replace
+    optimizer = replace(problem.request.optimizer, name=name)
+    return replace(problem, request=replace(problem.request, optimizer=optimizer))
 
 
 def _chunks(start: Candidate, tokens: int) -> list[int]:
@@ -163,11 +222,11 @@ def _asked_loss(asked: str) -> str:
 def _combinations(start: Candidate) -> Iterator[Candidate]:
     """Every micro-batch and loss, with the least recompute allowed."""
     problem = start.problem
-    batch = problem.request.task.global_batch // start.recipe.parallel.dp
+    batch = problem.request.global_batch // start.recipe.parallel.dp
     first = find_recompute(problem.request.recompute, problem.model.architecture.layers)
     if first.selective:
         check_selective(problem.reference.name, problem.model.architecture, start.recipe)
-    for micro in list_micro_batches(problem.request):
+    for micro in list_micro_batches(problem.request, start.recipe.parallel.dp):
         for chunk in _chunks(start, micro * start.recipe.own_row):
             for when, offload in product(_when(start, micro), _offloads(start)):
                 found = start.but(
@@ -205,8 +264,12 @@ def _when(start: Candidate, micro: int) -> tuple[bool, ...]:
     return (True,) if asked is True else (False, True)
 
 
-def _fastest_that_fits(start: Candidate, tried: list[Candidate]) -> Candidate | None:
+def _fastest_that_fits(
+    start: Candidate, tried: list[Candidate], *, faster_than: Candidate | None = None
+) -> Candidate | None:
     """Best first over the exact knobs; for each micro-batch and loss the least recompute that fits.
+
+    faster_than: one on another mesh; only what is faster than it is found.
 
     More recompute never makes a step faster, so once a combination is slower than the best found,
     neither it nor any later one can win. Estimates rank; what is chosen is predicted exactly.
@@ -234,22 +297,35 @@ def _fastest_that_fits(start: Candidate, tried: list[Candidate]) -> Candidate | 
     if not ranked:  # an estimate may be a little high: ask of the smallest itself
         smallest = min(most, key=lambda c: c.needs)
         ranked = [Climb(smallest, paths[0], len(paths[0]) - 1)]
+    slowest = float("inf") if faster_than is None else faster_than.seconds
+    best = _settle_fastest(start, ranked, slowest, trades=len(paths) > 1)
+    for _ in range(PROOFS):
+        if best is None or best.proved:
+            break  # else its replay has told what others reserve: choose again
+        best = _settle_fastest(start, ranked, slowest, trades=len(paths) > 1)
+    others = (least.candidate for least in ranked)
+    tried += [c for c in others if best is None or not _same_pair(c, best)]
+    return best
+
+
+def _settle_fastest(
+    start: Candidate, ranked: list[Climb], slowest: float, *, trades: bool
+) -> Candidate | None:
+    """The fastest of these that fits, each with the least recompute; faster than `slowest`."""
     best: Candidate | None = None
     for least in sorted(ranked, key=lambda c: c.candidate.seconds):
-        if best is not None and least.candidate.seconds >= best.seconds:
+        if least.candidate.seconds >= slowest:
             break
         found = settle(least)
-        if found is not None and (best is None or found.seconds < best.seconds):
-            best = found
+        if found is not None and found.seconds < slowest:
+            best, slowest = found, found.seconds
     if best is not None:
         # its levers need no more than that; offloaded, it is another simulation
         best.estimate = start.estimate if best.recipe.offload == "none" else None
         anchor(best)
-        if len(paths) > 1:
+        if trades:
             best = trade(best)
             anchor(best)
-    others = (least.candidate for least in ranked)
-    tried += [c for c in others if best is None or not _same_pair(c, best)]
     return best
 
 
@@ -290,7 +366,7 @@ def _row(
         label=describe(candidate.recipe, candidate.model.architecture.layers),
         changes=changes,
         peak_allocated=candidate.about,
-        device_total=None if candidate.problem.device.is_cpu else candidate.needs,
+        device_total=candidate.needs,
         exact=candidate.exact,
         relative_time=1.0 if candidate is chosen else candidate.seconds / chosen.seconds,
         fits=candidate.likely,
@@ -306,8 +382,12 @@ def _reason(candidate: Candidate, chosen: Candidate, *, lever: bool) -> str:
     usable = candidate.problem.usable
     if not candidate.likely and usable is not None:
         over = candidate.needs - usable
+        if over <= 0:
+            return f"keeps no margin: up to {units.show_bytes(candidate.line - usable)} too much"
         return f"needs {units.show_bytes(over)} more than there is"
-    other = " and changes what is learned" if _learns(candidate) != _learns(chosen) else ""
+    other = (
+        " and changes what is learned" if learns(candidate.recipe) != learns(chosen.recipe) else ""
+    )
     if candidate.seconds > chosen.seconds:
         return f"fits, {candidate.seconds / chosen.seconds - 1:.1%} slower{other}"
     if candidate.seconds == chosen.seconds:
@@ -317,12 +397,6 @@ def _reason(candidate: Candidate, chosen: Candidate, *, lever: bool) -> str:
     if lever:
         return "fits and is faster, but is not turned unasked"
     return "would be faster, and fits by the estimate but not by the prediction"
-
-
-def _learns(candidate: Candidate) -> tuple[str, ...]:
-    """The knobs on which the result of training depends."""
-    r = candidate.recipe
-    return r.method, r.precision, r.optimizer.name, r.coding
 
 
 def _knobs(candidate: Candidate) -> tuple[object, ...]:
@@ -346,6 +420,7 @@ def _levers(chosen: Candidate) -> tuple[Considered, ...]:
 
     Another kernel alone is left to the certificate: the estimate knows the chosen one alone.
     """
+    assert chosen.memory  # a replay of its own tells what blocks hold beside the closed form
     levers = turn(chosen.problem, chosen.recipe)
     rows = [(_turned(chosen, r), changes) for changes, r in levers if set(changes) != {"attention"}]
     return tuple(
@@ -381,8 +456,13 @@ def _plan(
         timeline=timeline,
         considered=_considered(chosen, tried),
         levers=levers,
-        assumptions=(*problem.assumptions, *describe_host(recipe, on_host)),
+        assumptions=(
+            *problem.assumptions,
+            *describe_assumed(problem.request, recipe),
+            *describe_host(recipe, on_host),
+        ),
         versions={"memfit": __version__},
+        traffic=describe_traffic(chosen.totals, recipe),
     )
 
 
@@ -421,6 +501,8 @@ def _stated(problem: Problem) -> Candidate:
             f"`predict` takes one stated configuration, but {', '.join(left)} is left on `auto`",
             hint="state it, or let `memfit plan` decide",
         )
+    if request.parallel == "auto":
+        check_batch(request, Parallel(dp_shard=request.devices))
     return next(_combinations(next(_preferences(problem))))
 
 

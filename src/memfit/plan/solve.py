@@ -87,8 +87,12 @@ class Try(NamedTuple):
 Planner = Callable[[Request], Plan]
 
 
-def solve(field: str, request: Request, find_plan: Planner) -> Solved:
-    """Raises InvalidRequest: a field that nobody solves for, or one that the request states."""
+def solve(field: str, request: Request, find_plan: Planner, plan_exactly: Planner) -> Solved:
+    """The most of a field that fits.
+
+    find_plan: of each value tried; its verdict is what counts. plan_exactly: of the one found.
+    Raises InvalidRequest: a field that nobody solves for, or one that the request states.
+    """
     if field not in FIELDS:
         near = did_you_mean(field, FIELDS)
         raise InvalidRequest(
@@ -104,7 +108,7 @@ def solve(field: str, request: Request, find_plan: Planner) -> Solved:
     return Solved(
         field=field,
         value=found.value if found else None,
-        plan=found.plan if found else None,
+        plan=plan_exactly(tries.requests[found.value]) if found else None,
         tried=tuple(t.noun for t in tried),
         because=because,
     )
@@ -116,10 +120,12 @@ class Tries:
     def __init__(self, request: Request, field: str, find_plan: Planner) -> None:
         self.request, self.field, self._find = request, field, find_plan
         self.made: dict[int | str, Try] = {}
+        self.requests: dict[int | str, Request] = {}
 
     def __call__(self, value: int | str, request: Request) -> Try:
         """The plan of the request, which says this value."""
         if value not in self.made:
+            self.requests[value] = request
             try:
                 self.made[value] = Try(value, self._find(request), "")
             except Error as error:

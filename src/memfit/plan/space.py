@@ -7,7 +7,7 @@ all their values: the mesh, the micro-batch, recomputing, kernels. Those that ch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -160,10 +160,16 @@ def span(request: Request) -> Space:
     sentence of the rule that removed the last of them.
     """
     framework, device = find_framework(request.framework), find_device(request.hardware.device)
+    if device.is_cpu:
+        raise InvalidRequest(
+            f"`framework: {framework.name}` is described on GPUs, and `hardware.device:"
+            f" {request.hardware.device}` is a CPU",
+            hint="name a GPU with `--device`, or use `framework: memfit`",
+        )
     recipes = [_base(asked, framework) for asked in _variants(request, framework)]
     model = read_foreign(_alone(request))[1]
     job, node = Job(model=model, recipe=recipes[0], device=device), _node(request, device)
-    limits = Limits(request.devices, node, request.task.global_batch, request.parallel == "auto")
+    limits = Limits(request.devices, node, request.global_batch, request.parallel == "auto")
     removed: dict[str, Removed] = {}
     table = _meshes(request, framework, job, limits, removed)
     table = _batches(request, job, table, limits, removed)
@@ -258,12 +264,20 @@ def _variants(request: Request, framework: Framework) -> list[Request]:
 def _alone(request: Request) -> Request:
     """The same on one device, before any mesh is chosen."""
     own = Hardware(device=request.hardware.device)
-    return structs.replace(request, parallel=ParallelRequest(), hardware=own, micro_batch=1)
+    rows = _least_rows(request)
+    return structs.replace(request, parallel=ParallelRequest(), hardware=own, micro_batch=rows)
+
+
+def _least_rows(request: Request) -> int:
+    """Rows of the smallest micro-batch: a pair of answers is two."""
+    return 2 if request.task.objective == "dpo" else 1
 
 
 def _base(request: Request, framework: Framework) -> Recipe:
     recipe = read_foreign(_alone(request))[0]
-    mesh = Parallel(zero=framework.cuts) if "zero" in framework.axes else Parallel()
+    mesh = Parallel()
+    if "zero" in framework.axes:
+        mesh = Parallel(zero=framework.choose_zeros(request)[0])
     if request.parallel != "auto":
         asked = request.parallel
         mesh = Parallel(zero=asked.zero, reshard_after_forward=asked.reshard_after_forward)
@@ -318,13 +332,14 @@ def _meshes(
     table = cross(table, "ep", _values(request, framework, "ep", divisors(experts)))
     table = cross(table, "dp_replicate", _values(request, framework, "dp_replicate", ranks))
     if request.parallel == "auto" and framework.zeros:
-        table = cross(table, "zero", framework.zeros)
+        table = cross(table, "zero", sorted(framework.choose_zeros(request)))
     dp = limits.devices // (table["tp"] * table["cp"] * table["pp"])
     table["dp_shard"] = dp // table["dp_replicate"]
     copies = divide("copies", "dp_replicate", table["dp_replicate"], "data-parallel ranks", dp)
     table = keep(table, [copies], removed)
     if "zero" in table:  # one rank has nothing to cut
-        table = take_rows(table, (table["zero"] == framework.cuts) | (table["dp_shard"] > 1))
+        first = framework.choose_zeros(request)[0]
+        table = take_rows(table, (table["zero"] == first) | (table["dp_shard"] > 1))
     return table
 
 
@@ -348,6 +363,12 @@ def _batches(
     if micro == "auto":
         share = batch // (table["dp_replicate"] * table["dp_shard"])
         table = cross_each(table, "micro_batch", share, divisors)
+        pairs = Rule(
+            "pairs", table["micro_batch"] % _least_rows(request) != 0,
+            "`objective: dpo` takes pairs of sequences, and a rank has {} of them",
+            (table["micro_batch"],), "fewer devices, or a larger `task.global_batch`",
+        )  # fmt: skip
+        table = keep(table, [pairs], removed)
     else:
         table = cross(table, "micro_batch", (micro,))
         table = keep(table, batch_rules(_job(job, table).recipe, limits), removed)
@@ -369,21 +390,37 @@ def _part(request: Request, recipe: Recipe, framework: Framework, table: Columns
 
 
 def _described(part: Part, framework: Framework, job: Job, removed: dict[str, Removed]) -> Part:
-    """The candidates that a framework whose rules are not for arrays describes: each is tried."""
+    """The candidates that a framework whose rules are not for arrays describes: each is checked,
+    and one of each mesh is predicted.
+
+    What a prediction refuses depends on the mesh and on whether gradients accumulate, not on how
+    many rows a micro-batch has.
+    """
     import numpy
 
     (table,) = part.tables(part.size)
     many, right = with_columns(part.recipe, table), numpy.ones(part.size, bool)
+    refused: dict[tuple[Parallel, bool], InvalidRequest | None] = {}
     for row in range(part.size):
-        try:
-            one = structs.replace(job, recipe=pick(many, row))
-            framework.check(one)
-            if not framework.memory_unknown:
-                framework.predict(one)
-        except InvalidRequest as error:
+        one = structs.replace(job, recipe=pick(many, row))
+        error = _refusal(framework.check, one)
+        if error is None and not framework.memory_unknown:
+            kind = one.recipe.parallel, one.recipe.accumulation > 1
+            if kind not in refused:
+                refused[kind] = _refusal(framework.predict, one)
+            error = refused[kind]
+        if error is not None:
             right[row] = False
             note(removed, Removed(framework.name, 0, error.message, error.hint or ""), 1)
     return Part(part.recipe, take_rows(table, right), None, None, False)
+
+
+def _refusal(asked: Callable[[Job], object], job: Job) -> InvalidRequest | None:
+    try:
+        asked(job)
+    except InvalidRequest as error:
+        return error
+    return None
 
 
 def _of_splits(splits: Sequence[Split], plain: Mapping[str, Option]) -> Columns:

@@ -79,5 +79,5 @@ def _recipe(problem: Problem, parallel: Parallel, micro: int) -> Recipe:
         loss="chunked" if chunked else "plain",
         loss_chunk=(request.loss_chunk or CHUNKS[0]) if chunked else 0,
         micro_batch=micro,
-        accumulation=request.task.global_batch // (parallel.dp * micro),
+        accumulation=request.global_batch // (parallel.dp * micro),
     )

@@ -49,7 +49,7 @@ def predict_rate(model: str, device: Device, count: int) -> Rate:
     try:
         problem = read_problem(request, device=device)
         if count == 1:
-            return _planned(search(problem))
+            return _planned(search(problem, levers=False))
         precision: Precision = precisions(request, device)[0]
         recipe = first_recipe(problem, method="full", precision=precision)
     except Error as error:

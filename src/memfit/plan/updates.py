@@ -6,9 +6,13 @@ None of it depends on the shape of a micro-batch, so it is summed once for a mod
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import NamedTuple
 
-from memfit.families import find_family
+from memfit.adapters._peft import base_name
+from memfit.families import find_family, read_model
+from memfit.families.files import UNKNOWN, read_widths
+from memfit.families.stored import file_parts, find_parts
 from memfit.hardware import Device
 from memfit.ledger import Kind
 from memfit.model import DTYPE_BYTES, Model, TensorSpec
@@ -33,6 +37,7 @@ class Around(NamedTuple):
     loaded: Parts
     padded: Parts  # the same from the first forward on: FSDP2 pads its shards then
     quantising: tuple[Parts, ...]  # while a weight is quantised, beside all that is loaded
+    reading: Parts  # the largest tensor of a file on a CPU, beside all that is loaded
     first: Segment  # clipping and the update that makes the optimizer's state
     later: Segment  # the same of every later step
     rounded: int  # what the blocks of all gradients are larger
@@ -45,7 +50,9 @@ def around_micro_batches(model: Model, recipe: Recipe, device: Device, rank: int
     if recipe.parallel.world > 1:
         first = rank - rank % (recipe.parallel.world // recipe.parallel.pp)
         padded = made.load(local_model(model, recipe.parallel, first))
-    return Around(loaded, padded, made.quantise(), made.first(), made.later(), made.rounded())
+    return Around(
+        loaded, padded, made.quantise(), made.read(), made.first(), made.later(), made.rounded()
+    )
 
 
 class _Line:
@@ -110,6 +117,31 @@ class _Around:
             for shape, dtype in sizes
             for tensors in quantising_bytes(coding, shape, dtype, cut=self.sharding is not None)
         )
+
+    def read(self) -> Parts:
+        """The largest tensor of the weights' files, and the dense weight that it fills.
+
+        On a GPU files are read on the host. `train.weights.EmptyWeights` is the same of a trace.
+        """
+        recipe = self.recipe
+        if not self.device.is_cpu or recipe.weights != "pretrained":
+            return {}
+        widths, plain = read_widths(recipe.model.source), read_model(recipe.model)
+        prefix, family = plain.weights[0].name.partition(".")[0], plain.architecture.family
+        names, own = {w.name for w in plain.weights}, {w.name: w for w in self.model.weights}
+        largest = [0]
+        for weight in self.whole.weights:
+            name, shape = base_name(weight.name), weight.shape
+            if name not in names:
+                continue  # of an adapter
+            parts = find_parts(name, shape, prefix, widths.__contains__)
+            for part in parts or file_parts(name, shape, family):
+                cut = self.sharding is not None and not part.where
+                shared = own[weight.name].shape if cut and weight.name in own else part.shape
+                each = prod(shared) * widths.get(part.name, DTYPE_BYTES[UNKNOWN])
+                dense = prod(shape) * DTYPE_BYTES[weight.dtype] if weight.coding else 0
+                largest.append(each + dense)
+        return {(Kind.TEMPORARY, "model"): max(largest)}
 
     def first(self) -> Segment:
         """The step that makes the optimizer's state: before all updates, or each with its own."""

@@ -12,36 +12,48 @@ from memfit.ledger import Kind, Ledger
 from memfit.model import Model
 from memfit.parallelism.pipeline import owner_of
 from memfit.parallelism.shards import cut_model
+from memfit.plan.frameworks import Slack
 from memfit.recipe import Parallel, Recipe
 from memfit.results import Memory, Verdict
 
-# What a prediction does not know without replaying the allocator, as a stated share and band:
-# SimuMax divides its peak by 0.94; contexts of 0.3 to 1.4 GiB are reported by peers.
-ASSUMED_SLACK = 0.06
-ASSUMED_CONTEXT = units.GIB // 2
+SLACK = Slack(  # of a step whose run is not simulated event by event
+    low=1.0, typical=1.04, high=1.12,
+    source="assumed, as this step is not replayed",
+)  # fmt: skip
+REPLAY = Slack(  # of the replay of a simulated run, over the certificate's
+    low=0.999, typical=1.0, high=1.001,
+    source="the simulated run, replayed through the caching allocator",
+)  # fmt: skip
 
 
-class Beside(NamedTuple):
-    """What many ranks need of a CUDA device beside the peak itself, bytes; see `find_beside`."""
+class Needed(NamedTuple):
+    """The bytes of a device that a peak needs: a band, `low` to `high`, around `total`.
 
-    streams: int = 0  # reserved for buffers of collectives, which have pools of their own
-    communicators: int = 0  # NCCL's, outside of torch's allocator
+    Without a context on record the band has no upper end, and `total` is unknown.
+    """
+
+    reserved: int
+    low: int
+    total: int | None
+    high: int | None
+    because: str
+
+    def against(self, *, tight: bool) -> int:
+        """What is held against the usable line: all of the band, or where `tight`, its middle."""
+        found = self.total if tight else self.high
+        return self.reserved if found is None else found
 
 
-ALONE = Beside()
+def find_streams(model: Model, recipe: Recipe, device: Device) -> int:
+    """Bytes in pools of the streams of collectives beside a peak that has none of them.
 
-
-def find_beside(model: Model, recipe: Recipe, device: Device) -> Beside:
-    """Of this mesh; model: after its adapter.
-
-    Buffers are gathered and reduced on streams of their own, whose pools no other stream takes
-    from: a gathered unit and the next one, and this rank's gradients, in the largest case beside a
-    peak that has none of them. How much of it there is only the certificate's replay knows.
-    Gradients that wait on the host leave their pool to the next unit's.
+    model: after its adapter. Buffers are gathered and reduced on streams of their own, whose pools
+    no other stream takes from: a gathered unit and the next one, and this rank's gradients, in the
+    largest case. Gradients that wait on the host leave their pool to the next unit's.
     """
     parallel = recipe.parallel
     if parallel.world == 1 or device.is_cpu:
-        return ALONE
+        return 0
     units: dict[str, int] = {}
     gradients: dict[object, int] = {}  # of each stage; on their way to the host, of each unit
     for w in cut_model(model, parallel).weights:
@@ -52,54 +64,64 @@ def find_beside(model: Model, recipe: Recipe, device: Device) -> Beside:
         holder = unit if on_way else owner_of(w, model.architecture.layers, parallel)
         own = w.nbytes // parallel.shards if w.trainable else 0
         gradients[holder] = gradients.get(holder, 0) + own
-    outside, alone = find_outside(device, parallel), find_outside(device, Parallel())
-    known = outside is not None and alone is not None
-    return Beside(
-        streams=2 * max(units.values()) * (parallel.shards > 1) + max(gradients.values()),
-        communicators=outside.typical - alone.typical if known and outside and alone else 0,
+    return 2 * max(units.values()) * (parallel.shards > 1) + max(gradients.values())
+
+
+def find_needed(
+    slack: Slack, base: int, device: Device, parallel: Parallel, beside: int = 0
+) -> Needed:
+    """The band of a CUDA device's bytes: `base` times the slack, what is `beside` it in pools of
+    other streams, and what is outside the allocator."""
+    outside = find_outside(device, parallel)
+    low, typical, high = (
+        round(base * share) + beside for share in (slack.low, slack.typical, slack.high)
     )
+    because = slack.source
+    if beside:
+        because += f", and {units.show_gib(beside)} in pools of collectives' streams"
+    context = "the context" if parallel.world == 1 else "the context with NCCL's communicators"
+    if outside is None:
+        return Needed(typical, low, None, None, f"{because}; {context} is unknown")
+    return Needed(
+        reserved=typical, low=low + outside.low, total=typical + outside.typical,
+        high=high + outside.high, because=f"{because}; {context} is {outside.because}",
+    )  # fmt: skip
 
 
-def held(peak: int, device: Device, beside: Beside = ALONE) -> int:
-    """The bytes that a predicted peak is held against the usable line with."""
-    if device.is_cpu:
-        return peak
-    return round(peak * (1 + ASSUMED_SLACK)) + ASSUMED_CONTEXT + sum(beside)
+def judge(needed: Needed, usable: int | None) -> Verdict:
+    """`fits` where the whole band fits, `does_not_fit` where none of it does."""
+    if usable is None:
+        return "unproven"
+    if needed.low > usable:
+        return "does_not_fit"
+    if needed.high is None:
+        return "unproven"
+    return "fits" if needed.high <= usable else "at_risk"
 
 
 def describe_memory(
-    ledger: Ledger, device: Device, usable: int | None, because: str, beside: Beside = ALONE
+    ledger: Ledger, device: Device, usable: int | None, because: str, needed: Needed | None = None
 ) -> Memory:
-    """The JSON's `memory` object of a prediction."""
+    """The JSON's `memory` object of a prediction; needed: of a CUDA device, see `find_needed`."""
     phase = ledger.peak_phase
     peak = ledger.total(phase)
-    context = ASSUMED_CONTEXT + beside.communicators
-    reserved = None if device.is_cpu else round(peak * (1 + ASSUMED_SLACK)) + beside.streams
-    total = None if reserved is None else reserved + context
-    least = peak if device.is_cpu else peak + context
-    verdict: Verdict = "unproven"
-    if usable is not None:
-        verdict = "does_not_fit" if least > usable else "fits"
-        if verdict == "fits" and (total or 0) > usable:
-            verdict = "at_risk"
-    said = because
-    if total is not None:
-        more = ""
-        if any(beside):
-            more = f", {units.show_gib(beside.streams)} in pools of collectives' streams"
-            more += f", NCCL's communicators {units.show_gib(beside.communicators)} (published)"
-        said += (
-            f"; reserved is the allocated peak + {ASSUMED_SLACK:.0%} (assumed){more} and the"
-            f" context {units.show_gib(ASSUMED_CONTEXT)} (assumed): `memfit certify` replays the"
-            " allocator"
-        )
+    if needed is None or device.is_cpu:
+        verdict: Verdict = "unproven"
+        if usable is not None:
+            verdict = "does_not_fit" if peak > usable else "fits"
+        return Memory(
+            peak_allocated=peak, peak_reserved=None, device_total=None, usable=usable,
+            verdict=verdict, because=because, peak_phase=phase, entries=ledger.at(phase),
+        )  # fmt: skip
     return Memory(
         peak_allocated=peak,
-        peak_reserved=reserved,
-        device_total=total,
+        peak_reserved=needed.reserved,
+        device_total=needed.total,
+        total_low=needed.low if needed.total is not None else None,
+        total_high=needed.high,
         usable=usable,
-        verdict=verdict,
-        because=said,
+        verdict=judge(needed, usable),
+        because=f"{because}; reserved: {needed.because}",
         peak_phase=phase,
         entries=ledger.at(phase),
     )

@@ -1,4 +1,4 @@
-"""A candidate in the words of a request: to state it, to type it, to name it in a line."""
+"""A candidate or a plan in the words of a request: to state it, to type it, to name it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from typing import Any
 
 from msgspec import structs
 
-from memfit.plan.frameworks import Framework
-from memfit.recipe import Recipe
-from memfit.request import ParallelRequest, RecomputeBlocks, Request
+from memfit.nouns import from_data, to_data
+from memfit.plan.assumed import is_estimated
+from memfit.plan.frameworks import Framework, find_framework
+from memfit.recipe import ADAPTED, Recipe
+from memfit.request import LoraRequest, ParallelRequest, RecomputeBlocks, Request
+from memfit.results import Plan
 
 LABELS = (
     ("tp", "tp"), ("cp", "cp"), ("pp", "pp"), ("virtual_pp", "vpp"), ("ep", "ep"),
@@ -79,3 +82,50 @@ def describe(recipe: Recipe) -> str:
     compiled = "" if recipe.compile == "none" else f", compiled {recipe.compile}"
     said = f"{mesh}{sequence}, micro-batch {recipe.micro_batch}, recompute {recompute}"
     return f"{said}, attention {recipe.attention}{compiled}"
+
+
+def restate(plan: Plan) -> Request:
+    """A request whose prediction is the plan's own recipe, of another framework's step."""
+    recipe, request = plan.recipe, plan.request
+    framework = find_framework(recipe.framework)
+    recompute: Any = recipe.recompute if recipe.recompute_blocks else "none"
+    if framework.recomputes_some and recipe.recompute_blocks and recompute == "full":
+        recompute = {"blocks": recipe.recompute_blocks}
+    data = to_data(request) | {
+        "framework": recipe.framework,
+        "method": recipe.method,
+        "precision": recipe.precision,
+        "attention": recipe.attention,
+        "recompute": recompute,
+        "compile": recipe.compile,
+        "offload": recipe.offload,
+        "loss": recipe.loss,
+        "loss_chunk": recipe.loss_chunk,
+        "lean": "none",
+        "micro_batch": recipe.micro_batch,
+        "parallel": to_data(recipe.parallel),
+        "options": dict(recipe.options),
+        "seed": recipe.seed,
+        "allocator": recipe.allocator,
+    }
+    data["base_format"] = recipe.base_format if recipe.method != "full" else "auto"
+    data["optimizer"] = {
+        k: v for k, v in to_data(recipe.optimizer).items()
+        if k not in ("in_backward", "stochastic_rounding")
+    }  # fmt: skip
+    lora = recipe.lora if recipe.method in ADAPTED else LoraRequest()
+    data["lora"] = to_data(lora)
+    data["freeze"] = to_data(recipe.freeze)
+    if recipe.prefers:
+        data["preference"] = to_data(recipe.preference)
+    data["task"] |= {
+        "objective": recipe.objective, "sequence_length": recipe.sequence_length,
+        "packing": recipe.packing, "global_batch": recipe.global_batch,
+    }  # fmt: skip
+    if recipe.steps and not is_estimated(request.task):
+        data["task"] |= {"steps": recipe.steps, "epochs": None, "tokens": None}
+    each = recipe.devices_per_node or recipe.parallel.world
+    data["hardware"] |= {
+        "device": recipe.device, "count": each, "nodes": recipe.parallel.world // each,
+    }  # fmt: skip
+    return from_data(data, Request, where="the plan")

@@ -5,10 +5,10 @@ The device is a made-up calibration of an H100: figures nobody measured.
 
 import pytest
 import torch
+from counted import Counted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from memfit import api
@@ -116,17 +116,6 @@ def test_a_faster_curve_never_slows_a_step(what, more, blocks):
     faster = replace(curve, points=tuple((size, more * rate) for size, rate in curve.points))
     slow, fast = (predict_step(read_setting(recipe, MODEL, calibrated(c))) for c in (curve, faster))
     assert fast.total <= slow.total * (1 + 1e-12)
-
-
-class Counted(TorchDispatchMode):
-    """Operations that are no views."""
-
-    number = 0
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        of = operator._schema.returns
-        self.number += not any(r.alias_info and not r.alias_info.is_write for r in of)
-        return operator(*args, **(kwargs or {}))
 
 
 def test_a_block_runs_as_many_operations_as_launches_are_counted_for():

@@ -28,6 +28,7 @@ def ledger(model: dict[str, Any], device: str = "cpu", **changes: Any) -> Ledger
         "task": {"sequence_length": TOKENS, "global_batch": ROWS, "packing": False},
         "micro_batch": ROWS, "precision": "bf16",
     }  # fmt: skip
+    changes["options"] = {"padded": False} | changes.get("options", {})  # as `run` has them
     recipe, described, _ = read_foreign(from_data(asked | changes, Request, where="request"))
     return predict_ledger(recipe, described, find_device(device))
 

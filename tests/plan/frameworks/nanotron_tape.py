@@ -5,8 +5,8 @@ Written from `models/llama.py`, `parallel/tensor_parallel/functional.py`, `optim
 replayed by memfit's allocator, which knows nothing of the closed form.
 """
 
+from memfit.allocator.caching import CachingAllocator
 from memfit.allocator_settings import Settings
-from memfit.certify.allocator import CachingAllocator
 
 
 class Tape:

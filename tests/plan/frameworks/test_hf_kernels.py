@@ -32,6 +32,7 @@ def predict(model: dict[str, Any], device: str = "cpu", **changes: Any) -> Any:
         "task": {"sequence_length": tokens, "global_batch": rows, "packing": False},
         "micro_batch": rows, "precision": "bf16", "method": "full",
     }  # fmt: skip
+    changes["options"] = {"padded": False} | changes.get("options", {})  # as it was measured
     recipe, described, _ = read_foreign(from_data(asked | changes, Request, where="request"))
     return predict_ledger(recipe, described, find_device(device))
 

@@ -329,9 +329,9 @@ def test_a_deep_pipeline_takes_milliseconds_at_most():
 
 
 def _seconds(made):
-    start = time.perf_counter()
+    start = time.process_time()  # of this process, whatever else the machine does
     find_framework("megatron").predict(made)
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def test_arguments_of_golden_values_are_complete():

@@ -8,8 +8,8 @@ import pytest
 from titan_block import alive_after
 
 from memfit import families
+from memfit.allocator.tape import FREED
 from memfit.certify import trace
-from memfit.certify.tape import FREED
 from memfit.errors import InvalidRequest
 from memfit.ledger import Kind, Phase
 from memfit.nouns import from_data

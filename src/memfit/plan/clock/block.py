@@ -146,6 +146,7 @@ def around(setting: Setting) -> Around:
     narrowed = narrowed + sparse * routed * (shape.expert_ffn + shape.hidden)
     frozen = layout.packed * (work.attention_weights(shape) + 3 * shape.hidden * shape.ffn)
     adapted = (1 - layout.trains) * tokens * (8 * shape.hidden + 2 * shape.ffn) / layout.tp
+    adapted = adapted * layout.adapted
     return Around(
         elementwise=passed / bandwidth,
         casts=layout.narrow * rates.cast * 3 * narrowed / bandwidth,
@@ -240,7 +241,8 @@ def time_block(setting: Setting, spent: Spent) -> Block:
     host = launch * where(layout.compiled > 0, 0.6, 1.0) * (1 + again)
     host = host + (1 - shape.plain) * rates.expert_launch
     host = host * where(layout.tp > 1, 1 + rates.tensor_launch, 1.0)
-    host = host * (1 + (1 - layout.trains) * rates.adapter_launch) + layout.update_launch
+    beside = rates.adapter_launch * layout.adapters - layout.spared
+    host = host * (1 + (1 - layout.trains) * beside) + layout.update_launch
     alone = spent.forward - spent.adapters  # the base model's
     return Block(
         forward=spent.forward + layout.references * alone,

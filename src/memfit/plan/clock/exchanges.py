@@ -94,7 +94,7 @@ def tensor_seconds(setting: Setting) -> Number:
     # what was measured over all machines says nothing of so few
     links = _unmeasured(_links(setting))
     group = Group(layout.tp, smaller(layout.tp, links.per_machine))
-    nbytes = 2 * work.tokens_of(layout) * shape.hidden
+    nbytes = work.activation_bytes(shape, layout)
     seconds = 2 * collective_seconds("all_gather", nbytes, group, links)
     if not everywhere(layout.sequence_parallel > 0):
         whole = collective_seconds("all_reduce", nbytes, group, links)
@@ -105,8 +105,7 @@ def tensor_seconds(setting: Setting) -> Number:
 def context_ring(setting: Setting, attention: Number) -> Number:
     """Keys and values of a sequence's other ranks, beyond what attention's own time covers."""
     shape, layout, _, rates = setting
-    width = shape.kv_heads * (shape.key + shape.value)
-    nbytes = 2 * work.tokens_of(layout) * width / layout.tp
+    nbytes = work.key_value_bytes(shape, layout)
     reach = layout.tp * layout.cp <= setting.machine.links.per_machine
     pair = Group(layout.cp, where(reach, layout.cp, 1))
     seconds = (layout.cp - 1) * collective_seconds("send_recv", nbytes, pair, _links(setting))
@@ -117,8 +116,7 @@ def context_ring(setting: Setting, attention: Number) -> Number:
 def send_seconds(setting: Setting) -> Number:
     """A micro-batch's activations, or their gradients, from one stage to the next."""
     shape, layout, _, rates = setting
-    nbytes = 2 * work.tokens_of(layout) * shape.hidden
-    nbytes = nbytes / where(layout.sequence_parallel > 0, layout.tp, 1)
+    nbytes = work.stage_bytes(shape, layout)
     inside = layout.tp * layout.cp * layout.pp <= setting.machine.links.per_machine
     pair = Group(layout.pp, where(inside, layout.pp, 1))
     return collective_seconds("send_recv", nbytes, pair, _links(setting)) + rates.send_latency

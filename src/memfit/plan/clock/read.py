@@ -15,6 +15,7 @@ from memfit.errors import InvalidRequest, TimeUnknown
 from memfit.hardware import Device
 from memfit.model import SLIDING, Model
 from memfit.nouns import Noun
+from memfit.plan.clock.adapters import list_matrices, with_adapters
 from memfit.plan.clock.arrays import Number, ceil_div, smaller, where
 from memfit.plan.clock.collectives import Links
 from memfit.plan.clock.network import lay_out
@@ -173,8 +174,10 @@ def _kept(recipe: Recipe) -> float:
 
 def _gathered(recipe: Recipe) -> float:
     """Bytes of a weight of a block as it is gathered: 2, or what a quantised one is stored in."""
-    if recipe.framework != "memfit" or not recipe.coding:
+    if recipe.framework != "memfit":
         return 2.0
+    if not recipe.coding:
+        return 4.0 if recipe.precision == "fp32" else 2.0
     return stored_bytes(recipe.coding, (SQUARE, SQUARE)) / SQUARE**2
 
 
@@ -217,7 +220,10 @@ def _stowed(recipe: Recipe, shape: Shape) -> Number:
 
 
 def _gradient_bytes(recipe: Recipe) -> float:
-    """An element of a gradient on the wire."""
+    """Bytes of a gradient's element on the wire; memfit's own step reduces in fp32 unless all its
+    weights are bf16."""
+    if recipe.framework == "memfit":
+        return 2.0 if recipe.precision == "bf16" else 4.0
     option = recipe.options.get
     narrow = (
         option("accumulate_allreduce_grads_in_fp32") is False
@@ -316,7 +322,11 @@ def read_machine(device: Device, recipe: Recipe, basis: Basis, network: Network)
     wide = dtype if dtype in ("fp32", "tf32") else "bf16" if "bf16" in device.flops else "fp16"
     peak = device.flops.get(wide)
     if not device.flops.get(dtype) or not peak or not device.bandwidth:
-        raise TimeUnknown(f"no {dtype} FLOP/s or no bandwidth is known for `{device.id}`")
+        raise TimeUnknown(
+            f"no {dtype} FLOP/s or no bandwidth is known for `{device.id}`",
+            hint="`memfit calibrate` measures them on your own device; `memfit devices` lists those"
+            " with figures",
+        )
     # varlen is flash's kernel, told where documents begin
     curve = "flash" if recipe.attention == "varlen" else recipe.attention
     own = read_own(device, dtype, wide, curve)
@@ -348,9 +358,10 @@ def read_setting(
     """
     basis = read_basis(recipe, software)
     shape = read_shape(model)
+    layout = read_layout(recipe, shape, basis)
     return Setting(
         shape=shape,
-        layout=read_layout(recipe, shape, basis),
+        layout=with_adapters(layout, recipe, list_matrices(model), model.architecture.layers),
         machine=read_machine(device, recipe, basis, network),
         rates=find_rates(device, basis.stack, basis.narrow, basis.kernel),
     )

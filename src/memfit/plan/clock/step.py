@@ -128,9 +128,7 @@ def _gathering(setting: Setting, there: Number, back: Number) -> Number:
     shape, layout, _, rates = setting
     if everywhere(layout.zero < 3):
         return 0.0
-    routed = where(layout.dp * layout.cp * layout.tp > layout.ep, 1.0, 0.0)
-    elements = work.plain_weights(shape) / layout.tp
-    elements = elements + routed * work.expert_weights(shape) / layout.ep
+    elements = work.gathered_elements(shape, layout)
     gradients = layout.gradient_bytes * elements
     gather, scatter = gather_seconds(setting, layout.gathered * elements, gradients)
     reduce = layout.trains * (scatter + copy_seconds(setting, gradients))
@@ -141,14 +139,6 @@ def _gathering(setting: Setting, there: Number, back: Number) -> Number:
     exposed = forward + backward + share * (gather + again + reduce)
     times = where(layout.pp > 1, 1, layout.accumulation)
     return where(layout.zero >= 3, times * shape.layers / layout.pp * exposed, 0.0)
-
-
-def _own_weights(setting: Setting) -> tuple[Number, Number]:
-    """Elements that one rank updates gradients of: those that ep leaves whole, and its experts."""
-    shape, layout = setting.shape, setting.layout
-    ends = shape.vocab * shape.hidden * (1 + shape.own_head)
-    plain = (shape.layers * work.plain_weights(shape) + ends) / layout.tp / layout.pp
-    return plain, shape.layers * work.expert_weights(shape) / layout.ep / layout.pp
 
 
 class After(NamedTuple):
@@ -169,7 +159,7 @@ def _finish(setting: Setting) -> After:
     rest = After(0.0, _tied(setting), _updating(setting))
     if everywhere(layout.zero >= 3):
         return rest
-    plain, routed = _own_weights(setting)
+    plain, routed = work.own_weights(setting.shape, layout)
     gradients = layout.gradient_bytes * plain
     whole = sum(gather_seconds(setting, gradients, 2 * plain)) + copy_seconds(setting, gradients)
     # without a cut all ranks are copies of one another
@@ -202,7 +192,7 @@ def _tied(setting: Setting) -> Number:
 def _updating(setting: Setting) -> Number:
     """Seconds of the optimizer: its states' bytes, and what passes to the host and back."""
     layout, machine, rates = setting.layout, setting.machine, setting.rates
-    plain, routed = _own_weights(setting)
+    plain, routed = work.own_weights(setting.shape, layout)
     cut = layout.zero >= 1
     copies = larger(layout.dp * layout.cp * layout.tp / layout.ep, 1)
     own = plain / where(cut, layout.shard * layout.cp, 1) + routed / where(cut, copies, 1)

@@ -88,6 +88,10 @@ class Layout(NamedTuple):
     gathered: Number = 2.0  # bytes of a weight of a block on the wire
     kept: Number = 0.0  # 1 where weights of zero 3 stay gathered until the backward
     remade: Number = 0.0  # 1 where backward makes gated products again (train/lean)
+    # beside a frozen base, over a block whose every projection has an adapter (clock/adapters.py):
+    adapters: Number = 1.0  # how many there are
+    adapted: Number = 1.0  # elements of what they read and write
+    spared: Number = 0.0  # of a block's launches, those that frozen matrices leave out
 
 
 class Product(NamedTuple):
@@ -243,3 +247,33 @@ def plain_weights(shape: Shape) -> Number:
 def expert_weights(shape: Shape) -> Number:
     """Elements of all routed experts of one block, the mean of all blocks."""
     return (1 - shape.plain) * 3.0 * shape.experts * shape.hidden * shape.expert_ffn
+
+
+def gathered_elements(shape: Shape, layout: Layout) -> Number:
+    """Elements of one block that FSDP gathers and reduces: of this rank's tp and ep share."""
+    routed = where(layout.dp * layout.cp * layout.tp > layout.ep, 1.0, 0.0)
+    plain = plain_weights(shape) / layout.tp
+    return plain + routed * expert_weights(shape) / layout.ep
+
+
+def own_weights(shape: Shape, layout: Layout) -> tuple[Number, Number]:
+    """Elements that one rank updates gradients of: those that ep leaves whole, and its experts."""
+    ends = shape.vocab * shape.hidden * (1 + shape.own_head)
+    plain = (shape.layers * plain_weights(shape) + ends) / layout.tp / layout.pp
+    return plain, shape.layers * expert_weights(shape) / layout.ep / layout.pp
+
+
+def activation_bytes(shape: Shape, layout: Layout) -> Number:
+    """Bytes of a micro-batch's activations, which tp's ranks gather or sum."""
+    return 2 * tokens_of(layout) * shape.hidden
+
+
+def key_value_bytes(shape: Shape, layout: Layout) -> Number:
+    """Bytes of a rank's keys and values of one block, which go round the ring of cp."""
+    width = shape.kv_heads * (shape.key + shape.value)
+    return 2 * tokens_of(layout) * width / layout.tp
+
+
+def stage_bytes(shape: Shape, layout: Layout) -> Number:
+    """Bytes that one stage hands to the next for one micro-batch."""
+    return activation_bytes(shape, layout) / where(layout.sequence_parallel > 0, layout.tp, 1)

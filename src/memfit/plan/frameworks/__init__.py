@@ -8,7 +8,8 @@ does not describe it refuses; it never answers with another framework's numbers.
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import ClassVar, NamedTuple
@@ -24,6 +25,7 @@ from memfit.nouns import Noun
 from memfit.plan.clock.arrays import Number, ceil_div
 from memfit.recipe import Option, Parallel, Recipe
 from memfit.registry import Registry
+from memfit.request import Request
 
 
 class Knob(Noun, frozen=True, kw_only=True):
@@ -84,6 +86,19 @@ def divide(
         (knob, whole, what, parts),
         hint,
     )
+
+
+@contextmanager
+def hinting() -> Iterator[None]:
+    """Give a hint to a refusal of another framework's step that has none of its own."""
+    try:
+        yield
+    except InvalidRequest as error:
+        error.hint = error.hint or (
+            "`framework: memfit` plans memfit's own step; docs/frameworks.md lists what the steps"
+            " of other frameworks are described for"
+        )
+        raise
 
 
 def obey(rules: Iterable[Rule]) -> None:
@@ -190,6 +205,17 @@ class Framework(ABC):
             f"memfit does not describe the memory of {self.title}: {self.memory_unknown}"
         )
 
+    def choose_zeros(self, request: Request) -> tuple[int, ...]:
+        """Values of `parallel.zero` for a request that leaves `parallel` on auto, the first of
+        which one device has."""
+        del request
+        return (self.cuts, *(zero for zero in self.zeros if zero != self.cuts))
+
+    def describe_open(self, recipe: Recipe) -> tuple[str, ...]:
+        """What its own knobs became that are left on `auto`, in words."""
+        del recipe
+        return ()
+
     def waiting(self, job: Job) -> tuple[int, str]:
         """Bytes that the allocator holds beside the peak's, and why.
 
@@ -247,7 +273,9 @@ def resolve_options(framework: Framework, asked: Mapping[str, Option]) -> dict[s
         if kind is str and not isinstance(value, bool) and str(value) in knob.values:
             found[name] = str(value)
             continue
-        if knob.values and (value not in knob.values or isinstance(value, bool) != (kind is bool)):
+        if knob.values:
+            if any(one == value and type(one) is type(value) for one in knob.values):
+                continue
             raise InvalidRequest(
                 f"`options.{name}: {value}` is not a value of `{framework.name}`'s knob",
                 hint=f"{knob.means}: {', '.join(map(str, knob.values))}",

@@ -11,6 +11,7 @@ from functools import lru_cache
 import msgspec
 
 from memfit.families.limits import own_kernels
+from memfit.families.masks import Masking
 from memfit.hardware import Device
 from memfit.ledger import Kind, Ledger, Phase
 from memfit.model import DTYPE_BYTES, Model
@@ -75,6 +76,7 @@ def run_passes(
     compares: Comparing | None = None,
     second: str = "",
     caches: bool = False,
+    masking: Masking | None = None,
 ) -> Simulated:
     """Simulate the micro-batches; model: with the dtypes and names that `program` asks for.
 
@@ -82,6 +84,7 @@ def run_passes(
     the one before has made. sharding: of one rank; with FSDP2's units nothing is autocast.
     compares: the loss of pairs; second: the dtype of a second model, where that is the reference.
     caches: whether autocast keeps its casts of trained weights until a forward has ended.
+    masking: of Hugging Face's own attention.
     """
     recipe = job.recipe
     answers, counts = _describe(
@@ -95,6 +98,7 @@ def run_passes(
         compares,
         second,
         caches,
+        masking,
     )
     first, *later = answers.passes(_batch(recipe.micro_batch, recipe.sequence_length), _batch)
     return Simulated(first, later[0] if later else None, counts)
@@ -112,6 +116,7 @@ def _describe(
     compares: Comparing | None,
     second: str,
     caches: bool,
+    masking: Masking | None,
 ) -> tuple[Answers, list[Repeat]]:
     """The passes of any shape, and how often each block stands in the model."""
     outside, blocks = split_rows(model, recipe.recompute_blocks)
@@ -138,6 +143,7 @@ def _describe(
         references=recipe.references if compares is not None else 0,
         second=second,
         caches=caches and recipe.autocast,
+        masking=masking,
     )
     return find_answers(setting), repeats(runs)
 

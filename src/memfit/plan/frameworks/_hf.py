@@ -34,6 +34,13 @@ from memfit.plan.frameworks._assembly import (
 )
 from memfit.plan.frameworks._fsdp1 import shard_frozen
 from memfit.plan.frameworks._hf_kernels import LIGER_KNOBS, check_kernels, kernels_of
+from memfit.plan.frameworks._hf_masks import (
+    MASK_KNOBS,
+    check_masks,
+    describe_masks,
+    lay_out,
+    masking_of,
+)
 from memfit.plan.frameworks._hf_states import (
     KNOBS,
     NAMES,
@@ -298,9 +305,6 @@ def hf_knobs() -> dict[str, Knob]:
         "reentrant": Knob(
             default=False, means="of recomputed blocks: use_reentrant, transformers 4's default"
         ),
-        "padded": Knob(
-            default=False, means="rows of a batch differ in length: attention is given a mask"
-        ),
         "keeps_outputs": Knob(
             default=False, means="the loop holds the model's outputs in backward, as own loops do"
         ),
@@ -316,6 +320,7 @@ def hf_knobs() -> dict[str, Knob]:
             values=("0.50", "0.43"),
         ),
         **KNOBS,
+        **MASK_KNOBS,
         **LIGER_KNOBS,
         **COMPARES,
         **APART,
@@ -325,11 +330,10 @@ def hf_knobs() -> dict[str, Knob]:
 
 def predict_hf(job: Job) -> Ledger:
     """The Trainer's step: its own passes, states and update, and DDP's buckets."""
+    job = lay_out(job)
     recipe, device = job.recipe, job.device
     model = hf_model(job)
-    kernel = attention_kernel(job)
-    if recipe.options["padded"] and kernel != "math":
-        kernel = "efficient"
+    kernel, masking = attention_kernel(job), masking_of(job)
     program = hf_program(job, keeps_outputs=bool(recipe.options["keeps_outputs"]))
     fixed = without_shape(recipe)
     compares = program if recipe.prefers else None
@@ -339,11 +343,11 @@ def predict_hf(job: Job) -> Ledger:
             weights=lambda local: hold_parameters(local, fixed),
             states=lambda local: hold_states(local, fixed),
             update=lambda local: hold_update(local, fixed),
-            compares=compares,
+            compares=compares, masking=masking,
         )  # fmt: skip
     simulated = run_passes(
         job, model, program, kernel, compares=compares, second=second_dtype(job),
-        caches=recipe.parallel.dp_shard == 1,
+        caches=recipe.parallel.dp_shard == 1, masking=masking,
     )  # fmt: skip
     if recipe.parallel.dp_shard > 1:
         return _sharded(job, model, simulated)
@@ -392,6 +396,7 @@ def hold_scales(model: Model, recipe: Recipe) -> Held:
 def check_coded(job: Job) -> None:
     """Raise InvalidRequest for quantised weights that are not described, or cannot be trained."""
     refuse_apart(job)
+    check_masks(job)
     recipe, a = job.recipe, job.model.architecture
     if recipe.base_format not in ("nf4", "fp4", "int8"):
         return
@@ -480,6 +485,10 @@ class HfFramework(Framework):
     def check(self, job: Job) -> None:
         """See `Framework.check`."""
         check_base(job)
+
+    def describe_open(self, recipe: Recipe) -> tuple[str, ...]:
+        """See `Framework.describe_open`."""
+        return describe_masks(recipe)
 
     def on_host(self, job: Job) -> int:
         """See `Framework.on_host`: shards of FSDP, as they are stored."""

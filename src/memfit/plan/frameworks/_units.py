@@ -19,6 +19,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from memfit.errors import InvalidRequest
+from memfit.families.masks import Masking
 from memfit.ledger import Entry, Kind, Ledger, Phase
 from memfit.model import Model, Weight
 from memfit.plan.frameworks import Job
@@ -47,12 +48,13 @@ def asks_units(job: Job) -> bool:
 
 def predict_units(
     job: Job, model: Model, program: Program, kernel: str, *, weights: Hold, states: Hold,
-    update: Hold, compares: Comparing | None = None,
+    update: Hold, compares: Comparing | None = None, masking: Masking | None = None,
 ) -> Ledger:  # fmt: skip
     """The ledger of the first rank, whose shards are the largest.
 
     weights, states, update: what holds a model's parameters, its optimizer's states, and what an
-    update needs beside them; asked of a rank's shards. compares: the loss of pairs.
+    update needs beside them; asked of a rank's shards. compares: the loss of pairs;
+    masking: of Hugging Face's own attention.
     """
     recipe = job.recipe
     low, flat = LOW.get(recipe.precision, ""), not asks_version_2(job)
@@ -63,7 +65,9 @@ def predict_units(
         joins=not flat, reads=_reads_head(job), defers=True, flat=flat,
         on_host=recipe.offload == "parameters",
     )  # fmt: skip
-    simulated = run_passes(job, model, program, kernel, sharding=sharding, compares=compares)
+    simulated = run_passes(
+        job, model, program, kernel, sharding=sharding, compares=compares, masking=masking
+    )
     local = _flattened(model, sharding) if flat else _cut(model, sharding)
     held = {**cublas(job.device)}
     largest = max(w.nbytes for w in model.weights)

@@ -36,6 +36,7 @@ from memfit.plan.frameworks._hf import (
     shared_values,
 )
 from memfit.plan.frameworks._hf_kernels import LIGER_KNOBS, check_kernels
+from memfit.plan.frameworks._hf_masks import MASK_KNOBS, describe_masks, lay_out, masking_of
 from memfit.plan.frameworks._hf_states import (
     KNOBS,
     by_bitsandbytes,
@@ -47,6 +48,7 @@ from memfit.plan.frameworks._pairs import TILED
 from memfit.plan.frameworks._peft import APART
 from memfit.plan.memory import without_shape
 from memfit.recipe import Recipe
+from memfit.request import Request
 from memfit.units import show_bytes, show_count
 
 LOW, FP32 = 2, 4  # bytes of an element
@@ -97,6 +99,7 @@ class DeepSpeed(Framework):
             values=("", TILED),
         ),
         **{name: hf_knobs()[name] for name in ("keeps_outputs", "release", "reentrant")},
+        **MASK_KNOBS,
         **KNOBS,
         **LIGER_KNOBS,
         **APART,
@@ -133,6 +136,14 @@ class DeepSpeed(Framework):
                 hint="`parallel: {zero: 2}`, or `base_format: nf4`",
             )
 
+    def choose_zeros(self, request: Request) -> tuple[int, ...]:
+        """See `Framework.choose_zeros`; stage 3 cannot cut weights of int8."""
+        return (2, 1) if request.base_format == "int8" else super().choose_zeros(request)
+
+    def describe_open(self, recipe: Recipe) -> tuple[str, ...]:
+        """See `Framework.describe_open`."""
+        return describe_masks(recipe)
+
     def waiting(self, job: Job) -> tuple[int, str]:
         """Stage 3: weights given up that queued products still read, and the update's blocks.
 
@@ -158,10 +169,13 @@ class DeepSpeed(Framework):
 
     def predict(self, job: Job) -> Ledger:
         """See `Framework.predict`."""
+        job = lay_out(job)
         model = _stored(job)
         told = replace(job, recipe=replace(job.recipe, precision=_pure(job.recipe)))
         program = hf_program(told, keeps_outputs=bool(job.option("keeps_outputs")))
-        simulated = run_passes(told, model, program, attention_kernel(job))
+        simulated = run_passes(
+            told, model, program, attention_kernel(job), masking=masking_of(told)
+        )
         simulated = Simulated(
             without(simulated.first, GRADIENTS),
             None if simulated.later is None else without(simulated.later, GRADIENTS),

@@ -233,7 +233,8 @@ class Megatron(Framework):
 
 LINEARS = {  # Megatron's linear of each of Hugging Face's
     "q_proj": "linear_qkv", "k_proj": "linear_qkv", "v_proj": "linear_qkv",
-    "c_attn": "linear_qkv", "query_key_value": "linear_qkv", "o_proj": "linear_proj",
+    "c_attn": "linear_qkv", "query_key_value": "linear_qkv", "qkv_proj": "linear_qkv",
+    "Wqkv": "linear_qkv", "o_proj": "linear_proj", "gate_up_proj": "linear_fc1",
     "gate_proj": "linear_fc1", "up_proj": "linear_fc1", "down_proj": "linear_fc2",
     **{name: name for name in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")},
 }  # fmt: skip
@@ -263,7 +264,11 @@ def _modules(job: Job) -> list[str]:
 
 
 def read_settings(job: Job) -> Settings:
-    """How the step runs, from the recipe and Megatron's own arguments."""
+    """How the step runs, from the recipe and Megatron's own arguments.
+
+    Raises MemoryUnknown and InvalidRequest: of adapters that are not described.
+    """
+    _check_adapters(job)
     recipe = job.recipe
     selective = recipe.recompute == "selective" and recipe.recompute_blocks > 0
     whole = recipe.precision == "fp32"

@@ -1,0 +1,92 @@
+"""Ways out of a plan that does not fit: each is typed as it is printed, and fits."""
+
+import json
+import shlex
+
+import pytest
+from click.testing import CliRunner
+
+from memfit import api
+from memfit.cli.app import app
+from memfit.cli.app import run as finish
+
+SMALL_CARD = ["llama-3.1-8b", "--device", "rtx-4090", "--set", "method=full"]
+CASES = {  # what is typed, and the kinds of ways out that there must be
+    "whole on a small card": (SMALL_CARD, {"method", "devices", "device"}),
+    "stated knobs": (
+        ["llama-3.1-8b", "--device", "rtx-4090", "--set", "micro_batch=8", "--set", "method=lora",
+         "--set", "recompute=none", "--set", "hardware.price=0.40 USD"],
+        {"knobs", "device"},
+    ),
+    "a limit": (["qwen2.5-0.5b", "--device", "h100-sxm", "--memory", "1536 MiB"], {"limit"}),
+    "states that can wait": (
+        ["llama-3.1-8b", "--device", "l40s", "--set", "method=full",
+         "--set", "precision=bf16", "--set", "optimizer.name=adamw", "--set",
+         "optimizer.clip_norm=0", "--set", "task.global_batch=1"],
+        {"offload"},
+    ),
+    "another's step": (
+        ["llama-3.1-8b", "--device", "h100-sxm", "--set", "framework=torchtitan"], {"devices"}
+    ),
+    "long rows": (
+        ["llama-3.1-8b", "--device", "rtx-4090", "--set", "task.sequence_length=65536",
+         "--set", "base_format=nf4", "--set", "method=lora"],
+        {"rows"},
+    ),
+    "a processor": (["pythia-70m", "--device", "cpu", "--memory", "200 MiB"], {"limit"}),
+}  # fmt: skip
+
+
+def run(*words):
+    with CliRunner().isolation() as streams:
+        code = finish(lambda: app.main(list(words), prog_name="memfit", standalone_mode=False))
+        return code, streams[0].getvalue().decode()
+
+
+def ask(*words):
+    code, out = run("plan", *words, "--json")
+    return code, json.loads(out)
+
+
+@pytest.mark.parametrize(("words", "kinds"), CASES.values(), ids=CASES.keys())
+def test_each_way_out_typed_as_printed_fits_with_the_bytes_and_seconds_it_promises(words, kinds):
+    code, miss = ask(*words)
+    assert (code, miss["memory"]["verdict"]) == (3, "does_not_fit")
+    ways = miss["ways_out"]
+    assert kinds <= {way["kind"] for way in ways}
+    assert len(ways) <= 6
+    known = [way["usd"] for way in ways if way["usd"] is not None]
+    assert known == sorted(known)
+    for way in ways:
+        code, plan = ask(*words, *way["options"])
+        assert (code, plan["memory"]["verdict"]) == (0, "fits"), way
+        assert plan["memory"]["peak_allocated"] == way["peak_allocated"]
+        assert plan["memory"]["device_total"] == way["device_total"]
+        assert plan["time"]["step_seconds"] == way["step_seconds"]
+        assert plan["cost"]["usd"] == way["usd"]
+        assert (
+            plan["request"]["hardware"]["count"] * plan["request"]["hardware"]["nodes"]
+            == (way["devices"])
+        )
+        assert plan["ways_out"] == []
+
+
+def test_the_next_command_of_a_miss_is_its_cheapest_way_out():
+    words = SMALL_CARD
+    code, out = run("plan", *words)
+    assert code == 3
+    shown = " ".join(out.split())
+    last = " ".join(out.split("Next\n")[1].replace("\\\n", " ").split())
+    ways = api.plan(
+        api.read("llama-3.1-8b", device="rtx-4090", changes={"method": "full"})
+    ).ways_out
+    assert last.startswith(f"memfit plan {shlex.join([*words, *ways[0].options])}")
+    for way in ways:
+        pairs = [way.options[n : n + 2] for n in range(0, len(way.options), 2)]
+        assert all(shlex.join(pair) in shown for pair in pairs)
+
+
+def test_only_a_miss_has_ways_out_and_a_draft_leaves_them_out():
+    assert api.plan(api.read("pythia-70m", device="h100-sxm")).ways_out == ()
+    request = api.read("llama-3.1-8b", device="rtx-4090", changes={"method": "full"})
+    assert api.plan(request, levers=False).ways_out == ()
