@@ -24,6 +24,7 @@ OTHER = {
     "optimizer.name": {"adamw": "sgd", "adamw8bit": "adamw", "adamw8bit-bnb": "adamw"},
     "optimizer.implementation": {"fused": "foreach", "foreach": "fused"},
     "options.modules_to_save": {"": "lm_head"},
+    "options.liger": {"": "rope,rms_norm,swiglu"},
     "optimizer.schedule": {"cosine": "linear", "linear": "cosine"},
 }
 OF_ONE_VALUE = {  # options that mean something beside one value of another key
@@ -36,6 +37,9 @@ OF_ONE_VALUE = {  # options that mean something beside one value of another key
 }
 # the name of a framework's own list of values, where it is not the key's
 DESCRIBED = {"optimizer.name": "optimizer", "optimizer.implementation": "implementation"}
+OF_OWN = (  # no plan of another framework's step has them
+    "lean", "qat", "selective_blocks", "optimizer.in_backward", "optimizer.stochastic_rounding",
+)  # fmt: skip
 LATER = ("schema", "framework", "model", "device", "devices_per_node", "network", "recompute")
 
 
@@ -55,6 +59,8 @@ def is_described(recipe, key, value):
     """Whether the recipe's framework has the value: no plan of it has another."""
     if recipe.framework == "memfit":
         return True
+    if key in OF_OWN:
+        return False
     values = find_framework(recipe.framework).values.get(DESCRIBED.get(key, key))
     return values is None or value in values
 
@@ -113,7 +119,7 @@ def another(key, value, recipe):
             return others[0]
         return [*value, others[0]] if others else value[:-1]
     if isinstance(value, list | tuple):
-        return [*value[:1], "o_proj"]
+        return ["k_proj", "o_proj"]
     return f"{value}x"
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from memfit import api
 from memfit.corpus import Row
-from memfit.export._peak import restate
+from memfit.export._settle import restate
 from memfit.plan.foreign import predict_foreign
 from memfit.plan.frameworks import find_framework
+from memfit.request import Request
 
 ROOT = Path(__file__).parents[1]
 CORPUS = [ROOT / "measurements" / name for name in ("published.jsonl", "peft_metamathqa.jsonl")]
@@ -74,8 +75,8 @@ def write_files(row: Row, folder: Path) -> tuple[list[Path], dict[str, Any], dic
         path = folder / "titan.toml"
         path.write_text(text)
         return [path], data, {}
-    stub: Any = SimpleNamespace(recipe=recipe, request=SimpleNamespace(model=model))
-    plan = predict_foreign(restate(stub, recipe.framework, frozenset()))
+    stub: Any = SimpleNamespace(recipe=recipe, request=Request(model=model))
+    plan = predict_foreign(restate(stub))
     made = api.export(plan, TOOLS[recipe.framework])
     files = [path for path in api.write_export(made, folder) if path.suffix != ".json"]
-    return files, {**data, "model": model}, made.left_out
+    return files, {**data, "model": model}, {**made.left_out, **made.changed}

@@ -49,6 +49,17 @@ def test_the_targets_own_code_reads_every_plan(target, tmp_path):
 
 
 @pytest.mark.slow
+def test_trls_own_code_reads_the_files_of_data_on_this_machine(tmp_path):
+    """Its `datasets:`, a list of what to load."""
+    data = tmp_path / "chat.jsonl"
+    data.write_text(json.dumps({"prompt": "Hello", "completion": "Good day"}) + "\n")
+    asked = api.change(neighbour_plans.find_request("trl-qlora"), {"task.data": str(data)})
+    api.write_export(api.export(asked, "trl"), tmp_path / "plans" / "one")
+    assert str(data) in (tmp_path / "plans" / "one" / "trl.yaml").read_text()
+    assert parse("trl", tmp_path / "plans") == {"one": "ok"}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "file", "key"), [
     ("accelerate", "accelerate.yaml", "fsdp_offload_params"),  # accelerate passes over others
     ("k8s", "trainjob.yaml", "resourcesPerNode"),

@@ -1,5 +1,6 @@
 """torch's out-of-memory message, parsed and joined with a prediction."""
 
+import io
 import json
 
 import pytest
@@ -115,3 +116,80 @@ def test_numbers_that_end_a_sentence_are_numbers(tmp_path):
     assert read_message(log).tried == 3 * GIB // 2
     with pytest.raises(InvalidRequest, match="no CUDA out-of-memory"):
         read_message(write(tmp_path, "log", "Tried to allocate ... GiB"))
+
+
+# a card that another process shares, pieces that no tensor uses, and rows longer than planned
+OTHERS = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.65 GiB of"
+    " which 1.00 GiB is free. Process 1 has 12.00 GiB memory in use. Including non-PyTorch memory,"
+    " this process has 10.65 GiB memory in use. Of the allocated memory 9.00 GiB is allocated by"
+    " PyTorch, and 1.10 GiB is reserved by PyTorch but unallocated."
+)
+PIECES = (
+    "CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has a total capacity of 23.65 GiB of"
+    " which 0.50 GiB is free. Including non-PyTorch memory, this process has 23.15 GiB memory in"
+    " use. Of the allocated memory 8.00 GiB is allocated by PyTorch, and 14.60 GiB is reserved by"
+    " PyTorch but unallocated."
+)
+# 16,384 tokens' logits over 151,936 words in 16 bits: 4.64 GiB, eight times those planned
+LONGER = (
+    "CUDA out of memory. Tried to allocate 4.64 GiB. GPU 0 has a total capacity of 23.65 GiB of"
+    " which 3.00 GiB is free. Including non-PyTorch memory, this process has 20.65 GiB memory in"
+    " use. Of the allocated memory 19.80 GiB is allocated by PyTorch, and 300.00 MiB is reserved by"
+    " PyTorch but unallocated."
+)
+
+
+def check_with(folder, log, *, stdin=None, monkeypatch=None):
+    config = write(folder, "trl.yaml", CONFIG)
+    if stdin is None:
+        source = str(write(folder, "log", log))
+    else:
+        source = "-"
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(log.encode())))
+    words = ["check", str(config), "--device", "rtx-4090", "--oom", source]
+    return run(lambda: app.main(words, prog_name="memfit", standalone_mode=False))
+
+
+@pytest.mark.parametrize(
+    ("log", "first", "nbytes"),
+    [
+        (OTHERS, "other processes", 12.0 * GIB),
+        (PIECES, "fragmentation", 14.6 * GIB),
+        (LONGER, "logits of 16,384 tokens", None),
+    ],
+)
+def test_a_log_that_contradicts_the_prediction_is_the_headline(
+    tmp_path, capsys, log, first, nbytes
+):
+    assert check_with(tmp_path, log) == 4
+    said = " ".join(capsys.readouterr().out.split())
+    headline = said[: said.index("a step of")]
+    assert "NOT KNOWN" in headline
+    assert "FITS" not in said
+    assert "ran out of memory" in headline
+    assert first in headline
+    _, plan = api.check([tmp_path / "trl.yaml"], {"hardware": {"device": "rtx-4090"}})
+    causes = api.diagnose(read_message(tmp_path / "log"), plan).causes
+    assert list(causes) == sorted(causes, key=lambda one: -one.nbytes)
+    if nbytes:
+        assert causes[0].nbytes == pytest.approx(nbytes, abs=0.02 * GIB)
+
+
+def test_a_log_is_read_from_stdin(tmp_path, monkeypatch, capsys):
+    assert check_with(tmp_path, OTHERS, stdin=True, monkeypatch=monkeypatch) == 4
+    assert "other processes" in capsys.readouterr().out
+
+
+def test_absurd_digits_are_no_message(tmp_path):
+    digits = "9" * 400
+    with pytest.raises(InvalidRequest, match="no CUDA out-of-memory"):
+        read_message(write(tmp_path, "log", f"Tried to allocate {digits}.00 GiB"))
+    log = NEW.replace("23.65", f"{digits}.{digits}")
+    assert read_message(write(tmp_path, "log", log)).capacity is None
+
+
+def test_a_prediction_that_agrees_with_its_log_keeps_its_verdict(tmp_path):
+    config = write(tmp_path, "trl.yaml", CONFIG.replace("0.6B", "8B"))
+    words = ["check", str(config), "--device", "rtx-4090", "--oom", str(write(tmp_path, "l", NEW))]
+    assert run(lambda: app.main(words, prog_name="memfit", standalone_mode=False)) == 3

@@ -250,3 +250,23 @@ def test_divisors_are_found_without_counting_to_them():
     for rows in (1, 2, 97, 360, 1000):
         assert smaller(rows) == [n for n in range(rows - 1, 0, -1) if rows % n == 0]
     assert smaller(10**24)[:2] == [5 * 10**23, 25 * 10**22]
+
+
+def test_copies_on_many_devices_are_offered_shards_before_another_training(tmp_path):
+    """8 B trained whole on eight A100: ZeRO cuts what DDP copies, and the training stays."""
+    path = tmp_path / "trl.yaml"
+    path.write_text(
+        "model_name_or_path: meta-llama/Llama-3.1-8B\nper_device_train_batch_size: 1\n"
+        "gradient_accumulation_steps: 16\nmax_length: 4096\nbf16: true\n"
+    )
+    data = {"hardware": {"device": "a100-sxm-80", "count": 8}}
+    checked, plan = api.check([path], data)
+    assert (plan.memory.verdict, checked.undescribed) == ("does_not_fit", ())
+    change = api.find_changes([path], data, plan)[0]
+    assert change.keeps == KEEPS[0]
+    (key,) = change.edited
+    assert key.key == "deepspeed"
+    path.write_text(path.read_text() + f"deepspeed: {json.dumps(key.after)}\n")
+    checked, fits = api.check([path], data)
+    assert (fits.memory.verdict, fits.memory.needed) == ("fits", change.needed)
+    assert not checked.undescribed

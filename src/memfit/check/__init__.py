@@ -1,23 +1,22 @@
 """Other tools' configurations, read as requests: does this file's training fit, and where not?
 
-A reader takes the keys that a step's memory depends on. What it had to assume is said; keys that it
-did not look at are listed; a key that moves memory in a way that memfit does not describe is
-refused by its name.
+A reader takes the keys that a step's memory depends on. What it had to assume is said. A key that
+it does not describe is declared to move no memory, or it changes the answer: `_keys`, `_answer`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
 
 from memfit import families
-from memfit.check._smaller import Change, Edit, Edits, Group, find_smallest, of_cut
+from memfit.check._keys import Effect, Evaluated, Taken, Undescribed, leaves
+from memfit.check._smaller import Change, Edit, Edits, Group, find_smallest, of_cut, zero
 from memfit.errors import InvalidRequest
 from memfit.nouns import Noun, from_data
 from memfit.plan.frameworks._pairs import TILED
@@ -29,17 +28,21 @@ from memfit.results import Plan
 
 
 class Said:
-    """What the files say, gathered: keys of a request, assumptions, keys not looked at."""
+    """What the files say, gathered: keys of a request, assumptions, keys that are not described.
+
+    edits: other values of the files' keys, None of a key that is left out.
+    """
 
     def __init__(self, data: dict[str, Any], edits: Edits | None = None, config: str = "") -> None:
         self.data = data
-        self.asked = dict(_leaves(data))  # on the command line, in place of what files say
+        self.asked = dict(leaves(data))  # on the command line, in place of what files say
         self.config = config  # which of a Python file's configurations; "" is its only one
         self.model = data.get("model")  # asked for: in place of the files'
         self.edits = edits or {}
         self.sources: dict[Path, tuple[Reader, Mapping[str, Any]]] = {}  # what each file says
         self.assumed: list[str] = []
-        self.passed: list[str] = []
+        self.undescribed: list[Undescribed] = []
+        self.evaluated: Evaluated | None = None
         self.reading: list[Path] = []  # files, each named by the one before
         self.accumulation = 1
         self.mixed = ""  # the precision computed in, where weights are stored in 16 bits
@@ -89,75 +92,17 @@ class Said:
         self.assumed.append(text)
 
 
-class Taken:
-    """A file's keys, each taken once; what is left was not looked at.
-
-    within: the dotted keys that lead to these, with a dot behind; "" of a file's own.
-    """
-
-    def __init__(self, data: Mapping[str, Any], file: Path, within: str = "") -> None:
-        self.data = {str(key): value for key, value in data.items()}
-        self.whole = frozenset(self.data)
-        self.file, self.within = file, within
-        self.inner: list[Taken] = []
-        self.asked: dict[str, None] = {}  # keys that were looked for, said or not
-
-    def __call__(self, key: str, default: Any = None, kind: Any = None) -> Any:
-        """The value of a key, which is looked at now; `auto` and null take the default.
-
-        kind: its type, by default that of `default`; raises InvalidRequest where it is another.
-        """
-        self.asked[key] = None
-        value = self.data.pop(key, None)
-        if value is None or value == "auto":
-            return default
-        if kind is None:
-            kind = Any if default is None else type(default)
-        try:
-            return msgspec.convert(value, kind, strict=False)
-        except msgspec.ValidationError as error:
-            raise InvalidRequest(f"`{key}: {value}` in `{self.file}`: {error}") from None
-
-    def inside(self, key: str) -> Taken:
-        """The keys within a key, each taken once, too."""
-        made = Taken(self(key, {}), self.file, f"{self.within}{key}.")
-        self.inner.append(made)
-        return made
-
-    def drop(self, keys: Iterable[str]) -> None:
-        """Keys that take no memory of the device are looked at, and say nothing."""
-        for key in keys:
-            self(key)
-
-    def misspelt(self) -> Iterator[tuple[str, str]]:
-        """Keys that were not looked at, each with one that was looked for in vain and is alike."""
-        said = {*self.data, *(key for key in self.asked if key in self.whole)}
-        for key in self.data:
-            wanted = [other for other in self.asked if other not in said]
-            for other in get_close_matches(key, wanted, n=1, cutoff=ALIKE):
-                yield key, other
-        for made in self.inner:
-            yield from made.misspelt()
-
-    def left(self) -> Iterator[str]:
-        """Dotted keys that were not looked at, of keys within keys too."""
-        yield from (f"{self.within}{key}" for key in self.data)
-        for made in self.inner:
-            yield from made.left()
-
-    def refuse(self, key: str, allowed: Iterable[Any], why: str) -> None:
-        """Raise InvalidRequest where a key has a value whose bytes are not described."""
-        value = self(key)
-        if value is not None and value not in tuple(allowed):
-            raise InvalidRequest(f"`{key}: {value}` in `{self.file}`: {why}")
-
-
 class Reader(ABC):
     """One tool's files; registered in `readers`."""
 
     name: ClassVar[str]
     title: ClassVar[str]
     launches: ClassVar[bool] = False  # how processes start and share a model, not what they train
+    shares: ClassVar[bool] = False  # whether its file may hold or name DeepSpeed's configuration
+    still: ClassVar[Mapping[str, str]] = {}  # keys that move no memory, dotted -> why
+    moved: ClassVar[
+        Mapping[str, Effect]
+    ] = {}  # keys that are not described, dotted -> their effect
 
     def load(self, file: Path, config: str) -> dict[str, Any]:
         """What the file says; YAML reads JSON, too. config: which of several that it makes."""
@@ -188,9 +133,15 @@ class Reader(ABC):
         """What of the file may be changed to save memory: of each, the mildest edit first."""
         return ()
 
+    def share(self, data: Mapping[str, Any], said: Said) -> Iterable[Sequence[Edit]]:
+        """DeepSpeed's stages in the trainer's file, where ranks hold whole copies each."""
+        ranks = said.get("parallel.dp_replicate") or 1
+        if self.launches or not self.shares or ranks == 1 or said.sharded or data.get("deepspeed"):
+            return ()
+        return ([Edit({"deepspeed": zero(stage)}) for stage in (1, 2, 3)],)
+
 
 readers: Registry[Reader] = Registry("reader", "memfit.check")
-ALIKE = 0.84  # of difflib's ratio: one letter of nine, such as `lora_alfa`
 WRITTEN = (".yaml", ".yml", ".json")
 # the most telling first: a file of a later one may hold an earlier one's keys, too
 TRL = "TRL"  # the title of its reader
@@ -204,7 +155,10 @@ class Checked(Noun, frozen=True, kw_only=True):
     tools: tuple[str, ...]
     request: Request
     assumed: tuple[str, ...]
-    passed: tuple[str, ...]  # keys that were not looked at
+    undescribed: tuple[Undescribed, ...]  # keys whose bytes are not in the prediction
+    left_out: Mapping[str, str] = msgspec.field(default_factory=dict)  # the one key
+    # of a file that the answer is without
+    evaluated: Evaluated | None  # what is evaluated between steps; None: nothing is
 
 
 def read_files(files: Sequence[Path], data: dict[str, Any], config: str = "") -> Checked:
@@ -213,7 +167,7 @@ def read_files(files: Sequence[Path], data: dict[str, Any], config: str = "") ->
     data: keys of a request that the files do not say, such as `hardware`; config: which of the
     configurations that a Python file makes. Raises InvalidRequest.
     """
-    return _read(files, Said(deepcopy(data), config=config))
+    return read_said(files, Said(deepcopy(data), config=config))
 
 
 def find_changes(
@@ -222,30 +176,41 @@ def find_changes(
     plan: Plan,
     predict: Callable[[Request], Plan],
     config: str = "",
+    left_out: Mapping[str, str] | None = None,
 ) -> tuple[Change, ...]:
     """The smallest changes to the files that make them fit, in their own keys; () is none found.
 
-    plan: the prediction of the files as they are.
+    plan: the prediction of the files as they are; left_out: see `Checked`.
     """
-    said = Said(deepcopy(data), config=config)
-    _read(files, said)
+    without = {Path(file): {key: None} for file, key in (left_out or {}).items()}
+    said = Said(deepcopy(data), without, config)
+    read_said(files, said)
 
     def read_again(edits: Edits) -> Plan:
-        return predict(_read(files, Said(deepcopy(data), edits, config)).request)
+        merged = {file: {**edits.get(file, {}), **without.get(file, {})}
+                  for file in {*edits, *without}}  # fmt: skip
+        return predict(read_said(files, Said(deepcopy(data), merged, config)).request)
 
     cut = said.get("options.fsdp_version") == 2
     groups = [
         Group(file, source, of_cut(edits) if cut else tuple(edits))
         for file, (reader, source) in said.sources.items()
-        for edits in reader.edits(source)
+        for edits in (*reader.share(source, said), *reader.edits(source))
         if edits
     ]
     return find_smallest(groups, plan, read_again)
 
 
-def _read(files: Sequence[Path], said: Said) -> Checked:
+def read_said(files: Sequence[Path], said: Said) -> Checked:
+    """The files as a request, gathered in `said`; raises InvalidRequest."""
     tools = [read_file(file, said) for file in files]
     _refuse_second(files, said)
+    if not said.get("hardware.device"):
+        raise InvalidRequest(
+            "which device are the files for?",
+            hint="name it, and how many: `--device h100-sxm --count 8`; `memfit devices` lists"
+            " them, and `--device auto` is this machine's own",
+        )
     if not said.get("model"):
         raise InvalidRequest(
             f"{', '.join(map(str, files))} names no model",
@@ -269,7 +234,8 @@ def _read(files: Sequence[Path], said: Said) -> Checked:
         tools=tuple(tools),
         request=request,
         assumed=tuple(said.assumed),
-        passed=tuple(dict.fromkeys(said.passed)),
+        undescribed=tuple({(one.file, one.key): one for one in said.undescribed}.values()),
+        evaluated=said.evaluated,
     )
 
 
@@ -349,6 +315,20 @@ def find_named(name: str, beside: Path) -> Path:
     )
 
 
+def read_named(named: Any, taken: Taken, said: Said) -> None:
+    """DeepSpeed's configuration as a trainer's file has it: another file's name, or its keys."""
+    if not isinstance(named, dict):
+        read_file(find_named(str(named), taken.file), said)
+        return
+    reader, inner = readers.find("deepspeed"), Taken(named, taken.file, "deepspeed.")
+    reader.read(inner, said)
+    inner.settle(
+        {f"deepspeed.{key}": why for key, why in reader.still.items()},
+        {f"deepspeed.{key}": effect for key, effect in reader.moved.items()},
+    )
+    taken.undescribed += inner.undescribed
+
+
 def read_written(file: Path, *, hint: str = "") -> dict[str, Any]:
     """YAML as PyYAML reads it, which all the tools do; and JSON."""
     version = "1.2" if file.suffix == ".json" else "1.1"
@@ -372,24 +352,14 @@ def read_file(file: Path, said: Said) -> str:
             taken = Taken(data, file)
             reader.read(taken, said)
             said.reading.pop()
-            said.passed += [f"{file.name}: {key}" for key in taken.left()]
-            for key, other in taken.misspelt():
-                said.assume(f"`{key}` is not looked at: is `{other}` meant?")
+            taken.settle(reader.still, reader.moved)
+            said.undescribed += taken.undescribed
             return reader.title
     if "recipe_digest" in written or (written and written.keys() <= {*Request.__struct_fields__}):
         tools = f"memfit's own files are for `memfit predict {file}`"
     elif file.suffix not in (*WRITTEN, ".toml", ".py"):
         tools = "files are told apart by their ends: .yaml, .yml, .json, .toml, .py"
     raise InvalidRequest(f"`{file}` is of no tool that memfit reads", hint=tools)
-
-
-def _leaves(data: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys with their values, of keys within keys too."""
-    for name, value in data.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{within}{name}.")
-        else:
-            yield f"{within}{name}", value
 
 
 def _put_mesh(said: Said) -> None:

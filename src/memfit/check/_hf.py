@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from memfit.check import Said, Taken
+from memfit.check import Said
+from memfit.check._keys import Evaluated, Least, Taken
 from memfit.check._smaller import OTHER, ROUNDED, SAME, Edit, shorter, split
 from memfit.errors import InvalidRequest
+from memfit.families.masks import EAGER, FLASH, SDPA
 from memfit.plan.reference import find_reference
 
 OPTIMS = {
@@ -23,36 +25,13 @@ KERNELS = {
     "kernels-community/vllm-flash-attn3": "flash",
     "xformers": "efficient",  # the same kernel, and keys and values for all heads
 }  # fmt: skip
-# keys without bytes on the device: data, logging, saving, seeds of data, what is shown
-QUIET = frozenset({
-    "output_dir", "overwrite_output_dir", "report_to", "run_name", "logging_steps", "logging_dir",
-    "logging_strategy", "logging_first_step", "save_steps", "save_strategy", "save_total_limit",
-    "save_only_model", "save_safetensors", "dataset_name", "dataset_config", "dataset_train_split",
-    "dataset_test_split", "dataset_num_proc", "dataloader_num_workers", "push_to_hub", "hub_token",
-    "hub_model_id", "num_train_epochs", "trust_remote_code", "do_train", "plot_loss",
-    "warmup_ratio",
-    "resume_from_checkpoint", "ddp_timeout", "overwrite_cache", "preprocessing_num_workers",
-    "max_samples", "template", "dataset", "datasets", "dataset_prepared_path", "num_epochs",
-    "wandb_project", "wandb_entity", "wandb_watch", "wandb_name", "wandb_log_model",
-    "special_tokens",
-    "saves_per_epoch", "evals_per_epoch", "val_set_size", "eval_strategy", "eval_steps", "do_eval",
-    "strict", "tokenizer_type", "model_type", "tf32", "chat_template", "dataset_text_field",
-    "eos_token", "eot_tokens", "pad_token", "dataset_dir", "train_on_inputs", "group_by_length",
-    "shuffle_seed",
-    "adam_epsilon", "lr_scheduler_kwargs", "remove_unused_columns", "hub_strategy",
-})  # fmt: skip
 SINGLE_BYTE = frozenset({
     "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adamw_torch_8bit",
     "adamw_torch_4bit",
 })  # fmt: skip
 BLOCKS = "TRANSFORMER_BASED_WRAP"  # FSDP's units
-# how shards are loaded, saved and fetched ahead (of the backward as described: BACKWARD_PRE)
-QUIET_OF_FSDP = (
-    "state_dict_type", "sync_module_states", "use_orig_params", "cpu_ram_efficient_loading",
-    "transformer_layer_cls_to_wrap", "backward_prefetch", "backward_prefetch_policy",
-    "limit_all_gathers", "min_num_params",
-)  # fmt: skip
-NOT_DESCRIBED = "what it does to memory is not described"
+EVALUATES = ("do_eval", "val_set_size", "test_datasets")  # keys by which a file asks for it, too
+UNITS: dict[str, Least] = {"NO_WRAP": "step"}  # of others, what they leave of blocks' bytes
 KWARGS = "gradient_checkpointing_kwargs"
 # of torch's checkpoint and transformers', with what leaves memory as it is; the rest of a kind
 # that is torch's own makes the checkpoint reentrant where nothing says which it is
@@ -79,10 +58,8 @@ def read_optimizer(taken: Taken, said: Said, *, key: str = "optim", schedule: st
     """The optimizer and its schedule; `optim` of the Trainer's names."""
     optim = taken(key, "adamw_torch_fused")
     if optim not in OPTIMS:
-        raise InvalidRequest(
-            f"`{key}: {optim}` in `{taken.file}` is not described",
-            hint=f"described: {', '.join(OPTIMS)}",
-        )
+        taken.leave(key, optim, f"described: {', '.join(OPTIMS)}", _least_of(optim))
+        optim = "sgd"  # which keeps no states
     name, implementation = OPTIMS[optim]
     paged, torchao = optim.startswith("paged"), optim == "adamw_torch_8bit"
     if said.own and paged and name == "adamw":
@@ -116,6 +93,13 @@ def read_optimizer(taken: Taken, said: Said, *, key: str = "optim", schedule: st
             said.put(f"optimizer.{ours}", value)
 
 
+def _least_of(optim: str) -> Least:
+    """What an optimizer that is not described leaves of a step without states: those that update
+    within the backward hold no gradients."""
+    fused = "layerwise" in optim or "lomo" in optim
+    return "weights" if fused else "step"
+
+
 def stored_dtype(said: Said, why: str) -> str:
     """What the checkpoint is stored in; of a model by name it is taken to be bfloat16, and said."""
     model = said.get("model")
@@ -131,7 +115,8 @@ def read_precision(taken: Taken, said: Said, *, dtype: str, adapted: bool) -> No
     """The Trainer's autocast over weights of `dtype`: float32, bfloat16 or float16."""
     short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(dtype)
     if short is None:
-        raise InvalidRequest(f"`dtype: {dtype}` in `{taken.file}` is not described")
+        taken.leave("dtype", dtype, least="nothing")
+        short = "bf16"
     bf16, fp16 = taken("bf16", False), taken("fp16", False)
     mixed = "bf16-mixed" if bf16 else "fp16-mixed" if fp16 else ""
     if not mixed:  # then transformers' arguments take the launcher's word
@@ -153,13 +138,11 @@ def read_reentrant(taken: Taken, key: str = KWARGS, *, default: bool = False) ->
         return default
     made = taken.inside(key)
     for name, allowed in TRANSFORMERS.items():
-        made.refuse(name, allowed, f"in `{key}`, {NOT_DESCRIBED}")
+        made.leave_unless(name, allowed, least="states")
     bare = not made.data  # and then transformers says `use_reentrant: false`
     asked: bool | None = made("use_reentrant", kind=bool)
     for name, allowed in TORCHS.items():
-        made.refuse(name, allowed, f"in `{key}`, {NOT_DESCRIBED}")
-    for name in list(made.data):
-        made.refuse(name, (), f"in `{key}`, {NOT_DESCRIBED}")
+        made.leave_unless(name, allowed, least="states")
     return not bare if asked is None else asked
 
 
@@ -223,17 +206,72 @@ def edit_reference(data: Mapping[str, Any], before: str) -> list[Edit]:
     return [] if data.get(before) else [Edit({before: True}, SAME)]
 
 
-def read_attention(taken: Taken, said: Said, kernel: Any) -> None:
-    """transformers' `attn_implementation`; torch's own choice is taken to be flash."""
+def read_evaluation(taken: Taken, said: Said, key: str, default: int) -> None:
+    """Rows of an evaluation's batch, where the file asks for one; what they take, the plan knows.
+
+    key: the tool's own of those rows, which are `default` where it is not set.
+    """
+    rows = taken(key, default)
+    strategy = taken.data.get("eval_strategy", taken.data.get("evaluation_strategy"))
+    asked = strategy not in (None, "no", False) or any(taken.data.get(one) for one in EVALUATES)
+    taken.drop(("do_eval", "eval_strategy", "evaluation_strategy"))
+    if asked:
+        said.evaluated = Evaluated(file=taken.file.name, key=key, rows=rows)
+
+
+def read_attention(
+    taken: Taken, said: Said, kernel: Any, *, key: str = "attn_implementation"
+) -> None:
+    """transformers' `attn_implementation`; torch's own choice is taken to be flash.
+
+    key: the tool's own, by which a kernel that is not described is named.
+    """
+    described = KERNELS if said.own else {**KERNELS, EAGER: "flash"}
     if kernel is None:
-        said.assume("attention is a kernel of torch's that keeps no scores (flash)")
-        kernel = "sdpa"
-    if not isinstance(kernel, str) or kernel not in KERNELS:
-        raise InvalidRequest(
-            f"attention `{kernel}` in `{taken.file}` is not described",
-            hint=f"described: {', '.join(KERNELS)}",
-        )
-    said.put("attention", KERNELS[kernel])
+        said.assume("attention is transformers' default, `sdpa`: a kernel of torch's")
+        kernel = SDPA
+    if not isinstance(kernel, str) or kernel not in described:
+        why = f"attention of this kind is not described; described: {', '.join(described)}"
+        taken.leave(key, kernel, why)
+        kernel = SDPA  # no kernel keeps less
+    said.put("attention", described[kernel])
+    if not said.own:
+        kept = {EAGER: EAGER, SDPA: SDPA, "xformers": SDPA}
+        said.put("options.attn_implementation", kept.get(kernel, FLASH))
+
+
+def settle_padding(said: Said, *, multiple: bool, separate: bool, laid_out: bool = False) -> None:
+    """Whether attention is given a mask that is not all ones, which transformers leaves out.
+
+    multiple: whether a single row is padded, too, to a multiple of some number of tokens;
+    separate: whether packed documents are kept apart by a mask where the kernel cannot do it;
+    laid_out: whether a batch is one row of documents, found by their positions (TRL).
+    """
+
+    def settle(said: Said) -> None:
+        if said.own:
+            return
+        flash = said.get("options.attn_implementation") == FLASH
+        many = said.count("micro_batch") > 1 or multiple
+        packed = bool(said.get("task.packing"))
+        padded = not laid_out and (separate and not flash if packed else many)
+        said.put("options.padded", padded)
+        said.put("options.padding_free", laid_out)
+        if laid_out and not flash:
+            said.assume(
+                "the rows of a batch are laid end to end, and their documents are kept apart by a"
+                f" mask of the whole batch: flash-attn needs none (`attn_implementation: {FLASH}`)"
+            )
+        elif padded and packed:
+            said.assume("packed documents are kept apart by a mask, as no flash-attn does it")
+        elif padded:
+            given = "flash-attn is given copies without padding" if flash else "attention is given"
+            said.assume(
+                f"rows differ in length and are padded, so that {given}{'' if flash else ' a mask'}"
+                " (`--set options.padded=false`: all rows are full)"
+            )
+
+    said.later.append(settle)
 
 
 def read_lora(
@@ -292,31 +330,27 @@ def read_fsdp(
         raise InvalidRequest(f"`fsdp_version: {said_version}` {where}: there are 1 and 2")
     units = str(find("auto_wrap_policy") or (BLOCKS if wrapped else "NO_WRAP")).upper()
     if units != BLOCKS:
-        raise InvalidRequest(
-            f"`fsdp_auto_wrap_policy: {units}` {where} is not described",
-            hint=f"described: {BLOCKS}; accelerate's own default, NO_WRAP, gathers a whole model",
-        )
+        why = f"described: {BLOCKS}; accelerate's own default, NO_WRAP, gathers a whole model"
+        config.leave("fsdp_auto_wrap_policy", units, why, UNITS.get(units, "states"))
     if said_version == "2" and not said.own:
         said.put("options.fsdp_version", 2)
-    policy = find("reshard_after_forward", "sharding_strategy")
+    named = [find("reshard_after_forward"), find("sharding_strategy")]
+    known = {"full_shard": 3, "1": 3, "true": 3, "shard_grad_op": 2, "2": 2, "false": 2}
+    policy = next((one for one in named if one is not None), None)
+    for one in named:
+        if one is not None and str(one).lower() not in known:
+            why = "described: FULL_SHARD, SHARD_GRAD_OP"  # shards of more ranks are smaller
+            config.leave("fsdp_reshard_after_forward", one, why)
+            policy = "FULL_SHARD"
     if policy is None:
         policy = "SHARD_GRAD_OP" if "shard_grad_op" in str(asked).lower() else "FULL_SHARD"
-    known = {"full_shard": 3, "1": 3, "true": 3, "shard_grad_op": 2, "2": 2, "false": 2}
-    if str(policy).lower() not in known:
-        raise InvalidRequest(
-            f"`fsdp_reshard_after_forward: {policy}` {where} is not described",
-            hint="described: FULL_SHARD, SHARD_GRAD_OP",
-        )
     said.sharded, said.zero = "fsdp", known[str(policy).lower()]
     if find("activation_checkpointing"):
         said.put("recompute", "full")
     if find("offload_params", "cpu_offload") or "offload" in str(asked).lower():
         said.put("offload", "parameters")
-    if find("forward_prefetch") and said_version == "1":
-        said.assume("`fsdp_forward_prefetch` gathers a block more in the forward: not counted")
-    if find("ignored_modules") is not None:
-        raise InvalidRequest(f"`fsdp_ignored_modules` {where}: {NOT_DESCRIBED}")
-    config.drop(name for key in QUIET_OF_FSDP for name in (f"fsdp_{key}", key))
+    if (ahead := find("forward_prefetch")) and said_version == "1":
+        config.leave("fsdp_forward_prefetch", ahead, "a block more is gathered in the forward")
 
 
 def edit_steps(

@@ -6,8 +6,8 @@ Sources: transformers 5.23 (integrations/liger.py), TRL 1.16 (SFTTrainer.__init_
 
 from __future__ import annotations
 
-from memfit.check import Said, Taken
-from memfit.check._hf import NOT_DESCRIBED
+from memfit.check import Said
+from memfit.check._keys import NOT_DESCRIBED, Taken
 from memfit.errors import InvalidRequest
 
 BLOCKS = "rope,rms_norm,swiglu"  # what Liger puts into a class by default, beside its loss
@@ -20,9 +20,6 @@ OPERATIONS = {
     "liger_swiglu": "swiglu",
 }  # fmt: skip
 FUSED = "liger_fused_linear_cross_entropy"
-OTHERS = (
-    "liger_cross_entropy", "liger_use_token_scaling", "liger_kernel_impl",
-)  # fmt: skip
 
 
 def read_liger(taken: Taken, said: Said, key: str, *, loss: bool) -> None:
@@ -30,7 +27,8 @@ def read_liger(taken: Taken, said: Said, key: str, *, loss: bool) -> None:
     if not taken(key, False):
         return
     if said.get("task.objective") == "dpo":
-        raise InvalidRequest(f"`{key}: true` in `{taken.file}` of pairs: {NOT_DESCRIBED}")
+        taken.leave(key, value=True, why="Liger's loss of pairs is not described", least="states")
+        return
     _put(said, f"`{key}: true` in `{taken.file}`", BLOCKS, "chunked" if loss else "")
 
 
@@ -39,14 +37,9 @@ def read_plugins(taken: Taken, said: Said) -> None:
     plugins = taken("plugins", [], list[str])
     for name in plugins:
         if name not in (LIGER, CUT, *WITHOUT_BYTES):
-            raise InvalidRequest(f"`plugins: [{name}]` in `{taken.file}`: {NOT_DESCRIBED}")
-    taken.drop([key for key in taken.data if key.startswith(("swanlab", "use_swanlab"))])
+            taken.leave("plugins", name, NOT_DESCRIBED, "nothing")
     asked = [ours for theirs, ours in OPERATIONS.items() if taken(theirs, False)]
     fused, cut = bool(taken(FUSED, False)), taken("cut_cross_entropy", CUT in plugins)
-    for key in ("liger_layer_norm", "liger_rms_norm_gated"):
-        taken(key)  # of classes that have such norms, which Liger's here have not
-    for key in OTHERS:
-        taken.refuse(key, (False,), NOT_DESCRIBED)
     if (asked or fused) and LIGER not in plugins:
         said.assume("Liger's keys do nothing without its plugin")
         asked, fused = [], False

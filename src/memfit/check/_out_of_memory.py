@@ -6,6 +6,7 @@ The words are those of c10/cuda/CUDACachingAllocator.cpp, of torch 1.x and of 2.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -17,7 +18,8 @@ from memfit.model import DTYPE_BYTES
 from memfit.nouns import Noun
 from memfit.results import Plan
 
-SIZE = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)"
+# no device has 10**13 GiB: more digits than that are none of torch's
+SIZE = r"(?<![\d.])(\d{1,13}(?:\.\d{1,6})?) (bytes|KiB|MiB|GiB)"
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 # what is said -> patterns, the newest words first
 WORDS = {
@@ -30,6 +32,9 @@ WORDS = {
     "in_use": (rf"this process has {SIZE} memory in use",),
 }
 CAPACITY_RANGE = 0.05  # drivers and ECC leave devices of one name that much apart
+ROWS_OF = 1024  # tokens that rows are multiples of, where they tell logits from other tensors
+NOTICED = 2**27  # bytes that explain something
+OUTSIDE = 2 * 2**30  # a context is less
 SMALL, LARGE = 2**21, 10 * 2**20  # kSmallBuffer, kMinLargeAlloc
 MEDIUM = 20 * 2**20  # kLargeBuffer: of requests from 1 to 10 MiB
 
@@ -62,6 +67,13 @@ class Suspect(Noun, frozen=True, kw_only=True):
     nbytes: int
 
 
+class Cause(Noun, frozen=True, kw_only=True):
+    """Why a step that is predicted to fit may have run out, and what the log has of it in bytes."""
+
+    what: str
+    nbytes: int
+
+
 class Diagnosed(Noun, frozen=True, kw_only=True):
     """The message beside the prediction."""
 
@@ -70,12 +82,16 @@ class Diagnosed(Noun, frozen=True, kw_only=True):
     suspects: tuple[Suspect, ...]
     fragmented: bool  # torch held enough bytes that no tensor used
     other_device: bool  # the message's has another capacity than the one that is asked about
+    causes: tuple[Cause, ...]  # the largest first
 
 
 def read_message(path: Path) -> Message:
-    """The first such message of a log; raises InvalidRequest where there is none."""
+    """The first such message of a log, `-` of stdin; raises InvalidRequest where there is none."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        if str(path) == "-":
+            text = sys.stdin.buffer.read().decode(errors="replace")
+        else:
+            text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise InvalidRequest(f"cannot read `{path}`: {error.strerror}") from None
     text = " ".join(text.split())
@@ -125,7 +141,53 @@ def diagnose(message: Message, plan: Plan) -> Diagnosed:
         other_device=bool(
             own and message.capacity and abs(message.capacity / own - 1) > CAPACITY_RANGE
         ),
+        causes=tuple(sorted(_list_causes(message, plan, own), key=lambda one: -one.nbytes)),
     )
+
+
+def _list_causes(message: Message, plan: Plan, own: int | None) -> Iterator[Cause]:
+    """What the log's numbers have beyond the prediction's; its request alone says nothing."""
+    recipe, memory = plan.recipe, plan.memory
+    if own and message.capacity and own - message.capacity > own * CAPACITY_RANGE:
+        yield Cause(what="the device of the log is smaller", nbytes=own - message.capacity)
+    if message.in_use is not None and message.capacity is not None and message.free is not None:
+        others = message.capacity - message.free - message.in_use
+        if others > NOTICED:
+            yield Cause(what="other processes hold memory of the device", nbytes=others)
+    elif message.outside is not None and message.outside > OUTSIDE:
+        what = "other processes, or a large context, hold memory outside torch's allocator"
+        yield Cause(what=what, nbytes=message.outside)
+    if message.allocated is None:
+        return
+    unused = (message.reserved or message.allocated) - message.allocated
+    usual = max(0, (memory.peak_reserved or 0) - (memory.peak_allocated or 0))
+    if unused > max(usual, NOTICED):
+        what = "fragmentation: torch has reserved it, and no tensor uses it"
+        yield Cause(what=f"{what} (PYTORCH_ALLOC_CONF=expandable_segments:True)", nbytes=unused)
+    more = message.allocated + message.tried - (memory.peak_allocated or 0)
+    if more > 0:
+        rows = f"{recipe.micro_batch} x {recipe.sequence_length}"
+        what = "tensors beyond the predicted peak"
+        tokens = _find_tokens(message, plan)
+        if tokens:
+            what += f": the request is of logits of {tokens:,} tokens, and predicted are {rows}"
+        else:
+            what += f": rows longer than {rows} tokens, an evaluation, or what the files do not say"
+        yield Cause(what=what, nbytes=more)
+
+
+def _find_tokens(message: Message, plan: Plan) -> int:
+    """Tokens whose logits are as large as the request, if more than predicted; 0: none are."""
+    recipe = plan.recipe
+    vocab = families.read_model(recipe.model).architecture.vocab // recipe.parallel.tp
+    planned = recipe.micro_batch * recipe.sequence_length
+    for dtype in dict.fromkeys((recipe.compute_dtype, "float32")):
+        row = vocab * DTYPE_BYTES[dtype]
+        tokens = round(message.tried / row / ROWS_OF) * ROWS_OF
+        near = abs(find_segment(tokens * row) - message.tried) <= message.rounding
+        if tokens > planned and near:
+            return tokens
+    return 0
 
 
 def find_segment(nbytes: int) -> int:

@@ -203,6 +203,15 @@ def split(
     return [Edit({micro: n, again: times * rows // n}) for n in smaller(rows)]
 
 
+def zero(stage: int) -> dict[str, Any]:
+    """DeepSpeed's configuration of a stage, whose other values are the trainer's."""
+    sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    return {
+        "zero_optimization": {"stage": stage}, "bf16": {"enabled": "auto"},
+        **dict.fromkeys(sizes, "auto"),
+    }  # fmt: skip
+
+
 def shorter(data: Mapping[str, Any], key: str, default: int | None = None) -> list[Edit]:
     """Half as long rows, and half of those, down to 512 tokens."""
     length, found = data.get(key, default), []

@@ -6,26 +6,55 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from memfit.check import Reader, Said, Taken, find_named, read_file, readers
-from memfit.check._hf import NOT_DESCRIBED, read_fsdp
+from memfit.check import Reader, Said, find_named, read_file, readers
+from memfit.check._hf import read_fsdp
+from memfit.check._keys import Taken, effects, still
+from memfit.check._keys_hf import COMPILED, MOVED_OF_FSDP, ON_THE_CPU, STILL_OF_FSDP
 from memfit.check._smaller import Edit, find
 from memfit.check.deepspeed import HOST, edit_offload, put_offload
 from memfit.errors import InvalidRequest
 
-QUIET = (
-    "compute_environment", "machine_rank", "main_training_function", "main_process_port",
-    "main_process_ip", "rdzv_backend", "same_network", "tpu_env", "tpu_use_cluster", "debug",
-    "tpu_use_sudo", "use_cpu", "downcast_bf16", "enable_cpu_affinity", "gpu_ids", "mixed_precision",
+_MESH = "parallelism_config.parallelism_config"
+AXES = ("dp_replicate", "tp", "cp", "sp")
+STILL = STILL_OF_FSDP | still({
+    "how processes are started and reach each other": """compute_environment machine_rank
+        main_training_function main_process_port main_process_ip rdzv_backend rdzv_endpoint
+        same_network gpu_ids debug enable_cpu_affinity num_cpu_threads_per_process command_file
+        commands tpu_env tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm tpu_project
+        ec2_instance_type profile region image_uri iam_role_name base_job_name
+        py_version pytorch_version transformers_version sagemaker_inputs_file
+        sagemaker_metrics_file additional_args mpirun_config""",
+    "of TPUs": "downcast_bf16",
+    "how weights are loaded and saved, and ranks started": " ".join(
+        f"deepspeed_config.{key}" for key in (
+            "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_multinode_launcher",
+            "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
+            "gradient_clipping", "offload_optimizer_nvme_path", "offload_param_nvme_path",
+        )
+    ),
+})  # fmt: skip
+MOVED = MOVED_OF_FSDP | effects(
+    {
+        ("states", COMPILED): "dynamo_config dynamo_backend dynamo_mode",
+        ("nothing", ON_THE_CPU): "use_cpu ipex_config use_xpu use_mps_device",
+        ("nothing", "weights are stored in another way"): "fp8_config fp8_backend",
+        ("nothing", "another program shares the model"): """kt_config megatron_lm_config
+            sagemaker_config""",
+        ("nothing", "ranks share the model in another way"): " ".join(
+            ("parallelism_config", *(f"{_MESH}_{axis}_size" for axis in AXES))
+        ),
+        ("step", "units of experts are gathered whole"): """
+            deepspeed_config.deepspeed_moe_layer_cls_names""",
+    },
+    off={
+        **{f"{_MESH}_{axis}_size": (1,) for axis in AXES},
+        "dynamo_backend": ("NO", "no"), "dynamo_config": ({"dynamo_backend": "NO"},),
+    },
 )  # fmt: skip
 OFFLOAD = tuple(
     f"deepspeed_config.{key}"
     for key in ("offload_optimizer_device", "offload_param_device", "zero_stage")
 )
-QUIET_OF_ZERO = (
-    "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_multinode_launcher",
-    "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
-    "gradient_clipping", "offload_optimizer_nvme_path", "offload_param_nvme_path",
-)  # fmt: skip
 
 
 @final
@@ -34,6 +63,8 @@ class AccelerateReader(Reader):
 
     name: ClassVar = "accelerate"
     title: ClassVar = "accelerate"
+    still: ClassVar = STILL
+    moved: ClassVar = MOVED
     launches: ClassVar = True
 
     def recognises(self, data: Mapping[str, Any], file: Path) -> bool:
@@ -71,17 +102,11 @@ class AccelerateReader(Reader):
         elif kind == "DEEPSPEED":
             _read_deepspeed(taken.inside("deepspeed_config"), said)
         elif kind not in ("NO", "MULTI_GPU"):
-            raise InvalidRequest(
-                f"`distributed_type: {kind}` in `{taken.file}` is not described",
-                hint="described: NO, MULTI_GPU, FSDP, DEEPSPEED",
-            )
-        for key in ("kt_config", "fp8_config", "megatron_lm_config"):
-            taken.refuse(key, ({},), NOT_DESCRIBED)
+            why = "described: NO, MULTI_GPU, FSDP, DEEPSPEED"
+            taken.leave("distributed_type", kind, why, "nothing")
         mesh = taken.inside("parallelism_config")
         mesh("parallelism_config_dp_shard_size")
-        for axis in ("dp_replicate", "tp", "cp", "sp"):
-            mesh.refuse(f"parallelism_config_{axis}_size", (1,), NOT_DESCRIBED)
-        taken.drop((*QUIET, "fsdp_config", "deepspeed_config"))  # of another `distributed_type`
+        taken.drop(("fsdp_config", "deepspeed_config"))  # of another `distributed_type`
 
 
 def _count(taken: Taken, said: Said) -> None:
@@ -97,7 +122,6 @@ def _count(taken: Taken, said: Said) -> None:
 
 
 def _read_deepspeed(config: Taken, said: Said) -> None:
-    config.drop(QUIET_OF_ZERO)
     if named := config("deepspeed_config_file"):
         read_file(find_named(str(named), config.file), said)
         return
@@ -107,9 +131,10 @@ def _read_deepspeed(config: Taken, said: Said) -> None:
     for key in ("offload_optimizer_device", "offload_param_device"):
         device = config(key, "none")
         if device not in HOST:
-            raise InvalidRequest(f"`{key}: {device}` in `{config.file}` is not described")
+            config.leave(key, device, "what waits on a disk is not described", "nothing")
+            device = "cpu"
         devices.append(device)
-    put_offload(said, said.zero, *devices, where=f"`deepspeed_config` in `{config.file}`")
+    put_offload(said, said.zero, *devices, taken=config)
     said.accumulation = config("gradient_accumulation_steps", said.accumulation)
 
 

@@ -6,10 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from memfit.check import Reader, Said, Taken, find_named, read_file, readers
+from memfit.check import Reader, Said, read_named, readers
 from memfit.check._hf import (
-    NOT_DESCRIBED,
-    QUIET,
     edit_reference,
     edit_steps,
     keep_short,
@@ -17,6 +15,7 @@ from memfit.check._hf import (
     put_recompute,
     read_attention,
     read_copies,
+    read_evaluation,
     read_fsdp,
     read_lora,
     read_optimizer,
@@ -24,23 +23,21 @@ from memfit.check._hf import (
     read_precision,
     read_reentrant,
     read_steps,
+    settle_padding,
     settle_reentrant,
 )
 from memfit.check._kernels import read_plugins
+from memfit.check._keys import Taken
+from memfit.check._keys_axolotl import MOVED, STILL
 from memfit.check._smaller import Edit
 from memfit.errors import InvalidRequest
 from memfit.export.axolotl import LORA_KERNELS
 
-EARLY = "precompute_ref_log_probs"
-# what else changes the model, its kernels, its loss or its optimizer's work
-OTHERS = (
-    "peft_use_dora", "torch_compile", "peft_ensure_weight_tying",
-    "unfrozen_parameters", "qat", "gptq", "activation_offloading", "quantize_moe_experts",
-    "reward_model", "process_reward_model", "relora", "lisa_n_layers", "flash_attn_fuse_mlp",
-    "flash_attn_cross_entropy", "flash_attn_rms_norm", "fused_attn_kernel", "use_kernels",
-    "model_quantization_config", "use_eaft", "processor_type", "chunked_cross_entropy",
-    "tiled_mlp", "layer_offloading", "flash_optimum",
+OF_ADAPTERS = (
+    "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear",
+    "peft_use_rslora",
 )  # fmt: skip
+EARLY = "precompute_ref_log_probs"
 
 
 @final
@@ -49,6 +46,9 @@ class AxolotlReader(Reader):
 
     name: ClassVar = "axolotl"
     title: ClassVar = "axolotl"
+    shares: ClassVar = True
+    still: ClassVar = STILL
+    moved: ClassVar = MOVED
 
     def recognises(self, data: Mapping[str, Any], file: Path) -> bool:
         """See `Reader.recognises`."""
@@ -86,12 +86,12 @@ class AxolotlReader(Reader):
         said.put("task.sequence_length", taken("sequence_len", 512))
         said.put("task.packing", taken("sample_packing", False))
         said.put("task.objective", _objective(taken))
-        taken("pad_to_sequence_len")
+        rounds = taken("pad_to_sequence_len") is not False and taken.data.get("rl") is None
         read_steps(taken, said, micro="micro_batch_size", default=1)
         read_optimizer(taken, said, key="optimizer", schedule="lr_scheduler")
         adapter = taken("adapter")
         if adapter not in (None, "lora", "qlora"):
-            raise InvalidRequest(f"`adapter: {adapter}` in `{taken.file}` is not described")
+            taken.leave("adapter", adapter, "described: lora, qlora", "weights")
         said.put("method", "lora" if adapter else "full")
         four, eight = taken("load_in_4bit", False), taken("load_in_8bit", False)
         read_precision(taken, said, dtype=_settle_dtype(taken), adapted=bool(adapter))
@@ -111,32 +111,30 @@ class AxolotlReader(Reader):
             if taken("lora_target_linear", False):
                 targets = ["all-linear"]
             read_lora(taken, said, targets, stable="peft_use_rslora")
+        else:
+            taken.drop(OF_ADAPTERS)  # of which there are none
         read_copies(taken, said, "lora_modules_to_save")
         if taken.data.get("rl") == "dpo":
             self._pairs(taken, said)
         old = "flash_attention_2" if taken("flash_attention", False) else None
         old = "sdpa" if taken("sdp_attention", False) else old
+        old = "eager" if taken("eager_attention", False) else old
         read_attention(taken, said, taken("attn_implementation", old))
+        settle_padding(said, multiple=rounds, separate=True)
+        read_evaluation(taken, said, "eval_batch_size", said.count("micro_batch"))
         again = taken("gradient_checkpointing", False, object)
         if again not in (True, False):
-            raise InvalidRequest(
-                f"`gradient_checkpointing: {again}` in `{taken.file}` is not described"
-            )
+            why = "activations that wait on the host are not described"
+            taken.leave("gradient_checkpointing", again, why, "states")
         put_recompute(said, again=bool(again))
         settle_reentrant(said, lambda _: reentrant, again=bool(again))
         self._mesh(taken, said)
         read_plugins(taken, said)
-        for key in (*OTHERS, "rl", *LORA_KERNELS):
-            taken.refuse(key, (False, []), NOT_DESCRIBED)
-        taken.drop(QUIET)
 
     def _pairs(self, taken: Taken, said: Said) -> None:
         taken("rl")
-        taken.refuse("dpo_loss_type", (["sigmoid"],), "DPO's own loss is described, `sigmoid`")
-        taken("datasets")
-        for key in ("dpo_padding_free", "dpo_use_weighting", "dpo_use_liger_kernel",
-                    "dpo_loss_weights", "rl_adapter_ref_model"):  # fmt: skip
-            taken.refuse(key, (False,), NOT_DESCRIBED)
+        sigmoid = "DPO's own loss is described, `sigmoid`"
+        taken.leave_unless("dpo_loss_type", (["sigmoid"],), sigmoid, "states")
         keys = {"beta": "rl_beta", "smoothing": "dpo_label_smoothing", "before": EARLY}
         read_pairs(taken, said, **keys, drops=True)
 
@@ -153,13 +151,11 @@ class AxolotlReader(Reader):
                     " starts no such run under FSDP1",
                     hint="`fsdp_version: 2` with `optimizer: adamw_torch_8bit`, or another",
                 )
-        for key in ("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"):
-            taken.refuse(key, (1,), NOT_DESCRIBED)
         taken("dp_shard_size")
         taken("dp_replicate_size")
         if named := taken("deepspeed"):
             precision = said.get("precision")
-            read_file(find_named(str(named), taken.file), said)
+            read_named(named, taken, said)
             if precision is not None and said.get("method") == "lora":
                 said.put("precision", precision)
 
@@ -173,10 +169,8 @@ def _settle_dtype(taken: Taken) -> str:
     asked = taken.data.get("bf16") not in (None, False, "false")
     wide, half = bool(taken("bfloat16", False)), bool(taken("float16", False))
     if half and not (asked or wide or taken.data.get("fp16")):
-        raise InvalidRequest(
-            f"`float16: true` in `{taken.file}` without `fp16: true`: weights of fp16 that nothing"
-            " autocasts are not described"
-        )
+        why = "weights of fp16 that nothing autocasts are not described: `fp16: true` beside it"
+        taken.leave("float16", half, why, "nothing")
     full, fp16 = taken.data.get("bf16") == "full", bool(taken.data.get("fp16"))
     taken.data["bf16"] = (asked and not full) or (wide and not asked)
     taken.data["fp16"] = fp16 and not asked

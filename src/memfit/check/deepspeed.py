@@ -6,54 +6,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from memfit.check import Reader, Said, Taken, readers
-from memfit.check._hf import NOT_DESCRIBED
+from memfit.check import Reader, Said, readers
+from memfit.check._keys import Taken
+from memfit.check._keys_deepspeed import MOVED, STILL
 from memfit.check._smaller import Edit, find, split
 from memfit.errors import InvalidRequest
 from memfit.export.deepspeed import SIZES
 from memfit.plan.frameworks.deepspeed import SQUARED
 
-# what else changes the model, or which of its tokens and blocks run
-OTHERS = (
-    "compression_training", "autotuning", "data_efficiency", "progressive_layer_drop",
-    "torch_autocast",
-)  # fmt: skip
-# of sections without `enabled`, the values that ask for nothing
-OFF: dict[str, tuple[Any, ...]] = {
-    "compile": ({"deepcompile": False}, {"disable": True}), "sequence_parallel_size": (1,),
-    "tensor_parallel": ({"autotp_size": 0}, {"autotp_size": 1}),
-}  # fmt: skip
 HOST = ("none", "cpu")
 OFFLOAD = tuple(
     f"zero_optimization.{key}"
     for key in ("offload_optimizer.device", "offload_param.device", "stage")
 )
-# how shards are reduced, loaded and saved
-QUIET_OF_ZERO = (
-    "reduce_scatter", "allgather_partitions", "round_robin_gradients", "ignore_unused_parameters",
-    "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
-    "stage3_max_reuse_distance", "stage3_param_persistence_threshold", "elastic_checkpoint",
-    "load_from_fp32_weights", "pin_memory", "buffer_count", "buffer_size", "fast_init",
-    "pipeline_read", "pipeline_write", "nvme_path", "max_in_cpu",
-)  # fmt: skip
-# of a section of its own: losses' scale, and how averages are rounded
-QUIET_OF_PRECISION = (
-    "loss_scale", "loss_scale_window", "initial_scale_power", "hysteresis", "min_loss_scale",
-    "auto_cast", "consecutive_hysteresis",
-)  # fmt: skip
-QUIET_OF_STEPS = (
-    "adam_w_mode", "bias_correction", "warmup_max_lr", "warmup_min_lr", "warmup_type",
-    "total_num_steps", "last_batch_iteration", "cos_min_ratio", "warmup_min_ratio",
-)  # fmt: skip
+# elements up to which weights stay whole, and are kept for their next use, as is described
+MOST = {
+    f"stage3_{key}": most for key, most in
+    (("param_persistence_threshold", 10**6), ("max_reuse_distance", 10**9))
+}  # fmt: skip
 ALIAS = "stage3_"  # names are taken without it, too (`populate_by_name`)
-OF_STAGE_3 = frozenset(
-    key for key in (*SIZES.values(), *QUIET_OF_ZERO) if key.startswith(ALIAS)
-)  # fmt: skip
-QUANTISED = "zero_quantized_"  # weights, gradients, weights that are not trained
-QUIET = (
-    "train_batch_size", "steps_per_print", "wall_clock_breakdown", "memfit", "prescale_gradients",
-    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
-)  # fmt: skip
+OF_STAGE_3 = frozenset(key for key in (*SIZES.values(), *MOST) if key.startswith(ALIAS))
 SCHEDULES = {"WarmupDecayLR": "linear", "WarmupCosineLR": "cosine", "WarmupLR": "constant"}
 
 
@@ -63,6 +35,8 @@ class DeepSpeedReader(Reader):
 
     name: ClassVar = "deepspeed"
     title: ClassVar = "DeepSpeed"
+    still: ClassVar = STILL
+    moved: ClassVar = MOVED
     launches: ClassVar = True
 
     def recognises(self, data: Mapping[str, Any], file: Path) -> bool:
@@ -87,25 +61,16 @@ class DeepSpeedReader(Reader):
         said.put("framework", "deepspeed")
         said.sharded, said.zero = ("deepspeed", stage) if stage else ("", 3)
         self._offload(zero, said, stage)
-        for key in ("zenflow", "mics_shard_size", "zero_hpz_partition_size"):
-            zero.refuse(key, (-1, 1), NOT_DESCRIBED)
-        for key in [key for key in zero.data if key.startswith(QUANTISED)]:
-            zero.refuse(key, (False,), NOT_DESCRIBED)
-        zero.refuse("contiguous_gradients", (True,), NOT_DESCRIBED)
         if zero("overlap_comm", False):
             said.put("options.overlap_comm", True)
-        for key in OTHERS:
-            if asks_nothing(taken.data.get(key)):
-                taken(key)
-            taken.refuse(key, (), NOT_DESCRIBED)
-        for key, off in OFF.items():
-            taken.refuse(key, (False, {}, *off), NOT_DESCRIBED)
         _sizes(zero, said)
+        for key, most in MOST.items():
+            if (size := zero(key, 0.0)) > most:
+                zero.leave(key, size, f"up to {most:,} elements are described")
         for name, precision in (("bf16", "bf16-mixed"), ("fp16", "fp16-mixed")):
             section = taken.inside(name)
             if section("enabled") is True:
                 said.put("precision", precision)
-            section.drop(QUIET_OF_PRECISION)
         micro = taken("train_micro_batch_size_per_gpu", kind=int)
         if micro is not None:
             said.put("micro_batch", micro)
@@ -115,13 +80,9 @@ class DeepSpeedReader(Reader):
             said.put("optimizer.clip_norm", clip)
         self._optimizer(taken, said)
         self._schedule(taken.inside("scheduler"), said)
-        taken.drop(QUIET)
-        zero.drop(QUIET_OF_ZERO)
 
     def _offload(self, zero: Taken, said: Said, stage: int) -> None:
         """States on the host, and weights beside them; what waits on a disk is not described."""
-        for key in ("cpu_offload_params", "cpu_offload_param"):
-            zero.refuse(key, (False,), NOT_DESCRIBED)
         devices: list[str] = []
         for name in ("offload_optimizer", "offload_param"):
             made = zero.inside(name)
@@ -129,14 +90,13 @@ class DeepSpeedReader(Reader):
             ratio = made("ratio", 1.0)
             if device not in HOST or ratio != 1.0:
                 key, value = ("ratio", ratio) if device in HOST else ("device", device)
-                raise InvalidRequest(
-                    f"`zero_optimization.{name}.{key}: {value}` in `{zero.file}` is not described"
-                )
+                why = "what waits on a disk, or in part, is not described"
+                made.leave(key, value, why, "step" if key == "ratio" else "nothing")
+                device = "cpu"  # a share that stays on the device is more
             devices.append(device)
-            made.drop(QUIET_OF_ZERO)
         if zero("cpu_offload", False):  # before 2021
             devices[0] = "cpu"
-        put_offload(said, stage, *devices, where=f"`zero_optimization` in `{zero.file}`")
+        put_offload(said, stage, *devices, taken=zero)
 
     def _schedule(self, made: Taken, said: Said) -> None:
         """What takes no memory: of a kind that memfit has no word for, nothing is said."""
@@ -147,7 +107,7 @@ class DeepSpeedReader(Reader):
             said.put("optimizer.warmup_steps", steps)
         if kind != "WarmupLR" and (steps := params("total_num_steps", kind=int)):
             said.put("task.steps", steps)
-        params.drop(QUIET_OF_STEPS)
+        params("total_num_steps")
 
     def _optimizer(self, taken: Taken, said: Said) -> None:
         if not taken.data.get("optimizer"):
@@ -155,7 +115,7 @@ class DeepSpeedReader(Reader):
         made = taken.inside("optimizer")
         kind = made("type")
         if kind not in ("Adam", "AdamW"):
-            raise InvalidRequest(f"`optimizer.type: {kind}` in `{taken.file}` is not described")
+            made.leave("type", kind, "described: Adam, AdamW", "weights")
         params = made.inside("params")
         foreach = params("torch_adam", False)
         said.put("optimizer.name", "adamw")
@@ -167,7 +127,6 @@ class DeepSpeedReader(Reader):
         if (betas := params("betas", kind=tuple[float, float])) is not None:
             said.put("optimizer.beta1", betas[0])
             said.put("optimizer.beta2", betas[1])
-        params.drop(QUIET_OF_STEPS)
 
 
 def edit_offload(data: Mapping[str, Any], stage: int, keys: tuple[str, ...]) -> list[Edit]:
@@ -202,32 +161,20 @@ def _sizes(zero: Taken, said: Said) -> None:
         said.put(f"options.{ours}", int(size))
 
 
-def put_offload(said: Said, stage: int, states: str, weights: str, *, where: str) -> None:
-    """What DeepSpeed keeps on the host; states, weights: `none` or `cpu`."""
+def put_offload(said: Said, stage: int, states: str, weights: str, *, taken: Taken) -> None:
+    """What DeepSpeed keeps on the host; states, weights: `none` or `cpu`; taken: who says it."""
     if weights == "cpu" and stage != 3:
         said.assume(f"weights on the host are of ZeRO's stage 3: in stage {stage} they stay")
         weights = "none"
     if weights == "cpu" != states:
-        raise InvalidRequest(
-            f"`offload_param: cpu` with `offload_optimizer: {states}` in {where} is not described:"
-            " states on the device of weights on the host",
-            hint="`offload_optimizer: cpu` beside it",
+        why = (
+            f"with `offload_optimizer: {states}` it is not described: states on the device of"
+            " weights on the host"
         )
+        taken.leave("offload_param", weights, why, "nothing")
+        weights = "none"
     if "cpu" in (states, weights):
         said.put("offload", "parameters" if weights == "cpu" else "optimizer")
-
-
-def asks_nothing(section: Any) -> bool:
-    """Whether a section is switched off: by its own `enabled`, that of the parts that it shares
-    (compression's `shared_parameters`), or those of all its parts."""
-    if not isinstance(section, dict):
-        return not section
-    if "enabled" in section:
-        return section["enabled"] is False
-    if "shared_parameters" in section:
-        return asks_nothing(section["shared_parameters"])
-    parts = list(section.values())
-    return all(isinstance(part, dict) and asks_nothing(part) for part in parts)
 
 
 readers.register("deepspeed")(DeepSpeedReader())

@@ -6,39 +6,34 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from memfit.check import Reader, Said, Taken, find_named, read_file, readers
+from memfit.check import Reader, Said, read_named, readers
 from memfit.check._hf import (
-    NOT_DESCRIBED,
-    QUIET,
     edit_steps,
     keep_short,
     put_double,
     put_recompute,
     read_attention,
     read_copies,
+    read_evaluation,
     read_lora,
     read_optimizer,
     read_pairs,
     read_precision,
     read_steps,
+    settle_padding,
     settle_reentrant,
     stored_dtype,
 )
 from memfit.check._kernels import read_liger
+from memfit.check._keys import Least, Taken
+from memfit.check._keys_llamafactory import MOVED, STILL
 from memfit.check._smaller import Edit
 from memfit.errors import InvalidRequest
 from memfit.plan.frameworks._peft import WIDE
 
 LLAMA_FACTORY = "llamafactory"  # of `options.compares`
-# another program's files (v1, Megatron's adapter), and what changes the model or its loss
-OTHERS = (
-    "dist_config", "model_class", "kernel_config", "quant_config", "peft_config",
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
-    "context_parallel_size", "use_kt", "use_adam_mini", "use_asft_loss", "use_dft_loss",
-    "use_eaft_loss", "fp8", "use_v1_kernels", "image_max_pixels", "video_max_pixels",
-    "freeze_language_model",
-)  # fmt: skip
 UNTRAINED = ("export_dir", "infer_backend", "do_predict")
+ROWS = 8  # of an evaluation's batch, transformers' own default
 KERNELS = {"sdpa": "sdpa", "fa2": "flash_attention_2", "disabled": "eager", "auto": None}
 
 
@@ -48,6 +43,9 @@ class LlamaFactoryReader(Reader):
 
     name: ClassVar = "llamafactory"
     title: ClassVar = "LLaMA-Factory"
+    shares: ClassVar = True
+    still: ClassVar = STILL
+    moved: ClassVar = MOVED
 
     def recognises(self, data: Mapping[str, Any], file: Path) -> bool:
         """See `Reader.recognises`."""
@@ -70,7 +68,7 @@ class LlamaFactoryReader(Reader):
 
     def read(self, taken: Taken, said: Said) -> None:
         """See `Reader.read`."""
-        _refuse_others(taken)
+        _refuse_untrained(taken)
         said.put_model(taken("model_name_or_path"))
         if said.get("framework") is None:
             said.put("framework", "hf-trainer")
@@ -78,16 +76,18 @@ class LlamaFactoryReader(Reader):
             said.assume("the step is transformers' Trainer's, which LLaMA-Factory builds on")
         stage = taken("stage", "sft")
         if stage not in ("sft", "pt", "dpo"):
-            raise InvalidRequest(f"`stage: {stage}` in `{taken.file}` is not described")
+            least: Least = "blocks" if stage in ("rm", "ppo") else "states"
+            taken.leave("stage", stage, "described: sft, pt, dpo", least)
         said.put("task.objective", "pretrain" if stage == "pt" else "sft")
         said.put("task.sequence_length", taken("cutoff_len", 2048))
         said.put("task.packing", taken("packing", stage == "pt"))
-        taken("neat_packing")
+        neat = bool(taken("neat_packing", False))
         read_steps(taken, said, micro="per_device_train_batch_size", default=8)
         read_optimizer(taken, said, schedule="lr_scheduler_type")
         method = taken("finetuning_type", "lora")
         if method not in ("lora", "full", "freeze"):
-            raise InvalidRequest(f"`finetuning_type: {method}` in `{taken.file}` is not described")
+            taken.leave("finetuning_type", method, "described: lora, full, freeze", "weights")
+            method = "lora"
         said.put("method", method)
         if method == "freeze":
             said.put("freeze.last_blocks", taken("freeze_trainable_layers", 2))
@@ -98,28 +98,22 @@ class LlamaFactoryReader(Reader):
         if stage == "dpo":
             self._pairs(taken, said)
         kernel = taken("flash_attn", "auto")
-        read_attention(taken, said, KERNELS.get(kernel, kernel))
+        read_attention(taken, said, KERNELS.get(kernel, kernel), key="flash_attn")
+        settle_padding(said, multiple=stage != "pt", separate=neat)
+        read_evaluation(taken, said, "per_device_eval_batch_size", ROWS)
         again = not taken("disable_gradient_checkpointing", False)
         put_recompute(said, again=again)
         reentrant = taken("use_reentrant_gc", True)
         settle_reentrant(said, lambda said: reentrant and not _shares_units(said), again=again)
         if named := taken("deepspeed"):
             precision = said.get("precision")
-            read_file(find_named(str(named), taken.file), said)
+            read_named(named, taken, said)
             said.put("precision", precision)
         read_liger(taken, said, "enable_liger_kernel", loss=True)
-        for key in ("use_unsloth", "use_dora", "use_galore",
-                    "use_badam", "use_apollo", "use_muon", "upcast_layernorm",
-                    "shift_attn", "mixture_of_depths", "moe_aux_loss_coef"):  # fmt: skip
-            taken.refuse(key, (False, ""), NOT_DESCRIBED)
-        for key in ("fsdp", "fsdp_config"):
-            taken.refuse(key, ("",), "the launcher's file says it")
-        taken.drop(QUIET)
 
     def _pairs(self, taken: Taken, said: Said) -> None:
-        taken.refuse("pref_loss", ("sigmoid",), "DPO's own loss is described, `sigmoid`")
-        for key in ("pref_ftx", "pref_bco_weight", "ld_alpha", "ref_model", "ref_model_adapters"):
-            taken.refuse(key, (0,), NOT_DESCRIBED)
+        sigmoid = "DPO's own loss is described, `sigmoid`"
+        taken.leave_unless("pref_loss", ("sigmoid",), sigmoid, "states")
         keys = {"beta": "pref_beta", "smoothing": "dpo_label_smoothing", "before": ""}
         read_pairs(taken, said, **keys, drops=True)
         if not said.own:
@@ -141,9 +135,9 @@ class LlamaFactoryReader(Reader):
         if bits is None:
             return
         if how not in ("bnb", "bitsandbytes") or bits not in (4, 8):
-            raise InvalidRequest(
-                f"`quantization_bit: {bits}` of `{how}` in `{taken.file}` is not described"
-            )
+            why = f"described: 4 and 8 of bnb, and this is `quantization_method: {how}`"
+            taken.leave("quantization_bit", bits, why, "nothing")
+            return
         said.put("base_format", "int8" if bits == 8 else kind)
         keep_short(said)
         if bits == 4:
@@ -168,12 +162,11 @@ def _shares_units(said: Said) -> bool:
     return said.sharded == "fsdp" and said.get("options.fsdp_version") == 2
 
 
-def _refuse_others(taken: Taken) -> None:
-    """Raise InvalidRequest for files that train nothing, and for what is not described."""
+def _refuse_untrained(taken: Taken) -> None:
+    """Raise InvalidRequest for files that train nothing."""
     for key in UNTRAINED:
-        taken.refuse(key, (False,), "the file trains nothing")
-    for key in OTHERS:
-        taken.refuse(key, (False,), NOT_DESCRIBED)
+        if value := taken(key, kind=object):
+            raise InvalidRequest(f"`{key}: {value}` in `{taken.file}`: the file trains nothing")
 
 
 readers.register("llamafactory")(LlamaFactoryReader())

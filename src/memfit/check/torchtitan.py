@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, ClassVar, final
 
 from memfit import catalog
-from memfit.check import Reader, Said, Taken, readers
-from memfit.check._hf import NOT_DESCRIBED
+from memfit.check import Reader, Said, readers
+from memfit.check._keys import NOT_DESCRIBED, Taken
+from memfit.check._keys_torchtitan import MOVED, STILL
 from memfit.check._python import read_python
 from memfit.check._smaller import Edit, shorter, smaller
 from memfit.errors import InvalidRequest
@@ -25,12 +26,6 @@ AXES = {
     "tensor_parallel_degree": "tp", "context_parallel_degree": "cp",
     "pipeline_parallel_degree": "pp",
 }  # fmt: skip
-# groups of keys: generators of answers, image encoders, replicas that come and go, other models
-NOT_READ = (
-    "async_loop", "generator", "rollouter", "encoder", "fault_tolerance", "hf_model", "override",
-    "optimizer.param_groups", "model_spec.converters", "model.converters",
-    "model_spec.num_mtp_layers", "model_spec.moe_comm_backend", "model_spec.tp_gemm_backend",
-)  # fmt: skip
 OWN_LENGTH, OWN_ROWS = 2048, 8  # of config/job_config.py in 2025, config/configs.py since
 ADAMW = ("default_adamw", "OptimizersContainer", "OptimizersContainer.Config")
 CHUNKED = ("ChunkedLossWrapper", "ChunkedCELoss")
@@ -44,6 +39,8 @@ class TorchtitanReader(Reader):
 
     name: ClassVar = "torchtitan"
     title: ClassVar = "torchtitan"
+    still: ClassVar = STILL
+    moved: ClassVar = MOVED
 
     def recognises(self, data: Mapping[str, Any], file: Path) -> bool:
         """See `Reader.recognises`."""
@@ -77,7 +74,6 @@ class TorchtitanReader(Reader):
 
     def read(self, taken: Taken, said: Said) -> None:
         """See `Reader.read`."""
-        _refuse_others(taken)
         said.put_model(_find_model(taken, said))
         said.put("framework", "torchtitan")
         said.put("task.objective", "pretrain")
@@ -88,14 +84,13 @@ class TorchtitanReader(Reader):
             if value is not None:
                 said.put(ours, value)
         self._optimizer(taken, said)
-        if taken("training.dtype", "float32") != "float32":
-            raise InvalidRequest(f"`training.dtype` in `{taken.file}`: only float32 is described")
-        if taken("training.mixed_precision_param", "bfloat16") != "bfloat16":
-            raise InvalidRequest(f"`training.mixed_precision_param` in `{taken.file}`: bfloat16 is")
-        if taken("training.enable_cpu_offload", False):
-            raise InvalidRequest(f"`training.enable_cpu_offload` in `{taken.file}`: not described")
-        kind = taken("activation_checkpoint", taken("activation_checkpoint.mode", "selective"))
-        said.put("recompute", {"FullAC": "full", "SelectiveAC": "selective"}.get(kind, kind))
+        key = "activation_checkpoint"
+        kind = taken(key, taken(f"{key}.mode", "selective"))
+        kind = {"FullAC": "full", "SelectiveAC": "selective"}.get(kind, kind)
+        if kind not in ("full", "selective", "none"):
+            taken.leave(key, kind, "described: full, selective, none", "states")
+            kind = "full"
+        said.put("recompute", kind)
         said.put("compile", "blocks" if taken("compile.enable", False) else "none")
         if said.get("options.version") is None:
             said.assume(
@@ -107,7 +102,7 @@ class TorchtitanReader(Reader):
         if any([taken(name, False) for name in names]):
             said.put("options.async_tp", True)
         _loss(taken, said)
-        taken.drop(("compile.components", "training.mixed_precision_reduce"))
+        taken.leave_unless("optimizer", ADAMW, "AdamW is described", "weights")
 
     def _mesh(self, taken: Taken, said: Said) -> dict[str, Any]:
         mesh = {
@@ -196,7 +191,8 @@ def _loss(taken: Taken, said: Said) -> None:
     inner, chunks = taken("loss.loss_fn", ""), taken("loss.num_chunks", 8)
     for key, name in (("loss", kind), ("loss.loss_fn", inner)):
         if name not in TOKENS:
-            raise InvalidRequest(f"`{key}: {name}` in `{taken.file}`: {NOT_DESCRIBED}")
+            taken.leave(key, name, NOT_DESCRIBED, "states")
+            kind = ""
     asked = said.get("loss")
     if asked is None and not kind:
         said.assume("the loss is of whole logits, as torchtitan's was until 2025")
@@ -209,17 +205,6 @@ def _loss(taken: Taken, said: Said) -> None:
 def _has_graphs(file: Path) -> bool:
     """Python configurations are of 0.3.0 or later, which replays CUDA graphs unless told not to."""
     return file.suffix == ".py"
-
-
-def _refuse_others(taken: Taken) -> None:
-    """Raise InvalidRequest with the first key whose bytes are not described."""
-    for key, value in taken.data.items():
-        group = next((g for g in NOT_READ if f"{key}.".startswith(f"{g}.")), "")
-        if group and value not in ([], None):
-            raise InvalidRequest(f"`{key}: {value}` in `{taken.file}`: {NOT_DESCRIBED}")
-    for name in ("expert_parallel_degree", "expert_tensor_parallel_degree"):
-        taken.refuse(f"parallelism.{name}", (1,), NOT_DESCRIBED)
-    taken.refuse("optimizer", ADAMW, "AdamW is described")
 
 
 def _find_model(taken: Taken, said: Said) -> str:

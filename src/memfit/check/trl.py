@@ -6,16 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from memfit.check import Reader, Said, Taken, readers
+from memfit.check import Reader, Said, read_named, readers
 from memfit.check._hf import (
-    NOT_DESCRIBED,
-    QUIET,
     edit_reference,
     edit_steps,
     put_double,
     put_recompute,
     read_attention,
     read_copies,
+    read_evaluation,
     read_fsdp,
     read_lora,
     read_optimizer,
@@ -23,22 +22,15 @@ from memfit.check._hf import (
     read_precision,
     read_reentrant,
     read_steps,
+    settle_padding,
     settle_reentrant,
     stored_dtype,
 )
 from memfit.check._kernels import read_liger
+from memfit.check._keys import Taken
+from memfit.check._keys_trl import ANOTHER, MOVED, STILL
 from memfit.check._smaller import ROUNDED, Edit
 
-REFUSED = (
-    "liger_kernel_config", "activation_offloading", "use_dora", "torch_compile",
-    "neftune_noise_alpha", "auto_find_batch_size", "deepspeed",
-)  # fmt: skip
-# arguments of its other trainers (DPO, KTO, ORPO, GRPO, RLOO, rewards), which SFTConfig has not
-OTHER_TRAINERS = (
-    "rpo_alpha", "sync_ref_model", "desirable_weight", "undesirable_weight", "loss_weights",
-    "center_rewards_coefficient", "num_generations", "reward_funcs", "reward_model_name_or_path",
-    "use_weighting", "ld_alpha",
-)  # fmt: skip
 EARLY = "precompute_ref_log_probs"
 DPO = (
     "beta", EARLY, "label_smoothing", "max_prompt_length", "max_completion_length",
@@ -46,6 +38,8 @@ DPO = (
 )  # fmt: skip
 QUIET_OF_PAIRS = ("max_prompt_length", "max_completion_length", "truncation_mode")
 SIGMOID = ("sigmoid", ["sigmoid"])
+NEXT_TOKENS = ("nll", "chunked_nll")
+ROWS = 8  # of an evaluation's batch, transformers' own default
 
 
 @final
@@ -54,6 +48,9 @@ class TrlReader(Reader):
 
     name: ClassVar = "trl"
     title: ClassVar = "TRL"
+    shares: ClassVar = True
+    still: ClassVar = STILL
+    moved: ClassVar = MOVED
 
     def recognises(self, data: Mapping[str, Any], file: Path) -> bool:
         """See `Reader.recognises`."""
@@ -81,7 +78,7 @@ class TrlReader(Reader):
     def read(self, taken: Taken, said: Said) -> None:
         """See `Reader.read`."""
         pairs = _compares(taken, said)
-        _refuse_others(taken, said, pairs=pairs)
+        _leave_others(taken, said, pairs=pairs)
         said.put_model(taken("model_name_or_path"))
         if not said.own:
             said.put("framework", "trl")
@@ -116,9 +113,19 @@ class TrlReader(Reader):
         if asked := taken("fsdp"):
             read_fsdp(taken.inside("fsdp_config"), said, version=2, asked=asked)
         read_liger(taken, said, "use_liger_kernel", loss=said.get("options.version") == "0.29")
-        for key in REFUSED:
-            taken.refuse(key, (False, []), NOT_DESCRIBED)
-        taken.drop(QUIET)
+        read_evaluation(taken, said, "per_device_eval_batch_size", ROWS)
+        free, parts = taken("padding_free", False), taken.data.get("packing_strategy", "bfd")
+        multiple = taken("pad_to_multiple_of", 0)
+        if free and not pairs:
+            said.assume("rows are full: without their padding they are as many tokens")
+        packs = bool(said.get("task.packing")) and str(parts).startswith("bfd")
+        laid_out = not pairs and (bool(free) or packs)
+        settle_padding(said, multiple=bool(multiple), separate=False, laid_out=laid_out)
+        length = said.get("task.sequence_length")
+        if multiple and isinstance(length, int) and length % multiple:
+            taken.leave("pad_to_multiple_of", multiple, f"rows are longer than {length} tokens")
+        if named := taken("deepspeed"):
+            read_named(named, taken, said)
 
 
 def _compares(taken: Taken, said: Said) -> bool:
@@ -127,21 +134,16 @@ def _compares(taken: Taken, said: Said) -> bool:
     return bool(told or said.get("task.objective") == "dpo")
 
 
-def _refuse_others(taken: Taken, said: Said, *, pairs: bool) -> None:
-    """Raise InvalidRequest for what only trainers have that are not described."""
+def _leave_others(taken: Taken, said: Said, *, pairs: bool) -> None:
+    """Note what only trainers have that are not described."""
     if not pairs:
-        for key in (*OTHER_TRAINERS, *DPO):
-            taken.refuse(
-                key, (), "TRL's SFT is described, and it has no such argument; that a file is"
-                " DPO's is said by `--set task.objective=dpo`",
-            )  # fmt: skip
-        if taken("padding_free", False):
-            said.assume("rows are full: without their padding they are as many tokens")
+        for key in DPO:
+            why = f"{ANOTHER}; that a file is DPO's is said by `--set task.objective=dpo`"
+            taken.leave_unless(key, (), why, "states")
+        taken.leave_unless("loss_type", NEXT_TOKENS, "the loss is another", "states")
         return
-    taken.refuse("padding_free", (False,), NOT_DESCRIBED)
-    taken.refuse("loss_type", SIGMOID, "DPO's own loss is described, `sigmoid`")
-    for key in OTHER_TRAINERS:
-        taken.refuse(key, (False,), NOT_DESCRIBED)
+    taken.leave_unless("padding_free", (False,), least="states")
+    taken.leave_unless("loss_type", SIGMOID, "DPO's own loss is described, `sigmoid`", "states")
     taken.drop(QUIET_OF_PAIRS)
 
 

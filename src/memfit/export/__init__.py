@@ -1,44 +1,39 @@
 """Plans written for the tools that people train with: one file a target.
 
-A target turns a recipe into the configuration files of one tool. What the tool has no key for is
-listed with a reason, on the screen, in JSON and at the head of each file; it is never left out
-silently. An axis of the mesh that the tool does not have is refused: its file would start another
-number of ranks than were planned.
+A target turns a recipe into the configuration files of one tool. The plan is made for that tool's
+own step (`_settle`), so that what is written fits there. What the tool has no key for and takes
+memory or time alone is listed with a reason, on the screen, in JSON and at the head of each file;
+what decides what is learned is refused. An axis of the mesh that the tool does not have is refused:
+its file would start another number of ranks than were planned.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
-import msgspec
-
-from memfit import families
 from memfit.errors import InvalidRequest
+from memfit.export._checking import find_check
+from memfit.export._data import Data, read_data
 from memfit.export._files import File, Head, render
-from memfit.export._peak import Peak, predict_there
+from memfit.export._needs import Need
+from memfit.export._peak import Peak, planned
+from memfit.export._settle import settle
+from memfit.export._unsaid import find_unsaid as find_unsaid
+from memfit.export._unsaid import list_keys as list_keys
+from memfit.export._ways import refuse_what_does_not_fit
 from memfit.hardware import Device
 from memfit.libraries import installed_versions
 from memfit.model import Architecture, Model
-from memfit.nouns import Noun, to_data, write_atomically
-from memfit.objectives import check_objective
-from memfit.plan.frameworks import find_framework
-from memfit.plan.problem import find_device
-from memfit.recipe import ADAPTED, Recipe
+from memfit.nouns import Noun, write_atomically
+from memfit.plan.assumed import is_estimated
+from memfit.recipe import Parallel, Recipe
 from memfit.registry import Registry
-from memfit.request import ParallelRequest
-from memfit.results import Plan
-from memfit.words import as_yaml
-
-# who made the recipe and what for: at the head of every file
-OF_PAIRS = ("compares", "fp32_outputs")  # options without an effect on other objectives
-HEAD = ("schema", "framework", "device", "devices_per_node", "network")
-# values of keys without a default that every tool has where nothing is said
-PLAIN: dict[str, object] = {"loss": "plain", "loss_chunk": 0}
+from memfit.request import ParallelRequest, Request
+from memfit.results import Plan, Verdict
 
 
 class Job(Noun, frozen=True, kw_only=True):
@@ -59,11 +54,6 @@ class Job(Noun, frozen=True, kw_only=True):
         return self.plan.recipe
 
     @property
-    def own(self) -> bool:
-        """Whether it is memfit's own step that was planned."""
-        return self.recipe.framework == "memfit"
-
-    @property
     def world(self) -> int:
         """Ranks in all."""
         return self.recipe.parallel.world
@@ -82,7 +72,7 @@ class Job(Noun, frozen=True, kw_only=True):
     def name(self) -> str:
         """Of the job: letters, digits and hyphens, as every scheduler takes them."""
         said = f"memfit-{self.recipe.model.name}".lower()
-        return "".join(c if c.isalnum() else "-" for c in said)[:40].strip("-")
+        return "".join(c if c.isascii() and c.isalnum() else "-" for c in said)[:40].strip("-")
 
     @property
     def weights(self) -> str:
@@ -91,9 +81,19 @@ class Job(Noun, frozen=True, kw_only=True):
         return reference.source or reference.name
 
     @property
-    def data(self) -> str:
-        """The training data as the request names it; a placeholder where it names none."""
-        return self.plan.request.task.data or "YOUR_DATASET"
+    def data(self) -> Data:
+        """The training data: files of this machine, or a name on the hub."""
+        return read_data(self.plan.request.task.data)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps; 0 where only an estimate of the data's tokens gives a number."""
+        return 0 if is_estimated(self.plan.request.task) else self.recipe.steps
+
+    @property
+    def epochs(self) -> float | None:
+        """Passes over the data; None where a number of steps is known."""
+        return None if self.steps else self.plan.request.task.epochs or 1.0
 
 
 class Draft(Noun, frozen=True, kw_only=True):
@@ -102,8 +102,10 @@ class Draft(Noun, frozen=True, kw_only=True):
     files: tuple[File, ...]
     left: dict[str, str]  # key of the recipe -> why the files do not say it
     start: str  # the command that trains
-    # keys of a request that the tool's own behaviour sets, where it is not the framework's default
+    # keys of a recipe that the tool's own behaviour sets, whatever the plan has
     becomes: dict[str, Any] = {}  # noqa: RUF012 (msgspec gives each its own)
+    needs: tuple[Need, ...] = ()  # packages that the files ask for
+    notes: tuple[str, ...] = ()  # what to know before one starts
 
 
 class Export(Noun, frozen=True, kw_only=True):
@@ -112,11 +114,16 @@ class Export(Noun, frozen=True, kw_only=True):
     schema: int = 1
     target: str
     version: str  # of the target that the files are for
-    recipe_digest: str
+    recipe_digest: str  # of the plan that is written
     peak: Peak
+    verdict: Verdict
     files: dict[str, str]  # name -> content
     left_out: dict[str, str]  # key of the recipe -> why the target cannot say it
     start: str
+    changed: dict[str, str] = {}  # noqa: RUF012 (key -> what it was, and is for this tool)
+    needs: tuple[Need, ...] = ()
+    notes: tuple[str, ...] = ()
+    check: tuple[str, ...] = ()  # words of the command that reads the files back; () none does
 
 
 # of a scheduler, whose files start the plan's own trainer: it says them, or has them in its `left`
@@ -129,11 +136,19 @@ class Target(ABC):
     name: ClassVar[str]
     title: ClassVar[str]
     version: ClassVar[str]  # that the files were parsed with
-    framework: ClassVar[str] = ""  # whose step it is to memfit; "" where none is described
-    unknown: ClassVar[str] = ""  # why none is
+    # whose steps the tool trains with, the usual one first; () is the plan's own, of a scheduler
+    frameworks: ClassVar[tuple[str, ...]] = ()
     says: ClassVar[frozenset[str]]  # keys of the recipe that the files say, or `left` explains
     # axes of `parallel` that the tool has; others are refused where they are more than 1
     axes: ClassVar[frozenset[str]]
+    launches: ClassVar[bool] = False  # the file is a launcher's, and a script says the rest
+    loads: ClassVar[bool] = False  # it always begins with a model's published weights
+    reads_back: ClassVar[bool] = False  # `memfit check` reads its files
+
+    @property
+    def schedules(self) -> bool:
+        """Whether it starts the plan's own trainer."""
+        return not self.frameworks
 
     def says_of(self, job: Job) -> frozenset[str]:
         """`says` of a job's files: some are written of some jobs alone."""
@@ -142,11 +157,6 @@ class Target(ABC):
     @abstractmethod
     def draft(self, job: Job) -> Draft:
         """The files of a job whose mesh `axes` allows."""
-
-    def find_peak(self, job: Job, draft: Draft) -> Peak:
-        """Of one device under the target's own step."""
-        left = frozenset(draft.left)
-        return predict_there(job.plan, self.framework, self.unknown, left, draft.becomes)
 
 
 exports: Registry[Target] = Registry("target", "memfit.export")
@@ -160,27 +170,32 @@ def find_target(name: str) -> Target:
     return exports.find(name)
 
 
-def export(plan: Plan, target: str) -> Export:
-    """A plan as files of one tool; raises UnknownName, and InvalidRequest for a mesh it has not."""
+def export(asked: Plan | Request, target: str) -> Export:
+    """A plan, or a request planned for it, as files of one tool.
+
+    Raises UnknownName; InvalidRequest for a mesh that it has not, or what its files cannot say
+    though it decides what is learned; DoesNotFit where the tool's own step does not fit.
+    """
     found = find_target(target)
-    recipe = plan.recipe
-    _check_axes(recipe, found)
-    _check_objective(recipe, found)
-    job = Job(
-        plan=plan,
-        model=families.read_model(recipe.model),
-        device=find_device(recipe.device),
-    )
-    draft = found.draft(job)
-    left = {**find_unsaid(recipe, found.says_of(job)), **draft.left}
-    peak = found.find_peak(job, msgspec.structs.replace(draft, left=left))
+    job, draft, changed = settle(asked, found)
+    plan, recipe = job.plan, job.recipe
+    refuse_what_does_not_fit(asked, job, found)
+    unsaid = find_unsaid(recipe, found.says_of(job)).items()  # but what the tool does anyhow
+    left = {**{k: why for k, why in unsaid if k not in draft.becomes}, **draft.left}
+    peak = planned(plan)
+    origin = asked.recipe_digest if isinstance(asked, Plan) else ""
+    check = find_check(job, draft, found, left)
     head = Head(
         tool=f"{found.title} {found.version}".strip(),
         memfit=installed_versions(["memfit"])["memfit"],
         digest=plan.recipe_digest,
+        origin="" if origin == plan.recipe_digest else origin,
         what=describe(recipe),
         peak=peak.words,
         left=left,
+        changed=changed,
+        needs=tuple(need.words for need in draft.needs),
+        notes=draft.notes,
         start=draft.start,
     )
     return Export(
@@ -188,9 +203,14 @@ def export(plan: Plan, target: str) -> Export:
         version=found.version,
         recipe_digest=plan.recipe_digest,
         peak=peak,
+        verdict=plan.memory.verdict,
         files={file.name: render(file, head) for file in draft.files},
         left_out=left,
         start=draft.start,
+        changed=changed,
+        needs=draft.needs,
+        notes=draft.notes,
+        check=check,
     )
 
 
@@ -219,88 +239,18 @@ def describe(recipe: Recipe) -> str:
     return f"{recipe.model.name}, {recipe.method}, on {devices}; planned as {step}"
 
 
-def find_unsaid(recipe: Recipe, says: frozenset[str]) -> dict[str, str]:
-    """Keys that count in this recipe and that a target has no place for."""
-    return {
-        key: f"{as_yaml(value)}: no key for it"
-        for key, value in list_keys(recipe)
-        if key not in says and not any(key.startswith(f"{group}.") for group in says)
-    }
-
-
-def list_keys(recipe: Recipe) -> Iterator[tuple[str, object]]:
-    """Dotted keys with values that this recipe's step depends on; what is plain is left out."""
-    plain = to_data(msgspec.structs.replace(recipe, **_defaults()))
-    for name, value in to_data(recipe).items():
-        if name in HEAD or (name == "model") or PLAIN.get(name) == value:
-            continue
-        if name == "recompute" or (name == "base_format" and recipe.method == "full"):
-            continue  # `recompute_blocks` says it; no weight is frozen
-        if not isinstance(value, dict):
-            if name not in _defaults() or value != plain[name]:
-                yield name, value
-            continue
-        for key, inner in value.items():
-            if _counts(recipe, name, key, inner):
-                yield f"{name}.{key}", inner
-
-
-def _defaults() -> dict[str, object]:
-    """Keys of a recipe that have a default."""
-    return {
-        field.name: field.default
-        for field in msgspec.structs.fields(Recipe)
-        if field.default is not msgspec.NODEFAULT
-    }
-
-
-def _counts(recipe: Recipe, group: str, key: str, value: object) -> bool:
-    """Whether a nested key has an effect."""
-    if group == "lora":
-        return recipe.method in ADAPTED and value not in (0, 0.0, "plain")
-    if group == "freeze":
-        return recipe.method == group and value not in (0, [], ())
-    if group == "preference":
-        return recipe.prefers and value not in (0, 0.0)
-    if group == "parallel":
-        plain = getattr(ParallelRequest(), key, None)
-        return key not in ("dp_replicate", "dp_shard") and value != plain
-    if group == "options" and key in OF_PAIRS and not recipe.prefers:
-        return False
-    if group == "options":
-        knob = find_framework(recipe.framework).knobs.get(key)
-        return knob is None or value != knob.default
-    if group == "optimizer" and key == "momentum":
-        return recipe.optimizer.name == "sgd"
-    if group == "optimizer" and key in ("beta1", "beta2", "eps"):
-        return recipe.optimizer.name != "sgd"
-    plain = _plain(getattr(recipe, group), key)
-    return value != (0 if key == "warmup_steps" else plain)
-
-
-def _plain(noun: Noun, key: str) -> object:
-    """The default of a nested key; NODEFAULT where it has none, and always counts."""
-    fields = {field.name: field.default for field in msgspec.structs.fields(noun)}
-    return fields[key]
-
-
-def _check_objective(recipe: Recipe, target: Target) -> None:
-    """Files that would train on something else than was planned are not written."""
-    if not recipe.prefers:
-        return
-    check_objective(recipe)
-    if "objective" in target.says and "preference" not in target.says and target.says != EVERY_KEY:
+def check_asked(objective: str, parallel: Parallel | ParallelRequest, target: Target) -> None:
+    """Raise InvalidRequest for an objective, or an axis of the mesh, that the tool has not."""
+    tokens = "preference" not in target.says and not (target.schedules or target.launches)
+    if objective == "dpo" and tokens:
         raise InvalidRequest(
             f"`objective: dpo` cannot be written for `{target.name}`, which trains on tokens alone",
             hint="trl, axolotl and llamafactory compare pairs, and so does `memfit train`, which"
             " slurm, k8s, … start elsewhere",
         )
-
-
-def _check_axes(recipe: Recipe, target: Target) -> None:
     plain = ParallelRequest()
     for name in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "virtual_pp", "ep"):
-        value = getattr(recipe.parallel, name)
+        value = getattr(parallel, name)
         if name not in target.axes and value != getattr(plain, name):
             raise InvalidRequest(
                 f"`parallel.{name}: {value}` cannot be written for `{target.name}`, whose axes are"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memfit.export import Job
+from memfit.export import Draft, Job
 from memfit.export._files import File
 from memfit.export._start import Machines, Trained, find_trainer
 
@@ -43,3 +43,11 @@ def setup(job: Job) -> str:
 def train_script(trained: Trained) -> File:
     """train.sh: what every machine runs."""
     return File(name="train.sh", text=f"set -euo pipefail\n{trained.script}", first="#!/bin/bash\n")
+
+
+def start_with(files: tuple[File, ...], trained: Trained, start: str) -> Draft:
+    """A scheduler's files with those of the trainer that they start."""
+    return Draft(
+        files=(*files, *trained.files), left=trained.left, start=start, needs=trained.needs,
+        notes=trained.notes,
+    )  # fmt: skip

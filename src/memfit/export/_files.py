@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from io import StringIO
 from typing import Any
@@ -28,6 +29,7 @@ class File(Noun, frozen=True, kw_only=True):
     data: dict[str, Any] = {}  # noqa: RUF012 (msgspec gives each its own)
     text: str = ""
     first: str = ""  # what has to stand above the head, such as `#!/bin/bash`
+    checked: bool = False  # whether `memfit check` is given it; others are found beside it
 
 
 class Head(Noun, frozen=True, kw_only=True):
@@ -40,20 +42,29 @@ class Head(Noun, frozen=True, kw_only=True):
     peak: str
     left: dict[str, str]
     start: str
+    origin: str = ""  # digest of the plan that was exported, where the tool's own differs
+    changed: dict[str, str] = {}  # noqa: RUF012
+    needs: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def lines(self) -> list[str]:
         """The head as text, without comment signs."""
+        origin = f"; made from plan {self.origin}" if self.origin else ""
         said = [
             f"For {self.tool}, written by memfit {self.memfit}.",
-            f"plan: {self.digest} ({self.what})",
+            f"plan: {self.digest} ({self.what}{origin})",
             f"predicted peak of a device: {self.peak}",
             f"start: {self.start}",
         ]
-        if self.left:
-            said.append("not said here, as there is no key for it:")
-            said += [f"  {key}: {why}" for key, why in self.left.items()]
-        return [part for line in said for part in _wrapped(line)]
+        said += [f"needs {need}" for need in self.needs]
+        said += self.notes
+        for title, group in (
+            ("not as it was asked or planned:", self.changed),
+            ("not said here, as there is no key for it:", self.left),
+        ):
+            said += [title] * bool(group) + [f"  {key}: {why}" for key, why in group.items()]
+        return [part for line in said for part in _wrapped(in_one_line(line))]
 
     @property
     def data(self) -> dict[str, Any]:
@@ -66,7 +77,16 @@ class Head(Noun, frozen=True, kw_only=True):
             "predicted_peak": self.peak,
             "left_out": self.left,
             "start": self.start,
+            "made_from": self.origin,
+            "changed": self.changed,
+            "needs": list(self.needs),
+            "notes": list(self.notes),
         }
+
+
+def in_one_line(text: str) -> str:
+    """Text for a comment: what some reader takes for the end of a line is written as an escape."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _wrapped(line: str) -> list[str]:
@@ -102,8 +122,7 @@ def dump_yaml(data: dict[str, Any]) -> str:
         return self.represent_scalar("tag:yaml.org,2002:float", shown)
 
     def words(self: Any, value: str) -> Any:
-        style = "|" if "\n" in value else '"' if value.lower() in OLD_BOOLEANS else None
-        return self.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+        return self.represent_scalar("tag:yaml.org,2002:str", value, style=_style(value))
 
     Plain.add_representer(float, number)
     Plain.add_representer(str, words)
@@ -117,4 +136,16 @@ def dump_yaml(data: dict[str, Any]) -> str:
     return stream.getvalue()
 
 
-OLD_BOOLEANS = ("yes", "no", "on", "off", "y", "n")  # of YAML 1.1
+def _style(value: str) -> str | None:
+    """How a text is written so that every reader has the same back: plain, as lines, or quoted."""
+    if PLAIN_TEXT.fullmatch(value) and value.lower() not in NOT_TEXT:
+        return None
+    lines = value.split("\n")
+    if len(lines) > 1 and all(line.isprintable() and line == line.strip() for line in lines):
+        return "|"
+    return '"'
+
+
+PLAIN_TEXT = re.compile(r"[A-Za-z_/][\w./@+-]*( [\w./@+-]+)*", re.ASCII)
+# what YAML 1.1 or 1.2 reads as something else
+NOT_TEXT = ("yes", "no", "on", "off", "y", "n", "true", "false", "null")

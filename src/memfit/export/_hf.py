@@ -7,16 +7,22 @@ from typing import Any
 from memfit.errors import InvalidRequest
 from memfit.export import Job
 from memfit.export._files import OPTIMIZER_SAYS
-from memfit.export._peak import BITSANDBYTES
+from memfit.families.limits import own_kernels
+from memfit.families.masks import FLASH, SDPA
+from memfit.plan.frameworks._hf_kernels import KERNELS, kernels_of
+from memfit.plan.frameworks._hf_masks import AUTO
 from memfit.recipe import ADAPTED, Recipe
+from memfit.sizes.kernels import heads_of, refusal
+from memfit.words import as_yaml
 
 Values = dict[str, Any]
 Left = dict[str, str]
 
 TRAINER_SAYS = frozenset({
     "precision", *OPTIMIZER_SAYS, "recompute_blocks", "attention", "micro_batch", "accumulation",
-    "steps", "seed", "options.paged", "options.adamw8bit", "options.fsdp_version",
-    "options.reentrant", "options.modules_to_save",
+    "steps", "seed", "loss", "options.liger", "options.paged", "options.adamw8bit",
+    "options.attn_implementation", "options.padded", "options.padding_free",
+    "options.fsdp_version", "options.reentrant", "options.modules_to_save",
 })  # fmt: skip
 MODEL_SAYS = frozenset({
     "method", "lora.rank", "lora.alpha", "lora.dropout", "lora.targets", "lora.scaling",
@@ -27,39 +33,37 @@ MODEL_SAYS = frozenset({
 FSDP_AXES = frozenset({"dp_replicate", "dp_shard"})
 FOUR_BIT = ("nf4", "fp4")
 QUANTISED = (*FOUR_BIT, "int8")
+UNSAID = {
+    "attn_implementation": "documents of a row are kept apart by flash_attention_2",
+    "padding_free": "TRL lays packed rows end to end, and no others",
+    "padded": "the tool pads rows of different lengths, and those alone are given a mask",
+}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def find_optim(recipe: Recipe) -> tuple[str, Left]:
-    """The Trainer's `optim`, and what of ours it does not say."""
+def find_optim(recipe: Recipe) -> tuple[str, Left, Values]:
+    """The Trainer's `optim`, what of ours it does not say, and what it has in its place."""
     optimizer = recipe.optimizer
-    left: Left = {}
-    own = recipe.framework == "memfit"
-    made = optimizer.implementation
-    paged = bool(recipe.options.get("paged"))
-    if optimizer.name == "adamw" and paged:
-        return "paged_adamw_32bit", left
-    if optimizer.name == "adamw":
-        if made == "loop":
-            left["optimizer.implementation"] = "loop: the Trainer's adamw_torch is foreach"
-        return ("adamw_torch_fused" if made == "fused" else "adamw_torch"), left
-    if own and optimizer.name in BITSANDBYTES:
-        return ("paged_adamw_8bit" if BITSANDBYTES[optimizer.name] else "adamw_8bit"), left
-    torchao = own or recipe.options.get("adamw8bit") == "torchao"
-    if optimizer.name == "adamw4bit" or (optimizer.name == "adamw8bit" and torchao):
-        return f"adamw_torch_{optimizer.name.removeprefix('adamw')}", left
-    if optimizer.name == "adamw8bit":
-        if made != "fused":
-            left["optimizer.implementation"] = f"{made}: bitsandbytes has one of its own"
-        return ("paged_adamw_8bit" if paged else "adamw_8bit"), left
+    made, paged = optimizer.implementation, bool(recipe.options.get("paged"))
+    only = "fused"
     if optimizer.name == "sgd":
-        if optimizer.momentum:
-            left["optimizer.momentum"] = f"{optimizer.momentum}: the Trainer's sgd has none"
-        if made != "foreach":
-            left["optimizer.implementation"] = f"{made}: the Trainer's sgd is foreach"
-        return "sgd", left
-    left["optimizer.name"] = f"{optimizer.name}: none of the Trainer's; adamw_torch_fused is set"
-    return "adamw_torch_fused", left
+        optim, only = "sgd", "foreach"
+    elif optimizer.name == "adamw" and paged:
+        optim = "paged_adamw_32bit"
+    elif optimizer.name == "adamw":
+        only = "foreach" if made == "foreach" else "fused"
+        optim = "adamw_torch" if made == "foreach" else "adamw_torch_fused"
+    elif optimizer.name == "adamw4bit" or recipe.options.get("adamw8bit") == "torchao":
+        optim = f"adamw_torch_{optimizer.name.removeprefix('adamw')}"
+    else:
+        optim = "paged_adamw_8bit" if paged else "adamw_8bit"
+    left: Left = {}
+    becomes: Values = {"optimizer.implementation": only}
+    if made != only:
+        left["optimizer.implementation"] = f"{made}: the Trainer's {optim} is {only}"
+    if optimizer.name == "sgd" and optimizer.momentum:
+        left["optimizer.momentum"] = f"{optimizer.momentum}: the Trainer's sgd has none"
+    return optim, left, becomes
 
 
 def find_schedule(recipe: Recipe) -> str:
@@ -69,10 +73,10 @@ def find_schedule(recipe: Recipe) -> str:
     return "constant_with_warmup" if warm else optimizer.schedule
 
 
-def write_optimizer(recipe: Recipe) -> tuple[Values, Left]:
-    """The optimizer and its schedule."""
+def write_optimizer(recipe: Recipe) -> tuple[Values, Left, Values]:
+    """The optimizer and its schedule; what they do not say, and what is in its place."""
     optimizer = recipe.optimizer
-    optim, left = find_optim(recipe)
+    optim, left, becomes = find_optim(recipe)
     values = {
         "learning_rate": optimizer.learning_rate,
         "lr_scheduler_type": find_schedule(recipe),
@@ -84,15 +88,17 @@ def write_optimizer(recipe: Recipe) -> tuple[Values, Left]:
         "adam_epsilon": optimizer.eps,
         "max_grad_norm": optimizer.clip_norm,
     }
-    return values, left
+    return values, left, becomes
 
 
-def write_steps(recipe: Recipe) -> Values:
-    """Batch, accumulation, length and seed."""
+def write_steps(job: Job) -> Values:
+    """Batch, accumulation, length and seed; passes over the data where no steps are known."""
+    recipe = job.recipe
+    length = {"max_steps": job.steps} if job.epochs is None else {"num_train_epochs": job.epochs}
     return {
         "per_device_train_batch_size": count_examples(recipe),
         "gradient_accumulation_steps": recipe.accumulation,
-        "max_steps": recipe.steps,
+        **length,
         "seed": recipe.seed,
     }
 
@@ -102,11 +108,12 @@ def count_examples(recipe: Recipe) -> int:
     return recipe.micro_batch // 2 if recipe.prefers else recipe.micro_batch
 
 
-def drops_dropout(recipe: Recipe) -> Left:
+def drops_dropout(recipe: Recipe) -> tuple[Left, Values]:
     """Files of pairs that cannot keep TRL's DPOTrainer from turning dropout off."""
     if recipe.prefers and recipe.method in ADAPTED and recipe.lora.dropout:
-        return {"lora.dropout": f"{recipe.lora.dropout}: TRL's DPOTrainer turns dropout off"}
-    return {}
+        why = f"{recipe.lora.dropout}: TRL's DPOTrainer turns dropout off"
+        return {"lora.dropout": why}, {"lora.dropout": 0.0}
+    return {}, {}
 
 
 def check_eight_bits(recipe: Recipe, tool: str) -> None:
@@ -121,17 +128,14 @@ def check_eight_bits(recipe: Recipe, tool: str) -> None:
         )
 
 
-def write_precision(recipe: Recipe) -> tuple[Values, Left]:
+def write_precision(recipe: Recipe) -> Values:
     """The Trainer's autocast; the dtype of the weights is the model's."""
     known = {
         "bf16-mixed": (True, False), "fp16-mixed": (False, True),
         "bf16": (False, False), "fp32": (False, False),
     }  # fmt: skip
-    left = {}
-    if recipe.precision not in known:
-        left["precision"] = f"{recipe.precision}: the Trainer's autocast has bf16 and fp16"
-    bf16, fp16 = known.get(recipe.precision, (True, False))
-    return {"bf16": bf16, "fp16": fp16}, left
+    bf16, fp16 = known[recipe.precision]
+    return {"bf16": bf16, "fp16": fp16}
 
 
 def weights_dtype(recipe: Recipe) -> str:
@@ -142,15 +146,13 @@ def weights_dtype(recipe: Recipe) -> str:
     return recipe.trainable_dtype
 
 
-def recomputes(job: Job) -> tuple[bool, Left]:
-    """All blocks or none; a recipe's first n are said to be left."""
+def recomputes(job: Job) -> tuple[bool, Left, Values]:
+    """All blocks or none; a recipe's first n become all of them."""
     recipe, layers = job.recipe, job.architecture.layers
-    left: Left = {}
     if 0 < recipe.recompute_blocks < layers:
-        left["recompute_blocks"] = f"{recipe.recompute_blocks} of {layers}: all blocks or none"
-    if recipe.recompute_blocks and recipe.recompute != "full":
-        left["recompute_blocks"] = f"{recipe.recompute}: whole blocks are recomputed, or none"
-    return recipe.recompute_blocks > 0, left
+        why = f"{recipe.recompute_blocks} of {layers}: all blocks or none"
+        return True, {"recompute_blocks": why}, {"recompute_blocks": layers}
+    return recipe.recompute_blocks > 0, {}, {}
 
 
 def reenters(job: Job, left: Left, *, sharded: bool) -> bool:
@@ -162,13 +164,45 @@ def reenters(job: Job, left: Left, *, sharded: bool) -> bool:
     return asked and not sharded
 
 
-def find_attention(recipe: Recipe) -> tuple[str, Left]:
-    """transformers' `attn_implementation`."""
-    if recipe.attention in ("flash", "varlen"):
-        return ("flash_attention_2" if recipe.packing else "sdpa"), {}
-    if recipe.attention == "eager":
-        return "eager", {}
-    return "sdpa", {"attention": f"{recipe.attention}: sdpa takes the kernel that torch prefers"}
+def find_attention(
+    job: Job, *, multiple: bool = False, lays_out: bool = False
+) -> tuple[Values, Left, Values]:
+    """transformers' `attn_implementation`, what it does not say, and what is in its place.
+
+    Packed documents are kept apart by flash-attention's own package alone. A class with a kernel of
+    its own is asked for none.
+    multiple: whether the tool pads a single row, too; lays_out: whether it lays packed rows end to
+    end.
+    """
+    recipe = job.recipe
+    left: Left = {}
+    becomes: Values = {}
+    own = own_kernels(job.architecture)
+    heads, device = heads_of(job.architecture, 0), job.device
+    lack = "is not that of the model's class" if own else refusal(
+        "flash", recipe.compute_dtype, heads, platform=device.platform, capability=device.capability
+    )  # fmt: skip
+    if recipe.packing and lack:
+        left["packing"] = f"true: nothing keeps documents of a row apart: flash attention {lack}"
+        becomes["packing"] = False
+    packs = recipe.packing and not lack
+    kernel = FLASH if packs else str(recipe.options.get("attn_implementation", SDPA))
+    pads = not packs and (recipe.micro_batch > 1 or multiple)
+    settled: Values = {
+        "attn_implementation": kernel, "padded": pads, "padding_free": packs and lays_out,
+    }  # fmt: skip
+    for name, value in settled.items():
+        if own and name == "attn_implementation":
+            continue
+        becomes[f"options.{name}"] = value
+        if recipe.options.get(name, value) not in (value, AUTO):
+            left[f"options.{name}"] = f"{as_yaml(recipe.options[name])}: {UNSAID[name]}"
+    if own:
+        return {}, left, becomes
+    if recipe.attention != "flash":
+        left["attention"] = f"{recipe.attention}: {kernel} takes the kernel that torch prefers"
+        becomes["attention"] = "flash"
+    return {"attn_implementation": kernel}, left, becomes
 
 
 def write_zero(job: Job) -> Left:
@@ -190,8 +224,17 @@ def write_adapter_kind(recipe: Recipe, prefix: str = "") -> Values:
     return {prefix + name: True for name, on in switches.items() if on}
 
 
-def says_method(recipe: Recipe, known: tuple[str, ...]) -> Left:
-    """A reason where the tool does not have the method."""
-    if recipe.method in known:
-        return {}
-    return {"method": f"{recipe.method}: one of {', '.join(known)}; all weights are trained"}
+def write_liger(recipe: Recipe, key: str, *, loss: bool) -> tuple[Values, Left, Values]:
+    """All of Liger's kernels by one key; loss: whether its loss is among them."""
+    asked, wanted = set(kernels_of(recipe)), "chunked" if loss else "plain"
+    if asked == {*KERNELS} and recipe.loss == wanted:
+        return {key: True}, {}, {}
+    left: Left = {}
+    becomes: Values = {}
+    if asked:
+        left["options.liger"] = f"{','.join(sorted(asked))}: `{key}` is all of Liger's, or none"
+        becomes["options.liger"] = ""
+    if recipe.loss != "plain":
+        left["loss"] = f"{recipe.loss}: `{key}` is all of Liger's, or none"
+        becomes["loss"] = "plain"
+    return {}, left, becomes

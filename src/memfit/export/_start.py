@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from memfit.errors import InvalidRequest, UnknownName
 from memfit.export import Draft, Job, exports
 from memfit.export._files import File
+from memfit.export._needs import Need
+from memfit.results import Plan
 
 # whose files start a plan of this framework, and the file that is run
 TRAINERS = {
@@ -44,6 +49,8 @@ class Trained(NamedTuple):
     files: tuple[File, ...]
     left: dict[str, str]
     script: str  # lines of bash, run on every machine
+    needs: tuple[Need, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def find_trainer(job: Job, machines: Machines) -> Trained:
@@ -52,11 +59,15 @@ def find_trainer(job: Job, machines: Machines) -> Trained:
     if name == "memfit":
         from memfit.nouns import to_data
 
-        plan = File(name="plan.json", data=to_data(job.plan))
+        plan = File(name="plan.json", data=to_data(with_whole_paths(job.plan)))
+        notes = tuple(
+            f"{what}: `{path}` has to be at this path on every machine"
+            for what, path in list_local(job.plan).items()
+        )
         train = "memfit train plan.json --folder run"
         if job.nodes == 1:  # it starts the ranks of one machine itself
-            return Trained((plan,), {}, f"{train}\n")
-        return Trained((plan,), {}, f"{torchrun(job, machines)} -m {train}\n")
+            return Trained((plan,), {}, f"{train}\n", notes=notes)
+        return Trained((plan,), {}, f"{torchrun(job, machines)} -m {train}\n", notes=notes)
     if name not in TRAINERS:
         see = f"launchers start plans of {', '.join(['memfit', *TRAINERS])}"
         raise UnknownName("trainer to start", name, TRAINERS, see=see)
@@ -65,7 +76,34 @@ def find_trainer(job: Job, machines: Machines) -> Trained:
     from memfit.export import find_unsaid
 
     left = {**find_unsaid(job.recipe, target.says), **draft.left}
-    return Trained(draft.files, left, _script(job, draft, machines))
+    script = _script(job, draft, machines)
+    return Trained(draft.files, left, script, needs=draft.needs, notes=draft.notes)
+
+
+def list_local(plan: Plan) -> dict[str, str]:
+    """What the plan reads of this machine: a word for it -> its whole path."""
+    request = plan.request
+    named = {
+        "data": request.task.data, "held-out data": request.task.evaluation,
+        "tokenizer": request.tokenizer, "model": plan.recipe.model.source,
+    }  # fmt: skip
+    paths = {what: Path(name).expanduser() for what, name in named.items() if name}
+    return {what: str(path.resolve()) for what, path in paths.items() if path.exists()}
+
+
+def with_whole_paths(plan: Plan) -> Plan:
+    """The same plan for another folder: what its request names here is named by its whole path."""
+    request, local = plan.request, list_local(plan)
+    task = replace(
+        request.task,
+        data=local.get("data", request.task.data),
+        evaluation=local.get("held-out data", request.task.evaluation),
+    )
+    tokenizer = local.get("tokenizer", request.tokenizer)
+    model = request.model
+    if isinstance(model, str) and "model" in local:
+        model = local["model"]
+    return replace(plan, request=replace(request, task=task, tokenizer=tokenizer, model=model))
 
 
 def _script(job: Job, draft: Draft, machines: Machines) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from memfit.errors import UnknownName
+from memfit.errors import InvalidRequest, UnknownName
 from memfit.export import Draft, Job
 from memfit.export._files import OPTIMIZER_SAYS, File
 from memfit.export._start import torchrun
@@ -73,10 +73,13 @@ def write_module(job: Job, batch: list[str]) -> Draft:
         *_memory(job, left),
         "c.loss = c.loss.loss_fn  # of whole logits, as was predicted",
     ]
-    becomes = {}
+    # what flex attention keeps for the backward is what flash attention keeps
+    becomes: dict[str, Any] = {"packing": True, "attention": "flash"}
+    if recipe.recompute_blocks:
+        becomes["recompute_blocks"] = job.architecture.layers
     if recipe.loss != "plain":
         lines[-1] = f"c.loss.num_chunks = {recipe.options.get('loss_chunks', CHUNKS)}"
-        becomes = {"loss": "chunked"}
+        becomes["loss"] = "chunked"
     body = "".join(f"    {line}\n" for line in lines)
     text = (
         "from torchtitan.components.optimizer import default_adamw\n"
@@ -88,7 +91,29 @@ def write_module(job: Job, batch: list[str]) -> Draft:
         f"    c = {model[1]}()\n{body}    return c\n"
     )
     start = f"{torchrun(job)} {arguments()}"
-    return Draft(files=(File(name=NAME, text=text),), left=left, start=start, becomes=becomes)
+    return Draft(
+        files=(File(name=NAME, text=text, checked=True),), left=left, start=start, becomes=becomes,
+        notes=read_notes(job),
+    )  # fmt: skip
+
+
+def read_notes(job: Job) -> tuple[str, ...]:
+    """What the module leaves to its reader; raises InvalidRequest where its length is not known."""
+    check_steps(job, "torchtitan")
+    return (
+        "weights: random ones; to go on from published ones set c.checkpoint.initial_load_path",
+        "data: those of torchtitan's own configuration of the model; set c.dataloader for yours",
+    )
+
+
+def check_steps(job: Job, tool: str) -> None:
+    """Raise InvalidRequest where the number of steps follows from data that nobody has counted."""
+    if not job.steps:
+        raise InvalidRequest(
+            f"`{tool}` is told a number of steps, and that of one pass over `task.data` is not"
+            " known before it is tokenised",
+            hint=f"`--set task.steps={job.recipe.steps or 1000}`, or `--set task.tokens=100000000`",
+        )
 
 
 def _training(recipe: Recipe, left: dict[str, str]) -> list[str]:
@@ -96,17 +121,11 @@ def _training(recipe: Recipe, left: dict[str, str]) -> list[str]:
     if numbers is None:
         numbers = NUMBERS["bf16-mixed"]
         left["precision"] = f"{recipe.precision}: a converter of the model's own configuration"
-    if recipe.method != "full":
-        left["method"] = f"{recipe.method}: a converter of the model's own; all is trained"
     if recipe.objective != "pretrain":
         left["objective"] = f"{recipe.objective}: the data are the model's own configuration's"
-    if recipe.framework == "memfit" and recipe.weights == "pretrained":
-        left["weights"] = "pretrained: set c.checkpoint.initial_load_path"
-    if recipe.framework == "memfit" and recipe.packing:
-        left["packing"] = "true: the data are the model's own configuration's"
-    if recipe.attention not in ("flash", "cudnn"):
-        left["attention"] = f"{recipe.attention}: torchtitan takes the kernel that torch prefers"
-    if recipe.framework != "memfit" and not recipe.packing:
+    if recipe.attention != "flash":
+        left["attention"] = f"{recipe.attention}: the model's own configuration has one (flex)"
+    if not recipe.packing:
         left["packing"] = "false: rows are full"
     if recipe.loss == "chunked" and recipe.loss_chunk:
         left["loss_chunk"] = f"{recipe.loss_chunk}: chunks of torchtitan's own number"
@@ -159,8 +178,6 @@ def _mesh(job: Job, left: dict[str, str]) -> list[str]:
 def _optimizer(recipe: Recipe, left: dict[str, str]) -> list[str]:
     made = recipe.optimizer
     names = {"fused": "fused", "foreach": "foreach", "loop": "for-loop"}
-    if made.name != "adamw":
-        left["optimizer.name"] = f"{made.name}: a group of your own in c.optimizer; AdamW is set"
     decays = made.schedule != "constant"
     return [
         f"c.optimizer = default_adamw(lr={made.learning_rate!r},"

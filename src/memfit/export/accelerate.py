@@ -8,9 +8,13 @@ from typing import Any, ClassVar, final
 from memfit.export import Draft, Job, Target, exports
 from memfit.export._files import File
 from memfit.export._hf import FSDP_AXES, recomputes, write_precision, write_zero
-from memfit.export._peak import Peak, predict_there
+from memfit.export._needs import find_needs
 
 NAME = "accelerate.yaml"
+SCRIPT = (
+    "train.py is yours: what is not said here, such as the batch and the optimizer, it says as"
+    " planned; `--to trl` writes all of it"
+)
 HF_STEPS = ("hf-trainer", "trl", "deepspeed")  # whose plans shard as accelerate's FSDP1
 SAYS = frozenset({
     "precision", "parallel.zero", "parallel.reshard_after_forward", "offload",
@@ -37,20 +41,19 @@ class Accelerate(Launches):
     name = "accelerate"
     title = "accelerate"
     version = "1.15"
-    framework = ""
-    unknown = (
-        "the file says how a script is launched, and what it does is the script's;"
-        " `--to trl` writes both"
-    )
+    frameworks = ("hf-trainer", "trl", "deepspeed")
+    launches = True
+    reads_back = True
     says: ClassVar = SAYS | {"recompute_blocks"}
     axes: ClassVar = FSDP_AXES | {"tp", "cp"}
 
     def draft(self, job: Job) -> Draft:
         """See `Target.draft`."""
         values, left = write_launch(job)
-        files = [File(name=NAME, data=values)]
+        files = [File(name=NAME, data=values, checked=True)]
         if job.recipe.precision == "bf16" and not uses_deepspeed(job):
-            left["precision"] = "bf16 without autocast: the script loads its weights in bfloat16"
+            # no autocast is asked for: the script loads weights of 16 bits
+            left["weights in bfloat16"] = "train.py loads them so, as nothing is autocast"
         if not shards(job) and job.recipe.recompute_blocks:
             left["recompute_blocks"] = f"{job.recipe.recompute_blocks}: only FSDP wraps blocks"
         if uses_deepspeed(job):
@@ -60,7 +63,11 @@ class Accelerate(Launches):
             config, more = write_config(job)
             files.append(File(name=JSON, data=config))
             left |= more
-        return Draft(files=tuple(files), left=left, start=f"{launch(job)} train.py")
+        return Draft(
+            files=tuple(files), left=left, start=f"{launch(job)} train.py",
+            becomes=become_sharded(job) | (recomputes(job)[2] if shards(job) else {}),
+            needs=find_needs(job.recipe), notes=(SCRIPT,),
+        )  # fmt: skip
 
 
 def launch(job: Job) -> str:
@@ -80,15 +87,6 @@ def shards(job: Job) -> bool:
 def uses_deepspeed(job: Job) -> bool:
     """Whether the plan is of DeepSpeed's step."""
     return job.recipe.framework == "deepspeed"
-
-
-class Trains(Launches):
-    """A target that starts transformers' Trainer, or one built on it, with DeepSpeed or without."""
-
-    def find_peak(self, job: Job, draft: Draft) -> Peak:
-        """See `Target.find_peak`."""
-        name = "deepspeed" if uses_deepspeed(job) else self.framework
-        return predict_there(job.plan, name, "", frozenset(draft.left), draft.becomes)
 
 
 def write_deepspeed(job: Job, left: dict[str, str]) -> File:
@@ -119,8 +117,8 @@ def become_sharded(job: Job) -> dict[str, Any]:
 def write_launch(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
     """The file's keys, and what of the mesh they cannot say."""
     recipe, p = job.recipe, job.recipe.parallel
-    precision, left = write_precision(recipe)
-    mixed = next((name for name, on in precision.items() if on), "no")
+    left: dict[str, str] = {}
+    mixed = next((name for name, on in write_precision(recipe).items() if on), "no")
     kind = "NO" if job.world == 1 else "MULTI_GPU"
     if shards(job):
         kind = "FSDP"
@@ -145,7 +143,6 @@ def write_launch(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
         values["deepspeed_config"] = {
             "deepspeed_config_file": JSON, "zero3_init_flag": p.zero == 3,
         }  # fmt: skip
-        left.pop("precision", None)
         return values, left
     if kind == "FSDP":
         values["fsdp_config"], more = _fsdp(job)
@@ -174,10 +171,8 @@ def _fsdp(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
             policy = "HYBRID_SHARD" if whole else "HYBRID_SHARD_ZERO2"
     if p.zero == 3 and not p.reshard_after_forward:
         left["parallel.zero"] = "3 without resharding is FSDP's 2: weights stay after the forward"
-    if p.zero < 3 and p.reshard_after_forward and job.own:
-        left["parallel.reshard_after_forward"] = f"true: of `zero: 3`, not {p.zero}"
-    again, more = recomputes(job)
-    left |= more
+    again, some, _ = recomputes(job)
+    left |= some
     if recipe.offload not in ("none", "parameters"):
         left["offload"] = f"{recipe.offload}: FSDP offloads parameters with states, or nothing"
     if p.tp > 1 and p.sequence_parallel:

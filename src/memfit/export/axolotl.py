@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, final
 
 from memfit.export import Draft, Job, exports
+from memfit.export._data import load_with, read_notes, refuse_patterns, refuse_shapes
 from memfit.export._files import File
 from memfit.export._hf import (
     FOUR_BIT,
@@ -19,36 +20,58 @@ from memfit.export._hf import (
     find_attention,
     recomputes,
     reenters,
-    says_method,
     write_adapter_kind,
     write_optimizer,
     write_precision,
     write_zero,
 )
+from memfit.export._needs import find_needs
 from memfit.export.accelerate import (
-    Trains,
+    Launches,
     shards,
     uses_deepspeed,
     write_deepspeed,
 )
+from memfit.plan.frameworks._hf_kernels import kernels_of
 from memfit.plan.frameworks._peft import saved_modules
-from memfit.recipe import ADAPTED
+from memfit.recipe import ADAPTED, Recipe
 
 NAME = "axolotl.yaml"
 # which axolotl turns on by itself where none is named, and whose memory is not described
 LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
-# 0.19 reads ao_adamw_8bit and ao_adamw_4bit, and makes no optimizer of them
-OWN_OPTIMIZERS = {"adamwfp8": "ao_adamw_fp8"}
+# keys of a dataset, by the shape of its records
+TYPES: dict[str, dict[str, Any]] = {
+    "text": {"type": "completion"},
+    "messages": {"type": "chat_template"},
+    "conversations": {
+        "type": "chat_template", "field_messages": "conversations",
+        "message_property_mappings": {"role": "from", "content": "value"},
+    },
+    "alpaca": {"type": "alpaca"},
+    "answers": {
+        "type": {
+            "field_instruction": "prompt", "field_output": "completion",
+            "format": "{instruction}", "no_input_format": "{instruction}",
+        }
+    },
+}  # fmt: skip
+LIGER = {
+    "rope": "liger_rope", "rms_norm": "liger_rms_norm", "swiglu": "liger_glu_activation",
+}  # fmt: skip
+# that come with axolotl
+HAS = ("peft", "bitsandbytes", "torchao", "accelerate", "liger-kernel")
 
 
 @final
-class Axolotl(Trains):
+class Axolotl(Launches):
     """`axolotl train axolotl.yaml`."""
 
     name = "axolotl"
     title = "axolotl"
     version = "0.19"
-    framework = "hf-trainer"  # which axolotl builds on
+    frameworks = ("hf-trainer", "deepspeed")  # which axolotl builds on
+    loads = True
+    reads_back = True
     says: ClassVar = (
         TRAINER_SAYS | MODEL_SAYS | {"objective", "offload", "parallel.tp", "parallel.cp"}
     )
@@ -58,7 +81,7 @@ class Axolotl(Trains):
         """See `Target.draft`."""
         check_eight_bits(job.recipe, self.name)
         values, left, becomes = write_config(job)
-        files = [File(name=NAME, data=values)]
+        files = [File(name=NAME, data=values, checked=True)]
         if uses_deepspeed(job):
             files.append(write_deepspeed(job, left))
         start = f"axolotl train {NAME}"
@@ -67,19 +90,26 @@ class Axolotl(Trains):
                 f" --launcher torchrun -- --nnodes {job.nodes} --nproc_per_node {job.per_node}"
                 ' --rdzv_backend c10d --rdzv_endpoint "$MASTER_ADDR:29500"'
             )
-        return Draft(files=tuple(files), left=left, start=start, becomes=becomes)
+        needs = find_needs(
+            job.recipe, attention=values.get("attn_implementation", ""),
+            optim=values["optimizer"], has=HAS,
+        )  # fmt: skip
+        return Draft(
+            files=tuple(files), left=left, start=start, becomes=becomes, needs=needs,
+            notes=read_notes(job.data, job.recipe.objective),
+        )  # fmt: skip
 
 
 def write_config(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
     """The file's keys, what they cannot say, and what then happens."""
     recipe = job.recipe
-    optimizer, left = write_optimizer(recipe)
-    attention, kernel = find_attention(recipe)
-    again, blocks = recomputes(job)
-    precision, more = write_precision(recipe)
-    left |= kernel | blocks | more | says_method(recipe, ("full", *ADAPTED))
-    left |= drops_dropout(recipe)
-    becomes = _weights_as_computed(recipe, precision, left)
+    optimizer, left, becomes = write_optimizer(recipe)
+    attention, kernel, instead = find_attention(job)
+    again, blocks, all_blocks = recomputes(job)
+    precision = write_precision(recipe)
+    dropped, without = drops_dropout(recipe)
+    left |= kernel | blocks | dropped
+    becomes |= all_blocks | instead | without | _weights_as_computed(recipe, precision, left)
     if shards(job):
         becomes["options.fsdp_version"] = 2
     coded = recipe.base_format in QUANTISED and recipe.method in ADAPTED
@@ -90,21 +120,16 @@ def write_config(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str, An
             left["options.prepare_kbit"] = said
     if recipe.prefers and recipe.method == "full" and precision["bf16"] + precision["fp16"]:
         becomes["options.fp32_outputs"] = True  # autocast over weights of 16 bits
-    if job.own and recipe.optimizer.name in OWN_OPTIMIZERS:
-        optimizer["optim"] = OWN_OPTIMIZERS[recipe.optimizer.name]
-        left.pop("optimizer.name", None)
-    if job.own and recipe.weights == "random":
-        left["weights"] = "random: axolotl loads a model's weights"
     values: dict[str, Any] = {
         "base_model": job.weights,
-        **_adapter(recipe, left),
+        **_adapter(recipe, left, becomes),
         **_data(job),
         "sequence_len": recipe.sequence_length,
         "sample_packing": recipe.packing,
         "pad_to_sequence_len": recipe.packing,
         "micro_batch_size": count_examples(recipe),
         "gradient_accumulation_steps": recipe.accumulation,
-        "max_steps": recipe.steps,
+        **_length(job),
         "seed": recipe.seed,
         "optimizer": optimizer.pop("optim"),
         "lr_scheduler": optimizer.pop("lr_scheduler_type"),
@@ -112,30 +137,64 @@ def write_config(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str, An
         **precision,
         "gradient_checkpointing": again,
         "gradient_checkpointing_kwargs": {"use_reentrant": reenters(job, left, sharded=False)},
-        "attn_implementation": attention,
+        **attention,
+        **_kernels(recipe),
         **_mesh(job, left),
         "output_dir": "outputs",
     }
     return values, left, becomes
 
 
+def _length(job: Job) -> dict[str, Any]:
+    """Steps, or passes over the data."""
+    return {"max_steps": job.steps} if job.epochs is None else {"num_epochs": job.epochs}
+
+
+def _kernels(recipe: Recipe) -> dict[str, Any]:
+    """Liger's operations one by one, its loss, or cut cross-entropy: plugins."""
+    operations = kernels_of(recipe)
+    values: dict[str, Any] = {}
+    plugins = []
+    if operations or recipe.loss == "chunked":
+        plugins.append("axolotl.integrations.liger.LigerPlugin")
+        values = {LIGER[name]: True for name in operations}
+        if recipe.loss == "chunked":
+            values["liger_fused_linear_cross_entropy"] = True
+    if recipe.loss == "fused":
+        plugins.append("axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin")
+        values["cut_cross_entropy"] = True
+    return {"plugins": plugins, **values} if plugins else {}
+
+
 def _data(job: Job) -> dict[str, Any]:
     """Rows of text, of chats, or of pairs as TRL's DPOTrainer reads them: axolotl's no type."""
-    recipe = job.recipe
+    recipe, data = job.recipe, job.data
+    refuse_shapes(data, tuple(TYPES), recipe.objective, "axolotl")
+    refuse_patterns(data, "axolotl")
+    usual = "text" if recipe.objective == "pretrain" else "messages"
+    found: list[dict[str, Any]] = [{"path": data.named, "shape": usual}]
+    if data.here:
+        found = [
+            {"path": file, "ds_type": load_with(part), "shape": part.shape or usual}
+            for part in data.parts for file in part.files
+        ]  # fmt: skip
     if recipe.prefers:
         return {
             "rl": "dpo",
             "rl_beta": recipe.preference.beta,
             "dpo_label_smoothing": recipe.preference.label_smoothing,
             "precompute_ref_log_probs": recipe.preference.reference == "precomputed",
-            "datasets": [{"path": job.data, "split": "train"}],
+            "datasets": [{**_without_shape(one), "split": "train"} for one in found],
         }
-    kind = "completion" if recipe.objective == "pretrain" else "chat_template"
-    return {"datasets": [{"path": job.data, "type": kind}]}
+    return {"datasets": [{**_without_shape(one), **TYPES[one["shape"]]} for one in found]}
+
+
+def _without_shape(one: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in one.items() if key != "shape"}
 
 
 def _weights_as_computed(
-    recipe: Any, precision: dict[str, Any], left: dict[str, str]
+    recipe: Recipe, precision: dict[str, Any], left: dict[str, str]
 ) -> dict[str, Any]:
     """`bf16: true` loads weights in bfloat16 too (utils/config, torch_dtype), with autocast."""
     if recipe.method in ADAPTED:
@@ -159,7 +218,7 @@ def _weights_as_computed(
     return {}
 
 
-def _weights_in_fp32(recipe: Any, left: dict[str, str]) -> dict[str, Any]:
+def _weights_in_fp32(recipe: Recipe, left: dict[str, str]) -> dict[str, Any]:
     """accelerate's FSDP2 makes fp32 of what is trained in 16 bits under autocast."""
     if recipe.precision != "bf16":
         return {}
@@ -167,12 +226,16 @@ def _weights_in_fp32(recipe: Any, left: dict[str, str]) -> dict[str, Any]:
     return {"precision": "bf16-mixed"}
 
 
-def _adapter(recipe: Any, left: dict[str, str]) -> dict[str, Any]:
+def _adapter(
+    recipe: Recipe, left: dict[str, str], becomes: dict[str, Any]
+) -> dict[str, Any]:  # fmt: skip
     values: dict[str, Any] = {}
-    if recipe.base_format in FOUR_BIT:
+    if recipe.base_format in FOUR_BIT and recipe.method in ADAPTED:
         values["load_in_4bit"] = True
         if recipe.base_format != "nf4":
             left["base_format"] = f"{recipe.base_format}: axolotl's 4 bits are nf4"
+            becomes["base_format"] = "nf4"
+        becomes["options.double_quantisation"] = True
         if not doubles_scales(recipe):
             left["options.double_quantisation"] = "false: axolotl quantises the scales, too"
     elif recipe.base_format == "int8":
@@ -212,8 +275,6 @@ def _mesh(job: Job, left: dict[str, str]) -> dict[str, Any]:
     left |= write_zero(job)
     if p.zero == 3 and not p.reshard_after_forward:
         left["parallel.zero"] = "3 without resharding is FSDP's 2: weights stay after the forward"
-    if p.zero < 3 and p.reshard_after_forward and job.own:
-        left["parallel.reshard_after_forward"] = f"true: of `zero: 3`, not {p.zero}"
     if recipe.options.get("fsdp_version") == 1:
         left["options.fsdp_version"] = "1: this file asks for 2, which accelerate keeps up"
     return {

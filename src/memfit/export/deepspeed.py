@@ -6,6 +6,7 @@ from typing import Any, ClassVar, final
 
 from memfit.export import Draft, Job, Target, exports
 from memfit.export._files import OPTIMIZER_SAYS, File
+from memfit.export._needs import find_needs
 from memfit.plan.frameworks.deepspeed import SQUARED
 from memfit.recipe import Recipe
 
@@ -16,6 +17,13 @@ SIZES = {
     "prefetch_bucket_size": "stage3_prefetch_bucket_size",
     "max_live_parameters": "stage3_max_live_parameters", "sub_group_size": "sub_group_size",
 }  # fmt: skip
+PRECISIONS = {
+    "bf16-mixed": {"bf16": {"enabled": True}}, "fp16-mixed": {"fp16": {"enabled": True}},
+}  # fmt: skip
+SCRIPT = (
+    "train.py is yours: the model, its adapters and its data are said there; `--to trl` writes all"
+    " of a plan of this step"
+)
 LEAST_WARMUP = 2  # steps: fewer are made two, and 0 is refused since 0.19.6
 CONFIG_SAYS = frozenset({
     "precision", *OPTIMIZER_SAYS, "micro_batch", "accumulation", "offload", "parallel.zero",
@@ -30,7 +38,9 @@ class DeepSpeed(Target):
     name = "deepspeed"
     title = "DeepSpeed"
     version = "0.19.8"
-    framework = "deepspeed"
+    frameworks = ("deepspeed",)
+    launches = True
+    reads_back = True
     says: ClassVar = CONFIG_SAYS
     axes: ClassVar = frozenset({"dp_shard", "dp_replicate"})
 
@@ -40,18 +50,26 @@ class DeepSpeed(Target):
         start = f"deepspeed --num_gpus {job.per_node} train.py --deepspeed {NAME}"
         if job.nodes > 1:
             start = f"deepspeed --hostfile hosts train.py --deepspeed {NAME}"
-        return Draft(files=(File(name=NAME, data=values),), left=left, start=start)
+        return Draft(
+            files=(File(name=NAME, data=values, checked=True),), left=left, start=start,
+            needs=find_needs(job.recipe, has=("deepspeed",)), notes=(SCRIPT, *_schedule_note(job)),
+        )  # fmt: skip
+
+
+def _schedule_note(job: Job) -> tuple[str, ...]:
+    """A schedule whose end is not known."""
+    if job.steps or job.recipe.optimizer.schedule == "constant":
+        return ()
+    return ("scheduler: `total_num_steps: auto` is filled in by transformers' Trainer",)
 
 
 def write_config(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
     """The JSON's keys, and what they cannot say."""
     recipe, p = job.recipe, job.recipe.parallel
     stage = p.zero if p.dp_shard > 1 or recipe.framework == "deepspeed" else 0
-    precision, left = _precision(recipe)
-    optimizer, more = _optimizer(recipe)
-    left |= more
+    optimizer, left = _optimizer(recipe, job.steps)
     values: dict[str, Any] = {
-        **precision,
+        **PRECISIONS[recipe.precision],
         "train_micro_batch_size_per_gpu": recipe.micro_batch,
         "gradient_accumulation_steps": recipe.accumulation,
         "train_batch_size": recipe.global_batch,
@@ -61,8 +79,6 @@ def write_config(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
     zero: dict[str, Any] = {"stage": stage}
     if p.dp_shard > 1 and not p.reshard_after_forward:
         left["parallel.reshard_after_forward"] = "false: limits of elements decide in stage 3"
-    if p.dp_shard > 1 and p.dp_replicate > 1:
-        left["parallel.dp_replicate"] = f"{p.dp_replicate}: ZeRO cuts among all ranks"
     for ours, key in SIZES.items():
         if ours in recipe.options:
             zero[key] = recipe.options[ours] or ("auto" if ours in SQUARED else 0)
@@ -73,37 +89,20 @@ def write_config(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
     return values, left
 
 
-def _precision(recipe: Recipe) -> tuple[dict[str, Any], dict[str, str]]:
-    if recipe.precision == "bf16-mixed":
-        return {"bf16": {"enabled": True}}, {}
-    if recipe.precision == "fp16-mixed":
-        return {"fp16": {"enabled": True}}, {}
-    left = {}
-    if recipe.precision != "fp32":
-        left["precision"] = f"{recipe.precision}: 16-bit weights have fp32 copies here"
-        return {"bf16": {"enabled": True}}, left
-    return {"bf16": {"enabled": False}}, left
-
-
-def _optimizer(recipe: Recipe) -> tuple[dict[str, Any], dict[str, str]]:
+def _optimizer(recipe: Recipe, total: int) -> tuple[dict[str, Any], dict[str, str]]:
     made, left = recipe.optimizer, {}
     params: dict[str, Any] = {"lr": made.learning_rate, "weight_decay": made.weight_decay}
-    kind = "AdamW"
-    if made.name == "sgd":
-        kind, params["momentum"] = "SGD", made.momentum
-    else:
-        params |= {"betas": [made.beta1, made.beta2], "eps": made.eps}
-        if made.name != "adamw":
-            left["optimizer.name"] = f"{made.name}: none of DeepSpeed's; AdamW is set"
-        if made.implementation == "foreach":
-            params["torch_adam"] = True
-    if made.implementation == "loop" or (made.name == "sgd" and made.implementation != "foreach"):
-        left["optimizer.implementation"] = f"{made.implementation}: DeepSpeed decides"
-    values: dict[str, Any] = {"optimizer": {"type": kind, "params": params}}
-    if made.name == "sgd" and recipe.parallel.dp_shard > 1:
-        values["zero_allow_untested_optimizer"] = True  # without which ZeRO refuses it
-    steps = max(made.warmup_steps, LEAST_WARMUP)
-    warm = {"warmup_num_steps": steps, "warmup_type": "linear", "total_num_steps": recipe.steps}
+    params |= {"betas": [made.beta1, made.beta2], "eps": made.eps}
+    if made.name != "adamw":  # which a trainer's own file can name
+        left["optimizer.name"] = f"{made.name}: none of DeepSpeed's own"
+    if made.implementation == "foreach":
+        params["torch_adam"] = True
+    values: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": params}}
+    warm = {
+        "warmup_num_steps": max(made.warmup_steps, LEAST_WARMUP),
+        "warmup_type": "linear",
+        "total_num_steps": total or "auto",
+    }
     scheduled = made.schedule != "constant" or made.warmup_steps
     if scheduled and made.warmup_steps < LEAST_WARMUP:
         left["optimizer.warmup_steps"] = f"{made.warmup_steps}: DeepSpeed's are {LEAST_WARMUP}"

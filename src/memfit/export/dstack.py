@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar, final
 
 from memfit.export import EVERY_KEY, Draft, Job, Target, exports
-from memfit.export._cloud import accelerator, setup, start_on, train_script
+from memfit.export._cloud import accelerator, setup, start_on, start_with, train_script
 from memfit.export._files import ALL_AXES, File
-from memfit.export._peak import Peak, planned
 
 
 @final
@@ -35,15 +34,7 @@ class Dstack(Target):
             "resources": {"gpu": f"{gpu}:{job.per_node}", "shm_size": "16GB"},
         }
         files = (File(name="memfit.dstack.yml", data=values), train_script(trained))
-        return Draft(
-            files=(*files, *trained.files),
-            left=trained.left,
-            start="dstack apply -f memfit.dstack.yml",
-        )
-
-    def find_peak(self, job: Job, draft: Draft) -> Peak:
-        """See `Target.find_peak`: the plan's own; a scheduler has no step."""
-        return planned(job.plan)
+        return start_with(files, trained, "dstack apply -f memfit.dstack.yml")
 
 
 exports.register("dstack")(Dstack())

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar, final
 
 from memfit.export import EVERY_KEY, Draft, Job, Target, exports
-from memfit.export._cloud import IMAGE, setup, start_on, train_script
+from memfit.export._cloud import IMAGE, setup, start_on, start_with, train_script
 from memfit.export._files import ALL_AXES, File
-from memfit.export._peak import Peak, planned
 
 RESOURCES = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
 
@@ -51,15 +50,11 @@ class Kubernetes(Target):
         names = [file.name for file in trained.files] + ["train.sh"]
         put = " ".join(f"--from-file={name}" for name in names)
         files = (File(name="trainjob.yaml", data=values), train_script(trained))
-        return Draft(
-            files=(*files, *trained.files),
-            left=trained.left,
-            start=f"kubectl create configmap {job.name} {put} && kubectl apply -f trainjob.yaml",
+        return start_with(
+            files,
+            trained,
+            f"kubectl create configmap {job.name} {put} && kubectl apply -f trainjob.yaml",
         )
-
-    def find_peak(self, job: Job, draft: Draft) -> Peak:
-        """See `Target.find_peak`: the plan's own; a scheduler has no step."""
-        return planned(job.plan)
 
 
 def _mount(name: str) -> dict[str, Any]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shlex
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 from msgspec.structs import replace
 
 from memfit.export import Draft, Job, Target, exports
 from memfit.export._files import ALL_AXES, OPTIMIZER_SAYS, File
+from memfit.export._needs import Need, need
 from memfit.export._start import torchrun
+from memfit.export._titan import check_steps
 from memfit.plan.frameworks import Job as Described
 from memfit.plan.frameworks import find_framework, resolve_options
 from memfit.plan.frameworks._megatron_shape import Shape, read_shape
@@ -57,7 +59,7 @@ class Megatron(Target):
     name = "megatron"
     title = "Megatron-LM"
     version = "d98e8a6"
-    framework = "megatron"
+    frameworks = ("megatron",)
     says: ClassVar = frozenset({
         "precision", *OPTIMIZER_SAYS, "recompute_blocks", "attention", "sequence_length",
         "micro_batch", "accumulation", "steps", "seed", "weights", "objective", "parallel",
@@ -68,9 +70,12 @@ class Megatron(Target):
 
     def draft(self, job: Job) -> Draft:
         """See `Target.draft`."""
+        check_steps(job, self.name)
         left: dict[str, str] = {}
         words = write_arguments(job, left)
-        becomes = {f"options.{LOSS}": "native"} if f"options.{LOSS}" in left else {}
+        becomes: dict[str, Any] = {"packing": True, "optimizer.implementation": "fused"}
+        if f"options.{LOSS}" in left:
+            becomes[f"options.{LOSS}"] = "native"
         lines = "".join(f"  {line}\n" for line in words)
         text = (
             "set -euo pipefail\n"
@@ -81,7 +86,23 @@ class Megatron(Target):
             f'{torchrun(job)} pretrain_gpt.py "${{ARGUMENTS[@]}}" "$@"\n'
         )
         file = File(name=NAME, text=text, first="#!/bin/bash\n")
-        return Draft(files=(file,), left=left, start=f"bash {NAME}", becomes=becomes)
+        return Draft(
+            files=(file,), left=left, start=f"bash {NAME}", becomes=becomes,
+            needs=_find_needs(job), notes=NOTES,
+        )  # fmt: skip
+
+
+NOTES = (
+    "weights: random ones; to go on from published ones convert them, and add --load",
+    "data: stand-ins; preprocess yours, and put --data-path and its tokenizer in their place",
+)
+
+
+def _find_needs(job: Job) -> tuple[Need, ...]:
+    """Kernels of NVIDIA's, where the layers are made of them."""
+    if _options(job.recipe)["transformer_impl"] != "transformer_engine":
+        return ()
+    return (need("transformer-engine", "transformer_impl: transformer_engine"),)
 
 
 def _environment(job: Job) -> str:
@@ -99,14 +120,10 @@ def write_arguments(job: Job, left: dict[str, str]) -> Words:
     """Lines of arguments, quoted for a shell; what they cannot say goes into `left`."""
     recipe = job.recipe
     if recipe.method != "full":
-        left["method"] = f"{recipe.method}: adapters are Megatron-Bridge's; all weights are trained"
+        left["method"] = f"{recipe.method}: pretrain_gpt.py has no adapters (Megatron-Bridge has)"
     if recipe.objective != "pretrain":
         left["objective"] = f"{recipe.objective}: pretrain_gpt.py pretrains"
-    if job.own and recipe.weights == "pretrained":
-        left["weights"] = "pretrained: convert them, and add --load"
-    if job.own and recipe.packing:
-        left["packing"] = "true: documents of a row see each other here"
-    if not job.own and not recipe.packing:
+    if not recipe.packing:
         left["packing"] = "false: rows are full"
     p = recipe.parallel
     if p.dp_shard > 1 and p.zero != 1:
@@ -137,8 +154,7 @@ def write_arguments(job: Job, left: dict[str, str]) -> Words:
 
 def _options(recipe: Recipe) -> dict[str, Option]:
     megatron = find_framework("megatron")
-    own = recipe.options if recipe.framework == "megatron" else {}
-    return resolve_options(megatron, own)
+    return resolve_options(megatron, recipe.options)
 
 
 def _shape(job: Job, s: Shape, options: dict[str, Option], left: dict[str, str]) -> list[object]:
@@ -228,9 +244,7 @@ def _precision(recipe: Recipe, options: dict[str, Option], left: dict[str, str])
         "fp8-mixed": ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", options["fp8_recipe"]],
         "fp4-mixed": ["--bf16", "--fp4-format", "e2m1"],
     }  # fmt: skip
-    if recipe.precision not in known:
-        left["precision"] = f"{recipe.precision}: 16-bit weights have fp32 copies here"
-    words = list(known.get(recipe.precision, ["--bf16"]))
+    words = list(known[recipe.precision])
     changed = [name for name in DTYPES if options[name] != "fp32"]
     if (masters := options["main_params_dtype"]) not in ("fp32", "fp16"):
         left["options.main_params_dtype"] = f"{masters}: Megatron's are fp32 or fp16"
@@ -252,12 +266,6 @@ def _recompute(job: Job, options: dict[str, Option], left: dict[str, str]) -> li
     words: list[object] = ["--recompute-granularity", "full", "--recompute-method"]
     chunks = recipe.parallel.pp * recipe.parallel.virtual_pp
     each = recipe.recompute_blocks  # Megatron's own plans count those of each stage's chunk
-    if recipe.framework != "megatron":
-        each = -(-each // chunks)
-        if chunks > 1 and recipe.recompute_blocks < layers:
-            left["recompute_blocks"] = (
-                f"{recipe.recompute_blocks} of {layers}: Megatron counts them in each stage"
-            )
     if each < -(-layers // chunks):
         return [*words, "block", "--recompute-num-layers", each]
     return [*words, "uniform", "--recompute-num-layers", options["recompute_num_layers"]]
@@ -267,13 +275,11 @@ def _optimizer(
     recipe: Recipe, options: dict[str, Option], left: dict[str, str]
 ) -> list[object]:  # fmt: skip
     made = recipe.optimizer
-    name = {"adamw": "adam", "sgd": "sgd"}.get(made.name)
-    if name is None:
-        left["optimizer.name"] = f"{made.name}: none of Megatron's; adam is set"
+    name = {"adamw": "adam", "sgd": "sgd"}[made.name]
     if made.implementation != "fused":
         left["optimizer.implementation"] = f"{made.implementation}: Megatron's are fused"
     words: list[object] = [
-        "--optimizer", name or "adam", "--lr", made.learning_rate,
+        "--optimizer", name, "--lr", made.learning_rate,
         "--lr-decay-style", made.schedule, "--lr-warmup-iters", made.warmup_steps,
         "--weight-decay", made.weight_decay, "--clip-grad", made.clip_norm,
     ]  # fmt: skip

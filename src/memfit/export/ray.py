@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import ClassVar, final
 
 from memfit.export import EVERY_KEY, Draft, Job, Target, exports
-from memfit.export._cloud import start_on, train_script
+from memfit.export._cloud import start_on, start_with, train_script
 from memfit.export._files import ALL_AXES, File
-from memfit.export._peak import Peak, planned
 
 SCRIPT = '''import os
 import subprocess
@@ -61,11 +60,7 @@ class Ray(Target):
         text = SCRIPT.format(nodes=job.nodes, devices=job.per_node, name=job.name)
         start = "ray job submit --working-dir . -- python ray_train.py"
         files = (File(name="ray_train.py", text=text), train_script(trained))
-        return Draft(files=(*files, *trained.files), left=trained.left, start=start)
-
-    def find_peak(self, job: Job, draft: Draft) -> Peak:
-        """See `Target.find_peak`: the plan's own; a scheduler has no step."""
-        return planned(job.plan)
+        return start_with(files, trained, start)
 
 
 exports.register("ray")(Ray())

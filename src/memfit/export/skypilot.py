@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar, final
 
 from memfit.export import EVERY_KEY, Draft, Job, Target, exports
-from memfit.export._cloud import accelerator, setup, start_on, train_script
+from memfit.export._cloud import accelerator, setup, start_on, start_with, train_script
 from memfit.export._files import ALL_AXES, File
-from memfit.export._peak import Peak, planned
 
 
 @final
@@ -33,13 +32,7 @@ class SkyPilot(Target):
             "run": f"{run}bash train.sh\n",
         }
         files = (File(name="skypilot.yaml", data=values), train_script(trained))
-        return Draft(
-            files=(*files, *trained.files), left=trained.left, start="sky launch skypilot.yaml"
-        )
-
-    def find_peak(self, job: Job, draft: Draft) -> Peak:
-        """See `Target.find_peak`: the plan's own; a scheduler has no step."""
-        return planned(job.plan)
+        return start_with(files, trained, "sky launch skypilot.yaml")
 
 
 exports.register("skypilot")(SkyPilot())

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import ClassVar, final
 
 from memfit.export import EVERY_KEY, Draft, Job, Target, exports
-from memfit.export._cloud import start_on, train_script
+from memfit.export._cloud import start_on, start_with, train_script
 from memfit.export._files import ALL_AXES, File
-from memfit.export._peak import Peak, planned
 
 
 @final
@@ -43,11 +42,7 @@ class Slurm(Target):
             "srun --kill-on-bad-exit=1 bash train.sh\n"
         )
         files = (File(name="job.sbatch", text=text, first=first), train_script(trained))
-        return Draft(files=(*files, *trained.files), left=trained.left, start="sbatch job.sbatch")
-
-    def find_peak(self, job: Job, draft: Draft) -> Peak:
-        """See `Target.find_peak`: the plan's own; a scheduler has no step."""
-        return planned(job.plan)
+        return start_with(files, trained, "sbatch job.sbatch")
 
 
 exports.register("slurm")(Slurm())

@@ -16,7 +16,8 @@ class Torchtitan(Target):
     name = "torchtitan"
     title = "torchtitan"
     version = "0.3.0"
-    framework = "torchtitan"
+    frameworks = ("torchtitan",)
+    reads_back = True
     says: ClassVar = SAYS
     axes: ClassVar = AXES
 

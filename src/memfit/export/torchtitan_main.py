@@ -15,7 +15,8 @@ class TorchtitanMain(Target):
     name = "torchtitan-main"
     title = "torchtitan"
     version = "b5bcd76 (main)"
-    framework = "torchtitan"
+    frameworks = ("torchtitan",)
+    reads_back = True
     says: ClassVar = SAYS
     axes: ClassVar = AXES
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, final
 
 from memfit.export import Draft, Job, exports
+from memfit.export._data import as_patterns, load_with, read_notes, refuse_shapes
 from memfit.export._files import File
 from memfit.export._hf import (
     DTYPES,
@@ -18,16 +19,18 @@ from memfit.export._hf import (
     find_attention,
     recomputes,
     reenters,
-    says_method,
     weights_dtype,
     write_adapter_kind,
+    write_liger,
     write_optimizer,
     write_precision,
     write_steps,
 )
+from memfit.export._needs import find_needs
+from memfit.export._settle import look_up
 from memfit.export.accelerate import NAME as LAUNCH
 from memfit.export.accelerate import (
-    Trains,
+    Launches,
     become_sharded,
     launch,
     shards,
@@ -43,13 +46,15 @@ NAME = "trl.yaml"
 
 
 @final
-class Trl(Trains):
+class Trl(Launches):
     """Arguments of `trl sft` or `trl dpo`: SFTConfig or DPOConfig, ModelConfig, ScriptArguments."""
 
     name = "trl"
     title = "TRL"
     version = "1.16"
-    framework = "trl"
+    frameworks = ("trl", "deepspeed")
+    loads = True
+    reads_back = True
     says: ClassVar = TRAINER_SAYS | MODEL_SAYS | {"objective", "offload", "freeze"}
     axes: ClassVar = FSDP_AXES
 
@@ -57,15 +62,12 @@ class Trl(Trains):
         """See `Target.draft`."""
         recipe = job.recipe
         check_eight_bits(recipe, self.name)
-        values, left = write_arguments(job)
+        values, left, becomes = write_arguments(job)
         script = "dpo" if recipe.prefers else "sft"
-        if recipe.objective not in ("sft", "dpo"):
-            left["objective"] = f"{recipe.objective}: `trl sft` trains on text, or on answers"
-        files, start = [File(name=NAME, data=values)], f"trl {script} --config {NAME}"
+        files, start = [File(name=NAME, data=values, checked=True)], f"trl {script} --config {NAME}"
         key = "options.trl" if uses_deepspeed(job) else "options.version"
-        becomes = {**become_sharded(job), key: TILED}
-        own = recipe.framework in (self.framework, "deepspeed")
-        if own and recipe.options.get(key.removeprefix("options."), TILED) != TILED:
+        becomes |= {**become_sharded(job), key: TILED}
+        if look_up(recipe, key) != TILED:
             left[key] = f"TRL {self.version} makes its loss from tiles of the logits"
         if _reenters(job):
             becomes["options.reentrant"] = True
@@ -74,13 +76,19 @@ class Trl(Trains):
         if job.world > 1 or uses_deepspeed(job):
             config, more = write_launch(job)
             left |= more
-            files.append(File(name=LAUNCH, data=config))
+            files.append(File(name=LAUNCH, data=config, checked=True))
             start = f"{launch(job)} -m trl.scripts.{script} --config {NAME}"
             if uses_deepspeed(job):
                 files.append(write_deepspeed(job, left))
         elif recipe.offload != "none":
             left["offload"] = f"{recipe.offload}: of FSDP alone"
-        return Draft(files=tuple(files), left=left, start=start, becomes=becomes)
+        needs = find_needs(
+            recipe, attention=values.get("attn_implementation", ""), optim=values["optim"],
+        )  # fmt: skip
+        return Draft(
+            files=tuple(files), left=left, start=start, becomes=becomes, needs=needs,
+            notes=read_notes(job.data, job.recipe.objective),
+        )  # fmt: skip
 
 
 def _reenters(job: Job) -> bool:
@@ -90,36 +98,52 @@ def _reenters(job: Job) -> bool:
     return third and recipe.method in ADAPTED and recomputes(job)[0]
 
 
-def write_arguments(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
-    """The file's keys, and what they cannot say."""
+def write_arguments(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+    """The file's keys, what they cannot say, and what is in its place."""
     recipe = job.recipe
-    precision, left = write_precision(recipe)
-    optimizer, more = write_optimizer(recipe)
-    again, blocks = recomputes(job)
-    attention, kernel = find_attention(recipe)
-    left |= more | blocks | kernel | says_method(recipe, ("full", *ADAPTED))
-    if job.own and recipe.weights == "random":
-        left["weights"] = "random: TRL loads a model's weights"
-    dtype = weights_dtype(recipe)
+    optimizer, left, becomes = write_optimizer(recipe)
+    again, blocks, all_blocks = recomputes(job)
+    attention, kernel, instead = find_attention(job, lays_out=True)
+    liger, unsaid, plain = write_liger(recipe, "use_liger_kernel", loss=False)
+    left |= blocks | kernel | unsaid
+    becomes |= all_blocks | instead | plain
     values: dict[str, Any] = {
         "model_name_or_path": job.weights,
-        "dtype": dtype,
-        "attn_implementation": attention,
-        "dataset_name": job.data,
+        "dtype": weights_dtype(recipe),
+        **attention,
+        **_data(job),
         "max_length": recipe.sequence_length,
         **(_pairs(recipe) if recipe.prefers else {"packing": recipe.packing}),
-        **write_steps(recipe),
+        **write_steps(job),
         "gradient_checkpointing": again and not shards(job),
         "gradient_checkpointing_kwargs": {
             "use_reentrant": reenters(job, left, sharded=shards(job)),
         },
-        **precision,
+        **write_precision(recipe),
         **optimizer,
+        **liger,
         **_adapter(recipe, left),
         "output_dir": "outputs",
         "report_to": "none",
     }
-    return values, left
+    return values, left, becomes
+
+
+def _data(job: Job) -> dict[str, Any]:
+    """A name on the hub, or files that `datasets` loads by their kind."""
+    data, recipe = job.data, job.recipe
+    if not data.here:
+        return {"dataset_name": data.named}
+    refuse_shapes(data, ("messages", "conversations", "answers", "text"), recipe.objective, "trl")
+    values: dict[str, Any] = {
+        "datasets": [
+            {"path": load_with(part), "data_files": as_patterns(part), "split": "train"}
+            for part in data.parts
+        ]
+    }
+    if not recipe.prefers and {"messages", "conversations"} & {*data.shapes}:
+        values["assistant_only_loss"] = True  # as memfit's own step: of what assistants wrote
+    return values
 
 
 def _pairs(recipe: Recipe) -> dict[str, Any]:
