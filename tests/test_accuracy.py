@@ -124,3 +124,10 @@ def test_the_record_keeps_the_best_figure_and_names_what_is_worse(tmp_path, monk
     accuracy_page.FIGURES.write_text(accuracy_page.record(bad))
     (named,) = [line for line in accuracy_page.worse(bad) if line.startswith("all: median")]
     assert named == "all: median: 0.009901 -> 0.090909"
+
+
+def test_a_row_that_names_no_knob_of_masks_takes_its_default():
+    rows = [r for r in corpus.read_corpus() if r.recipe.framework == "hf-trainer"]
+    older = [r for r in rows if "attn_implementation" not in r.recipe.options]
+    assert older
+    assert accuracy.compare(older[:3]).compared

@@ -5,7 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+import made_by_hand as made
 from memfit import corpus
 from memfit.errors import InvalidRequest
 
@@ -168,3 +170,17 @@ def test_a_submitted_row_is_one_file_that_reads_and_names_none_of_the_users_fold
     assert row.memory["peak_allocated"].value > 0
     assert row.recipe_digest == row.recipe.digest
     assert "pull request" in capfd.readouterr().err
+
+
+def test_a_run_that_was_quicker_than_its_device_gives_no_row(tmp_path):
+    plan = made.plan()
+    run = made.run(plan)
+    rate = run.measurements["time.tokens_per_second"]
+    beyond = replace(rate, value=100 * plan.time.tokens_per_second)
+    quick = replace(run, measurements={**run.measurements, "time.tokens_per_second": beyond})
+    file = tmp_path / "rows.jsonl"
+    with pytest.raises(InvalidRequest, match="is no measurement"):
+        corpus.append_row(file, plan, quick)
+    assert not file.exists()
+    corpus.append_row(file, plan, run)
+    assert len(corpus.read_corpus([file])) == 1

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 import made_by_hand as made
-from memfit import api, difference
+from memfit import difference
 from memfit.errors import InvalidRequest, NotCertified
 from memfit.nouns import write_json
 from memfit.reading import read_certificate, what_is
@@ -233,12 +233,3 @@ def test_a_place_that_cannot_be_written_is_refused_before_certifying(tmp_path):
     code, out, err = quick("certify", write(tmp_path, STATED), "--timeline")
     assert (code, out) == (2, "")
     assert "no folder is named\nhint: add `--folder" in err
-
-
-def test_a_device_without_a_memory_row_is_unproven_and_says_so():
-    """Nothing stands in for a figure that no row states."""
-    row = next(d for d in api.devices() if d.memory is None and d.vendor in ("NVIDIA", "AMD"))
-    plan = api.plan(api.read("gpt2", device=row.id, changes={"weights": "random"}))
-    assert (plan.memory.usable, plan.memory.verdict) == (None, "unproven")
-    assert f"the memory of `{row.id}` is unknown and no limit was set" in plan.memory.because
-    assert api.find_nearest(plan, None) is None

@@ -121,8 +121,9 @@ def test_the_search_puts_states_on_the_host_where_only_that_fits():
     least = min(needs["none"], needs["activations"])
     assert needs["optimizer"] < least
     tight = plan("auto", f"{least - 1} B")
-    assert (tight.recipe.offload, tight.memory.verdict) == ("optimizer", "fits")
-    assert plan("auto", "1 GiB").recipe.offload == "none"  # the link takes time
+    assert tight.recipe.offload == "optimizer"
+    assert tight.memory.needed < tight.memory.usable
+    assert plan("auto", "4 GiB").recipe.offload == "none"  # the link takes time
     assert plan("auto", "1 MiB").memory.needed == needs["optimizer"]  # the nearest miss
 
 

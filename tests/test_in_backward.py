@@ -286,6 +286,7 @@ def ask(**changes):
     return from_data({**REQUEST, **changes}, Request, where="the test")
 
 
+@pytest.mark.usefixtures("tensors_alone")
 def test_the_search_updates_within_backward_where_only_that_fits():
     roomy = api.plan(ask())
     assert not roomy.recipe.optimizer.in_backward  # the host's launches make it slower

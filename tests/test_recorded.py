@@ -64,9 +64,7 @@ def test_a_20b_recipe_is_no_longer_than_what_fits_and_generates(name):
     row = FOUNDING[name]
     assert row["sequence_length"] <= row["longest"]
     assert row["verdict"] == row["generation"]["verdict"] == "fits"
-    if row["longest"] == 2048:
-        assert "2048 positions" in row["above"]["refused"]
-    else:
+    if row["longest"] < 2048:  # the positions that the model was trained on
         assert row["above"]["predicted_verdict"] != "fits"
 
 

@@ -50,6 +50,29 @@ def test_a_run_folder_joins_on_the_digest(tmp_path):
     assert peak.error_predicted == peak.error_certified == plan.ledger.peak / measured - 1
 
 
+def test_seconds_in_which_no_device_computes_so_much_are_refused():
+    """They gave an MFU of several hundred per cent, beside the prediction's error."""
+    plan = made.plan()
+    device = find_device(plan.recipe.device)
+    assert device.flops["bf16"] > 1
+    run = made.run(plan)
+    rate = run.measurements["time.tokens_per_second"]
+    tokens = plan.recipe.global_batch * plan.recipe.sequence_length
+    most = device.flops["bf16"] * plan.recipe.parallel.world * tokens
+
+    def report_of(share):
+        found = msgspec.structs.replace(rate, value=share * most / plan.time.model_flops_per_step)
+        told = {**run.measurements, "time.tokens_per_second": found}
+        return join(plan, None, msgspec.structs.replace(run, measurements=told))
+
+    good, bad = report_of(0.99), report_of(1.01)
+    assert (good.refused, row(good, "time.mfu").measured is None) == ("", False)
+    assert "an MFU of 101% is no measurement" in bad.refused
+    assert all(c.measured is None for c in bad.comparisons if c.name.startswith("time."))
+    assert row(bad, "memory.peak_allocated").measured is not None
+    assert "measured seconds are not shown" in render_page(bad, folder="runs/x")
+
+
 WAITED = Measurement(value=0.5, unit="s", counter="the test")
 
 
@@ -228,7 +251,8 @@ def test_the_page_asks_for_nothing_outside_itself():
     page = Page(html)
     assert not {t for t, _ in page.tags} & {"script", "link", "img", "iframe", "object", "base"}
     for _, attributes in page.tags:
-        assert not {"src", "href", "action", "srcset", "data"} & set(attributes)
+        assert not {"src", "action", "srcset", "data"} & set(attributes)
+        assert attributes.get("href", "#").startswith("#")  # its own contents
         assert not [a for a in attributes if a.startswith("on")]
     assert not re.search(r"url\(|@import|https?:", html)
     (policy,) = [a["content"] for t, a in page.tags if "http-equiv" in a]

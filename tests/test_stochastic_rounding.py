@@ -127,3 +127,37 @@ def test_it_is_refused_where_it_would_round_nothing(changes, own, said):
     }  # fmt: skip
     with pytest.raises(InvalidRequest, match=said):
         read_problem(from_data(request, Request, where="the test"))
+
+
+def forget(name, dtype, beta2=0.999, rounding=False):
+    """The mean second moment after gradients fell tenfold, over what it was before."""
+    torch.manual_seed(0)
+    own = replace(
+        make_recipe().optimizer, name=name, implementation="loop", beta2=beta2, learning_rate=1e-6,
+        weight_decay=0.0, stochastic_rounding=rounding,
+    )  # fmt: skip
+    weight = nn.Parameter(torch.ones(32, 128, dtype=dtype))
+    optimizer = find_optimizer(own).build([weight], own)
+    seen = []
+    for size, steps in ((1.0, 400), (0.1, 1500)):
+        for _ in range(steps):
+            weight.grad = torch.full_like(weight, size)
+            optimizer.step()
+        moment = optimizer.state[weight]["exp_avg_sq"]
+        whole = moment.dequantize() if hasattr(moment, "dequantize") else moment
+        seen.append(float(whole.double().mean()))
+    return seen[1] / seen[0]
+
+
+def test_second_moments_in_bf16_stall_where_those_in_fp32_and_8_bits_do_not():
+    """Why `auto` never takes pure bf16: a step changes a moment by 1 - beta2 of itself at most,
+    which bf16 loses where that is less than half of its last digit, 2^-8."""
+    before, after = 1 - 0.999**400, (1 - 0.999**400) * 0.999**1500 + 0.01 * (1 - 0.999**1500)
+    assert forget("adamw", torch.float32) == pytest.approx(after / before, rel=1e-3)
+    assert forget("adamw8bit", torch.bfloat16, rounding=True) == pytest.approx(
+        after / before, rel=0.1
+    )
+    assert forget("adamw", torch.bfloat16) > 3 * after / before
+    assert forget("adamwbf16", torch.bfloat16, rounding=True) > 3 * after / before
+    short = (1 - 0.99**400) * 0.99**1500 + 0.01 * (1 - 0.99**1500)
+    assert forget("adamw", torch.bfloat16, beta2=0.99) < 2 * short / (1 - 0.99**400)

@@ -168,9 +168,11 @@ def hugging_face(recipe, weights, dtype=torch.float32):
     return model.train()
 
 
-def textbook(recipe, weights, batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def textbook(
+    recipe, weights, batch, dtype=torch.float32
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss and gradients of Hugging Face's own class and of its own shifted loss."""
-    model = hugging_face(recipe, weights)
+    model = hugging_face(recipe, weights, dtype)
     labels = torch.full_like(batch.labels, -100)
     labels[:, 1:] = batch.labels[:, :-1]  # Hugging Face shifts; ours are aligned
     loss = model(input_ids=batch.input_ids, labels=labels, use_cache=False).loss

@@ -17,12 +17,14 @@ from memfit.corpus import OWN, Refused, Row
 from memfit.errors import Error
 from memfit.hardware import Device
 from memfit.ledger import Ledger
+from memfit.model import Model
 from memfit.nouns import Noun
 from memfit.plan.foreign import describe_foreign, find_waiting, predict_ledger
 from memfit.plan.frameworks import find_framework
 from memfit.plan.memory import predict_memory
 from memfit.plan.problem import find_device
-from memfit.plan.verdict import ASSUMED_CONTEXT, ASSUMED_SLACK, describe_memory
+from memfit.plan.verdict import SLACK, describe_memory, find_needed, find_streams
+from memfit.recipe import Recipe
 from memfit.results import Memory, Verdict
 
 Verdicts = Literal["fits", "at_risk", "does_not_fit"]
@@ -154,13 +156,22 @@ def predict(row: Row) -> tuple[Memory, Band]:
     recipe, device = row.recipe, find_device(row.recipe.device)
     model = families.read_model(recipe.model)
     if recipe.framework == "memfit":
-        ledger = predict_memory(find_adapter(recipe).adapt(model, recipe), recipe, device)
-        memory = describe_memory(ledger, device, device.memory, "the device's memory")
-        slack = 0.0 if device.is_cpu else ASSUMED_SLACK
-        context = 0 if device.is_cpu else ASSUMED_CONTEXT
-        return memory, (1.0, 1 + 2 * slack, 0, 2 * context, 0)
+        return _own(recipe, find_adapter(recipe).adapt(model, recipe), device)
     waiting = find_waiting(recipe, model, device)
     return _foreign(row, predict_ledger(recipe, model, device), device, waiting)
+
+
+def _own(recipe: Recipe, model: Model, device: Device) -> tuple[Memory, Band]:
+    ledger = predict_memory(model, recipe, device)
+    because = "the device's memory"
+    if device.is_cpu:
+        return describe_memory(ledger, device, device.memory, because), (1.0, 1.0, 0, 0, 0)
+    streams = find_streams(model, recipe, device)
+    needed = find_needed(SLACK, ledger.peak, device, recipe.parallel, streams)
+    memory = describe_memory(ledger, device, device.memory, because, needed)
+    outside = find_outside(device, recipe.parallel)
+    ends = (outside.low, outside.high) if outside else (0, 0)
+    return memory, (SLACK.low, SLACK.high, *ends, 0)
 
 
 def _foreign(

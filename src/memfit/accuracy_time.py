@@ -7,6 +7,7 @@ rows of one source, model, device and number of devices, what counts is the orde
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 
@@ -20,6 +21,7 @@ from memfit.nouns import Noun
 from memfit.plan.clock.read import Basis, Network, read_basis, read_network, read_setting
 from memfit.plan.clock.step import predict_step
 from memfit.plan.problem import find_device
+from memfit.plan.time_range import LEAST, TimeErrors
 from memfit.recipe import Recipe
 
 # sources whose times are no measurement of speed -> why
@@ -316,3 +318,24 @@ def kendall(figures: Sequence[TimeCompared]) -> float | None:
         pairs += 1
         agree += (predicted * measured > 0) - (predicted * measured < 0)
     return agree / pairs if pairs else None
+
+
+def errors_of(found: TimeAccuracy) -> TimeErrors:
+    """What `memfit plan` shows as the range of a step's time; see plan/time_range.py."""
+    unfitted = [row for row in found.compared if row.split == "test"]
+    ratios = sorted(row.measured / row.predicted for row in unfitted)
+    cuts = statistics.quantiles(ratios, n=20)
+
+    def often(name: str) -> tuple[str, ...]:
+        counts = Counter(getattr(row, name) for row in found.compared)
+        return tuple(sorted(one for one, n in counts.items() if n >= LEAST))
+
+    return TimeErrors(
+        steps=len(ratios),
+        low=round(cuts[0], 4),
+        high=round(cuts[-1], 4),
+        lowest=round(ratios[0], 4),
+        highest=round(ratios[-1], 4),
+        stacks=often("framework"),
+        devices=often("device"),
+    )

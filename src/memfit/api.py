@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast, get_args
 
+from msgspec import structs
+
 from memfit import catalog, families, launching, look_up
 from memfit.corpus import append_row as append_row
 from memfit.corpus import submit_row as submit_row
@@ -22,6 +24,7 @@ from memfit.libraries import installed_versions
 from memfit.nouns import from_data, write_atomically, write_json
 from memfit.plan import foreign, search
 from memfit.plan import problem as problems
+from memfit.preparing import prepare_apart
 from memfit.proving import certify as certify  # the command line calls the api only
 from memfit.proving import find_levers as find_levers
 from memfit.proving import find_nearest as find_nearest
@@ -33,7 +36,8 @@ from memfit.reading import read_data as read_data
 from memfit.recipe import Recipe
 from memfit.request import Request
 from memfit.results import Certificate, Diff, Merged, Plan, Report, Run
-from memfit.run_folder import is_plan as is_plan  # the command line calls the api only
+from memfit.run_folder import find_plan as find_plan  # the command line calls the api only
+from memfit.run_folder import is_plan as is_plan
 from memfit.run_folder import read_plan as read_plan
 from memfit.run_folder import state as state
 from memfit.starting import find_machine as find_machine
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
     from memfit.accuracy_time import TimeAccuracy
     from memfit.catalog import CatalogModel
     from memfit.check import Checked
+    from memfit.check._answer import Answer
     from memfit.check._out_of_memory import Diagnosed, Message
     from memfit.check._smaller import Change
     from memfit.doctor import Diagnosis
@@ -69,10 +74,40 @@ LIBRARIES = (
 def plan(request: Request, *, device: Device | None = None, levers: bool = True) -> Plan:
     """Decide every `auto`. The verdict is `does_not_fit` when nothing meets the limits.
 
-    levers: False leaves out what each knob turned would save, which takes most of the time.
+    levers: False leaves out what each knob turned would save and, of a plan that does not fit, what
+    would make it fit: both are further plans, which take most of the time.
 
     Of another framework's step every mesh of all devices is tried, too.
     """
+    found = _search(request, device=device, levers=levers)
+    if not levers or device is not None or found.memory.verdict in ("fits", "unproven"):
+        return found
+    from memfit.plan.ways_out import find_ways_out
+
+    return structs.replace(found, ways_out=find_ways_out(request, found, plan_fitting))
+
+
+def plan_alone(request: Request) -> Plan:
+    """As `plan`, without levers and ways out."""
+    return _search(request, device=None, levers=False)
+
+
+def plan_roughly(request: Request) -> Plan:
+    """As `plan_alone`; what fits, or does not, by far is not replayed: its bytes are a range."""
+    if request.framework != "memfit":
+        return plan_alone(request)
+    problem = structs.replace(problems.read_problem(request), exact=False)
+    return search.search(problem, levers=False)
+
+
+def plan_fitting(request: Request) -> Plan | None:
+    """As `plan_alone`; None where nothing fits, without a look for the nearest miss."""
+    if request.framework != "memfit":
+        return plan_alone(request)
+    return search.find_fitting(problems.read_problem(request))
+
+
+def _search(request: Request, *, device: Device | None, levers: bool) -> Plan:
     if request.framework != "memfit":
         from memfit.plan import joint  # its columns are numpy's
 
@@ -92,21 +127,21 @@ def compare(request: Request, devices: str, objective: str = "fastest") -> Compa
     if objective not in known:
         raise InvalidRequest(f"`{objective}` is no objective", hint=f"one of {', '.join(known)}")
     offers = read_offers(devices)
-    return comparing.compare(request, offers, cast(comparing.Objective, objective), plan)
+    return comparing.compare(request, offers, cast(comparing.Objective, objective), plan_alone)
 
 
 def solve(field: str, request: Request) -> Solved:
     """The most of `field` that fits, see `memfit.plan.solve`."""
     from memfit.plan import solve as solving
 
-    return solving.solve(field, request, plan)
+    return solving.solve(field, request, plan_roughly, plan_alone)
 
 
 def why_not(request: Request, changes: Mapping[str, Any]) -> WhyNot:
     """Why a request with these dotted keys set was not chosen."""
     from memfit.plan import why_not as judging
 
-    return judging.why_not(request, change(request, changes), changes, plan)
+    return judging.why_not(request, change(request, changes), changes, plan_alone)
 
 
 def predict(request: Request) -> Plan:
@@ -135,7 +170,7 @@ def read_stated(request: Request) -> Stated:
 
 def refuse_ranks(request: Request) -> None:
     """Raise InvalidRequest for what only one process, and only memfit's own, can do."""
-    problems.check_own_step(request)
+    problems.check_own_step(request.framework)
     if request.ranks > 1:
         raise InvalidRequest(
             f"the request is for {request.ranks} devices, and `memfit measure` runs on one",
@@ -165,16 +200,16 @@ def train(
     it does not fit. Raises RunFailed (with what was saved intact), DoesNotFit, NotCertified,
     InvalidRequest.
     """
-    problems.check_own_step(request)
+    problems.check_own_step(request.framework)
     if not request.task.data:
         raise InvalidRequest("no training data is named", hint="set `task.data`, a file or folder")
     if request.ranks > 1:
         return launching.train_ranks(
             request, folder, progress=progress, say=say, override=override, tensorboard=tensorboard
         )
+    prepared = prepare_apart(request, folder, say=say, override=override)
     from memfit.train import loop
 
-    prepared = prepare(request, folder, say=say, override=override)
     return loop.train(
         prepared.plan.recipe,
         prepared.request,
@@ -224,14 +259,15 @@ def check_writable(folder: Path) -> None:
     timeline_files.check_writable(folder)
 
 
-def export(plan: Plan, target: str) -> Export:
-    """The plan as files of another tool; see `memfit.export`.
+def export(asked: Plan | Request, target: str) -> Export:
+    """A plan, or a request planned for that tool, as its files; see `memfit.export`.
 
-    Raises UnknownName, and InvalidRequest where the tool cannot start the plan's mesh.
+    What a plan's request leaves open is decided again for the tool's own step. Raises UnknownName,
+    InvalidRequest where the tool cannot do what was asked, and DoesNotFit where it does not fit.
     """
     from memfit import export as exporting
 
-    return exporting.export(plan, target)
+    return exporting.export(asked, target)
 
 
 def export_targets() -> list[str]:
@@ -247,22 +283,32 @@ def check(files: Sequence[Path], data: dict[str, Any], config: str = "") -> tupl
     data: what the files do not say, such as `hardware`; config: which of the configurations that a
     Python file makes. Raises InvalidRequest naming the key.
     """
-    from memfit import check as checking
+    from memfit.check import _answer
 
-    checked = checking.read_files(files, data, config)
-    return checked, predict(checked.request)
+    return _answer.answer_files(files, data, predict, config)
+
+
+def judge(checked: Checked, plan: Plan, found: Diagnosed | None = None) -> Answer:
+    """The verdict on what `check` answered, with keys that are not described and a message."""
+    from memfit.check import _answer
+
+    return _answer.judge(checked, plan, found)
 
 
 def find_changes(
-    files: Sequence[Path], data: dict[str, Any], plan: Plan, config: str = ""
+    files: Sequence[Path],
+    data: dict[str, Any],
+    plan: Plan,
+    config: str = "",
+    left_out: Mapping[str, str] | None = None,
 ) -> tuple[Change, ...]:
     """The smallest changes to other tools' files with which they fit; see `memfit.check`.
 
-    plan: what `check` answered of the same files, data and config.
+    plan: what `check` answered of the same files, data and config; left_out: what it left out.
     """
     from memfit import check as checking
 
-    return checking.find_changes(files, data, plan, predict, config)
+    return checking.find_changes(files, data, plan, predict, config, left_out)
 
 
 def make_patch(change: Change) -> str:
@@ -328,7 +374,10 @@ PIECES = 20_000  # of a pipeline that a page draws
 
 
 # what the rules that depend on a batch are held against
-RULES_PEAK = "peaks are of full AdamW training in fp32 on one sequence of the model's own length"
+RULES_PEAK = (
+    "peaks are of Hugging Face's Trainer: full AdamW training in fp32, nothing recomputed, one row"
+    " of the model's own length in a micro-batch, gradients accumulated over two"
+)
 
 
 def rules(model: str) -> tuple[Rule, ...]:
@@ -339,16 +388,18 @@ def rules(model: str) -> tuple[Rule, ...]:
     from memfit.plan import rules as thumb
 
     stated = {
-        "model": model, "weights": "random", "method": "full", "precision": "fp32",
-        "recompute": "none", "loss": "plain", "micro_batch": 1, "attention": "flash",
-        "optimizer": {"name": "adamw"}, "task": {"global_batch": 1}, "hardware": {"device": "cpu"},
+        "model": model, "framework": "hf-trainer", "weights": "random", "method": "full",
+        "precision": "fp32", "recompute": "none", "loss": "plain", "micro_batch": 1,
+        "optimizer": {"name": "adamw"}, "task": {"global_batch": 2},
+        "hardware": {"device": "h100-sxm"},
     }  # fmt: skip
-    problem = problems.read_problem(from_data(stated, Request, where="the rules"))
-    peak = search.predict(problem).memory.peak_allocated
+    request = from_data(stated, Request, where="the rules")
+    plan = foreign.predict_foreign(request)
+    peak = plan.memory.peak_allocated
     judged = folklore.read_judged()
     return tuple(
         replace(rule, measured=folklore.say(judged[rule.name])) if rule.name in judged else rule
-        for rule in thumb.rules(problem.model, predicted_peak=peak)
+        for rule in thumb.rules(families.read_model(plan.recipe.model), predicted_peak=peak)
     )
 
 
@@ -469,15 +520,17 @@ def draw_pipeline(plan: Plan) -> Strip | None:
     return pipeline_strip.draw_strip(plan, PIECES)
 
 
-def draw_step(request: Request, *, rank: int | None = None) -> StepMemory:
+def draw_step(
+    request: Request, *, rank: int | None = None, on_phase: Callable[[str], None] = lambda _: None
+) -> StepMemory:
     """Certify what a request plans, with its memory over the events of a step.
 
-    rank: of many devices; None takes the fullest. Raises NotCertified, and InvalidRequest for
-    another framework's step.
+    rank: of many devices; None takes the fullest. on_phase: called with what begins.
+    Raises NotCertified, and InvalidRequest for another framework's step.
     """
     from memfit import step_memory
 
-    return step_memory.draw_step(request, rank, plan)
+    return step_memory.draw_step(request, rank, plan, on_phase)
 
 
 def calibrate(

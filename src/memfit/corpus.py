@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from memfit.errors import InvalidRequest
 from memfit.nouns import Noun, from_data, to_data, write_atomically
+from memfit.plausible import check_run
 from memfit.recipe import Recipe
 from memfit.results import Measurement, Plan, Run
 
@@ -65,7 +66,8 @@ def split_of(name: str) -> Split:
 
 
 def own_row(plan: Plan, run: Run) -> Row:
-    """The row of a run that memfit measured."""
+    """The row of a run that memfit measured; raises InvalidRequest for an impossible time."""
+    check_run(plan, run)
     content = json.dumps([to_data(run.measurements), run.environment], sort_keys=True)
     return Row(
         id=f"memfit-{run.recipe_digest}-{hashlib.sha256(content.encode()).hexdigest()[:8]}",

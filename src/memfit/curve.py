@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from memfit.results import Tensor
 from memfit.words import PHASES
 
 STRETCHES = 700  # that a long tape is cut into; each gives its highest and its lowest event
+AROUND = 150  # events before the peak, and after it, that are all kept: a view can zoom into them
 
 
 class Point(NamedTuple):
@@ -79,17 +80,19 @@ def walk(recording: Recording) -> Iterator[State]:
 def draw_curve(recording: Recording) -> Curve:
     """The whole tape, or the highest and lowest event of each of many stretches of it.
 
+    Every event around the peak is kept, and the maximum of each stream and of what is reserved.
     Kinds are stacked up to what is allocated: on a GPU `fragmentation` is what blocks are larger
     than the tensors in them.
     """
-    allocated = [state.allocated for state in walk(recording)]
+    kinds, streams = _kinds(recording), _streams(recording)
+    allocated, *others = _values(recording, streams)
     if not allocated:
         raise ValueError("a tape without events has no curve")
-    top = max(range(len(allocated)), key=allocated.__getitem__)
-    kept = set(_keep(allocated)) | {top}
+    top = _highest(allocated)
+    kept = set(_keep(allocated)) | {_highest(values) for values in others}
+    kept |= set(range(max(0, top - AROUND), min(len(allocated), top + AROUND + 1)))
     marks = [0, *recording.marks, len(recording.events)]
     kept |= {min(mark, len(allocated) - 1) for mark in marks}
-    kinds, streams = _kinds(recording), _streams(recording)
     points = []
     phases = list(recording.phase_at())
     for index, state in enumerate(walk(recording)):
@@ -108,6 +111,23 @@ def draw_curve(recording: Recording) -> Curve:
     pairs = zip(recording.stretches, pairwise(marks), strict=True)
     stretches = [(str(phase), start, stop) for phase, (start, stop) in pairs if stop > start]
     return Curve(len(recording.events), kinds, points, stretches, peak, streams)
+
+
+def _values(recording: Recording, streams: Sequence[Stream]) -> list[list[int]]:
+    """After each event: what is allocated, what is reserved, and what each stream holds."""
+    found: list[list[int]] = [[] for _ in range(2 + len(streams))]
+    for state in walk(recording):
+        lanes = (state.by_stream.get(stream.number, 0) for stream in streams)
+        for values, value in zip(
+            found, (state.allocated, state.reserved or 0, *lanes), strict=True
+        ):
+            values.append(value)
+    return found
+
+
+def _highest(values: Sequence[int]) -> int:
+    """The index of the first maximum."""
+    return max(range(len(values)), key=values.__getitem__)
 
 
 def _kinds(recording: Recording) -> tuple[str, ...]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import msgspec
 
 from memfit.nouns import Noun
+from memfit.units import GIB
 
+# The least share of its data sheet that a device on record gives to torch is 0.907 (RTX 5060).
+LEAST_SHARE = 0.9
+_SHEET = re.compile(r"([\d./]+) GB")  # "80 GB", "8/16/24 GB"
 PriceKind = Literal["on-demand", "spot", "reserved", "capacity block"]
 
 
@@ -136,6 +141,17 @@ class Device(Noun, frozen=True, kw_only=True):
         return None
 
     @property
+    def context(self) -> int | None:
+        """Bytes beside the allocator's memory, as measured by the user; None: nobody has."""
+        return None if self.calibration is None else self.calibration.context
+
+    def with_context(self, nbytes: int) -> Device:
+        """The same with bytes that were measured beside tensors: a context, or libraries."""
+        made = self.calibration or Calibration(date="", versions={})
+        calibration = msgspec.structs.replace(made, context=nbytes)
+        return msgspec.structs.replace(self, calibration=calibration)
+
+    @property
     def basis(self) -> str:
         """Whose figures the speeds of this row are, in words."""
         if self.calibration is not None:
@@ -147,6 +163,33 @@ class Device(Noun, frozen=True, kw_only=True):
         if self.curves or self.flops_measured:
             return "published measurements"
         return "the vendor's sheet"
+
+    @property
+    def most_memory(self) -> int | None:
+        """Bytes that no run can exceed: `memory`, or the largest figure of the data sheet.
+
+        A data sheet's GB are 2^30 bytes at most.
+        """
+        if self.memory is not None:
+            return self.memory
+        found = _SHEET.fullmatch(self.memory_datasheet)
+        return round(max(map(float, found[1].split("/")))) * GIB if found else None
+
+    @property
+    def planned_memory(self) -> int | None:
+        """Bytes to plan with: `memory`, or the share of the data sheet that every device gives."""
+        if self.memory is not None or self.most_memory is None:
+            return self.memory
+        return round(self.most_memory * LEAST_SHARE)
+
+    def describe_assumed(self, usable: int | None) -> str:
+        """What is to be said of a limit that is `planned_memory` by assumption; "" of others."""
+        if self.memory is not None or usable is None or usable != self.planned_memory:
+            return ""
+        return (
+            f"{LEAST_SHARE:.0%} of the data sheet of `{self.id}` ({self.memory_datasheet}, assumed:"
+            " what it gives to torch is not on record; `limits.memory` may say up to the whole)"
+        )
 
     @property
     def is_cpu(self) -> bool:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from memfit.errors import Error, InvalidRequest
 from memfit.nouns import read_json
 from memfit.plan import problem as problems
+from memfit.preparing import prepare_apart
 from memfit.request import Request
 from memfit.results import Certificate, Run
 from memfit.run_folder import read_plan
@@ -78,16 +79,19 @@ def _start(
     tensorboard: bool,
 ) -> Run:
     """Plan and certify here, then start the ranks and wait for them."""
-    from memfit.train.launch import check_devices, launch
-
     if request.hardware.nodes > 1:
         raise InvalidRequest(
             f"the request is for {request.hardware.nodes} machines, and this process starts the"
             " ranks of one",
             hint="start the same command on each with `torchrun --nnodes … -m memfit train …`",
         )
-    check_devices(request.ranks, _device_type(request))
-    prepare(request, folder, say=say, override=override)
+    if _device_type(request) == "cuda":
+        from memfit.train.launch import check_devices
+
+        check_devices(request.ranks, "cuda")
+    prepare_apart(request, folder, say=say, override=override)
+    from memfit.train.launch import launch
+
     options = {"override": override, "tensorboard": tensorboard, "shown": progress is not None}
     launch(["-m", "memfit.launching", str(folder), json.dumps(options)], folder, request.ranks)
     return read_json(folder / "run.json", Run)

@@ -92,6 +92,8 @@ def _explain(
         known = _fields_at(kind, path)
         near = did_you_mean(key, known)
         hint = f"did you mean {near}?" if near else f"known keys: {', '.join(known)}"
+        if elsewhere := getattr(kind, "OTHER_NAMES", {}).get(key):
+            hint = f"that is `{elsewhere}` here"
         full = f"{path}.{key}" if path else key
         return InvalidRequest(f"unknown key `{full}` in {where}", hint=hint)
     problem, _, path = text.partition(" - at `$")

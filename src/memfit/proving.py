@@ -12,7 +12,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from memfit.catalog.overheads import find_outside
 from memfit.errors import Error, InvalidRequest
 from memfit.hardware import Device
 from memfit.nouns import to_data
@@ -20,7 +19,7 @@ from memfit.plan import problem as problems
 from memfit.plan import search
 from memfit.plan.candidate import Candidate
 from memfit.plan.levers import EXACT, changed, knobs, turn
-from memfit.plan.verdict import ASSUMED_CONTEXT, needs
+from memfit.plan.verdict import needs
 from memfit.reading import change
 from memfit.recipe import Recipe
 from memfit.request import Request
@@ -43,16 +42,22 @@ def certify(
     request: Request | None = None,
     tape: Path | None = None,
     rank: int | None = None,
+    imports: int | None = None,
 ) -> Certificate:
     """Run the recipe's own step on fake tensors of its device; raises NotCertified.
 
     With a request that names data, on shapes that bound all micro-batches of that data; else on
     the rows of `shapes.bounds_of`. tape: where a `certify.recording` is written, for
-    `write_timeline`. rank: of the recipe's mesh; None certifies the fullest.
+    `write_timeline`. rank: of the recipe's mesh; None certifies the fullest. imports: bytes
+    measured that a run on this CPU holds before its first tensor; None measures them in the process
+    that certifies.
     """
     from memfit import certify as certification
 
+    problems.check_own_step(recipe.framework)
     device = _device_of(recipe)
+    if imports is not None:
+        device = device.with_context(imports)
     data = held_out = None
     if request is not None and request.task.data:
         from memfit.train.prepare import find_bounds
@@ -114,18 +119,17 @@ def find_nearest(asked: Plan, proof: Certificate | None) -> Nearest | None:
 
     The search runs again with the knobs that the request states left to it one or two at a time;
     proof: the certificate that refuted the plan, whose excess is taken off the limit. First for
-    what surely fits, with the largest context of the band; then for what may. None where nothing
+    what surely fits, with the whole band; then for what may. None where nothing
     is to be searched: no limit is known, or nothing else can be planned.
     """
     limit = _limit(asked, proof)
     if limit is None:
         return None
-    surely = limit - _doubt(asked.recipe)
     misses: list[Plan] = []
-    for within, accepted in ((surely, SURE), (limit, POSSIBLE)):
+    for accepted in (SURE, POSSIBLE):
         for number in range(3):
             ways = list(_ways(asked.request, number))
-            proposals = _propose(asked, ways, within)
+            proposals = _propose(asked, ways, limit, tight=accepted is POSSIBLE)
             misses += [made for made in proposals if made.memory.verdict == "does_not_fit"]
             fitting = [made for made in proposals if made.memory.verdict != "does_not_fit"]
             for made in sorted(fitting, key=lambda made: _distance(asked, made))[:TRIES]:
@@ -133,18 +137,11 @@ def find_nearest(asked: Plan, proof: Certificate | None) -> Nearest | None:
                 if isinstance(found, Certificate) and found.memory.verdict in accepted:
                     return _name(asked, made, found)
                 misses.append(made)
-        if surely == limit:
-            break
+        if _device_of(asked.recipe).is_cpu:
+            break  # no band
     smallest = min([asked, *misses], key=lambda made: needs(made.memory))
     (found,) = prove([smallest.recipe], asked.memory.usable)
     return _name(asked, smallest, found) if isinstance(found, Certificate) else None
-
-
-def _doubt(recipe: Recipe) -> int:
-    """How much more than a prediction takes for it the context may be, bytes."""
-    device = _device_of(recipe)
-    band = None if device.is_cpu else find_outside(device, recipe.parallel)
-    return max(0, band.high - ASSUMED_CONTEXT) if band else 0
 
 
 def _limit(asked: Plan, proof: Certificate | None) -> int | None:
@@ -169,11 +166,14 @@ def _value(data: dict[str, Any], key: str) -> Any:
     return data
 
 
-def _propose(asked: Plan, ways: Sequence[Request], limit: int) -> list[Plan]:
-    """The plan of each, within the limit, that is not the one asked for."""
+def _propose(asked: Plan, ways: Sequence[Request], limit: int, *, tight: bool) -> list[Plan]:
+    """The plan of each, within the limit, that is not the one asked for.
+
+    tight: what fits by its typical figures is taken too.
+    """
     found: dict[str, Plan] = {}
     for way in ways:
-        limits = replace(way.limits, memory=f"{max(limit, 0)} B")
+        limits = replace(way.limits, memory=f"{max(limit, 0)} B", tight=tight)
         try:
             problem = problems.read_problem(replace(way, limits=limits))
         except InvalidRequest:  # what was stated held two others together

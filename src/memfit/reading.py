@@ -9,8 +9,10 @@ from typing import Any
 import msgspec
 
 from memfit.errors import InvalidRequest
-from memfit.nouns import from_data, to_data
+from memfit.nouns import from_data
 from memfit.request import Request, read_yaml
+from memfit.request import change as change
+from memfit.request import put as put
 from memfit.results import Certificate
 
 OPTIONS = "the options"
@@ -30,6 +32,8 @@ def read(target: str | Path, *, changes: Mapping[str, Any] | None = None, **keys
     path = Path(target)
     is_file = path.suffix in (".yaml", ".yml", ".json") and path.name != "config.json"
     data = read_yaml(path) if is_file else {"model": str(target)}
+    if "model_type" in data:  # a model's config.json, under another name
+        data = {"model": {"name": path.stem, **data}}
     for key, value in {**(changes or {}), **_dotted(keys)}.items():
         put(data, key, value)
     return read_data(data, where=str(target) if is_file else OPTIONS)
@@ -44,26 +48,6 @@ def _dotted(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Short names of the few options that have one."""
     short = {"device": "hardware.device", "memory": "limits.memory"}
     return {short.get(k, k): v for k, v in keys.items() if v is not None}
-
-
-def put(data: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key in a request's data; raises InvalidRequest where a parent is no mapping."""
-    *parents, last = key.split(".")
-    for parent in parents:
-        if data.get(parent, "auto") == "auto":  # what is left open is stated from here on
-            data[parent] = {}
-        data = data[parent]
-        if not isinstance(data, dict):
-            raise InvalidRequest(f"`{key}` cannot be set: `{parent}` holds a value, not keys")
-    data[last] = value
-
-
-def change(request: Request, changes: Mapping[str, Any]) -> Request:
-    """The request with dotted keys set, as `--set` does."""
-    data = to_data(request)
-    for key, value in changes.items():
-        put(data, key, value)
-    return from_data(data, Request, where="the changed request")
 
 
 def what_is(path: Path) -> str:

@@ -12,6 +12,7 @@ from memfit.families import read_model
 from memfit.ledger import Kind, Ledger, Phase
 from memfit.nouns import N, read_json
 from memfit.plan.memory import find_fullest, predict_peak
+from memfit.plausible import check_run
 from memfit.results import Certificate, Comparison, Measurement, Plan, Report, Run
 
 MEMORY = ("peak_allocated", "peak_reserved", "device_total")
@@ -64,24 +65,42 @@ def join(
 ) -> Report:
     """Three results of one recipe as one report."""
     recipe = plan.recipe
+    refused = _refuse_time(plan, run) if run else ""
     return Report(
         recipe_digest=plan.recipe_digest,
         title=f"{recipe.model.name}, {recipe.method} {recipe.precision} on {recipe.device}",
-        comparisons=tuple(compare(plan, certificate, run)),
+        comparisons=tuple(compare(plan, certificate, run, timed=not refused)),
         plan=plan,
         certificate=certificate,
         run=run,
         sample=sample,
+        refused=refused,
     )
+
+
+def _refuse_time(plan: Plan, run: Run) -> str:
+    """Why the measured seconds cannot be, and what to do; "" where they can."""
+    try:
+        check_run(plan, run)
+    except InvalidRequest as error:
+        return f"{error.message}; {error.hint}"
+    return ""
 
 
 def _read(path: Path, kind: type[N]) -> N | None:
     return read_json(path, kind) if path.exists() else None
 
 
-def compare(plan: Plan, certificate: Certificate | None, run: Run | None) -> Iterator[Comparison]:
-    """Every quantity that at least one source states: memory first, then time."""
+def compare(
+    plan: Plan, certificate: Certificate | None, run: Run | None, *, timed: bool = True
+) -> Iterator[Comparison]:
+    """Every quantity that at least one source states: memory first, then time.
+
+    timed: whether the run's seconds are measurements.
+    """
     found: dict[str, Measurement] = run.measurements if run else {}
+    if not timed:
+        found = {name: m for name, m in found.items() if not name.startswith("time.")}
     for name in MEMORY:
         yield from _row(
             f"memory.{name}",
@@ -220,3 +239,9 @@ def sections(comparisons: Sequence[Comparison]) -> list[tuple[str, list[Comparis
         found[title].append(row)
     order = ["Memory", *(title for _, title in SECTIONS if title != "Memory")]
     return [(title, found[title]) for title in order if found[title]]
+
+
+def warnings_of(report: Report) -> tuple[str, ...]:
+    """What the reader is told beside the figures: refused seconds, then what the run said."""
+    refused = (f"measured seconds are not shown: {report.refused}",) if report.refused else ()
+    return refused + (report.run.warnings if report.run else ())

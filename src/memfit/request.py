@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from memfit import units
 from memfit.errors import InvalidRequest
-from memfit.nouns import Noun, from_data
+from memfit.model import ModelReference
+from memfit.nouns import Noun, from_data, to_data
 from memfit.recipe import (
     OWN_AXES,
     OWN_VALUES,
@@ -27,6 +29,27 @@ from memfit.recipe import (
     Scaling,
 )
 
+USUAL_BATCH = 16  # sequences per optimizer step where the request does not say
+# what other trainers call a key, and where it stands here
+OTHER_NAMES = {
+    "num_epochs": "task.epochs", "num_train_epochs": "task.epochs", "epochs": "task.epochs",
+    "max_steps": "task.steps", "steps": "task.steps", "tokens": "task.tokens",
+    "seq_len": "task.sequence_length", "max_seq_len": "task.sequence_length",
+    "max_seq_length": "task.sequence_length", "max_length": "task.sequence_length",
+    "sequence_len": "task.sequence_length", "cutoff_len": "task.sequence_length",
+    "sequence_length": "task.sequence_length", "packing": "task.packing",
+    "sample_packing": "task.packing", "global_batch": "task.global_batch",
+    "global_batch_size": "task.global_batch", "train_batch_size": "task.global_batch",
+    "batch_size": "micro_batch", "micro_batch_size": "micro_batch",
+    "per_device_train_batch_size": "micro_batch", "gradient_checkpointing": "recompute",
+    "activation_checkpointing": "recompute", "learning_rate": "optimizer.learning_rate",
+    "lr": "optimizer.learning_rate", "lora_r": "lora.rank", "lora_rank": "lora.rank",
+    "lora_alpha": "lora.alpha", "lora_target_modules": "lora.targets", "device": "hardware.device",
+    "gpus": "hardware.count", "num_gpus": "hardware.count", "memory": "limits.memory",
+    "load_in_4bit": "base_format: nf4", "load_in_8bit": "base_format: int8",
+    "qlora": "method: lora` with `base_format: nf4", "bf16": "precision: bf16-mixed",
+    "fp16": "precision: fp16-mixed", "deepspeed": "parallel.dp_shard", "fsdp": "parallel.dp_shard",
+}  # fmt: skip
 LIGER = "use_liger_kernel"  # as Hugging Face's Trainer names it
 Auto = Literal["auto"]
 Positive = Annotated[int, msgspec.Meta(ge=1, description="a whole number, 1 or more")]
@@ -53,15 +76,10 @@ class Task(Noun, frozen=True, kw_only=True):
     evaluation: str = ""  # held-out data of the same kinds
     sequence_length: Positive | Auto = "auto"
     packing: Truth | Auto = "auto"  # auto: except of pairs, which are compared row by row
-    global_batch: Rows = 16
+    global_batch: Rows | Auto = "auto"  # auto: 16, or the next number that all ranks can share
     steps: Positive | None = None
     epochs: PositiveFloat | None = None
     tokens: Positive | None = None
-
-    @property
-    def packed(self) -> bool:
-        """Whether rows are filled with whole documents."""
-        return self.objective != "dpo" if self.packing == "auto" else self.packing
 
 
 class PreferenceRequest(Noun, frozen=True, kw_only=True):
@@ -113,7 +131,7 @@ class OptimizerRequest(Noun, frozen=True, kw_only=True):
     warmup_steps: NotNegative = 0
     clip_norm: NotNegativeFloat = 1.0
     in_backward: Truth | Auto = "auto"  # auto: where it can and something fits faster by it
-    stochastic_rounding: bool = False
+    stochastic_rounding: Truth | Auto = "auto"  # auto: of bf16 weights, where the optimizer can
 
 
 class RecomputeBlocks(Noun, frozen=True, kw_only=True):
@@ -164,9 +182,10 @@ class Hardware(Noun, frozen=True, kw_only=True):
 class Limits(Noun, frozen=True, kw_only=True):
     """What may be spent; an empty text sets no limit of its own."""
 
-    memory: Size = ""  # of the whole device on CUDA; of live tensors on a CPU. "72 GiB"
+    memory: Size = ""  # of the whole device on CUDA; of the process on a CPU. "72 GiB"
     time: Duration = ""
     cost: Money = ""
+    tight: bool = False  # take what fits by its typical figures, though not by its whole band
 
     @property
     def memory_bytes(self) -> int | None:
@@ -186,6 +205,8 @@ class Limits(Noun, frozen=True, kw_only=True):
 
 class Request(Noun, frozen=True, kw_only=True):
     """The whole of request.yaml."""
+
+    OTHER_NAMES: ClassVar[dict[str, str]] = OTHER_NAMES
 
     schema: Literal[1] = 1
     model: str | dict[str, Any]  # catalogue name, hub id, folder; or the content of a config.json
@@ -233,6 +254,28 @@ class Request(Noun, frozen=True, kw_only=True):
         same, and so have all stages."""
         p = self.parallel
         return self.ranks if p == "auto" else self.ranks // (p.tp * p.cp * p.pp)
+
+    @property
+    def least_rows(self) -> int:
+        """Rows of the smallest micro-batch: the one asked for; else one row, or one pair."""
+        if self.micro_batch != "auto":
+            return self.micro_batch
+        return 2 if self.task.objective == "dpo" else 1
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences per optimizer step: what is asked for, else about `USUAL_BATCH`."""
+        asked = self.task.global_batch
+        if asked != "auto":
+            return asked
+        each = self.shares * self.least_rows
+        return -(-USUAL_BATCH // each) * each
+
+    @property
+    def with_batch(self) -> Request:
+        """The same with its global batch stated, so that it stays when the devices change."""
+        task = msgspec.structs.replace(self.task, global_batch=self.global_batch)
+        return msgspec.structs.replace(self, task=task)
 
     def __post_init__(self) -> None:
         """Quantities are checked when the request is read, not when they are first needed."""
@@ -299,6 +342,26 @@ class Request(Noun, frozen=True, kw_only=True):
                     )
 
 
+def put(data: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in a request's data; raises InvalidRequest where a parent is no mapping."""
+    *parents, last = key.split(".")
+    for parent in parents:
+        if data.get(parent, "auto") == "auto":  # what is left open is stated from here on
+            data[parent] = {}
+        data = data[parent]
+        if not isinstance(data, dict):
+            raise InvalidRequest(f"`{key}` cannot be set: `{parent}` holds a value, not keys")
+    data[last] = value
+
+
+def change(request: Request, changes: Mapping[str, Any]) -> Request:
+    """The request with dotted keys set, as `--set` does."""
+    data = to_data(request)
+    for key, value in changes.items():
+        put(data, key, value)
+    return from_data(data, Request, where="the changed request")
+
+
 def read_request(path: Path) -> Request:
     """Read request.yaml (YAML 1.2, so `2e-4` is a number and `no` is a text) or request.json.
 
@@ -346,3 +409,20 @@ def read_yaml(path: Path, *, hint: str = "", version: str = "1.2") -> dict[str, 
         own = "start with `model: llama-3.1-8b`; `memfit init` writes a commented file"
         raise InvalidRequest(f"`{path}` {held}, not keys with values", hint=hint or own)
     return data
+
+
+def find_weights(request: Request, reference: ModelReference) -> Literal["pretrained", "random"]:
+    """`pretrained` where there is something to load, unless the request says otherwise."""
+    if request.weights != "auto":
+        if request.weights == "pretrained" and not reference.source:
+            raise InvalidRequest(
+                f"`weights: pretrained`, but `{reference.name}` is only a configuration",
+                hint="name a folder with safetensors or a hub id, or use `weights: random`",
+            )
+        return request.weights
+    if not reference.source:
+        return "random"
+    folder = Path(reference.source)
+    if folder.is_dir():
+        return "pretrained" if any(folder.glob("*.safetensors")) else "random"
+    return "pretrained"

@@ -23,7 +23,10 @@ class Memory(Noun, frozen=True, kw_only=True):
 
     peak_allocated: int | None  # live tensors (CPU) or the caching allocator's blocks (CUDA)
     peak_reserved: int | None
-    device_total: int | None  # reserved + context; what the driver would show
+    # reserved + context, as the driver shows it; on a CPU the anonymous pages of the process
+    device_total: int | None
+    total_low: int | None = None  # the band around `device_total`: it takes at least this
+    total_high: int | None = None  # and at most this; `fits` means that this fits
     usable: int | None  # the limit asked for, or what the device has
     verdict: Verdict
     because: str
@@ -48,6 +51,9 @@ class Time(Noun, frozen=True, kw_only=True):
     total_seconds: float | None  # of all the steps asked for
     because: str
     basis: str = ""  # whose figures of the device the seconds rest on; "" while there are none
+    step_seconds_low: float | None = None  # of a prediction: the range to expect, and why so wide
+    step_seconds_high: float | None = None
+    range_because: str = ""
 
 
 class Cost(Noun, frozen=True, kw_only=True):
@@ -74,6 +80,40 @@ class Considered(Noun, frozen=True, kw_only=True):
     because: str
 
 
+class WayOut(Noun, frozen=True, kw_only=True):
+    """One change under which a request that does not fit does, found by planning it with that."""
+
+    # what the change is about; knobs: those that the request states are left to the planner
+    kind: Literal["knobs", "offload", "method", "rows", "limit", "devices", "device"]
+    title: str  # for a person: `LoRA over a base in nf4`, `4 x h100-sxm`
+    changes: dict[str, Any]  # key of the request -> value; all of them together
+    options: tuple[str, ...]  # the same as one types them after the command, one word an element
+    label: str  # the recipe of that plan in one line
+    peak_allocated: int  # bytes
+    device_total: int | None  # bytes of the fullest device; None on a CPU
+    usable: int | None
+    devices: int
+    step_seconds: float | None  # None is unknown
+    total_seconds: float | None
+    usd: float | None  # of all steps
+    exact: bool  # what is learned stays the same: only devices differ
+    because: str
+
+
+class Traffic(Noun, frozen=True, kw_only=True):
+    """Bytes that the fullest rank sends in one optimizer step by one collective of one mesh axis.
+
+    As many arrive. A ring is assumed: of a message of n bytes among r ranks, each rank sends
+    (r - 1) / r x n in an all_gather or a reduce_scatter, and twice that in an all_reduce.
+    """
+
+    axis: str  # dp_replicate, dp_shard, tp, cp, pp
+    collective: str  # all_gather, reduce_scatter, all_reduce, send_recv
+    ranks: int
+    nbytes: int
+    because: str
+
+
 class Plan(Noun, frozen=True, kw_only=True):
     """A request decided: the recipe, what it will take, and what was rejected and why."""
 
@@ -90,6 +130,8 @@ class Plan(Noun, frozen=True, kw_only=True):
     levers: tuple[Considered, ...]  # the chosen recipe with one knob changed
     assumptions: tuple[str, ...]
     versions: dict[str, str]
+    ways_out: tuple[WayOut, ...] = ()  # of a plan that does not fit: the cheapest first
+    traffic: tuple[Traffic, ...] = ()  # what the ranks of a mesh send each other; () of one device
 
     @property
     def chosen(self) -> Considered | None:
@@ -327,3 +369,4 @@ class Report(Noun, frozen=True, kw_only=True):
     certificate: Certificate | None
     run: Run | None
     sample: str
+    refused: str = ""  # why measured seconds are none, and not compared

@@ -13,7 +13,8 @@ import msgspec
 
 from memfit.errors import InvalidRequest
 from memfit.nouns import from_data, read_json, to_data
-from memfit.request import LoraRequest, OptimizerRequest, RecomputeBlocks, Request
+from memfit.plan.wording import restate
+from memfit.request import LoraRequest, OptimizerRequest, ParallelRequest, RecomputeBlocks, Request
 from memfit.results import Plan
 
 # beside `parallel`, what may change when a run goes on on other ranks
@@ -31,6 +32,14 @@ def read_plan(path: Path) -> Plan:
     return found
 
 
+def find_plan(path: Path) -> Path | None:
+    """The plan.json that a path names: itself, or that of a run folder; None of anything else."""
+    if path.is_dir():
+        path = path if (path / "config.json").exists() else path / "plan.json"
+    named = path.suffix == ".json" and path.name != "config.json"
+    return path if named and is_plan(path) else None
+
+
 def is_plan(path: Path) -> bool:
     """Whether a JSON file is a plan rather than a request."""
     try:
@@ -43,9 +52,13 @@ def is_plan(path: Path) -> bool:
 def state(plan: Plan) -> Request:
     """The plan's request with every knob as the plan decided it: planning it gives that recipe."""
     asked, made = plan.request, plan.recipe
-    learned: dict[str, Any] = {}
+    if made.framework != "memfit":
+        return restate(plan)
+    decided: dict[str, Any] = {}
     if made.adapted:
-        learned["lora"] = from_data(to_data(made.lora), LoraRequest, where="plan.json")
+        decided["lora"] = from_data(to_data(made.lora), LoraRequest, where="plan.json")
+    if made.parallel.world > 1:
+        decided["parallel"] = from_data(to_data(made.parallel), ParallelRequest, where="plan.json")
     names = OptimizerRequest.__struct_fields__
     chosen = {name: getattr(made.optimizer, name) for name in names}
     return msgspec.structs.replace(
@@ -63,7 +76,7 @@ def state(plan: Plan) -> Request:
         micro_batch=made.micro_batch,
         compile=made.compile,
         offload=made.offload,
-        **learned,
+        **decided,
     )
 
 

@@ -38,9 +38,16 @@ class Prepared(Noun, frozen=True, kw_only=True):
 
 
 def prepare(
-    request: Request, folder: Path, *, say: Say = lambda _: None, override: bool = False
+    request: Request,
+    folder: Path,
+    *,
+    say: Say = lambda _: None,
+    override: bool = False,
+    imports: int | None = None,
 ) -> Prepared:
     """Plan and certify, or take both from the folder when they hold for this request.
+
+    imports: measured bytes that a run on this CPU holds before its first tensor, where known.
 
     A plan of the folder is kept and certified again where its certificate is stale: of another
     recipe, of other library versions, or of other data.
@@ -49,10 +56,10 @@ def prepare(
     check_folder(folder, [request, request := find_lengths(request)])
     made = _kept_plan(folder, request)
     if made is not None:
-        prepared = _prepare_again(request, made, folder, say, override=override)
+        prepared = _prepare_again(request, made, folder, say, override=override, imports=imports)
         if prepared is not None:
             return _write(prepared, folder)
-    return _write(_prepare_anew(request, say, override=override), folder)
+    return _write(_prepare_anew(request, say, override=override, imports=imports), folder)
 
 
 def find_lengths(request: Request) -> Request:
@@ -64,13 +71,17 @@ def find_lengths(request: Request) -> Request:
     return preparing.find_lengths(request, start.reference, length)
 
 
-def find_machine(request: Request) -> Device:
-    """The request's device; a processor's speed is measured here where the user never did."""
+def find_machine(request: Request, imports: int | None = None) -> Device:
+    """The request's device; a processor's speed is measured here where the user never did.
+
+    imports: measured bytes that a run on this CPU holds before its first tensor.
+    """
     from memfit.train.machine import measure_machine
 
     device = problems.find_device(request.hardware.device)
     unknown = device.is_cpu and device.calibration is None
-    return measure_machine(device) if unknown else device
+    device = measure_machine(device) if unknown else device
+    return device if imports is None else device.with_context(imports)
 
 
 def why_stale(
@@ -98,7 +109,7 @@ def _kept_plan(folder: Path, request: Request) -> Plan | None:
 
 
 def _prepare_again(
-    request: Request, made: Plan, folder: Path, say: Say, *, override: bool
+    request: Request, made: Plan, folder: Path, say: Say, *, override: bool, imports: int | None
 ) -> Prepared | None:
     """The folder's plan under its certificate, or under a new one; None where it must be planned
     again, because it has not begun and a new certificate refutes it."""
@@ -115,7 +126,7 @@ def _prepare_again(
     elif made.memory.verdict == "does_not_fit" and not override:
         return None
     check_weights(made.recipe)
-    new = _certify(request, made, say, override=override)
+    new = _certify(request, made, say, override=override, imports=imports)
     prepared = Prepared(request=request, plan=made, certificate=new)
     if override or new is None:
         return prepared
@@ -125,10 +136,12 @@ def _prepare_again(
     return _judged(prepared, override)
 
 
-def _certify(request: Request, made: Plan, say: Say, *, override: bool) -> Certificate | None:
+def _certify(
+    request: Request, made: Plan, say: Say, *, override: bool, imports: int | None
+) -> Certificate | None:
     """The plan's certificate. Where none can be made: NotCertified, or None when overridden."""
     try:
-        return certify(made.recipe, usable=made.memory.usable, request=request)
+        return certify(made.recipe, usable=made.memory.usable, request=request, imports=imports)
     except NotCertified as error:
         if not override:
             hint = f"{error.hint}; {ANYWAY}" if error.hint else ANYWAY
@@ -150,10 +163,10 @@ def _judged(prepared: Prepared, override: bool) -> Prepared:
     return prepared
 
 
-def _prepare_anew(request: Request, say: Say, *, override: bool) -> Prepared:
+def _prepare_anew(request: Request, say: Say, *, override: bool, imports: int | None) -> Prepared:
     from memfit.train.weights import check_weights
 
-    device = find_machine(request)
+    device = find_machine(request, imports)
     limit: int | None = None
     for _ in range(REPLANS):
         made = _plan_within(request, device, limit)
@@ -163,7 +176,7 @@ def _prepare_anew(request: Request, say: Say, *, override: bool) -> Prepared:
             )
         check_weights(made.recipe)  # before anything is written
         say(f"certifying recipe {made.recipe_digest}")
-        proof = _certify(request, made, say, override=override)
+        proof = _certify(request, made, say, override=override, imports=imports)
         if proof is None or proof.memory.verdict != "does_not_fit" or override:
             return Prepared(request=request, plan=made, certificate=proof)
         over = needs(proof.memory) - needs(made.memory)

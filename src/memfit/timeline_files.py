@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
+from memfit.allocator.tape import Frame
 from memfit.certify.recording import Recording
 from memfit.certify.snapshot import write_snapshot
-from memfit.certify.tape import Frame
 from memfit.curve import draw_curve, name_of, walk
 from memfit.errors import InvalidRequest
 from memfit.nouns import write_atomically

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +12,7 @@ from memfit import units
 
 VERDICTS = {
     "fits": "FITS",
-    "at_risk": "AT RISK",
+    "at_risk": "TIGHT",
     "does_not_fit": "DOES NOT FIT",
     "unproven": "UNPROVEN",
 }
@@ -43,6 +45,12 @@ COLOURS = {
 }
 # what is written on a kind's colour: white on the dark ones, 4.5 to 1 or better on all (WCAG 1.4.3)
 INKS = {kind: "#fff" if kind in ("parameters", "context") else "#111" for kind in COLOURS}
+# texts that YAML reads as something else: numbers, words of its own, what has signs with a meaning
+NOT_PLAIN = re.compile(
+    r"^(true|false|null|~|[-+.]?[0-9][0-9_.eE+-]*|[-+]?\.(inf|nan))$|^[-?:,\[\]{}#&*!|>'\"%@`\s]"
+    r"|[,\[\]{}\x00-\x1f\x7f-\x9f\u2028\u2029]|: | #|[:\s]$",
+    re.IGNORECASE,
+)
 FAR = 9.0  # from ten times on, per cent say less
 
 
@@ -86,6 +94,8 @@ def as_yaml(value: Any) -> str:
         return "{" + ", ".join(f"{k}: {as_yaml(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(as_yaml, value)) + "]"
+    if isinstance(value, str) and (not value or NOT_PLAIN.search(value)):
+        return json.dumps(value)
     return str(value)
 
 

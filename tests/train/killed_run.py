@@ -25,7 +25,7 @@ def run(folder: Path, data: Path, cache: Path) -> None:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
+    assert torch.get_num_threads() == 1, "OMP_NUM_THREADS=1 is missing"  # see ranks_run.py
     build_model(tiny_recipe(), "cpu")  # imports what is only imported when it is needed
     for line in sys.stdin:
         child = os.fork()

@@ -2,7 +2,11 @@
 
 Reads one JSON object a line and trains in as many forked processes as it asks for: the libraries
 are imported once, and each rank is still a process that `kill -9` can end anywhere. Writes the
-processes' ids when they have begun and their exit statuses when all have ended.
+processes' ids when they have begun, and [id, exit status] as soon as one of them has ended.
+
+Threads come of OMP_NUM_THREADS=1. `torch.set_num_threads` is not called before a fork: a rank was
+once lost to "Invalid thread pool!" of torch's OpenMP. Its cause is not known: 6,000 forks did not
+show it again.
 """
 
 import faulthandler
@@ -115,15 +119,14 @@ def start(order: dict) -> list[int]:
 
 def main() -> None:
     faulthandler.enable()  # a rank that dies of a signal says where
-    torch.set_num_threads(1)
+    assert torch.get_num_threads() == 1, "OMP_NUM_THREADS=1 is missing"
     build_model(tiny_recipe(), "cpu")  # imports what is only imported when it is needed
     for line in sys.stdin:
         children = start(json.loads(line))
-        sys.stdout.write(json.dumps(children) + "\n")
-        sys.stdout.flush()
-        ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        sys.stdout.write(json.dumps(ended) + "\n")
-        sys.stdout.flush()
+        print(json.dumps(children), flush=True)  # noqa: T201 - the answer
+        for _ in children:
+            child, status = os.wait()
+            print(json.dumps([child, os.waitstatus_to_exitcode(status)]), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -14,12 +14,12 @@ from memfit.adapters import find_adapter
 from memfit.certify.depth import DEPTH_KEYS
 from memfit.errors import InvalidRequest
 from memfit.families import read_model
+from memfit.families.stored import APART, Part
 from memfit.recipe import Freeze, Lora
 from memfit.sizes.kernels import Heads
 from memfit.train.attention import check_attention
 from memfit.train.build import build_model, build_optimizer, fill_weights
 from memfit.train.export import file_tensors
-from memfit.train.stored import APART, Part
 from tiny_models import CONFIGS, FAMILIES, PRECISIONS, make_recipe
 
 METHODS = ("full", "freeze", "lora")

@@ -139,5 +139,8 @@ def test_the_search_may_choose_it_and_says_what_it_costs():
     chosen = api.plan(api.read("llama-3.2-1b", device="h100-sxm", changes=stated | limit))
     assert chosen.recipe.offload == "activations"
     assert "activations offloaded" in chosen.considered[0].label
-    levers = [lever for lever in kept.levers if lever.changes == {"offload": "activations"}]
-    assert [lever.peak_allocated for lever in levers] == [away.memory.peak_allocated]
+    turned = api.predict_with_levers(api.state(kept)).levers
+    levers = [lever for lever in turned if lever.changes == {"offload": "activations"}]
+    # a lever's blocks are those of the chosen recipe's replay
+    expected = pytest.approx(away.memory.peak_allocated, rel=0.02)
+    assert [lever.peak_allocated for lever in levers] == [expected]

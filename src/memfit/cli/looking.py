@@ -26,8 +26,11 @@ QUANTITIES = {
     "peak": "Of one device, such as '989 TFLOP/s'.",
     "price": "Of a device-hour, such as '2.5 USD'; of offers also spot, reserved, …",
     "model": "Of offers: a catalogue model, how many tokens it can read.",
-    "inference_tokens": "Of offers: tokens to be served, such as 1T.",
+    "inference_tokens": "Tokens to be served over the model's life, such as 1T.",
     "inference_memory": "Where the model is to be served, such as '24 GiB'.",
+    "serve_on": "Accelerator that serves it; without it --device.",
+    "serve_price": "Of an hour of it, such as '1 USD' or spot.",
+    "latency": "From one token of an answer to the next, at most: '30 ms'.",
 }
 
 
@@ -121,7 +124,8 @@ def budget_command(as_json: bool, quiet: bool, context: int | None, **known: Any
 
     compute = 6 x parameters x tokens = devices x time x peak x MFU; tokens = 20 x parameters where
     nothing else says them. With --inference-memory and --context the model is sized by what has to
-    be served first.
+    be served first. With --inference-tokens it is set beside the size that is cheapest to train and
+    to serve, of the same quality, on --serve-on and within --latency.
 
     With offers in --devices, one line each: what --cost and --time buy there at the MFU of a
     predicted step (or --mfu), and which model that trains, compute-optimal and inference-first.
@@ -139,12 +143,11 @@ def budget_command(as_json: bool, quiet: bool, context: int | None, **known: Any
 
         show_offers(make_console(), offers)
         return
-    for name in ("model", "inference_tokens"):
-        if known.pop(name):
-            raise InvalidRequest(
-                f"`--{name.replace('_', '-')}` is of offers, and `--devices` names none",
-                hint="`--devices h100-sxm:8`; one budget takes --parameters and --tokens",
-            )
+    if known.pop("model"):
+        raise InvalidRequest(
+            "`--model` is of offers, and `--devices` names none",
+            hint="`--devices h100-sxm:8`; one budget takes --parameters and --tokens",
+        )
     budget = api.budget(**known, context=context or 0)
     if as_json:
         print_json(budget)

@@ -21,6 +21,7 @@ from memfit.errors import DoesNotFit, InvalidRequest
 
 if TYPE_CHECKING:
     from memfit.check._smaller import Change
+    from memfit.request import Request
     from memfit.results import Plan
 
 LAUNCHERS = ("slurm", "skypilot", "k8s", "ray")
@@ -32,6 +33,7 @@ LAUNCHERS = ("slurm", "skypilot", "k8s", "ray")
     "--on", required=True, type=click.Choice(LAUNCHERS), help="Which launcher starts the job."
 )
 @click.option(
+    "-o",
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("job"),
@@ -59,7 +61,7 @@ def launch_command(
     """
     from memfit import api
 
-    made = api.export(_plan_of(target, device, memory, changes), on)
+    made = api.export(_asked(target, device, memory, changes), on)
     written = api.write_export(made, out)
     if as_json:
         print_json(made)
@@ -75,6 +77,7 @@ def launch_command(
 @click.argument("target", metavar="PLAN.JSON|RUN|REQUEST.YAML|MODEL")
 @click.option("--to", required=True, metavar="TARGET", help="For which tool; the list is above.")
 @click.option(
+    "-o",
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="FOLDER",
@@ -95,13 +98,14 @@ def export_command(
     """Write a plan as the configuration of the tool that you train with.
 
     TARGET is one of accelerate, axolotl, deepspeed, dstack, k8s, llamafactory, megatron, ray,
-    skypilot, slurm, torchtitan (0.3.0), torchtitan-main, trl. Each file says at its head which plan
-    and which version of the tool it is for, the predicted peak under that tool's own step where
-    memfit describes one, and what of the plan the tool has no key for.
+    skypilot, slurm, torchtitan (0.3.0), torchtitan-main, trl. What is left open is decided for that
+    tool's own step; what does not fit there ends with exit 3 and what would. Each file says at its
+    head which plan and which version of the tool it is for, the peak that `memfit check` answers of
+    it, the packages that it asks for, and what of the plan the tool has no key for.
     """
     from memfit import api
 
-    made = api.export(_plan_of(target, device, memory, changes), to)
+    made = api.export(_asked(target, device, memory, changes), to)
     written = api.write_export(made, out) if out else []
     if as_json:
         print_json(made)
@@ -115,6 +119,8 @@ def export_command(
         click.echo(next(iter(made.files.values())), nl=False)
         for key, why in made.left_out.items():
             note(quiet)(f"not said: {key}: {why}")
+        for needed in made.needs:
+            note(quiet)(f"needs {needed.words}")
         return 0
     from memfit.screens.export import show_export
     from memfit.screens.layout import make_console
@@ -123,8 +129,10 @@ def export_command(
     return 0
 
 
-def _plan_of(target: str, device: str | None, memory: str | None, changes: Changes) -> Plan:
-    """A plan.json, alone or of a run's folder; a request or a model is planned now."""
+def _asked(
+    target: str, device: str | None, memory: str | None, changes: Changes
+) -> Plan | Request:  # fmt: skip
+    """A plan.json, alone or of a run's folder; else a request, or a model."""
     from memfit import api
 
     path = Path(target)
@@ -133,7 +141,7 @@ def _plan_of(target: str, device: str | None, memory: str | None, changes: Chang
     if path.suffix == ".json" and path.name != "config.json" and api.is_plan(path):
         read_target(str(path), device, memory, changes)  # refuses options: a plan is fixed
         return api.read_plan(path)
-    return api.plan(read_target(target, device, memory, changes))
+    return read_target(target, device, memory, changes)
 
 
 @click.command("check", short_help="Say whether another tool's configuration fits a device.")
@@ -153,9 +161,9 @@ def _plan_of(target: str, device: str | None, memory: str | None, changes: Chang
 )
 @click.option(
     "--oom",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path),
     metavar="LOG",
-    help="A log with torch's CUDA out-of-memory message: what it was that did not fit.",
+    help="A log with torch's CUDA out-of-memory message, `-` is stdin: what did not fit.",
 )
 @click.option(
     "--patch", is_flag=True, help="Print nothing but the smallest change, for `patch -p0`."
@@ -179,9 +187,10 @@ def check_command(
     """Say whether another tool's configuration fits a device; exit 3 when it does not.
 
     FILE is a configuration of TRL or transformers' Trainer, accelerate, DeepSpeed, axolotl,
-    LLaMA-Factory or torchtitan; name a launcher's and a trainer's together. What the files leave
-    open is assumed and said, and a key whose memory is not described is refused by its name.
-    Where it does not fit, the smallest changes to the files that do are listed in their own keys.
+    LLaMA-Factory or torchtitan; name a launcher's and a trainer's together, and the device with
+    --device. What the files leave open is assumed and said. Where a key's memory is not described,
+    the answer is what is needed at least, and the exit code 4. Where it does not fit, the smallest
+    changes to the files that do are listed in their own keys.
     """
     from memfit import api
 
@@ -193,22 +202,25 @@ def check_command(
     message = api.read_out_of_memory(oom) if oom else None
     checked, plan = api.check(files, data, config)
     found = api.diagnose(message, plan) if message else None
-    smallest = () if plan.memory.verdict == "fits" else api.find_changes(files, data, plan, config)
+    answer = api.judge(checked, plan, found)
+    smallest: tuple[Change, ...] = ()
+    if plan.memory.verdict != "fits":
+        smallest = api.find_changes(files, data, plan, config, checked.left_out)
     if patch:
         _print_patch(smallest, plan, note(quiet))
     elif as_json:
         from memfit.nouns import to_data
 
         print_json({
-            **to_data(checked), "plan": to_data(plan), "changes": to_data(smallest),
-            "oom": to_data(found),
+            **to_data(checked), "answer": to_data(answer), "plan": to_data(plan),
+            "changes": to_data(smallest), "oom": to_data(found),
         })  # fmt: skip
     else:
         from memfit.screens.check import show_check
         from memfit.screens.layout import make_console
 
-        show_check(make_console(), checked, plan, smallest, found, why=why)
-    return DoesNotFit.exit_code if plan.memory.verdict == "does_not_fit" else 0
+        show_check(make_console(), checked, answer, plan, smallest, found, why=why)
+    return answer.exit_code
 
 
 def _print_patch(smallest: Sequence[Change], plan: Plan, say: Callable[[str], None]) -> None:

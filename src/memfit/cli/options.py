@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 Changes = dict[str, Any]
-PLAN_FILES = (".json",)
 # what YAML 1.2 reads as it stands; its reader takes 30 ms to start
 WORD, NUMBER = re.compile(r"[A-Za-z][A-Za-z0-9_-]*"), re.compile(r"0|[1-9][0-9]*")
 POWER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?[eE]\+?[0-9]{1,2}")  # `1e9` tokens are a whole number
@@ -96,15 +95,17 @@ def read_target(target: str, device: str | None, memory: str | None, changes: Ch
     """A request from a model's name, request.yaml or plan.json, with the options put in."""
     from memfit import api
 
-    path = Path(target)
-    if path.suffix in PLAN_FILES and path.name != "config.json" and api.is_plan(path):
+    if path := api.find_plan(Path(target)):
         given = {"--device": device, "--memory": memory, "--set": changes}
+        plan = api.read_plan(path)
         if used := [name for name, value in given.items() if value]:
+            more = {"hardware.device": device, "limits.memory": memory, **changes}
+            anew = type_request(plan.request, {k: v for k, v in more.items() if v is not None})
             raise InvalidRequest(
                 f"{', '.join(used)} would change `{path}`, and a plan is fixed",
-                hint="plan again: `memfit plan request.yaml " + " ".join(used) + " …`",
+                hint=f"plan again: `memfit plan {anew}`" if anew else "plan its request again",
             )
-        return api.state(api.read_plan(path))
+        return api.state(plan)
     return api.read(target, changes=changes, device=device, memory=memory)
 
 
@@ -120,6 +121,33 @@ def same_options(device: str | None, memory: str | None, changes: Changes) -> st
     for key, value in changes.items():
         words += ["--set", f"{key}={as_yaml(value)}"]
     return " " + shlex.join(words) if words else ""
+
+
+def type_request(request: Request, changes: Mapping[str, Any]) -> str:
+    """MODEL and the options that make this request, with `changes` put in; "" for a model that the
+    request holds as a table, which cannot be typed."""
+    from memfit.nouns import to_data
+    from memfit.request import Request as Kind
+
+    if isinstance(request.model, dict):
+        return ""
+    plain = _flatten(to_data(Kind(model=request.model)))
+    stated = {k: v for k, v in _flatten(to_data(request)).items() if plain.get(k) != v}
+    keys = {**stated, **changes}
+    device, memory = keys.pop("hardware.device", None), keys.pop("limits.memory", None)
+    return shlex.quote(request.model) + same_options(device, memory, keys)
+
+
+def _flatten(data: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Dotted keys of a table of tables."""
+    found: dict[str, Any] = {}
+    for key, value in data.items():
+        found |= (
+            _flatten(value, f"{before}{key}.")
+            if isinstance(value, dict)
+            else {f"{before}{key}": value}
+        )
+    return found
 
 
 def print_json(noun: object) -> None:

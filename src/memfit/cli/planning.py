@@ -20,6 +20,7 @@ from memfit.cli.options import (
     read_target,
     request_options,
     same_options,
+    type_request,
     why_option,
 )
 from memfit.cli.searching import OBJECTIVES, check_together, compare_offers, explain_why_not
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from memfit.recipe import Recipe
     from memfit.request import Request
     from memfit.results import Certificate, Lever, Nearest, Plan
+
+YOURS = "YOUR_DATA.jsonl"  # of a command that needs data, where none was named
 
 
 @click.command("plan", short_help="Decide every knob left on `auto` under the limits.")
@@ -117,6 +120,8 @@ def _after_plan(
 ) -> list[str]:  # fmt: skip
     """What one would type next: make it fit, prove it, or train."""
     again = f"{shlex.quote(target)}{same_options(device, memory, changes)}"
+    if plan.memory.verdict == "does_not_fit" and plan.ways_out:
+        return [f"memfit plan {again} {shlex.join(way.options)}" for way in plan.ways_out[:2]]
     if plan.recipe.framework != "memfit":
         chosen = plan.chosen.changes if plan.chosen else {}
         stated = same_options(device, memory, {**changes, **chosen})
@@ -125,14 +130,7 @@ def _after_plan(
             f"memfit predict {shlex.quote(target)}{stated} --why",
         ]
     if plan.memory.verdict == "does_not_fit":
-        helping = [lever for lever in plan.levers if lever.fits]
-        if not helping:
-            return [f"memfit plan {again} --why"]
-        from memfit.words import set_words
-
-        best = min(helping, key=lambda lever: lever.relative_time)
-        words = " ".join(f"--set {word}" for word in set_words(best.changes))
-        return [f"memfit plan {again} {words}"]
+        return [f"memfit plan {again} --why"]
     if folder:
         return [f"memfit certify {shlex.quote(str(folder / 'plan.json'))}"]
     commands = [f"memfit certify {again}"]
@@ -208,7 +206,7 @@ def certify_command(
 
     say = note(quiet)
     request = read_target(target, device, memory, changes)
-    if request.ranks > 1 and not _is_plan_file(target):
+    if request.ranks > 1 and not api.find_plan(Path(target)):
         return _certify_ranks(request, folder, timeline, as_json, why, say)
     plan, home = _plan_of(target, request, folder)
     _check_home(home, timeline)
@@ -358,13 +356,13 @@ def _show_miss(
 
 def _after_miss(plan: Plan, asked: Asked, nearest: Nearest | None) -> list[str]:
     """The nearest recipe's own command; a plan is fixed, so that it is planned again."""
+    from memfit import api
+
     if nearest is None or nearest.memory.verdict == "does_not_fit":
         return []
-    if asked.target.endswith(".json"):
-        from memfit.words import set_words
-
-        words = " ".join(f"--set {word}" for word in set_words(nearest.changes))
-        return [f"memfit plan REQUEST.YAML {words}"]
+    if api.find_plan(Path(asked.target)):
+        anew = type_request(plan.request, nearest.changes)
+        return [f"memfit plan {anew}"] if anew else []
     return [f"memfit certify {asked.again(nearest.changes)}"]
 
 
@@ -372,17 +370,9 @@ def _plan_of(target: str, request: Request, folder: Path | None) -> tuple[Plan, 
     """The plan of a plan.json as it stands, or of a request; and the folder that it belongs to."""
     from memfit import api
 
-    path = Path(target)
-    if _is_plan_file(target):
+    if path := api.find_plan(Path(target)):
         return api.read_plan(path), folder or path.parent
     return api.plan(request), folder
-
-
-def _is_plan_file(target: str) -> bool:
-    from memfit import api
-
-    path = Path(target)
-    return path.suffix == ".json" and path.name != "config.json" and api.is_plan(path)
 
 
 def _with_time(
@@ -407,10 +397,10 @@ def _after_certificate(
         return _after_miss(plan, asked, nearest)
     if not home:
         return []
-    file = shlex.quote(str(home / "plan.json"))
     if not plan.request.task.data:
-        return ["memfit train request.yaml   # with `task.data:` set, to train for real"]
-    return [f"memfit train {file}"]
+        anew = type_request(plan.request, {"task.data": YOURS})
+        return [f"memfit train {anew}"] if anew else []
+    return [f"memfit train {shlex.quote(str(home / 'plan.json'))}"]
 
 
 @click.command("diff", short_help="Compare two certificates by component, module and tensor.")

@@ -219,7 +219,7 @@ def generate_command(
 @click.command("merge", short_help="Write an adapter into its base, as one model folder.")
 @click.argument("folder", metavar="RUN|ADAPTER", type=click.Path(path_type=Path))
 @click.option(
-    "--out", type=click.Path(path_type=Path), metavar="FOLDER", required=True,
+    "-o", "--out", type=click.Path(path_type=Path), metavar="FOLDER", required=True,
     help="A folder that does not exist yet.",
 )  # fmt: skip
 @output_options

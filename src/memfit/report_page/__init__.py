@@ -12,8 +12,10 @@ from memfit import units
 from memfit.ledger import Ledger, Phase
 from memfit.nouns import to_data
 from memfit.plan.verdict import needs
-from memfit.report import peak_phase, sections
+from memfit.report import peak_phase, warnings_of
+from memfit.report import sections as compared
 from memfit.report_page.parts import (
+    contents,
     curve,
     dotted,
     key,
@@ -35,9 +37,8 @@ TENSORS = 12
 
 def render_page(report: Report, *, folder: str) -> str:
     """The whole page of a report; `folder` is how the commands that repeat the run name it."""
-    body = "".join(
+    sections = "".join(
         (
-            _header(report),
             _warnings(report),
             _memory(report),
             _instants(report),
@@ -50,6 +51,7 @@ def render_page(report: Report, *, folder: str) -> str:
             _repeat(report, folder),
         )
     )
+    body = _header(report) + contents(sections) + sections
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
@@ -94,8 +96,7 @@ def _header(report: Report) -> str:
 
 
 def _warnings(report: Report) -> str:
-    said = report.run.warnings if report.run else ()
-    items = "".join(f"<li>{text(line)}</li>" for line in said)
+    items = "".join(f"<li>{text(line)}</li>" for line in warnings_of(report))
     return section("Warnings", f"<ul>{items}</ul>" if items else "")
 
 
@@ -181,7 +182,7 @@ def _comparisons(report: Report) -> str:
         "error of certificate",
     )
     pieces = []
-    for title, rows in sections(report.comparisons):
+    for title, rows in compared(report.comparisons):
         cells = [
             (
                 f'{text(short_name(r.name))} <code class="soft">{text(r.name)}</code>',

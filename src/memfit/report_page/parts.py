@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from math import isfinite
@@ -26,7 +27,21 @@ def dotted(value: object) -> str:
 def section(title: str, *pieces: str) -> str:
     """A titled card; nothing when it has no content."""
     body = "".join(pieces)
-    return f"<section><h2>{text(title)}</h2>{body}</section>\n" if body else ""
+    if not body:
+        return ""
+    return f'<section id="{anchor(title)}"><h2>{text(title)}</h2>{body}</section>\n'
+
+
+def anchor(title: str) -> str:
+    """The id of the section of that title."""
+    return "-".join(re.findall(r"[a-z]+", title.lower()))
+
+
+def contents(sections: str) -> str:
+    """Links to every section of a page, in their order."""
+    found = re.findall(r'<section id="([a-z-]+)"><h2>(.*?)</h2>', sections)
+    links = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title in found)
+    return f'<nav aria-label="Contents"><ul>{links}</ul></nav>\n'
 
 
 def table(

@@ -1,7 +1,7 @@
 """The page's style sheet: light and dark, from 320 px up, no file beside the page."""
 
 STYLE = """
-:root{--bg:#fbfbf9;--card:#fff;--ink:#1d1f21;--soft:#5c6166;--line:#dcdcd6;--accent:#0072b2;
+:root{--bg:#fbfbf9;--card:#fff;--ink:#1d1f21;--soft:#5c6166;--line:#dcdcd6;--accent:#0068a3;
 --fits:#0b6b3a;--at_risk:#8a5a00;--does_not_fit:#b3261e;--unproven:#1f5f8b;--track:#eeeee9}
 @media (prefers-color-scheme:dark){:root{--bg:#14161a;--card:#1c1f24;--ink:#e8e6e1;--soft:#a3a7ad;
 --line:#343941;--accent:#6cb8ec;--fits:#5fd39a;--at_risk:#f0b849;--does_not_fit:#ff8a80;
@@ -24,6 +24,8 @@ pre{white-space:pre-wrap;overflow-wrap:anywhere;background:var(--bg);border:1px 
 border-radius:8px;padding:12px;margin:0}
 section,header{background:var(--card);border:1px solid var(--line);border-radius:12px;
 padding:20px;margin:0 0 16px}
+nav ul{list-style:none;display:flex;flex-wrap:wrap;gap:4px 18px;margin:0 0 16px;padding:0 20px}
+a{color:var(--accent)}
 .verdict{display:inline-block;font-weight:700;letter-spacing:.03em;border:2px solid currentColor;
 border-radius:999px;padding:2px 14px;margin:0 8px 8px 0}
 .fits{color:var(--fits)}.at_risk{color:var(--at_risk)}

@@ -18,67 +18,22 @@ from memfit.curve import Curve, pack
 from memfit.plan.verdict import needs
 from memfit.report_page.parts import dotted, key, section, table, text
 from memfit.report_page.style import STYLE
+from memfit.report_page.timeline_script import LOOK, SCRIPT
 from memfit.results import Certificate, Tensor
 from memfit.words import COLOURS, PHASES, VERDICTS
 
-WIDTH, HEIGHT = 1000.0, 360.0  # of the drawing's own coordinates
-ROOM = 1.04  # of the highest line, so that it does not touch the frame
+HEIGHT = 360.0  # of the drawing's own coordinates; across, an event is one of them
+ROOM = 1.14  # of the highest line: the peak's figure stands above it
 FAR = 1.6  # a limit further above the peak than this is told, not drawn
 BLOCKS = 40  # rows of the table
+BUTTONS = (  # the script shows them
+    '<p id="zoom" hidden><button type="button" id="to-peak">Show the peak</button> '
+    '<button type="button" id="in" aria-label="zoom in">+</button> '
+    '<button type="button" id="out" aria-label="zoom out">−</button> '
+    '<button type="button" id="whole">Whole step</button></p>'
+)
 NARROW = 0.05  # of the width; a phase narrower than this has its name in the reading only
 WIDE = 0.3  # and than this, on a telephone
-LOOK = """
-.plot{position:relative;margin:28px 0 22px 74px}
-.plot svg{display:block;width:100%;height:380px;background:var(--bg);border:1px solid var(--line)}
-.plot svg:focus{outline:2px solid var(--accent)}
-.y,.x,.phase{position:absolute;font-size:.76rem;color:var(--soft);white-space:nowrap;
-font-variant-numeric:tabular-nums}
-.y{right:100%;transform:translateY(-50%);padding-right:8px}
-.x{top:100%;padding-top:3px}
-.middle{transform:translateX(-50%)}
-.here{position:absolute;top:3px;padding:0 5px;font-size:.76rem;font-weight:600}
-.phase{bottom:100%;padding:0 0 3px 3px;overflow:hidden;text-overflow:ellipsis}
-.band{fill:var(--soft);opacity:.09}.band.odd{opacity:0}
-.edge{stroke:var(--soft);stroke-width:1;stroke-dasharray:2 3;opacity:.6}
-.reserved{fill:none;stroke:var(--ink);stroke-width:1.5}
-.halo{stroke:var(--card);stroke-width:5;opacity:.8}
-.limitline{stroke:var(--does_not_fit);stroke-width:2;stroke-dasharray:8 4}
-.peak{stroke:var(--ink);stroke-width:1.5;stroke-dasharray:3 3}
-#hair{stroke:var(--accent);stroke-width:1.5}
-.legend>span{margin-right:16px;white-space:nowrap;font-size:.85rem}
-.stroke{display:inline-block;width:20px;height:0;margin-right:6px;vertical-align:4px;
-border-top:2px solid var(--ink)}
-.stroke.l{border-top:2px dashed var(--does_not_fit)}
-#read{min-height:7.2em;margin-top:8px;border:1px solid var(--line);border-radius:8px;
-padding:8px 12px;font-size:.88rem;overflow-wrap:anywhere}
-@media (max-width:560px){.plot{margin-left:62px}.plot .narrow,.plot .middle{display:none}}
-"""
-SCRIPT = """
-(function(){
-var d=JSON.parse(document.getElementById("data").textContent),p=d.points;
-var svg=document.getElementById("svg"),hair=document.getElementById("hair");
-var read=document.getElementById("read"),at=d.peak;
-function size(n){var u=["B","KiB","MiB","GiB","TiB"],i=0;
-while(Math.abs(n)>=1024&&i<4){n/=1024;i++}return(i?n.toFixed(2):n)+" "+u[i]}
-function line(s){var e=document.createElement("div");e.textContent=s;read.appendChild(e)}
-function show(i){at=Math.max(0,Math.min(p.length-1,i));var q=p[at],s=d.strings;
-var x=q[0]/d.events*1000;hair.setAttribute("x1",x);hair.setAttribute("x2",x);
-read.textContent="";
-line("event "+q[0].toLocaleString("en")+" of "+d.events.toLocaleString("en")+", "+s[q[2]]
-+(at===d.peak?" (the peak)":""));
-line(s[q[3]]);
-line("tensors "+size(q[1])+(q[5]?", reserved "+size(q[5]):""));
-var k=[];d.kinds.forEach(function(n,j){if(q[6][j])k.push(n+" "+size(q[6][j]))});
-line(k.join(", "));if(s[q[4]])line(s[q[4]])}
-function near(x){var a=0,b=p.length-1;while(a<b){var m=(a+b)>>1;
-if(p[m][0]<x)a=m+1;else b=m}return a&&x-p[a-1][0]<p[a][0]-x?a-1:a}
-svg.addEventListener("pointermove",function(e){var r=svg.getBoundingClientRect();
-show(near((e.clientX-r.left)/r.width*d.events))});
-svg.addEventListener("keydown",function(e){
-var by={ArrowLeft:-1,ArrowRight:1,PageUp:-25,PageDown:25}[e.key];
-if(by){e.preventDefault();show(at+by)}});
-show(d.peak)})();
-"""
 
 
 def render_timeline(curve: Curve, certificate: Certificate) -> str:
@@ -155,9 +110,10 @@ def _drawing(curve: Curve, certificate: Certificate) -> tuple[str, ...]:
     top = max(highest, drawn or 0) * ROOM
     plot = (
         f'<div class="plot">{_labels(curve, top)}'
-        f'<svg id="svg" viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" preserveAspectRatio="none" '
+        f'<svg id="svg" viewBox="0 0 {_width(curve)} {HEIGHT:.0f}" preserveAspectRatio="none" '
         f'tabindex="0" role="img" aria-label="{text(_words(curve))}">'
-        f"{_bands(curve)}{_areas(curve, top)}{_lines(curve, top, drawn)}</svg></div>"
+        f"{_bands(curve)}{_areas(curve, top)}{_lines(curve, top, drawn)}</svg>"
+        f"{_peak(curve, top)}</div>{BUTTONS}"
     )
     names = "".join(f"<span>{key(kind)}</span>" for kind in curve.kinds)
     if curve.points and curve.points[-1].reserved is not None:
@@ -170,13 +126,14 @@ def _drawing(curve: Curve, certificate: Certificate) -> tuple[str, ...]:
 
 def _note(curve: Curve, limit: int | None, drawn: int | None) -> str:
     said = [
-        f"{curve.events:,} allocations and releases in order, not in time; the arrow keys step "
-        "through the drawing."
+        f"{curve.events:,} allocations and releases in order, not in time. In the drawing the "
+        "arrow keys step through them, + and - change the view, P shows the peak, and a drag "
+        "shows a part."
     ]
     if len(curve.points) < curve.events:
         said.append(
             f"Drawn: {len(curve.points):,} of them, the highest and the lowest of each stretch, so "
-            "that no peak is left out."
+            "that no peak is left out, and all around the highest peak."
         )
     if limit is not None and drawn is None:
         said.append(f"The limit, {units.show_bytes(max(limit, 0))}, is outside the drawing.")
@@ -191,8 +148,8 @@ def _words(curve: Curve) -> str:
     )
 
 
-def _x(curve: Curve, event: int) -> float:
-    return WIDTH * event / max(curve.events, 1)
+def _width(curve: Curve) -> int:
+    return max(curve.events, 1)
 
 
 def _y(nbytes: float, top: float) -> float:
@@ -210,17 +167,27 @@ def _labels(curve: Curve, top: float) -> str:
         (1.0, 'class="x" style="right:0"'),
     ):
         marks.append(f"<span {look}>event {round(curve.events * part):,}</span>")
-    share = curve.peak.event / max(curve.events, 1)
-    side = f"right:{1 - share:.2%}" if share > 0.5 else f"left:{share:.2%}"
-    marks.append(f'<span class="here" style="{side}">peak</span>')
     for phase, start, stop in curve.stretches:
-        left, width = start / max(curve.events, 1), (stop - start) / max(curve.events, 1)
-        if width >= NARROW:
-            place = f"left:{left:.2%};width:{width:.2%}"
-            said = text(PHASES.get(phase, phase))
-            look = "phase" if width >= WIDE else "phase narrow"
-            marks.append(f'<span class="{look}" style="{place}" title="{said}">{said}</span>')
+        left, width = start / _width(curve), (stop - start) / _width(curve)
+        hidden = "" if width >= NARROW else " hidden"
+        said = text(PHASES.get(phase, phase))
+        look = "phase" if width >= WIDE else "phase narrow"
+        marks.append(
+            f'<span class="{look}" style="left:{left:.2%};width:{width:.2%}" data-from="{start}" '
+            f'data-to="{stop}" title="{said}"{hidden}>{said}</span>'
+        )
     return "".join(marks)
+
+
+def _peak(curve: Curve, top: float) -> str:
+    """An arrow onto the peak with its figure above it; neither covers it."""
+    share, nbytes = curve.peak.event / _width(curve), sum(curve.peak.kinds)
+    at = f"left:{share:.4%};bottom:{nbytes / top:.2%}"
+    return (
+        f'<div id="peak"><i style="{at}"></i>'
+        f'<span style="{at};transform:translateX(-{share:.2%})">'
+        f"peak {text(units.show_bytes(nbytes))}</span></div>"
+    )
 
 
 def _ticks(top: float) -> list[int]:
@@ -235,54 +202,56 @@ def _ticks(top: float) -> list[int]:
 def _bands(curve: Curve) -> str:
     pieces = []
     for number, (phase, start, stop) in enumerate(curve.stretches):
-        left, right = _x(curve, start), _x(curve, stop)
         name = text(PHASES.get(phase, phase))
         pieces.append(
-            f'<rect class="band{" odd" if number % 2 else ""}" x="{left:.2f}" y="0" '
-            f'width="{right - left:.2f}" height="{HEIGHT:.0f}"><title>{name}</title></rect>'
-            f'<line class="edge" x1="{left:.2f}" x2="{left:.2f}" y1="0" y2="{HEIGHT:.0f}" '
+            f'<rect class="band{" odd" if number % 2 else ""}" x="{start}" y="0" '
+            f'width="{stop - start}" height="{HEIGHT:.0f}"><title>{name}</title></rect>'
+            f'<line class="edge" x1="{start}" x2="{start}" y1="0" y2="{HEIGHT:.0f}" '
             'vector-effect="non-scaling-stroke"/>'
         )
     return "".join(pieces)
 
 
 def _areas(curve: Curve, top: float) -> str:
-    """One polygon a kind, each on what lies below it."""
+    """One polygon a kind, each on what lies below it.
+
+    They are drawn from the topmost down, each with an edge of a pixel: a spike that is narrower
+    than a pixel is then as wide as its edge, and as high as it is.
+    """
     below = [0] * len(curve.points)
     pieces = []
     for index, kind in enumerate(curve.kinds):
         above = [low + p.kinds[index] for low, p in zip(below, curve.points, strict=True)]
         spots = [*_spots(curve, above, top), *reversed(_spots(curve, below, top))]
         pieces.append(
-            f'<polygon fill="{COLOURS[kind]}" points="{" ".join(spots)}">'
+            f'<polygon class="area" fill="{COLOURS[kind]}" stroke="{COLOURS[kind]}" '
+            f'points="{" ".join(spots)}" vector-effect="non-scaling-stroke">'
             f"<title>{text(kind)}</title></polygon>"
         )
         below = above
-    return "".join(pieces)
+    return "".join(reversed(pieces))
 
 
 def _spots(curve: Curve, values: Sequence[int], top: float) -> list[str]:
     pairs = zip(curve.points, values, strict=True)
-    return [f"{_x(curve, p.event):.2f},{_y(value, top):.1f}" for p, value in pairs]
+    return [f"{p.event},{_y(value, top):.1f}" for p, value in pairs]
 
 
 def _lines(curve: Curve, top: float, limit: int | None) -> str:
-    """What the allocator reserves, the limit, the peak, and the hair under the pointer."""
+    """What the allocator reserves, the limit, and the hair under the pointer."""
     fixed = 'vector-effect="non-scaling-stroke"'
     pieces = []
     reserved = [p for p in curve.points if p.reserved is not None]
     if reserved:
-        spots = (f"{_x(curve, p.event):.2f},{_y(p.reserved or 0, top):.1f}" for p in reserved)
+        spots = (f"{p.event},{_y(p.reserved or 0, top):.1f}" for p in reserved)
         pieces.append(f'<polyline class="reserved" points="{" ".join(spots)}" {fixed}/>')
     if limit is not None:
         y = f"{_y(limit, top):.1f}"
-        line = f'x1="0" x2="{WIDTH:.0f}" y1="{y}" y2="{y}"'
+        line = f'x1="0" x2="{_width(curve)}" y1="{y}" y2="{y}"'
         pieces.append(f'<line class="halo" {line} {fixed}/>')
         pieces.append(f'<line class="limitline" {line} {fixed}><title>limit</title></line>')
-    x = f"{_x(curve, curve.peak.event):.2f}"
-    for name in ('class="peak"', 'id="hair"'):
-        line = f'x1="{x}" x2="{x}" y1="0" y2="{HEIGHT:.0f}"'
-        pieces.append(f"<line {name} {line} {fixed}/>")
+    pieces.append(f'<line id="hair" y1="0" y2="{HEIGHT:.0f}" {fixed}/>')  # the script places it
+    pieces.append(f'<rect id="dragged" y="0" height="{HEIGHT:.0f}" width="0"/>')
     return "".join(pieces)
 
 

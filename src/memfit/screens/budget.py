@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from memfit import units
 from memfit.plan.budget import QUANTITIES, Budget, Figure
-from memfit.screens.layout import bullets, heading, make_table, plain, show
+from memfit.plan.lifetime import Lifetime
+from memfit.screens.layout import INDENT, bullets, heading, make_table, plain, say, show
 from memfit.screens.terminal import Console
 
 COUNTS = {"parameters", "tokens", "chinchilla_tokens", "chinchilla_parameters",
@@ -28,7 +29,35 @@ def show_budget(console: Console, budget: Budget) -> None:
         table.add_row("its weights", units.show_bytes(sized.weight_nbytes))
         table.add_row("its cache", units.show_bytes(sized.cache_nbytes))
         show(console, table)
+    if budget.lifetime is not None:
+        _show_life(console, budget.lifetime)
     bullets(console, "Mind", budget.warnings)
+
+
+def _show_life(console: Console, life: Lifetime) -> None:
+    """What was budgeted beside the cheapest of its quality."""
+    heading(console, f"Over its life: {units.show_count(life.request.tokens)} tokens served")
+    names = ("parameters", "tokens", "train USD", "serve USD", "a token")
+    table = make_table("", *names, numbers=names)
+    for name, size in (("as budgeted", life.own), ("cheapest", life.cheapest)):
+        table.add_row(
+            name,
+            units.show_count(size.parameters),
+            units.show_count(size.tokens),
+            _rounded(size.training),
+            _rounded(size.serving),
+            units.show_seconds(size.latency) + ("" if size.fits else "!"),
+        )
+    show(console, table)
+    if not life.own.fits:
+        why = "! it cannot be served there: its memory or its latency is too much"
+        say(console, why, style="dim", indent=INDENT)
+    bullets(console, "Because", [plain(console, text) for text in life.because])
+
+
+def _rounded(usd: float) -> str:
+    """To three digits: serving is known no better."""
+    return f"{float(f'{usd:.3g}'):,.0f}"
 
 
 def _show_figures(console: Console, title: str, figures: dict[str, Figure]) -> None:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from memfit.screens.layout import bullets, say
+from memfit.screens.layout import STYLES, bullets, say
 from memfit.screens.plan import show_plan
 from memfit.screens.terminal import Console
 from memfit.units import show_bytes
+from memfit.words import VERDICTS
 
+# of verdicts that have a sentence of their own
+WORDS = {
+    name: (VERDICTS[name], STYLES[name]) for name in ("does_not_fit",)
+} | {"not_known": ("NOT KNOWN", "bold yellow")}  # fmt: skip
 MEANS = {
     "capacity": "the device has", "free": "free of it", "allocated": "in torch's tensors",
     "reserved": "held by torch", "outside": "held by others than torch's allocator",
@@ -17,6 +22,8 @@ MEANS = {
 
 if TYPE_CHECKING:
     from memfit.check import Checked
+    from memfit.check._answer import Answer
+    from memfit.check._keys import Undescribed
     from memfit.check._out_of_memory import Diagnosed
     from memfit.check._smaller import Change
     from memfit.results import Plan
@@ -25,6 +32,7 @@ if TYPE_CHECKING:
 def show_check(
     console: Console,
     checked: Checked,
+    answer: Answer,
     plan: Plan,
     smallest: Sequence[Change],
     found: Diagnosed | None,
@@ -33,14 +41,24 @@ def show_check(
 ) -> None:
     """The verdict and its breakdown as of any plan; what would fit; how the files were read."""
     say(console, f"Read as {' and '.join(checked.tools)}", style="bold")
-    show_plan(console, plan, commands=[], why=why)
+    verdict = (*WORDS[answer.verdict], answer.headline) if answer.headline else None
+    show_plan(console, plan, commands=[], why=why, verdict=verdict)
+    bullets(console, "Not described", [_name(one) for one in checked.undescribed])
     if plan.memory.verdict != "fits":
         none = ["none of the keys that memfit knows"]
-        bullets(console, "Smallest changes that fit", [_say(one) for one in smallest] or none)
+        heads = "Smallest changes that fit" + (
+            ", of what is described" if checked.undescribed else ""
+        )
+        bullets(console, heads, [_say(one) for one in smallest] or none)
     bullets(console, "Assumed of the files", checked.assumed)
-    bullets(console, "Keys not looked at", checked.passed)
     if found is not None:
         bullets(console, "The out-of-memory message", _explain(found))
+
+
+def _name(one: Undescribed) -> str:
+    """The key with its value, why it is not described, and what may have been meant."""
+    meant = f"; is `{one.near}` meant?" if one.near else ""
+    return f"`{one.said}` ({one.file}): {one.why}{meant}"
 
 
 def _say(change: Change) -> str:
@@ -67,6 +85,9 @@ def _explain(found: Diagnosed) -> list[str]:
         value = getattr(message, name)
         if value is not None:
             lines.append(f"{MEANS[name]}: {show_bytes(value)}")
+    if found.causes:
+        ranked = (f"{one.what}: {show_bytes(one.nbytes)}" for one in found.causes)
+        lines += [f"beyond the prediction, {one}" for one in ranked]
     if found.other_device:
         lines.append("it is of a device of another size than the one asked about: `--device`")
     if found.fragmented:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,18 @@ def show_export(console: Console, made: Export, written: Sequence[Path]) -> None
     say(console, f"Plan {made.recipe_digest} for {made.target}{version}", style="bold")
     say(console, f"predicted peak of a device there: {made.peak.words}")
     bullets(console, "Wrote", map(str, written))
+    changed = [f"{key}: {why}" for key, why in made.changed.items()]
+    bullets(console, "Not as it was asked or planned", changed)
     left = [f"{key}: {why}" for key, why in made.left_out.items()]
     bullets(console, f"Not said: {made.target} has no key for it", left)
-    next_commands(console, [made.start])
+    bullets(console, "Needs", [need.words for need in made.needs])
+    bullets(console, "Before you start", made.notes)
+    folder = written[0].parent if written else Path()
+    checked = [shlex.join(_from_here(made.check, made.files, folder))] if made.check else []
+    into = f"cd {shlex.quote(str(folder))} && " if folder != Path() else ""
+    next_commands(console, [*checked, f"{into}{made.start}"])
+
+
+def _from_here(words: Sequence[str], files: Mapping[str, str], folder: Path) -> list[str]:
+    """The command with the files as they are named from the folder where one is."""
+    return [str(folder / word) if word in files else word for word in words]

@@ -29,12 +29,16 @@ BEYOND = {
 }
 
 
+def show_word(console: Console, word: str, style: str, subject: str) -> None:
+    """A verdict's word, and what it is of."""
+    show(console, [Styled(word, style), Styled(f"  {plain(console, subject)}")], indent=0)
+
+
 def show_verdict(console: Console, memory: Memory, subject: str) -> None:
     """The word, both numbers, and how much room is left or missing."""
-    word = Styled(VERDICTS[memory.verdict], STYLES[memory.verdict])
-    show(console, [word, Styled(f"  {plain(console, subject)}")], indent=0)
+    show_word(console, VERDICTS[memory.verdict], STYLES[memory.verdict], subject)
     needed = needs(memory)
-    said = f"needs {units.show_bytes(needed)}"
+    said = f"needs {units.show_bytes(needed)}{_band(memory)}"
     if memory.usable is None:
         said += "; how much may be used is unknown"
     else:
@@ -43,6 +47,13 @@ def show_verdict(console: Console, memory: Memory, subject: str) -> None:
         said += _ratio(needed, memory.usable)
         said += f": {units.show_bytes(abs(over))} {'too much' if over > 0 else 'to spare'}"
     say(console, said)
+
+
+def _band(memory: Memory) -> str:
+    if memory.total_low is None or memory.total_high is None:
+        return ""
+    low, high = units.show_gib(memory.total_low), units.show_gib(memory.total_high)
+    return f" ({low} to {high})"
 
 
 def _ratio(needed: int, usable: int) -> str:
@@ -68,14 +79,14 @@ def _beyond_the_entries(memory: Memory) -> dict[str, int]:
     context's share themselves.
     """
     reserved, total = memory.peak_reserved, memory.device_total
-    if reserved is None:
+    if reserved is None or total is None:  # and what is needed is the allocated peak alone
         return {}
     held = sum_by_kind(memory.entries)
     context = held.pop(Kind.CONTEXT, 0)
-    found = {"fragmentation": max(0, reserved - sum(held.values()))}
-    if total is not None:
-        found["context"] = max(0, total - reserved - context)
-    return found
+    return {
+        "fragmentation": max(0, reserved - sum(held.values())),
+        "context": max(0, total - reserved - context),
+    }
 
 
 def show_bar(console: Console, memory: Memory) -> None:

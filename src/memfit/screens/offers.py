@@ -40,7 +40,7 @@ def show_offers(console: Console, offers: Offers) -> None:
 
 
 def _name(row: Spent) -> str:
-    return f"{row.offer.device}:{row.offer.count}"
+    return row.offer.name
 
 
 def _figures(row: Spent) -> tuple[str, ...]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from memfit import units
+from memfit.plan.assumed import describe_storage, is_pure
+from memfit.plan.traffic import compare_with_copies
 from memfit.plan.verdict import describe_lack, needs
 from memfit.recipe import Parallel, Recipe
 from memfit.results import Considered, Cost, Plan, Time
@@ -20,15 +23,31 @@ from memfit.screens.layout import (
     show,
     tick,
 )
-from memfit.screens.memory import show_bar, show_breakdown, show_instants, show_verdict
+from memfit.screens.memory import (
+    show_bar,
+    show_breakdown,
+    show_instants,
+    show_verdict,
+    show_word,
+)
 from memfit.screens.terminal import Console
 from memfit.words import set_words
 
 FIRST = 6  # rows of the "considered" table without --why
 
 
-def show_plan(console: Console, plan: Plan, *, commands: Sequence[str], why: bool = False) -> None:
-    """The whole screen of `memfit plan` and `memfit predict`."""
+def show_plan(
+    console: Console,
+    plan: Plan,
+    *,
+    commands: Sequence[str],
+    why: bool = False,
+    verdict: tuple[str, str, str] | None = None,
+) -> None:
+    """The whole screen of `memfit plan` and `memfit predict`.
+
+    verdict: another one than the prediction's own: its word, style and sentence.
+    """
     recipe, memory = plan.recipe, plan.memory
     subject = f"{recipe.model.name} on {recipe.device}"
     if memory.peak_allocated is None:
@@ -36,10 +55,19 @@ def show_plan(console: Console, plan: Plan, *, commands: Sequence[str], why: boo
         say(console, describe_recipe(plan), style="dim")
         say(console, memory.because, indent=INDENT)
     else:
-        show_verdict(console, memory, subject)
+        if verdict is None:
+            show_verdict(console, memory, subject)
+        else:
+            word, style, sentence = verdict
+            show_word(console, word, style, subject)
+            say(console, sentence)
         say(console, describe_recipe(plan), style="dim")
+        if recipe.framework == "memfit" and is_pure(recipe):
+            say(console, describe_storage(plan.request, recipe), style="bold yellow")
         _show_memory(console, plan, why=why)
+    _show_ways_out(console, plan)
     _show_time(console, plan.time, plan.cost, recipe.steps)
+    _show_traffic(console, plan)
     _show_considered(console, plan, why=why)
     _show_levers(console, plan)
     bullets(console, "Assumed", plan.assumptions)
@@ -65,9 +93,11 @@ def describe_recipe(plan: Plan) -> str:
     kind = " (selective)" if r.recompute == "selective" else ""
     part = f" + {r.selective_blocks} selective" if r.selective_blocks else ""
     part += f", {r.offload} offloaded" if r.offload != "none" else ""
+    rounded = " rounded by chance" if r.optimizer.stochastic_rounding else ""
+    within = " in backward" if r.optimizer.in_backward else ""
     return (
-        f"{whose}{_describe_objective(r)}{r.method}{adapter}, {r.precision}, {r.optimizer.name}"
-        f" {r.optimizer.implementation}{' in backward' if r.optimizer.in_backward else ''},"
+        f"{whose}{_describe_objective(r)}{r.method}{adapter}, {r.precision}{rounded},"
+        f" {r.optimizer.name} {r.optimizer.implementation}{within},"
         f" sequence {r.sequence_length}, batch {r.micro_batch} x"
         f" {r.accumulation}{_describe_axes(r)}, recompute {r.recompute_blocks} blocks{kind}{part},"
         f" loss {r.loss}, attention {r.attention}, {r.steps or 'unknown'} steps; recipe"
@@ -93,8 +123,33 @@ def _describe_axes(recipe: Recipe) -> str:
     return f" on {parallel.world} ranks ({axes})"
 
 
+def _show_traffic(console: Console, plan: Plan) -> None:
+    """Bytes that a rank sends in a step, by axis; nothing of one device."""
+    if not plan.traffic:
+        return
+    heading(console, "Sent by a rank in one step")
+    columns = ("axis", "collective", "ranks", "bytes", "because")
+    table = make_table(*columns, numbers=("ranks", "bytes"))
+    for row in plan.traffic:
+        sent = units.show_bytes(row.nbytes)
+        table.add_row(row.axis, row.collective, str(row.ranks), sent, plain(console, row.because))
+    show(console, table)
+    ratio = compare_with_copies(plan.traffic)
+    if ratio is not None:
+        said = f"dp axes together: {ratio:.2f}x what DDP's all_reduce of the same gradients sends"
+        say(console, said, style="dim", indent=INDENT)
+
+
 def _known(value: float | None, text: str) -> str:
     return "unknown" if value is None else text
+
+
+def _one_step(time: Time) -> str:
+    said = _known(time.step_seconds, units.show_seconds(time.step_seconds or 0))
+    if time.step_seconds_low is None or time.step_seconds_high is None:
+        return said
+    low, high = (units.show_seconds(s) for s in (time.step_seconds_low, time.step_seconds_high))
+    return f"{said} (from {low} to {high})"
 
 
 def time_rows(time: Time, cost: Cost, steps: int) -> list[tuple[str, str]]:
@@ -103,7 +158,7 @@ def time_rows(time: Time, cost: Cost, steps: int) -> list[tuple[str, str]]:
     energy = _known(kwh, f"{kwh or 0:,.3g} kWh") + (f", {kg:,.3g} kg CO2" if kg is not None else "")
     hours = cost.device_hours
     return [
-        ("one step", _known(time.step_seconds, units.show_seconds(time.step_seconds or 0))),
+        ("one step", _one_step(time)),
         ("tokens/s", _known(time.tokens_per_second, f"{time.tokens_per_second or 0:,.0f}")),
         ("MFU / HFU", _known(time.mfu, f"{time.mfu or 0:.1%} / {time.hfu or 0:.1%}")),
         ("model FLOP/step", f"{time.model_flops_per_step:.3g}"),
@@ -125,7 +180,8 @@ def _show_time(console: Console, time: Time, cost: Cost, steps: int) -> None:
     table.show_header = False
     for what, figure in time_rows(time, cost, steps):
         table.add_row(what, figure)
-    table.add_row("because", plain(console, f"{time.because}; {cost.because}"), style="dim")
+    said = (time.because, time.range_because, cost.because)
+    table.add_row("because", plain(console, "; ".join(filter(None, said))), style="dim")
     show(console, table)
 
 
@@ -197,11 +253,32 @@ def _needs(row: Considered) -> int:
     return row.peak_allocated if row.device_total is None else row.device_total
 
 
+def _show_ways_out(console: Console, plan: Plan) -> None:
+    """What would make it fit, each as it is typed after the command; nothing where it fits."""
+    if not plan.ways_out:
+        return
+    heading(console, "Ways out (each planned, each fits; the cheapest first)")
+    table = make_table("add", "needs", "all steps", "USD", "what it is", numbers=("needs", "USD"))
+    table.columns[0].no_wrap = True
+    for way in plan.ways_out:
+        pairs = [shlex.join(way.options[n : n + 2]) for n in range(0, len(way.options), 2)]
+        needs = way.peak_allocated if way.device_total is None else way.device_total
+        other = "" if way.exact else "; changes what is learned"
+        table.add_row(
+            "\n".join(pairs),
+            units.show_bytes(needs),
+            _known(way.total_seconds, units.show_seconds(way.total_seconds or 0)),
+            _known(way.usd, f"{way.usd or 0:,.2f}"),
+            plain(console, f"{way.title}: {way.label}{other}"),
+        )
+    show(console, table)
+
+
 def _show_levers(console: Console, plan: Plan) -> None:
     if not plan.levers:
         return
     miss = plan.memory.verdict == "does_not_fit"
-    heading(console, "Levers that would help" if miss else "Levers (one knob turned)")
+    heading(console, "Levers that would help" if miss else "Levers (one knob set, planned again)")
     table = make_table("--set", "memory", "time", "fits", "note", numbers=("memory", "time"))
     table.columns[0].no_wrap = True
     own = needs(plan.memory)

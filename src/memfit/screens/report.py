@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memfit.report import sections
+from memfit.report import sections, warnings_of
 from memfit.results import Comparison, Report, Run
 from memfit.screens.chart import draw_curve
 from memfit.screens.layout import (
@@ -39,8 +39,7 @@ def show_report(console: Console, report: Report, *, commands: Sequence[str]) ->
     show_bar(console, source.memory)
     for title, rows in sections(report.comparisons):
         _show_rows(console, title, rows)
-    if report.run is not None and report.run.warnings:
-        bullets(console, "Mind", report.run.warnings)
+    bullets(console, "Mind", warnings_of(report))
     if report.run is not None:
         _show_losses(console, report.run)
         _show_environment(console, report.run)

@@ -41,7 +41,7 @@ def show_comparison(console: Console, found: Comparison) -> None:
 
 
 def _name(row: Offered) -> str:
-    return f"{row.offer.device}:{row.offer.count}"
+    return row.offer.name
 
 
 def _figures(row: Offered) -> tuple[str, ...]:

@@ -138,7 +138,10 @@ class Watcher:
 
     def _room(self, counters: Counters) -> int | None:
         assert self._certificate is not None
-        usable = self._certificate.memory.usable
-        if usable is None:
+        memory = self._certificate.memory
+        if memory.usable is None:
             return None
-        return usable - (counters.device_total or max(counters.peaks.values(), default=0))
+        if counters.device_total:
+            return memory.usable - counters.device_total
+        beside = (memory.device_total or 0) - (memory.peak_allocated or 0)  # a process's libraries
+        return memory.usable - beside - max(counters.peaks.values(), default=0)

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.errors import RunFailed
 from memfit.families import family_of
+from memfit.families.stored import Part, file_parts
 from memfit.libraries import quiet_import
 from memfit.parallelism.whole import gather
 from memfit.train.build import Built
@@ -27,7 +28,6 @@ from memfit.train.checkpoint import flush, on_host
 from memfit.train.hugging_face import base_model, stored_buffers
 from memfit.train.pipeline import name_all, receive
 from memfit.train.ranks import Ranks
-from memfit.train.stored import Part, file_parts
 from memfit.train.tokenizer import Tokenizer
 from memfit.train.weights import ADAPTER, INDEX, SINGLE
 

@@ -57,6 +57,7 @@ from memfit.train.qat import unrounded
 from memfit.train.quantised import count_outliers
 from memfit.train.ranks import Ranks, explained_loss
 from memfit.train.reference import give_reference
+from memfit.train.resident import Resident, give_back_freed
 from memfit.train.sampler import Micro, Sampler
 from memfit.train.scaling import was_skipped
 from memfit.train.schedule import learning_rate
@@ -111,7 +112,15 @@ def train(
             _check_certificate(certificate)
     ranks = ranks or Ranks()
     first = ranks.rank == 0
-    with locked(folder) if first else nullcontext(), Interrupts() as interrupts:
+    device = catalog.find_device(recipe.device)
+    if device.is_cpu:
+        give_back_freed()
+    counted = Resident() if device.is_cpu else None
+    with (
+        locked(folder) if first else nullcontext(),
+        Interrupts() as interrupts,
+        counted or nullcontext(),
+    ):
         before = _read_before(folder, recipe)
         data = read_data(request, recipe.model, cache)
         if before is not None:
@@ -132,8 +141,7 @@ def train(
             held_out=held_out,
             held_out_bounds=held_out_bounds,
             meter=Meter(
-                start_device(recipe, catalog.find_device(recipe.device)),
-                compiled=recipe.compile == "blocks",
+                start_device(recipe, device), compiled=recipe.compile == "blocks", resident=counted
             ),
             progress=progress if progress is not None and first else Silent(),
             ranks=ranks,

@@ -19,7 +19,7 @@ from memfit.libraries import installed_versions
 
 SIDES = (128, 256, 512, 1024)  # of square products; larger ones change the rate by a few per cent
 ENOUGH = 0.05  # seconds of a product: a processor without bf16 of its own takes 3 s for the largest
-COPY = 2**25  # elements copied to measure bandwidth: beyond any cache
+COPY = 2**24  # elements copied to measure bandwidth: beyond most caches, and 64 MiB
 REPEATS = 5
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

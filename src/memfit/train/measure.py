@@ -31,6 +31,7 @@ from memfit.train.drift import Counters
 from memfit.train.gloo import without_gloo
 from memfit.train.live import LiveBytes
 from memfit.train.machine import describe_environment
+from memfit.train.resident import INTERVAL, Resident, give_back_freed
 from memfit.train.sampler import IGNORED, Micro
 from memfit.train.shortage import Alive
 from memfit.train.step import Batch, Enter, StepResult, evaluate, nowhere, step
@@ -39,6 +40,7 @@ from memfit.units import KIB
 
 T = TypeVar("T")
 LIVE = "live tensor bytes (every operator that torch dispatches)"
+ANONYMOUS = f"RssAnon of the process, every {INTERVAL * 1000:.0f} ms: libraries, tensors, allocator"
 REHEARSED = 2  # micro-batches of a rehearsed step: the second holds what the first one left
 
 
@@ -65,8 +67,11 @@ class Meter:
     nothing is known of it but resident memory.
     """
 
-    def __init__(self, device: torch.device, *, compiled: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, *, compiled: bool = False, resident: Resident | None = None
+    ) -> None:
         self.device = device
+        self._resident = resident  # what counts the process's pages, on a CPU
         self._blind = compiled
         self.peaks: dict[Phase, int] = {}
         self._entries: dict[Phase, tuple[int, tuple[Entry, ...]]] = {}
@@ -141,6 +146,16 @@ class Meter:
         generators are put back: what follows cannot know that this has been. It is what a
         certificate traces, step by step, so that the two can be compared to the byte.
         """
+        model = self._rehearse(recipe, micros, held_out)
+        gc.collect()  # an optimizer and its hooks are a cycle, which would keep its states
+        if self._cuda:
+            self._enter(self._phase)
+            torch.cuda.empty_cache()
+        return model
+
+    def _rehearse(
+        self, recipe: Recipe, micros: Sequence[Micro], held_out: Sequence[Micro]
+    ) -> nn.Module:
         count = shown_micro_batches(recipe, REHEARSED)
         repeated = [[micro] * count for micro in micros]
         gpus = [self.device] if self._cuda else []
@@ -161,9 +176,6 @@ class Meter:
                 run_step(built, step_micros, watch)
             self._rehearse_evaluation(built, held_out or micros[:1], watch)
             del built
-        if self._cuda:
-            self._enter(self._phase)
-            torch.cuda.empty_cache()
         return model
 
     def _rehearse_evaluation(self, built: Built, micros: Sequence[Micro], watch: Watch) -> None:
@@ -210,6 +222,8 @@ class Meter:
     def measurements(self) -> dict[str, Measurement]:
         """Memory by the counter that gave it; live tensors and resident memory are never mixed."""
         found = {"memory.rss_peak": _bytes(peak_rss(), "getrusage ru_maxrss, of the process")}
+        if self._resident is not None and (reached := self._resident.note()):
+            found["memory.device_total"] = _bytes(reached, ANONYMOUS)
         if self._blind and not self._cuda:
             return found
         if not self._cuda:
@@ -352,7 +366,15 @@ def measure(recipe: Recipe, device: Device, steps: int = 3) -> Measured:
     """
     where = start_device(recipe, device)
     recipe = replace(recipe, weights="random")
-    meter = Meter(where, compiled=recipe.compile == "blocks")
+    if where.type == "cuda":
+        return _measure(recipe, Meter(where, compiled=recipe.compile == "blocks"), steps)
+    give_back_freed()
+    with Resident() as resident:
+        meter = Meter(where, compiled=recipe.compile == "blocks", resident=resident)
+        return _measure(recipe, meter, steps)
+
+
+def _measure(recipe: Recipe, meter: Meter, steps: int) -> Measured:
     micro = synthetic_micro(recipe, read_model(recipe.model).architecture.vocab)
     model = meter.rehearse(recipe, [micro])
     meter.watch_load(model, lambda: fill_weights(model, recipe))
@@ -367,7 +389,7 @@ def measure(recipe: Recipe, device: Device, steps: int = 3) -> Measured:
     tokens = sum(m.tokens for m in micros)
     found = meter.measurements() | time_measurements(seconds, [tokens] * steps)
     phases = {str(phase): meter.peaks[phase] for phase in Phase if phase in meter.peaks}
-    return Measured(found, phases, meter.ledger, describe_environment(where))
+    return Measured(found, phases, meter.ledger, describe_environment(meter.device))
 
 
 def time_measurements(seconds: list[float], tokens: list[int]) -> dict[str, Measurement]:

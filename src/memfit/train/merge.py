@@ -23,12 +23,12 @@ from memfit.adapters._peft import MAGNITUDE, PREFIX, STORED_TRANSPOSED
 from memfit.adapters.coded import is_projection
 from memfit.errors import InvalidRequest, RunFailed
 from memfit.families import read_model
+from memfit.families.stored import find_parts
 from memfit.recipe import Recipe
 from memfit.results import Merged
 from memfit.train.checkpoint import flush
 from memfit.train.generate import find_model_folder, find_recipe
 from memfit.train.quantised import QuantisedLinear
-from memfit.train.stored import find_parts
 from memfit.train.weights import ADAPTER, DTYPES, INDEX, SINGLE, names_in, open_file, tensor_files
 
 CONFIG = "adapter_config.json"

@@ -17,13 +17,14 @@ from msgspec.structs import replace
 
 from memfit.errors import InvalidRequest, RunFailed
 from memfit.families import read_model
+from memfit.families.limits import choose_packing
 from memfit.model import ModelReference
 from memfit.recipe import Recipe
-from memfit.request import Request
+from memfit.request import Request, find_weights
 from memfit.shapes import RowBounds
 from memfit.train.data import Sources, find_sources, read_texts
 from memfit.train.sampler import Sampler, build_rows, build_sampler
-from memfit.train.tokenizer import Tokenizer, read_tokenizer, train_tokenizer
+from memfit.train.tokenizer import Tokenizer, lacks_tokenizer, read_tokenizer, train_tokenizer
 from memfit.train.tokens import Corpus, default_cache, read_corpus
 
 
@@ -59,10 +60,12 @@ def find_tokenizer(
 ) -> Tokenizer:
     """The tokenizer asked for, else the model's own, else one trained on the data.
 
-    Only a model given by its config alone has none of its own; the one trained for it has the
-    config's vocabulary and is kept in the cache.
+    A model from scratch may have none of its own: given by its config alone, or as a folder
+    without one. The one trained for it has the config's vocabulary and is kept in the cache.
     """
-    if source := request.tokenizer or reference.source:
+    source = request.tokenizer or reference.source
+    scratch = not request.tokenizer and find_weights(request, reference) == "random"
+    if source and not (scratch and lacks_tokenizer(source)):
         return read_tokenizer(source)
     vocab = read_model(reference).architecture.vocab
     facts = json.dumps([vocab, [s.sha256 for s in sources.files]])
@@ -103,11 +106,12 @@ def find_lengths(
     if not task.data or task.steps is not None or task.tokens is not None:
         return request
     training = read_data(request, reference, cache).training
+    packing = choose_packing(request, read_model(reference).architecture)
     rows, _ = build_rows(
-        training, objective=task.objective, packing=task.packed, width=sequence_length,
+        training, objective=task.objective, packing=packing, width=sequence_length,
         seed=request.seed, name=task.data,
     )  # fmt: skip
-    steps = rows.per_epoch * (task.epochs or 1.0) / task.global_batch
+    steps = rows.per_epoch * (task.epochs or 1.0) / request.global_batch
     whole = max(1, math.ceil(steps - 1e-9))  # a rounding error is no step
     return replace(request, task=replace(task, steps=whole, epochs=None))
 

@@ -13,6 +13,7 @@ from memfit.errors import Error, InvalidRequest
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 END_OF_TEXT = "<|endoftext|>"
+FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 SMALLEST_VOCABULARY = 257  # every byte, and the end of text
 
 
@@ -148,6 +149,12 @@ class Tokenizer:
         self.wrapped.save_pretrained(str(folder))
 
 
+def lacks_tokenizer(source: str) -> bool:
+    """Whether this is a folder that holds no file of a tokenizer."""
+    folder = Path(source).expanduser()
+    return folder.is_dir() and not any((folder / name).exists() for name in FILES)
+
+
 def read_tokenizer(source: str) -> Tokenizer:
     """The tokenizer of a folder or a hub id.
 
@@ -156,11 +163,11 @@ def read_tokenizer(source: str) -> Tokenizer:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = Path(source).expanduser()
-    known = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    if folder.is_dir() and not any((folder / name).exists() for name in known):
+    if lacks_tokenizer(source):
         raise InvalidRequest(
             f"no tokenizer in `{source}`",
-            hint="name one with `tokenizer:`; a model from scratch can train its own",
+            hint="name a folder or a hub id with `tokenizer:`; `weights: random` trains one on the"
+            " data",
         )
     try:
         if folder.is_dir() and not (folder / "tokenizer_config.json").exists():

@@ -18,12 +18,12 @@ from memfit.adapters._apply import replace_parameters
 from memfit.adapters._peft import stored_name
 from memfit.errors import InvalidRequest
 from memfit.families import read_model
+from memfit.families.stored import Part, file_parts, find_parts
 from memfit.parallelism.whole import is_sharded, local_part, own_part, whole
 from memfit.recipe import Recipe
 from memfit.train.hugging_face import bare_model, base_model, parts, stored_buffers
 from memfit.train.pipeline import present
 from memfit.train.quantised import QuantisedLinear, quantised_modules
-from memfit.train.stored import Part, file_parts, find_parts
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -20,11 +21,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from memfit import api
 from memfit.errors import DoesNotFit, Error, InvalidRequest, NotCertified
 from memfit.ui import answers
-from memfit.ui.asking import Pairs, read_asked
+from memfit.ui.asking import Pairs
 from memfit.ui.guard import Guard
+from memfit.ui.job import Wanted
+from memfit.ui.jobs import Jobs
 
 HOST = "127.0.0.1"
 LONGEST = 2**16  # bytes of a request line: a pasted config.json stands in it
@@ -36,15 +38,20 @@ PAGE = {
 }
 
 
-def make_app(token: str, runs: Path) -> Starlette:
+def make_app(token: str, runs: Path, jobs: Jobs | None = None) -> Starlette:
     """The whole application; runs: the folder of run folders that it shows."""
+    jobs = jobs or Jobs()
     routes = [
         *(Route(f"/{path}", partial(_file, *file)) for path, file in PAGE.items()),
         *(Route(f"/api/{name}", partial(_tell, tell)) for name, tell in answers.TOLD.items()),
         *(Route(f"/api/{name}", partial(_answer, ask)) for name, ask in answers.ASKED.items()),
         Route("/api/runs", partial(_runs, runs)),
         Route("/api/run", partial(_run, runs)),
-        Route("/api/certify", _certify, methods=["POST"]),
+        Route("/api/jobs", partial(_create_job, jobs), methods=["POST"]),
+        Route("/api/jobs", partial(_list_jobs, jobs)),
+        Route("/api/jobs/{name}", partial(_remove_job, jobs), methods=["DELETE"]),
+        Route("/api/jobs/{name}", partial(_find_job, jobs)),
+        Route("/api/jobs/{name}/result", partial(_job_result, jobs)),
     ]
     return Starlette(
         routes=routes,
@@ -90,8 +97,8 @@ def serve(runs: Path, *, port: int, ready: Callable[[str], None]) -> None:
     Raises InvalidRequest where the port is taken.
     """
     token = secrets.token_urlsafe(24)
-    with listen(port) as listener:
-        server = uvicorn.Server(configure(make_app(token, runs)))
+    with listen(port) as listener, closing(Jobs()) as jobs:
+        server = uvicorn.Server(configure(make_app(token, runs, jobs)))
         ready(f"http://{HOST}:{listener.getsockname()[1]}/#token={token}")
         server.run(sockets=[listener])
 
@@ -127,26 +134,30 @@ async def _run(root: Path, request: Request) -> Response:
     return _json(await run_in_threadpool(answers.read_run, root, name, int(after)))
 
 
-class Wanted(msgspec.Struct, forbid_unknown_fields=True):
-    """What `POST /api/certify` takes."""
-
-    query: dict[str, str]  # as `plan` takes it
-    rank: int | None = None  # None: the fullest
-
-
-async def _certify(request: Request) -> Response:
-    """Certify a plan, with its memory over the events of a step."""
+async def _create_job(jobs: Jobs, request: Request) -> Response:
+    """Certify a plan, with its memory over the events of a step, in the background."""
     try:
         wanted = msgspec.json.decode(await request.body(), type=Wanted)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"cannot read what is to be certified: {error}") from None
-    return _json(await run_in_threadpool(_prove, wanted))
+    made = await run_in_threadpool(jobs.create, wanted)
+    return Response(answers.encode(made), 201, media_type="application/json")
 
 
-def _prove(wanted: Wanted) -> bytes:
-    asked = read_asked(tuple(wanted.query.items()))
-    with answers.planning:
-        return answers.encode(api.draw_step(asked, rank=wanted.rank))
+async def _list_jobs(jobs: Jobs, _: Request) -> Response:
+    return _json(answers.encode(await run_in_threadpool(jobs.rows)))
+
+
+async def _find_job(jobs: Jobs, request: Request) -> Response:
+    return _json(answers.encode(await run_in_threadpool(jobs.find, request.path_params["name"])))
+
+
+async def _job_result(jobs: Jobs, request: Request) -> Response:
+    return _json(await run_in_threadpool(jobs.result, request.path_params["name"]))
+
+
+async def _remove_job(jobs: Jobs, request: Request) -> Response:
+    return _json(answers.encode(await run_in_threadpool(jobs.remove, request.path_params["name"])))
 
 
 STATUS = ((DoesNotFit, 422), (NotCertified, 409))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import PurePath
 from typing import Any
 
@@ -14,6 +15,7 @@ from memfit.errors import InvalidRequest
 from memfit.request import Request
 
 Pairs = tuple[tuple[str, str], ...]
+LONGEST_NAME = 500  # characters; paths of folders included
 FILES = (".yaml", ".yml", ".json")
 
 
@@ -28,7 +30,8 @@ def read_asked(pairs: Pairs) -> Request:
 
 def read_changes(pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
     """All keys but `model`; an empty value leaves a key as it is."""
-    return {key: read_value(key, text) for key, text in pairs if key != "model" and text != ""}
+    with _shallow():
+        return {key: read_value(key, text) for key, text in pairs if key != "model" and text != ""}
 
 
 def read_model(pairs: Pairs, changes: dict[str, Any]) -> Request:
@@ -42,14 +45,16 @@ def read_model(pairs: Pairs, changes: dict[str, Any]) -> Request:
         _check_place(model)
         return api.read(model, changes=changes)
     data: dict[str, Any] = {"model": _read_config(model)}
-    for key, value in changes.items():
-        api.put(data, key, value)
-    return api.read_data(data)
+    with _shallow():
+        for key, value in changes.items():
+            api.put(data, key, value)
+        return api.read_data(data)
 
 
 def _read_config(text: str) -> dict[str, Any]:
     try:
-        config = msgspec.json.decode(text)
+        with _shallow():
+            config = msgspec.json.decode(text)
     except msgspec.DecodeError as error:
         raise InvalidRequest(
             f"the pasted config.json is not JSON: {error}",
@@ -58,8 +63,24 @@ def _read_config(text: str) -> dict[str, Any]:
     return dict(config)
 
 
+@contextmanager
+def _shallow() -> Iterator[None]:
+    """Raise InvalidRequest where what is read is nested too deeply to be read."""
+    try:
+        yield
+    except RecursionError:
+        raise InvalidRequest(
+            "what was sent is nested too deeply", hint="a config.json has a few levels"
+        ) from None
+
+
 def _check_place(model: str) -> None:
     """A folder may be named where the server was started, and below; a request's file may not."""
+    if len(model) > LONGEST_NAME:
+        raise InvalidRequest(
+            f"the model's name has {len(model):,} characters, and {LONGEST_NAME} are the most",
+            hint="choose one of the catalogue, or paste its config.json",
+        )
     path = PurePath(model)
     if path.is_absolute() or ".." in path.parts or model.startswith("~") or "\0" in model:
         raise InvalidRequest(

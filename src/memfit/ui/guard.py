@@ -64,16 +64,18 @@ class Guard:
         if headers.get("sec-fetch-site") in ("cross-site", "same-site") and scope["path"] != "/":
             return 403, "a page of another origin may not ask here", ""
         if scope["method"] not in ("GET", "HEAD"):
-            return self._refuse_change(headers)
+            return self._refuse_change(scope["method"], headers)
         return None
 
-    def _refuse_change(self, headers: Headers) -> tuple[int, str, str] | None:
+    def _refuse_change(self, method: str, headers: Headers) -> tuple[int, str, str] | None:
         """What starts work or writes takes the token, which other pages cannot know."""
         given = headers.get(TOKEN, "")
         if not secrets.compare_digest(given.encode(), self.token.encode()):
             said = "the token is missing" if not given else "the token is of another server"
             return 403, said, "open the address that `memfit ui` printed"
         length = headers.get("content-length", "")
+        if method == "DELETE" and not length and "transfer-encoding" not in headers:
+            return None  # nothing is sent with it
         if not length.isdecimal():
             return 411, "what is sent must say its length", ""
         if int(length) > LARGEST:
