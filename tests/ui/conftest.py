@@ -16,22 +16,27 @@ FLAGS = (
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
-    """`.url`, `.port`, `.token` and `.runs`, the folder of run folders."""
+    """`.url`, `.port`, `.token`, `.jobs`, and `.runs`, the folder of run folders."""
     pytest.importorskip("starlette", reason="the page's server is not installed: memfit[ui]")
     uvicorn = pytest.importorskip(
         "uvicorn", reason="the page's server is not installed: memfit[ui]"
     )
     from memfit.ui import app
+    from memfit.ui.jobs import Jobs
 
+    jobs = Jobs()
     runs = tmp_path_factory.mktemp("runs")
     with app.listen(0) as listener:
-        served = uvicorn.Server(app.configure(app.make_app(TOKEN, runs)))
+        served = uvicorn.Server(app.configure(app.make_app(TOKEN, runs, jobs)))
         thread = threading.Thread(target=served.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         while not served.started:
             time.sleep(0.01)
         port = listener.getsockname()[1]
-        yield SimpleNamespace(url=f"http://127.0.0.1:{port}", port=port, token=TOKEN, runs=runs)
+        yield SimpleNamespace(
+            url=f"http://127.0.0.1:{port}", port=port, token=TOKEN, runs=runs, jobs=jobs
+        )
+        jobs.close()
         served.should_exit = True
         thread.join(10)
 

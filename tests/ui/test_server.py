@@ -131,6 +131,9 @@ def test_every_target_can_be_asked_for(server):
 
 
 CASES = [
+    ({"model": "x" * 40_000}, "the model's name has 40,000 characters", "catalogue"),
+    ({"model": '{"a":' * 9_000}, "nested too deeply", "a few levels"),
+    ({"optimizer": "[" * 9_000}, "", ""),
     ({"model": "llama-3.1-8c"}, "unknown model: `llama-3.1-8c`", "did you mean"),
     ({"model": ""}, "no model was named", "catalogue"),
     ({"sequence": "1"}, "unknown key `sequence`", "known keys"),
@@ -241,7 +244,7 @@ def test_one_wrong_value_alone_is_no_bug_either(server, key, value):
 )  # fmt: skip
 def test_bad_bodies_are_refused_too(server, body):
     status, _, answer = ask(
-        server, "/api/certify", method="POST", body=body, x_memfit_token=server.token
+        server, "/api/jobs", method="POST", body=body, x_memfit_token=server.token
     )
     assert 400 <= status < 500
     assert json.loads(answer)["error"]
@@ -293,12 +296,17 @@ def test_another_name_for_this_machine_is_refused(server, host):
 def test_what_starts_work_takes_the_token(server):
     body = json.dumps({"query": {"model": "no-such-model"}})
     for token, words in (({}, "missing"), ({"x_memfit_token": "guess"}, "another server")):
-        refused(server, "/api/certify", 403, words, method="POST", body=body, **token)
+        refused(server, "/api/jobs", 403, words, method="POST", body=body, **token)
+        refused(server, "/api/jobs/0", 403, words, method="DELETE", **token)
     right = {"x_memfit_token": server.token}
-    refused(server, "/api/certify", 400, "unknown model", method="POST", body=body, **right)
-    assert ask(server, "/api/certify")[0] == 405  # nothing is started by a link
+    refused(server, "/api/jobs/0", 400, "there is no certificate `0`", method="DELETE", **right)
+    chunked = {"transfer_encoding": "chunked", **right}
+    refused(server, "/api/jobs/0", 411, "its length", method="DELETE", body=[b"x"], **chunked)
+    before = json.loads(ask(server, "/api/jobs")[2])
+    assert ask(server, "/api/jobs")[0] == 200
+    assert json.loads(ask(server, "/api/jobs")[2]) == before  # nothing is started by a link
     big = "x" * (2**20 + 1)
-    refused(server, "/api/certify", 413, "the most", method="POST", body=big, **right)
+    refused(server, "/api/jobs", 413, "the most", method="POST", body=big, **right)
 
 
 def test_every_answer_forbids_all_but_itself(server):

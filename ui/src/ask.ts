@@ -45,15 +45,15 @@ export function takeToken(): void {
   history.replaceState(null, "", location.pathname);
 }
 
-export async function send<T>(path: string, body: unknown): Promise<Answer<T>> {
+export async function send<T>(path: string, method: "POST" | "DELETE", body?: unknown): Promise<Answer<T>> {
   const start = performance.now();
   const answer = await reach(`/api/${path}`, {
-    method: "POST",
+    method,
     headers: {
       "content-type": "application/json",
       "x-memfit-token": sessionStorage.getItem(TOKEN) ?? "",
     },
-    body: JSON.stringify(body),
+    body: body === undefined ? undefined : JSON.stringify(body),
   });
   return read<T>(answer, start);
 }

@@ -1,7 +1,7 @@
 // Compute, tokens, money: move one, the others follow.
 import { useEffect, useState } from "preact/hooks";
 import { ask } from "./ask";
-import { Text } from "./controls";
+import { Devices, Text } from "./controls";
 import { Card, Table, Trouble } from "./parts";
 import * as show from "./show";
 import type { Keys } from "./state";
@@ -55,13 +55,7 @@ export function BudgetScreen(props: { keys: Keys; set: (keys: Keys) => void; dev
           ))}
         </div>
         <div class="row filters">
-          <label>
-            Device
-            <select id="budget-device" value={given.device ?? ""} onChange={(e) => put("device", e.currentTarget.value)}>
-              <option value="">none</option>
-              {props.devices.map((row) => <option>{row.id}</option>)}
-            </select>
-          </label>
+          <Devices id="budget-device" rows={props.devices} value={given.device ?? ""} example="none" set={(v) => put("device", v)} />
           <Text id="mfu" label="MFU" value={given.mfu ?? ""} example="0.4" set={(v) => put("mfu", v)} />
           <Text id="price" label="Price of a device-hour" value={given.price ?? ""} example="2.50 USD"
             set={(v) => put("price", v)} />

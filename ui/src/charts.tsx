@@ -3,6 +3,7 @@ import { useEffect, useState } from "preact/hooks";
 import * as show from "./show";
 
 export interface Dot {
+  label?: string; // written beside it
   x: number;
   y: number;
   name: string;
@@ -12,14 +13,14 @@ export interface Dot {
 
 const W = 1000;
 const H = 400;
-const NARROW = matchMedia("(max-width:560px)"); // as app.css
 
-function useNarrow(): boolean {
-  const [is, set] = useState(NARROW.matches);
+export function useNarrow(query: string): boolean {
+  const [is, set] = useState(() => matchMedia(query).matches);
   useEffect(() => {
-    const look = () => set(NARROW.matches);
-    NARROW.addEventListener("change", look);
-    return () => NARROW.removeEventListener("change", look);
+    const media = matchMedia(query);
+    const look = () => set(media.matches);
+    media.addEventListener("change", look);
+    return () => media.removeEventListener("change", look);
   }, []);
   return is;
 }
@@ -34,17 +35,24 @@ export function Scatter(props: {
 }) {
   const { dots } = props;
   const [at, setAt] = useState<Dot | null>(null);
-  const high = useNarrow() ? W : H;
+  const high = useNarrow("(max-width:560px)") ? W : H;
   if (!dots.length) return <p class="soft">nothing to draw</p>;
-  const [least, most] = [Math.min(...dots.map((dot) => dot.x)), Math.max(...dots.map((dot) => dot.x))];
+  const must = dots.filter((dot) => dot.shape === "chosen" || dot.front);
+  const least = Math.min(...dots.map((dot) => dot.x));
+  const most = endOf(dots.map((dot) => dot.x), must.map((dot) => dot.x));
   const margin = (most - least) * 0.08 || most * 0.08;
   const left = least > most * 0.3 ? Math.max(0, least - margin) : 0; // no empty half beside them
   const right = most + margin;
-  const highest = Math.max(...dots.map((dot) => dot.y));
-  const limit = props.limit != null && props.limit < highest * 4 ? props.limit : null;
+  const far = endOf(dots.map((dot) => dot.y), must.map((dot) => dot.y));
+  const limit = props.limit != null && props.limit < far * 4 ? props.limit : null;
+  const highest = limit == null ? far : Math.min(far, Math.max(limit * BEYOND, ...must.map((dot) => dot.y)));
   const top = Math.max(highest, limit ?? 0) * 1.08;
-  const x = (dot: Dot) => ((dot.x - left) / (right - left)) * W;
-  const y = (n: number) => high - (n / top) * high;
+  const x = (dot: Dot) => Math.min(W - EDGE, ((dot.x - left) / (right - left)) * W);
+  const y = (n: number) => Math.max(EDGE, high - (n / top) * high);
+  const slow = dots.filter((dot) => dot.x > right);
+  const large = dots.filter((dot) => dot.y > top);
+  const chosen = dots.find((dot) => dot.shape === "chosen");
+  const drawn = [...dots].sort((a, b) => Number(a === chosen) - Number(b === chosen)); // the last is on top
   const front = dots.filter((dot) => dot.front).sort((a, b) => a.x - b.x);
   return (
     <figure class="chart">
@@ -54,8 +62,14 @@ export function Scatter(props: {
           aria-label={`${dots.length} plans by ${props.x} and ${props.y}; the table below has them all`}>
           {limit != null && <line class="limitline" x1="0" x2={W} y1={y(limit)} y2={y(limit)} />}
           <polyline class="front" points={front.map((dot) => `${x(dot)},${y(dot.y)}`).join(" ")} />
-          {dots.map((dot) => <Mark dot={dot} x={x(dot)} y={y(dot.y)} pick={() => setAt(dot)} />)}
+          {drawn.map((dot) => (
+            <Mark dot={dot} x={x(dot)} y={y(dot.y)} beyond={dot.x > right ? "x" : dot.y > top ? "y" : ""} pick={() => setAt(dot)} />
+          ))}
         </svg>
+        {chosen?.label && (
+          <span class="dotlabel" aria-hidden="true" style={{ left: `${x(chosen) / W * 100}%`, top: `${y(chosen.y) / high * 100}%`,
+            transform: `translate(${-x(chosen) / W * 100}%, ${y(chosen.y) > high / 6 ? "-165%" : "65%"})` }}>{chosen.label}</span>
+        )}
       </div>
       <div class="xs">
         <span>{left ? props.showX(left) : "0"}</span><span>{props.x}</span><span>{props.showX(right)}</span>
@@ -63,16 +77,35 @@ export function Scatter(props: {
       <figcaption class="soft small" aria-live="polite">
         {at ? `${at.name}: ${props.showX(at.x)}, ${props.showY(at.y)}` :
           `■ chosen, ● fits, ✕ does not fit${limit == null ? "" : "; dashed: what may be used"}`}
+        {slow.length > 0 && <><br /><span class="beyond">▶ {slow.length} beyond the right edge, up to {props.showX(Math.max(...slow.map((dot) => dot.x)))}</span></>}
+        {large.length > 0 && <><br /><span class="beyond">▲ {large.length} above, up to {props.showY(Math.max(...large.map((dot) => dot.y)))}</span></>}
       </figcaption>
     </figure>
   );
 }
 
-function Mark({ dot, x, y, pick }: { dot: Dot; x: number; y: number; pick: () => void }) {
+const EDGE = 12; // of the drawing, at which what is beyond it stands
+const BEYOND = 2; // times the limit; what needs more does not fit by far
+const OUTLIER = 1.5; // times the third quartile; what is beyond does not stretch an axis
+
+// The end of an axis: of the farthest value, or where a few are far beyond the others, of those
+// that are not, and of all that must be seen.
+function endOf(values: number[], must: number[]): number {
+  const sorted = [...values].sort((a, b) => a - b);
+  const most = sorted.at(-1)!;
+  const end = Math.max(sorted[Math.floor((sorted.length - 1) * 0.75)]! * OUTLIER, ...must);
+  return most > end * 1.2 ? sorted.findLast((value) => value <= end)! : most;
+}
+
+function Mark({ dot, x, y, beyond, pick }: { dot: Dot; x: number; y: number; beyond: string; pick: () => void }) {
   const events = { onPointerEnter: pick, onClick: pick };
   const title = <title>{dot.name}</title>;
   if (dot.shape === "chosen") {
     return <rect class="dot chosen" x={x - 9} y={y - 9} width="18" height="18" {...events}>{title}</rect>;
+  }
+  if (beyond) {
+    const d = beyond === "x" ? `M${x - 8} ${y - 8}L${x + 8} ${y}L${x - 8} ${y + 8}Z` : `M${x - 8} ${y + 8}L${x} ${y - 8}L${x + 8} ${y + 8}Z`;
+    return <path class={`dot edge ${dot.shape}`} d={d} {...events}>{title}</path>;
   }
   if (dot.shape === "fits") return <circle class="dot fits" cx={x} cy={y} r="9" {...events}>{title}</circle>;
   const d = `M${x - 8} ${y - 8}L${x + 8} ${y + 8}M${x - 8} ${y + 8}L${x + 8} ${y - 8}`;
@@ -116,7 +149,7 @@ export function Lines(props: {
   const top = highest + 0.05 * (highest - low || 1);
   const x = (step: number) => ((step - first) / (last - first)) * W;
   const y = (value: number) => H - ((value - low) / (top - low)) * H;
-  const ticks = props.zero ? (props.ticks ?? show.ticks)(top) : [0.05, 0.5, 0.95].map((part) => low + part * (top - low));
+  const ticks = props.zero ? (props.ticks ?? show.ticks)(top) : show.roundTicks(low, top);
   return (
     <figure class="chart">
       <h3>{props.title}</h3>

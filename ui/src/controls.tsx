@@ -1,5 +1,6 @@
 // What a request is set by: presets, sliders, fields. Every one writes a key of `--set`.
 import { useEffect, useState } from "preact/hooks";
+import { useNarrow } from "./charts";
 import * as show from "./show";
 import type { Keys } from "./state";
 import { change } from "./state";
@@ -63,17 +64,16 @@ export const PRESETS: [string, string, Keys][] = [
 export function Controls(props: Props) {
   const { keys } = props;
   const put = (key: string, value: string) => props.set(change(keys, { [key]: value }));
+  const narrow = useNarrow("(max-width:900px)"); // as app.css
+  const [more, setMore] = useState(false);
   return (
     <form class="controls" onSubmit={(event) => event.preventDefault()} aria-label="What to plan">
       <Model {...props} />
-      <label>
-        Device
-        <select value={keys["hardware.device"] ?? ""} id="device"
-          onChange={(event) => put("hardware.device", event.currentTarget.value)}>
-          <option value="">this machine's</option>
-          <Devices rows={props.devices} now={keys["hardware.device"] ?? ""} />
-        </select>
-      </label>
+      <Devices id="device" rows={props.devices} value={keys["hardware.device"] ?? ""} example="this machine's"
+        set={(value) => put("hardware.device", value)} />
+      <details class="more" open={!narrow || more} onToggle={(event) => narrow && setMore(event.currentTarget.open)}>
+        <summary>Method, lengths and limits</summary>
+        <div class="controls">
       <fieldset>
         <legend>Method</legend>
         {PRESETS.map(([id, label, wanted]) => (
@@ -113,6 +113,8 @@ export function Controls(props: Props) {
       <Text id="cost" label="Money limit" example="500 USD" value={keys["limits.cost"] ?? ""}
         set={(value) => put("limits.cost", value)} />
       <Other {...props} />
+        </div>
+      </details>
     </form>
   );
 }
@@ -158,23 +160,20 @@ function Model({ keys, set, models, words }: Props) {
   );
 }
 
-function Devices({ rows, now }: { rows: DeviceRow[]; now: string }) {
-  const vendors = [...new Set(rows.map((row) => row.vendor))];
-  const known = now === "" || rows.some((row) => row.id === now);
+// A device is found by writing any part of its id, name or maker.
+export function Devices(props: { id: string; rows: DeviceRow[]; value: string; example: string; set: (value: string) => void }) {
+  const rows = [...props.rows].sort((a, b) => a.vendor.localeCompare(b.vendor) || a.name.localeCompare(b.name));
   return (
-    <>
-      {!known && <option value={now}>{now}</option>}
-      {vendors.map((vendor) => (
-        <optgroup label={vendor}>
-          {rows.filter((row) => row.vendor === vendor).map((row) => (
-            <option value={row.id}>
-              {row.id}
-              {row.memory ? ` (${show.bytes(row.memory)})` : ""}
-            </option>
-          ))}
-        </optgroup>
-      ))}
-    </>
+    <div class="field">
+      <Text id={props.id} label="Device" list={`${props.id}s`} example={props.example} value={props.value} set={props.set} />
+      <datalist id={`${props.id}s`}>
+        {rows.map((row) => (
+          <option value={row.id}>
+            {`${row.vendor} ${row.name}, ${row.memory ? show.bytes(row.memory) : `${row.memory_datasheet} by its data sheet`}`}
+          </option>
+        ))}
+      </datalist>
+    </div>
   );
 }
 
@@ -210,6 +209,7 @@ export function Text(props: {
       {props.label}
       <input id={props.id} value={now} list={props.list} placeholder={props.example}
         spellcheck={false} autocomplete="off"
+        onFocus={(event) => props.list && event.currentTarget.select()} // a list shows what the text begins
         onInput={(event) => setNow(event.currentTarget.value)}
         onChange={(event) => props.set(event.currentTarget.value.trim())} />
     </label>

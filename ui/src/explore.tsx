@@ -56,7 +56,7 @@ function Found(props: Props & { plan: Plan }) {
   const front = frontOf(rows.filter((row) => row.fits), seconds, size);
   const dots: Dot[] = rows.map((row) => ({
     x: seconds(row), y: size(row), name: row.chosen ? "chosen" : row.label + (words(row) && ` (${words(row)})`),
-    shape: row.chosen ? "chosen" : row.fits ? "fits" : "not", front: front.has(row),
+    shape: row.chosen ? "chosen" : row.fits ? "fits" : "not", front: front.has(row), label: row.chosen ? "chosen" : undefined,
   }));
   return (
     <>
@@ -152,7 +152,7 @@ function OffersCard({ keys, set, words: said }: Props) {
   const dots: Dot[] = (found?.rows ?? [])
     .filter((row) => row.total_seconds != null && row.usd != null)
     .map((row) => ({ x: row.total_seconds!, y: row.usd!, name: nameOf(row), front: false,
-      shape: row.best ? "chosen" : row.verdict === "fits" ? "fits" : "not" }));
+      label: row.best ? nameOf(row) : undefined, shape: row.best ? "chosen" : row.verdict === "fits" ? "fits" : "not" }));
   const front = frontOf(dots.filter((dot) => dot.shape !== "not"), (d) => d.x, (d) => d.y);
   dots.forEach((dot) => { dot.front = front.has(dot); });
   return (

@@ -17,6 +17,7 @@ const TITLES: Record<Screen, string> = {
 };
 const REST = 250; // ms without a change, after which the whole plan is asked for
 const AHEAD = 5000; // ms of asking ahead, the most
+const PAUSE = 1500; // ms between two stops of a slider, from which on they are two changes
 const planner = new Latest();
 const NOTHING: Planned = { answer: null, error: null, full: false, busy: true };
 
@@ -100,6 +101,7 @@ function useFocusKept(): void {
 function App({ catalogue }: { catalogue: Catalogue }) {
   const [state, setState] = useState<State>(() => readState(location.hash));
   const [touched, setTouched] = useState("");
+  const moved = useRef({ key: "", at: 0 });
   useEffect(() => {
     const follow = () => setState(readState(location.hash));
     addEventListener("hashchange", follow);
@@ -114,7 +116,15 @@ function App({ catalogue }: { catalogue: Catalogue }) {
       if (wanted[key] === keys[key]) continue;
       next.keys[key] = wanted[key] ?? "";
     }
-    history.replaceState(null, "", writeState(next));
+    const address = writeState(next);
+    if (address !== location.hash) {
+      const since = performance.now() - moved.current.at;
+      // the stops of one slider's way are one change, which Back undoes as a whole
+      const goesOn = slider != null && slider.key === moved.current.key && since < PAUSE;
+      if (goesOn) history.replaceState(null, "", address);
+      else history.pushState(null, "", address);
+    }
+    moved.current = { key: slider?.key ?? "", at: performance.now() };
     setTouched(slider?.key ?? "");
     setState(readState(location.hash));
   }, [keys]);

@@ -2,7 +2,9 @@
 import type { ComponentChildren } from "preact";
 import { useState } from "preact/hooks";
 import { Refused } from "./ask";
+import type { Polled } from "./poll";
 import * as show from "./show";
+import { readState, writeState } from "./state";
 import type { Entry, Memory, Words } from "./types";
 import { needs } from "./types";
 
@@ -15,8 +17,27 @@ export function Card(props: { title: string; children: ComponentChildren; id?: s
   );
 }
 
+const QUOTED = /`([^`]+)`/g;
+
+// The names that a hint offers, each with the request in which it stands for the wrong one.
+function meant(refused: Refused): [string, string][] {
+  const at = /did you mean (.*)/.exec(refused.hint)?.[1];
+  if (!at) return [];
+  const { screen, keys } = readState(location.hash);
+  const wrong = [...refused.message.matchAll(QUOTED)].map((match) => match[1]!);
+  const old = Object.entries(keys).find(([key, value]) => wrong.includes(value) || wrong.includes(key));
+  if (!old) return [];
+  const [key, value] = old;
+  return [...at.matchAll(QUOTED)].map(([, right]) => {
+    const { [key]: _, ...rest } = keys;
+    const next = wrong.includes(value) ? { ...rest, [key]: right! } : { ...rest, [right!]: value };
+    return [right!, writeState({ screen, keys: next })];
+  });
+}
+
 export function Trouble({ error }: { error: unknown }) {
   const refused = error instanceof Refused ? error : new Refused(0, String(error), "");
+  const links = meant(refused);
   return (
     <div class="trouble" role="alert">
       <p>
@@ -24,11 +45,21 @@ export function Trouble({ error }: { error: unknown }) {
       </p>
       {refused.hint && (
         <p>
-          <b>hint:</b> {refused.hint}
+          <b>hint:</b> {refused.hint.split(QUOTED).map((piece, index) => {
+            const found = index % 2 ? links.find(([name]) => name === piece) : undefined;
+            return found ? <a href={found[1]}>{`\`${piece}\``}</a> : index % 2 ? `\`${piece}\`` : piece;
+          })}
         </p>
       )}
     </div>
   );
+}
+
+// What is shown is as old as the last answer; the server is asked again.
+export function Reconnecting({ polled }: { polled: Polled }) {
+  if (!polled.error) return null;
+  if (!polled.lost) return <Trouble error={polled.error} />;
+  return <p role="status" class="reconnecting">Reconnecting: the server does not answer. What stands here is its last answer.</p>;
 }
 
 export interface Column<Row> {
@@ -93,9 +124,13 @@ export function room(memory: Memory): string {
   const needed = needs(memory);
   if (needed == null) return "memory unknown";
   if (memory.usable == null) return `needs ${show.bytes(needed)}; how much may be used is unknown`;
+  const usable = show.bytes(memory.usable);
+  const [low, high] = [memory.total_low ?? null, memory.total_high ?? null];
+  const range = low != null && high != null && high > low ? ` (${show.bytes(low)} to ${show.bytes(high)})` : "";
   const over = needed - memory.usable;
+  if (memory.verdict === "at_risk") return `needs ${show.bytes(needed)}${range} of ${usable} usable: it may not fit`;
   const left = `${show.bytes(Math.abs(over))} ${over > 0 ? "too much" : "to spare"}`;
-  return `needs ${show.bytes(needed)} of ${show.bytes(memory.usable)} usable: ${left}`;
+  return `needs ${show.bytes(needed)}${range} of ${usable} usable: ${left}`;
 }
 
 export interface Part {
@@ -149,12 +184,13 @@ export function Bar(props: {
   name: string;
   parts: Part[];
   limit: number | null;
+  range?: [number, number] | null; // within which the total is
   full?: number;
   words: Words;
   onPick?: (kind: string) => void;
 }) {
   const total = props.parts.reduce((sum, part) => sum + part.nbytes, 0);
-  const full = props.full ?? Math.max(total, props.limit ?? 0, 1);
+  const full = props.full ?? Math.max(total, props.limit ?? 0, props.range?.[1] ?? 0, 1);
   let left = 0;
   const label = props.parts.map((p) => `${p.kind} ${show.bytes(p.nbytes)}`).join(", ");
   const at = props.limit == null ? null : (props.limit / full) * 100;
@@ -177,11 +213,27 @@ export function Bar(props: {
           })}
         </svg>
         <Labels parts={props.parts} full={full} words={props.words} />
+        {props.range && <Range from={(props.range[0] / full) * 100} to={(props.range[1] / full) * 100} />}
         {at != null && <Limit at={at} />}
       </div>
       <span class="n">{show.bytes(total)}</span>
     </div>
   );
+}
+
+// The band in which the total is, as a bracket below the bar.
+function Range({ from, to }: { from: number; to: number }) {
+  return (
+    <svg class="limit" viewBox="0 0 100 50" preserveAspectRatio="none" aria-hidden="true">
+      <path class="range" d={`M${from} 44V49H${to}V44`} />
+    </svg>
+  );
+}
+
+// The band of a memory's total; null where none is known.
+export function rangeOf(memory: Memory): [number, number] | null {
+  const { total_low: low, total_high: high } = memory;
+  return low != null && high != null && high > low ? [low, high] : null;
 }
 
 function Limit({ at }: { at: number }) {

@@ -1,7 +1,7 @@
 // The plan: does it fit, what takes the memory and why, how long and how dear, what else there is.
 import { useState } from "preact/hooks";
 import type { Answer } from "./ask";
-import { Bar, Card, Copy, Figure, Reasons, Table, Trouble, Verdict, download, partsOf, room } from "./parts";
+import { Bar, Card, Copy, Figure, Reasons, Table, Trouble, Verdict, download, partsOf, rangeOf, room } from "./parts";
 import * as show from "./show";
 import type { Keys } from "./state";
 import { asYaml, change, command, writeState } from "./state";
@@ -49,21 +49,23 @@ function Whole(props: { keys: Keys; planned: Planned; words: Words; answer: Answ
   const mesh = ranks.filter(([axis]) => axis !== "zero").map(([axis, n]) => `${axis} ${n}`).join(", ");
   return (
     <>
+      {plan.memory.verdict === "does_not_fit" && <WaysOut plan={plan} keys={keys} full={props.planned.full} />}
       <Card title="Memory at the peak">
         <div class="bars">
           <Bar name={mesh ? "fullest device" : "device"} parts={parts} limit={plan.memory.usable}
-            words={words} onPick={setOpen} />
+            range={rangeOf(plan.memory)} words={words} onPick={setOpen} />
         </div>
         <p class="soft small">
-          The line is what may be used. {chosen && `Chosen: ${chosen.label}${mesh && ` on ${mesh}`}. `}
+          The line is what may be used{rangeOf(plan.memory) && "; the bracket below the bar is the range of the prediction"}. {chosen && `Chosen: ${chosen.label}${mesh && ` on ${mesh}`}. `}
           Open a kind to read why.
         </p>
         <Reasons parts={parts} words={words} open={open} onToggle={setOpen} />
         <p class="soft small">limit: {plan.memory.because}</p>
       </Card>
-      <Seconds plan={plan} />
+      {plan.memory.verdict !== "does_not_fit" && <Seconds plan={plan} />}
+      {plan.memory.verdict === "at_risk" && plan.ways_out.length > 0 && <WaysOut plan={plan} keys={keys} full />}
       <Instants plan={plan} words={words} />
-      <Card title="Levers: one knob turned">
+      <Card title="Levers: one knob set, planned again">
         {plan.levers.length ? <Levers plan={plan} keys={keys} rows={plan.levers} /> : (
           <p class="soft">
             {props.planned.full ? "No single knob is left to turn." : "being worked out…"}
@@ -84,10 +86,41 @@ function Whole(props: { keys: Keys; planned: Planned; words: Words; answer: Answ
           <Copy text={command(keys)} label="Copy the command" />{" "}
           <Copy text={location.href} label="Copy the link" />
         </p>
-        <pre id="command">{`${command(keys)}\nmemfit certify plan.json`}</pre>
+        <pre id="command">{[command(keys), ...further(plan, keys)].join("\n")}</pre>
         <p class="soft small">recipe <code>{plan.recipe_digest}</code>; answered in {answer.ms.toFixed(0)} ms</p>
       </Card>
     </>
+  );
+}
+
+// What the terminal says to type next: a proof of memfit's own step, the files of another's.
+function further(plan: Plan, keys: Keys): string[] {
+  if (plan.memory.verdict === "does_not_fit") return [];
+  return [plan.recipe.framework === "memfit" ? command(keys, "certify") : `${command(keys, "predict")} --why`];
+}
+
+// What makes it fit: each was planned by the server as the link asks for it.
+function WaysOut({ plan, keys, full }: { plan: Plan; keys: Keys; full: boolean }) {
+  const { ways_out: ways } = plan;
+  return (
+    <Card title="Ways out: what does fit" id="ways-out">
+      {!full ? <p role="status" class="soft">being worked out…</p> : !ways.length ? (
+        <p>
+          None was found among other methods, more devices and larger devices. A smaller model or shorter
+          sequences need less; <a href={writeState({ screen: "explore", keys })}>Explore</a> has what was tried.
+        </p>
+      ) : (
+        <Table label="Ways out" rows={ways} columns={[
+          { head: "apply", cell: (way) => (
+            <a class="way" href={writeState({ screen: "plan", keys: change(keys, way.changes) })}>{way.title}</a>
+          ) },
+          { head: "needs", number: true, cell: (way) => show.bytes(way.device_total ?? way.peak_allocated) },
+          { head: "all steps", number: true, cell: (way) => show.seconds(way.total_seconds) },
+          { head: "cost", number: true, cell: (way) => show.usd(way.usd) },
+          { head: "note", cell: (way) => `${way.because}${way.exact ? "" : "; changes what is learned"}` },
+        ]} />
+      )}
+    </Card>
   );
 }
 
@@ -95,7 +128,7 @@ function Seconds({ plan }: { plan: Plan }) {
   const { time, cost, recipe } = plan;
   return (
     <Card title="Time and money (predicted)">
-      <div class="figures" id="time">
+      <div class="figures">
         <Figure value={show.seconds(time.step_seconds)} what="one step" id="step-seconds" />
         <Figure value={show.whole(time.tokens_per_second)} what="tokens a second" id="tokens-per-second" />
         <Figure value={show.share(time.mfu)} what="MFU" />

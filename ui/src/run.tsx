@@ -1,26 +1,29 @@
 // Runs of this machine: what was predicted against what is measured, as it goes and afterwards.
-import { useEffect, useState } from "preact/hooks";
+import { useRef, useState } from "preact/hooks";
 import { ask } from "./ask";
 import { Lines } from "./charts";
-import { Card, Figure, Name, Table, Trouble, Verdict } from "./parts";
+import { Card, Figure, Name, Reconnecting, Table, Verdict } from "./parts";
+import { usePolling } from "./poll";
 import * as show from "./show";
 import type { Keys } from "./state";
 import type { Comparison, LogRow, RunRow, RunView, Words } from "./types";
 
 const EVERY = 2000; // ms between two looks at a run that goes on
+const NEW = 4000; // and at the list, in which new runs appear
 
 export function RunScreen({ keys, set, words }: { keys: Keys; set: (keys: Keys) => void; words: Words }) {
   const [rows, setRows] = useState<RunRow[] | null>(null);
-  const [error, setError] = useState<unknown>(null);
-  useEffect(() => {
-    ask<RunRow[]>("runs", false).then((a) => setRows(a.data), setError);
-  }, []);
-  const chosen = (keys._runs ?? "").split(",").filter(Boolean);
+  const polled = usePolling(async (still) => {
+    const { data } = await ask<RunRow[]>("runs", false);
+    if (still()) setRows(data);
+    return NEW;
+  }, "");
+  const chosen = readNames(keys._runs ?? "");
   const toggle = (name: string) => {
     const next = chosen.includes(name) ? chosen.filter((n) => n !== name) : [...chosen, name];
-    set({ ...keys, _runs: next.join(",") });
+    set({ ...keys, _runs: writeNames(next) });
   };
-  if (error) return <Trouble error={error} />;
+  if (!rows && polled.error) return <Reconnecting polled={polled} />;
   if (!rows) return <p role="status" class="soft">reading the runs…</p>;
   if (!rows.length) {
     return (
@@ -34,6 +37,7 @@ export function RunScreen({ keys, set, words }: { keys: Keys; set: (keys: Keys) 
   }
   return (
     <div class="answer">
+      <Reconnecting polled={polled} />
       <Card title="Runs">
         <Table label="Runs" rows={rows} mark={(row) => chosen.includes(row.name)} columns={[
           { head: "run", cell: (row) => (
@@ -57,6 +61,19 @@ export function RunScreen({ keys, set, words }: { keys: Keys; set: (keys: Keys) 
   );
 }
 
+// Names in one key of the address, parted by commas, each coded so that it may have commas itself.
+function readNames(text: string): string[] {
+  return text.split(",").filter(Boolean).map((name) => {
+    try {
+      return decodeURIComponent(name);
+    } catch {
+      return name;
+    }
+  });
+}
+
+const writeNames = (names: string[]): string => names.map(encodeURIComponent).join(",");
+
 interface Followed {
   view: RunView;
   log: LogRow[];
@@ -64,34 +81,20 @@ interface Followed {
 
 function Followed({ names, words }: { names: string[]; words: Words }) {
   const [runs, setRuns] = useState<Record<string, Followed>>({});
-  const [error, setError] = useState<unknown>(null);
-  useEffect(() => {
-    let timer: ReturnType<typeof setTimeout>;
-    let still = true;
-    const held: Record<string, Followed> = {};
-    const look = async () => {
-      try {
-        for (const name of names) {
-          const log = held[name]?.log ?? [];
-          const after = log.at(-1)?.step ?? 0;
-          const query = new URLSearchParams({ name, after: String(after) });
-          const { data } = await ask<RunView>(`run?${query}`, false);
-          held[name] = { view: data, log: [...log, ...data.log] };
-        }
-        if (!still) return;
-        setRuns({ ...held });
-        setError(null);
-        const going = Object.values(held).some((f) => !f.view.report.run?.finished);
-        if (going) timer = setTimeout(() => void look(), EVERY);
-      } catch (trouble) {
-        if (still) setError(trouble);
-      }
-    };
-    void look();
-    return () => { still = false; clearTimeout(timer); };
-  }, []);
+  const held = useRef<Record<string, Followed>>({});
+  const polled = usePolling(async (still) => {
+    for (const name of names) {
+      const log = held.current[name]?.log ?? [];
+      const after = log.at(-1)?.step ?? 0;
+      const query = new URLSearchParams({ name, after: String(after) });
+      const { data } = await ask<RunView>(`run?${query}`, false);
+      held.current[name] = { view: data, log: [...log, ...data.log] };
+    }
+    if (still()) setRuns({ ...held.current });
+    return Object.values(held.current).some((f) => !f.view.report.run?.finished) ? EVERY : null;
+  }, "");
   const found = names.filter((name) => runs[name]);
-  if (error) return <Trouble error={error} />;
+  if (!found.length && polled.error) return <Reconnecting polled={polled} />;
   if (!found.length) return <p role="status" class="soft">reading…</p>;
   const lines = (read: (row: LogRow) => number | null | undefined) =>
     found.map((name, style) => ({
@@ -104,6 +107,7 @@ function Followed({ names, words }: { names: string[]; words: Words }) {
   const one = runs[found[0]!]!;
   return (
     <>
+      <Reconnecting polled={polled} />
       {found.length === 1 && <Distance name={found[0]!} run={one} words={words} />}
       <Card title="As it goes">
         <Lines title="Memory: the peak of each step so far" zero say={show.bytes} ticks={show.byteTicks}

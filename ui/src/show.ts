@@ -76,6 +76,14 @@ export function ticks(top: number, scale = 1): number[] {
   return Array.from({ length: Math.floor(whole / step + 1e-9) + 1 }, (_, n) => n * step * scale);
 }
 
+// Round numbers between two that need not begin at 0.
+export function roundTicks(low: number, top: number): number[] {
+  const power = 10 ** Math.floor(Math.log10((top - low) / 3));
+  const step = Math.max(...[1, 2, 5].map((f) => f * power).filter((s) => s <= (top - low) / 3));
+  const first = Math.ceil(low / step - 1e-9);
+  return Array.from({ length: Math.floor(top / step + 1e-9) - first + 1 }, (_, n) => Number(((first + n) * step).toPrecision(12)));
+}
+
 // Cents are the least that is said.
 export function centTicks(top: number): number[] {
   return ticks(top).filter((n) => Math.abs(n * 100 - Math.round(n * 100)) < 1e-6);

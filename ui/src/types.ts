@@ -5,6 +5,8 @@ export interface Memory {
   peak_allocated: number | null;
   peak_reserved: number | null;
   device_total: number | null;
+  total_low?: number | null; // the band around `device_total`
+  total_high?: number | null;
   usable: number | null;
   verdict: string;
   because: string;
@@ -64,6 +66,18 @@ export interface Plan {
   considered: Considered[];
   levers: Considered[];
   assumptions: string[];
+  ways_out: WayOut[];
+}
+export interface WayOut {
+  title: string;
+  changes: Record<string, unknown>;
+  label: string;
+  peak_allocated: number;
+  device_total: number | null;
+  total_seconds: number | null;
+  usd: number | null;
+  exact: boolean;
+  because: string;
 }
 export interface Words {
   version: string;
@@ -76,7 +90,7 @@ export interface Words {
   frameworks: string[];
 }
 export interface ModelRow { id: string; name: string; model_type: string; parameters: number; max_sequence: number }
-export interface DeviceRow { id: string; name: string; vendor: string; memory: number | null; driver_memory?: number | null }
+export interface DeviceRow { id: string; name: string; vendor: string; memory: number | null; memory_datasheet: string }
 export interface Tensor { nbytes: number; count: number; kind: string; module: string; op: string; source: string }
 export interface Certificate {
   recipe_digest: string;
@@ -115,6 +129,17 @@ export interface StepMemory {
   ranks: number;
   rank: number | null;
   curve: Curve;
+}
+export interface JobRow {
+  id: string;
+  query: Record<string, string>;
+  rank: number | null;
+  state: "waiting" | "running" | "done" | "failed" | "cancelled";
+  phase: string;
+  elapsed: number;
+  expected: number | null;
+  verdict: string;
+  failure: { error: string; hint: string } | null;
 }
 export interface RunRow {
   name: string;
