@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 STEPS ?= 200
+TESTS ?=
 
 .PHONY: pictures site neighbours page page-tools demo demo-distributed test test-wide check lint types docs bench clean setup
 
@@ -40,13 +41,17 @@ demo: setup  ## train a small model from scratch under 1 GiB, then adapt it with
 demo-distributed: setup  ## the same model from scratch on two processes of this machine
 	$(PY) scripts/demo.py --steps $(STEPS) --ranks 2
 
-# with Node, the page's tests also build it, and judge it with axe-core
+# with Node and a registry, the page's tests also build it, and judge it with axe-core
 ui/node_modules/.package-lock.json: ui/package-lock.json
-	@command -v npm > /dev/null && $(MAKE) page-tools || \
-	  echo 'no npm, or no registry: the page is not built anew, nor judged with axe-core'
+	@if ! command -v npm > /dev/null; then \
+	  echo 'npm is not installed: tests that build the page or judge it with axe-core are skipped'; \
+	elif ! npm --prefix ui ci --no-audit --no-fund --loglevel=silent > /dev/null 2>&1; then \
+	  echo 'npm could not install what ui/package-lock.json names (`make page-tools` shows why):' \
+	    'tests that build the page or judge it with axe-core are skipped'; \
+	fi
 
 test: setup ui/node_modules/.package-lock.json  ## every test, slow proofs included; of those over all families, some of the settings
-	$(PY) -m pytest --numprocesses auto --dist worksteal -m 'not wide'
+	$(PY) -m pytest --numprocesses auto --dist worksteal -m 'not wide' $(TESTS)
 
 test-wide: setup  ## every test, in all settings of every family, on examples not seen before
 	MEMFIT_EXAMPLES=new $(PY) -m pytest --numprocesses auto --dist worksteal

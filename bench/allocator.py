@@ -25,9 +25,9 @@ from grid_recipes import find, make_recipe
 from msgspec.structs import replace
 
 from memfit import catalog
+from memfit.allocator.caching import replay
 from memfit.allocator_settings import Settings
 from memfit.certify import trace
-from memfit.certify.allocator import replay
 from memfit.certify.recorder import Trace
 from memfit.nouns import write_atomically
 

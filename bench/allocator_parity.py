@@ -31,11 +31,11 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from memfit import api
+from memfit.allocator.caching import OutOfMemory, follow
+from memfit.allocator.tape import CAUGHT_UP, EMPTIED, FREED, USED, Event
 from memfit.allocator_settings import Settings, read_settings
-from memfit.certify.allocator import OutOfMemory, follow
 from memfit.certify.parity import check_recording, read_snapshot
 from memfit.certify.snapshot import RecordingAllocator, nowhere
-from memfit.certify.tape import CAUGHT_UP, EMPTIED, FREED, USED, Event
 from memfit.errors import Error, InvalidRequest
 from memfit.nouns import to_data, write_atomically
 from memfit.units import GIB, KIB, MIB

@@ -80,10 +80,18 @@ def read_accelerate(folder: Path) -> None:
 
 def read_trl(folder: Path) -> None:
     """TRL's parser refuses every argument that it does not know."""
-    from trl import DPOConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
+    from trl import (
+        DatasetMixtureConfig,
+        DPOConfig,
+        ModelConfig,
+        ScriptArguments,
+        SFTConfig,
+        TrlParser,
+    )  # fmt: skip
 
     pairs = "\nstart: trl dpo" in (folder / "trl.yaml").read_text().replace("\n# ", "\n")
-    parser = TrlParser((ScriptArguments, DPOConfig if pairs else SFTConfig, ModelConfig))
+    arguments = DPOConfig if pairs else SFTConfig  # the other three are both scripts' own
+    parser = TrlParser((ScriptArguments, arguments, ModelConfig, DatasetMixtureConfig))
     args = ["--config", str(folder / "trl.yaml"), "--use_cpu", "true"]
     found = parser.parse_args_and_config(args=args, fail_with_unknown_args=True)
     if (folder / "accelerate.yaml").exists():

@@ -46,7 +46,16 @@ OUTSIDE = "parameters", "optimizer_state", "input", "workspace"
 
 
 def count_on_tiles() -> None:
-    """TRL's own kernels as they allocate on a GPU, where Triton's do nothing else; small tiles."""
+    """TRL's own kernels as they allocate on a GPU, in small tiles."""
+    import trl.trainer.utils as utils
+    from trl.kernels import chunked_logprob as kernels
+
+    leave_out_triton()
+    kernels.TOKEN_CHUNK_SIZE, utils._CHUNKED_LOGPROB_CHUNK_SIZE = TILE
+
+
+def leave_out_triton() -> None:
+    """TRL's own kernels as they allocate on a GPU, where Triton's do nothing else."""
     import trl.trainer.utils as utils
     from trl.kernels import chunked_logprob as kernels
 
@@ -59,7 +68,6 @@ def count_on_tiles() -> None:
     kernels._forward_kernel = kernels._backward_kernel = Nothing()
     kernels.triton = SimpleNamespace(cdiv=lambda a, b: -(-a // b))
     kernels._addmm_fp32 = lambda acc, a, b: None
-    kernels.TOKEN_CHUNK_SIZE, utils._CHUNKED_LOGPROB_CHUNK_SIZE = TILE
 
 
 @contextmanager
@@ -135,6 +143,7 @@ def predict(mode: dict[str, Any], compares: str) -> dict[str, int]:
         "base_format": ("bf16" if mixed else "fp32") if mode["method"] == "lora" else "auto",
         "lora": {"rank": RANK, "targets": TARGETS}, 
         "options": {
+            "padded": False,  # its rows are cut to one length
             "compares": compares, "fp32_outputs": mode["precision"] == AUTOCAST,
             "modules_to_save": mode.get("saved", ""),
             "reentrant": (

@@ -52,8 +52,9 @@ MEDIAN, MAXIMUM, COMPONENT = 0.005, 0.02, 0.05
 UNTRACED = (
     "accuracy", "accuracy_time", "api", "calibrating", "check", "cli", "corpus", "curve",
     "difference", "doctor", "export", "folklore", "launching", "look_up", "pipeline_strip", "plan",
-    "proving", "reading", "report", "report_page", "request_file", "run_folder", "runs", "screens",
-    "starting", "step_memory", "step_trace", "timeline_files", "ui",
+    "plausible", "preparing", "proving", "reading", "report", "report_page", "request_file",
+    "run_folder", "runs", "screens", "starting", "step_memory", "step_trace", "timeline_files",
+    "ui",
 )  # fmt: skip
 Sizes = dict[str, dict[str, int]]  # bytes by phase and kind; "total" among the kinds
 Result = dict[str, Any]
@@ -77,8 +78,8 @@ def compare(name: str, recipe: Recipe, device: Device, before: Result | None) ->
 
 def certify(recipe: Recipe, device: Device, predicted: Ledger) -> Result:
     """What the trainer's own step holds at each phase that a run has."""
+    from memfit.allocator.caching import replay
     from memfit.certify import trace
-    from memfit.certify.allocator import replay
     from memfit.certify.certificate import peaks_by_phase
 
     started = time.process_time()

@@ -21,6 +21,7 @@ from scipy.optimize import least_squares
 from memfit import families
 from memfit.accuracy_time import clock_basis, network_of, time_rows
 from memfit.corpus import Row, read_corpus
+from memfit.plan.clock.adapters import list_matrices, with_adapters
 from memfit.plan.clock.collectives import Links
 from memfit.plan.clock.rates import (
     DEVICE_FIELDS,
@@ -128,9 +129,11 @@ def tabulate(rows: Iterable[Row]) -> Table:
     for row in rows:
         recipe, device = row.recipe, find_device(row.recipe.device)
         basis, network = clock_basis(row), network_of(row)
-        shape = read_shape(families.read_model(recipe.model))
+        model = families.read_model(recipe.model)
+        shape, layers = read_shape(model), model.architecture.layers
+        layout = read_layout(recipe, shape, basis)
         shapes.append(shape)
-        layouts.append(read_layout(recipe, shape, basis))
+        layouts.append(with_adapters(layout, recipe, list_matrices(model), layers))
         machines.append(read_machine(device, recipe, basis, network))
         chains.append(names(device, basis.stack, basis.narrow, basis.kernel))
         seconds.append(row.measurements["time.step_seconds"].value)

@@ -28,9 +28,10 @@ import techniques_page
 import time_page
 import trust_table
 
-from memfit import corpus, folklore, nouns
+from memfit import accuracy_time, corpus, folklore, nouns
 from memfit.certify.workspace import NOT_COUNTED, PRODUCTS, RULES
 from memfit.cli.app import VERBS, app
+from memfit.plan import time_range
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 HEAD = """# Command line
@@ -123,6 +124,7 @@ def main() -> None:
         DOCS / "accuracy.svg": accuracy_page.plot(found),
         trust_table.README: trust_table.write(found, times),
         accuracy_page.FIGURES: accuracy_page.record(found),
+        time_range.FILE: nouns.to_json(accuracy_time.errors_of(times)) + "\n",
         folklore.FILE: nouns.to_json(list(rules)) + "\n",
         corpus.home() / "row.schema.json": json.dumps(corpus.schema(), indent=1) + "\n",
     }

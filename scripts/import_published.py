@@ -24,6 +24,7 @@ from memfit.corpus import Row, Source, read_rows, split_of, write_rows
 from memfit.errors import Error
 from memfit.nouns import from_data
 from memfit.plan.foreign import read_foreign
+from memfit.plan.frameworks import find_framework
 from memfit.recipe import Recipe
 from memfit.request import Request
 from memfit.results import Measurement
@@ -146,6 +147,13 @@ def read_row(published: Published) -> tuple[Row, dict[str, str]]:
         raise NotExpressible(f"a field that its translator cannot read ({what})") from error
 
 
+def _fill(request: dict[str, Any]) -> dict[str, Any]:
+    """The same with full rows, where a source says nothing of padding."""
+    if "padded" not in find_framework(request["framework"]).knobs:
+        return request
+    return {**request, "options": {"padded": False, **request.get("options", {})}}
+
+
 def make_row(published: Published) -> tuple[Row, dict[str, str]]:
     """A row of the corpus, and the uses that it lost with their reasons; raises NotExpressible."""
     try:
@@ -153,7 +161,7 @@ def make_row(published: Published) -> tuple[Row, dict[str, str]]:
     except KeyError as key:
         raise NotExpressible(f"`{key.args[0]}` is not stated") from key
     try:
-        request = from_data(translated.request, Request, where=published["id"])
+        request = from_data(_fill(translated.request), Request, where=published["id"])
         recipe = read_foreign(request)[0]
     except Error as error:
         raise NotExpressible(error.message) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import tempfile
 from collections.abc import Iterator
 from contextlib import chdir
@@ -12,10 +13,9 @@ from pathlib import Path
 import msgspec
 from click.testing import CliRunner
 
-from memfit.check import ORDER
 from memfit.cli.app import app
 from memfit.export import EVERY_KEY, exports, find_target
-from memfit.export import HEAD as HEADING
+from memfit.export._unsaid import HEAD as HEADING
 from memfit.nouns import Noun
 from memfit.recipe import Recipe
 
@@ -36,15 +36,13 @@ EXAMPLES: dict[str, dict[str, str]] = {
                    "parallel.dp_shard": "4", "parallel.tp": "2",
                    "parallel.sequence_parallel": "true"},
     "megatron": {"framework": "megatron", **EIGHT, "recompute": "none", "micro_batch": "1",
-                 "parallel.tp": "2", "parallel.dp_replicate": "4",
+                 "parallel.tp": "2", "parallel.dp_shard": "4", "parallel.zero": "1",
                  "parallel.sequence_parallel": "true"},
 }  # fmt: skip
 EXAMPLES["torchtitan-main"] = EXAMPLES["torchtitan"]
 OWN = {**PLAN, **EIGHT, "parallel.dp_shard": "8"}
 AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "virtual_pp", "ep")
 OUT = "job"
-LAUNCHERS = ("accelerate", "deepspeed")  # whose files leave this to the script that they start
-UNTOLD = ("method", "recompute")
 INDEX = """# Tools that plans are written for
 
 Made by `make docs` with the commands that the pages show.
@@ -55,10 +53,12 @@ Made by `make docs` with the commands that the pages show.
 KEYS = """
 ## What the files say
 
-A marked key is written, or explained at the file's head where the tool has no word for its value
-(`method: lora` for torchtitan, whose adapters are Python). A key without a mark is listed there
-with its value; an axis of the mesh that a tool lacks is refused. `tests/test_round_trip.py` changes
-every marked key of plans for the tools that `check` reads, and reads it back.
+A marked key is written; where the tool has no word for its value, the plan takes the value that
+the tool has, and says so, or the export is refused if that decides what is learned. A key without
+a mark is listed at the file's head where it changes memory and time alone, and refused where it
+decides what is learned; an axis of the mesh that a tool lacks is refused.
+`tests/test_round_trip.py` changes every marked key of plans for the tools that `check` reads, and
+reads it back.
 """
 HEAD = "# For "  # what its first line begins with
 LANGUAGES = {".yaml": "yaml", ".yml": "yaml", ".json": "json", ".py": "python", ".sh": "bash",
@@ -117,22 +117,20 @@ def page(name: str) -> tuple[str, str]:
             lines += ["", "`plan.json`: the plan itself, which `memfit train` takes."]
         else:
             lines += ["", f"`{path.name}`, below its head:", "", *fenced(path)]
-    if name in ORDER:
-        lines += ["", "## Read", "", *reading(name, files, changes)]
+    if target.reads_back:
+        lines += ["", "## Read", "", *reading(json.loads(run([*export, "--json"]))["check"], files)]
     names = ", ".join(path.name for path in files)
     peak = next(line for line in said.splitlines() if line.startswith("predicted peak"))
     known = "unknown" not in peak
-    reads = "yes" if name in ORDER else ""
+    reads = "yes" if target.reads_back else ""
     row = f"| [`{name}`]({name}.md) | {title} | {names} | {reads} | {'yes' if known else 'no'} |"
     return "\n".join([*lines, ""]), row
 
 
-def reading(tool: str, files: list[Path], changes: dict[str, str]) -> list[str]:
-    """What `memfit check` says of the files that were just written."""
-    count = ["--count", changes["hardware.count"]] if "hardware.count" in changes else []
-    names = [f"{OUT}/{path.name}" for path in files]
-    untold = {"model": MODEL} | {key: changes[key] for key in UNTOLD} if tool in LAUNCHERS else {}
-    check = ["check", *names, "--device", DEVICE, *count, *words(untold)]
+def reading(command: list[str], files: list[Path]) -> list[str]:
+    """What `memfit check` says of the files that were just written, by the export's own command."""
+    names = {path.name for path in files}
+    check = [f"{OUT}/{word}" if word in names else word for word in command[1:]]
     said = run(check).split("\n\n")
     head, assumed = said[0], [part for part in said if part.startswith(("Assumed", "Keys not"))]
     return shown(check, "\n\n[…]\n\n".join([head, "\n\n".join(assumed)]))
@@ -140,7 +138,7 @@ def reading(tool: str, files: list[Path], changes: dict[str, str]) -> list[str]:
 
 def shown(arguments: list[str], said: str) -> list[str]:
     """A command and what it printed."""
-    return ["```console", f"$ memfit {' '.join(arguments)}", *said.rstrip().splitlines(), "```"]
+    return ["```console", f"$ memfit {shlex.join(arguments)}", *said.rstrip().splitlines(), "```"]
 
 
 def run(arguments: list[str]) -> str:
