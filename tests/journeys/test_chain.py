@@ -175,7 +175,6 @@ WIDE = {
     "granite": ("granite-3.1-2b-base", H100, DPO),
     "falcon": ("falcon-7b", H100 | {"hardware.count": 8}, {"method": "full"}),
     "mpt": ("mpt-7b", H100 | {"hardware.count": 2}, {"method": "lora"}),
-    "gptj": ("gpt-j-6b", H100, {"framework": "hf-trainer", "method": "lora"}),
     "qwen3_moe": ("qwen3-30b-a3b", H100 | {"hardware.count": 8}, {"method": "lora"}),
     "qwen2_moe": ("qwen1.5-moe-a2.7b", H100 | {"hardware.count": 8}, {"method": "full"}),
     "mixtral": (

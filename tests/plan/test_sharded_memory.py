@@ -22,7 +22,7 @@ from memfit.recipe import LEAN, Freeze, Parallel, Quantisation, Recipe
 from memfit.request import Request
 from memfit.sizes import Meter
 from memfit.sizes.sharding import Sharding, Shared, Unit
-from tiny_models import CONFIGS, make_recipe
+from tiny_models import CONFIGS, FAMILIES, make_recipe
 
 CPU, H100 = catalog.find_device("cpu-x86"), catalog.find_device("h100-sxm")
 TRACED = tuple(phase for phase in Phase if phase not in (Phase.SAVE, Phase.GENERATE))
@@ -152,6 +152,16 @@ def test_a_rank_holds_what_is_predicted(name: str) -> None:
 @pytest.mark.parametrize("name", SLOW)
 def test_a_rank_holds_what_is_predicted_in_more_cases(name: str) -> None:
     predicted, traced = held(SLOW[name], CPU, 0)
+    assert_alike(predicted, traced)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("axis", ["dp_shard", "dp_replicate"])
+def test_a_rank_of_two_holds_what_is_predicted_of_every_family(family: str, axis: str) -> None:
+    """FSDP casts what a block is given, too: MPT's bias of positions is of 16 bits on two ranks."""
+    recipe = make_recipe(family, parallel=Parallel(**{axis: 2}), attention="math", **MIXED)
+    predicted, traced = held(recipe, CPU, 0)
     assert_alike(predicted, traced)
 
 

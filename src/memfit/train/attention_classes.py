@@ -76,10 +76,12 @@ class _Falcon(falcon.FalconAttention):  # type: ignore[misc]
         return tuple(part.flatten(2, 3) for part in torch.split(whole, [each, 1, 1], dim=3))
 
 
-TABLES = {
-    "falcon": (falcon.FALCON_ATTENTION_CLASSES, _Falcon),
-    "gptj": (gptj.GPTJ_ATTENTION_CLASSES, _Gptj),
+# GPT-J's class has a table up to transformers 5.23, and asks `AttentionInterface` from 5.24 on.
+TABLES: dict[str, tuple[dict[str, type], type]] = {
+    "falcon": (falcon.FALCON_ATTENTION_CLASSES, _Falcon)
 }
+if hasattr(gptj, "GPTJ_ATTENTION_CLASSES"):
+    TABLES["gptj"] = (gptj.GPTJ_ATTENTION_CLASSES, _Gptj)
 
 
 def register_class(family: str, name: str, kernel: SDPBackend) -> None:
