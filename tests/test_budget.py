@@ -14,6 +14,7 @@ from memfit.catalog import find_device, find_model, models
 from memfit.errors import DoesNotFit, InvalidRequest
 from memfit.plan.budget import QUANTITIES, BudgetRequest, read_budget, solve_budget
 from memfit.plan.inference import InferenceRequest, cache_nbytes, needs, size_by_inference
+from memfit.train.generate import cache_name
 
 positive = st.floats(1e-3, 1e3)
 
@@ -236,7 +237,7 @@ def test_the_cache_is_the_one_that_hugging_face_keeps(name):
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**row.reference().config))
         ids = torch.zeros(3, 40, dtype=torch.long)
-        cache = module(input_ids=ids, use_cache=True).past_key_values
+        cache = getattr(module(input_ids=ids, use_cache=True), cache_name())
     held = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
     asked = InferenceRequest(memory=1, context=40, sequences=3, cache_bytes=1)
     assert held == cache_nbytes(row, asked)

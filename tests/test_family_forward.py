@@ -10,6 +10,7 @@ from memfit.families._config import ACTIVATIONS as described_activations
 from memfit.families._latent_forward import complex_rotation
 from memfit.families.forward import Forward, rotation
 from memfit.families.gpt_oss import half_rotation
+from memfit.families.gptj import table_rotation
 from memfit.ledger import Kind
 from memfit.train.attention import BACKENDS, register_attention
 from memfit.train.attention_classes import register_class
@@ -143,8 +144,6 @@ def real_block(name, dtype, autocast, activation=None):
     elif name == "mpt":
         given = {"position_bias": torch.zeros(4, 1, 64)}
         mask = torch.zeros(2, 1, 16, 16, dtype=torch.bool)
-    elif name.startswith("gptj"):
-        given = {"position_ids": torch.arange(16).unsqueeze(0)}
     elif name.startswith("falcon"):
         kinds = ("sliding_attention",) if name.startswith("gemma3") else ()
         turn = backbone.rotary_emb(x, torch.arange(16).unsqueeze(0), *kinds)
@@ -200,6 +199,8 @@ def size_only_block(name, dtype, autocast, activation=None):
         given = (complex_rotation(forward, positions),)
     if name == "gpt_oss":
         given = half_rotation(forward, dtype, positions)
+    if name.startswith("gptj"):
+        given = table_rotation(forward, dtype, positions)
     known = [x, *weights.values(), *given]
     saved, start = listen(meter), len(meter.events)
     with meter.with_autocast(autocast):

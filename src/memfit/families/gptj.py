@@ -1,4 +1,4 @@
-"""GPT-J (Wang and Komatsuzaki 2021; Hugging Face's `gptj`)."""
+"""GPT-J (Wang and Komatsuzaki 2021; Hugging Face's `gptj`, as transformers 5.24 has it)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from memfit.families._weights import Rows, head, layer_norm, linear, repeat
 from memfit.families.forward import (
     Embedded,
     Forward,
+    Rotation,
     Weights,
     apply_layer_norm,
     attend,
@@ -48,7 +49,7 @@ class GptJ(Family):
     name = "gptj"
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
-    ends = True  # every block holds a table of all positions
+    ends = True  # the backbone holds a table of all positions
 
     def architecture(self, config: Mapping[str, Any]) -> Architecture:
         """See `Family.architecture`; defaults are those of `GPTJConfig`."""
@@ -113,13 +114,15 @@ class GptJ(Family):
         )
 
     def buffers(self, a: Architecture) -> tuple[TensorSpec, ...]:
-        """See `Family.buffers`: sines and cosines of every position, in every block."""
-        return (TensorSpec(shape=(a.max_sequence, a.rotary_dim)),) * a.layers
+        """See `Family.buffers`: sines and cosines of every position, once for all blocks."""
+        return (TensorSpec(shape=(a.max_sequence, a.rotary_dim)),)
 
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """See `Family.embed`."""
         x = embedding(forward, weights["wte.weight"], forward.input_ids)
-        return Embedded(x, (positions(forward),), (x,))
+        position_ids = positions(forward)
+        sines, cosines = table_rotation(forward, x.dtype, position_ids)
+        return Embedded(x, (sines, cosines, position_ids), (x,))
 
     def block(
         self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
@@ -127,7 +130,7 @@ class GptJ(Family):
         """See `Family.block`."""
         residual = x
         x = apply_layer_norm(forward, weights, "ln_1", x)
-        attended = _attention(forward, weights, x, given[0])
+        attended = _attention(forward, weights, x, (given[0], given[1]))
         fed = plain_mlp(forward, weights, "mlp.fc_in", "mlp.fc_out", x)
         return sizes.add(sizes.add(attended, fed), residual)
 
@@ -137,39 +140,41 @@ class GptJ(Family):
 
 
 @module
-def _attention(forward: Forward, weights: Weights, x: Tensor, position_ids: Tensor) -> Tensor:
+def table_rotation(forward: Forward, dtype: str, position_ids: Tensor) -> Rotation:
+    """Sines and cosines (batch or 1, tokens, rotary_dim / 2): halves of the table's rows."""
+    size = forward.architecture.rotary_dim
+    rows = sizes.empty(forward.meter, (*position_ids.shape, size), "float32")
+    sines, cosines = sizes.split(sizes.cast(rows, dtype), (size // 2, size // 2), 2)
+    return sines, cosines
+
+
+@module
+def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
     a = forward.architecture
-    query = project(forward, weights, "attn.q_proj", x)
-    key = project(forward, weights, "attn.k_proj", x)
-    value = project(forward, weights, "attn.v_proj", x)
     shape = (*x.shape[:-1], a.heads, a.head_dim)
-    query, key = sizes.view(query, *shape), sizes.view(key, *shape)
-    value = sizes.transpose(sizes.view(value, *shape), 1, 2)
-    rows, (meter, size) = position_ids.shape, (forward.meter, a.rotary_dim)
-    table = sizes.empty(meter, (rows[0], a.max_sequence, size), "float32")
-    looked_up = sizes.empty(meter, (*rows, size), "int64")
-    turn = sizes.cast(sizes.empty(meter, (*rows, size), "float32"), key.dtype)
-    key_part, key_rest = cut_head(key, size)
-    query_part, query_rest = cut_head(query, size)
+    query = sizes.view(project(forward, weights, "attn.q_proj", x), *shape)
+    key = sizes.view(project(forward, weights, "attn.k_proj", x), *shape)
+    value = sizes.view(project(forward, weights, "attn.v_proj", x), *shape)
+    value = sizes.transpose(value, 1, 2)
+    key_part, key_rest = cut_head(key, a.rotary_dim)
+    query_part, query_rest = cut_head(query, a.rotary_dim)
     key_part = _turn(key_part, turn)
     query_part = _turn(query_part, turn)
     key = sizes.concatenate((key_part, key_rest), 3)
     query = sizes.concatenate((query_part, query_rest), 3)
-    key, query = sizes.transpose(key, 1, 2), sizes.transpose(query, 1, 2)
-    if forward.masks is not None:  # the class's own code: scores in fp32
-        query, key = sizes.cast(query, "float32"), sizes.cast(key, "float32")
+    query, key = sizes.transpose(query, 1, 2), sizes.transpose(key, 1, 2)
     out = attend(forward, query, key, value)
     out = sizes.contiguous(sizes.reshape(out, *x.shape))
-    out = project(forward, weights, "attn.out_proj", out)
-    del table, looked_up
-    return out
+    out = project(forward, weights, "attn.out_proj", out)  # the product's input is let go first
+    return out  # noqa: RET504
 
 
-def _turn(x: Tensor, turn: Tensor) -> Tensor:
+def _turn(x: Tensor, turn: Rotation) -> Tensor:
     """Rotary embedding of neighbours: (batch, tokens, heads, size) -> the same."""
-    shape = (*turn.shape[:2], 1, turn.shape[-1])
-    sines = sizes.empty(x.meter, shape, turn.dtype)
-    cosines = sizes.empty(x.meter, shape, turn.dtype)
+    rows, tokens, half = turn[0].shape
+    shape = (rows, tokens, 1, 2 * half)
+    sines = sizes.empty(x.meter, shape, turn[0].dtype)
+    cosines = sizes.empty(x.meter, shape, turn[0].dtype)
     return sizes.add(sizes.mul(x, cosines), sizes.mul(swap_neighbours(x), sines))
 
 

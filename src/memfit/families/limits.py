@@ -11,7 +11,7 @@ SLIDING_CLASSES = (
     "gemma2", "gemma3_text", "gpt_oss", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe",
 )  # fmt: skip
 # Families whose backbone hands its blocks nothing of a batch: see train/attention_classes.py.
-UNTOLD = ("falcon", "gptj", "stablelm")
+UNTOLD = ("falcon", "stablelm")
 
 
 def own_kernels(a: Architecture) -> tuple[str, ...]:

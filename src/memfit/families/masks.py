@@ -1,6 +1,6 @@
 """What Hugging Face's own attention holds: masks of its backbones, and the functions they reach.
 
-Source: transformers 5.23 (masking_utils.py, integrations/sdpa_attention.py, the classes' own
+Source: transformers 5.24 (masking_utils.py, integrations/sdpa_attention.py, the classes' own
 `eager_attention_forward`), torch 2.13 (aten/src/ATen/native/transformers/attention.cpp).
 """
 
@@ -19,9 +19,10 @@ GROUPED_HEAD = 256  # elements of the largest heads that sdpa is given in groups
 ALWAYS_MASKED = ("falcon",)  # classes that ask for a mask though every row is full
 # whose one key for all heads is multiplied with all queries, and not repeated
 BROADCASTING = ("falcon",)
-NARROW_SOFTMAX = ("falcon", "gpt2", "gptj")  # eager classes: in the dtype of the scores
+NARROW_SOFTMAX = ("falcon", "gpt2")  # eager classes: in the dtype of the scores
+WIDE_SCORES = ("gptj",)  # eager classes: scores of queries and keys cast to fp32
 # classes without a form of `sdpa`: their own code, whatever is asked for
-ONLY_EAGER = ("bloom", "gemma2", "gpt_oss", "gptj", "mpt")
+ONLY_EAGER = ("bloom", "gemma2", "gpt_oss", "mpt")
 
 
 class Masking(Noun, frozen=True, kw_only=True):
@@ -151,7 +152,14 @@ def eager_attention(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = sizes.expand_heads(key, groups), sizes.expand_heads(value, groups)
-    scores = sizes.scale(sizes.multiply_heads(query, sizes.transpose(key, 2, 3)))
+    if a.family in WIDE_SCORES:
+        scores = sizes.scale(
+            sizes.multiply_heads(
+                sizes.cast(query, "float32"), sizes.transpose(sizes.cast(key, "float32"), 2, 3)
+            )
+        )
+    else:
+        scores = sizes.scale(sizes.multiply_heads(query, sizes.transpose(key, 2, 3)))
     if a.attention_cap:
         scores = sizes.scale(scores)
         scores = sizes.tanh(scores)

@@ -1,8 +1,8 @@
 """Families whose class picks its attention from a table of classes: memfit's stand there too.
 
-Falcon and GPT-J do not ask Hugging Face's `AttentionInterface`. The classes here keep their
-weights and their rotation, and hand query, key and value to `attend`. StableLM's does ask.
-These backbones give a block nothing but what they know, so a hook hands on where documents end.
+Falcon does not ask Hugging Face's `AttentionInterface`. The class here keeps its weights and its
+rotation, and hands query, key and value to `attend`. StableLM's does ask. These backbones give a
+block nothing but what they know, so a hook hands on where documents end.
 """
 
 from __future__ import annotations
@@ -14,27 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
+from memfit.errors import InvalidRequest
 from memfit.libraries import quiet_import
 from memfit.train.attention import Documents, attend
 
 with quiet_import():
+    import transformers
     from transformers.models.falcon import modeling_falcon as falcon
     from transformers.models.gptj import modeling_gptj as gptj
     from transformers.models.stablelm.modeling_stablelm import StableLmAttention
-
-
-class _Gptj(gptj.GPTJAttention):  # type: ignore[misc]
-    """GPT-J's attention under one kernel."""
-
-    kernel: SDPBackend
-    documents: Documents | None = None
-
-    def _attn(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
-    ) -> tuple[Tensor, None]:
-        """(batch, heads, tokens, head_dim) each -> the same."""
-        out, _ = attend(self.kernel, self, query, key, value, None, documents=self.documents)
-        return out.transpose(1, 2), None
 
 
 class _Falcon(falcon.FalconAttention):  # type: ignore[misc]
@@ -76,16 +64,21 @@ class _Falcon(falcon.FalconAttention):  # type: ignore[misc]
         return tuple(part.flatten(2, 3) for part in torch.split(whole, [each, 1, 1], dim=3))
 
 
-# GPT-J's class has a table up to transformers 5.23, and asks `AttentionInterface` from 5.24 on.
-TABLES: dict[str, tuple[dict[str, type], type]] = {
-    "falcon": (falcon.FALCON_ATTENTION_CLASSES, _Falcon)
-}
-if hasattr(gptj, "GPTJ_ATTENTION_CLASSES"):
-    TABLES["gptj"] = (gptj.GPTJ_ATTENTION_CLASSES, _Gptj)
+TABLES = {"falcon": (falcon.FALCON_ATTENTION_CLASSES, _Falcon)}
 
 
 def register_class(family: str, name: str, kernel: SDPBackend) -> None:
-    """Put a kernel under its name into a family's table, where the family has one."""
+    """Put a kernel under its name into a family's table, where the family has one.
+
+    Raises InvalidRequest for GPT-J's class before transformers 5.24: it keeps a table of positions
+    in each block, which `families/gptj.py` does not describe.
+    """
+    if family == "gptj" and hasattr(gptj, "GPTJ_ATTENTION_CLASSES"):
+        raise InvalidRequest(
+            f"transformers {transformers.__version__} has an older class of `gptj` than the one"
+            " that memfit describes, which is that of 5.24",
+            hint="pip install --upgrade 'transformers>=5.24'",
+        )
     if family in TABLES:
         table, base = TABLES[family]
         table[name] = type(base.__name__, (base,), {"kernel": kernel})
@@ -93,7 +86,7 @@ def register_class(family: str, name: str, kernel: SDPBackend) -> None:
 
 def hand_on_documents(backbone: nn.Module) -> None:
     """Before each forward, tell such attention classes the documents that it is given."""
-    told = (_Falcon, _Gptj, StableLmAttention)
+    told = (_Falcon, StableLmAttention)
     ours = [m for m in backbone.modules() if isinstance(m, told)]
     if ours:
         backbone.register_forward_pre_hook(partial(_hand_on, ours), with_kwargs=True)

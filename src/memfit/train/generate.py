@@ -24,6 +24,9 @@ from memfit.train.hugging_face import base_model, stored_buffers
 from memfit.train.tokenizer import read_tokenizer
 from memfit.train.weights import ADAPTER, SINGLE, FileWeights, Weights, copy_base, copy_weights
 
+with quiet_import():
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
 
 def generate(
     folder: Path,
@@ -73,9 +76,15 @@ def advance(model: Any, new: Tensor, cache: Any) -> tuple[Tensor, Any]:
     device = next(model.parameters()).device
     with torch.no_grad():
         out = model(
-            input_ids=new.to(device), past_key_values=cache, use_cache=True, logits_to_keep=1
+            input_ids=new.to(device), use_cache=True, logits_to_keep=1, **{cache_name(): cache}
         )
-        return out.logits[0, -1].float().cpu(), out.past_key_values
+        return out.logits[0, -1].float().cpu(), getattr(out, cache_name())
+
+
+def cache_name() -> str:
+    """What transformers calls the key-value cache of a call: `cache` from 5.24 on."""
+    new = "cache" in CausalLMOutputWithPast.__dataclass_fields__
+    return "cache" if new else "past_key_values"
 
 
 def find_model_folder(folder: Path) -> Path:
