@@ -26,10 +26,10 @@ from msgspec.structs import replace
 
 from memfit import catalog
 from memfit.allocator.caching import replay
-from memfit.allocator_settings import Settings
+from memfit.allocator.settings import Settings
 from memfit.certify import trace
-from memfit.certify.recorder import Trace
-from memfit.nouns import write_atomically
+from memfit.certify.tracing.recorder import Trace
+from memfit.records import write_atomically
 
 RESULTS = Path(__file__).parent / "results" / "allocator.json"
 MODELS = ("llama-3.1-8b", "llama-3-70b")

@@ -32,13 +32,13 @@ from msgspec.structs import replace
 
 from memfit import api
 from memfit.allocator.caching import OutOfMemory, follow
+from memfit.allocator.settings import Settings, read_settings
 from memfit.allocator.tape import CAUGHT_UP, EMPTIED, FREED, USED, Event
-from memfit.allocator_settings import Settings, read_settings
-from memfit.certify.parity import check_recording, read_snapshot
-from memfit.certify.snapshot import RecordingAllocator, nowhere
-from memfit.errors import Error, InvalidRequest
-from memfit.nouns import to_data, write_atomically
-from memfit.units import GIB, KIB, MIB
+from memfit.certify.evidence.parity import check_recording, read_snapshot
+from memfit.certify.evidence.snapshot import RecordingAllocator, nowhere
+from memfit.core.errors import Error, InvalidRequest
+from memfit.core.units import GIB, KIB, MIB
+from memfit.records import to_data, write_atomically
 
 RESULTS = Path(__file__).parent / "results" / "allocator_parity.json"
 MAX_ENTRIES = 2_000_000
@@ -150,7 +150,7 @@ def record(case: Case) -> dict[str, Any]:
     """Run a case on the GPU with torch's own history of it; in a process of its own."""
     import torch
 
-    from memfit.train.cuda_allocator import set_allocator
+    from memfit.train.measure.cuda_allocator import set_allocator
 
     set_allocator(case.allocator)
     torch.cuda.init()
@@ -167,7 +167,7 @@ def record(case: Case) -> dict[str, Any]:
 
 def _step(case: Case) -> object:
     """The rehearsal and the steps of `memfit measure`."""
-    from memfit.train.measure import measure
+    from memfit.train.measure.counters import measure
 
     recipe = api.predict(api.read(case.model, device="auto", changes=dict(case.changes))).recipe
     return measure(recipe, api.find_device(recipe.device), steps=1)

@@ -16,10 +16,10 @@ from msgspec.structs import replace
 
 from memfit import api, catalog
 from memfit.certify import BatchShape, trace
-from memfit.certify.recorder import Trace
-from memfit.ledger import Kind, Phase
-from memfit.recipe import Recipe
-from memfit.units import show_bytes
+from memfit.certify.tracing.recorder import Trace
+from memfit.core.units import show_bytes
+from memfit.records.ledger import Kind, Phase
+from memfit.records.recipe import Recipe
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "attention.md"
 LENGTHS = (2048, 8192, 32768, 131072)

@@ -16,8 +16,8 @@ from typing import Any
 from ranks import certify, record
 
 from memfit import api
-from memfit.nouns import from_data
-from memfit.request import Request
+from memfit.records import from_data
+from memfit.records.request import Request
 
 RESULTS = Path(__file__).resolve().parent / "results" / "big_worlds.json"
 COMMON = {

@@ -24,11 +24,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from memfit.corpus import Row, read_corpus
-from memfit.errors import Error
+from memfit.accuracy.corpus import Row, read_corpus
+from memfit.core.errors import Error
+from memfit.core.units import GIB
 from memfit.families import read_model
-from memfit.model import Architecture
-from memfit.units import GIB
+from memfit.records.model import Architecture
 
 OUT = Path(__file__).resolve().parent / "results" / "calculators.jsonl"
 

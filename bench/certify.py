@@ -26,8 +26,8 @@ from typing import Any
 import memfit
 from memfit import catalog
 from memfit.families import family_of
-from memfit.nouns import from_data, to_json
-from memfit.recipe import Freeze, Lora, Optimizer, Recipe
+from memfit.records import from_data, to_json
+from memfit.records.recipe import Freeze, Lora, Optimizer, Recipe
 
 HERE = Path(__file__).resolve().parent
 DEVICE = "h100-sxm"
@@ -61,7 +61,7 @@ def make_recipe(model: str, case: str) -> Recipe:
 
 def certify_here(recipe: Recipe) -> dict[str, Any]:
     """In the child: a certificate."""
-    from memfit.certify.certificate import make_certificate
+    from memfit.certify.evidence.certificate import make_certificate
 
     made = make_certificate(recipe, catalog.find_device(DEVICE), None, None)
     return {"peak_allocated": made.memory.peak_allocated}
@@ -73,10 +73,10 @@ def step_here(recipe: Recipe, tracker: str) -> dict[str, Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    from memfit.certify import fake_device
-    from memfit.certify.recorder import Recorder
-    from memfit.train.build import Built, build_model, build_optimizer
-    from memfit.train.step import Batch, step
+    from memfit.certify.tracing import fake_device
+    from memfit.certify.tracing.recorder import Recorder
+    from memfit.train.step.build import Built, build_model, build_optimizer
+    from memfit.train.step.step import Batch, step
 
     device = catalog.find_device(DEVICE)
     build_model(recipe, "meta")

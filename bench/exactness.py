@@ -23,10 +23,10 @@ import transformers  # noqa: E402
 from tiny_steps import CPU, FAMILIES, make_recipe, possible, watch_real_step  # noqa: E402
 
 from memfit.certify import trace  # noqa: E402
-from memfit.certify.tracing import worst_shapes  # noqa: E402
-from memfit.ledger import Phase  # noqa: E402
-from memfit.nouns import write_atomically  # noqa: E402
-from memfit.recipe import Freeze  # noqa: E402
+from memfit.certify.tracing.trace_step import worst_shapes  # noqa: E402
+from memfit.records import write_atomically  # noqa: E402
+from memfit.records.ledger import Phase  # noqa: E402
+from memfit.records.recipe import Freeze  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results" / "exactness_cpu.jsonl"
 BF16 = {"precision": "bf16", "base_format": "bf16"}

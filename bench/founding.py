@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from memfit import api, catalog
-from memfit.certify.certificate import make_certificate
-from memfit.errors import Error
-from memfit.plan.solve import GRAIN
-from memfit.results import Memory, Plan
+from memfit.certify.evidence.certificate import make_certificate
+from memfit.core.errors import Error
+from memfit.plan.questions.solve import GRAIN
+from memfit.records.results import Memory, Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES, OUT = ROOT / "recipes", ROOT / "bench" / "results" / "founding.json"

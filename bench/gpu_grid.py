@@ -26,13 +26,13 @@ from statistics import median, quantiles
 from typing import Any
 
 from memfit import api, families
-from memfit.errors import Error, InvalidRequest
-from memfit.hardware import Device
-from memfit.nouns import from_data, to_data, to_json, write_atomically
-from memfit.plan.reference import find_reference
-from memfit.request import Request
-from memfit.results import Plan
-from memfit.units import GIB, show_gib
+from memfit.core.errors import Error, InvalidRequest
+from memfit.core.units import GIB, show_gib
+from memfit.plan.request.model_reference import find_reference
+from memfit.records import from_data, to_data, to_json, write_atomically
+from memfit.records.hardware import Device
+from memfit.records.request import Request
+from memfit.records.results import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results" / "gpu_grid.jsonl"

@@ -14,19 +14,19 @@ from typing import Any
 from msgspec.structs import replace
 
 from memfit import catalog
-from memfit.adapters.coded import check_base
-from memfit.adapters.projections import all_linear, choose_targets
-from memfit.coding import CODED_FORMATS
-from memfit.errors import InvalidRequest
+from memfit.adapters.shared.projections import all_linear, choose_targets
+from memfit.adapters.shared.quantised_base import check_base
+from memfit.core.errors import InvalidRequest
 from memfit.families import family_of, read_model
-from memfit.families.added import can_select
-from memfit.families.lean import find_lean
-from memfit.families.limits import own_kernels
-from memfit.hardware import Device
-from memfit.model import ModelReference
+from memfit.families.capabilities.added import can_select
+from memfit.families.capabilities.lean import find_lean
+from memfit.families.capabilities.limits import own_kernels
+from memfit.meta.attending.kernels import heads_of, refusal, usable
 from memfit.optimizers import default_implementation, find_optimizer
-from memfit.recipe import Freeze, Lora, Optimizer, Preference, Quantisation, Recipe
-from memfit.sizes.kernels import heads_of, refusal, usable
+from memfit.records.hardware import Device
+from memfit.records.model import ModelReference
+from memfit.records.quantised import CODED_FORMATS
+from memfit.records.recipe import Freeze, Lora, Optimizer, Preference, Quantisation, Recipe
 
 CPU, H100 = DEVICES = ("cpu-x86", "h100-sxm")
 SHALLOW = 4  # blocks of a model, or one of each kind; but in one recipe of every fourth model
@@ -389,7 +389,7 @@ def _settle_pairs(recipe: Recipe) -> Recipe:
 
 
 def _fit(recipe: Recipe) -> Recipe:
-    """Without what the model's class excludes: see `memfit.families.limits`."""
+    """Without what the model's class excludes: see `memfit.families.capabilities.limits`."""
     architecture = read_model(recipe.model).architecture
     if only := own_kernels(architecture):
         recipe = replace(recipe, attention=only[0])

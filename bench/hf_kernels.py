@@ -23,7 +23,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from memfit.catalog import find_device
-from memfit.certify.fake_device import fake_device
+from memfit.certify.tracing.fake_device import fake_device
 from size_oracle import Births, adapted, highest
 
 RESULTS = Path(__file__).resolve().parent / "results" / "hf_kernels.json"

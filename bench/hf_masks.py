@@ -182,9 +182,9 @@ def make_cases() -> dict[str, dict[str, Any]]:
 
 def published(name: str) -> dict[str, Any]:
     """The config of a model of the catalogue."""
-    from memfit.nouns import from_data
-    from memfit.plan.foreign import read_foreign
-    from memfit.request import Request
+    from memfit.plan.search.other_framework import read_foreign
+    from memfit.records import from_data
+    from memfit.records.request import Request
 
     asked = {"framework": "hf-trainer", "model": name, "hardware": {"device": "h100-sxm"}}
     recipe, _, _ = read_foreign(from_data(asked, Request, where="bench"))
@@ -195,7 +195,7 @@ def predict(case: dict[str, Any]) -> int:
     """Bytes at the highest instant of a step, before an allocator rounds them."""
     from hf_step import ledger
 
-    from memfit.ledger import Kind, Phase
+    from memfit.records.ledger import Kind, Phase
 
     lora = case.get("lora")
     precision = case.get("precision", "bf16")

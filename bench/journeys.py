@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from memfit import __version__, api, catalog, families
-from memfit.errors import Error
-from memfit.request import Request
-from memfit.results import Plan
+from memfit.core.errors import Error
+from memfit.records.request import Request
+from memfit.records.results import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "bench" / "results" / "journeys.txt"

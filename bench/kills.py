@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT / "tests" / "train"), str(ROOT / "tests")]
 
 from test_many_ranks import SHARDS, kill, start_runs  # noqa: E402
 
-from memfit.nouns import write_atomically  # noqa: E402
+from memfit.records import write_atomically  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results" / "kills.json"
 KILLS, STEPS = 10, 400

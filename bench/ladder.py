@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from memfit import api
-from memfit.errors import Error
-from memfit.nouns import from_data
-from memfit.request import Request
-from memfit.results import Plan
+from memfit.core.errors import Error
+from memfit.records import from_data
+from memfit.records.request import Request
+from memfit.records.results import Plan
 
 OUT = Path(__file__).resolve().parent / "results" / "ladder.json"
 SMALL = {

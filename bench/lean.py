@@ -5,7 +5,7 @@
 One block of Llama-2-7B's proportions on this CPU: Hugging Face's eager code, memfit's lean
 functions, torch's selective recomputation of everything but products and attention,
 torch.compile by its partitioner's own rules, and memfit's `compile: blocks`, without three of them
-(`memfit.train.partition`). Bytes are those that torch's profiler sees allocated and not freed
+(`memfit.train.model.partition`). Bytes are those that torch's profiler sees allocated and not freed
 by the forward of a second block behind a first, for each token and hidden unit; seconds are of the
 processor, for a forward and backward, the roads taken in turn, as medians of ratios to the eager
 code of the same round.
@@ -32,10 +32,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from memfit.model import ModelReference
-from memfit.recipe import LEAN, Freeze, Lora, Optimizer, Recipe
-from memfit.train.build import build_model
-from memfit.train.hugging_face import parts
+from memfit.records.model import ModelReference
+from memfit.records.recipe import LEAN, Freeze, Lora, Optimizer, Recipe
+from memfit.train.model.hugging_face import parts
+from memfit.train.step.build import build_model
 
 RESULTS = Path(__file__).parent / "results" / "lean.json"
 HIDDEN, FFN, HEADS = 512, 1376, 4  # Llama-2-7B's 4096, 11008 and heads of 128, by 8

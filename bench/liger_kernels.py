@@ -15,20 +15,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from memfit import sizes
-from memfit.families.forward import rotate
-from memfit.sizes import Meter, Tensor, liger
-from memfit.sizes.autograd import record
-from memfit.sizes.loss import cross_entropy_sum
-from memfit.sizes.meter import block_size
-from memfit.sizes.workspace import Grid
-from memfit.units import KIB, MIB
+from memfit import meta
+from memfit.core.units import KIB, MIB
+from memfit.families.shared.forward import rotate
+from memfit.meta import Meter, Tensor
+from memfit.meta.autograd import record
+from memfit.meta.layers import liger
+from memfit.meta.losses.cross_entropy import cross_entropy_sum
+from memfit.meta.meter import block_size
+from memfit.meta.workspace import Grid
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "measurements" / "kernels" / "liger.json"
 LIMIT = 0.03
 A100 = Grid(multiprocessors=108, threads=2048)
-CUBLAS = 8 * MIB + 128 * KIB  # of an A100; see memfit.sizes.workspace.product_workspace
+CUBLAS = 8 * MIB + 128 * KIB  # of an A100; see memfit.meta.workspace.product_workspace
 GIVEN = "bfloat16"  # dtype of the gradients that the scripts hand in
 Round = Callable[[], list[Tensor]]  # one forward; what its backward starts from
 Set = tuple[Round, list[Tensor]]  # and what else the script holds, such as the other's layer
@@ -44,9 +45,9 @@ def rms_norm(meter: Meter, row: dict[str, Any]) -> Set:
         return lambda: [liger.rms_norm(x, weight, A100, partial_rows=True)], others
 
     def forward() -> list[Tensor]:
-        wide = sizes.cast(x, "float32")
-        inverse = sizes.rsqrt(sizes.shift(sizes.mean_last(sizes.power(wide))))
-        return [sizes.mul(weight, sizes.cast(sizes.mul(wide, inverse), "bfloat16"))]
+        wide = meta.cast(x, "float32")
+        inverse = meta.rsqrt(meta.shift(meta.mean_last(meta.power(wide))))
+        return [meta.mul(weight, meta.cast(meta.mul(wide, inverse), "bfloat16"))]
 
     return forward, others
 
@@ -60,10 +61,10 @@ def swiglu(meter: Meter, row: dict[str, Any]) -> Set:
 
     def forward() -> list[Tensor]:
         if row["provider"] == "liger":
-            inner = liger.silu_mul(sizes.linear(x, gate), sizes.linear(x, up))
+            inner = liger.silu_mul(meta.linear(x, gate), meta.linear(x, up))
         else:
-            inner = sizes.mul(sizes.silu(sizes.linear(x, gate)), sizes.linear(x, up))
-        return [sizes.linear(inner, down)]
+            inner = meta.mul(meta.silu(meta.linear(x, gate)), meta.linear(x, up))
+        return [meta.linear(inner, down)]
 
     return forward, []
 
@@ -82,7 +83,7 @@ def rope(meter: Meter, row: dict[str, Any]) -> Set:
     def forward() -> list[Tensor]:
         if row["provider"] == "liger":
             return list(liger.rotate(heads[0], heads[1], *turn))
-        query, key = (sizes.transpose(x, 1, 2) for x in heads)
+        query, key = (meta.transpose(x, 1, 2) for x in heads)
         return list(rotate(query, key, (turn[0], turn[1])))
 
     return forward, places
@@ -106,17 +107,17 @@ def fused_linear_cross_entropy(meter: Meter, row: dict[str, Any]) -> Set:
     def forward() -> list[Tensor]:
         if row["provider"] == "liger":
             return [liger.fused_linear_cross_entropy(hidden, weight, labels, upcast=True)]
-        return [cross_entropy_sum(sizes.linear(hidden, weight), labels)]
+        return [cross_entropy_sum(meta.linear(hidden, weight), labels)]
 
     return forward, [spare]
 
 
 def leaf(meter: Meter, shape: tuple[int, ...], dtype: str) -> Tensor:
-    return sizes.parameter(meter, shape, dtype, trainable=True)
+    return meta.parameter(meter, shape, dtype, trainable=True)
 
 
 def parameter(meter: Meter, shape: tuple[int, ...], dtype: str) -> Tensor:
-    return sizes.parameter(meter, shape, dtype, trainable=False)
+    return meta.parameter(meter, shape, dtype, trainable=False)
 
 
 KERNELS: dict[str, Callable[[Meter, dict[str, Any]], Set]] = {
@@ -140,7 +141,7 @@ def predict(row: dict[str, Any]) -> int:
         results = forward()
         given = given or [parameter(meter, r.shape, GIVEN) for r in results if r.shape]
         root = together(results, given)
-        sizes.backward(root)
+        meta.backward(root)
         del results, root
         kept.clear()
     del others  # alive until here
@@ -155,10 +156,10 @@ def together(results: list[Tensor], given: list[Tensor]) -> Tensor:
     """
     if not given:
         return results[0]
-    held = [sizes.cast(g, r.dtype) for g, r in zip(given, results, strict=True)]
+    held = [meta.cast(g, r.dtype) for g, r in zip(given, results, strict=True)]
     node = record(lambda node, grads: list(held), results)
     assert node is not None
-    return node.attach(sizes.empty(results[0].meter, (), "float32"))
+    return node.attach(meta.empty(results[0].meter, (), "float32"))
 
 
 def peak(meter: Meter, start: int) -> int:

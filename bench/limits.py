@@ -17,10 +17,10 @@ from typing import Any
 
 from container import run_within
 
-from memfit.nouns import read_json
-from memfit.results import Certificate, Run
-from memfit.run_folder import read_plan
-from memfit.units import parse_bytes, show_bytes
+from memfit.core.units import parse_bytes, show_bytes
+from memfit.files.run_folder import read_plan
+from memfit.records import read_json
+from memfit.records.results import Certificate, Run
 
 HERE = Path(__file__).resolve().parent
 RECIPES = HERE.parent / "recipes"

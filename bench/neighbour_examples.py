@@ -23,7 +23,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # 600 files would ask the hub for as many models
 
 from memfit import api
-from memfit.errors import InvalidRequest
+from memfit.core.errors import InvalidRequest
 
 RESULTS = Path(__file__).resolve().parent / "results" / "neighbour_examples.json"
 SUFFIXES = (".yaml", ".yml", ".json", ".toml")

@@ -28,9 +28,10 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 
 import published_files  # noqa: E402
-from memfit import accuracy, api  # noqa: E402
-from memfit.corpus import Row, read_corpus  # noqa: E402
-from memfit.errors import Error  # noqa: E402
+from memfit import api  # noqa: E402
+from memfit.accuracy import memory_errors  # noqa: E402
+from memfit.accuracy.corpus import Row, read_corpus  # noqa: E402
+from memfit.core.errors import Error  # noqa: E402
 
 RESULTS = HERE / "results" / "neighbour_rows.json"
 COUNTERS = ("peak_allocated", "peak_reserved", "device_total")
@@ -47,10 +48,10 @@ def check(row: Row) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         files, data, left = published_files.write_files(row, Path(folder))
         _, plan = api.check(files, data)
-    memory, own = plan.memory, accuracy.compare([row])
+    memory, own = plan.memory, memory_errors.compare([row])
     found: dict[str, Any] = {
         "verdict": memory.verdict, "ran_out": row.out_of_memory, "left_out": sorted(left),
-        "same_as_the_row": memory.peak_reserved == accuracy.predict(row)[0].peak_reserved,
+        "same_as_the_row": memory.peak_reserved == memory_errors.predict(row)[0].peak_reserved,
     }  # fmt: skip
     for figure in own.compared:
         errors = {kind: getattr(memory, kind) / figure.measured - 1 for kind in COUNTERS}
@@ -137,7 +138,7 @@ def limits(groups: dict[str, dict[str, Any]]) -> dict[str, Any]:
     sizes, out = sorted(map(abs, errors)), [r for r in rows if r["ran_out"]]
     return {
         "figures": len(errors), "median": statistics.median(sizes),
-        "p90": accuracy.quantile(sizes, 0.9), "worst": sizes[-1],
+        "p90": memory_errors.quantile(sizes, 0.9), "worst": sizes[-1],
         "bias": statistics.fmean(errors), "within": sum(r.get("within", False) for r in rows),
         "banded": sum("within" in r for r in rows),
         "ran_out": len(out), "ran_out_right": sum(r["verdict"] == "does_not_fit" for r in out),
@@ -164,7 +165,7 @@ def main() -> None:
         if not published_files.is_told(row):
             continue
         tool = f"{row.recipe.framework} in {published_files.TOOLS[row.recipe.framework]}'s keys"
-        source = f"{tool}: {accuracy.repository(row)}{'' if is_judged(row) else APART}"
+        source = f"{tool}: {memory_errors.repository(row)}{'' if is_judged(row) else APART}"
         group = groups.setdefault(source, {"rows": {}, "refused": Counter()})
         try:
             group["rows"][row.id] = check(row)

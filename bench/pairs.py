@@ -73,9 +73,9 @@ def leave_out_triton() -> None:
 @contextmanager
 def small_tiles() -> Iterator[None]:
     """Predictions of such tiles; none of them is remembered."""
-    from memfit.plan.closed_form import find_answers
-    from memfit.plan.frameworks._assembly import _describe
-    from memfit.sizes import tiled
+    from memfit.meta.losses import tiled
+    from memfit.plan.frameworks.shared.assembly import _describe
+    from memfit.plan.simulate.closed_form import find_answers
 
     def forget() -> None:
         find_answers.cache_clear()
@@ -128,11 +128,11 @@ def describe(mode: dict[str, Any]) -> dict[str, Any]:
 
 def predict(mode: dict[str, Any], compares: str) -> dict[str, int]:
     """Bytes above parameters, states and the batch."""
-    from memfit.ledger import Phase
-    from memfit.nouns import from_data
-    from memfit.plan.foreign import predict_ledger, read_foreign
-    from memfit.plan.problem import find_device
-    from memfit.request import Request
+    from memfit.plan.request.problem import find_device
+    from memfit.plan.search.other_framework import predict_ledger, read_foreign
+    from memfit.records import from_data
+    from memfit.records.ledger import Phase
+    from memfit.records.request import Request
 
     mixed = mode["precision"] == "bf16-mixed"
     asked = {

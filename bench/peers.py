@@ -136,8 +136,8 @@ def compiled(turns: Turns, folder: Path, method: str, precision: str) -> None:
 def plan(folder: Path, method: str, precision: str, **more: object) -> Any:
     """The recipe that memfit runs."""
     from memfit import api
-    from memfit.nouns import from_data
-    from memfit.request import Request
+    from memfit.records import from_data
+    from memfit.records.request import Request
 
     told = {
         "model": str(folder), "method": method, "precision": precision, "micro_batch": ROWS,
@@ -158,9 +158,9 @@ def chosen(recipe: Any) -> dict[str, Any]:
 def memfit(turns: Turns, folder: Path, method: str, precision: str, **more: object) -> None:
     import torch
 
-    from memfit.train.build import Built, build_model, build_optimizer
-    from memfit.train.step import Batch, step
-    from memfit.train.weights import fill_weights
+    from memfit.train.model.weights import fill_weights
+    from memfit.train.step.build import Built, build_model, build_optimizer
+    from memfit.train.step.step import Batch, step
 
     recipe = plan(folder, method, precision, **more)
     model = build_model(recipe, "cpu")

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from memfit import api, certify
-from memfit.errors import Error
-from memfit.plan.problem import find_device, read_problem
-from memfit.plan.search import search
-from memfit.results import Plan
+from memfit.core.errors import Error
+from memfit.plan.request.problem import find_device, read_problem
+from memfit.plan.search.search import search
+from memfit.records.results import Plan
 
 RESULTS = Path(__file__).resolve().parent / "results" / "plan_vs_certificate.jsonl"
 METHODS = ("full", "lora")

@@ -32,9 +32,9 @@ from typing import Any, NamedTuple
 
 import memfit
 from memfit import api
-from memfit.nouns import from_data
-from memfit.plan import closed_form
-from memfit.request import Request
+from memfit.plan.simulate import closed_form
+from memfit.records import from_data
+from memfit.records.request import Request
 
 OUT = Path(__file__).resolve().parent / "results" / "predict_speed.json"
 SHAPES = 32  # of each recipe

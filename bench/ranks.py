@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from memfit.nouns import write_atomically
+from memfit.records import write_atomically
 
 RESULTS = Path(__file__).resolve().parent / "results" / "ranks.json"
 CASES = (  # model, nodes of 8 devices, copies

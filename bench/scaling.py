@@ -26,17 +26,17 @@ from typing import Any
 from msgspec import structs
 
 from memfit import __version__, api
-from memfit.errors import Error
+from memfit.core.errors import Error
+from memfit.core.units import GIB
 from memfit.families import read_model
-from memfit.hardware import Device
-from memfit.nouns import from_data, write_atomically
-from memfit.plan.clock.rates import Setting
-from memfit.plan.clock.read import read_setting
-from memfit.plan.clock.step import predict_step
-from memfit.recipe import Recipe
-from memfit.request import Request
-from memfit.results import Plan
-from memfit.units import GIB
+from memfit.plan.step_time.rates import Setting
+from memfit.plan.step_time.read import read_setting
+from memfit.plan.step_time.step import predict_step
+from memfit.records import from_data, write_atomically
+from memfit.records.hardware import Device
+from memfit.records.recipe import Recipe
+from memfit.records.request import Request
+from memfit.records.results import Plan
 
 RESULTS = Path(__file__).resolve().parent / "results" / "scaling.json"
 DEVICE, NODE, FRAMEWORK = "h100-sxm", 8, "megatron"
@@ -118,15 +118,18 @@ def plan_with(request: Request, device: Device) -> float | None:
     if limit is None:
         other = plan(request)
         return None if other is None else other.time.step_seconds
-    from memfit.plan import foreign, space  # both look the device up by its name
+    from memfit.plan.search import (  # both look the device up by its name
+        candidates,
+        other_framework,
+    )
 
     larger = structs.replace(device, memory=limit, memory_driver=limit)
-    known = foreign.find_device, space.find_device
-    foreign.find_device = space.find_device = lambda name: larger  # type: ignore[assignment]
+    known = other_framework.find_device, candidates.find_device
+    other_framework.find_device = candidates.find_device = lambda name: larger  # type: ignore[assignment]
     try:
         other = plan(request)
     finally:
-        foreign.find_device, space.find_device = known
+        other_framework.find_device, candidates.find_device = known
     return None if other is None else other.time.step_seconds
 
 

@@ -37,14 +37,14 @@ from typing import Any
 
 import memfit
 from memfit import api
-from memfit.nouns import from_data, to_data
-from memfit.plan.bounds import find_bounds
-from memfit.plan.clock.read import time_recipes
-from memfit.plan.fitting import find_fitting
-from memfit.plan.foreign import describe_foreign, predict_ledger
-from memfit.plan.space import Space, span
-from memfit.recipe import Recipe
-from memfit.request import Request
+from memfit.plan.memory.bounds import find_bounds
+from memfit.plan.search.candidates import Space, span
+from memfit.plan.search.fitting import find_fitting
+from memfit.plan.search.other_framework import describe_foreign, predict_ledger
+from memfit.plan.step_time.read import time_recipes
+from memfit.records import from_data, to_data
+from memfit.records.recipe import Recipe
+from memfit.records.request import Request
 
 OUT = Path(__file__).resolve().parent / "results" / "search.json"
 CHECKED = 50  # candidates of each case that are predicted one by one, too
@@ -163,7 +163,7 @@ def as_columns(recipe: Recipe) -> Recipe:
     """The recipe as a slice of one candidate."""
     import numpy
 
-    from memfit.plan.columns import AXES, with_columns
+    from memfit.plan.search.columns import AXES, with_columns
 
     columns = {name: numpy.array([getattr(recipe.parallel, name)]) for name in AXES}
     for name in ("micro_batch", "accumulation", "recompute_blocks"):

@@ -24,8 +24,8 @@ from exactness import GRID  # noqa: E402
 from tiny_steps import CPU, FAMILIES, H100, make_recipe, possible  # noqa: E402
 
 from memfit.certify import trace  # noqa: E402
-from memfit.hardware import Device  # noqa: E402
-from memfit.nouns import write_atomically  # noqa: E402
+from memfit.records import write_atomically  # noqa: E402
+from memfit.records.hardware import Device  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results" / "torch_versions.json"
 

@@ -26,8 +26,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfit.certify.world import fake_world
-from memfit.recipe import Parallel
+from memfit.certify.tracing.world import fake_world
+from memfit.records.recipe import Parallel
 
 RESULTS = Path(__file__).resolve().parent / "results" / "torchtitan_loss.json"
 BASE = {"tokens": 128, "hidden": 48, "vocab": 960, "chunks": 4, "ranks": 4, "tp": 1, "tied": False}

@@ -49,8 +49,8 @@ def measure(case: dict[str, Any]) -> int:
     from fsdp_ranks import RANKS, ROWS, TOKENS, Level, accelerator, adapt, make_model, make_plugin
     from trl.trainer.utils import add_fused_lm_head
 
-    from memfit.certify.world import fake_world
-    from memfit.recipe import Parallel
+    from memfit.certify.tracing.world import fake_world
+    from memfit.records.recipe import Parallel
 
     def step() -> None:
         out = model(input_ids=ids, labels=labels, fused_lm_head=True)

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 
 from memfit.allocator.caching import CachingAllocator
-from memfit.allocator_settings import Settings
+from memfit.allocator.settings import Settings
 
 RESULTS = Path(__file__).parent / "results" / "zero3_streams.json"
 LAYERS, HIDDEN, WIDE, VOCAB, HEADS, RANKS = 32, 4096, 11008, 32000, 32, 8

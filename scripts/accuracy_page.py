@@ -14,9 +14,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from memfit import folklore
-from memfit.accuracy import Accuracy, Compared, Group, compare, quantile, summarise
-from memfit.corpus import read_corpus, read_refused
+from memfit.accuracy import folklore
+from memfit.accuracy.corpus import read_corpus, read_refused
+from memfit.accuracy.memory_errors import Accuracy, Compared, Group, compare, quantile, summarise
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "bench" / "results" / "accuracy.json"

@@ -8,8 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from memfit.accuracy_time import NEAR, TimeAccuracy, TimeGroup, compare_times
-from memfit.corpus import read_corpus, read_refused
+from memfit.accuracy.corpus import read_corpus, read_refused
+from memfit.accuracy.time_errors import NEAR, TimeAccuracy, TimeGroup, compare_times
 
 FIGURES = Path(__file__).resolve().parent.parent / "bench" / "results" / "accuracy_time.json"
 TOLERANCE = 5e-3  # of a figure: a few rows more move it by as much

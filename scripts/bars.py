@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-from memfit.units import show_gib
-from memfit.words import COLOURS
+from memfit.core.units import show_gib
+from memfit.core.wording import COLOURS
 
 ROW, LEFT, WIDTH, RIGHT = 26, 310, 500, 190  # pixels: a bar, its name, the scale, what is said
 

@@ -19,11 +19,12 @@ import numpy
 from scipy.optimize import least_squares
 
 from memfit import families
-from memfit.accuracy_time import clock_basis, network_of, time_rows
-from memfit.corpus import Row, read_corpus
-from memfit.plan.clock.adapters import list_matrices, with_adapters
-from memfit.plan.clock.collectives import Links
-from memfit.plan.clock.rates import (
+from memfit.accuracy.corpus import Row, read_corpus
+from memfit.accuracy.time_errors import clock_basis, network_of, time_rows
+from memfit.plan.request.problem import find_device
+from memfit.plan.step_time.adapters import list_matrices, with_adapters
+from memfit.plan.step_time.communication.collectives import Links
+from memfit.plan.step_time.rates import (
     DEVICE_FIELDS,
     FRAMEWORK_FIELDS,
     NOBODYS,
@@ -32,10 +33,9 @@ from memfit.plan.clock.rates import (
     Setting,
     names,
 )
-from memfit.plan.clock.read import read_layout, read_machine, read_shape
-from memfit.plan.clock.step import predict_step
-from memfit.plan.clock.work import Layout, Shape
-from memfit.plan.problem import find_device
+from memfit.plan.step_time.read import read_layout, read_machine, read_shape
+from memfit.plan.step_time.step import predict_step
+from memfit.plan.step_time.work import Layout, Shape
 
 OUT = Path(__file__).parent.parent / "src" / "memfit" / "catalog" / "rates.toml"
 NOISE = 0.05  # relative, of a published time: releases and repetitions (published.md)

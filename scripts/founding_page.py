@@ -10,8 +10,8 @@ from typing import Any
 import bars
 
 from memfit.catalog import find_model
-from memfit.ledger import Kind
-from memfit.units import show_bytes, show_gb, show_gib, show_seconds
+from memfit.core.units import show_bytes, show_gb, show_gib, show_seconds
+from memfit.records.ledger import Kind
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results" / "founding.json"

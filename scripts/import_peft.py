@@ -19,13 +19,13 @@ from import_published import ROOT, write_refusals
 from published import NotExpressible, Published
 from published.peft import experiment, metamath
 
-from memfit.corpus import Row, Source, split_of, write_rows
-from memfit.errors import Error
-from memfit.nouns import from_data
-from memfit.plan.foreign import read_foreign
-from memfit.request import Request
-from memfit.results import Measurement
-from memfit.units import GIB
+from memfit.accuracy.corpus import Row, Source, split_of, write_rows
+from memfit.core.errors import Error
+from memfit.core.units import GIB
+from memfit.plan.search.other_framework import read_foreign
+from memfit.records import from_data
+from memfit.records.request import Request
+from memfit.records.results import Measurement
 
 SOURCE = "huggingface/peft method_comparison/MetaMathQA/results"
 URL = "https://github.com/huggingface/peft"

@@ -20,14 +20,14 @@ from typing import Any
 
 from published import UNITS, NotExpressible, Published, Translated
 
-from memfit.corpus import Row, Source, read_rows, split_of, write_rows
-from memfit.errors import Error
-from memfit.nouns import from_data
-from memfit.plan.foreign import read_foreign
+from memfit.accuracy.corpus import Row, Source, read_rows, split_of, write_rows
+from memfit.core.errors import Error
 from memfit.plan.frameworks import find_framework
-from memfit.recipe import Recipe
-from memfit.request import Request
-from memfit.results import Measurement
+from memfit.plan.search.other_framework import read_foreign
+from memfit.records import from_data
+from memfit.records.recipe import Recipe
+from memfit.records.request import Request
+from memfit.records.results import Measurement
 
 AGREES = 0.03  # tokens of a step by its configuration and by the printed throughput
 PRINTED = ("step_time_s", "tokens_per_s_per_gpu", "tokens_per_s_total", "samples_per_s")

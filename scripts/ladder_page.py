@@ -9,7 +9,7 @@ from typing import Any
 import bars
 
 from memfit.catalog import find_device
-from memfit.units import show_bytes, show_gib, show_seconds
+from memfit.core.units import show_bytes, show_gib, show_seconds
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results" / "ladder.json"

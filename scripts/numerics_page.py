@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import field
 from techniques_page import ROOT, check_test
 
-from memfit.nouns import Noun, from_data
+from memfit.records import Noun, from_data
 
 ROWS = ROOT / "docs" / "numerics.toml"
 HEAD = """# The numeric tests of memfit's step

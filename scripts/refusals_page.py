@@ -10,10 +10,10 @@ from typing import Any
 from techniques_page import NONE, check_test
 
 from memfit import api
-from memfit.errors import InvalidRequest
-from memfit.nouns import Noun, from_data
-from memfit.request import Request
-from memfit.words import as_yaml
+from memfit.core.errors import InvalidRequest
+from memfit.core.wording import as_yaml
+from memfit.records import Noun, from_data
+from memfit.records.request import Request
 
 ROWS = Path(__file__).resolve().parent.parent / "docs" / "refusals.toml"
 MODEL = "llama-3.1-8b"

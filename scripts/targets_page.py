@@ -15,9 +15,9 @@ from click.testing import CliRunner
 
 from memfit.cli.app import app
 from memfit.export import EVERY_KEY, exports, find_target
-from memfit.export._unsaid import HEAD as HEADING
-from memfit.nouns import Noun
-from memfit.recipe import Recipe
+from memfit.export.unwritten_keys import HEAD as HEADING
+from memfit.records import Noun
+from memfit.records.recipe import Recipe
 
 MODEL, DEVICE = "llama-3.1-8b", "h100-sxm"
 PLAN = {"method": "lora", "precision": "bf16-mixed", "recompute": "full", "micro_batch": "2"}
@@ -57,7 +57,8 @@ A marked key is written; where the tool has no word for its value, the plan take
 the tool has, and says so, or the export is refused if that decides what is learned. A key without
 a mark is listed at the file's head where it changes memory and time alone, and refused where it
 decides what is learned; an axis of the mesh that a tool lacks is refused.
-`tests/test_round_trip.py` changes every marked key of plans for the tools that `check` reads, and
+`tests/export/test_round_trip.py` changes every marked key of plans for the tools that `check`
+reads, and
 reads it back.
 """
 HEAD = "# For "  # what its first line begins with

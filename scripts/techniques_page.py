@@ -6,8 +6,8 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-from memfit.errors import InvalidRequest
-from memfit.nouns import Noun, from_data
+from memfit.core.errors import InvalidRequest
+from memfit.records import Noun, from_data
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "docs" / "techniques.toml"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from memfit.accuracy_time import TimeAccuracy
-from memfit.plan.clock.collectives import HOPS, PROTOCOLS
-from memfit.plan.clock.own import OPERATIONS
-from memfit.plan.clock.rates import read_rates
+from memfit.accuracy.time_errors import TimeAccuracy
+from memfit.plan.step_time.communication.collectives import HOPS, PROTOCOLS
+from memfit.plan.step_time.own import OPERATIONS
+from memfit.plan.step_time.rates import read_rates
 
 CONSTANTS = {
     "shared.memory": "what element-wise work reaches of the memory's bandwidth",
@@ -34,8 +34,9 @@ with the same micro-batch. Adapters beside every projection are, where launching
 computing, and the plan says so.
 
 **Collectives** are NCCL's: rings, trees and switches that add up, each with the latencies of its
-protocols, and the fastest is taken (`src/memfit/plan/clock/collectives.py`). The step, the search
-and `memfit networks NAME` ask the same function. Measured curves of a cluster come first.
+protocols, and the fastest is taken (`src/memfit/plan/step_time/communication/collectives.py`). The
+step, the search and `memfit networks NAME` ask the same function. Measured curves of a cluster
+come first.
 
 **What overlaps.** Weights of ZeRO 3 are gathered, and gradients scattered, beside the computing of
 the block before; gradients of the other levels are reduced beside the backward. A share of either

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from memfit.accuracy import Accuracy, Compared, summarise
-from memfit.accuracy_time import NEAR, TimeAccuracy, TimeGroup
+from memfit.accuracy.memory_errors import Accuracy, Compared, summarise
+from memfit.accuracy.time_errors import NEAR, TimeAccuracy, TimeGroup
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

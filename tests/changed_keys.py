@@ -6,9 +6,9 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from msgspec.structs import replace
 
-from memfit.nouns import from_data, to_data
 from memfit.plan.frameworks import find_framework
-from memfit.recipe import Recipe
+from memfit.records import from_data, to_data
+from memfit.records.recipe import Recipe
 
 # another value of each key of a recipe; lists and numbers that no plan above has
 OTHER = {

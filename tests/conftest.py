@@ -9,9 +9,9 @@ import pytest
 from hypothesis import settings
 
 from memfit.catalog.overheads import Overhead
-from memfit.model import ModelReference
-from memfit.plan import process
-from memfit.recipe import Freeze, Lora, Optimizer, Recipe
+from memfit.plan.memory import process
+from memfit.records.model import ModelReference
+from memfit.records.recipe import Freeze, Lora, Optimizer, Recipe
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: a second thread only waits, and waits busily

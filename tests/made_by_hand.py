@@ -2,11 +2,12 @@
 
 import msgspec
 
-from memfit.ledger import Entry, Kind, Ledger, Phase
-from memfit.model import ModelReference
-from memfit.recipe import Freeze, Lora, Optimizer, Recipe
-from memfit.request import Request, Task
-from memfit.results import (
+from memfit.core.units import GIB, MIB
+from memfit.records.ledger import Entry, Kind, Ledger, Phase
+from memfit.records.model import ModelReference
+from memfit.records.recipe import Freeze, Lora, Optimizer, Recipe
+from memfit.records.request import Request, Task
+from memfit.records.results import (
     Certificate,
     Considered,
     Cost,
@@ -19,8 +20,7 @@ from memfit.results import (
     Tensor,
     Time,
 )
-from memfit.timeline import Timeline
-from memfit.units import GIB, MIB
+from memfit.records.timeline import Timeline
 
 HOSTILE = "<script>alert('x')</script>"
 

@@ -16,9 +16,9 @@ from typing import Any
 import neighbour_plans
 from memfit import api
 from memfit.check import readers
-from memfit.check._keys import find_declared
-from memfit.errors import InvalidRequest
-from memfit.request import read_yaml
+from memfit.check.keys import find_declared
+from memfit.core.errors import InvalidRequest
+from memfit.records.request import read_yaml
 
 BIG = "Qwen/Qwen2.5-72B-Instruct"
 MOVING: dict[str, dict[str, Any]] = {

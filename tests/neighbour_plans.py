@@ -6,9 +6,9 @@ from functools import cache
 from typing import Any
 
 from memfit import api
-from memfit.nouns import from_data
-from memfit.request import Request
-from memfit.results import Plan
+from memfit.records import from_data
+from memfit.records.request import Request
+from memfit.records.results import Plan
 
 LLAMA = {"model": "llama-3.1-8b", "task": {"sequence_length": 4096, "steps": 100}}
 SMALL = {"model": "qwen3-0.6b", "task": {"sequence_length": 1024, "steps": 100}}

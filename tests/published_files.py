@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from memfit import api
-from memfit.corpus import Row
-from memfit.export._settle import restate
-from memfit.plan.foreign import predict_foreign
+from memfit.accuracy.corpus import Row
+from memfit.export.settle import restate
 from memfit.plan.frameworks import find_framework
-from memfit.request import Request
+from memfit.plan.search.other_framework import predict_foreign
+from memfit.records.request import Request
 
 ROOT = Path(__file__).parents[1]
 CORPUS = [ROOT / "measurements" / name for name in ("published.jsonl", "peft_metamathqa.jsonl")]

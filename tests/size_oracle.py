@@ -10,10 +10,10 @@ import weakref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfit import sizes
-from memfit.ledger import Kind
-from memfit.sizes.autograd import record
-from memfit.sizes.elementwise import attach
+from memfit import meta
+from memfit.meta.autograd import record
+from memfit.meta.elementwise import attach
+from memfit.records.ledger import Kind
 
 HOST_SCALAR = 16  # bytes; loss values and such, which no peak depends on
 
@@ -112,7 +112,7 @@ def listen(meter):
 
 
 def ours(function, inputs, autocast=False):
-    meter = sizes.Meter()
+    meter = meta.Meter()
     tensors = [make(meter, *i) for i in inputs]
     saved = listen(meter)
     start = len(meter.events)
@@ -120,7 +120,7 @@ def ours(function, inputs, autocast=False):
         out = function(*tensors)
     kept = saved_bytes(saved, tensors)
     del saved[:]
-    sizes.backward(total(out))
+    meta.backward(total(out))
     del out
     return meter_events(meter, start), kept
 
@@ -132,11 +132,11 @@ def total(x):
         return (grads[0].viewed(x_shape, (0,) * len(x_shape)),)
 
     x_shape = x.shape
-    return attach(record(rule, (x,)), sizes.empty(x.meter, (), x.dtype))
+    return attach(record(rule, (x,)), meta.empty(x.meter, (), x.dtype))
 
 
 def make(meter, shape, dtype="float32", grad=True):
-    t = sizes.empty(meter, shape, dtype, Kind.PARAMETERS)
+    t = meta.empty(meter, shape, dtype, Kind.PARAMETERS)
     t.requires_grad = grad
     return t
 

@@ -6,10 +6,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gated_families import LORA_TARGETS, gated
 from memfit.families import find_family
-from memfit.model import ModelReference
-from memfit.recipe import ADAPTED, Freeze, Lora, Optimizer, Recipe
-from memfit.train.build import Built, build_model, build_optimizer, fill_weights
-from memfit.train.step import Batch
+from memfit.records.model import ModelReference
+from memfit.records.recipe import ADAPTED, Freeze, Lora, Optimizer, Recipe
+from memfit.train.step.build import Built, build_model, build_optimizer, fill_weights
+from memfit.train.step.step import Batch
 
 torch.set_num_threads(1)  # a second thread costs more than these models are worth
 VOCAB = 97

@@ -2,7 +2,7 @@
 
 import re
 
-from memfit.errors import InvalidRequest
+from memfit.core.errors import InvalidRequest
 
 
 def assert_named(pattern, read):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from memfit.units import GIB, MIB
+from memfit.core.units import GIB, MIB
 
 Published = dict[str, Any]  # one line of published.jsonl
 
@@ -36,7 +36,7 @@ class Translated(NamedTuple):
     """A published row in memfit's words."""
 
     request: dict[str, Any]  # the content of a request.yaml
-    kind: str  # what its memory figure counts: one of `memfit.corpus.MEMORY_KINDS`
+    kind: str  # what its memory figure counts: one of `memfit.accuracy.corpus.MEMORY_KINDS`
     memory_lost: str = ""  # why its memory figure judges no recipe; "" where it does
     time_lost: str = ""  # the same of its step time
     assumed: str = ""  # what its step takes and neither row nor page says; for the row's notes

@@ -14,57 +14,60 @@ from typing import TYPE_CHECKING, Any, TextIO, cast, get_args
 
 from msgspec import structs
 
-from memfit import catalog, families, launching, look_up
-from memfit.corpus import append_row as append_row
-from memfit.corpus import submit_row as submit_row
-from memfit.errors import InvalidRequest
-from memfit.hardware import Device, Fabric
-from memfit.launching import leads as leads
-from memfit.libraries import installed_versions
-from memfit.nouns import from_data, write_atomically, write_json
-from memfit.plan import foreign, search
-from memfit.plan import problem as problems
-from memfit.preparing import prepare_apart
-from memfit.proving import certify as certify  # the command line calls the api only
-from memfit.proving import find_levers as find_levers
-from memfit.proving import find_nearest as find_nearest
-from memfit.reading import change as change
-from memfit.reading import put as put
-from memfit.reading import read as read
-from memfit.reading import read_certificate as read_certificate
-from memfit.reading import read_data as read_data
-from memfit.recipe import Recipe
-from memfit.request import Request
-from memfit.results import Certificate, Diff, Merged, Plan, Report, Run
-from memfit.run_folder import find_plan as find_plan  # the command line calls the api only
-from memfit.run_folder import is_plan as is_plan
-from memfit.run_folder import read_plan as read_plan
-from memfit.run_folder import state as state
-from memfit.starting import find_machine as find_machine
-from memfit.starting import prepare as prepare
+from memfit import catalog, families
+from memfit.accuracy.corpus import append_row as append_row
+from memfit.accuracy.corpus import submit_row as submit_row
+from memfit.core.errors import InvalidRequest
+from memfit.core.libraries import installed_versions
+from memfit.files.run_folder import find_plan as find_plan  # the command line calls the api only
+from memfit.files.run_folder import is_plan as is_plan
+from memfit.files.run_folder import read_plan as read_plan
+from memfit.files.run_folder import state as state
+from memfit.plan.request import problem as problems
+from memfit.plan.search import other_framework, search
+from memfit.records import from_data, write_atomically, write_json
+from memfit.records.hardware import Device, Fabric
+from memfit.records.recipe import Recipe
+from memfit.records.request import Request
+from memfit.records.results import Certificate, Diff, Merged, Plan, Report, Run
+from memfit.workflows import launch_ranks, look_up
+from memfit.workflows.certify_request import (
+    certify as certify,  # the command line calls the api only
+)
+from memfit.workflows.certify_request import find_levers as find_levers
+from memfit.workflows.certify_request import find_nearest as find_nearest
+from memfit.workflows.launch_ranks import leads as leads
+from memfit.workflows.load_inputs import change as change
+from memfit.workflows.load_inputs import put as put
+from memfit.workflows.load_inputs import read as read
+from memfit.workflows.load_inputs import read_certificate as read_certificate
+from memfit.workflows.load_inputs import read_data as read_data
+from memfit.workflows.prepare_child import prepare_apart
+from memfit.workflows.prepare_run import find_machine as find_machine
+from memfit.workflows.prepare_run import prepare as prepare
 
 if TYPE_CHECKING:
-    from memfit.accuracy import Accuracy
-    from memfit.accuracy_time import TimeAccuracy
+    from memfit.accuracy.memory_errors import Accuracy
+    from memfit.accuracy.time_errors import TimeAccuracy
     from memfit.catalog import CatalogModel
     from memfit.check import Checked
-    from memfit.check._answer import Answer
-    from memfit.check._out_of_memory import Diagnosed, Message
-    from memfit.check._smaller import Change
-    from memfit.doctor import Diagnosis
+    from memfit.check.answers import Answer
+    from memfit.check.out_of_memory import Diagnosed, Message
+    from memfit.check.smaller_changes import Change
+    from memfit.core.number_formats import FormatRow
     from memfit.export import Export
-    from memfit.formats import FormatRow
-    from memfit.pipeline_strip import Strip
-    from memfit.plan.budget import Budget
-    from memfit.plan.compare import Comparison
-    from memfit.plan.offers import Offers
-    from memfit.plan.rules import Rule
-    from memfit.plan.solve import Solved
-    from memfit.plan.stated import Stated
-    from memfit.plan.why_not import WhyNot
-    from memfit.runs import RunRow, RunView
-    from memfit.step_memory import StepMemory
-    from memfit.train.progress import Progress
+    from memfit.plan.budget.budget import Budget
+    from memfit.plan.budget.offers import Offers
+    from memfit.plan.questions.compare import Comparison
+    from memfit.plan.questions.rules import Rule
+    from memfit.plan.questions.solve import Solved
+    from memfit.plan.questions.why_not import WhyNot
+    from memfit.plan.request.as_stated import Stated
+    from memfit.report.pipeline_strip import Strip
+    from memfit.report.runs import RunRow, RunView
+    from memfit.report.step_memory import StepMemory
+    from memfit.train.run.progress import Progress
+    from memfit.workflows.doctor import Diagnosis
 
 LIBRARIES = (
     "memfit", "torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "numpy",
@@ -82,7 +85,7 @@ def plan(request: Request, *, device: Device | None = None, levers: bool = True)
     found = _search(request, device=device, levers=levers)
     if not levers or device is not None or found.memory.verdict in ("fits", "unproven"):
         return found
-    from memfit.plan.ways_out import find_ways_out
+    from memfit.plan.questions.ways_out import find_ways_out
 
     return structs.replace(found, ways_out=find_ways_out(request, found, plan_fitting))
 
@@ -109,9 +112,9 @@ def plan_fitting(request: Request) -> Plan | None:
 
 def _search(request: Request, *, device: Device | None, levers: bool) -> Plan:
     if request.framework != "memfit":
-        from memfit.plan import joint  # its columns are numpy's
+        from memfit.plan.search import mesh_search  # its columns are numpy's
 
-        return joint.search(request)
+        return mesh_search.search(request)
     return search.search(problems.read_problem(request, device=device), levers=levers)
 
 
@@ -120,8 +123,8 @@ def compare(request: Request, devices: str, objective: str = "fastest") -> Compa
 
     Raises InvalidRequest for what is no offer or no objective; an offer without a plan is a row.
     """
-    from memfit.plan import compare as comparing
-    from memfit.plan.offers import read_offers
+    from memfit.plan.budget.offers import read_offers
+    from memfit.plan.questions import compare as comparing
 
     known = get_args(comparing.Objective)
     if objective not in known:
@@ -131,15 +134,15 @@ def compare(request: Request, devices: str, objective: str = "fastest") -> Compa
 
 
 def solve(field: str, request: Request) -> Solved:
-    """The most of `field` that fits, see `memfit.plan.solve`."""
-    from memfit.plan import solve as solving
+    """The most of `field` that fits, see `memfit.plan.questions.solve`."""
+    from memfit.plan.questions import solve as solving
 
     return solving.solve(field, request, plan_roughly, plan_alone)
 
 
 def why_not(request: Request, changes: Mapping[str, Any]) -> WhyNot:
     """Why a request with these dotted keys set was not chosen."""
-    from memfit.plan import why_not as judging
+    from memfit.plan.questions import why_not as judging
 
     return judging.why_not(request, change(request, changes), changes, plan_alone)
 
@@ -150,22 +153,22 @@ def predict(request: Request) -> Plan:
     Of another framework's step (`framework:`) too.
     """
     if request.framework != "memfit":
-        return foreign.predict_foreign(request)
+        return other_framework.predict_foreign(request)
     return search.predict(problems.read_problem(request))
 
 
 def predict_with_levers(request: Request) -> Plan:
     """As `predict`, with what each knob turned would save or cost (of memfit's own step)."""
     if request.framework != "memfit":
-        return foreign.predict_foreign(request)
+        return other_framework.predict_foreign(request)
     return search.predict_with_levers(problems.read_problem(request))
 
 
 def read_stated(request: Request) -> Stated:
     """The recipe of a request for many ranks; raises InvalidRequest where numbers disagree."""
-    from memfit.plan import stated
+    from memfit.plan.request import as_stated
 
-    return stated.read_stated(request)
+    return as_stated.read_stated(request)
 
 
 def refuse_ranks(request: Request) -> None:
@@ -204,11 +207,11 @@ def train(
     if not request.task.data:
         raise InvalidRequest("no training data is named", hint="set `task.data`, a file or folder")
     if request.ranks > 1:
-        return launching.train_ranks(
+        return launch_ranks.train_ranks(
             request, folder, progress=progress, say=say, override=override, tensorboard=tensorboard
         )
     prepared = prepare_apart(request, folder, say=say, override=override)
-    from memfit.train import loop
+    from memfit.train.run import loop
 
     return loop.train(
         prepared.plan.recipe,
@@ -224,7 +227,7 @@ def train(
 
 def report(folder: Path) -> Report:
     """Join the files of a run folder; raises InvalidRequest when there is no plan."""
-    from memfit import report as reporting
+    from memfit.report import join as reporting
 
     return reporting.read_report(folder)
 
@@ -246,7 +249,7 @@ def write_certificate(certificate: Certificate, folder: Path) -> None:
 
 def diff(a: str, b: str, *, say: Callable[[str], None] = lambda _: None) -> Diff:
     """Two certificates side by side; each a certificate.json, run folder, plan.json or request."""
-    from memfit import difference
+    from memfit.report import difference
 
     first = difference.find_certificate(a, say)
     return difference.compare(first, difference.find_certificate(b, say), names=(a, b))
@@ -254,7 +257,7 @@ def diff(a: str, b: str, *, say: Callable[[str], None] = lambda _: None) -> Diff
 
 def check_writable(folder: Path) -> None:
     """Raise InvalidRequest where nothing can be written, before anything is computed."""
-    from memfit import timeline_files
+    from memfit.report import timeline_files
 
     timeline_files.check_writable(folder)
 
@@ -283,16 +286,16 @@ def check(files: Sequence[Path], data: dict[str, Any], config: str = "") -> tupl
     data: what the files do not say, such as `hardware`; config: which of the configurations that a
     Python file makes. Raises InvalidRequest naming the key.
     """
-    from memfit.check import _answer
+    from memfit.check import answers
 
-    return _answer.answer_files(files, data, predict, config)
+    return answers.answer_files(files, data, predict, config)
 
 
 def judge(checked: Checked, plan: Plan, found: Diagnosed | None = None) -> Answer:
     """The verdict on what `check` answered, with keys that are not described and a message."""
-    from memfit.check import _answer
+    from memfit.check import answers
 
-    return _answer.judge(checked, plan, found)
+    return answers.judge(checked, plan, found)
 
 
 def find_changes(
@@ -313,23 +316,23 @@ def find_changes(
 
 def make_patch(change: Change) -> str:
     """A change to files as a unified diff; InvalidRequest where they are not YAML or JSON."""
-    from memfit.check import _smaller
+    from memfit.check import smaller_changes
 
-    return _smaller.make_patch(change)
+    return smaller_changes.make_patch(change)
 
 
 def read_out_of_memory(log: Path) -> Message:
     """The CUDA out-of-memory message of a log; InvalidRequest where there is none."""
-    from memfit.check import _out_of_memory
+    from memfit.check import out_of_memory
 
-    return _out_of_memory.read_message(log)
+    return out_of_memory.read_message(log)
 
 
 def diagnose(message: Message, plan: Plan) -> Diagnosed:
     """The message beside a prediction: which tensor, and in which phase."""
-    from memfit.check import _out_of_memory
+    from memfit.check import out_of_memory
 
-    return _out_of_memory.diagnose(message, plan)
+    return out_of_memory.diagnose(message, plan)
 
 
 def write_export(made: Export, folder: Path) -> list[Path]:
@@ -344,8 +347,8 @@ def write_timeline(recording: Path, certificate: Certificate, folder: Path) -> l
 
     recording: the file that `certify(tape=…)` left.
     """
-    from memfit import timeline_files
-    from memfit.certify.recording import read_recording
+    from memfit.certify.evidence.recording import read_recording
+    from memfit.report import timeline_files
 
     return timeline_files.write_timeline(read_recording(recording), certificate, folder)
 
@@ -355,14 +358,14 @@ def write_step_trace(plan: Plan, folder: Path) -> Path:
 
     Raises InvalidRequest where the plan knows no time.
     """
-    from memfit import step_trace
+    from memfit.report import step_trace
 
     return step_trace.write_step_trace(plan, folder)
 
 
 def write_report(folder: Path) -> Report:
     """Join a run folder's files and write report.json and report.html into it."""
-    from memfit.report_page import render_page
+    from memfit.report.page import render_page
 
     made = report(folder)
     write_json(folder / "report.json", made)
@@ -384,8 +387,8 @@ def rules(model: str) -> tuple[Rule, ...]:
     """Rules of thumb beside exact accounting, for any model that a request can name."""
     from msgspec.structs import replace
 
-    from memfit import folklore
-    from memfit.plan import rules as thumb
+    from memfit.accuracy import folklore
+    from memfit.plan.questions import rules as thumb
 
     stated = {
         "model": model, "framework": "hf-trainer", "weights": "random", "method": "full",
@@ -394,7 +397,7 @@ def rules(model: str) -> tuple[Rule, ...]:
         "hardware": {"device": "h100-sxm"},
     }  # fmt: skip
     request = from_data(stated, Request, where="the rules")
-    plan = foreign.predict_foreign(request)
+    plan = other_framework.predict_foreign(request)
     peak = plan.memory.peak_allocated
     judged = folklore.read_judged()
     return tuple(
@@ -408,8 +411,8 @@ def accuracy(rows: Sequence[Path] = (), ways: Sequence[str] = ()) -> Accuracy:
 
     ways: the fields that will be grouped by; raises InvalidRequest for one that is none.
     """
-    from memfit import accuracy as judging
-    from memfit import corpus
+    from memfit.accuracy import corpus
+    from memfit.accuracy import memory_errors as judging
 
     _check_ways(ways, judging.WAYS)
     return judging.compare(corpus.read_corpus(rows), corpus.read_refused(rows))
@@ -417,8 +420,8 @@ def accuracy(rows: Sequence[Path] = (), ways: Sequence[str] = ()) -> Accuracy:
 
 def accuracy_of_times(rows: Sequence[Path] = (), ways: Sequence[str] = ()) -> TimeAccuracy:
     """The same of every row that says how long a step took."""
-    from memfit import accuracy_time as judging
-    from memfit import corpus
+    from memfit.accuracy import corpus
+    from memfit.accuracy import time_errors as judging
 
     _check_ways(ways, judging.WAYS)
     return judging.compare_times(corpus.read_corpus(rows), corpus.read_refused(rows))
@@ -433,36 +436,37 @@ def _check_ways(ways: Sequence[str], known: Sequence[str]) -> None:
 
 
 def budget(**known: Any) -> Budget:
-    """Solve a budget from texts with units; see `memfit.plan.budget.read_budget`."""
-    from memfit.plan import budget as budgets
+    """Solve a budget from texts with units; see `memfit.plan.budget.budget.read_budget`."""
+    from memfit.plan.budget import budget as budgets
 
     return budgets.solve_budget(budgets.read_budget(**known))
 
 
 def budget_offers(**known: Any) -> Offers:
-    """What money and time buy on several offers; see `memfit.plan.offers.read_offers_request`."""
-    from memfit.plan import offers
+    """What money and time buy on several offers; see `plan.budget.offers.read_offers_request`."""
+    from memfit.plan.budget import offers
 
     return offers.compare_offers(offers.read_offers_request(**known))
 
 
 def schema(of: str = "request") -> dict[str, Any]:
     """JSON Schema of request.yaml, or of a `row` of the corpus of measured runs."""
-    from memfit import corpus, request_file
+    from memfit.accuracy import corpus
+    from memfit.files import request_file
 
     return corpus.schema() if of == "row" else request_file.schema()
 
 
 def init(path: Path) -> Path:
     """Write a commented request.yaml and the schema beside it; never over an existing file."""
-    from memfit import request_file
+    from memfit.files import request_file
 
     return request_file.write_template(path)
 
 
 def doctor() -> Diagnosis:
     """Versions, this machine, its accelerators and caches."""
-    from memfit import doctor as doctors
+    from memfit.workflows import doctor as doctors
 
     return doctors.diagnose(versions())
 
@@ -501,21 +505,21 @@ def supported_frameworks() -> list[str]:
 
 def list_runs(root: Path) -> tuple[RunRow, ...]:
     """The run folders below a folder, the newest first."""
-    from memfit import runs
+    from memfit.report import runs
 
     return runs.list_runs(root)
 
 
 def read_run(root: Path, name: str, after: int = 0) -> RunView:
     """A run below a folder, and the steps of its log above `after`; InvalidRequest elsewhere."""
-    from memfit import runs
+    from memfit.report import runs
 
     return runs.read_run(root, name, after)
 
 
 def draw_pipeline(plan: Plan) -> Strip | None:
     """The pieces of the plan's pipeline in predicted seconds; None without a pipeline."""
-    from memfit import pipeline_strip
+    from memfit.report import pipeline_strip
 
     return pipeline_strip.draw_strip(plan, PIECES)
 
@@ -528,7 +532,7 @@ def draw_step(
     rank: of many devices; None takes the fullest. on_phase: called with what begins.
     Raises NotCertified, and InvalidRequest for another framework's step.
     """
-    from memfit import step_memory
+    from memfit.report import step_memory
 
     return step_memory.draw_step(request, rank, plan, on_phase)
 
@@ -544,21 +548,21 @@ def calibrate(
 
     row: its id; without one the catalogue's row of that device, whose figures it replaces.
     """
-    from memfit import calibrating
+    from memfit.workflows import calibrate_device
 
-    return calibrating.calibrate(device, row=row, quick=quick, say=say)
+    return calibrate_device.calibrate(device, row=row, quick=quick, say=say)
 
 
 def formats(x: float, *, scale: float | None = None) -> tuple[FormatRow, ...]:
     """A number in every format, widest first."""
-    from memfit import formats as formatting
+    from memfit.core import number_formats as formatting
 
     return formatting.formats(x, scale=scale)
 
 
 def measure(recipe: Recipe, *, steps: int = 3) -> Run:
     """A few real steps of a recipe on this machine, on random tokens and weights."""
-    from memfit.train import measure as measuring
+    from memfit.train.measure import counters as measuring
 
     found = measuring.measure(recipe, catalog.find_device(recipe.device), steps)
     return Run(
@@ -579,7 +583,7 @@ def generate(
     folder: Path, prompt: str, *, tokens: int = 100, temperature: float = 0.8, seed: int = 0
 ) -> str:
     """What the model of a run says after a prompt; a run folder keeps it for its report."""
-    from memfit.train import generate as generation
+    from memfit.train.run import generate as generation
 
     made = generation.generate(
         folder, prompt, max_new_tokens=tokens, temperature=temperature, seed=seed
@@ -592,20 +596,20 @@ def generate(
 
 def merge(folder: Path, out: Path) -> Merged:
     """The adapter of a run, or of a folder in peft's format, written into its base as `out`."""
-    from memfit.train import merge as merging
+    from memfit.train.checkpoint import merge as merging
 
     return merging.merge(folder, out)
 
 
 def join(plan: Plan, certificate: Certificate | None, run: Run | None) -> Report:
     """The report of results that are not in a folder."""
-    from memfit import report as reporting
+    from memfit.report import join as reporting
 
     return reporting.join(plan, certificate, run)
 
 
 def open_progress(stream: TextIO) -> Progress:
     """What shows a run as it goes: live lines on a terminal, plain ones in a pipe."""
-    from memfit.train import progress
+    from memfit.train.run import progress
 
     return progress.open_progress(stream)

@@ -19,16 +19,16 @@ import torch.distributed as dist
 from msgspec.structs import replace
 from tiny_steps import watch_real_step
 
-from memfit.certify.tracing import worst_shapes
-from memfit.ledger import Phase
+from memfit.certify.tracing.trace_step import worst_shapes
 from memfit.parallelism.context import own_parts
 from memfit.parallelism.shards import local_shape
 from memfit.parallelism.tensor import cut_dim
-from memfit.recipe import Parallel, Recipe
-from memfit.train.build import Built, build_model, build_optimizer
-from memfit.train.gloo import without_gloo
-from memfit.train.quantised import quantised_modules
-from memfit.train.step import Batch, evaluate, step
+from memfit.records.ledger import Phase
+from memfit.records.recipe import Parallel, Recipe
+from memfit.train.distributed.gloo import without_gloo
+from memfit.train.model.quantised import quantised_modules
+from memfit.train.step.build import Built, build_model, build_optimizer
+from memfit.train.step.step import Batch, evaluate, step
 
 
 def part_of(name: str, whole: torch.Tensor, parallel: Parallel, rank: int) -> torch.Tensor:

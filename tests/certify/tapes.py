@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from memfit.allocator.settings import UNLIMITED, Settings
 from memfit.allocator.tape import CAUGHT_UP, FREED, USED, Event
-from memfit.allocator_settings import UNLIMITED, Settings
-from memfit.units import GIB, KIB, MIB
+from memfit.core.units import GIB, KIB, MIB
 
 requests = st.lists(
     st.tuples(

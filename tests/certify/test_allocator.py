@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from memfit.allocator.caching import CachingAllocator, OutOfMemory, replay
+from memfit.allocator.settings import Settings
 from memfit.allocator.tape import CAUGHT_UP, EMPTIED, FREED, USED, Event
-from memfit.allocator_settings import Settings
-from memfit.units import KIB, MIB
+from memfit.core.units import KIB, MIB
 
 EXPANDABLE = Settings(expandable_segments=True)
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tapes import configurations, requests, tape_of
 
 from memfit.allocator.caching import CachingAllocator, OutOfMemory, follow, replay
+from memfit.allocator.settings import Settings
 from memfit.allocator.tape import EMPTIED, FREED, Event
-from memfit.allocator_settings import Settings
-from memfit.units import MIB
+from memfit.core.units import MIB
 
 
 def chains(allocator: CachingAllocator) -> list[list]:

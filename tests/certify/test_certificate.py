@@ -10,17 +10,17 @@ import pytest
 from tiny_steps import CPU, H100, make_device, make_recipe, watch_real_step
 
 from memfit.allocator.caching import replay
+from memfit.allocator.settings import Settings
 from memfit.allocator.tape import Event
-from memfit.allocator_settings import Settings
 from memfit.catalog.overheads import find_overhead
 from memfit.certify import BatchShape, Order, _read_answers, certify, certify_all, trace
-from memfit.certify.certificate import _judge, make_certificate
-from memfit.certify.recorder import Trace
-from memfit.certify.tracing import worst_shapes
-from memfit.errors import InvalidRequest, NotCertified
-from memfit.ledger import Kind, Ledger, Phase
-from memfit.screens.memory import parts_of
-from memfit.units import GIB, MIB
+from memfit.certify.evidence.certificate import _judge, make_certificate
+from memfit.certify.tracing.recorder import Trace
+from memfit.certify.tracing.trace_step import worst_shapes
+from memfit.core.errors import InvalidRequest, NotCertified
+from memfit.core.units import GIB, MIB
+from memfit.records.ledger import Kind, Ledger, Phase
+from memfit.screens.widgets.memory import parts_of
 
 BF16 = {"precision": "bf16", "base_format": "bf16"}
 

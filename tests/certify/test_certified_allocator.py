@@ -6,12 +6,12 @@ import pytest
 from tiny_steps import CPU, H100, make_recipe
 
 from memfit.allocator.caching import replay
-from memfit.allocator_settings import Settings
+from memfit.allocator.settings import Settings
 from memfit.certify import trace
-from memfit.certify.certificate import make_certificate
-from memfit.errors import InvalidRequest
-from memfit.results import Certificate
-from memfit.units import GIB
+from memfit.certify.evidence.certificate import make_certificate
+from memfit.core.errors import InvalidRequest
+from memfit.core.units import GIB
+from memfit.records.results import Certificate
 
 
 def certify(allocator: str, usable: int | None = 80 * GIB) -> Certificate:

@@ -10,11 +10,11 @@ import torch
 from tiny_steps import CPU, make_batch, make_recipe
 
 from memfit.certify import trace
-from memfit.certify.tracing import worst_shapes
-from memfit.recipe import Recipe
-from memfit.train.build import Built, build_model, build_optimizer
-from memfit.train.step import step
-from memfit.train.weights import fill_weights
+from memfit.certify.tracing.trace_step import worst_shapes
+from memfit.records.recipe import Recipe
+from memfit.train.model.weights import fill_weights
+from memfit.train.step.build import Built, build_model, build_optimizer
+from memfit.train.step.step import step
 
 KERNELS_OWN = 128  # bytes of temporaries inside CPU kernels, which no dispatcher sees
 

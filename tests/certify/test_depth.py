@@ -10,12 +10,13 @@ from msgspec.structs import replace
 from tiny_steps import CONFIGS, CPU, FAMILIES, H100, make_recipe, possible
 
 from memfit import catalog
-from memfit.certify import depth, sweep, trace
-from memfit.certify.depth import DEPTH_KEYS, find_runs, with_runs
-from memfit.errors import NotCertified
+from memfit.certify import sweep, trace
+from memfit.certify.tracing import depth
+from memfit.certify.tracing.depth import DEPTH_KEYS, find_runs, with_runs
+from memfit.core.errors import NotCertified
 from memfit.families import read_model
-from memfit.ledger import Phase
-from memfit.recipe import Freeze, Lora, Recipe
+from memfit.records.ledger import Phase
+from memfit.records.recipe import Freeze, Lora, Recipe
 
 LAYERS = 8
 BF16 = {"precision": "bf16", "base_format": "bf16"}

@@ -6,9 +6,9 @@ import pytest
 from tiny_steps import CONFIGS, CPU, H100, make_recipe
 
 from memfit.allocator.caching import Settings, replay
-from memfit.certify.certificate import make_certificate
-from memfit.certify.tracing import trace_step
-from memfit.shapes import BatchShape, RowBounds, bounding_shapes, evaluation_shapes
+from memfit.certify.evidence.certificate import make_certificate
+from memfit.certify.tracing.trace_step import trace_step
+from memfit.records.shapes import BatchShape, RowBounds, bounding_shapes, evaluation_shapes
 
 BF16 = {"precision": "bf16", "base_format": "bf16"}
 W = 48

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from tiny_steps import CONFIGS, CPU, FAMILIES, LORA_TARGETS, make_recipe, possible, watch_real_step
 
 from memfit.certify import BatchShape, trace
-from memfit.certify.tracing import worst_shapes
-from memfit.ledger import Phase
-from memfit.recipe import Freeze, Lora, Preference
+from memfit.certify.tracing.trace_step import worst_shapes
+from memfit.records.ledger import Phase
+from memfit.records.recipe import Freeze, Lora, Preference
 
 BF16 = {"precision": "bf16", "base_format": "bf16"}
 MIXED = {"precision": "bf16-mixed"}

@@ -15,18 +15,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memfit.allocator.caching import replay
-from memfit.allocator_settings import Settings
+from memfit.allocator.settings import Settings
 from memfit.catalog import find_device
 from memfit.certify import trace
-from memfit.certify.cuda_kernels import attention_backend
-from memfit.certify.fake_device import device_type, fake_device
-from memfit.certify.tracing import trace_step
-from memfit.certify.workspace import RULES
-from memfit.errors import InvalidRequest, NotCertified
+from memfit.certify.tracing.cuda_kernels import attention_backend
+from memfit.certify.tracing.fake_device import device_type, fake_device
+from memfit.certify.tracing.trace_step import trace_step
+from memfit.certify.tracing.workspace import RULES
+from memfit.core.errors import InvalidRequest, NotCertified
+from memfit.core.units import KIB, MIB
 from memfit.families import find_family, read_model
-from memfit.ledger import Kind, Phase
-from memfit.sizes.workspace import LARGEST, Grid, find_grid, product_workspace
-from memfit.units import KIB, MIB
+from memfit.meta.workspace import LARGEST, Grid, find_grid, product_workspace
+from memfit.records.ledger import Kind, Phase
 
 BF16 = {"precision": "bf16", "base_format": "bf16"}
 TOKENS = 96  # two rows of 48

@@ -10,12 +10,12 @@ import torch
 from tiny_steps import CPU, FAMILIES, H100, make_recipe, possible
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from memfit.certify import fake_device
 from memfit.certify import trace as trace_now
-from memfit.certify.fast_fake import FastFakeMode, _Answer
-from memfit.errors import NotCertified
-from memfit.hardware import Device
-from memfit.recipe import Freeze, Recipe
+from memfit.certify.tracing import fake_device
+from memfit.certify.tracing.fast_fake import FastFakeMode, _Answer
+from memfit.core.errors import NotCertified
+from memfit.records.hardware import Device
+from memfit.records.recipe import Freeze, Recipe
 
 CPU_ = torch.device("cpu")
 BF16 = {"precision": "bf16", "base_format": "bf16"}
@@ -73,7 +73,7 @@ def test_a_wrong_answer_is_not_remembered(monkeypatch) -> None:
 
     monkeypatch.setattr(_Answer, "give", wider)
     assert trace(recipe, CPU) == right  # it is compared before it is remembered
-    monkeypatch.setattr("memfit.certify.fast_fake._alike", lambda a, b: True)
+    monkeypatch.setattr("memfit.certify.tracing.fast_fake._alike", lambda a, b: True)
     with pytest.raises(NotCertified, match="does not imitate"):
         trace(recipe, CPU)
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from memfit import api, catalog
-from memfit.certify.certificate import make_certificate
-from memfit.ledger import Kind
-from memfit.units import GIB
+from memfit.certify.evidence.certificate import make_certificate
+from memfit.core.units import GIB
+from memfit.records.ledger import Kind
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 BLOCKS, HIDDEN = 44, 6144

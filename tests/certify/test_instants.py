@@ -12,21 +12,21 @@ from msgspec.structs import replace
 from safetensors.torch import save_file
 from tiny_steps import CONFIGS, CPU, FAMILIES, H100, make_batch, make_recipe
 
-from memfit.certify.certificate import make_certificate
-from memfit.certify.tracing import trace_generation, trace_step, worst_shapes
+from memfit.certify.evidence.certificate import make_certificate
+from memfit.certify.tracing.trace_step import trace_generation, trace_step, worst_shapes
 from memfit.families import read_model
-from memfit.ledger import Kind, Ledger, Phase
-from memfit.model import ModelReference
-from memfit.nouns import write_json
-from memfit.recipe import Freeze
-from memfit.results import Run
-from memfit.train.build import Built, build_model, build_optimizer
-from memfit.train.checkpoint import load_checkpoint, on_host, save_checkpoint
-from memfit.train.export import file_tensors
-from memfit.train.generate import advance, chances, draw, load_model
-from memfit.train.live import LiveBytes
-from memfit.train.step import evaluate, step
-from memfit.train.weights import fill_weights
+from memfit.records import write_json
+from memfit.records.ledger import Kind, Ledger, Phase
+from memfit.records.model import ModelReference
+from memfit.records.recipe import Freeze
+from memfit.records.results import Run
+from memfit.train.checkpoint.export import file_tensors
+from memfit.train.checkpoint.whole import load_checkpoint, on_host, save_checkpoint
+from memfit.train.measure.live import LiveBytes
+from memfit.train.model.weights import fill_weights
+from memfit.train.run.generate import advance, chances, draw, load_model
+from memfit.train.step.build import Built, build_model, build_optimizer
+from memfit.train.step.step import evaluate, step
 
 BF16 = {"precision": "bf16", "base_format": "bf16"}
 MIXED_LORA = {"method": "lora", "precision": "bf16-mixed", "base_format": "bf16"}

@@ -10,12 +10,12 @@ from tiny_steps import CPU, H100, make_recipe, watch_real_step
 
 from memfit.adapters import find_adapter
 from memfit.certify import trace
-from memfit.certify.tracing import worst_shapes
+from memfit.certify.tracing.trace_step import worst_shapes
 from memfit.families import read_model
-from memfit.families.lean import LEAN_FAMILIES, find_lean
-from memfit.ledger import Kind, Ledger, Phase
-from memfit.plan.memory import predict_memory
-from memfit.recipe import LEAN, Freeze, Lora, Preference, Recipe
+from memfit.families.capabilities.lean import LEAN_FAMILIES, find_lean
+from memfit.plan.memory.predicted_memory import predict_memory
+from memfit.records.ledger import Kind, Ledger, Phase
+from memfit.records.recipe import LEAN, Freeze, Lora, Preference, Recipe
 
 BF16 = {"precision": "bf16", "base_format": "bf16"}
 MIXED = {"precision": "bf16-mixed"}

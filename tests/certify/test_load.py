@@ -5,14 +5,14 @@ from test_instants import pretrained
 from tiny_steps import CPU, make_recipe
 
 from memfit.adapters import find_adapter
-from memfit.certify.tracing import trace_step
+from memfit.certify.tracing.trace_step import trace_step
 from memfit.families import read_model
-from memfit.families.files import read_widths
-from memfit.ledger import Kind, Phase
-from memfit.plan.memory import predict_memory
-from memfit.train.build import build_model
-from memfit.train.live import LiveBytes
-from memfit.train.weights import fill_weights
+from memfit.families.shared.files import read_widths
+from memfit.plan.memory.predicted_memory import predict_memory
+from memfit.records.ledger import Kind, Phase
+from memfit.train.measure.live import LiveBytes
+from memfit.train.model.weights import fill_weights
+from memfit.train.step.build import build_model
 
 BF16 = {"precision": "bf16", "base_format": "bf16"}
 LORA = {"method": "lora"}

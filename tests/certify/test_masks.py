@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.catalog import find_device
-from memfit.certify.fake_device import fake_device
-from memfit.certify.tracing import trace_generation
+from memfit.certify.tracing.fake_device import fake_device
+from memfit.certify.tracing.trace_step import trace_generation
 
 EFFICIENT = "aten._scaled_dot_product_efficient_attention.default"
 ROWS, HEADS, SIZE = 2, 4, 16

@@ -12,14 +12,15 @@ from tiny_steps import CPU, H100, make_recipe, watch_real_step
 from torch.nn.attention import SDPBackend
 
 from memfit.allocator.caching import CachingAllocator, Settings
-from memfit.certify import cuda_kernels, fake_device, trace
-from memfit.certify.recorder import Recorder
-from memfit.certify.tracing import worst_shapes
-from memfit.errors import NotCertified
-from memfit.ledger import Kind, Phase
-from memfit.train import build
-from memfit.train.live import LiveBytes
-from memfit.units import KIB, MIB
+from memfit.certify import trace
+from memfit.certify.tracing import cuda_kernels, fake_device
+from memfit.certify.tracing.recorder import Recorder
+from memfit.certify.tracing.trace_step import worst_shapes
+from memfit.core.errors import NotCertified
+from memfit.core.units import KIB, MIB
+from memfit.records.ledger import Kind, Phase
+from memfit.train.measure.live import LiveBytes
+from memfit.train.step import build
 
 BF16 = {"precision": "bf16", "base_format": "bf16"}
 TOKENS, VOCAB, HIDDEN, FFN, HEADS, KV = 96, 250, 64, 176, 4, 32
@@ -127,7 +128,7 @@ def double_a_block(patch: pytest.MonkeyPatch) -> None:
         block.forward = lambda hidden, **kwargs: once(once(hidden, **kwargs), **kwargs)
         return model
 
-    patch.setattr("memfit.certify.tracing.build_model", doubled)
+    patch.setattr("memfit.certify.tracing.trace_step.build_model", doubled)
 
 
 FAULTS = {

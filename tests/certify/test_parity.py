@@ -15,12 +15,12 @@ from msgspec.structs import replace
 from tapes import configurations, requests, tape_of
 
 from memfit.allocator.caching import OutOfMemory, follow, replay
+from memfit.allocator.settings import UNLIMITED, Settings
 from memfit.allocator.tape import CAUGHT_UP, EMPTIED, FREED, USED, Event, Frame
-from memfit.allocator_settings import UNLIMITED, Settings
-from memfit.certify.parity import check_recording, read_snapshot
-from memfit.certify.snapshot import RecordingAllocator, nowhere, write_snapshot
-from memfit.errors import InvalidRequest
-from memfit.units import GIB, MIB
+from memfit.certify.evidence.parity import check_recording, read_snapshot
+from memfit.certify.evidence.snapshot import RecordingAllocator, nowhere, write_snapshot
+from memfit.core.errors import InvalidRequest
+from memfit.core.units import GIB, MIB
 
 RECORDINGS = sorted((Path(__file__).parent / "recordings").glob("*.json.gz"))
 SIZES = {"from_the_start": 97, "inference": 4998, "training": 22332}

@@ -8,15 +8,16 @@ import shlex
 import msgspec
 import pytest
 
-from memfit import api, proving
-from memfit.certify.certificate import make_certificate
-from memfit.errors import InvalidRequest
-from memfit.nouns import from_data
-from memfit.plan.verdict import needs
-from memfit.request import Request
-from memfit.units import MIB
-from memfit.words import set_words
-from test_cli import quick
+from memfit import api
+from memfit.certify.evidence.certificate import make_certificate
+from memfit.core.errors import InvalidRequest
+from memfit.core.units import MIB
+from memfit.core.wording import set_words
+from memfit.plan.memory.verdict import needs
+from memfit.records import from_data
+from memfit.records.request import Request
+from memfit.workflows import certify_request
+from typed_commands import quick
 
 MODEL = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
@@ -44,7 +45,7 @@ def in_this_process(monkeypatch, tensors_alone):
                 found.append(error)
         return found
 
-    monkeypatch.setattr(proving, "prove", prove)
+    monkeypatch.setattr(certify_request, "prove", prove)
 
 
 def ask(limit=None, **changes):
@@ -55,7 +56,7 @@ def ask(limit=None, **changes):
 
 
 def certified(plan):
-    return proving.prove([plan.recipe], plan.memory.usable)[0]
+    return certify_request.prove([plan.recipe], plan.memory.usable)[0]
 
 
 @pytest.mark.slow
@@ -65,7 +66,7 @@ def test_each_lever_is_the_certificate_of_the_request_with_its_words_set(device)
     request = ask(hardware={"device": device}, attention=kernel)
     plan = api.plan(request)
     proof = certified(plan)
-    levers = proving.find_levers(request, proof)
+    levers = certify_request.find_levers(request, proof)
     keys = {key for lever in levers for key in lever.changes}
     assert keys >= {
         "recompute", "micro_batch", "loss", "optimizer.implementation", "attention", "precision",
@@ -86,8 +87,8 @@ def test_a_lever_that_cannot_be_certified_says_why(monkeypatch) -> None:
     plan = api.plan(ask())
     proof = certified(plan)
     error = InvalidRequest("the kernel is not there")
-    monkeypatch.setattr(proving, "prove", lambda recipes, _: [error] * len(recipes))
-    for lever in proving.find_levers(plan.request, proof):
+    monkeypatch.setattr(certify_request, "prove", lambda recipes, _: [error] * len(recipes))
+    for lever in certify_request.find_levers(plan.request, proof):
         assert (lever.peak_allocated, lever.removed, lever.verdict) == (None, None, None)
         assert lever.because == "the kernel is not there"
 
@@ -97,7 +98,7 @@ def test_the_nearest_recipe_fits_and_its_words_give_exactly_it(limit) -> None:
     request = ask(limit * MIB)
     asked = api.plan(request)
     assert asked.memory.verdict == "does_not_fit"
-    nearest = proving.find_nearest(asked, None)
+    nearest = certify_request.find_nearest(asked, None)
     assert nearest.memory.verdict == "fits"
     assert nearest.exact  # of all that fit, one that learns the same
     again = api.plan(api.change(request, nearest.changes))
@@ -110,12 +111,12 @@ def test_one_knob_is_loosened_before_two() -> None:
     """The limits are read off the planner: what one knob, and what two, can reach at the least."""
     tiny = ask(1)
     least = {
-        number: min(needs(api.plan(way).memory) for way in proving._ways(tiny, number))
+        number: min(needs(api.plan(way).memory) for way in certify_request._ways(tiny, number))
         for number in (1, 2)
     }
     assert least[2] < least[1]
     for limit, number in ((least[1], 1), ((least[1] + least[2]) // 2, 2)):
-        nearest = proving.find_nearest(api.plan(ask(limit)), None)
+        nearest = certify_request.find_nearest(api.plan(ask(limit)), None)
         assert nearest.memory.verdict == "fits"
         assert len(set(nearest.changes) - {"loss_chunk"}) == number, nearest.changes
 
@@ -123,7 +124,7 @@ def test_one_knob_is_loosened_before_two() -> None:
 def test_what_the_request_does_not_state_needs_no_loosening() -> None:
     request = ask(14 * MIB, recompute="auto", micro_batch="auto", loss="auto")
     assert api.plan(request).memory.verdict == "fits"
-    ways = list(proving._ways(request, 1))
+    ways = list(certify_request._ways(request, 1))
     assert all(way.method == "auto" or way.precision == "auto" or way.attention == "auto"
                for way in ways)  # fmt: skip
     assert len(ways) == 3
@@ -131,7 +132,7 @@ def test_what_the_request_does_not_state_needs_no_loosening() -> None:
 
 def test_where_nothing_fits_the_smallest_found_is_named() -> None:
     asked = api.plan(ask(MIB // 4))
-    nearest = proving.find_nearest(asked, None)
+    nearest = certify_request.find_nearest(asked, None)
     assert nearest.memory.verdict == "does_not_fit"
     assert MIB // 4 < nearest.memory.peak_allocated < certified(asked).memory.peak_allocated
     again = api.plan(api.change(asked.request, nearest.changes))
@@ -147,7 +148,7 @@ def test_a_certificate_that_refutes_its_plan_tightens_the_search() -> None:
         proof.memory, peak_allocated=24 * MIB, device_total=24 * MIB, verdict="does_not_fit"
     )  # as if the certificate had found more than was predicted
     excess = 24 * MIB - asked.memory.peak_allocated
-    nearest = proving.find_nearest(asked, msgspec.structs.replace(proof, memory=higher))
+    nearest = certify_request.find_nearest(asked, msgspec.structs.replace(proof, memory=higher))
     assert nearest.memory.verdict == "fits"
     assert nearest.memory.usable == 20 * MIB
     assert nearest.memory.peak_allocated <= 20 * MIB - excess
@@ -171,4 +172,6 @@ def test_a_miss_exits_3_and_its_json_names_the_nearest(tmp_path) -> None:
 def test_without_a_limit_nothing_is_searched() -> None:
     asked = api.plan(ask())
     unknown = msgspec.structs.replace(asked.memory, usable=None, verdict="unproven")
-    assert proving.find_nearest(msgspec.structs.replace(asked, memory=unknown), None) is None
+    assert (
+        certify_request.find_nearest(msgspec.structs.replace(asked, memory=unknown), None) is None
+    )

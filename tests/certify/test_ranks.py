@@ -17,7 +17,7 @@ from rank_worker import alone
 from tiny_steps import CONFIGS, CPU, make_recipe
 
 from memfit.certify import trace
-from memfit.recipe import LEAN, Freeze, Parallel, Quantisation, Recipe
+from memfit.records.recipe import LEAN, Freeze, Parallel, Quantisation, Recipe
 
 WORKER = Path(__file__).parent / "rank_worker.py"
 SHARDS = Parallel(dp_shard=2)

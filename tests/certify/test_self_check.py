@@ -14,11 +14,13 @@ import torch
 from tiny_steps import A100, CPU, H100, make_device, make_recipe
 from torch.nn.attention import SDPBackend
 
-from memfit.certify import certify, cuda_kernels, fake_device, self_check
-from memfit.certify.prove import prove
-from memfit.certify.self_check import _FLASH, _PROOFS, Proof, check_imitation
-from memfit.errors import NotCertified
-from memfit.train.live import LiveBytes
+from memfit.certify import certify
+from memfit.certify.evidence import self_check
+from memfit.certify.evidence.prove import prove
+from memfit.certify.evidence.self_check import _FLASH, _PROOFS, Proof, check_imitation
+from memfit.certify.tracing import cuda_kernels, fake_device
+from memfit.core.errors import NotCertified
+from memfit.train.measure.live import LiveBytes
 
 T4 = make_device("NVIDIA", "t4", "7.5")
 MI300X = make_device("AMD", "mi300x", None)
@@ -146,7 +148,7 @@ import sys
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name == "memfit.certify.cuda_guard":
+        if name == "memfit.certify.tracing.cuda_guard":
             import memfit_killer
 
 sys.meta_path.insert(0, Finder())

@@ -9,10 +9,10 @@ import pytest
 from torch.cuda import _memory_viz as viewer
 
 from memfit.allocator.caching import replay
+from memfit.allocator.settings import Settings
 from memfit.allocator.tape import CAUGHT_UP, FREED, USED, Event, Frame
-from memfit.allocator_settings import Settings
-from memfit.certify.snapshot import write_snapshot
-from memfit.units import GIB, MIB
+from memfit.certify.evidence.snapshot import write_snapshot
+from memfit.core.units import GIB, MIB
 
 NATIVE = Settings()
 EXPANDABLE = Settings(expandable_segments=True, device_memory=GIB)

@@ -9,8 +9,8 @@ import pytest
 from tiny_steps import CPU, H100, make_recipe
 
 from memfit.certify import trace
-from memfit.ledger import Phase
-from memfit.results import Tensor, group_tensors, without_index
+from memfit.records.ledger import Phase
+from memfit.records.results import Tensor, group_tensors, without_index
 
 
 def text_of(source: str) -> str:
@@ -35,7 +35,7 @@ def test_a_source_is_the_line_that_asked_and_of_a_backward_its_forwards(device) 
         assert f"self.{name}(" in text_of(gradient.source)
     for tensor in traced.alive(Phase.FORWARD):
         if tensor.module.startswith("model.layers") and tensor.kind == "activations":
-            assert tensor.source.startswith(("transformers/", "memfit/train/attention.py:"))
+            assert tensor.source.startswith(("transformers/", "memfit/train/model/attention.py:"))
             assert text_of(tensor.source).strip(), tensor
     (state,) = {t.source for t in traced.alive(Phase.LOSS) if t.module == "exp_avg"}
     assert "optimizer.step()" in text_of(state)
@@ -63,7 +63,7 @@ def test_no_path_of_this_machine_is_shown() -> None:
     traced = trace(make_recipe(method="lora", loss="chunked", loss_chunk=16), CPU)
     sources = {t.source for phase in traced.phases for t in traced.alive(phase)}
     assert any(s.startswith("peft/") for s in sources)
-    assert any(s.startswith("memfit/train/loss.py:") for s in sources)
+    assert any(s.startswith("memfit/train/step/loss.py:") for s in sources)
     assert not any(s.startswith(("/", "~")) or ".." in s or "torch/" in s for s in sources)
 
 

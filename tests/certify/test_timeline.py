@@ -11,16 +11,16 @@ import pytest
 from msgspec.structs import replace
 from tiny_steps import CPU, H100, make_recipe
 
-from memfit import timeline_files
 from memfit.allocator.tape import Event
-from memfit.certify.certificate import make_certificate
-from memfit.certify.recording import Recording, read_recording
-from memfit.curve import AROUND, STRETCHES, draw_curve, walk
-from memfit.errors import InvalidRequest
-from memfit.ledger import Phase
-from memfit.report_page.timeline import _ticks, render_timeline
-from memfit.results import Tensor
-from memfit.units import GIB
+from memfit.certify.evidence.certificate import make_certificate
+from memfit.certify.evidence.recording import Recording, read_recording
+from memfit.core.errors import InvalidRequest
+from memfit.core.units import GIB
+from memfit.records.ledger import Phase
+from memfit.records.results import Tensor
+from memfit.report import timeline_files
+from memfit.report.curve import AROUND, STRETCHES, draw_curve, walk
+from memfit.report.page.timeline import _ticks, render_timeline
 
 
 @pytest.fixture(scope="module", params=[CPU, H100], ids=lambda d: d.id)

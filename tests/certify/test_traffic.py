@@ -7,12 +7,12 @@ import torch.distributed as dist
 
 from memfit import api
 from memfit.adapters import find_adapter
-from memfit.certify.world import fake_world
+from memfit.certify.tracing.world import fake_world
 from memfit.families import read_model
-from memfit.plan.time import sum_up
-from memfit.plan.traffic import compare_with_copies, describe_traffic
-from memfit.recipe import Parallel
-from memfit.train.step import step
+from memfit.plan.step_time.communication.traffic import compare_with_copies, describe_traffic
+from memfit.plan.step_time.predicted_time import sum_up
+from memfit.records.recipe import Parallel
+from memfit.train.step.step import step
 from tiny_models import CONFIGS, make_batch, make_built, make_recipe, targets_of
 
 WIDE = {**CONFIGS["llama"], "hidden_size": 128, "intermediate_size": 320}  # norms weigh little

@@ -12,20 +12,20 @@ from memfit.adapters import find_adapter
 from memfit.allocator.tape import CAUGHT_UP, FREED, USED, Event
 from memfit.catalog.overheads import find_outside, find_overhead
 from memfit.certify import trace
-from memfit.certify.certificate import make_certificate
-from memfit.certify.fake_device import fake_device
-from memfit.certify.recorder import Recorder
-from memfit.certify.world import fake_world
-from memfit.errors import InvalidRequest, NotCertified
+from memfit.certify.evidence.certificate import make_certificate
+from memfit.certify.tracing.fake_device import fake_device
+from memfit.certify.tracing.recorder import Recorder
+from memfit.certify.tracing.world import fake_world
+from memfit.core.errors import InvalidRequest, NotCertified
+from memfit.core.units import GIB
 from memfit.families import read_model
-from memfit.ledger import Kind, Phase
 from memfit.optimizers import find_optimizer
 from memfit.parallelism import make_mesh
 from memfit.parallelism.shards import fullest_rank, held_bytes, local_shape
-from memfit.recipe import Parallel, Recipe
-from memfit.train.build import build_model
-from memfit.train.live import LiveBytes
-from memfit.units import GIB
+from memfit.records.ledger import Kind, Phase
+from memfit.records.recipe import Parallel, Recipe
+from memfit.train.measure.live import LiveBytes
+from memfit.train.step.build import build_model
 
 RAGGED = {**CONFIGS["llama"], "vocab_size": 251, "intermediate_size": 177}
 MIXED = {"precision": "bf16-mixed"}

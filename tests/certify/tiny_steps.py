@@ -12,16 +12,16 @@ from msgspec.structs import replace
 from gated_families import LORA_TARGETS as GATED_TARGETS
 from gated_families import gated
 from memfit.certify import BatchShape
+from memfit.core.units import GIB
 from memfit.families import read_model
-from memfit.hardware import Device, Link
-from memfit.ledger import Phase
-from memfit.model import ModelReference
-from memfit.recipe import ADAPTED, Freeze, Lora, Optimizer, Recipe
-from memfit.train.build import Built, build_model, build_optimizer
-from memfit.train.live import LiveBytes
-from memfit.train.step import Batch, step
-from memfit.train.weights import fill_weights
-from memfit.units import GIB
+from memfit.records.hardware import Device, Link
+from memfit.records.ledger import Phase
+from memfit.records.model import ModelReference
+from memfit.records.recipe import ADAPTED, Freeze, Lora, Optimizer, Recipe
+from memfit.train.measure.live import LiveBytes
+from memfit.train.model.weights import fill_weights
+from memfit.train.step.build import Built, build_model, build_optimizer
+from memfit.train.step.step import Batch, step
 
 _LLAMA_SHAPED = {
     "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3,
@@ -115,7 +115,7 @@ _ADAMW = Optimizer(
 
 
 def possible(family: str, changes: dict[str, Any]) -> bool:
-    """Whether a family's step can be so: see `memfit.families.limits`."""
+    """Whether a family's step can be so: see `memfit.families.capabilities.limits`."""
     if family in ("gptj", "phi"):
         return changes.get("loss") != "chunked"
     if family in MATH_ONLY and changes.get("attention", "math") != "math":

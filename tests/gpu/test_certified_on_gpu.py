@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from memfit import api, catalog
-from memfit.errors import UnknownName
+from memfit.core.errors import UnknownName
 
 torch = pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))

@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
 from memfit import catalog  # noqa: E402
 from memfit.certify import trace  # noqa: E402
-from memfit.certify.tracing import worst_shapes  # noqa: E402
+from memfit.certify.tracing.trace_step import worst_shapes  # noqa: E402
 from memfit.parallelism.context import own_parts  # noqa: E402
-from memfit.recipe import Parallel  # noqa: E402
-from memfit.train.build import Built, build_model, build_optimizer, fill_weights  # noqa: E402
-from memfit.train.measure import synthetic_micro, to_batch  # noqa: E402
-from memfit.train.ring import attend_in_ring  # noqa: E402
-from memfit.train.step import step  # noqa: E402
+from memfit.records.recipe import Parallel  # noqa: E402
+from memfit.train.distributed.ring import attend_in_ring  # noqa: E402
+from memfit.train.measure.counters import synthetic_micro, to_batch  # noqa: E402
+from memfit.train.step.build import Built, build_model, build_optimizer, fill_weights  # noqa: E402
+from memfit.train.step.step import step  # noqa: E402
 from tiny_models import make_recipe  # noqa: E402
 
 pytestmark = [

@@ -9,8 +9,8 @@ from tiny_models import CONFIGS, gradients_in, make_batch, make_recipe, targets_
 
 torch = pytest.importorskip("torch")
 
-from memfit.train.build import Built, build_model, build_optimizer, fill_weights  # noqa: E402
-from memfit.train.step import Batch, step  # noqa: E402
+from memfit.train.step.build import Built, build_model, build_optimizer, fill_weights  # noqa: E402
+from memfit.train.step.step import Batch, step  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

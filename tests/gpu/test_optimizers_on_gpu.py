@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from memfit import api, catalog
-from memfit.errors import UnknownName
-from memfit.nouns import from_data
-from memfit.request import Request
+from memfit.core.errors import UnknownName
+from memfit.records import from_data
+from memfit.records.request import Request
 
 torch = pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))

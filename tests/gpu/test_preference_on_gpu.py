@@ -11,12 +11,12 @@ from msgspec.structs import replace
 torch = pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from memfit import catalog  # noqa: E402
-from memfit.certify.certificate import make_certificate  # noqa: E402
-from memfit.errors import UnknownName  # noqa: E402
-from memfit.recipe import Preference, Recipe  # noqa: E402
-from memfit.train.build import Built, build_model, build_optimizer, fill_weights  # noqa: E402
-from memfit.train.measure import measure  # noqa: E402
-from memfit.train.step import Batch, step  # noqa: E402
+from memfit.certify.evidence.certificate import make_certificate  # noqa: E402
+from memfit.core.errors import UnknownName  # noqa: E402
+from memfit.records.recipe import Preference, Recipe  # noqa: E402
+from memfit.train.measure.counters import measure  # noqa: E402
+from memfit.train.step.build import Built, build_model, build_optimizer, fill_weights  # noqa: E402
+from memfit.train.step.step import Batch, step  # noqa: E402
 from tiny_models import VOCAB, make_recipe  # noqa: E402
 
 pytestmark = [

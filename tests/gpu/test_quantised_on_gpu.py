@@ -15,12 +15,12 @@ from msgspec.structs import replace
 torch = pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from memfit import catalog  # noqa: E402
-from memfit.certify.certificate import make_certificate  # noqa: E402
-from memfit.errors import UnknownName  # noqa: E402
-from memfit.libraries import quiet_import  # noqa: E402
-from memfit.recipe import Lora, Quantisation, Recipe  # noqa: E402
-from memfit.train.measure import measure  # noqa: E402
-from memfit.train.quantised import QuantisedLinear  # noqa: E402
+from memfit.certify.evidence.certificate import make_certificate  # noqa: E402
+from memfit.core.errors import UnknownName  # noqa: E402
+from memfit.core.libraries import quiet_import  # noqa: E402
+from memfit.records.recipe import Lora, Quantisation, Recipe  # noqa: E402
+from memfit.train.measure.counters import measure  # noqa: E402
+from memfit.train.model.quantised import QuantisedLinear  # noqa: E402
 from tiny_models import make_recipe  # noqa: E402
 
 pytestmark = [

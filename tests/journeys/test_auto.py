@@ -3,7 +3,7 @@
 import pytest
 
 from memfit import api, catalog
-from memfit.errors import InvalidRequest
+from memfit.core.errors import InvalidRequest
 
 ALIBI = [m.id for m in catalog.models() if m.model_type in ("bloom", "mpt")]
 

@@ -16,7 +16,7 @@ import pytest
 from memfit.certify import in_this_process
 from memfit.cli.neighbours import LAUNCHERS
 from memfit.export import exports, find_target
-from test_cli import quick
+from typed_commands import quick
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "certify"))
 

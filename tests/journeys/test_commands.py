@@ -11,7 +11,7 @@ import click
 import pytest
 
 from memfit.cli.app import app
-from test_cli import quick
+from typed_commands import quick
 
 ROOT = Path(__file__).resolve().parents[2]
 SHELL = ("", "sh", "bash", "console")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from memfit import catalog
-from memfit.errors import InvalidRequest
+from memfit.core.errors import InvalidRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))

@@ -13,7 +13,7 @@ import trl.kernels.chunked_logprob as kernels
 import trl.trainer.utils as utils
 
 import size_oracle
-from memfit.sizes import tiled
+from memfit.meta.losses import tiled
 
 
 class Nothing:

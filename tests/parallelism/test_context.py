@@ -12,10 +12,10 @@ from torch.distributed.tensor.experimental._context_parallel._load_balancer impo
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from memfit.errors import InvalidRequest
+from memfit.core.errors import InvalidRequest
 from memfit.parallelism.context import own_parts, row_multiple
 from memfit.parallelism.limits import check_ranks
-from memfit.recipe import Parallel
+from memfit.records.recipe import Parallel
 from tiny_models import CONFIGS, make_recipe
 
 

@@ -4,15 +4,15 @@ import pytest
 from msgspec.structs import replace
 
 from memfit import api
-from memfit.errors import InvalidRequest
+from memfit.core.errors import InvalidRequest
 from memfit.families import read_model
-from memfit.nouns import from_data
 from memfit.parallelism.limits import check_ranks
 from memfit.parallelism.shards import cut_model, held_bytes
 from memfit.parallelism.tensor import find_degrees
-from memfit.plan.meshes import list_meshes
-from memfit.recipe import LEAN, Parallel
-from memfit.request import Request
+from memfit.plan.request.meshes import list_meshes
+from memfit.records import from_data
+from memfit.records.recipe import LEAN, Parallel
+from memfit.records.request import Request
 from tiny_models import CONFIGS, make_recipe
 
 EVEN = {**CONFIGS["llama"], "vocab_size": 250, "intermediate_size": 178}

@@ -7,14 +7,14 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import save_file
 
-from memfit.certify.world import fake_world
+from memfit.certify.tracing.world import fake_world
 from memfit.families import read_model
-from memfit.model import ModelReference
 from memfit.parallelism.shards import held_shape
 from memfit.parallelism.whole import local_part, own_part
-from memfit.recipe import Parallel, Recipe
-from memfit.train.build import build_model, fill_weights
-from memfit.train.export import file_tensors
+from memfit.records.model import ModelReference
+from memfit.records.recipe import Parallel, Recipe
+from memfit.train.checkpoint.export import file_tensors
+from memfit.train.step.build import build_model, fill_weights
 from tiny_models import CONFIGS, make_recipe
 
 SHARDS = Parallel(dp_shard=3)  # divides nothing

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from memfit import api
-from memfit.errors import InvalidRequest
-from memfit.plan.data_size import estimate_data
+from memfit.core.errors import InvalidRequest
+from memfit.plan.request.data_size import estimate_data
 
 TINY = {"task.sequence_length": 128, "task.global_batch": 4}
 
@@ -110,8 +110,8 @@ def test_what_other_trainers_call_a_key_is_answered_with_its_name_here(key, here
 
 
 def test_every_name_here_is_a_key():
-    from memfit.request import OTHER_NAMES
-    from memfit.request_file import KEYS
+    from memfit.files.request_file import KEYS
+    from memfit.records.request import OTHER_NAMES
 
     for here in OTHER_NAMES.values():
         for part in here.split("` with `"):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.plan.blocks import ENDS, Block, find_runs, repeats, shorten
+from memfit.plan.simulate.blocks import ENDS, Block, find_runs, repeats, shorten
 
 
 def blocks(kinds, recomputed=0):

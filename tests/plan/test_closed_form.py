@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from test_memory import CPU, H100, ON_CUDA, SETTINGS, adapted, recipe_of
 
-from memfit.plan import closed_form, memory
-from memfit.plan.blocks import record
-from memfit.plan.memory import find_outline, worst_batch
-from memfit.plan.segments import simulate
-from memfit.sizes import meter
+from memfit.meta import meter
+from memfit.plan.memory import predicted_memory
+from memfit.plan.memory.predicted_memory import find_outline, worst_batch
+from memfit.plan.simulate import closed_form
+from memfit.plan.simulate.blocks import record
+from memfit.plan.simulate.segments import simulate
 
-attention = sys.modules["memfit.sizes.attention"]  # `sizes.attention` is its function
+attention = sys.modules["memfit.meta.attending.attention"]  # `sizes.attention` is its function
 SHAPES = ((1, 1), (2, 1), (1, 128), (2, 129), (3, 13), (70, 1024))  # rows, tokens
 CASES = {**{("cpu", name): case for name, case in SETTINGS.items()},
          **{("cuda", name): case for name, case in ON_CUDA.items()}}  # fmt: skip
@@ -80,7 +81,7 @@ def test_a_simulation_answers_for_all_shapes_that_run_the_same_operations(
 
     monkeypatch.setattr(closed_form, "record", counted)
     closed_form.find_answers.cache_clear()
-    memory._outline.cache_clear()
+    predicted_memory._outline.cache_clear()
     recipe = recipe_of("llama", {"loss": "chunked", "loss_chunk": 64, "precision": "bf16-mixed"})
     model = adapted(recipe)
     first = shaped(recipe, 7, 7)

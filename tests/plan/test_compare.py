@@ -4,13 +4,13 @@ import pytest
 from msgspec.structs import replace
 
 from memfit import api
-from memfit.errors import DoesNotFit, InvalidRequest, UnknownName
-from memfit.nouns import from_data
-from memfit.plan.compare import place
-from memfit.plan.offers import read_offers
-from memfit.plan.problem import find_device
-from memfit.plan.solve import _halve
-from memfit.request import Request
+from memfit.core.errors import DoesNotFit, InvalidRequest, UnknownName
+from memfit.plan.budget.offers import read_offers
+from memfit.plan.questions.compare import place
+from memfit.plan.questions.solve import _halve
+from memfit.plan.request.problem import find_device
+from memfit.records import from_data
+from memfit.records.request import Request
 
 SMALL = {
     "name": "small", "model_type": "llama", "vocab_size": 32000, "hidden_size": 2048,

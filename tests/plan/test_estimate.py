@@ -4,11 +4,12 @@ import pytest
 from msgspec.structs import replace
 
 from memfit import api
-from memfit.plan import closed_form, estimate
-from memfit.plan.again import Again
-from memfit.plan.candidate import Candidate
-from memfit.plan.estimate import Estimate
-from memfit.plan.problem import first_recipe, read_problem
+from memfit.plan.request.problem import first_recipe, read_problem
+from memfit.plan.search import estimate
+from memfit.plan.search.candidate import Candidate
+from memfit.plan.search.estimate import Estimate
+from memfit.plan.simulate import closed_form
+from memfit.plan.simulate.recompute import Again
 
 # one model of each family whose blocks alternate attention, and one whose blocks are all alike
 ALTERNATING = {"gemma-2-2b": 26, "gemma-3-1b": 26, "smollm3-3b": 36}

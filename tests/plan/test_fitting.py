@@ -3,12 +3,12 @@
 import numpy
 import pytest
 
-from memfit.nouns import from_data
-from memfit.plan.bounds import find_bounds
-from memfit.plan.columns import pick
-from memfit.plan.fitting import find_fitting
-from memfit.plan.space import span
-from memfit.request import Request
+from memfit.plan.memory.bounds import find_bounds
+from memfit.plan.search.candidates import span
+from memfit.plan.search.columns import pick
+from memfit.plan.search.fitting import find_fitting
+from memfit.records import from_data
+from memfit.records.request import Request
 
 LLAMA = {
     "name": "llama", "model_type": "llama", "vocab_size": 2048, "hidden_size": 512,

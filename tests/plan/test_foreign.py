@@ -4,18 +4,18 @@ import msgspec
 import pytest
 
 from memfit import api
-from memfit.errors import InvalidRequest, MemoryUnknown, UnknownName
-from memfit.ledger import Kind, Phase
-from memfit.nouns import from_data
-from memfit.plan import foreign
+from memfit.core.errors import InvalidRequest, MemoryUnknown, UnknownName
+from memfit.core.units import GIB
 from memfit.plan.frameworks import Knob, find_framework, frameworks, make_ledger, resolve_options
-from memfit.plan.problem import find_device
-from memfit.plan.verdict import needs
-from memfit.recipe import OWN_AXES, OWN_VALUES, Parallel
-from memfit.request import Request
+from memfit.plan.memory.verdict import needs
+from memfit.plan.request.problem import find_device
+from memfit.plan.search import other_framework
+from memfit.records import from_data
+from memfit.records.ledger import Kind, Phase
+from memfit.records.recipe import OWN_AXES, OWN_VALUES, Parallel
+from memfit.records.request import Request
 from memfit.screens.plan import show_plan
-from memfit.screens.terminal import Console
-from memfit.units import GIB
+from memfit.screens.widgets.terminal import Console
 
 TITAN = {
     "model": "llama-3.1-8b", "framework": "torchtitan", "micro_batch": 2, "recompute": "selective",
@@ -123,7 +123,7 @@ def test_no_other_verb_takes_another_frameworks_step(verb):
 
 
 def test_a_recipe_of_another_framework_cannot_be_built():
-    from memfit.train.build import build_model
+    from memfit.train.step.build import build_model
 
     recipe = api.predict(ask()).recipe
     with pytest.raises(InvalidRequest, match="`framework: torchtitan`"):
@@ -146,13 +146,13 @@ def test_memfits_own_step_refuses_what_only_others_have(changes, said):
 
 
 def test_the_verdict_sees_both_ends_of_the_bands():
-    recipe, model, _ = foreign.read_foreign(ask())
+    recipe, model, _ = other_framework.read_foreign(ask())
     device = find_device("h100-sxm")
-    ledger = foreign.predict_ledger(recipe, model, device)
+    ledger = other_framework.predict_ledger(recipe, model, device)
     slack = find_framework("torchtitan").slack
 
     def verdict(usable):
-        return foreign.describe_foreign(ledger, recipe, device, usable).verdict
+        return other_framework.describe_foreign(ledger, recipe, device, usable).verdict
 
     assert verdict(round(ledger.peak * slack.low)) == "does_not_fit"
     assert verdict(round(ledger.peak * slack.high) + 40 * GIB) == "fits"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from memfit import api
-from memfit.nouns import to_data
+from memfit.records import to_data
 
 HERE = Path(__file__).parent.parent
 RECIPES = sorted((HERE.parent / "recipes").glob("*.yaml"))

@@ -8,21 +8,21 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from memfit import api
-from memfit.errors import DoesNotFit, InvalidRequest
-from memfit.nouns import from_data
-from memfit.plan import joint
-from memfit.plan.clock.read import read_setting, time_recipes
-from memfit.plan.clock.step import predict_step
-from memfit.plan.foreign import (
+from memfit.core.errors import DoesNotFit, InvalidRequest
+from memfit.core.units import GIB
+from memfit.plan.request.wording import state
+from memfit.plan.search import mesh_search
+from memfit.plan.search.candidates import span
+from memfit.plan.search.other_framework import (
     describe_foreign,
     predict_foreign,
     predict_ledger,
     usable_memory,
 )
-from memfit.plan.space import span
-from memfit.plan.wording import state
-from memfit.request import Request
-from memfit.units import GIB
+from memfit.plan.step_time.read import read_setting, time_recipes
+from memfit.plan.step_time.step import predict_step
+from memfit.records import from_data
+from memfit.records.request import Request
 
 LLAMA = {
     "name": "llama", "model_type": "llama", "vocab_size": 32000, "hidden_size": 2048,
@@ -67,7 +67,7 @@ def test_nothing_faster_fits(model, framework, memory):
     request = ask(model, framework, memory=memory, attention="flash", recompute="selective")
     space = span(request)
     usable = usable_memory(request, space.device)
-    found = joint.explore(space, usable)
+    found = mesh_search.explore(space, usable)
     every = list(one_by_one(request))
     assert found.size == len(every) > 50
     best = found.fitting[0]
@@ -105,7 +105,7 @@ def test_seconds_of_many_are_those_of_each(framework):
 def test_the_front_is_every_candidate_that_none_beats():
     request = ask(memory="30 GiB", attention="flash", recompute="selective")
     space = span(request)
-    slices = list(joint.slices(space))
+    slices = list(mesh_search.slices(space))
     points = [slice_.point(row) for slice_ in slices for row in range(len(slice_.seconds))]
     fitting = [p for p in points if p.high <= 30 * GIB]
     beaten = {
@@ -119,7 +119,7 @@ def test_the_front_is_every_candidate_that_none_beats():
         )
     }
     want = {(p.seconds, p.high) for p in fitting if id(p) not in beaten}
-    front = joint.explore(space, 30 * GIB).front
+    front = mesh_search.explore(space, 30 * GIB).front
     assert {(p.seconds, p.high) for p in front} == want
     assert len(want) > 3
     assert [p.seconds for p in front] == sorted(p.seconds for p in front)
@@ -130,10 +130,10 @@ def test_a_large_space_has_the_same_fastest(model, monkeypatch):
     request = ask(model, count=8, batch=32)
     space = span(request)
     for gib in (8, 20, 60):
-        whole = joint.explore(space, gib * GIB)
+        whole = mesh_search.explore(space, gib * GIB)
         with monkeypatch.context() as patched:
-            patched.setattr(joint, "WHOLE", 0)
-            lean = joint.explore(space, gib * GIB)
+            patched.setattr(mesh_search, "WHOLE", 0)
+            lean = mesh_search.explore(space, gib * GIB)
         assert [p[:2] for p in lean.fitting[:20]] == [p[:2] for p in whole.fitting[:20]]
         assert lean.front[0] == whole.front[0] if whole.front else not lean.front
         if not whole.fitting:
@@ -157,7 +157,7 @@ def test_a_candidate_stated_as_a_request_is_the_same_recipe():
 def test_a_looser_limit_never_takes_longer(less, more):
     request = ask(attention="flash", recompute="selective")
     space = span(request)
-    tight, loose = (joint.explore(space, n * GIB).fitting for n in (less, less + more))
+    tight, loose = (mesh_search.explore(space, n * GIB).fitting for n in (less, less + more))
     if tight:
         assert loose[0].seconds <= tight[0].seconds
 
@@ -187,7 +187,7 @@ def test_idle_devices_are_said():
     world = plan.recipe.parallel.world
     assert world < 32
     assert any(f"uses {world} of 32 devices" in said for said in plan.assumptions)
-    assert joint.explore_all(request).chosen.seconds > plan.time.step_seconds
+    assert mesh_search.explore_all(request).chosen.seconds > plan.time.step_seconds
     assert plan.request == request
 
 
@@ -205,7 +205,7 @@ def test_a_slower_device_never_has_a_faster_plan(share, what):
             flops_measured={k: v * share for k, v in device.flops_measured.items()},
         )  # fmt: skip
     usable = usable_memory(request, space.device)
-    fast, slow = (joint.explore(space._replace(device=d), usable) for d in (device, slower))
+    fast, slow = (mesh_search.explore(space._replace(device=d), usable) for d in (device, slower))
     assert slow.fitting[0].seconds >= fast.fitting[0].seconds
 
 

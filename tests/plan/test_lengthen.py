@@ -8,9 +8,9 @@ from test_tape import ALWAYS, H100, KNOBS, MODELS, ask
 
 from memfit.adapters import find_adapter
 from memfit.families import read_model
-from memfit.plan import lengthen, tape
-from memfit.plan.blocks import record
-from memfit.recipe import Parallel, Recipe
+from memfit.plan.memory import lengthen, tape
+from memfit.plan.simulate.blocks import record
+from memfit.records.recipe import Parallel, Recipe
 
 DEEP = 9  # cycles of one block
 MESHES = {

@@ -4,14 +4,14 @@ import msgspec
 import pytest
 
 from memfit import api
-from memfit.nouns import from_data
-from memfit.optimizers._offloaded import check_offload
+from memfit.optimizers.shared.offloaded import check_offload
 from memfit.parallelism.limits import check_ranks
-from memfit.plan.levers import EXACT, changed, knobs, turn
-from memfit.plan.problem import read_problem
-from memfit.plan.stated import read_stated
-from memfit.recipe import Parallel
-from memfit.request import Request
+from memfit.plan.request.as_stated import read_stated
+from memfit.plan.request.problem import read_problem
+from memfit.plan.search.levers import EXACT, changed, knobs, turn
+from memfit.records import from_data
+from memfit.records.recipe import Parallel
+from memfit.records.request import Request
 
 MODEL = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,

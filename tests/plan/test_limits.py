@@ -3,8 +3,8 @@
 import pytest
 
 from memfit import api
-from memfit.errors import InvalidRequest
-from memfit.train.build import build_model
+from memfit.core.errors import InvalidRequest
+from memfit.train.step.build import build_model
 from tiny_models import CONFIGS, make_recipe
 
 

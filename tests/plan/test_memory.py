@@ -12,15 +12,15 @@ from msgspec.structs import replace
 from memfit import catalog
 from memfit.adapters import find_adapter
 from memfit.certify import trace
-from memfit.certify.depth import DEPTH_KEYS
-from memfit.certify.workspace import RULES
+from memfit.certify.tracing.depth import DEPTH_KEYS
+from memfit.certify.tracing.workspace import RULES
+from memfit.core.units import MIB
 from memfit.families import read_model
-from memfit.ledger import Kind, Phase
-from memfit.plan.memory import predict_flop, predict_memory
-from memfit.plan.time import count_work, sum_up
-from memfit.recipe import Freeze, Lora, Preference, Quantisation
-from memfit.sizes import workspace
-from memfit.units import MIB
+from memfit.meta import workspace
+from memfit.plan.memory.predicted_memory import predict_flop, predict_memory
+from memfit.plan.step_time.predicted_time import count_work, sum_up
+from memfit.records.ledger import Kind, Phase
+from memfit.records.recipe import Freeze, Lora, Preference, Quantisation
 from tiny_models import CONFIGS, make_recipe
 
 CPU, H100 = catalog.find_device("cpu-x86"), catalog.find_device("h100-sxm")
@@ -656,7 +656,7 @@ def test_flop_of_pairs_count_the_references_forward(changes):
 def test_predicting_imports_no_torch():
     code = (
         "import sys; from memfit import catalog; from memfit.families import read_model\n"
-        "from memfit.plan.memory import predict_memory\n"
+        "from memfit.plan.memory.predicted_memory import predict_memory\n"
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -4,8 +4,8 @@ import pytest
 from msgspec.structs import replace
 
 from memfit import api, catalog
-from memfit.hardware import LEAST_SHARE, Device
-from memfit.units import GIB
+from memfit.core.units import GIB
+from memfit.records.hardware import LEAST_SHARE, Device
 
 OFF_RECORD = [d for d in catalog.devices() if d.memory is None and not d.is_cpu]
 

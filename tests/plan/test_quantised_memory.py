@@ -7,15 +7,15 @@ from test_closed_form import plain
 from memfit import api, catalog
 from memfit.adapters import find_adapter
 from memfit.certify import trace
-from memfit.errors import InvalidRequest
+from memfit.core.errors import InvalidRequest
 from memfit.families import read_model
-from memfit.ledger import Kind, Phase
-from memfit.plan.clock.read import read_setting
-from memfit.plan.clock.step import predict_step
-from memfit.plan.memory import find_outline, predict_memory, worst_batch
-from memfit.plan.segments import simulate
-from memfit.recipe import Lora, Quantisation
-from memfit.request import Hardware, Request, Task
+from memfit.plan.memory.predicted_memory import find_outline, predict_memory, worst_batch
+from memfit.plan.simulate.segments import simulate
+from memfit.plan.step_time.read import read_setting
+from memfit.plan.step_time.step import predict_step
+from memfit.records.ledger import Kind, Phase
+from memfit.records.recipe import Lora, Quantisation
+from memfit.records.request import Hardware, Request, Task
 from tiny_models import make_recipe
 
 CPU, H100 = catalog.find_device("cpu-x86"), catalog.find_device("h100-sxm")

@@ -4,7 +4,7 @@ import pytest
 
 from memfit import api
 from memfit.cli.options import read_changes
-from memfit.words import set_words
+from memfit.core.wording import set_words
 
 CASES = {
     "whole": ("llama-3.1-8b", "h100-sxm", {}),

@@ -5,16 +5,16 @@ import pytest
 
 from memfit import api
 from memfit.catalog import find_device
-from memfit.certify.depth import sweep
-from memfit.errors import InvalidRequest, UnknownName
-from memfit.ledger import Kind, Phase
-from memfit.nouns import from_data
-from memfit.plan.candidate import Candidate
-from memfit.plan.problem import CHUNKS, divisors, read_problem
-from memfit.plan.search import describe, predict, predict_with_levers, search
-from memfit.plan.verdict import needs
-from memfit.request import Request
-from memfit.units import MIB
+from memfit.certify.tracing.depth import sweep
+from memfit.core.errors import InvalidRequest, UnknownName
+from memfit.core.units import MIB
+from memfit.plan.memory.verdict import needs
+from memfit.plan.request.problem import CHUNKS, divisors, read_problem
+from memfit.plan.search.candidate import Candidate
+from memfit.plan.search.search import describe, predict, predict_with_levers, search
+from memfit.records import from_data
+from memfit.records.ledger import Kind, Phase
+from memfit.records.request import Request
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
 MODEL = {

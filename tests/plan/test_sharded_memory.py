@@ -8,20 +8,20 @@ from msgspec.structs import replace
 from memfit import api, catalog
 from memfit.adapters import find_adapter
 from memfit.certify import trace
-from memfit.errors import InvalidRequest
+from memfit.core.errors import InvalidRequest
 from memfit.families import read_model
-from memfit.hardware import Device
-from memfit.ledger import Kind, Phase
-from memfit.nouns import from_data
+from memfit.meta import Meter
+from memfit.meta.distributed.sharding import Sharding, Shared, Unit
 from memfit.parallelism.shards import local_model
-from memfit.plan.clock.read import read_setting
-from memfit.plan.clock.step import predict_step
-from memfit.plan.memory import find_fullest, predict_memory
-from memfit.plan.meshes import list_meshes
-from memfit.recipe import LEAN, Freeze, Parallel, Quantisation, Recipe
-from memfit.request import Request
-from memfit.sizes import Meter
-from memfit.sizes.sharding import Sharding, Shared, Unit
+from memfit.plan.memory.predicted_memory import find_fullest, predict_memory
+from memfit.plan.request.meshes import list_meshes
+from memfit.plan.step_time.read import read_setting
+from memfit.plan.step_time.step import predict_step
+from memfit.records import from_data
+from memfit.records.hardware import Device
+from memfit.records.ledger import Kind, Phase
+from memfit.records.recipe import LEAN, Freeze, Parallel, Quantisation, Recipe
+from memfit.records.request import Request
 from tiny_models import CONFIGS, FAMILIES, make_recipe
 
 CPU, H100 = catalog.find_device("cpu-x86"), catalog.find_device("h100-sxm")

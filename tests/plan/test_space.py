@@ -5,13 +5,13 @@ from itertools import product
 import numpy
 import pytest
 
-from memfit.errors import InvalidRequest
-from memfit.nouns import from_data
-from memfit.plan.columns import with_columns
-from memfit.plan.foreign import predict_ledger, read_foreign
-from memfit.plan.problem import divisors, find_device
-from memfit.plan.space import explain, span
-from memfit.request import Request
+from memfit.core.errors import InvalidRequest
+from memfit.plan.request.problem import divisors, find_device
+from memfit.plan.search.candidates import explain, span
+from memfit.plan.search.columns import with_columns
+from memfit.plan.search.other_framework import predict_ledger, read_foreign
+from memfit.records import from_data
+from memfit.records.request import Request
 
 LLAMA = {
     "name": "llama", "model_type": "llama", "vocab_size": 512, "hidden_size": 256,

@@ -3,11 +3,11 @@
 import pytest
 
 from memfit import api
-from memfit.errors import InvalidRequest
-from memfit.nouns import from_data
-from memfit.plan.stated import read_stated
-from memfit.recipe import Parallel
-from memfit.request import Request
+from memfit.core.errors import InvalidRequest
+from memfit.plan.request.as_stated import read_stated
+from memfit.records import from_data
+from memfit.records.recipe import Parallel
+from memfit.records.request import Request
 
 BASE = {"model": "llama-3.1-8b", "hardware": {"device": "h100-sxm", "count": 8, "nodes": 2}}
 

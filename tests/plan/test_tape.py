@@ -8,16 +8,16 @@ from msgspec.structs import replace
 from memfit import api, catalog
 from memfit.adapters import find_adapter
 from memfit.allocator.caching import replay
-from memfit.allocator_settings import read_settings
+from memfit.allocator.settings import read_settings
 from memfit.certify import trace
-from memfit.certify.depth import DEPTH_KEYS
+from memfit.certify.tracing.depth import DEPTH_KEYS
 from memfit.families import read_model
-from memfit.ledger import Phase
-from memfit.plan import candidate
-from memfit.plan.memory import worst_batch
-from memfit.plan.tape import has_tape, replay_run, write_tape
-from memfit.plan.verdict import REPLAY, SLACK, Needed, find_needed, judge
-from memfit.recipe import Parallel, Recipe
+from memfit.plan.memory.predicted_memory import worst_batch
+from memfit.plan.memory.tape import has_tape, replay_run, write_tape
+from memfit.plan.memory.verdict import REPLAY, SLACK, Needed, find_needed, judge
+from memfit.plan.search import candidate
+from memfit.records.ledger import Phase
+from memfit.records.recipe import Parallel, Recipe
 
 H100 = catalog.find_device("h100-sxm")
 LAYERS = 4

@@ -7,9 +7,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from memfit.adapters import find_adapter
 from memfit.families import read_model
-from memfit.plan.clock.block import around
-from memfit.plan.problem import find_device
-from memfit.plan.time import (
+from memfit.plan.request.problem import find_device
+from memfit.plan.step_time.block import around
+from memfit.plan.step_time.predicted_time import (
     count_work,
     describe_time,
     find_setting,
@@ -17,9 +17,9 @@ from memfit.plan.time import (
     relative_seconds,
     sum_up,
 )
-from memfit.recipe import Freeze, Lora
-from memfit.train.build import Built, build_model, build_optimizer, fill_weights
-from memfit.train.step import Batch, step
+from memfit.records.recipe import Freeze, Lora
+from memfit.train.step.build import Built, build_model, build_optimizer, fill_weights
+from memfit.train.step.step import Batch, step
 
 
 def change(recipe, **changes):

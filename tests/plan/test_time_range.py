@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from memfit import api
-from memfit.accuracy_time import errors_of
-from memfit.nouns import to_json
-from memfit.plan.time_range import find_range, read_errors
+from memfit.accuracy.time_errors import errors_of
+from memfit.plan.step_time.time_range import find_range, read_errors
+from memfit.records import to_json
 from memfit.screens.plan import time_rows
 
 DEMO = 1.51  # predicted over measured seconds of `make demo`, as it was found

@@ -5,10 +5,10 @@ from msgspec.structs import replace
 from test_memory import H100, predict, recipe_of, tensors
 
 from memfit.certify import trace
-from memfit.ledger import Phase
-from memfit.plan.clock.read import read_basis
-from memfit.recipe import LEAN
-from memfit.sizes import workspace
+from memfit.meta import workspace
+from memfit.plan.step_time.read import read_basis
+from memfit.records.ledger import Phase
+from memfit.records.recipe import LEAN
 
 BF16 = {"precision": "bf16", "base_format": "bf16"}
 CASES = {

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from tiny_runs import CONFIG, tiny_recipe
 
-from memfit.request import Request, Task
-from memfit.train.build import build_model
-from memfit.train.loop import Cadence, train
+from memfit.records.request import Request, Task
+from memfit.train.run.loop import Cadence, train
+from memfit.train.step.build import build_model
 
 
 def run(folder: Path, data: Path, cache: Path) -> None:

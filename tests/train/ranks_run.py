@@ -27,14 +27,15 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 from tiny_runs import CONFIG, tiny_recipe
 
-from memfit.errors import Error
-from memfit.model import ModelReference
-from memfit.recipe import Lora, Parallel, Recipe
-from memfit.request import Request, Task
-from memfit.train import loop, waiting
-from memfit.train.build import build_model
-from memfit.train.loop import Cadence, train
-from memfit.train.ranks import find_place, join
+from memfit.core.errors import Error
+from memfit.records.model import ModelReference
+from memfit.records.recipe import Lora, Parallel, Recipe
+from memfit.records.request import Request, Task
+from memfit.train.distributed import stragglers
+from memfit.train.distributed.ranks import find_place, join
+from memfit.train.run import loop
+from memfit.train.run.loop import Cadence, train
+from memfit.train.step.build import build_model
 
 EVEN = {**CONFIG, "vocab_size": 302, "intermediate_size": 78}  # which two ranks can share
 UNEVEN = {**CONFIG, "vocab_size": 301, "intermediate_size": 77}  # which no number of ranks divides
@@ -74,7 +75,7 @@ def run(order: dict) -> None:
 
 def be_late(is_late: bool) -> None:
     """One rank comes late to every step, and steps are looked at whatever that costs."""
-    waiting.AFFORDED = float("inf")
+    stragglers.AFFORDED = float("inf")
     plain = loop.run_step
 
     def run_step(*args: Any) -> Any:

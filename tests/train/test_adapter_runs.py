@@ -10,11 +10,11 @@ from tiny_runs import tiny_recipe, write_text
 from transformers import AutoModelForCausalLM
 
 from memfit import api
-from memfit.model import ModelReference
-from memfit.recipe import Lora
-from memfit.request import Request, Task
-from memfit.train.generate import generate, load_model
-from memfit.train.loop import train
+from memfit.records.model import ModelReference
+from memfit.records.recipe import Lora
+from memfit.records.request import Request, Task
+from memfit.train.run.generate import generate, load_model
+from memfit.train.run.loop import train
 
 TARGETS = ("q_proj", "down_proj")
 RUNS = {

@@ -11,15 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memfit.adapters import find_adapter
-from memfit.certify.depth import DEPTH_KEYS
-from memfit.errors import InvalidRequest
+from memfit.certify.tracing.depth import DEPTH_KEYS
+from memfit.core.errors import InvalidRequest
 from memfit.families import read_model
-from memfit.families.stored import APART, Part
-from memfit.recipe import Freeze, Lora
-from memfit.sizes.kernels import Heads
-from memfit.train.attention import check_attention
-from memfit.train.build import build_model, build_optimizer, fill_weights
-from memfit.train.export import file_tensors
+from memfit.families.shared.stored_names import APART, Part
+from memfit.meta.attending.kernels import Heads
+from memfit.records.recipe import Freeze, Lora
+from memfit.train.checkpoint.export import file_tensors
+from memfit.train.model.attention import check_attention
+from memfit.train.step.build import build_model, build_optimizer, fill_weights
 from tiny_models import CONFIGS, FAMILIES, PRECISIONS, make_recipe
 
 METHODS = ("full", "freeze", "lora")

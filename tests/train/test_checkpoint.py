@@ -9,19 +9,19 @@ import torch
 from msgspec.structs import replace
 from tiny_runs import tiny_recipe
 
-from memfit.errors import InvalidRequest, RunFailed
-from memfit.recipe import Lora
-from memfit.train.build import Built, build_model, build_optimizer
-from memfit.train.checkpoint import (
+from memfit.core.errors import InvalidRequest, RunFailed
+from memfit.records.recipe import Lora
+from memfit.train.checkpoint.whole import (
     find_damage,
     load_checkpoint,
     newest_checkpoint,
     remove_unfinished,
     save_checkpoint,
 )
-from memfit.train.measure import run_step, synthetic_micro
-from memfit.train.storages import inner_tensors
-from memfit.train.weights import fill_weights
+from memfit.train.measure.counters import run_step, synthetic_micro
+from memfit.train.measure.storages import inner_tensors
+from memfit.train.model.weights import fill_weights
+from memfit.train.step.build import Built, build_model, build_optimizer
 
 DATA = "d" * 32
 

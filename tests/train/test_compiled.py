@@ -16,21 +16,21 @@ from torch._functorch import config
 from memfit import api
 from memfit.adapters import find_adapter
 from memfit.catalog import find_device
-from memfit.certify.fake_device import fake_device
-from memfit.certify.tracing import trace_step
-from memfit.errors import InvalidRequest, NotCertified
+from memfit.certify.tracing.fake_device import fake_device
+from memfit.certify.tracing.trace_step import trace_step
+from memfit.core.errors import InvalidRequest, NotCertified
 from memfit.families import read_model
-from memfit.families.compiled import FAMILIES, compiled_bounds
-from memfit.ledger import Kind, Phase
-from memfit.nouns import from_data
-from memfit.plan.memory import predict_memory
-from memfit.recipe import LEAN, Lora
-from memfit.request import Request
-from memfit.train import build
-from memfit.train.build import build_model
-from memfit.train.hugging_face import parts
-from memfit.train.measure import Meter
-from memfit.train.step import step
+from memfit.families.capabilities.compiled import FAMILIES, compiled_bounds
+from memfit.plan.memory.predicted_memory import predict_memory
+from memfit.records import from_data
+from memfit.records.ledger import Kind, Phase
+from memfit.records.recipe import LEAN, Lora
+from memfit.records.request import Request
+from memfit.train.measure.counters import Meter
+from memfit.train.model.hugging_face import parts
+from memfit.train.step import build
+from memfit.train.step.build import build_model
+from memfit.train.step.step import step
 from tiny_models import CONFIGS, gradients_in, make_batch, make_built, make_recipe, targets_of
 
 # dynamo asks tensors for gradients, inductor imports what is deprecated; warnings are errors here

@@ -10,8 +10,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from memfit.recipe import Lora
-from memfit.train.step import Batch, evaluate, step
+from memfit.records.recipe import Lora
+from memfit.train.step.step import Batch, evaluate, step
 from tiny_models import make_built, make_recipe, targets_of
 
 WORDS, LEAST = 24, math.log(2)

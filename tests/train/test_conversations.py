@@ -11,15 +11,15 @@ from msgspec.structs import replace
 from tiny_runs import tiny_recipe
 from torch.nn.functional import cross_entropy
 
-from memfit.errors import InvalidRequest
-from memfit.model import ModelReference
-from memfit.request import Request, Task
-from memfit.train.build import build_model, fill_weights
-from memfit.train.data import find_sources, read_texts
-from memfit.train.loop import train
-from memfit.train.sampler import build_rows
-from memfit.train.tokenizer import read_tokenizer, train_tokenizer
-from memfit.train.tokens import read_corpus
+from memfit.core.errors import InvalidRequest
+from memfit.records.model import ModelReference
+from memfit.records.request import Request, Task
+from memfit.train.data.readers import find_sources, read_texts
+from memfit.train.data.sampler import build_rows
+from memfit.train.data.tokenizer import read_tokenizer, train_tokenizer
+from memfit.train.data.tokens import read_corpus
+from memfit.train.run.loop import train
+from memfit.train.step.build import build_model, fill_weights
 
 PLAIN = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|endoftext|>{% endfor %}"

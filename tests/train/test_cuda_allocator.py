@@ -12,12 +12,12 @@ import torch
 from msgspec.structs import replace
 
 from memfit import api, catalog
-from memfit.errors import InvalidRequest
-from memfit.ledger import Phase
-from memfit.train import machine
-from memfit.train.cuda_allocator import set_allocator
-from memfit.train.measure import Meter, start_device
-from memfit.units import GIB, MIB
+from memfit.core.errors import InvalidRequest
+from memfit.core.units import GIB, MIB
+from memfit.records.ledger import Phase
+from memfit.train.measure.counters import Meter, start_device
+from memfit.train.measure.cuda_allocator import set_allocator
+from memfit.train.run import machine
 
 PLAIN = "expandable_segments:False,large_segment_size_mb:20"
 
@@ -73,8 +73,8 @@ def test_nothing_is_set_once_cuda_has_started(plain: None, monkeypatch: pytest.M
 def test_the_environment_may_not_say_otherwise(recipe: str, code: int) -> None:
     program = (
         "import sys\n"
-        "from memfit.errors import InvalidRequest\n"
-        "from memfit.train.cuda_allocator import set_allocator\n"
+        "from memfit.core.errors import InvalidRequest\n"
+        "from memfit.train.measure.cuda_allocator import set_allocator\n"
         f"try: set_allocator({recipe!r})\n"
         "except InvalidRequest as e: print(e); sys.exit(2)"
     )

@@ -9,11 +9,11 @@ import pyarrow.parquet
 import pytest
 import tokenizers
 
-from memfit.errors import InvalidRequest, RunFailed
-from memfit.train import tokens
-from memfit.train.data import find_sources, read_examples, read_texts
-from memfit.train.tokenizer import read_tokenizer, train_tokenizer
-from memfit.train.tokens import read_corpus
+from memfit.core.errors import InvalidRequest, RunFailed
+from memfit.train.data import tokens
+from memfit.train.data.readers import find_sources, read_examples, read_texts
+from memfit.train.data.tokenizer import read_tokenizer, train_tokenizer
+from memfit.train.data.tokens import read_corpus
 
 CHAT = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|endoftext|>{% endfor %}"

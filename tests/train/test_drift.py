@@ -9,16 +9,15 @@ from tiny_runs import CONFIG, tiny_recipe, write_text
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memfit import catalog
-from memfit.certify.certificate import make_certificate
-from memfit.errors import RunFailed
-from memfit.ledger import Entry, Kind, Ledger, Phase
-from memfit.nouns import read_json
-from memfit.request import Request, Task
-from memfit.results import OutOfMemory
-from memfit.train import build as building
-from memfit.train import step as stepping
-from memfit.train.checkpoint import find_damage
-from memfit.train.drift import (
+from memfit.certify.evidence.certificate import make_certificate
+from memfit.core.errors import RunFailed
+from memfit.records import read_json
+from memfit.records.ledger import Entry, Kind, Ledger, Phase
+from memfit.records.request import Request, Task
+from memfit.records.results import OutOfMemory
+from memfit.train.checkpoint.whole import find_damage
+from memfit.train.data.prepare import find_bounds
+from memfit.train.run.drift import (
     ABSOLUTE,
     RELATIVE,
     Counters,
@@ -27,10 +26,11 @@ from memfit.train.drift import (
     find_drift,
     is_beyond,
 )
-from memfit.train.guard import explained_out_of_memory
-from memfit.train.loop import Cadence, train
-from memfit.train.prepare import find_bounds
-from memfit.train.shortage import find_alive
+from memfit.train.run.guard import explained_out_of_memory
+from memfit.train.run.loop import Cadence, train
+from memfit.train.run.oom_report import find_alive
+from memfit.train.step import build as building
+from memfit.train.step import step as stepping
 
 MIB = 2**20
 
@@ -78,7 +78,7 @@ def in_blocks(monkeypatch):
             model.model.layers[0].mlp.register_forward_hook(hook)
             return model
 
-        monkeypatch.setattr("memfit.train.measure.build_model", build_hooked)
+        monkeypatch.setattr("memfit.train.measure.counters.build_model", build_hooked)
 
     return install
 

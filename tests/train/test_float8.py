@@ -13,21 +13,21 @@ from torchao.float8.float8_linear import Float8Linear
 from memfit import api, catalog
 from memfit.adapters import find_adapter
 from memfit.certify import trace
-from memfit.errors import InvalidRequest
+from memfit.core.errors import InvalidRequest
 from memfit.families import read_model
-from memfit.families.float8 import check_device
-from memfit.ledger import Kind, Phase
-from memfit.nouns import from_data
-from memfit.plan.clock.block import around
-from memfit.plan.memory import predict_memory
-from memfit.plan.time import count_work, find_setting, sum_up
-from memfit.recipe import Parallel
-from memfit.request import Request
-from memfit.sizes import float8 as declared
-from memfit.train import float8
-from memfit.train.build import Built, build_model, build_optimizer
-from memfit.train.step import step
-from memfit.train.weights import fill_weights
+from memfit.families.capabilities.float8 import check_device
+from memfit.meta.layers import float8 as declared
+from memfit.plan.memory.predicted_memory import predict_memory
+from memfit.plan.step_time.block import around
+from memfit.plan.step_time.predicted_time import count_work, find_setting, sum_up
+from memfit.records import from_data
+from memfit.records.ledger import Kind, Phase
+from memfit.records.recipe import Parallel
+from memfit.records.request import Request
+from memfit.train.model import float8
+from memfit.train.model.weights import fill_weights
+from memfit.train.step.build import Built, build_model, build_optimizer
+from memfit.train.step.step import step
 from tiny_models import gradients_in, make_batch, make_built, make_recipe, targets_of
 
 # torchao asks torch for autocast's dtype by an older name

@@ -9,17 +9,17 @@ from peft import PeftModel
 from tiny_runs import CONFIG, tiny_recipe, write_text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from memfit.errors import InvalidRequest, RunFailed
-from memfit.model import ModelReference
-from memfit.recipe import Freeze, Lora
-from memfit.request import Request, Task
-from memfit.train.build import Built, build_model, build_optimizer
-from memfit.train.checkpoint import load_checkpoint, newest_checkpoint
-from memfit.train.export import save_model
-from memfit.train.generate import find_model_folder, generate
-from memfit.train.loop import train
-from memfit.train.prepare import read_data
-from memfit.train.weights import fill_weights
+from memfit.core.errors import InvalidRequest, RunFailed
+from memfit.records.model import ModelReference
+from memfit.records.recipe import Freeze, Lora
+from memfit.records.request import Request, Task
+from memfit.train.checkpoint.export import save_model
+from memfit.train.checkpoint.whole import load_checkpoint, newest_checkpoint
+from memfit.train.data.prepare import read_data
+from memfit.train.model.weights import fill_weights
+from memfit.train.run.generate import find_model_folder, generate
+from memfit.train.run.loop import train
+from memfit.train.step.build import Built, build_model, build_optimizer
 
 GPT2 = {
     "model_type": "gpt2", "vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4,

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from tiny_runs import write_text
 
-from memfit.nouns import read_json
-from memfit.results import Run
-from memfit.train.checkpoint import find_damage
+from memfit.records import read_json
+from memfit.records.results import Run
+from memfit.train.checkpoint.whole import find_damage
 
 HERE = Path(__file__).parent
 KILLS = 10

@@ -5,10 +5,10 @@ import gc
 import pytest
 from tiny_runs import tiny_recipe
 
-from memfit.errors import DoesNotFit, InvalidRequest, RunFailed
-from memfit.recipe import Lora, Parallel
-from memfit.train.launch import launch
-from memfit.train.ranks import Place, Ranks, find_place
+from memfit.core.errors import DoesNotFit, InvalidRequest, RunFailed
+from memfit.records.recipe import Lora, Parallel
+from memfit.train.distributed.launch import launch
+from memfit.train.distributed.ranks import Place, Ranks, find_place
 
 # torch's launcher leaves the files that it gave its processes to the collector
 pytestmark = [

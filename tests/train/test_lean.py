@@ -13,16 +13,16 @@ from msgspec.structs import replace
 from torch.autograd import gradcheck
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from memfit.errors import InvalidRequest
+from memfit.core.errors import InvalidRequest
 from memfit.families import read_model
-from memfit.families.lean import LEAN_FAMILIES, check_lean, find_lean
-from memfit.nouns import from_data
-from memfit.plan.problem import first_recipe, read_problem
-from memfit.recipe import LEAN
-from memfit.request import Request
+from memfit.families.capabilities.lean import LEAN_FAMILIES, check_lean, find_lean
+from memfit.plan.request.problem import first_recipe, read_problem
+from memfit.records import from_data
+from memfit.records.recipe import LEAN
+from memfit.records.request import Request
 from memfit.train.lean import activations, norms, products
 from memfit.train.lean.made import Made, Shared, find
-from memfit.train.step import step
+from memfit.train.step.step import step
 from tiny_models import (
     CONFIGS,
     FAMILIES,

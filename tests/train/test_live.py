@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memfit.ledger import Kind, Phase
-from memfit.results import Tensor
-from memfit.train.build import Built, build_model, build_optimizer, fill_weights
-from memfit.train.live import LiveBytes
-from memfit.train.step import Batch, step
+from memfit.records.ledger import Kind, Phase
+from memfit.records.results import Tensor
+from memfit.train.measure.live import LiveBytes
+from memfit.train.step.build import Built, build_model, build_optimizer, fill_weights
+from memfit.train.step.step import Batch, step
 from tiny_models import (
     FAMILIES,
     MATH_ONLY,

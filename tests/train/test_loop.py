@@ -20,23 +20,23 @@ from transformers import (
 
 from memfit import catalog
 from memfit.certify import trace
-from memfit.certify.certificate import make_certificate
-from memfit.errors import InvalidRequest, RunFailed
-from memfit.ledger import Entry, Kind, Ledger, Phase
-from memfit.model import ModelReference
-from memfit.nouns import read_json
-from memfit.recipe import Lora
-from memfit.request import Request, Task
-from memfit.results import Certificate, Memory, Run
-from memfit.train.build import Built, build_model, build_optimizer
-from memfit.train.checkpoint import save_checkpoint
-from memfit.train.loop import Cadence, train
-from memfit.train.measure import Meter, measure, run_step, to_batch
-from memfit.train.prepare import build_samplers, find_bounds, find_lengths, read_data
-from memfit.train.progress import Facts, Moment, Plain, live_lines, open_progress
-from memfit.train.schedule import learning_rate
-from memfit.train.step import evaluate
-from memfit.train.weights import fill_weights
+from memfit.certify.evidence.certificate import make_certificate
+from memfit.core.errors import InvalidRequest, RunFailed
+from memfit.records import read_json
+from memfit.records.ledger import Entry, Kind, Ledger, Phase
+from memfit.records.model import ModelReference
+from memfit.records.recipe import Lora
+from memfit.records.request import Request, Task
+from memfit.records.results import Certificate, Memory, Run
+from memfit.train.checkpoint.whole import save_checkpoint
+from memfit.train.data.prepare import build_samplers, find_bounds, find_lengths, read_data
+from memfit.train.measure.counters import Meter, measure, run_step, to_batch
+from memfit.train.model.weights import fill_weights
+from memfit.train.run.loop import Cadence, train
+from memfit.train.run.progress import Facts, Moment, Plain, live_lines, open_progress
+from memfit.train.step.build import Built, build_model, build_optimizer
+from memfit.train.step.schedule import learning_rate
+from memfit.train.step.step import evaluate
 
 CPU = torch.device("cpu")
 

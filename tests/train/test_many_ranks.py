@@ -23,18 +23,18 @@ from tiny_runs import tiny_recipe, write_text
 
 from memfit import catalog
 from memfit.adapters import find_adapter
-from memfit.certify.certificate import make_certificate
+from memfit.certify.evidence.certificate import make_certificate
 from memfit.families import read_model
-from memfit.ledger import Phase
-from memfit.nouns import read_json
 from memfit.parallelism.shards import held_bytes
-from memfit.recipe import Parallel
-from memfit.request import Request, Task
-from memfit.results import Run
-from memfit.train.checkpoint import find_damage
-from memfit.train.generate import generate
-from memfit.train.prepare import build_samplers, find_bounds, read_data
-from memfit.train.session import EXPOSED
+from memfit.records import read_json
+from memfit.records.ledger import Phase
+from memfit.records.recipe import Parallel
+from memfit.records.request import Request, Task
+from memfit.records.results import Run
+from memfit.train.checkpoint.whole import find_damage
+from memfit.train.data.prepare import build_samplers, find_bounds, read_data
+from memfit.train.run.generate import generate
+from memfit.train.run.session import EXPOSED
 
 HERE = Path(__file__).parent
 SHARDS, BOTH = {"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}

@@ -14,12 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from memfit import api
 from memfit.cli.app import app
-from memfit.errors import InvalidRequest, RunFailed
-from memfit.model import ModelReference
-from memfit.recipe import Lora
-from memfit.train import merge as merging
-from memfit.train.export import _save_adapter
-from memfit.train.step import step
+from memfit.core.errors import InvalidRequest, RunFailed
+from memfit.records.model import ModelReference
+from memfit.records.recipe import Lora
+from memfit.train.checkpoint import merge as merging
+from memfit.train.checkpoint.export import _save_adapter
+from memfit.train.step.step import step
 from tiny_models import CONFIGS, make_batch, make_built, make_recipe, targets_of
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}

@@ -13,13 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from memfit import catalog
 from memfit.adapters import dora, find_adapter
-from memfit.certify import tracing
-from memfit.errors import InvalidRequest
+from memfit.certify.tracing import trace_step
+from memfit.core.errors import InvalidRequest
 from memfit.families import read_model
-from memfit.recipe import Lora, Parallel
-from memfit.train.build import Built, build_model, build_optimizer
-from memfit.train.export import _save_adapter
-from memfit.train.step import step
+from memfit.records.recipe import Lora, Parallel
+from memfit.train.checkpoint.export import _save_adapter
+from memfit.train.step.build import Built, build_model, build_optimizer
+from memfit.train.step.step import step
 from tiny_models import (
     PRECISIONS,
     TARGETS,
@@ -162,15 +162,15 @@ def censuses(recipe, monkeypatch):
     """(name -> dtype, trained) in the plan, in the certificate's trace, and in the run."""
     planned = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
     seen = {}
-    register = tracing.Recorder.register_model
+    register = trace_step.Recorder.register_model
 
     def look(self, model):
         seen.update(census(model))
         return register(self, model)
 
-    monkeypatch.setattr(tracing.Recorder, "register_model", look)
+    monkeypatch.setattr(trace_step.Recorder, "register_model", look)
     device = catalog.find_device("h100-sxm")
-    tracing.trace_step(replace(recipe, device=device.id, attention="math"), device)
+    trace_step.trace_step(replace(recipe, device=device.id, attention="math"), device)
     run = census(train(build(recipe), 1).model)
     return {w.name: (w.dtype, w.trainable) for w in planned.weights}, seen, run
 
@@ -226,7 +226,7 @@ def test_in_mixed_precision_doras_forward_is_about_pefts():
 
 def test_a_step_of_dora_makes_no_square_matrix_of_the_inputs():
     """peft's forward multiplies the adapter with an identity of (in, in): 205 MB at 7168."""
-    from memfit.train.live import LiveBytes
+    from memfit.train.measure.live import LiveBytes
 
     lora = Lora(rank=4, alpha=8.0, targets=("down_proj",))
     built, batch = build(recipe_of("dora", lora=lora)), make_batch()
@@ -366,6 +366,8 @@ def test_a_fault_is_found(check, asked, fault, monkeypatch):
 def test_the_census_sees_an_adapter_in_another_dtype(monkeypatch):
     """peft's own trap: adapters of a 16-bit base that are fp32 whatever was asked for."""
     recipe = recipe_of("lora", precision="bf16", base_format="bf16")
-    monkeypatch.setattr("memfit.adapters._peft.apply_rows", lambda module, rows: module)
+    monkeypatch.setattr(
+        "memfit.adapters.shared.peft_layers.apply_rows", lambda module, rows: module
+    )
     with pytest.raises(ValueError, match="is declared as"):
         Built(recipe, build_model(recipe, "meta"), None)

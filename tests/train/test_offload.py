@@ -8,10 +8,10 @@ from memfit import api, catalog
 from memfit.adapters import find_adapter
 from memfit.certify import trace
 from memfit.families import read_model
-from memfit.ledger import Kind, Phase
-from memfit.plan.memory import predict_memory
-from memfit.recipe import Lora
-from memfit.train.step import step
+from memfit.plan.memory.predicted_memory import predict_memory
+from memfit.records.ledger import Kind, Phase
+from memfit.records.recipe import Lora
+from memfit.train.step.step import step
 from tiny_models import FAMILIES, gradients_in, make_batch, make_built, make_recipe, targets_of
 
 H100 = catalog.find_device("h100-sxm")

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_runs import tiny_recipe
 
-from memfit.errors import InvalidRequest
-from memfit.recipe import Parallel
-from memfit.shapes import RowBounds
-from memfit.train import sampler as sampler_module
-from memfit.train.packing import StreamRows, TableRows, one_a_row, pack_best_fit, seeded_order
-from memfit.train.sampler import IGNORED, build_sampler
-from memfit.train.tokens import Corpus
+from memfit.core.errors import InvalidRequest
+from memfit.records.recipe import Parallel
+from memfit.records.shapes import RowBounds
+from memfit.train.data import sampler as sampler_module
+from memfit.train.data.packing import StreamRows, TableRows, one_a_row, pack_best_fit, seeded_order
+from memfit.train.data.sampler import IGNORED, build_sampler
+from memfit.train.data.tokens import Corpus
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 

@@ -12,11 +12,11 @@ from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memfit.adapters.lora import Lora as LoraMethod
-from memfit.errors import InvalidRequest
-from memfit.recipe import Lora, Preference
-from memfit.train.build import build_model
-from memfit.train.preference import Rewards, judge, row_log_probs
-from memfit.train.step import Batch, evaluate, log_probs, step
+from memfit.core.errors import InvalidRequest
+from memfit.records.recipe import Lora, Preference
+from memfit.train.step.build import build_model
+from memfit.train.step.preference import Rewards, judge, row_log_probs
+from memfit.train.step.step import Batch, evaluate, log_probs, step
 from tiny_models import VOCAB, gradients_in, make_built, make_recipe
 
 BETA = 0.3

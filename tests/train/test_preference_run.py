@@ -12,22 +12,22 @@ from tiny_runs import CONFIG, tiny_recipe
 from memfit import api
 from memfit.catalog import find_device
 from memfit.certify import trace
-from memfit.certify.tracing import trace_step
-from memfit.errors import InvalidRequest
-from memfit.plan.levers import turn
-from memfit.plan.problem import read_problem
-from memfit.plan.search import search
-from memfit.recipe import Lora, Preference
-from memfit.request import Hardware, Limits, PreferenceRequest, Request, Task
-from memfit.shapes import bounding_shapes, evaluation_shapes
-from memfit.train import reference as reference_of
-from memfit.train.build import Built, build_model, build_optimizer, fill_weights
-from memfit.train.loop import Cadence, train
-from memfit.train.measure import to_batch
-from memfit.train.packing import PairRows
-from memfit.train.prepare import build_samplers, find_bounds, find_lengths, read_data
-from memfit.train.reference import FILE
-from memfit.train.step import log_probs
+from memfit.certify.tracing.trace_step import trace_step
+from memfit.core.errors import InvalidRequest
+from memfit.plan.request.problem import read_problem
+from memfit.plan.search.levers import turn
+from memfit.plan.search.search import search
+from memfit.records.recipe import Lora, Preference
+from memfit.records.request import Hardware, Limits, PreferenceRequest, Request, Task
+from memfit.records.shapes import bounding_shapes, evaluation_shapes
+from memfit.train.data.packing import PairRows
+from memfit.train.data.prepare import build_samplers, find_bounds, find_lengths, read_data
+from memfit.train.measure.counters import to_batch
+from memfit.train.run.loop import Cadence, train
+from memfit.train.step import reference_log_probs as reference_of
+from memfit.train.step.build import Built, build_model, build_optimizer, fill_weights
+from memfit.train.step.reference_log_probs import FILE
+from memfit.train.step.step import log_probs
 
 OFF = Preference(beta=0.1, reference="adapter-off")
 BEFORE = Preference(beta=0.1, reference="precomputed")

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from memfit.core.units import MIB, parse_bytes
 from memfit.families import read_model
-from memfit.nouns import read_json
-from memfit.results import Certificate, Run
-from memfit.run_folder import read_plan
-from memfit.train.measure import Meter, synthetic_micro
-from memfit.train.resident import Resident, give_back_freed, read_anonymous
-from memfit.units import MIB, parse_bytes
+from memfit.files.run_folder import read_plan
+from memfit.records import read_json
+from memfit.records.results import Certificate, Run
+from memfit.train.measure.counters import Meter, synthetic_micro
+from memfit.train.measure.resident import Resident, give_back_freed, read_anonymous
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 

@@ -16,21 +16,21 @@ from transformers import AutoModelForCausalLM
 from memfit import api, catalog
 from memfit.adapters import find_adapter
 from memfit.certify import trace
-from memfit.errors import InvalidRequest
+from memfit.core.errors import InvalidRequest
 from memfit.families import read_model
-from memfit.ledger import Kind, Phase
-from memfit.nouns import from_data
-from memfit.plan.clock.block import around
-from memfit.plan.memory import predict_memory
-from memfit.plan.time import find_setting, sum_up
-from memfit.recipe import Lora, Parallel
-from memfit.request import Request, Task
-from memfit.sizes import qat as declared
-from memfit.train import qat
-from memfit.train.build import build_model
-from memfit.train.export import file_tensors
-from memfit.train.loop import train
-from memfit.train.step import evaluate, step
+from memfit.meta.layers import qat as declared
+from memfit.plan.memory.predicted_memory import predict_memory
+from memfit.plan.step_time.block import around
+from memfit.plan.step_time.predicted_time import find_setting, sum_up
+from memfit.records import from_data
+from memfit.records.ledger import Kind, Phase
+from memfit.records.recipe import Lora, Parallel
+from memfit.records.request import Request, Task
+from memfit.train.checkpoint.export import file_tensors
+from memfit.train.model import qat
+from memfit.train.run.loop import train
+from memfit.train.step.build import build_model
+from memfit.train.step.step import evaluate, step
 from tiny_models import (
     CONFIGS,
     gradients_in,
@@ -239,7 +239,7 @@ def stop_the_gradient(patch):
 
 
 def forget_the_rounded_copy(patch):
-    patch.setattr("memfit.families.forward.round_weight", lambda weight, group: weight)
+    patch.setattr("memfit.families.shared.forward.round_weight", lambda weight, group: weight)
 
 
 def test_faults_of_the_rounding_its_gradient_and_its_bytes_are_found(monkeypatch):

@@ -9,19 +9,19 @@ from torch import nn
 
 from memfit import catalog
 from memfit.adapters import find_adapter
-from memfit.adapters.coded import is_projection
+from memfit.adapters.shared.quantised_base import is_projection
 from memfit.certify import trace
-from memfit.certify.tracing import worst_shapes
-from memfit.errors import InvalidRequest
+from memfit.certify.tracing.trace_step import worst_shapes
+from memfit.core.errors import InvalidRequest
+from memfit.core.libraries import quiet_import
 from memfit.families import read_model
-from memfit.ledger import Phase
-from memfit.libraries import quiet_import
-from memfit.recipe import Lora, Quantisation
-from memfit.train.build import Built, build_model, build_optimizer, check_census, fill_weights
-from memfit.train.hugging_face import parts
-from memfit.train.live import LiveBytes
-from memfit.train.quantised import QuantisedLinear, count_outliers, quantised_modules
-from memfit.train.step import evaluate, step
+from memfit.records.ledger import Phase
+from memfit.records.recipe import Lora, Quantisation
+from memfit.train.measure.live import LiveBytes
+from memfit.train.model.hugging_face import parts
+from memfit.train.model.quantised import QuantisedLinear, count_outliers, quantised_modules
+from memfit.train.step.build import Built, build_model, build_optimizer, check_census, fill_weights
+from memfit.train.step.step import evaluate, step
 from tiny_models import gradients_in, make_batch, make_built, make_recipe, targets_of
 
 with quiet_import():

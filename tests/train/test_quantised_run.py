@@ -7,16 +7,16 @@ from safetensors.torch import load_file
 from tiny_runs import CONFIG, tiny_recipe, write_text
 
 from memfit import catalog
-from memfit.certify.certificate import make_certificate
-from memfit.model import ModelReference
-from memfit.recipe import Lora, Quantisation
-from memfit.request import Request, Task
-from memfit.train import loop
-from memfit.train.build import build_model, fill_weights
-from memfit.train.generate import load_model
-from memfit.train.loop import Cadence, train
-from memfit.train.prepare import find_bounds
-from memfit.train.quantised import quantised_modules
+from memfit.certify.evidence.certificate import make_certificate
+from memfit.records.model import ModelReference
+from memfit.records.recipe import Lora, Quantisation
+from memfit.records.request import Request, Task
+from memfit.train.data.prepare import find_bounds
+from memfit.train.model.quantised import quantised_modules
+from memfit.train.run import loop
+from memfit.train.run.generate import load_model
+from memfit.train.run.loop import Cadence, train
+from memfit.train.step.build import build_model, fill_weights
 
 CPU = catalog.find_device("cpu-x86")
 LORA = Lora(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "down_proj"))

@@ -9,11 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit import catalog
 from memfit.certify import trace
-from memfit.errors import InvalidRequest
-from memfit.ledger import Kind, Phase
-from memfit.recipe import Lora
-from memfit.train import build, recompute
-from memfit.train.step import step
+from memfit.core.errors import InvalidRequest
+from memfit.records.ledger import Kind, Phase
+from memfit.records.recipe import Lora
+from memfit.train.step import build, recompute
+from memfit.train.step.step import step
 from tiny_models import (
     CONFIGS,
     FAMILIES,

@@ -6,14 +6,14 @@ import pytest
 import torch
 from tiny_runs import CONFIG, tiny_recipe, write_text
 
-from memfit.errors import InvalidRequest, RunFailed
-from memfit.recipe import Freeze
-from memfit.request import Request, Task
-from memfit.train.build import Built, build_model, build_optimizer
-from memfit.train.loop import Cadence, train
-from memfit.train.measure import run_step, synthetic_micro
-from memfit.train.scaling import SMALLEST, was_skipped
-from memfit.train.weights import fill_weights
+from memfit.core.errors import InvalidRequest, RunFailed
+from memfit.records.recipe import Freeze
+from memfit.records.request import Request, Task
+from memfit.train.measure.counters import run_step, synthetic_micro
+from memfit.train.model.weights import fill_weights
+from memfit.train.run.loop import Cadence, train
+from memfit.train.step.build import Built, build_model, build_optimizer
+from memfit.train.step.scaling import SMALLEST, was_skipped
 
 LOSSES = [{}, {"loss": "chunked", "loss_chunk": 20}]
 OPTIMIZERS = {
@@ -62,14 +62,14 @@ def test_the_gradient_is_fp32s_within_the_rounding_of_fp16(loss):
 @pytest.mark.parametrize("loss", LOSSES, ids=["plain", "chunked"])
 def test_without_a_scale_small_gradients_would_be_lost(loss, monkeypatch):
     """Divided by 2**20 target tokens, gradients are below fp16's smallest number, 6e-8."""
-    from memfit.train import measure
+    from memfit.train.measure import counters
 
     def gradient(precision):
-        real = measure.step
+        real = counters.step
         many = lambda built, batches, _, enter: real(built, batches, 2**20, enter)  # noqa: E731
-        monkeypatch.setattr(measure, "step", many)
+        monkeypatch.setattr(counters, "step", many)
         found = gradient_of(tiny_recipe(optimizer=PLAIN_SGD, precision=precision, **loss))
-        monkeypatch.setattr(measure, "step", real)
+        monkeypatch.setattr(counters, "step", real)
         return found
 
     exact, half = gradient("fp32"), gradient("fp16-mixed")

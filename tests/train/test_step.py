@@ -8,12 +8,12 @@ from msgspec.structs import replace
 from torch import nn
 
 from memfit.adapters import find_adapter
-from memfit.errors import InvalidRequest
-from memfit.ledger import Phase
-from memfit.train.hugging_face import base_model, parts
-from memfit.train.live import LiveBytes
-from memfit.train.loss import loss_mean
-from memfit.train.step import Batch, autocast, evaluate, step
+from memfit.core.errors import InvalidRequest
+from memfit.records.ledger import Phase
+from memfit.train.measure.live import LiveBytes
+from memfit.train.model.hugging_face import base_model, parts
+from memfit.train.step.loss import loss_mean
+from memfit.train.step.step import Batch, autocast, evaluate, step
 from tiny_models import (
     ANY_KERNEL,
     CONFIGS,

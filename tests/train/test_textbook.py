@@ -8,10 +8,10 @@ import torch
 from test_step import PACKABLE, pack
 from torch import nn
 
-from memfit.train.hugging_face import parts
-from memfit.train.loss import loss_mean
-from memfit.train.preference import row_log_probs
-from memfit.train.step import Batch, step
+from memfit.train.model.hugging_face import parts
+from memfit.train.step.loss import loss_mean
+from memfit.train.step.preference import row_log_probs
+from memfit.train.step.step import Batch, step
 from tiny_models import (
     CONFIGS,
     FAMILIES,

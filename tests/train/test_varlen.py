@@ -17,11 +17,12 @@ from transformers.models.stablelm.modeling_stablelm import StableLmAttention
 
 from memfit import api, catalog
 from memfit.certify import trace
-from memfit.errors import InvalidRequest
-from memfit.families.limits import UNTOLD
-from memfit.train import build, varlen
-from memfit.train.attention_classes import TABLES
-from memfit.train.build import build_model
+from memfit.core.errors import InvalidRequest
+from memfit.families.capabilities.limits import UNTOLD
+from memfit.train.model import varlen
+from memfit.train.model.attention_classes import TABLES
+from memfit.train.step import build
+from memfit.train.step.build import build_model
 from tiny_models import CONFIGS, make_recipe
 
 H100 = catalog.find_device("h100-sxm")

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from memfit.train.ranks import Ranks
-from memfit.train.waiting import Waiting, Waits, covered, find_late, read_waits
+from memfit.train.distributed.ranks import Ranks
+from memfit.train.distributed.stragglers import Waiting, Waits, covered, find_late, read_waits
 
 Event = namedtuple("Event", "name device_type time_range is_user_annotation")
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ class Others(Ranks):
 
 def test_a_rank_is_named_when_it_is_late_twice_in_a_row_and_only_once(monkeypatch):
     waiting = Waiting(Others(), first=3, every=2, groups=1)
-    monkeypatch.setattr("memfit.train.waiting.AFFORDED", float("inf"))
+    monkeypatch.setattr("memfit.train.distributed.stragglers.AFFORDED", float("inf"))
     said = {}
     for index in range(10):
         if waiting.due(index):
@@ -84,8 +84,8 @@ def test_a_rank_is_named_when_it_is_late_twice_in_a_row_and_only_once(monkeypatc
 
 LOOK = """
 import torch
-from memfit.train.ranks import Ranks
-from memfit.train.waiting import Waiting
+from memfit.train.distributed.ranks import Ranks
+from memfit.train.distributed.stragglers import Waiting
 
 with Waiting(Ranks(), first=0, every=1, groups=1).look(torch.device("cpu")):
     torch.ones(8).sum()

@@ -4,8 +4,8 @@ import pytest
 import torch
 from test_step import assert_same_gradients, logits_of, one_step, pack
 
-from memfit.train.attention import make_band
-from memfit.train.step import Batch, evaluate, step
+from memfit.train.model.attention import make_band
+from memfit.train.step.step import Batch, evaluate, step
 from tiny_models import (
     CONFIGS,
     VOCAB,

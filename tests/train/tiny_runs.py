@@ -5,8 +5,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from memfit.model import ModelReference
-from memfit.recipe import Freeze, Lora, Optimizer, Recipe
+from memfit.records.model import ModelReference
+from memfit.records.recipe import Freeze, Lora, Optimizer, Recipe
 
 CONFIG = {
     "model_type": "llama",

@@ -4,10 +4,10 @@ import base64
 from functools import cache
 
 from memfit.allocator.tape import Event
-from memfit.certify.recording import Recording
-from memfit.curve import draw_curve
-from memfit.ledger import Kind, Phase
-from memfit.results import Tensor
+from memfit.certify.evidence.recording import Recording
+from memfit.records.ledger import Kind, Phase
+from memfit.records.results import Tensor
+from memfit.report.curve import draw_curve
 
 SPIKE, BEFORE, AFTER = 4 * 2**30, 30_000, 61_234  # bytes, and events on each side of it
 COLOURS = """async ([png, x]) => {

@@ -8,7 +8,7 @@ import pytest
 from looking import SMALL, TINY, opened, rest
 
 from memfit import api
-from memfit.nouns import write_json
+from memfit.records import write_json
 from memfit.ui.asking import read_asked
 
 KEYS = {

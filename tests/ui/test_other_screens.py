@@ -11,17 +11,18 @@ import pytest
 from looking import AXE, ROOT, SMALL, TINY, check_look, find_barriers, opened, watched
 from tabbing import tab_to
 
-from memfit import api, units
+from memfit import api
 from memfit.allocator.tape import Event
-from memfit.certify.recording import Recording
-from memfit.curve import draw_curve
-from memfit.ledger import Phase
-from memfit.nouns import from_data, read_json
-from memfit.report_page.timeline import render_timeline
-from memfit.request import Request
-from memfit.results import Certificate, Report
+from memfit.certify.evidence.recording import Recording
+from memfit.core import units
+from memfit.records import from_data, read_json
+from memfit.records.ledger import Phase
+from memfit.records.request import Request
+from memfit.records.results import Certificate, Report
+from memfit.report.curve import draw_curve
+from memfit.report.page.timeline import render_timeline
 from memfit.screens.budget import show_figure
-from memfit.screens.memory import parts_of
+from memfit.screens.widgets.memory import parts_of
 from memfit.ui.asking import read_asked
 
 TEXT = "The cat sat on a mat while the rain fell over old hills. " * 20

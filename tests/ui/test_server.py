@@ -15,12 +15,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memfit import api, proving
+from memfit import api
 from memfit.cli.options import read_value
-from memfit.errors import InvalidRequest, NotCertified
+from memfit.core.errors import InvalidRequest, NotCertified
 from memfit.export import exports
-from memfit.nouns import to_json
-from memfit.request import Request
+from memfit.records import to_json
+from memfit.records.request import Request
+from memfit.workflows import certify_request
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = {"model": "pythia-70m", "hardware.device": "rtx-4090"}
@@ -100,7 +101,7 @@ def test_of_many_ranks_the_searched_plan_is_certified(monkeypatch):
         certified.append(recipe)
         raise NotCertified("stopped here")
 
-    monkeypatch.setattr(proving, "certify", certify)
+    monkeypatch.setattr(certify_request, "certify", certify)
     many = {"hardware.device": "rtx-4090", "hardware.count": 2, "task.sequence_length": 512}
     request = api.read("pythia-70m", changes=many)
     with pytest.raises(NotCertified):

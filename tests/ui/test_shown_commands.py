@@ -5,7 +5,7 @@ import shlex
 import pytest
 from looking import SMALL, opened, rest
 
-from test_cli import quick
+from typed_commands import quick
 
 
 def run(line):

@@ -9,14 +9,14 @@ from looking import AXE, TINY, WIDTHS, find_barriers, opened, watched
 from msgspec.structs import replace
 
 import made_by_hand
-from memfit import units
-from memfit.curve import pack
-from memfit.report_page.timeline import render_timeline
-from memfit.step_memory import StepMemory
+from memfit.core import units
+from memfit.core.wording import COLOURS
+from memfit.report.curve import pack
+from memfit.report.page.timeline import render_timeline
+from memfit.report.step_memory import StepMemory
 from memfit.ui import answers
 from memfit.ui.job import Wanted
 from memfit.ui.jobs import Job
-from memfit.words import COLOURS
 
 KEYS = {"model": json.dumps(TINY), "hardware.device": "cpu-x86", "seed": "77"}
 SHARE = (BEFORE + 1) / draw_spike().events  # of the width, where the spike is

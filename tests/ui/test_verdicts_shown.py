@@ -6,7 +6,8 @@ from contextlib import contextmanager
 import pytest
 from looking import AXE, SMALL, find_barriers, opened, rest
 
-from memfit import api, units
+from memfit import api
+from memfit.core import units
 
 TOO_MUCH = "model=llama-3.1-8b&hardware.device=rtx-4090&method=full"
 

@@ -8,9 +8,10 @@ import sys
 import pytest
 from looking import ROOT, SMALL, TINY, check_look, opened, rest
 
-from memfit import api, units
-from memfit.screens.memory import parts_of
+from memfit import api
+from memfit.core import units
 from memfit.screens.plan import time_rows
+from memfit.screens.widgets.memory import parts_of
 
 
 def show_of(page, plan):

@@ -1,4 +1,4 @@
-// Figures in the words of `memfit.units`; `unknown` where nobody knows.
+// Figures in the words of `memfit.core.units`; `unknown` where nobody knows.
 
 export const UNKNOWN = "unknown";
 type Maybe = number | null | undefined;

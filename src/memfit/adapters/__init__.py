@@ -10,10 +10,10 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from memfit.errors import InvalidRequest
-from memfit.model import Model
-from memfit.recipe import Recipe
-from memfit.registry import Registry
+from memfit.core.errors import InvalidRequest
+from memfit.core.registry import Registry
+from memfit.records.model import Model
+from memfit.records.recipe import Recipe
 
 if TYPE_CHECKING:
     from torch import nn

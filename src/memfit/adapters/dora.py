@@ -10,13 +10,14 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, final
 
-from memfit.adapters import Adapter, _peft, adapters
-from memfit.adapters.coded import check_base
+from memfit.adapters import Adapter, adapters
+from memfit.adapters.shared import peft_layers
+from memfit.adapters.shared.quantised_base import check_base
+from memfit.core.libraries import quiet_import
 from memfit.families import read_model
-from memfit.libraries import quiet_import
-from memfit.model import DTYPE_BYTES, Model
 from memfit.parallelism.limits import check_method
-from memfit.recipe import Recipe
+from memfit.records.model import DTYPE_BYTES, Model
+from memfit.records.recipe import Recipe
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -33,24 +34,24 @@ class Dora(Adapter):
         """See `Adapter.adapt`. Raises InvalidRequest on more than one rank."""
         check_base(model, recipe.base_format, recipe.method)
         check_method(recipe.method, recipe.parallel.world)
-        return _peft.adapt(model, recipe, magnitudes=True)
+        return peft_layers.adapt(model, recipe, magnitudes=True)
 
     def apply(self, module: nn.Module, recipe: Recipe) -> nn.Module:
         """See `Adapter.apply`."""
         rows = self.adapt(read_model(recipe.model), recipe)
-        applied = _peft.apply(module, recipe, rows, magnitudes=True)
+        applied = peft_layers.apply(module, recipe, rows, magnitudes=True)
         variant = _variant()
-        for layer, name in _peft.layers(applied):
+        for layer, name in peft_layers.layers(applied):
             layer.lora_variant[name] = variant
         return applied
 
     def base_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """See `Adapter.base_parameters`."""
-        return _peft.base_parameters(module)
+        return peft_layers.base_parameters(module)
 
     def switched_off(self, module: nn.Module) -> AbstractContextManager[object]:
         """See `Adapter.switched_off`."""
-        return _peft.switched_off(module)
+        return peft_layers.switched_off(module)
 
     def reset(self, module: nn.Module) -> None:
         """See `Adapter.reset`: a random A, a zero B, and the lengths that the base has."""
@@ -58,7 +59,7 @@ class Dora(Adapter):
         def measure(layer: Any, name: str) -> None:
             layer.lora_magnitude_vector[name].weight.copy_(row_norms(layer, name))
 
-        _peft.reset(module, measure)
+        peft_layers.reset(module, measure)
 
     def loading(self, model: Model) -> int:
         """See `Adapter.loading`: the largest target's sum with its adapter, and its norms."""

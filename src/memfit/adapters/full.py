@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, final
 from msgspec.structs import replace
 
 from memfit.adapters import Adapter, adapters
-from memfit.adapters._apply import apply_rows, store_rows
-from memfit.adapters.coded import check_base
+from memfit.adapters.shared.apply import apply_rows, store_rows
+from memfit.adapters.shared.quantised_base import check_base
 from memfit.families import read_model
-from memfit.model import Model
-from memfit.recipe import Recipe
+from memfit.records.model import Model
+from memfit.records.recipe import Recipe
 
 if TYPE_CHECKING:
     from torch import nn

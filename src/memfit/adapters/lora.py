@@ -5,11 +5,12 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, final
 
-from memfit.adapters import Adapter, _peft, adapters
-from memfit.adapters.coded import code_rows
+from memfit.adapters import Adapter, adapters
+from memfit.adapters.shared import peft_layers
+from memfit.adapters.shared.quantised_base import code_rows
 from memfit.families import read_model
-from memfit.model import Model
-from memfit.recipe import Recipe
+from memfit.records.model import Model
+from memfit.records.recipe import Recipe
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,23 +22,23 @@ class Lora(Adapter):
 
     def adapt(self, model: Model, recipe: Recipe) -> Model:
         """See `Adapter.adapt`."""
-        return code_rows(_peft.adapt(model, recipe), recipe)
+        return code_rows(peft_layers.adapt(model, recipe), recipe)
 
     def apply(self, module: nn.Module, recipe: Recipe) -> nn.Module:
         """See `Adapter.apply`."""
-        return _peft.apply(module, recipe, self.adapt(read_model(recipe.model), recipe))
+        return peft_layers.apply(module, recipe, self.adapt(read_model(recipe.model), recipe))
 
     def base_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """See `Adapter.base_parameters`."""
-        return _peft.base_parameters(module)
+        return peft_layers.base_parameters(module)
 
     def switched_off(self, module: nn.Module) -> AbstractContextManager[object]:
         """See `Adapter.switched_off`."""
-        return _peft.switched_off(module)
+        return peft_layers.switched_off(module)
 
     def reset(self, module: nn.Module) -> None:
         """See `Adapter.reset`: a random A and a zero B."""
-        _peft.reset(module)
+        peft_layers.reset(module)
 
 
 adapters.register("lora")(Lora())

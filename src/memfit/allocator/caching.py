@@ -41,9 +41,9 @@ from memfit.allocator.segments import (
     Pool,
     merge,
 )
+from memfit.allocator.settings import MIN_LARGE_ALLOCATION, UNLIMITED, Settings
 from memfit.allocator.tape import CAUGHT_UP, FREED, USED, Event
-from memfit.allocator_settings import MIN_LARGE_ALLOCATION, UNLIMITED, Settings
-from memfit.nouns import Noun
+from memfit.records import Noun
 
 
 class Failure(Noun, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from memfit.allocator.segments import (
     insert_between,
     merge,
 )
-from memfit.allocator_settings import Settings
+from memfit.allocator.settings import Settings
 
 
 class Driver(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import NamedTuple
 
-from memfit.units import MIB
+from memfit.core.units import MIB
 
 MIN_BLOCK = 512
 SMALL_SIZE = MIB  # largest block of the small pool

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import msgspec
 
-from memfit.catalog import _devices
-from memfit.catalog._details import architecture_fields
-from memfit.catalog._rows import Rows
+from memfit.catalog import device_rows
+from memfit.catalog.model_details import architecture_fields
+from memfit.catalog.toml_rows import Rows
 from memfit.families import find_described, find_family
-from memfit.hardware import Device
-from memfit.model import Architecture, ModelReference
-from memfit.nouns import Noun, from_data
+from memfit.records import Noun, from_data
+from memfit.records.hardware import Device
+from memfit.records.model import Architecture, ModelReference
 
 _FOLDER = Path(__file__).parent
 _MODELS = Rows(_FOLDER / "models.toml", "model", ("name", "hub", "aliases"))
@@ -101,12 +101,12 @@ def find_device(name: str) -> Device:
     Raises UnknownName with the nearest names; InvalidRequest when the name means several rows, or
     for a file of the user's that cannot be read.
     """
-    return _devices.find(name)
+    return device_rows.find(name)
 
 
 def devices() -> tuple[Device, ...]:
     """Every device, in the file's order, and the user's own after them."""
-    return _devices.every()
+    return device_rows.every()
 
 
 def find_model(name: str) -> CatalogModel:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from memfit import units
-from memfit.catalog._rows import Rows
-from memfit.errors import InvalidRequest, UnknownName
-from memfit.nouns import Noun
+from memfit.catalog.toml_rows import Rows
+from memfit.core import units
+from memfit.core.errors import InvalidRequest, UnknownName
+from memfit.records import Noun
 
 _GRIDS = Rows(Path(__file__).with_name("grids.toml"), "grid", ("name", "code"), shared="sources")
 

@@ -6,11 +6,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from memfit import units
-from memfit.catalog._rows import Rows
-from memfit.errors import InvalidRequest
-from memfit.hardware import Device, Fabric
-from memfit.nouns import from_data
+from memfit.catalog.toml_rows import Rows
+from memfit.core import units
+from memfit.core.errors import InvalidRequest
+from memfit.records import from_data
+from memfit.records.hardware import Device, Fabric
 
 _LINKS = Rows(Path(__file__).with_name("links.toml"), "network", ("name", "match"), "sources")
 

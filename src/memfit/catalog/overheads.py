@@ -7,10 +7,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from memfit import units
-from memfit.hardware import Device
-from memfit.nouns import Noun
-from memfit.recipe import Parallel
+from memfit.core import units
+from memfit.records import Noun
+from memfit.records.hardware import Device
+from memfit.records.recipe import Parallel
 
 
 class Overhead(Noun, frozen=True, kw_only=True):

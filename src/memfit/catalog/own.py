@@ -20,8 +20,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from memfit.errors import InvalidRequest
-from memfit.nouns import write_atomically
+from memfit.core.errors import InvalidRequest
+from memfit.records import write_atomically
 
 Tables = dict[str, dict[str, Any]]
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from memfit import units
-from memfit.catalog._rows import Rows
 from memfit.catalog.own import own_file, read_own, wrong
-from memfit.errors import InvalidRequest, UnknownName
-from memfit.hardware import Device, Price, PriceKind
-from memfit.nouns import Noun, from_data
+from memfit.catalog.toml_rows import Rows
+from memfit.core import units
+from memfit.core.errors import InvalidRequest, UnknownName
+from memfit.records import Noun, from_data
+from memfit.records.hardware import Device, Price, PriceKind
 
 _PRICES = Rows(Path(__file__).with_name("prices.toml"), "device", (), shared="sources")
 KINDS: tuple[PriceKind, ...] = ("on-demand", "reserved", "capacity block", "spot")  # as preferred

@@ -19,17 +19,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.errors import Error, InvalidRequest, NotCertified
-from memfit.hardware import Device
-from memfit.ledger import Phase
-from memfit.nouns import Noun, from_data, to_data, to_json
-from memfit.recipe import ADAPTED, Recipe
-from memfit.results import Certificate
-from memfit.shapes import BatchShape as BatchShape
-from memfit.shapes import RowBounds
+from memfit.core.errors import Error, InvalidRequest, NotCertified
+from memfit.records import Noun, from_data, to_data, to_json
+from memfit.records.hardware import Device
+from memfit.records.ledger import Phase
+from memfit.records.recipe import ADAPTED, Recipe
+from memfit.records.results import Certificate
+from memfit.records.shapes import BatchShape as BatchShape
+from memfit.records.shapes import RowBounds
 
 if TYPE_CHECKING:
-    from memfit.certify.recorder import Trace
+    from memfit.certify.tracing.recorder import Trace
 
 NEEDED = ("torch", "transformers", "peft")
 OLDEST_TORCH, NEWEST_TORCH = "2.11", "2.13"  # tried; the self-check judges a newer one
@@ -177,7 +177,7 @@ def measure_imports(lines: Sequence[str]) -> int | None:
     orders = [from_data(json.loads(text), Order, where="the order to certify") for text in lines]
     if not any(order.device.is_cpu and order.device.context is None for order in orders):
         return None
-    from memfit.train import resident
+    from memfit.train.measure import resident
 
     return resident.measure_imports(adapters=any(o.recipe.method in ADAPTED for o in orders))
 
@@ -187,7 +187,7 @@ def answer_order(text: str, imports: int | None = None) -> str:
 
     imports: see `measure_imports`.
     """
-    from memfit.certify.certificate import make_certificate
+    from memfit.certify.evidence.certificate import make_certificate
 
     order = from_data(json.loads(text), Order, where="the order to certify")
     tape = Path(order.tape) if order.tape else None
@@ -216,7 +216,7 @@ def trace(
 
     Raises NotCertified and InvalidRequest as `certify` does; what torch aborts on ends the process.
     """
-    from memfit.certify.tracing import trace_step
+    from memfit.certify.tracing.trace_step import trace_step
 
     return trace_step(recipe, device, batches, steps, rank=rank)
 
@@ -227,6 +227,6 @@ def sweep(recipes: Iterable[Recipe], device: Device) -> list[dict[Phase, int]]:
     The bytes that `trace` finds, sooner for deep models; reserved memory needs `certify`. Runs in
     this process. Raises NotCertified where a model's blocks are not alike.
     """
-    from memfit.certify.depth import sweep as sweep_depths
+    from memfit.certify.tracing.depth import sweep as sweep_depths
 
     return sweep_depths(recipes, device)

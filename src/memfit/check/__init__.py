@@ -15,16 +15,16 @@ from typing import Any, ClassVar
 import msgspec
 
 from memfit import families
-from memfit.check._keys import Effect, Evaluated, Taken, Undescribed, leaves
-from memfit.check._smaller import Change, Edit, Edits, Group, find_smallest, of_cut, zero
-from memfit.errors import InvalidRequest
-from memfit.nouns import Noun, from_data
-from memfit.plan.frameworks._pairs import TILED
-from memfit.plan.reference import find_reference
-from memfit.reading import put
-from memfit.registry import Registry
-from memfit.request import Request, read_yaml
-from memfit.results import Plan
+from memfit.check.keys import Effect, Evaluated, Taken, Undescribed, leaves
+from memfit.check.smaller_changes import Change, Edit, Edits, Group, find_smallest, of_cut, zero
+from memfit.core.errors import InvalidRequest
+from memfit.core.registry import Registry
+from memfit.plan.frameworks.hugging_face.pairs import TILED
+from memfit.plan.request.model_reference import find_reference
+from memfit.records import Noun, from_data
+from memfit.records.request import Request, read_yaml
+from memfit.records.results import Plan
+from memfit.workflows.load_inputs import put
 
 
 class Said:
@@ -141,7 +141,7 @@ class Reader(ABC):
         return ([Edit({"deepspeed": zero(stage)}) for stage in (1, 2, 3)],)
 
 
-readers: Registry[Reader] = Registry("reader", "memfit.check")
+readers: Registry[Reader] = Registry("reader", "memfit.check.tools")
 WRITTEN = (".yaml", ".yml", ".json")
 # the most telling first: a file of a later one may hold an earlier one's keys, too
 TRL = "TRL"  # the title of its reader

@@ -15,7 +15,7 @@ from typing import NoReturn
 import click
 
 from memfit import __version__
-from memfit.errors import Error, InvalidRequest, UnknownName
+from memfit.core.errors import Error, InvalidRequest, UnknownName
 
 INTERRUPTED = 130
 EXTRAS = {

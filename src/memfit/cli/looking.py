@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from memfit.cli.options import output_options, print_json
-from memfit.errors import InvalidRequest
+from memfit.core.errors import InvalidRequest
 
 COUNT = re.compile(r"[\s\d.,_]+([eE][+-]?\d+)?\s*[kKMBT]?\s*")  # of devices; else offers
 # what may be known of a budget, and how it is written
@@ -51,7 +51,7 @@ def models_command(
         print_json(rows)
         return
     from memfit.screens.catalogue import show_models
-    from memfit.screens.layout import make_console
+    from memfit.screens.widgets.layout import make_console
 
     show_models(make_console(), rows, api.supported_families())
 
@@ -73,7 +73,7 @@ def devices_command(
         print_json(rows)
         return
     from memfit.screens.catalogue import show_devices
-    from memfit.screens.layout import make_console
+    from memfit.screens.widgets.layout import make_console
 
     show_devices(make_console(), rows)
 
@@ -91,7 +91,7 @@ def networks_command(search: tuple[str, ...], as_json: bool, quiet: bool) -> Non
         print_json(rows)
         return
     from memfit.screens.catalogue import show_networks
-    from memfit.screens.layout import make_console
+    from memfit.screens.widgets.layout import make_console
 
     exchanges = api.time_exchanges(rows[0]) if len(rows) == 1 else ()
     show_networks(make_console(), rows, exchanges)
@@ -138,8 +138,8 @@ def budget_command(as_json: bool, quiet: bool, context: int | None, **known: Any
         if as_json:
             print_json(offers)
             return
-        from memfit.screens.layout import make_console
         from memfit.screens.offers import show_offers
+        from memfit.screens.widgets.layout import make_console
 
         show_offers(make_console(), offers)
         return
@@ -153,7 +153,7 @@ def budget_command(as_json: bool, quiet: bool, context: int | None, **known: Any
         print_json(budget)
         return
     from memfit.screens.budget import show_budget
-    from memfit.screens.layout import make_console
+    from memfit.screens.widgets.layout import make_console
 
     show_budget(make_console(), budget)
 
@@ -177,7 +177,7 @@ def formats_command(number: str, scale: str | None, as_json: bool, quiet: bool) 
         print_json(rows)
         return
     from memfit.screens.formats import show_formats
-    from memfit.screens.layout import make_console
+    from memfit.screens.widgets.layout import make_console
 
     show_formats(make_console(), x, rows)
 
@@ -194,8 +194,8 @@ def rules_command(model: str, as_json: bool, quiet: bool) -> None:
     if as_json:
         print_json(rows)
         return
-    from memfit.screens.layout import make_console
     from memfit.screens.rules import show_rules
+    from memfit.screens.widgets.layout import make_console
 
     show_rules(make_console(), model, rows, api.RULES_PEAK)
 
@@ -247,7 +247,7 @@ def accuracy_command(
             print_json(times)
             return
         from memfit.screens.accuracy_time import show_times
-        from memfit.screens.layout import make_console
+        from memfit.screens.widgets.layout import make_console
 
         show_times(make_console(), times, ways, worst)
         return
@@ -256,6 +256,6 @@ def accuracy_command(
         print_json(found)
         return
     from memfit.screens.accuracy import show_accuracy
-    from memfit.screens.layout import make_console
+    from memfit.screens.widgets.layout import make_console
 
     show_accuracy(make_console(), found, ways, worst)

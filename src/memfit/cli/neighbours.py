@@ -17,12 +17,12 @@ from memfit.cli.options import (
     request_options,
     why_option,
 )
-from memfit.errors import DoesNotFit, InvalidRequest
+from memfit.core.errors import DoesNotFit, InvalidRequest
 
 if TYPE_CHECKING:
-    from memfit.check._smaller import Change
-    from memfit.request import Request
-    from memfit.results import Plan
+    from memfit.check.smaller_changes import Change
+    from memfit.records.request import Request
+    from memfit.records.results import Plan
 
 LAUNCHERS = ("slurm", "skypilot", "k8s", "ray")
 
@@ -67,7 +67,7 @@ def launch_command(
         print_json(made)
         return 0
     from memfit.screens.export import show_export
-    from memfit.screens.layout import make_console
+    from memfit.screens.widgets.layout import make_console
 
     show_export(make_console(), made, written)
     return 0
@@ -123,7 +123,7 @@ def export_command(
             note(quiet)(f"needs {needed.words}")
         return 0
     from memfit.screens.export import show_export
-    from memfit.screens.layout import make_console
+    from memfit.screens.widgets.layout import make_console
 
     show_export(make_console(), made, written)
     return 0
@@ -209,7 +209,7 @@ def check_command(
     if patch:
         _print_patch(smallest, plan, note(quiet))
     elif as_json:
-        from memfit.nouns import to_data
+        from memfit.records import to_data
 
         print_json({
             **to_data(checked), "answer": to_data(answer), "plan": to_data(plan),
@@ -217,7 +217,7 @@ def check_command(
         })  # fmt: skip
     else:
         from memfit.screens.check import show_check
-        from memfit.screens.layout import make_console
+        from memfit.screens.widgets.layout import make_console
 
         show_check(make_console(), checked, answer, plan, smallest, found, why=why)
     return answer.exit_code

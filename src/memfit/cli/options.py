@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from memfit.errors import InvalidRequest
+from memfit.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from memfit.request import Request
+    from memfit.records.request import Request
 
 F = TypeVar("F", bound=Callable[..., Any])
 Changes = dict[str, Any]
@@ -116,7 +116,7 @@ def same_options(device: str | None, memory: str | None, changes: Changes) -> st
         words += ["--device", device]
     if memory:
         words += ["--memory", memory]
-    from memfit.words import as_yaml
+    from memfit.core.wording import as_yaml
 
     for key, value in changes.items():
         words += ["--set", f"{key}={as_yaml(value)}"]
@@ -126,8 +126,8 @@ def same_options(device: str | None, memory: str | None, changes: Changes) -> st
 def type_request(request: Request, changes: Mapping[str, Any]) -> str:
     """MODEL and the options that make this request, with `changes` put in; "" for a model that the
     request holds as a table, which cannot be typed."""
-    from memfit.nouns import to_data
-    from memfit.request import Request as Kind
+    from memfit.records import to_data
+    from memfit.records.request import Request as Kind
 
     if isinstance(request.model, dict):
         return ""
@@ -152,7 +152,7 @@ def _flatten(data: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 def print_json(noun: object) -> None:
     """One JSON document on stdout."""
-    from memfit.nouns import to_json
+    from memfit.records import to_json
 
     click.echo(to_json(noun))
 

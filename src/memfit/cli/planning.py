@@ -24,12 +24,12 @@ from memfit.cli.options import (
     why_option,
 )
 from memfit.cli.searching import OBJECTIVES, check_together, compare_offers, explain_why_not
-from memfit.errors import DoesNotFit, InvalidRequest
+from memfit.core.errors import DoesNotFit, InvalidRequest
 
 if TYPE_CHECKING:
-    from memfit.recipe import Recipe
-    from memfit.request import Request
-    from memfit.results import Certificate, Lever, Nearest, Plan
+    from memfit.records.recipe import Recipe
+    from memfit.records.request import Request
+    from memfit.records.results import Certificate, Lever, Nearest, Plan
 
 YOURS = "YOUR_DATA.jsonl"  # of a command that needs data, where none was named
 
@@ -103,8 +103,8 @@ def _finish(plan: Plan, as_json: bool, why: bool, commands: list[str]) -> int:
     if as_json:
         print_json(plan)
     else:
-        from memfit.screens.layout import make_console
         from memfit.screens.plan import show_plan
+        from memfit.screens.widgets.layout import make_console
 
         show_plan(make_console(), plan, commands=commands, why=why)
     return _exit_code(plan.memory.verdict)
@@ -230,7 +230,7 @@ def certify_command(
         print_json(_with_time(certificate, plan, levers, nearest))
     else:
         from memfit.screens.certificate import show_certificate
-        from memfit.screens.layout import make_console
+        from memfit.screens.widgets.layout import make_console
 
         commands = _after_certificate(certificate, plan, home, asked, nearest)
         show_certificate(
@@ -266,13 +266,13 @@ def _certify_ranks(
         say("certifying every lever")
         levers = api.find_levers(request, certificate)
     if as_json:
-        from memfit.nouns import to_data
+        from memfit.records import to_data
 
         more = {"defaults": to_data(stated.defaults), "levers": to_data(levers), "nearest": None}
         print_json({**to_data(certificate), **more})
     else:
         from memfit.screens.certificate import show_certificate
-        from memfit.screens.layout import make_console
+        from memfit.screens.widgets.layout import make_console
 
         show_certificate(make_console(), certificate, None, commands=[], why=why, levers=levers)
     return _exit_code(certificate.memory.verdict)
@@ -339,13 +339,13 @@ def _show_miss(
     say("searching the nearest recipe that fits")
     nearest = api.find_nearest(plan, None)
     if as_json:
-        from memfit.nouns import to_data
+        from memfit.records import to_data
 
         print_json({**to_data(plan), "nearest": to_data(nearest)})
         return _exit_code(plan.memory.verdict)
     from memfit.screens.certificate import show_nearest
-    from memfit.screens.layout import make_console, next_commands
     from memfit.screens.plan import show_plan
+    from memfit.screens.widgets.layout import make_console, next_commands
 
     console = make_console()
     show_plan(console, plan, commands=[], why=why)
@@ -379,7 +379,7 @@ def _with_time(
     certificate: Certificate, plan: Plan, levers: Sequence[Lever], nearest: Nearest | None
 ) -> dict[str, Any]:
     """A certificate proves memory; its time and cost are the plan's predictions."""
-    from memfit.nouns import to_data
+    from memfit.records import to_data
 
     return {
         **to_data(certificate),
@@ -420,7 +420,7 @@ def diff_command(first: str, second: str, as_json: bool, quiet: bool) -> int:
         print_json(found)
     else:
         from memfit.screens.diff import show_diff
-        from memfit.screens.layout import make_console
+        from memfit.screens.widgets.layout import make_console
 
         show_diff(make_console(), found)
     return 0

@@ -22,7 +22,7 @@ from memfit.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from memfit.results import Report
+    from memfit.records.results import Report
 
 
 @click.command("train", short_help="Train what was planned and certified; resumes by itself.")
@@ -129,7 +129,7 @@ def measure_command(
 
 def _with_figures(report: Report) -> dict[str, Any]:
     """A run with the keys that every verb's JSON has for memory and time, measured where known."""
-    from memfit.nouns import to_data
+    from memfit.records import to_data
 
     plan, data = report.plan, to_data(report.run)
     measured = {c.name: c.measured for c in report.comparisons}
@@ -177,8 +177,8 @@ def report_command(folder: Path, as_json: bool, quiet: bool) -> None:
 
 
 def _show(report: Report, folder: Path | None) -> None:
-    from memfit.screens.layout import make_console
     from memfit.screens.report import show_report
+    from memfit.screens.widgets.layout import make_console
 
     commands = []
     if folder and (folder / "model").exists():
@@ -210,7 +210,7 @@ def generate_command(
     if as_json:
         print_json({"prompt": prompt, "text": sample})
     else:
-        from memfit.screens.layout import printable
+        from memfit.screens.widgets.layout import printable
 
         text = prompt + sample
         click.echo(printable(text) if sys.stdout.isatty() else text)

@@ -14,10 +14,10 @@ from memfit.cli.options import (
     read_target,
     request_options,
 )
-from memfit.errors import DoesNotFit, InvalidRequest
+from memfit.core.errors import DoesNotFit, InvalidRequest
 
 if TYPE_CHECKING:
-    from memfit.request import Request
+    from memfit.records.request import Request
 
 OBJECTIVES = ("fastest", "cheapest", "fewest-devices")
 
@@ -30,8 +30,8 @@ def compare_offers(request: Request, devices: str, objective: str, as_json: bool
     if as_json:
         print_json(found)
     else:
-        from memfit.screens.layout import make_console
         from memfit.screens.search import show_comparison
+        from memfit.screens.widgets.layout import make_console
 
         show_comparison(make_console(), found)
     return 0 if found.plan else DoesNotFit.exit_code
@@ -45,8 +45,8 @@ def explain_why_not(request: Request, changes: Changes, as_json: bool) -> int:
     if as_json:
         print_json(found)
     else:
-        from memfit.screens.layout import make_console
         from memfit.screens.search import show_why_not
+        from memfit.screens.widgets.layout import make_console
 
         show_why_not(make_console(), found)
     return 0
@@ -96,8 +96,8 @@ def solve_command(
     if as_json:
         print_json(found)
     else:
-        from memfit.screens.layout import make_console
         from memfit.screens.search import show_solved
+        from memfit.screens.widgets.layout import make_console
 
         show_solved(make_console(), found)
     return DoesNotFit.exit_code if found.value is None else 0

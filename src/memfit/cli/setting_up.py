@@ -30,7 +30,7 @@ def calibrate_command(device: str, row: str, quick: bool, as_json: bool, quiet: 
         print_json(found)
         return
     from memfit.screens.calibration import show_calibration
-    from memfit.screens.layout import make_console
+    from memfit.screens.widgets.layout import make_console
 
     show_calibration(make_console(), found)
 
@@ -72,6 +72,6 @@ def doctor_command(as_json: bool, quiet: bool) -> None:
         print_json(found)
         return
     from memfit.screens.doctor import show_doctor
-    from memfit.screens.layout import make_console
+    from memfit.screens.widgets.layout import make_console
 
     show_doctor(make_console(), found)

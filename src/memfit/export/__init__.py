@@ -15,25 +15,25 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
-from memfit.errors import InvalidRequest
-from memfit.export._checking import find_check
-from memfit.export._data import Data, read_data
-from memfit.export._files import File, Head, render
-from memfit.export._needs import Need
-from memfit.export._peak import Peak, planned
-from memfit.export._settle import settle
-from memfit.export._unsaid import find_unsaid as find_unsaid
-from memfit.export._unsaid import list_keys as list_keys
-from memfit.export._ways import refuse_what_does_not_fit
-from memfit.hardware import Device
-from memfit.libraries import installed_versions
-from memfit.model import Architecture, Model
-from memfit.nouns import Noun, write_atomically
-from memfit.plan.assumed import is_estimated
-from memfit.recipe import Parallel, Recipe
-from memfit.registry import Registry
-from memfit.request import ParallelRequest, Request
-from memfit.results import Plan, Verdict
+from memfit.core.errors import InvalidRequest
+from memfit.core.libraries import installed_versions
+from memfit.core.registry import Registry
+from memfit.export.checking import find_check
+from memfit.export.data import Data, read_data
+from memfit.export.files import File, Head, render
+from memfit.export.needs import Need
+from memfit.export.peak import Peak, planned
+from memfit.export.settle import settle
+from memfit.export.unwritten_keys import find_unsaid as find_unsaid
+from memfit.export.unwritten_keys import list_keys as list_keys
+from memfit.export.ways_out import refuse_what_does_not_fit
+from memfit.plan.request.assumed import is_estimated
+from memfit.records import Noun, write_atomically
+from memfit.records.hardware import Device
+from memfit.records.model import Architecture, Model
+from memfit.records.recipe import Parallel, Recipe
+from memfit.records.request import ParallelRequest, Request
+from memfit.records.results import Plan, Verdict
 
 
 class Job(Noun, frozen=True, kw_only=True):
@@ -159,14 +159,14 @@ class Target(ABC):
         """The files of a job whose mesh `axes` allows."""
 
 
-exports: Registry[Target] = Registry("target", "memfit.export")
+exports: Registry[Target] = Registry("target", "memfit.export.targets")
 
 
 def find_target(name: str) -> Target:
     """The target of that name; raises UnknownName with the nearest names."""
     module = name.replace("-", "_")
-    if module.isidentifier() and find_spec(f"{__name__}.{module}") is not None:
-        import_module(f"{__name__}.{module}")  # this one alone, not all of them
+    if module.isidentifier() and find_spec(f"{__name__}.targets.{module}") is not None:
+        import_module(f"{__name__}.targets.{module}")  # this one alone, not all of them
     return exports.find(name)
 
 

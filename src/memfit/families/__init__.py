@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from memfit.errors import InvalidRequest, UnknownName, did_you_mean
-from memfit.model import Architecture, Model, ModelReference, TensorSpec, Weight
-from memfit.registry import Registry
+from memfit.core.errors import InvalidRequest, UnknownName, did_you_mean
+from memfit.core.registry import Registry
+from memfit.records.model import Architecture, Model, ModelReference, TensorSpec, Weight
 
 if TYPE_CHECKING:
-    from memfit.families.forward import Embedded, Forward, Weights
-    from memfit.sizes import Tensor
+    from memfit.families.shared.forward import Embedded, Forward, Weights
+    from memfit.meta import Tensor
 
 
 class Described(ABC):
@@ -66,7 +66,7 @@ class Family(Described):
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """What enters the first block, and what the module holds beside it.
 
-        With `block` and `finish`, the backbone's forward over `memfit.sizes`: it holds what
+        With `block` and `finish`, the backbone's forward over `memfit.meta`: it holds what
         Hugging Face's class holds. `weights` are named as in the block, or in the backbone.
         """
 

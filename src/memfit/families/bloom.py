@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from memfit import sizes
-from memfit.errors import InvalidRequest
+from memfit import meta
+from memfit.core.errors import InvalidRequest
 from memfit.families import Family, families
-from memfit.families._alibi import causal_mask, hold_until_next
-from memfit.families._config import flag, head_size, refuse, size
-from memfit.families._weights import Rows, head, layer_norm, linear, repeat
-from memfit.families.forward import (
+from memfit.families.shared.alibi import causal_mask, hold_until_next
+from memfit.families.shared.config import flag, head_size, refuse, size
+from memfit.families.shared.forward import (
     Embedded,
     Forward,
     Weights,
@@ -21,8 +20,10 @@ from memfit.families.forward import (
     module,
     project,
 )
-from memfit.model import Architecture, TensorSpec, Weight
-from memfit.sizes import Tensor, lean
+from memfit.families.shared.weights import Rows, head, layer_norm, linear, repeat
+from memfit.meta import Tensor
+from memfit.meta.layers import lean
+from memfit.records.model import Architecture, TensorSpec, Weight
 
 
 @final
@@ -104,12 +105,12 @@ class Bloom(Family):
         meter, heads = forward.meter, forward.architecture.heads
         tokens = embedding(forward, weights["word_embeddings.weight"], forward.input_ids)
         x = apply_layer_norm(forward, weights, "word_embeddings_layernorm", tokens)
-        slopes = sizes.empty(meter, (heads,), "float32")
-        counted = sizes.empty(meter, (forward.tokens,), "int64")
-        bias = sizes.empty(meter, (heads, 1, forward.tokens), "float32")
+        slopes = meta.empty(meter, (heads,), "float32")
+        counted = meta.empty(meter, (forward.tokens,), "int64")
+        bias = meta.empty(meter, (heads, 1, forward.tokens), "float32")
         del counted
-        bias = sizes.empty(meter, (forward.batch * heads, 1, forward.tokens), "float32")
-        bias = sizes.cast(bias, x.dtype)
+        bias = meta.empty(meter, (forward.batch * heads, 1, forward.tokens), "float32")
+        bias = meta.cast(bias, x.dtype)
         return Embedded(x, (bias, causal_mask(forward, tokens.dtype)), (tokens, slopes))
 
     def block(
@@ -146,21 +147,21 @@ def _attention(
     """The class's own code: scores for every pair of tokens, and what it returns of them."""
     a, (batch, tokens, _), (bias, mask) = forward.architecture, x.shape, given
     fused = project(forward, weights, "self_attention.query_key_value", x)
-    whole = sizes.view(fused, batch, tokens, a.heads, 3, a.head_dim)
-    parts = [sizes.transpose(sizes.select(whole, 3), 1, 2) for _ in range(3)]
+    whole = meta.view(fused, batch, tokens, a.heads, 3, a.head_dim)
+    parts = [meta.transpose(meta.select(whole, 3), 1, 2) for _ in range(3)]
     flat = (batch * a.heads, tokens, a.head_dim)
-    query = sizes.reshape(parts[0], *flat)
-    key = sizes.transpose(sizes.reshape(parts[1], *flat), 1, 2)
-    value = sizes.reshape(parts[2], *flat)
-    scores = sizes.add_multiply_batched(bias, query, key)
-    masked = sizes.add(sizes.view(scores, batch, a.heads, tokens, tokens), mask)
-    chances = sizes.cast(sizes.softmax_wide(masked), query.dtype)
-    rows = sizes.view(chances, batch * a.heads, tokens, tokens)
-    context = sizes.multiply_batched(rows, value)
-    context = sizes.view(context, batch, a.heads, tokens, a.head_dim)
-    context = sizes.reshape(sizes.transpose(context, 1, 2), *x.shape)
+    query = meta.reshape(parts[0], *flat)
+    key = meta.transpose(meta.reshape(parts[1], *flat), 1, 2)
+    value = meta.reshape(parts[2], *flat)
+    scores = meta.add_multiply_batched(bias, query, key)
+    masked = meta.add(meta.view(scores, batch, a.heads, tokens, tokens), mask)
+    chances = meta.cast(meta.softmax_wide(masked), query.dtype)
+    rows = meta.view(chances, batch * a.heads, tokens, tokens)
+    context = meta.multiply_batched(rows, value)
+    context = meta.view(context, batch, a.heads, tokens, a.head_dim)
+    context = meta.reshape(meta.transpose(context, 1, 2), *x.shape)
     out = project(forward, weights, "self_attention.dense", context)
-    out = sizes.add(residual, out)
+    out = meta.add(residual, out)
     return out, chances
 
 
@@ -168,7 +169,7 @@ def _attention(
 def _mlp(forward: Forward, weights: Weights, x: Tensor, residual: Tensor) -> Tensor:
     x = _gelu(forward, project(forward, weights, "mlp.dense_h_to_4h", x))
     fed = project(forward, weights, "mlp.dense_4h_to_h", x)
-    return sizes.add(residual, fed)
+    return meta.add(residual, fed)
 
 
 @module
@@ -176,27 +177,27 @@ def _gelu(forward: Forward, x: Tensor) -> Tensor:
     """A function of its own: keeps its input alone, and computes the curve again in backward."""
     if "mlp" in forward.lean:
         return lean.activation(x)
-    return sizes.own_function(gelu_fast, _gelu_slope, x)
+    return meta.own_function(gelu_fast, _gelu_slope, x)
 
 
 def _gelu_slope(x: Tensor, grad: Tensor) -> Tensor:
     """grad times the curve's slope at x."""
-    outer = sizes.scale(x)
-    inner = sizes.shift(sizes.mul(sizes.scale(x), x))
-    product = sizes.mul(outer, inner)
+    outer = meta.scale(x)
+    inner = meta.shift(meta.mul(meta.scale(x), x))
+    product = meta.mul(outer, inner)
     del outer, inner
-    curve = sizes.tanh(product)
+    curve = meta.tanh(product)
     del product
-    half = sizes.scale(x)
-    bent = sizes.shift(sizes.mul(curve, curve))
-    straight = sizes.shift(sizes.mul(sizes.scale(x), x))
-    product = sizes.mul(bent, straight)
+    half = meta.scale(x)
+    bent = meta.shift(meta.mul(curve, curve))
+    straight = meta.shift(meta.mul(meta.scale(x), x))
+    product = meta.mul(bent, straight)
     del bent, straight
-    left = sizes.mul(half, product)
+    left = meta.mul(half, product)
     del half, product
-    slope = sizes.add(left, sizes.scale(sizes.shift(curve)))
+    slope = meta.add(left, meta.scale(meta.shift(curve)))
     del left
-    return sizes.mul(slope, grad)
+    return meta.mul(slope, grad)
 
 
 families.register("bloom")(Bloom())

@@ -7,21 +7,28 @@ from typing import Any, final
 
 from msgspec.structs import replace
 
-from memfit.errors import InvalidRequest
+from memfit.core.errors import InvalidRequest
 from memfit.families import Family, families
-from memfit.families._config import flag, refuse
-from memfit.families._grouped_experts import read_groups, route_by_softmax
-from memfit.families._latent import (
+from memfit.families.shared.config import flag, refuse
+from memfit.families.shared.forward import (
+    Embedded,
+    Forward,
+    Weights,
+    embedding,
+    positions,
+    rms_norm,
+)
+from memfit.families.shared.grouped_experts import read_groups, route_by_softmax
+from memfit.families.shared.latent import (
     compressed_targets,
     latent_architecture,
     latent_config,
     latent_weights,
 )
-from memfit.families._latent_forward import complex_rotation, latent_block, rotate_complex
-from memfit.families._weights import rotary_buffers
-from memfit.families.forward import Embedded, Forward, Weights, embedding, positions, rms_norm
-from memfit.model import Architecture, TensorSpec, Weight
-from memfit.sizes import Tensor
+from memfit.families.shared.latent_forward import complex_rotation, latent_block, rotate_complex
+from memfit.families.shared.weights import rotary_buffers
+from memfit.meta import Tensor
+from memfit.records.model import Architecture, TensorSpec, Weight
 
 _DEFAULTS = {
     "max_position_embeddings": 2048, "n_routed_experts": 64, "moe_intermediate_size": 1407,

@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from memfit.errors import InvalidRequest
+from memfit.core.errors import InvalidRequest
 from memfit.families import Family, families
-from memfit.families._config import refuse
-from memfit.families._grouped_experts import read_groups, route_by_sigmoid, router_biases
-from memfit.families._latent import (
+from memfit.families.shared.config import refuse
+from memfit.families.shared.forward import Embedded, Forward, Weights, rms_norm, rotary_embed
+from memfit.families.shared.grouped_experts import read_groups, route_by_sigmoid, router_biases
+from memfit.families.shared.latent import (
     compressed_targets,
     latent_architecture,
     latent_config,
     latent_weights,
 )
-from memfit.families._latent_forward import latent_block, rotate_pairs
-from memfit.families._weights import rotary_buffers
-from memfit.families.forward import Embedded, Forward, Weights, rms_norm, rotary_embed
-from memfit.model import Architecture, TensorSpec, Weight
-from memfit.sizes import Tensor
+from memfit.families.shared.latent_forward import latent_block, rotate_pairs
+from memfit.families.shared.weights import rotary_buffers
+from memfit.meta import Tensor
+from memfit.records.model import Architecture, TensorSpec, Weight
 
 _DEFAULTS = {
     "max_position_embeddings": 4096, "n_routed_experts": 256, "num_experts_per_tok": 8,

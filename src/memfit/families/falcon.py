@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from memfit import sizes
-from memfit.errors import InvalidRequest
+from memfit import meta
+from memfit.core.errors import InvalidRequest
 from memfit.families import Family, families
-from memfit.families._config import (
+from memfit.families.shared.config import (
     activation,
     flag,
     head_size,
@@ -18,8 +18,7 @@ from memfit.families._config import (
     size_or,
     whole_head_rotates,
 )
-from memfit.families._weights import Rows, head, layer_norm, linear, repeat, rotary_buffers
-from memfit.families.forward import (
+from memfit.families.shared.forward import (
     Embedded,
     Forward,
     Rotation,
@@ -32,8 +31,9 @@ from memfit.families.forward import (
     rotary_embed,
     rotate,
 )
-from memfit.model import Architecture, TensorSpec, Weight
-from memfit.sizes import Tensor
+from memfit.families.shared.weights import Rows, head, layer_norm, linear, repeat, rotary_buffers
+from memfit.meta import Tensor
+from memfit.records.model import Architecture, TensorSpec, Weight
 
 
 @final
@@ -154,14 +154,14 @@ class Falcon(Family):
             normed = apply_layer_norm(forward, weights, "input_layernorm", x)
         attended = _attention(forward, weights, normed, (given[0], given[1]))
         if "post_attention_layernorm" in names:
-            residual = sizes.add(residual, attended)
+            residual = meta.add(residual, attended)
             fed_from = apply_layer_norm(forward, weights, "post_attention_layernorm", residual)
         elif fed_from is None:
             fed_from = normed
         fed = plain_mlp(forward, weights, "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", fed_from)
         if forward.architecture.parallel_residual:
-            fed = sizes.add_into(fed, attended)
-        return sizes.add(residual, fed)
+            fed = meta.add_into(fed, attended)
+        return meta.add(residual, fed)
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""
@@ -201,10 +201,10 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) ->
     fused = project(forward, weights, "self_attention.query_key_value", x)
     query, key, value = _split(forward.architecture, fused)
     del fused
-    query, key = sizes.transpose(query, 1, 2), sizes.transpose(key, 1, 2)
-    value = sizes.transpose(value, 1, 2)
+    query, key = meta.transpose(query, 1, 2), meta.transpose(key, 1, 2)
+    value = meta.transpose(value, 1, 2)
     query, key = rotate(query, key, turn)
-    out = sizes.reshape(attend(forward, query, key, value), *x.shape)
+    out = meta.reshape(attend(forward, query, key, value), *x.shape)
     out = project(forward, weights, "self_attention.dense", out)  # what went in is let go first
     return out  # noqa: RET504
 
@@ -212,9 +212,9 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) ->
 def _split(a: Architecture, fused: Tensor) -> list[Tensor]:
     """(batch, tokens, all heads) -> query, key and value as (batch, tokens, heads, size)."""
     rows, each = fused.shape[:2], a.heads // a.kv_heads
-    whole = sizes.view(fused, *rows, a.kv_heads, each + 2, a.head_dim)
-    parts = sizes.split(whole, (each, 1, 1), 3)
-    return [sizes.reshape(part, *rows, -1, a.head_dim) for part in parts]
+    whole = meta.view(fused, *rows, a.kv_heads, each + 2, a.head_dim)
+    parts = meta.split(whole, (each, 1, 1), 3)
+    return [meta.reshape(part, *rows, -1, a.head_dim) for part in parts]
 
 
 families.register("falcon")(Falcon())

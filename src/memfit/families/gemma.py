@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from memfit import sizes
+from memfit import meta
 from memfit.families import Family, families
-from memfit.families._blocks import scaled_embed, unit_norm
-from memfit.families._config import (
+from memfit.families.shared.blocks import scaled_embed, unit_norm
+from memfit.families.shared.config import (
     activation,
     flag,
     key_value_heads,
@@ -16,10 +16,10 @@ from memfit.families._config import (
     size,
     whole_head_rotates,
 )
-from memfit.families._weights import gated_config, gated_weights, rotary_buffers
-from memfit.families.forward import Embedded, Forward, Weights, gated_attention, gated_mlp
-from memfit.model import Architecture, TensorSpec, Weight
-from memfit.sizes import Tensor
+from memfit.families.shared.forward import Embedded, Forward, Weights, gated_attention, gated_mlp
+from memfit.families.shared.weights import gated_config, gated_weights, rotary_buffers
+from memfit.meta import Tensor
+from memfit.records.model import Architecture, TensorSpec, Weight
 
 
 @final
@@ -81,11 +81,11 @@ class Gemma(Family):
         residual = x
         x = unit_norm(forward, weights["input_layernorm.weight"], x)
         x = gated_attention(forward, weights, x, (given[0], given[1]))
-        x = sizes.add(residual, x)
+        x = meta.add(residual, x)
         residual = x
         x = unit_norm(forward, weights["post_attention_layernorm.weight"], x)
         x = gated_mlp(forward, weights, x)
-        return sizes.add(residual, x)
+        return meta.add(residual, x)
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from memfit.families import Family, families
-from memfit.families._blocks import GEMMA_NORMS, sandwich_block, scaled_embed, unit_norm
-from memfit.families._config import (
+from memfit.families.shared.blocks import GEMMA_NORMS, sandwich_block, scaled_embed, unit_norm
+from memfit.families.shared.config import (
     activation,
     cap,
     cycle,
@@ -19,10 +19,10 @@ from memfit.families._config import (
     size,
     whole_head_rotates,
 )
-from memfit.families._weights import decoder, gated_block, gated_config, rotary_buffers
-from memfit.families.forward import Embedded, Forward, Weights, gated_attention
-from memfit.model import SLIDING, Architecture, TensorSpec, Weight
-from memfit.sizes import Tensor
+from memfit.families.shared.forward import Embedded, Forward, Weights, gated_attention
+from memfit.families.shared.weights import decoder, gated_block, gated_config, rotary_buffers
+from memfit.meta import Tensor
+from memfit.records.model import SLIDING, Architecture, TensorSpec, Weight
 
 
 @final

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from memfit import sizes
+from memfit import meta
 from memfit.families import Family, families
-from memfit.families._blocks import (
+from memfit.families.shared.blocks import (
     GEMMA_NORMS,
     sandwich_block,
     scaled_embedding,
     unit_norm,
 )
-from memfit.families._config import (
+from memfit.families.shared.config import (
     activation,
     cap,
     cycle,
@@ -25,8 +25,7 @@ from memfit.families._config import (
     rope,
     size,
 )
-from memfit.families._weights import decoder, gated_block, gated_config, rotary_buffers
-from memfit.families.forward import (
+from memfit.families.shared.forward import (
     Embedded,
     Forward,
     Rotation,
@@ -38,8 +37,9 @@ from memfit.families.forward import (
     rotate,
     rotation,
 )
-from memfit.model import SLIDING, Architecture, TensorSpec, Weight
-from memfit.sizes import Tensor
+from memfit.families.shared.weights import decoder, gated_block, gated_config, rotary_buffers
+from memfit.meta import Tensor
+from memfit.records.model import SLIDING, Architecture, TensorSpec, Weight
 
 
 @final
@@ -149,17 +149,17 @@ def _check_rotation(config: Mapping[str, Any]) -> None:
 def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
     """As Llama's, with norms over heads that are transposed already."""
     shape = (*x.shape[:-1], -1, forward.architecture.head_dim)
-    query = sizes.view(project(forward, weights, "self_attn.q_proj", x), *shape)
-    query = sizes.transpose(query, 1, 2)
-    key = sizes.view(project(forward, weights, "self_attn.k_proj", x), *shape)
-    key = sizes.transpose(key, 1, 2)
-    value = sizes.view(project(forward, weights, "self_attn.v_proj", x), *shape)
-    value = sizes.transpose(value, 1, 2)
+    query = meta.view(project(forward, weights, "self_attn.q_proj", x), *shape)
+    query = meta.transpose(query, 1, 2)
+    key = meta.view(project(forward, weights, "self_attn.k_proj", x), *shape)
+    key = meta.transpose(key, 1, 2)
+    value = meta.view(project(forward, weights, "self_attn.v_proj", x), *shape)
+    value = meta.transpose(value, 1, 2)
     query = unit_norm(forward, weights["self_attn.q_norm.weight"], query, feeds=False)
     key = unit_norm(forward, weights["self_attn.k_norm.weight"], key, feeds=False)
     query, key = rotate(query, key, turn)
     out = attend(forward, query, key, value)
-    out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
+    out = meta.contiguous(meta.reshape(out, *x.shape[:-1], -1))
     out = project(forward, weights, "self_attn.o_proj", out)  # what went in is let go first
     return out  # noqa: RET504
 

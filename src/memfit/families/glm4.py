@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from memfit import sizes
+from memfit import meta
 from memfit.families import Family, families
-from memfit.families._blocks import fused_gated_mlp, sandwich_block, swap_neighbours
-from memfit.families._config import (
+from memfit.families.shared.blocks import fused_gated_mlp, sandwich_block, swap_neighbours
+from memfit.families.shared.config import (
     activation,
     flag,
     fraction_of,
@@ -16,8 +16,7 @@ from memfit.families._config import (
     share_of_head,
     size,
 )
-from memfit.families._weights import decoder, gated_config, linear, rotary_buffers
-from memfit.families.forward import (
+from memfit.families.shared.forward import (
     Embedded,
     Forward,
     Rotation,
@@ -30,8 +29,9 @@ from memfit.families.forward import (
     rms_norm,
     rotary_embed,
 )
-from memfit.model import Architecture, TensorSpec, Weight
-from memfit.sizes import Tensor
+from memfit.families.shared.weights import decoder, gated_config, linear, rotary_buffers
+from memfit.meta import Tensor
+from memfit.records.model import Architecture, TensorSpec, Weight
 
 NORMS = (
     "input_layernorm",
@@ -121,14 +121,14 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) ->
     value = heads(forward, weights, "self_attn.v_proj", x, shape)
     query, key = _rotate(query, key, turn)
     out = attend(forward, query, key, value)
-    out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
+    out = meta.contiguous(meta.reshape(out, *x.shape[:-1], -1))
     out = project(forward, weights, "self_attn.o_proj", out)  # what went in is let go first
     return out  # noqa: RET504
 
 
 def _rotate(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
     """Neighbours are pairs, so each block writes cosines and sines out twice for itself."""
-    cos, sin = sizes.unsqueeze(turn[0], 1), sizes.unsqueeze(turn[1], 1)
+    cos, sin = meta.unsqueeze(turn[0], 1), meta.unsqueeze(turn[1], 1)
     cos = _again(cos)
     sin = _again(sin)
     size = cos.shape[-1]
@@ -136,18 +136,18 @@ def _rotate(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]
     key_part, key_rest = cut_head(key, size)
     query_rotated = _turn(query_part, cos, sin)
     key_rotated = _turn(key_part, cos, sin)
-    query_rotated = sizes.concatenate((query_rotated, query_rest), 3)
-    key_rotated = sizes.concatenate((key_rotated, key_rest), 3)
+    query_rotated = meta.concatenate((query_rotated, query_rest), 3)
+    key_rotated = meta.concatenate((key_rotated, key_rest), 3)
     return query_rotated, key_rotated
 
 
 def _again(x: Tensor) -> Tensor:
     """`x[..., :half].repeat_interleave(2, dim=-1)`."""
-    return sizes.empty(x.meter, x.shape, x.dtype)
+    return meta.empty(x.meter, x.shape, x.dtype)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return sizes.add(sizes.mul(x, cos), sizes.mul(swap_neighbours(x), sin))
+    return meta.add(meta.mul(x, cos), meta.mul(swap_neighbours(x), sin))
 
 
 families.register("glm4")(Glm4())

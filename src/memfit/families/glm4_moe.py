@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from memfit import sizes
+from memfit import meta
 from memfit.families import families
-from memfit.families._config import (
+from memfit.families.shared.config import (
     activation,
     flag,
     fraction_of,
@@ -17,22 +17,13 @@ from memfit.families._config import (
     share_of_head,
     size,
 )
-from memfit.families._experts import (
+from memfit.families.shared.experts import (
     ExpertFamily,
     expert_rows,
     router_rows,
     sparse_and_shared,
 )
-from memfit.families._grouped_experts import read_groups, route_by_sigmoid, router_biases
-from memfit.families._weights import (
-    Rows,
-    attention_rows,
-    gated_config,
-    gated_rows,
-    norm_rows,
-    rotary_buffers,
-)
-from memfit.families.forward import (
+from memfit.families.shared.forward import (
     Forward,
     Rotation,
     Weights,
@@ -42,8 +33,17 @@ from memfit.families.forward import (
     rms_norm,
     rotate_part,
 )
-from memfit.model import Architecture, TensorSpec
-from memfit.sizes import Tensor
+from memfit.families.shared.grouped_experts import read_groups, route_by_sigmoid, router_biases
+from memfit.families.shared.weights import (
+    Rows,
+    attention_rows,
+    gated_config,
+    gated_rows,
+    norm_rows,
+    rotary_buffers,
+)
+from memfit.meta import Tensor
+from memfit.records.model import Architecture, TensorSpec
 
 _DEFAULTS = {
     "n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
@@ -124,18 +124,18 @@ class Glm4Moe(ExpertFamily):
 def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
     """`Glm4MoeAttention`: as Llama's, but heads are normed after all three projections."""
     shape = (*x.shape[:-1], -1, forward.architecture.head_dim)
-    query = sizes.view(project(forward, weights, "self_attn.q_proj", x), *shape)
-    key = sizes.view(project(forward, weights, "self_attn.k_proj", x), *shape)
-    value = sizes.view(project(forward, weights, "self_attn.v_proj", x), *shape)
+    query = meta.view(project(forward, weights, "self_attn.q_proj", x), *shape)
+    key = meta.view(project(forward, weights, "self_attn.k_proj", x), *shape)
+    value = meta.view(project(forward, weights, "self_attn.v_proj", x), *shape)
     if forward.architecture.qk_norm:
         query = rms_norm(forward, weights["self_attn.q_norm.weight"], query)
         key = rms_norm(forward, weights["self_attn.k_norm.weight"], key)
-    query = sizes.transpose(query, 1, 2)
-    key = sizes.transpose(key, 1, 2)
-    value = sizes.transpose(value, 1, 2)
+    query = meta.transpose(query, 1, 2)
+    key = meta.transpose(key, 1, 2)
+    value = meta.transpose(value, 1, 2)
     query, key = rotate_part(query, key, turn)
     out = attend(forward, query, key, value)
-    out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
+    out = meta.contiguous(meta.reshape(out, *x.shape[:-1], -1))
     out = project(forward, weights, "self_attn.o_proj", out)  # what went in is let go first
     return out  # noqa: RET504
 

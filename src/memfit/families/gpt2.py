@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from memfit import sizes
+from memfit import meta
 from memfit.families import Family, families
-from memfit.families._config import activation, flag, head_size, refuse, size, size_or
-from memfit.families._weights import Rows, head, layer_norm, repeat
-from memfit.families.forward import (
+from memfit.families.shared.config import activation, flag, head_size, refuse, size, size_or
+from memfit.families.shared.forward import (
     Embedded,
     Forward,
     Weights,
@@ -21,8 +20,9 @@ from memfit.families.forward import (
     positions,
     project,
 )
-from memfit.model import Architecture, TensorSpec, Weight
-from memfit.sizes import Tensor
+from memfit.families.shared.weights import Rows, head, layer_norm, repeat
+from memfit.meta import Tensor
+from memfit.records.model import Architecture, TensorSpec, Weight
 
 
 @final
@@ -102,7 +102,7 @@ class Gpt2(Family):
         tokens = embedding(forward, weights["wte.weight"], forward.input_ids)
         position_ids = positions(forward)
         learned = embedding(forward, weights["wpe.weight"], position_ids)
-        return Embedded(sizes.add(tokens, learned), (position_ids,), (tokens, learned))
+        return Embedded(meta.add(tokens, learned), (position_ids,), (tokens, learned))
 
     def block(
         self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
@@ -126,13 +126,13 @@ def _attention(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
     width, size = forward.architecture.hidden, forward.architecture.head_dim
     shape = (*x.shape[:-1], -1, size)
     fused = project(forward, weights, "attn.c_attn", x)
-    query, key, value = sizes.split(fused, (width, width, width), 2)
+    query, key, value = meta.split(fused, (width, width, width), 2)
     del fused
-    key = sizes.transpose(sizes.view(key, *shape), 1, 2)
-    value = sizes.transpose(sizes.view(value, *shape), 1, 2)
-    query = sizes.transpose(sizes.view(query, *shape), 1, 2)
+    key = meta.transpose(meta.view(key, *shape), 1, 2)
+    value = meta.transpose(meta.view(value, *shape), 1, 2)
+    query = meta.transpose(meta.view(query, *shape), 1, 2)
     out = attend(forward, query, key, value)
-    out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
+    out = meta.contiguous(meta.reshape(out, *x.shape[:-1], -1))
     out = project(forward, weights, "attn.c_proj", out)  # what went in is let go first
     return out  # noqa: RET504
 
@@ -142,11 +142,11 @@ def _block(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
     residual = x
     x = apply_layer_norm(forward, weights, "ln_1", x)
     attended = _attention(forward, weights, x)
-    x = sizes.add(attended, residual)
+    x = meta.add(attended, residual)
     residual = x
     x = apply_layer_norm(forward, weights, "ln_2", x)
     fed = plain_mlp(forward, weights, "mlp.c_fc", "mlp.c_proj", x)
-    return sizes.add(residual, fed)
+    return meta.add(residual, fed)
 
 
 families.register("gpt2")(Gpt2())

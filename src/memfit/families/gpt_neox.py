@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from memfit import sizes
+from memfit import meta
 from memfit.families import Family, families
-from memfit.families._config import (
+from memfit.families.shared.config import (
     activation,
     flag,
     fraction_of,
@@ -16,8 +16,7 @@ from memfit.families._config import (
     share_of_head,
     size,
 )
-from memfit.families._weights import Rows, head, layer_norm, linear, repeat, rotary_buffers
-from memfit.families.forward import (
+from memfit.families.shared.forward import (
     Embedded,
     Forward,
     Rotation,
@@ -30,8 +29,9 @@ from memfit.families.forward import (
     rotary_embed,
     rotate_part,
 )
-from memfit.model import Architecture, TensorSpec, Weight
-from memfit.sizes import Tensor
+from memfit.families.shared.weights import Rows, head, layer_norm, linear, repeat, rotary_buffers
+from memfit.meta import Tensor
+from memfit.records.model import Architecture, TensorSpec, Weight
 
 
 @final
@@ -127,11 +127,11 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) ->
     """GPT-NeoX's attention: one projection, heads first, then query, key and value."""
     size = forward.architecture.head_dim
     fused = project(forward, weights, "attention.query_key_value", x)
-    fused = sizes.transpose(sizes.view(fused, *x.shape[:-1], -1, 3 * size), 1, 2)
-    query, key, value = sizes.split(fused, (size, size, size), 3)
+    fused = meta.transpose(meta.view(fused, *x.shape[:-1], -1, 3 * size), 1, 2)
+    query, key, value = meta.split(fused, (size, size, size), 3)
     query, key = rotate_part(query, key, turn)
     out = attend(forward, query, key, value)
-    out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
+    out = meta.contiguous(meta.reshape(out, *x.shape[:-1], -1))
     out = project(forward, weights, "attention.dense", out)  # what went in is let go first
     return out  # noqa: RET504
 
@@ -143,10 +143,10 @@ def _block(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Ten
     )
     if forward.architecture.parallel_residual:
         fed = _mlp(forward, weights, x)
-        return sizes.add(sizes.add(fed, attended), x)
-    attended = sizes.add(attended, x)
+        return meta.add(meta.add(fed, attended), x)
+    attended = meta.add(attended, x)
     fed = _mlp(forward, weights, attended)
-    return sizes.add(fed, attended)
+    return meta.add(fed, attended)
 
 
 def _mlp(forward: Forward, weights: Weights, x: Tensor) -> Tensor:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, final
 
-from memfit import sizes
-from memfit.errors import InvalidRequest
+from memfit import meta
+from memfit.core.errors import InvalidRequest
 from memfit.families import Family, families
-from memfit.families._blocks import wide_norm
-from memfit.families._config import (
+from memfit.families.shared.blocks import wide_norm
+from memfit.families.shared.config import (
     flag,
     head_size,
     key_value_heads,
@@ -19,9 +19,8 @@ from memfit.families._config import (
     size,
     whole_head_rotates,
 )
-from memfit.families._experts import Routed, read_experts, run_experts
-from memfit.families._weights import Rows, head, linear, repeat, rotary_buffers
-from memfit.families.forward import (
+from memfit.families.shared.experts import Routed, read_experts, run_experts
+from memfit.families.shared.forward import (
     Embedded,
     Forward,
     Weights,
@@ -31,9 +30,11 @@ from memfit.families.forward import (
     positions,
     project,
 )
-from memfit.model import Architecture, TensorSpec, Weight
-from memfit.sizes import Tensor, routing
-from memfit.sizes.sinks import attend_beside_sinks, attend_with_sinks
+from memfit.families.shared.weights import Rows, head, linear, repeat, rotary_buffers
+from memfit.meta import Tensor
+from memfit.meta.attending.sinks import attend_beside_sinks, attend_with_sinks
+from memfit.meta.layers import routing
+from memfit.records.model import Architecture, TensorSpec, Weight
 
 
 @final
@@ -131,11 +132,11 @@ class GptOss(Family):
         residual = x
         x = wide_norm(forward, weights["input_layernorm.weight"], x)
         x = _attention(forward, weights, x, given)
-        x = sizes.add(residual, x)
+        x = meta.add(residual, x)
         residual = x
         x = wide_norm(forward, weights["post_attention_layernorm.weight"], x)
         x, shares = _feed_forward(forward, weights, x)
-        x = sizes.add(residual, x)
+        x = meta.add(residual, x)
         del shares  # alive until here
         return x
 
@@ -178,17 +179,17 @@ def _block(a: Architecture) -> Rows:
 def half_rotation(forward: Forward, dtype: str, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines (batch or 1, tokens, head_dim / 2), without a gradient."""
     meter, half = forward.meter, forward.architecture.rotary_dim // 2
-    wide = sizes.empty(meter, (*position_ids.shape, 1), "float32")
-    angles = sizes.empty(meter, (*position_ids.shape, half), "float32")
+    wide = meta.empty(meter, (*position_ids.shape, 1), "float32")
+    angles = meta.empty(meter, (*position_ids.shape, half), "float32")
     del wide
     cosines, sines = _scaled(angles), _scaled(angles)
-    return sizes.cast(cosines, dtype), sizes.cast(sines, dtype)
+    return meta.cast(cosines, dtype), meta.cast(sines, dtype)
 
 
 def _scaled(angles: Tensor) -> Tensor:
     """`angles.cos() * attention_scaling`."""
-    plain = sizes.empty(angles.meter, angles.shape, "float32")
-    scaled = sizes.empty(angles.meter, angles.shape, "float32")
+    plain = meta.empty(angles.meter, angles.shape, "float32")
+    scaled = meta.empty(angles.meter, angles.shape, "float32")
     del plain
     return scaled
 
@@ -200,7 +201,7 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, given: tuple[Tenso
     query = heads(forward, weights, "self_attn.q_proj", x, shape)
     key = heads(forward, weights, "self_attn.k_proj", x, shape)
     value = heads(forward, weights, "self_attn.v_proj", x, shape)
-    cos, sin = sizes.unsqueeze(given[0], 1), sizes.unsqueeze(given[1], 1)
+    cos, sin = meta.unsqueeze(given[0], 1), meta.unsqueeze(given[1], 1)
     query, key = _turn(query, cos, sin), _turn(key, cos, sin)
     sinks = weights["self_attn.sinks"]
     call = partial(attend_with_sinks, sinks=sinks)
@@ -211,29 +212,29 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, given: tuple[Tenso
     elif forward.documents is None:
         out = call(query, key, value)
     else:
-        out = sizes.by_document(call, query, key, value, forward.documents)
-    out = sizes.transpose(out, 1, 2)
-    out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
+        out = meta.by_document(call, query, key, value, forward.documents)
+    out = meta.transpose(out, 1, 2)
+    out = meta.contiguous(meta.reshape(out, *x.shape[:-1], -1))
     out = project(forward, weights, "self_attn.o_proj", out)  # what went in is let go first
     return out  # noqa: RET504
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
-    first, second = sizes.split(x, (half, half), 3)
-    turned_first = sizes.subtract(sizes.mul(first, cos), sizes.mul(second, sin))
-    turned_second = sizes.add(sizes.mul(second, cos), sizes.mul(first, sin))
-    return sizes.concatenate((turned_first, turned_second), 3)
+    first, second = meta.split(x, (half, half), 3)
+    turned_first = meta.subtract(meta.mul(first, cos), meta.mul(second, sin))
+    turned_second = meta.add(meta.mul(second, cos), meta.mul(first, sin))
+    return meta.concatenate((turned_first, turned_second), 3)
 
 
 @module
 def _feed_forward(forward: Forward, weights: Weights, x: Tensor) -> tuple[Tensor, Tensor]:
     """(batch, tokens, hidden) -> the same, and what each chosen expert counts for."""
     shape = x.shape
-    x = sizes.reshape(x, -1, shape[-1])
+    x = meta.reshape(x, -1, shape[-1])
     logits, shares, chosen = _route(forward, weights, x)
     x = run_experts(forward, weights, x, chosen, shares, _gate)
-    x = sizes.reshape(x, *shape)
+    x = meta.reshape(x, *shape)
     del logits  # alive until here
     return x, shares
 
@@ -241,19 +242,19 @@ def _feed_forward(forward: Forward, weights: Weights, x: Tensor) -> tuple[Tensor
 @module
 def _route(forward: Forward, weights: Weights, x: Tensor) -> Routed:
     """The best experts, and a softmax over their logits alone."""
-    logits = sizes.linear(x, weights["mlp.router.weight"], weights["mlp.router.bias"])
+    logits = meta.linear(x, weights["mlp.router.weight"], weights["mlp.router.bias"])
     best, chosen = routing.top_k(logits, forward.architecture.experts.per_token)
-    return logits, sizes.softmax(best), chosen
+    return logits, meta.softmax(best), chosen
 
 
 def _gate(forward: Forward, x: Tensor) -> Tensor:
     """A clamped SwiGLU: (up + 1) * gate * sigmoid(alpha * gate)."""
     del forward
-    gate, up = sizes.every_other(x), sizes.every_other(x)
-    gate = sizes.clamp(gate, 1)
-    up = sizes.clamp(up, 2)
-    glu = sizes.mul(gate, routing.sigmoid(sizes.scale(gate)))
-    return sizes.mul(sizes.shift(up), glu)
+    gate, up = meta.every_other(x), meta.every_other(x)
+    gate = meta.clamp(gate, 1)
+    up = meta.clamp(up, 2)
+    glu = meta.mul(gate, routing.sigmoid(meta.scale(gate)))
+    return meta.mul(meta.shift(up), glu)
 
 
 families.register("gpt_oss")(GptOss())

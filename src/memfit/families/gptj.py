@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from memfit import sizes
-from memfit.errors import InvalidRequest
+from memfit import meta
+from memfit.core.errors import InvalidRequest
 from memfit.families import Family, families
-from memfit.families._blocks import swap_neighbours
-from memfit.families._config import (
+from memfit.families.shared.blocks import swap_neighbours
+from memfit.families.shared.config import (
     activation,
     flag,
     head_size,
@@ -18,8 +18,7 @@ from memfit.families._config import (
     size,
     size_or,
 )
-from memfit.families._weights import Rows, head, layer_norm, linear, repeat
-from memfit.families.forward import (
+from memfit.families.shared.forward import (
     Embedded,
     Forward,
     Rotation,
@@ -33,8 +32,9 @@ from memfit.families.forward import (
     positions,
     project,
 )
-from memfit.model import Architecture, TensorSpec, Weight
-from memfit.sizes import Tensor
+from memfit.families.shared.weights import Rows, head, layer_norm, linear, repeat
+from memfit.meta import Tensor
+from memfit.records.model import Architecture, TensorSpec, Weight
 
 OTHER_NAMES = {
     "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
@@ -132,7 +132,7 @@ class GptJ(Family):
         x = apply_layer_norm(forward, weights, "ln_1", x)
         attended = _attention(forward, weights, x, (given[0], given[1]))
         fed = plain_mlp(forward, weights, "mlp.fc_in", "mlp.fc_out", x)
-        return sizes.add(sizes.add(attended, fed), residual)
+        return meta.add(meta.add(attended, fed), residual)
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""
@@ -143,8 +143,8 @@ class GptJ(Family):
 def table_rotation(forward: Forward, dtype: str, position_ids: Tensor) -> Rotation:
     """Sines and cosines (batch or 1, tokens, rotary_dim / 2): halves of the table's rows."""
     size = forward.architecture.rotary_dim
-    rows = sizes.empty(forward.meter, (*position_ids.shape, size), "float32")
-    sines, cosines = sizes.split(sizes.cast(rows, dtype), (size // 2, size // 2), 2)
+    rows = meta.empty(forward.meter, (*position_ids.shape, size), "float32")
+    sines, cosines = meta.split(meta.cast(rows, dtype), (size // 2, size // 2), 2)
     return sines, cosines
 
 
@@ -152,19 +152,19 @@ def table_rotation(forward: Forward, dtype: str, position_ids: Tensor) -> Rotati
 def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) -> Tensor:
     a = forward.architecture
     shape = (*x.shape[:-1], a.heads, a.head_dim)
-    query = sizes.view(project(forward, weights, "attn.q_proj", x), *shape)
-    key = sizes.view(project(forward, weights, "attn.k_proj", x), *shape)
-    value = sizes.view(project(forward, weights, "attn.v_proj", x), *shape)
-    value = sizes.transpose(value, 1, 2)
+    query = meta.view(project(forward, weights, "attn.q_proj", x), *shape)
+    key = meta.view(project(forward, weights, "attn.k_proj", x), *shape)
+    value = meta.view(project(forward, weights, "attn.v_proj", x), *shape)
+    value = meta.transpose(value, 1, 2)
     key_part, key_rest = cut_head(key, a.rotary_dim)
     query_part, query_rest = cut_head(query, a.rotary_dim)
     key_part = _turn(key_part, turn)
     query_part = _turn(query_part, turn)
-    key = sizes.concatenate((key_part, key_rest), 3)
-    query = sizes.concatenate((query_part, query_rest), 3)
-    query, key = sizes.transpose(query, 1, 2), sizes.transpose(key, 1, 2)
+    key = meta.concatenate((key_part, key_rest), 3)
+    query = meta.concatenate((query_part, query_rest), 3)
+    query, key = meta.transpose(query, 1, 2), meta.transpose(key, 1, 2)
     out = attend(forward, query, key, value)
-    out = sizes.contiguous(sizes.reshape(out, *x.shape))
+    out = meta.contiguous(meta.reshape(out, *x.shape))
     out = project(forward, weights, "attn.out_proj", out)  # the product's input is let go first
     return out  # noqa: RET504
 
@@ -173,9 +173,9 @@ def _turn(x: Tensor, turn: Rotation) -> Tensor:
     """Rotary embedding of neighbours: (batch, tokens, heads, size) -> the same."""
     rows, tokens, half = turn[0].shape
     shape = (rows, tokens, 1, 2 * half)
-    sines = sizes.empty(x.meter, shape, turn[0].dtype)
-    cosines = sizes.empty(x.meter, shape, turn[0].dtype)
-    return sizes.add(sizes.mul(x, cosines), sizes.mul(swap_neighbours(x), sines))
+    sines = meta.empty(x.meter, shape, turn[0].dtype)
+    cosines = meta.empty(x.meter, shape, turn[0].dtype)
+    return meta.add(meta.mul(x, cosines), meta.mul(swap_neighbours(x), sines))
 
 
 families.register("gptj")(GptJ())

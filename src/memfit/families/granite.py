@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from memfit import sizes
+from memfit import meta
 from memfit.families import Family, families
-from memfit.families._config import (
+from memfit.families.shared.config import (
     activation,
     flag,
     head_size,
@@ -15,8 +15,7 @@ from memfit.families._config import (
     size,
     whole_head_rotates,
 )
-from memfit.families._weights import gated_config, gated_weights, rotary_buffers
-from memfit.families.forward import (
+from memfit.families.shared.forward import (
     Embedded,
     Forward,
     Weights,
@@ -27,8 +26,9 @@ from memfit.families.forward import (
     rms_norm,
     rotation,
 )
-from memfit.model import Architecture, TensorSpec, Weight
-from memfit.sizes import Tensor
+from memfit.families.shared.weights import gated_config, gated_weights, rotary_buffers
+from memfit.meta import Tensor
+from memfit.records.model import Architecture, TensorSpec, Weight
 
 
 @final
@@ -83,7 +83,7 @@ class Granite(Family):
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """See `Family.embed`."""
         x = embedding(forward, weights["embed_tokens.weight"], forward.input_ids)
-        x = sizes.scale(x)
+        x = meta.scale(x)
         position_ids = positions(forward)
         cosines, sines = rotation(forward, x.dtype, position_ids)
         return Embedded(x, (cosines, sines, position_ids), (x,))
@@ -95,11 +95,11 @@ class Granite(Family):
         residual = x
         x = rms_norm(forward, weights["input_layernorm.weight"], x)
         x = gated_attention(forward, weights, x, (given[0], given[1]))
-        x = sizes.add(residual, sizes.scale(x))
+        x = meta.add(residual, meta.scale(x))
         residual = x
         x = rms_norm(forward, weights["post_attention_layernorm.weight"], x)
         x = gated_mlp(forward, weights, x)
-        return sizes.add(residual, sizes.scale(x))
+        return meta.add(residual, meta.scale(x))
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""

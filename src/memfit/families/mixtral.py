@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from memfit import sizes
+from memfit import meta
 from memfit.families import families
-from memfit.families._config import (
+from memfit.families.shared.config import (
     activation,
     flag,
     head_size,
@@ -16,7 +16,7 @@ from memfit.families._config import (
     size,
     whole_head_rotates,
 )
-from memfit.families._experts import (
+from memfit.families.shared.experts import (
     ExpertFamily,
     Routed,
     expert_rows,
@@ -24,11 +24,12 @@ from memfit.families._experts import (
     router_rows,
     sparse,
 )
-from memfit.families._weights import Rows, attention_rows, gated_config, norm_rows
-from memfit.families.forward import Forward, Weights, module
-from memfit.model import Architecture
-from memfit.sizes import Tensor, routing
-from memfit.sizes.elementwise import softmax
+from memfit.families.shared.forward import Forward, Weights, module
+from memfit.families.shared.weights import Rows, attention_rows, gated_config, norm_rows
+from memfit.meta import Tensor
+from memfit.meta.elementwise import softmax
+from memfit.meta.layers import routing
+from memfit.records.model import Architecture
 
 
 @final
@@ -96,9 +97,9 @@ class Mixtral(ExpertFamily):
 @module
 def _route(forward: Forward, weights: Weights, x: Tensor) -> Routed:
     """`MixtralTopKRouter`: as Qwen's, but the shares stay in fp32."""
-    x = sizes.reshape(x, -1, forward.architecture.hidden)
-    logits = sizes.linear(x, weights["mlp.gate.weight"])
-    odds = softmax(sizes.cast(logits, "float32"))
+    x = meta.reshape(x, -1, forward.architecture.hidden)
+    logits = meta.linear(x, weights["mlp.gate.weight"])
+    odds = softmax(meta.cast(logits, "float32"))
     shares, chosen = routing.top_k(odds, forward.architecture.experts.per_token)
     shares = routing.divide_in_place(shares, routing.total(shares, -1, keep=True))
     return logits, shares, chosen

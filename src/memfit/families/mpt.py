@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from memfit import sizes
-from memfit.errors import InvalidRequest
+from memfit import meta
+from memfit.core.errors import InvalidRequest
 from memfit.families import Family, families
-from memfit.families._alibi import causal_mask, hold_until_next
-from memfit.families._config import flag, head_size, refuse, refuse_other_names, size
-from memfit.families._weights import Rows, head, linear, repeat
-from memfit.families.forward import (
+from memfit.families.shared.alibi import causal_mask, hold_until_next
+from memfit.families.shared.config import flag, head_size, refuse, refuse_other_names, size
+from memfit.families.shared.forward import (
     Embedded,
     Forward,
     Weights,
@@ -20,8 +19,10 @@ from memfit.families.forward import (
     module,
     project,
 )
-from memfit.model import Architecture, TensorSpec, Weight
-from memfit.sizes import Tensor, lean
+from memfit.families.shared.weights import Rows, head, linear, repeat
+from memfit.meta import Tensor
+from memfit.meta.layers import lean
+from memfit.records.model import Architecture, TensorSpec, Weight
 
 # What Hugging Face's class computes whatever `attn_config` says, or not at all.
 DESCRIBED: dict[str, tuple[object, ...]] = {
@@ -114,11 +115,11 @@ class Mpt(Family):
         """See `Family.embed`; blocks are given the bias, in fp32, and the mask, of booleans."""
         a, meter = forward.architecture, forward.meter
         x = embedding(forward, weights["wte.weight"], forward.input_ids)
-        counted = sizes.empty(meter, (1, 1, 1, a.max_sequence), "int32")
-        bias = sizes.empty(meter, (a.heads, 1, a.max_sequence), "float32")
+        counted = meta.empty(meter, (1, 1, 1, a.max_sequence), "int32")
+        bias = meta.empty(meter, (a.heads, 1, a.max_sequence), "float32")
         del counted
         mask = causal_mask(forward, x.dtype)
-        mask = sizes.empty(meter, mask.shape, "bool")
+        mask = meta.empty(meter, mask.shape, "bool")
         return Embedded(x, (bias, mask), (x,))
 
     def block(
@@ -127,7 +128,7 @@ class Mpt(Family):
         """See `Family.block`."""
         normed, residual = apply_layer_norm(forward, weights, "norm_1", x), x
         attended, chances = _attention(forward, weights, normed, given)
-        x = sizes.add(attended, residual)
+        x = meta.add(attended, residual)
         normed, residual = apply_layer_norm(forward, weights, "norm_2", x), x
         out = _mlp(forward, weights, normed, residual)
         hold_until_next(forward, chances)
@@ -147,17 +148,17 @@ def _attention(
     fused = project(forward, weights, "attn.Wqkv", x)
     shape = (*x.shape[:-1], a.heads, a.head_dim)
     query, key, value = (
-        sizes.transpose(sizes.view(part, *shape), 1, 2)
-        for part in sizes.split(fused, (width, width, width), 2)
+        meta.transpose(meta.view(part, *shape), 1, 2)
+        for part in meta.split(fused, (width, width, width), 2)
     )
-    scores = sizes.scale(sizes.multiply_heads(query, sizes.transpose(key, 2, 3)))
+    scores = meta.scale(meta.multiply_heads(query, meta.transpose(key, 2, 3)))
     near = bias.viewed((a.heads, 1, x.shape[1]), bias.strides)
-    scores = sizes.add(scores, near)
-    scores = sizes.fill_masked(scores, mask)
-    chances = sizes.cast(sizes.softmax(sizes.cast(scores, "float32")), value.dtype)
-    context = sizes.multiply_heads(chances, value)
-    context = sizes.contiguous(sizes.transpose(context, 1, 2))
-    out = project(forward, weights, "attn.out_proj", sizes.view(context, *x.shape))
+    scores = meta.add(scores, near)
+    scores = meta.fill_masked(scores, mask)
+    chances = meta.cast(meta.softmax(meta.cast(scores, "float32")), value.dtype)
+    context = meta.multiply_heads(chances, value)
+    context = meta.contiguous(meta.transpose(context, 1, 2))
+    out = project(forward, weights, "attn.out_proj", meta.view(context, *x.shape))
     return out, chances
 
 
@@ -165,12 +166,12 @@ def _attention(
 def _mlp(forward: Forward, weights: Weights, x: Tensor, residual: Tensor) -> Tensor:
     x = _gelu(forward, project(forward, weights, "ffn.up_proj", x))
     fed = project(forward, weights, "ffn.down_proj", x)
-    return sizes.add(fed, residual)
+    return meta.add(fed, residual)
 
 
 @module
 def _gelu(forward: Forward, x: Tensor) -> Tensor:
-    return lean.activation(x) if "mlp" in forward.lean else sizes.gelu(x)
+    return lean.activation(x) if "mlp" in forward.lean else meta.gelu(x)
 
 
 families.register("mpt")(Mpt())

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from memfit import sizes
+from memfit import meta
 from memfit.families import Family, families
-from memfit.families._blocks import wide_norm
-from memfit.families._config import (
+from memfit.families.shared.blocks import wide_norm
+from memfit.families.shared.config import (
     activation,
     flag,
     head_size,
@@ -16,8 +16,7 @@ from memfit.families._config import (
     size,
     whole_head_rotates,
 )
-from memfit.families._weights import decoder, gated_config, linear, rotary_buffers
-from memfit.families.forward import (
+from memfit.families.shared.forward import (
     Embedded,
     Forward,
     Rotation,
@@ -31,8 +30,9 @@ from memfit.families.forward import (
     rotate,
     rotation,
 )
-from memfit.model import Architecture, TensorSpec, Weight
-from memfit.sizes import Tensor
+from memfit.families.shared.weights import decoder, gated_config, linear, rotary_buffers
+from memfit.meta import Tensor
+from memfit.records.model import Architecture, TensorSpec, Weight
 
 
 @final
@@ -104,11 +104,11 @@ class Olmo2(Family):
         residual = x
         x = _attention(forward, weights, x, (given[0], given[1]))
         x = wide_norm(forward, weights["post_attention_layernorm.weight"], x)
-        x = sizes.add(residual, x)
+        x = meta.add(residual, x)
         residual = x
         x = gated_mlp(forward, weights, x)
         x = wide_norm(forward, weights["post_feedforward_layernorm.weight"], x)
-        return sizes.add(residual, x)
+        return meta.add(residual, x)
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""
@@ -123,12 +123,12 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) ->
     key = project(forward, weights, "self_attn.k_proj", x)
     key = wide_norm(forward, weights["self_attn.k_norm.weight"], key, feeds=False)
     value = project(forward, weights, "self_attn.v_proj", x)
-    query = sizes.transpose(sizes.view(query, *shape), 1, 2)
-    key = sizes.transpose(sizes.view(key, *shape), 1, 2)
-    value = sizes.transpose(sizes.view(value, *shape), 1, 2)
+    query = meta.transpose(meta.view(query, *shape), 1, 2)
+    key = meta.transpose(meta.view(key, *shape), 1, 2)
+    value = meta.transpose(meta.view(value, *shape), 1, 2)
     query, key = _rotate(query, key, turn)
     out = attend(forward, query, key, value)
-    out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
+    out = meta.contiguous(meta.reshape(out, *x.shape[:-1], -1))
     out = project(forward, weights, "self_attn.o_proj", out)  # what went in is let go first
     return out  # noqa: RET504
 
@@ -136,7 +136,7 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) ->
 def _rotate(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
     """Rotated in fp32, then cast back."""
     query_rotated, key_rotated = rotate(query, key, turn)
-    return sizes.cast(query_rotated, query.dtype), sizes.cast(key_rotated, key.dtype)
+    return meta.cast(query_rotated, query.dtype), meta.cast(key_rotated, key.dtype)
 
 
 families.register("olmo2")(Olmo2())

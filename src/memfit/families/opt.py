@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from memfit import sizes
+from memfit import meta
 from memfit.families import Family, families
-from memfit.families._config import activation, flag, head_size, refuse, size, size_or
-from memfit.families._weights import Rows, head, layer_norm, linear, repeat
-from memfit.families.forward import (
+from memfit.families.shared.config import activation, flag, head_size, refuse, size, size_or
+from memfit.families.shared.forward import (
     Embedded,
     Forward,
     Weights,
@@ -20,8 +19,9 @@ from memfit.families.forward import (
     module,
     project,
 )
-from memfit.model import Architecture, TensorSpec, Weight
-from memfit.sizes import Tensor
+from memfit.families.shared.weights import Rows, head, layer_norm, linear, repeat
+from memfit.meta import Tensor
+from memfit.records.model import Architecture, TensorSpec, Weight
 
 OFFSET = 2  # rows of the learned positions that no position uses
 
@@ -113,14 +113,14 @@ class Opt(Family):
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """See `Family.embed`."""
         tokens = embedding(forward, weights["decoder.embed_tokens.weight"], forward.input_ids)
-        ones = sizes.empty(forward.meter, (forward.batch, forward.tokens), "float32")
+        ones = meta.empty(forward.meter, (forward.batch, forward.tokens), "float32")
         position_ids = forward.position_ids
         if position_ids is None:
             position_ids = _count(ones)
         learned = _positions(forward, weights["decoder.embed_positions.weight"], position_ids)
         if _has(weights, "decoder.project_in"):
             tokens = project(forward, weights, "decoder.project_in", tokens)
-        x = sizes.add(tokens, learned)
+        x = meta.add(tokens, learned)
         return Embedded(x, (position_ids,), (tokens, learned, ones))
 
     def block(
@@ -131,17 +131,17 @@ class Opt(Family):
         if not after:
             x = apply_layer_norm(forward, weights, "self_attn_layer_norm", x)
         x = _attention(forward, weights, x)
-        x = sizes.add(residual, x)
+        x = meta.add(residual, x)
         if after:
             x = apply_layer_norm(forward, weights, "self_attn_layer_norm", x)
-        x = sizes.reshape(x, -1, x.shape[-1])
+        x = meta.reshape(x, -1, x.shape[-1])
         residual = x
         if not after:
             x = apply_layer_norm(forward, weights, "final_layer_norm", x)
         x = project(forward, weights, "fc1", x)
         x = activate(forward, x)
         x = project(forward, weights, "fc2", x)
-        x = sizes.view(sizes.add(residual, x), *shape)
+        x = meta.view(meta.add(residual, x), *shape)
         if after:
             x = apply_layer_norm(forward, weights, "final_layer_norm", x)
         return x
@@ -163,32 +163,32 @@ def _has(weights: Weights, name: str) -> bool:
 def _count(ones: Tensor) -> Tensor:
     """Positions as sums over a mask of ones, in floating point first: (batch, tokens) int64."""
     meter, shape = ones.meter, ones.shape
-    summed = sizes.empty(meter, shape, "float32")
-    masked = sizes.empty(meter, shape, "float32")
-    shifted = sizes.empty(meter, shape, "float32")
+    summed = meta.empty(meter, shape, "float32")
+    masked = meta.empty(meter, shape, "float32")
+    shifted = meta.empty(meter, shape, "float32")
     del masked
-    whole = sizes.empty(meter, shape, "int64")
+    whole = meta.empty(meter, shape, "int64")
     del shifted, summed
     return whole
 
 
 @module
 def _positions(forward: Forward, weight: Tensor, position_ids: Tensor) -> Tensor:
-    moved = sizes.empty(forward.meter, position_ids.shape, "int64")
-    return sizes.gather_rows(weight, moved)
+    moved = meta.empty(forward.meter, position_ids.shape, "int64")
+    return meta.gather_rows(weight, moved)
 
 
 @module
 def _attention(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
     shape = (*x.shape[:-1], -1, forward.architecture.head_dim)
-    query = sizes.scale(project(forward, weights, "self_attn.q_proj", x))
-    query = sizes.transpose(sizes.view(query, *shape), 1, 2)
+    query = meta.scale(project(forward, weights, "self_attn.q_proj", x))
+    query = meta.transpose(meta.view(query, *shape), 1, 2)
     key = project(forward, weights, "self_attn.k_proj", x)
     value = project(forward, weights, "self_attn.v_proj", x)
-    key = sizes.transpose(sizes.view(key, *shape), 1, 2)
-    value = sizes.transpose(sizes.view(value, *shape), 1, 2)
+    key = meta.transpose(meta.view(key, *shape), 1, 2)
+    value = meta.transpose(meta.view(value, *shape), 1, 2)
     out = attend(forward, query, key, value)
-    out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
+    out = meta.contiguous(meta.reshape(out, *x.shape[:-1], -1))
     out = project(forward, weights, "self_attn.out_proj", out)  # what went in is let go first
     return out  # noqa: RET504
 

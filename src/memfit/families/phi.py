@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from memfit import sizes
+from memfit import meta
 from memfit.families import Family, families
-from memfit.families._config import (
+from memfit.families.shared.config import (
     activation,
     flag,
     fraction_of,
@@ -17,16 +17,7 @@ from memfit.families._config import (
     share_of_head,
     size,
 )
-from memfit.families._weights import (
-    Rows,
-    gated_config,
-    head,
-    layer_norm,
-    linear,
-    repeat,
-    rotary_buffers,
-)
-from memfit.families.forward import (
+from memfit.families.shared.forward import (
     Embedded,
     Forward,
     Rotation,
@@ -40,8 +31,17 @@ from memfit.families.forward import (
     rotary_embed,
     turn_part,
 )
-from memfit.model import Architecture, TensorSpec, Weight
-from memfit.sizes import Tensor
+from memfit.families.shared.weights import (
+    Rows,
+    gated_config,
+    head,
+    layer_norm,
+    linear,
+    repeat,
+    rotary_buffers,
+)
+from memfit.meta import Tensor
+from memfit.records.model import Architecture, TensorSpec, Weight
 
 
 @final
@@ -120,7 +120,7 @@ class Phi(Family):
         x = apply_layer_norm(forward, weights, "input_layernorm", x)
         attended = _attention(forward, weights, x, (given[0], given[1]))
         fed = plain_mlp(forward, weights, "mlp.fc1", "mlp.fc2", x)
-        return sizes.add(sizes.add(attended, fed), residual)
+        return meta.add(meta.add(attended, fed), residual)
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""
@@ -138,23 +138,23 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) ->
     query_part, query_rest = cut_head(query, size)
     key_part, key_rest = cut_head(key, size)
     query_part, key_part = _rotate(query_part, key_part, turn)
-    query = sizes.concatenate((query_part, query_rest), 3)
-    key = sizes.concatenate((key_part, key_rest), 3)
+    query = meta.concatenate((query_part, query_rest), 3)
+    key = meta.concatenate((key_part, key_rest), 3)
     out = attend(forward, query, key, value)
-    out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
+    out = meta.contiguous(meta.reshape(out, *x.shape[:-1], -1))
     out = project(forward, weights, "self_attn.dense", out)  # what went in is let go first
     return out  # noqa: RET504
 
 
 def _rotate(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
-    cos, sin = sizes.unsqueeze(turn[0], 1), sizes.unsqueeze(turn[1], 1)
+    cos, sin = meta.unsqueeze(turn[0], 1), meta.unsqueeze(turn[1], 1)
     query_rotated = turn_part(query, cos, sin)
     key_rotated = turn_part(key, cos, sin)
     return query_rotated, key_rotated
 
 
-def _heads(forward: Forward, weights: Weights, name: str, x: Tensor, shape: sizes.Shape) -> Tensor:
-    return sizes.transpose(sizes.view(project(forward, weights, name, x), *shape), 1, 2)
+def _heads(forward: Forward, weights: Weights, name: str, x: Tensor, shape: meta.Shape) -> Tensor:
+    return meta.transpose(meta.view(project(forward, weights, name, x), *shape), 1, 2)
 
 
 families.register("phi")(Phi())

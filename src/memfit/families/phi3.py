@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from memfit import sizes
-from memfit.errors import InvalidRequest
+from memfit import meta
+from memfit.core.errors import InvalidRequest
 from memfit.families import Family, families
-from memfit.families._blocks import fused_gated_mlp, rotate_part_by_part
-from memfit.families._config import (
+from memfit.families.shared.blocks import fused_gated_mlp, rotate_part_by_part
+from memfit.families.shared.config import (
     activation,
     flag,
     fraction_of,
@@ -19,8 +19,7 @@ from memfit.families._config import (
     share_of_head,
     size,
 )
-from memfit.families._weights import decoder, gated_config, linear, rotary_buffers
-from memfit.families.forward import (
+from memfit.families.shared.forward import (
     Embedded,
     Forward,
     Rotation,
@@ -31,8 +30,9 @@ from memfit.families.forward import (
     rms_norm,
     rotary_embed,
 )
-from memfit.model import Architecture, TensorSpec, Weight
-from memfit.sizes import Tensor
+from memfit.families.shared.weights import decoder, gated_config, linear, rotary_buffers
+from memfit.meta import Tensor
+from memfit.records.model import Architecture, TensorSpec, Weight
 
 
 @final
@@ -102,11 +102,11 @@ class Phi3(Family):
         residual = x
         x = rms_norm(forward, weights["input_layernorm.weight"], x)
         x = _attention(forward, weights, x, (given[0], given[1]))
-        x = sizes.add(residual, x)
+        x = meta.add(residual, x)
         residual = x
         x = rms_norm(forward, weights["post_attention_layernorm.weight"], x)
         x = fused_gated_mlp(forward, weights, x)
-        return sizes.add(residual, x)
+        return meta.add(residual, x)
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""
@@ -120,15 +120,15 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) ->
     q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
     shape = (*x.shape[:-1], -1, a.head_dim)
     fused = project(forward, weights, "self_attn.qkv_proj", x)
-    query = sizes.narrow(fused, 2, 0, q)
-    key = sizes.narrow(fused, 2, q, kv)
-    value = sizes.narrow(fused, 2, q + kv, kv)
-    query = sizes.transpose(sizes.view(query, *shape), 1, 2)
-    key = sizes.transpose(sizes.view(key, *shape), 1, 2)
-    value = sizes.transpose(sizes.view(value, *shape), 1, 2)
+    query = meta.narrow(fused, 2, 0, q)
+    key = meta.narrow(fused, 2, q, kv)
+    value = meta.narrow(fused, 2, q + kv, kv)
+    query = meta.transpose(meta.view(query, *shape), 1, 2)
+    key = meta.transpose(meta.view(key, *shape), 1, 2)
+    value = meta.transpose(meta.view(value, *shape), 1, 2)
     query, key = rotate_part_by_part(query, key, turn)
     out = attend(forward, query, key, value)
-    out = sizes.contiguous(sizes.reshape(out, *x.shape[:-1], -1))
+    out = meta.contiguous(meta.reshape(out, *x.shape[:-1], -1))
     out = project(forward, weights, "self_attn.o_proj", out)  # what went in is let go first
     return out  # noqa: RET504
 

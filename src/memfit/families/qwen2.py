@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from memfit.families import families
-from memfit.families._config import (
+from memfit.families.shared.config import (
     activation,
     flag,
     head_size,
@@ -16,9 +16,9 @@ from memfit.families._config import (
     window_config,
     windows,
 )
-from memfit.families._gated import GatedFamily
-from memfit.families._weights import gated_config
-from memfit.model import Architecture
+from memfit.families.shared.gated import GatedFamily
+from memfit.families.shared.weights import gated_config
+from memfit.records.model import Architecture
 
 
 @final

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from memfit import sizes
-from memfit.errors import InvalidRequest
+from memfit import meta
+from memfit.core.errors import InvalidRequest
 from memfit.families import families
-from memfit.families._config import (
+from memfit.families.shared.config import (
     activation,
     flag,
     head_size,
@@ -16,7 +16,7 @@ from memfit.families._config import (
     size,
     whole_head_rotates,
 )
-from memfit.families._experts import (
+from memfit.families.shared.experts import (
     ExpertFamily,
     every_layer_has_experts,
     expert_rows,
@@ -25,7 +25,8 @@ from memfit.families._experts import (
     router_rows,
     run_experts,
 )
-from memfit.families._weights import (
+from memfit.families.shared.forward import Forward, Weights, gated_mlp, module, project
+from memfit.families.shared.weights import (
     Rows,
     attention_rows,
     gated_config,
@@ -33,9 +34,9 @@ from memfit.families._weights import (
     linear,
     norm_rows,
 )
-from memfit.families.forward import Forward, Weights, gated_mlp, module, project
-from memfit.model import Architecture
-from memfit.sizes import Tensor, routing
+from memfit.meta import Tensor
+from memfit.meta.layers import routing
+from memfit.records.model import Architecture
 
 
 @final
@@ -111,13 +112,13 @@ class Qwen2Moe(ExpertFamily):
 def _experts(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
     """`Qwen2MoeSparseMoeBlock`: what every token visits runs first."""
     shape = x.shape
-    flat = sizes.view(x, -1, shape[-1])
+    flat = meta.view(x, -1, shape[-1])
     shared = gated_mlp(forward, weights, flat, "mlp.shared_expert")
     logits, shares, chosen = route(forward, weights, flat)
     out = run_experts(forward, weights, flat, chosen, shares)
-    shared = sizes.mul(_gate(forward, weights, flat), shared)
-    out = sizes.add(out, shared)
-    out = sizes.reshape(out, *shape)
+    shared = meta.mul(_gate(forward, weights, flat), shared)
+    out = meta.add(out, shared)
+    out = meta.reshape(out, *shape)
     del logits  # alive until here
     return out
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from memfit.families import families
-from memfit.families._config import (
+from memfit.families.shared.config import (
     activation,
     flag,
     head_size,
@@ -14,7 +14,7 @@ from memfit.families._config import (
     size,
     whole_head_rotates,
 )
-from memfit.families._experts import (
+from memfit.families.shared.experts import (
     ExpertFamily,
     every_layer_has_experts,
     expert_rows,
@@ -23,10 +23,10 @@ from memfit.families._experts import (
     router_rows,
     sparse,
 )
-from memfit.families._weights import Rows, attention_rows, gated_config, norm_rows
-from memfit.families.forward import Forward, Weights
-from memfit.model import Architecture
-from memfit.sizes import Tensor
+from memfit.families.shared.forward import Forward, Weights
+from memfit.families.shared.weights import Rows, attention_rows, gated_config, norm_rows
+from memfit.meta import Tensor
+from memfit.records.model import Architecture
 
 
 @final

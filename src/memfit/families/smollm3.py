@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from memfit.errors import InvalidRequest
+from memfit.core.errors import InvalidRequest
 from memfit.families import Family, families
-from memfit.families._config import (
+from memfit.families.shared.config import (
     activation,
     cycle,
     flag,
@@ -17,8 +17,7 @@ from memfit.families._config import (
     size,
     whole_head_rotates,
 )
-from memfit.families._weights import gated_config, gated_weights, rotary_buffers
-from memfit.families.forward import (
+from memfit.families.shared.forward import (
     Embedded,
     Forward,
     Weights,
@@ -26,8 +25,9 @@ from memfit.families.forward import (
     rms_norm,
     rotary_embed,
 )
-from memfit.model import Architecture, TensorSpec, Weight
-from memfit.sizes import Tensor
+from memfit.families.shared.weights import gated_config, gated_weights, rotary_buffers
+from memfit.meta import Tensor
+from memfit.records.model import Architecture, TensorSpec, Weight
 
 UNROTATED = "unrotated"
 

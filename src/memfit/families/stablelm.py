@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from memfit import sizes
+from memfit import meta
 from memfit.families import Family, families
-from memfit.families._config import (
+from memfit.families.shared.config import (
     activation,
     flag,
     fraction_of,
@@ -17,16 +17,7 @@ from memfit.families._config import (
     share_of_head,
     size,
 )
-from memfit.families._weights import (
-    Rows,
-    gated_config,
-    head,
-    layer_norm,
-    linear,
-    repeat,
-    rotary_buffers,
-)
-from memfit.families.forward import (
+from memfit.families.shared.forward import (
     Embedded,
     Forward,
     Rotation,
@@ -40,8 +31,18 @@ from memfit.families.forward import (
     rotary_embed,
     turn_part,
 )
-from memfit.model import Architecture, TensorSpec, Weight
-from memfit.sizes import Tensor, lean
+from memfit.families.shared.weights import (
+    Rows,
+    gated_config,
+    head,
+    layer_norm,
+    linear,
+    repeat,
+    rotary_buffers,
+)
+from memfit.meta import Tensor
+from memfit.meta.layers import lean
+from memfit.records.model import Architecture, TensorSpec, Weight
 
 
 @final
@@ -126,14 +127,14 @@ class StableLm(Family):
         attended = _attention(forward, weights, x, (given[0], given[1]))
         if forward.architecture.parallel_residual:
             fed = gated_mlp(forward, weights, x)
-            return sizes.add(sizes.add(residual, attended), fed)
-        residual = sizes.add(residual, attended)
+            return meta.add(meta.add(residual, attended), fed)
+        residual = meta.add(residual, attended)
         fed = gated_mlp(
             forward,
             weights,
             apply_layer_norm(forward, weights, "post_attention_layernorm", residual),
         )
-        return sizes.add(residual, fed)
+        return meta.add(residual, fed)
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""
@@ -147,9 +148,9 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) ->
     query = project(forward, weights, "self_attn.q_proj", x)
     key = project(forward, weights, "self_attn.k_proj", x)
     value = project(forward, weights, "self_attn.v_proj", x)
-    query = sizes.transpose(sizes.view(query, *shape), 1, 2)
-    key = sizes.transpose(sizes.view(key, *shape), 1, 2)
-    value = sizes.transpose(sizes.view(value, *shape), 1, 2)
+    query = meta.transpose(meta.view(query, *shape), 1, 2)
+    key = meta.transpose(meta.view(key, *shape), 1, 2)
+    value = meta.transpose(meta.view(value, *shape), 1, 2)
     if forward.architecture.qk_norm:
         query = _norm_heads(forward, weights, "self_attn.q_layernorm", query)
         key = _norm_heads(forward, weights, "self_attn.k_layernorm", key)
@@ -157,16 +158,16 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) ->
     query_part, query_rest = cut_head(query, size)
     key_part, key_rest = cut_head(key, size)
     query_part, key_part = _rotate(query_part, key_part, turn)
-    query = sizes.concatenate((query_part, query_rest), 3)
-    key = sizes.concatenate((key_part, key_rest), 3)
+    query = meta.concatenate((query_part, query_rest), 3)
+    key = meta.concatenate((key_part, key_rest), 3)
     out = attend(forward, query, key, value)
-    out = sizes.reshape(out, *x.shape[:-1], -1)
+    out = meta.reshape(out, *x.shape[:-1], -1)
     out = project(forward, weights, "self_attn.o_proj", out)  # what went in is let go first
     return out  # noqa: RET504
 
 
 def _rotate(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
-    cos, sin = sizes.unsqueeze(turn[0], 1), sizes.unsqueeze(turn[1], 1)
+    cos, sin = meta.unsqueeze(turn[0], 1), meta.unsqueeze(turn[1], 1)
     query_rotated = turn_part(query, cos, sin)
     key_rotated = turn_part(key, cos, sin)
     return query_rotated, key_rotated
@@ -175,18 +176,18 @@ def _rotate(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]
 @module
 def _norm_heads(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
     """A LayerNorm without bias of its own for each head, joined again."""
-    parts = sizes.split(x, (1,) * x.shape[1], 1)
+    parts = meta.split(x, (1,) * x.shape[1], 1)
     normed = [
         _norm(forward, weights[f"{name}.norms.{i}.weight"], part) for i, part in enumerate(parts)
     ]
-    return sizes.concatenate(normed, 1)
+    return meta.concatenate(normed, 1)
 
 
 @module
 def _norm(forward: Forward, weight: Tensor, x: Tensor) -> Tensor:
     if "norm" in forward.lean:
         return lean.layer_norm(x, weight, None, feeds=False)
-    return sizes.layer_norm(x, weight, None)
+    return meta.layer_norm(x, weight, None)
 
 
 families.register("stablelm")(StableLm())

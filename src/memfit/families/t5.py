@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from memfit.families import Described, references
-from memfit.families._config import flag, refuse, size, size_or
-from memfit.families._weights import Rows, head, linear
-from memfit.model import Architecture, Weight
+from memfit.families.shared.config import flag, refuse, size, size_or
+from memfit.families.shared.weights import Rows, head, linear
+from memfit.records.model import Architecture, Weight
 
 BUCKETS = 32  # of distances, each with a bias a head, in the first block of either stack
 

@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from memfit.errors import InvalidRequest
-from memfit.model import TensorSpec
-from memfit.recipe import Implementation, Optimizer
-from memfit.registry import Registry
-from memfit.sizes.meter import Meter, block_size
+from memfit.core.errors import InvalidRequest
+from memfit.core.registry import Registry
+from memfit.meta.meter import Meter, block_size
+from memfit.records.model import TensorSpec
+from memfit.records.recipe import Implementation, Optimizer
 
 if TYPE_CHECKING:
     import torch

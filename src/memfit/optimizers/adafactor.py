@@ -10,14 +10,14 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, final
 
-from memfit.ledger import Kind
-from memfit.model import TensorSpec
+from memfit.meta.meter import Meter
+from memfit.meta.tensor import Shape, Tensor, empty
 from memfit.optimizers import Counted, OptimizerFamily, optimizers
-from memfit.optimizers._loops import bytes_made, rise_of
 from memfit.optimizers.adamw import STEP
-from memfit.recipe import Optimizer
-from memfit.sizes.meter import Meter
-from memfit.sizes.tensor import Shape, Tensor, empty
+from memfit.optimizers.shared.loops import bytes_made, rise_of
+from memfit.records.ledger import Kind
+from memfit.records.model import TensorSpec
+from memfit.records.recipe import Optimizer
 
 if TYPE_CHECKING:
     import torch

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, final
 
-from memfit.ledger import Kind
-from memfit.model import TensorSpec
+from memfit.meta.meter import Meter
+from memfit.meta.tensor import empty
 from memfit.optimizers import Counted, OptimizerFamily, counted_size, optimizers
-from memfit.recipe import Optimizer
-from memfit.sizes.meter import Meter
-from memfit.sizes.tensor import empty
+from memfit.records.ledger import Kind
+from memfit.records.model import TensorSpec
+from memfit.records.recipe import Optimizer
 
 if TYPE_CHECKING:
     import torch

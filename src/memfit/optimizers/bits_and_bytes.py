@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, final
 
-from memfit.errors import InvalidRequest
-from memfit.libraries import quiet_import
-from memfit.model import TensorSpec
+from memfit.core.errors import InvalidRequest
+from memfit.core.libraries import quiet_import
+from memfit.meta.meter import Meter
 from memfit.optimizers import Counted, OptimizerFamily, optimizers
-from memfit.recipe import Optimizer
-from memfit.sizes.meter import Meter
+from memfit.records.model import TensorSpec
+from memfit.records.recipe import Optimizer
 
 if TYPE_CHECKING:
     import torch

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, final
 
-from memfit.errors import InvalidRequest
-from memfit.ledger import Kind
-from memfit.model import TensorSpec
+from memfit.core.errors import InvalidRequest
+from memfit.meta.meter import Meter
+from memfit.meta.tensor import Tensor, empty
 from memfit.optimizers import Counted, OptimizerFamily, optimizers
-from memfit.optimizers._loops import bytes_made, rise_of
 from memfit.optimizers.adamw import STEP
-from memfit.recipe import Optimizer
-from memfit.sizes.meter import Meter
-from memfit.sizes.tensor import Tensor, empty
+from memfit.optimizers.shared.loops import bytes_made, rise_of
+from memfit.records.ledger import Kind
+from memfit.records.model import TensorSpec
+from memfit.records.recipe import Optimizer
 
 if TYPE_CHECKING:
     import torch

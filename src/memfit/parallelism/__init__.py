@@ -10,9 +10,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from memfit.errors import InvalidRequest
+from memfit.core.errors import InvalidRequest
 from memfit.parallelism.tensor import split_products
-from memfit.recipe import Parallel, Recipe
+from memfit.records.recipe import Parallel, Recipe
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from memfit.ledger import Kind
+from memfit.records.ledger import Kind
 
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
-from memfit.model import Architecture
 from memfit.parallelism.tensor import FAMILIES, OTHERWISE
-from memfit.recipe import Parallel, Recipe
+from memfit.records.model import Architecture
+from memfit.records.recipe import Parallel, Recipe
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

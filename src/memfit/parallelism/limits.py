@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from memfit.errors import InvalidRequest
+from memfit.core.errors import InvalidRequest
 from memfit.families import read_model
-from memfit.model import Architecture
 from memfit.optimizers import find_optimizer
 from memfit.parallelism.context import find_context_lack
 from memfit.parallelism.pipeline import find_pipeline_lack
 from memfit.parallelism.tensor import find_tensor_lack
-from memfit.recipe import Recipe
+from memfit.records.model import Architecture
+from memfit.records.recipe import Recipe
 
 Lack = tuple[str, str]  # why not, and what to use instead
 

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from memfit.model import Architecture, Model, Weight
 from memfit.parallelism.tensor import FAMILIES, OTHERWISE
-from memfit.recipe import Parallel, Recipe
+from memfit.records.model import Architecture, Model, Weight
+from memfit.records.recipe import Parallel, Recipe
 
 OPTIMIZERS = ("adamw", "sgd")
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 
 from msgspec.structs import replace
 
-from memfit.model import Model, Weight
 from memfit.parallelism.pipeline import stage_model
 from memfit.parallelism.tensor import cut
-from memfit.recipe import Parallel
+from memfit.records.model import Model, Weight
+from memfit.records.recipe import Parallel
 
 
 def local_shape(shape: tuple[int, ...], parallel: Parallel, rank: int) -> tuple[int, ...]:

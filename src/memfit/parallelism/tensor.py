@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from memfit.model import Architecture
-from memfit.recipe import Recipe
+from memfit.records.model import Architecture
+from memfit.records.recipe import Recipe
 
 if TYPE_CHECKING:
     from torch import nn

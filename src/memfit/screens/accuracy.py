@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memfit import units
-from memfit.accuracy import Accuracy, Compared, Group
-from memfit.screens.layout import heading, make_table, plain, say, show
-from memfit.screens.terminal import Console
+from memfit.accuracy.memory_errors import Accuracy, Compared, Group
+from memfit.core import units
+from memfit.screens.widgets.layout import heading, make_table, plain, say, show
+from memfit.screens.widgets.terminal import Console
 
 ERRORS = ("median", "90 %", "worst", "bias")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memfit import units
-from memfit.accuracy_time import NEAR, TimeAccuracy, TimeGroup
-from memfit.screens.layout import heading, make_table, plain, say, show
-from memfit.screens.terminal import Console
+from memfit.accuracy.time_errors import NEAR, TimeAccuracy, TimeGroup
+from memfit.core import units
+from memfit.screens.widgets.layout import heading, make_table, plain, say, show
+from memfit.screens.widgets.terminal import Console
 
 ERRORS = ("median", "90 %", "worst", "bias")
 

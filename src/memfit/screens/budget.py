@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from memfit import units
-from memfit.plan.budget import QUANTITIES, Budget, Figure
-from memfit.plan.lifetime import Lifetime
-from memfit.screens.layout import INDENT, bullets, heading, make_table, plain, say, show
-from memfit.screens.terminal import Console
+from memfit.core import units
+from memfit.plan.budget.budget import QUANTITIES, Budget, Figure
+from memfit.plan.budget.lifetime import Lifetime
+from memfit.screens.widgets.layout import INDENT, bullets, heading, make_table, plain, say, show
+from memfit.screens.widgets.terminal import Console
 
 COUNTS = {"parameters", "tokens", "chinchilla_tokens", "chinchilla_parameters",
           "optimal_parameters", "optimal_tokens"}  # fmt: skip

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from memfit import units
-from memfit.hardware import Curve, Device
-from memfit.screens.layout import heading, make_table, next_commands, plain, say, show
-from memfit.screens.terminal import Console
+from memfit.core import units
+from memfit.records.hardware import Curve, Device
+from memfit.screens.widgets.layout import heading, make_table, next_commands, plain, say, show
+from memfit.screens.widgets.terminal import Console
 
 SPREAD = 0.1  # of a point's repeats: above it the device was busy, or slowed itself down
 

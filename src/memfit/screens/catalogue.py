@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from memfit import units
 from memfit.catalog import CatalogModel
 from memfit.catalog.prices import choose_price
-from memfit.hardware import Device, Fabric
-from memfit.look_up import Exchange
-from memfit.nouns import to_data
-from memfit.screens.layout import WIDE, heading, make_table, next_commands, plain, say, show
-from memfit.screens.terminal import Console
+from memfit.core import units
+from memfit.records import to_data
+from memfit.records.hardware import Device, Fabric
+from memfit.screens.widgets.layout import WIDE, heading, make_table, next_commands, plain, say, show
+from memfit.screens.widgets.terminal import Console
+from memfit.workflows.look_up import Exchange
 
 LEGEND = "`?` weak source, to be checked; `-` stated by nobody; `memfit {verb} NAME` shows a row"
 

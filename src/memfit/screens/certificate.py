@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from memfit import units
-from memfit.ledger import Ledger, Phase, sum_by_kind
-from memfit.plan.verdict import describe_lack, needs
-from memfit.report import signed_error
-from memfit.results import Certificate, Lever, Nearest, Plan
-from memfit.screens.layout import (
+from memfit.core import units
+from memfit.core.wording import PHASES, VERDICTS, set_words, show_error
+from memfit.plan.memory.verdict import describe_lack, needs
+from memfit.records.ledger import Ledger, Phase, sum_by_kind
+from memfit.records.results import Certificate, Lever, Nearest, Plan
+from memfit.report.join import signed_error
+from memfit.screens.widgets.layout import (
     INDENT,
     bullets,
     heading,
@@ -19,10 +20,9 @@ from memfit.screens.layout import (
     say,
     show,
 )
-from memfit.screens.memory import show_bar, show_breakdown, show_verdict
-from memfit.screens.tensors import NOWHERE, each, show_tensors
-from memfit.screens.terminal import Console
-from memfit.words import PHASES, VERDICTS, set_words, show_error
+from memfit.screens.widgets.memory import show_bar, show_breakdown, show_verdict
+from memfit.screens.widgets.tensors import NOWHERE, each, show_tensors
+from memfit.screens.widgets.terminal import Console
 
 TENSORS = 10
 BEYOND_ALLOCATED = ("cached", "context")  # owners of what no tensor's block holds

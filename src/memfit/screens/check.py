@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from memfit.screens.layout import STYLES, bullets, say
+from memfit.core.units import show_bytes
+from memfit.core.wording import VERDICTS
 from memfit.screens.plan import show_plan
-from memfit.screens.terminal import Console
-from memfit.units import show_bytes
-from memfit.words import VERDICTS
+from memfit.screens.widgets.layout import STYLES, bullets, say
+from memfit.screens.widgets.terminal import Console
 
 # of verdicts that have a sentence of their own
 WORDS = {
@@ -22,11 +22,11 @@ MEANS = {
 
 if TYPE_CHECKING:
     from memfit.check import Checked
-    from memfit.check._answer import Answer
-    from memfit.check._keys import Undescribed
-    from memfit.check._out_of_memory import Diagnosed
-    from memfit.check._smaller import Change
-    from memfit.results import Plan
+    from memfit.check.answers import Answer
+    from memfit.check.keys import Undescribed
+    from memfit.check.out_of_memory import Diagnosed
+    from memfit.check.smaller_changes import Change
+    from memfit.records.results import Plan
 
 
 def show_check(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from memfit import units
-from memfit.results import Change, Diff, Side, Tensor
-from memfit.screens.layout import INDENT, STYLES, heading, make_table, plain, say, show
-from memfit.screens.tensors import NOWHERE, show_tensors
-from memfit.screens.terminal import Console, Styled
-from memfit.words import PHASES, VERDICTS
+from memfit.core import units
+from memfit.core.wording import PHASES, VERDICTS
+from memfit.records.results import Change, Diff, Side, Tensor
+from memfit.screens.widgets.layout import INDENT, STYLES, heading, make_table, plain, say, show
+from memfit.screens.widgets.tensors import NOWHERE, show_tensors
+from memfit.screens.widgets.terminal import Console, Styled
 
 ROWS, TENSORS = 16, 8  # of each table
 MEANING = {

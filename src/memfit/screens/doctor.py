@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from memfit.doctor import Diagnosis
-from memfit.screens.layout import bullets, heading, make_table, plain, show
-from memfit.screens.terminal import Console
+from memfit.screens.widgets.layout import bullets, heading, make_table, plain, show
+from memfit.screens.widgets.terminal import Console
+from memfit.workflows.doctor import Diagnosis
 
 
 def show_doctor(console: Console, found: Diagnosis) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memfit.screens.layout import bullets, next_commands, say
-from memfit.screens.terminal import Console
+from memfit.screens.widgets.layout import bullets, next_commands, say
+from memfit.screens.widgets.terminal import Console
 
 if TYPE_CHECKING:
     from memfit.export import Export

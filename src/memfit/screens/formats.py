@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memfit.formats import FormatRow
-from memfit.screens.layout import heading, make_table, plain, say, show
-from memfit.screens.terminal import Console
+from memfit.core.number_formats import FormatRow
+from memfit.screens.widgets.layout import heading, make_table, plain, say, show
+from memfit.screens.widgets.terminal import Console
 
 
 def show_formats(console: Console, x: float, rows: Sequence[FormatRow]) -> None:

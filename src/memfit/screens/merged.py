@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from memfit.results import Merged
-from memfit.units import show_bytes
+from memfit.core.units import show_bytes
+from memfit.records.results import Merged
 
 
 def describe(made: Merged) -> list[str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from memfit import units
-from memfit.plan.offers import Answer, Near, Offers, Spent
-from memfit.screens.layout import INDENT, bullets, heading, make_table, plain, say, show
-from memfit.screens.terminal import Console
+from memfit.core import units
+from memfit.plan.budget.offers import Answer, Near, Offers, Spent
+from memfit.screens.widgets.layout import INDENT, bullets, heading, make_table, plain, say, show
+from memfit.screens.widgets.terminal import Console
 
 
 def show_offers(console: Console, offers: Offers) -> None:

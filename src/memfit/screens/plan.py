@@ -5,13 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from memfit import units
-from memfit.plan.assumed import describe_storage, is_pure
-from memfit.plan.traffic import compare_with_copies
-from memfit.plan.verdict import describe_lack, needs
-from memfit.recipe import Parallel, Recipe
-from memfit.results import Considered, Cost, Plan, Time
-from memfit.screens.layout import (
+from memfit.core import units
+from memfit.core.wording import set_words
+from memfit.plan.memory.verdict import describe_lack, needs
+from memfit.plan.request.assumed import describe_storage, is_pure
+from memfit.plan.step_time.communication.traffic import compare_with_copies
+from memfit.records.recipe import Parallel, Recipe
+from memfit.records.results import Considered, Cost, Plan, Time
+from memfit.screens.widgets.layout import (
     INDENT,
     WIDE,
     bullets,
@@ -23,15 +24,14 @@ from memfit.screens.layout import (
     show,
     tick,
 )
-from memfit.screens.memory import (
+from memfit.screens.widgets.memory import (
     show_bar,
     show_breakdown,
     show_instants,
     show_verdict,
     show_word,
 )
-from memfit.screens.terminal import Console
-from memfit.words import set_words
+from memfit.screens.widgets.terminal import Console
 
 FIRST = 6  # rows of the "considered" table without --why
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memfit.report import sections, warnings_of
-from memfit.results import Comparison, Report, Run
-from memfit.screens.chart import draw_curve
-from memfit.screens.layout import (
+from memfit.core.wording import short_name, show_error, show_value
+from memfit.records.results import Comparison, Report, Run
+from memfit.report.join import sections, warnings_of
+from memfit.screens.widgets.chart import draw_curve
+from memfit.screens.widgets.layout import (
     INDENT,
     bullets,
     heading,
@@ -17,9 +18,8 @@ from memfit.screens.layout import (
     say,
     show,
 )
-from memfit.screens.memory import show_bar, show_verdict
-from memfit.screens.terminal import Console
-from memfit.words import short_name, show_error, show_value
+from memfit.screens.widgets.memory import show_bar, show_verdict
+from memfit.screens.widgets.terminal import Console
 
 ENOUGH = 4  # points that are worth a curve
 

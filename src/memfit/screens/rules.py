@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memfit import units
-from memfit.plan.rules import Rule
-from memfit.screens.layout import INDENT, heading, make_table, plain, say, show
-from memfit.screens.terminal import Console
-from memfit.words import show_error
+from memfit.core import units
+from memfit.core.wording import show_error
+from memfit.plan.questions.rules import Rule
+from memfit.screens.widgets.layout import INDENT, heading, make_table, plain, say, show
+from memfit.screens.widgets.terminal import Console
 
 
 def show_rules(console: Console, name: str, rows: Sequence[Rule], peak: str) -> None:

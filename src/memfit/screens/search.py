@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from memfit import units
-from memfit.plan.compare import Comparison, Offered
-from memfit.plan.solve import Solved
-from memfit.plan.why_not import WhyNot
-from memfit.screens.layout import INDENT, bullets, heading, make_table, plain, say, show, tick
-from memfit.screens.terminal import Console
-from memfit.words import VERDICTS, set_words
+from memfit.core import units
+from memfit.core.wording import VERDICTS, set_words
+from memfit.plan.questions.compare import Comparison, Offered
+from memfit.plan.questions.solve import Solved
+from memfit.plan.questions.why_not import WhyNot
+from memfit.screens.widgets.layout import (
+    INDENT,
+    bullets,
+    heading,
+    make_table,
+    plain,
+    say,
+    show,
+    tick,
+)
+from memfit.screens.widgets.terminal import Console
 
 ANSWERS = {
     "refused": "it cannot be run",

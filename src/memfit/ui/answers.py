@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from memfit import __version__, api
-from memfit.errors import InvalidRequest
-from memfit.results import Plan
+from memfit.core.errors import InvalidRequest
+from memfit.core.wording import COLOURS, INKS, PHASES, VERDICTS
+from memfit.records.results import Plan
 from memfit.ui.asking import Pairs, read_asked, read_changes
-from memfit.words import COLOURS, INKS, PHASES, VERDICTS
 
 KEPT = 512  # answers; a plan is about 30 kB
 DRAFTS = 8  # as objects, of which other answers are made

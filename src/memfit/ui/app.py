@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from memfit.errors import DoesNotFit, Error, InvalidRequest, NotCertified
+from memfit.core.errors import DoesNotFit, Error, InvalidRequest, NotCertified
 from memfit.ui import answers
 from memfit.ui.asking import Pairs
 from memfit.ui.guard import Guard

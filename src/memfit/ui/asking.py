@@ -11,8 +11,8 @@ import msgspec
 
 from memfit import api
 from memfit.cli.options import read_value
-from memfit.errors import InvalidRequest
-from memfit.request import Request
+from memfit.core.errors import InvalidRequest
+from memfit.records.request import Request
 
 Pairs = tuple[tuple[str, str], ...]
 LONGEST_NAME = 500  # characters; paths of folders included

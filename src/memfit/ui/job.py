@@ -15,7 +15,7 @@ from typing import TextIO
 import msgspec
 
 from memfit import api
-from memfit.errors import Error
+from memfit.core.errors import Error
 from memfit.ui.asking import read_asked
 
 

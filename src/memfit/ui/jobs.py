@@ -20,7 +20,7 @@ from typing import Any, Literal, TextIO
 import msgspec
 
 from memfit.certify import LAST_LINES, child_environment
-from memfit.errors import InvalidRequest
+from memfit.core.errors import InvalidRequest
 from memfit.ui.job import Wanted
 
 State = Literal["waiting", "running", "done", "failed", "cancelled"]

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from memfit.catalog import find_device
-from memfit.certify.fake_device import fake_device, set_while
-from memfit.certify.recorder import Recorder
-from memfit.ledger import Phase
+from memfit.certify.tracing.fake_device import fake_device, set_while
+from memfit.certify.tracing.recorder import Recorder
+from memfit.records.ledger import Phase
 
 SHOW = os.environ.get("SHOW")
 DEVICE = "h100-sxm"

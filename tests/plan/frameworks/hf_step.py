@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from memfit.ledger import Kind, Ledger, Phase
-from memfit.nouns import from_data
-from memfit.plan.foreign import predict_ledger, read_foreign
-from memfit.plan.problem import find_device
-from memfit.request import Request
+from memfit.plan.request.problem import find_device
+from memfit.plan.search.other_framework import predict_ledger, read_foreign
+from memfit.records import from_data
+from memfit.records.ledger import Kind, Ledger, Phase
+from memfit.records.request import Request
 from size_oracle import Births, highest
 
 TOKENS, ROWS = 40, 2

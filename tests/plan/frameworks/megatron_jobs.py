@@ -1,14 +1,14 @@
 """Requests of Megatron-LM's step that its tests share."""
 
-from memfit.nouns import from_data
-from memfit.plan.foreign import predict_ledger, read_foreign
 from memfit.plan.frameworks import Job, find_framework
-from memfit.plan.frameworks._megatron_shape import read_shape
-from memfit.plan.frameworks._megatron_split import deal_stages
-from memfit.plan.frameworks._megatron_stage import count_stage, find_flights, read_blocks
 from memfit.plan.frameworks.megatron import read_settings
-from memfit.plan.problem import find_device
-from memfit.request import Request
+from memfit.plan.frameworks.megatron.shape import read_shape
+from memfit.plan.frameworks.megatron.split import deal_stages
+from memfit.plan.frameworks.megatron.stage import count_stage, find_flights, read_blocks
+from memfit.plan.request.problem import find_device
+from memfit.plan.search.other_framework import predict_ledger, read_foreign
+from memfit.records import from_data
+from memfit.records.request import Request
 
 GPT = {
     "name": "GPT", "model_type": "gpt2", "vocab_size": 51200, "n_embd": 1024, "n_layer": 24,

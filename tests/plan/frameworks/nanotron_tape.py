@@ -6,7 +6,7 @@ replayed by memfit's allocator, which knows nothing of the closed form.
 """
 
 from memfit.allocator.caching import CachingAllocator
-from memfit.allocator_settings import Settings
+from memfit.allocator.settings import Settings
 
 
 class Tape:

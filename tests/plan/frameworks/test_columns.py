@@ -6,15 +6,15 @@ import numpy
 import pytest
 from megatron_jobs import DROPOUT, GPT
 
-from memfit.errors import InvalidRequest
-from memfit.nouns import from_data
-from memfit.plan.bounds import find_bounds
-from memfit.plan.columns import find_distinct, pick, take, with_columns
-from memfit.plan.foreign import describe_foreign, predict_ledger
+from memfit.core.errors import InvalidRequest
 from memfit.plan.frameworks import find_framework
-from memfit.plan.problem import find_device
-from memfit.plan.space import explain, span
-from memfit.request import Request
+from memfit.plan.memory.bounds import find_bounds
+from memfit.plan.request.problem import find_device
+from memfit.plan.search.candidates import explain, span
+from memfit.plan.search.columns import find_distinct, pick, take, with_columns
+from memfit.plan.search.other_framework import describe_foreign, predict_ledger
+from memfit.records import from_data
+from memfit.records.request import Request
 
 LLAMA = {
     "name": "llama", "model_type": "llama", "vocab_size": 32000, "hidden_size": 1024,

@@ -9,15 +9,15 @@ import pytest
 import torch
 from hf_step import ROWS, TINY, TOKENS, ledger, make_config, rise, run
 
-from memfit.errors import InvalidRequest, MemoryUnknown
-from memfit.ledger import Kind, Ledger, Phase
-from memfit.nouns import from_data
-from memfit.plan.foreign import read_foreign
+from memfit.core.errors import InvalidRequest, MemoryUnknown
+from memfit.meta.meter import block_size
 from memfit.plan.frameworks import Job
-from memfit.plan.frameworks._hf import hf_model
-from memfit.plan.problem import find_device
-from memfit.request import Request
-from memfit.sizes.meter import block_size
+from memfit.plan.frameworks.hugging_face.step import hf_model
+from memfit.plan.request.problem import find_device
+from memfit.plan.search.other_framework import read_foreign
+from memfit.records import from_data
+from memfit.records.ledger import Kind, Ledger, Phase
+from memfit.records.request import Request
 from size_oracle import adapted
 
 BOTH = "embed_tokens,lm_head"

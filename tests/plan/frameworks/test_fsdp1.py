@@ -25,11 +25,11 @@ from fsdp_ranks import (
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import masking_utils
 
-from memfit.certify.fake_device import fake_device
-from memfit.certify.world import fake_world
-from memfit.ledger import Kind, Phase
-from memfit.plan.problem import find_device
-from memfit.recipe import Parallel
+from memfit.certify.tracing.fake_device import fake_device
+from memfit.certify.tracing.world import fake_world
+from memfit.plan.request.problem import find_device
+from memfit.records.ledger import Kind, Phase
+from memfit.records.recipe import Parallel
 
 H100 = find_device("h100-sxm")
 SCALARS = 64  # bytes: the loss, and the rotary table's cast

@@ -26,14 +26,14 @@ from fsdp_ranks import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
-from memfit.certify.fake_device import fake_device
-from memfit.certify.world import fake_world
-from memfit.errors import InvalidRequest
-from memfit.ledger import Kind, Ledger, Phase
-from memfit.plan.problem import find_device
-from memfit.recipe import Parallel
-from memfit.sizes import tiled
-from memfit.sizes.meter import block_size
+from memfit.certify.tracing.fake_device import fake_device
+from memfit.certify.tracing.world import fake_world
+from memfit.core.errors import InvalidRequest
+from memfit.meta.losses import tiled
+from memfit.meta.meter import block_size
+from memfit.plan.request.problem import find_device
+from memfit.records.ledger import Kind, Ledger, Phase
+from memfit.records.recipe import Parallel
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 

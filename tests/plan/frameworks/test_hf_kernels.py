@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from memfit import sizes
-from memfit.ledger import Kind, Phase
-from memfit.nouns import from_data
-from memfit.plan.foreign import predict_ledger, read_foreign
-from memfit.plan.problem import find_device
-from memfit.request import Request
-from memfit.sizes import Meter
-from memfit.sizes.fused_loss import cut_loss, liger_loss, shift_labels
+from memfit import meta
+from memfit.meta import Meter
+from memfit.meta.losses.fused import cut_loss, liger_loss, shift_labels
+from memfit.plan.request.problem import find_device
+from memfit.plan.search.other_framework import predict_ledger, read_foreign
+from memfit.records import from_data
+from memfit.records.ledger import Kind, Phase
+from memfit.records.request import Request
 
 MEASURED = json.loads(
     (Path(__file__).parents[3] / "bench" / "results" / "hf_kernels.json").read_text("utf-8")
@@ -63,18 +63,18 @@ def test_a_loss_adds_what_its_own_code_adds(case: dict[str, Any]) -> None:
     meter = Meter(cuda=True)
     dtype = case.get("dtype", "bfloat16")
     shape = (case["tokens"], case["hidden"])
-    hidden = sizes.parameter(meter, shape, dtype, trainable=True)
-    head = sizes.parameter(
+    hidden = meta.parameter(meter, shape, dtype, trainable=True)
+    head = meta.parameter(
         meter, (case["vocab"], case["hidden"]), dtype, trainable=case.get("head", True)
     )
-    labels = sizes.parameter(meter, (1, case["tokens"]), "int64", trainable=False)
+    labels = meta.parameter(meter, (1, case["tokens"]), "int64", trainable=False)
     start = len(meter.events)
     with meter.with_autocast(case.get("autocast", False)):
         if case["loss"] == "chunked":
             loss = liger_loss(hidden, head, shift_labels(labels))
         else:
             loss = cut_loss(hidden, head, labels)
-        sizes.backward(loss)
+        meta.backward(loss)
     level = top = 0
     for event in meter.events[start:]:
         level += meter.asked[event] if event >= 0 else -meter.asked[~event]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from memfit import api
-from memfit.errors import InvalidRequest
+from memfit.core.errors import InvalidRequest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench"))
 import hf_masks

@@ -14,14 +14,14 @@ from transformers.trainer_optimizer import (
     _get_torchao_optimizer,
 )
 
-from memfit.certify.fake_device import fake_device
-from memfit.errors import InvalidRequest
-from memfit.ledger import Kind, Phase
-from memfit.nouns import from_data
-from memfit.plan.foreign import predict_ledger, read_foreign
-from memfit.plan.problem import find_device
-from memfit.request import Request
-from memfit.sizes.meter import block_size
+from memfit.certify.tracing.fake_device import fake_device
+from memfit.core.errors import InvalidRequest
+from memfit.meta.meter import block_size
+from memfit.plan.request.problem import find_device
+from memfit.plan.search.other_framework import predict_ledger, read_foreign
+from memfit.records import from_data
+from memfit.records.ledger import Kind, Phase
+from memfit.records.request import Request
 from size_oracle import adapted
 
 MODEL: dict[str, Any] = {  # weights below 4096 elements, ragged ones, and some to be paged

@@ -8,11 +8,11 @@ import pytest
 import torch
 from hf_step import ROWS, TINY, TOKENS, ledger, make_config, rise, run
 
-from memfit.errors import InvalidRequest
-from memfit.ledger import Kind, Ledger, Phase
-from memfit.nouns import from_data
-from memfit.plan.foreign import predict_foreign
-from memfit.request import Request
+from memfit.core.errors import InvalidRequest
+from memfit.plan.search.other_framework import predict_foreign
+from memfit.records import from_data
+from memfit.records.ledger import Kind, Ledger, Phase
+from memfit.records.request import Request
 from size_oracle import adapted
 
 BIG: dict[str, Any] = TINY | {

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from memfit.errors import InvalidRequest
-from memfit.ledger import Kind, Phase
-from memfit.nouns import from_data
-from memfit.plan.foreign import predict_foreign, predict_ledger, read_foreign
-from memfit.plan.frameworks._quantised import eight_bit_bytes, four_bit_bytes
-from memfit.plan.problem import find_device
-from memfit.request import Request
-from memfit.results import Plan
+from memfit.core.errors import InvalidRequest
+from memfit.plan.frameworks.hugging_face.quantised import eight_bit_bytes, four_bit_bytes
+from memfit.plan.request.problem import find_device
+from memfit.plan.search.other_framework import predict_foreign, predict_ledger, read_foreign
+from memfit.records import from_data
+from memfit.records.ledger import Kind, Phase
+from memfit.records.request import Request
+from memfit.records.results import Plan
 
 LLAMA_7B = {
     "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,

@@ -11,20 +11,20 @@ import pytest
 from megatron_jobs import DROPOUT, GPT, LLAMA_70B_CUT, job, one_stage, predict
 
 from memfit import catalog, families
-from memfit.errors import InvalidRequest
-from memfit.ledger import Kind, Phase
-from memfit.nouns import from_data
-from memfit.plan.foreign import predict_foreign, predict_ledger, read_foreign
-from memfit.plan.frameworks import _megatron_stage as stages
+from memfit.core.errors import InvalidRequest
+from memfit.core.units import GIB
 from memfit.plan.frameworks import find_framework
-from memfit.plan.frameworks._megatron_block import save_block
-from memfit.plan.frameworks._megatron_shape import read_shape
-from memfit.plan.frameworks._megatron_split import deal_stages
-from memfit.plan.frameworks._pipeline import count_in_flight, deal_blocks
 from memfit.plan.frameworks.megatron import read_settings
-from memfit.plan.problem import find_device
-from memfit.request import Request
-from memfit.units import GIB
+from memfit.plan.frameworks.megatron import stage as stages
+from memfit.plan.frameworks.megatron.block import save_block
+from memfit.plan.frameworks.megatron.shape import read_shape
+from memfit.plan.frameworks.megatron.split import deal_stages
+from memfit.plan.frameworks.shared.pipeline import count_in_flight, deal_blocks
+from memfit.plan.request.problem import find_device
+from memfit.plan.search.other_framework import predict_foreign, predict_ledger, read_foreign
+from memfit.records import from_data
+from memfit.records.ledger import Kind, Phase
+from memfit.records.request import Request
 
 ROOT = Path(__file__).parents[3]
 

@@ -4,15 +4,15 @@ import pytest
 from megatron_jobs import DROPOUT, LLAMA_70B_CUT, job, one_stage, predict
 from msgspec.structs import replace
 
-from memfit.errors import InvalidRequest
-from memfit.ledger import Kind, Phase
-from memfit.model import Architecture, Experts, Latent, Model, Weight
-from memfit.plan.frameworks import _megatron_stage as stages
+from memfit.core.errors import InvalidRequest
+from memfit.core.units import GIB
 from memfit.plan.frameworks import find_framework
-from memfit.plan.frameworks._megatron_block import save_block
-from memfit.plan.frameworks._megatron_shape import read_shape
 from memfit.plan.frameworks.megatron import read_settings
-from memfit.units import GIB
+from memfit.plan.frameworks.megatron import stage as stages
+from memfit.plan.frameworks.megatron.block import save_block
+from memfit.plan.frameworks.megatron.shape import read_shape
+from memfit.records.ledger import Kind, Phase
+from memfit.records.model import Architecture, Experts, Latent, Model, Weight
 
 
 def kept(made, moe=False):

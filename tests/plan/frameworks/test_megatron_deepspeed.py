@@ -2,17 +2,17 @@
 
 import pytest
 
-from memfit.errors import InvalidRequest
-from memfit.ledger import Kind, Phase
-from memfit.nouns import from_data
-from memfit.plan.foreign import predict_foreign, predict_ledger, read_foreign
+from memfit.core.errors import InvalidRequest
+from memfit.core.units import GIB
 from memfit.plan.frameworks import Job, find_framework
-from memfit.plan.frameworks._megatron_shape import read_shape
+from memfit.plan.frameworks.megatron.shape import read_shape
 from memfit.plan.frameworks.megatron_deepspeed import _deal_stages
-from memfit.plan.problem import find_device
-from memfit.recipe import Parallel
-from memfit.request import Request
-from memfit.units import GIB
+from memfit.plan.request.problem import find_device
+from memfit.plan.search.other_framework import predict_foreign, predict_ledger, read_foreign
+from memfit.records import from_data
+from memfit.records.ledger import Kind, Phase
+from memfit.records.recipe import Parallel
+from memfit.records.request import Request
 
 BLOOM = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "position_embedding_type": "rope"}
 

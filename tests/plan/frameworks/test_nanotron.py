@@ -6,14 +6,14 @@ from nanotron_tape import replay
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memfit.errors import InvalidRequest
-from memfit.ledger import Kind, Phase
-from memfit.nouns import from_data, to_data
-from memfit.plan.foreign import predict_foreign, predict_ledger, read_foreign
+from memfit.core.errors import InvalidRequest
 from memfit.plan.frameworks import Job
 from memfit.plan.frameworks.nanotron import AHEAD, find_stage, saved_bytes
-from memfit.plan.problem import find_device
-from memfit.request import Request
+from memfit.plan.request.problem import find_device
+from memfit.plan.search.other_framework import predict_foreign, predict_ledger, read_foreign
+from memfit.records import from_data, to_data
+from memfit.records.ledger import Kind, Phase
+from memfit.records.request import Request
 
 SIZES = {
     "model_type": "llama", "vocab_size": 131072, "hidden_size": 2048, "intermediate_size": 8192,

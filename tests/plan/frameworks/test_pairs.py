@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from memfit import api
-from memfit.errors import InvalidRequest
-from memfit.ledger import Kind, Ledger, Phase
-from memfit.nouns import from_data
-from memfit.plan.foreign import predict_foreign, predict_ledger, read_foreign
-from memfit.plan.problem import find_device
-from memfit.request import Request
+from memfit.core.errors import InvalidRequest
+from memfit.plan.request.problem import find_device
+from memfit.plan.search.other_framework import predict_foreign, predict_ledger, read_foreign
+from memfit.records import from_data
+from memfit.records.ledger import Kind, Ledger, Phase
+from memfit.records.request import Request
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 

@@ -10,19 +10,15 @@ from titan_block import alive_after
 from memfit import families
 from memfit.allocator.tape import FREED
 from memfit.certify import trace
-from memfit.errors import InvalidRequest
-from memfit.ledger import Kind, Phase
-from memfit.nouns import from_data
-from memfit.plan.clock.orders import count_held, find_schedule
-from memfit.plan.foreign import predict_foreign, predict_ledger, read_foreign
+from memfit.core.errors import InvalidRequest
 from memfit.plan.frameworks import Job, find_framework, make_ledger
-from memfit.plan.frameworks._fsdp import Unit, gathered
-from memfit.plan.frameworks._torchtitan_held import (
+from memfit.plan.frameworks.shared.fsdp import Unit, gathered
+from memfit.plan.frameworks.torchtitan.held import (
     describe_instants,
     saved_by_policy,
     saved_per_token,
 )
-from memfit.plan.frameworks._torchtitan_stage import (
+from memfit.plan.frameworks.torchtitan.stage import (
     count_elements,
     count_stage,
     cut,
@@ -30,9 +26,13 @@ from memfit.plan.frameworks._torchtitan_stage import (
     leave_alike,
     units,
 )
-from memfit.plan.problem import find_device
-from memfit.recipe import Parallel
-from memfit.request import Request
+from memfit.plan.request.problem import find_device
+from memfit.plan.search.other_framework import predict_foreign, predict_ledger, read_foreign
+from memfit.plan.step_time.pipeline.orders import count_held, find_schedule
+from memfit.records import from_data
+from memfit.records.ledger import Kind, Phase
+from memfit.records.recipe import Parallel
+from memfit.records.request import Request
 from tiny_models import CONFIGS, make_recipe
 
 H100 = find_device("h100-sxm")
@@ -257,7 +257,7 @@ def test_a_pipeline_s_ends_hold_fewer_blocks_and_keep_weights_and_gradients_whol
 
 
 def test_a_pipelines_schedule_says_how_many_micro_batches_are_in_flight():
-    """torch's orders, in which tests/plan/clock/test_orders.py finds the same counts."""
+    """torch's orders, in which tests/plan/step_time/test_orders.py finds the same counts."""
 
     def ask(schedule, **changes):
         options = {"version": 202508, "pipeline_schedule": schedule}

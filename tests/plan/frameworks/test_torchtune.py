@@ -5,15 +5,15 @@ import torch
 from titan_block import alive_after
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
-from memfit.errors import InvalidRequest
-from memfit.ledger import Kind, Phase
-from memfit.nouns import from_data
-from memfit.plan.foreign import predict_foreign, predict_ledger, read_foreign
+from memfit.core.errors import InvalidRequest
+from memfit.core.units import GIB
 from memfit.plan.frameworks import Job
 from memfit.plan.frameworks.torchtune import NF4, measure, saved_per_token
-from memfit.plan.problem import find_device
-from memfit.request import Request
-from memfit.units import GIB
+from memfit.plan.request.problem import find_device
+from memfit.plan.search.other_framework import predict_foreign, predict_ledger, read_foreign
+from memfit.records import from_data
+from memfit.records.ledger import Kind, Phase
+from memfit.records.request import Request
 
 A100 = find_device("a100-sxm-80")
 SMALL = {  # Llama 3.2 3B

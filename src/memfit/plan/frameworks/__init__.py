@@ -17,15 +17,15 @@ from typing import ClassVar, NamedTuple
 from msgspec import structs
 
 from memfit.catalog.overheads import count_axes
-from memfit.errors import InvalidRequest, MemoryUnknown, did_you_mean
-from memfit.hardware import Device
-from memfit.ledger import Entry, Kind, Ledger, Phase
-from memfit.model import Model
-from memfit.nouns import Noun
-from memfit.plan.clock.arrays import Number, ceil_div
-from memfit.recipe import Option, Parallel, Recipe
-from memfit.registry import Registry
-from memfit.request import Request
+from memfit.core.errors import InvalidRequest, MemoryUnknown, did_you_mean
+from memfit.core.registry import Registry
+from memfit.plan.step_time.arrays import Number, ceil_div
+from memfit.records import Noun
+from memfit.records.hardware import Device
+from memfit.records.ledger import Entry, Kind, Ledger, Phase
+from memfit.records.model import Model
+from memfit.records.recipe import Option, Parallel, Recipe
+from memfit.records.request import Request
 
 
 class Knob(Noun, frozen=True, kw_only=True):
@@ -236,7 +236,7 @@ class Framework(ABC):
         The candidates passed `check`; what is not a number is the same for all. Where `arrays` is
         False, they are predicted one by one.
         """
-        from memfit.plan.columns import pick, size_of
+        from memfit.plan.search.columns import pick, size_of
 
         recipes = (pick(job.recipe, row) for row in range(size_of(job.recipe)))
         ledgers = [self.predict(structs.replace(job, recipe=recipe)) for recipe in recipes]

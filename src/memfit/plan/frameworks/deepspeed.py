@@ -12,11 +12,35 @@ from typing import ClassVar, final
 
 from msgspec.structs import replace
 
-from memfit.errors import InvalidRequest
-from memfit.ledger import Entry, Kind, Ledger, Phase
-from memfit.model import Model
+from memfit.core.errors import InvalidRequest
+from memfit.core.units import show_bytes, show_count
 from memfit.plan.frameworks import Framework, Job, Knob, Slack, frameworks
-from memfit.plan.frameworks._assembly import (
+from memfit.plan.frameworks.hugging_face.kernels import LIGER_KNOBS, check_kernels
+from memfit.plan.frameworks.hugging_face.masks import (
+    MASK_KNOBS,
+    describe_masks,
+    lay_out,
+    masking_of,
+)
+from memfit.plan.frameworks.hugging_face.pairs import TILED
+from memfit.plan.frameworks.hugging_face.peft import APART
+from memfit.plan.frameworks.hugging_face.states import (
+    KNOBS,
+    by_bitsandbytes,
+    check_counted,
+    check_optimizer,
+    hold_flat_states,
+)
+from memfit.plan.frameworks.hugging_face.step import (
+    check_coded,
+    hf_knobs,
+    hf_model,
+    hf_program,
+    hold_parameters,
+    parameter_bytes,
+    shared_values,
+)
+from memfit.plan.frameworks.shared.assembly import (
     GRADIENTS,
     Held,
     Simulated,
@@ -26,30 +50,11 @@ from memfit.plan.frameworks._assembly import (
     run_passes,
     without,
 )
-from memfit.plan.frameworks._hf import (
-    check_coded,
-    hf_knobs,
-    hf_model,
-    hf_program,
-    hold_parameters,
-    parameter_bytes,
-    shared_values,
-)
-from memfit.plan.frameworks._hf_kernels import LIGER_KNOBS, check_kernels
-from memfit.plan.frameworks._hf_masks import MASK_KNOBS, describe_masks, lay_out, masking_of
-from memfit.plan.frameworks._hf_states import (
-    KNOBS,
-    by_bitsandbytes,
-    check_counted,
-    check_optimizer,
-    hold_flat_states,
-)
-from memfit.plan.frameworks._pairs import TILED
-from memfit.plan.frameworks._peft import APART
-from memfit.plan.memory import without_shape
-from memfit.recipe import Recipe
-from memfit.request import Request
-from memfit.units import show_bytes, show_count
+from memfit.plan.memory.predicted_memory import without_shape
+from memfit.records.ledger import Entry, Kind, Ledger, Phase
+from memfit.records.model import Model
+from memfit.records.recipe import Recipe
+from memfit.records.request import Request
 
 LOW, FP32 = 2, 4  # bytes of an element
 AUTO = "0 is a file's `auto`, of which transformers makes hidden_size squared"

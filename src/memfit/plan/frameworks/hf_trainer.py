@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import ClassVar, final
 
 from memfit.plan.frameworks import frameworks
-from memfit.plan.frameworks._hf import HfFramework, hf_knobs, shared_values
+from memfit.plan.frameworks.hugging_face.step import HfFramework, hf_knobs, shared_values
 
 
 @final

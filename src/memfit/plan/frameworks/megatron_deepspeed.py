@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import final
 
-from memfit.errors import InvalidRequest
-from memfit.ledger import Kind, Ledger, Phase
+from memfit.core.errors import InvalidRequest
 from memfit.plan.frameworks import Framework, Job, Knob, Slack, frameworks, make_ledger, obey
-from memfit.plan.frameworks._megatron_block import BlockSettings
-from memfit.plan.frameworks._megatron_shape import Shape, check_parts, list_divisions, read_shape
-from memfit.plan.frameworks._megatron_split import pick_stages
-from memfit.plan.frameworks._megatron_stage import (
+from memfit.plan.frameworks.megatron import KNOBS, VALUES
+from memfit.plan.frameworks.megatron.block import BlockSettings
+from memfit.plan.frameworks.megatron.shape import Shape, check_parts, list_divisions, read_shape
+from memfit.plan.frameworks.megatron.split import pick_stages
+from memfit.plan.frameworks.megatron.stage import (
     MIB,
     Blocks,
     Held,
@@ -29,9 +29,9 @@ from memfit.plan.frameworks._megatron_stage import (
     peak_of,
     read_blocks,
 )
-from memfit.plan.frameworks._pipeline import count_in_flight, deal_sizes
-from memfit.plan.frameworks.megatron import KNOBS, VALUES
-from memfit.recipe import Parallel
+from memfit.plan.frameworks.shared.pipeline import count_in_flight, deal_sizes
+from memfit.records.ledger import Kind, Ledger, Phase
+from memfit.records.recipe import Parallel
 
 SHARED = (
     "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by",

@@ -10,12 +10,12 @@ from typing import NamedTuple, final
 
 from msgspec.structs import replace
 
-from memfit.errors import InvalidRequest
-from memfit.ledger import Kind, Ledger, Phase
-from memfit.model import Architecture
+from memfit.core.errors import InvalidRequest
+from memfit.core.units import GIB
 from memfit.plan.frameworks import Framework, Job, Knob, Slack, frameworks, make_ledger
-from memfit.plan.frameworks._pipeline import deal_by_cost
-from memfit.units import GIB
+from memfit.plan.frameworks.shared.pipeline import deal_by_cost
+from memfit.records.ledger import Kind, Ledger, Phase
+from memfit.records.model import Architecture
 
 # The CPU launches ahead of the device until 1024 launches wait; a pass over a block is about 43.
 AHEAD = 24  # passes over a block, forward or backward

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import NamedTuple, final
 
-from memfit.errors import InvalidRequest
-from memfit.ledger import Kind, Ledger, Phase
-from memfit.model import Weight
+from memfit.core.errors import InvalidRequest
 from memfit.plan.frameworks import Framework, Job, Knob, Slack, frameworks, make_ledger
-from memfit.plan.frameworks._fsdp import Buffers, Unit, gathered
+from memfit.plan.frameworks.shared.fsdp import Buffers, Unit, gathered
+from memfit.records.ledger import Kind, Ledger, Phase
+from memfit.records.model import Weight
 
 CHUNKS = 8  # of the chunked loss, along the tokens
 NF4 = 0.5 + 1 / 64 + 2 / (64 * 256)  # torchao: 4 bits, a scale of 64 in int8, of 256 x 64 in bf16

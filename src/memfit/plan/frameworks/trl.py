@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import ClassVar, final
 
 from memfit.plan.frameworks import Knob, frameworks
-from memfit.plan.frameworks._hf import HfFramework, hf_knobs, shared_values
-from memfit.plan.frameworks._pairs import BY_VERSION, TILED, WHOSE
+from memfit.plan.frameworks.hugging_face.pairs import BY_VERSION, TILED, WHOSE
+from memfit.plan.frameworks.hugging_face.step import HfFramework, hf_knobs, shared_values
 
 
 @final

@@ -4,7 +4,8 @@ HF's eager Llama block keeps 45.7 bytes of bf16 for each token and hidden unit: 
 fp32 and rounded, its output, the activation beside its input, the product of both. All of these are
 an elementwise kernel away from what is kept anyway (the residuals, gate and up), and backward makes
 them again where a weight's gradient reads them. Each operation is plain PyTorch, so that it traces
-and runs everywhere; what it saves and allocates, in this order, is declared in `memfit.sizes.lean`.
+and runs everywhere; what it saves and allocates, in this order, is declared in
+`memfit.meta.layers.lean`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from memfit.families import read_model
-from memfit.recipe import Recipe
-from memfit.train.hugging_face import parts
+from memfit.records.recipe import Recipe
 from memfit.train.lean.activations import CURVES, Activation, GatedProduct, gate
 from memfit.train.lean.made import find, mark
 from memfit.train.lean.norms import (
@@ -29,6 +29,7 @@ from memfit.train.lean.norms import (
     normalise_wide,
 )
 from memfit.train.lean.products import Linear
+from memfit.train.model.hugging_face import parts
 
 __all__ = ["apply_lean"]
 
@@ -42,7 +43,7 @@ def apply_lean(model: nn.Module, recipe: Recipe) -> None:
 
     Before recomputation and sharding, on a model whose family has them (`families.lean`). Products
     of the blocks become lean with either operation; quantised ones keep their own code. Compiled
-    blocks keep no more as they are (`train/partition.py`): theirs is the norm alone.
+    blocks keep no more as they are (`train/model/partition.py`): theirs is the norm alone.
     """
     where = parts(model)
     curve = read_model(recipe.model).architecture.activation

@@ -1,0 +1,1 @@
+"""How far predictions were from measured runs."""

@@ -1,0 +1,1 @@
+"""What several adapters are built from."""

@@ -1,0 +1,138 @@
+"""What methods that train small matrices beside a frozen base share: peft's names and layers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, cast
+
+from msgspec.structs import replace
+
+from memfit.adapters.shared.apply import apply_rows, store_rows
+from memfit.adapters.shared.projections import check_targets, matches
+from memfit.core.libraries import quiet_import
+from memfit.parallelism.whole import whole
+from memfit.records.model import Model, Weight
+from memfit.records.recipe import Lora, Recipe
+
+if TYPE_CHECKING:
+    from torch import nn
+
+PREFIX = "base_model.model."  # peft wraps the model twice
+MAGNITUDE = ".lora_magnitude_vector"
+STORED_TRANSPOSED = ("gpt2",)  # families whose blocks hold Conv1D: weights are (in, out)
+
+
+def adapt(model: Model, recipe: Recipe, *, magnitudes: bool = False) -> Model:
+    """See `Adapter.adapt`; rows carry peft's names, in the order of its modules.
+
+    magnitudes: each target has a length a row of its weight, too.
+    """
+    targets = recipe.lora.targets
+    check_targets(model, targets)
+    rows: list[Weight] = []
+    modules = [row.name.rpartition(".")[0] for row in model.weights]
+    for index, (row, module) in enumerate(zip(model.weights, modules, strict=True)):
+        matched = matches(module, targets)
+        leaf = row.name.rpartition(".")[2]
+        name = f"{module}.base_layer.{leaf}" if matched else row.name
+        rows.append(replace(row, name=PREFIX + name, trainable=False))
+        is_last_of_module = module not in modules[index + 1 : index + 2]
+        if matched and is_last_of_module:
+            weight = row if leaf == "weight" else model.weights[index - 1]
+            rows += _added(weight, module, model, recipe.lora, magnitudes)
+    stored = store_rows(rows, recipe.trainable_dtype, recipe.frozen_dtype)
+    return replace(model, weights=stored)
+
+
+def apply(module: nn.Module, recipe: Recipe, rows: Model, *, magnitudes: bool = False) -> nn.Module:
+    """See `Adapter.apply`; rows: what `adapt` made."""
+    with quiet_import():
+        from peft import LoraConfig, get_peft_model
+
+    lora = recipe.lora
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        use_rslora=lora.scaling == "rank-stabilised",
+        use_dora=magnitudes,
+        target_modules=list(lora.targets),
+        fan_in_fan_out=rows.architecture.family in STORED_TRANSPOSED,
+        task_type="CAUSAL_LM",
+    )
+    # peft would store adapters of a 16-bit base in fp32 whatever the recipe says.
+    with warnings.catch_warnings():  # peft calls what transformers has renamed
+        warnings.simplefilter("ignore", FutureWarning)
+        wrapped = get_peft_model(
+            cast(Any, module), config, autocast_adapter_dtype=False, low_cpu_mem_usage=True
+        )
+    for layer in wrapped.modules():
+        if hasattr(layer, "cast_input_dtype_enabled"):
+            layer.cast_input_dtype_enabled = False  # autocast casts; a second copy is waste
+    return apply_rows(wrapped, rows)
+
+
+def base_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """See `Adapter.base_parameters`."""
+    return {
+        base_name(name): parameter
+        for name, parameter in module.named_parameters()
+        if ".lora_" not in name
+    }
+
+
+def layers(module: nn.Module) -> Iterator[tuple[Any, str]]:
+    """peft's layers, each with the name of its adapter."""
+    with quiet_import():
+        from peft.tuners.lora import LoraLayer
+
+    for layer in module.modules():
+        if isinstance(layer, LoraLayer):
+            for name in layer.active_adapters:
+                yield layer, name
+
+
+def reset(module: nn.Module, also: Callable[[Any, str], None] = lambda *_: None) -> None:
+    """A random A and a zero B of each layer; then whatever else starts with them."""
+    for layer, name in layers(module):
+        with whole(layer.lora_A), whole(layer.lora_B):
+            layer.reset_lora_parameters(name, init_lora_weights=True)
+        also(layer, name)
+
+
+def base_name(name: str) -> str:
+    """What the base model calls a parameter of peft's module."""
+    return name.removeprefix(PREFIX).replace(".base_layer.", ".")
+
+
+def stored_name(name: str) -> str:
+    """A parameter's name in peft's file, which leaves the adapter's own name out."""
+    if name.endswith(f"{MAGNITUDE}.default.weight"):
+        return name.removesuffix(".default.weight")
+    return name.replace(".default.", ".")
+
+
+def _added(
+    weight: Weight, module: str, model: Model, lora: Lora, magnitudes: bool
+) -> Iterator[Weight]:
+    """The rows of A (rank, in) and B (out, rank), and of the magnitudes (out)."""
+    rows, columns = weight.shape
+    if model.architecture.family in STORED_TRANSPOSED and weight.part == "block":
+        rows, columns = columns, rows
+    shapes: list[tuple[str, tuple[int, ...]]] = [
+        (".lora_A", (lora.rank, columns)),
+        (".lora_B", (rows, lora.rank)),
+    ]
+    if magnitudes:
+        shapes.append((MAGNITUDE, (rows,)))
+    for owner, shape in shapes:
+        name = f"{PREFIX}{module}{owner}.default.weight"
+        yield replace(weight, name=name, shape=shape, trainable=True)
+
+
+def switched_off(module: nn.Module) -> AbstractContextManager[object]:
+    """See `Adapter.switched_off`."""
+    off: AbstractContextManager[object] = cast(Any, module).disable_adapter()
+    return off

@@ -1,0 +1,1 @@
+"""From a trace to a certificate, and the proofs that such traces are right."""

@@ -1,0 +1,265 @@
+"""From a trace to a certificate: replay, the three memory numbers, the verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from memfit.adapters import find_adapter
+from memfit.allocator.caching import Replay, replay
+from memfit.allocator.settings import Settings, check_allocator, read_settings
+from memfit.catalog.overheads import Overhead, find_outside
+from memfit.certify import NEWEST_TORCH, release
+from memfit.certify.evidence.recording import Recording, write_recording
+from memfit.certify.tracing.recorder import Trace
+from memfit.certify.tracing.trace_step import TRACED_MICRO_BATCHES, trace_generation, trace_step
+from memfit.core import units
+from memfit.core.errors import InvalidRequest
+from memfit.core.libraries import installed_versions
+from memfit.families import read_model
+from memfit.parallelism.pipeline import shown_micro_batches
+from memfit.plan.memory.predicted_memory import find_fullest
+from memfit.plan.memory.process import describe_process
+from memfit.records.hardware import Device
+from memfit.records.ledger import Entry, Kind, Phase
+from memfit.records.recipe import Parallel, Recipe
+from memfit.records.results import Certificate, Memory, Verdict
+from memfit.records.shapes import (
+    BatchShape,
+    RowBounds,
+    bounding_shapes,
+    bounds_of,
+    evaluation_shapes,
+)
+
+LIBRARIES = ("memfit", "torch", "transformers", "peft")
+
+
+def make_certificate(
+    recipe: Recipe,
+    device: Device,
+    usable: int | None,
+    batches: Sequence[BatchShape] | None,
+    *,
+    data: RowBounds | None = None,
+    held_out: RowBounds | None = None,
+    tape: Path | None = None,
+    rank: int | None = None,
+) -> Certificate:
+    """Trace the recipe's step in this process and judge it; see `memfit.certify.certify`."""
+    started = time.perf_counter()
+    rank, which = _choose_rank(recipe, device, rank)
+    check_allocator(recipe.allocator, device)
+    memory_driver = device.memory_driver or Settings().device_memory
+    settings = read_settings(recipe.allocator, device_memory=memory_driver)
+    trace = _trace_data(recipe, device, batches, data, held_out, rank)
+    if tape is not None:
+        write_recording(_record(trace, None if device.is_cpu else settings), tape)
+    memory, phases, bounds = _judge_trace(trace, device, settings, usable, recipe.parallel)
+    generation, phases_later = None, dict[Phase, int]()
+    if recipe.parallel.world == 1:
+        later = trace_generation(recipe, device)
+        generation, phases_later, _ = _judge_trace(later, device, settings, usable, Parallel())
+    return Certificate(
+        recipe_digest=recipe.digest,
+        recipe=recipe,
+        device=device.id,
+        memory=memory,
+        phases={str(phase): n for phase, n in {**phases, **phases_later}.items()},
+        ledger=trace.ledger,
+        at_peak=trace.alive(Phase(memory.peak_phase)),
+        bounds=(*which, *bounds, *_torch_bounds()),
+        seconds=round(time.perf_counter() - started, 3),
+        versions=installed_versions((*LIBRARIES, *(("bitsandbytes",) if recipe.coding else ()))),
+        generation=generation,
+        data=data or (None if batches else bounds_of(recipe)),
+        held_out=held_out,
+        host={str(phase): n for phase, n in trace.host.items()},
+    )
+
+
+def _choose_rank(recipe: Recipe, device: Device, rank: int | None) -> tuple[int, tuple[str, ...]]:
+    """The rank asked for, else the fullest; and what the certificate says of it, if anything."""
+    world = recipe.parallel.world
+    if rank is not None and not 0 <= rank < world:
+        raise InvalidRequest(
+            f"rank {rank} is not one of {world}", hint=f"use a rank from 0 to {world - 1}"
+        )
+    if world == 1:
+        return 0, ()
+    if rank is not None:
+        return rank, (f"rank {rank} of {world}, which was asked for",)
+    model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+    fullest, why = find_fullest(model, recipe, device)
+    return fullest, (why,)
+
+
+def _record(trace: Trace, settings: Settings | None) -> Recording:
+    made = (event.tensor for event in trace.tape if event.nbytes > 0)
+    return Recording(
+        events=trace.tape,
+        marks=trace.marks,
+        stretches=trace.stretches,
+        tensors={number: trace.tensor(number) for number in made},
+        settings=settings,
+    )
+
+
+def _trace_data(
+    recipe: Recipe,
+    device: Device,
+    batches: Sequence[BatchShape] | None,
+    data: RowBounds | None,
+    held_out: RowBounds | None,
+    rank: int,
+) -> Trace:
+    """The instants of a run whose data stays within bounds, which the trace then states."""
+    evaluation = evaluation_shapes(recipe, held_out) if held_out else ()
+    if data is None:
+        return trace_step(recipe, device, batches, evaluation=evaluation, rank=rank)
+    first, *also = bounding_shapes(recipe, data)
+    repeated = (first,) * shown_micro_batches(recipe, TRACED_MICRO_BATCHES)
+    trace = trace_step(recipe, device, repeated, also=also, evaluation=evaluation, rank=rank)
+    stated = (str(data), *([f"held out: {held_out}"] if held_out else ()))
+    return dataclasses.replace(trace, bounds=(*stated, *trace.bounds))
+
+
+def _judge_trace(
+    trace: Trace, device: Device, settings: Settings, usable: int | None, parallel: Parallel
+) -> tuple[Memory, dict[Phase, int], tuple[str, ...]]:
+    """The memory of one process, the peak of each of its phases, and what was assumed."""
+    if device.is_cpu:
+        memory = _on_cpu(trace, device, usable, parallel)
+        return memory, dict(trace.phases), trace.bounds
+    replayed = replay(trace.tape, settings, trace.marks)
+    if replayed.failure is not None:  # beyond the allowed fraction: say what it would take
+        replayed = replay(trace.tape, replace(settings, memory_fraction=1.0), trace.marks)
+    phases, overhead = peaks_by_phase(trace, replayed), find_outside(device, parallel)
+    memory = _on_cuda(trace, settings, replayed, phases, overhead, usable)
+    if assumed := device.describe_assumed(usable):
+        memory = replace(memory, because=f"{memory.because}; the limit is {assumed}")
+    return memory, phases, (*trace.bounds, *_cuda_bounds(trace, settings, overhead))
+
+
+def peaks_by_phase(trace: Trace, replayed: Replay) -> dict[Phase, int]:
+    """Highest allocated bytes of each phase; a phase may come in several stretches."""
+    peaks: dict[Phase, int] = {}
+    for phase, stretch in zip(trace.stretches, replayed.stretches, strict=True):
+        peaks[phase] = max(peaks.get(phase, 0), stretch.allocated)
+    return {phase: peaks[phase] for phase in Phase if phase in peaks}
+
+
+def _on_cpu(trace: Trace, device: Device, usable: int | None, parallel: Parallel) -> Memory:
+    because = f"live tensors of {_what(trace)} on fake tensors, in a process"
+    alone = parallel.world == 1 and Phase.GENERATE not in trace.phases
+    return describe_process(trace.ledger, device, usable, because, prepared=alone)
+
+
+def _on_cuda(
+    trace: Trace,
+    settings: Settings,
+    replayed: Replay,
+    phases: dict[Phase, int],
+    overhead: Overhead | None,
+    usable: int | None,
+) -> Memory:
+    phase = max(phases, key=lambda p: phases[p])
+    peaks = replayed.peaks
+    entries = list(trace.ledger.at(phase))
+    tensors = sum(e.nbytes for e in entries)
+
+    def add(kind: Kind, owner: str, nbytes: int, because: str) -> None:
+        if nbytes:
+            entry = Entry(kind=kind, phase=phase, owner=owner, nbytes=nbytes, because=because)
+            entries.append(entry)
+
+    add(
+        Kind.FRAGMENTATION, "rounding", peaks.allocated - tensors,
+        "blocks are multiples of 512 B and keep rests of up to 1 MiB",
+    )  # fmt: skip
+    add(
+        Kind.FRAGMENTATION, "cached", peaks.reserved - peaks.allocated,
+        "segments that the caching allocator holds and no tensor uses",
+    )  # fmt: skip
+    if overhead is not None:
+        add(Kind.CONTEXT, "context", overhead.typical, overhead.because)
+    verdict, why = _judge(trace, settings, peaks.reserved, overhead, usable)
+    return Memory(
+        peak_allocated=peaks.allocated,
+        peak_reserved=peaks.reserved,
+        device_total=None if overhead is None else peaks.reserved + overhead.typical,
+        total_low=None if overhead is None else peaks.reserved + overhead.low,
+        total_high=None if overhead is None else peaks.reserved + overhead.high,
+        usable=usable,
+        verdict=verdict,
+        because=f"{_what(trace)} on fake tensors, through the caching allocator; {why}",
+        peak_phase=phase,
+        entries=tuple(entries),
+    )
+
+
+def _what(trace: Trace) -> str:
+    if Phase.GENERATE in trace.phases:
+        return f"`memfit generate`, a process of its own after the run ({trace.bounds[0]}),"
+    return "the trainer's own step"
+
+
+def _judge(
+    trace: Trace, settings: Settings, reserved: int, overhead: Overhead | None, usable: int | None
+) -> tuple[Verdict, str]:
+    """Against the limit with the whole band of the context, not with its middle.
+
+    Where the reserved peak does not fit, the tape runs again under the limit: the allocator gives
+    cached segments back before it gives up.
+    """
+    if settings.allowed is not None:
+        within = replay(trace.tape, settings, trace.marks)
+        if within.failure is not None:
+            allowed = units.show_gib(settings.allowed)
+            return "does_not_fit", f"{_fails(trace, within)}; the recipe allows itself {allowed}"
+    if usable is None:
+        return "unproven", "no limit is known"
+    low, high = (overhead.low, overhead.high) if overhead else (0, None)
+    band = f"the context is taken as {units.show_gib(low)}"
+    band += f" to {units.show_gib(high)}" if high is not None else " or more: it is unknown"
+    if high is not None and reserved + high <= usable:
+        return "fits", band
+    tight = replay(trace.tape, replace(settings, capacity=max(usable - low, 0)), trace.marks)
+    if tight.failure is not None:
+        return "does_not_fit", f"{_fails(trace, tight)}; {band}"
+    if tight.retries:
+        return "at_risk", f"it fits only by giving cached segments back; {band}"
+    return "at_risk" if high is not None else "unproven", f"{band}, which straddles the limit"
+
+
+def _fails(trace: Trace, stopped: Replay) -> str:
+    assert stopped.failure is not None
+    phase = trace.stretches[len(stopped.stretches) - 1]
+    wanted = units.show_bytes(stopped.failure.nbytes)
+    held = units.show_gib(stopped.failure.reserved)
+    return f"an allocation of {wanted} fails in {phase} at {held}"
+
+
+def _cuda_bounds(trace: Trace, settings: Settings, overhead: Overhead | None) -> tuple[str, ...]:
+    set_to = f"set to {settings.text}" if settings.text else "at its defaults"
+    streams = len({event.stream for event in trace.tape if event.nbytes > 0})
+    several = "one stream" if streams == 1 else f"{streams} streams, each with pools of its own"
+    bounds = [f"{several}; the CUDA allocator {set_to}"]
+    if settings.garbage_collection_threshold and settings.allowed is None:
+        bounds.append("garbage_collection_threshold does nothing without a memory fraction below 1")
+    if overhead is not None and not overhead.verified:
+        bounds.append("the context's band comes from published figures, not from this device")
+    return tuple(bounds)
+
+
+def _torch_bounds() -> tuple[str, ...]:
+    """A torch that nobody has tried passed the self-check, and a reader should know that."""
+    if release(version("torch")) <= release(NEWEST_TORCH):
+        return ()
+    newer = f"torch {version('torch')} is newer than {NEWEST_TORCH}, the newest tried"
+    return (f"{newer}: the self-check found nothing that it imitates wrongly",)

@@ -1,0 +1,239 @@
+"""Memory that CUDA kernels take from the caching allocator inside one operator.
+
+A dispatcher sees an operator's inputs and outputs, not what its kernel allocates in between. Each
+rule below names an operator and the row of `sizes.workspace` (one table for plan and certificate)
+that states those bytes. `verified` says where it was measured on a GPU; the certificate repeats
+among its bounds that most were not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from memfit.meta import workspace as table
+from memfit.meta.layers import quantised
+from memfit.meta.workspace import Grid
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Bytes that one operator's kernel holds while it runs, all freed when it returns."""
+
+    operator: str
+    nbytes: Callable[[Sequence[Any], Grid | None], int]  # of the operator's arguments
+    because: str
+    source: str
+    verified: str = ""  # where it was measured; empty = read from source only
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
+
+
+def _flash_backward(args: Sequence[Any], _: Grid | None) -> int:
+    """grad_out, query, key, …: (batch, heads, tokens, head_dim)."""
+    query, key = args[1], args[2]
+    return table.flash_backward(_shape(query), _shape(key), query.element_size())
+
+
+def _varlen_backward(args: Sequence[Any], _: Grid | None) -> int:
+    """grad_out, query, key, value, out, lse, starts of the queries' documents, …"""
+    query, key, documents = args[1], args[2], args[6].numel() - 1
+    return table.varlen_backward(_shape(query), _shape(key), documents, query.element_size())
+
+
+def _cudnn_backward(args: Sequence[Any], _: Grid | None) -> int:
+    """grad_out, query, …"""
+    return table.cudnn_backward(_shape(args[1]))
+
+
+def _efficient_backward(args: Sequence[Any], _: Grid | None) -> int:
+    """grad_out, query, key, value, …"""
+    grad, query, value = args[0], args[1], args[3]
+    width, size = query.element_size(), _shape(value)[-1]
+    return table.efficient_backward(_shape(query), size, prod(_shape(grad)), width)
+
+
+def _embedding_backward(args: Sequence[Any], _: Grid | None) -> int:
+    """grad (…, hidden), indices."""
+    return table.embedding_backward(prod(_shape(args[1])), _shape(args[0])[-1])
+
+
+def _layer_norm_backward(args: Sequence[Any], _: Grid | None) -> int:
+    """grad, input, normalized_shape, mean, rstd, weight, bias, which gradients are wanted."""
+    numel, columns, weight, wanted = prod(_shape(args[1])), prod(args[2]), args[5], args[7]
+    width = 4 if weight is None else weight.element_size()
+    return table.layer_norm_backward(numel // columns, columns, width, sum(wanted[1:]))
+
+
+def _foreach_norm(args: Sequence[Any], _: Grid | None) -> int:
+    """A list of tensors."""
+    return table.foreach_norm([t.numel() for t in args[0]])
+
+
+def _sum(args: Sequence[Any], grid: Grid | None) -> int:
+    """self (…, columns), the dimensions summed over; only sums over all rows take something."""
+    x, dims = args[0], args[1]
+    leading = dims is not None and sorted(d % x.dim() for d in dims) == list(range(x.dim() - 1))
+    if grid is None or not leading or not dims or not x.is_contiguous():
+        return 0
+    columns = x.shape[-1]
+    return table.row_sum(columns, x.numel() // columns, grid)
+
+
+def _multiply_four(args: Sequence[Any], _: Grid | None) -> int:
+    """x (tokens, columns), codes, shape of the weight, absmax, block, type; bias, nested scales."""
+    x, shape = args[0], tuple(args[2])
+    coding = "nf4-double" if len(args) > 7 and args[7] is not None else "nf4"
+    return quantised.unpacked_bytes(coding, shape, x.numel() // shape[1], x.element_size())
+
+
+def _find_outliers(args: Sequence[Any], _: Grid | None) -> int:
+    """x (tokens, columns), the threshold."""
+    return int(args[0].numel()) * quantised.finding_bytes(len(args) > 1 and args[1] > 0)
+
+
+def _multiply_mixed(args: Sequence[Any], _: Grid | None) -> int:
+    """x, its codes, the weight's codes, scales of both, columns with outliers, bias."""
+    (tokens, columns), rows, outliers = _shape(args[0]), args[2].shape[0], len(args[5])
+    return quantised.product_bytes(tokens, rows, columns, outliers, args[0].element_size())
+
+
+def _multiply_eight(args: Sequence[Any], _: Grid | None) -> int:
+    """Codes of both, scales of both, bias, dtype."""
+    (tokens, columns), rows = _shape(args[0]), args[1].shape[0]
+    return quantised.product_bytes(tokens, rows, columns, 0, 0)
+
+
+RULES = {
+    rule.operator: rule
+    for rule in (
+        Rule(
+            "aten._scaled_dot_product_flash_attention_backward.default",
+            _flash_backward,
+            "softmax_d, the fp32 dq accumulator and, with grouped heads, dk and dv of all heads",
+            "aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp: mha_bwd",
+        ),
+        Rule(
+            "torch_attn._varlen_attn_backward.default",
+            _varlen_backward,
+            "as flash's, over documents end to end, each of which takes 128 rows more",
+            "aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp: mha_varlen_bwd",
+        ),
+        Rule(
+            "aten._scaled_dot_product_cudnn_attention_backward.default",
+            _cudnn_backward,
+            "cuDNN's workspace, which it alone decides: taken to be flash's",
+            "aten/src/ATen/native/cudnn/MHA.cpp: run_cudnn_SDP_bprop",
+        ),
+        Rule(
+            "aten._scaled_dot_product_efficient_attention_backward.default",
+            _efficient_backward,
+            "row sums of grad * out, the fp32 accumulator of dq, of dk and dv above 128 elements",
+            "aten/src/ATen/native/transformers/cuda/attention_backward.cu:"
+            " _efficient_attention_backward; mem_eff_attention/kernel_backward.h: workspace_size",
+        ),
+        Rule(
+            "aten.embedding_dense_backward.default",
+            _embedding_backward,
+            "one fp32 row an index and six index arrays, above 3072 indices",
+            "aten/src/ATen/native/cuda/Embedding.cu: embedding_dense_backward_cuda;"
+            " EmbeddingBackwardKernel.cu: embedding_backward_cuda_kernel",
+        ),
+        Rule(
+            "aten.native_layer_norm_backward.default",
+            _layer_norm_backward,
+            "partial gradients of weight and bias, from more than 65536 rows on",
+            "aten/src/ATen/native/cuda/layer_norm_kernel.cu: LaunchGammaBetaBackwardCUDAKernel",
+        ),
+        Rule(
+            "aten.sum.dim_IntList",
+            _sum,
+            "sums over rows: partial results where several blocks share a column",
+            "aten/src/ATen/native/cuda/Reduce.cuh: setReduceConfig, gpu_reduce_kernel",
+            "six peaks of Liger-Kernel's benchmark on an A100 (tests/meta/test_liger.py)",
+        ),
+        Rule(
+            "bitsandbytes.gemm_4bit.default",
+            _multiply_four,
+            "the dense weight, and its scales in fp32 where they were quantised",
+            "bitsandbytes/backends/cuda/ops.py: _dequant_linear_fallback",
+        ),
+        Rule(
+            "bitsandbytes.int8_vectorwise_quant.default",
+            _find_outliers,
+            "magnitudes of the input, and which of them are outliers",
+            "bitsandbytes/backends/cuda/ops.py: int8_vectorwise_quant",
+        ),
+        Rule(
+            "bitsandbytes.int8_mixed_scaled_mm.default",
+            _multiply_mixed,
+            "the int32 product and its fp16 values; the weight's columns of outliers, dense",
+            "bitsandbytes/backends/default/ops.py: int8_mixed_scaled_mm;"
+            " backends/cuda/ops.py: int8_mm_dequant",
+        ),
+        Rule(
+            "bitsandbytes.int8_scaled_mm.default",
+            _multiply_eight,
+            "the int32 product and its fp16 values",
+            "bitsandbytes/backends/default/ops.py: int8_scaled_mm",
+        ),
+        Rule(
+            "aten._foreach_norm.Scalar",
+            _foreach_norm,
+            "partial norms of the multi-tensor kernel",
+            "aten/src/ATen/native/cuda/ForeachReduceOp.cu: _foreach_tensor_norm_cuda_impl",
+        ),
+    )
+}
+
+PRODUCTS = frozenset(
+    {
+        "aten.mm.default",
+        "aten.addmm.default",
+        "aten.bmm.default",
+        "aten.baddbmm.default",
+        "aten._scaled_mm.default",
+    }
+)  # the operators that run on cuBLAS
+
+# What is known to be there and is not counted, and why: for docs/workspaces.md.
+NOT_COUNTED = (
+    (
+        "sums over rows on ROCm",
+        "partial results as on CUDA, by another rule",
+        "aten/src/ATen/native/cuda/Reduce.cuh: setReduceConfig",
+    ),
+    (
+        "efficient attention of 16-bit heads above 128 elements, few in a batch",
+        "dk and dv for each part of the keys; how many parts depends on the device",
+        "aten/src/ATen/native/transformers/cuda/attention_backward.cu:"
+        " _efficient_attention_backward",
+    ),
+    (
+        "sorting what chose which expert",
+        "24 bytes for each token and expert of it; gone before the tokens are copied, which takes"
+        " a hundred times that",
+        "aten/src/ATen/native/cuda/Sort.cpp: sort_cuda_kernel",
+    ),
+    (
+        "grouped products of experts",
+        "60 bytes an expert, and what CUTLASS keeps for each multiprocessor",
+        "aten/src/ATen/native/cuda/GroupMM.cu: bf16bf16_grouped_gemm_impl_sm90_sm100",
+    ),
+    (
+        "hipBLASLt on ROCm",
+        "76 MiB a thread where it serves a product instead of hipBLAS",
+        "aten/src/ATen/cuda/CublasHandlePool.cpp: parseCUDABlasLtWorkspaceSize",
+    ),
+    (
+        "compiled updates of low-bit optimizers",
+        "what the compiler does not keep in registers",
+        "torchao/optim/adam.py: single_param_adam, through torch.compile",
+    ),
+)

@@ -1,0 +1,1 @@
+"""One file for each tool whose configuration is read."""

@@ -1,0 +1,1 @@
+"""What every module may use: errors, units, registry, number formats and wording."""

@@ -1,0 +1,78 @@
+"""Named extensions: built-ins and plugins come through the same door.
+
+An extension point is a package (`memfit.optimizers`, `memfit.families`, …); each of its modules
+registers what it holds under a name. Plugins name a module under the entry point group
+`memfit.extensions`; it is imported the first time any registry is asked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from memfit.core.errors import UnknownName
+
+T = TypeVar("T")
+_plugins_loaded = False
+
+
+class Registry(Generic[T]):
+    """Name -> extension, for one extension point.
+
+    A name that equals a module of the package is imported alone, so that asking for one family
+    does not pay for all of them; only listing imports every module.
+    """
+
+    def __init__(self, what: str, package: str) -> None:
+        self.what = what
+        self._package = package
+        self._items: dict[str, T] = {}
+        self._complete = False
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorator that files an object under `name`; a second one of that name is our bug."""
+
+        def file(item: T) -> T:
+            if self._items.get(name, item) is not item:
+                raise ValueError(f"two extensions are registered as {self.what} `{name}`")
+            self._items[name] = item
+            return item
+
+        return file
+
+    def find(self, name: str) -> T:
+        """The extension of that name; raises UnknownName with the nearest names."""
+        if name not in self._items and name.isidentifier():
+            module = f"{self._package}.{name}"
+            if importlib.util.find_spec(module) is not None:
+                importlib.import_module(module)
+        if name not in self._items:
+            self._load_all()
+        if name not in self._items:
+            raise UnknownName(self.what, name, self._items, see=f"known: {', '.join(self.names())}")
+        return self._items[name]
+
+    def names(self) -> list[str]:
+        """Every registered name, sorted."""
+        self._load_all()
+        return sorted(self._items)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def _load_all(self) -> None:
+        global _plugins_loaded
+        if not self._complete:
+            package = importlib.import_module(self._package)
+            for info in pkgutil.iter_modules(package.__path__):
+                importlib.import_module(f"{self._package}.{info.name}")
+            self._complete = True
+        if not _plugins_loaded:
+            from importlib.metadata import entry_points  # 10 ms that a plan can do without
+
+            _plugins_loaded = True
+            for point in entry_points(group="memfit.extensions"):
+                point.load()

@@ -1,0 +1,201 @@
+"""Training data as a request names it, for tools that read it themselves: where, and of what kind.
+
+A tool is started from the folder of its files, so that every file of this machine is named by its
+whole path. Formats are told apart as `memfit train` does it, by the keys of the first record.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+from pathlib import Path
+from typing import Literal
+
+from memfit.core.errors import InvalidRequest
+from memfit.records import Noun
+
+PLACEHOLDER = "YOUR_DATASET"
+KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+# keys that a record of each shape has, the most telling first
+SHAPES: dict[str, tuple[str, ...]] = {
+    "pairs": ("chosen", "rejected"), "messages": ("messages",),
+    "conversations": ("conversations",), "alpaca": ("instruction", "output"),
+    "answers": ("prompt", "completion"), "text": ("text",),
+}  # fmt: skip
+MOST_FILES = 1000  # that are named one by one
+Shape = Literal["", "pairs", "messages", "conversations", "alpaca", "answers", "text"]
+
+
+class Part(Noun, frozen=True, kw_only=True):
+    """Files of one kind whose records have one shape."""
+
+    kind: Literal["text", "jsonl", "parquet"]
+    shape: Shape  # "": not known
+    files: tuple[str, ...]  # whole paths
+    keys: frozenset[str]  # of the first record; of text, `text`
+    nested: bool = False  # pairs: the answers are lists of messages, not texts
+
+
+class Data(Noun, frozen=True, kw_only=True):
+    """What is trained on: a placeholder, a name on the hub, or files of this machine."""
+
+    named: str
+    parts: tuple[Part, ...]  # () of a placeholder, and of the hub
+
+    @property
+    def here(self) -> bool:
+        """Whether it is files of this machine."""
+        return bool(self.parts)
+
+    @property
+    def shapes(self) -> tuple[str, ...]:
+        """Of all parts, each once."""
+        return tuple(dict.fromkeys(part.shape for part in self.parts))
+
+
+def read_data(named: str) -> Data:
+    """The data that a request names, looked at but not read.
+
+    Raises InvalidRequest for a file or folder that is not here, and one that holds no data.
+    """
+    if not named:
+        return Data(named=PLACEHOLDER, parts=())
+    path = Path(named).expanduser()
+    if path.is_file():
+        files = [path]
+    elif path.is_dir():
+        files = [p for p in sorted(path.rglob("*")) if p.is_file() and not _passed_over(p, path)]
+    elif found := sorted(glob.glob(str(path), recursive=True)):
+        files = [Path(name) for name in found if Path(name).is_file()]
+    elif _on_the_hub(named):
+        return Data(named=named, parts=())
+    else:
+        raise InvalidRequest(f"no data at `{named}`", hint=f"looked in `{path.parent.resolve()}`")
+    files = [file for file in files if file.stat().st_size]
+    if not files:
+        raise InvalidRequest(f"`{named}` holds no file with data in it")
+    if len(files) > MOST_FILES:
+        raise InvalidRequest(
+            f"`{named}` holds {len(files):,} files, and an export names up to {MOST_FILES:,}",
+            hint="join them, for example as one JSONL or parquet file",
+        )
+    parts: dict[tuple[str, str, bool], list[Part]] = {}
+    for file in files:
+        part = _look_at(file)
+        parts.setdefault((part.kind, part.shape, part.nested), []).append(part)
+    return Data(
+        named=str(path.resolve()),
+        parts=tuple(
+            Part(
+                kind=first.kind, shape=first.shape, nested=first.nested, keys=first.keys,
+                files=tuple(file for part in same for file in part.files),
+            )
+            for same in parts.values() if (first := same[0])
+        ),
+    )  # fmt: skip
+
+
+def _on_the_hub(named: str) -> bool:
+    """`owner/name`, or a single word without an ending."""
+    words = named.split("/")
+    plain = all(word and not word.startswith((".", "~")) for word in words)
+    return len(words) <= 2 and plain and Path(named).suffix.lower() not in (*KINDS, ".txt", ".json")
+
+
+def _passed_over(path: Path, root: Path) -> bool:
+    parts = path.relative_to(root).parts
+    return any(part.startswith(".") or part == "__pycache__" for part in parts)
+
+
+def _look_at(file: Path) -> Part:
+    whole = str(file.resolve())
+    try:
+        whole.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(
+            f"the name of {whole!r} is not UTF-8, and the files of a tool are",
+            hint="rename the file",
+        ) from None
+    kind = KINDS.get(file.suffix.lower(), "text")
+    if kind == "text":
+        keys, nested = frozenset({"text"}), False
+    elif kind == "jsonl":
+        keys, nested = _first_record(file)
+    else:
+        keys, nested = _columns(file), False
+    shape = next((s for s, wanted in SHAPES.items() if keys >= {*wanted}), "")
+    return Part(kind=kind, shape=shape, files=(whole,), keys=keys, nested=nested)  # type: ignore[arg-type]
+
+
+def _first_record(file: Path) -> tuple[frozenset[str], bool]:
+    """Its keys, and whether its preferred answer is a list of messages."""
+    with file.open(encoding="utf-8") as lines:
+        line = next((line for line in lines if line.strip()), "{}")
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise InvalidRequest(
+            f"`{file}` does not begin with a JSON object: {error}",
+            hint="one object a line (`jq -c '.[]'` splits an array)",
+        ) from None
+    if not isinstance(record, dict):
+        raise InvalidRequest(f"`{file}` begins with {type(record).__name__}, not a JSON object")
+    return frozenset(key for key in record if record[key] is not None), isinstance(
+        record.get("chosen"), list
+    )
+
+
+def _columns(file: Path) -> frozenset[str]:
+    """Of a parquet file; none where nothing here reads it."""
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        return frozenset()
+    return frozenset(pyarrow.parquet.read_schema(file).names)
+
+
+def load_with(part: Part) -> str:
+    """The name that Hugging Face's `datasets` has for what reads the files."""
+    return {"jsonl": "json", "parquet": "parquet", "text": "text"}[part.kind]
+
+
+def as_patterns(part: Part) -> list[str]:
+    """The files as `datasets` is given them: it takes each name for a pattern."""
+    return [glob.escape(file) for file in part.files]
+
+
+def refuse_patterns(data: Data, tool: str) -> None:
+    """Raise InvalidRequest for names that a tool looks up as they are and then gives to `datasets`,
+    which takes them for patterns."""
+    for file in (file for part in data.parts for file in part.files):
+        if glob.has_magic(file):
+            raise InvalidRequest(
+                f"`{file}` holds one of * ? [, which `{tool}` takes for a pattern",
+                hint="rename the file or its folder",
+            )
+
+
+def refuse_shapes(data: Data, known: tuple[str, ...], objective: str, tool: str) -> None:
+    """Raise InvalidRequest for records that a tool does not train on under the objective."""
+    wanted = ("pairs",) if objective == "dpo" else known
+    for part in data.parts:
+        if part.shape and part.shape not in wanted:
+            found = ", ".join(f"`{key}`" for key in SHAPES[part.shape])
+            raise InvalidRequest(
+                f"`{part.files[0]}` has {found}, which `{tool}` does not train on under"
+                f" `objective: {objective}`",
+                hint="it reads " + "; ".join(", ".join(SHAPES[shape]) for shape in wanted),
+            )
+
+
+def read_notes(data: Data, objective: str) -> tuple[str, ...]:
+    """What to know of the data before one starts."""
+    found = []
+    if not data.here:
+        none = data.named == PLACEHOLDER
+        asked = "the request names none; put yours in its place: " if none else ""
+        wanted = {"dpo": "chosen, rejected", "pretrain": "text"}.get(objective, "messages")
+        found.append(f"data: `{data.named}`: {asked}its records need {wanted}")
+    if any(part.kind == "text" for part in data.parts):
+        found.append("data: the tool takes each line of a text file for a document of its own")
+    return tuple(found)

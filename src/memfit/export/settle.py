@@ -1,0 +1,379 @@
+"""A plan for the step of the tool that it is written for.
+
+What a request leaves open is decided again for that step, and what it states is kept. What the
+tool does whatever its file says (`Draft.becomes`) is planned for, until the file says the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from msgspec.structs import replace
+
+from memfit import families
+from memfit.core.errors import InvalidRequest
+from memfit.core.wording import as_yaml
+from memfit.export.unwritten_keys import learns
+from memfit.plan.frameworks import Framework, find_framework
+from memfit.plan.request.model_reference import find_reference
+from memfit.plan.request.problem import find_device, find_rate, read_problem
+from memfit.plan.request.wording import restate
+from memfit.plan.search import mesh_search, other_framework, search
+from memfit.records import from_data, to_data
+from memfit.records.recipe import ADAPTED, Method, Recipe
+from memfit.records.request import ParallelRequest, Request
+from memfit.records.results import Plan
+from memfit.workflows.load_inputs import change
+
+if TYPE_CHECKING:
+    from memfit.export import Draft, Job, Target
+
+ORDER = ("fits", "unproven", "at_risk", "does_not_fit")
+ROUNDS = 6  # of planning what a tool does anyhow: each pins another key
+PAGED = {"adamw8bit-bnb": False, "adamw8bit-paged": True}  # bitsandbytes', of memfit's own step
+TORCHAO = ("adamw8bit", "adamw4bit")  # torchao's there, which the Trainer has, too
+# keys that change memory and time alone: the value that leaves each of them open
+OPEN = {
+    "recompute": "auto", "attention": "auto", "loss": "auto", "compile": "auto",
+    "offload": "none", "optimizer.implementation": "auto",
+}  # fmt: skip
+# keys of a request that decide what is learned, and that a plan's own choice fills in
+CHOSEN = ("method", "base_format", "precision", "optimizer.name")
+OF_TASK = ("sequence_length", "packing")  # keys of a recipe that a request has under `task`
+
+
+class Settled(NamedTuple):
+    """A plan that the target's files say, the files, and what differs from what was asked."""
+
+    job: Job
+    draft: Draft
+    changed: dict[str, str]  # key -> in words: what it was, what it is, and why
+
+
+def settle(asked: Plan | Request, target: Target) -> Settled:
+    """The plan under the target's own step, and its files.
+
+    Raises InvalidRequest where the files would train something else than was asked.
+    """
+    request = asked.request if isinstance(asked, Plan) else asked
+    if target.schedules:
+        return _settle_started(asked if isinstance(asked, Plan) else plan_anew(asked), target)
+    before = asked.recipe.framework if isinstance(asked, Plan) else request.framework
+    name = before if before in target.frameworks else target.frameworks[0]
+    moved, changed = move(request, name, target)
+    moved = change(moved, {"optimizer.learning_rate": _rate(asked, target)})
+    if isinstance(asked, Plan):
+        plan = asked if before == name else _first(moved, keep_chosen(moved, asked))
+    else:
+        plan = plan_anew(moved)
+    first = Settled(make_job(plan, target), _draft(plan, target), changed)
+    settled = _pin(first, moved, target, kept=plan is asked)
+    if isinstance(asked, Plan):
+        _note_changes(asked.recipe, settled)
+    return settled
+
+
+def _note_changes(before: Recipe, settled: Settled) -> None:
+    """Say it where what is learned is not what the plan had."""
+    after, changed = settled.job.recipe, settled.changed
+    if before.framework == after.framework:
+        return
+    for key in (*CHOSEN, *OF_TASK):
+        was, now = look_up(before, key), look_up(after, key)
+        frozen = key != "base_format" or after.method in ADAPTED
+        if was != now and frozen and key not in changed:
+            changed[key] = f"{as_yaml(was)} -> {as_yaml(now)}: as {after.framework} has it"
+
+
+def _settle_started(plan: Plan, target: Target) -> Settled:
+    """A scheduler starts the plan's own trainer, whose files say what that trainer does."""
+    from memfit.export import find_target
+    from memfit.export.start import TRAINERS
+
+    changed: dict[str, str] = {}
+    if trainer := TRAINERS.get(plan.recipe.framework):
+        settled = settle(plan, find_target(trainer))
+        plan, changed = settled.job.plan, settled.changed
+    job = make_job(plan, target)
+    return Settled(job, target.draft(job), changed)
+
+
+def plan_anew(request: Request) -> Plan:
+    """Every knob that is left open, decided."""
+    if request.framework != "memfit":
+        return mesh_search.search(request)
+    return search.search(read_problem(request), levers=False)
+
+
+def make_job(plan: Plan, target: Target) -> Job:
+    """What the target asks of; raises InvalidRequest for a mesh or an objective that it has not."""
+    from memfit.export import Job, check_asked
+
+    check_asked(plan.recipe.objective, plan.recipe.parallel, target)
+    model, device = families.read_model(plan.recipe.model), find_device(plan.recipe.device)
+    return Job(plan=plan, model=model, device=device)
+
+
+def _draft(plan: Plan, target: Target) -> Draft:
+    return target.draft(make_job(plan, target))
+
+
+def _first(moved: Request, filled: Request) -> Plan:
+    """A plan with what was chosen before; where that does not fit, of what was asked alone."""
+    try:
+        plan = plan_anew(filled)
+    except InvalidRequest:
+        if filled == moved:
+            raise
+        return plan_anew(moved)
+    return plan if plan.memory.verdict != "does_not_fit" or filled == moved else plan_anew(moved)
+
+
+def _pin(settled: Settled, moved: Request, target: Target, *, kept: bool) -> Settled:
+    """The same once everything that the tool does anyhow is planned for.
+
+    kept: the plan was asked for as it is, so that each difference is said; else those in what is
+    learned are.
+    """
+    job, draft, changed = settled
+    pins: dict[str, Any] = {}
+    for _ in range(ROUNDS):
+        found = {k: v for k, v in draft.becomes.items() if look_up(job.recipe, k) != v}
+        if not found:
+            _refuse_untold(draft, job, target)
+            return Settled(job, draft, changed)
+        if "precision" in found:  # kernels, and what hangs on them, depend on it
+            found = {"precision": found["precision"]}
+        for key, value in found.items():
+            why = draft.left.get(key, "")
+            _refuse_stated(moved, key, value, why, target)
+            if learns(key) or kept:
+                reason = why.partition(": ")[2] or f"{target.title} does so"
+                before = as_yaml(to_data(look_up(job.recipe, key)))
+                changed[key] = f"{before} -> {as_yaml(value)}: {reason}"
+        pins |= found
+        plan = _replan(job.plan, moved, pins, kept=kept)
+        job, draft = make_job(plan, target), _draft(plan, target)
+    raise AssertionError(f"{target.name}: {found} is never as planned")
+
+
+def _replan(plan: Plan, moved: Request, pins: Mapping[str, Any], *, kept: bool) -> Plan:
+    """The same recipe with these keys; where that cannot be, or may not fit, a new search.
+
+    kept: the recipe was asked for as it is, at its own risk.
+    """
+    asked = {name_in_request(key): value for key, value in pins.items()}
+    if "recompute_blocks" in asked:  # all of them
+        del asked["recompute_blocks"]
+        asked["recompute"] = plan.recipe.recompute
+    same = None
+    with suppress(InvalidRequest):
+        same = other_framework.predict_foreign(change(restate(plan), asked))
+    enough = ORDER[:3] if kept else ORDER[:1]
+    if same is not None and same.memory.verdict in enough:
+        return same
+    anew = plan_anew(change(moved, asked))
+    better = same is None or ORDER.index(anew.memory.verdict) < ORDER.index(same.memory.verdict)
+    return anew if better or same is None else same
+
+
+def name_in_request(key: str) -> str:
+    """A recipe's key as a request has it."""
+    return f"task.{key}" if key in OF_TASK else key
+
+
+def _refuse_stated(moved: Request, key: str, value: Any, why: str, target: Target) -> None:
+    """Raise InvalidRequest where the tool learns with another value than the one asked for."""
+    stated = look_up(moved, name_in_request(key))
+    if not learns(key) or stated in ("auto", value):
+        return
+    reason = why.partition(": ")[2] or f"{target.title} always has {as_yaml(value)}"
+    raise InvalidRequest(
+        f"`{key}: {as_yaml(stated)}` cannot be written for `{target.name}`: {reason}",
+        hint=f"`--set {name_in_request(key)}={as_yaml(value)}`, or leave it open",
+    )
+
+
+def _refuse_untold(draft: Draft, job: Job, target: Target) -> None:
+    """Raise InvalidRequest for what is learned and cannot be said; a script says what a launcher's
+    file does not."""
+    from memfit.export.unwritten_keys import find_unsaid
+
+    unsaid = {} if target.launches else find_unsaid(job.recipe, target.says_of(job))
+    for key, why in {**draft.left, **unsaid}.items():
+        if learns(key):
+            raise InvalidRequest(
+                f"`{key}: {why.partition(': ')[0]}` cannot be written for `{target.name}`:"
+                f" {why.partition(': ')[2]}",
+                hint=HINTS.get(key, "another value, or another target: `memfit export --help`"),
+            )
+
+
+HINTS = {
+    "method": "`method: full`; trl, axolotl and llamafactory train adapters",
+    "optimizer.momentum": "`--set optimizer.momentum=0`, or `--set optimizer.name=adamw`",
+    "objective": "trl, axolotl and llamafactory train on answers; slurm, k8s, … start `memfit"
+    " train`, which does, too",
+    "lora.alpha": "a whole number",
+    "weights": "torchtitan and megatron begin with random weights, and so does `memfit train`",
+}  # fmt: skip
+
+
+def look_up(noun: Any, key: str) -> Any:
+    """A dotted key of a recipe or a request; None where a mapping does not hold it."""
+    for part in key.split("."):
+        noun = noun.get(part) if isinstance(noun, Mapping) else getattr(noun, part, None)
+    return noun
+
+
+def move(request: Request, name: str, target: Target) -> tuple[Request, dict[str, str]]:
+    """The request for the framework `name`, and what of it is of no use there.
+
+    Raises InvalidRequest where that would train something else.
+    """
+    from memfit.export import check_asked
+
+    framework = find_framework(name)
+    mesh = ParallelRequest() if request.parallel == "auto" else request.parallel
+    check_asked(request.task.objective, mesh, target)
+    _refuse_untrainable(request, framework, target)
+    if request.framework == name:
+        return request, {}
+    data, dropped = to_data(request), {}
+    data["framework"] = name
+    for key, free in OPEN.items():
+        asked, allowed = look_up(request, key), framework.values[key.rpartition(".")[2]]
+        word = asked if isinstance(asked, str) else "full"  # a number of blocks
+        if asked == free or word in allowed:
+            continue
+        data = to_data(change(from_data(data, Request, where="the export"), {key: free}))
+        dropped[key] = f"{as_yaml(to_data(asked))}: of no use there, and left open"
+    if request.parallel != "auto":
+        data["parallel"] |= _restate_mesh(request.parallel, framework, dropped)
+    if request.lean not in ("auto", "none"):
+        dropped["lean"] = f"{as_yaml(to_data(request.lean))}: of memfit's own step"
+    data["lean"] = "auto"
+    if request.optimizer.in_backward is True:
+        dropped["optimizer.in_backward"] = "true: of memfit's own step"
+    data["optimizer"]["in_backward"] = "auto"
+    data["options"] = _options(request, framework, dropped)
+    if "padding_free" in framework.knobs:  # until the files say it: they take flash-attn for it
+        data["options"].setdefault("padding_free", False)
+    _name_optimizer(request, framework, data)
+    return from_data(data, Request, where="the export"), dropped
+
+
+def _restate_mesh(
+    mesh: ParallelRequest, framework: Framework, dropped: dict[str, str]
+) -> dict[str, Any]:
+    """What a framework's own way of cutting and gathering is, where it has one alone."""
+    plain = ParallelRequest()
+    own: dict[str, Any] = {
+        name: getattr(plain, name)
+        for name in ("reshard_after_forward", "sequence_parallel", "zero")
+        if name not in framework.axes
+    }
+    if framework.cuts != plain.zero:
+        own["zero"] = framework.cuts
+    for name, value in own.items():
+        if getattr(mesh, name) != value:
+            before = as_yaml(getattr(mesh, name))
+            dropped[f"parallel.{name}"] = f"{before}: {framework.name} always has {as_yaml(value)}"
+    return own
+
+
+def _options(request: Request, framework: Framework, dropped: dict[str, str]) -> dict[str, Any]:
+    """Knobs that both frameworks have alike; some share a name alone."""
+    if request.framework == "memfit":
+        coded = request.base_format in ("nf4", "fp4", "auto")
+        kept = coded and "double_quantisation" in framework.knobs
+        return {"double_quantisation": request.quantisation.double} if kept else {}
+    knobs, found = find_framework(request.framework).knobs, {}
+    for key, value in request.options.items():
+        if key in framework.knobs and framework.knobs[key] == knobs.get(key):
+            found[key] = value
+        else:
+            dropped[f"options.{key}"] = f"{as_yaml(value)}: of {request.framework} alone"
+    return found
+
+
+def _name_optimizer(request: Request, framework: Framework, data: dict[str, Any]) -> None:
+    """The framework's own name of an optimizer of memfit's own step."""
+    name = request.optimizer.name
+    if request.framework != "memfit":
+        return
+    if name in PAGED:
+        data["optimizer"]["name"], data["options"]["paged"] = "adamw8bit", PAGED[name]
+    elif name in TORCHAO and "adamw8bit" in framework.knobs:
+        data["options"]["adamw8bit"] = "torchao"
+        data["optimizer"]["implementation"] = "fused"  # the Trainer compiles it
+
+
+def _refuse_untrainable(request: Request, framework: Framework, target: Target) -> None:
+    """Raise InvalidRequest for what is learned in a way that the tool's step has not."""
+    where = f"cannot be written for `{target.name}`"
+    started = "or `--to slurm`, `--to k8s`, …, which start `memfit train`"
+    name, known = request.optimizer.name, framework.values["optimizer"]
+    theirs = "adamw8bit" if name in PAGED and "paged" in framework.knobs else name
+    if request.framework == "memfit" and name in TORCHAO and "adamw8bit" not in framework.knobs:
+        theirs = f"torchao's {name}"
+    if theirs not in ("auto", *known):
+        raise InvalidRequest(
+            f"`optimizer.name: {name}` {where}: {framework.title} has no such optimizer, or memfit"
+            " does not describe it there",
+            hint=f"one of {', '.join(known)}; {started}",
+        )
+    if request.optimizer.stochastic_rounding is True:
+        raise InvalidRequest(
+            f"`optimizer.stochastic_rounding: true` {where}: it is of memfit's own step",
+            hint=f"leave it out, {started}",
+        )
+    for key in ("method", "precision"):
+        value, allowed = look_up(request, key), framework.values[key]
+        if value not in ("auto", *allowed):
+            raise InvalidRequest(
+                f"`{key}: {value}` {where}: it is not described for {framework.title}",
+                hint=f"one of {', '.join(allowed)}; {started}",
+            )
+    if target.loads and request.weights == "random":
+        raise InvalidRequest(
+            f"`weights: random` {where}, which loads a model's weights", hint=HINTS["weights"]
+        )
+    threshold = request.quantisation.outlier_threshold
+    if request.base_format == "int8" and request.framework == "memfit" and threshold != 6.0:
+        raise InvalidRequest(
+            f"`quantisation.outlier_threshold: {threshold}` {where}, whose threshold is"
+            " bitsandbytes' own, 6.0",
+            hint=f"leave it out, {started}",
+        )
+
+
+def _rate(asked: Plan | Request, target: Target) -> float:
+    """The learning rate that the plan has, or that memfit's own step would have."""
+    if isinstance(asked, Plan):
+        return asked.recipe.optimizer.learning_rate
+    reference = find_reference(asked.model)
+    method: Method = "full" if asked.method == "auto" else asked.method
+    if asked.weights == "auto" and not (target.loads or target.launches):
+        asked = replace(asked, weights="random")  # with which the tool begins
+    return find_rate(asked, reference, families.read_model(reference), method)
+
+
+def keep_chosen(moved: Request, plan: Plan) -> Request:
+    """The request with what decides learning as the plan has it, where the framework has that."""
+    framework, recipe = find_framework(moved.framework), plan.recipe
+    said: dict[str, Any] = {}
+    for key in CHOSEN:
+        value = look_up(recipe, key)
+        wanted = framework.values[key.replace("optimizer.name", "optimizer")]
+        if look_up(moved, key) == "auto" and value in wanted:
+            said[key] = value
+    if recipe.method == "full":
+        said.pop("base_format", None)
+    if recipe.optimizer.stochastic_rounding:  # without which weights of 16 bits learn otherwise
+        said.pop("precision", None)
+    if recipe.method in ADAPTED and moved.lora.targets == "auto":
+        said["lora.targets"] = list(recipe.lora.targets)
+    return change(moved, said)

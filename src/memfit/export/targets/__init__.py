@@ -1,0 +1,1 @@
+"""One file for each tool that plans are written for."""

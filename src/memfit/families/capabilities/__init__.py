@@ -1,0 +1,1 @@
+"""Which techniques a family's class can run with, and why others cannot."""

@@ -1,0 +1,43 @@
+"""Which families' blocks have lean operations (`memfit.train.lean`), and why others do not."""
+
+from __future__ import annotations
+
+from memfit.core.errors import InvalidRequest
+from memfit.records.model import Architecture
+from memfit.records.recipe import LEAN, Lean
+
+# The tests prove of each that its class's norms, products and feed-forward are those of the lean
+# operations.
+LEAN_FAMILIES = (
+    "falcon", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_neox", "gptj",
+    "granite", "llama", "mistral", "mpt", "olmo2", "opt", "phi", "phi3", "qwen2", "qwen3",
+    "smollm3", "stablelm",
+)  # fmt: skip
+# Those whose derivative reads their input; relu's reads its result, which a product keeps anyway.
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast")
+
+
+def find_lean(a: Architecture) -> tuple[Lean, ...]:
+    """The lean operations that blocks of this architecture can have."""
+    if a.family not in LEAN_FAMILIES or a.norm_after:
+        return ()
+    return LEAN if a.activation in ACTIVATIONS else ("norm",)
+
+
+def check_lean(name: str, a: Architecture, asked: tuple[Lean, ...]) -> None:
+    """Raise InvalidRequest where a recipe asks for an operation that the blocks do not have."""
+    own = find_lean(a)
+    lacking = [operation for operation in asked if operation not in own]
+    if not lacking:
+        return
+    if not own:
+        raise InvalidRequest(
+            f"`lean: {', '.join(asked)}` is written for blocks of one feed-forward behind a norm,"
+            f" and those of `{name}` (`{a.family}`) are others",
+            hint="use `lean: none`; `recompute` keeps less in every family",
+        )
+    raise InvalidRequest(
+        f"`lean: {lacking[0]}` makes an activation again from its input, and that of `{name}`,"
+        f" `{a.activation}`, keeps its result alone",
+        hint=f"use `lean: [{', '.join(own)}]`",
+    )

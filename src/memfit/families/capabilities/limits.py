@@ -1,0 +1,92 @@
+"""What a model's class excludes, whatever the device: one table for plan and trainer."""
+
+from __future__ import annotations
+
+from memfit.core.errors import InvalidRequest
+from memfit.records.model import Architecture
+from memfit.records.request import Request
+
+# Families whose class tells attention its window; of others memfit would run without one.
+SLIDING_CLASSES = (
+    "gemma2", "gemma3_text", "gpt_oss", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe",
+)  # fmt: skip
+# Families whose backbone hands its blocks nothing of a batch: see train/model/attention_classes.py.
+UNTOLD = ("falcon", "stablelm")
+
+
+def own_kernels(a: Architecture) -> tuple[str, ...]:
+    """The only attention kernels that compute this model; empty where every kernel does."""
+    return ("math",) if a.alibi or a.sinks or a.attention_cap else ()
+
+
+def choose_packing(request: Request, a: Architecture) -> bool:
+    """Whether rows are filled with whole documents: as asked for, else where that can be.
+
+    Pairs are compared row by row, alibi counts distances over a whole row, and the ring of
+    memfit's own step attends to whole rows.
+    """
+    if request.task.packing != "auto":
+        return request.task.packing
+    parallel = request.parallel if request.framework == "memfit" else "auto"
+    ring = parallel != "auto" and parallel.cp > 1
+    return request.task.objective != "dpo" and not a.alibi and not ring
+
+
+def check_limits(
+    name: str, a: Architecture, *, attention: str, packing: bool, loss: str, tokens: int
+) -> None:
+    """Raise InvalidRequest where a recipe asks what the model's class cannot do exactly.
+
+    attention and loss may be `auto`; tokens: of a row.
+    """
+    if a.windowed(tokens) and a.family not in SLIDING_CLASSES:
+        raise InvalidRequest(
+            f"rows of {tokens} tokens are longer than the sliding window of {a.sliding_window}"
+            f" tokens of `{name}`, whose class does not tell attention which blocks slide",
+            hint=f"use a sequence_length of at most {a.sliding_window}",
+        )
+    if a.alibi and attention not in ("auto", *own_kernels(a)):
+        raise InvalidRequest(
+            f"`attention: {attention}` knows no bias by distance, which `{name}` adds to its"
+            " scores (alibi)",
+            hint="use `attention: math`",
+        )
+    if a.sinks and attention not in ("auto", *own_kernels(a)):
+        raise InvalidRequest(
+            f"`attention: {attention}` knows no attention sinks, which `{name}` has",
+            hint="use `attention: math`",
+        )
+    if a.attention_cap and attention not in ("auto", *own_kernels(a)):
+        raise InvalidRequest(
+            f"`attention: {attention}` cannot keep scores below a cap, as `{name}` does"
+            f" (`attn_logit_softcapping: {a.attention_cap:g}`)",
+            hint="use `attention: math`",
+        )
+    if attention == "varlen":
+        _check_varlen(name, a, packing=packing)
+    if a.alibi and packing:
+        raise InvalidRequest(
+            f"`packing: true`, but the class of `{name}` counts distances over the whole row and"
+            " cannot keep documents apart",
+            hint="use `packing: false`, which a request calls `task.packing`",
+        )
+    if a.head_bias and loss == "chunked":
+        raise InvalidRequest(
+            f"`loss: chunked` takes no bias in the head, and `{name}` has one (`lm_head.bias`)",
+            hint="use `loss: plain`",
+        )
+
+
+def _check_varlen(name: str, a: Architecture, *, packing: bool) -> None:
+    if not packing:
+        raise InvalidRequest(
+            "`attention: varlen` is for packed rows, whose documents it is told, and rows are not"
+            " packed",
+            hint="use `attention: flash`, or `task.packing: true`",
+        )
+    if a.family in UNTOLD:
+        raise InvalidRequest(
+            f"`attention: varlen` needs to be told in each block where documents begin, which the"
+            f" backbone of `{name}` (`{a.family}`) does not hand on",
+            hint="use `attention: flash`",
+        )

@@ -1,0 +1,140 @@
+"""Pieces of gated blocks beside Llama's, over `memfit.meta`, written as those in `forward` are.
+
+Each is one module, or one function, of Hugging Face's classes of the families that it names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from memfit import meta
+from memfit.families.shared.forward import (
+    Embedded,
+    Forward,
+    Rotation,
+    Weights,
+    activate,
+    cut_head,
+    gated_mlp,
+    module,
+    positions,
+    project,
+    rotation,
+    turn_part,
+    unit_of,
+    within,
+)
+from memfit.meta import Tensor
+from memfit.meta.layers import lean
+
+GEMMA_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+Norm = Callable[[Forward, Tensor, Tensor], Tensor]
+Attention = Callable[[Tensor], Tensor]
+
+
+def scaled_embed(forward: Forward, weight: Tensor) -> Embedded:
+    """As `rotary_embed`, by an embedding that multiplies by the root of its width (gemma)."""
+    x = scaled_embedding(forward, weight)
+    position_ids = positions(forward)
+    cosines, sines = rotation(forward, x.dtype, position_ids)
+    return Embedded(x, (cosines, sines, position_ids), (x,))
+
+
+@module
+def scaled_embedding(forward: Forward, weight: Tensor) -> Tensor:
+    """Rows of the embedding times a factor that is kept in fp32, a tensor without dimensions."""
+
+    def run() -> Tensor:
+        rows = meta.gather_rows(weight, forward.input_ids)
+        if weight.dtype == "float32":
+            return meta.scale(rows)  # by the buffer itself
+        return meta.mul(rows, meta.empty(forward.meter, (), weight.dtype))
+
+    return within(unit_of(forward, weight), run)
+
+
+@module
+def unit_norm(forward: Forward, weight: Tensor, x: Tensor, feeds: bool = True) -> Tensor:
+    """RMSNorm whose weight is kept less one and applied in fp32 (gemma, gemma2, gemma3_text)."""
+    if "norm" in forward.lean:
+        return lean.rms_norm(x, weight, lean.normalise_unit, feeds=feeds)
+    output = _normalise(meta.cast(x, "float32"))
+    output = meta.mul(output, meta.shift(meta.cast(weight, "float32")))
+    return meta.cast(output, x.dtype)
+
+
+def _normalise(x: Tensor) -> Tensor:
+    return meta.mul(x, meta.rsqrt(meta.shift(meta.mean_last(meta.power(x)))))
+
+
+@module
+def wide_norm(forward: Forward, weight: Tensor, x: Tensor, feeds: bool = True) -> Tensor:
+    """RMSNorm that is cast back after its weight is applied (olmo2)."""
+    if "norm" in forward.lean:
+        return lean.rms_norm(x, weight, lean.normalise_wide, feeds=feeds)
+    dtype = x.dtype
+    x = meta.cast(x, "float32")
+    variance = meta.mean_last(meta.power(x))
+    x = meta.mul(x, meta.rsqrt(meta.shift(variance)))
+    return meta.cast(meta.mul(weight, x), dtype)
+
+
+@module
+def fused_gated_mlp(forward: Forward, weights: Weights, x: Tensor) -> Tensor:
+    """down(up(x) * act(gate(x))), gate and up in one projection (phi3, glm4)."""
+    up = project(forward, weights, "mlp.gate_up_proj", x)
+    width = up.shape[-1] // 2
+    gate, up = meta.split(up, (width, width), 2)
+    if "mlp" in forward.lean:
+        return project(forward, weights, "mlp.down_proj", lean.gated_product(gate, up))
+    up = meta.mul(up, activate(forward, gate))
+    return project(forward, weights, "mlp.down_proj", up)
+
+
+def rotate_part_by_part(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
+    """Rotation of each head's first elements; each is joined with its rest at once (phi3)."""
+    cos, sin = meta.unsqueeze(turn[0], 1), meta.unsqueeze(turn[1], 1)
+    size = cos.shape[-1]
+    query_part, query_rest = cut_head(query, size)
+    key_part, key_rest = cut_head(key, size)
+    query_joined = meta.concatenate((turn_part(query_part, cos, sin), query_rest), 3)
+    key_joined = meta.concatenate((turn_part(key_part, cos, sin), key_rest), 3)
+    return query_joined, key_joined
+
+
+def swap_neighbours(x: Tensor) -> Tensor:
+    """(…, size) -> each pair (a, b) as (-b, a) (gptj, glm4)."""
+    first, second = meta.every_other(x), meta.every_other(x)
+    pairs = (meta.negative(second), first)
+    joined = meta.concatenate([meta.view(p, *p.shape, 1) for p in pairs], 4)
+    return meta.view(joined, *x.shape)
+
+
+def sandwich_block(
+    forward: Forward,
+    weights: Weights,
+    x: Tensor,
+    attention: Attention,
+    norm: Norm,
+    names: tuple[str, str, str, str],
+    mlp: Callable[[Forward, Weights, Tensor], Tensor] = gated_mlp,
+) -> Tensor:
+    """Norms before and after attention and feed-forward (gemma2, gemma3_text, glm4).
+
+    names: of the norms before and after attention, before and after the feed-forward.
+    """
+    residual = x
+    x = norm(forward, weights[f"{names[0]}.weight"], x)
+    x = attention(x)
+    x = norm(forward, weights[f"{names[1]}.weight"], x)
+    x = meta.add(residual, x)
+    residual = x
+    x = norm(forward, weights[f"{names[2]}.weight"], x)
+    x = mlp(forward, weights, x)
+    x = norm(forward, weights[f"{names[3]}.weight"], x)
+    return meta.add(residual, x)

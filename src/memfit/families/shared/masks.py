@@ -1,0 +1,174 @@
+"""What Hugging Face's own attention holds: masks of its backbones, and the functions they reach.
+
+Source: transformers 5.24 (masking_utils.py, integrations/sdpa_attention.py, the classes' own
+`eager_attention_forward`), torch 2.13 (aten/src/ATen/native/transformers/attention.cpp).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from memfit import meta
+from memfit.meta import Meter, Tensor
+from memfit.meta.attending.kernels import BY_PREFERENCE, Capability, Heads, Platform, refusal
+from memfit.records import Noun
+from memfit.records.model import SLIDING, Architecture
+
+EAGER, SDPA, FLASH = "eager", "sdpa", "flash_attention_2"
+GROUPED_HEAD = 256  # elements of the largest heads that sdpa is given in groups
+ALWAYS_MASKED = ("falcon",)  # classes that ask for a mask though every row is full
+# whose one key for all heads is multiplied with all queries, and not repeated
+BROADCASTING = ("falcon",)
+NARROW_SOFTMAX = ("falcon", "gpt2")  # eager classes: in the dtype of the scores
+WIDE_SCORES = ("gptj",)  # eager classes: scores of queries and keys cast to fp32
+# classes without a form of `sdpa`: their own code, whatever is asked for
+ONLY_EAGER = ("bloom", "gemma2", "gpt_oss", "mpt")
+
+
+class Masking(Noun, frozen=True, kw_only=True):
+    """How a loop over Hugging Face's classes runs their attention."""
+
+    implementation: str  # transformers' attn_implementation
+    padded: bool  # whether rows of a batch differ in length
+    laid_out: bool  # whether a row is several documents, found by their positions
+    asked: str  # the kernel that sdpa is to take, or one that torch prefers less
+    platform: Platform
+    capability: Capability | None
+
+
+class Masks(msgspec.Struct, frozen=True):
+    """The masks of one forward; None where attention is told to be causal instead."""
+
+    asked: Masking
+    full: Tensor | None  # of blocks that see all tokens
+    sliding: Tensor | None  # of blocks that look back over a window
+
+    def of(self, a: Architecture, kind: str) -> Tensor | None:
+        """The mask of a block of this kind."""
+        return self.sliding if a.window(kind) else self.full
+
+    def only(self, a: Architecture, kind: str) -> Masks:
+        """What a block of this kind is given, and holds while it may be recomputed."""
+        if a.sinks:  # its blocks take turns, and have no kinds
+            return self
+        slides = bool(a.window(kind))
+        return Masks(self.asked, None if slides else self.full, self.sliding if slides else None)
+
+
+def make_masks(
+    asked: Masking, a: Architecture, meter: Meter, shape: tuple[int, int], dtype: str
+) -> Masks:
+    """Those of a backbone's call; shape: rows and tokens of the batch, dtype: of its embeddings."""
+    alternates = bool(a.layer_kinds) or a.sinks
+    slides = a.sliding_window > 0 and (not a.layer_kinds or SLIDING in a.layer_kinds)
+    full = sliding = None
+    if alternates or not slides:
+        full = _mask(asked, a, meter, shape, dtype, 0)
+    if slides:
+        sliding = _mask(asked, a, meter, shape, dtype, a.sliding_window)
+    return Masks(asked, full, sliding)
+
+
+def implementation_of(a: Architecture, asked: str) -> str:
+    """transformers' `attn_implementation` of a class where this one is asked for."""
+    return EAGER if a.family in ONLY_EAGER and asked == SDPA else asked
+
+
+def _mask(
+    asked: Masking, a: Architecture, meter: Meter, shape: tuple[int, int], dtype: str, window: int
+) -> Tensor | None:
+    """(rows, 1, tokens, tokens): booleans for sdpa, numbers for eager classes."""
+    rows, tokens = shape
+    eager = asked.implementation == EAGER
+    reaches = 0 < window <= tokens
+    if asked.implementation == FLASH or a.alibi:  # those classes' own code makes theirs
+        return None
+    if not (eager or reaches or asked.padded or asked.laid_out or a.family in ALWAYS_MASKED):
+        return None
+    square = (rows, 1, tokens, tokens)
+    seen = meta.empty(meter, square, "bool")
+    return meta.empty(meter, square, dtype) if eager else seen
+
+
+def attend_masked(
+    masks: Masks, a: Architecture, kind: str, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """(batch, heads, tokens, size), of a class that looks its attention up by name -> the same."""
+    mask = masks.of(a, kind)
+    if masks.asked.implementation == EAGER:
+        return eager_attention(a, query, key, value, mask)
+    groups = query.shape[1] // key.shape[1]
+    whole = key.shape[-1] == value.shape[-1] and key.shape[-1] <= GROUPED_HEAD
+    grouped = mask is None and whole
+    repeats = key.shape[1] > 1 or a.family not in BROADCASTING
+    if groups > 1 and not grouped and repeats:
+        key, value = meta.expand_heads(key, groups), meta.expand_heads(value, groups)
+    if masks.asked.implementation == FLASH and masks.asked.padded:
+        kernel = choose_kernel(masks.asked, query, key, value, masked=False, grouped=grouped)
+        return meta.without_padding(kernel, query, key, value)
+    return sdpa(masks.asked, query, key, value, mask, grouped=grouped)
+
+
+def sdpa(
+    asked: Masking,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    grouped: bool,
+) -> Tensor:
+    """`F.scaled_dot_product_attention` under torch's own choice of a kernel."""
+    kernel = choose_kernel(asked, query, key, value, masked=mask is not None, grouped=grouped)
+    if kernel == "math" and not grouped:
+        kernel = "broadcast"
+    if mask is None:
+        return meta.attention(kernel, query, key, value)
+    dtype = query.meter.low if query.meter.autocast else query.dtype
+    return meta.attention(kernel, query, key, value, meta.bias_of(mask, dtype, kernel))
+
+
+def choose_kernel(
+    asked: Masking, query: Tensor, key: Tensor, value: Tensor, *, masked: bool, grouped: bool
+) -> str:
+    """The kernel of torch's that serves these inputs, in its order of preference."""
+    if asked.platform == "cpu":
+        return asked.asked if asked.asked == "math" else "flash"
+    dtype = query.meter.low if query.meter.autocast else query.dtype
+    same, alike = query.shape[1] == key.shape[1], query.shape[-1] == value.shape[-1]
+    possible = {"flash": not masked and alike and (same or grouped), "efficient": same}
+    heads = Heads(query.shape[-1], value.shape[-1])
+    for kernel in BY_PREFERENCE[BY_PREFERENCE.index(asked.asked) :]:
+        lack = refusal(kernel, dtype, heads, platform=asked.platform, capability=asked.capability)
+        if not lack and possible.get(kernel, True):
+            return kernel
+    return "math"
+
+
+def eager_attention(
+    a: Architecture, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> Tensor:
+    """Scores written out: `eager_attention_forward` of the classes."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = meta.expand_heads(key, groups), meta.expand_heads(value, groups)
+    if a.family in WIDE_SCORES:
+        scores = meta.scale(
+            meta.multiply_heads(
+                meta.cast(query, "float32"), meta.transpose(meta.cast(key, "float32"), 2, 3)
+            )
+        )
+    else:
+        scores = meta.scale(meta.multiply_heads(query, meta.transpose(key, 2, 3)))
+    if a.attention_cap:
+        scores = meta.scale(scores)
+        scores = meta.tanh(scores)
+        scores = meta.scale(scores)
+    if mask is not None:
+        scores = meta.add(scores, mask)
+    if a.family in NARROW_SOFTMAX:
+        chances = meta.softmax(scores)
+    else:
+        chances = meta.cast(meta.softmax_wide(scores), query.dtype)
+    del scores
+    return meta.multiply_heads(meta.cast(chances, value.dtype), value)

@@ -1,0 +1,1 @@
+"""The files of a request and of a run's folder."""

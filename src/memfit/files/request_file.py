@@ -1,0 +1,188 @@
+"""request.yaml for people and editors: what each key means, a commented file, a JSON Schema.
+
+One description a key serves both; a test holds the keys to those that `Request` declares.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from memfit.core.errors import InvalidRequest
+from memfit.core.wording import as_yaml
+from memfit.records import write_atomically
+from memfit.records.request import Request
+
+KEYS = {
+    "schema": "version of this file's format",
+    "model": "catalogue name (`memfit models`), hub id, folder with config.json, or its content",
+    "weights": "pretrained | random; auto: pretrained where there is something to load",
+    "task": "what to train on, and for how long",
+    "task.objective": "pretrain (every token) | sft (the answer's tokens) | dpo (pairs of answers)",
+    "task.data": "text, JSONL or parquet file, or a folder of them; not needed to plan",
+    "task.evaluation": "held-out data of the same kinds",
+    "task.sequence_length": "tokens; auto: the model's own, up to 4096",
+    "task.packing": "fill rows with whole documents, each seeing only itself; auto: but not of dpo",
+    "task.global_batch": "sequences per optimizer step, in however many micro-batches; a pair is 2",
+    "task.steps": "optimizer steps; or give epochs or tokens instead",
+    "task.epochs": "passes over the data, instead of steps",
+    "task.tokens": "tokens to train on, instead of steps",
+    "preference": "used when the objective is dpo",
+    "preference.beta": "how strongly the policy is held to the reference",
+    "preference.label_smoothing": "share of the pairs taken to be the wrong way round",
+    "preference.reference": "adapter-off | precomputed; auto: the first with lora, else the second;"
+    " second-model: of other trainers",
+    "method": "full | freeze | lora | dora; auto: full where it fits, else lora",
+    "lora": "used when the method is lora or dora",
+    "lora.rank": "rank of the adapter's two matrices",
+    "lora.alpha": "scale of the adapter: alpha / rank",
+    "lora.scaling": "plain | rank-stabilised, which is alpha / sqrt(rank)",
+    "lora.dropout": "share of the adapter's inputs dropped",
+    "lora.targets": "names of the layers adapted; auto: queries and values; or all-linear",
+    "freeze": "used when the method is freeze",
+    "freeze.last_blocks": "the last n blocks stay trainable, with the final norm and the head",
+    "freeze.patterns": "parameter names that stay trainable, such as '*norm*'",
+    "base_format": "storage of frozen weights: fp32 | bf16 | fp16; beside adapters int8, nf4, fp4",
+    "quantisation": "used when base_format is int8, nf4 or fp4",
+    "quantisation.double": "nf4, fp4: scales are quantised too, 4.13 bits a weight in place of 4.5",
+    "quantisation.outlier_threshold": "int8: columns with such a number stay in 16 bits; 0: none",
+    "quantisation.outlier_share": "int8: share of columns certified for outliers; runs count them",
+    "precision": "fp32 | bf16 | bf16-mixed, fp16-mixed, fp8-mixed (fp32 weights, narrow products)",
+    "optimizer": "the optimizer, its schedule and clipping",
+    "optimizer.name": "adamw | adamw8bit | adamw4bit | adamwfp8 | adamwbf16 | muon | …",
+    "optimizer.implementation": "fused | foreach | loop: equal results, different memory",
+    "optimizer.learning_rate": "auto: 2e-5 full, 2e-4 lora; from scratch by size",
+    "optimizer.weight_decay": "decoupled weight decay",
+    "optimizer.beta1": "AdamW's decay of the mean",
+    "optimizer.beta2": "AdamW's decay of the squares",
+    "optimizer.eps": "AdamW's epsilon",
+    "optimizer.momentum": "SGD's momentum",
+    "optimizer.schedule": "constant | linear | cosine, after the warm-up",
+    "optimizer.warmup_steps": "steps of linear warm-up",
+    "optimizer.clip_norm": "largest gradient norm; 0 does not clip",
+    "optimizer.in_backward": "update each weight within backward; no clipping, one micro-batch",
+    "optimizer.stochastic_rounding": "round updated bf16 weights by chance, so that none is"
+    " lost; auto: where the optimizer can",
+    "recompute": "none | selective | full | {blocks: n, selective: m}: computed twice, not kept",
+    "recompute.blocks": "the first n blocks",
+    "recompute.selective": "the next m blocks, but for products and attention (own step)",
+    "attention": "math | flash | efficient | cudnn | varlen (packed); auto: flash or efficient",
+    "loss": "plain | chunked: whether all logits exist at once; others' steps: fused",
+    "loss_chunk": "tokens per chunk of the loss; 0 chooses",
+    "micro_batch": "sequences per forward and backward; divides task.global_batch",
+    "qat": "train for weights that will be rounded: none | int8 (a scale a row) | int4 (for 32)",
+    "lean": "blocks that keep less for the backward: none | all | [norm, mlp]; auto: all there are",
+    "compile": "none | blocks: each block by torch.compile; others' steps: model",
+    "offload": "none | activations, optimizer: in host memory; others' steps: parameters",
+    "framework": "whose training step it is: memfit; others' are predicted, never run",
+    "options": "knobs that only another framework has; `memfit predict` names them",
+    "parallel": "axes of the device mesh",
+    "parallel.dp_replicate": "copies of the model, each on its own share of the batch",
+    "parallel.dp_shard": "devices among which FSDP2 cuts weights, gradients and states",
+    "parallel.reshard_after_forward": "free gathered weights between forward and backward (ZeRO-3)",
+    "parallel.zero": "what dp_shard cuts in others' steps: 1 states, 2 gradients, 3 weights too",
+    "parallel.tp": "devices that share each matrix product",
+    "parallel.sequence_parallel": "cut tokens among the tp devices; memfit's own step always does",
+    "parallel.cp": "devices that share the tokens of a sequence",
+    "parallel.pp": "devices that hold the blocks one after the other",
+    "parallel.virtual_pp": "pieces of the model that one pp device holds",
+    "parallel.ep": "devices among which experts are dealt (others' steps)",
+    "allocator": "settings of the CUDA allocator as in PYTORCH_ALLOC_CONF; empty: its defaults",
+    "hardware": "on what to train",
+    "hardware.device": "catalogue name (`memfit devices`); auto: this machine",
+    "hardware.count": "devices per node",
+    "hardware.nodes": "machines",
+    "hardware.network": "what joins machines (`memfit networks`); empty: the device's usual one",
+    "hardware.price": "of a device-hour: 2.50 USD | on-demand | reserved | capacity block | spot",
+    "hardware.grid": "whose electricity, for CO2: france, DEU, world, … or 0.4 kg/kWh",
+    "hardware.load": "share of the devices' rated power that they draw; empty: 0.85 is assumed",
+    "hardware.pue": "power of the whole site over that of the devices; 1 counts these alone",
+    "limits": "what may be spent; empty sets no limit of its own",
+    "limits.memory": "for example 72 GiB: the whole device on CUDA, the whole process on a CPU",
+    "limits.tight": "true takes a recipe that fits by typical figures, without a margin",
+    "limits.time": "for example 48 h",
+    "limits.cost": "for example 5000 USD",
+    "tokenizer": "folder or hub id; empty uses the model's own",
+    "seed": "names the run: data order, dropout and random weights follow from it",
+}
+SCHEMA_FILE = "request.schema.json"
+STARTERS = {"model": "llama-3.1-8b", "task.data": "data/", "hardware.device": "h100-sxm"}
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of request.yaml, with a description of every key."""
+    (root,), components = msgspec.json.schema_components([Request], ref_template="#/$defs/{name}")
+    name = root["$ref"].rsplit("/", 1)[-1]
+    described = components.pop(name)
+    _describe(described, "", components)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "memfit request",
+        **{k: v for k, v in described.items() if k != "title"},
+        "$defs": components,
+    }
+
+
+def _describe(record: dict[str, Any], prefix: str, components: dict[str, Any]) -> None:
+    for key, field in record["properties"].items():
+        field["description"] = KEYS[prefix + key]
+        for option in [field, *field.get("anyOf", ())]:
+            if "$ref" in option:
+                _describe(
+                    components[option["$ref"].rsplit("/", 1)[-1]], f"{prefix}{key}.", components
+                )
+
+
+def template() -> str:
+    """A commented request.yaml: every key at its default, switched on where one has to choose."""
+    lines = [
+        f"# yaml-language-server: $schema=./{SCHEMA_FILE}",
+        "# What to train. Any knob may be `auto`: `memfit plan` decides it and says why.",
+        "# Keys behind `#` show their defaults; delete what you do not need.",
+        "",
+    ]
+    for field in msgspec.structs.fields(Request):
+        lines += _lines(field, "", off=False)
+    return "\n".join(lines) + "\n"
+
+
+def _lines(field: Any, prefix: str, *, off: bool) -> list[str]:
+    key = prefix + field.encode_name
+    indent = "  " * prefix.count(".")
+    made = field.default_factory is not msgspec.NODEFAULT
+    default = field.default_factory() if made else field.default
+    if isinstance(default, msgspec.Struct):
+        inner = msgspec.structs.fields(type(default))
+        on = any(f"{key}.{f.encode_name}" in STARTERS for f in inner)
+        mark = "" if on else "# "
+        nested = [line for f in inner for line in _lines(f, f"{key}.", off=not on)]
+        return [f"{mark}{indent}{field.encode_name}:  # {KEYS[key]}", *nested]
+    value = STARTERS.get(key, default)
+    mark = "" if key in STARTERS and not off else "# "
+    text = f"{indent}{field.encode_name}: {_yaml(value)}"
+    return [f"{mark}{text.ljust(40 - len(mark))}  # {KEYS[key]}"]
+
+
+def _yaml(value: Any) -> str:
+    """A default as YAML writes it."""
+    if value == {}:
+        return "{}"
+    return '""' if value == "" else as_yaml(value)
+
+
+def write_template(path: Path) -> Path:
+    """Write the commented request and, beside it, the schema that its first line names.
+
+    Raises InvalidRequest when the file exists: what somebody wrote is not overwritten.
+    """
+    if path.exists():
+        raise InvalidRequest(
+            f"`{path}` exists already", hint="name another file: `memfit init second.yaml`"
+        )
+    text = json.dumps(schema(), indent=2) + "\n"
+    write_atomically(path.parent / SCHEMA_FILE, text.encode())
+    write_atomically(path, template().encode())
+    return path

@@ -1,0 +1,311 @@
+"""The backward of a size-only graph: what torch's engine holds, in torch's order.
+
+A node keeps what its derivative needs (torch's derivatives.yaml), nodes run by descending sequence
+number, a gradient that arrives first is kept as it is and later ones are added to it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import ref
+
+from memfit.meta.meter import Meter
+from memfit.meta.tensor import Shape, Tensor, elementwise_strides, empty, workspace
+from memfit.meta.workspace import row_sum
+from memfit.records.ledger import Kind
+
+Gradients = Sequence[Tensor | None]
+Rule = Callable[["Node", "list[Tensor | None]"], Gradients]
+FIRST = 1 << 62  # gradients are accumulated as soon as they are ready
+
+
+class Node:
+    """One differentiable operation that ran."""
+
+    __slots__ = ("copies", "edges", "hooks", "outputs", "rule", "saved", "sequence", "variable")
+
+    def __init__(self, meter: Meter, rule: Rule, inputs: Sequence[Tensor | None]) -> None:
+        self.sequence = meter.sequence
+        meter.sequence += 1
+        self.copies = meter.copies  # its derivative stands for as many as itself
+        self.rule = rule
+        self.edges = [edge(t) for t in inputs]
+        self.hooks: tuple[Callable[[], None], ...] = ()  # run before it, in their order
+        self.outputs: list[tuple[Shape, str]] = []
+        self.saved: Any = ()
+        self.variable: Tensor | None = None
+
+    def needs(self, i: int) -> bool:
+        """Whether the gradient of input i is wanted."""
+        return self.edges[i] is not None
+
+    def unpack(self, i: int) -> Tensor:
+        """Saved tensor i; computes it again when it was promised by a recomputed region."""
+        saved = self.saved[i]
+        return saved if isinstance(saved, Tensor) else saved.fetch()
+
+    def attach(self, tensor: Tensor) -> Tensor:
+        """Make `tensor` an output of this node."""
+        tensor.grad_fn = self
+        tensor.requires_grad = True
+        tensor.output = len(self.outputs)
+        self.outputs.append((tensor.shape, tensor.dtype))
+        return tensor
+
+
+def edge(tensor: Tensor | None) -> tuple[Node, int] | None:
+    """Where the gradient of a tensor goes."""
+    if tensor is None or not tensor.requires_grad:
+        return None
+    if tensor.grad_fn is not None:
+        return tensor.grad_fn, tensor.output
+    if tensor.accumulator is None:
+        tensor.accumulator = node = Node(tensor.meter, _accumulate, ())
+        node.sequence = FIRST
+        node.variable = tensor
+        node.outputs = [(tensor.shape, tensor.dtype)]
+    return tensor.accumulator, 0
+
+
+def record(
+    rule: Rule, inputs: Sequence[Tensor | None], saved: Sequence[Tensor | None] = ()
+) -> Node | None:
+    """A node when some input wants a gradient, with what it saves; else None."""
+    wanting = [t for t in inputs if t is not None and t.requires_grad]
+    if not wanting:
+        return None
+    meter = wanting[0].meter
+    if not meter.graph:
+        return None
+    node = Node(meter, rule, inputs)
+    node.saved = [None if t is None else meter.pack(t) for t in saved]
+    return node
+
+
+def _accumulate(node: Node, grads: list[Tensor | None]) -> Gradients:
+    """AccumulateGrad: the first gradient becomes `.grad`, later ones are added into it."""
+    variable, new = node.variable, grads[0]
+    if variable is None or new is None:
+        return ()
+    if variable.grad is None:
+        if new.strides == variable.strides or (new.contiguous and variable.contiguous):
+            variable.grad = new.detached()
+        else:
+            variable.grad = empty(new.meter, new.shape, new.dtype)
+        new.meter.kinds[variable.grad.storage.index] = Kind.GRADIENTS
+        variable.grad.storage.call = -1
+    if new.meter.on_gradient is not None:
+        new.meter.on_gradient(variable)
+    return ()
+
+
+def backward(
+    loss: Tensor,
+    passing: Callable[[int], None] = lambda sequence: None,
+    seed: Tensor | None = None,
+) -> None:
+    """Run the graph of a scalar backwards, as `loss.backward()` does; or of what the gradient
+    `seed` is of.
+
+    `passing` is told the sequence number of each node before it runs.
+    """
+    root, meter = loss.grad_fn, loss.meter
+    if root is None:
+        raise ValueError("nothing that the loss depends on is trainable")
+    if seed is None:
+        seed = empty(loss.meter, loss.shape, loss.dtype)
+    waiting = _dependencies(root)
+    buffers: dict[Node, list[Tensor | None]] = {root: [seed.detached()]}
+    ready: list[tuple[int, int, Node]] = [(-root.sequence, 0, root)]
+    del root
+    order = 1
+    while ready:
+        node = heapq.heappop(ready)[2]
+        passing(node.sequence)
+        for hook in node.hooks:
+            hook()
+        meter.copies = node.copies
+        outputs = _call(node, buffers.pop(node))
+        meter.copies = 1
+        node.saved = ()
+        for i, target in enumerate(node.edges):
+            if target is None:
+                continue
+            successor, position = target
+            grad = outputs[i]
+            outputs[i] = None
+            waiting[successor] -= 1
+            buffer = buffers.get(successor)
+            if buffer is None:
+                buffer = buffers[successor] = [None] * len(successor.outputs)
+            if grad is not None:
+                old = buffer[position]
+                buffer[position] = grad if old is None else _add(old, grad)
+                del old
+            del grad, buffer  # nothing but the buffers may hold a gradient from here on
+            if waiting[successor] == 0:
+                heapq.heappush(ready, (-successor.sequence, order, successor))
+                order += 1
+        del outputs, node
+
+
+def _add(old: Tensor, new: Tensor) -> Tensor:
+    strides = elementwise_strides(old.shape, (old, new))
+    return empty(old.meter, old.shape, old.dtype, strides=strides)
+
+
+def _call(node: Node, grads: list[Tensor | None]) -> list[Tensor | None]:
+    """Run one derivative, then shape and cast its results to what the inputs were."""
+    outputs = list(node.rule(node, grads))
+    for i, target in enumerate(node.edges):
+        grad = outputs[i] if i < len(outputs) else None
+        if target is None or grad is None:
+            continue
+        shape, dtype = target[0].outputs[target[1]]
+        if grad.shape != shape:
+            outputs[i] = grad = sum_to(grad, shape)
+        if grad.dtype != dtype:
+            outputs[i] = empty(
+                grad.meter, shape, dtype, strides=elementwise_strides(shape, (grad,))
+            )
+        del grad
+    return outputs
+
+
+def sum_to(x: Tensor, shape: Shape) -> Tensor:
+    """`x.sum_to_size(shape)`, with the partial results of a sum over rows on CUDA."""
+    result = empty(x.meter, shape, x.dtype)
+    grid = x.meter.grid
+    if grid is not None and len(shape) == 1 and shape[0] == x.shape[-1] and x.contiguous:
+        inside = workspace(x.meter, row_sum(shape[0], x.numel // shape[0], grid))
+        del inside
+    return result
+
+
+def _dependencies(root: Node) -> dict[Node, int]:
+    waiting: dict[Node, int] = {root: 0}
+    stack = [root]
+    while stack:
+        for target in stack.pop().edges:
+            if target is not None:
+                if target[0] not in waiting:
+                    waiting[target[0]] = 0
+                    stack.append(target[0])
+                waiting[target[0]] += 1
+    return waiting
+
+
+class Promise:
+    """A saved tensor of a recomputed region: nothing, until backward asks for it."""
+
+    __slots__ = ("__weakref__", "region", "tensor")
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        self.tensor: Tensor | None = None
+
+    def fetch(self) -> Tensor:
+        """The tensor, computed again with its whole region when it is not there; given up once."""
+        if self.tensor is None:
+            self.region.recompute()
+        kept, self.tensor = self.tensor, None
+        if kept is None:
+            raise RuntimeError("a recomputed forward saved other tensors than the first one")
+        return kept
+
+
+class _EnoughRecomputedError(Exception):
+    """Every promised tensor is there: the rest of the forward is not run again."""
+
+
+class Region:
+    """One non-reentrant `torch.utils.checkpoint` with early stop.
+
+    keeps: what `kept` makes inside stays there until it is computed again, and is found then: the
+    selective one. Whatever no later computation asks for stays as long as the region.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        arguments: tuple[Tensor, ...],
+        autocast: bool,
+        keeps: bool,
+    ) -> None:
+        self.function = function
+        self.arguments = arguments
+        self.autocast = autocast
+        self.keeps = keeps
+        self.results: list[tuple[Tensor, ...] | None] = []
+        self.found = 0  # of the results, while it is computed again
+        self.promises: list[ref[Promise]] = []
+        self.filled = -1  # promises kept so far; -1 while the first forward runs
+
+    def pack(self, tensor: Tensor) -> Any:
+        """First forward: promise. Recomputed forward: keep the promises in order."""
+        if self.filled < 0:
+            promise = Promise(self)
+            self.promises.append(ref(promise))
+            return promise
+        waiting = self.promises[self.filled]() if self.filled < len(self.promises) else None
+        self.filled += 1
+        kept = tensor.detached()
+        if waiting is not None:
+            waiting.tensor = kept
+        if self.filled == len(self.promises):
+            raise _EnoughRecomputedError
+        return kept
+
+    def recompute(self) -> None:
+        """Run the forward again until every promise is kept."""
+        meter = self.arguments[0].meter
+        before, meter.saver = meter.saver, self
+        autocast, meter.autocast = meter.autocast, self.autocast
+        self.filled = self.found = 0
+        try:
+            with meter.standing_for(1):
+                self.function(*self.arguments)
+        except _EnoughRecomputedError:
+            pass
+        finally:
+            meter.saver, meter.autocast = before, autocast
+
+    def keep(self, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """First forward: what `make` makes, and a handle of it. Recomputed: what was kept."""
+        if self.filled < 0:
+            made = make()
+            self.results.append(tuple(t.detached() for t in made))
+            return made
+        known = self.results[self.found]
+        self.results[self.found] = None
+        self.found += 1
+        if known is None:
+            raise RuntimeError("a recomputed forward asks twice for what was kept")
+        return known
+
+
+def kept(meter: Meter, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """What an operation makes that a selective region keeps: see `checkpoint`."""
+    region = meter.saver
+    if region is None or not region.keeps or meter.forgets:
+        return make()
+    found: tuple[Tensor, ...] = region.keep(make)
+    return found
+
+
+def checkpoint(function: Callable[..., Tensor], *arguments: Tensor, keeps: bool = False) -> Tensor:
+    """Run `function` keeping its arguments instead of what it saves.
+
+    keeps: and the results of products with weights and of fused attention
+    (train/step/recompute.py).
+    """
+    meter = arguments[0].meter
+    region = Region(function, arguments, meter.autocast, keeps)
+    before, meter.saver = meter.saver, region
+    try:
+        result = function(*arguments)
+    finally:
+        meter.saver = before
+    return result

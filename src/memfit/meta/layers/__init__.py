@@ -1,0 +1,1 @@
+"""Layers with code of their own: quantised, low-precision, routed, fused."""

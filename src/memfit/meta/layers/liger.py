@@ -1,0 +1,136 @@
+"""Liger-Kernel's fused operations: what their autograd functions save and allocate.
+
+Read from the functions of github.com/linkedin/Liger-Kernel, `ops/rms_norm.py`, `swiglu.py`,
+`rope.py`, `cross_entropy.py` and `fused_linear_cross_entropy.py`. All of them write gradients over
+what they were given: a saved tensor, or the incoming gradient. Held against the memory rows of the
+project's own benchmark on an A100 (`tests/meta/test_liger.py`).
+"""
+
+from __future__ import annotations
+
+from memfit.meta.autograd import Gradients, Node, Rule, record
+from memfit.meta.elementwise import Incoming, attach, cast, like, upstream
+from memfit.meta.losses.cross_entropy import made_before
+from memfit.meta.meter import Meter
+from memfit.meta.tensor import Tensor, empty, workspace
+from memfit.meta.workspace import Grid, row_sum
+
+
+def next_power_of_two(n: int) -> int:
+    """The least power of two that is not less than n, as Triton's."""
+    return 1 << (n - 1).bit_length()
+
+
+def rms_norm(x: Tensor, weight: Tensor, grid: Grid | None, *, partial_rows: bool = False) -> Tensor:
+    """`LigerRMSNorm`: (..., hidden) -> (..., hidden), one fp32 number a row saved beside x.
+
+    grid: the device's multiprocessors, None of one; a row of the weight's gradient is kept for each
+    of them, or, up to version 0.3, for each token (partial_rows). Its dtype was the weight's.
+    """
+    rows = x.numel // x.shape[-1]
+    result = like(x)
+    inverse = empty(x.meter, (rows,), "float32")
+    node = record(_rms_norm_backward(rows, weight, grid, partial_rows), (x, weight), (x, inverse))
+    return attach(node, result)
+
+
+def _rms_norm_backward(rows: int, weight: Tensor, grid: Grid | None, partial_rows: bool) -> Rule:
+    columns, dtype = weight.shape[-1], weight.dtype
+    each = grid.multiprocessors if grid is not None else 1
+    count, kept = (rows, dtype) if partial_rows else (each, "float32")
+
+    def rule(node: Node, grads: Incoming) -> Gradients:
+        grad = row_major_copy(upstream(grads))  # becomes the gradient of x in place
+        if not node.needs(1):
+            return grad, None
+        partial = empty(grad.meter, (count, columns), kept)
+        inside = workspace(grad.meter, row_sum(columns, count, grid) if grid is not None else 0)
+        total = empty(grad.meter, (columns,), kept)
+        del inside, partial
+        return grad, cast(total, dtype)
+
+    return rule
+
+
+def row_major_copy(x: Tensor) -> Tensor:
+    """`x.contiguous()` where nothing is differentiated: x itself where it lies in rows."""
+    return x if x.contiguous else empty(x.meter, x.shape, x.dtype)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """`LigerSiLUMulFunction`: silu(gate) * up; the gradients overwrite the two saved inputs."""
+    node = record(_silu_mul_backward, (gate, up), (gate, up))
+    return attach(node, like(gate))
+
+
+def _silu_mul_backward(node: Node, grads: Incoming) -> Gradients:
+    return node.unpack(0).detached(), node.unpack(1).detached()
+
+
+def rotate(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
+    """`LigerRopeFunction` over heads that lie (batch, tokens, heads, size): rotated in place."""
+    node = record(_rotate_backward, (query, key), (cosines, sines))
+    return attach(node, query.detached()), attach(node, key.detached())
+
+
+def _rotate_backward(node: Node, grads: Incoming) -> Gradients:
+    return grads[0], grads[1]
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """`LigerCrossEntropyFunction`: (tokens, vocab) -> (); the gradient overwrites the logits."""
+    losses = empty(logits.meter, (logits.shape[0],), logits.dtype)
+    mask = empty(logits.meter, labels.shape, "bool")
+    count = empty(logits.meter, (), "int64")
+    del mask
+    node = record(_cross_entropy_backward, (logits,), (logits,))
+    result = attach(node, empty(logits.meter, (), logits.dtype))
+    del losses, count
+    return result
+
+
+def _cross_entropy_backward(node: Node, grads: Incoming) -> Gradients:
+    return (node.unpack(0).detached(),)
+
+
+def fused_linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, upcast: bool = False
+) -> Tensor:
+    """`LigerFusedLinearCrossEntropyFunction`: logits of a few tokens at a time, gradients at once.
+
+    hidden: (tokens, hidden); weight: (vocab, hidden) -> (). A chunk has so many tokens that its
+    logits are about as large as hidden. upcast: a chunk's logits become fp32, as up to version 0.4.
+    """
+    meter, (tokens, width), vocab = hidden.meter, hidden.shape, weight.shape[0]
+    chunk = next_power_of_two(-(-tokens // -(-vocab // width)))
+    d_weight = like(weight) if weight.requires_grad else None
+    d_hidden = like(hidden)
+    losses = empty(meter, (tokens,), "float32")
+    slopes: Tensor | None = None
+    for start in range(0, tokens, chunk):
+        rows = min(chunk, tokens - start)
+        logits = _product(meter, (rows, vocab), hidden.dtype, width)
+        if upcast:
+            wide = cast(logits.detached(), "float32")
+            del logits
+            logits = cast(wide, hidden.dtype)
+            del wide
+        slopes = like(logits) if upcast else logits
+        part = _product(meter, (rows, width), hidden.dtype, vocab)
+        del part
+        if d_weight is not None and not upcast:
+            outer = _product(meter, (vocab, width), weight.dtype, rows)
+            del outer
+        elif d_weight is not None:
+            meter.count_product(2 * rows * vocab * width)
+    del slopes, losses
+    node = record(made_before, (hidden, weight))
+    result = attach(node, empty(meter, (), "float32"))
+    if node is not None:
+        node.saved = [d_hidden, d_weight]
+    return result
+
+
+def _product(meter: Meter, shape: tuple[int, int], dtype: str, inner: int) -> Tensor:
+    meter.count_product(2 * shape[0] * shape[1] * inner)
+    return empty(meter, shape, dtype)

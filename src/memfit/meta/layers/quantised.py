@@ -1,0 +1,170 @@
+"""Products of memfit's own step with weights that are stored in 8 or 4 bits, in bytes.
+
+What train/model/quantised.py calls, and what bitsandbytes 0.50 does there: autograd/_functions.py
+(MatMul4Bit), backends/cuda/ops.py (what its kernels allocate inside themselves).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil, prod
+from typing import NamedTuple
+
+from memfit.meta.autograd import Gradients, Node, Rule, record
+from memfit.meta.elementwise import Incoming, attach, autocast_lower, like, upstream
+from memfit.meta.meter import Meter
+from memfit.meta.tensor import Tensor, empty, workspace
+from memfit.meta.views import reshape, view
+from memfit.records.model import DTYPE_BYTES
+from memfit.records.quantised import BLOCK, DOUBLE, stored_tensors
+from memfit.records.recipe import Recipe
+
+FP32, FP16, INT32, INT8 = 4, 2, 4, 1
+FUSED_ROWS = 4  # with so few rows a kernel unpacks 4-bit weights as it multiplies
+
+
+class Quantised(NamedTuple):
+    """How the weights are stored, and how many columns of an input may hold outliers."""
+
+    coding: str = ""
+    outliers: bool = False  # whether such columns are looked for
+    share: float = 0.0  # of the columns
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Quantised:
+        """As the recipe says."""
+        own = recipe.quantisation
+        return cls(recipe.coding, own.outlier_threshold > 0, own.outlier_share)
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """(..., columns) x (rows, columns) -> (..., rows), in the dtype of matrix products."""
+        low = autocast_lower(x)
+        flat = len(x.shape) == 2
+        rows = low if flat else reshape(low, -1, x.shape[-1])
+        eight = self.coding == "int8"
+        product = self._eight(rows, weight) if eight else self._four(rows, weight)
+        return product if flat else view(product, *x.shape[:-1], weight.shape[0])
+
+    def _four(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`bnb.matmul_4bit`, which makes the weight dense; on a CPU memfit does."""
+        meter, shape = x.meter, weight.shape
+        node = record(self._dense_backward(shape, x.dtype), (x,))
+        if meter.cuda:
+            count = unpacked_bytes(self.coding, shape, x.shape[0], DTYPE_BYTES[x.dtype])
+            dense = workspace(meter, count)
+        else:
+            dense = self._make_dense(meter, shape, x.dtype)
+        result = empty(meter, (x.shape[0], shape[0]), x.dtype)
+        meter.flop += 2 * x.numel * shape[0] * meter.copies  # bitsandbytes' own kernel
+        del dense
+        return attach(node, result)
+
+    def _eight(self, x: Tensor, weight: Tensor) -> Tensor:
+        """LLM.int8: rows of the input in int8, columns with outliers in 16 bits."""
+        meter, tokens, (rows, columns) = x.meter, x.shape[0], weight.shape
+        node = record(self._dense_backward(weight.shape, x.dtype), (x,))
+        outliers = outlier_columns(columns, self.share) if self.outliers else 0
+        half = x if x.dtype == "float16" else like(x, dtype="float16")
+        found = tokens * columns * finding_bytes(self.outliers) if meter.cuda else 0
+        inside = workspace(meter, found)
+        codes = empty(meter, x.shape, "int8")
+        scales = empty(meter, (tokens,), "float32")
+        which = empty(meter, (outliers,), "int64") if self.outliers else None
+        del inside, half
+        width = DTYPE_BYTES[x.dtype]
+        needed = product_bytes(tokens, rows, columns, outliers, width) if meter.cuda else 0
+        inside = workspace(meter, needed)
+        result = empty(meter, (tokens, rows), x.dtype)
+        kept = empty(meter, (tokens, outliers), x.dtype) if self.outliers else None
+        meter.flop += 2 * tokens * columns * rows * meter.copies  # cuBLASLt's
+        del inside, codes, scales, which, kept
+        return attach(node, result)
+
+    def _dense_backward(self, shape: tuple[int, ...], dtype: str) -> Rule:
+        """The weight is made dense; nothing of the input is needed, so nothing is saved."""
+
+        def rule(node: Node, grads: Incoming) -> Gradients:
+            grad = upstream(grads)
+            dense = self._make_dense(grad.meter, shape, dtype)
+            grad.meter.count_product(2 * grad.numel * shape[1])
+            made = empty(grad.meter, (grad.shape[0], shape[1]), dtype)
+            del dense
+            return (made,)
+
+        return rule
+
+    def _make_dense(self, meter: Meter, shape: tuple[int, ...], dtype: str) -> Tensor:
+        if self.coding == "int8":
+            dense = empty(meter, shape, dtype)
+            factors = empty(meter, (shape[0], 1), "float32")
+            del factors
+            return dense
+        blocks = (-(-prod(shape) // BLOCK),)
+        scales = empty(meter, blocks, "float32") if self.coding.endswith(DOUBLE) else None
+        dense = empty(meter, shape, dtype)
+        del scales
+        return dense
+
+
+def outlier_columns(columns: int, share: float) -> int:
+    """Columns of one projection that a certificate allows to hold outliers."""
+    return ceil(columns * share)
+
+
+def unpacked_bytes(coding: str, shape: tuple[int, ...], tokens: int, width: int) -> int:
+    """Inside `gemm_4bit` on CUDA: the dense weight, and its scales twice where they were coded.
+
+    Up to 1536 rows a fused kernel may need neither, as the device decides; it counts as if it did.
+    """
+    if tokens <= FUSED_ROWS and shape[1] % BLOCK == 0:
+        return 0
+    blocks = -(-prod(shape) // BLOCK)
+    return prod(shape) * width + (2 * blocks * FP32 if coding.endswith(DOUBLE) else 0)
+
+
+def finding_bytes(outliers: bool) -> int:
+    """Inside `int8_vectorwise_quant` on CUDA, for each number: its magnitude, whether it is one."""
+    return FP16 + 1 if outliers else 0
+
+
+def product_bytes(tokens: int, rows: int, columns: int, outliers: int, width: int) -> int:
+    """Inside `int8_mixed_scaled_mm` on CUDA, beside its results.
+
+    The int32 product and, unless fp16 is asked for, its fp16 values; then, with outliers, the
+    result that they are added to. Their columns of the weight are dense meanwhile.
+    """
+    made = tokens * rows
+    products = (INT32 + FP16) * made  # where fp16 is asked for, its values are the result: 2 more
+    if columns % 4:  # cuBLASLt cannot: products in fp32, and copies of both factors
+        products += FP32 * (tokens * columns + rows * columns + made) + INT32 * made
+    if not outliers:
+        return products
+    dense = width * rows * outliers
+    unpacking = rows * outliers * (INT8 + 2 * FP32)
+    return max(unpacking, dense + max(products, width * made))
+
+
+def quantising_bytes(
+    coding: str, shape: tuple[int, ...], dtype: str, *, cut: bool = False
+) -> list[list[int]]:
+    """Sizes of what is alive at the instants of quantising one dense weight (rows, columns).
+
+    cut: ranks keep a part each of what is stored, which is whole meanwhile.
+    """
+    made = {t.leaf: prod(t.shape) * DTYPE_BYTES[t.dtype] for t in stored_tensors(coding, shape)}
+    beside = list(made.values()) if cut else []
+    return [[*beside, *instant] for instant in _instants(coding, shape, dtype, made)]
+
+
+def _instants(
+    coding: str, shape: tuple[int, ...], dtype: str, made: Mapping[str, int]
+) -> list[list[int]]:
+    dense = prod(shape) * DTYPE_BYTES[dtype]
+    if coding == "int8":
+        half = [] if dtype == "float16" else [prod(shape) * FP16]
+        return [[dense, *half, made["weight"], made["scales"]]]
+    if not coding.endswith(DOUBLE):
+        return [[dense, made["weight"], made["absmax"]]]
+    blocks = -(-prod(shape) // BLOCK) * FP32
+    parts = (made["weight"], blocks, made["offset"], blocks, made["absmax"], made["nested_absmax"])
+    return [[dense, made["nested_table"]], [dense, *parts]]

@@ -1,0 +1,179 @@
+"""Next-token cross entropy."""
+
+from __future__ import annotations
+
+from memfit.meta.autograd import Gradients, Node, record
+from memfit.meta.elementwise import Incoming, attach, cast, like, upstream
+from memfit.meta.meter import Meter
+from memfit.meta.tensor import Tensor, empty
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """`F.cross_entropy(logits, labels, reduction="sum")`: (tokens, vocab) -> 0-dim."""
+    return _negative_likelihood(log_softmax(logits), labels)
+
+
+def cross_entropy_rows(logits: Tensor, labels: Tensor) -> Tensor:
+    """`F.cross_entropy(logits, labels, reduction="none")`: (tokens, vocab) -> (tokens)."""
+    x = log_softmax(logits)
+    node = record(_negative_likelihood_backward, (x,), (x, labels))
+    result = attach(node, empty(x.meter, x.shape[:1], x.dtype))
+    weight = empty(x.meter, (), x.dtype)
+    if node is not None:
+        node.saved = [*node.saved, x.meter.pack(weight)]
+    return result
+
+
+def log_softmax(x: Tensor) -> Tensor:
+    """`torch.log_softmax(x, -1)`, which saves its result."""
+    node = record(_log_softmax_backward, (x,))
+    result = attach(node, like(x))
+    if node is not None:
+        node.saved = [x.meter.pack(result)]
+    return result
+
+
+def _log_softmax_backward(node: Node, grads: Incoming) -> Gradients:
+    return (like(upstream(grads), node.unpack(0)),)
+
+
+def _negative_likelihood(x: Tensor, labels: Tensor) -> Tensor:
+    node = record(_negative_likelihood_backward, (x,), (x, labels))
+    result = attach(node, empty(x.meter, (), x.dtype))
+    weight = empty(x.meter, (), x.dtype)
+    if node is not None:
+        node.saved = [*node.saved, x.meter.pack(weight)]
+    return result
+
+
+def _negative_likelihood_backward(node: Node, grads: Incoming) -> Gradients:
+    x, _, _ = (node.unpack(i) for i in range(3))
+    return (like(x),)
+
+
+def chunked_sum(hidden: Tensor, weight: Tensor, chunk: int, capped: bool = False) -> Tensor:
+    """The loss with at most `chunk` tokens' logits alive, and its gradients made with it.
+
+    As train/step/loss.py: hidden (tokens, hidden), weight (vocab, hidden) -> 0-dim.
+    """
+    meter = hidden.meter
+    compute = meter.low if meter.autocast else hidden.dtype
+    node = record(made_before, (hidden, weight))
+    if node is None:
+        return _losses_alone(hidden, weight, compute, chunk)
+    total = empty(meter, (), "float32")
+    d_hidden = like(hidden) if hidden.requires_grad else None
+    with meter.with_autocast(False):
+        d_weight = chunk_gradients(
+            hidden.detached(), weight.detached(), compute, chunk, node, capped
+        )
+    node.saved = [d_hidden, d_weight]
+    return attach(node, total)
+
+
+def _losses_alone(hidden: Tensor, weight: Tensor, compute: str, chunk: int) -> Tensor:
+    """The sum of losses of an evaluation, which makes no gradient: -> 0-dim."""
+    meter, (tokens, width), vocab = hidden.meter, hidden.shape, weight.shape[0]
+    total = empty(meter, (), "float32")
+    with meter.with_autocast(False):
+        low = cast(weight, compute)
+        meter.count_product(2 * tokens * vocab * width)
+        for rows in chunk_sizes(meter, tokens, chunk):
+            piece = cast(hidden.viewed((rows, width), hidden.strides), compute)
+            logits = empty(meter, (rows, vocab), piece.dtype)
+            del piece
+            chances = widened(logits)
+            loss, counted = empty(meter, (), "float32"), empty(meter, (), "float32")
+            del logits, chances, loss, counted
+        del low
+    mean = empty(meter, (), "float32")
+    del total
+    return mean
+
+
+def chunk_sizes(meter: Meter, tokens: int, chunk: int) -> list[int]:
+    """Tokens of the chunks to run that leave nothing behind: the first and the last, or all."""
+    chunks = -(-tokens // chunk)
+    last = tokens - (chunks - 1) * chunk
+    if meter.unrolled:
+        return [*[chunk] * (chunks - 1), last]
+    return [min(chunk, tokens), last]
+
+
+def widened(logits: Tensor) -> Tensor:
+    """`torch.log_softmax(logits, dim=-1, dtype=torch.float32)`."""
+    # CUDA's log-softmax reads fp16 and writes fp32 (SoftMax.cpp); other kernels want a copy
+    reads = logits.meter.cuda and logits.dtype == "float16"
+    wide = logits if reads else cast(logits, "float32")
+    return like(wide, dtype="float32")
+
+
+def chunk_gradients(
+    hidden: Tensor, weight: Tensor, compute: str, chunk: int, node: Node, capped: bool
+) -> Tensor | None:
+    """Every chunk in turn; returns the head's gradient.
+
+    Those between the second and the last allocate and free what the second does: they only count.
+    """
+    tokens, vocab = hidden.shape[0], weight.shape[0]
+    meter, width = hidden.meter, hidden.shape[1]
+    low = cast(weight, compute)
+    total: Tensor | None = None
+    chunks = -(-tokens // chunk)
+    seen = meter.passes(chunks)
+    for index in seen:
+        last = index == len(seen) - 1
+        rows = tokens - (chunks - 1) * chunk if last else chunk
+        piece = cast(hidden.viewed((rows, width), hidden.strides), compute)
+        if index == 0:  # those of all chunks; the first one may be the first of a backward
+            products = 1 + node.needs(0) + node.needs(1)
+            meter.count_product(2 * tokens * vocab * width * products)
+        slope = _slope(piece, low, capped)
+        loss = empty(meter, (), "float32")  # the local variable stays until the next chunk's
+        slope = cast(slope, compute)
+        if node.needs(0):
+            empty(meter, (rows, width), compute)
+        if node.needs(1):
+            total = _outer(total, slope, piece, weight.dtype, alone=chunk >= tokens)
+        del slope, piece
+    del loss
+    return None if total is None else cast(total, weight.dtype)
+
+
+def _slope(piece: Tensor, weight: Tensor, capped: bool) -> Tensor:
+    """(rows, vocab) fp32: log-probabilities, turned in place into the slope of the loss."""
+    meter, rows, vocab = piece.meter, piece.shape[0], weight.shape[0]
+    logits = empty(meter, (rows, vocab), piece.dtype)
+    bent = logits if capped else None
+    logits = like(logits) if capped else logits
+    result = widened(logits)
+    del logits
+    is_target = empty(meter, (rows, 1), "bool")
+    column = empty(meter, (rows, 1), "int64")
+    share = like(empty(meter, (rows, 1), "float32"))
+    picked = like(empty(meter, (rows, 1), "float32"))
+    del picked
+    minus_one = like(share)
+    del minus_one, is_target, column, share
+    if bent is not None:
+        cast(bent, "float32")
+    return result
+
+
+def _outer(
+    total: Tensor | None, slope: Tensor, piece: Tensor, dtype: str, *, alone: bool
+) -> Tensor:
+    """slope.T @ piece, (vocab, hidden), added to the chunks before."""
+    shape = (slope.shape[1], piece.shape[1])
+    if total is not None and slope.dtype == total.dtype:
+        return total  # added in place by the product itself
+    product = empty(slope.meter, shape, slope.dtype)
+    if alone:
+        return product
+    return cast(product, "float32") if total is None else total
+
+
+def made_before(node: Node, grads: Incoming) -> Gradients:
+    """The gradients of hidden states and the head, which the forward has made and kept."""
+    d_hidden, d_weight = node.saved
+    return d_hidden, d_weight

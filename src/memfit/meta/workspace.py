@@ -1,0 +1,201 @@
+"""What CUDA kernels allocate inside themselves, in numbers: one table for plan and certificate.
+
+Read from torch's sources; only sums over rows have been held against a GPU. Where versions differ,
+or the kernel that is chosen depends on more than the shapes, the larger number stands.
+"""
+
+from __future__ import annotations
+
+from memfit.core.units import KIB, MIB
+from memfit.records import Noun
+from memfit.records.hardware import Device
+
+FP32, INT64 = 4, 8
+EMBEDDING_SORTED_ABOVE = 3072  # indices; up to here one kernel adds rows directly
+NORM_CHUNK = 65536  # elements that one block of a multi-tensor kernel reads
+NORM_TOTAL = 320  # fp32 partial results of the norm of all tensors
+TILE_LOCK = 16  # bytes of lock and counter before each tile of the efficient kernel's accumulator
+LAYER_NORM_ROWS = 64 * 1024  # from more rows on, blocks share the columns of a gradient
+LAYER_NORM_GRID = 32 * 1024  # of those blocks there are at most this many
+LARGEST_HALF = 80  # half the multiprocessors of the largest devices
+Shape = tuple[int, ...]
+REDUCE_THREADS = 512  # of a block of a reduction
+REDUCE_VECTOR = 4  # neighbouring columns that one of its threads adds up
+REDUCE_WARP = 32
+REDUCE_LEAST, REDUCE_MOST = 16, 256  # values that one of its threads adds up
+
+
+class Grid(Noun, frozen=True, kw_only=True):
+    """What of a device decides how a reduction is cut."""
+
+    multiprocessors: int
+    threads: int  # that one multiprocessor holds
+
+
+# Where a device's count is unknown, the largest of any: more blocks, more partial results.
+LARGEST = Grid(multiprocessors=188, threads=2048)
+THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
+MANY_THREADS = 2048  # of one multiprocessor of the other capabilities
+
+
+def find_grid(device: Device) -> Grid | None:
+    """What decides how a device cuts reductions; None where CUDA's rule is not the one."""
+    if device.platform != "cuda":
+        return None
+    if device.multiprocessors is None or device.capability is None:
+        return LARGEST
+    threads = THREADS.get(device.capability, MANY_THREADS)
+    return Grid(multiprocessors=device.multiprocessors, threads=threads)
+
+
+def _blocks(n: int, of: int) -> int:
+    return -(-n // of)
+
+
+def _round_up(n: int, to: int) -> int:
+    return _blocks(n, to) * to
+
+
+def flash_backward(query: Shape, key: Shape, width: int) -> int:
+    """softmax_d, the fp32 accumulator of dq and, with grouped heads, dk and dv of all heads.
+
+    query, key: (batch, heads, tokens, head_dim); width: bytes of an element. Deterministic
+    algorithms would take an accumulator for each part of the key; memfit does not ask for them.
+    Source: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd.
+    """
+    batch, heads, tokens, head = query
+    rounded_tokens = _round_up(tokens, 128)
+    rounded_head = _round_up(head, 32 if head <= 128 else 64)
+    rows = batch * heads * rounded_tokens * FP32
+    accumulator = batch * rounded_tokens * heads * rounded_head * FP32
+    grouped = key[1] != heads
+    expanded = 2 * batch * key[2] * heads * head * width if grouped else 0
+    return rows + accumulator + expanded
+
+
+def varlen_backward(query: Shape, key: Shape, documents: int, width: int) -> int:
+    """As flash's, over documents end to end, each of which takes 128 rows more.
+
+    query, key: (tokens of all documents, heads, head_dim).
+    Source: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_varlen_bwd.
+    """
+    tokens, heads, head = query
+    rounded_head = _round_up(head, 32 if head <= 128 else 64)
+    apart = tokens + 128 * documents
+    expanded = 2 * key[0] * heads * head * width if key[1] != heads else 0
+    return apart * heads * (1 + rounded_head) * FP32 + expanded
+
+
+def cudnn_backward(query: Shape) -> int:
+    """Unknown: cuDNN decides. Taken to be what flash needs, an fp32 gradient of the query and rows.
+
+    Source: aten/src/ATen/native/cudnn/MHA.cpp, run_cudnn_SDP_bprop, allocates what the graph's
+    get_workspace_size says.
+    """
+    return flash_backward(query, query, 2)
+
+
+def efficient_backward(query: Shape, value: int, gradient_numel: int, width: int) -> int:
+    """Row sums of grad * out, and fp32 accumulators: of dq always, of dk and dv for large heads.
+
+    value: elements of a value's head. fp32 inputs: first the products of the row sums. Keys are
+    taken not to be split, as they are where a batch has few heads. Block sizes are those of the
+    largest tiles.
+    Source: aten/src/ATen/native/transformers/cuda/attention_backward.cu,
+    _efficient_attention_backward; mem_eff_attention/kernel_backward.h, workspace_size.
+    """
+    batch, heads, tokens, head = query
+    rows = batch * heads * tokens * FP32
+    height = 128 if width == 2 else 64
+    breadth = 128 if width == 2 and head > 64 else 64
+    tile = height * breadth * FP32 + TILE_LOCK
+    accumulators = _blocks(tokens, height) * _blocks(head, breadth) * tile
+    if width == 2 and head > height:
+        columns = _round_up(head, height) + _round_up(value, height)
+        accumulators += _round_up(tokens, breadth) * columns * FP32
+    inside = rows + batch * heads * accumulators
+    return inside if width == 2 else max(inside, rows * 2 + gradient_numel * FP32)
+
+
+def embedding_backward(indices: int, hidden: int) -> int:
+    """One fp32 row an index and six index arrays, above 3072 indices.
+
+    Source: aten/src/ATen/native/cuda/Embedding.cu, embedding_dense_backward_cuda;
+    EmbeddingBackwardKernel.cu, embedding_backward_cuda_kernel.
+    """
+    if indices <= EMBEDDING_SORTED_ABOVE:
+        return 0
+    return indices * hidden * FP32 + 6 * indices * INT64
+
+
+def layer_norm_backward(rows: int, columns: int, width: int, gradients: int) -> int:
+    """Partial gradients of weight and bias, where many rows meet few columns.
+
+    width: bytes of an element of the weight; gradients: how many of weight and bias have one.
+    Whether columns are few depends on the device's multiprocessors; the largest ones count here.
+    Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel.
+    """
+    across = _blocks(columns, 32)
+    if rows <= LAYER_NORM_ROWS or columns // 32 >= LARGEST_HALF:
+        return 0
+    return gradients * min(LAYER_NORM_GRID // across, _blocks(rows, 32)) * columns * width
+
+
+def foreach_norm(numels: list[int]) -> int:
+    """fp32 partial results: one a chunk of the largest tensor for every tensor, and 320 of all.
+
+    Source: aten/src/ATen/native/cuda/ForeachReduceOp.cu, _foreach_tensor_norm_cuda_impl.
+    """
+    chunks = max((_blocks(n, NORM_CHUNK) for n in numels), default=0)
+    return (len(numels) * chunks + NORM_TOTAL) * FP32
+
+
+def row_sum(columns: int, rows: int, grid: Grid) -> int:
+    """Partial results of a sum over the rows of a row-major (rows, columns): fp32, or none.
+
+    Where one block would add up too many values for each thread and blocks are fewer than the
+    device runs at once, several blocks share a column.
+    Source: aten/src/ATen/native/cuda/Reduce.cuh, setReduceConfig and global_memory_size. The rows
+    of Liger-Kernel's benchmark on an A100 show it to the KiB (tests/meta/test_liger.py).
+    """
+    vector = REDUCE_VECTOR
+    while vector > 1 and columns % vector:
+        vector //= 2
+    most = REDUCE_THREADS // vector
+    across, down = _power(columns // vector, most), _power(rows, most)
+    width = min(across, REDUCE_WARP)
+    height = min(down, most // width)
+    width = min(across, most // height)
+    if rows < min(height * REDUCE_LEAST, REDUCE_MOST):
+        return 0
+    values = _blocks(rows, height)
+    blocks = _blocks(columns // vector, width)
+    wanted = grid.multiprocessors * (grid.threads // (width * height))
+    if values < REDUCE_MOST or blocks > wanted:
+        return 0
+    shared = max(
+        min(_blocks(wanted, blocks), _blocks(values, REDUCE_LEAST)), _blocks(values, REDUCE_MOST)
+    )
+    return FP32 * columns * shared * width * vector if shared > 1 else 0
+
+
+def _power(n: int, most: int) -> int:
+    """The largest power of two up to n, and at most `most`, which is one."""
+    found = 1
+    while found < most and n >= 2 * found:
+        found *= 2
+    return found
+
+
+def product_workspace(device: Device) -> int:
+    """Bytes of one cuBLAS (hipBLAS) workspace, kept from a thread's first product on.
+
+    One for each thread and stream: the forward's and autograd's. cuBLASLt shares it.
+    Source: aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize.
+    """
+    if device.platform == "rocm":
+        large = (device.compute_capability or "").startswith(("gfx94", "gfx95"))
+        return (128 if large else 32) * MIB
+    if device.capability is None or device.capability >= (9, 0):
+        return 32 * MIB  # Hopper and Blackwell; the larger one when the device is unknown
+    return 8 * MIB + 128 * KIB

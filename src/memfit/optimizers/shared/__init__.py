@@ -1,0 +1,1 @@
+"""What several optimizers are built from."""

@@ -1,0 +1,1 @@
+"""Compute, tokens, time and money."""

@@ -1,0 +1,1 @@
+"""What the steps of transformers' Trainer and of TRL have in common."""

@@ -1,0 +1,113 @@
+"""How the attention of Hugging Face's classes runs in a trainer's step, and the knobs of it.
+
+Source: transformers 5.23 (masking_utils.py: a 2D mask of ones is left out, and without one
+documents are found by positions that begin anew), trl 1.16 and 0.29 (trainer/sft_trainer.py: the
+collator; `packing_strategy` of `bfd` is `padding_free`).
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from memfit.core.errors import InvalidRequest
+from memfit.families.shared.masks import EAGER, FLASH, SDPA, Masking, implementation_of
+from memfit.plan.frameworks import Job, Knob
+from memfit.plan.frameworks.hugging_face.pairs import TILED
+from memfit.records.recipe import Recipe
+
+AUTO = "auto"
+MASK_KNOBS = {
+    "padded": Knob(
+        default=AUTO, means="rows of a batch differ in length, which attention is told by a mask"
+        " (auto: of rows that are not packed)", values=(AUTO, True, False),
+    ),
+    "padding_free": Knob(
+        default=AUTO, means="rows of a batch are laid end to end, their documents found by"
+        " positions (auto: TRL's packed rows of `objective: sft`)", values=(AUTO, True, False),
+    ),
+    "attn_implementation": Knob(
+        default=SDPA, means="transformers': torch's kernels, scores written out, or flash-attn's",
+        values=(SDPA, EAGER, FLASH),
+    ),
+}  # fmt: skip
+
+
+def masking_of(job: Job) -> Masking | None:
+    """How the class's attention runs; None of transformers 4.38, which was given all of it."""
+    recipe, device = job.recipe, job.device
+    if recipe.options.get("release") == "4.38":
+        return None
+    asked = str(recipe.options.get("attn_implementation", SDPA))
+    laid_out = is_laid_out(recipe)
+    return Masking(
+        implementation=implementation_of(job.model.architecture, asked),
+        padded=is_padded(recipe) and not laid_out,
+        laid_out=laid_out,
+        asked=recipe.attention,
+        platform=device.platform,
+        capability=device.capability,
+    )
+
+
+def is_padded(recipe: Recipe) -> bool:
+    """Whether some row of a batch is longer than another: auto, where rows are not packed."""
+    # a recipe of the corpus names no knob that came after it was measured
+    asked = recipe.options.get("padded", False)
+    if asked != AUTO:
+        return bool(asked)
+    return recipe.micro_batch > 1 and not recipe.packing
+
+
+def is_laid_out(recipe: Recipe) -> bool:
+    """Whether a batch is one row of documents, as TRL's SFTTrainer packs by its default."""
+    asked = recipe.options.get("padding_free", False)
+    if asked != AUTO:
+        return bool(asked)
+    return _packs_with_trl(recipe) and recipe.objective == "sft"
+
+
+def _packs_with_trl(recipe: Recipe) -> bool:
+    trl = recipe.framework == "trl" or recipe.options.get("trl") == TILED
+    return trl and recipe.packing
+
+
+def lay_out(job: Job) -> Job:
+    """The same job with its batch in the shape that attention is given it."""
+    recipe = job.recipe
+    if recipe.micro_batch == 1 or not is_laid_out(recipe):
+        return job
+    one = replace(recipe, micro_batch=1, sequence_length=recipe.tokens)
+    return replace(job, recipe=one)
+
+
+def check_masks(job: Job) -> None:
+    """Raise InvalidRequest for pairs that are laid end to end."""
+    if job.recipe.prefers and is_laid_out(job.recipe):
+        raise InvalidRequest(
+            "`options.padding_free: true` with `objective: dpo`: pairs are compared row by row, and"
+            " TRL's DPOTrainer pads them",
+            hint="leave `options.padding_free` on auto",
+        )
+
+
+def describe_masks(recipe: Recipe) -> tuple[str, ...]:
+    """What `auto` became where attention is given more by it, in words."""
+    options = recipe.options
+    if options.get("padding_free") == AUTO and is_laid_out(recipe):
+        told = "which flash-attn is told without a mask"
+        if options.get("attn_implementation") != FLASH:
+            told = (
+                f"told by a mask of {recipe.tokens} x {recipe.tokens} tokens"
+                f" (`options.attn_implementation: {FLASH}` needs none)"
+            )
+        return (f"packed rows are laid end to end as TRL does it, their documents {told}",)
+    if options.get("padding_free") == AUTO and _packs_with_trl(recipe):
+        said = "packed rows are cut without regard to documents, TRL's `packing_strategy: wrapped`"
+        return (f"{said} (`bfd`, which keeps them apart: `options.padding_free: true`)",)
+    if options.get("padded") == AUTO and is_padded(recipe):
+        given = "flash-attn is given copies without padding"
+        if options.get("attn_implementation") != FLASH:
+            given = "attention is given a mask"
+        said = "rows differ in length and are padded, so that"
+        return (f"{said} {given} (`options.padded: false`: all rows are full)",)
+    return ()

@@ -1,0 +1,1 @@
+"""What the steps of several frameworks are built from."""

@@ -1,0 +1,1 @@
+"""From a simulated step to a ledger and a verdict."""

@@ -1,0 +1,472 @@
+"""Predicted memory of one optimizer step: closed form over the segments of a small model.
+
+`plan.blocks` simulates the first, a middle and the last of each run of equal blocks with sizes
+only; here the segments are laid end to end for the whole depth, phase by phase, on top of what is
+always there. A phase's peak is a maximum over instants, never a sum of maxima.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+
+import msgspec
+from msgspec.structs import replace
+
+from memfit.adapters import find_adapter
+from memfit.core.units import show_gib
+from memfit.families.capabilities.compiled import keep_as_lean
+from memfit.meta.distributed.ring import Ring
+from memfit.meta.layers.quantised import Quantised
+from memfit.meta.workspace import find_grid, product_workspace
+from memfit.parallelism.pipeline import shown_micro_batches, stage_model
+from memfit.parallelism.shards import cut_model, fullest_rank
+from memfit.plan.memory.explain import explain
+from memfit.plan.simulate.blocks import (
+    AFTER_PRODUCT,
+    ROUNDING,
+    Batch,
+    Part,
+    Parts,
+    Repeat,
+    Row,
+    Run,
+    Setting,
+    find_runs,
+    repeats,
+    shorten,
+    split_rows,
+)
+from memfit.plan.simulate.closed_form import Answers, find_answers
+from memfit.plan.simulate.fsdp_units import find_sharding
+from memfit.plan.simulate.segments import Passes, Segment, expand
+from memfit.plan.simulate.shared_products import SharedProducts
+from memfit.plan.simulate.stages import find_stages, fullest_places, held_blocks
+from memfit.plan.simulate.updates import around_micro_batches, hold
+from memfit.records.hardware import Device
+from memfit.records.ledger import Entry, Kind, Ledger, Phase
+from memfit.records.model import DTYPE_BYTES, Model
+from memfit.records.recipe import Parallel, Recipe
+
+
+class Level(msgspec.Struct):
+    """What is alive now, and at the highest point of each phase so far.
+
+    Which instant is the highest is decided by the tensors, as in the certificate's ledger: by how
+    much their blocks are larger is an estimate that must not choose between equal instants.
+    """
+
+    live: Parts = {}
+    total: int = 0
+    peaks: dict[Phase, tuple[int, Parts]] = {}
+
+    def add(self, parts: Parts, times: int = 1) -> None:
+        """Change what is alive."""
+        for part, nbytes in parts.items():
+            self.live[part] = self.live.get(part, 0) + nbytes * times
+            self.total += nbytes * times if part != ROUNDING else 0
+
+    def note(self, phase: Phase, top: Parts | None = None, rise: int | None = None) -> None:
+        """An instant of a phase: what is alive and `top`, whose tensors are `rise` bytes."""
+        if rise is None:
+            rise = sum(n for part, n in (top or {}).items() if part != ROUNDING)
+        height = self.total + rise
+        known = self.peaks.get(phase)
+        if known is None or height > known[0]:
+            parts = dict(self.live)
+            for part, nbytes in (top or {}).items():
+                parts[part] = parts.get(part, 0) + nbytes
+            self.peaks[phase] = (height, parts)
+
+    def walk(self, phase: Phase, segments: list[Segment], times: int) -> None:
+        """Run segments, again and again; the first and the last time decide."""
+        self._once(phase, segments)
+        if times > 1:
+            for segment in segments:
+                self.add(segment.net, times - 2)
+            self._once(phase, segments)
+
+    def _once(self, phase: Phase, segments: list[Segment]) -> None:
+        for segment in segments:
+            self.note(phase, segment.top, segment.rise)
+            self.add(segment.net)
+
+
+def predict_memory(model: Model, recipe: Recipe, device: Device, rank: int | None = None) -> Ledger:
+    """Bytes alive at the peak of each phase of a step, by kind and component, and why.
+
+    model: after the adapter (`find_adapter(recipe).adapt`). On a CPU, live tensors; on CUDA, the
+    caching allocator's blocks, with what its kernels are known to allocate inside.
+    rank: of the recipe's mesh; None is the fullest.
+    Raises InvalidRequest when the optimizer has no such implementation.
+    """
+    rank = find_fullest(model, recipe, device)[0] if rank is None else rank
+    peaks = _peaks(model, recipe, device, rank)
+    model = stage_model(model, recipe.parallel, rank)
+    said: dict[tuple[Part, int], str] = {}  # the same parts stand in many phases
+    entries = []
+    for phase in Phase:
+        for part, nbytes in sorted(peaks.get(phase, {}).items()):
+            if not nbytes:
+                continue
+            kind, owner = part
+            if (part, nbytes) not in said:
+                said[part, nbytes] = explain(kind, owner, nbytes, model, recipe)
+            because = said[part, nbytes]
+            entries.append(
+                Entry(kind=kind, phase=phase, owner=owner, nbytes=nbytes, because=because)
+            )
+    return Ledger(entries=tuple(entries))
+
+
+def with_blocks(ledger: Ledger, allocated: Mapping[Phase, int]) -> Ledger:
+    """The ledger with what blocks are larger than their tensors as the allocator's replay had it.
+
+    allocated: the highest sum of blocks in each phase. A phase whose tensors are more than the
+    replay had is left as it was: not all of its instants are replayed.
+    """
+    entries: list[Entry] = []
+    for phase in ledger.phases:
+        here = ledger.at(phase)
+        tensors = [e for e in here if (e.kind, e.owner) != ROUNDING]
+        rest = allocated.get(phase, 0) - sum(e.nbytes for e in tensors)
+        if rest < 0:
+            entries += here
+            continue
+        entries += tensors
+        if rest:
+            kind, owner = ROUNDING
+            because = "blocks are multiples of 512 B and keep rests of up to 1 MiB"
+            entry = Entry(kind=kind, phase=phase, owner=owner, nbytes=rest, because=because)
+            entries.append(entry)
+    return Ledger(entries=tuple(entries))
+
+
+def predict_peak(model: Model, recipe: Recipe, device: Device, rank: int | None = None) -> int:
+    """The ledger's peak alone, in bytes: what a search asks of most of its candidates."""
+    rank = find_fullest(model, recipe, device)[0] if rank is None else rank
+    return max(sum(parts.values()) for parts in _peaks(model, recipe, device, rank).values())
+
+
+def find_fullest(model: Model, recipe: Recipe, device: Device) -> tuple[int, str]:
+    """The rank that needs the most memory, and why; of stages, by the prediction of each.
+
+    The first stage has the most micro-batches in flight and the embedding, the last one the logits
+    and the head: which of them is the fullest depends on the recipe.
+    """
+    parallel = recipe.parallel
+    if parallel.world == 1:
+        return 0, ""
+    within, why = fullest_rank(model, parallel)
+    if parallel.pp == 1:
+        return within, why
+    each = parallel.world // parallel.pp
+    places = fullest_places(recipe, model.architecture.layers)
+    ranks = [within + place * each for place in places]
+    peaks = {rank: predict_peak(model, recipe, device, rank) for rank in ranks}
+    fullest = max(ranks, key=lambda rank: peaks[rank])
+    end, other = ("first", ranks[0]) if fullest == ranks[-1] else ("last", ranks[-1])
+    return fullest, (
+        f"rank {fullest} of {parallel.world}, the fullest: stage {parallel.stage_place(fullest)} of"
+        f" {parallel.pp} is predicted to need {show_gib(peaks[fullest])}, the {end} one"
+        f" {show_gib(peaks[other])}"
+    )
+
+
+def _peaks(model: Model, recipe: Recipe, device: Device, rank: int) -> dict[Phase, Parts]:
+    outline = find_outline(model, recipe, device, rank)
+    step = _Step(outline, recipe, device)
+    step.run()
+    return {phase: parts for phase, (_, parts) in step.level.peaks.items()}
+
+
+def predict_flop(model: Model, recipe: Recipe, device: Device) -> int:
+    """FLOP of matrix products and attention of one optimizer step, recomputation included."""
+    outline = find_outline(model, recipe, device)
+    passes, stages = outline.passes(recipe), outline.setting.stages
+    if stages is None:
+        return passes[0].flop(outline.counts) * recipe.accumulation
+    first = [p for p, piece in zip(passes[1:-1], stages.order, strict=True) if not piece[2]]
+    return sum(piece.flop(outline.counts) for piece in first) * recipe.accumulation
+
+
+def describe(
+    model: Model, recipe: Recipe, device: Device, rank: int = 0, *, shortened: bool = True
+) -> tuple[Setting, list[Repeat]]:
+    """What to simulate, and how often each simulated block stands in the model.
+
+    shortened: False simulates every block, which the counts then do not speak of.
+    """
+    parallel = recipe.parallel
+    tp, pp = parallel.tp, parallel.pp
+    model = cut_model(model, recipe.parallel)
+    outside, blocks = split_rows(
+        model, recipe.recompute_blocks, recipe.selective_blocks,
+        offloads=recipe.offload == "activations",
+    )  # fmt: skip
+    runs: tuple[Run, ...] = find_runs(blocks)
+    stages = None
+    if pp > 1:
+        held = held_blocks(recipe, len(blocks), rank)
+        pieces = [find_runs(blocks[i] for i in part) for part in held]
+        runs = tuple(run for piece in pieces for run in piece)
+        simulated = [len(repeats(p)) for p in pieces] if shortened else [len(p) for p in held]
+        stages = find_stages(recipe, rank, simulated)
+        outside, _ = split_rows(stage_model(model, recipe.parallel, rank), 0)
+    cuda = not device.is_cpu
+    setting = Setting(
+        architecture=replace(model.architecture, layers=0, vocab=model.architecture.vocab // tp),
+        outside=outside,
+        runs=shorten(runs) if shortened else runs,
+        kernel=recipe.attention,
+        autocast=recipe.autocast and recipe.parallel.world == 1,
+        compute=recipe.compute_dtype,
+        scaled=recipe.scaled,
+        chunk=recipe.loss_chunk if recipe.loss == "chunked" else 0,
+        cuda=cuda,
+        grid=find_grid(device),
+        adapter_dropout=recipe.lora.dropout > 0,
+        lean=keep_as_lean(model.architecture, recipe),
+        qat=recipe.qat,
+        accumulates=recipe.accumulation > 1,
+        narrow=recipe.precision == "fp8-mixed",
+        again=recipe.optimizer.in_backward,
+        in_backward=recipe.optimizer if recipe.optimizer.in_backward else None,
+        coded=Quantised.of(recipe),
+        prefers=recipe.prefers,
+        sharding=find_sharding(recipe, rank),
+        stages=stages,
+        program=SharedProducts(tp=tp) if tp > 1 else None,
+        references=recipe.references,
+        ring=Ring(parallel.cp, parallel.place(rank)) if parallel.cp > 1 else None,
+    )
+    return setting, repeats(runs)
+
+
+def worst_batch(recipe: Recipe) -> Batch:
+    """The micro-batch that needs the most memory of all that the recipe allows: full rows."""
+    documents = replace(recipe, micro_batch=1).worst_documents  # the same in every row
+    return Batch(
+        rows=recipe.micro_batch,
+        tokens=recipe.own_row,
+        documents=None if documents is None else documents[0],
+    )
+
+
+class Outline:
+    """All of a recipe's step that its rows and tokens do not change."""
+
+    def __init__(self, model: Model, recipe: Recipe, device: Device, rank: int = 0) -> None:
+        self.model = model
+        self.setting, self.counts = describe(model, recipe, device, rank)
+        self.around = around_micro_batches(model, recipe, device, rank)
+        self.answers = find_answers(self.setting)
+        self.evaluation = find_answers(without_history(self.setting))
+
+    def passes(self, recipe: Recipe) -> list[Passes]:
+        """The segments of the first micro-batch, and of a later one where there is any."""
+        return self._ask(self.answers, recipe)
+
+    def evaluating(self, recipe: Recipe) -> list[Passes]:
+        """The segments of two evaluated micro-batches, as large as trained ones."""
+        passes = self._ask(self.evaluation, recipe)
+        return [passes[0], passes[-1]] if self.setting.stages is None else passes
+
+    def _ask(self, answers: Answers, recipe: Recipe) -> list[Passes]:
+        def general(rows: int, tokens: int) -> Batch:
+            whole = replace(recipe, micro_batch=rows, sequence_length=tokens)
+            return worst_batch(replace(whole, parallel=Parallel()))  # tokens are a rank's own
+
+        return answers.passes(worst_batch(recipe), general)
+
+
+def without_history(setting: Setting) -> Setting:
+    """The same forward and loss under `no_grad`: nothing is saved, recomputed or dropped out."""
+
+    def frozen(rows: Iterable[Row]) -> tuple[Row, ...]:
+        return tuple(replace(row, trainable=False) for row in rows)
+
+    runs = tuple(
+        replace(
+            run,
+            cycle=tuple(
+                replace(
+                    b, rows=frozen(b.rows), recomputed=False, keeps=False, stows=False, leads=False
+                )
+                for b in run.cycle
+            ),
+        )
+        for run in setting.runs
+    )
+    return replace(
+        setting,
+        outside=frozen(setting.outside),
+        runs=runs,
+        adapter_dropout=False,
+        accumulates=setting.sharding is not None,  # the head stays gathered after the first
+        again=False,
+        in_backward=None,
+        evaluates=True,
+        stages=None if setting.stages is None else setting.stages.evaluating(),
+    )
+
+
+def find_outline(model: Model, recipe: Recipe, device: Device, rank: int | None = None) -> Outline:
+    """The outline of a recipe, made once for all of its shapes; rank: None is the fullest."""
+    if rank is None:
+        rank = find_fullest(model, recipe, device)[0]
+    return _outline(model, without_shape(recipe), device, rank)
+
+
+def without_shape(recipe: Recipe) -> Recipe:
+    """The same for all rows, tokens and steps."""
+    more = shown_micro_batches(recipe, 2)
+    return replace(recipe, micro_batch=1, sequence_length=1, accumulation=more, steps=0, seed=0)
+
+
+@lru_cache(maxsize=256)
+def _outline(model: Model, recipe: Recipe, device: Device, rank: int) -> Outline:
+    return Outline(model, recipe, device, rank)
+
+
+class _Step:
+    """Two optimizer steps, laid out instant by instant."""
+
+    def __init__(self, outline: Outline, recipe: Recipe, device: Device) -> None:
+        self.outline, self.recipe, self.device = outline, recipe, device
+        self.passes = outline.passes(recipe)
+        self.level = Level()
+        self._cublas: Parts = {}
+        if not device.is_cpu:
+            self._cublas[Kind.WORKSPACE, "cublas"] = product_workspace(device)
+
+    def run(self) -> None:
+        """The peak of each phase and its parts, into `level.peaks`."""
+        level, around = self.level, self.outline.around
+        level.add(around.loaded)
+        starting = find_adapter(self.recipe).loading(self.outline.model)
+        if not starting:
+            level.note(Phase.LOAD)
+        for top in (around.reading, *around.quantising):
+            level.note(Phase.LOAD, top)
+        if around.padded is not around.loaded:
+            level.add(around.loaded, -1)
+            level.add(around.padded)
+        # the forward's, or of what loading computes; autograd's thread takes its own
+        level.add(self._cublas)
+        if starting:
+            level.note(Phase.LOAD, hold((Kind.TEMPORARY, "blocks"), [starting], self.device))
+        self._scale_loss()
+        if self.recipe.optimizer.in_backward:  # states appear in the first backward alone
+            self.passes, following = self.passes[:1], self.passes[1:]
+        self._micro_batches(Phase.FIRST_STEP, Phase.FIRST_STEP, Phase.FIRST_STEP, Phase.FIRST_STEP)
+        if self.recipe.optimizer.in_backward:
+            self.passes = following
+        level.walk(Phase.FIRST_STEP, [around.first], 1)
+        self._release_gradients()
+        self._scale_loss()
+        self._micro_batches(Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.ACCUMULATE)
+        level.walk(Phase.OPTIMIZER_STEP, [around.later], 1)
+        self._release_gradients()
+        level.add(self._scaler())
+        held = dict(level.live)
+        self._evaluate()
+        level.live = held
+        level.total = sum(n for part, n in held.items() if part != ROUNDING)
+        level.note(Phase.SAVE)  # the tensors of a checkpoint are there already
+
+    def _evaluate(self) -> None:
+        """Two held-out micro-batches: at the second, the first one's results are there."""
+        level = self.level
+        inputs = self._inputs()
+        passes_ = self.outline.evaluating(self.recipe)
+        if self.outline.setting.stages is not None:
+            for _ in range(2):
+                level.add(inputs)
+                for one in passes_:
+                    self._walk(one, Phase.EVALUATE, Phase.EVALUATE, Phase.EVALUATE)
+                level.add(inputs, -1)
+            return
+        for passes in passes_:
+            level.add(inputs)
+            for segments in (passes.forward, passes.loss):
+                for stretch, times in expand(segments, self.outline.counts):
+                    level.walk(Phase.EVALUATE, stretch, times)
+            level.add(inputs, -1)
+            level.add({(Kind.TEMPORARY, "loss"): DTYPE_BYTES["int64"]})  # how many tokens
+
+    def _inputs(self) -> Parts:
+        row = self.recipe.own_row * DTYPE_BYTES["int64"]
+        each = [self.recipe.micro_batch * row] * (3 if self.recipe.packing else 2)
+        if self.recipe.parallel.cp > 1:
+            each.append(row)  # positions
+        if self.recipe.preference.reference == "precomputed":
+            each.append(self.recipe.micro_batch * DTYPE_BYTES["float32"])
+        return hold((Kind.INPUT, "batch"), each, self.device)
+
+    def _stages(self, forward: Phase, loss: Phase, backward: Phase, more: Phase) -> None:
+        """As `train.pipeline.Telling` tells phases: from the second forward on all is `more`."""
+        level, stages = self.level, self.outline.setting.stages
+        assert stages is not None
+        inputs = self._inputs()
+        level.add(inputs, stages.micro_batches)
+        begin, *pieces, end = self.passes
+        self._walk(begin, forward, forward, forward)
+        for piece, passes in zip(stages.order, pieces, strict=True):
+            if piece.pass_ == "F" and piece.micro_batch == 1:
+                forward = loss = backward = more
+            self._walk(passes, forward, loss, backward)
+        self._walk(end, more, more, more)
+        level.add(inputs, -stages.micro_batches)
+
+    def _walk(self, passes: Passes, forward: Phase, loss: Phase, backward: Phase) -> None:
+        """One piece of a stage."""
+        level = self.level
+        for phase, segments in (
+            (forward, passes.forward), (loss, passes.loss), (backward, passes.backward)
+        ):  # fmt: skip
+            for stretch, times in expand(segments, self.outline.counts):
+                if stretch[0].name.endswith(AFTER_PRODUCT) and phase is Phase.FIRST_STEP:
+                    level.add(self._cublas)
+                    self._cublas = {}
+                level.walk(phase, stretch, times)
+
+    def _micro_batches(self, forward: Phase, loss: Phase, backward: Phase, more: Phase) -> None:
+        if self.outline.setting.stages is not None:
+            self._stages(forward, loss, backward, more)
+            return
+        level, counts = self.level, self.outline.counts
+        inputs = self._inputs()
+        level.add(inputs)
+        first, *later = self.passes
+        for phase, segments in (
+            (forward, first.forward), (loss, first.loss), (backward, first.backward)
+        ):  # fmt: skip
+            for stretch, times in expand(segments, counts):
+                if stretch[0].name.endswith(AFTER_PRODUCT) and phase is Phase.FIRST_STEP:
+                    level.add(self._cublas)
+                level.walk(phase, stretch, times)
+        level.note(backward)
+        for one in later:
+            for segments in (one.forward, one.loss, one.backward):
+                for stretch, times in expand(segments, counts):
+                    level.walk(more, stretch, times)
+            level.note(more)
+        level.add(inputs, -1)
+
+    def _scaler(self) -> Parts:
+        """fp16: the scaler's two numbers."""
+        scalars = 2 * DTYPE_BYTES["float32"] if self.recipe.scaled else 0
+        return {(Kind.TEMPORARY, "loss"): scalars} if scalars else {}
+
+    def _scale_loss(self) -> None:
+        """fp16: the scaler's two numbers, and the scale that this step uses."""
+        if self.recipe.scaled:
+            self.level.add({(Kind.TEMPORARY, "loss"): 3 * DTYPE_BYTES["float32"]})
+
+    def _release_gradients(self) -> None:
+        level = self.level
+        gone = (Kind.GRADIENTS, Kind.TEMPORARY)  # and the 0-dim results of the first step
+        level.add({p: -n for p, n in level.live.items() if p[0] in gone})
+        if not self.device.is_cpu:
+            level.add({ROUNDING: -self.outline.around.rounded})

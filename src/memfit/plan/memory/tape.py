@@ -1,0 +1,350 @@
+"""The tape of a simulated run: every allocation and release that the CUDA allocator would see.
+
+The closed form knows what is alive; how much the caching allocator reserves for it depends on the
+order of births and deaths. Here the step is simulated at its full depth, event by event, and laid
+behind the loaded weights and before the optimizer's update, twice, as the certificate traces it.
+`bench/plan_vs_certificate.py` compares what both replays reserve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import pairwise, takewhile
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from memfit.adapters import find_adapter
+from memfit.allocator.caching import Replay
+from memfit.allocator.caching import replay as run_allocator
+from memfit.allocator.settings import Settings, read_settings
+from memfit.allocator.tape import FREED, Event
+from memfit.families import find_family
+from memfit.meta import Meter
+from memfit.meta.layers.quantised import quantising_bytes
+from memfit.meta.workspace import foreach_norm, product_workspace
+from memfit.optimizers import find_optimizer
+from memfit.optimizers.shared.offloaded import stays
+from memfit.parallelism.pipeline import stage_model
+from memfit.parallelism.shards import cut_model, local_model
+from memfit.plan.memory.lengthen import record_deep
+from memfit.plan.memory.predicted_memory import (
+    describe,
+    find_fullest,
+    without_history,
+    without_shape,
+    worst_batch,
+)
+from memfit.plan.simulate.blocks import AFTER_PRODUCT, Batch, Mark, Recording, Setting
+from memfit.plan.step_time.pipeline.orders import Piece
+from memfit.records.hardware import Device
+from memfit.records.ledger import Kind, Phase
+from memfit.records.model import DTYPE_BYTES, Model, TensorSpec
+from memfit.records.recipe import Recipe
+
+IN_ORDER = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD)
+# Turns of loops, each of a few dozen events, beyond which a tape is too long to be replayed in
+# seconds: chunks of the loss (of rows of 10^9 tokens they fill 24 GB), and a block's calls of
+# attention, one for each document.
+MOST_CHUNKS, MOST_CALLS = 4096, 256
+
+
+class Tape(NamedTuple):
+    """What the allocator sees of a run, cut into stretches of one phase each."""
+
+    events: list[Event]
+    marks: list[int]  # where each stretch but the first begins
+    phases: list[Phase]  # of each stretch
+
+
+class Replayed(NamedTuple):
+    """The allocator's replay of a simulated run, bytes."""
+
+    allocated: int  # the highest sum of blocks
+    reserved: int  # the most taken from the driver
+    phases: dict[Phase, int]  # the highest sum of blocks in each phase
+
+
+def has_tape(recipe: Recipe, device: Device) -> bool:
+    """Whether the run of this recipe can be simulated event by event.
+
+    A CPU has no caching allocator. Shards in the host's memory move on streams of their own.
+    Loops of too many turns make a tape too long.
+    """
+    return not device.is_cpu and recipe.offload != "parameters" and not _is_long(recipe)
+
+
+def _is_long(recipe: Recipe) -> bool:
+    tokens = recipe.micro_batch * recipe.sequence_length
+    if recipe.loss_chunk and tokens // recipe.loss_chunk > MOST_CHUNKS:
+        return True
+    documents = worst_batch(recipe).documents
+    if documents is None or recipe.attention == "varlen":
+        return False
+    return recipe.micro_batch * len(documents) > MOST_CALLS
+
+
+@lru_cache(maxsize=512)
+def replay_run(model: Model, recipe: Recipe, device: Device) -> Replayed:
+    """The simulated run through the allocator, under the recipe's settings and without a limit.
+
+    model: after its adapter. Only where `has_tape`. Raises InvalidRequest for settings that torch
+    does not take.
+    """
+    tape = write_tape(model, recipe, device)
+    memory = device.memory_driver or Settings().device_memory
+    settings = read_settings(recipe.allocator, device_memory=memory)
+    replayed = run_allocator(tape.events, settings, tape.marks)
+    if replayed.failure is not None:  # beyond the allowed fraction: say what it would take
+        free = replace(settings, memory_fraction=1.0)
+        replayed = run_allocator(tape.events, free, tape.marks)
+    return Replayed(
+        replayed.peaks.allocated, replayed.peaks.reserved, _peaks_by_phase(tape, replayed)
+    )
+
+
+def _peaks_by_phase(tape: Tape, replayed: Replay) -> dict[Phase, int]:
+    peaks: dict[Phase, int] = {}
+    for phase, stretch in zip(tape.phases, replayed.stretches, strict=True):
+        peaks[phase] = max(peaks.get(phase, 0), stretch.allocated)
+    return peaks
+
+
+@lru_cache(maxsize=4)  # plans that differ in their optimizer alone share their micro-batches
+def _record(setting: Setting, batch: Batch) -> Recording:
+    return record_deep(setting, batch)
+
+
+def write_tape(model: Model, recipe: Recipe, device: Device) -> Tape:
+    """Load, two optimizer steps and an evaluation of the fullest rank, event by event."""
+    return _Writer(model, recipe, device, find_fullest(model, recipe, device)[0]).write()
+
+
+class _Writer:
+    """Writes the tape of one recipe; storages are numbered as they are born."""
+
+    def __init__(self, model: Model, recipe: Recipe, device: Device, rank: int) -> None:
+        self.recipe, self.device = recipe, device
+        self.local = local_model(model, recipe.parallel, rank)
+        self.whole = cut_model(stage_model(model, recipe.parallel, rank), recipe.parallel)
+        self.trainable = [w.spec for w in self.local.weights if w.trainable]
+        self.computed = find_adapter(recipe).loading(model)
+        self.setting = describe(model, without_shape(recipe), device, rank, shortened=False)[0]
+        self.events: list[Event] = []
+        self.marks: list[int] = []
+        self.phases = [Phase.LOAD]
+        self.born = 0
+        self.threads = 2  # whose cuBLAS workspaces are still to come: the forward's, autograd's
+        self.has_states = False
+
+    def write(self) -> Tape:
+        """The whole run."""
+        batch = worst_batch(self.recipe)
+        self._load()
+        recording = _record(self.setting, batch)
+        for first in (True, False):
+            alive: dict[int, list[int]] = {}
+            for piece in _pieces(recording, self.setting, first=first):
+                self._run(recording.meter, piece, alive)
+            self.enter(Phase.FIRST_STEP if first else Phase.OPTIMIZER_STEP)
+            if self.setting.in_backward is None:
+                self._update()
+            self._end_step(recording, alive)
+        self._evaluate(_record(without_history(self.setting), batch))
+        return Tape(self.events, self.marks, self.phases)
+
+    def enter(self, phase: Phase) -> None:
+        """A stretch of this phase begins."""
+        if phase != self.phases[-1]:
+            self.marks.append(len(self.events))
+            self.phases.append(phase)
+
+    def hold(self, nbytes: int, stream: int = 0) -> int:
+        """A storage is born; returns its number, 0 of what has no bytes."""
+        if not nbytes:
+            return 0
+        self.born += 1
+        self.events.append(Event(self.born, nbytes, stream))
+        return self.born
+
+    def drop(self, storages: Iterable[int]) -> None:
+        """Storages die."""
+        self.events += [Event(storage, FREED) for storage in storages if storage]
+
+    def _load(self) -> None:
+        for weight in self.local.weights:
+            for spec in weight.stored.values():
+                self.hold(spec.nbytes)
+        architecture = self.local.architecture
+        for spec in find_family(architecture.family).buffers(architecture):
+            self.hold(spec.nbytes)
+        cut = self.setting.sharding is not None
+        for weight in self.whole.weights:
+            if weight.coding:
+                made = quantising_bytes(self.recipe.coding, weight.shape, weight.dtype, cut=cut)
+                self._quantise(made)
+        if self.computed:
+            self._begin_products()
+            self.drop([self.hold(self.computed)])
+
+    def _quantise(self, instants: Sequence[Sequence[int]]) -> None:
+        """What making one weight holds, instant by instant: what stays from one to the next does
+        so from the first tensor on."""
+        alive: list[tuple[int, int]] = []  # bytes and storage
+        for tensors in instants:
+            pairs = zip((n for n, _ in alive), tensors, strict=False)
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            self.drop([storage for _, storage in alive[same:]])
+            alive = alive[:same] + [(n, self.hold(n)) for n in tensors[same:]]
+        self.drop([storage for _, storage in alive])
+
+    def _begin_products(self) -> None:
+        """The first product of a thread takes cuBLAS's workspace."""
+        self.threads -= 1
+        self.hold(product_workspace(self.device))
+
+    def _run(self, meter: Meter, piece: _Piece, alive: dict[int, list[int]]) -> None:
+        """A micro-batch, or a part of one: its events, each in its phase."""
+        phase, at = piece.phase, piece.start
+        self.enter(phase)
+        if self.threads == 2 and piece.start <= piece.product < piece.stop:
+            self._play(meter, at, piece.product, alive)
+            self._begin_products()
+            at = piece.product
+        for mark in piece.marks:
+            if mark.event < at:
+                continue
+            self._play(meter, at, mark.event, alive)
+            at = mark.event
+            if phase in IN_ORDER:
+                phase = {"loss": Phase.LOSS, "head": Phase.BACKWARD}.get(mark.name, phase)
+                self.enter(phase)
+            if self.threads == 1 and mark.name.endswith(AFTER_PRODUCT):
+                self._begin_products()
+        self._play(meter, at, piece.stop, alive)
+
+    def _play(self, meter: Meter, start: int, stop: int, alive: dict[int, list[int]]) -> None:
+        """Events of a meter; what it holds of the loaded weights stands on the tape already."""
+        kinds, asked, streams, counts = meter.kinds, meter.asked, meter.streams, meter.counts
+        write, born = self.events.append, self.born
+        for event in meter.events[start:stop]:
+            if event < 0:
+                for storage in alive.pop(~event, ()):
+                    write(Event(storage, FREED))
+            elif kinds[event] is not Kind.PARAMETERS and asked[event]:
+                made = alive[event] = list(range(born + 1, born + 1 + counts[event]))
+                born = made[-1]
+                for storage in made:
+                    write(Event(storage, asked[event], streams[event]))
+        self.born = born
+
+    def _end_step(self, recording: Recording, alive: dict[int, list[int]]) -> None:
+        """Gradients are let go, and results that the loop has read; states stay."""
+        for index in recording.gradients:
+            self.drop(alive.pop(index, ()))
+        for index, storages in alive.items():
+            if recording.meter.kinds[index] is not Kind.OPTIMIZER_STATE:
+                self.drop(storages)
+
+    def _update(self) -> None:
+        """Clipping, then the update; the first one makes the states."""
+        settings = self.recipe.optimizer
+        norm = [self._clip()] if settings.clip_norm else []
+        family = find_optimizer(settings)
+        together = settings.implementation not in family.state_while_updating
+        if together:
+            self._make_states(self.trainable)
+        alone = [family.step_temporaries([s], settings, "device") for s in self.trainable]
+        whole = family.step_temporaries(self.trainable, settings, "device")
+        at_once = whole == sum(alone)  # temporaries of all parameters live together
+        if at_once:
+            self.drop([self.hold(nbytes) for nbytes in alone])
+        for spec in self.trainable:
+            if not together:
+                self._make_states([spec])
+            if not at_once:
+                self._update_alone(spec)
+        self.has_states = True
+        self.drop(norm)
+
+    def _update_alone(self, spec: TensorSpec) -> None:
+        settings = self.recipe.optimizer
+        meter, alive = Meter(cuda=True), dict[int, list[int]]()
+        find_optimizer(settings).update_alone(spec, settings, meter)
+        self._play(meter, 0, len(meter.events), alive)
+        for storages in alive.values():
+            self.drop(storages)
+
+    def _make_states(self, specs: Sequence[TensorSpec]) -> None:
+        """Before the first update; nothing where they are there."""
+        settings = self.recipe.optimizer
+        family = find_optimizer(settings)
+        if self.has_states:
+            return
+        for spec in specs:
+            if stays(self.recipe, spec.numel):
+                for state in family.on_device(spec, settings):
+                    self.hold(state.nbytes)
+
+    def _clip(self) -> int:
+        """Norms of all gradients, their norm, and the factor; returns the norm, which stays."""
+        scalar = DTYPE_BYTES[self.recipe.trainable_dtype]
+        partial = self.hold(foreach_norm([s.numel for s in self.trainable]))
+        norms = [self.hold(scalar) for _ in self.trainable]
+        self.drop([partial])
+        stacked = self.hold(scalar * len(self.trainable))
+        norm = self.hold(scalar)
+        self.drop([stacked, *norms])
+        self.drop([self.hold(scalar), self.hold(scalar)])
+        return norm
+
+    def _evaluate(self, recording: Recording) -> None:
+        """Two held-out micro-batches; then the tensors of a checkpoint, which are there."""
+        self.enter(Phase.EVALUATE)
+        pieces = list(_pieces(recording, without_history(self.setting), first=True))
+        for _ in range(2):
+            alive: dict[int, list[int]] = {}
+            for piece in pieces:
+                self._play(recording.meter, piece.start, piece.stop, alive)
+            for storages in alive.values():
+                self.drop(storages)
+        self.enter(Phase.SAVE)
+
+
+class _Piece(NamedTuple):
+    """A micro-batch of a recording, or a stage's part of one, its batch's tensors among it."""
+
+    start: int  # of the meter's events
+    stop: int
+    marks: list[Mark]
+    phase: Phase  # in which it begins
+    product: int  # where the first product of the recording is
+
+
+def _pieces(recording: Recording, setting: Setting, *, first: bool) -> Iterator[_Piece]:
+    """The pieces of a run's first step, or of its second.
+
+    Of a step that updates within backward, the recording's second micro-batch is the second step's.
+    """
+    ends = [marks[-1].event for marks in recording.passes[:-1]]
+    edges = pairwise((0, *ends, recording.stop))
+    phase = Phase.FIRST_STEP if first else Phase.FORWARD
+    orders = setting.stages.order if setting.stages is not None else ()
+    for number, ((start, stop), marks) in enumerate(zip(edges, recording.passes, strict=True)):
+        if setting.again and (number == 0) is not first:
+            continue
+        if not first and not setting.again and _is_later(number, orders):
+            phase = Phase.ACCUMULATE
+        yield _Piece(start, stop, marks, phase, recording.product)
+
+
+def _is_later(number: int, order: Sequence[Piece]) -> bool:
+    """Whether a pass is of a further micro-batch; of stages, from the second forward on.
+
+    order: of a rank's stages, before and after which a recording has a pass of its own.
+    """
+    if not order:
+        return number > 0
+    forwards = [n for n, p in enumerate(order, 1) if p.pass_ == "F" and p.micro_batch == 1]
+    return bool(forwards) and number >= forwards[0]

@@ -1,0 +1,1 @@
+"""Questions about a plan: comparisons, limits, reasons, ways out."""

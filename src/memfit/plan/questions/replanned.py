@@ -1,0 +1,120 @@
+"""The levers of a plan: the request planned again with one knob set, as the user would type it.
+
+What a knob frees the new plan spends on something faster, so that a lever promises what doing it
+gives, and no more. Shown are the knobs that a user decides; those of one process alone (another
+implementation, what waits on the host) are in `memfit certify --why` and `--why-not`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from memfit.core import units
+from memfit.core.errors import Error
+from memfit.plan.request.problem import Problem, divisors, read_problem
+from memfit.plan.search.candidate import Candidate
+from memfit.plan.search.levers import head_extra
+from memfit.records.quantised import CODED_FORMATS
+from memfit.records.recipe import Recipe
+from memfit.records.request import change
+from memfit.records.results import Considered, Plan
+
+Planner = Callable[[Problem], tuple[Plan, Candidate]]
+
+
+def replan_levers(
+    problem: Problem, chosen: Candidate, find_plan: Planner
+) -> tuple[Considered, ...]:
+    """Each lever's row: what its own plan takes, beside the chosen one.
+
+    find_plan: of a problem, with its candidate. Raises nothing: a knob that cannot be set is left
+    out, and so is one that changes nothing.
+    """
+    rows: list[Considered] = []
+    seen = [chosen.recipe]
+    for changes in list_changes(problem, chosen):
+        try:
+            asked = change(problem.request, changes)
+            plan, other = find_plan(read_problem(asked, device=problem.device))
+        except Error:
+            continue
+        if other.recipe in seen:
+            continue
+        seen.append(other.recipe)
+        rows.append(_row(plan, other, chosen, changes))
+    return tuple(rows)
+
+
+def list_changes(problem: Problem, chosen: Candidate) -> Iterator[dict[str, Any]]:
+    """The keys to set, one knob at a time; what changes the result first."""
+    recipe = chosen.recipe
+    yield from _inexact(problem, recipe)
+    yield {"recompute": "none" if recipe.recompute_blocks or recipe.selective_blocks else "full"}
+    own = recipe.micro_batch * recipe.accumulation
+    whole = [d for d in divisors(own) if not (recipe.prefers and d % 2)]
+    for micro in [d for d in whole if d > recipe.micro_batch][:1]:
+        yield {"micro_batch": micro}
+    if recipe.loss == "chunked":
+        yield {"loss": "plain"}
+    elif not head_extra(chosen.model):
+        yield {"loss": "chunked"}
+
+
+def _inexact(problem: Problem, recipe: Recipe) -> Iterator[dict[str, Any]]:
+    """Another method, base, precision or optimizer."""
+    request = problem.request
+    lora = {} if recipe.method == "lora" else {"method": "lora"}
+    if recipe.weights == "pretrained" and recipe.method in ("full", "lora"):
+        if lora:
+            yield {**lora}
+        if recipe.base_format not in CODED_FORMATS:
+            yield {**lora, "base_format": "nf4"}
+    if recipe.precision != "bf16-mixed" and not problem.device.is_cpu:
+        yield {"precision": "bf16-mixed"}
+    if recipe.precision != "bf16" or recipe.optimizer.stochastic_rounding:
+        pure = {"optimizer.name": "adamw"} if request.optimizer.name != "auto" else {}
+        yield {"precision": "bf16", **pure}
+    if recipe.optimizer.name == "adamw" and not recipe.adapted:
+        yield {"optimizer.name": "adamw8bit"}
+
+
+def _row(plan: Plan, other: Candidate, chosen: Candidate, changes: dict[str, Any]) -> Considered:
+    memory = plan.memory
+    ratio = other.seconds / chosen.seconds
+    return Considered(
+        label=plan.label,
+        changes=changes,
+        peak_allocated=other.about,
+        device_total=memory.device_total,
+        exact=True,
+        relative_time=ratio,
+        fits=memory.verdict == "fits" or other.problem.usable is None,
+        chosen=False,
+        because=_reason(plan, ratio, other.recipe, chosen.recipe),
+    )
+
+
+def _reason(plan: Plan, ratio: float, mine: Recipe, its: Recipe) -> str:
+    """What doing it gives, in words."""
+    memory, said = plan.memory, []
+    if memory.verdict == "does_not_fit" and memory.needed is not None and memory.usable is not None:
+        said.append(f"needs {units.show_bytes(memory.needed - memory.usable)} more than there is")
+    elif memory.verdict == "at_risk":
+        said.append("may not fit")
+    elif ratio > 1:
+        said.append(f"fits, {ratio - 1:.1%} slower")
+    else:
+        said.append(f"fits, {1 - ratio:.1%} faster" if ratio < 1 else "fits, equally fast")
+    if mine.method != its.method:
+        said.append(f"becomes {mine.method}")
+    if learns(mine) != learns(its):
+        said.append("changes what is learned")
+    return "; ".join(said)
+
+
+def learns(recipe: Recipe) -> tuple[object, ...]:
+    """The knobs on which the result of training depends."""
+    own = recipe.optimizer
+    stored = recipe.precision, own.name, own.stochastic_rounding
+    return recipe.method, recipe.coding, *stored

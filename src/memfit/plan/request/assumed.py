@@ -1,0 +1,134 @@
+"""What a plan takes for granted: every knob that the request leaves open and that moves bytes,
+seconds or what is learned, in short lines.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from memfit.core import units
+from memfit.plan.request.data_size import DataSize, estimate_data
+from memfit.records.recipe import Recipe
+from memfit.records.request import LoraRequest, Request, Task
+
+ASSUMED_STEPS = 1000  # where neither a length nor data is given
+PLAIN_MOMENTS = ("adamw", "adamwbf16")  # optimizers whose second moments are stored as weights are
+MOST_BETA2 = 0.995  # a change of 1 - beta2 is lost below half of bf16's last digit, 1/256
+PURE = "no fp32 copy of weights or states"
+
+
+class Steps(NamedTuple):
+    """Optimizer steps of a run, and where they come from."""
+
+    steps: int  # 0: not known
+    assumed: str  # "" where the request states them
+
+
+def count_steps(request: Request, length: int, packed: bool) -> Steps:
+    """The steps asked for, or those that epochs of the data are.
+
+    length: tokens of a row; packed: whether rows are filled with whole documents.
+    """
+    task = request.task
+    if task.steps is not None:
+        return Steps(task.steps, "")
+    if task.tokens is not None:
+        return Steps(max(1, -(-task.tokens // (request.global_batch * length))), "")
+    if not task.data:
+        if task.epochs is None:
+            return Steps(ASSUMED_STEPS, f"{ASSUMED_STEPS} steps (no length and no data given)")
+        return Steps(0, f"steps unknown: `task.epochs: {task.epochs:g}` of data that is not named"
+                     " (`task.data`)")  # fmt: skip
+    found = estimate_data(task.data, request.tokenizer or _folder(request))
+    if found is None:
+        return Steps(0, f"steps unknown: `task.data: {task.data}` holds nothing here whose tokens"
+                     " can be estimated")  # fmt: skip
+    epochs = 1.0 if task.epochs is None else task.epochs
+    rows = _count_rows(task, found, length, packed=packed)
+    steps = max(1, math.ceil(rows * epochs / request.global_batch))
+    passes = "one epoch" if epochs == 1 else f"{epochs:g} epochs"
+    return Steps(steps, f"about {steps:,} steps: {passes} of about"
+                 f" {units.show_count(found.tokens)} tokens; {found.because}")  # fmt: skip
+
+
+def is_estimated(task: Task) -> bool:
+    """Whether the number of steps follows from the data, which only training counts exactly."""
+    return task.steps is None and task.tokens is None and bool(task.data)
+
+
+def _folder(request: Request) -> str:
+    return request.model if isinstance(request.model, str) else ""
+
+
+def _count_rows(task: Task, size: DataSize, length: int, *, packed: bool) -> float:
+    if packed:
+        return size.tokens / length
+    return size.records * (2 if task.objective == "dpo" else 1)
+
+
+def describe_assumed(request: Request, recipe: Recipe) -> tuple[str, ...]:
+    """Lines on what the request leaves at its default, but for rows' length and steps."""
+    said = [_describe_batch(request, recipe), _describe_adapter(request, recipe)]
+    if recipe.framework == "memfit":  # others' plans name each default of their framework
+        said += [describe_storage(request, recipe), _describe_optimizer(request, recipe)]
+    return tuple(line for line in said if line)
+
+
+def _describe_batch(request: Request, recipe: Recipe) -> str:
+    """Whose step, the global batch and packing."""
+    parts = []
+    if recipe.framework == "memfit":
+        parts.append("memfit's own step (`framework` names another's)")
+    elif request.task.global_batch == "auto":
+        parts.append(f"global_batch {recipe.global_batch} (not asked for)")
+    if request.task.packing == "auto":
+        packed = "filled with whole documents (packing)" if recipe.packing else "not packed"
+        parts.append(f"rows {packed}")
+    return ", ".join(parts)
+
+
+def _describe_adapter(request: Request, recipe: Recipe) -> str:
+    asked, plain, own = request.lora, LoraRequest(), recipe.lora
+    if not recipe.adapted or (asked.targets != "auto" and asked.rank != plain.rank):
+        return ""
+    more = "; `lora.targets: all-linear` adapts all" if asked.targets == "auto" else ""
+    return f"adapters of rank {own.rank}, alpha {own.alpha:g} on {', '.join(own.targets)}{more}"
+
+
+def describe_storage(request: Request, recipe: Recipe) -> str:
+    """How weights, gradients and states are stored, where that is left open or is pure bf16."""
+    own = recipe.optimizer
+    if is_pure(recipe):
+        fault = "updates below 1/256 of a weight are lost"
+        if own.name in PLAIN_MOMENTS and own.beta2 > MOST_BETA2:
+            fault = f"second moments stall at beta2 {own.beta2:g}, {fault}"
+        if recipe.adapted:
+            return f"adapters and their states in bf16, {PURE}: {fault}"
+        return f"weights, gradients and {own.name}'s states in bf16, {PURE}: {fault}"
+    if request.precision != "auto" and (not recipe.adapted or request.base_format != "auto"):
+        return ""
+    trained = "bf16" if recipe.trainable_dtype == "bfloat16" else "fp32"
+    states = {"adamw8bit": "8 bits", "adamwfp8": "8 bits", "adamw4bit": "4 bits"}
+    states_in = states.get(own.name, trained)
+    rounded = ", updates rounded by chance" if own.stochastic_rounding else ""
+    products = f"; products in {recipe.compute_dtype}" if recipe.autocast else ""
+    if recipe.adapted:
+        base = f"frozen base in {recipe.base_format}, adapters and gradients"
+        return f"{base} in {trained}{rounded}, optimizer states in {states_in}{products}"
+    also = " and optimizer states" if states_in == trained else ""
+    rest = "" if also else f", optimizer states in {states_in}"
+    what = f"weights, gradients{also}" if also else "weights and gradients"
+    return f"{what} stored in {trained}{rounded}{rest}{products}"
+
+
+def is_pure(recipe: Recipe) -> bool:
+    """Whether trained weights are bf16 without an fp32 copy and without rounding by chance."""
+    return recipe.trainable_dtype == "bfloat16" and not recipe.optimizer.stochastic_rounding
+
+
+def _describe_optimizer(request: Request, recipe: Recipe) -> str:
+    asked, own = request.optimizer, recipe.optimizer
+    name = own.name if asked.name == "auto" else ""
+    rate = f"learning rate {own.learning_rate:g}" if asked.learning_rate == "auto" else ""
+    return ", ".join(part for part in (name, rate) if part)

@@ -1,0 +1,133 @@
+"""About how many tokens and records a run's data has, without tokenising it: sizes of files.
+
+A tokenizer that lies beside the model, or that the request names, is asked how many bytes one of
+its tokens has, on a sample; without one that is assumed. `memfit train` counts exactly.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from memfit.core import units
+
+ASSUMED_BYTES = 4.0  # of UTF-8 text for a token: English under vocabularies of 32,000 to 150,000
+SAMPLE = 256 * units.KIB  # bytes that are looked at
+RECORDS = (".jsonl", ".ndjson")
+
+
+class DataSize(NamedTuple):
+    """About what the data holds."""
+
+    tokens: float
+    records: float  # rows where rows are not packed
+    because: str
+
+
+def estimate_data(data: str, tokenizer: str) -> DataSize | None:
+    """About what the files of a path, folder or pattern hold; None where there are none.
+
+    tokenizer: a folder, or anything else, which is left aside.
+    """
+    files = _find_files(data)
+    if not files:
+        return None
+    own = Path(tokenizer).expanduser() / "tokenizer.json"
+    vocabulary = str(own) if own.is_file() else ""
+    return _estimate(tuple((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files),
+                     vocabulary)  # fmt: skip
+
+
+def _find_files(data: str) -> list[Path]:
+    path = Path(data).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        found = [p for p in path.rglob("*") if p.is_file()]
+        hidden = [any(part.startswith(".") for part in p.relative_to(path).parts) for p in found]
+        return sorted(p for p, left_out in zip(found, hidden, strict=True) if not left_out)
+    names = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(data) else []
+    return [Path(name) for name in names if Path(name).is_file()]
+
+
+@lru_cache(maxsize=16)
+def _estimate(files: tuple[tuple[str, int, int], ...], vocabulary: str) -> DataSize | None:
+    text, records, sample = 0.0, 0.0, ""
+    for name, size, _ in files:
+        if name.endswith(".parquet"):
+            found = _parquet(name)
+            if found is None:
+                return None
+            text, records = text + found[0], records + found[1]
+            continue
+        with open(name, "rb") as file:
+            start = file.read(SAMPLE)
+        if not start or b"\0" in start:
+            continue
+        share, each, said = _look(start, name.endswith(RECORDS))
+        text += share * size
+        records += size / each if each else 1
+        sample = sample or said
+    if not text:
+        return None
+    per_token, because = _bytes_a_token(sample, vocabulary)
+    return DataSize(tokens=text / per_token, records=records, because=because)
+
+
+def _look(start: bytes, are_records: bool) -> tuple[float, float, str]:
+    """Share of a file's bytes that are text, bytes of a record, and the text itself."""
+    if not are_records:
+        return 1.0, 0.0, start.decode("utf-8", "ignore")
+    lines = start.splitlines()
+    whole = lines[:-1] if len(lines) > 1 and len(start) == SAMPLE else lines
+    texts: list[str] = []
+    for line in whole:
+        try:
+            _collect(json.loads(line), texts)
+        except ValueError:
+            continue
+    read = sum(len(line) + 1 for line in whole)
+    said = "\n".join(texts)
+    return len(said.encode()) / max(read, 1), read / max(len(whole), 1), said
+
+
+def _collect(value: Any, texts: list[str]) -> None:
+    """Every text in a record, at any depth; keys are not text."""
+    if isinstance(value, str):
+        texts.append(value)
+    elif isinstance(value, dict):
+        for inner in value.values():
+            _collect(inner, texts)
+    elif isinstance(value, list):
+        for inner in value:
+            _collect(inner, texts)
+
+
+def _parquet(name: str) -> tuple[float, float] | None:
+    """Bytes of a file's columns before compression, and its rows; None without pyarrow."""
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        return None
+    try:
+        footer = parquet.ParquetFile(name).metadata
+    except (OSError, ValueError):
+        return None
+    groups = range(footer.num_row_groups)
+    return float(sum(footer.row_group(g).total_byte_size for g in groups)), float(footer.num_rows)
+
+
+def _bytes_a_token(sample: str, vocabulary: str) -> tuple[float, str]:
+    assumed = f"{ASSUMED_BYTES:g} bytes a token (assumed)"
+    if not vocabulary or not sample:
+        return ASSUMED_BYTES, assumed
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        return ASSUMED_BYTES, assumed
+    count = len(Tokenizer.from_file(vocabulary).encode(sample, add_special_tokens=False).ids)
+    found = len(sample.encode()) / max(count, 1)
+    return found, f"{found:.2f} bytes a token, by the model's tokenizer on a sample"

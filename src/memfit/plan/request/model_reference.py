@@ -1,0 +1,106 @@
+"""Which model a request names: a row of the catalogue, a folder, a config.json, or a hub id."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from memfit import catalog
+from memfit.core.errors import InvalidRequest, UnknownName, did_you_mean
+from memfit.records.model import ModelReference
+
+
+def find_reference(model: str | dict[str, Any]) -> ModelReference:
+    """A catalogue name, a folder with config.json, a config.json, its content, or a hub id."""
+    if isinstance(model, dict):
+        return ModelReference(
+            name=model.get("name", "model"), source="", config=_config(model, "request")
+        )
+    path = Path(model).expanduser()
+    if path.is_dir() or path.name == "config.json":
+        return _read_folder(path.parent if path.name == "config.json" else path)
+    try:
+        return _find_row(model)
+    except UnknownName:
+        if model.count("/") != 1 or model.startswith((".", "/", "~")):
+            raise
+    return _read_hub(model)
+
+
+@lru_cache(maxsize=1024)
+def _find_row(name: str) -> ModelReference:
+    return catalog.find_model(name).reference()
+
+
+def _config(config: dict[str, Any], where: str) -> dict[str, Any]:
+    if "model_type" not in config:
+        hint = "a config.json of Hugging Face's names its `model_type`, for example `llama`"
+        raise InvalidRequest(f"no `model_type` in {where}", hint=hint)
+    return {k: v for k, v in config.items() if k != "name"}
+
+
+def _read_folder(folder: Path) -> ModelReference:
+    import json  # accepts the NaN and Infinity that some published files hold
+
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        hint = "a model folder holds config.json beside its safetensors"
+        raise InvalidRequest(f"cannot read `{file}`: {error.strerror}", hint=hint) from None
+    except ValueError as error:
+        raise InvalidRequest(f"`{file}` is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise InvalidRequest(f"`{file}` holds {type(config).__name__}, not keys with values")
+    return ModelReference(
+        name=folder.resolve().name, source=str(folder.resolve()), config=_config(config, str(file))
+    )
+
+
+def find_published(reference: ModelReference) -> ModelReference:
+    """The reference with the config.json that its weights came with."""
+    if Path(reference.source).is_dir():
+        return reference  # it was read from there
+    config = _read_hub(reference.source).config
+    return msgspec.structs.replace(reference, config=config)
+
+
+def _near(name: str) -> str:
+    """Rows of the catalogue that may have a published model's shape, in words: one whose name it
+    begins with (`-instruct`, `-base`), or of a similar name and the same size; "" for none."""
+    known = {said.lower(): row.id for row in catalog.models() for said in (row.id, *row.aliases)}
+    begun = [said for said in known if name.startswith(f"{said}-")]
+    if begun:
+        return f"`{known[max(begun, key=len)]}`"
+    sizes = set(re.findall(r"\d+(?:\.\d+)?[bm]\b", name))
+    alike = [row.id for row in catalog.models() if sizes <= set(row.id.split("-"))]
+    return did_you_mean(name, alike)
+
+
+@lru_cache(maxsize=256)  # each change to a file asks again
+def _read_hub(name: str) -> ModelReference:
+    """config.json of a hub id, from the local cache or the hub."""
+    import json
+
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError:
+        known = [row.id for row in catalog.models()]
+        see = "`memfit models` lists them; reading a hub id needs `pip install huggingface_hub`"
+        raise UnknownName("model", name, known, see=see) from None
+    try:
+        file = hf_hub_download(name, "config.json")
+    except Exception as error:  # the library's error types differ between its versions
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        near = _near(name.rpartition("/")[2].lower())
+        raise InvalidRequest(
+            f"`{name}` is not in the catalogue, and its config.json could not be read: {first}",
+            hint=(f"of the same shape may be {near}; else " if near else "")
+            + "check the name, or pass a folder that holds config.json; see `memfit models`",
+        ) from None
+    config = json.loads(Path(file).read_text(encoding="utf-8"))
+    return ModelReference(name=name, source=name, config=_config(config, file))

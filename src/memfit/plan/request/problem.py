@@ -1,0 +1,476 @@
+"""From a request to what a search starts from: model, device, limit, and the open knobs."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from math import isqrt
+from typing import Any
+
+import msgspec
+
+from memfit import catalog, families
+from memfit.adapters.shared.projections import choose_targets
+from memfit.adapters.shared.quantised_base import check_base
+from memfit.allocator.settings import check_allocator
+from memfit.catalog import links
+from memfit.core.errors import InvalidRequest
+from memfit.families.capabilities import float8, qat
+from memfit.families.capabilities.compiled import check_compiled, settle_compiled
+from memfit.families.capabilities.lean import check_lean
+from memfit.families.capabilities.limits import check_limits, choose_packing, own_kernels
+from memfit.meta.attending.kernels import Heads, heads_of, refusal, usable
+from memfit.optimizers import default_implementation, optimizers
+from memfit.optimizers.low_bit import can_round, check_rounding
+from memfit.optimizers.shared.in_backward import refuse_in_backward
+from memfit.optimizers.shared.offloaded import check_offload
+from memfit.parallelism.context import KERNELS
+from memfit.parallelism.limits import check_ranks
+from memfit.parallelism.pipeline import runs_in
+from memfit.plan.request.assumed import count_steps
+from memfit.plan.request.meshes import list_meshes
+from memfit.plan.request.model_reference import find_published, find_reference
+from memfit.plan.request.positions import check_positions, describe_positions
+from memfit.plan.request.precision import HALF, find_conflict, precisions
+from memfit.plan.request.preference_checks import check_pairs, choose_preference
+from memfit.plan.simulate.lean import asked_lean, choose_lean
+from memfit.records import Noun
+from memfit.records.hardware import Device
+from memfit.records.model import Model, ModelReference
+from memfit.records.quantised import CODED_FORMATS
+from memfit.records.recipe import (
+    ADAPTED,
+    Format,
+    Freeze,
+    Lora,
+    Method,
+    Optimizer,
+    Parallel,
+    Precision,
+    Quantisation,
+    Recipe,
+    compute_dtype,
+)
+from memfit.records.request import RecomputeBlocks, Request, find_weights
+
+ASSUMED_SEQUENCE = 4096
+CHUNKS = (1024, 256)  # tokens per chunk of the loss that the search tries
+
+
+class Problem(Noun, frozen=True, kw_only=True):
+    """A request with its names looked up; what is still open is decided by the search."""
+
+    request: Request
+    reference: ModelReference
+    model: Model
+    device: Device
+    usable: int | None  # bytes: the limit asked for or what the device has, the smaller
+    usable_because: str
+    assumptions: tuple[str, ...]
+    exact: bool = True  # False: what fits, or does not, by far is not replayed
+
+
+def read_problem(
+    request: Request,
+    *,
+    device: Device | None = None,
+    published: bool = False,
+) -> Problem:
+    """Look up the model and the device; raises UnknownName or InvalidRequest with a hint.
+
+    published: where pretrained weights will be loaded, take the config.json beside them. A
+    catalogue row says every size, which is all that planning needs, but not the rotary base.
+    """
+    check_own_step(request.framework)
+    request = settle_compiled(request)
+    reference = find_reference(request.model)
+    if published and find_weights(request, reference) == "pretrained":
+        reference = find_published(reference)
+    model = families.read_model(reference)
+    device = device or find_device(request.hardware.device)
+    check_allocator(request.allocator, device)
+    usable, because = _usable(request, device)
+    problem = Problem(
+        request=request,
+        reference=reference,
+        model=model,
+        device=device,
+        usable=usable,
+        usable_because=because,
+        assumptions=_assumptions(request, model),
+    )
+    check(problem)
+    return problem
+
+
+def check_own_step(framework: str) -> None:
+    """Raise InvalidRequest for another framework's step: it can only be planned and predicted."""
+    if framework != "memfit":
+        raise InvalidRequest(
+            f"`framework: {framework}` is another framework's step, which memfit can plan and"
+            " predict but neither certify nor run",
+            hint="`memfit predict REQUEST` predicts it; `framework: memfit` can be certified",
+        )
+
+
+def find_device(name: str) -> Device:
+    """A catalogue row; `cpu` is this machine's processor with its own memory, `auto` its GPU.
+
+    How fast this machine's processor is no catalogue knows, but `memfit calibrate` may have said.
+    """
+    if name == "auto":
+        name = _this_gpu() or "cpu"
+    if name != "cpu":
+        return catalog.find_device(name)
+    row = catalog.find_device("cpu-x86")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    flops = row.flops if row.calibration else {}
+    return msgspec.structs.replace(row, memory=memory, memory_driver=memory, flops=flops)
+
+
+def find_network(request: Request) -> str:
+    """The row of links.toml that `hardware.network` names; "" where it, or one machine, needs none.
+
+    Raises UnknownName (did-you-mean), or InvalidRequest for what does not join machines.
+    """
+    name = request.hardware.network
+    found = links.find_network(name).id if name else ""
+    return found if request.hardware.nodes > 1 else ""
+
+
+def _this_gpu() -> str | None:
+    """What the driver calls this machine's first GPU; None without one. Never imports torch."""
+    import shutil  # two of the slower imports, and most plans name their device
+    import subprocess
+
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    asked = [tool, "--query-gpu=name", "--format=csv,noheader"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    names = done.stdout.strip().splitlines()
+    return names[0].strip() if done.returncode == 0 and names else None
+
+
+def _usable(request: Request, device: Device) -> tuple[int | None, str]:
+    limit, memory = request.limits.memory_bytes, device.planned_memory
+    if limit is not None and not device.is_cpu:
+        memory = device.most_memory  # what the user says of a device that is not on record
+    shared = device.is_cpu and request.hardware.count > 1  # its ranks live in one memory
+    if shared and memory is not None:
+        memory //= request.hardware.count
+    if limit is not None and (memory is None or limit <= memory):
+        return limit, "the limit of the request"
+    if memory is None:
+        return None, f"the memory of `{device.id}` is unknown and no limit was set"
+    if assumed := device.describe_assumed(memory):
+        return memory, assumed
+    if device.memory is None and not device.is_cpu:
+        return memory, f"the data sheet of `{device.id}` ({device.memory_datasheet})"
+    what = "this machine's memory" if device.is_cpu else f"what `{device.id}` gives to torch"
+    return memory, f"a rank's share of {what}" if shared else what
+
+
+def _assumptions(request: Request, model: Model) -> tuple[str, ...]:
+    said = []
+    if request.task.sequence_length == "auto":
+        said.append(f"sequence_length {sequence_length(request, model)} (not asked for)")
+    if request.task.global_batch == "auto":
+        said.append(f"global_batch {request.global_batch} (not asked for)")
+    length = sequence_length(request, model)
+    packed = choose_packing(request, model.architecture)
+    if assumed := count_steps(request, length, packed).assumed:
+        said.append(assumed)
+    return (*said, *describe_positions(model.name, model.architecture, length))
+
+
+def sequence_length(request: Request, model: Model) -> int:
+    """The one asked for, else the model's own up to 4096."""
+    asked = request.task.sequence_length
+    if asked != "auto":
+        return asked
+    return min(ASSUMED_SEQUENCE, model.architecture.max_sequence)
+
+
+def check(problem: Problem) -> None:
+    """Raise InvalidRequest where two things asked for exclude each other, or one the device."""
+    request, architecture = problem.request, problem.model.architecture
+    length = sequence_length(request, problem.model)
+    name = problem.reference.name
+    check_positions(name, architecture, length)
+    packing, loss = choose_packing(request, architecture), request.loss
+    check_limits(
+        name, architecture,
+        attention=request.attention, packing=packing, loss=loss, tokens=length,
+    )  # fmt: skip
+    check_lean(name, architecture, asked_lean(request))
+    check_pairs(request)
+    qat.check_request(request, problem.model)
+    if request.precision == "fp8-mixed":
+        float8.check_request(request, problem.model, problem.device, length)
+    list_meshes(request)
+    micro, batch = request.micro_batch, request.global_batch
+    if micro != "auto" and batch % micro:
+        raise InvalidRequest(
+            f"`micro_batch: {micro}` does not divide `task.global_batch: {batch}`",
+            hint=f"use one of {', '.join(map(str, divisors(batch)))}",
+        )
+    if request.optimizer.stochastic_rounding is True and request.precision != "auto":
+        check_rounding(request.optimizer.name, request.precision)
+    if request.optimizer.in_backward is True and (found := in_backward_lack(request)):
+        raise InvalidRequest(
+            f"`optimizer.in_backward: true` cannot be: {found[0]}",
+            hint=f"{found[1]}; or `optimizer.in_backward: false`",
+        )
+    if isinstance(request.recompute, RecomputeBlocks):
+        blocks, part = request.recompute.blocks, request.recompute.selective
+        layers = architecture.layers
+        if blocks + part > layers:
+            both = f"{blocks}` and `recompute.selective: {part}` are" if part else f"{blocks}` is"
+            raise InvalidRequest(
+                f"`recompute.blocks: {both} more than the {layers} blocks of `{name}`",
+                hint=f"use at most {layers}, or `recompute: full`",
+            )
+    check_base(problem.model, request.base_format, request.method)
+    if conflict := find_conflict(request.base_format, request.precision):
+        own = HALF.get(request.precision, "fp32")
+        raise InvalidRequest(
+            f"`precision: {request.precision}` {conflict}, but `base_format: {request.base_format}`"
+            " was asked for",
+            hint=f"use `base_format: {own}`, or leave it out",
+        )
+    tried = precisions(request, problem.device)
+    if all(lacks := [find_lack(problem, precision) for precision in tried]):
+        raise InvalidRequest(
+            f"`attention: {request.attention}` {lacks[-1]}",
+            hint=f"use one of {', '.join(find_kernels(problem, tried[-1]))}",
+        )
+
+
+def in_backward_lack(request: Request) -> tuple[str, str] | None:
+    """Why weights cannot be updated within backward, and what to use; None where they can."""
+    micro, batch = request.micro_batch, request.global_batch
+    if request.parallel != "auto" and request.parallel.tp > 1:
+        return "it is not built for ranks that share products", "leave `parallel.tp` out"
+    if request.parallel != "auto" and request.parallel.pp > 1:
+        return "it is not built for stages", "leave `parallel.pp` out"
+    return refuse_in_backward(
+        clip_norm=request.optimizer.clip_norm,
+        accumulation=1 if micro == "auto" else batch // (micro * request.shares),
+        scaled=request.precision == "fp16-mixed",
+    )
+
+
+def list_micro_batches(request: Request, shares: int) -> list[int]:
+    """The micro-batches to try: whole parts of a rank's share of the global batch, and whole pairs
+    of `dpo`. shares: ranks with rows of their own."""
+    if request.micro_batch != "auto":
+        return [request.micro_batch]
+    own = request.global_batch // shares
+    found = divisors(own)
+    if request.parallel != "auto":
+        parallel = request.parallel.stated
+        found = [n for n in found if runs_in(parallel, own // n)] or found[:1]
+    return [n for n in found if not n % 2] if request.task.objective == "dpo" else found
+
+
+def allowed(problem: Problem, precision: Precision) -> bool:
+    """Whether the frozen format that the request fixes can go with this precision."""
+    conflict = find_conflict(problem.request.base_format, precision)
+    alone = precision == "fp16-mixed" and problem.request.precision == "auto"
+    if alone and problem.request.ranks > 1:  # see `parallelism.limits`
+        return False
+    return not conflict and not find_lack(problem, precision)
+
+
+def find_lack(problem: Problem, precision: Precision) -> str:
+    """Why the attention kernel asked for does not serve the model here; empty when it does."""
+    device, asked = problem.device, str(problem.request.attention)
+    if asked == "auto" and not _shares_tokens(problem.request):
+        return ""
+    asked = KERNELS[0] if asked == "auto" else asked
+    dtype, heads = compute_dtype(precision), _heads(problem)
+    return refusal(asked, dtype, heads, platform=device.platform, capability=device.capability)
+
+
+def _heads(problem: Problem) -> Heads:
+    """The model's, under the sequence length asked for."""
+    a = problem.model.architecture
+    return heads_of(a, sequence_length(problem.request, problem.model))
+
+
+def find_kernels(problem: Problem, precision: Precision) -> tuple[str, ...]:
+    """The attention kernels that serve the model on the device, the preferred one first."""
+    device, heads = problem.device, _heads(problem)
+    if only := own_kernels(problem.model.architecture):
+        return only
+    if _shares_tokens(problem.request):
+        return KERNELS
+    dtype = compute_dtype(precision)
+    return usable(dtype, heads, platform=device.platform, capability=device.capability)
+
+
+def _shares_tokens(request: Request) -> bool:
+    return request.parallel != "auto" and request.parallel.cp > 1
+
+
+@lru_cache(maxsize=256)
+def _count(model: Model) -> int:
+    return model.parameters
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors of n, ascending."""
+    low = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return [*low, *(n // d for d in reversed(low) if d * d != n)]
+
+
+def first_recipe(
+    problem: Problem,
+    *,
+    method: Method,
+    precision: Precision,
+    parallel: Parallel = Parallel(),  # noqa: B008 (frozen)
+) -> Recipe:
+    """The recipe of one method and precision with every exact knob at its plainest setting."""
+    request = problem.request
+    length = sequence_length(request, problem.model)
+    packed = choose_packing(request, problem.model.architecture)
+    asked = request.base_format
+    base: Format = asked if asked != "auto" else HALF.get(precision, "fp32")
+    attention: Any = request.attention
+    if attention == "auto":
+        attention = find_kernels(problem, precision)[0]
+    made = Recipe(
+        model=problem.reference,
+        weights=find_weights(request, problem.reference),
+        objective=request.task.objective,
+        method=method,
+        preference=choose_preference(request, method),
+        lora=_lora(request, problem) if method in ADAPTED else Lora(),
+        freeze=_freeze(request, problem) if method == "freeze" else Freeze(),
+        base_format=base if method != "full" else _full_format(precision),
+        precision=precision,
+        optimizer=_optimizer(request, problem, method, precision, parallel.world),
+        recompute_blocks=0,
+        attention=attention,
+        loss="plain",
+        loss_chunk=0,
+        qat="" if request.qat == "none" else request.qat,
+        lean=choose_lean(request, problem.model.architecture),
+        compile="blocks" if request.compile == "blocks" else "none",
+        offload="none" if request.offload == "auto" else request.offload,
+        sequence_length=length,
+        packing=packed,
+        micro_batch=(smallest := 2 if request.task.objective == "dpo" else 1),
+        accumulation=request.global_batch // (smallest * parallel.dp),
+        parallel=parallel,
+        steps=count_steps(request, length, packed).steps,
+        device=problem.device.id,
+        seed=request.seed,
+        allocator=request.allocator,
+        devices_per_node=request.hardware.count if request.hardware.nodes > 1 else 0,
+        network=find_network(request),
+        quantisation=find_quantisation(request, base if method == "lora" else "bf16"),
+    )
+    check_offload(made, cpu=problem.device.is_cpu)
+    check_compiled(problem.model, made)
+    check_ranks(made)
+    return made
+
+
+def find_quantisation(request: Request, base_format: Format) -> Quantisation:
+    """What the request says of a base of this format; a format uses its own settings alone."""
+    asked = request.quantisation
+    if base_format == "int8":
+        share = asked.outlier_share if asked.outlier_threshold else 0.0
+        return Quantisation(outlier_threshold=asked.outlier_threshold, outlier_share=share)
+    return Quantisation(double=asked.double and base_format in CODED_FORMATS)
+
+
+def _full_format(precision: Precision) -> Any:
+    """Nothing is frozen, so the format is canonical: equal recipes have equal digests."""
+    return "bf16" if precision == "bf16" else "fp32"
+
+
+def _lora(request: Request, problem: Problem) -> Lora:
+    asked = request.lora
+    family = families.families.find(problem.model.architecture.family)
+    own = family.default_targets(problem.model.architecture)
+    return Lora(
+        rank=asked.rank, alpha=asked.alpha, dropout=asked.dropout, scaling=asked.scaling,
+        targets=choose_targets(asked.targets, problem.model, own),
+    )  # fmt: skip
+
+
+def _freeze(request: Request, problem: Problem) -> Freeze:
+    asked = request.freeze
+    if not asked.last_blocks and not asked.patterns:
+        raise InvalidRequest(
+            "`method: freeze` does not say what stays trainable",
+            hint="for example `freeze: {last_blocks: 2}` or `freeze: {patterns: ['*norm*']}`",
+        )
+    layers = problem.model.architecture.layers
+    if asked.last_blocks > layers:
+        raise InvalidRequest(
+            f"`freeze.last_blocks: {asked.last_blocks}` is more than the {layers} blocks of "
+            f"`{problem.reference.name}`",
+            hint=f"use at most {layers}",
+        )
+    return Freeze(last_blocks=asked.last_blocks, patterns=asked.patterns)
+
+
+def find_rate(request: Request, reference: ModelReference, model: Model, method: Method) -> float:
+    """The learning rate asked for, else the usual one of such a training."""
+    rate = request.optimizer.learning_rate
+    if rate != "auto":
+        return rate
+    if find_weights(request, reference) == "random":
+        return 1e-3 if _count(model) < 50_000_000 else 3e-4
+    if request.task.objective == "dpo":  # as the alignment handbook's recipes
+        return 5e-6 if method in ADAPTED else 5e-7
+    return 2e-4 if method in ADAPTED else 2e-5
+
+
+def _optimizer(
+    request: Request, problem: Problem, method: Method, precision: Precision, ranks: int
+) -> Optimizer:
+    asked = request.optimizer
+    rate = find_rate(request, problem.reference, problem.model, method)
+    name = "adamw" if asked.name == "auto" else asked.name
+    cuda = not problem.device.is_cpu
+    can_be_rounded = precision == "bf16" and asked.stochastic_rounding == "auto" and can_round(name)
+    implementation = asked.implementation
+    only = optimizers.find(name).cuda_only
+    if not cuda and set(optimizers.find(name).implementations) <= set(only):
+        raise InvalidRequest(
+            f"`optimizer.name: {name}` exists on CUDA only, and the device is a CPU",
+            hint="use `optimizer.name: adamw8bit`, or `adamw`",
+        )
+    if implementation == "auto":
+        implementation = default_implementation(name, cuda=cuda)
+        family = optimizers.find(name)
+        can = [i for i in family.implementations if i not in family.unsharded_only]
+        if ranks > 1 and can and implementation not in can:
+            implementation = can[0]
+    elif not cuda and implementation in only:
+        raise InvalidRequest(
+            f"`optimizer.implementation: {implementation}` of `{name}` exists on CUDA only, and the"
+            " device is a CPU",
+            hint=f"use `{default_implementation(name, cuda=False)}`",
+        )
+    return Optimizer(
+        name=name,
+        implementation=implementation,
+        learning_rate=rate,
+        weight_decay=asked.weight_decay,
+        beta1=asked.beta1,
+        beta2=asked.beta2,
+        eps=asked.eps,
+        momentum=asked.momentum,
+        schedule=asked.schedule,
+        warmup_steps=asked.warmup_steps,
+        clip_norm=asked.clip_norm,
+        in_backward=asked.in_backward is True,
+        stochastic_rounding=asked.stochastic_rounding is True or can_be_rounded,
+    )

@@ -1,0 +1,1 @@
+"""Candidates, and the fastest of them that fits."""

@@ -1,0 +1,253 @@
+"""One recipe that a search weighs, and what is predicted of it."""
+
+from __future__ import annotations
+
+from functools import cached_property, lru_cache
+
+import msgspec
+from msgspec.structs import replace
+
+from memfit.adapters import find_adapter
+from memfit.plan.frameworks import NO_SLACK
+from memfit.plan.memory.predicted_memory import (
+    predict_memory,
+    predict_peak,
+    with_blocks,
+    without_shape,
+)
+from memfit.plan.memory.process import describe_process, find_process
+from memfit.plan.memory.tape import Replayed, has_tape, replay_run
+from memfit.plan.memory.verdict import (
+    REPLAY,
+    SLACK,
+    Needed,
+    describe_memory,
+    find_needed,
+    find_streams,
+)
+from memfit.plan.request.problem import Problem
+from memfit.plan.search.estimate import Estimate
+from memfit.plan.simulate.recompute import Again
+from memfit.plan.step_time.predicted_time import Totals, relative_seconds, sum_up
+from memfit.records.ledger import Ledger
+from memfit.records.model import Model
+from memfit.records.recipe import Recipe
+from memfit.records.results import Memory
+
+COMPILED = (
+    "; compiled blocks are predicted as lean blocks, which keep the same: `memfit certify` asks the"
+    " compiler"
+)
+# Reserved bytes over the closed form's peak, beyond which no replay was seen: the ends between
+# which a run has to be replayed (bench/results/plan_vs_certificate.json).
+LEAST, MOST = 0.97, 1.2
+NEAR = 0.02  # by which the ratio of a near candidate was seen to differ, and more
+
+
+class Ratio:
+    """What the last replay of a near candidate had beside the peak of the closed form."""
+
+    def __init__(self) -> None:
+        self.value = SLACK.typical  # reserved bytes, over the peak
+        self.blocks = 0  # bytes of blocks, above the peak
+        self.ends = LEAST, MOST  # between which that of another candidate may lie
+
+
+class Candidate:
+    """One recipe and what is predicted of it, computed when first asked."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        recipe: Recipe,
+        model: Model,
+        totals: Totals,
+        estimate: Estimate | None = None,
+        ratio: Ratio | None = None,
+    ) -> None:
+        self.problem, self.recipe, self.estimate = problem, recipe, estimate
+        self.model, self.totals = model, totals
+        self.ratio = ratio or Ratio()
+
+    @classmethod
+    def of(cls, problem: Problem, recipe: Recipe) -> Candidate:
+        """With the model as its method stores it: dtypes, trainable flags, extra rows."""
+        return cls(problem, recipe, *_adapted(problem.model, without_shape(recipe)))
+
+    def but(self, **changes: object) -> Candidate:
+        """The same method and precision with some of the exact knobs changed."""
+        recipe = msgspec.structs.replace(self.recipe, **changes)
+        estimate = self.estimate
+        if estimate is not None and "optimizer" in changes:
+            # gradients that go within backward are another simulation than the estimate's
+            within = recipe.optimizer.in_backward
+            estimate = None if within else estimate.with_optimizer(recipe)
+        if "parallel" in changes:
+            estimate = None
+        if recipe.offload != "none":  # another simulation again
+            estimate = None
+        return Candidate(self.problem, recipe, self.model, self.totals, estimate, self.ratio)
+
+    @cached_property
+    def replayed(self) -> Replayed | None:
+        """What the allocator reserves for the simulated run; None where it is not simulated."""
+        if not self._has_tape or self._is_clear:
+            return None
+        timeless = replace(self.recipe, steps=0, seed=0)
+        found = replay_run(self.model, timeless, self.problem.device)
+        self.ratio.value = found.reserved / self.peak
+        self.ratio.blocks = found.allocated - self.peak
+        self.ratio.ends = self.ratio.value - NEAR, self.ratio.value + NEAR
+        return found
+
+    @cached_property
+    def _has_tape(self) -> bool:
+        return has_tape(self.recipe, self.problem.device)
+
+    @property
+    def _is_clear(self) -> bool:
+        """Whether it fits, or does not, whatever a replay would say; only where that is enough."""
+        usable = self.problem.usable
+        if self.problem.exact or usable is None:
+            return False
+        if self._about(self.peak * LEAST) > usable:
+            return True
+        fits = self._about(self.peak * MOST) <= usable
+        return fits and self._closed.against(tight=False) <= usable
+
+    @property
+    def _closed(self) -> Needed:
+        """The band around the predicted peak, without a replay."""
+        device = self.problem.device
+        streams = find_streams(self.model, self.recipe, device)
+        return find_needed(SLACK, self.peak, device, self.recipe.parallel, streams)
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """Predicted bytes, instant by instant; with the blocks of the replay where there is one."""
+        ledger = predict_memory(self.model, self.recipe, self.problem.device)
+        return ledger if self.replayed is None else with_blocks(ledger, self.replayed.phases)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Predicted memory and its verdict."""
+        usable, because = self.problem.usable, self.problem.usable_because
+        if self.recipe.compile == "blocks":
+            because += COMPILED
+        device = self.problem.device
+        if device.is_cpu:
+            alone = self.recipe.parallel.world == 1
+            return describe_process(self.ledger, device, usable, because, prepared=alone)
+        return describe_memory(self.ledger, device, usable, because, self.needed)
+
+    @cached_property
+    def needed(self) -> Needed:
+        """The band of the device's bytes: of the replay, else around the predicted peak."""
+        device, parallel, replayed = self.problem.device, self.recipe.parallel, self.replayed
+        if device.is_cpu:
+            return self._process(self.peak)
+        if replayed is not None:
+            return find_needed(REPLAY, replayed.reserved, device, parallel)
+        return self._closed
+
+    @cached_property
+    def seconds(self) -> float:
+        """Predicted step time, for ranking."""
+        return relative_seconds(self.totals, self.recipe, self.problem.device)
+
+    @cached_property
+    def fits(self) -> bool:
+        """Whether the prediction fits, with its whole band unless the request takes less.
+
+        With an unknown limit everything does. The run is replayed only where that can decide:
+        what is chosen in the end has to be `proved`.
+        """
+        usable = self.problem.usable
+        if usable is None:
+            return True
+        if self.problem.device.is_cpu or "needed" in self.__dict__:
+            return self._against() <= usable
+        least, most = self.ratio.ends
+        if self._about(self.peak * least) > usable:
+            return False
+        if self._has_tape and self._about(self.peak * most) <= usable:
+            return True
+        return self._against() <= usable
+
+    @property
+    def proved(self) -> bool:
+        """Whether it fits by its own replay, not by that of a near candidate."""
+        return self.problem.usable is None or self._against() <= self.problem.usable
+
+    def _against(self) -> int:
+        """What the prediction itself holds against the usable line."""
+        return self.needed.against(tight=self.problem.request.limits.tight)
+
+    def _about(self, reserved: float) -> int:
+        """The same of so many reserved bytes."""
+        needed = find_needed(NO_SLACK, round(reserved), self.problem.device, self.recipe.parallel)
+        return needed.against(tight=self.problem.request.limits.tight)
+
+    def _process(self, peak: int) -> Needed:
+        """The band of a run on a CPU."""
+        alone = self.recipe.parallel.world == 1
+        return find_process(peak, self.problem.device, prepared=alone)
+
+    @cached_property
+    def peak(self) -> int:
+        """The peak of the closed form, without its reasons."""
+        return predict_peak(self.model, self.recipe, self.problem.device)
+
+    @property
+    def exact(self) -> bool:
+        """Whether `about` is the prediction itself."""
+        return self.estimate is None or "peak" in self.__dict__
+
+    @property
+    def about(self) -> int:
+        """The peak: the prediction where it was made, else the estimate, within a few per cent."""
+        if (replayed := self.__dict__.get("replayed")) is not None:
+            return int(replayed.allocated)
+        return self._closed_form + self.ratio.blocks
+
+    @property
+    def _closed_form(self) -> int:
+        return self.peak if self.exact else self._estimated
+
+    @cached_property
+    def _estimated(self) -> int:
+        assert self.estimate is not None
+        r = self.recipe
+        return self.estimate.peak(r.micro_batch, Again.of(r), r.loss_chunk)
+
+    @property
+    def needs(self) -> int:
+        """The bytes of the device that `about` comes to, without a band."""
+        return self._show(tight=True)
+
+    @property
+    def likely(self) -> bool:
+        """Whether it fits by `about`."""
+        return self.problem.usable is None or self.line <= self.problem.usable
+
+    @property
+    def line(self) -> int:
+        """What `about` holds against the usable line: the band, or where asked, its middle."""
+        return self._show(tight=self.problem.request.limits.tight)
+
+    def _show(self, *, tight: bool) -> int:
+        device, parallel = self.problem.device, self.recipe.parallel
+        if device.is_cpu:
+            return self._process(self._closed_form).against(tight=tight)
+        if (known := self.__dict__.get("needed")) is not None:
+            return int(known.against(tight=tight))
+        slack = replace(SLACK, typical=self.ratio.value, high=self.ratio.value)
+        streams = 0 if self._has_tape else find_streams(self.model, self.recipe, device)
+        return find_needed(slack, self._closed_form, device, parallel, streams).against(tight=tight)
+
+
+@lru_cache(maxsize=64)
+def _adapted(model: Model, recipe: Recipe) -> tuple[Model, Totals]:
+    """The model as its method stores it, and its sums."""
+    adapted = find_adapter(recipe).adapt(model, recipe)
+    return adapted, sum_up(adapted)

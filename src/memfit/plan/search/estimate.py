@@ -1,0 +1,282 @@
+"""The peak of thousands of recipes from a handful of simulations, for the search.
+
+What a segment adds and how far it rises is affine in the rows of a micro-batch (exactly what it
+adds; the rise wherever the same instant stays the highest), so two simulations give every
+micro-batch; a block's segments do not depend on how many blocks are recomputed; and of the loss
+only its own segments depend on its chunk. The search ranks with this and checks what it chooses
+with `predict_memory`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cached_property, lru_cache
+from itertools import groupby
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from memfit.meta.meter import block_size
+from memfit.optimizers import find_optimizer
+from memfit.parallelism.shards import local_model
+from memfit.plan.memory.predicted_memory import describe, without_shape, worst_batch
+from memfit.plan.simulate.blocks import AFTER_PRODUCT, Batch, Run, Setting
+from memfit.plan.simulate.closed_form import find_answers
+from memfit.plan.simulate.recompute import Again
+from memfit.plan.simulate.segments import Passes, Segment
+from memfit.records.hardware import Device
+from memfit.records.model import Architecture, Model, TensorSpec
+from memfit.records.recipe import Optimizer, Recipe
+
+TREATED = ("recomputed", "selective", "kept")  # in the order in which blocks stand
+CYCLES = 2  # simulated of each treatment: the second stands for all but the first
+Line = tuple[float, float, float, float]  # net at 0 rows, a row's; rise at 0 rows, a row's
+
+
+class Cycle(NamedTuple):
+    """Neighbouring segments that repeat together: of a cycle of blocks, or one of no block."""
+
+    name: str  # of its first segment
+    segments: tuple[tuple[int | None, Line], ...]  # each with the simulated block that it is of
+
+
+def applies(model: Model) -> bool:
+    """Whether all blocks have the same weights, and enough of them for every treatment.
+
+    Blocks may differ in what they compute (`Architecture.layer_kinds`).
+    """
+    layers = model.architecture.layers
+    blocks: list[list[tuple[tuple[int, ...], str, bool]]] = [[] for _ in range(layers)]
+    for w in model.weights:
+        if w.layer >= 0:
+            blocks[w.layer].append((w.shape, w.dtype, w.trainable))
+    return layers >= len(TREATED) * CYCLES and all(rows == blocks[0] for rows in blocks)
+
+
+def find_kinds(architecture: Architecture) -> tuple[str, ...]:
+    """The distinct kinds of blocks, in the order in which they first stand."""
+    return tuple(dict.fromkeys(map(architecture.kind, range(architecture.layers))))
+
+
+class Lines:
+    """Pairs of simulations of neighbouring numbers of rows, and the lines through them."""
+
+    def __init__(self, model: Model, recipe: Recipe, device: Device) -> None:
+        self.model, self.recipe, self.device = model, recipe, device
+        self._loss: dict[int, tuple[list[Cycle], ...]] = {}
+        self.always: dict[Optimizer, int] = {}  # weights and state, bytes
+
+    @cached_property
+    def bodies(self) -> tuple[list[Cycle], ...]:
+        """Forward, loss and backward of the first micro-batch, then of a later one."""
+        return self._draw(self.model, 1, loss="plain", loss_chunk=0)
+
+    def loss(self, chunk: int) -> tuple[list[Cycle], ...]:
+        """The same of a model with one block: only its loss and its head's backward are used.
+
+        The line begins where there are two chunks: a single one needs no sum over chunks.
+        """
+        if not chunk:
+            return self.bodies
+        if chunk not in self._loss:
+            architecture = replace(self.model.architecture, layers=1)
+            weights = tuple(w for w in self.model.weights if w.layer < 1)
+            model = replace(self.model, architecture=architecture, weights=weights)
+            low = chunk // self.recipe.sequence_length + 1
+            self._loss[chunk] = self._draw(model, low, loss="chunked", loss_chunk=chunk)
+        return self._loss[chunk]
+
+    def _draw(self, model: Model, low: int, **knobs: object) -> tuple[list[Cycle], ...]:
+        """Lines through `low` rows and one more."""
+        recipe = replace(self.recipe, accumulation=2, **Again(0, 0).knobs, **knobs)
+        setting = describe(model, recipe, self.device)[0]
+        kinds = find_kinds(model.architecture)
+        if model is self.model:
+            setting = replace(setting, runs=_treat(setting.runs, kinds))
+        shape = replace(without_shape(recipe), sequence_length=recipe.sequence_length)
+        return _draw(setting, shape, low, len(kinds))
+
+
+def _treat(runs: tuple[Run, ...], kinds: tuple[str, ...]) -> tuple[Run, ...]:
+    """Cycles of one block of each kind under each treatment, from runs that keep every block."""
+    block = runs[0].cycle[0]
+    treated = (
+        replace(block, recomputed=way != "kept", keeps=way == "selective") for way in TREATED
+    )
+    return tuple(
+        Run(cycle=tuple(replace(one, kind=kind) for kind in kinds), count=CYCLES) for one in treated
+    )
+
+
+class Estimate:
+    """The peak of one method and precision as a function of the exact knobs."""
+
+    def __init__(
+        self, model: Model, recipe: Recipe, device: Device, lines: Lines | None = None
+    ) -> None:
+        self.model, self.recipe, self.device = model, recipe, device
+        self.local = local_model(model, recipe.parallel, 0)  # as the fullest rank holds it
+        self._kinds = find_kinds(model.architecture)
+        self._lines = lines or Lines(model, recipe, device)
+        self._correction = 0
+
+    def anchor(self, predicted: int, micro: int, again: Again, chunk: int) -> None:
+        """Shift the estimate to a predicted peak, so that differences from it carry no offset."""
+        self._correction += predicted - self.peak(micro, again, chunk)
+
+    def with_optimizer(self, recipe: Recipe) -> Estimate:
+        """For a recipe that differs in its optimizer alone, which no segment depends on."""
+        other = Estimate(self.model, recipe, self.device, self._lines)
+        other._correction = self._correction
+        return other
+
+    def _held(self, nbytes: int) -> int:
+        return nbytes if self.device.is_cpu else block_size(nbytes)
+
+    @property
+    def _always(self) -> int:
+        """Weights and optimizer state, bytes."""
+        settings, known = self.recipe.optimizer, self._lines.always
+        if settings not in known:
+            known[settings] = self._count_always(settings)
+        return known[settings]
+
+    def _count_always(self, settings: Optimizer) -> int:
+        optimizer = find_optimizer(settings)
+        state = optimizer.state if self.device.is_cpu else optimizer.on_device
+        known: dict[tuple[TensorSpec, bool, str], int] = {}
+        total = sum(self._held(s.nbytes) for s in optimizer.shared_state(settings))
+        for w in self.local.weights:
+            key = (w.spec, w.trainable, w.coding)
+            if key not in known:
+                states = state(w.spec, settings) if w.trainable else ()
+                known[key] = sum(self._held(s.nbytes) for s in (*w.stored.values(), *states))
+            total += known[key]
+        return total
+
+    @cached_property
+    def least(self) -> int:
+        """What no exact knob can change: weights, state and gradients. A lower bound."""
+        return self._always + sum(w.nbytes for w in self.local.weights if w.trainable)
+
+    @cached_property
+    def _step_temporaries(self) -> int:
+        settings = self.recipe.optimizer
+        specs = [w.spec for w in self.local.weights if w.trainable]
+        return find_optimizer(settings).step_temporaries(specs, settings)
+
+    def peak(self, micro: int, again: Again, chunk: int) -> int:
+        """Bytes at the highest instant of a steady step of two or more micro-batches."""
+        level = self._always + 3.0 * 8 * micro * self.recipe.sequence_length
+        highest = level
+        forward, _, backward, forward2, _, backward2 = self._lines.bodies
+        several = micro * self.recipe.sequence_length > chunk
+        _, loss, head, _, loss2, head2 = self._lines.loss(chunk if several else 0)
+        passes = [[forward, loss, _spliced(backward, head)]]
+        if micro * self.recipe.parallel.dp < self.recipe.global_batch:
+            passes.append([forward2, loss2, _spliced(backward2, head2)])
+        times = self._times(again)
+        for one in passes:
+            for cycles in one:
+                for cycle in cycles:
+                    counted = [
+                        (1 if block is None else times[block], net + row * micro, rise + up * micro)
+                        for block, (net, row, rise, up) in cycle.segments
+                    ]
+                    level, top = _repeat(counted, level)
+                    highest = max(highest, top)
+        return round(max(highest, level + self._step_temporaries)) + self._correction
+
+    def _times(self, again: Again) -> list[int]:
+        """How often each simulated block stands in the model when so many are recomputed."""
+        layers = self.model.architecture.layers
+        found: list[int] = []
+        first = 0
+        for count in (*again, layers - sum(again)):
+            kinds = Counter(map(self.model.architecture.kind, range(first, first + count)))
+            found += [min(1, kinds[kind]) for kind in self._kinds]
+            found += [max(0, kinds[kind] - 1) for kind in self._kinds]
+            first += count
+        return found
+
+
+def _repeat(segments: list[tuple[int, float, float]], level: float) -> tuple[float, float]:
+    """The level after these segments and the highest one within, from (times, net, rise) of each.
+
+    All repeat together as often as each of them does; what some repeat more often follows.
+    """
+    together = min(times for times, _, _ in segments)
+    highest = level
+    if together:
+        start = level
+        for _, net, rise in segments:
+            highest = max(highest, level + rise)
+            level += net
+        further = (level - start) * (together - 1)
+        highest, level = max(highest, highest + further), level + further
+    for times, net, rise in segments:
+        if more := times - together:
+            highest = max(highest, level + rise, level + net * (more - 1) + rise)
+            level += net * more
+    return level, highest
+
+
+@lru_cache(maxsize=1024)
+def _block_of(name: str) -> int | None:
+    """Which simulated block a stretch is of; None where it is of none."""
+    kind, _, index = name.removesuffix(AFTER_PRODUCT).partition(" ")
+    return int(index) if kind == "block" else None
+
+
+@lru_cache(maxsize=64)
+def _draw(setting: Setting, recipe: Recipe, low: int, kinds: int) -> tuple[list[Cycle], ...]:
+    """Lines through `low` rows and one more, of a first and of a later micro-batch.
+
+    recipe: gives the rows' length and their documents. A second length is simulated over unknown
+    sizes, and answers for more of them. kinds: how many simulated blocks are a cycle.
+    """
+    answers = find_answers(setting)
+
+    def batch(rows: int, tokens: int) -> Batch:
+        return worst_batch(replace(recipe, micro_batch=rows, sequence_length=tokens))
+
+    one, two = (
+        answers.passes(batch(rows, recipe.sequence_length), batch, plain=2)
+        for rows in (low, low + 1)
+    )
+    return tuple(
+        _join([(a.name, _line(a, b, low)) for a, b in zip(at_one, at_two, strict=True)], kinds)
+        for passes in zip(one, two, strict=True)
+        for at_one, at_two in zip(*map(_lists, passes), strict=True)
+    )
+
+
+def _join(segments: list[tuple[str, Line]], kinds: int) -> list[Cycle]:
+    """Neighbouring segments of blocks of one cycle joined."""
+
+    def cycle(segment: tuple[str, Line]) -> str | int:
+        block = _block_of(segment[0])
+        return segment[0] if block is None else block // kinds
+
+    joined = [list(found) for _, found in groupby(segments, cycle)]
+    return [Cycle(one[0][0], tuple((_block_of(n), line) for n, line in one)) for one in joined]
+
+
+def _lists(passes: Passes) -> tuple[list[Segment], list[Segment], list[Segment]]:
+    return passes.forward, passes.loss, passes.backward
+
+
+def _line(one: Segment, two: Segment, low: int) -> Line:
+    """The lines through what a segment adds, and through its rise, at `low` rows and one more."""
+    net, rise = sum(one.net.values()), one.rise
+    net_row, rise_row = sum(two.net.values()) - net, two.rise - rise
+    return net - low * net_row, net_row, rise - low * rise_row, rise_row
+
+
+def _spliced(backward: list[Cycle], head: list[Cycle]) -> list[Cycle]:
+    """A backward whose head's part is that of another loss."""
+
+    def is_head(cycle: Cycle) -> bool:
+        return cycle.name.removesuffix(AFTER_PRODUCT) == "head"
+
+    return [c for c in head if is_head(c)] + [c for c in backward if not is_head(c)]

@@ -1,0 +1,347 @@
+"""The fastest configuration of another framework's step among all that a request leaves open.
+
+Every candidate of the space is predicted, memory and time, up to `WHOLE` of them. Of a larger space
+those are, of each mesh and batch, that fit with the least recomputing (`fitting`): more recomputing
+never makes a step faster, so that the fastest is the same. Nothing is estimated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from msgspec import structs
+
+from memfit.core import units
+from memfit.core.errors import InvalidRequest
+from memfit.plan.budget.limits import find_excess, find_unjudged
+from memfit.plan.frameworks import hinting
+from memfit.plan.memory.bounds import find_bounds
+from memfit.plan.request.wording import describe, state, words
+from memfit.plan.search import other_framework
+from memfit.plan.search.candidates import SLICE, Space, span
+from memfit.plan.search.columns import find_distinct, pick
+from memfit.plan.search.fitting import find_fitting
+from memfit.plan.search.pareto import find_front
+from memfit.plan.step_time.predicted_time import sum_up
+from memfit.plan.step_time.read import read_setting, time_recipes
+from memfit.records.recipe import Recipe
+from memfit.records.request import Request
+from memfit.records.results import Considered, Plan
+
+WHOLE = 20_000  # candidates of a space that is predicted whole
+SHOWN = 5  # runners-up of other meshes, points of the front, and faster ones that do not fit
+KEPT = 64  # of a slice, before those of other slices are seen
+
+
+class Point(NamedTuple):
+    """One candidate with its two figures."""
+
+    seconds: float  # of a step
+    allocated: int  # bytes at the peak
+    low: int  # bytes that the device must have, at the least and for certain
+    total: int
+    high: int
+    recipe: Recipe
+
+    @property
+    def mesh(self) -> tuple[int, ...]:
+        """Its axes, without how a batch is divided."""
+        p = self.recipe.parallel
+        return p.tp, p.cp, p.pp, p.virtual_pp, p.ep
+
+
+class Outcome(NamedTuple):
+    """What a search found; every list is sorted by seconds."""
+
+    fitting: list[Point]  # the fastest of each mesh
+    risky: list[Point]  # that fit at the low end of what is not known, and not at the high one
+    front: list[Point]  # that fit: less memory cannot be had in less time
+    beyond: list[Point]  # the same of those that do not fit
+    smallest: Point  # whose low end is the least
+    size: int
+
+
+def search(request: Request) -> Plan:
+    """The plan of a request for another framework's step.
+
+    Raises InvalidRequest where no candidate is left, and DoesNotFit where `limits.time` or
+    `limits.cost` cannot be met; where memory cannot, the plan is the nearest miss.
+    """
+    with hinting():
+        return _search(request)
+
+
+def _search(request: Request) -> Plan:
+    asked = best = explore_all(request.with_batch)
+    for fewer in _fewer(asked.request):
+        if not best.found.fitting or least_seconds(best, fewer.devices) >= best.chosen.seconds:
+            break
+        try:
+            space = span(fewer)
+        except InvalidRequest:
+            continue
+        if any_faster(
+            space, other_framework.usable_memory(fewer, space.device), best.chosen.seconds
+        ):
+            best = explore_all(fewer)
+    stated = state(best.request, best.chosen.recipe, best.space.framework)
+    plan = other_framework.predict_foreign(stated)
+    size = best.found.size
+    if excess := find_excess(plan):
+        raise excess
+    said = [f"searched: {size:,} configurations, none left out but by a rule or as slower"]
+    if request.task.global_batch == "auto":
+        said.insert(0, f"global_batch {plan.recipe.global_batch} (not asked for)")
+    if best is not asked:
+        slower = asked.chosen.seconds / best.chosen.seconds
+        said.append(
+            f"uses {best.request.devices} of {request.devices} devices: all of them take"
+            f" {slower:.2f}x the time"
+        )
+    return structs.replace(
+        plan, request=request, considered=tuple(_rows(best)),
+        assumptions=(*plan.assumptions, *said, *find_unjudged(plan)),
+    )  # fmt: skip
+
+
+class Explored(NamedTuple):
+    """A request's space, searched."""
+
+    request: Request
+    space: Space
+    usable: int | None
+    found: Outcome
+
+    @property
+    def chosen(self) -> Point:
+        """The fastest that fits; else that may; else the nearest miss."""
+        return (self.found.fitting or self.found.risky or [self.found.smallest])[0]
+
+
+def explore_all(request: Request) -> Explored:
+    """Search the space of a request; raises InvalidRequest where no candidate is left."""
+    space = span(request)
+    usable = other_framework.usable_memory(request, space.device)
+    return Explored(request, space, usable, explore(space, usable))
+
+
+def _fewer(request: Request) -> Iterator[Request]:
+    """Half of the devices, a quarter, …; none where the mesh is stated.
+
+    A small step may be faster on fewer devices than on all, which talk to one another.
+    """
+    hardware = request.hardware
+    while request.parallel == "auto" and hardware.count * hardware.nodes % 2 == 0:
+        name = "count" if hardware.nodes % 2 else "nodes"
+        half = getattr(hardware, name) // 2
+        if not half or getattr(hardware, name) % 2:
+            return
+        hardware = structs.replace(hardware, **{name: half})
+        yield structs.replace(request, hardware=hardware)
+
+
+def any_faster(space: Space, usable: int | None, seconds: float) -> bool:
+    """Whether a candidate fits and takes less than that.
+
+    Times come first, without recomputing: only of rows that are faster so is memory asked.
+    """
+    for part in space.parts:
+        for own in part.pieces(SLICE):
+            recipes = own.choose_none()
+            fast = time_recipes(recipes, space.model, space.device) < seconds
+            if not fast.any():
+                continue
+            if usable is None:
+                return True
+            faster = own.only(fast.nonzero()[0])
+            for fitting in find_fitting(space, faster, usable):
+                if (time_recipes(fitting, space.model, space.device) < seconds).any():
+                    return True
+    return False
+
+
+def least_seconds(explored: Explored, devices: int) -> float:
+    """No step of the request takes less on so many devices: its products at full speed alone."""
+    space, recipe = explored.space, explored.chosen.recipe
+    setting = read_setting(recipe, space.model, space.device)
+    machine, rates = setting.machine, setting.rates
+    fastest = max(machine.products * rates.products, machine.wide_products * rates.head)
+    totals = sum_up(space.model)
+    passes = {"full": 3, "lora": 2}.get(recipe.method, 1)  # frozen blocks may have no backward
+    tokens = recipe.global_batch * recipe.sequence_length
+    flop = 2.0 * passes * tokens * (sum(totals.dense) + totals.head)
+    return float(flop * rates.slowdown / (fastest * devices))
+
+
+def explore(space: Space, usable: int | None) -> Outcome:
+    """Predict every candidate, and keep those that matter."""
+    lean = list(leanest(space, usable)) if space.size > WHOLE and usable is not None else []
+    if lean:
+        found = _gather(lean, usable, space.size)
+        faster = list(without_recomputing(space, found.fitting[0].seconds))
+        beyond = _gather(faster, usable, space.size).beyond if faster else []
+        return found._replace(beyond=beyond)
+    return _gather(slices(space), usable, space.size)
+
+
+def _gather(candidates: Iterable[Slice], usable: int | None, size: int) -> Outcome:
+    fitting: dict[tuple[int, ...], Point] = {}
+    risky: dict[tuple[int, ...], Point] = {}
+    front: list[Point] = []
+    beyond: list[Point] = []
+    smallest: Point | None = None
+    for slice_ in candidates:
+        for kind, mine in (("fits", fitting), ("risky", risky)):
+            for point in slice_.fastest(usable, kind):
+                before = mine.get(point.mesh)
+                if before is None or point[:2] < before[:2]:
+                    mine[point.mesh] = point
+        front = merge(front, slice_.front(usable, "fits"))
+        beyond = merge(beyond, slice_.front(usable, "fails"))
+        least = slice_.smallest()
+        if smallest is None or least.low < smallest.low:
+            smallest = least
+    assert smallest is not None  # an empty space is an error of `span`
+
+    def ordered(points: dict[tuple[int, ...], Point]) -> list[Point]:
+        return sorted(points.values(), key=lambda point: point[:2])
+
+    return Outcome(ordered(fitting), ordered(risky), front, beyond, smallest, size)
+
+
+def slices(space: Space) -> Iterator[Slice]:
+    """All candidates, so many at a time, predicted."""
+    return (_predict(space, recipes) for part in space.parts for recipes in part.slices())
+
+
+def leanest(space: Space, usable: int) -> Iterator[Slice]:
+    """Of each row those that fit with the least recomputing."""
+    for part in space.parts:
+        yield from (_predict(space, recipes) for recipes in find_fitting(space, part, usable))
+
+
+def without_recomputing(space: Space, seconds: float) -> Iterator[Slice]:
+    """Those that take less than that where nothing is computed again, whether they fit or not."""
+    for part in space.parts:
+        for piece in part.pieces(SLICE):
+            fast = time_recipes(piece.choose_none(), space.model, space.device) < seconds
+            if fast.any():
+                yield _predict(space, piece.only(fast.nonzero()[0]).choose_none())
+
+
+def _predict(space: Space, recipes: Recipe) -> Slice:
+    peaks = space.framework.measure(space.job(recipes))
+    bounds = find_bounds(space.framework, space.device, recipes.parallel, peaks.peak)
+    seconds = time_recipes(recipes, space.model, space.device)
+    known = (bounds.low, bounds.total, bounds.high)
+    low, total, high = (peaks.peak if n is None else n for n in known)
+    return Slice(recipes, peaks.allocated, low, total, high, seconds)
+
+
+class Slice(NamedTuple):
+    """Predicted candidates: arrays of equal length, and the recipes that they are of."""
+
+    recipes: Recipe
+    allocated: Any
+    low: Any
+    total: Any
+    high: Any
+    seconds: Any
+
+    def point(self, row: int) -> Point:
+        """One of them."""
+        return Point(
+            seconds=float(self.seconds[row]), allocated=int(self.allocated[row]),
+            low=int(self.low[row]), total=int(self.total[row]), high=int(self.high[row]),
+            recipe=pick(self.recipes, int(row)),
+        )  # fmt: skip
+
+    def _are(self, usable: int | None, kind: str) -> Any:
+        if usable is None:
+            return self.low >= 0 if kind == "fits" else self.low < 0
+        fits, may = self.high <= usable, self.low <= usable
+        return {"fits": fits, "risky": may & ~fits, "fails": ~may}[kind]
+
+    def fastest(self, usable: int | None, kind: str) -> list[Point]:
+        """Of each mesh the fastest of those that fit, or that may."""
+        import numpy
+
+        rows = numpy.flatnonzero(self._are(usable, kind))
+        if not len(rows):
+            return []
+        rows = rows[numpy.lexsort((self.allocated[rows], self.seconds[rows]))]
+        p = self.recipes.parallel
+        axes = (p.tp, p.cp, p.pp, p.virtual_pp, p.ep)
+        columns = [numpy.broadcast_to(axis, self.seconds.shape)[rows] for axis in axes]
+        first = find_distinct(columns, len(rows))[0]
+        return [self.point(row) for row in rows[numpy.sort(first)[:KEPT]]]
+
+    def front(self, usable: int | None, kind: str) -> list[Point]:
+        """Those that fit, or do not, of which no other is as fast with less memory."""
+        import numpy
+
+        rows = numpy.flatnonzero(self._are(usable, kind))
+        best = find_front([self.seconds[rows], self.high[rows]])
+        return [self.point(row) for row in rows[best]]
+
+    def smallest(self) -> Point:
+        """The one that needs the least memory, the fastest of equals."""
+        import numpy
+
+        return self.point(int(numpy.lexsort((self.seconds, self.low))[0]))
+
+
+def merge(one: list[Point], other: list[Point]) -> list[Point]:
+    """The points of two fronts that stay on the common one, fastest first."""
+    kept: list[Point] = []
+    for point in sorted([*one, *other], key=lambda p: (p.seconds, p.high)):
+        if not kept or point.high < kept[-1].high:
+            kept.append(point)
+    return kept
+
+
+def _rows(explored: Explored) -> Iterator[Considered]:
+    """The chosen one, the next-best meshes, those with less memory, faster ones that fail."""
+    found, chosen, usable = explored.found, explored.chosen, explored.usable
+    others = [p for p in found.fitting if p.mesh != chosen.mesh][:SHOWN]
+    saving = _spread([p for p in found.front if p.recipe != chosen.recipe])
+    failing = _spread([p for p in found.beyond if p.seconds < chosen.seconds])
+    shown: dict[Recipe, Point] = {}
+    for point in (chosen, *others, *saving, *failing):
+        shown.setdefault(point.recipe, point)
+    for point in sorted(shown.values(), key=lambda p: p.seconds):
+        yield Considered(
+            label=describe(point.recipe),
+            changes=words(explored.request, point.recipe, explored.space.framework),
+            peak_allocated=point.allocated,
+            device_total=point.total,
+            exact=True,
+            relative_time=point.seconds / chosen.seconds,
+            fits=usable is None or point.high <= usable,
+            chosen=point is chosen,
+            because=_reason(point, chosen, usable),
+        )
+
+
+def _spread(front: list[Point]) -> list[Point]:
+    """A few points of a front, evenly over its memory."""
+    if len(front) <= SHOWN:
+        return front
+    step = (len(front) - 1) / (SHOWN - 1)
+    return [front[round(i * step)] for i in range(SHOWN)]
+
+
+def _reason(point: Point, chosen: Point, usable: int | None) -> str:
+    slower = point.seconds / chosen.seconds - 1
+    if point is chosen:
+        if usable is None or point.high <= usable:
+            return "the fastest that fits"
+        return "the fastest that may fit" if point.low <= usable else "the nearest miss"
+    if usable is not None and point.low > usable:
+        return f"needs {units.show_bytes(point.low - usable)} more than there is"
+    if usable is not None and point.high > usable:
+        return "fits only at the low end of what is not known"
+    if point.total < chosen.total:
+        return f"{units.show_bytes(chosen.total - point.total)} less, {slower:.1%} slower"
+    return f"fits, {slower:.1%} slower"

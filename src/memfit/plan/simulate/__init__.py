@@ -1,0 +1,1 @@
+"""What one step holds: a small model run over tensors without data."""

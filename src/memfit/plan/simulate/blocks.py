@@ -1,0 +1,651 @@
+"""A small model that stands for a deep one, byte for byte.
+
+Blocks that are alike form a run, and so do cycles of blocks that are alike (sliding, full, sliding,
+full); of each run only the first, one in the middle and the last cycle are simulated. A step is
+then a sequence of segments (the forward or the backward of one block, the embedding, the head and
+the loss), each with what it adds and how far it rises above its start; the middle segments of a
+run repeat. Nothing is fitted: the sum over segments is exact.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from memfit import meta
+from memfit.families.shared.forward import (
+    COPY,
+    ORIGINAL,
+    Documents,
+    Forward,
+    Weights,
+    base_alone,
+    module,
+    row_log_probs,
+)
+from memfit.families.shared.masks import Masking, make_masks
+from memfit.meta import Meter, Tensor
+from memfit.meta.distributed.offload import Load
+from memfit.meta.distributed.ring import Ring
+from memfit.meta.distributed.sharding import Sharding
+from memfit.meta.layers.dequantised import CODED
+from memfit.meta.layers.quantised import Quantised
+from memfit.meta.losses.preference import judge
+from memfit.meta.workspace import Grid
+from memfit.plan.simulate.fsdp_units import Named, Units
+from memfit.plan.simulate.in_backward import Updates
+from memfit.plan.simulate.one_block import run_block
+from memfit.plan.simulate.program import Comparing, OwnProgram, Program
+from memfit.plan.simulate.stages import Stages, begin_stage, run_stages
+from memfit.records import Noun
+from memfit.records.ledger import Kind
+from memfit.records.model import Architecture, Model, Weight
+from memfit.records.recipe import Optimizer
+
+Part = tuple[Kind, str]  # kind, owner
+Parts = dict[Part, int]
+ROUNDING: Part = (Kind.FRAGMENTATION, "rounding")  # what blocks are larger than their tensors
+ENDS = 3  # cycles simulated of a run of equal ones: first, middle, last
+ALL = slice(None)
+LONGEST = 16  # blocks of the longest cycle that is looked for
+AFTER_PRODUCT = "'"  # marks the segment that begins with a backward's first product
+WRAPPER = "base_model.model."  # what peft puts before every name
+
+
+class Row(Noun, frozen=True, kw_only=True):
+    """A weight of one block, or of none, under its name inside it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    part: str
+
+
+class Block(Noun, frozen=True, kw_only=True):
+    """What a block's segments depend on."""
+
+    rows: tuple[Row, ...]
+    recomputed: bool
+    reentrant: bool = False  # by torch's reentrant checkpoint
+    keeps: bool = False  # recomputed but for products with weights and fused attention
+    stows: bool = False  # what it saves waits in host memory
+    leads: bool = False  # the first of those: its input is not another block's to give up
+    kind: str = ""  # of `Architecture.layer_kinds`
+
+
+class Run(Noun, frozen=True, kw_only=True):
+    """Consecutive cycles of blocks that are alike; mostly of one block."""
+
+    cycle: tuple[Block, ...]
+    count: int
+
+
+class Repeat(NamedTuple):
+    """How often a simulated block stands in the model."""
+
+    cycle: int  # blocks of one cycle follow each other before it begins again
+    times: int
+
+
+class Batch(Noun, frozen=True, kw_only=True):
+    """The shape of a micro-batch."""
+
+    rows: int
+    tokens: int
+    documents: Documents | None
+
+
+class Setting(Noun, frozen=True, kw_only=True):
+    """All that a micro-batch's segments depend on beside its shape."""
+
+    architecture: Architecture
+    outside: tuple[Row, ...]
+    runs: tuple[Run, ...]  # counts as simulated
+    kernel: str
+    autocast: bool
+    compute: str  # dtype of matrix products
+    scaled: bool  # whether the loss is multiplied by a scale before its backward
+    chunk: int  # tokens per chunk of the loss; 0 = plain
+    cuda: bool
+    grid: Grid | None  # see `Meter.grid`
+    adapter_dropout: bool
+    qat: str = ""
+    lean: tuple[str, ...] = ()
+    narrow: bool = False  # products of blocks in FP8
+    accumulates: bool  # whether there is a later micro-batch
+    evaluates: bool = False  # a forward and its loss alone, of which nothing is kept
+    again: bool = False  # whether the later micro-batch is of the next step, without gradients
+    in_backward: Optimizer | None = None  # updates each weight as soon as its gradient is there
+    program: Program | None = None  # of another framework's step; None is memfit's own
+    coded: Quantised = Quantised()  # products with quantised weights, of memfit's own
+    prefers: bool = False  # rows are pairs, and the loss compares their log-probabilities
+    sharding: Sharding | None = None  # of one rank of many
+    stages: Stages | None = None  # of a rank that holds a part of the blocks
+    references: int = 0  # forwards of the base model alone before each micro-batch's own
+    compares: Comparing | None = None  # another framework's loss of pairs; its policy comes first
+    caches: bool = False  # whether autocast keeps the casts of weights until a forward has ended
+    second: str = ""  # the dtype of a second model's weights, where that is the reference
+    ring: Ring | None = None  # with which ranks attention is to whole rows
+    masking: Masking | None = None  # of Hugging Face's own attention; None is memfit's
+
+
+class Inputs(NamedTuple):
+    """The tensors of a micro-batch."""
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor | None
+    given: Tensor | None  # the reference's log-probabilities
+
+
+class Mark(NamedTuple):
+    """Where a segment of a recording begins."""
+
+    name: str
+    event: int  # events of the meter before it
+    flop: int  # FLOP before it
+
+
+class Recording(NamedTuple):
+    """What a simulation logged: of a first micro-batch, and of a later one where there is any; of
+    stages, of each piece. The last mark of each is its end."""
+
+    meter: Meter
+    passes: list[list[Mark]]
+    stop: int  # events of the meter when the step had ended: later ones are of what it leaves
+    gradients: list[int]  # what is left of them, in the order of the model's parameters
+    product: int  # events before the first product, where loops are unrolled
+
+
+def split_rows(
+    model: Model, recomputed: int, selective: int = 0, *, offloads: bool = False
+) -> tuple[tuple[Row, ...], list[Block]]:
+    """The rows outside the blocks, and each block.
+
+    The first `recomputed` ones run twice, and the next `selective` ones but for their products.
+    offloads: what the others save, but for the last, waits in host memory.
+    """
+    outside: list[Row] = []
+    blocks: list[list[Row]] = [[] for _ in range(model.architecture.layers)]
+    for weight in model.weights:
+        row = _row(weight)
+        (outside if weight.layer < 0 else blocks[weight.layer]).append(row)
+    kind = model.architecture.kind
+    return tuple(outside), [
+        Block(
+            rows=tuple(rows),
+            recomputed=index < recomputed + selective,
+            keeps=recomputed <= index < recomputed + selective,
+            stows=offloads and recomputed + selective <= index < len(blocks) - 1,
+            leads=offloads and recomputed + selective == index,
+            kind=kind(index),
+        )
+        for index, rows in enumerate(blocks)
+    ]
+
+
+def _row(weight: Weight) -> Row:
+    name = weight.name.removeprefix(WRAPPER).replace(COPY, ".")  # which is read in its place
+    if weight.layer >= 0:
+        name = name.partition(f".{weight.layer}.")[2]
+    elif weight.part != "head":
+        name = name.partition(".")[2]
+    return Row(
+        name=name, shape=weight.shape, dtype=CODED if weight.coding else weight.dtype,
+        trainable=weight.trainable, part=weight.part,
+    )  # fmt: skip
+
+
+def find_runs(blocks: Iterable[Block]) -> tuple[Run, ...]:
+    """Neighbours that are alike, joined; and cycles of neighbours that are."""
+    known: list[Block] = []
+    order: list[int] = []  # which of the known ones each block is: numbers compare quickly
+    for block in blocks:
+        if block not in known:
+            known.append(block)
+        order.append(known.index(block))
+    runs: list[Run] = []
+    at = 0
+    while at < len(order):
+        length, count = _longest_run(order[at:])
+        runs.append(Run(cycle=tuple(known[i] for i in order[at : at + length]), count=count))
+        at += length * count
+    return tuple(runs)
+
+
+def _longest_run(order: list[int]) -> tuple[int, int]:
+    """(blocks of a cycle, cycles) at the start: those that leave the fewest blocks to simulate."""
+    best, saved = (1, _cycles(order, 1)), -1
+    for length in range(1, min(LONGEST, len(order) // ENDS) + 1):
+        count = _cycles(order, length)
+        if (count - ENDS) * length > saved:
+            best, saved = (length, count), (count - ENDS) * length
+    return best
+
+
+def _cycles(order: list[int], length: int) -> int:
+    """How often the first `length` blocks stand one behind the other."""
+    count = 1
+    while order[count * length : (count + 1) * length] == order[:length]:
+        count += 1
+    return count
+
+
+def shorten(runs: tuple[Run, ...]) -> tuple[Run, ...]:
+    """The runs as they are simulated."""
+    return tuple(Run(cycle=r.cycle, count=min(r.count, ENDS)) for r in runs)
+
+
+def repeats(runs: tuple[Run, ...]) -> list[Repeat]:
+    """How often each simulated block stands in the model, in its order."""
+    found: list[Repeat] = []
+    cycle = 0
+    for run in runs:
+        simulated = min(run.count, ENDS)
+        for at in range(simulated):
+            middle = at == 1 and run.count > ENDS
+            found += [Repeat(cycle, run.count - 2 if middle else 1)] * len(run.cycle)
+            cycle += 1
+    return found
+
+
+def record(setting: Setting, batch: Batch, *, unrolled: bool = False) -> Recording:
+    """Run a first micro-batch, and a later one where there is any, and log every byte.
+
+    unrolled: loops run every pass, see `Meter.passes`.
+    """
+    with without_collecting():  # storages die by reference counting
+        return _Simulation(setting, batch, unrolled).run()
+
+
+@contextmanager
+def without_collecting() -> Iterator[None]:
+    """Python's collector of cycles waits: what is planned keeps what it makes."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+class _Simulation:
+    """One step of the small model on a meter."""
+
+    def __init__(self, setting: Setting, batch: Batch, unrolled: bool) -> None:
+        self.setting, self.batch = setting, batch
+        a = setting.architecture
+        self.program = setting.program or OwnProgram(family=a.family, chunk=setting.chunk)
+        self.meter = Meter(
+            grid=setting.grid,
+            cuda=setting.cuda,
+            autocast=setting.autocast, low=setting.compute, vocab=a.vocab, unrolled=unrolled,
+        )  # fmt: skip
+        self.loop: dict[str, list[Tensor]] = {}
+        updates: Callable[[Tensor], None] | None = None
+        if setting.in_backward is not None:
+            updates = Updates(self.meter, setting.in_backward).update
+        self.units: Units | None = None
+        if setting.sharding is None:
+            self.meter.on_gradient = updates
+        else:
+            self.units = Units(self.meter, setting.sharding, updates)
+        self.outside = self._outside()
+        if setting.stages is None:
+            self._tie(a)
+        self.blocks: list[tuple[Weights, Block]] = []
+        for run in setting.runs:
+            for block in run.cycle * run.count:
+                self.blocks.append((self._block(block.rows), block))
+        bare = setting.references > 0
+        self.base = [
+            (self._reference(w), replace(b, recomputed=False, reentrant=False, stows=False))
+            for w, b in self.blocks
+            if bare
+        ]
+        self.scale = meta.parameter(self.meter, (), "float32", trainable=False)
+        self.first_product = 0
+        if unrolled:
+            self.meter.on_product = self._note_product
+        self.marks: list[Mark] = []
+        self.rewards: Tensor | None = None
+
+    def _tie(self, a: Architecture) -> None:
+        """The embedding is a head that has no weight of its own, or has a trained copy alone."""
+        head = f"lm_head{ORIGINAL}weight" if "lm_head.weight" in self.outside else "lm_head.weight"
+        tied = a.tied_embeddings or head == "lm_head.weight"
+        if tied and "lm_head.base_layer.weight" not in self.outside:
+            name = next(r.name for r in self.setting.outside if r.part == "embedding")
+            self.outside[head] = self.outside[name]
+
+    def _reference(self, weights: Weights) -> Weights:
+        """The base alone; a second model's weights are seen as of its dtype, and counted apart."""
+        base, second = base_alone(weights), self.setting.second
+        if not second:
+            return base
+        return {name: w.viewed(w.shape, w.strides, second) for name, w in base.items()}
+
+    def _weights(self, rows: tuple[Row, ...]) -> Weights:
+        made: Weights = {}
+        for row in rows:
+            self.meter.owner = owner_of(row.part)
+            made[row.name] = meta.parameter(
+                self.meter, row.shape, row.dtype, trainable=row.trainable
+            )
+        return made
+
+    def _outside(self) -> Weights:
+        rows = self.setting.outside
+        if self.units is None:
+            return self._weights(rows)
+        tied = self.setting.architecture.tied_embeddings
+        return self.units.outside(map(_name, rows), owner_of, tied=tied)
+
+    def _block(self, rows: tuple[Row, ...]) -> Weights:
+        return self._weights(rows) if self.units is None else self.units.block(map(_name, rows))
+
+    def run(self) -> Recording:
+        if self.setting.stages is not None:
+            passes = run_stages(self)
+            return self._recording(passes)
+        setting = self.setting
+        if self.units is not None:
+            self.units.defer(first_of_many=setting.accumulates)
+        first = self._micro_batch()
+        if self.units is not None:
+            self.units.defer(first_of_many=False)
+        for weights in (self.outside, *(w for w, _ in self.blocks)) if setting.again else ():
+            for weight in weights.values():
+                weight.grad = None
+        if setting.again:
+            self.rewards = None  # another step's
+        later = self._micro_batch() if setting.accumulates or setting.again else None
+        return self._recording([first, *([later] if later else [])])
+
+    def _recording(self, passes: list[list[Mark]]) -> Recording:
+        stop = len(self.meter.events)
+        return Recording(self.meter, passes, stop, self._gradients(), self.first_product)
+
+    def _note_product(self) -> None:
+        self.first_product = len(self.meter.events)
+
+    def _gradients(self) -> list[int]:
+        """Storages of whole gradients; those of shards are their units' own."""
+        blocks = [weight for weights, _ in self.blocks for weight in weights.values()]
+        ends = {row.name: row.part != "embedding" for row in self.setting.outside}
+        outside = [(ends.get(name, True), weight) for name, weight in self.outside.items()]
+        first, last = ([w for end, w in outside if end is late] for late in (False, True))
+        if self.units is not None:
+            held = [unit.gradient for unit in self.units.shared.units]
+        else:
+            held = [weight.grad for weight in (*first, *blocks, *last)]
+        return list(dict.fromkeys(grad.storage.index for grad in held if grad is not None))
+
+    def product_begins(self) -> None:
+        """The first product of a backward ends one segment and begins another."""
+        name = f"{self.marks[-1][0]}{AFTER_PRODUCT}"
+        self.marks.append(Mark(name, len(self.meter.events), self.meter.flop))
+
+    def mark(self, name: str, owner: str) -> None:
+        self.marks.append(Mark(name, len(self.meter.events), self.meter.flop))
+        self.meter.owner = owner
+
+    def make_batch(self) -> Inputs:
+        """The tensors of one micro-batch."""
+        meter, batch = self.meter, self.batch
+        meter.owner = "batch"
+        shape = (batch.rows, batch.tokens)
+        input_ids = meta.empty(meter, shape, "int64", Kind.INPUT)
+        labels = meta.empty(meter, shape, "int64", Kind.INPUT)
+        ring, position_ids = self.setting.ring, None
+        if ring is not None:
+            position_ids = meta.empty(meter, (1, batch.tokens), "int64", Kind.INPUT)
+        elif batch.documents is not None:
+            position_ids = meta.empty(meter, shape, "int64", Kind.INPUT)
+        given: Tensor | None = None
+        if self.setting.prefers and not self.setting.references:
+            given = meta.empty(meter, (batch.rows,), "float32", Kind.INPUT)
+        return Inputs(input_ids, labels, position_ids, given)
+
+    def make_forward(self, inputs: Inputs) -> tuple[Forward, Tensor]:
+        """What every part of a micro-batch's forward needs to know, and its labels."""
+        forward = Forward(
+            architecture=self.setting.architecture, meter=self.meter, kernel=self.setting.kernel,
+            input_ids=inputs.input_ids, position_ids=inputs.position_ids,
+            documents=self.batch.documents, adapter_dropout=self.setting.adapter_dropout,
+            narrow=self.setting.narrow, qat=self.setting.qat, lean=self.setting.lean,
+            loop=self.loop, coded=self.setting.coded, ring=self.setting.ring,
+        )  # fmt: skip
+        return forward, inputs.labels
+
+    def _micro_batch(self) -> list[Mark]:
+        meter = self.meter
+        inputs = self.make_batch()
+        forward, labels = self.make_forward(inputs)
+        given = inputs.given
+        self.marks = []
+        sums: Tensor | None = None
+        self.mark("embedding", "embedding")
+        boundaries: list[int] = []
+        if self.units is not None:
+            forward = self.units.begin(forward)
+        meter.casts = {} if self.setting.caches else None
+        with meter.with_autocast(self.setting.autocast):
+            if self.setting.compares is not None:
+                loss = self._compare(self.setting.compares, forward, boundaries)
+            elif self.setting.prefers:
+                loss, sums = self._prefer(forward, labels, given, boundaries)
+            else:
+                hidden = _backbone(
+                    self._with_attention(forward), self, self.outside, self.blocks, boundaries
+                )
+                self.mark("loss", "loss")
+                loss = self.program.loss(forward, self.outside, hidden, labels)
+                del hidden
+            self._forget_casts(self.blocks, "loss")
+        if self.units is not None:
+            self.units.end(loss)
+        if self.setting.evaluates:
+            sums = None
+            self.mark("end", "")
+            return self.marks
+        self.rewards = self.rewards or sums  # those of later ones are added to the first's
+        sums = None
+        self.mark("head", "loss")
+        product = meta.mul(loss, self.scale) if self.setting.scaled else loss
+        meter.on_product = self.product_begins
+        with meter.with_autocast(False):
+            meta.backward(product, self.watch(boundaries))
+        self.pass_all(boundaries)
+        if self.units is not None:
+            self.units.finish(self.mark)
+        loss.grad_fn = product.grad_fn = None  # no loop holds a graph longer
+        self.mark("end", "")
+        return self.marks
+
+    def _prefer(
+        self, forward: Forward, labels: Tensor, given: Tensor | None, boundaries: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """As train/step/step.py: the reference without a gradient, then the policy; loss, rewards.
+
+        given: the reference's log-probabilities where they come with the batch.
+        """
+        chunk = self.setting.chunk
+        if self.setting.references:
+            outside = self._reference(self.outside)
+            plain = replace(forward, adapter_dropout=False)
+            hidden = _backbone(self._with_attention(plain), self, outside, self.base, [])
+            self.mark("reference", "loss")
+            reference = row_log_probs(forward, outside, hidden, labels, chunk)
+            del hidden, outside, plain
+            self.mark("embedding", "embedding")
+        else:
+            assert given is not None
+            reference = given
+        hidden = _backbone(
+            self._with_attention(forward), self, self.outside, self.blocks, boundaries
+        )
+        self.mark("loss", "loss")
+        policy = row_log_probs(forward, self.outside, hidden, labels, chunk)
+        del hidden
+        return judge(policy, reference, labels)
+
+    def _compare(self, program: Comparing, forward: Forward, boundaries: list[int]) -> Tensor:
+        """As other trainers: the policy, then the reference beside its logits; the loss."""
+
+        def refer() -> list[Tensor]:
+            outside = self._reference(self.outside)
+            if self.setting.second:
+                self.meter.casts, self.meter.casts_frozen = {}, True
+            hidden = _backbone(self._with_attention(forward), self, outside, self.base, [])
+            self.mark("reference", "loss")
+            outputs = program.outputs(forward, outside, hidden)
+            del hidden
+            self._forget_casts(self.base, "reference")
+            return program.returned(outputs)
+
+        hidden = _backbone(
+            self._with_attention(forward), self, self.outside, self.blocks, boundaries
+        )
+        self.mark("loss", "loss")
+        outputs = program.outputs(forward, self.outside, hidden)
+        del hidden
+        self._forget_casts(self.blocks, "loss")
+        outputs = program.returned(outputs)
+        return program.compare(outputs, refer if self.setting.references else None)
+
+    def _forget_casts(self, blocks: list[tuple[Weights, Block]], then: str) -> None:
+        """Autocast keeps its casts of trained weights until a forward has ended; a second model's
+        want gradients, too, though none is made."""
+        casts, self.meter.casts, self.meter.casts_frozen = self.meter.casts, None, False
+        if not casts:
+            return
+        for index, (weights, _) in enumerate(blocks):
+            self.mark(f"block {index}", "blocks")  # as often as there are such blocks
+            for weight in weights.values():
+                casts.pop(weight.storage.index, None)
+        self.mark(then, "loss")
+
+    def _with_attention(self, forward: Forward) -> Forward:
+        """As train/step/step.py: positions where ranks have a part of the tokens between products,
+        and where documents begin, or one mask for all blocks where rows are longer than their
+        window.
+        """
+        a, tokens = self.setting.architecture, forward.tokens
+        sharding = self.setting.sharding
+        if sharding is not None and sharding.tp > 1 and forward.position_ids is None:
+            counted = meta.empty(self.meter, (tokens,), "int64")
+            forward = replace(forward, position_ids=meta.unsqueeze(counted, 0))
+        if self.setting.masking is not None:
+            shape = (forward.batch, tokens)
+            masks = make_masks(self.setting.masking, a, self.meter, shape, self._embedded())
+            return replace(forward, masks=masks)
+        if forward.kernel == "varlen":
+            starts = meta.make_starts(forward.input_ids, forward.documents)
+            return replace(forward, starts=starts)
+        if not a.banded(tokens):
+            return forward
+        band = meta.make_band(forward.input_ids, tokens, self.setting.compute)
+        return replace(forward, band=band)
+
+    def _embedded(self) -> str:
+        """The dtype of what the token embedding returns."""
+        if self.units is not None:
+            return self.setting.compute
+        return next(row.dtype for row in self.setting.outside if row.part == "embedding")
+
+    def run_blocks(
+        self, forward: Forward, boundaries: list[int], part: slice, entered: Tensor | None,
+        last: bool,
+    ) -> Tensor:  # fmt: skip
+        """Those blocks alone, and the final norm behind the last one; entered: what a stage begins
+        with, None of tokens."""
+        forward = self._with_attention(forward)
+        return _backbone(forward, self, self.outside, self.blocks, boundaries, part, entered, last)
+
+    def watch(self, boundaries: list[int], offset: int = 0) -> Callable[[int], None]:
+        """Told of each node of a backward: which block it is of, from block `offset` on."""
+
+        def passing(sequence: int) -> None:
+            while boundaries and sequence < boundaries[-1]:
+                self._pass(boundaries, offset)
+
+        return passing
+
+    def _pass(self, boundaries: list[int], offset: int) -> None:
+        boundaries.pop()
+        if boundaries:
+            self.mark(f"block {offset + len(boundaries) - 1}", "blocks")
+        else:
+            self.mark("embedding", "embedding")
+
+    def pass_all(self, boundaries: list[int], offset: int = 0) -> None:
+        """Mark the blocks that no node was of."""
+        while boundaries:
+            self._pass(boundaries, offset)
+
+
+@module
+def _backbone(
+    forward: Forward,
+    simulation: _Simulation,
+    outside: Weights,
+    blocks: list[tuple[Weights, Block]],
+    boundaries: list[int],
+    part: slice = ALL,
+    entered: Tensor | None = None,
+    last: bool = True,
+) -> Tensor:
+    """The model without its head, or a part of its blocks; notes where each block begins."""
+    program, meter = simulation.program, forward.meter
+    x, given, kept, own = (
+        program.embed(forward, outside) if entered is None else begin_stage(forward, entered)
+    )
+    load: Load | None = None
+    if x.grad_fn is None and any(block.reentrant for _, block in blocks):
+        meta.want_gradient(x)  # `enable_input_require_grads`
+    units = simulation.units
+    for index in range(len(blocks))[part]:
+        weights, block = blocks[index]
+        simulation.mark(f"block {index}", "blocks")
+        boundaries.append(meter.sequence)
+        here = _of_kind(forward, block.kind)
+        mine = (*own.get(block.kind, ()), *given)
+        if units is not None:
+            x, mine = units.blocks[index].enter(x), units.lowered(mine)
+        x, load = run_block(here, program, weights, x, mine, block, load)
+        if units is not None:
+            units.blocks[index].leave(x)
+        del here, mine
+    del load
+    boundaries.append(meter.sequence)
+    if not last:
+        return x
+    simulation.mark("norm", "norm")
+    if units is not None:
+        x = units.enter(units.tail, x)
+    x = program.finish(forward, outside, x)
+    del kept  # alive until here
+    forward.beside.clear()
+    return x
+
+
+def _of_kind(forward: Forward, kind: str) -> Forward:
+    """What a block of this kind is told, and holds while it may be recomputed."""
+    masks = forward.masks and forward.masks.only(forward.architecture, kind)
+    return replace(forward, kind=kind, masks=masks)
+
+
+def _name(row: Row) -> Named:
+    return row.name, row.shape, row.dtype, row.trainable, row.part
+
+
+def owner_of(part: str) -> str:
+    """The component's name in ledgers of a weight's part."""
+    return "blocks" if part == "block" else part

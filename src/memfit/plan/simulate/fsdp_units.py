@@ -1,0 +1,151 @@
+"""The units of FSDP2 in a simulated step: the same as `parallelism.shard` makes of the module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from msgspec.structs import replace
+
+from memfit import meta
+from memfit.families.shared.forward import Forward, Weights
+from memfit.meta import Meter, Tensor
+from memfit.meta.distributed.flat import FlatUnit
+from memfit.meta.distributed.sharding import OnReduced, Sharding, Shared, Unit
+from memfit.parallelism.shards import shard_index
+from memfit.parallelism.tensor import cut_dim
+from memfit.records.model import DTYPE_BYTES, Model
+from memfit.records.recipe import Recipe
+
+ENDS = ("norm", "head")  # parts of the unit that holds both, in memfit's own step
+Mark = Callable[[str, str], None]
+Named = tuple[str, tuple[int, ...], str, bool, str]  # name, shape, dtype, trainable, part
+
+
+def find_sharding(recipe: Recipe, rank: int) -> Sharding | None:
+    """How this rank holds the model; None on one device."""
+    parallel = recipe.parallel
+    if parallel.world == 1:
+        return None
+    mixed = recipe.precision == "bf16-mixed"
+    return Sharding(
+        shards=parallel.shards,
+        shard=shard_index(parallel, rank),
+        copies=parallel.dp_replicate,
+        reshards=parallel.reshard_after_forward,
+        low="bfloat16" if mixed else "",
+        wide="float32" if mixed else "",
+        tp=parallel.tp,
+        coding=recipe.coding,
+        on_host=recipe.offload == "parameters",
+    )
+
+
+class Units:
+    """The units of one simulated model, in the order in which torch finds them."""
+
+    def __init__(self, meter: Meter, sharding: Sharding, on_reduced: OnReduced | None) -> None:
+        self.shared = Shared(meter, sharding, on_reduced)
+        self._make = FlatUnit if sharding.flat else Unit
+        self.root: Unit | None = None  # what no other unit holds
+        self.embedding: Unit | None = None
+        self.tail: Unit | None = None  # final norm and head
+        self.blocks: list[Unit] = []
+        self._joined = False  # whether the root's unit is the head's, too, as accelerate ties them
+
+    def outside(self, rows: Iterable[Named], owner: Callable[[str], str], *, tied: bool) -> Weights:
+        """The weights outside the blocks: of a tied head, and of FSDP1, all are the root's unit.
+
+        accelerate's unit of a tied head has its final norm and embedding: as whole, and as long.
+        """
+        made: Weights = {}
+        rows = list(rows)
+        token = next((row[0] for row in rows if row[4] == "embedding"), "")
+        apart = self.shared.sharding.ends
+        self._joined = tied and self.shared.sharding.joins
+        tied = tied or self.shared.sharding.flat
+        rest = [r for r in rows if tied or (r[4] not in apart and r[0] != token)]
+        if rest:
+            self.root = self._make(self.shared, owner(rest[0][4]), reshards=False)
+            made |= fill(self.root, rest)
+        ends = [r for r in rows if r[4] in apart]
+        if not tied and token:  # of stages, only the first has it, and the last the ends
+            reshards = self.shared.sharding.reshards
+            self.embedding = self._make(self.shared, "embedding", reshards=reshards)
+            made |= fill(self.embedding, (r for r in rows if r[0] == token))
+        if not tied and ends:
+            self.tail = self._make(self.shared, "head", reshards=False)
+            made |= fill(self.tail, ends)
+        return made
+
+    def defer(self, *, first_of_many: bool) -> None:
+        """Whether the next micro-batch's gradients wait, unsharded, for those of the last."""
+        self.shared.syncs = not (first_of_many and self.shared.sharding.defers)
+
+    def block(self, rows: Iterable[Named]) -> Weights:
+        """The weights of one more block."""
+        unit = self._make(self.shared, "blocks", reshards=self.shared.sharding.reshards)
+        self.blocks.append(unit)
+        return fill(unit, rows)
+
+    def begin(self, forward: Forward) -> Forward:
+        """The root's forward begins; what the model's own code must know of units."""
+        if self.root is not None:
+            self.root.gather()
+        tail = self.root if self._joined else self.tail
+        return replace(forward, embeds=self.embedding, tail=tail)
+
+    def end(self, loss: Tensor) -> None:
+        """The root's forward ends with the loss, and with it that of a head which never ran."""
+        for unit in (self.root, self.tail):
+            if unit is not None and unit.entered:
+                unit.leave(loss)
+        self.shared.end_forward()
+
+    def finish(self, mark: Mark) -> None:
+        """The whole backward is over: every unit in turn."""
+        mark("embedding", "embedding")
+        for unit in (self.root, self.embedding):
+            if unit is not None:
+                unit.finish()
+        for index, unit in enumerate(self.blocks):
+            mark(f"block {index}", "blocks")
+            unit.finish()
+        mark("tail", "head")
+        if self.tail is not None:
+            self.tail.finish()
+        self.shared.end_backward()
+
+    def enter(self, unit: Unit | None, x: Tensor) -> Tensor:
+        """Before the forward of a unit with a gradient's input."""
+        return x if unit is None or self.shared.sharding.reads else unit.enter(x)
+
+    def lowered(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What a block is given, cast as FSDP2 casts the inputs of its units."""
+        low = "" if self.shared.sharding.flat else self.shared.sharding.low
+        floating = ("float32", "float16", "float64")
+        return tuple(meta.cast(t, low) if low and t.dtype in floating else t for t in tensors)
+
+
+def fill(unit: Unit, rows: Iterable[Named]) -> Weights:
+    """These weights, of this unit."""
+    shared = unit.shared.sharding.tp > 1
+    return {
+        name: unit.add(shape, dtype, trainable=trainable, summed=shared and cut_dim(name) is None)
+        for name, shape, dtype, trainable, _ in rows
+    }
+
+
+def gradient_bytes(model: Model, sharding: Sharding) -> list[int]:
+    """Bytes of each unit's reduced gradients, which are one buffer; model: as tp ranks cut it."""
+    tied = model.architecture.tied_embeddings
+    token = next((w.name for w in model.weights if w.part == "embedding"), "")
+    units: dict[str, int] = {}
+    for w in model.weights:
+        if not w.trainable:
+            continue
+        where = f"block {w.layer}" if w.layer >= 0 else "root"
+        if w.layer < 0 and not tied and (w.part in ENDS or w.name == token):
+            where = "tail" if w.part in ENDS else "embedding"
+        nbytes = sharding.padded(w.shape) * DTYPE_BYTES[w.dtype]
+        units[where] = units.get(where, 0) + nbytes
+    return list(units.values())

@@ -1,0 +1,63 @@
+"""One block over `sizes`: kept, recomputed whole or in part, or waiting in host memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from memfit import meta
+from memfit.families.capabilities.added import only_added
+from memfit.families.shared.forward import Forward, Weights, module
+from memfit.meta import Tensor
+from memfit.meta.distributed.offload import Load
+
+if TYPE_CHECKING:
+    from memfit.plan.simulate.blocks import Block
+    from memfit.plan.simulate.program import Program
+
+
+@module
+def run_block(
+    forward: Forward,
+    program: Program,
+    weights: Weights,
+    x: Tensor,
+    given: tuple[Tensor, ...],
+    block: Block,
+    before: Load | None,
+) -> tuple[Tensor, Load | None]:
+    """The block's output, and what it saves where that is offloaded; before: the block below."""
+    load = None
+    if block.stows:
+        others = given if forward.band is None else (*given, forward.band)
+        load = Load(forward.meter, before, others)
+    if block.recomputed:
+        out = _again(forward, program, weights, x, given, block)
+    else:
+        with forward.meter.saving_to(load):
+            out = program.block(forward, weights, x, given)
+    if load is not None:
+        load.known.clear()
+    if before is not None:
+        before.leaving.clear()
+    return out, load
+
+
+def _again(
+    forward: Forward,
+    program: Program,
+    weights: Weights,
+    x: Tensor,
+    given: tuple[Tensor, ...],
+    block: Block,
+) -> Tensor:
+    if block.reentrant:
+        return meta.checkpoint_reentrant(lambda x: program.block(forward, weights, x, given), x)
+    if block.keeps:
+        matrices = [name for name, weight in weights.items() if len(weight.shape) == 2]
+        added = only_added(forward.architecture, matrices)
+        forward = msgspec.structs.replace(forward, only_added=added)
+    return meta.checkpoint(
+        lambda x: program.block(forward, weights, x, given), x, keeps=block.keeps
+    )

@@ -1,0 +1,75 @@
+"""How many blocks backward computes again, whole or in part, and in which order a search asks.
+
+The first blocks are recomputed whole, the next ones selectively (all but products with weights
+and fused attention, train/step/recompute.py), the last ones not at all: backward reaches the first
+ones when the others' activations are gone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from memfit.families.capabilities.added import can_select
+from memfit.records.model import Architecture
+from memfit.records.recipe import Recipe
+from memfit.records.request import RecomputeBlocks
+
+
+class Again(NamedTuple):
+    """Blocks of each kind; the others are kept."""
+
+    full: int
+    selective: int
+
+    @property
+    def knobs(self) -> dict[str, int]:
+        """Of a recipe."""
+        return {"recompute_blocks": self.full, "selective_blocks": self.selective}
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Again:
+        """Of a recipe of memfit's own step."""
+        return cls(recipe.recompute_blocks, recipe.selective_blocks)
+
+
+def find_recompute(asked: Any, layers: int) -> Again:
+    """What a request states; `auto` begins with none."""
+    if isinstance(asked, RecomputeBlocks):
+        return Again(asked.blocks, asked.selective)
+    return {"full": Again(layers, 0), "selective": Again(0, layers)}.get(asked, Again(0, 0))
+
+
+def state_recompute(again: Again, layers: int) -> Any:
+    """The same in a request's words."""
+    word = {(0, 0): "none", (layers, 0): "full", (0, layers): "selective"}.get(again)
+    if word is not None:
+        return word
+    stated = {"blocks": again.full, "selective": again.selective}
+    return {key: n for key, n in stated.items() if n}
+
+
+def describe_recompute(again: Again, layers: int) -> str:
+    """For a row of a table: `none`, `full`, `6/44 blocks`, `30/44 selective`, both."""
+    said = state_recompute(again, layers)
+    if isinstance(said, str):
+        return said
+    parts = [f"{again.full}/{layers} blocks"] if again.full else []
+    parts += [f"{again.selective}/{layers} selective"] if again.selective else []
+    return " + ".join(parts)
+
+
+def ladder(asked: Any, a: Architecture, recipe: Recipe) -> list[list[Again]]:
+    """Ways to recompute more and more, each step of which needs less memory and takes longer.
+
+    Where seconds and bytes grow evenly with blocks, the least seconds for any number of bytes lie
+    on one of two: whole blocks alone; or ever more selective ones, and from all of them on ever
+    more whole ones.
+    """
+    layers = a.layers
+    if asked != "auto":
+        return [[find_recompute(asked, layers)]]
+    whole = [Again(n, 0) for n in range(layers + 1)]
+    if not can_select(a, recipe):
+        return [whole]
+    part = [Again(0, n) for n in range(layers + 1)]
+    return [[*part, *(Again(n, layers - n) for n in range(1, layers + 1))], whole]

@@ -1,0 +1,109 @@
+"""The stretches of a simulated step: what each adds and how far it rises above its start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby, pairwise
+
+import msgspec
+
+from memfit.meta import Meter
+from memfit.plan.simulate.blocks import (
+    AFTER_PRODUCT,
+    ROUNDING,
+    Batch,
+    Mark,
+    Parts,
+    Repeat,
+    Setting,
+    record,
+)
+
+
+class Segment(msgspec.Struct):
+    """A stretch of the step: what it adds in the end, and its highest point."""
+
+    name: str
+    net: Parts
+    rise: int  # bytes of tensors at the highest point, above the start
+    top: Parts  # the parts of that rise
+    flop: int  # of matrix products and attention
+
+
+class Passes(msgspec.Struct):
+    """The segments of one micro-batch."""
+
+    forward: list[Segment] = []
+    loss: list[Segment] = []
+    backward: list[Segment] = []
+
+    def flop(self, counts: list[Repeat]) -> int:
+        """FLOP of the deep model's micro-batch, recomputation included."""
+        segments = (*self.forward, *self.loss, *self.backward)
+        stretches = expand(segments, counts)
+        return sum(s.flop * times for stretch, times in stretches for s in stretch)
+
+
+def simulate(setting: Setting, batch: Batch) -> list[Passes]:
+    """The segments of one shape: of a first micro-batch, and of a later one where there is any."""
+    recording = record(setting, batch)
+    return [_cut(recording.meter, marks) for marks in recording.passes]
+
+
+def _cut(meter: Meter, marks: list[Mark]) -> Passes:
+    passes = Passes()
+    target = passes.forward
+    for mark, until in pairwise(marks):
+        if mark.name == "loss":
+            target = passes.loss
+        elif mark.name == "head":
+            target = passes.backward
+        target.append(_segment(meter, mark, until))
+    return passes
+
+
+def _segment(meter: Meter, mark: Mark, until: Mark) -> Segment:
+    asked, counts = meter.asked, meter.counts
+    level = rise = 0
+    top_at = mark.event
+    for at in range(mark.event, until.event):
+        event = meter.events[at]
+        if event >= 0:
+            level += asked[event] * counts[event]
+            if level > rise and counts[event] == 1:
+                rise, top_at = level, at + 1
+        else:
+            level -= asked[~event] * counts[~event]
+    net: Parts = {}
+    top: Parts = {}
+    for at in range(mark.event, until.event):
+        if at == top_at:
+            top = dict(net)
+        event = meter.events[at]
+        index, sign = (event, 1) if event >= 0 else (~event, -1)
+        part, times = (meter.kinds[index], meter.owners[index]), sign * counts[index]
+        net[part] = net.get(part, 0) + times * asked[index]
+        if rest := meter.held(index) - asked[index]:
+            net[ROUNDING] = net.get(ROUNDING, 0) + times * rest
+    if top_at == until.event:
+        top = dict(net)
+    return Segment(mark.name, net, rise, top, until.flop - mark.flop)
+
+
+def expand(
+    segments: Iterable[Segment], counts: list[Repeat]
+) -> Iterator[tuple[list[Segment], int]]:
+    """Stretches of segments, each with how often it runs in the deep model.
+
+    What follows the first product begins a stretch of its own: it is of the last block at most.
+    """
+
+    def repeat(segment: Segment) -> Repeat:
+        name, after, _ = segment.name.partition(AFTER_PRODUCT)
+        name, _, index = name.partition(" ")
+        if after or name != "block":
+            return Repeat(-1 - bool(after), 1)
+        return counts[int(index)]
+
+    for found, stretch in groupby(segments, repeat):
+        yield list(stretch), found.times

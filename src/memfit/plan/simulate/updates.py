@@ -1,0 +1,228 @@
+"""What lies around the micro-batches of a step: loaded weights, clipping, the optimizer's update.
+
+None of it depends on the shape of a micro-batch, so it is summed once for a model and an optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import NamedTuple
+
+from memfit.adapters.shared.peft_layers import base_name
+from memfit.families import find_family, read_model
+from memfit.families.shared.files import UNKNOWN, read_widths
+from memfit.families.shared.stored_names import file_parts, find_parts
+from memfit.meta.layers.quantised import quantising_bytes
+from memfit.meta.meter import block_size
+from memfit.meta.workspace import foreach_norm
+from memfit.optimizers import Counted, find_optimizer
+from memfit.optimizers.shared.offloaded import stays
+from memfit.parallelism.pipeline import stage_model
+from memfit.parallelism.shards import cut_model, local_model
+from memfit.plan.simulate.blocks import ROUNDING, Part, Parts, owner_of
+from memfit.plan.simulate.fsdp_units import find_sharding, gradient_bytes
+from memfit.plan.simulate.segments import Segment
+from memfit.records.hardware import Device
+from memfit.records.ledger import Kind
+from memfit.records.model import DTYPE_BYTES, Model, TensorSpec
+from memfit.records.recipe import Recipe
+
+TEMPORARY: Part = (Kind.TEMPORARY, "optimizer")
+
+
+class Around(NamedTuple):
+    """What is alive before the first micro-batch, and what follows the last."""
+
+    loaded: Parts
+    padded: Parts  # the same from the first forward on: FSDP2 pads its shards then
+    quantising: tuple[Parts, ...]  # while a weight is quantised, beside all that is loaded
+    reading: Parts  # the largest tensor of a file on a CPU, beside all that is loaded
+    first: Segment  # clipping and the update that makes the optimizer's state
+    later: Segment  # the same of every later step
+    rounded: int  # what the blocks of all gradients are larger
+
+
+def around_micro_batches(model: Model, recipe: Recipe, device: Device, rank: int = 0) -> Around:
+    """See `Around`; raises InvalidRequest when the optimizer has no such implementation."""
+    made = _Around(model, recipe, device, rank)
+    loaded = padded = made.load(made.model)
+    if recipe.parallel.world > 1:
+        first = rank - rank % (recipe.parallel.world // recipe.parallel.pp)
+        padded = made.load(local_model(model, recipe.parallel, first))
+    return Around(
+        loaded, padded, made.quantise(), made.read(), made.first(), made.later(), made.rounded()
+    )
+
+
+class _Line:
+    """Instants one behind the other, of which the highest is kept (the first of equal ones)."""
+
+    def __init__(self) -> None:
+        self.net: Parts = {}
+        self.rise = 0
+        self.top: Parts = {}
+
+    def note(self, parts: Parts) -> None:
+        """An instant at which these are alive too."""
+        here = _sum(self.net, parts)
+        rise = sum(n for part, n in here.items() if part != ROUNDING)
+        if rise > self.rise:
+            self.rise, self.top = rise, here
+
+    def add(self, parts: Parts) -> None:
+        self.net = _sum(self.net, parts)
+
+    def close(self, name: str) -> Segment:
+        return Segment(name, self.net, self.rise, self.top, 0)
+
+
+def _sum(a: Parts, b: Parts) -> Parts:
+    return {part: a.get(part, 0) + b.get(part, 0) for part in (*a, *(p for p in b if p not in a))}
+
+
+class _Around:
+    """Sums over the weights of one model."""
+
+    def __init__(self, model: Model, recipe: Recipe, device: Device, rank: int) -> None:
+        self.model = local_model(model, recipe.parallel, rank)
+        self.whole = cut_model(stage_model(model, recipe.parallel, rank), recipe.parallel)
+        self.recipe = recipe
+        self.device = device
+        self.sharding = find_sharding(recipe, rank)
+        self.trainable = [w.spec for w in self.model.weights if w.trainable]
+        self.on_host = self.sharding is not None and self.sharding.on_host  # all but buffers
+        self.shared = False  # whether the states' shared tensors are counted already
+
+    def load(self, model: Model) -> Parts:
+        """Parameters and buffers."""
+        nbytes: dict[str, list[int]] = {}
+        for weight in () if self.on_host else model.weights:
+            held = nbytes.setdefault(owner_of(weight.part), [])
+            held += [spec.nbytes for spec in weight.stored.values()]
+        a = self.model.architecture
+        nbytes["rotary"] = [spec.nbytes for spec in find_family(a.family).buffers(a)]
+        parts: Parts = {}
+        for owner, sizes in nbytes.items():
+            parts = _sum(parts, hold((Kind.PARAMETERS, owner), sizes, self.device))
+        return parts
+
+    def quantise(self) -> tuple[Parts, ...]:
+        """What making each size of a quantised weight holds; see train/model/quantised.py."""
+        coded = () if self.on_host else [w for w in self.whole.weights if w.coding]
+        sizes = dict.fromkeys((w.shape, w.dtype) for w in coded)
+        part, coding = (Kind.TEMPORARY, "model"), self.recipe.coding
+        return tuple(
+            hold(part, tensors, self.device)
+            for shape, dtype in sizes
+            for tensors in quantising_bytes(coding, shape, dtype, cut=self.sharding is not None)
+        )
+
+    def read(self) -> Parts:
+        """The largest tensor of the weights' files, and the dense weight that it fills.
+
+        On a GPU files are read on the host. `train.weights.EmptyWeights` is the same of a trace.
+        """
+        recipe = self.recipe
+        if not self.device.is_cpu or recipe.weights != "pretrained":
+            return {}
+        widths, plain = read_widths(recipe.model.source), read_model(recipe.model)
+        prefix, family = plain.weights[0].name.partition(".")[0], plain.architecture.family
+        names, own = {w.name for w in plain.weights}, {w.name: w for w in self.model.weights}
+        largest = [0]
+        for weight in self.whole.weights:
+            name, shape = base_name(weight.name), weight.shape
+            if name not in names:
+                continue  # of an adapter
+            parts = find_parts(name, shape, prefix, widths.__contains__)
+            for part in parts or file_parts(name, shape, family):
+                cut = self.sharding is not None and not part.where
+                shared = own[weight.name].shape if cut and weight.name in own else part.shape
+                each = prod(shared) * widths.get(part.name, DTYPE_BYTES[UNKNOWN])
+                dense = prod(shape) * DTYPE_BYTES[weight.dtype] if weight.coding else 0
+                largest.append(each + dense)
+        return {(Kind.TEMPORARY, "model"): max(largest)}
+
+    def first(self) -> Segment:
+        """The step that makes the optimizer's state: before all updates, or each with its own."""
+        settings = self.recipe.optimizer
+        line = _Line()
+        if settings.in_backward:
+            return line.close("first update")  # all was updated within backward
+        self._clip(line)
+        if settings.implementation not in find_optimizer(settings).state_while_updating:
+            line.add(self._state(self.trainable))
+            line.note(self._update(self.trainable))
+        else:
+            for spec in self.trainable:
+                line.add(self._state([spec]))
+                line.note(self._update([spec]))
+        return line.close("first update")
+
+    def later(self) -> Segment:
+        """A step that finds the state."""
+        line = _Line()
+        if not self.recipe.optimizer.in_backward:
+            self._clip(line)
+            line.note(self._update(self.trainable))
+        return line.close("update")
+
+    def rounded(self) -> int:
+        """What the gradients' blocks are larger."""
+        none = self.device.is_cpu or self.recipe.optimizer.in_backward or self.on_host
+        sizes = [] if none else [s.nbytes for s in self.trainable]
+        if sizes and self.sharding is not None:  # one buffer a unit
+            sizes = gradient_bytes(self.whole, self.sharding)
+        return sum(block_size(n) - n for n in sizes)
+
+    def _state(self, specs: Iterable[TensorSpec]) -> Parts:
+        settings = self.recipe.optimizer
+        optimizer = find_optimizer(settings)
+        held = optimizer.state if self.device.is_cpu else optimizer.on_device
+        nbytes: list[int] = []
+        for spec in specs:
+            if not stays(self.recipe, spec.numel):
+                continue  # on the host
+            if not self.shared and optimizer.shares(spec, settings):
+                self.shared = True
+                nbytes += [s.nbytes for s in optimizer.shared_state(settings)]
+            nbytes += [s.nbytes for s in held(spec, settings)]
+        return hold((Kind.OPTIMIZER_STATE, "optimizer"), nbytes, self.device)
+
+    def _clip(self, line: _Line) -> None:
+        if not self.recipe.optimizer.clip_norm or self.on_host:
+            return
+        scalar, count = DTYPE_BYTES[self.recipe.trainable_dtype], len(self.trainable)
+        each = [scalar] * count
+        norms = hold(TEMPORARY, each, self.device)
+        if not self.device.is_cpu:
+            norms[Kind.WORKSPACE, "optimizer"] = foreach_norm([s.numel for s in self.trainable])
+        line.note(norms)
+        held = self.sharding
+        axes = 0 if held is None else (held.shards > 1) + (held.tp > 1)  # along which norms differ
+        if not axes:
+            line.note(hold(TEMPORARY, [*each, scalar * count, scalar], self.device))
+        else:  # the ranks' norms are squared, summed and their root taken, all of them at once
+            line.note(hold(TEMPORARY, [*each, *[scalar * count] * (3 + axes)], self.device))
+        line.add({TEMPORARY: scalar})  # the norm, held until the step has returned it
+
+    def _update(self, specs: Sequence[TensorSpec]) -> Parts:
+        if self.on_host:
+            return {}
+        settings = self.recipe.optimizer
+        family = find_optimizer(settings)
+        counted: Counted = "live" if self.device.is_cpu else "device"
+        copies = {TEMPORARY: family.step_temporaries(specs, settings, counted)}
+        if not self.device.is_cpu:
+            blocks = family.step_temporaries(specs, settings, "blocks")
+            copies[ROUNDING] = blocks - copies[TEMPORARY]
+        return copies
+
+
+def hold(part: Part, nbytes: Iterable[int], device: Device) -> Parts:
+    """Storages of these bytes, and what their blocks are larger."""
+    asked = list(nbytes)
+    total = sum(asked)
+    if device.is_cpu:
+        return {part: total}
+    return {part: total, ROUNDING: sum(block_size(n) for n in asked) - total}

@@ -1,0 +1,274 @@
+"""Seconds of one block of one micro-batch, and of the head: products, attention, what is around.
+
+Of every operation its FLOP over what the device reaches, or its bytes over the bandwidth.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from memfit.plan.step_time import work
+from memfit.plan.step_time.arrays import Number, larger, smaller, where
+from memfit.plan.step_time.communication.exchanges import (
+    all_to_all,
+    context_ring,
+    send_seconds,
+    tensor_seconds,
+)
+from memfit.plan.step_time.own import OPERATIONS, Points, rate_at
+from memfit.plan.step_time.rates import Setting
+from memfit.plan.step_time.runs import BLOCKS_DO_NOT_READ, once
+from memfit.plan.step_time.work import Product
+
+
+class Passes(NamedTuple):
+    """Seconds of forward, of the inputs' gradients, of the weights' gradients."""
+
+    forward: Number
+    inputs: Number
+    weights: Number
+
+    @property
+    def all(self) -> Number:
+        """Seconds of all three."""
+        return self.forward + self.inputs + self.weights
+
+
+def multiply(product: Product, speed: Number, setting: Setting, measured: Points = ()) -> Passes:
+    """Seconds of one weight's products.
+
+    Small sides leave tiles and multiprocessors idle: each takes (1 + tile / side) of the time at
+    full speed. Beside it some of the weight's own bytes: 2 an element read, and for the gradient
+    of the weight 8, an fp32 buffer read and written. `measured`, the user's own curve, knows what
+    small products leave idle; `speed` is then a share of it.
+    """
+    layout, machine, rates = setting.layout, setting.machine, setting.rates
+    idle = 1 / larger(product.m, 1) + 1 / larger(product.n, 1) + 1 / larger(product.k, 1)
+    if measured:
+        speed = speed * rate_at(measured, product.flop / larger(product.count, 1e-9))
+    busy = product.flop / speed * (1 if measured else 1 + rates.tile * idle)
+    moved = rates.weight_traffic * product.count * product.n * product.k
+    moved = moved / (machine.memory * rates.memory)
+    faster = layout.eight * (machine.eight > 0)  # weights in int8: their forward's products
+    forward = where(faster > 0, machine.products / larger(machine.eight, 1), 1.0) * busy
+    return Passes(forward + moved, busy + moved, layout.trains * (busy + 4 * moved))
+
+
+def _add(passes: list[Passes], factor: Number = 1.0) -> Passes:
+    forward, inputs, weights = (sum(p[i] for p in passes) * factor for i in range(3))
+    return Passes(forward, inputs, weights)
+
+
+def block_products(setting: Setting) -> Passes:
+    """Of attention, and of the feed-forward or the experts."""
+    shape, layout, rates = setting.shape, setting.layout, setting.rates
+    own = setting.machine.own.products
+    speed = (1.0 if own else setting.machine.products) * rates.products / rates.slowdown
+    attention = _add(
+        [multiply(p, speed, setting, own) for p in work.attention_products(shape, layout)]
+    )
+    plain = _add(
+        [multiply(p, speed, setting, own) for p in work.feed_products(shape, layout)], shape.plain
+    )
+    sparse = 1 - shape.plain
+    shared = _add(
+        [multiply(p, speed, setting, own) for p in work.shared_products(shape, layout)], sparse
+    )
+    routed = _add(
+        [multiply(p, speed, setting, own) for p in work.expert_products(shape, layout)],
+        sparse * rates.grouped,
+    )
+    return _add([attention, plain, shared, routed])
+
+
+def attend(setting: Setting) -> tuple[Number, Number]:
+    """Seconds of attention itself, forward and backward.
+
+    A fused kernel's backward has 2.5 times the FLOP (2205.14135) and reaches a tenth less of the
+    peak; written out, it is the forward twice, and the scores go to memory and back five times.
+    """
+    shape, layout, machine, rates = setting
+    found = work.attend(shape, layout)
+    out = layout.written_out > 0
+    if machine.own.attention:
+        return _attend_as_measured(setting, found)
+    narrow = where(out, 1.0, larger(128 / shape.key, 1) ** rates.narrow_head)
+    narrow = narrow * where(out * (shape.key % 8 > 0), rates.misaligned, 1.0)
+    narrow = narrow * (1 + rates.ring_attention * (1 - 1 / layout.cp))
+    forward = found.flop / (machine.wide_peak * rates.attention) * narrow
+    written = found.score_bytes * 5 / (machine.memory * rates.memory)
+    backward = forward * where(out, 2.0, 2.75)
+    return forward + written, backward + 1.2 * written
+
+
+# DoRA's sum W + s B A in fp32 is written, read and written with a 16-bit W added, and read
+MEASURED_BYTES = 4 + (4 + 2 + 4) + 4
+
+# torchao's cast to FP8 without a compiler: magnitudes written and read, then scaled, clamped and
+# narrowed, each a kernel that reads and writes fp32
+EAGER_CAST_BYTES = (4 + 4) + 4 + (4 + 4) + (4 + 4) + (4 + 1)
+FUSED_CAST_BYTES = 3  # what `casts` takes one element to move where frameworks fuse it
+
+
+def _attend_as_measured(setting: Setting, found: work.Attention) -> tuple[Number, Number]:
+    """By the user's own curve, of heads of 64 elements, forward and backward together.
+
+    FLOP count as there: the half that causality leaves, of six products. The backward is as much
+    longer than the forward as elsewhere.
+    """
+    shape, layout, machine, rates = setting
+    out = layout.written_out > 0
+    flop = 3 * found.flop * where(out, 0.5, 1.0)
+    wider = larger(128 / shape.key, 1) ** rates.narrow_head / 2**rates.narrow_head
+    seconds = flop / rate_at(machine.own.attention, flop) * where(out, 1.0, wider)
+    seconds = seconds * (1 + rates.ring_attention * (1 - 1 / layout.cp))
+    back = where(out, 2.0, 2.75)
+    return seconds / (1 + back), seconds * back / (1 + back)
+
+
+class Around(NamedTuple):
+    """Seconds of what a block does beside products and attention, forward."""
+
+    elementwise: Number
+    casts: Number
+    unpacking: Number
+    adapters: Number
+    norms: Number  # once a forward, and not in backward
+    coding: Number  # the same: what int8 products read and write around themselves
+
+
+def around(setting: Setting) -> Around:
+    """Bytes over bandwidth: element-wise operations, casts to FP8, unpacking, adapters."""
+    shape, layout, machine, rates = setting
+    bandwidth = machine.memory * rates.memory
+    moved, sparse = work.elementwise(shape, layout), 1 - shape.plain
+    fusion = rates.passes * where(layout.compiled > 0, rates.fused, 1.0)
+    tokens, routed = work.tokens_of(layout), work.routed_tokens(shape, layout)
+    clamped = shape.clamped * rates.clamp * 24 * routed * shape.expert_ffn
+    passed = fusion * (moved.around + shape.plain * moved.activation + sparse * moved.routing)
+    passed = passed + fusion * sparse * (clamped + rates.permute * moved.permuting)
+    narrowed = 3 * tokens * shape.hidden + tokens * shape.ffn / layout.tp * shape.plain
+    narrowed = narrowed + sparse * routed * (shape.expert_ffn + shape.hidden)
+    frozen = layout.packed * (work.attention_weights(shape) + 3 * shape.hidden * shape.ffn)
+    adapted = (1 - layout.trains) * tokens * (8 * shape.hidden + 2 * shape.ffn) / layout.tp
+    adapted = adapted * layout.adapted
+    return Around(
+        elementwise=passed / bandwidth,
+        casts=layout.narrow * rates.cast * 3 * narrowed / bandwidth,
+        unpacking=(rates.unpack * 10 * frozen + EAGER_CAST_BYTES * layout.recast) / bandwidth,
+        adapters=rates.adapter * 4 * adapted / bandwidth,
+        norms=MEASURED_BYTES * layout.measured / bandwidth,
+        coding=work.coded_bytes(shape, layout) / bandwidth,
+    )
+
+
+def remake(setting: Setting) -> Number:
+    """Seconds in which backward makes gated products again, which lean blocks do not keep.
+
+    Counted over the kernels of train/lean, not fitted: a product is five numbers an element read
+    and written, and the activation beside it two more; with adapters no product is made. A norm's
+    output costs nothing: 16 bytes an element make it again, and the lean norm's own backward
+    moves 76 of them in bf16 where eager's moves 92.
+    """
+    shape, layout, machine, rates = setting
+    numbers = layout.remade * (2 + 5 * layout.trains) * shape.ffn * work.tokens_of(layout)
+    return numbers * layout.element / (machine.memory * rates.memory)
+
+
+class Block(NamedTuple):
+    """Seconds of one block and micro-batch on one rank, the mean of all blocks."""
+
+    forward: Number
+    backward: Number
+    repeated: Number  # of the forward, in the backward
+    exposed: Number  # collectives of tp, cp and ep in one forward; a backward has as many
+    launched: Number  # on the host, of all of these
+
+
+class Spent(NamedTuple):
+    """Seconds of one block and micro-batch of what no recomputing and no schedule changes."""
+
+    forward: Number
+    backward: Number  # without what it computes again
+    products: Number  # of the forward, as are all below
+    attention: Number
+    elementwise: Number
+    adapters: Number
+    inside: Number  # exposed collectives of tp
+    dispatch: Number  # and of ep
+    ring: Number  # and of cp
+    head: Number  # the whole head and loss, both ways
+    send: Number  # one message to the next stage
+
+
+def _spend(setting: Setting) -> Spent:
+    shape, layout, _, rates = setting
+    products, extra = block_products(setting), around(setting)
+    there, back = attend(setting)
+    # weights in int8 are multiplied as they are, and unpacked in backward alone
+    forward = products.forward + there + sum(extra) - layout.eight * extra.unpacking
+    backward = products.inputs + products.weights + back
+    backward = backward + 2 * (extra.elementwise + extra.casts + extra.adapters) + extra.unpacking
+    backward = backward + remake(setting)
+    reduced = rates.exposed_tensor * where(layout.asynchronous > 0, rates.asynchronous, 1.0)
+    return Spent(
+        forward=forward,
+        backward=backward,
+        products=products.forward,
+        attention=there,
+        elementwise=extra.elementwise,
+        adapters=extra.adapters,
+        # two all-reduces a forward; where tp ranks share the experts' tokens, half of that
+        inside=reduced * tensor_seconds(setting) * where(shape.experts > 0, 1, 2),
+        dispatch=(1 - shape.plain) * all_to_all(setting),
+        ring=context_ring(setting, there),
+        head=time_head(setting),
+        send=send_seconds(setting),
+    )
+
+
+def spend(setting: Setting) -> Spent:
+    """The same, worked out once for each mesh and micro-batch."""
+    return Spent(*once(_spend, setting, BLOCKS_DO_NOT_READ))
+
+
+def time_block(setting: Setting, spent: Spent) -> Block:
+    """One block of the mean kind: seconds of its passes, before launches are weighed."""
+    shape, layout, _, rates = setting
+    share = where(layout.made_again > 0, layout.made_again, rates.selective * 0.25)
+    cheap = layout.written_out * spent.attention + share * spent.elementwise
+    cheap = cheap + layout.products_repeated * spent.products
+    whole = spent.forward + spent.inside + spent.dispatch
+    repeated = layout.repeated * whole + layout.selective * cheap
+    entered = layout.entered
+    again = (layout.repeated + layout.made_again * layout.selective + layout.references) / 3
+    launch = setting.machine.own.launch * OPERATIONS or rates.launch
+    host = launch * where(layout.compiled > 0, 0.6, 1.0) * (1 + again)
+    host = host + (1 - shape.plain) * rates.expert_launch
+    host = host * where(layout.tp > 1, 1 + rates.tensor_launch, 1.0)
+    beside = rates.adapter_launch * layout.adapters - layout.spared
+    host = host * (1 + (1 - layout.trains) * beside) + layout.update_launch
+    alone = spent.forward - spent.adapters  # the base model's
+    return Block(
+        forward=spent.forward + layout.references * alone,
+        backward=entered * spent.backward,
+        repeated=smaller(layout.repeated + layout.selective, entered)
+        / larger(layout.repeated + layout.selective, 1e-9)
+        * repeated,
+        exposed=spent.inside + spent.dispatch + spent.ring,
+        launched=host,
+    )
+
+
+def time_head(setting: Setting) -> Number:
+    """Seconds of logits and loss, forward and backward, of one micro-batch; never recomputed."""
+    shape, layout, machine, rates = setting
+    tokens = work.tokens_of(layout)
+    product = Product(tokens, shape.vocab / layout.tp, shape.hidden)
+    own = machine.own.wide
+    speed = (1.0 if own else machine.wide_products) * rates.head / rates.slowdown
+    logits = 6 * layout.element * tokens * shape.vocab / layout.tp * rates.passes**0.5
+    bandwidth = machine.memory * rates.memory
+    passes = multiply(product, speed, setting, own)
+    more = layout.heads * (passes.forward + logits / 3 / bandwidth)
+    return passes.all + (logits + layout.chunk_bytes) / bandwidth + more

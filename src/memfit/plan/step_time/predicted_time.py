@@ -1,0 +1,342 @@
+"""How long one optimizer step takes: matrix products, bytes moved, launches; closed form, no torch.
+
+FLOP: 2 per parameter and token forward, 2 for the input's gradient, 2 for the weight's (Kaplan et
+al. 2001.08361, section 2.1; 6 in all for full training), plus causal attention's 2 x 2 x s x s/2 x
+hidden a sequence forward and twice that backward. Of a layer's experts only those count that a
+token visits. A frozen weight needs no weight gradient, and a
+block before the first trainable parameter no backward at all. Known error: under LoRA the gradient
+of the first block's input is counted though nothing needs it (one block's q, k, v).
+
+Seconds are `plan/clock`'s, whose constants were fitted to published runs of other frameworks; none
+of them ran memfit's own step, and `because` says so.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from msgspec.structs import replace
+
+from memfit.adapters.shared.peft_layers import MAGNITUDE
+from memfit.core.errors import TimeUnknown
+from memfit.families.capabilities.added import READ_AFTER
+from memfit.plan.step_time.adapters import PROJECTIONS, Matrix, list_matrices, with_adapters
+from memfit.plan.step_time.block import EAGER_CAST_BYTES, FUSED_CAST_BYTES
+from memfit.plan.step_time.communication.collectives import Links
+from memfit.plan.step_time.own import describe
+from memfit.plan.step_time.rates import Machine, Setting, explain, find_rates
+from memfit.plan.step_time.read import (
+    USUAL,
+    Basis,
+    Network,
+    read_basis,
+    read_layout,
+    read_machine,
+    read_shape,
+)
+from memfit.plan.step_time.step import Parts, predict_step
+from memfit.plan.step_time.time_range import find_range
+from memfit.plan.step_time.update_time import Updated, count_updated, with_update
+from memfit.plan.step_time.work import Shape
+from memfit.records import Noun
+from memfit.records.hardware import Device
+from memfit.records.model import Architecture, Model, Weight
+from memfit.records.recipe import Recipe
+from memfit.records.results import Time
+from memfit.records.timeline import Span, Timeline
+
+# Where the device's speed is unknown, recipes are still ranked, by rates nobody claims.
+RANKING_FLOPS, RANKING_BANDWIDTH = {"fp32": 1e12, "bf16": 1.5e12, "fp16": 1.5e12}, 5e10
+
+
+class Work(Noun, frozen=True, kw_only=True):
+    """FLOP of one optimizer step."""
+
+    forward: float
+    backward: float
+    recompute: float
+    attention: float  # the part of all three that attention's two products take
+
+    @property
+    def model(self) -> float:
+        """What the mathematics needs: MFU's numerator."""
+        return self.forward + self.backward
+
+    @property
+    def hardware(self) -> float:
+        """With recompute: HFU's numerator."""
+        return self.model + self.recompute
+
+
+class Totals(Noun, frozen=True, kw_only=True):
+    """What the time of a step depends on, summed once over a model's weights."""
+
+    architecture: Architecture
+    shape: Shape
+    dense: tuple[int, ...]  # elements of each block's matrices
+    trained: tuple[int, ...]  # those of them that are trained
+    last: tuple[int, ...]  # each block's last product: recomputation stops before it
+    head: int
+    head_trained: int
+    first: int  # the first block that backward has to enter
+    weight_bytes: int
+    gradient_bytes: int
+    trainable: int
+    measured: tuple[int, ...]  # elements of each block's weights whose rows' lengths are trained
+    updated: Updated = ()  # what the optimizer updates
+    matrices: tuple[Matrix, ...] = ()  # of the base's blocks
+
+
+def sum_up(model: Model) -> Totals:
+    """The totals of a model after its adapter."""
+    a = model.architecture
+    dense, trained, last = [0] * a.layers, [0] * a.layers, [0] * a.layers
+    measured = [0] * a.layers
+    head = prod((a.vocab, a.head_input)) if a.tied_embeddings else 0
+    head_trained = head if a.tied_embeddings and _embedding_trains(model) else 0
+    first, weight_bytes, gradient_bytes, trainable = a.layers, 0, 0, 0
+    bases = {
+        w.name.partition(MAGNITUDE)[0] + ".base_layer.weight"
+        for w in model.weights
+        if MAGNITUDE in w.name
+    }
+    for w in model.weights:
+        numel, nbytes = w.numel, w.nbytes
+        weight_bytes += nbytes
+        if w.trainable:
+            gradient_bytes, trainable = gradient_bytes + nbytes, trainable + numel
+            first = min(first, {"embedding": 0, "block": w.layer}.get(w.part, first))
+        if len(w.shape) < 2 or w.name.endswith("_bias"):  # all experts' biases are one matrix
+            continue
+        numel = model.active(w)
+        if w.part == "head":
+            head, head_trained = head + numel, head_trained + numel * w.trainable
+        elif w.part == "block":
+            dense[w.layer] += numel
+            measured[w.layer] += numel * (w.name in bases)
+            last[w.layer] = numel if _is_only_added(w, a) else 0
+            trained[w.layer] += numel * w.trainable
+    return Totals(
+        architecture=a, shape=read_shape(model), dense=tuple(dense),
+        trained=tuple(trained), last=tuple(last), head=head,
+        head_trained=head_trained, first=first, weight_bytes=weight_bytes,
+        gradient_bytes=gradient_bytes, trainable=trainable, measured=tuple(measured),
+        updated=count_updated(model), matrices=list_matrices(model),
+    )  # fmt: skip
+
+
+def _is_only_added(w: Weight, a: Architecture) -> bool:
+    """Whether no derivative needs what a block's last weight makes; shares multiply experts'."""
+    if a.family in READ_AFTER:
+        return False
+    sparse = a.experts.count > 0 and w.layer >= a.experts.dense_layers
+    return not sparse or ".shared_experts." in w.name
+
+
+def count_work(totals: Totals, recipe: Recipe) -> Work:
+    """FLOP of one optimizer step of this recipe."""
+    a, tokens = totals.architecture, recipe.tokens * recipe.accumulation
+    widths = a.head_dim + (a.latent.value or a.head_dim)  # of keys, and of values
+    attention = 1.0 * recipe.sequence_length * a.heads * widths * tokens  # a block, causal
+    dense, trained, first = totals.dense, totals.trained, totals.first
+    entered = a.layers - first
+    forward = 2 * tokens * (sum(dense) + totals.head) + attention * a.layers
+    # a reference's forward is part of the mathematics: all but the adapters
+    base = 2 * tokens * (sum(dense) - sum(trained) + totals.head) + attention * a.layers
+    forward += recipe.references * base
+    products = sum(dense[first:]) + sum(trained[first:]) + totals.head + totals.head_trained
+    backward = 2 * tokens * products + 2 * attention * entered
+    again = slice(min(first, recipe.recompute_blocks), recipe.recompute_blocks)
+    repeated = len(dense[again])
+    if recipe.attention == "math":  # a selective block keeps the other kernels' results
+        part = recipe.recompute_blocks + recipe.selective_blocks
+        repeated += max(0, part - max(first, recipe.recompute_blocks))
+    recompute = 2 * tokens * (sum(dense[again]) - sum(totals.last[again])) + attention * repeated
+    norms = 2 * recipe.lora.rank * recipe.accumulation  # DoRA's B A, of no token
+    forward += norms * sum(totals.measured)
+    recompute += norms * sum(totals.measured[again])
+    if recipe.prefers and recipe.loss == "chunked":
+        recompute += 2 * tokens * totals.head
+    share = attention * ((1 + recipe.references) * a.layers + 2 * entered + repeated)
+    return Work(forward=forward, backward=backward, recompute=recompute, attention=share)
+
+
+def _embedding_trains(model: Model) -> bool:
+    return any(w.trainable for w in model.weights if w.part == "embedding")
+
+
+def find_setting(
+    totals: Totals, recipe: Recipe, device: Device, network: Network = USUAL
+) -> Setting:
+    """Everything that the recipe's time depends on; raises TimeUnknown."""
+    basis = read_basis(recipe)
+    machine = read_machine(device, recipe, basis, network)
+    return _setting(totals, recipe, device, basis, machine)
+
+
+def _setting(
+    totals: Totals, recipe: Recipe, device: Device, basis: Basis, machine: Machine
+) -> Setting:
+    layout = read_layout(recipe, totals.shape, basis)
+    layers = totals.architecture.layers
+    layout = with_adapters(layout, recipe, totals.matrices, layers)
+    if totals.first:  # frozen blocks that no backward enters
+        layout = layout._replace(entered=(layers - totals.first) / layers)
+    if recipe.framework == "memfit":
+        layout = with_update(layout, totals.updated, recipe, layers, machine)
+    products = sum(totals.dense) + totals.head
+    if products and recipe.framework == "memfit":
+        trained = sum(totals.trained) + totals.head_trained
+        layout = layout._replace(trains=trained / products)
+    if recipe.framework == "memfit" and recipe.precision == "fp8-mixed":
+        layout = layout._replace(
+            narrow=EAGER_CAST_BYTES / FUSED_CAST_BYTES, recast=sum(totals.dense) / max(layers, 1)
+        )
+    # rounding a weight moves 36 bytes an element, twice what measuring its rows does
+    passes = sum(totals.measured) + (2 * sum(totals.dense) if recipe.qat else 0)
+    layout = layout._replace(measured=passes / max(layers, 1))
+    rates = find_rates(device, basis.stack, basis.narrow, basis.kernel)
+    return Setting(totals.shape, layout, machine, rates)
+
+
+def predict_timeline(totals: Totals, recipe: Recipe, device: Device) -> Timeline:
+    """The spans of one optimizer step; empty when a speed that it needs is unknown."""
+    try:
+        setting = find_setting(totals, recipe, device)
+    except TimeUnknown:
+        return Timeline(spans=())
+    return lay_out(predict_step(setting), count_work(totals, recipe), recipe)
+
+
+def relative_seconds(totals: Totals, recipe: Recipe, device: Device) -> float:
+    """Seconds for ranking recipes of one device.
+
+    On nominal rates where it states none, and on any CPU: there the rates are measured when a run
+    starts, and two starts of one request must choose the same recipe.
+    """
+    if not device.is_cpu:
+        try:
+            return float(predict_step(find_setting(totals, recipe, device)).total)
+        except TimeUnknown:
+            pass
+    basis = read_basis(recipe)
+    speed = RANKING_FLOPS[_dtype(recipe)]
+    machine = Machine(
+        products=speed, wide_products=speed, wide_peak=speed, memory=RANKING_BANDWIDTH,
+        host=RANKING_BANDWIDTH, links=Links(inside=RANKING_BANDWIDTH, outside=RANKING_BANDWIDTH),
+    )  # fmt: skip
+    return float(predict_step(_setting(totals, recipe, device, basis, machine)).total)
+
+
+def _dtype(recipe: Recipe) -> str:
+    return {"float32": "fp32", "float16": "fp16"}.get(recipe.compute_dtype, "bf16")
+
+
+# part of a step -> (stream, what it is)
+SPANS = {
+    "forward": ("compute", "blocks: products, attention and what lies between"),
+    "head": ("compute", "logits and loss, forward and backward"),
+    "repeated": ("compute", "what backward computes again"),
+    "backward": ("compute", "gradients of inputs and weights"),
+    "waiting": ("host", "kernels that the host has not launched yet"),
+    "tensor": ("links", "collectives of tp, cp and ep that no product covers"),
+    "gathering": ("links", "weights gathered and gradients reduced, beyond what computing covers"),
+    "sending": ("links", "activations and their gradients between stages"),
+    "bubble": ("pipeline", "no micro-batch to work on"),
+    "reducing": ("links", "gradients reduced and weights gathered, beyond what computing covers"),
+    "updating": ("compute", "the optimizer's states read and written"),
+    "offloading": ("host", "activations to host memory and back, beyond what computing covers"),
+    "straggling": ("links", "ranks that wait for the slowest"),
+    "fixed": ("host", "what a step takes whatever its size"),
+}
+
+
+def lay_out(parts: Parts, work: Work, recipe: Recipe) -> Timeline:
+    """The parts of a step end to end, as one rank's spans."""
+    p = recipe.parallel
+    share = 1 / (p.tp * p.cp * p.pp)
+    flop = {
+        "forward": work.forward, "backward": work.backward, "repeated": work.recompute,
+    }  # fmt: skip
+    spans, start = [], 0.0
+    for part, (stream, said) in SPANS.items():
+        duration = float(getattr(parts, part))
+        if duration <= 0:
+            continue
+        mine = flop.get(part, 0.0) * share
+        because = f"{said}; {mine:.3g} FLOP" if mine else said
+        spans.append(
+            Span(op=part, stream=stream, start=start, duration=duration, flop=mine, because=because)
+        )
+        start += duration
+    return Timeline(spans=tuple(spans))
+
+
+def describe_time(totals: Totals, recipe: Recipe, device: Device, timeline: Timeline) -> Time:
+    """The figures of the JSON's `time` object.
+
+    MFU: the FLOP that the mathematics needs, causal attention's and no recomputation's, over those
+    of all devices' dense peak in the compute dtype (FP8 products count against the 16-bit peak).
+    HFU counts recomputation too.
+    """
+    work, seconds, p = count_work(totals, recipe), timeline.seconds, recipe.parallel
+    tokens = recipe.global_batch * recipe.sequence_length
+    peak = device.flops.get(_dtype(recipe))
+    reached = seconds * peak * p.world / p.dp if seconds and peak else None
+    rate = tokens / seconds if seconds else None
+    low: float | None = None
+    high: float | None = None
+    why = ""
+    if seconds:
+        low, high, why = find_range(seconds, read_basis(recipe).stack, device.id)
+    return Time(
+        step_seconds=seconds,
+        tokens_per_second=rate,
+        tokens_per_second_per_device=rate / p.world if rate else None,
+        mfu=work.model / reached if reached else None,
+        hfu=work.hardware / reached if reached else None,
+        model_flops_per_step=work.model * p.dp,
+        total_seconds=seconds * recipe.steps if seconds and recipe.steps else None,
+        because=_because(totals, recipe, device),
+        basis=device.basis if seconds else "",
+        step_seconds_low=low,
+        step_seconds_high=high,
+        range_because=why,
+    )
+
+
+def _because(totals: Totals, recipe: Recipe, device: Device) -> str:
+    try:
+        setting = find_setting(totals, recipe, device)
+    except TimeUnknown as reason:
+        return f"unknown: {reason.message}"
+    own, basis = describe(setting.machine.own), read_basis(recipe)
+    said = explain(device, basis.stack, basis.narrow, basis.kernel)
+    if own:
+        said = f"{own} by your own measurement; what else there is: {said}"
+    return f"{said}; the device's speed by {device.basis}{_slower_than_whole(setting, recipe)}"
+
+
+def _slower_than_whole(setting: Setting, recipe: Recipe) -> str:
+    """Words for adapters whose step is predicted longer than whole training's of the same shape.
+
+    Adapters spare FLOP and add small kernels: where launching takes longer than computing, the
+    kernels decide (measured too: 2507.08833, and Qwen 1.8B's published LoRA steps of 4,096 tokens).
+    """
+    layout = setting.layout
+    if recipe.method != "lora" or layout.packed:
+        return ""
+    whole = setting._replace(layout=layout._replace(trains=1.0, entered=1.0))
+    ratio = float(predict_step(setting).total) / float(predict_step(whole).total)
+    if ratio <= 1:
+        return ""
+    return (
+        f"; {layout.adapters * PROJECTIONS:.3g} adapters a block add more small kernels than"
+        f" frozen weights spare: the step is predicted {ratio - 1:.1%} slower than training all"
+        " weights with the same micro-batch; fewer `lora.targets` make it faster"
+    )
+
+
+def without_training(totals: Totals) -> Totals:
+    """The sums of a model whose weights are all frozen beside adapters, from those of its own."""
+    return replace(totals, trained=(0,) * len(totals.trained), head_trained=0)

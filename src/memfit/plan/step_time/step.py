@@ -1,0 +1,201 @@
+"""Seconds of one optimizer step: blocks, pipeline, what collectives leave uncovered.
+
+A block's operations run one after the other. Its kernels are launched beside them, and the longer
+of the two counts. Collectives are exposed by the share that their framework leaves uncovered, and
+beyond what computing could cover.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from memfit.plan.step_time import work
+from memfit.plan.step_time.arrays import Number, beside, everywhere, larger, log2, smaller, where
+from memfit.plan.step_time.block import Block, spend, time_block
+from memfit.plan.step_time.communication.exchanges import (
+    copy_seconds,
+    expert_seconds,
+    gather_seconds,
+    reduce_seconds,
+    tied_seconds,
+)
+from memfit.plan.step_time.pipeline.exact import count_sends, waiting_seconds
+from memfit.plan.step_time.rates import Setting
+from memfit.plan.step_time.runs import MESHES_DO_NOT_READ, once
+from memfit.plan.step_time.work import Layout
+
+
+class Parts(NamedTuple):
+    """Seconds of a step on the rank that takes longest, one after the other."""
+
+    forward: Number
+    backward: Number
+    repeated: Number
+    head: Number
+    tensor: Number  # exposed collectives between ranks of tp, cp and ep
+    waiting: Number  # for the host's launches
+    gathering: Number  # exposed gathering of weights, and reduction, of zero 3
+    sending: Number  # between stages of a pipeline
+    bubble: Number
+    reducing: Number  # exposed reduction of gradients and gathering of updated weights
+    updating: Number  # the optimizer
+    straggling: Number
+    fixed: Number
+    offloading: Number = 0.0  # activations to the host and back, beyond what computing covers
+
+    @property
+    def total(self) -> Number:
+        """Of the step."""
+        return sum(self)
+
+
+class Stage(NamedTuple):
+    """Seconds of one micro-batch on the stage that takes longest, and on the mean stage."""
+
+    blocks: Number  # how many it holds
+    head: Number
+    longest: Number
+    mean: Number
+
+
+def deal(setting: Setting, block: Number, head: Number) -> Stage:
+    """Blocks of the longest stage, as they are dealt; or as few on the last as balance the head."""
+    shape, layout = setting.shape, setting.layout
+    mean = (shape.layers * block + head) / layout.pp
+    balanced = (layout.balanced > 0) * (layout.pp > 1)
+    whole = (mean / block + 0.5) // 1 * block
+    dealt = larger(layout.most * block, layout.last * block + head)
+    longest = where(balanced, larger(mean, larger(whole, head)), dealt)
+    first = layout.most * block >= layout.last * block + head
+    blocks = where(first, layout.most, layout.last)
+    blocks = where(balanced, smaller(longest / block, shape.layers / layout.pp), blocks)
+    return Stage(blocks=blocks, head=longest - blocks * block, longest=longest, mean=mean)
+
+
+def predict_step(setting: Setting) -> Parts:
+    """Seconds of one optimizer step."""
+    layout, rates = setting.layout, setting.rates
+    spent, after = spend(setting), finish(setting)
+    block, head = time_block(setting, spent), spent.head
+    busy = block.forward + block.backward + block.repeated + 2 * block.exposed
+    # a third of the launches are the forward's
+    there = beside(block.forward + block.exposed, block.launched / 3)
+    back = beside(busy - block.forward - block.exposed, block.launched * 2 / 3)
+    each = there + back
+    stage = deal(setting, each, head)
+    send = count_sends(layout.pp, layout.chunks, layout.accumulation) * spent.send
+    times = layout.accumulation
+    gathering = _gathering(setting, there, back)
+    waiting = waiting_seconds(layout.pp, layout.chunks, stage.longest, stage.mean, 0.0)
+    bubble = layout.bubble * larger(waiting, 0)
+    reducing = _reducing(setting, stage, after)
+    sum_ = times * stage.longest + send + gathering + bubble + reducing + after.updating
+    count = times * stage.blocks
+    return Parts(
+        forward=count * block.forward, backward=count * block.backward,
+        repeated=count * block.repeated, head=times * stage.head,
+        tensor=count * 2 * block.exposed, waiting=count * (each - busy),
+        gathering=gathering, sending=send, bubble=bubble, reducing=reducing,
+        updating=after.updating, fixed=rates.fixed,
+        offloading=_offloading(setting, block),
+        straggling=sum_ * rates.straggling * log2(larger(_world(layout) / 8, 1)),
+    )  # fmt: skip
+
+
+def _world(layout: Layout) -> Number:
+    return layout.dp * layout.tp * layout.cp * layout.pp
+
+
+def _offloading(setting: Setting, block: Block) -> Number:
+    """Exposed seconds of activations that pass to the host and back beside other blocks' computing.
+
+    The uppermost block's come back while nothing else can run.
+    """
+    layout, machine = setting.layout, setting.machine
+    once = layout.stowed / machine.host
+    there = larger(once - block.forward, 0)
+    back = larger(once - block.backward - block.repeated, 0)
+    blocks = setting.shape.layers * layout.stows
+    return layout.accumulation * (blocks * (there + back) + where(blocks > 0, once, 0.0))
+
+
+def _gathering(setting: Setting, there: Number, back: Number) -> Number:
+    """Exposed seconds of zero 3: weights gathered for both passes, gradients reduced.
+
+    A block's collectives run beside the previous block's computing, which takes so long there and
+    back. Under a pipeline weights stay gathered for the whole step.
+    """
+    shape, layout, _, rates = setting
+    if everywhere(layout.zero < 3):
+        return 0.0
+    elements = work.gathered_elements(shape, layout)
+    gradients = layout.gradient_bytes * elements
+    gather, scatter = gather_seconds(setting, layout.gathered * elements, gradients)
+    reduce = layout.trains * (scatter + copy_seconds(setting, gradients))
+    again = gather * (1 - layout.kept)
+    forward = larger(gather - there, 0)
+    backward = larger(again + reduce - back, 0)
+    share = smaller(rates.exposed_data, 1)
+    exposed = forward + backward + share * (gather + again + reduce)
+    times = where(layout.pp > 1, 1, layout.accumulation)
+    return where(layout.zero >= 3, times * shape.layers / layout.pp * exposed, 0.0)
+
+
+class After(NamedTuple):
+    """Seconds of what follows the last micro-batch, covered or not."""
+
+    reducing: Number  # gradients' reduction and updated weights' gathering, zero 0 to 2
+    tied: Number  # a tied embedding's gradients
+    updating: Number  # the optimizer
+
+
+def finish(setting: Setting) -> After:
+    """The same, worked out once for each mesh."""
+    return After(*once(_finish, setting, MESHES_DO_NOT_READ))
+
+
+def _finish(setting: Setting) -> After:
+    layout = setting.layout
+    rest = After(0.0, _tied(setting), _updating(setting))
+    if everywhere(layout.zero >= 3):
+        return rest
+    plain, routed = work.own_weights(setting.shape, layout)
+    gradients = layout.gradient_bytes * plain
+    whole = sum(gather_seconds(setting, gradients, 2 * plain)) + copy_seconds(setting, gradients)
+    # without a cut all ranks are copies of one another
+    alone = (layout.zero >= 1) | (layout.shard * layout.cp <= 1)
+    if not everywhere(alone):
+        whole = where(alone, whole, reduce_seconds(setting, gradients))
+    total = whole + expert_seconds(setting, layout.gradient_bytes * routed, 2 * routed)
+    return rest._replace(reducing=where(layout.zero >= 3, 0.0, total))
+
+
+def _reducing(setting: Setting, stage: Stage, after: After) -> Number:
+    """What is exposed of it, and of a tied embedding's gradients all."""
+    layout, rates = setting.layout, setting.rates
+    # under a pipeline no backward is long enough for replicated gradients to be sent beside it
+    late = (layout.zero >= 1) | (layout.pp > 1)
+    share = where(late, rates.exposed_data, rates.exposed_all_reduce)
+    covered = larger((1 - share) * after.reducing - 0.66 * stage.longest, 0)
+    return layout.trains * (share * after.reducing + covered + after.tied)
+
+
+def _tied(setting: Setting) -> Number:
+    """Seconds in which the first and the last stage add up a tied embedding's gradients."""
+    shape, layout = setting.shape, setting.layout
+    if everywhere(shape.own_head > 0):
+        return 0.0
+    nbytes = layout.gradient_bytes * shape.vocab * shape.hidden / layout.tp
+    return where(shape.own_head == 0, tied_seconds(setting, nbytes), 0.0)
+
+
+def _updating(setting: Setting) -> Number:
+    """Seconds of the optimizer: its states' bytes, and what passes to the host and back."""
+    layout, machine, rates = setting.layout, setting.machine, setting.rates
+    plain, routed = work.own_weights(setting.shape, layout)
+    cut = layout.zero >= 1
+    copies = larger(layout.dp * layout.cp * layout.tp / layout.ep, 1)
+    own = plain / where(cut, layout.shard * layout.cp, 1) + routed / where(cut, copies, 1)
+    seconds = layout.state_bytes / (machine.memory * rates.memory) + layout.offloaded / machine.host
+    products = layout.update_flop / (machine.products * rates.products)
+    return layout.trains * own * seconds + products

@@ -1,0 +1,160 @@
+"""What every noun of memfit is made of: a frozen, keyword-only, strictly read record.
+
+`msgspec.Struct` gives frozen slots, strict conversion with the path of the offending key, JSON and
+JSON Schema, at a fifth of pydantic's import time (the planner starts in about 0.1 s).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from memfit.core.errors import InvalidRequest, did_you_mean
+
+N = TypeVar("N", bound="Noun")
+SHOWN = 60  # characters of a wrong value that an error repeats
+
+
+class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every noun; equality and `repr` come with it."""
+
+
+def to_data(noun: object) -> Any:
+    """Plain dicts, lists, strings and numbers, ready for JSON."""
+    return msgspec.to_builtins(noun, str_keys=True)
+
+
+def to_json(noun: object, *, indent: int = 2) -> str:
+    """JSON with keys in declared order."""
+    return msgspec.json.format(msgspec.json.encode(noun), indent=indent).decode()
+
+
+def from_data(data: object, kind: type[N], *, where: str) -> N:
+    """Read plain data strictly; unknown keys and wrong types name `where` and the key's path."""
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        raise _explain(error, data, kind, where) from None
+
+
+def read_json(path: Path, kind: type[N]) -> N:
+    """Read a noun from a JSON file written by `write_json`."""
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"cannot read `{path}`: {error.strerror}") from None
+    try:
+        data = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(
+            f"`{path}` is not JSON: {error}", hint="it was cut short or edited: write it again"
+        ) from None
+    return from_data(data, kind, where=str(path))
+
+
+def write_json(path: Path, noun: object) -> None:
+    """Write atomically: a reader sees the old file or the new one, never half of one."""
+    write_atomically(path, (to_json(noun) + "\n").encode())
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write beside the target, flush to disk, rename over it; on failure nothing is left behind."""
+    import tempfile  # 4 ms that a plan on the screen does not need
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$(.*)`)?")
+
+
+def _explain(
+    error: msgspec.ValidationError, data: object, kind: type[Noun], where: str
+) -> InvalidRequest:
+    """Turn msgspec's message into ours: the key's path, both values, the nearest known key."""
+    text = str(error)
+    if match := _UNKNOWN.fullmatch(text):
+        key, path = match[1], (match[2] or "").lstrip(".")
+        known = _fields_at(kind, path)
+        near = did_you_mean(key, known)
+        hint = f"did you mean {near}?" if near else f"known keys: {', '.join(known)}"
+        if elsewhere := getattr(kind, "OTHER_NAMES", {}).get(key):
+            hint = f"that is `{elsewhere}` here"
+        full = f"{path}.{key}" if path else key
+        return InvalidRequest(f"unknown key `{full}` in {where}", hint=hint)
+    problem, _, path = text.partition(" - at `$")
+    path = path.rstrip("`").lstrip(".")
+    value = _shortened(_value_at(data, path))
+    shown = f"`{path}: {value}`" if path else f"`{value}`"
+    problem = problem[:1].lower() + problem[1:]
+    return InvalidRequest(f"{shown} in {where}: {problem}", hint=_hint(kind, path))
+
+
+def _shortened(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
+
+
+def _steps(path: str) -> list[str]:
+    return [s for s in re.split(r"[.\[\]]+", path) if s]
+
+
+def _value_at(data: object, path: str) -> object:
+    for step in _steps(path):
+        if isinstance(data, Mapping):
+            data = data.get(step)
+        elif isinstance(data, list) and step.isdigit():
+            data = data[int(step)]
+    return data
+
+
+def _kind_at(kind: type[Noun], path: str) -> Any:
+    """The declared type of the field at a path; unions are searched for the record they hold."""
+    found: Any = kind
+    for step in _steps(path):
+        record = _record_in(found)
+        if record is None:
+            return None
+        types = {f.encode_name: f.type for f in msgspec.structs.fields(record)}
+        found = types.get(step)
+    return found
+
+
+def _record_in(kind: Any) -> type[Noun] | None:
+    if isinstance(kind, type) and issubclass(kind, Noun):
+        return kind
+    for part in getattr(kind, "__args__", ()):
+        if (record := _record_in(part)) is not None:
+            return record
+    return None
+
+
+def _fields_at(kind: type[Noun], path: str) -> list[str]:
+    record = _record_in(_kind_at(kind, path))
+    return [f.encode_name for f in msgspec.structs.fields(record)] if record else []
+
+
+def _hint(kind: type[Noun], path: str) -> str:
+    """The field's own description (msgspec.Meta), which says what may be written there."""
+    found = _kind_at(kind, path)
+    parts = [found, *getattr(found, "__args__", ())]
+    for part in parts:
+        for meta in getattr(part, "__metadata__", ()):
+            if isinstance(meta, msgspec.Meta) and meta.description:
+                return meta.description
+    words = [w for p in parts for w in getattr(p, "__args__", ()) if isinstance(w, str)]
+    return f"one of: {', '.join(words)}" if words else ""

@@ -1,0 +1,76 @@
+"""What an objective asks of the rest of a recipe: one table for planner and trainer."""
+
+from __future__ import annotations
+
+from memfit.core.errors import InvalidRequest
+from memfit.records.recipe import ADAPTED, Method, Recipe
+
+
+def check_objective(recipe: Recipe) -> None:
+    """Raise InvalidRequest where a recipe of pairs cannot be what memfit's step computes.
+
+    Pairs lie in neighbouring rows, the preferred answer first, so that a micro-batch holds whole
+    pairs and a row one answer.
+    """
+    if not recipe.prefers:
+        return
+    if recipe.packing:
+        raise InvalidRequest(
+            "`packing: true` under `objective: dpo`, which compares answers row by row: a row of"
+            " many answers has one log-probability",
+            hint="use `packing: false`, which a request calls `task.packing`",
+        )
+    if recipe.micro_batch % 2:
+        raise InvalidRequest(
+            f"`micro_batch: {recipe.micro_batch}` is odd, and `objective: dpo` takes pairs of rows",
+            hint=f"use `micro_batch: {recipe.micro_batch + 1}`",
+        )
+    if recipe.preference.beta <= 0:
+        raise InvalidRequest(
+            f"`preference.beta: {recipe.preference.beta}` teaches nothing",
+            hint="use a number above 0, such as 0.1",
+        )
+    _check_reference(recipe)
+    check_alone(recipe.objective, recipe.parallel.world)
+
+
+def check_alone(objective: str, ranks: int) -> None:
+    """Raise InvalidRequest for an objective that only one device has."""
+    if objective == "dpo" and ranks > 1:
+        raise InvalidRequest(
+            f"`objective: dpo` on {ranks} ranks: gathered log-probabilities and the reference's own"
+            " gathering are not held against one process yet",
+            hint="use one device; adapters over a frozen base need the least memory",
+        )
+
+
+def _check_reference(recipe: Recipe) -> None:
+    reference = recipe.preference.reference
+    if reference == "none":
+        raise InvalidRequest(
+            "`objective: dpo` without a reference",
+            hint="use `preference.reference: adapter-off` or `precomputed`",
+        )
+    check_second(reference)
+    if reference == "adapter-off":
+        check_adapter(recipe.method)
+
+
+def check_second(reference: str) -> None:
+    """Raise InvalidRequest for a second model, which only other trainers' steps hold."""
+    if reference == "second-model":
+        raise InvalidRequest(
+            "`preference.reference: second-model`: memfit's step holds one model",
+            hint="use `preference.reference: precomputed`, or `method: lora`, whose base is the"
+            " reference",
+        )
+
+
+def check_adapter(method: Method) -> None:
+    """Raise InvalidRequest where a method trains the weights that a reference would be."""
+    if method not in ADAPTED:
+        raise InvalidRequest(
+            f"`preference.reference: adapter-off`, but `method: {method}` has no adapter: what is"
+            " trained is not the reference any more",
+            hint="use `preference.reference: precomputed`, or `method: lora`",
+        )

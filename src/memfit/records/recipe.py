@@ -1,0 +1,332 @@
+"""The recipe: a request with nothing left on `auto`. It determines every byte of a step."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import msgspec
+
+from memfit.records import Noun
+from memfit.records.model import ModelReference
+from memfit.records.quantised import CODED_FORMATS, name_coding
+
+Method = Literal["full", "freeze", "lora", "dora"]
+Objective = Literal["pretrain", "sft", "dpo"]
+Reference = Literal["none", "adapter-off", "precomputed", "second-model"]
+Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp16", "fp8-mixed", "fp4-mixed"]
+Format = Literal["fp32", "bf16", "fp16", "int8", "int4", "nf4", "fp4"]  # int4: GPTQ
+Scaling = Literal["plain", "rank-stabilised"]
+Qat = Literal["", "int8", "int4"]
+Attention = Literal["math", "flash", "efficient", "cudnn", "varlen", "eager"]
+Loss = Literal["plain", "chunked", "fused"]
+Recompute = Literal["full", "selective"]
+Compile = Literal["none", "blocks", "model"]
+Offload = Literal["none", "optimizer", "parameters", "activations"]
+Lean = Literal["norm", "mlp"]
+Option = bool | int | float | str
+Schedule = Literal["constant", "linear", "cosine"]
+Implementation = Literal["fused", "foreach", "loop"]
+
+FORMAT_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+LEAN: tuple[Lean, ...] = ("norm", "mlp")  # operations that keep less for the backward
+ADAPTED: tuple[Method, ...] = ("lora", "dora")  # small matrices beside a frozen base
+OWN_ATTENTION: tuple[Attention, ...] = ("math", "flash", "efficient", "cudnn", "varlen")
+# What memfit's own step has, of the knobs that other frameworks' steps have more values of.
+OWN_VALUES: dict[str, tuple[object, ...]] = {
+    "precision": ("fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp8-mixed"),
+    "base_format": ("fp32", "bf16", "fp16", "int8", "nf4", "fp4"),
+    "attention": OWN_ATTENTION,
+    "loss": ("plain", "chunked"),
+    "recompute": ("none", "full", "selective"),
+    "compile": ("none", "blocks"),
+    "offload": ("none", "activations", "optimizer", "parameters"),
+}
+# keys of `optimizer` that count in a digest where they are set
+LATE_IN_OPTIMIZER = ("in_backward", "stochastic_rounding")
+OWN_AXES = (
+    "dp_replicate", "dp_shard", "reshard_after_forward", "tp", "sequence_parallel", "cp", "pp",
+    "virtual_pp",
+)  # fmt: skip
+
+
+def compute_dtype(precision: Precision) -> str:
+    """Dtype of matrix products and of the saved activations."""
+    known = {"fp32": "float32", "fp16": "float16", "fp16-mixed": "float16"}
+    return known.get(precision, "bfloat16")
+
+
+class Lora(Noun, frozen=True, kw_only=True):
+    """Low-rank adapters (Hu et al. 2106.09685); rank 0 when the method has none."""
+
+    rank: int = 0
+    alpha: float = 0.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()  # last parts of module names, such as `q_proj`
+    scaling: Scaling = "plain"  # of what is added: alpha / rank, or alpha / sqrt(rank)
+
+    @property
+    def factor(self) -> float:
+        """What the product of the two matrices is multiplied by (rsLoRA: 2312.03732, eq. 5)."""
+        return self.alpha / (self.rank if self.scaling == "plain" else self.rank**0.5)
+
+
+class Quantisation(Noun, frozen=True, kw_only=True):
+    """How a quantised base is stored and multiplied; all zero where it is plain."""
+
+    double: bool = False  # 4 bits: the scales are quantised themselves (2305.14314, section 3)
+    # int8 (2208.07339): columns of the input with a number this large are multiplied in 16 bits
+    outlier_threshold: float = 0.0  # 0: no column is
+    outlier_share: float = 0.0  # columns of a projection that the certificate allows to be such
+
+
+class Freeze(Noun, frozen=True, kw_only=True):
+    """What stays trainable when the method is `freeze`: the last blocks, or names that match."""
+
+    last_blocks: int = 0  # with the final norm and the head
+    patterns: tuple[str, ...] = ()  # fnmatch patterns over parameter names
+
+
+class Preference(Noun, frozen=True, kw_only=True):
+    """Direct preference optimisation (Rafailov et al. 2305.18290); beta 0 under other objectives.
+
+    The reference is the same weights with the adapter switched off, run before each micro-batch's
+    own forward; or its log-probabilities are computed once, before the first step. Other trainers
+    hold a second model.
+    """
+
+    beta: float = 0.0
+    label_smoothing: float = 0.0  # share of the pairs taken to be the wrong way round
+    reference: Reference = "none"
+
+
+class Optimizer(Noun, frozen=True, kw_only=True):
+    """The optimizer and its schedule. The implementation is part of the ledger: see `because`."""
+
+    name: str
+    implementation: Implementation
+    learning_rate: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+    momentum: float
+    schedule: Schedule
+    warmup_steps: int
+    clip_norm: float  # 0 = no clipping
+    in_backward: bool = False  # each weight is updated as soon as backward has its gradient
+    stochastic_rounding: bool = False  # of updated bf16 weights: up or down by chance, unbiased
+
+
+class Parallel(Noun, frozen=True, kw_only=True):
+    """How many devices hold the model, along which axes of the mesh; 1 everywhere is one device."""
+
+    dp_replicate: int = 1  # copies of the (sharded) model
+    dp_shard: int = 1  # ranks among which what `zero` names is cut
+    reshard_after_forward: bool = True  # free gathered weights until the backward
+    zero: int = 3  # what dp_shard cuts: 1 states, 2 gradients too, 3 weights too (1910.02054)
+    tp: int = 1  # ranks that share each matrix product
+    sequence_parallel: bool = False  # between products, tokens are cut among the tp ranks
+    cp: int = 1  # ranks that share the tokens of a sequence
+    pp: int = 1  # ranks that hold the blocks one after the other
+    virtual_pp: int = 1  # pieces of the model that one pp rank holds
+    ep: int = 1  # ranks among which the experts are dealt; taken from the data-parallel ones
+
+    @property
+    def dp(self) -> int:
+        """Ranks with a share of the batch of their own."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world(self) -> int:
+        """Ranks in all."""
+        return self.dp * self.tp * self.cp * self.pp
+
+    @property
+    def shards(self) -> int:
+        """Ranks among which FSDP2 cuts a copy of the model: those that share a row's tokens, too.
+
+        As torchtitan: every rank has a part, and gradients are summed over all of them.
+        """
+        return self.dp_shard * self.cp
+
+    def share(self, rank: int) -> int:
+        """Which share of the batch a rank of memfit's own mesh reads: neighbours share products,
+        and their neighbours the tokens of the same rows; all stages of a share read it."""
+        return rank // (self.tp * self.cp) % self.dp
+
+    def place(self, rank: int) -> int:
+        """Which part of a row's tokens a rank of memfit's own mesh has."""
+        return rank // self.tp % self.cp
+
+    @property
+    def stages(self) -> int:
+        """Pieces of the model that run one after the other."""
+        return self.pp * self.virtual_pp
+
+    def stage_place(self, rank: int) -> int:
+        """Which of the pp places a rank of memfit's own mesh has: the outermost axis, as stages
+        send the least, so that machines may lie between them."""
+        return rank // (self.world // self.pp)
+
+
+class Recipe(Noun, frozen=True, kw_only=True):
+    """Everything that determines a step of one rank: no `None`, no `auto`."""
+
+    schema: int = 1
+    framework: str = "memfit"  # whose step it is; only memfit's can be certified and trained
+    model: ModelReference
+    weights: Literal["pretrained", "random"]
+    objective: Objective
+    method: Method
+    lora: Lora
+    freeze: Freeze
+    base_format: Format  # storage of frozen weights
+    precision: Precision
+    optimizer: Optimizer
+    recompute_blocks: int  # the first n blocks are recomputed in backward; 0 = none
+    attention: Attention
+    loss: Loss
+    loss_chunk: int  # tokens per chunk of the loss; 0 when plain
+    sequence_length: int
+    packing: bool
+    micro_batch: int  # sequences per forward and backward, of one rank; a pair is two
+    accumulation: int  # forwards of a rank per optimizer step; see `global_batch`
+    steps: int
+    device: str  # a catalogue id
+    seed: int
+    parallel: Parallel = Parallel()
+    allocator: str = ""  # in the syntax of PYTORCH_ALLOC_CONF; "" takes torch's defaults
+    recompute: Recompute = "full"  # what is computed again in a recomputed block
+    qat: Qat = ""  # what weights of blocks are rounded to in every product, as they will be stored
+    lean: tuple[Lean, ...] = ()  # operations of blocks that keep less, in the order of `LEAN`
+    # of memfit's own step: the blocks after those, recomputed but for products and attention
+    selective_blocks: int = 0
+    compile: Compile = "none"
+    offload: Offload = "none"
+    devices_per_node: int = 0  # of each machine; 0: one machine holds all ranks
+    network: str = ""  # between machines, a row of links.toml; "": the device's usual one
+    quantisation: Quantisation = Quantisation()
+    options: dict[str, Option] = {}  # noqa: RUF012 (knobs that only this framework has)
+    preference: Preference = Preference()
+
+    def __hash__(self) -> int:
+        """Of the knobs that differ the most; options are a dict, which has no hash."""
+        knobs = self.method, self.precision, self.loss_chunk, self.attention
+        again = self.recompute_blocks, self.selective_blocks
+        return hash((self.model, *knobs, *again, self.micro_batch, self.sequence_length))
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits that name this recipe; equal recipes have equal digests.
+
+        A key that came later counts where it is set, so that older recipes keep their names.
+        """
+        content = msgspec.to_builtins(self)
+        for late in ("devices_per_node", "network", "lean", "selective_blocks", "qat"):
+            if not content[late]:
+                del content[late]
+        if self.lora.scaling == "plain":
+            del content["lora"]["scaling"]
+        for late in LATE_IN_OPTIMIZER:
+            if not content["optimizer"][late]:
+                del content["optimizer"][late]
+        if self.quantisation == Quantisation():
+            del content["quantisation"]
+        if not self.preference.beta:
+            del content["preference"]
+        encoded = msgspec.json.encode(content, order="sorted")
+        return hashlib.sha256(encoded).hexdigest()[:16]
+
+    @property
+    def course(self) -> str:
+        """16 hexadecimal digits that name what is learned: recipes that differ in how it is
+        computed alone, such as their ranks, have the same, and go on from each other's checkpoints.
+        """
+        plain = msgspec.structs.replace(
+            self,
+            optimizer=msgspec.structs.replace(
+                self.optimizer, implementation="loop", in_backward=False
+            ),
+            parallel=Parallel(), devices_per_node=0, network="", device="", allocator="",
+            micro_batch=self.global_batch, accumulation=1, recompute_blocks=0, selective_blocks=0,
+            recompute="full", lean=(), offload="none", loss="plain", loss_chunk=0,
+            attention="math",
+        )  # fmt: skip
+        return plain.digest
+
+    @property
+    def adapted(self) -> bool:
+        """Whether the base is frozen and small matrices beside it are trained."""
+        return self.method in ADAPTED
+
+    @property
+    def prefers(self) -> bool:
+        """Whether rows come in pairs, the preferred one first: `objective: dpo`."""
+        return self.objective == "dpo"
+
+    @property
+    def references(self) -> int:
+        """Forwards without a gradient beside each micro-batch's own."""
+        return int(self.preference.reference in ("adapter-off", "second-model"))
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences per optimizer step, of all ranks."""
+        return self.micro_batch * self.accumulation * self.parallel.dp
+
+    @property
+    def own_row(self) -> int:
+        """Tokens of a row that one rank of memfit's own step has."""
+        return self.sequence_length // self.parallel.cp
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch."""
+        return self.micro_batch * self.sequence_length
+
+    @property
+    def worst_documents(self) -> tuple[tuple[int, ...], ...] | None:
+        """Lengths of each row's documents where a packed micro-batch needs the most memory.
+
+        The math kernel keeps what grows with the square of a document: one document a row. The
+        others keep what grows with the row, and a second document adds the copy that joins the
+        outputs: one token beside a document that fills the rest. None when rows are not packed.
+        """
+        if not self.packing:
+            return None
+        length = self.sequence_length
+        row = (length,) if self.attention == "math" or length == 1 else (length - 1, 1)
+        return (row,) * self.micro_batch
+
+    @property
+    def trainable_dtype(self) -> str:
+        """Storage dtype of trainable parameters: fp32 master copies unless all is 16-bit."""
+        return FORMAT_DTYPE.get(self.precision, "float32")
+
+    @property
+    def frozen_dtype(self) -> str:
+        """Storage dtype of frozen parameters, of those that are not quantised."""
+        if self.base_format in CODED_FORMATS:
+            return self.compute_dtype
+        return FORMAT_DTYPE[self.base_format]
+
+    @property
+    def coding(self) -> str:
+        """How blocks' projections are quantised (`memfit.records.quantised`); "": they are not."""
+        return name_coding(self.base_format, double=self.quantisation.double)
+
+    @property
+    def compute_dtype(self) -> str:
+        """Dtype of matrix products and of the saved activations."""
+        return compute_dtype(self.precision)
+
+    @property
+    def autocast(self) -> bool:
+        """Whether the forward runs under `torch.autocast`, in `compute_dtype`."""
+        return self.precision in ("bf16-mixed", "fp16-mixed", "fp8-mixed")
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the loss is scaled: fp16's smallest number is 6e-8, and gradients are smaller."""
+        return self.precision == "fp16-mixed"

@@ -1,0 +1,428 @@
+"""What the user asks for. Any knob may be `auto`; unknown keys and wrong types are refused."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+
+from memfit.core import units
+from memfit.core.errors import InvalidRequest
+from memfit.records import Noun, from_data, to_data
+from memfit.records.model import ModelReference
+from memfit.records.recipe import (
+    OWN_AXES,
+    OWN_VALUES,
+    Attention,
+    Compile,
+    Format,
+    Lean,
+    Loss,
+    Objective,
+    Offload,
+    Option,
+    Parallel,
+    Precision,
+    Scaling,
+)
+
+USUAL_BATCH = 16  # sequences per optimizer step where the request does not say
+# what other trainers call a key, and where it stands here
+OTHER_NAMES = {
+    "num_epochs": "task.epochs", "num_train_epochs": "task.epochs", "epochs": "task.epochs",
+    "max_steps": "task.steps", "steps": "task.steps", "tokens": "task.tokens",
+    "seq_len": "task.sequence_length", "max_seq_len": "task.sequence_length",
+    "max_seq_length": "task.sequence_length", "max_length": "task.sequence_length",
+    "sequence_len": "task.sequence_length", "cutoff_len": "task.sequence_length",
+    "sequence_length": "task.sequence_length", "packing": "task.packing",
+    "sample_packing": "task.packing", "global_batch": "task.global_batch",
+    "global_batch_size": "task.global_batch", "train_batch_size": "task.global_batch",
+    "batch_size": "micro_batch", "micro_batch_size": "micro_batch",
+    "per_device_train_batch_size": "micro_batch", "gradient_checkpointing": "recompute",
+    "activation_checkpointing": "recompute", "learning_rate": "optimizer.learning_rate",
+    "lr": "optimizer.learning_rate", "lora_r": "lora.rank", "lora_rank": "lora.rank",
+    "lora_alpha": "lora.alpha", "lora_target_modules": "lora.targets", "device": "hardware.device",
+    "gpus": "hardware.count", "num_gpus": "hardware.count", "memory": "limits.memory",
+    "load_in_4bit": "base_format: nf4", "load_in_8bit": "base_format: int8",
+    "qlora": "method: lora` with `base_format: nf4", "bf16": "precision: bf16-mixed",
+    "fp16": "precision: fp16-mixed", "deepspeed": "parallel.dp_shard", "fsdp": "parallel.dp_shard",
+}  # fmt: skip
+LIGER = "use_liger_kernel"  # as Hugging Face's Trainer names it
+Auto = Literal["auto"]
+Positive = Annotated[int, msgspec.Meta(ge=1, description="a whole number, 1 or more")]
+NotNegative = Annotated[int, msgspec.Meta(ge=0, description="a whole number, 0 or more")]
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0, description="a number above 0")]
+Rows = Annotated[int, msgspec.Meta(ge=1, le=2**40, description="a whole number, 1 to 2^40")]
+Size = Annotated[str, msgspec.Meta(description="a size with its unit, for example `72 GiB`")]
+Duration = Annotated[str, msgspec.Meta(description="a time with its unit, for example `48 h`")]
+Money = Annotated[str, msgspec.Meta(description="an amount with its unit, for example `500 USD`")]
+Truth = Annotated[bool, msgspec.Meta(description="true, false or auto")]  # beside `Auto`
+NotNegativeFloat = Annotated[float, msgspec.Meta(ge=0, description="a number, 0 or more")]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1, description="a number above 0, up to 1")]
+AtLeastOne = Annotated[float, msgspec.Meta(ge=1, description="a number, 1 or more")]
+Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1, description="a number from 0 to below 1")]
+
+Smoothing = Annotated[float, msgspec.Meta(ge=0, lt=0.5, description="a number from 0 to below 0.5")]
+
+
+class Task(Noun, frozen=True, kw_only=True):
+    """What to train on, and for how long."""
+
+    objective: Objective = "pretrain"
+    data: str = ""  # a text, JSONL or parquet file, or a folder of them; "" while only planning
+    evaluation: str = ""  # held-out data of the same kinds
+    sequence_length: Positive | Auto = "auto"
+    packing: Truth | Auto = "auto"  # auto: except of pairs, which are compared row by row
+    global_batch: Rows | Auto = "auto"  # auto: 16, or the next number that all ranks can share
+    steps: Positive | None = None
+    epochs: PositiveFloat | None = None
+    tokens: Positive | None = None
+
+
+class PreferenceRequest(Noun, frozen=True, kw_only=True):
+    """Direct preference optimisation; used when the objective is `dpo`."""
+
+    beta: PositiveFloat = 0.1
+    label_smoothing: Smoothing = 0.0
+    reference: Literal["auto", "adapter-off", "precomputed", "second-model"] = "auto"
+
+
+class LoraRequest(Noun, frozen=True, kw_only=True):
+    """Adapter settings; used when the method is `lora` or `dora`."""
+
+    rank: Positive = 16
+    alpha: PositiveFloat = 32.0
+    dropout: Fraction = 0.0
+    # auto: the query and value projections; all-linear: every projection but the head
+    targets: tuple[str, ...] | Literal["auto", "all-linear"] = "auto"
+    scaling: Scaling = "plain"  # alpha / rank; rank-stabilised: alpha / sqrt(rank)
+
+
+class QuantisationRequest(Noun, frozen=True, kw_only=True):
+    """Settings of a quantised base; used when `base_format` is int8, nf4 or fp4."""
+
+    double: bool = True  # nf4, fp4: quantise the scales too
+    outlier_threshold: NotNegativeFloat = 6.0  # int8: LLM.int8's; 0 leaves no column in 16 bits
+    outlier_share: Fraction = 0.01  # of a projection's columns, what is certified for outliers
+
+
+class FreezeRequest(Noun, frozen=True, kw_only=True):
+    """What stays trainable; used when the method is `freeze`."""
+
+    last_blocks: NotNegative = 0
+    patterns: tuple[str, ...] = ()
+
+
+class OptimizerRequest(Noun, frozen=True, kw_only=True):
+    """The optimizer; `auto` chooses the fastest that fits."""
+
+    name: str = "auto"  # auto, or one of the registry `optimizers`
+    implementation: Literal["auto", "fused", "foreach", "loop"] = "auto"
+    learning_rate: PositiveFloat | Auto = "auto"  # auto: 2e-5 full, 2e-4 lora, 1e-3 from scratch
+    weight_decay: NotNegativeFloat = 0.0
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
+    eps: PositiveFloat = 1e-8
+    momentum: Fraction = 0.9
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup_steps: NotNegative = 0
+    clip_norm: NotNegativeFloat = 1.0
+    in_backward: Truth | Auto = "auto"  # auto: where it can and something fits faster by it
+    stochastic_rounding: Truth | Auto = "auto"  # auto: of bf16 weights, where the optimizer can
+
+
+class RecomputeBlocks(Noun, frozen=True, kw_only=True):
+    """Recompute the first n blocks in backward, and of the next ones all but their products."""
+
+    blocks: NotNegative = 0
+    selective: NotNegative = 0  # of memfit's own step
+
+
+class ParallelRequest(Noun, frozen=True, kw_only=True):
+    """Axes of the device mesh; what is not named is 1."""
+
+    dp_replicate: Positive = 1
+    dp_shard: Positive = 1
+    reshard_after_forward: bool = True
+    zero: Literal[1, 2, 3] = 3
+    tp: Positive = 1
+    sequence_parallel: bool = False
+    cp: Positive = 1
+    pp: Positive = 1
+    virtual_pp: Positive = 1
+    ep: Positive = 1
+
+    @property
+    def stated(self) -> Parallel:
+        """The same axes, in the recipe's words."""
+        return Parallel(**{name: getattr(self, name) for name in self.__struct_fields__})
+
+    @property
+    def world(self) -> int:
+        """Ranks in all."""
+        return self.stated.world
+
+
+class Hardware(Noun, frozen=True, kw_only=True):
+    """On what to train, what an hour of it costs, and the electricity behind it."""
+
+    device: str = "auto"  # this machine
+    count: Positive = 1
+    nodes: Positive = 1
+    network: str = ""  # between nodes: "ndr-8x400", "100GbE", …; "" takes the device's usual one
+    price: str = ""  # of a device-hour: "2.50 USD", or a kind of price: on-demand, spot, …
+    grid: str = ""  # "france", or "0.4 kg/kWh"; "" leaves CO2 unknown
+    load: Share | None = None  # drawn of the rated power; None: memfit's assumption
+    pue: AtLeastOne = 1.0  # power of the whole site over that of the devices
+
+
+class Limits(Noun, frozen=True, kw_only=True):
+    """What may be spent; an empty text sets no limit of its own."""
+
+    memory: Size = ""  # of the whole device on CUDA; of the process on a CPU. "72 GiB"
+    time: Duration = ""
+    cost: Money = ""
+    tight: bool = False  # take what fits by its typical figures, though not by its whole band
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The memory limit in bytes; None when none is set."""
+        return units.parse_bytes(self.memory) if self.memory else None
+
+    @property
+    def seconds(self) -> float | None:
+        """The time limit in seconds; None when none is set."""
+        return units.parse_seconds(self.time) if self.time else None
+
+    @property
+    def usd(self) -> float | None:
+        """The money limit in US dollars; None when none is set."""
+        return units.parse_usd(self.cost) if self.cost else None
+
+
+class Request(Noun, frozen=True, kw_only=True):
+    """The whole of request.yaml."""
+
+    OTHER_NAMES: ClassVar[dict[str, str]] = OTHER_NAMES
+
+    schema: Literal[1] = 1
+    model: str | dict[str, Any]  # catalogue name, hub id, folder; or the content of a config.json
+    weights: Literal["auto", "pretrained", "random"] = "auto"
+    task: Task = Task()
+    preference: PreferenceRequest = PreferenceRequest()
+    method: Literal["auto", "full", "freeze", "lora", "dora"] = "auto"
+    lora: LoraRequest = LoraRequest()
+    freeze: FreezeRequest = FreezeRequest()
+    base_format: Auto | Format = "auto"
+    quantisation: QuantisationRequest = QuantisationRequest()
+    precision: Auto | Precision = "auto"
+    optimizer: OptimizerRequest = OptimizerRequest()
+    recompute: Literal["auto", "none", "full", "selective"] | RecomputeBlocks = "auto"
+    attention: Auto | Attention = "auto"
+    loss: Auto | Loss = "auto"
+    loss_chunk: NotNegative = 0  # tokens per chunk; 0 chooses
+    micro_batch: Positive | Auto = "auto"
+    qat: Literal["none", "int8", "int4"] = "none"
+    lean: Literal["auto", "none", "all"] | tuple[Lean, ...] = "auto"
+    compile: Auto | Compile = "auto"
+    offload: Auto | Offload = "none"
+    framework: str = "memfit"
+    options: dict[str, Option] = {}  # noqa: RUF012 (knobs that only this framework has)
+    parallel: Literal["auto"] | ParallelRequest = "auto"
+    allocator: str = ""  # as in PYTORCH_ALLOC_CONF, such as "expandable_segments:True"
+    hardware: Hardware = Hardware()
+    limits: Limits = Limits()
+    tokenizer: str = ""  # a folder or hub id; "" uses the model's own
+    seed: NotNegative = 0
+
+    @property
+    def devices(self) -> int:
+        """Devices of all nodes."""
+        return self.hardware.count * self.hardware.nodes
+
+    @property
+    def ranks(self) -> int:
+        """Processes that the mesh or the hardware asks for, whichever are more."""
+        return max(self.devices, 1 if self.parallel == "auto" else self.parallel.world)
+
+    @property
+    def shares(self) -> int:
+        """Of these, ranks with rows of their own: those that share products, or rows, have the
+        same, and so have all stages."""
+        p = self.parallel
+        return self.ranks if p == "auto" else self.ranks // (p.tp * p.cp * p.pp)
+
+    @property
+    def least_rows(self) -> int:
+        """Rows of the smallest micro-batch: the one asked for; else one row, or one pair."""
+        if self.micro_batch != "auto":
+            return self.micro_batch
+        return 2 if self.task.objective == "dpo" else 1
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences per optimizer step: what is asked for, else about `USUAL_BATCH`."""
+        asked = self.task.global_batch
+        if asked != "auto":
+            return asked
+        each = self.shares * self.least_rows
+        return -(-USUAL_BATCH // each) * each
+
+    @property
+    def with_batch(self) -> Request:
+        """The same with its global batch stated, so that it stays when the devices change."""
+        task = msgspec.structs.replace(self.task, global_batch=self.global_batch)
+        return msgspec.structs.replace(self, task=task)
+
+    def __post_init__(self) -> None:
+        """Quantities are checked when the request is read, not when they are first needed."""
+        for value in (self.limits.memory_bytes, self.limits.seconds, self.limits.usd):
+            del value
+        lengths = [k for k in ("steps", "epochs", "tokens") if getattr(self.task, k) is not None]
+        if len(lengths) > 1:
+            raise InvalidRequest(
+                f"`task.{lengths[0]}` and `task.{lengths[1]}` both say how long to train",
+                hint="keep one of steps, epochs, tokens",
+            )
+        if self.framework == "memfit":
+            self._check_own()
+        elif self.qat != "none":
+            raise InvalidRequest(
+                f"`qat` is of memfit's own step, and `framework: {self.framework}` is asked for",
+                hint="use `framework: memfit`, or leave `qat` out",
+            )
+        elif self.lean not in ("none", "auto"):
+            raise InvalidRequest(
+                f"`lean` is of memfit's own step, and `framework: {self.framework}` is asked for",
+                hint="use `framework: memfit`, or leave `lean` out",
+            )
+
+    def _check_own(self) -> None:
+        """Refuse what only other frameworks' steps have; memfit's does not do it silently."""
+        hint = "`framework: megatron`, `hf-trainer`, … predict the steps of others"
+        if self.loss == "fused":
+            raise InvalidRequest(
+                "`loss: fused`: torch's `linear_cross_entropy` is one operator, so that a"
+                " certificate does not see the logits inside it, and its loss of 16-bit products"
+                " is rounded to 16 bits",
+                hint="use `loss: chunked`, which holds as few logits, with an exact loss in fp32",
+            )
+        for name, own in OWN_VALUES.items():
+            value = getattr(self, name)
+            if isinstance(value, str) and value not in ("auto", *own):
+                raise InvalidRequest(
+                    f"`{name}: {value}` is not in memfit's own step, which has"
+                    f" {', '.join(map(str, own))}",
+                    hint=hint,
+                )
+        if LIGER in self.options:
+            raise InvalidRequest(
+                f"`options.{LIGER}`: Liger's kernels are launched with the address of each tensor,"
+                " and a fake tensor has none, so that no certificate could trace the step",
+                hint="use `lean: [norm, mlp]` and `loss: chunked`, which are the same mathematics",
+            )
+        if self.options:
+            raise InvalidRequest(
+                f"`options.{next(iter(self.options))}` is set, and memfit's own step has no"
+                " `options`",
+                hint=hint,
+            )
+        if self.parallel != "auto":
+            plain = ParallelRequest()
+            for name in self.parallel.__struct_fields__:
+                value = getattr(self.parallel, name)
+                if name not in OWN_AXES and value != getattr(plain, name):
+                    raise InvalidRequest(
+                        f"`parallel.{name}: {value}` is not in memfit's own step, which has"
+                        f" {', '.join(OWN_AXES)}",
+                        hint=hint,
+                    )
+
+
+def put(data: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in a request's data; raises InvalidRequest where a parent is no mapping."""
+    *parents, last = key.split(".")
+    for parent in parents:
+        if data.get(parent, "auto") == "auto":  # what is left open is stated from here on
+            data[parent] = {}
+        data = data[parent]
+        if not isinstance(data, dict):
+            raise InvalidRequest(f"`{key}` cannot be set: `{parent}` holds a value, not keys")
+    data[last] = value
+
+
+def change(request: Request, changes: Mapping[str, Any]) -> Request:
+    """The request with dotted keys set, as `--set` does."""
+    data = to_data(request)
+    for key, value in changes.items():
+        put(data, key, value)
+    return from_data(data, Request, where="the changed request")
+
+
+def read_request(path: Path) -> Request:
+    """Read request.yaml (YAML 1.2, so `2e-4` is a number and `no` is a text) or request.json.
+
+    Raises InvalidRequest: no such file, not YAML (line and column named), unknown key, wrong type.
+    """
+    return from_data(read_yaml(path), Request, where=str(path))
+
+
+def read_yaml(path: Path, *, hint: str = "", version: str = "1.2") -> dict[str, Any]:
+    """Safely read one YAML mapping; hint: what to write, where a file holds none.
+
+    version: of YAML, where the file says none; in 1.1 `yes` and `off` are booleans.
+    """
+    from ruamel.yaml import YAML  # 20 ms that a plan by flags does not need
+    from ruamel.yaml.error import MantissaNoDotYAML1_1Warning, MarkedYAMLError, YAMLError
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise InvalidRequest(
+            f"`{path}` is not a text file", hint="YAML or JSON of keys with values, in UTF-8"
+        ) from None
+    except OSError as error:
+        hint = "`memfit init` writes a commented one" if not path.exists() else ""
+        raise InvalidRequest(f"cannot read `{path}`: {error.strerror}", hint=hint) from None
+    try:
+        yaml = YAML(typ="safe", pure=True)
+        yaml.version = version
+        with warnings.catch_warnings():  # that 1.1 would have a dot in 1e-4
+            warnings.simplefilter("ignore", MantissaNoDotYAML1_1Warning)
+            data = yaml.load(text)
+    except RecursionError:
+        raise InvalidRequest(f"`{path}` nests its keys too deeply to be read") from None
+    except MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        begun = error.context_mark
+        known = "in YAML spaces indent, and a value that holds `: ` stands in quotes"
+        hint = f"{error.context}, begun in line {begun.line + 1}" if begun else known
+        raise InvalidRequest(f"`{path}`{place}: {error.problem}", hint=hint) from None
+    except YAMLError as error:
+        raise InvalidRequest(f"`{path}` is not YAML: {error}") from None
+    if not isinstance(data, dict):
+        held = "is empty" if data is None else f"holds {type(data).__name__}"
+        own = "start with `model: llama-3.1-8b`; `memfit init` writes a commented file"
+        raise InvalidRequest(f"`{path}` {held}, not keys with values", hint=hint or own)
+    return data
+
+
+def find_weights(request: Request, reference: ModelReference) -> Literal["pretrained", "random"]:
+    """`pretrained` where there is something to load, unless the request says otherwise."""
+    if request.weights != "auto":
+        if request.weights == "pretrained" and not reference.source:
+            raise InvalidRequest(
+                f"`weights: pretrained`, but `{reference.name}` is only a configuration",
+                hint="name a folder with safetensors or a hub id, or use `weights: random`",
+            )
+        return request.weights
+    if not reference.source:
+        return "random"
+    folder = Path(reference.source)
+    if folder.is_dir():
+        return "pretrained" if any(folder.glob("*.safetensors")) else "random"
+    return "pretrained"

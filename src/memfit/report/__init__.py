@@ -1,0 +1,1 @@
+"""Predicted, certified and measured, joined and drawn."""

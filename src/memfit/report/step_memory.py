@@ -1,0 +1,66 @@
+"""A plan certified, with its memory over the events of a step: what the page's timeline shows."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from memfit.core.errors import InvalidRequest
+from memfit.plan.request.as_stated import read_stated
+from memfit.plan.request.problem import check_own_step
+from memfit.records import Noun
+from memfit.records.request import Request
+from memfit.records.results import Certificate, Plan
+from memfit.workflows import certify_request
+
+
+class StepMemory(Noun, frozen=True, kw_only=True):
+    """A certificate, and its curve as `curve.pack` gives it."""
+
+    certificate: Certificate
+    plan: Plan | None  # None where many ranks can run what no plan describes
+    because: str  # why there is no plan, and what was certified instead; "" where there is one
+    ranks: int
+    rank: int | None  # the one asked for; None: the fullest
+    curve: dict[str, Any]
+
+
+def draw_step(
+    request: Request,
+    rank: int | None,
+    find_plan: Callable[[Request], Plan],
+    on_phase: Callable[[str], None] = lambda _: None,
+) -> StepMemory:
+    """Of the plan; where none describes what many ranks can run, of what the request states.
+
+    on_phase: called with what begins, for whoever shows progress.
+    Raises as `certify` does, and InvalidRequest for another framework's step.
+    """
+    from memfit.certify.evidence.recording import read_recording
+    from memfit.report.curve import draw_curve, pack
+
+    check_own_step(request.framework)
+    plan, because = None, ""
+    on_phase("planning")
+    try:
+        plan = find_plan(request)
+        recipe, usable = plan.recipe, plan.memory.usable
+    except InvalidRequest as refusal:
+        if request.ranks == 1:
+            raise
+        stated = read_stated(request)  # of one's own mistakes it says the same
+        recipe, usable = stated.recipe, stated.usable
+        became = ", ".join(f"{key}: {value}" for key, value in stated.defaults.items())
+        because = f"{refusal.message}; certified as stated, with plain defaults ({became})"
+    with tempfile.TemporaryDirectory(prefix="memfit-") as place:
+        tape = Path(place) / "recording"
+        on_phase("running the step on fake tensors")
+        certificate = certify_request.certify(recipe, usable=usable, tape=tape, rank=rank)
+        on_phase("drawing")
+        curve = pack(draw_curve(read_recording(tape)))
+    return StepMemory(
+        certificate=certificate, plan=plan, because=because, ranks=recipe.parallel.world,
+        rank=rank, curve=curve,
+    )  # fmt: skip

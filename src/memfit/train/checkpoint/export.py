@@ -1,0 +1,178 @@
+"""The final model as a folder that transformers, or peft, loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memfit.core.errors import RunFailed
+from memfit.core.libraries import quiet_import
+from memfit.families import family_of
+from memfit.families.shared.stored_names import Part, file_parts
+from memfit.parallelism.whole import gather
+from memfit.train.checkpoint.whole import flush, on_host
+from memfit.train.data.tokenizer import Tokenizer
+from memfit.train.distributed.pipeline import name_all, receive
+from memfit.train.distributed.ranks import Ranks
+from memfit.train.model.hugging_face import base_model, stored_buffers
+from memfit.train.model.weights import ADAPTER, INDEX, SINGLE
+from memfit.train.step.build import Built
+
+with quiet_import():
+    from transformers import AutoConfig
+
+FOLDER = "model"
+
+
+def save_model(run: Path, built: Built, tokenizer: Tokenizer, ranks: Ranks | None = None) -> Path:
+    """Write `run`/model: config, weights and tokenizer, or the adapter in peft's format.
+
+    Appears whole or not at all. ranks: all take part, one weight is whole at a time, and the first
+    writes. Raises RunFailed when it cannot be written.
+    """
+    target = run / FOLDER
+    temporary = run / f".{FOLDER}-unfinished"
+    if ranks is not None and ranks.rank:
+        for _ in gather_files(built, keep=False):
+            pass
+        ranks.wait()
+        return target
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        if built.recipe.adapted:
+            _save_adapter(temporary, built)
+        else:
+            _save_whole(temporary, built, tokenizer)
+        if ranks is not None:
+            ranks.wait()
+        tokenizer.save(temporary)
+        for path in temporary.iterdir():
+            flush(path)
+        if target.exists():
+            shutil.rmtree(target)
+        os.rename(temporary, target)
+    except (OSError, SafetensorError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise RunFailed(
+            f"could not save the model in `{target}`: {reason}",
+            hint="free space there and start the same command again: it resumes",
+        ) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return target
+
+
+def gather_files(built: Built, *, keep: bool) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Each file of a model's weights with its tensors in host memory, from the shards of all ranks.
+
+    Every rank gathers every weight, one at a time and in the same order; keep: whether this is the
+    one that writes them. Files are of a few gigabytes, as Hugging Face splits them, so that no more
+    is ever in one rank's memory. An adapter is one file, by its parameters' own names.
+    """
+    held, family = _held(base_model(built.model)), family_of(built.recipe.model).name
+    file_of: dict[str, str] = {}
+    if built.recipe.adapted:
+        held = {n: p for n, p in built.model.named_parameters() if p.requires_grad}
+    else:
+        held = name_all(built.model, built.recipe, held)
+        file_of = _split(held, family)
+    left = Counter(file_of.values())
+    waiting: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, shard in held.items():
+        with torch.no_grad():
+            tensor = receive(built.model, built.recipe, name, gather(shard))
+        if not keep:
+            continue
+        parts = file_parts(name, tuple(tensor.shape), family) if file_of else [Part(name, ())]
+        for part in parts:
+            file = file_of.get(part.name, ADAPTER)
+            waiting[file][part.name] = tensor[part.where].detach().to("cpu", copy=True)
+            left[file] -= 1
+            if not left[file]:
+                yield file, waiting.pop(file)
+        del tensor
+    if file_of:
+        return
+    yield ADAPTER, waiting.pop(ADAPTER, {})
+
+
+def _split(held: Mapping[str, Tensor], family: str) -> dict[str, str]:
+    """The file of each tensor."""
+    with _disable_current_modes():  # shapes alone
+        shapes = {
+            part.name: torch.empty(part.shape, dtype=tensor.dtype, device="meta")
+            for name, tensor in held.items()
+            for part in file_parts(name, tuple(tensor.shape), family)
+        }
+        names = split_torch_state_dict_into_shards(shapes).filename_to_tensors
+    return {name: file for file, group in names.items() for name in group}
+
+
+def _save_whole(folder: Path, built: Built, tokenizer: Tokenizer) -> None:
+    """A tied head is left out, as Hugging Face does; the config is the one the user gave."""
+    model, family = base_model(built.model), family_of(built.recipe.model).name
+    if built.recipe.parallel.world == 1:
+        save_file(
+            file_tensors(model, family), folder / "model.safetensors", metadata={"format": "pt"}
+        )
+    else:
+        _save_in_turn(folder, built)
+    config = AutoConfig.for_model(**built.recipe.model.config | {"model_type": family})
+    config.architectures = [type(model).__name__]
+    config.dtype = getattr(torch, built.recipe.trainable_dtype)
+    if tokenizer.end is not None:
+        config.eos_token_id = tokenizer.end
+    config.save_pretrained(str(folder))
+
+
+def _save_in_turn(folder: Path, built: Built) -> None:
+    places: dict[str, str] = {}
+    size = 0
+    for file, tensors in gather_files(built, keep=True):
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(tensors, file)
+        size += sum(tensor.nbytes for tensor in tensors.values())
+        del tensors
+    if set(places.values()) != {SINGLE}:
+        index = {"metadata": {"total_size": size}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def _held(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and stored buffers, by Hugging Face's names."""
+    return {**dict(model.named_parameters()), **stored_buffers(model)}
+
+
+def file_tensors(model: nn.Module, family: str) -> dict[str, torch.Tensor]:
+    """Parameters and stored buffers on the host, named as in the family's published files."""
+    return {
+        part.name: tensor[part.where]
+        for name, tensor in on_host(_held(model)).items()
+        for part in file_parts(name, tuple(tensor.shape), family)
+    }
+
+
+def _save_adapter(folder: Path, built: Built) -> None:
+    model = cast(Any, built.model)
+    for config in model.peft_config.values():
+        config.base_model_name_or_path = built.recipe.model.source or None
+    state = None
+    if built.recipe.parallel.world > 1:
+        ((_, state),) = gather_files(built, keep=True)
+    with warnings.catch_warnings():  # peft calls what transformers has renamed
+        warnings.simplefilter("ignore", FutureWarning)
+        model.save_pretrained(str(folder), state_dict=state, save_embedding_layers=False)

@@ -1,0 +1,252 @@
+"""One record of the data as what it says: a text, a prompt with its answer, messages, or a pair.
+
+Formats are told apart by their keys, of which a record needs one of these sets:
+
+    messages                       a conversation: list of role and content (OpenAI)
+    conversations                  the same as list of from and value (ShareGPT)
+    instruction, output (, input)  one turn (Alpaca)
+    prompt, completion             texts, or both lists of messages
+    chosen, rejected (, prompt)    two answers, the preferred one first; texts, or lists of messages
+    text                           a text
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from memfit.core.errors import InvalidRequest
+from memfit.train.data.tokenizer import Tokenizer
+
+COLUMNS = (
+    "`text`, `messages`, `conversations`, `instruction` with `output`, `prompt` with `completion`;"
+    " for dpo `chosen` with `rejected`"
+)
+KEYS = (
+    "text", "messages", "conversations", "instruction", "input", "output", "prompt", "completion",
+    "chosen", "rejected",
+)  # fmt: skip
+ROLES = {  # of ShareGPT's files
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
+    "bing": "assistant", "bard": "assistant", "assistant": "assistant", "model": "assistant",
+    "system": "system", "tool": "tool", "function": "tool", "observation": "tool",
+}  # fmt: skip
+Message = dict[str, Any]
+
+
+class Example(NamedTuple):
+    """One document: its text, the characters that are learned, and where it stands."""
+
+    text: str
+    learned: tuple[tuple[int, int], ...] | None  # None: all of it
+    closed: bool  # a start and an end of text are put around it; a chat template does its own
+    where: str
+
+
+class Said(NamedTuple):
+    """A conversation; what assistants say from message `first` on is learned."""
+
+    messages: list[Message]
+    first: int = 0
+
+
+class Written(NamedTuple):
+    """A prompt and its answer; no answer: all of it is learned."""
+
+    prompt: str
+    answer: str | None = None
+
+
+Content = Said | Written
+
+
+def read_record(
+    record: Mapping[str, Any], where: str, tokenizer: Tokenizer | None, objective: str
+) -> Iterator[Example]:
+    """The examples of a record: two under `dpo`, the preferred answer first, else one.
+
+    Raises InvalidRequest, naming the line and the field: no format that is known, a wrong type,
+    an empty text, messages without a chat template, a pair of equal answers.
+    """
+    if objective == "dpo":
+        if not _has(record, "chosen", "rejected"):
+            _refuse(
+                f"{where} is no pair of answers: it holds {_held(record)}",
+                "`objective: dpo` needs `chosen` and `rejected`, and `prompt` where they are texts",
+            )
+        contents: tuple[Content, ...] = _pair(record, where)
+    else:
+        contents = (_content(record, where, tokenizer),)
+    for content in contents:
+        yield _render(content, where, tokenizer)
+
+
+def texts_of(record: Mapping[str, Any], where: str) -> Iterator[str]:
+    """The texts alone, of any format, to train a tokenizer on."""
+    pair = _has(record, "chosen", "rejected")
+    for content in _pair(record, where) if pair else (_content(record, where, None),):
+        if isinstance(content, Said):
+            yield from (m["content"] for m in content.messages)
+        else:
+            yield content.prompt + (content.answer or "")
+
+
+def _has(record: Mapping[str, Any], *names: str) -> bool:
+    return all(record.get(name) is not None for name in names)
+
+
+def _held(record: Mapping[str, Any]) -> str:
+    return ", ".join(record) or "nothing"
+
+
+def _refuse(message: str, hint: str = "") -> NoReturn:
+    raise InvalidRequest(message, hint=hint)
+
+
+def refuse_columns(where: str, names: Sequence[str]) -> NoReturn:
+    """Nothing in a record or a table is of a format that is known."""
+    held = ", ".join(names) or "nothing"
+    _refuse(f"{where} has no column to train on: {held}", f"use {COLUMNS}")
+
+
+def _content(record: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -> Content:
+    """What one record says."""
+    if _has(record, "messages"):
+        return Said(_messages(record["messages"], where, "messages"))
+    if _has(record, "conversations"):
+        return Said(_sharegpt(record["conversations"], where))
+    if _has(record, "instruction", "output"):
+        return _alpaca(record, where, tokenizer)
+    if _has(record, "prompt", "completion"):
+        return _answered(record, "completion", where)
+    if _has(record, "text"):
+        return Written(_text(record, "text", where))
+    if _has(record, "chosen", "rejected"):
+        _refuse(f"{where} is a pair of answers", "pairs are for `task.objective: dpo`")
+    refuse_columns(where, list(record))
+
+
+def _pair(record: Mapping[str, Any], where: str) -> tuple[Content, Content]:
+    """The preferred answer and the other one, to the same prompt."""
+    if not _has(record, "prompt"):
+        if isinstance(record["chosen"], str):
+            _refuse(
+                f"{where}: `chosen` is a text, and there is no `prompt` that it answers",
+                "write prompt, chosen and rejected; only lists of messages can hold the prompt",
+            )
+        chosen, rejected = (
+            _messages(record[name], where, name) for name in ("chosen", "rejected")
+        )  # fmt: skip
+        alike = _count_alike(chosen, rejected)
+        pair: tuple[Content, Content] = Said(chosen, alike), Said(rejected, alike)
+    else:
+        pair = _answered(record, "chosen", where), _answered(record, "rejected", where)
+    if pair[0] == pair[1]:
+        _refuse(f"{where}: `chosen` and `rejected` are equal", "leave such pairs out")
+    return pair
+
+
+def _count_alike(a: list[Message], b: list[Message]) -> int:
+    """How many messages two conversations begin with in common."""
+    for index, (one, other) in enumerate(zip(a, b, strict=False)):
+        if one != other:
+            return index
+    return min(len(a), len(b))
+
+
+def _answered(record: Mapping[str, Any], key: str, where: str) -> Content:
+    """A prompt and the answer under `key`: two texts, or two lists of messages."""
+    if isinstance(record["prompt"], str):
+        return Written(_text(record, "prompt", where), _text(record, key, where))
+    prompt = _messages(record["prompt"], where, "prompt")
+    answer = _messages(record[key], where, key)
+    if answer[: len(prompt)] == prompt:  # some files repeat the prompt in each answer
+        answer = answer[len(prompt) :]
+    return Said([*prompt, *answer], len(prompt))
+
+
+def _alpaca(record: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -> Content:
+    """One turn by the tokenizer's own template, or as plain paragraphs where it has none."""
+    task, answer = _text(record, "instruction", where), _text(record, "output", where)
+    more = _text(record, "input", where) if record.get("input") else ""
+    asked = f"{task}\n\n{more}" if more else task
+    if tokenizer is None or not tokenizer.wrapped.chat_template:
+        return Written(f"{asked}\n\n", answer)
+    return Said([{"role": "user", "content": asked}, {"role": "assistant", "content": answer}])
+
+
+def _sharegpt(value: object, where: str) -> list[Message]:
+    turns = _list(value, where, "conversations", '[{"from": "human", "value": "Hi"}, …]')
+    found = []
+    for index, turn in enumerate(turns):
+        name = f"conversations[{index}]"
+        if not isinstance(turn, dict):
+            _refuse(f"{where}: `{name}` is a {type(turn).__name__}, not an object")
+        if "role" in turn and "content" in turn:  # OpenAI's keys under ShareGPT's name
+            return _messages(value, where, "conversations")
+        speaker = turn.get("from")
+        if not isinstance(speaker, str) or speaker.lower() not in ROLES:
+            _refuse(
+                f"{where}: `{name}.from` is `{speaker}`, which is nobody that is known",
+                f"known: {', '.join(ROLES)}",
+            )
+        content = _string(turn.get("value"), where, f"{name}.value")
+        found.append({"role": ROLES[speaker.lower()], "content": content})
+    return found
+
+
+def _messages(value: object, where: str, key: str) -> list[Message]:
+    turns = _list(value, where, key, '[{"role": "user", "content": "Hi"}, …]')
+    for index, turn in enumerate(turns):
+        name = f"{key}[{index}]"
+        if not isinstance(turn, dict):
+            _refuse(f"{where}: `{name}` is a {type(turn).__name__}, not an object")
+        for field in ("role", "content"):
+            if field not in turn:
+                _refuse(f"{where}: `{name}` has no `{field}`: it holds {_held(turn)}")
+            _string(turn[field], where, f"{name}.{field}")
+    # a table fills up what only some messages have
+    return [{k: v for k, v in turn.items() if v is not None} for turn in turns]
+
+
+def _list(value: object, where: str, key: str, example: str) -> list[Any]:
+    if not isinstance(value, list):
+        _refuse(
+            f"{where}: `{key}` is a {type(value).__name__}, not a list of messages",
+            f"for example {example}",
+        )
+    if not value:
+        _refuse(f"{where}: `{key}` is empty", "leave such examples out")
+    return value
+
+
+def _text(record: Mapping[str, Any], key: str, where: str) -> str:
+    value = _string(record[key], where, key)
+    if not value and key != "prompt":
+        _refuse(f"{where}: `{key}` is empty", "leave such examples out")
+    return value
+
+
+def _string(value: object, where: str, key: str) -> str:
+    if not isinstance(value, str):
+        _refuse(f"{where}: `{key}` is a {type(value).__name__}, not a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        _refuse(f"{where}: `{key}` holds half a surrogate pair")
+    return value
+
+
+def _render(content: Content, where: str, tokenizer: Tokenizer | None) -> Example:
+    if isinstance(content, Written):
+        if content.answer is None:
+            return Example(content.prompt, None, True, where)
+        text = content.prompt + content.answer
+        return Example(text, ((len(content.prompt), len(text)),), True, where)
+    if tokenizer is None:
+        _refuse(f"{where}: `messages` need a tokenizer with a chat template")
+    try:
+        text, spans = tokenizer.chat(content.messages, content.first)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{where}: {error.message}", hint=error.hint) from None
+    return Example(text, tuple(spans), False, where)

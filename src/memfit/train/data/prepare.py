@@ -1,0 +1,134 @@
+"""From a request to what its training reads: tokenizer, tokens, length, worst batch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from memfit.core.errors import InvalidRequest, RunFailed
+from memfit.families import read_model
+from memfit.families.capabilities.limits import choose_packing
+from memfit.records.model import ModelReference
+from memfit.records.recipe import Recipe
+from memfit.records.request import Request, find_weights
+from memfit.records.shapes import RowBounds
+from memfit.train.data.readers import Sources, find_sources, read_texts
+from memfit.train.data.sampler import Sampler, build_rows, build_sampler
+from memfit.train.data.tokenizer import Tokenizer, lacks_tokenizer, read_tokenizer, train_tokenizer
+from memfit.train.data.tokens import Corpus, default_cache, read_corpus
+
+
+class Data(NamedTuple):
+    """What a run reads."""
+
+    tokenizer: Tokenizer
+    training: Corpus
+    held_out: Corpus | None
+
+
+def read_data(request: Request, reference: ModelReference, cache: Path | None = None) -> Data:
+    """Tokenizer and tokens of a request's data, from the cache when they are there.
+
+    Raises InvalidRequest: no data or data that cannot be read, no tokenizer, a tokenizer with more
+    tokens than the model; RunFailed when the cache cannot be written.
+    """
+    task = request.task
+    if not task.data:
+        raise InvalidRequest("no training data is named", hint="set `task.data`, a file or folder")
+    sources = find_sources(task.data)
+    tokenizer = find_tokenizer(request, reference, sources, cache)
+    tokenizer.check_vocabulary(read_model(reference).architecture.vocab, reference.name)
+    training = read_corpus(sources, tokenizer, task.objective, cache)
+    held_out = None
+    if task.evaluation:
+        held_out = read_corpus(find_sources(task.evaluation), tokenizer, task.objective, cache)
+    return Data(tokenizer, training, held_out)
+
+
+def find_tokenizer(
+    request: Request, reference: ModelReference, sources: Sources, cache: Path | None = None
+) -> Tokenizer:
+    """The tokenizer asked for, else the model's own, else one trained on the data.
+
+    A model from scratch may have none of its own: given by its config alone, or as a folder
+    without one. The one trained for it has the config's vocabulary and is kept in the cache.
+    """
+    source = request.tokenizer or reference.source
+    scratch = not request.tokenizer and find_weights(request, reference) == "random"
+    if source and not (scratch and lacks_tokenizer(source)):
+        return read_tokenizer(source)
+    vocab = read_model(reference).architecture.vocab
+    facts = json.dumps([vocab, [s.sha256 for s in sources.files]])
+    root = (cache or default_cache()) / "tokenizers"
+    folder = root / hashlib.sha256(facts.encode()).hexdigest()[:32]
+    if not (folder / "tokenizer.json").exists():
+        try:
+            _train_into(folder, read_texts(sources), vocab)
+        except OSError as error:
+            raise RunFailed(
+                f"cannot write the tokenizer `{folder}`: {error.strerror}",
+                hint="free space there, or set MEMFIT_CACHE to a folder with room",
+            ) from None
+    return read_tokenizer(str(folder))
+
+
+def _train_into(folder: Path, texts: Iterable[str], vocab: int) -> None:
+    """Train beside the folder and rename: it is there complete, or not at all."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        train_tokenizer(texts, vocab, temporary)
+        with suppress(OSError):  # another process was first; its result is equal
+            os.rename(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def find_lengths(
+    request: Request, reference: ModelReference, sequence_length: int, cache: Path | None = None
+) -> Request:
+    """The request with `task.steps` in place of `task.epochs`, counted on the tokenised data.
+
+    A request with data and no length at all means one epoch. One that states steps or tokens, or
+    names no data, comes back as it is.
+    """
+    task = request.task
+    if not task.data or task.steps is not None or task.tokens is not None:
+        return request
+    training = read_data(request, reference, cache).training
+    packing = choose_packing(request, read_model(reference).architecture)
+    rows, _ = build_rows(
+        training, objective=task.objective, packing=packing, width=sequence_length,
+        seed=request.seed, name=task.data,
+    )  # fmt: skip
+    steps = rows.per_epoch * (task.epochs or 1.0) / request.global_batch
+    whole = max(1, math.ceil(steps - 1e-9))  # a rounding error is no step
+    return replace(request, task=replace(task, steps=whole, epochs=None))
+
+
+def find_bounds(
+    request: Request, recipe: Recipe, cache: Path | None = None
+) -> tuple[RowBounds, RowBounds | None]:
+    """What no micro-batch of the run, and none of its evaluations, exceeds."""
+    training, held_out = build_samplers(request, recipe, read_data(request, recipe.model, cache))
+    return training.bounds(), None if held_out is None else held_out.bounds_once()
+
+
+def build_samplers(
+    request: Request, recipe: Recipe, data: Data, rank: int = 0
+) -> tuple[Sampler, Sampler | None]:
+    """Training and evaluation batches of a recipe, as one rank reads them."""
+    training = build_sampler(data.training, recipe, request.task.data, rank)
+    if data.held_out is None:
+        return training, None
+    return training, build_sampler(data.held_out, recipe, request.task.evaluation, rank)

@@ -1,0 +1,283 @@
+"""The micro-batches of a run, in numbers, from the rows of `train.packing`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from memfit.core.errors import InvalidRequest
+from memfit.parallelism.context import own_parts, row_multiple
+from memfit.records.recipe import Recipe
+from memfit.records.shapes import RowBounds
+from memfit.train.data.packing import (
+    Array,
+    PairRows,
+    Piece,
+    Rows,
+    StreamRows,
+    TableRows,
+    one_a_row,
+    pack_best_fit,
+)
+from memfit.train.data.tokens import Corpus
+
+BLOCK = 2**16  # micro-batches whose memory is compared at once
+IGNORED = -100  # the label of a position that predicts nothing
+
+
+class Micro(NamedTuple):
+    """One micro-batch in numbers: (rows, width) int64 arrays and each row's document lengths."""
+
+    input_ids: Array
+    labels: Array  # the token each position predicts, or -100
+    # within the document; (1, width) where ranks share rows; None when a row is one document
+    position_ids: Array | None
+    documents: tuple[tuple[int, ...], ...] | None  # sums to width in each row; None likewise
+    tokens: int  # padding not counted
+    reference: Array | None = None  # (rows,) float32: log-probabilities computed beforehand
+
+    @property
+    def targets(self) -> int:
+        """Positions that predict a token."""
+        return int((self.labels != IGNORED).sum())
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of neighbouring rows with an answer to learn."""
+        return int((self.labels[::2] != IGNORED).any(axis=1).sum())
+
+
+class Sampler:
+    """The batches of a recipe over a corpus, as one of its ranks reads them.
+
+    A global batch is the same rows whatever the ranks: its micro-batches are dealt to them in
+    turn, so that micro-batch i of data-parallel rank r is number i * ranks + r. Ranks that share
+    the tokens of rows have columns of them each.
+    """
+
+    def __init__(
+        self, corpus: Corpus, rows: Rows, recipe: Recipe, notes: tuple[str, ...], rank: int = 0
+    ) -> None:
+        self.corpus = corpus
+        self.notes = notes
+        self._rows = rows
+        self._micro = recipe.micro_batch
+        self._accumulation = recipe.accumulation
+        self._global = recipe.global_batch
+        self._width = recipe.sequence_length
+        self._multiple = row_multiple(recipe.parallel)  # which a row's tokens are a multiple of
+        if recipe.parallel.pp > 1:  # stages send each other one shape
+            self._multiple = recipe.sequence_length
+        self._parallel, self._process = recipe.parallel, rank
+        self._steps, self._pairs = recipe.steps, recipe.prefers
+        self._ranks, self._rank = recipe.parallel.dp, recipe.parallel.share(rank)
+        self.reference: Array | None = None  # (documents,) float32: see `train.reference`
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Optimizer steps that see every token once."""
+        return self._rows.per_epoch / self._global
+
+    def sample(self, step: int) -> list[Micro]:
+        """The micro-batches of one optimizer step that are this rank's."""
+        mine = range(self._rank, self._accumulation * self._ranks, self._ranks)
+        return [self._batch(step * self._global + i * self._micro) for i in mine]
+
+    def documents_of(self, index: int) -> list[int]:
+        """The documents of micro-batch `index` of the first epoch, one a row, as far as it goes."""
+        rows = range(index * self._micro, (index + 1) * self._micro)
+        return [p.document for i in rows for p in self._rows.row(i, once=True)]
+
+    def all_once(self, tokens: int = 0) -> Iterator[Micro]:
+        """Rows of the first epoch once, in micro-batches: what an evaluation reads.
+
+        tokens: of the first rows that hold so many together, the same for any micro-batch and
+        layout; 0 is every row. The last micro-batch is filled up with rows that predict nothing; of
+        ranks, each reads as many, in turn.
+        """
+        count = self._first_rows(tokens) if tokens else self._count_once()
+        rounds = range(0, count, self._micro * self._ranks)
+        mine = self._rank * self._micro
+        return (self._batch(first + mine, below=count) for first in rounds)
+
+    def _first_rows(self, tokens: int) -> int:
+        """How many rows hold at least so many tokens and something to predict; pairs stay whole."""
+        count, read, told, each = 0, 0, False, 2 if self._pairs else 1
+        while count < self._count_once() and not (told and read >= tokens):
+            for row in (self._rows.row(i, once=True) for i in range(count, count + each)):
+                read += sum(p.length for p in row)
+                told = told or any((self._read(p)[1] != IGNORED).any() for p in row)
+            count += each
+        return count
+
+    def bounds(self) -> RowBounds:
+        """What no micro-batch of the run exceeds, on any rank."""
+        micros = self._steps * self._accumulation * self._ranks
+        found = np.zeros(3, dtype="int64")
+        for start in range(0, micros, BLOCK):
+            count = min(BLOCK, micros - start)
+            costs = self._rows.costs(start * self._micro, count * self._micro)
+            found = np.maximum(found, self._largest(costs))
+        return self._as_bounds(found)
+
+    def bounds_once(self) -> RowBounds:
+        """What no micro-batch of `all_once` exceeds. Where rows are short, padding fills them."""
+        count, each = self._count_once(), self._micro * self._ranks
+        filled = -(-count // each) * each
+        costs = self._rows.costs(0, count, once=True)
+        padding = np.array([[0, 1, self._width if self._rows.packed else 0]])
+        found = self._largest(np.concatenate([costs, np.repeat(padding, filled - count, axis=0)]))
+        if self._rows.per_epoch % 1:
+            found[2] = self._width  # the last row ends early
+        return self._as_bounds(found)
+
+    def _largest(self, costs: Array) -> Array:
+        """Of micro-batches: tokens of a row, documents of all rows, the longest document."""
+        tokens, documents, longest = costs.reshape(-1, self._micro, 3).transpose(2, 0, 1)
+        return np.array([tokens.max(), documents.sum(axis=1).max(), longest.max()])
+
+    def _as_bounds(self, found: Array) -> RowBounds:
+        tokens, documents, longest = (int(x) for x in found)
+        return RowBounds(
+            tokens=self._padded(tokens) // self._parallel.cp,
+            documents=documents if self._rows.packed else 0,
+            longest=longest,
+        )
+
+    def _padded(self, tokens: int) -> int:
+        return -(-tokens // self._multiple) * self._multiple
+
+    def _count_once(self) -> int:
+        return int(-(-self._rows.per_epoch // 1))
+
+    def _batch(self, first: int, *, below: int | None = None) -> Micro:
+        """The rows from `first` on; below: of the first epoch, and empty from that one on."""
+        numbers, once = range(first, first + self._micro), below is not None
+        rows = [self._rows.row(i, once=once) if below is None or i < below else () for i in numbers]
+        packed = self._rows.packed
+        width = self._width
+        if not packed:
+            width = self._padded(max(1, *(sum(p.length for p in row) for row in rows)))
+        ids = np.zeros((len(rows), width), dtype="int64")
+        labels = np.full((len(rows), width), IGNORED, dtype="int64")
+        positions = np.zeros((len(rows), width), dtype="int64")
+        documents = []
+        for i, row in enumerate(rows):
+            at = 0
+            for piece in row:
+                end = at + piece.length
+                ids[i, at:end], labels[i, at:end] = self._read(piece)
+                positions[i, at:end] = np.arange(piece.length)
+                at = end
+            padding = width - at
+            positions[i, at:] = np.arange(padding)
+            documents.append((*(p.length for p in row), *((padding,) if padding else ())))
+        tokens = sum(p.length for row in rows for p in row)
+        if not packed:
+            if self._parallel.cp > 1:
+                return self._own(ids, labels, [sum(p.length for p in row) for row in rows])
+            return Micro(ids, labels, None, None, tokens, self._look_up(rows))
+        return Micro(ids, labels, positions, tuple(documents), tokens)
+
+    def _own(self, ids: Array, labels: Array, lengths: list[int]) -> Micro:
+        """This rank's columns of whole rows, and which ones they are."""
+        columns = np.concatenate(own_parts(ids.shape[1], self._parallel, self._process))
+        tokens = sum(int((columns < length).sum()) for length in lengths)
+        ids, labels = (np.take(whole, columns, axis=1) for whole in (ids, labels))
+        return Micro(ids, labels, columns[None], None, tokens)
+
+    def _look_up(self, rows: list[tuple[Piece, ...]]) -> Array | None:
+        """The reference's log-probability of each row; 0 for rows of padding."""
+        if self.reference is None:
+            return None
+        found = [self.reference[row[0].document] if row else 0.0 for row in rows]
+        return np.array(found, dtype="float32")
+
+    def _read(self, piece: Piece) -> tuple[Array, Array]:
+        """Ids and labels of a piece; its last token predicts the next one of its document."""
+        offset, after = (int(self.corpus.offsets[piece.document + i]) for i in (0, 1))
+        start, stop = offset + piece.start, offset + piece.stop
+        ids = self.corpus.tokens[start : min(stop + 1, after)].astype("int64")
+        labels = np.full(piece.length, IGNORED, dtype="int64")
+        labels[: len(ids) - 1] = ids[1:]
+        if self.corpus.learned is not None:
+            learned = self.corpus.learned[start + 1 : start + len(ids)]
+            labels[: len(ids) - 1][learned == 0] = IGNORED
+        return ids[: piece.length], labels
+
+
+def build_sampler(corpus: Corpus, recipe: Recipe, name: str, rank: int = 0) -> Sampler:
+    """The sampler that a recipe asks for; `name` is how the data is called in messages.
+
+    rank: the one that reads.
+
+    Raises InvalidRequest when nothing is left to learn.
+    """
+    rows, notes = build_rows(
+        corpus, objective=recipe.objective, packing=recipe.packing, width=recipe.sequence_length,
+        seed=recipe.seed, name=name,
+    )  # fmt: skip
+    return Sampler(corpus, rows, recipe, notes, rank)
+
+
+def build_rows(
+    corpus: Corpus, *, objective: str, packing: bool, width: int, seed: int, name: str
+) -> tuple[Rows, tuple[str, ...]]:
+    """The endless sequence of rows, and what the user should know about it.
+
+    Fine-tuning examples longer than a row are cut and counted; those of which no answer is left
+    are left out and counted.
+    """
+    sft = objective != "pretrain"  # answers alone are learned
+    lengths, told = np.asarray(corpus.lengths), list(corpus.notes)
+    if sft:
+        lengths, more = _fit(corpus, width, name)
+        told += more
+    elif int((lengths - 1).sum()) == 0:
+        raise InvalidRequest(f"`{name}` has no token that another one predicts")
+    rows: Rows
+    if objective == "dpo":
+        rows = _pair_rows(lengths, width, seed, name)
+    elif packing and not sft:
+        rows = StreamRows(lengths, width, seed)
+    elif packing:
+        rows = TableRows(pack_best_fit(lengths, width, seed), width, seed, packed=True)
+    else:
+        rows = TableRows(one_a_row(lengths, width, cut=sft), width, seed, packed=False)
+    return rows, tuple(told)
+
+
+def _pair_rows(lengths: Array, width: int, seed: int, name: str) -> PairRows:
+    whole = np.minimum(lengths, width)
+    rows = PairRows(whole, seed)
+    if not rows.per_epoch:
+        raise InvalidRequest(
+            f"no pair of `{name}` has both answers within sequence_length {width}",
+            hint="use a longer sequence_length",
+        )
+    return rows
+
+
+def _fit(corpus: Corpus, width: int, name: str) -> tuple[Array, list[str]]:
+    """Lengths of fine-tuning examples, 0 for those that are left out, and what the user is told."""
+    lengths = np.array(corpus.lengths)
+    long = np.flatnonzero(lengths > width)
+    refused = 0
+    for document in long.tolist():
+        begin = int(corpus.offsets[document]) + 1
+        if corpus.learned is not None and not corpus.learned[begin : begin + width].any():
+            lengths[document] = 0
+            refused += 1
+    if not lengths.any():
+        raise InvalidRequest(
+            f"no example of `{name}` has an answer within sequence_length {width}",
+            hint=f"the shortest example has {int(corpus.lengths.min())} tokens",
+        )
+    told = []
+    if cut := len(long) - refused:
+        told.append(f"{cut} examples of `{name}` are cut to sequence_length {width}")
+    if refused:
+        told.append(f"{refused} examples of `{name}` are left out: no answer within {width} tokens")
+    return lengths, told

@@ -1,0 +1,225 @@
+"""Text to token ids and back: a Hugging Face tokenizer, read or trained on the data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from memfit.core.errors import Error, InvalidRequest
+
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+END_OF_TEXT = "<|endoftext|>"
+FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+SMALLEST_VOCABULARY = 257  # every byte, and the end of text
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer with what training needs of it.
+
+    `vocab` is one more than the largest id it can produce; `end` is the id that closes a document
+    (None when the tokenizer has none); `fingerprint` changes when any id could change.
+    """
+
+    def __init__(self, wrapped: Any, source: str) -> None:
+        self.wrapped = wrapped
+        self.source = source
+        self.vocab: int = 1 + max(wrapped.get_vocab().values(), default=-1)
+        self.end: int | None = wrapped.eos_token_id
+        opening = list(wrapped("")["input_ids"])
+        self.start: tuple[int, ...] = tuple(i for i in opening if i != self.end)
+        self.fingerprint = _fingerprint(wrapped)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text alone, with nothing put before or after it."""
+        ids: list[int] = self.wrapped(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, as `encode` gives them."""
+        if not texts:
+            return []
+        many: list[list[int]] = self.wrapped(list(texts), add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]
+        return many
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids and, for each, the characters of the text that it stands for.
+
+        Raises InvalidRequest when the tokenizer has no `tokenizer.json` and so knows no offsets.
+        """
+        if not self.wrapped.is_fast:
+            raise InvalidRequest(
+                f"the tokenizer of `{self.source}` cannot tell answers from prompts",
+                hint="use one with a tokenizer.json, or objective: pretrain",
+            )
+        encoded = self.wrapped(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        return list(encoded["input_ids"]), list(encoded["offset_mapping"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the ids, special tokens left out."""
+        return str(self.wrapped.decode(list(ids), skip_special_tokens=True))
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], first: int = 0
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The conversation as text by the chat template, and the characters assistants wrote.
+
+        Only answers from message `first` on count. Where the template marks what is generated
+        (`{% generation %}`), it says itself what that is. Else an answer is what the template adds
+        to the conversation before it and its generation prompt, so its end-of-turn mark is learned
+        and its header is not.
+
+        Raises InvalidRequest: no chat template; messages that the template refuses; a template
+        that rewrites earlier turns, so that answers cannot be located.
+        """
+        if not self.wrapped.chat_template:
+            raise InvalidRequest(
+                f"the tokenizer of `{self.source}` has no chat template for `messages`",
+                hint="use an instruction-tuned model's tokenizer, or `prompt` and `completion`",
+            )
+        whole = self._render(messages, prompt=False)
+        if GENERATION.search(self.wrapped.get_chat_template()):
+            return whole, self._marked(messages, first, whole)
+        spans = []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant" or i < first:
+                continue
+            before = self._render(messages[:i], prompt=True)
+            after = self._render(messages[: i + 1], prompt=False)
+            if not (whole.startswith(before) and whole.startswith(after)):
+                raise InvalidRequest(
+                    f"the chat template of `{self.source}` rewrites earlier turns, and does not"
+                    " mark what is generated",
+                    hint="keep one answer, the last message, in each conversation",
+                )
+            spans.append((len(before), len(after)))
+        return whole, spans
+
+    def _marked(
+        self, messages: Sequence[Mapping[str, Any]], first: int, whole: str
+    ) -> list[tuple[int, int]]:
+        """What the template's own marks say is generated, from message `first` on."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        (text,), (found,) = render_jinja_template(
+            [[dict(m) for m in messages]],
+            chat_template=self.wrapped.get_chat_template(),
+            return_assistant_tokens_mask=True,
+            **self.wrapped.special_tokens_map,
+        )
+        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        if text != whole or len(found) != len(answers):
+            raise InvalidRequest(
+                f"the chat template of `{self.source}` marks {len(found)} answers as generated,"
+                f" and the conversation has {len(answers)}",
+                hint="keep one answer, the last message, in each conversation",
+            )
+        return [tuple(span) for i, span in zip(answers, found, strict=True) if i >= first]
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return str(
+                self.wrapped.apply_chat_template(
+                    [dict(m) for m in messages], tokenize=False, add_generation_prompt=prompt
+                )
+            )
+        except TemplateError as error:
+            raise InvalidRequest(f"the chat template refuses the messages: {error}") from None
+
+    def check_vocabulary(self, model_vocab: int, model: str) -> None:
+        """Raises InvalidRequest when the model has no embedding for an id of this tokenizer."""
+        if self.vocab > model_vocab:
+            raise InvalidRequest(
+                f"the tokenizer of `{self.source}` has {self.vocab} tokens "
+                f"but `{model}` has a vocabulary of {model_vocab}",
+                hint=f"use the model's own tokenizer, or vocab_size: {self.vocab} from scratch",
+            )
+
+    def save(self, folder: Path) -> None:
+        """Write a folder that `AutoTokenizer.from_pretrained` loads."""
+        self.wrapped.save_pretrained(str(folder))
+
+
+def lacks_tokenizer(source: str) -> bool:
+    """Whether this is a folder that holds no file of a tokenizer."""
+    folder = Path(source).expanduser()
+    return folder.is_dir() and not any((folder / name).exists() for name in FILES)
+
+
+def read_tokenizer(source: str) -> Tokenizer:
+    """The tokenizer of a folder or a hub id.
+
+    Raises InvalidRequest when there is none or its files cannot be read.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    folder = Path(source).expanduser()
+    if lacks_tokenizer(source):
+        raise InvalidRequest(
+            f"no tokenizer in `{source}`",
+            hint="name a folder or a hub id with `tokenizer:`; `weights: random` trains one on the"
+            " data",
+        )
+    try:
+        if folder.is_dir() and not (folder / "tokenizer_config.json").exists():
+            file = folder / "tokenizer.json"
+            if file.exists():
+                return Tokenizer(PreTrainedTokenizerFast(tokenizer_file=str(file)), source)
+        path = str(folder) if folder.is_dir() else source
+        return Tokenizer(AutoTokenizer.from_pretrained(path), source)
+    except Error:
+        raise
+    except Exception as error:  # the libraries below raise bare Exception, too
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InvalidRequest(
+            f"cannot read the tokenizer of `{source}`: {first}",
+            hint="give a folder with tokenizer.json, or a hub id",
+        ) from None
+
+
+def train_tokenizer(texts: Iterable[str | Path], vocab: int, folder: Path) -> Tokenizer:
+    """A byte-level BPE tokenizer with at most `vocab` tokens, learned and saved to `folder`.
+
+    It learns from texts, or from the UTF-8 files at paths. Byte-level: any text can be encoded
+    and nothing is lost. The one special token closes a document. Raises InvalidRequest when
+    `vocab` cannot hold every byte and the end of text.
+    """
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    if vocab < SMALLEST_VOCABULARY:
+        raise InvalidRequest(
+            f"a vocabulary of {vocab} cannot hold the 256 bytes and the end of text",
+            hint=f"use vocab_size: {SMALLEST_VOCABULARY} or more",
+        )
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    read = (t.read_text(encoding="utf-8") if isinstance(t, Path) else t for t in texts)
+    bpe.train_from_iterator(read, trainer)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
+    )
+    wrapped.save_pretrained(str(folder))
+    return Tokenizer(wrapped, str(folder))
+
+
+def _fingerprint(wrapped: Any) -> str:
+    rules = wrapped.backend_tokenizer.to_str() if wrapped.is_fast else wrapped.get_vocab()
+    facts = [rules, wrapped.eos_token_id, wrapped.chat_template, type(wrapped).__name__]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

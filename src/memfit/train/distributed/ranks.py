@@ -1,0 +1,209 @@
+"""The processes of a run: which one this is, and what all of them must agree on.
+
+Nothing of a step goes through here: its collectives are FSDP2's own. What does is a few numbers a
+step, in host memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memfit.core.errors import DoesNotFit, Error, InvalidRequest, NotCertified, RunFailed
+
+c10d: Any = dist  # whose names its types leave out
+TIMEOUT = timedelta(minutes=10)  # of a collective: a rank that hangs ends the run after it
+PATIENCE = timedelta(days=7)  # with the first rank, which reads data and certifies for all
+LOST = "another rank was lost"
+FOLDER = "ranks"  # of a run folder: what all but the first rank write
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which rank a process is, as its launcher told it."""
+
+    rank: int
+    size: int
+    local_rank: int  # on its machine
+
+
+def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """The place that torchrun, or srun, gives a process; None of one that nobody launched.
+
+    torchrun's variables are RANK, WORLD_SIZE and LOCAL_RANK (docs.pytorch.org, elastic/run), srun's
+    SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID. Raises InvalidRequest for what is no number, and
+    under srun without MASTER_ADDR.
+    """
+    for names in (
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+        ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ):
+        if all(name in environment for name in names):
+            try:
+                rank, size, local = (int(environment[name]) for name in names)
+            except ValueError:
+                said = ", ".join(f"{name}={environment[name]}" for name in names)
+                raise InvalidRequest(f"a launcher set {said}, which are no numbers") from None
+            if size == 1:
+                return None
+            if "MASTER_ADDR" not in environment or "MASTER_PORT" not in environment:
+                raise InvalidRequest(
+                    f"{names[0]}={rank} of {size}, but MASTER_ADDR and MASTER_PORT are not set",
+                    hint="set both to the first machine's name and a free port, or use torchrun",
+                )
+            return Place(rank, size, local)
+    return None
+
+
+class Ranks:
+    """One process alone, which agrees with itself."""
+
+    rank = 0
+    size = 1
+
+    def gather(self, *values: float) -> list[tuple[float, ...]]:
+        """The numbers of all ranks, in their order; every rank calls it and gets the same."""
+        return [values]
+
+    def gather_texts(self, text: str) -> list[str]:
+        """The texts of all ranks, in their order."""
+        return [text]
+
+    def total(self, value: float) -> float:
+        """The sum over ranks, added in their order: the same on all, bit by bit."""
+        return sum(numbers[0] for numbers in self.gather(value))
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so on any rank."""
+        return any(numbers[0] for numbers in self.gather(float(flag)))
+
+    def from_first(self, work: Callable[[], str]) -> str:
+        """What the first rank works out, however long that takes; its error is everybody's."""
+        return work()
+
+    def wait(self) -> None:
+        """Until all ranks are here."""
+        self.gather(0.0)
+
+    def home(self, run: Path) -> Path:
+        """Where this rank writes what is its own: the run folder for the first one."""
+        return run if self.rank == 0 else run / FOLDER / f"rank-{self.rank:05}"
+
+
+class Joined(Ranks):
+    """One of several processes, within `join`."""
+
+    def __init__(self, place: Place, store: Any) -> None:
+        self.rank, self.size = place.rank, place.size
+        self._store = store
+        self._asked = 0
+
+    def gather(self, *values: float) -> list[tuple[float, ...]]:
+        """See `Ranks`."""
+        found = self._exchange(lambda: torch.tensor(values, dtype=torch.float64))
+        return [tuple(numbers) for numbers in found]
+
+    def gather_texts(self, text: str) -> list[str]:
+        """See `Ranks`: lengths first, then bytes, padded to the longest."""
+        content = text.encode()
+        lengths = [int(numbers[0]) for numbers in self.gather(float(len(content)))]
+
+        def padded() -> torch.Tensor:
+            mine = torch.zeros(max(lengths), dtype=torch.uint8)
+            mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            return mine
+
+        found = self._exchange(padded)
+        return [bytes(line[:length]).decode() for line, length in zip(found, lengths, strict=True)]
+
+    def _exchange(self, make: Callable[[], torch.Tensor]) -> list[list[Any]]:
+        """The values of all ranks' tensors. No watcher counts them: they are no part of a step."""
+        with explained_loss(), _disable_current_modes():
+            mine = make()
+            found = [torch.empty_like(mine) for _ in range(self.size)]
+            dist.all_gather(found, mine)
+            return [tensor.tolist() for tensor in found]
+
+    def from_first(self, work: Callable[[], str]) -> str:
+        """See `Ranks`."""
+        self._asked += 1
+        key = f"first/{self._asked}"
+        if self.rank == 0:
+            try:
+                answer = work()
+            except Error as error:
+                self._store.set(key, json.dumps([error.exit_code, error.message, error.hint]))
+                raise
+            self._store.set(key, json.dumps([0, answer, ""]))
+            return answer
+        self._store.wait([key], PATIENCE)
+        code, message, hint = json.loads(self._store.get(key))
+        if code:
+            raise KINDS.get(code, RunFailed)(message, hint=hint)
+        return str(message)
+
+
+KINDS: dict[int, type[Error]] = {
+    kind.exit_code: kind for kind in (InvalidRequest, DoesNotFit, NotCertified, RunFailed)
+}
+
+
+@contextmanager
+def join(place: Place, device_type: str) -> Iterator[Ranks]:
+    """Be that rank among the others: gloo between hosts' memories, NCCL between GPUs.
+
+    Raises RunFailed where the others do not come, or one is lost later.
+    """
+    backend = "gloo"
+    if device_type == "cuda":
+        if not torch.cuda.is_available():
+            raise InvalidRequest(
+                "the recipe is for a GPU, and torch finds none here",
+                hint="run it on machines with them; `memfit certify` needs none",
+            )
+        torch.cuda.set_device(place.local_rank)
+        backend = "cpu:gloo,cuda:nccl"
+    with explained_loss():
+        meeting = rendezvous("env://", place.rank, place.size, timeout=TIMEOUT)
+        store, rank, size = next(iter(meeting))
+        dist.init_process_group(
+            backend, store=c10d.PrefixStore("step", store), rank=rank, world_size=size,
+            timeout=TIMEOUT,
+        )  # fmt: skip
+    try:
+        yield Joined(place, c10d.PrefixStore("memfit", store))
+    finally:
+        dist.destroy_process_group()
+
+
+def _is_lost(error: RuntimeError) -> bool:
+    """Whether a collective failed: another rank is gone, or did not come in time."""
+    kinds = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
+    said = str(error)
+    return isinstance(error, kinds) or "gloo" in said or "Connection" in said
+
+
+@contextmanager
+def explained_loss() -> Iterator[None]:
+    """Turn what a lost rank does to the others into RunFailed."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_lost(error):
+            raise
+        first = str(error).strip().partition("\n")[0]
+        raise RunFailed(
+            f"{LOST}: {first}",
+            hint="the same command goes on from the newest checkpoint, also on fewer ranks",
+        ) from None

@@ -1,0 +1,1 @@
+"""Counters of what a step takes."""

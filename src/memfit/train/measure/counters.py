@@ -1,0 +1,412 @@
+"""Counters of what a step really takes: live tensor bytes, the CUDA allocator, resident memory."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import NamedTuple, TypeVar, cast
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+from torch import nn
+
+from memfit.allocator.settings import check_allocator
+from memfit.core.errors import InvalidRequest
+from memfit.core.units import KIB
+from memfit.families import read_model
+from memfit.parallelism.pipeline import shown_micro_batches
+from memfit.records.hardware import Device
+from memfit.records.ledger import Entry, Ledger, Phase
+from memfit.records.recipe import Recipe
+from memfit.records.results import Measurement
+from memfit.records.shapes import BatchShape
+from memfit.train.data.sampler import IGNORED, Micro
+from memfit.train.distributed.gloo import without_gloo
+from memfit.train.measure.cuda_allocator import set_allocator
+from memfit.train.measure.live import LiveBytes
+from memfit.train.measure.resident import INTERVAL, Resident, give_back_freed
+from memfit.train.model.weights import fill_weights
+from memfit.train.run.drift import Counters
+from memfit.train.run.machine import describe_environment
+from memfit.train.run.oom_report import Alive
+from memfit.train.step.build import Built, build_model, build_optimizer
+from memfit.train.step.step import Batch, Enter, StepResult, evaluate, nowhere, step
+
+T = TypeVar("T")
+LIVE = "live tensor bytes (every operator that torch dispatches)"
+ANONYMOUS = f"RssAnon of the process, every {INTERVAL * 1000:.0f} ms: libraries, tensors, allocator"
+REHEARSED = 2  # micro-batches of a rehearsed step: the second holds what the first one left
+
+
+class Watch(NamedTuple):
+    """What a watched step tells its watcher."""
+
+    enter: Enter
+    register: Callable[[Batch], None]
+
+
+class Unwatched:
+    """Stands where `LiveBytes` would, and sees nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+
+class Meter:
+    """Peaks of memory by phase, and who held them, over all steps that were watched.
+
+    On a CPU the counter is `LiveBytes`: exact bytes of live tensors. On CUDA the allocator's own
+    counters give the peaks, and `LiveBytes` says who held them. torch runs compiled code as it is
+    written wherever operators are watched, so that a compiled step is never watched: on a CPU
+    nothing is known of it but resident memory.
+    """
+
+    def __init__(
+        self, device: torch.device, *, compiled: bool = False, resident: Resident | None = None
+    ) -> None:
+        self.device = device
+        self._resident = resident  # what counts the process's pages, on a CPU
+        self._blind = compiled
+        self.peaks: dict[Phase, int] = {}
+        self._entries: dict[Phase, tuple[int, tuple[Entry, ...]]] = {}
+        self._phase = Phase.LOAD
+        self._cuda = device.type == "cuda"
+        self._reserved = self._used = self._outside = 0  # highest so far, CUDA only
+        self.failed: Alive | None = None  # what was alive when watched work failed
+
+    @property
+    def peak(self) -> int:
+        """The largest of all instants, bytes."""
+        return max(self.peaks.values(), default=0)
+
+    @property
+    def phase(self) -> Phase:
+        """The phase that is running, or ran last."""
+        return self._phase
+
+    def counters(self) -> Counters:
+        """What has been reached so far, up to now."""
+        self._enter(self._phase)
+        return Counters(dict(self.peaks), self.ledger, self._reserved, self._used)
+
+    def mark(self) -> Watch:
+        """The watch of a step whose tensors nobody counts: it keeps the phase, and on CUDA the
+        allocator's peaks."""
+        return Watch(self._enter, lambda _: None)
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was alive at each phase's own peak."""
+        entries = (e for phase in Phase for e in self._entries.get(phase, (0, ()))[1])
+        return Ledger(entries=tuple(entries))
+
+    def watch_load(self, model: nn.Module, work: Callable[[], None]) -> None:
+        """Run what fills a model; its peak belongs to the phase `load`."""
+        with self._live() as live:
+            live.register_model(model)
+            live.enter(Phase.LOAD)
+            self._enter(Phase.LOAD)
+            work()
+
+    def watch(self, built: Built, phase: Phase, work: Callable[[], T]) -> T:
+        """Run what comes between two steps; its peak belongs to one phase."""
+        with self._live() as live:
+            live.register_model(built.model)
+            live.register_optimizer(built.optimizer)
+            live.enter(phase)
+            live.restart()
+            self._enter(phase)
+            return work()
+
+    def watch_step(self, built: Built, work: Callable[[Watch], T]) -> T:
+        """Run one step after the first and count every tensor of it."""
+        with self._live() as live:
+            live.register_model(built.model)
+            live.register_optimizer(built.optimizer)
+            live.enter(Phase.FORWARD)
+            live.restart()
+            self._enter(Phase.FORWARD)
+            return work(self._watch(live))
+
+    def rehearse(
+        self, recipe: Recipe, micros: Sequence[Micro], held_out: Sequence[Micro] = ()
+    ) -> nn.Module:
+        """Build the model, run optimizer steps and an evaluation on the worst, all of it watched.
+
+        micros: two steps on the first one, one on each other; each step repeats its micro-batch as
+        often as the recipe accumulates, but twice at most.
+
+        The model comes back before its weights are filled, the optimizer is thrown away and the
+        generators are put back: what follows cannot know that this has been. It is what a
+        certificate traces, step by step, so that the two can be compared to the byte.
+        """
+        model = self._rehearse(recipe, micros, held_out)
+        gc.collect()  # an optimizer and its hooks are a cycle, which would keep its states
+        if self._cuda:
+            self._enter(self._phase)
+            torch.cuda.empty_cache()
+        return model
+
+    def _rehearse(
+        self, recipe: Recipe, micros: Sequence[Micro], held_out: Sequence[Micro]
+    ) -> nn.Module:
+        count = shown_micro_batches(recipe, REHEARSED)
+        repeated = [[micro] * count for micro in micros]
+        gpus = [self.device] if self._cuda else []
+        with torch.random.fork_rng(devices=gpus), self._live() as live:
+            self._enter(Phase.LOAD)
+            model = build_model(recipe, self.device)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()  # empty memory may hold NaN, and denormals are slow
+            live.register_model(model)
+            built = Built(recipe, model, build_optimizer(recipe, model))
+            live.register_optimizer(built.optimizer)
+            watch = self._watch(live)
+            watch.enter(Phase.FIRST_STEP)
+            first = watch._replace(enter=lambda _: watch.enter(Phase.FIRST_STEP))
+            run_step(built, repeated[0], first)
+            for step_micros in repeated:
+                run_step(built, step_micros, watch)
+            self._rehearse_evaluation(built, held_out or micros[:1], watch)
+            del built
+        return model
+
+    def _rehearse_evaluation(self, built: Built, micros: Sequence[Micro], watch: Watch) -> None:
+        watch.enter(Phase.EVALUATE)
+        for micro in micros:
+            for _ in range(REHEARSED):
+                result = evaluate(built, put(micro, built.device, watch))
+        del result
+
+    def _watch(self, live: LiveBytes) -> Watch:
+        def enter(phase: Phase) -> None:
+            live.enter(phase)
+            self._enter(phase)
+
+        def register(batch: Batch) -> None:
+            tensors = batch.input_ids, batch.labels, batch.position_ids, batch.reference
+            live.register_batch(*tensors)
+
+        return Watch(enter, register)
+
+    @contextmanager
+    def _live(self) -> Iterator[LiveBytes]:
+        """Count every tensor meanwhile. Frees come from reference counts alone, as in a trace."""
+        if self._blind:
+            yield cast(LiveBytes, Unwatched())
+            return
+        enabled = gc.isenabled()
+        gc.disable()
+        live = LiveBytes(self.device.type)
+        self.failed = None
+        try:
+            with live, without_gloo(live):
+                yield live
+        except BaseException:
+            phase, entries, tensors = live.now()
+            rows = tuple((live.owner_of(tensor), tensor) for tensor in tensors)
+            self.failed = Alive(phase, tuple(entries), rows, complete=True)
+            raise
+        finally:
+            if enabled:
+                gc.enable()
+        self._merge(live)
+
+    def measurements(self) -> dict[str, Measurement]:
+        """Memory by the counter that gave it; live tensors and resident memory are never mixed."""
+        found = {"memory.rss_peak": _bytes(peak_rss(), "getrusage ru_maxrss, of the process")}
+        if self._resident is not None and (reached := self._resident.note()):
+            found["memory.device_total"] = _bytes(reached, ANONYMOUS)
+        if self._blind and not self._cuda:
+            return found
+        if not self._cuda:
+            return {"memory.peak_allocated": _bytes(self.peak, LIVE)} | found
+        self._enter(self._phase)
+        return {
+            "memory.peak_allocated": _bytes(self.peak, "torch.cuda.max_memory_allocated"),
+            "memory.peak_reserved": _bytes(self._reserved, "torch.cuda.max_memory_reserved"),
+            "memory.device_total": _bytes(
+                self._used, "torch.cuda.mem_get_info where phases begin, of all processes"
+            ),
+            "memory.outside_allocator": _bytes(
+                self._outside, "mem_get_info less memory_reserved, of all processes"
+            ),
+        } | found
+
+    def _enter(self, phase: Phase) -> None:
+        """CUDA: what the allocator reached since the last phase began belongs to that phase."""
+        if self._cuda:
+            reached = torch.cuda.max_memory_allocated(self.device)
+            self.peaks[self._phase] = max(self.peaks.get(self._phase, 0), reached)
+            self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self.device))
+            torch.cuda.reset_peak_memory_stats(self.device)
+            free, total = torch.cuda.mem_get_info(self.device)
+            self._used = max(self._used, total - free)
+            held = torch.cuda.memory_reserved(self.device)
+            self._outside = max(self._outside, total - free - held)
+        self._phase = phase
+
+    def _merge(self, live: LiveBytes) -> None:
+        held = live.ledger()
+        for phase, nbytes in live.peaks.items():
+            if nbytes >= self._entries.get(phase, (0, ()))[0]:
+                self._entries[phase] = (nbytes, held.at(phase))
+            if not self._cuda:
+                self.peaks[phase] = max(self.peaks.get(phase, 0), nbytes)
+
+
+def peak_rss() -> int:
+    """Bytes of the process that were ever resident at once."""
+    reached = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return reached if sys.platform == "darwin" else reached * KIB
+
+
+def start_device(recipe: Recipe, device: Device) -> torch.device:
+    """Where a recipe runs, its allocator set.
+
+    Raises InvalidRequest when this machine has no such device, or this process another allocator.
+    """
+    check_allocator(recipe.allocator, device)
+    if device.is_cpu:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise InvalidRequest(
+            f"the recipe is for `{device.id}`, and torch finds no GPU here",
+            hint="run it on a machine with one; `memfit certify` needs none",
+        )
+    set_allocator(recipe.allocator)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def to_batch(micro: Micro, device: torch.device) -> Batch:
+    """The micro-batch as tensors on the device."""
+    ids, labels, positions, reference = (
+        None if a is None else torch.from_numpy(a).to(device)
+        for a in (micro.input_ids, micro.labels, micro.position_ids, micro.reference)
+    )
+    assert ids is not None
+    assert labels is not None
+    return Batch(ids, labels, positions, micro.documents, reference)
+
+
+def put(micro: Micro, device: torch.device, watch: Watch) -> Batch:
+    """The micro-batch on the device, and its watcher is told."""
+    batch = to_batch(micro, device)
+    watch.register(batch)
+    return batch
+
+
+def count_targets(recipe: Recipe, micros: Sequence[Micro]) -> int:
+    """What the loss of micro-batches is a mean over: target tokens, or pairs."""
+    return sum(micro.pairs if recipe.prefers else micro.targets for micro in micros)
+
+
+def run_step(
+    built: Built, micros: list[Micro], watch: Watch | None = None, targets: int | None = None
+) -> StepResult:
+    """One optimizer step over the micro-batches, each put on the device when its turn comes.
+
+    targets: of all ranks, where there are others.
+    """
+    seen = watch or Watch(nowhere, lambda _: None)
+    if targets is None:
+        targets = count_targets(built.recipe, micros)
+
+    # holds no batch once it is given out
+    batches = (put(micro, built.device, seen) for micro in micros)
+    return step(built, batches, targets, seen.enter)
+
+
+def synthetic_micro(recipe: Recipe, vocab: int, shape: BatchShape | None = None) -> Micro:
+    """Random tokens in a shape; by default the one that a recipe takes for its worst.
+
+    Packed, that is one token beside a document that fills the rest of the row: a second document
+    makes attention's outputs be copied together.
+    """
+    rows, width = recipe.micro_batch, recipe.own_row
+    documents = recipe.worst_documents
+    if shape is not None:
+        rows, width, documents = shape.rows, shape.tokens, shape.documents
+    ids = np.random.default_rng(recipe.seed).integers(0, vocab, (rows, width), dtype="int64")
+    labels = np.full_like(ids, IGNORED)
+    labels[:, :-1] = ids[:, 1:]
+    if documents is None:
+        precomputed = recipe.preference.reference == "precomputed"
+        reference = np.zeros(rows, dtype="float32") if precomputed else None
+        places = np.arange(width)[None] if recipe.parallel.cp > 1 else None
+        return Micro(ids, labels, places, None, ids.size, reference)
+    for row, lengths in zip(labels, documents, strict=True):
+        row[np.cumsum(lengths) - 1] = IGNORED
+    if not (labels != IGNORED).any():
+        labels[0, 0] = ids[0, 0]  # documents of one token learn nothing, and a step must
+    positions = [np.concatenate([np.arange(n) for n in lengths]) for lengths in documents]
+    return Micro(ids, labels, np.stack(positions), documents, ids.size)
+
+
+class Measured(NamedTuple):
+    """A few real steps: what they took and who held it."""
+
+    measurements: dict[str, Measurement]
+    phases: dict[str, int]
+    ledger: Ledger
+    environment: dict[str, str]
+
+
+def measure(recipe: Recipe, device: Device, steps: int = 3) -> Measured:
+    """Run a few real steps on random tokens and weights; times are of steps nobody watches.
+
+    Raises InvalidRequest when this machine has no such device.
+    """
+    where = start_device(recipe, device)
+    recipe = replace(recipe, weights="random")
+    if where.type == "cuda":
+        return _measure(recipe, Meter(where, compiled=recipe.compile == "blocks"), steps)
+    give_back_freed()
+    with Resident() as resident:
+        meter = Meter(where, compiled=recipe.compile == "blocks", resident=resident)
+        return _measure(recipe, meter, steps)
+
+
+def _measure(recipe: Recipe, meter: Meter, steps: int) -> Measured:
+    micro = synthetic_micro(recipe, read_model(recipe.model).architecture.vocab)
+    model = meter.rehearse(recipe, [micro])
+    meter.watch_load(model, lambda: fill_weights(model, recipe))
+    built = Built(recipe, model, build_optimizer(recipe, model))
+    micros = [micro] * recipe.accumulation
+    run_step(built, micros)
+    seconds = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        float(run_step(built, micros).loss)  # waits for the device
+        seconds.append(time.perf_counter() - start)
+    tokens = sum(m.tokens for m in micros)
+    found = meter.measurements() | time_measurements(seconds, [tokens] * steps)
+    phases = {str(phase): meter.peaks[phase] for phase in Phase if phase in meter.peaks}
+    return Measured(found, phases, meter.ledger, describe_environment(meter.device))
+
+
+def time_measurements(seconds: list[float], tokens: list[int]) -> dict[str, Measurement]:
+    """Median seconds of a step (spread: interquartile range) and tokens over their total time."""
+    if not seconds:
+        return {}
+    low, high = np.quantile(seconds, [0.25, 0.75])
+    count, counter = len(seconds), "perf_counter around each unwatched step"
+    return {
+        "time.step_seconds": Measurement(
+            value=median(seconds), unit="s", counter=counter, n=count, spread=float(high - low)
+        ),
+        "time.tokens_per_second": Measurement(
+            value=sum(tokens) / sum(seconds), unit="tokens/s", counter=counter, n=count
+        ),
+    }
+
+
+def _bytes(value: int, counter: str) -> Measurement:
+    return Measurement(value=float(value), unit="B", counter=counter)

@@ -1,0 +1,43 @@
+"""The allocator's settings of this process: those of the recipe, or nothing runs."""
+
+from __future__ import annotations
+
+import torch
+
+from memfit.allocator.settings import read_settings
+from memfit.core.errors import InvalidRequest
+
+
+def set_allocator(text: str) -> None:
+    """Make torch's CUDA allocator follow a recipe's `allocator`; call it before CUDA starts.
+
+    Raises InvalidRequest when this torch does not know a setting, and when the process already
+    follows others: torch keeps some from one call to the next, and memory that is held was taken
+    under the old ones.
+    """
+    running = torch._C._accelerator_getAllocatorSettings()  # PYTORCH_ALLOC_CONF's, or the last set
+    if _same(running, text):
+        return
+    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if started or not _same(running, ""):
+        raise InvalidRequest(
+            f"this process's CUDA allocator is set to `{running}`, and the recipe's `allocator` is"
+            f" `{text}`",
+            hint="unset PYTORCH_ALLOC_CONF, or plan again with `allocator` set to its value; one"
+            " process runs one setting",
+        )
+    try:
+        torch._C._accelerator_setAllocatorSettings(text)
+    except (RuntimeError, ValueError) as error:
+        raise InvalidRequest(
+            f"torch {torch.__version__} does not take the recipe's `allocator: {text}`:"
+            f" {str(error).partition(chr(10))[0]}",
+            hint="an older torch has fewer settings; leave it out and plan again",
+        ) from None
+
+
+def _same(running: str, wanted: str) -> bool:
+    try:
+        return read_settings(running) == read_settings(wanted)
+    except InvalidRequest:  # one that no recipe can name
+        return False

@@ -1,0 +1,1 @@
+"""The model's modules as memfit runs them."""

@@ -1,0 +1,1 @@
+"""The loop around the steps, and what can go wrong around it."""

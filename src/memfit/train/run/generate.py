@@ -1,0 +1,225 @@
+"""What a trained model says: sampling from a run folder or a model folder."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor, nn
+
+from memfit.adapters.shared.peft_layers import stored_name
+from memfit.core.errors import InvalidRequest
+from memfit.core.libraries import quiet_import
+from memfit.families import read_model
+from memfit.records import read_json
+from memfit.records.recipe import Attention, Parallel, Recipe
+from memfit.records.results import Run
+from memfit.train.checkpoint.export import FOLDER
+from memfit.train.data.tokenizer import read_tokenizer
+from memfit.train.model.hugging_face import base_model, stored_buffers
+from memfit.train.model.weights import (
+    ADAPTER,
+    SINGLE,
+    FileWeights,
+    Weights,
+    copy_base,
+    copy_weights,
+)
+from memfit.train.step.build import build_model
+
+with quiet_import():
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+
+def generate(
+    folder: Path,
+    prompt: str,
+    max_new_tokens: int = 100,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+) -> str:
+    """The continuation of a prompt, without the prompt; equal arguments give equal text.
+
+    `temperature` 0 takes the likeliest token each time; `top_k` 0 draws from all tokens. Stops at
+    the end of text, or where the model's positions end. Raises InvalidRequest: no model in the
+    folder, an adapter whose base is gone, a prompt longer than the model's positions.
+    """
+    place = find_model_folder(folder)
+    tokenizer = read_tokenizer(str(place))
+    model = load_model(place)
+    start = list(tokenizer.start) or ([] if tokenizer.end is None or prompt else [tokenizer.end])
+    ids = start + (tokenizer.encode(prompt) if prompt else [])
+    if not ids:
+        raise InvalidRequest("an empty prompt, and the tokenizer has no token to start from")
+    limit = int(getattr(model.config, "max_position_embeddings", 0)) or len(ids) + max_new_tokens
+    if len(ids) >= limit:
+        raise InvalidRequest(
+            f"the prompt has {len(ids)} tokens and the model {limit} positions",
+            hint="shorten the prompt",
+        )
+    chance = torch.Generator().manual_seed(seed)
+    made: list[int] = []
+    cache, new = None, torch.tensor([ids])
+    while len(made) < max_new_tokens and len(ids) + len(made) < limit:
+        logits, cache = advance(model, new, cache)
+        token = draw(chances(logits, temperature, top_k), chance)
+        if token == tokenizer.end:
+            break
+        made.append(token)
+        new = torch.tensor([[token]])
+    return tokenizer.decode(made)
+
+
+def advance(model: Any, new: Tensor, cache: Any) -> tuple[Tensor, Any]:
+    """(1, tokens) new ids after what the cache holds -> (vocab,) fp32 host logits, the cache.
+
+    Logits are of the last position alone. A certificate traces this very function.
+    """
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        out = model(
+            input_ids=new.to(device), use_cache=True, logits_to_keep=1, **{cache_name(): cache}
+        )
+        return out.logits[0, -1].float().cpu(), getattr(out, cache_name())
+
+
+def cache_name() -> str:
+    """What transformers calls the key-value cache of a call: `cache` from 5.24 on."""
+    new = "cache" in CausalLMOutputWithPast.__dataclass_fields__
+    return "cache" if new else "past_key_values"
+
+
+def find_model_folder(folder: Path) -> Path:
+    """The folder itself when it holds a model, or its `model/` when it is a run folder."""
+    for place in (folder / FOLDER, folder):
+        if (place / "config.json").exists() or (place / "adapter_config.json").exists():
+            return place
+    hint = "a run folder has one once its training has finished"
+    if (folder / "run.json").exists():
+        hint = "its training has not finished: start the same `memfit train` again"
+    raise InvalidRequest(f"no model in `{folder}`", hint=hint)
+
+
+def load_model(folder: Path) -> Any:
+    """The model of a folder, adapter included, ready to generate.
+
+    What memfit trained is built by the trainer's own `build_model`; any other folder by
+    transformers and peft. Raises InvalidRequest when it, or the base of its adapter, cannot be
+    read.
+    """
+    if (recipe := find_recipe(folder)) is None:
+        return _load_foreign(folder)
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    model = build_generator(recipe, kind)
+    prefix = base_model(model).base_model_prefix
+    base = FileWeights(recipe.model.source, prefix) if recipe.adapted else None
+    trained = FileWeights(str(folder), prefix, SINGLE if base is None else ADAPTER)
+    fill_generator(model, recipe, base, trained)
+    return model
+
+
+def find_recipe(folder: Path) -> Recipe | None:
+    """The recipe that trained a `model` folder, as the run beside it says; None without a run."""
+    run = folder.parent / "run.json"
+    if folder.name != FOLDER or not run.exists():
+        return None
+    recipe = read_json(run, Run).recipe
+    if recipe.adapted and not recipe.model.source:
+        raise InvalidRequest(
+            f"the adapter in `{folder}` was trained on random weights that nobody kept",
+            hint="train LoRA on a folder or hub id with weights",
+        )
+    return recipe
+
+
+def build_generator(recipe: Recipe, device: str) -> nn.Module:
+    """The trained module, empty, in the dtypes that it was trained in, ready to generate.
+
+    Where the device lacks the recipe's attention kernel, with one that it has: the result differs
+    by rounding. Raises InvalidRequest as `build_model` does.
+    """
+    kernel: Attention = recipe.attention
+    if device == "cpu" and kernel != "math":
+        kernel = "flash"
+    elif kernel == "varlen":
+        windowed = read_model(recipe.model).architecture.windowed(recipe.sequence_length)
+        kernel = "efficient" if windowed else "flash"
+    elif device == "cuda" and kernel == "flash" and recipe.compute_dtype == "float32":
+        kernel = "efficient"
+    alone = replace(  # one process, whatever the recipe's mesh is
+        recipe, attention=kernel, recompute_blocks=0, selective_blocks=0, loss="plain",
+        loss_chunk=0, compile="none", offload="none", parallel=Parallel(),
+    )  # fmt: skip
+    model = build_model(alone, device).eval()
+    if recipe.autocast:
+        plain, dtype = model.forward, getattr(torch, recipe.compute_dtype)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with torch.autocast(device, dtype, cache_enabled=False):
+                return plain(*args, **kwargs)
+
+        model.forward = forward
+    return model
+
+
+def fill_generator(
+    model: nn.Module, recipe: Recipe, base: Weights | None, trained: Weights
+) -> None:
+    """Give every parameter what training left; the base of an adapter is where it was."""
+    if base is None:
+        copy_weights({**dict(model.named_parameters()), **stored_buffers(model)}, trained)
+        return
+    copy_base(model, recipe, base)
+    own = {n: p for n, p in model.named_parameters() if ".lora_" in n}
+    copy_weights({stored_name(n): p for n, p in own.items()}, trained)
+
+
+def _load_foreign(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    adapter = folder / "adapter_config.json"
+    base: str | Path = folder
+    if adapter.exists():
+        base = json.loads(adapter.read_text()).get("base_model_name_or_path") or ""
+        if not base:
+            raise InvalidRequest(
+                f"the adapter in `{folder}` was trained on random weights that nobody kept",
+                hint="train LoRA on a folder or hub id with weights",
+            )
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(base)
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(
+            f"cannot read the model in `{base}`: {str(error).splitlines()[0]}",
+            hint=f"it is the base of the adapter in `{folder}`" if adapter.exists() else "",
+        ) from None
+    if adapter.exists():
+        with quiet_import():
+            from peft import PeftModel
+
+        with warnings.catch_warnings():  # peft calls what transformers has renamed
+            warnings.simplefilter("ignore", FutureWarning)
+            model = PeftModel.from_pretrained(model, str(folder))
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def chances(logits: Tensor, temperature: float, top_k: int) -> Tensor:
+    """(vocab,) logits -> (vocab,) chances; one of them is 1 at temperature 0."""
+    if temperature <= 0:
+        return torch.zeros_like(logits).scatter_(0, logits.argmax(keepdim=True), 1.0)
+    if 0 < top_k < len(logits):
+        least = torch.topk(logits, top_k).values[-1]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    return torch.softmax(logits / temperature, dim=-1)
+
+
+def draw(weights: Tensor, chance: torch.Generator) -> int:
+    """One token from (vocab,) chances."""
+    return int(torch.multinomial(weights, 1, generator=chance))

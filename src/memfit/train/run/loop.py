@@ -1,0 +1,474 @@
+"""The run: from a certified recipe to a trained model in a folder, however often it is stopped.
+
+folder/run.json      what was measured; written at the start, with each checkpoint, at the end
+       log.jsonl     one object a step
+       ranks/        the same two of every other rank
+       checkpoints/  the last two
+       model/        the result
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from memfit import catalog
+from memfit.core.errors import DoesNotFit, InvalidRequest, RunFailed
+from memfit.families import read_model
+from memfit.records import read_json
+from memfit.records.ledger import Phase
+from memfit.records.recipe import Recipe
+from memfit.records.request import Request
+from memfit.records.results import Certificate, OutOfMemory, Run
+from memfit.records.shapes import BatchShape, bounding_shapes, evaluation_shapes
+from memfit.train.checkpoint.export import FOLDER as MODEL
+from memfit.train.checkpoint.export import save_model
+from memfit.train.checkpoint.sharded import Saver
+from memfit.train.checkpoint.whole import (
+    check_digest,
+    load_checkpoint,
+    newest_checkpoint,
+    remove_unfinished,
+    save_checkpoint,
+)
+from memfit.train.data.prepare import build_samplers, read_data
+from memfit.train.data.sampler import Micro, Sampler
+from memfit.train.distributed.ranks import Ranks, explained_loss
+from memfit.train.measure.counters import (
+    Meter,
+    count_targets,
+    run_step,
+    start_device,
+    synthetic_micro,
+    to_batch,
+)
+from memfit.train.measure.resident import Resident, give_back_freed
+from memfit.train.model.qat import unrounded
+from memfit.train.model.quantised import count_outliers
+from memfit.train.model.weights import fill_weights
+from memfit.train.run.certified import find_excess, find_other_version
+from memfit.train.run.guard import Interrupts, explained_out_of_memory, locked
+from memfit.train.run.logs import Log
+from memfit.train.run.oom_report import describe_shortage, find_alive
+from memfit.train.run.progress import Facts, Moment, Progress, Silent
+from memfit.train.run.session import (
+    EXPOSED,
+    WATCHED_FIRST,
+    Cadence,
+    Session,
+    evaluation_tokens,
+    write_run,
+)
+from memfit.train.step.build import Built, build_optimizer
+from memfit.train.step.preference import Rewards, name_rewards
+from memfit.train.step.reference_log_probs import give_reference
+from memfit.train.step.scaling import was_skipped
+from memfit.train.step.schedule import learning_rate
+from memfit.train.step.step import StepResult, evaluate
+
+__all__ = ["Cadence", "Progress", "train"]
+
+UNTOUCHED = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.ACCUMULATE)  # weights and states
+
+
+def train(
+    recipe: Recipe,
+    request: Request,
+    folder: Path,
+    *,
+    certificate: Certificate | None = None,
+    predicted_seconds: float | None = None,
+    progress: Progress | None = None,
+    tensorboard: bool = False,
+    cadence: Cadence | None = None,
+    cache: Path | None = None,
+    override: bool = False,
+    ranks: Ranks | None = None,
+) -> Run:
+    """Run the recipe on the request's data; the same call goes on where an earlier one stopped.
+
+    A finished run is returned as it is. ranks: the processes of the run, each of which calls this.
+    `predicted_seconds` is of one step. override: train under a certificate that does not hold here,
+    or says that it does not fit.
+    Raises InvalidRequest: data, weights or tokenizer that cannot be used, a folder of another
+    recipe, a certificate that does not hold; DoesNotFit; RunFailed: out of memory, a loss that is
+    not finite, a full disk, Ctrl-C — what was saved is intact.
+    """
+    if recipe.steps < 1:
+        raise InvalidRequest(
+            "the recipe has no steps", hint="set `task.steps`, `task.epochs` or `task.tokens`"
+        )
+    if certificate is not None:
+        check_digest("recipe", certificate.recipe_digest, recipe.digest, folder)
+        if not override:
+            _check_certificate(certificate)
+    ranks = ranks or Ranks()
+    first = ranks.rank == 0
+    device = catalog.find_device(recipe.device)
+    if device.is_cpu:
+        give_back_freed()
+    counted = Resident() if device.is_cpu else None
+    with (
+        locked(folder) if first else nullcontext(),
+        Interrupts() as interrupts,
+        counted or nullcontext(),
+    ):
+        before = _read_before(folder, recipe)
+        data = read_data(request, recipe.model, cache)
+        if before is not None:
+            check_digest("data", before.environment["data"], data.training.digest, folder)
+            if before.finished and (folder / MODEL).is_dir():
+                return before
+        training, held_out = build_samplers(request, recipe, data, ranks.rank)
+        bounds = training.bounds()
+        held_out_bounds = held_out.bounds_once() if held_out else None
+        if certificate is not None and not override:
+            _check_holds(find_excess(recipe, certificate, bounds, held_out_bounds))
+        session = Session(
+            recipe=recipe,
+            folder=folder,
+            data=data,
+            training=training,
+            bounds=bounds,
+            held_out=held_out,
+            held_out_bounds=held_out_bounds,
+            meter=Meter(
+                start_device(recipe, device), compiled=recipe.compile == "blocks", resident=counted
+            ),
+            progress=progress if progress is not None and first else Silent(),
+            ranks=ranks,
+            cadence=cadence or Cadence(),
+            certificate=certificate,
+            interrupts=interrupts,
+            warnings=list(before.warnings) if before else [],
+        )
+        _warn_of_verdict(session)
+        for note in training.notes:
+            session.progress.note(note)
+        with explained_loss():
+            return _run(session, predicted_seconds, tensorboard=tensorboard)
+
+
+def _check_certificate(certificate: Certificate) -> None:
+    """Refuse one that was made with other libraries, or that says no."""
+    _check_holds(find_other_version(certificate))
+    if certificate.memory.verdict == "does_not_fit":
+        raise DoesNotFit(
+            f"certified: does not fit ({certificate.memory.because})",
+            hint="raise `limits.memory`; `--anyway` trains all the same, this once",
+        )
+
+
+def _check_holds(stale: str) -> None:
+    if stale:
+        raise InvalidRequest(
+            f"the certificate does not hold: {stale}",
+            hint="`memfit train` certifies again by itself",
+        )
+
+
+def _warn_of_verdict(session: Session) -> None:
+    """Training goes on under a certificate that promises nothing, but never in silence."""
+    made = session.certificate
+    if made is None or made.memory.verdict not in ("at_risk", "does_not_fit"):
+        return
+    verdict = made.memory.verdict.replace("_", " ")
+    session.warn(f"the certificate says: {verdict} ({made.memory.because})")
+
+
+def _read_before(folder: Path, recipe: Recipe) -> Run | None:
+    """run.json of an earlier start, maybe on other ranks; InvalidRequest of another recipe."""
+    file = folder / "run.json"
+    if not file.exists():
+        return None
+    before = read_json(file, Run)
+    if before.recipe.course != recipe.course:
+        check_digest("recipe", before.recipe_digest, recipe.digest, folder)
+    return before
+
+
+def _run(session: Session, predicted_seconds: float | None, *, tensorboard: bool) -> Run:
+    if session.ranks.rank == 0:
+        remove_unfinished(session.folder)
+    where = "the rehearsal of the worst batch"
+    with explained_out_of_memory(
+        session.home, where, _diagnosis(session, None, where), lambda: _newest(session)
+    ):
+        built, session.done = _prepare(session)
+    write_run(session, session.done, finished=False)
+    certified = session.certificate.memory.peak_allocated if session.certificate else None
+    session.progress.begin(Facts(session.recipe.steps, session.done, predicted_seconds, certified))
+    try:
+        with Log(session.home, session.done, tensorboard=tensorboard) as log:
+            for index in range(session.done, session.recipe.steps):
+                _stop_if_asked(session, built, log, index)
+                where = f"step {index + 1}"
+                with explained_out_of_memory(
+                    session.home, where, _diagnosis(session, built, where),
+                    partial(_rescue, session, built, log),
+                ):  # fmt: skip
+                    _advance(session, built, log, index)
+        if session.saver is not None:
+            session.saver.finish()
+        _export(session, built)
+        return write_run(session, session.recipe.steps, finished=True)
+    finally:
+        session.progress.end()
+
+
+def _export(session: Session, built: Built) -> None:
+    """Of many ranks, all take part, and the most that they hold meanwhile is counted."""
+
+    def work() -> None:
+        save_model(session.folder, built, session.data.tokenizer, session.ranks)
+
+    if session.ranks.size == 1:
+        work()
+        return
+    session.meter.watch(built, Phase.SAVE, work)
+    session.compare()
+
+
+def _diagnosis(session: Session, built: Built | None, where: str) -> Callable[[str], OutOfMemory]:
+    """What looks at the tensors that are alive when memory runs out."""
+
+    def diagnose(message: str) -> OutOfMemory:
+        meter = session.meter
+        alive = meter.failed or find_alive(built, meter.phase, meter.device)
+        return describe_shortage(
+            alive, session.certificate, recipe_digest=session.recipe.digest, where=where,
+            message=message,
+        )  # fmt: skip
+
+    return diagnose
+
+
+def _rescue(session: Session, built: Built, log: Log) -> Path | None:
+    """Save where the step that failed began, if it has changed nothing yet."""
+    alone = session.ranks.size == 1  # the others do not know that this one fails
+    if alone and session.done and session.meter.phase in UNTOUCHED:
+        built.optimizer.zero_grad(set_to_none=True)
+        session.meter.failed = None
+        with suppress(RunFailed, RuntimeError, MemoryError):
+            _save(session, built, log, session.done)
+    return _newest(session)
+
+
+def _newest(session: Session) -> Path | None:
+    return newest_checkpoint(session.folder, session.warn)
+
+
+def _agreed(session: Session) -> Path | None:
+    """The same newest checkpoint on all ranks, read and checked by the first."""
+    name = session.ranks.from_first(lambda: str(_newest(session) or ""))
+    return Path(name) if name else None
+
+
+def _prepare(session: Session) -> tuple[Built, int]:
+    """Rehearse on the bounding batches, fill the weights, go back to the newest checkpoint."""
+    recipe, meter = session.recipe, session.meter
+    vocab = read_model(recipe.model).architecture.vocab
+
+    def make(shapes: Sequence[BatchShape]) -> list[Micro]:
+        return [synthetic_micro(recipe, vocab, shape) for shape in shapes]
+
+    held_out = session.held_out_bounds
+    model = meter.rehearse(
+        recipe,
+        make(bounding_shapes(recipe, session.bounds)),
+        make(evaluation_shapes(recipe, held_out)) if held_out else (),
+    )
+    session.compare()
+    meter.watch_load(model, lambda: fill_weights(model, recipe))
+    built = Built(recipe, model, build_optimizer(recipe, model))
+    give_reference(session, built)
+    if session.ranks.size > 1:
+        cuda, asked = meter.device.type == "cuda", session.cadence.asynchronous
+        session.saver = Saver(
+            session.folder, session.ranks, asynchronous=cuda if asked is None else asked
+        )
+    found = _agreed(session)
+    if found is None:
+        return built, 0
+    done = load_checkpoint(found, built, session.data.training.digest)
+    session.progress.note(f"going on after step {done} from `{found}`")
+    return built, done
+
+
+def _advance(session: Session, built: Built, log: Log, index: int) -> None:
+    """One step and what is due after it."""
+    recipe, step = session.recipe, index + 1
+    before = _evaluate_rounding(session, built) if index == 0 else {}
+    row = before | _take_step(session, built, index)
+    last = step == recipe.steps
+    if session.held_out is not None and (
+        last or step % session.every(session.cadence.evaluate_every) == 0
+    ):
+        row |= _evaluate(session, built, session.held_out)
+    log.write(row)
+    session.progress.show(
+        Moment(
+            step=step,
+            loss=row["loss"],
+            learning_rate=row["learning_rate"],
+            seconds=row["seconds"],
+            tokens_per_second=row["tokens"] / row["seconds"],
+            memory=session.meter.peak,
+            evaluation_loss=row.get("evaluation_loss"),
+            reward_accuracy=row.get("reward_accuracy"),
+            skipped=session.skipped,
+        )
+    )
+    if last or step % session.every(session.cadence.save_every) == 0:
+        _save(session, built, log, step)
+
+
+def _take_step(session: Session, built: Built, index: int) -> dict[str, Any]:
+    """Run step `index` and return its line of the log."""
+    recipe = session.recipe
+    rate = learning_rate(recipe.optimizer, index, recipe.steps)
+    for group in built.optimizer.param_groups:
+        group["lr"] = rate
+    torch.manual_seed(_seed_of(recipe, index, session.ranks.rank // recipe.parallel.tp))
+    micros = session.training.sample(index)
+    targets = int(sum(own for (own,) in session.gather(count_targets(recipe, micros))))
+    watched = session.meter.device.type == "cpu" and (
+        index < WATCHED_FIRST or index % session.cadence.watch_every == 0
+    )
+    start = time.perf_counter()
+    meter, waiting = session.meter, session.waiting
+    looked = waiting.due(index)
+    with waiting.look(meter.device) if looked else nullcontext():
+        if watched or session.watcher.wants_names:
+            result = meter.watch_step(built, lambda watch: run_step(built, micros, watch, targets))
+        else:
+            meter.failed = None
+            result = run_step(built, micros, meter.mark(), targets)
+    session.done = index + 1
+    skipped = was_skipped(built.scaler, result.scale, index + 1)
+    tokens = sum(micro.tokens for micro in micros)
+    shares = session.gather(float(result.loss), float(tokens))
+    loss, tokens = sum(share[0] for share in shares), int(sum(share[1] for share in shares))
+    norm = _read_norm(result, loss, index + 1, skipped=skipped)
+    seconds = time.perf_counter() - start
+    session.compare()
+    row: dict[str, Any] = {"step": index + 1, "loss": loss, "learning_rate": rate}
+    if norm is not None:
+        row["grad_norm"] = norm
+    if result.scale is not None:
+        row |= {"loss_scale": float(result.scale), "skipped": skipped}
+        session.skipped += skipped
+    if result.rewards is not None:
+        row |= name_rewards(result.rewards, sum(micro.pairs for micro in micros))
+    if looked:
+        row |= _tell_waits(session, index)
+    return row | {
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "memory_peak_allocated": session.meter.peak or None,  # a compiled step on a CPU: unknown
+        "watched": watched or looked,
+    }
+
+
+def _tell_waits(session: Session, index: int) -> dict[str, float]:
+    """Name the ranks that others wait for; the line's share of what this one waited."""
+    for said in session.waiting.tell(index):
+        session.warn(said)
+    waits = session.waiting.waits
+    assert waits is not None
+    return {"communication_seconds": waits.communicating, EXPOSED: waits.exposed}
+
+
+def _seed_of(recipe: Recipe, index: int, rank: int) -> int:
+    """Dropout of a step is drawn from (seed, step) and the rank, so a checkpoint needs no generator
+    state."""
+    facts = [recipe.seed, index, *([rank] if rank else [])]
+    return int(np.random.SeedSequence(facts).generate_state(1, np.uint32)[0])
+
+
+def _read_norm(
+    result: StepResult, loss: float, step: int, *, skipped: bool = False
+) -> float | None:
+    """The gradient norm, waiting for the device; RunFailed when it or the loss is not finite.
+
+    A skipped step has no norm: that its gradients are not finite is why it was skipped.
+    """
+    norm = None if result.grad_norm is None or skipped else float(result.grad_norm)
+    for name, value in (("loss", loss), ("gradient norm", norm)):
+        if value is not None and not math.isfinite(value):
+            raise RunFailed(
+                f"the {name} of step {step} is {value}",
+                hint="lower `optimizer.learning_rate`, or use `precision: fp32`",
+            )
+    return norm
+
+
+def _evaluate(session: Session, built: Built, held_out: Sampler) -> dict[str, float]:
+    """Mean loss over the first held-out tokens, the same each time; of pairs, rewards too."""
+    total, count, rewards = 0.0, 0, Rewards()
+    session.meter.mark().enter(Phase.EVALUATE)
+    for micro in held_out.all_once(evaluation_tokens(session)):
+        mine = (0.0, 0.0)
+        if micro.targets or session.ranks.size > 1:  # FSDP2's ranks run together
+            loss, targets = evaluate(built, to_batch(micro, built.device), rewards)
+            mine = float(loss), float(targets)
+        for its_loss, its_targets in session.gather(*mine):
+            if its_targets:
+                total += its_loss
+                count += int(its_targets)
+    session.compare()
+    found = {"evaluation_loss": total / count}
+    if rewards.sums is not None:
+        named = name_rewards(rewards.sums, count)
+        found |= {f"evaluation_{name}": value for name, value in named.items()}
+    return found
+
+
+def _evaluate_rounding(session: Session, built: Built) -> dict[str, float]:
+    """Of weights that will be rounded: held-out losses as they are, and rounded as they are."""
+    if session.held_out is None or not session.recipe.qat:
+        return {}
+    with unrounded(built.model):
+        plain = _evaluate(session, built, session.held_out)["evaluation_loss"]
+    rounded = _evaluate(session, built, session.held_out)["evaluation_loss"]
+    return {"loss_unrounded": plain, "loss_rounded": rounded}
+
+
+def _save(session: Session, built: Built, log: Log, step: int) -> None:
+    """The log first: a checkpoint promises that every line up to it is on disk."""
+    log.flush()
+    session.note_outliers(count_outliers(built.model))
+    digest, saver = session.data.training.digest, session.saver
+
+    def save() -> None:
+        if saver is None:
+            save_checkpoint(session.folder, step, built, digest)
+        else:
+            saver.save(step, built, digest)
+
+    session.meter.watch(built, Phase.SAVE, save)
+    session.compare()
+    write_run(session, step, finished=False)
+
+
+def _stop_if_asked(session: Session, built: Built, log: Log, done: int) -> None:
+    if not session.ranks.any(session.interrupts.requested):
+        return
+    if done:
+        _save(session, built, log, done)
+        if session.saver is not None:
+            session.saver.finish()
+    raise RunFailed(
+        f"interrupted after step {done} of {session.recipe.steps}"
+        + ("; a checkpoint is saved" if done else ""),
+        hint="start the same command again: it goes on from there",
+    )

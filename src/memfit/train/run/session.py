@@ -1,0 +1,271 @@
+"""One process's share of a run: what it knows, and run.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from msgspec.structs import replace
+
+from memfit.adapters import find_adapter
+from memfit.core.errors import RunFailed
+from memfit.families import read_model
+from memfit.parallelism.shards import fullest_rank
+from memfit.records import Noun, from_data, to_data, write_json
+from memfit.records.ledger import Phase
+from memfit.records.recipe import Recipe
+from memfit.records.results import Certificate, Measurement, Run
+from memfit.records.shapes import RowBounds
+from memfit.train.checkpoint.sharded import Saver
+from memfit.train.data.prepare import Data
+from memfit.train.data.sampler import Sampler
+from memfit.train.distributed.ranks import Ranks
+from memfit.train.distributed.stragglers import Waiting
+from memfit.train.measure.counters import Meter, time_measurements
+from memfit.train.run.drift import Watcher
+from memfit.train.run.guard import Interrupts
+from memfit.train.run.logs import read_log
+from memfit.train.run.machine import describe_environment
+from memfit.train.run.progress import Progress
+
+WATCHED_FIRST = 3  # steps
+EXPOSED = "exposed_communication_seconds"  # in a step's line of the log
+COUNTED = "torch.profiler: a collective runs and nothing computes; median of steps looked at"
+PARTS = 10  # a run is saved and evaluated this often, unless it is told otherwise
+EVALUATED = 0.15  # held-out tokens read in all, over tokens trained on: a twentieth of the time
+
+
+class Cadence(Noun, frozen=True, kw_only=True):
+    """How often, in steps; 0 means a tenth of the run."""
+
+    # many ranks: checkpoints are copied to the host and written while training goes on
+    asynchronous: bool | None = None  # None: on GPUs
+
+    save_every: int = 0
+    evaluate_every: int = 0
+    evaluate_tokens: int = (
+        0  # held-out tokens of one evaluation; 0: what a twentieth of time allows
+    )
+    watch_every: int = 20  # CPU: a step whose tensors are all counted; the first three are, too.
+    # Many ranks: at least so many between two steps whose collectives are looked at
+
+
+@dataclass(kw_only=True)
+class Session:
+    """One process's share of a run."""
+
+    recipe: Recipe
+    folder: Path
+    data: Data
+    training: Sampler
+    bounds: RowBounds
+    held_out: Sampler | None
+    held_out_bounds: RowBounds | None
+    meter: Meter
+    progress: Progress
+    cadence: Cadence
+    certificate: Certificate | None
+    interrupts: Interrupts
+    ranks: Ranks = field(default_factory=Ranks)
+    saver: Saver | None = None  # of many ranks
+    skipped: int = 0  # steps of this process whose fp16 gradients were not finite
+    warnings: list[str] = field(default_factory=list)
+    done: int = 0  # steps whose result is complete
+    outliers: tuple[float, float] | None = None  # of int8: mean and largest share of columns
+    watcher: Watcher = field(init=False)
+    waiting: Waiting = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.watcher = Watcher(self.certificate)
+        self.waiting = Waiting(
+            self.ranks,
+            first=WATCHED_FIRST,
+            every=self.cadence.watch_every,
+            groups=self.recipe.parallel.pp,
+        )
+
+    @property
+    def home(self) -> Path:
+        """Where this process writes what is its own: the run folder, or its rank's within it."""
+        return self.ranks.home(self.folder)
+
+    def gather(self, *values: float) -> list[tuple[float, ...]]:
+        """The numbers of all ranks that read rows of their own, in their order: of those that
+        share products, one's; of those that share a row's tokens, their sums; of stages, the last
+        one's, which has the loss."""
+        parallel = self.recipe.parallel
+        last = -parallel.dp * parallel.cp * parallel.tp
+        apart = self.ranks.gather(*values)[last :: parallel.tp]
+        if parallel.cp == 1:
+            return apart
+        starts = range(0, len(apart), parallel.cp)
+        return [tuple(map(sum, zip(*apart[at : at + parallel.cp], strict=True))) for at in starts]
+
+    def every(self, asked: int) -> int:
+        """Steps between two of what `asked` says."""
+        return asked or max(1, self.recipe.steps // PARTS)
+
+    def warn(self, text: str) -> None:
+        """Tell the user now, and whoever reads run.json."""
+        if text not in self.warnings:
+            self.warnings.append(text)
+        self.progress.note(f"warning: {text}")
+
+    def note_outliers(self, found: tuple[float, float] | None) -> None:
+        """Keep the shares for run.json, and warn of what no certificate has counted on."""
+        self.outliers = found
+        allowed = self.recipe.quantisation.outlier_share
+        if found is not None and found[1] > allowed:
+            self.warn(
+                f"a projection had {found[1]:.2%} of its columns in 16 bits for their outliers, and"
+                f" the certificate counts on {allowed:.2%}: raise `quantisation.outlier_share`"
+            )
+
+    def compare(self) -> None:
+        """Warn of what is above the certificate by now, naming who holds it."""
+        for said in self.watcher.look(self.meter.counters(), self.done):
+            self.warn(said)
+
+
+def evaluation_tokens(session: Session) -> int:
+    """At least one global batch; in a long run, what a twentieth of its time allows."""
+    recipe, cadence = session.recipe, session.cadence
+    if cadence.evaluate_tokens:
+        return cadence.evaluate_tokens
+    batch = recipe.global_batch * recipe.sequence_length
+    times = -(-recipe.steps // session.every(cadence.evaluate_every))
+    return max(batch, round(EVALUATED * batch * recipe.steps / times))
+
+
+def write_run(session: Session, done: int, *, finished: bool) -> Run:
+    """Write run.json from the log and the counters; of ranks, each its own.
+
+    The first one's has the memory of the rank that is certified, and the peaks of all.
+    """
+    rows = [row for row in read_log(session.home) if row["step"] <= done]
+    plain = [row for row in rows if not row["watched"]] or rows
+    found = session.meter.measurements()
+    found |= time_measurements([r["seconds"] for r in plain], [r["tokens"] for r in plain])
+    evaluations = [(r["step"], r["evaluation_loss"]) for r in rows if "evaluation_loss" in r]
+    total = sum(r["seconds"] for r in rows)
+    waits = [r[EXPOSED] for r in rows if EXPOSED in r]
+    if waits:
+        found[f"time.{EXPOSED}"] = _measured(median(waits), "s", COUNTED, len(waits))
+    found["time.total_seconds"] = _measured(total, "s", "perf_counter, all steps", len(rows))
+    if session.outliers is not None:
+        counter = "columns that LLM.int8's kernels found outliers in, over all columns"
+        mean, most = session.outliers
+        found["quantisation.outlier_share"] = _measured(mean, "of columns", counter)
+        found["quantisation.largest_outlier_share"] = _measured(
+            most,
+            "of columns",
+            f"the same of one projection and micro-batch, at most; certified for"
+            f" {session.recipe.quantisation.outlier_share:.2%}",
+        )
+    unit = "nats/pair" if session.recipe.prefers else "nats/token"
+    held_out = f"the first {evaluation_tokens(session)} held-out tokens, the same each time"
+    if rows:
+        found["loss.final"] = _measured(rows[-1]["loss"], unit, "the last step's batch")
+    if evaluations:
+        found["loss.evaluation"] = _measured(evaluations[-1][1], unit, held_out)
+    found |= _measure_rewards(rows, held_out)
+    if rows and "loss_rounded" in rows[0] and evaluations:
+        kind = session.recipe.qat
+        for name, value, when in (
+            ("before", rows[0]["loss_unrounded"], "before training, not rounded"),
+            ("plainly_rounded", rows[0]["loss_rounded"], f"before training, rounded to {kind}"),
+            ("trained_for_it", evaluations[-1][1], f"after training, rounded to {kind}"),
+        ):
+            found[f"qat.loss_{name}"] = _measured(value, unit, f"{held_out}; {when}")
+    peaks = session.meter.peaks
+    run = Run(
+        recipe_digest=session.recipe.digest,
+        recipe=session.recipe,
+        measurements=found,
+        phases={str(phase): peaks[phase] for phase in Phase if phase in peaks},
+        ledger=session.meter.ledger,
+        losses=tuple((r["step"], r["loss"]) for r in rows),
+        evaluations=tuple(evaluations),
+        steps_done=done,
+        finished=finished,
+        environment={
+            **describe_environment(session.meter.device),
+            "data": session.data.training.digest,
+        },
+        warnings=tuple(session.warnings),
+    )
+    if session.ranks.size > 1:
+        run = _with_others(session, run)
+    try:
+        session.home.mkdir(parents=True, exist_ok=True)
+        write_json(session.home / "run.json", run)
+    except OSError as error:
+        raise RunFailed(
+            f"could not write run.json in `{session.home}`: {error.strerror}",
+            hint="free space there and start the same command again: it resumes",
+        ) from None
+    return run
+
+
+def _with_others(session: Session, run: Run) -> Run:
+    """The first rank's result, with the memory of the rank that its certificate is of."""
+    texts = session.ranks.gather_texts(json.dumps(to_data(run)))
+    if session.ranks.rank:
+        return run
+    others = [from_data(json.loads(text), Run, where="another rank's run.json") for text in texts]
+    fullest = _find_fullest(session.recipe, others)
+    theirs = {n: m for n, m in others[fullest].measurements.items() if n.startswith("memory.")}
+    theirs |= _measure_waits(others)
+    return replace(
+        run,
+        measurements=run.measurements | theirs,
+        phases=others[fullest].phases,
+        ledger=others[fullest].ledger,
+        ranks=tuple(other.phases for other in others),
+        warnings=tuple(dict.fromkeys(w for other in others for w in other.warnings)),
+    )
+
+
+def _measure_waits(runs: list[Run]) -> dict[str, Measurement]:
+    """Of collectives that nothing covers: the ranks' mean, and who waits least and most."""
+    name = f"time.{EXPOSED}"
+    found = [run.measurements[name] for run in runs if name in run.measurements]
+    if len(found) < len(runs):
+        return {}
+    each = [m.value for m in found]
+    least, most = min(each), max(each)
+    counter = (
+        f"{COUNTED}; mean of {len(each)} ranks: rank {each.index(least)} {least:.3g} s, rank"
+        f" {each.index(most)} {most:.3g} s"
+    )
+    return {name: _measured(sum(each) / len(each), "s", counter, found[0].n)}
+
+
+def _find_fullest(recipe: Recipe, runs: list[Run]) -> int:
+    """The rank that the certificate is of; of stages, the one that held the most."""
+    if recipe.parallel.pp > 1:
+        peaks = [max(run.phases.values(), default=0) for run in runs]
+        return peaks.index(max(peaks))
+    model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
+    return fullest_rank(model, recipe.parallel)[0]
+
+
+def _measure_rewards(rows: list[dict[str, Any]], held_out: str) -> dict[str, Measurement]:
+    """Of pairs: what the last step, and the last evaluation, put right and by how much."""
+    found: dict[str, Measurement] = {}
+    for prefix, name, counter in (
+        ("", "final", "the last step's pairs"), ("evaluation_", "evaluation", held_out),
+    ):  # fmt: skip
+        last = next((r for r in reversed(rows) if f"{prefix}reward_margin" in r), None)
+        if last is not None:
+            for key, unit in (("accuracy", "share of pairs"), ("margin", "nats")):
+                value = last[f"{prefix}reward_{key}"]
+                found[f"reward.{key}.{name}"] = _measured(value, unit, counter)
+    return found
+
+
+def _measured(value: float, unit: str, counter: str, n: int = 1) -> Measurement:
+    return Measurement(value=value, unit=unit, counter=counter, n=n)

@@ -1,0 +1,103 @@
+"""Log-probabilities of the reference, computed once: the model as it was before the first step.
+
+    folder/reference.npz   training, held_out: (documents,) float32, NaN where no step looks
+                           key: the recipe and the data that they are of
+
+Fine-tuning all weights by preference needs them, since what is trained is the reference no more;
+with an adapter they save each step a forward. The pass holds what an evaluation holds, at most.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from memfit.core.errors import RunFailed
+from memfit.records import write_atomically
+from memfit.records.ledger import Phase
+from memfit.train.data.packing import Array
+from memfit.train.data.sampler import Sampler
+from memfit.train.measure.counters import to_batch
+from memfit.train.run.session import Session
+from memfit.train.step.build import Built
+from memfit.train.step.step import log_probs
+
+FILE = "reference.npz"
+
+
+def give_reference(session: Session, built: Built) -> None:
+    """Give the session's samplers the reference's values, from the run folder or computed now.
+
+    built: with the weights that training starts from. Raises RunFailed: interrupted, a full disk.
+    """
+    if session.recipe.preference.reference != "precomputed":
+        return
+    found = _read(session)
+    if found is None:
+        found = session.meter.watch(built, Phase.EVALUATE, lambda: _compute_all(session, built))
+        _write(session, found)
+    session.training.reference = found["training"]
+    if session.held_out is not None:
+        session.held_out.reference = found["held_out"]
+
+
+def _compute_all(session: Session, built: Built) -> dict[str, Array]:
+    recipe, held_out = session.recipe, session.held_out
+    session.progress.note("computing the reference's log-probabilities, once for the run")
+    found = {"training": _compute(session, built, session.training, recipe.steps)}
+    if held_out is not None:
+        found["held_out"] = _compute(session, built, held_out, None)
+    return found
+
+
+def _compute(session: Session, built: Built, sampler: Sampler, steps: int | None) -> Array:
+    """(documents,) float32 of those that the first `steps` steps see; None: of all."""
+    values = np.full(sampler.corpus.documents, np.nan, dtype="float32")
+    most = None if steps is None else steps * session.recipe.accumulation
+    for index, micro in enumerate(sampler.all_once()):
+        if most is not None and index >= most:
+            break
+        if session.interrupts.requested:
+            raise RunFailed(
+                "interrupted before the first step",
+                hint="start the same command again: it begins with the reference",
+            )
+        rows = log_probs(built, to_batch(micro, built.device)).cpu().numpy()
+        documents = sampler.documents_of(index)
+        values[documents] = rows[: len(documents)]
+    return values
+
+
+def _key(session: Session) -> str:
+    data = session.data
+    held_out = data.held_out.digest if data.held_out else ""
+    return f"{session.recipe.digest} {data.training.digest} {held_out}"
+
+
+def _read(session: Session) -> dict[str, Array] | None:
+    """What an earlier start of this very run computed."""
+    try:
+        with np.load(session.folder / FILE, allow_pickle=False) as file:
+            if str(file["key"]) != _key(session):
+                return None
+            return {name: file[name] for name in file.files if name != "key"}
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+        return None
+
+
+def _write(session: Session, found: dict[str, Array]) -> None:
+    made = io.BytesIO()
+    arrays: dict[str, Any] = {"key": np.array(_key(session)), **found}
+    np.savez(made, **arrays)
+    path: Path = session.folder / FILE
+    try:
+        write_atomically(path, made.getvalue())
+    except OSError as error:
+        raise RunFailed(
+            f"could not write `{path}`: {error.strerror}",
+            hint="free space there and start the same command again",
+        ) from None

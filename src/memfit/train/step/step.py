@@ -1,0 +1,279 @@
+"""One optimizer step. The certificate traces this very code on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from memfit.adapters import find_adapter
+from memfit.core.errors import InvalidRequest
+from memfit.families import read_model
+from memfit.parallelism import clip_sharded, let_go, run_as_forward
+from memfit.parallelism.tensor import sharing
+from memfit.records.ledger import Phase
+from memfit.train.distributed.pipeline import Stage, Telling, alone, find_pipeline, run_stages
+from memfit.train.model.attention import Documents, make_band
+from memfit.train.model.hugging_face import parts
+from memfit.train.model.varlen import find_starts
+from memfit.train.step.build import Built
+from memfit.train.step.in_backward import updating
+from memfit.train.step.loss import IGNORE, loss_mean
+from memfit.train.step.preference import Rewards, count_pairs, judge, row_log_probs
+from memfit.train.step.scaling import current_scale, unscale, update
+
+Enter = Callable[[Phase], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One micro-batch, on the model's device."""
+
+    input_ids: Tensor  # (micro_batch, tokens) int64
+    labels: Tensor  # (micro_batch, tokens) int64: what each position predicts, or -100
+    # (micro_batch, tokens), restarting in each document; (1, tokens) of ranks that share rows
+    position_ids: Tensor | None = None
+    documents: Documents | None = None  # lengths of each row's documents; None = one a row
+    reference: Tensor | None = None  # (micro_batch,) fp32: precomputed log-probabilities of rows
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """0-dim tensors, read by the loop after the step so that no step waits for the device."""
+
+    loss: Tensor  # mean over the target tokens of the global batch; of ranks, this one's share
+    grad_norm: Tensor | None  # before clipping; None without clipping
+    scale: Tensor | None = None  # what the loss was multiplied by; None when it was not
+    rewards: Tensor | None = None  # (3,) of pairs: `preference.Rewards.sums`
+
+
+def nowhere(phase: Phase) -> None:
+    """The `enter` of a step that nobody watches."""
+
+
+def step(
+    built: Built, batches: Iterable[Batch], target_tokens: int, enter: Enter = nowhere
+) -> StepResult:
+    """Accumulate the gradients of all micro-batches, clip, update, release the gradients.
+
+    `target_tokens` counts the labels that are not -100 in all micro-batches (of all ranks)
+    together, or the pairs of a recipe that prefers: each loss is divided by it, so that how a
+    global batch is cut does not change the gradient. On many ranks gradients are summed, and
+    `loss` is this rank's share of the mean.
+    """
+    if target_tokens < 1:
+        raise InvalidRequest("a global batch holds no target token", hint="check the data's labels")
+    total: Tensor | None = None
+    scale = current_scale(built.scaler, built.device)
+    rewards = Rewards()
+    if built.recipe.parallel.pp > 1:
+        with sharing(built.recipe.parallel.tp):
+            total, batches = _run_stages(built, list(batches), target_tokens, enter), ()
+    for index, batch in enumerate(batches):
+        if index:
+            enter(Phase.ACCUMULATE)
+        told = nowhere if index else enter
+        loss = _accumulate(built, batch, target_tokens, scale, told, rewards)
+        total = loss if total is None else total.add_(loss)
+        del loss, batch
+    if total is None:
+        raise InvalidRequest("a global batch holds no micro-batch")
+    enter(Phase.OPTIMIZER_STEP)
+    if built.recipe.optimizer.in_backward:
+        # all is updated, and no gradient is left
+        return StepResult(total, None, rewards=rewards.sums)
+    unscale(built.scaler, built.optimizer)
+    norm = _clip(built)
+    update(built.scaler, built.optimizer)
+    built.optimizer.zero_grad(set_to_none=True)
+    return StepResult(total, norm, scale, rewards.sums)
+
+
+def _run_stages(built: Built, batches: Sequence[Batch], target_tokens: int, enter: Enter) -> Tensor:
+    """All micro-batches through all stages; this rank's share of the mean loss."""
+    telling = Telling(batches, enter)
+
+    def run(stage: Stage, batch: Batch, given: tuple[Tensor, ...]) -> Tensor:
+        telling.begin(batch)
+
+        def work() -> Tensor:
+            hidden = _hidden(built, batch, *given)
+            if not stage.last:
+                return hidden
+            telling.enter(Phase.LOSS)
+            return _loss(built, hidden, batch.labels, target_tokens, None)
+
+        with alone(built.model, stage):
+            out = run_as_forward(parts(built.model).base, work)
+        if stage.last:
+            telling.enter(Phase.BACKWARD)
+        return out
+
+    return run_stages(built.model, built.recipe, batches, run, built.device)
+
+
+def evaluate(built: Built, batch: Batch, rewards: Rewards | None = None) -> tuple[Tensor, Tensor]:
+    """(sum of losses, number of target tokens or of pairs), 0-dim; nothing is kept and nothing
+    changes. rewards: what those of pairs are added to."""
+    was_training = built.model.training
+    built.model.eval()
+    try:
+        with torch.no_grad(), autocast(built), sharing(built.recipe.parallel.tp):
+            if built.recipe.parallel.pp > 1:
+                loss = _run_stages(built, [batch], 1, nowhere)
+            else:
+                loss = _forward(built, batch, 1, None, nowhere, rewards or Rewards())
+    finally:
+        built.model.train(was_training)
+        if built.recipe.parallel.world > 1:  # no backward comes that would let go of the tail
+            let_go(parts(built.model).base)
+    if built.recipe.prefers:
+        return loss, count_pairs(batch.labels)
+    return loss, (batch.labels != IGNORE).sum()
+
+
+def log_probs(built: Built, batch: Batch) -> Tensor:
+    """(rows,) fp32 of each row's targets under the model as it is; nothing is kept."""
+    was_training = built.model.training
+    built.model.eval()
+    try:
+        with torch.no_grad(), autocast(built):
+            return _log_probs(built, _hidden(built, batch), batch.labels)
+    finally:
+        built.model.train(was_training)
+
+
+def autocast(built: Built) -> AbstractContextManager[object]:
+    """Mixed precision of the recipe. Uncached: a cache would keep every weight's cast alive.
+
+    Sharded weights are gathered in bf16 instead: see `parallelism.shard`.
+    """
+    if not built.recipe.autocast or built.recipe.parallel.world > 1:
+        return nullcontext()
+    dtype: torch.dtype = getattr(torch, built.recipe.compute_dtype)
+    return torch.autocast(built.device.type, dtype, cache_enabled=False)
+
+
+def _accumulate(
+    built: Built,
+    batch: Batch,
+    target_tokens: int,
+    scale: Tensor | None,
+    enter: Enter,
+    rewards: Rewards,
+) -> Tensor:
+    """Forward, loss and backward of one micro-batch; returns its share of the mean loss."""
+    enter(Phase.FORWARD)
+    with sharing(built.recipe.parallel.tp):
+        with autocast(built):
+            loss = _forward(built, batch, target_tokens, scale, enter, rewards)
+        enter(Phase.BACKWARD)
+        value = loss.detach()
+        product = loss if scale is None else loss * scale
+        del loss
+        with updating(built.optimizer) if built.recipe.optimizer.in_backward else nullcontext():
+            product.backward()  # type: ignore[no-untyped-call]
+    return value
+
+
+def _forward(
+    built: Built,
+    batch: Batch,
+    target_tokens: int,
+    scale: Tensor | None,
+    enter: Enter,
+    rewards: Rewards,
+) -> Tensor:
+    """The loss of one micro-batch; all of it is the forward of FSDP2's root where there is one."""
+
+    def work() -> Tensor:
+        if built.recipe.prefers:
+            return _prefer(built, batch, target_tokens, enter, rewards)
+        hidden = _hidden(built, batch)
+        enter(Phase.LOSS)
+        return _loss(built, hidden, batch.labels, target_tokens, scale)
+
+    if built.recipe.parallel.world == 1:
+        return work()
+    return run_as_forward(parts(built.model).base, work)
+
+
+def _prefer(built: Built, batch: Batch, pairs: int, enter: Enter, rewards: Rewards) -> Tensor:
+    """The loss of a micro-batch of pairs: the reference without a gradient, then the policy."""
+    reference = batch.reference
+    if built.recipe.references:
+        off = find_adapter(built.recipe).switched_off(built.model)
+        with torch.no_grad(), off:
+            reference = _log_probs(built, _hidden(built, batch), batch.labels)
+    if reference is None:
+        raise InvalidRequest(
+            "a batch of pairs comes without its reference's log-probabilities",
+            hint="the recipe says `preference.reference: precomputed`: compute them first",
+        )
+    hidden = _hidden(built, batch)
+    enter(Phase.LOSS)
+    policy = _log_probs(built, hidden, batch.labels)
+    del hidden
+    preference = built.recipe.preference
+    return judge(policy, reference, batch.labels, preference, pairs, rewards)
+
+
+def _hidden(built: Built, batch: Batch, given: Tensor | None = None) -> Tensor:
+    """(micro_batch, tokens, hidden), after the final norm; given: what a stage begins with."""
+    extra: dict[str, object] = {} if batch.documents is None else {"documents": batch.documents}
+    tokens = batch.input_ids.shape[1]
+    a = read_model(built.recipe.model).architecture
+    if built.recipe.attention == "varlen":  # which needs no mask
+        documents = batch.documents or ((tokens,),) * batch.input_ids.shape[0]
+        extra["starts"] = find_starts(documents, built.device)
+    elif a.banded(tokens):  # one mask for all blocks
+        compute = getattr(torch, built.recipe.compute_dtype)
+        extra["band"] = make_band(tokens, a.sliding_window, compute, built.device)
+    places = batch.position_ids
+    if places is None and built.recipe.parallel.tp > 1:  # the class would count its own tokens
+        places = torch.arange(tokens, device=built.device).unsqueeze(0)
+    tokens_in = {"input_ids": batch.input_ids} if given is None else {"inputs_embeds": given}
+    out = parts(built.model).backbone(**tokens_in, position_ids=places, use_cache=False, **extra)
+    hidden: Tensor = out.last_hidden_state
+    return hidden
+
+
+def _loss(
+    built: Built, hidden: Tensor, labels: Tensor, target_tokens: int, scale: Tensor | None
+) -> Tensor:
+    where = parts(built.model)
+    cap, divisor = _bends(where.base)
+    if divisor is not None:
+        hidden = hidden / divisor
+    return loss_mean(where.head, hidden, labels, built.recipe, target_tokens, scale, cap)
+
+
+def _log_probs(built: Built, hidden: Tensor, labels: Tensor) -> Tensor:
+    where = parts(built.model)
+    cap, divisor = _bends(where.base)
+    if divisor is not None:
+        hidden = hidden / divisor
+    return row_log_probs(where.head, hidden, labels, built.recipe, cap)
+
+
+def _bends(base: nn.Module) -> tuple[float | None, float | None]:
+    """What logits are kept below by a tanh, and divided by.
+
+    To divide what logits are made of is the same as to divide them, and costs less.
+    """
+    cap = getattr(base.config, "final_logit_softcapping", None)  # Gemma's
+    return cap, getattr(base.config, "logits_scaling", cap)  # Granite's
+
+
+def _clip(built: Built) -> Tensor | None:
+    clip_norm = built.recipe.optimizer.clip_norm
+    if not clip_norm:
+        return None
+    trainable = [p for group in built.optimizer.param_groups for p in group["params"]]
+    if built.recipe.parallel.world == 1:
+        return nn.utils.clip_grad_norm_(trainable, clip_norm, foreach=True)
+    pipeline = find_pipeline(built.model)
+    return clip_sharded(trainable, clip_norm, None if pipeline is None else pipeline.group)

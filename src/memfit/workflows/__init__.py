@@ -1,0 +1,1 @@
+"""What one verb does from its inputs to its files."""

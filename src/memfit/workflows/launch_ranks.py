@@ -1,0 +1,156 @@
+"""`memfit train` on many ranks: starting them here, or being one of those that a launcher started.
+
+Without a launcher this process plans and certifies, then starts a process a device. Under torchrun
+or srun every process is one already: the first plans and certifies, the others wait for its files.
+All ranks see the run folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memfit.core.errors import Error, InvalidRequest
+from memfit.files.run_folder import read_plan
+from memfit.plan.request import problem as problems
+from memfit.records import read_json
+from memfit.records.request import Request
+from memfit.records.results import Certificate, Run
+from memfit.workflows.prepare_child import prepare_apart
+from memfit.workflows.prepare_run import prepare
+
+if TYPE_CHECKING:
+    from memfit.train.distributed.ranks import Ranks
+    from memfit.train.run.progress import Progress
+
+
+def leads() -> bool:
+    """Whether this process is the first of its run, or alone: the one that speaks."""
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    return rank == "0"
+
+
+def train_ranks(
+    request: Request,
+    folder: Path,
+    *,
+    progress: Progress | None,
+    say: Callable[[str], None],
+    override: bool,
+    tensorboard: bool,
+) -> Run:
+    """As `memfit.api.train`, of a request for more than one rank."""
+    from memfit.train.distributed.ranks import find_place, join
+
+    place, kind = find_place(), _device_type(request)
+    if place is None:
+        return _start(request, folder, progress, say, override=override, tensorboard=tensorboard)
+    if place.size != request.ranks:
+        raise InvalidRequest(
+            f"the request is for {request.ranks} ranks, and the launcher started {place.size}",
+            hint="make `hardware.count` x `hardware.nodes` the number of processes",
+        )
+
+    def first() -> str:
+        prepare(request, folder, say=say, override=override)
+        return ""
+
+    with join(place, kind) as ranks:
+        ranks.from_first(first)
+        return _run(folder, ranks, progress, override=override, tensorboard=tensorboard)
+
+
+def _device_type(request: Request) -> str:
+    return "cpu" if problems.find_device(request.hardware.device).is_cpu else "cuda"
+
+
+def _start(
+    request: Request,
+    folder: Path,
+    progress: Progress | None,
+    say: Callable[[str], None],
+    *,
+    override: bool,
+    tensorboard: bool,
+) -> Run:
+    """Plan and certify here, then start the ranks and wait for them."""
+    if request.hardware.nodes > 1:
+        raise InvalidRequest(
+            f"the request is for {request.hardware.nodes} machines, and this process starts the"
+            " ranks of one",
+            hint="start the same command on each with `torchrun --nnodes … -m memfit train …`",
+        )
+    if _device_type(request) == "cuda":
+        from memfit.train.distributed.launch import check_devices
+
+        check_devices(request.ranks, "cuda")
+    prepare_apart(request, folder, say=say, override=override)
+    from memfit.train.distributed.launch import launch
+
+    options = {"override": override, "tensorboard": tensorboard, "shown": progress is not None}
+    launch(
+        ["-m", "memfit.workflows.launch_ranks", str(folder), json.dumps(options)],
+        folder,
+        request.ranks,
+    )
+    return read_json(folder / "run.json", Run)
+
+
+def _run(
+    folder: Path,
+    ranks: Ranks,
+    progress: Progress | None,
+    *,
+    override: bool,
+    tensorboard: bool,
+) -> Run:
+    """Train what the run folder holds, as one of the ranks."""
+    from memfit.train.run import loop
+
+    plan, proof = read_plan(folder / "plan.json"), folder / "certificate.json"
+    return loop.train(
+        plan.recipe,
+        read_json(folder / "request.json", Request),
+        folder,
+        certificate=read_json(proof, Certificate) if proof.exists() else None,
+        predicted_seconds=plan.time.step_seconds,
+        progress=progress,
+        tensorboard=tensorboard and ranks.rank == 0,
+        override=override,
+        ranks=ranks,
+    )
+
+
+def main(arguments: list[str]) -> int:
+    """One rank that `_start` began: its folder and options; the exit code."""
+    from memfit.train.distributed.launch import leave_word
+    from memfit.train.distributed.ranks import find_place, join
+    from memfit.train.run.progress import open_progress
+
+    folder, options = Path(arguments[0]), json.loads(arguments[1])
+    try:
+        place = find_place()
+        assert place is not None
+        progress = open_progress(sys.stderr) if options["shown"] and not place.rank else None
+        kind = _device_type(read_json(folder / "request.json", Request))
+        with join(place, kind) as ranks:
+            _run(
+                folder, ranks, progress,
+                override=options["override"], tensorboard=options["tensorboard"],
+            )  # fmt: skip
+    except BaseException as error:
+        if not isinstance(error, Error):
+            traceback.print_exc()
+        code = leave_word(error)
+        sys.stderr.flush()
+        os._exit(code)  # a thread of gloo's would wait for ranks that do not come
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,81 @@
+"""What a user names, read: a request with its options, a certificate; and what a file holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from memfit.core.errors import InvalidRequest
+from memfit.records import from_data
+from memfit.records.request import Request, read_yaml
+from memfit.records.request import change as change
+from memfit.records.request import put as put
+from memfit.records.results import Certificate
+
+OPTIONS = "the options"
+SCHEMA = 1  # of certificates that this memfit reads
+# a key that only this file of a run folder has, the most telling first
+TELLING = {
+    "comparisons": "a report", "at_peak": "a certificate", "considered": "a plan",
+    "measurements": "a run", "hardware": "a request", "model": "a request",
+}  # fmt: skip
+
+
+def read(target: str | Path, *, changes: Mapping[str, Any] | None = None, **keys: Any) -> Request:
+    """A request from request.yaml, or from a model's name; `changes` are dotted keys that override.
+
+    Raises InvalidRequest or UnknownName, each with a hint.
+    """
+    path = Path(target)
+    is_file = path.suffix in (".yaml", ".yml", ".json") and path.name != "config.json"
+    data = read_yaml(path) if is_file else {"model": str(target)}
+    if "model_type" in data:  # a model's config.json, under another name
+        data = {"model": {"name": path.stem, **data}}
+    for key, value in {**(changes or {}), **_dotted(keys)}.items():
+        put(data, key, value)
+    return read_data(data, where=str(target) if is_file else OPTIONS)
+
+
+def read_data(data: Mapping[str, Any], *, where: str = "") -> Request:
+    """A request from the content of a request.yaml; where: what errors call it."""
+    return from_data(data, Request, where=where or OPTIONS)
+
+
+def _dotted(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Short names of the few options that have one."""
+    short = {"device": "hardware.device", "memory": "limits.memory"}
+    return {short.get(k, k): v for k, v in keys.items() if v is not None}
+
+
+def what_is(path: Path) -> str:
+    """What a JSON file of memfit's holds: "a certificate", "a plan", …; "" for anything else."""
+    try:
+        data = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return ""
+    keys: Iterable[str] = data if isinstance(data, dict) else ()
+    return next((word for key, word in TELLING.items() if key in keys), "")
+
+
+def read_certificate(path: Path) -> Certificate:
+    """Read certificate.json; raises InvalidRequest for anything else, or another schema."""
+    try:
+        data = msgspec.json.decode(path.read_bytes())
+    except OSError as error:
+        raise InvalidRequest(f"cannot read `{path}`: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"`{path}` is not JSON: {error}") from None
+    again = "`memfit certify` writes certificate.json beside plan.json"
+    if (kind := what_is(path)) != "a certificate":
+        held = f"; it holds {kind}" if kind else ""
+        raise InvalidRequest(f"`{path}` is not a certificate{held}", hint=again)
+    if data.get("schema") != SCHEMA:
+        raise InvalidRequest(
+            f"`{path}` is a certificate of schema {data.get('schema')}, and this memfit reads "
+            f"schema {SCHEMA}",
+            hint=f"certify again: {again}",
+        )
+    return from_data(data, Certificate, where=str(path))

@@ -1,0 +1,136 @@
+"""Plan and certify in a process of its own, which is gone before training begins.
+
+What that takes of memory (the libraries, the planner, the data that is tokenised, the traced step)
+would stay with a run that did it itself. Nothing of it uses a GPU.
+
+    python -m memfit.workflows.prepare_child FOLDER
+
+Its Order comes on stdin; it writes a line of JSON for all that it says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from memfit.certify import LAST_LINES, child_environment, in_this_process
+from memfit.core.errors import Error, InvalidRequest, NotCertified, RunFailed
+from memfit.files.run_folder import read_plan
+from memfit.records import Noun, from_data, read_json, to_json
+from memfit.records.recipe import ADAPTED
+from memfit.records.request import Request
+from memfit.records.results import Certificate
+from memfit.workflows.prepare_run import Prepared, Say, prepare
+
+KINDS = {
+    kind.__name__: kind for kind in (*Error.__subclasses__(), *InvalidRequest.__subclasses__())
+}
+
+
+class Order(Noun, frozen=True, kw_only=True):
+    """What is to be prepared."""
+
+    request: Request
+    override: bool
+
+
+def prepare_apart(
+    request: Request, folder: Path, *, say: Say = lambda _: None, override: bool = False
+) -> Prepared:
+    """As `starting.prepare`, in a process beside this one, whose memory comes back with its end.
+
+    A process that has torch already would gain nothing, and prepares itself. Raises what `prepare`
+    raises, and NotCertified where the other process was ended.
+    """
+    if "torch" in sys.modules:
+        return prepare(request, folder, say=say, override=override)
+    with tempfile.TemporaryFile("w+") as errors:
+        with subprocess.Popen(
+            [sys.executable, "-m", "memfit.workflows.prepare_child", str(folder)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+            env=child_environment(),
+        ) as child:  # fmt: skip
+            answer = _converse(child, Order(request=request, override=override), say)
+        code = child.returncode
+        if answer is None:
+            errors.seek(0)
+            said = "\n".join(errors.read().splitlines()[-LAST_LINES:])
+            raise NotCertified(
+                f"the process that plans and certifies ended with code {code}:\n{said}",
+                hint="-9 means that memory ran out; else please report this",
+            )
+    if "error" in answer:
+        raise KINDS.get(answer["kind"], RunFailed)(answer["error"], hint=answer["hint"])
+    return _read_prepared(folder)
+
+
+def _converse(child: subprocess.Popen[str], order: Order, say: Say) -> dict[str, Any] | None:
+    """The child's last word; None where it ended without one. What it says meanwhile is said."""
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        child.stdin.write(to_json(order, indent=-1))
+        child.stdin.close()
+    except BrokenPipeError:
+        return None
+    for line in child.stdout:
+        words: dict[str, Any] = json.loads(line)
+        if "say" not in words:
+            return words
+        say(words["say"])
+    return None
+
+
+def _read_prepared(folder: Path) -> Prepared:
+    """What the other process has written."""
+    proof = folder / "certificate.json"
+    return Prepared(
+        request=read_json(folder / "request.json", Request),
+        plan=read_plan(folder / "plan.json"),
+        certificate=read_json(proof, Certificate) if proof.exists() else None,
+    )
+
+
+def main(folder: Path) -> None:
+    """Answer the order on stdin. What libraries print goes to stderr."""
+    answer_to = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def write(**words: str) -> None:
+        answer_to.write(json.dumps(words) + "\n")
+        answer_to.flush()
+
+    order = from_data(msgspec.json.decode(sys.stdin.read()), Order, where="the order to prepare")
+    try:
+        with in_this_process():
+            prepare(
+                order.request, folder, say=lambda text: write(say=text), override=order.override,
+                imports=_measure_imports(order.request),
+            )  # fmt: skip
+    except Error as error:
+        write(error=error.message, hint=error.hint, kind=type(error).__name__)
+    else:
+        write(done="")
+    os._exit(0)  # no destructors: fake CUDA tensors have no driver to return to
+
+
+def _measure_imports(request: Request) -> int | None:
+    """What a run of this request on a CPU holds before its first tensor; None: unknown."""
+    from memfit.plan.request import problem as problems
+
+    if not problems.find_device(request.hardware.device).is_cpu:
+        return None
+    from memfit.train.measure.resident import measure_imports
+
+    return measure_imports(adapters=request.method in (*ADAPTED, "auto"))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,211 @@
+"""What a run needs before its first step: a plan, and a certificate of it that holds here and now.
+
+A certificate holds for one recipe, under the library versions that it was made with, for data
+within its bounds. One that does not is never trained under: it is made again, and the reason said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from memfit.core.errors import DoesNotFit, NotCertified
+from memfit.files.run_folder import check_folder, read_plan, state
+from memfit.plan.memory.verdict import describe_lack, needs
+from memfit.plan.request import problem as problems
+from memfit.plan.search import search
+from memfit.records import Noun, read_json, write_json
+from memfit.records.hardware import Device
+from memfit.records.request import Request
+from memfit.records.results import Certificate, Plan
+from memfit.records.shapes import RowBounds
+from memfit.workflows.certify_request import certify
+
+REPLANS = 3  # a plan that its certificate refutes is made again with the difference taken off
+ANYWAY = "`--anyway` trains all the same, this once"
+STALE = "certificate.stale.json"
+Say = Callable[[str], None]
+
+
+class Prepared(Noun, frozen=True, kw_only=True):
+    """What a run needs before its first step; each part is also a file of the run folder."""
+
+    request: Request
+    plan: Plan
+    certificate: Certificate | None  # None: it could not be made, and the user trains all the same
+
+
+def prepare(
+    request: Request,
+    folder: Path,
+    *,
+    say: Say = lambda _: None,
+    override: bool = False,
+    imports: int | None = None,
+) -> Prepared:
+    """Plan and certify, or take both from the folder when they hold for this request.
+
+    imports: measured bytes that a run on this CPU holds before its first tensor, where known.
+
+    A plan of the folder is kept and certified again where its certificate is stale: of another
+    recipe, of other library versions, or of other data.
+    Raises DoesNotFit and NotCertified unless overridden, InvalidRequest (another request's folder).
+    """
+    check_folder(folder, [request, request := find_lengths(request)])
+    made = _kept_plan(folder, request)
+    if made is not None:
+        prepared = _prepare_again(request, made, folder, say, override=override, imports=imports)
+        if prepared is not None:
+            return _write(prepared, folder)
+    return _write(_prepare_anew(request, say, override=override, imports=imports), folder)
+
+
+def find_lengths(request: Request) -> Request:
+    """The request with its epochs counted in steps, which needs its data tokenised (once)."""
+    from memfit.train.data import prepare as preparing
+
+    start = problems.read_problem(request)
+    length = problems.sequence_length(request, start.model)
+    return preparing.find_lengths(request, start.reference, length)
+
+
+def find_machine(request: Request, imports: int | None = None) -> Device:
+    """The request's device; a processor's speed is measured here where the user never did.
+
+    imports: measured bytes that a run on this CPU holds before its first tensor.
+    """
+    from memfit.train.run.machine import measure_machine
+
+    device = problems.find_device(request.hardware.device)
+    unknown = device.is_cpu and device.calibration is None
+    device = measure_machine(device) if unknown else device
+    return device if imports is None else device.with_context(imports)
+
+
+def why_stale(
+    certificate: Certificate, plan: Plan, data: tuple[RowBounds, RowBounds | None]
+) -> str:
+    """The reason why a certificate does not hold, naming both sides; "" when it does."""
+    from memfit.train.run.certified import find_excess, find_other_version
+
+    if certificate.recipe_digest != plan.recipe_digest:
+        return f"it is of recipe {certificate.recipe_digest}, the plan of {plan.recipe_digest}"
+    if other := find_other_version(certificate):
+        return other
+    if certificate.data is None:
+        return "it does not say for which training data it holds"
+    return find_excess(plan.recipe, certificate, *data)
+
+
+def _kept_plan(folder: Path, request: Request) -> Plan | None:
+    """The plan of an earlier start, or of `memfit plan`, when it is this request's."""
+    if not (folder / "plan.json").exists():
+        return None
+    made = read_plan(folder / "plan.json")
+    # its length may not have been known when it was made
+    return made if request in (made.request, state(made)) else None
+
+
+def _prepare_again(
+    request: Request, made: Plan, folder: Path, say: Say, *, override: bool, imports: int | None
+) -> Prepared | None:
+    """The folder's plan under its certificate, or under a new one; None where it must be planned
+    again, because it has not begun and a new certificate refutes it."""
+    from memfit.train.data.prepare import find_bounds
+    from memfit.train.model.weights import check_weights
+
+    file = folder / "certificate.json"
+    proof = read_json(file, Certificate) if file.exists() else None
+    if proof is not None:
+        stale = why_stale(proof, made, find_bounds(request, made.recipe))
+        if not stale:
+            return _judged(Prepared(request=request, plan=made, certificate=proof), override)
+        say(f"`{file}` does not hold: {stale}; certifying again")
+    elif made.memory.verdict == "does_not_fit" and not override:
+        return None
+    check_weights(made.recipe)
+    new = _certify(request, made, say, override=override, imports=imports)
+    prepared = Prepared(request=request, plan=made, certificate=new)
+    if override or new is None:
+        return prepared
+    if new.memory.verdict == "does_not_fit" and not (folder / "run.json").exists():
+        say("the plan's new certificate says that it does not fit: planning again")
+        return None
+    return _judged(prepared, override)
+
+
+def _certify(
+    request: Request, made: Plan, say: Say, *, override: bool, imports: int | None
+) -> Certificate | None:
+    """The plan's certificate. Where none can be made: NotCertified, or None when overridden."""
+    try:
+        return certify(made.recipe, usable=made.memory.usable, request=request, imports=imports)
+    except NotCertified as error:
+        if not override:
+            hint = f"{error.hint}; {ANYWAY}" if error.hint else ANYWAY
+            raise NotCertified(error.message, hint=hint) from None
+        say(f"warning: training without a certificate: {error.message}")
+        return None
+
+
+def _judged(prepared: Prepared, override: bool) -> Prepared:
+    """Raise DoesNotFit for a certificate that says so, unless overridden."""
+    if prepared.certificate is None:
+        return prepared
+    memory = prepared.certificate.memory
+    if memory.verdict == "does_not_fit" and not override:
+        lack = describe_lack(memory, prepared.plan.recipe.device)
+        raise DoesNotFit(
+            f"certified: {lack}", hint=f"raise `limits.memory`, or see `memfit certify`; {ANYWAY}"
+        )
+    return prepared
+
+
+def _prepare_anew(request: Request, say: Say, *, override: bool, imports: int | None) -> Prepared:
+    from memfit.train.model.weights import check_weights
+
+    device = find_machine(request, imports)
+    limit: int | None = None
+    for _ in range(REPLANS):
+        made = _plan_within(request, device, limit)
+        if made.memory.verdict == "does_not_fit" and not override:
+            raise DoesNotFit(
+                search.lack(made), hint=f"raise the limit, or see `memfit plan --why`; {ANYWAY}"
+            )
+        check_weights(made.recipe)  # before anything is written
+        say(f"certifying recipe {made.recipe_digest}")
+        proof = _certify(request, made, say, override=override, imports=imports)
+        if proof is None or proof.memory.verdict != "does_not_fit" or override:
+            return Prepared(request=request, plan=made, certificate=proof)
+        over = needs(proof.memory) - needs(made.memory)
+        limit = (made.memory.usable or 0) - over
+        say(f"certified {over} B above the prediction: planning again within {limit} B")
+    raise NotCertified(
+        f"{REPLANS} plans in a row were refuted by their certificates",
+        hint="lower `limits.memory` a little, or state the knobs and use `memfit certify`",
+    )
+
+
+def _plan_within(request: Request, device: Device, limit: int | None) -> Plan:
+    """The plan under a tighter limit than the request's own, which its verdict still names."""
+    own = problems.read_problem(request, device=device, published=True)
+    if limit is None:
+        return search.search(own)
+    limits = msgspec.structs.replace(request.limits, memory=f"{max(limit, 0)} B")
+    within = msgspec.structs.replace(request, limits=limits)
+    tighter = search.search(problems.read_problem(within, device=device, published=True))
+    memory = msgspec.structs.replace(tighter.memory, usable=own.usable)
+    return msgspec.structs.replace(tighter, request=request, memory=memory)
+
+
+def _write(prepared: Prepared, folder: Path) -> Prepared:
+    write_json(folder / "request.json", prepared.request)
+    write_json(folder / "plan.json", prepared.plan)
+    file = folder / "certificate.json"
+    if prepared.certificate is not None:
+        write_json(file, prepared.certificate)
+    elif file.exists():  # it does not hold, and the report must not join it
+        file.replace(folder / STALE)
+    return prepared

@@ -1,0 +1,26 @@
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from memfit.core.libraries import TALKATIVE, quiet_import
+
+IMPORT_PEFT = (
+    "from memfit.core.libraries import quiet_import\nwith quiet_import():\n    import peft"
+)
+
+
+def test_warnings_are_left_out_while_importing_and_only_then(caplog):
+    for name in TALKATIVE:
+        with quiet_import():
+            logging.getLogger(name).warning("noise")
+            logging.getLogger(name).error("trouble")
+        logging.getLogger(name).warning("news")
+    assert [r.message for r in caplog.records] == ["trouble", "news"] * len(TALKATIVE)
+
+
+@pytest.mark.parametrize("code", [IMPORT_PEFT, "import memfit.train.run.loop"])
+def test_importing_says_nothing(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")

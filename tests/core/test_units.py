@@ -1,0 +1,78 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memfit.core import units
+from memfit.core.errors import InvalidRequest
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("72 GiB", 77_309_411_328),
+        ("1GB", 10**9),
+        ("0.5 GiB", 2**29),
+        ("1 B", 1),
+        ("81559 MiB", 81559 * 2**20),
+        ("1_000 KiB", 1_024_000),
+    ],
+)
+def test_memory_is_read_in_the_unit_it_states(text, value):
+    assert units.parse_bytes(text) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["72", "72 gib", "GiB", "", "7 2 GiB", "-1 GiB", None, 72, "1 TB/s"]
+)
+def test_a_size_without_a_known_unit_is_refused_with_an_example(text):
+    with pytest.raises(InvalidRequest) as caught:
+        units.parse_bytes(text)
+    assert "72 GiB" in caught.value.hint
+
+
+def test_each_quantity_has_its_own_units():
+    assert units.parse_seconds("48 h") == 172_800
+    assert units.parse_usd("5000 USD") == 5000
+    assert units.parse_flops("989 TFLOP/s") == 989e12
+    assert units.parse_flop("2 PFLOP-days") == 2 * 8.64e19
+    assert units.parse_bandwidth("3.35 TB/s") == 3.35e12
+    assert units.parse_watts("0.7 kW") == 700
+    assert units.parse_count("1.4 T") == 1.4e12
+    assert units.parse_count(7) == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "flop"),
+    [
+        ("1000 TFLOP-seconds", 1e15),
+        ("1 TFLOPS-second", 1e12),
+        ("1 PFLOP/s-days", 1e15 * 86_400),
+        ("3.14 ZFLOP", 3.14e21),
+        ("2 EFLOP-hours", 2e18 * 3600),
+        ("5 YFLOPs", 5e24),
+    ],
+)
+def test_compute_is_read_as_a_rate_over_a_while(text, flop):
+    assert units.parse_flop(text) == pytest.approx(flop)
+
+
+@given(st.integers(min_value=0, max_value=2**50))
+def test_shown_bytes_are_within_half_of_their_last_digit(n):
+    value, unit = units.show_bytes(n, digits=3).split()
+    back = units.parse_bytes(f"{value} {unit}")
+    factor = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}[unit]
+    assert abs(back - n) <= 0.0005 * factor + 1
+
+
+def test_times_show_their_two_largest_units():
+    assert units.show_seconds(93784) == "1 d 2 h"
+    assert units.show_seconds(0.0123) == "12.3 ms"
+    assert units.show_seconds(3700) == "1 h 1 min"
+    assert units.show_seconds(75) == "1 min 15 s"
+
+
+def test_counts_and_rates_are_shown_in_words():
+    assert units.show_count(8_030_261_248) == "8.03B"
+    assert units.show_count(124_439_808) == "124M"
+    assert units.show_flops(989e12) == "989 TFLOP/s"
+    assert units.show_bandwidth(3.35e12) == "3.35 TB/s"

@@ -1,0 +1,91 @@
+"""What the documentation tells one to type runs, and does what is said beside it."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from memfit.records.results import Verdict
+from typed_commands import memfit, quick, strict
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
+
+
+def blocks(text, kind):
+    return [body for name, body in BLOCK.findall(text) if name == kind]
+
+
+def commands_of(path):
+    """Of its `sh` blocks, line by line."""
+    return [line for body in blocks(path.read_text(), "sh") for line in body.splitlines()]
+
+
+def check_code(command, code, err):
+    assert code == (3 if "exits with 3" in command else 0), (command, err)
+
+
+PAGES = [DOCS / "does_not_fit.md", *sorted((DOCS / "concepts").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_command_of_a_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for command in commands_of(page):
+        name, *arguments = shlex.split(command, comments=True)
+        assert name == "memfit"
+        code, out, err = quick(*arguments)
+        check_code(command, code, err)
+        assert out or err
+
+
+@pytest.mark.slow
+def test_the_quick_start_trains_and_reports(tmp_path):
+    page = DOCS / "quickstart.md"
+    (request,) = blocks(page.read_text(), "yaml")
+    (tmp_path / "request.yaml").write_text(request)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "book.txt").write_text("The cat sat on a mat while the rain fell. " * 200)
+    for command in commands_of(page):
+        _, *arguments = shlex.split(command, comments=True)
+        done = memfit(*arguments, cwd=tmp_path)
+        check_code(command, done.returncode, done.stderr)
+    assert (tmp_path / "runs/first/report.html").stat().st_size
+
+
+@pytest.mark.slow
+def test_every_command_of_the_page_on_certificates_runs(tmp_path, monkeypatch):
+    text = (DOCS / "certificate.md").read_text()
+    (request,) = blocks(text, "yaml")
+    (tmp_path / "request.yaml").write_text(request)
+    monkeypatch.chdir(tmp_path)
+    commands = [line for body in blocks(text, "sh") for line in body.splitlines()]
+    assert len(commands) == 9
+    seen = {}
+    for command in commands:
+        name, *arguments = shlex.split(command, comments=True)
+        assert name == "memfit"
+        code, out, err = quick(*arguments)
+        assert code == (3 if "exits with 3" in command else 0), (command, err)
+        if "--json" in arguments:
+            strict(out)
+        assert max(map(len, out.splitlines())) <= 80 or "--json" in arguments
+        seen[command] = out
+    files = {path.name for path in (tmp_path / "runs" / "first").iterdir()}
+    assert {"timeline.html", "timeline.trace.json", "timeline.snapshot.pickle"} <= files
+    miss = next(out for command, out in seen.items() if "exits with 3" in command)
+    words = re.search(r"nearest recipe that fits \(certified.*\n((?:  --set .*\n)+)", miss)
+    assert words
+    nearest = shlex.split(words[1])
+    code, out, _ = quick("certify", "request.yaml", "--memory", "8 GiB", *nearest)
+    assert code == 0
+    assert out.startswith("FITS")
+
+
+def test_the_page_names_every_verdict_and_no_other():
+    from typing import get_args
+
+    text = (DOCS / "certificate.md").read_text()
+    section = text[text.index("| verdict | means |") : text.index("*Holds for*")]
+    assert set(re.findall(r"^\| `(\w+)` \|", section, re.M)) == set(get_args(Verdict))

@@ -1,0 +1,110 @@
+"""docs/ladder.md, founding.md and peers.md: what is recorded for them is what today's code says."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from memfit import api, catalog
+from memfit.certify.evidence.certificate import make_certificate
+from typed_commands import quick
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+import founding
+import ladder
+import peers
+
+LADDER = json.loads(ladder.OUT.read_text())
+FOUNDING = json.loads(founding.OUT.read_text())
+PEERS = json.loads(peers.OUT.read_text())
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+LIMIT = 0.02  # of a rung's bytes: predicted against certified, certified against measured
+
+
+@pytest.mark.parametrize("scale", ladder.SCALES)
+def test_every_rung_of_the_ladder_is_predicted_as_it_was_when_certified(scale):
+    rungs = list(ladder.list_rungs(scale))
+    assert [row["rung"] for row in LADDER[scale]] == [name for name, _, _ in rungs]
+    for row, (name, changes, plan) in zip(LADDER[scale], rungs, strict=True):
+        assert row["sets"] == changes
+        if isinstance(plan, str):
+            assert row["refused"] == plan, name
+            continue
+        assert plan.memory.peak_allocated == row["predicted"], name
+        assert abs(row["predicted"] / row["certified"] - 1) < LIMIT
+        if scale == "small":
+            assert abs(row["certified"] / row["measured"] - 1) < LIMIT
+
+
+@pytest.mark.slow
+def test_a_rung_is_certified_as_recorded():
+    *_, (name, _, plan) = ladder.list_rungs("small")
+    proof = api.certify(plan.recipe, usable=plan.memory.usable)
+    assert LADDER["small"][-1]["rung"] == name
+    recorded = LADDER["small"][-1]["certified"]
+    assert proof.memory.peak_allocated == pytest.approx(recorded, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", [*founding.TWENTY, founding.UNLEVERED, founding.FULL])
+def test_a_founding_case_is_planned_as_it_was_when_certified(name):
+    """The golden plan is today's: tests/plan/test_golden.py."""
+    full = {founding.UNLEVERED: "unlevered", founding.FULL: "chosen"}
+    row = FOUNDING["full"][full[name]] if name in full else FOUNDING[name]
+    golden = json.loads((GOLDEN / f"{name}.plan.json").read_text())
+    assert golden["phases"][golden["peak_phase"]] == row["predicted"]
+    assert row["predicted"] == pytest.approx(row["allocated"], rel=LIMIT)
+    assert row["verdict"] == ("does_not_fit" if name == founding.UNLEVERED else "fits")
+    assert golden["verdict"] == row["verdict"]
+
+
+@pytest.mark.parametrize("name", founding.TWENTY)
+def test_a_20b_recipe_is_no_longer_than_what_fits_and_generates(name):
+    """Training alone may reach further: see docs/founding.md."""
+    row = FOUNDING[name]
+    assert row["sequence_length"] <= row["longest"]
+    assert row["verdict"] == row["generation"]["verdict"] == "fits"
+    if row["longest"] < 2048:  # the positions that the model was trained on
+        assert row["above"]["predicted_verdict"] != "fits"
+
+
+def test_7b_trained_by_the_book_is_refused_and_several_levers_make_it_fit():
+    code, out, _ = quick("plan", str(founding.RECIPES / f"{founding.UNLEVERED}.yaml"))
+    assert code == 3
+    assert out.startswith("DOES NOT FIT")
+    full = FOUNDING["full"]
+    assert [row["name"] for row in full["combined"]] == list(founding.COMBINED)
+    assert full["unlevered"]["allocated"] / catalog.find_model("llama-2-7b").parameters > 20
+    fitting = [row for row in full["combined"] if row["verdict"] == "fits"]
+    assert len(fitting) >= 5
+    for row in full["combined"]:
+        assert row["predicted"] == pytest.approx(row["allocated"], rel=LIMIT), row["name"]
+
+
+@pytest.mark.slow
+def test_full_training_of_7b_as_memfit_chooses_is_certified_as_recorded():
+    plan = api.plan(api.read(founding.RECIPES / f"{founding.FULL}.yaml"))
+    device = catalog.find_device(plan.recipe.device)
+    memory = make_certificate(plan.recipe, device, device.memory, None).memory
+    recorded = FOUNDING["full"]["chosen"]
+    assert memory.verdict == "fits"
+    assert memory.peak_allocated == pytest.approx(recorded["allocated"], rel=1e-3)
+
+
+@pytest.mark.parametrize("mode", PEERS["modes"])
+def test_the_race_was_run_with_what_a_plan_chooses_today(mode, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PEERS["model"]))
+    for name, more in (("memfit", {}), ("memfit-compiled", {"compile": "blocks"})):
+        chosen = peers.chosen(peers.plan(tmp_path, *peers.MODES[mode], **more))
+        recorded = PEERS["modes"][mode]["trainers"][name]["chose"]
+        assert json.loads(json.dumps(chosen)) == recorded
+
+
+@pytest.mark.parametrize("mode", ["full-fp32", "lora-fp32"])
+def test_one_configuration_is_the_fastest_and_holds_the_least(mode):
+    trainers = PEERS["modes"][mode]["trainers"]
+    own = trainers["memfit-compiled"]
+    others = [trainers[name] for name in ("hf-trainer", "trl", "litgpt")]
+    for figure in ("time_over_memfit", "step_mib", "resident_mib"):
+        assert own[figure] < min(row[figure] for row in others)
+    assert own["saved_mib"] < 0.6 * trainers["hf-trainer"]["saved_mib"]

@@ -1,0 +1,73 @@
+"""Exports are read by the targets' own code, which `make neighbours` installs, as CI does. The
+heavy ones are bench/neighbours.py's."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import neighbour_plans
+from memfit import api
+from memfit.core.errors import InvalidRequest
+
+PARSERS = Path(__file__).resolve().parents[2] / "bench" / "neighbour_parsers.py"
+PLACE = Path(sys.prefix) / "neighbours"
+LIGHT = {
+    "accelerate": "trainers", "trl": "trainers", "deepspeed": "trainers", "skypilot": "jobs",
+    "dstack": "jobs", "k8s": "jobs", "slurm": "jobs",
+}  # fmt: skip
+
+
+def parse(target, folder):
+    """What the target's own code says of each plan."""
+    python = PLACE / LIGHT[target] / "bin" / "python"
+    if not PLACE.exists():
+        pytest.skip(f"`make neighbours` installs what reads files for {target}")
+    command = [str(python), str(PARSERS), target, str(folder)]
+    around = {**os.environ, "HOME": str(folder.parent), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=around)
+    assert done.stdout, done.stderr
+    return json.loads(done.stdout)["plans"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", LIGHT)
+def test_the_targets_own_code_reads_every_plan(target, tmp_path):
+    written, place = [], tmp_path / "plans"
+    for name in neighbour_plans.REQUESTS:
+        try:
+            made = api.export(neighbour_plans.find_plan(name), target)
+        except InvalidRequest:
+            continue
+        api.write_export(made, place / name)
+        written.append(name)
+    assert len(written) >= 12
+    assert parse(target, place) == dict.fromkeys(written, "ok")
+
+
+@pytest.mark.slow
+def test_trls_own_code_reads_the_files_of_data_on_this_machine(tmp_path):
+    """Its `datasets:`, a list of what to load."""
+    data = tmp_path / "chat.jsonl"
+    data.write_text(json.dumps({"prompt": "Hello", "completion": "Good day"}) + "\n")
+    asked = api.change(neighbour_plans.find_request("trl-qlora"), {"task.data": str(data)})
+    api.write_export(api.export(asked, "trl"), tmp_path / "plans" / "one")
+    assert str(data) in (tmp_path / "plans" / "one" / "trl.yaml").read_text()
+    assert parse("trl", tmp_path / "plans") == {"one": "ok"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "file", "key"), [
+    ("accelerate", "accelerate.yaml", "fsdp_offload_params"),  # accelerate passes over others
+    ("k8s", "trainjob.yaml", "resourcesPerNode"),
+])  # fmt: skip
+def test_a_key_that_a_target_does_not_know_is_found(target, file, key, tmp_path):
+    """The parsers can fail."""
+    made = api.export(neighbour_plans.find_plan("trl-full-fsdp"), target)
+    api.write_export(made, tmp_path / "plans" / "one")
+    path = tmp_path / "plans" / "one" / file
+    path.write_text(path.read_text().replace(key, f"{key}_"))
+    assert f"{key}_" in parse(target, tmp_path / "plans")["one"]

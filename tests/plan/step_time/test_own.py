@@ -1,0 +1,132 @@
+"""The user's own curves: each changes the spans that rest on it, and no other; faster never slows.
+
+The device is a made-up calibration of an H100: figures nobody measured.
+"""
+
+import pytest
+import torch
+from counted import Counted
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from memfit import api
+from memfit.catalog import find_device
+from memfit.families import read_model
+from memfit.plan.step_time.communication.collectives import Group, bus_factor, collective_seconds
+from memfit.plan.step_time.own import OPERATIONS, Own, describe, rate_at, read_own, scale_links
+from memfit.plan.step_time.read import read_setting
+from memfit.plan.step_time.step import predict_step
+from memfit.records import from_data
+from memfit.records.hardware import Calibration, Curve
+from memfit.records.request import Request
+
+POINTS = ((1e9, 5e13), (1e11, 4e14), (1e13, 7e14))
+CURVES = {
+    "products": Curve(work="matmul", dtype="bf16", points=POINTS),
+    "attention": Curve(work="attention", dtype="bf16", kernel="flash", points=POINTS),
+    "memory": Curve(work="memory", points=((1e6, 9e12), (1e9, 2e12))),
+    "reduced": Curve(work="all_reduce", points=((1e6, 1e10), (1e9, 2e11))),
+}
+# what a step's parts rest on; `launch` has no curve
+SPANS = {
+    "products": {"forward", "backward", "head", "repeated", "waiting"},
+    "attention": {"forward", "backward", "repeated", "waiting"},
+    "memory": {"forward", "backward", "head", "repeated", "waiting", "updating"},
+    "reduced": {"gathering"},
+    "launch": {"waiting"},
+}
+
+
+def plan(**changes):
+    asked = {
+        "model": "qwen2.5-0.5b", "micro_batch": 1, "recompute": "full",
+        "task": {"sequence_length": 1024, "global_batch": 8}, "method": "full",
+        "hardware": {"device": "h100-sxm", "count": 8},
+        "parallel": {"dp_shard": 8}, "attention": "flash",
+    } | changes  # fmt: skip
+    return from_data(asked, Request, where="the test")
+
+
+RECIPE = api.predict(plan(framework="torchtitan")).recipe
+OWN = replace(RECIPE, framework="memfit", attention="flash")
+MODEL = read_model(OWN.model)
+
+
+def calibrated(*curves, launch=None):
+    made = Calibration(date="2026-11-20", versions={}, devices=8, launch_seconds=launch)
+    return replace(find_device("h100-sxm"), curves=curves, calibration=made)
+
+
+def parts(device, recipe=OWN):
+    return predict_step(read_setting(recipe, MODEL, device))._asdict()
+
+
+@pytest.mark.parametrize("what", SPANS)
+def test_a_curve_changes_the_spans_that_rest_on_it_and_no_other(what):
+    usual, curves = parts(calibrated()), [CURVES[what]] if what in CURVES else []
+    found = parts(calibrated(*curves, launch=1e-3 if what == "launch" else None))
+    changed = {n for n in usual if found[n] != pytest.approx(usual[n], rel=1e-9, abs=1e-12)}
+    # straggling is a share of all the others; gathering is what computing does not cover
+    assert changed - {"straggling", "gathering"} == SPANS[what] - {"gathering"}
+    assert "gathering" not in SPANS[what] or "gathering" in changed
+
+
+def test_only_a_calibrated_row_has_curves_of_its_own():
+    listed = replace(find_device("h100-sxm"), curves=tuple(CURVES.values()))
+    assert read_own(listed, "bf16", "bf16", "flash") == Own()
+    assert describe(Own()) == ""
+    own = read_own(calibrated(*CURVES.values(), launch=1e-6), "bf16", "bf16", "flash")
+    assert describe(own) == "products, attention, memory, launches, all_reduce"
+    assert own.attention == POINTS
+    assert read_own(calibrated(*CURVES.values()), "bf16", "bf16", "math").attention == ()
+
+
+def test_another_frameworks_launches_stay_as_fitted():
+    slow = calibrated(launch=1.0)
+    assert parts(slow, replace(OWN, framework="torchtitan"))["waiting"] < 1
+    assert parts(slow)["waiting"] > 1
+
+
+def test_a_rate_is_read_off_between_two_points_and_held_beyond_the_ends():
+    import numpy
+
+    assert rate_at(POINTS, 1.0) == 5e13
+    assert rate_at(POINTS, 1e10) == pytest.approx((5e13 + 4e14) / 2)
+    assert rate_at(POINTS, 1e20) == 7e14
+    sizes = numpy.array([1.0, 1e10, 1e11, 3e12, 1e20])
+    assert rate_at(POINTS, sizes) == pytest.approx([rate_at(POINTS, float(n)) for n in sizes])
+
+
+def test_links_give_what_the_largest_all_reduce_reached():
+    setting = read_setting(OWN, MODEL, calibrated())
+    own = read_own(calibrated(CURVES["reduced"]), "bf16", "bf16", "flash")
+    scaled = scale_links(setting.machine.links, own)
+    ring = 1e9 * bus_factor("all_reduce", 8) / 2e11
+    found = collective_seconds("all_reduce", 1e9, Group(8, 8), scaled)
+    assert found == pytest.approx(ring, rel=0.02)  # latencies do not scale
+    assert scaled.outside == setting.machine.links.outside
+
+
+@settings(max_examples=30)
+@given(st.sampled_from(sorted(CURVES)), st.floats(1, 20), st.sampled_from([0, 1, 8]))
+def test_a_faster_curve_never_slows_a_step(what, more, blocks):
+    curve, recipe = CURVES[what], replace(OWN, recompute_blocks=blocks)
+    faster = replace(curve, points=tuple((size, more * rate) for size, rate in curve.points))
+    slow, fast = (predict_step(read_setting(recipe, MODEL, calibrated(c))) for c in (curve, faster))
+    assert fast.total <= slow.total * (1 + 1e-12)
+
+
+def test_a_block_runs_as_many_operations_as_launches_are_counted_for():
+    found = []
+    for layers in (1, 2):
+        config = LlamaConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=layers, vocab_size=64,
+            num_attention_heads=2, attn_implementation="sdpa",
+        )  # fmt: skip
+        model, tokens = LlamaForCausalLM(config), torch.zeros(1, 8, dtype=torch.long)
+        with Counted() as counted:
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        found.append(counted.number)
+    assert found[1] - found[0] == pytest.approx(OPERATIONS, rel=0.15)
