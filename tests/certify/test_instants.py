@@ -21,7 +21,8 @@ from memfit.records.model import ModelReference
 from memfit.records.recipe import Freeze
 from memfit.records.results import Run
 from memfit.train.checkpoint.export import file_tensors
-from memfit.train.checkpoint.whole import load_checkpoint, on_host, save_checkpoint
+from memfit.train.checkpoint.files import on_host
+from memfit.train.checkpoint.whole import load_checkpoint, save_checkpoint
 from memfit.train.measure.live import LiveBytes
 from memfit.train.model.weights import fill_weights
 from memfit.train.run.generate import advance, chances, draw, load_model

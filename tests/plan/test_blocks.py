@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.plan.simulate.blocks import ENDS, Block, find_runs, repeats, shorten
+from memfit.plan.simulate.blocks import ENDS, find_runs, repeats, shorten
+from memfit.plan.simulate.setting import Block
 
 
 def blocks(kinds, recomputed=0):

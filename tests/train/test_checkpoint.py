@@ -11,13 +11,8 @@ from tiny_runs import tiny_recipe
 
 from memfit.core.errors import InvalidRequest, RunFailed
 from memfit.records.recipe import Lora
-from memfit.train.checkpoint.whole import (
-    find_damage,
-    load_checkpoint,
-    newest_checkpoint,
-    remove_unfinished,
-    save_checkpoint,
-)
+from memfit.train.checkpoint.files import find_damage, newest_checkpoint, remove_unfinished
+from memfit.train.checkpoint.whole import load_checkpoint, save_checkpoint
 from memfit.train.measure.counters import run_step, synthetic_micro
 from memfit.train.measure.storages import inner_tensors
 from memfit.train.model.weights import fill_weights

@@ -15,7 +15,7 @@ from memfit.records import read_json
 from memfit.records.ledger import Entry, Kind, Ledger, Phase
 from memfit.records.request import Request, Task
 from memfit.records.results import OutOfMemory
-from memfit.train.checkpoint.whole import find_damage
+from memfit.train.checkpoint.files import find_damage
 from memfit.train.data.prepare import find_bounds
 from memfit.train.run.drift import (
     ABSOLUTE,

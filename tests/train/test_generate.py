@@ -14,7 +14,8 @@ from memfit.records.model import ModelReference
 from memfit.records.recipe import Freeze, Lora
 from memfit.records.request import Request, Task
 from memfit.train.checkpoint.export import save_model
-from memfit.train.checkpoint.whole import load_checkpoint, newest_checkpoint
+from memfit.train.checkpoint.files import newest_checkpoint
+from memfit.train.checkpoint.whole import load_checkpoint
 from memfit.train.data.prepare import read_data
 from memfit.train.model.weights import fill_weights
 from memfit.train.run.generate import find_model_folder, generate

@@ -13,7 +13,7 @@ from tiny_runs import write_text
 
 from memfit.records import read_json
 from memfit.records.results import Run
-from memfit.train.checkpoint.whole import find_damage
+from memfit.train.checkpoint.files import find_damage
 
 HERE = Path(__file__).parent
 KILLS = 10

@@ -31,7 +31,7 @@ from memfit.records.ledger import Phase
 from memfit.records.recipe import Parallel
 from memfit.records.request import Request, Task
 from memfit.records.results import Run
-from memfit.train.checkpoint.whole import find_damage
+from memfit.train.checkpoint.files import find_damage
 from memfit.train.data.prepare import build_samplers, find_bounds, read_data
 from memfit.train.run.generate import generate
 from memfit.train.run.session import EXPOSED

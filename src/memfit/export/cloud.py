@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from memfit.export import Draft, Job
 from memfit.export.files import File
-from memfit.export.start import Machines, Trained, find_trainer
+from memfit.export.start import Trained, find_trainer
+from memfit.export.torchrun import Machines
 
 IMAGE = "pytorch/pytorch:2.11.0-cuda12.8-cudnn9-devel"
 # names that clouds have for our devices, where they are not the vendor's own

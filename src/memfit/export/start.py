@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from memfit.core.errors import InvalidRequest, UnknownName
+from memfit.core.errors import UnknownName
 from memfit.export import Draft, Job, exports
 from memfit.export.files import File
 from memfit.export.needs import Need
+from memfit.export.torchrun import Machines, torchrun
 from memfit.records.results import Plan
 
 # whose files start a plan of this framework, and the file that is run
@@ -18,29 +19,6 @@ TRAINERS = {
     "megatron": "megatron", "torchtitan": "torchtitan", "trl": "trl", "deepspeed": "deepspeed",
     "hf-trainer": "accelerate",
 }  # fmt: skip
-
-
-class Machines(NamedTuple):
-    """Shell words for what differs from machine to machine."""
-
-    rank: str = "${NODE_RANK:-0}"
-    address: str = "${MASTER_ADDR:-localhost}"
-
-
-def torchrun(job: Job, machines: Machines = Machines()) -> str:  # noqa: B008 (a constant)
-    """`torchrun` with its options, up to the script."""
-    if job.world % job.per_node:
-        raise InvalidRequest(
-            f"{job.world} ranks do not fill machines of {job.per_node} devices",
-            hint="`hardware: {count: …, nodes: …}`",
-        )
-    words = f"torchrun --nproc-per-node={job.per_node}"
-    if job.nodes == 1:
-        return f"{words} --standalone"
-    return (
-        f'{words} --nnodes={job.nodes} --node-rank="{machines.rank}"'
-        f' --master-addr="{machines.address}" --master-port=29500'
-    )
 
 
 class Trained(NamedTuple):
@@ -112,7 +90,7 @@ def _script(job: Job, draft: Draft, machines: Machines) -> str:
     if name == "megatron":
         return f"{around}bash megatron.sh\n"
     if name == "torchtitan":
-        from memfit.export.targets.torchtitan import arguments
+        from memfit.export.targets.torchtitan_shared import arguments
 
         return f"{around}{torchrun(job, machines)} {arguments()}\n"
     if name == "deepspeed":

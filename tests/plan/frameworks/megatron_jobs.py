@@ -1,7 +1,7 @@
 """Requests of Megatron-LM's step that its tests share."""
 
 from memfit.plan.frameworks import Job, find_framework
-from memfit.plan.frameworks.megatron import read_settings
+from memfit.plan.frameworks.megatron.settings import read_settings
 from memfit.plan.frameworks.megatron.shape import read_shape
 from memfit.plan.frameworks.megatron.split import deal_stages
 from memfit.plan.frameworks.megatron.stage import count_stage, find_flights, read_blocks

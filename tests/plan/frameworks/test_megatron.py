@@ -14,9 +14,9 @@ from memfit import catalog, families
 from memfit.core.errors import InvalidRequest
 from memfit.core.units import GIB
 from memfit.plan.frameworks import find_framework
-from memfit.plan.frameworks.megatron import read_settings
 from memfit.plan.frameworks.megatron import stage as stages
 from memfit.plan.frameworks.megatron.block import save_block
+from memfit.plan.frameworks.megatron.settings import read_settings
 from memfit.plan.frameworks.megatron.shape import read_shape
 from memfit.plan.frameworks.megatron.split import deal_stages
 from memfit.plan.frameworks.shared.pipeline import count_in_flight, deal_blocks

@@ -7,9 +7,9 @@ from msgspec.structs import replace
 from memfit.core.errors import InvalidRequest
 from memfit.core.units import GIB
 from memfit.plan.frameworks import find_framework
-from memfit.plan.frameworks.megatron import read_settings
 from memfit.plan.frameworks.megatron import stage as stages
 from memfit.plan.frameworks.megatron.block import save_block
+from memfit.plan.frameworks.megatron.settings import read_settings
 from memfit.plan.frameworks.megatron.shape import read_shape
 from memfit.records.ledger import Kind, Phase
 from memfit.records.model import Architecture, Experts, Latent, Model, Weight

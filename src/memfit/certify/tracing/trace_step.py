@@ -27,7 +27,7 @@ from memfit.records.ledger import Phase
 from memfit.records.recipe import Parallel, Recipe
 from memfit.records.shapes import BatchShape, bounds_of
 from memfit.train.checkpoint.export import gather_files
-from memfit.train.checkpoint.whole import checkpoint_tensors, on_host
+from memfit.train.checkpoint.files import checkpoint_tensors, on_host
 from memfit.train.measure.live import LiveBytes
 from memfit.train.model.attention import check_attention
 from memfit.train.model.weights import EmptyWeights, fill_weights

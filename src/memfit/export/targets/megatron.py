@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from memfit.export import Draft, Job, Target, exports
 from memfit.export.files import ALL_AXES, OPTIMIZER_SAYS, File
 from memfit.export.needs import Need, need
-from memfit.export.start import torchrun
 from memfit.export.targets.torchtitan_shared import check_steps
+from memfit.export.torchrun import torchrun
 from memfit.plan.frameworks import Job as Described
 from memfit.plan.frameworks import find_framework, resolve_options
 from memfit.plan.frameworks.megatron.shape import Shape, read_shape

@@ -6,7 +6,6 @@ from typing import ClassVar, final
 
 from memfit.export import Draft, Job, Target, exports
 from memfit.export.targets.torchtitan_shared import AXES, SAYS, write_module
-from memfit.export.targets.torchtitan_shared import arguments as arguments
 
 
 @final

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from memfit.core.errors import InvalidRequest, UnknownName
 from memfit.export import Draft, Job
 from memfit.export.files import OPTIMIZER_SAYS, File
-from memfit.export.start import torchrun
+from memfit.export.torchrun import torchrun
 from memfit.records.recipe import Recipe
 
 MODULE = "memfit_plan"

@@ -16,7 +16,8 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from memfit.meta import Meter
-from memfit.plan.simulate.blocks import Batch, Mark, Recording, Run, Setting, record
+from memfit.plan.simulate.blocks import record
+from memfit.plan.simulate.setting import Batch, Mark, Recording, Run, Setting
 
 CYCLES = 5  # simulated of a run: two at each end, so that the third's neighbours are like itself
 MIDDLE = CYCLES // 2

@@ -25,13 +25,8 @@ from memfit.plan.memory.explain import explain
 from memfit.plan.simulate.blocks import (
     AFTER_PRODUCT,
     ROUNDING,
-    Batch,
     Part,
     Parts,
-    Repeat,
-    Row,
-    Run,
-    Setting,
     find_runs,
     repeats,
     shorten,
@@ -40,6 +35,7 @@ from memfit.plan.simulate.blocks import (
 from memfit.plan.simulate.closed_form import Answers, find_answers
 from memfit.plan.simulate.fsdp_units import find_sharding
 from memfit.plan.simulate.segments import Passes, Segment, expand
+from memfit.plan.simulate.setting import Batch, Repeat, Row, Run, Setting
 from memfit.plan.simulate.shared_products import SharedProducts
 from memfit.plan.simulate.stages import find_stages, fullest_places, held_blocks
 from memfit.plan.simulate.updates import around_micro_batches, hold

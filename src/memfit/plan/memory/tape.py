@@ -36,7 +36,8 @@ from memfit.plan.memory.predicted_memory import (
     without_shape,
     worst_batch,
 )
-from memfit.plan.simulate.blocks import AFTER_PRODUCT, Batch, Mark, Recording, Setting
+from memfit.plan.simulate.blocks import AFTER_PRODUCT
+from memfit.plan.simulate.setting import Batch, Mark, Recording, Setting
 from memfit.plan.step_time.pipeline.orders import Piece
 from memfit.records.hardware import Device
 from memfit.records.ledger import Kind, Phase

@@ -20,10 +20,11 @@ from memfit.meta.meter import block_size
 from memfit.optimizers import find_optimizer
 from memfit.parallelism.shards import local_model
 from memfit.plan.memory.predicted_memory import describe, without_shape, worst_batch
-from memfit.plan.simulate.blocks import AFTER_PRODUCT, Batch, Run, Setting
+from memfit.plan.simulate.blocks import AFTER_PRODUCT
 from memfit.plan.simulate.closed_form import find_answers
 from memfit.plan.simulate.recompute import Again
 from memfit.plan.simulate.segments import Passes, Segment
+from memfit.plan.simulate.setting import Batch, Run, Setting
 from memfit.records.hardware import Device
 from memfit.records.model import Architecture, Model, TensorSpec
 from memfit.records.recipe import Optimizer, Recipe

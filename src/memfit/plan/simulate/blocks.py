@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -20,31 +19,35 @@ from memfit import meta
 from memfit.families.shared.forward import (
     COPY,
     ORIGINAL,
-    Documents,
     Forward,
     Weights,
     base_alone,
     module,
     row_log_probs,
 )
-from memfit.families.shared.masks import Masking, make_masks
+from memfit.families.shared.masks import make_masks
 from memfit.meta import Meter, Tensor
 from memfit.meta.distributed.offload import Load
-from memfit.meta.distributed.ring import Ring
-from memfit.meta.distributed.sharding import Sharding
 from memfit.meta.layers.dequantised import CODED
-from memfit.meta.layers.quantised import Quantised
 from memfit.meta.losses.preference import judge
-from memfit.meta.workspace import Grid
 from memfit.plan.simulate.fsdp_units import Named, Units
 from memfit.plan.simulate.in_backward import Updates
 from memfit.plan.simulate.one_block import run_block
-from memfit.plan.simulate.program import Comparing, OwnProgram, Program
-from memfit.plan.simulate.stages import Stages, begin_stage, run_stages
-from memfit.records import Noun
+from memfit.plan.simulate.program import Comparing, OwnProgram
+from memfit.plan.simulate.setting import (
+    Batch,
+    Block,
+    Inputs,
+    Mark,
+    Recording,
+    Repeat,
+    Row,
+    Run,
+    Setting,
+)
+from memfit.plan.simulate.stages import begin_stage, run_stages
 from memfit.records.ledger import Kind
 from memfit.records.model import Architecture, Model, Weight
-from memfit.records.recipe import Optimizer
 
 Part = tuple[Kind, str]  # kind, owner
 Parts = dict[Part, int]
@@ -54,112 +57,6 @@ ALL = slice(None)
 LONGEST = 16  # blocks of the longest cycle that is looked for
 AFTER_PRODUCT = "'"  # marks the segment that begins with a backward's first product
 WRAPPER = "base_model.model."  # what peft puts before every name
-
-
-class Row(Noun, frozen=True, kw_only=True):
-    """A weight of one block, or of none, under its name inside it."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    trainable: bool
-    part: str
-
-
-class Block(Noun, frozen=True, kw_only=True):
-    """What a block's segments depend on."""
-
-    rows: tuple[Row, ...]
-    recomputed: bool
-    reentrant: bool = False  # by torch's reentrant checkpoint
-    keeps: bool = False  # recomputed but for products with weights and fused attention
-    stows: bool = False  # what it saves waits in host memory
-    leads: bool = False  # the first of those: its input is not another block's to give up
-    kind: str = ""  # of `Architecture.layer_kinds`
-
-
-class Run(Noun, frozen=True, kw_only=True):
-    """Consecutive cycles of blocks that are alike; mostly of one block."""
-
-    cycle: tuple[Block, ...]
-    count: int
-
-
-class Repeat(NamedTuple):
-    """How often a simulated block stands in the model."""
-
-    cycle: int  # blocks of one cycle follow each other before it begins again
-    times: int
-
-
-class Batch(Noun, frozen=True, kw_only=True):
-    """The shape of a micro-batch."""
-
-    rows: int
-    tokens: int
-    documents: Documents | None
-
-
-class Setting(Noun, frozen=True, kw_only=True):
-    """All that a micro-batch's segments depend on beside its shape."""
-
-    architecture: Architecture
-    outside: tuple[Row, ...]
-    runs: tuple[Run, ...]  # counts as simulated
-    kernel: str
-    autocast: bool
-    compute: str  # dtype of matrix products
-    scaled: bool  # whether the loss is multiplied by a scale before its backward
-    chunk: int  # tokens per chunk of the loss; 0 = plain
-    cuda: bool
-    grid: Grid | None  # see `Meter.grid`
-    adapter_dropout: bool
-    qat: str = ""
-    lean: tuple[str, ...] = ()
-    narrow: bool = False  # products of blocks in FP8
-    accumulates: bool  # whether there is a later micro-batch
-    evaluates: bool = False  # a forward and its loss alone, of which nothing is kept
-    again: bool = False  # whether the later micro-batch is of the next step, without gradients
-    in_backward: Optimizer | None = None  # updates each weight as soon as its gradient is there
-    program: Program | None = None  # of another framework's step; None is memfit's own
-    coded: Quantised = Quantised()  # products with quantised weights, of memfit's own
-    prefers: bool = False  # rows are pairs, and the loss compares their log-probabilities
-    sharding: Sharding | None = None  # of one rank of many
-    stages: Stages | None = None  # of a rank that holds a part of the blocks
-    references: int = 0  # forwards of the base model alone before each micro-batch's own
-    compares: Comparing | None = None  # another framework's loss of pairs; its policy comes first
-    caches: bool = False  # whether autocast keeps the casts of weights until a forward has ended
-    second: str = ""  # the dtype of a second model's weights, where that is the reference
-    ring: Ring | None = None  # with which ranks attention is to whole rows
-    masking: Masking | None = None  # of Hugging Face's own attention; None is memfit's
-
-
-class Inputs(NamedTuple):
-    """The tensors of a micro-batch."""
-
-    input_ids: Tensor
-    labels: Tensor
-    position_ids: Tensor | None
-    given: Tensor | None  # the reference's log-probabilities
-
-
-class Mark(NamedTuple):
-    """Where a segment of a recording begins."""
-
-    name: str
-    event: int  # events of the meter before it
-    flop: int  # FLOP before it
-
-
-class Recording(NamedTuple):
-    """What a simulation logged: of a first micro-batch, and of a later one where there is any; of
-    stages, of each piece. The last mark of each is its end."""
-
-    meter: Meter
-    passes: list[list[Mark]]
-    stop: int  # events of the meter when the step had ended: later ones are of what it leaves
-    gradients: list[int]  # what is left of them, in the order of the model's parameters
-    product: int  # events before the first product, where loops are unrolled
 
 
 def split_rows(

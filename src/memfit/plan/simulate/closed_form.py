@@ -18,17 +18,9 @@ from typing import NamedTuple
 
 from memfit.meta.meter import block_size
 from memfit.meta.unknown import Monomial, Number, Size, Unknowns, example, terms_of, value_at
-from memfit.plan.simulate.blocks import (
-    ROUNDING,
-    Batch,
-    Mark,
-    Part,
-    Parts,
-    Recording,
-    Setting,
-    record,
-)
+from memfit.plan.simulate.blocks import ROUNDING, Part, Parts, record
 from memfit.plan.simulate.segments import Passes, Segment, simulate
+from memfit.plan.simulate.setting import Batch, Mark, Recording, Setting
 from memfit.records.ledger import Kind
 
 MOST_FORMS = 64  # of one setting

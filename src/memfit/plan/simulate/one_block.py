@@ -1,8 +1,6 @@
-"""One block over `sizes`: kept, recomputed whole or in part, or waiting in host memory."""
+"""One block without data: kept, recomputed whole or in part, or waiting in host memory."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -11,10 +9,8 @@ from memfit.families.capabilities.added import only_added
 from memfit.families.shared.forward import Forward, Weights, module
 from memfit.meta import Tensor
 from memfit.meta.distributed.offload import Load
-
-if TYPE_CHECKING:
-    from memfit.plan.simulate.blocks import Block
-    from memfit.plan.simulate.program import Program
+from memfit.plan.simulate.program import Program
+from memfit.plan.simulate.setting import Block
 
 
 @module

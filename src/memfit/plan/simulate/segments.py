@@ -8,16 +8,8 @@ from itertools import groupby, pairwise
 import msgspec
 
 from memfit.meta import Meter
-from memfit.plan.simulate.blocks import (
-    AFTER_PRODUCT,
-    ROUNDING,
-    Batch,
-    Mark,
-    Parts,
-    Repeat,
-    Setting,
-    record,
-)
+from memfit.plan.simulate.blocks import AFTER_PRODUCT, ROUNDING, Parts, record
+from memfit.plan.simulate.setting import Batch, Mark, Repeat, Setting
 
 
 class Segment(msgspec.Struct):

@@ -10,46 +10,24 @@ next one is there (1F1B's variable) or at once (the interleaved schedule's).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
 from memfit import meta
-from memfit.families.shared.forward import Embedded, Forward, positions, rotation
-from memfit.meta import Tensor
+from memfit.families.shared.forward import Embedded, Forward, Weights, positions, rotation
+from memfit.meta import Meter, Tensor
 from memfit.parallelism.pipeline import blocks_of, stages_of
+from memfit.plan.simulate.fsdp_units import Units
+from memfit.plan.simulate.program import Program
+from memfit.plan.simulate.setting import Inputs, Mark, Setting, Stages
 from memfit.plan.step_time.pipeline.orders import Piece, Schedule, find_schedule, orders
-from memfit.records import Noun
 from memfit.records.ledger import Kind
 from memfit.records.recipe import Recipe
 
-if TYPE_CHECKING:
-    from memfit.plan.simulate.blocks import Mark, _Simulation
-
 OWNER = "pipeline"  # of the buffers
 BEYOND = 2  # micro-batches simulated after those in flight: all later ones are like the last
-
-
-class Stages(Noun, frozen=True, kw_only=True):
-    """What a rank of a pipeline runs, one piece after the other."""
-
-    order: tuple[Piece, ...]
-    ranks: int
-    count: int  # stages of all ranks
-    micro_batches: int  # of a step; `order` may leave out some that repeat
-    blocks: tuple[int, ...]  # of each of its stages, as simulated
-    dtype: str  # of what stages send each other
-
-    @property
-    def simulated(self) -> int:
-        """Micro-batches of `order`."""
-        return 1 + max(piece.micro_batch for piece in self.order)
-
-    def evaluating(self) -> Stages:
-        """The forward alone of one micro-batch."""
-        once = tuple(p for p in self.order if p.pass_ == "F" and p.micro_batch == 0)
-        return replace(self, order=once, micro_batches=1)
 
 
 def held_blocks(recipe: Recipe, layers: int, rank: int) -> list[range]:
@@ -108,7 +86,46 @@ class _Flight(NamedTuple):
     boundaries: list[int]
 
 
-def run_stages(simulation: _Simulation) -> list[list[Mark]]:
+class Simulation(Protocol):
+    """What a rank's stages need of the simulation that they are run in."""
+
+    setting: Setting
+    meter: Meter
+    units: Units | None
+    program: Program
+    outside: Weights
+    marks: list[Mark]
+
+    def mark(self, name: str, owner: str) -> None:
+        """Begin a segment."""
+
+    def make_batch(self) -> Inputs:
+        """The tensors of a micro-batch."""
+
+    def make_forward(self, inputs: Inputs) -> tuple[Forward, Tensor]:
+        """What its forward needs to know, and its labels."""
+
+    def run_blocks(
+        self,
+        forward: Forward,
+        boundaries: list[int],
+        blocks: slice,
+        entered: Tensor | None,
+        last: bool,
+    ) -> Tensor:
+        """A stage's blocks, and the final norm behind the last stage's."""
+
+    def product_begins(self) -> None:
+        """Note the backward's first product."""
+
+    def watch(self, boundaries: list[int], offset: int) -> Callable[[int], None]:
+        """What a backward calls when it has passed a node."""
+
+    def pass_all(self, boundaries: list[int], offset: int) -> None:
+        """Begin the segments of the blocks that a backward has not begun."""
+
+
+def run_stages(simulation: Simulation) -> list[list[Mark]]:
     """The marks of the buffers' birth, of each piece, and of the end."""
     made = _Run(simulation)
     found = [made.begin()]
@@ -120,7 +137,7 @@ def run_stages(simulation: _Simulation) -> list[list[Mark]]:
 class _Run:
     """One step of a rank's stages on a meter."""
 
-    def __init__(self, simulation: _Simulation) -> None:
+    def __init__(self, simulation: Simulation) -> None:
         assert simulation.setting.stages is not None
         self.simulation = simulation
         self.stages: Stages = simulation.setting.stages

@@ -23,7 +23,7 @@ from memfit.core.libraries import quiet_import
 from memfit.families import family_of
 from memfit.families.shared.stored_names import Part, file_parts
 from memfit.parallelism.whole import gather
-from memfit.train.checkpoint.whole import flush, on_host
+from memfit.train.checkpoint.files import flush, on_host
 from memfit.train.data.tokenizer import Tokenizer
 from memfit.train.distributed.pipeline import name_all, receive
 from memfit.train.distributed.ranks import Ranks

@@ -26,7 +26,7 @@ from memfit.families import read_model
 from memfit.families.shared.stored_names import find_parts
 from memfit.records.recipe import Recipe
 from memfit.records.results import Merged
-from memfit.train.checkpoint.whole import flush
+from memfit.train.checkpoint.files import flush
 from memfit.train.model.quantised import QuantisedLinear
 from memfit.train.model.weights import (
     ADAPTER,

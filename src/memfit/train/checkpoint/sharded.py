@@ -35,7 +35,7 @@ from memfit.core.errors import InvalidRequest
 from memfit.parallelism import make_mesh
 from memfit.parallelism.whole import is_sharded
 from memfit.records.recipe import Parallel
-from memfit.train.checkpoint.whole import (
+from memfit.train.checkpoint.files import (
     FOLDER,
     UNFINISHED,
     check_state,

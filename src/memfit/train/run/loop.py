@@ -31,14 +31,9 @@ from memfit.records.results import Certificate, OutOfMemory, Run
 from memfit.records.shapes import BatchShape, bounding_shapes, evaluation_shapes
 from memfit.train.checkpoint.export import FOLDER as MODEL
 from memfit.train.checkpoint.export import save_model
+from memfit.train.checkpoint.files import check_digest, newest_checkpoint, remove_unfinished
 from memfit.train.checkpoint.sharded import Saver
-from memfit.train.checkpoint.whole import (
-    check_digest,
-    load_checkpoint,
-    newest_checkpoint,
-    remove_unfinished,
-    save_checkpoint,
-)
+from memfit.train.checkpoint.whole import load_checkpoint, save_checkpoint
 from memfit.train.data.prepare import build_samplers, read_data
 from memfit.train.data.sampler import Micro, Sampler
 from memfit.train.distributed.ranks import Ranks, explained_loss

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import structs
 
 from memfit.plan.frameworks import Job, Peaks
-from memfit.plan.frameworks.megatron import read_settings
+from memfit.plan.frameworks.megatron.settings import read_settings
 from memfit.plan.frameworks.megatron.shape import Shape, read_shape, read_shards
 from memfit.plan.frameworks.megatron.split import SPLIT_KNOBS, list_alike
 from memfit.plan.frameworks.megatron.stage import (

@@ -21,11 +21,8 @@ from memfit.plan.frameworks import Job, make_ledger
 from memfit.plan.memory.predicted_memory import Level, without_shape
 from memfit.plan.simulate.blocks import (
     ROUNDING,
-    Batch,
     Part,
     Parts,
-    Repeat,
-    Setting,
     find_runs,
     repeats,
     shorten,
@@ -34,6 +31,7 @@ from memfit.plan.simulate.blocks import (
 from memfit.plan.simulate.closed_form import Answers, find_answers
 from memfit.plan.simulate.program import Comparing, Program
 from memfit.plan.simulate.segments import Passes, Segment, expand
+from memfit.plan.simulate.setting import Batch, Repeat, Setting
 from memfit.records.hardware import Device
 from memfit.records.ledger import Kind, Ledger, Phase
 from memfit.records.model import DTYPE_BYTES, Model

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import final
 
-from memfit.core.errors import InvalidRequest, MemoryUnknown
+from memfit.core.errors import InvalidRequest
 from memfit.plan.frameworks import (
     Framework,
     Job,
@@ -29,6 +29,7 @@ from memfit.plan.frameworks.torchtitan.stage import (
     find_round,
     find_stage,
     leave_alike,
+    refuse_zero_bubble,
 )
 from memfit.plan.step_time.arrays import Number, larger, where
 from memfit.records.ledger import Ledger
@@ -165,16 +166,6 @@ def _chunk_rules(job: Job) -> list[Rule]:
     tokens = r.tokens // r.parallel.cp
     chunks: Number = larger(1, job.option("loss_chunks"))
     return [divide("chunks", "options.loss_chunks", chunks, "tokens", tokens)]
-
-
-def refuse_zero_bubble(job: Job) -> None:
-    """Raise MemoryUnknown for schedules that part the backward in two."""
-    schedule = str(job.option("pipeline_schedule"))
-    if "ZeroBubble" in schedule or schedule.startswith("ZB"):
-        raise MemoryUnknown(
-            f"`options.pipeline_schedule: {schedule}`: what the weights' backward waits with is not"
-            " described"
-        )
 
 
 frameworks.register("torchtitan")(Torchtitan())

@@ -9,7 +9,6 @@ from msgspec import structs
 
 from memfit.plan.frameworks import Job, Peaks
 from memfit.plan.frameworks.shared.slots import Slots, find_peaks
-from memfit.plan.frameworks.torchtitan import refuse_zero_bubble
 from memfit.plan.frameworks.torchtitan.held import Parts, describe_instants
 from memfit.plan.frameworks.torchtitan.stage import (
     Count,
@@ -17,6 +16,7 @@ from memfit.plan.frameworks.torchtitan.stage import (
     count_stage,
     find_stage,
     leave_alike,
+    refuse_zero_bubble,
 )
 from memfit.plan.search.columns import find_distinct, pick, size_of, take
 from memfit.records.ledger import Phase

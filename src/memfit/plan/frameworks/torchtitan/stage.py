@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from memfit.plan.frameworks import Job
+from memfit.core.errors import MemoryUnknown
+from memfit.plan.frameworks import (
+    Job,
+)  # fmt: skip
 from memfit.plan.frameworks.shared.fsdp import Unit
 from memfit.plan.frameworks.shared.pipeline import count_in_flight, deal_sizes
 from memfit.plan.step_time.arrays import Number, larger, where
@@ -148,3 +151,13 @@ def units(job: Job, share: Share, count: Count) -> tuple[Unit, ...]:
     # the last block is gathered again at once, and the root stays whole
     blocks = Unit(share.block, pipeline, count.blocks - 1)
     return (Unit(share.embedding + share.head, True), blocks, Unit(share.block, True))
+
+
+def refuse_zero_bubble(job: Job) -> None:
+    """Raise MemoryUnknown for schedules that part the backward in two."""
+    schedule = str(job.option("pipeline_schedule"))
+    if "ZeroBubble" in schedule or schedule.startswith("ZB"):
+        raise MemoryUnknown(
+            f"`options.pipeline_schedule: {schedule}`: what the weights' backward waits with is not"
+            " described"
+        )
