@@ -24,7 +24,7 @@ import neighbour_plans  # noqa: E402
 from changed_keys import change, is_described, keys  # noqa: E402
 from memfit import api  # noqa: E402
 from memfit.core.errors import InvalidRequest  # noqa: E402
-from memfit.export import Export, find_target  # noqa: E402
+from memfit.export.target import Export, find_target  # noqa: E402
 
 RESULTS = HERE / "results" / "neighbours.json"
 

@@ -2,7 +2,7 @@
 docs/workspaces.md, from the table of what CUDA kernels allocate, docs/frameworks.md, from what each
 framework's file declares, docs/techniques.md and docs/numerics.md, from the .toml beside them,
 docs/peers.md, docs/ladder.md, docs/founding.md and docs/scaling.md with their pictures, from
-bench/results, and docs/accuracy.md with its plot and figures, from the corpus.
+bench/results, the table of layers in docs/ARCHITECTURE.md, and docs/accuracy.md with its plot and figures, from the corpus.
 
 `--check` writes nothing and exits 1 when a file is not what would be written.
 """
@@ -19,6 +19,7 @@ import click
 import founding_page
 import frameworks_page
 import ladder_page
+import layers_table
 import numerics_page
 import peers_page
 import refusals_page
@@ -104,6 +105,7 @@ def main() -> None:
     found, times = accuracy_page.judge(), accuracy_time_page.judge()
     rules = folklore.judge(corpus.read_corpus(), found)
     wanted = {
+        layers_table.PAGE: layers_table.write_page(),
         DOCS / "cli.md": command_line(),
         DOCS / "workspaces.md": workspaces(),
         DOCS / "frameworks.md": frameworks_page.page(),

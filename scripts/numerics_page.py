@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import field
 from techniques_page import ROOT, check_test
 
-from memfit.records import Noun, from_data
+from memfit.records import Record, from_data
 
 ROWS = ROOT / "docs" / "numerics.toml"
 HEAD = """# The numeric tests of memfit's step
@@ -22,7 +22,7 @@ fails. A bug whose line is no longer in the source fails too, so that this page 
 """
 
 
-class Bug(Noun, frozen=True, kw_only=True):
+class Bug(Record, frozen=True, kw_only=True):
     """A line of the product that is replaced, and the test that must notice."""
 
     name: str
@@ -35,7 +35,7 @@ class Bug(Noun, frozen=True, kw_only=True):
     )  # the test's arguments; what is not here is a fixture
 
 
-class Numeric(Noun, frozen=True, kw_only=True):
+class Numeric(Record, frozen=True, kw_only=True):
     """A numeric test: what is equal to what, and how closely."""
 
     number: int

@@ -12,7 +12,7 @@ from techniques_page import NONE, check_test
 from memfit import api
 from memfit.core.errors import InvalidRequest
 from memfit.core.wording import as_yaml
-from memfit.records import Noun, from_data
+from memfit.records import Record, from_data
 from memfit.records.request import Request
 
 ROWS = Path(__file__).resolve().parent.parent / "docs" / "refusals.toml"
@@ -31,7 +31,7 @@ hints of each refusal.
 """
 
 
-class Refusal(Noun, frozen=True, kw_only=True):
+class Refusal(Record, frozen=True, kw_only=True):
     """A row of refusals.toml."""
 
     name: str

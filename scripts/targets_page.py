@@ -14,9 +14,9 @@ import msgspec
 from click.testing import CliRunner
 
 from memfit.cli.app import app
-from memfit.export import EVERY_KEY, exports, find_target
+from memfit.export.target import EVERY_KEY, exports, find_target
 from memfit.export.unwritten_keys import HEAD as HEADING
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.recipe import Recipe
 
 MODEL, DEVICE = "llama-3.1-8b", "h100-sxm"
@@ -94,7 +94,7 @@ def recipe_keys() -> Iterator[str]:
     for field in msgspec.structs.fields(Recipe):
         if field.name in (*HEADING, "options", "model", "recompute"):
             continue
-        if isinstance(field.type, type) and issubclass(field.type, Noun):
+        if isinstance(field.type, type) and issubclass(field.type, Record):
             axes = AXES if field.name == "parallel" else ()
             names = (inner.name for inner in msgspec.structs.fields(field.type))
             yield from (f"{field.name}.{name}" for name in names if name not in axes)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from memfit.core.errors import InvalidRequest
-from memfit.records import Noun, from_data
+from memfit.records import Record, from_data
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "docs" / "techniques.toml"
@@ -24,7 +24,7 @@ steps can do in [frameworks.md](frameworks.md).
 """
 
 
-class Technique(Noun, frozen=True, kw_only=True):
+class Technique(Record, frozen=True, kw_only=True):
     """A row of techniques.toml."""
 
     group: str

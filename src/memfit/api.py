@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from memfit.check.out_of_memory import Diagnosed, Message
     from memfit.check.smaller_changes import Change
     from memfit.core.number_formats import FormatRow
-    from memfit.export import Export
+    from memfit.export.target import Export
     from memfit.plan.budget.budget import Budget
     from memfit.plan.budget.offers import Offers
     from memfit.plan.questions.compare import Comparison
@@ -275,7 +275,7 @@ def export(asked: Plan | Request, target: str) -> Export:
 
 def export_targets() -> list[str]:
     """Names of the tools that a plan can be written for."""
-    from memfit.export import exports
+    from memfit.export.target import exports
 
     return exports.names()
 

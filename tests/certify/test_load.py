@@ -7,7 +7,7 @@ from tiny_steps import CPU, make_recipe
 from memfit.adapters import find_adapter
 from memfit.certify.tracing.trace_step import trace_step
 from memfit.families import read_model
-from memfit.families.shared.files import read_widths
+from memfit.families.weight_files.headers import read_widths
 from memfit.plan.memory.predicted_memory import predict_memory
 from memfit.records.ledger import Kind, Phase
 from memfit.train.measure.live import LiveBytes

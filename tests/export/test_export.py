@@ -16,7 +16,7 @@ from changed_keys import change, is_described, keys
 from memfit import api
 from memfit.cli.app import app, run
 from memfit.core.errors import DoesNotFit, InvalidRequest, UnknownName
-from memfit.export import exports, find_target
+from memfit.export.target import exports, find_target
 from memfit.export.targets.megatron import LOSS
 from memfit.plan.request.wording import restate
 from memfit.records import from_data

@@ -19,8 +19,8 @@ import memfit.cli.app as cli
 from memfit import api
 from memfit.core.errors import DoesNotFit, InvalidRequest
 from memfit.core.wording import VERDICTS
-from memfit.export import exports, find_target
 from memfit.export.files import dump_yaml, in_one_line
+from memfit.export.target import exports, find_target
 from memfit.records import from_data
 from memfit.records.request import Request
 

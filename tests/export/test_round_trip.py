@@ -8,8 +8,9 @@ from changed_keys import change, is_described, keys
 from memfit import api
 from memfit.check import read_files
 from memfit.core.errors import InvalidRequest
-from memfit.export import find_target, list_keys
+from memfit.export import list_keys
 from memfit.export.settle import name_in_request
+from memfit.export.target import find_target
 from memfit.plan.request.wording import restate
 from memfit.plan.search.other_framework import predict_foreign, read_foreign
 from memfit.records import from_data

@@ -15,7 +15,7 @@ import pytest
 
 from memfit.certify import in_this_process
 from memfit.cli.neighbours import LAUNCHERS
-from memfit.export import exports, find_target
+from memfit.export.target import exports, find_target
 from typed_commands import quick
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "certify"))

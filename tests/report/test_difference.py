@@ -164,12 +164,12 @@ def test_an_empty_folder_and_a_missing_file_say_what_is_wanted(tmp_path):
 
 def test_a_file_says_what_it_holds(pair, tmp_path):
     plan = made.plan()
-    nouns = {
+    records = {
         "a certificate": pair[0], "a plan": plan, "a request": plan.request,
         "a run": made.run(plan),
     }  # fmt: skip
-    for name, noun in nouns.items():
-        write_json(tmp_path / "x.json", noun)
+    for name, record in records.items():
+        write_json(tmp_path / "x.json", record)
         assert what_is(tmp_path / "x.json") == name
     (tmp_path / "x.json").write_text("no")
     assert what_is(tmp_path / "x.json") == what_is(tmp_path) == ""

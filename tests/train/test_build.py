@@ -14,7 +14,7 @@ from memfit.adapters import find_adapter
 from memfit.certify.tracing.depth import DEPTH_KEYS
 from memfit.core.errors import InvalidRequest
 from memfit.families import read_model
-from memfit.families.shared.stored_names import APART, Part
+from memfit.families.weight_files.names import APART, Part
 from memfit.meta.attending.kernels import Heads
 from memfit.records.recipe import Freeze, Lora
 from memfit.train.checkpoint.export import file_tensors

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from memfit import api
 from memfit.cli.options import read_value
 from memfit.core.errors import InvalidRequest, NotCertified
-from memfit.export import exports
+from memfit.export.target import exports
 from memfit.records import to_json
 from memfit.records.request import Request
 from memfit.workflows import certify_request

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from memfit.accuracy.plausible import check_run
 from memfit.core.errors import InvalidRequest
-from memfit.records import Noun, from_data, to_data, write_atomically
+from memfit.records import Record, from_data, to_data, write_atomically
 from memfit.records.recipe import Recipe
 from memfit.records.results import Measurement, Plan, Run
 
@@ -27,7 +27,7 @@ MEMORY_KINDS = ("peak_allocated", "peak_active", "peak_reserved", "device_total"
 Split = Literal["fit", "test"]
 
 
-class Source(Noun, frozen=True, kw_only=True):
+class Source(Record, frozen=True, kw_only=True):
     """Where a row comes from, and how far it is to be trusted."""
 
     name: str  # `memfit measure`, or the repository and page
@@ -38,7 +38,7 @@ class Source(Noun, frozen=True, kw_only=True):
     notes: str = ""  # what was inferred, and from what
 
 
-class Row(Noun, frozen=True, kw_only=True):
+class Row(Record, frozen=True, kw_only=True):
     """One measured run."""
 
     schema: int = 1
@@ -115,19 +115,19 @@ def line(row: Row) -> str:
     return json.dumps(_lean(read), sort_keys=True, ensure_ascii=False) + "\n"
 
 
-def _lean(noun: Noun) -> dict[str, Any]:
-    found: dict[str, Any] = {"schema": 1} if isinstance(noun, Row) else {}
-    for field in msgspec.structs.fields(type(noun)):
-        value = getattr(noun, field.name)
+def _lean(record: Record) -> dict[str, Any]:
+    found: dict[str, Any] = {"schema": 1} if isinstance(record, Row) else {}
+    for field in msgspec.structs.fields(type(record)):
+        value = getattr(record, field.name)
         made = field.default_factory is not msgspec.NODEFAULT
         default = field.default_factory() if made else field.default
         if value == default and default is not msgspec.NODEFAULT:
             continue
-        if isinstance(value, Noun):
+        if isinstance(value, Record):
             found[field.name] = _lean(value)
         elif isinstance(value, dict):
             found[field.name] = {
-                k: _lean(v) if isinstance(v, Noun) else to_data(v) for k, v in value.items()
+                k: _lean(v) if isinstance(v, Record) else to_data(v) for k, v in value.items()
             }
         else:
             found[field.name] = to_data(value)
@@ -170,7 +170,7 @@ def read_corpus(paths: Iterable[Path] = ()) -> tuple[Row, ...]:
     return rows
 
 
-class Refused(Noun, frozen=True, kw_only=True):
+class Refused(Record, frozen=True, kw_only=True):
     """Rows of a source that no recipe describes, and why."""
 
     reason: str

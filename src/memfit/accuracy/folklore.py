@@ -17,13 +17,13 @@ import msgspec
 from memfit.accuracy.corpus import Row
 from memfit.accuracy.memory_errors import Accuracy, Compared
 from memfit.families import read_model
-from memfit.records import Noun, from_data
+from memfit.records import Record, from_data
 
 FILE = Path(__file__).parents[1] / "catalog" / "folklore.json"
 FULL, ADAPTED, QUANTISED = "full training", "LoRA over 16-bit weights", "LoRA over 4-bit weights"
 
 
-class Judged(Noun, frozen=True, kw_only=True):
+class Judged(Record, frozen=True, kw_only=True):
     """One rule over the runs that it speaks of; errors are rule / measured - 1."""
 
     rule: str

@@ -21,7 +21,7 @@ from memfit.plan.memory.predicted_memory import predict_memory
 from memfit.plan.memory.verdict import SLACK, describe_memory, find_needed, find_streams
 from memfit.plan.request.problem import find_device
 from memfit.plan.search.other_framework import describe_foreign, find_waiting, predict_ledger
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.hardware import Device
 from memfit.records.ledger import Ledger
 from memfit.records.model import Model
@@ -33,7 +33,7 @@ CAPACITIES = (16, 24, 40, 48, 80, 96, 141, 192)  # GiB on the boxes of today's c
 WAYS = ("source", "framework", "device", "kind", "model", "confidence", "split")
 
 
-class Compared(Noun, frozen=True, kw_only=True):
+class Compared(Record, frozen=True, kw_only=True):
     """One measured figure and what is predicted for its recipe."""
 
     id: str
@@ -57,7 +57,7 @@ class Compared(Noun, frozen=True, kw_only=True):
         return self.predicted / self.measured - 1
 
 
-class Outcome(Noun, frozen=True, kw_only=True):
+class Outcome(Record, frozen=True, kw_only=True):
     """A run that ran out of memory, and the verdict that it would have had."""
 
     id: str
@@ -76,7 +76,7 @@ class Outcome(Noun, frozen=True, kw_only=True):
         return self.verdict == "does_not_fit" or over
 
 
-class Group(Noun, frozen=True, kw_only=True):
+class Group(Record, frozen=True, kw_only=True):
     """Errors of some figures, as fractions."""
 
     name: str
@@ -88,7 +88,7 @@ class Group(Noun, frozen=True, kw_only=True):
     median_signed: float
 
 
-class Capacity(Noun, frozen=True, kw_only=True):
+class Capacity(Record, frozen=True, kw_only=True):
     """Verdicts on a card of this size over all figures of the whole device or of reserved bytes."""
 
     gib: int
@@ -99,7 +99,7 @@ class Capacity(Noun, frozen=True, kw_only=True):
     withheld: float  # median share of the card between what was measured and what counts as full
 
 
-class Accuracy(Noun, frozen=True, kw_only=True):
+class Accuracy(Record, frozen=True, kw_only=True):
     """The whole comparison."""
 
     schema: int = 1

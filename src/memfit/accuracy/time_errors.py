@@ -21,7 +21,7 @@ from memfit.plan.request.problem import find_device
 from memfit.plan.step_time.read import Basis, Network, read_basis, read_network, read_setting
 from memfit.plan.step_time.step import predict_step
 from memfit.plan.step_time.time_range import LEAST, TimeErrors
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.recipe import Recipe
 
 # sources whose times are no measurement of speed -> why
@@ -36,7 +36,7 @@ MESH = ("tp", "cp", "pp", "virtual_pp", "ep", "dp_shard", "dp_replicate")
 SMALLEST_SWEEP = 3  # rows; an order of two says little
 
 
-class TimeCompared(Noun, frozen=True, kw_only=True):
+class TimeCompared(Record, frozen=True, kw_only=True):
     """One measured step and what is predicted for its recipe."""
 
     id: str
@@ -65,7 +65,7 @@ class TimeCompared(Noun, frozen=True, kw_only=True):
         return self.source, self.model, self.device, self.devices
 
 
-class TimeGroup(Noun, frozen=True, kw_only=True):
+class TimeGroup(Record, frozen=True, kw_only=True):
     """Errors of some steps, as fractions; each source has one weight."""
 
     name: str
@@ -77,7 +77,7 @@ class TimeGroup(Noun, frozen=True, kw_only=True):
     bias: float
 
 
-class Sweep(Noun, frozen=True, kw_only=True):
+class Sweep(Record, frozen=True, kw_only=True):
     """How far the predicted order of configurations agrees with the measured one."""
 
     source: str
@@ -88,7 +88,7 @@ class Sweep(Noun, frozen=True, kw_only=True):
     tau: float  # Kendall's, of seconds a token; 1 the same order, -1 the reverse
 
 
-class Choice(Noun, frozen=True, kw_only=True):
+class Choice(Record, frozen=True, kw_only=True):
     """Several published layouts of one job, and the one that is predicted to be the fastest."""
 
     source: str
@@ -106,7 +106,7 @@ class Choice(Noun, frozen=True, kw_only=True):
         return self.loss <= NEAR
 
 
-class TimeAccuracy(Noun, frozen=True, kw_only=True):
+class TimeAccuracy(Record, frozen=True, kw_only=True):
     """The whole comparison."""
 
     schema: int = 1

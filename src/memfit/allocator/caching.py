@@ -43,10 +43,10 @@ from memfit.allocator.segments import (
 )
 from memfit.allocator.settings import MIN_LARGE_ALLOCATION, UNLIMITED, Settings
 from memfit.allocator.tape import CAUGHT_UP, FREED, USED, Event
-from memfit.records import Noun
+from memfit.records import Record
 
 
-class Failure(Noun, frozen=True, kw_only=True):
+class Failure(Record, frozen=True, kw_only=True):
     """The allocation that the device could not serve."""
 
     event: int  # its index in the tape
@@ -56,7 +56,7 @@ class Failure(Noun, frozen=True, kw_only=True):
     allocated: int
 
 
-class Peaks(Noun, frozen=True, kw_only=True):
+class Peaks(Record, frozen=True, kw_only=True):
     """Highest values over one stretch of a tape, bytes."""
 
     requested: int  # what the tensors asked for
@@ -65,7 +65,7 @@ class Peaks(Noun, frozen=True, kw_only=True):
     reserved_at_peak: int  # when `allocated` was highest
 
 
-class Replay(Noun, frozen=True, kw_only=True):
+class Replay(Record, frozen=True, kw_only=True):
     """The whole tape's peaks, those of each stretch of it, and why it stopped if it did."""
 
     peaks: Peaks

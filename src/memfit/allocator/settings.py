@@ -11,7 +11,7 @@ import re
 
 from memfit.core.errors import InvalidRequest, UnknownName, did_you_mean
 from memfit.core.units import GIB, MIB
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.hardware import Device
 
 UNLIMITED = 2**62
@@ -27,7 +27,7 @@ SHARE = re.compile(r"[0-9]*\.?[0-9]+(e[+-]?[0-9]+)?")
 ITEM = re.compile(r"([^:,\[\]]*):(\[[^\]]*\]|[^:,\[\]]*)(?:,|$)")
 
 
-class Settings(Noun, frozen=True, kw_only=True):
+class Settings(Record, frozen=True, kw_only=True):
     """What `PYTORCH_ALLOC_CONF` can change, and the memory there is; torch's defaults."""
 
     capacity: int | None = None  # bytes the driver would hand out; None never refuses

@@ -16,7 +16,7 @@ from memfit.catalog import device_rows
 from memfit.catalog.model_details import architecture_fields
 from memfit.catalog.toml_rows import Rows
 from memfit.families import find_described, find_family
-from memfit.records import Noun, from_data
+from memfit.records import Record, from_data
 from memfit.records.hardware import Device
 from memfit.records.model import Architecture, ModelReference
 
@@ -24,7 +24,7 @@ _FOLDER = Path(__file__).parent
 _MODELS = Rows(_FOLDER / "models.toml", "model", ("name", "hub", "aliases"))
 
 
-class CatalogModel(Noun, frozen=True, kw_only=True):
+class CatalogModel(Record, frozen=True, kw_only=True):
     """One published model: its sizes, its exact parameter count and what its publisher said."""
 
     id: str

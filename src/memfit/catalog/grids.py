@@ -8,12 +8,12 @@ from pathlib import Path
 from memfit.catalog.toml_rows import Rows
 from memfit.core import units
 from memfit.core.errors import InvalidRequest, UnknownName
-from memfit.records import Noun
+from memfit.records import Record
 
 _GRIDS = Rows(Path(__file__).with_name("grids.toml"), "grid", ("name", "code"), shared="sources")
 
 
-class Grid(Noun, frozen=True, kw_only=True):
+class Grid(Record, frozen=True, kw_only=True):
     """Where electricity comes from."""
 
     kg_per_kwh: float  # of CO2 equivalents

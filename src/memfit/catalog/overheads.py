@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from memfit.core import units
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.hardware import Device
 from memfit.records.recipe import Parallel
 
 
-class Overhead(Noun, frozen=True, kw_only=True):
+class Overhead(Record, frozen=True, kw_only=True):
     """What a process holds on a device outside the caching allocator, bytes; a band."""
 
     low: int

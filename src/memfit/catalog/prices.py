@@ -15,7 +15,7 @@ from memfit.catalog.own import own_file, read_own, wrong
 from memfit.catalog.toml_rows import Rows
 from memfit.core import units
 from memfit.core.errors import InvalidRequest, UnknownName
-from memfit.records import Noun, from_data
+from memfit.records import Record, from_data
 from memfit.records.hardware import Device, Price, PriceKind
 
 _PRICES = Rows(Path(__file__).with_name("prices.toml"), "device", (), shared="sources")
@@ -23,7 +23,7 @@ KINDS: tuple[PriceKind, ...] = ("on-demand", "reserved", "capacity block", "spot
 assert set(KINDS) == set(get_args(PriceKind))
 
 
-class Chosen(Noun, frozen=True, kw_only=True):
+class Chosen(Record, frozen=True, kw_only=True):
     """One price of a device-hour, and why it is that one; None is unknown."""
 
     usd_per_hour: float | None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,8 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memfit.certify.versions import OLDEST_TORCH, release
 from memfit.core.errors import Error, InvalidRequest, NotCertified
-from memfit.records import Noun, from_data, to_data, to_json
+from memfit.records import Record, from_data, to_data, to_json
 from memfit.records.hardware import Device
 from memfit.records.ledger import Phase
 from memfit.records.recipe import ADAPTED, Recipe
@@ -32,12 +32,11 @@ if TYPE_CHECKING:
     from memfit.certify.tracing.recorder import Trace
 
 NEEDED = ("torch", "transformers", "peft")
-OLDEST_TORCH, NEWEST_TORCH = "2.11", "2.13"  # tried; the self-check judges a newer one
 LAST_LINES = 15  # of a crashed child's output, shown to the user
 _HERE: ContextVar[bool] = ContextVar("certify in this process", default=False)
 
 
-class Order(Noun, frozen=True, kw_only=True):
+class Order(Record, frozen=True, kw_only=True):
     """What the certifying process is asked for."""
 
     recipe: Recipe
@@ -139,11 +138,6 @@ def check_libraries() -> None:
             f"torch {found} is older than {OLDEST_TORCH}, the oldest whose step memfit can trace",
             hint=f"pip install 'torch>={OLDEST_TORCH}'",
         )
-
-
-def release(text: str) -> tuple[int, ...]:
-    """(major, minor) of a version such as `2.13.0+cpu`."""
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
 
 
 def _read_answers(

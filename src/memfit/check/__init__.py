@@ -21,7 +21,7 @@ from memfit.core.errors import InvalidRequest
 from memfit.core.registry import Registry
 from memfit.plan.frameworks.hugging_face.pairs import TILED
 from memfit.plan.request.model_reference import find_reference
-from memfit.records import Noun, from_data
+from memfit.records import Record, from_data
 from memfit.records.request import Request, read_yaml
 from memfit.records.results import Plan
 from memfit.workflows.load_inputs import put
@@ -149,7 +149,7 @@ ACCELERATED = ("hf-trainer", "trl")  # frameworks whose shards are accelerate's 
 ORDER = ("torchtitan", "deepspeed", "accelerate", "axolotl", "llamafactory", "trl")
 
 
-class Checked(Noun, frozen=True, kw_only=True):
+class Checked(Record, frozen=True, kw_only=True):
     """What files of other tools say, as a request."""
 
     tools: tuple[str, ...]

@@ -16,7 +16,7 @@ from memfit.check.keys import LEVELS, Least, Undescribed, leaves
 from memfit.check.out_of_memory import Diagnosed
 from memfit.core.errors import DoesNotFit, InvalidRequest, MemoryUnknown, NotCertified
 from memfit.core.units import show_bytes
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.ledger import Kind, Phase
 from memfit.records.request import Request
 from memfit.records.results import Memory, Plan, Verdict
@@ -37,7 +37,7 @@ EVALUATED = 10  # bytes a logit: 16 bits, fp32 and the loss's own of an evaluati
 SHOWN = 2  # keys of a headline
 
 
-class Answer(Noun, frozen=True, kw_only=True):
+class Answer(Record, frozen=True, kw_only=True):
     """The verdict on the files, with its sentence."""
 
     verdict: Verdict | Literal["not_known"]

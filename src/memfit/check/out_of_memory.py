@@ -14,7 +14,7 @@ from pathlib import Path
 from memfit import families
 from memfit.catalog import find_device
 from memfit.core.errors import InvalidRequest
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.model import DTYPE_BYTES
 from memfit.records.results import Plan
 
@@ -39,7 +39,7 @@ SMALL, LARGE = 2**21, 10 * 2**20  # kSmallBuffer, kMinLargeAlloc
 MEDIUM = 20 * 2**20  # kLargeBuffer: of requests from 1 to 10 MiB
 
 
-class Message(Noun, frozen=True, kw_only=True):
+class Message(Record, frozen=True, kw_only=True):
     """Bytes as torch rounded them to be read; None where the message does not say."""
 
     tried: int  # the segment that was asked of the device, not the tensor alone
@@ -58,7 +58,7 @@ class Message(Noun, frozen=True, kw_only=True):
         return self.capacity - self.free - self.reserved
 
 
-class Suspect(Noun, frozen=True, kw_only=True):
+class Suspect(Record, frozen=True, kw_only=True):
     """A tensor of the predicted step whose size is that of the failed request."""
 
     what: str
@@ -67,14 +67,14 @@ class Suspect(Noun, frozen=True, kw_only=True):
     nbytes: int
 
 
-class Cause(Noun, frozen=True, kw_only=True):
+class Cause(Record, frozen=True, kw_only=True):
     """Why a step that is predicted to fit may have run out, and what the log has of it in bytes."""
 
     what: str
     nbytes: int
 
 
-class Diagnosed(Noun, frozen=True, kw_only=True):
+class Diagnosed(Record, frozen=True, kw_only=True):
     """The message beside the prediction."""
 
     message: Message

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from memfit.core.errors import InvalidRequest
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.results import Plan
 from memfit.workflows.load_inputs import put
 
@@ -47,7 +47,7 @@ def of_cut(edits: Sequence[Edit]) -> tuple[Edit, ...]:
     )  # fmt: skip
 
 
-class Edited(Noun, frozen=True, kw_only=True):
+class Edited(Record, frozen=True, kw_only=True):
     """One key of one file."""
 
     file: str
@@ -56,7 +56,7 @@ class Edited(Noun, frozen=True, kw_only=True):
     after: Any
 
 
-class Change(Noun, frozen=True, kw_only=True):
+class Change(Record, frozen=True, kw_only=True):
     """What to write, and what comes of it."""
 
     edited: tuple[Edited, ...]

@@ -150,11 +150,11 @@ def _flatten(data: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     return found
 
 
-def print_json(noun: object) -> None:
+def print_json(record: object) -> None:
     """One JSON document on stdout."""
     from memfit.records import to_json
 
-    click.echo(to_json(noun))
+    click.echo(to_json(record))
 
 
 def note(quiet: bool) -> Callable[[str], None]:

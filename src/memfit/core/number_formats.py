@@ -15,10 +15,10 @@ from functools import cache
 from typing import Any
 
 from memfit.core.errors import InvalidRequest
-from memfit.records import Noun
+from memfit.records import Record
 
 
-class FormatRow(Noun, frozen=True, kw_only=True):
+class FormatRow(Record, frozen=True, kw_only=True):
     """One number in one format. `None` means that the format has no such thing."""
 
     name: str
@@ -39,7 +39,7 @@ class FormatRow(Noun, frozen=True, kw_only=True):
     note: str
 
 
-class _Float(Noun, frozen=True, kw_only=True):
+class _Float(Record, frozen=True, kw_only=True):
     """A binary floating-point format with subnormals."""
 
     name: str
@@ -116,7 +116,7 @@ def _nf4() -> tuple[Code, ...]:
     return tuple((Fraction(value), False) for value in NF4)
 
 
-class _Block(Noun, frozen=True, kw_only=True):
+class _Block(Record, frozen=True, kw_only=True):
     """A format of codes that share a scale: the value is a code times it."""
 
     name: str

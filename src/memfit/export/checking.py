@@ -12,7 +12,7 @@ from memfit.plan.request.wording import restate
 from memfit.records import to_data
 
 if TYPE_CHECKING:
-    from memfit.export import Draft, Job, Target
+    from memfit.export.target import Draft, Job, Target
 
 READ = (".yaml", ".yml", ".json", ".py")
 # of a launcher's, what its script says, and a step's memory depends on

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from memfit.core.errors import InvalidRequest
-from memfit.records import Noun
+from memfit.records import Record
 
 PLACEHOLDER = "YOUR_DATASET"
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
@@ -26,7 +26,7 @@ MOST_FILES = 1000  # that are named one by one
 Shape = Literal["", "pairs", "messages", "conversations", "alpaca", "answers", "text"]
 
 
-class Part(Noun, frozen=True, kw_only=True):
+class Part(Record, frozen=True, kw_only=True):
     """Files of one kind whose records have one shape."""
 
     kind: Literal["text", "jsonl", "parquet"]
@@ -36,7 +36,7 @@ class Part(Noun, frozen=True, kw_only=True):
     nested: bool = False  # pairs: the answers are lists of messages, not texts
 
 
-class Data(Noun, frozen=True, kw_only=True):
+class Data(Record, frozen=True, kw_only=True):
     """What is trained on: a placeholder, a name on the hub, or files of this machine."""
 
     named: str

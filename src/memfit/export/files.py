@@ -8,7 +8,7 @@ import textwrap
 from io import StringIO
 from typing import Any
 
-from memfit.records import Noun
+from memfit.records import Record
 
 WIDTH = 96
 # of `optimizer`, what every tool has words for
@@ -22,7 +22,7 @@ OPTIMIZER_SAYS = frozenset({
 ALL_AXES = frozenset({"dp_replicate", "dp_shard", "tp", "cp", "pp", "virtual_pp", "ep"})
 
 
-class File(Noun, frozen=True, kw_only=True):
+class File(Record, frozen=True, kw_only=True):
     """One file: data that become YAML or JSON by the name's ending, or text as it is."""
 
     name: str
@@ -32,7 +32,7 @@ class File(Noun, frozen=True, kw_only=True):
     checked: bool = False  # whether `memfit check` is given it; others are found beside it
 
 
-class Head(Noun, frozen=True, kw_only=True):
+class Head(Record, frozen=True, kw_only=True):
     """What every file says of itself."""
 
     tool: str

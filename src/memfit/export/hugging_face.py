@@ -6,8 +6,8 @@ from typing import Any
 
 from memfit.core.errors import InvalidRequest
 from memfit.core.wording import as_yaml
-from memfit.export import Job
 from memfit.export.files import OPTIMIZER_SAYS
+from memfit.export.target import Job
 from memfit.families.capabilities.limits import own_kernels
 from memfit.families.shared.masks import FLASH, SDPA
 from memfit.meta.attending.kernels import heads_of, refusal

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.recipe import ADAPTED, Recipe
 
 INSTALL = {
@@ -19,7 +19,7 @@ INSTALL = {
 QUANTISED = ("nf4", "fp4", "int8")
 
 
-class Need(Noun, frozen=True, kw_only=True):
+class Need(Record, frozen=True, kw_only=True):
     """A package, what asks for it, and the command that installs it."""
 
     package: str

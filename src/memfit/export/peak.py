@@ -5,11 +5,11 @@ from __future__ import annotations
 from memfit.core import units
 from memfit.core.wording import VERDICTS
 from memfit.plan.frameworks import find_framework
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.results import Plan
 
 
-class Peak(Noun, frozen=True, kw_only=True):
+class Peak(Record, frozen=True, kw_only=True):
     """Bytes of the fullest device; None is unknown."""
 
     framework: str  # whose step was predicted

@@ -28,7 +28,7 @@ from memfit.records.results import Plan
 from memfit.workflows.load_inputs import change
 
 if TYPE_CHECKING:
-    from memfit.export import Draft, Job, Target
+    from memfit.export.target import Draft, Job, Target
 
 ORDER = ("fits", "unproven", "at_risk", "does_not_fit")
 ROUNDS = 6  # of planning what a tool does anyhow: each pins another key
@@ -89,8 +89,8 @@ def _note_changes(before: Recipe, settled: Settled) -> None:
 
 def _settle_started(plan: Plan, target: Target) -> Settled:
     """A scheduler starts the plan's own trainer, whose files say what that trainer does."""
-    from memfit.export import find_target
     from memfit.export.start import TRAINERS
+    from memfit.export.target import find_target
 
     changed: dict[str, str] = {}
     if trainer := TRAINERS.get(plan.recipe.framework):
@@ -109,7 +109,7 @@ def plan_anew(request: Request) -> Plan:
 
 def make_job(plan: Plan, target: Target) -> Job:
     """What the target asks of; raises InvalidRequest for a mesh or an objective that it has not."""
-    from memfit.export import Job, check_asked
+    from memfit.export.target import Job, check_asked
 
     check_asked(plan.recipe.objective, plan.recipe.parallel, target)
     model, device = families.read_model(plan.recipe.model), find_device(plan.recipe.device)
@@ -221,11 +221,11 @@ HINTS = {
 }  # fmt: skip
 
 
-def look_up(noun: Any, key: str) -> Any:
+def look_up(record: Any, key: str) -> Any:
     """A dotted key of a recipe or a request; None where a mapping does not hold it."""
     for part in key.split("."):
-        noun = noun.get(part) if isinstance(noun, Mapping) else getattr(noun, part, None)
-    return noun
+        record = record.get(part) if isinstance(record, Mapping) else getattr(record, part, None)
+    return record
 
 
 def move(request: Request, name: str, target: Target) -> tuple[Request, dict[str, str]]:
@@ -233,7 +233,7 @@ def move(request: Request, name: str, target: Target) -> tuple[Request, dict[str
 
     Raises InvalidRequest where that would train something else.
     """
-    from memfit.export import check_asked
+    from memfit.export.target import check_asked
 
     framework = find_framework(name)
     mesh = ParallelRequest() if request.parallel == "auto" else request.parallel

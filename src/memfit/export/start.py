@@ -8,9 +8,9 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from memfit.core.errors import UnknownName
-from memfit.export import Draft, Job, exports
 from memfit.export.files import File
 from memfit.export.needs import Need
+from memfit.export.target import Draft, Job, exports
 from memfit.export.torchrun import Machines, torchrun
 from memfit.records.results import Plan
 
@@ -51,7 +51,7 @@ def find_trainer(job: Job, machines: Machines) -> Trained:
         raise UnknownName("trainer to start", name, TRAINERS, see=see)
     target = exports.find(TRAINERS[name])
     draft = target.draft(job)
-    from memfit.export import find_unsaid
+    from memfit.export.unwritten_keys import find_unsaid
 
     left = {**find_unsaid(job.recipe, target.says), **draft.left}
     script = _script(job, draft, machines)

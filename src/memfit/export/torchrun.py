@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from memfit.core.errors import InvalidRequest
-from memfit.export import Job
+from memfit.export.target import Job
 
 
 class Machines(NamedTuple):

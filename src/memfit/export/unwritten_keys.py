@@ -8,7 +8,7 @@ import msgspec
 
 from memfit.core.wording import as_yaml
 from memfit.plan.frameworks import find_framework
-from memfit.records import Noun, to_data
+from memfit.records import Record, to_data
 from memfit.records.recipe import ADAPTED, Recipe
 from memfit.records.request import ParallelRequest
 
@@ -93,7 +93,7 @@ def _counts(recipe: Recipe, group: str, key: str, value: object) -> bool:
     return value != (0 if key == "warmup_steps" else plain)
 
 
-def _plain(noun: Noun, key: str) -> object:
+def _plain(record: Record, key: str) -> object:
     """The default of a nested key; NODEFAULT where it has none, and always counts."""
-    fields = {field.name: field.default for field in msgspec.structs.fields(noun)}
+    fields = {field.name: field.default for field in msgspec.structs.fields(record)}
     return fields[key]

@@ -15,7 +15,7 @@ from memfit.records.request import Request, change
 from memfit.records.results import Plan
 
 if TYPE_CHECKING:
-    from memfit.export import Job, Target
+    from memfit.export.target import Job, Target
 
 SHOWN = 4
 

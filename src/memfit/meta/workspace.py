@@ -7,7 +7,7 @@ or the kernel that is chosen depends on more than the shapes, the larger number 
 from __future__ import annotations
 
 from memfit.core.units import KIB, MIB
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.hardware import Device
 
 FP32, INT64 = 4, 8
@@ -25,7 +25,7 @@ REDUCE_WARP = 32
 REDUCE_LEAST, REDUCE_MOST = 16, 256  # values that one of its threads adds up
 
 
-class Grid(Noun, frozen=True, kw_only=True):
+class Grid(Record, frozen=True, kw_only=True):
     """What of a device decides how a reduction is cut."""
 
     multiprocessors: int

@@ -1,4 +1,5 @@
-"""What every noun of memfit is made of: a frozen, keyword-only, strictly read record.
+"""The records that verbs exchange: frozen, keyword-only, read strictly from JSON.
+
 
 `msgspec.Struct` gives frozen slots, strict conversion with the path of the offending key, JSON and
 JSON Schema, at a fifth of pydantic's import time (the planner starts in about 0.1 s).
@@ -16,22 +17,22 @@ import msgspec
 
 from memfit.core.errors import InvalidRequest, did_you_mean
 
-N = TypeVar("N", bound="Noun")
+N = TypeVar("N", bound="Record")
 SHOWN = 60  # characters of a wrong value that an error repeats
 
 
-class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every noun; equality and `repr` come with it."""
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every record; equality and `repr` come with it."""
 
 
-def to_data(noun: object) -> Any:
+def to_data(record: object) -> Any:
     """Plain dicts, lists, strings and numbers, ready for JSON."""
-    return msgspec.to_builtins(noun, str_keys=True)
+    return msgspec.to_builtins(record, str_keys=True)
 
 
-def to_json(noun: object, *, indent: int = 2) -> str:
+def to_json(record: object, *, indent: int = 2) -> str:
     """JSON with keys in declared order."""
-    return msgspec.json.format(msgspec.json.encode(noun), indent=indent).decode()
+    return msgspec.json.format(msgspec.json.encode(record), indent=indent).decode()
 
 
 def from_data(data: object, kind: type[N], *, where: str) -> N:
@@ -43,7 +44,7 @@ def from_data(data: object, kind: type[N], *, where: str) -> N:
 
 
 def read_json(path: Path, kind: type[N]) -> N:
-    """Read a noun from a JSON file written by `write_json`."""
+    """Read a record from a JSON file written by `write_json`."""
     try:
         text = path.read_bytes()
     except OSError as error:
@@ -57,9 +58,9 @@ def read_json(path: Path, kind: type[N]) -> N:
     return from_data(data, kind, where=str(path))
 
 
-def write_json(path: Path, noun: object) -> None:
+def write_json(path: Path, record: object) -> None:
     """Write atomically: a reader sees the old file or the new one, never half of one."""
-    write_atomically(path, (to_json(noun) + "\n").encode())
+    write_atomically(path, (to_json(record) + "\n").encode())
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -83,7 +84,7 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$(.*)`)?
 
 
 def _explain(
-    error: msgspec.ValidationError, data: object, kind: type[Noun], where: str
+    error: msgspec.ValidationError, data: object, kind: type[Record], where: str
 ) -> InvalidRequest:
     """Turn msgspec's message into ours: the key's path, both values, the nearest known key."""
     text = str(error)
@@ -122,7 +123,7 @@ def _value_at(data: object, path: str) -> object:
     return data
 
 
-def _kind_at(kind: type[Noun], path: str) -> Any:
+def _kind_at(kind: type[Record], path: str) -> Any:
     """The declared type of the field at a path; unions are searched for the record they hold."""
     found: Any = kind
     for step in _steps(path):
@@ -134,8 +135,8 @@ def _kind_at(kind: type[Noun], path: str) -> Any:
     return found
 
 
-def _record_in(kind: Any) -> type[Noun] | None:
-    if isinstance(kind, type) and issubclass(kind, Noun):
+def _record_in(kind: Any) -> type[Record] | None:
+    if isinstance(kind, type) and issubclass(kind, Record):
         return kind
     for part in getattr(kind, "__args__", ()):
         if (record := _record_in(part)) is not None:
@@ -143,12 +144,12 @@ def _record_in(kind: Any) -> type[Noun] | None:
     return None
 
 
-def _fields_at(kind: type[Noun], path: str) -> list[str]:
+def _fields_at(kind: type[Record], path: str) -> list[str]:
     record = _record_in(_kind_at(kind, path))
     return [f.encode_name for f in msgspec.structs.fields(record)] if record else []
 
 
-def _hint(kind: type[Noun], path: str) -> str:
+def _hint(kind: type[Record], path: str) -> str:
     """The field's own description (msgspec.Meta), which says what may be written there."""
     found = _kind_at(kind, path)
     parts = [found, *getattr(found, "__args__", ())]

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from memfit.core.units import GIB
-from memfit.records import Noun
+from memfit.records import Record
 
 # The least share of its data sheet that a device on record gives to torch is 0.907 (RTX 5060).
 LEAST_SHARE = 0.9
@@ -16,7 +16,7 @@ _SHEET = re.compile(r"([\d./]+) GB")  # "80 GB", "8/16/24 GB"
 PriceKind = Literal["on-demand", "spot", "reserved", "capacity block"]
 
 
-class Price(Noun, frozen=True, kw_only=True):
+class Price(Record, frozen=True, kw_only=True):
     """US dollars per device-hour, as one seller stated it."""
 
     usd_per_hour: float
@@ -30,14 +30,14 @@ class Price(Noun, frozen=True, kw_only=True):
     own: bool = False  # of the user's own file
 
 
-class Link(Noun, frozen=True, kw_only=True):
+class Link(Record, frozen=True, kw_only=True):
     """One interconnect: bytes per second that one device sends, in one direction."""
 
     name: str
     unidirectional: float | None
 
 
-class BusBandwidth(Noun, frozen=True, kw_only=True):
+class BusBandwidth(Record, frozen=True, kw_only=True):
     """What nccl-tests measured of one collective, by how many whole machines took part."""
 
     collective: Literal["all_reduce", "all_gather", "reduce_scatter"]
@@ -48,7 +48,7 @@ class BusBandwidth(Noun, frozen=True, kw_only=True):
     source: str
 
 
-class Fabric(Noun, frozen=True, kw_only=True):
+class Fabric(Record, frozen=True, kw_only=True):
     """What joins devices of a machine, or machines; every number comes from a row of `catalog/`."""
 
     id: str
@@ -68,7 +68,7 @@ class Fabric(Noun, frozen=True, kw_only=True):
     checked: str  # date of the row, YYYY-MM-DD
 
 
-class Curve(Noun, frozen=True, kw_only=True):
+class Curve(Record, frozen=True, kw_only=True):
     """Measured rates of one kind of work, by the size of one call; sizes rise.
 
     points: (FLOP, FLOP/s) of `matmul` and `attention`; (bytes, bytes/s) of the others: `memory` as
@@ -88,7 +88,7 @@ class Curve(Noun, frozen=True, kw_only=True):
         return max(rate for _, rate in self.points)
 
 
-class Calibration(Noun, frozen=True, kw_only=True):
+class Calibration(Record, frozen=True, kw_only=True):
     """When and with what the user measured a device (`memfit calibrate`), and what has no size."""
 
     date: str  # YYYY-MM-DD
@@ -98,7 +98,7 @@ class Calibration(Noun, frozen=True, kw_only=True):
     context: int | None = None  # bytes outside the caching allocator, as the driver counts them
 
 
-class Device(Noun, frozen=True, kw_only=True):
+class Device(Record, frozen=True, kw_only=True):
     """One accelerator. `None` means nobody has stated it; it is shown as unknown, never guessed."""
 
     id: str

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import StrEnum
 
-from memfit.records import Noun
+from memfit.records import Record
 
 
 class Kind(StrEnum):
@@ -44,7 +44,7 @@ class Phase(StrEnum):
     GENERATE = "generate"  # a process of its own, after training
 
 
-class Entry(Noun, frozen=True, kw_only=True):
+class Entry(Record, frozen=True, kw_only=True):
     """Bytes of one kind, alive at the peak of one phase, and why."""
 
     kind: Kind
@@ -54,7 +54,7 @@ class Entry(Noun, frozen=True, kw_only=True):
     because: str
 
 
-class Ledger(Noun, frozen=True, kw_only=True):
+class Ledger(Record, frozen=True, kw_only=True):
     """All entries of one source (a prediction, a certificate or a measurement)."""
 
     entries: tuple[Entry, ...]

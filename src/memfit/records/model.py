@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.quantised import stored_tensors
 
 DTYPE_BYTES = {
@@ -18,7 +18,7 @@ DTYPE_BYTES = {
 SLIDING = "sliding"  # a kind of block
 
 
-class TensorSpec(Noun, frozen=True, kw_only=True):
+class TensorSpec(Record, frozen=True, kw_only=True):
     """Shape and dtype, no data."""
 
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class TensorSpec(Noun, frozen=True, kw_only=True):
         return self.numel * DTYPE_BYTES[self.dtype]
 
 
-class ModelReference(Noun, frozen=True, kw_only=True):
+class ModelReference(Record, frozen=True, kw_only=True):
     """Which model: how the user named it, where its weights are, and its config.json."""
 
     name: str
@@ -47,7 +47,7 @@ class ModelReference(Noun, frozen=True, kw_only=True):
         return hash((self.name, self.source))  # dicts have no hash; equal references have this one
 
 
-class Experts(Noun, frozen=True, kw_only=True):
+class Experts(Record, frozen=True, kw_only=True):
     """A mixture-of-experts feed-forward; `count` 0 where all tokens share a plain one."""
 
     count: int = 0  # routed experts of a layer
@@ -60,7 +60,7 @@ class Experts(Noun, frozen=True, kw_only=True):
     groups_per_token: int = 1  # of them, those whose experts one token may visit
 
 
-class Latent(Noun, frozen=True, kw_only=True):
+class Latent(Record, frozen=True, kw_only=True):
     """Multi-head latent attention (DeepSeek-V2, 2405.04434); `kv_rank` 0 where there is none."""
 
     kv_rank: int = 0  # of the compressed keys and values
@@ -70,7 +70,7 @@ class Latent(Noun, frozen=True, kw_only=True):
     value: int = 0  # elements of a value's head
 
 
-class Architecture(Noun, frozen=True, kw_only=True):
+class Architecture(Record, frozen=True, kw_only=True):
     """A decoder in memfit's words; `families/` translates Hugging Face's names to these."""
 
     family: str  # = `model_type` of config.json
@@ -132,7 +132,7 @@ class Architecture(Noun, frozen=True, kw_only=True):
         return self.embedding_size or self.hidden
 
 
-class Weight(Noun, frozen=True, kw_only=True):
+class Weight(Record, frozen=True, kw_only=True):
     """One parameter tensor, under the name that Hugging Face's class gives it."""
 
     name: str
@@ -180,7 +180,7 @@ class Weight(Noun, frozen=True, kw_only=True):
         return ".experts." in self.name
 
 
-class Model(Noun, frozen=True, kw_only=True):
+class Model(Record, frozen=True, kw_only=True):
     """An architecture and its parameters; a tied head appears once, as the embedding."""
 
     name: str

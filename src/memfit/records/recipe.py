@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.model import ModelReference
 from memfit.records.quantised import CODED_FORMATS, name_coding
 
@@ -56,7 +56,7 @@ def compute_dtype(precision: Precision) -> str:
     return known.get(precision, "bfloat16")
 
 
-class Lora(Noun, frozen=True, kw_only=True):
+class Lora(Record, frozen=True, kw_only=True):
     """Low-rank adapters (Hu et al. 2106.09685); rank 0 when the method has none."""
 
     rank: int = 0
@@ -71,7 +71,7 @@ class Lora(Noun, frozen=True, kw_only=True):
         return self.alpha / (self.rank if self.scaling == "plain" else self.rank**0.5)
 
 
-class Quantisation(Noun, frozen=True, kw_only=True):
+class Quantisation(Record, frozen=True, kw_only=True):
     """How a quantised base is stored and multiplied; all zero where it is plain."""
 
     double: bool = False  # 4 bits: the scales are quantised themselves (2305.14314, section 3)
@@ -80,14 +80,14 @@ class Quantisation(Noun, frozen=True, kw_only=True):
     outlier_share: float = 0.0  # columns of a projection that the certificate allows to be such
 
 
-class Freeze(Noun, frozen=True, kw_only=True):
+class Freeze(Record, frozen=True, kw_only=True):
     """What stays trainable when the method is `freeze`: the last blocks, or names that match."""
 
     last_blocks: int = 0  # with the final norm and the head
     patterns: tuple[str, ...] = ()  # fnmatch patterns over parameter names
 
 
-class Preference(Noun, frozen=True, kw_only=True):
+class Preference(Record, frozen=True, kw_only=True):
     """Direct preference optimisation (Rafailov et al. 2305.18290); beta 0 under other objectives.
 
     The reference is the same weights with the adapter switched off, run before each micro-batch's
@@ -100,7 +100,7 @@ class Preference(Noun, frozen=True, kw_only=True):
     reference: Reference = "none"
 
 
-class Optimizer(Noun, frozen=True, kw_only=True):
+class Optimizer(Record, frozen=True, kw_only=True):
     """The optimizer and its schedule. The implementation is part of the ledger: see `because`."""
 
     name: str
@@ -118,7 +118,7 @@ class Optimizer(Noun, frozen=True, kw_only=True):
     stochastic_rounding: bool = False  # of updated bf16 weights: up or down by chance, unbiased
 
 
-class Parallel(Noun, frozen=True, kw_only=True):
+class Parallel(Record, frozen=True, kw_only=True):
     """How many devices hold the model, along which axes of the mesh; 1 everywhere is one device."""
 
     dp_replicate: int = 1  # copies of the (sharded) model
@@ -170,7 +170,7 @@ class Parallel(Noun, frozen=True, kw_only=True):
         return rank // (self.world // self.pp)
 
 
-class Recipe(Noun, frozen=True, kw_only=True):
+class Recipe(Record, frozen=True, kw_only=True):
     """Everything that determines a step of one rank: no `None`, no `auto`."""
 
     schema: int = 1

@@ -11,7 +11,7 @@ import msgspec
 
 from memfit.core import units
 from memfit.core.errors import InvalidRequest
-from memfit.records import Noun, from_data, to_data
+from memfit.records import Record, from_data, to_data
 from memfit.records.model import ModelReference
 from memfit.records.recipe import (
     OWN_AXES,
@@ -68,7 +68,7 @@ Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1, description="a number from 
 Smoothing = Annotated[float, msgspec.Meta(ge=0, lt=0.5, description="a number from 0 to below 0.5")]
 
 
-class Task(Noun, frozen=True, kw_only=True):
+class Task(Record, frozen=True, kw_only=True):
     """What to train on, and for how long."""
 
     objective: Objective = "pretrain"
@@ -82,7 +82,7 @@ class Task(Noun, frozen=True, kw_only=True):
     tokens: Positive | None = None
 
 
-class PreferenceRequest(Noun, frozen=True, kw_only=True):
+class PreferenceRequest(Record, frozen=True, kw_only=True):
     """Direct preference optimisation; used when the objective is `dpo`."""
 
     beta: PositiveFloat = 0.1
@@ -90,7 +90,7 @@ class PreferenceRequest(Noun, frozen=True, kw_only=True):
     reference: Literal["auto", "adapter-off", "precomputed", "second-model"] = "auto"
 
 
-class LoraRequest(Noun, frozen=True, kw_only=True):
+class LoraRequest(Record, frozen=True, kw_only=True):
     """Adapter settings; used when the method is `lora` or `dora`."""
 
     rank: Positive = 16
@@ -101,7 +101,7 @@ class LoraRequest(Noun, frozen=True, kw_only=True):
     scaling: Scaling = "plain"  # alpha / rank; rank-stabilised: alpha / sqrt(rank)
 
 
-class QuantisationRequest(Noun, frozen=True, kw_only=True):
+class QuantisationRequest(Record, frozen=True, kw_only=True):
     """Settings of a quantised base; used when `base_format` is int8, nf4 or fp4."""
 
     double: bool = True  # nf4, fp4: quantise the scales too
@@ -109,14 +109,14 @@ class QuantisationRequest(Noun, frozen=True, kw_only=True):
     outlier_share: Fraction = 0.01  # of a projection's columns, what is certified for outliers
 
 
-class FreezeRequest(Noun, frozen=True, kw_only=True):
+class FreezeRequest(Record, frozen=True, kw_only=True):
     """What stays trainable; used when the method is `freeze`."""
 
     last_blocks: NotNegative = 0
     patterns: tuple[str, ...] = ()
 
 
-class OptimizerRequest(Noun, frozen=True, kw_only=True):
+class OptimizerRequest(Record, frozen=True, kw_only=True):
     """The optimizer; `auto` chooses the fastest that fits."""
 
     name: str = "auto"  # auto, or one of the registry `optimizers`
@@ -134,14 +134,14 @@ class OptimizerRequest(Noun, frozen=True, kw_only=True):
     stochastic_rounding: Truth | Auto = "auto"  # auto: of bf16 weights, where the optimizer can
 
 
-class RecomputeBlocks(Noun, frozen=True, kw_only=True):
+class RecomputeBlocks(Record, frozen=True, kw_only=True):
     """Recompute the first n blocks in backward, and of the next ones all but their products."""
 
     blocks: NotNegative = 0
     selective: NotNegative = 0  # of memfit's own step
 
 
-class ParallelRequest(Noun, frozen=True, kw_only=True):
+class ParallelRequest(Record, frozen=True, kw_only=True):
     """Axes of the device mesh; what is not named is 1."""
 
     dp_replicate: Positive = 1
@@ -166,7 +166,7 @@ class ParallelRequest(Noun, frozen=True, kw_only=True):
         return self.stated.world
 
 
-class Hardware(Noun, frozen=True, kw_only=True):
+class Hardware(Record, frozen=True, kw_only=True):
     """On what to train, what an hour of it costs, and the electricity behind it."""
 
     device: str = "auto"  # this machine
@@ -179,7 +179,7 @@ class Hardware(Noun, frozen=True, kw_only=True):
     pue: AtLeastOne = 1.0  # power of the whole site over that of the devices
 
 
-class Limits(Noun, frozen=True, kw_only=True):
+class Limits(Record, frozen=True, kw_only=True):
     """What may be spent; an empty text sets no limit of its own."""
 
     memory: Size = ""  # of the whole device on CUDA; of the process on a CPU. "72 GiB"
@@ -203,7 +203,7 @@ class Limits(Noun, frozen=True, kw_only=True):
         return units.parse_usd(self.cost) if self.cost else None
 
 
-class Request(Noun, frozen=True, kw_only=True):
+class Request(Record, frozen=True, kw_only=True):
     """The whole of request.yaml."""
 
     OTHER_NAMES: ClassVar[dict[str, str]] = OTHER_NAMES

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.ledger import Entry, Kind, Ledger
 from memfit.records.recipe import Recipe
 from memfit.records.request import Request
@@ -18,7 +18,7 @@ from memfit.records.timeline import Timeline
 Verdict = Literal["fits", "at_risk", "does_not_fit", "unproven"]
 
 
-class Memory(Noun, frozen=True, kw_only=True):
+class Memory(Record, frozen=True, kw_only=True):
     """The three memory numbers of the fullest rank, in bytes; None is unknown."""
 
     peak_allocated: int | None  # live tensors (CPU) or the caching allocator's blocks (CUDA)
@@ -39,7 +39,7 @@ class Memory(Noun, frozen=True, kw_only=True):
         return self.peak_allocated if self.device_total is None else self.device_total
 
 
-class Time(Noun, frozen=True, kw_only=True):
+class Time(Record, frozen=True, kw_only=True):
     """One optimizer step, predicted or measured; None is unknown."""
 
     step_seconds: float | None
@@ -56,7 +56,7 @@ class Time(Noun, frozen=True, kw_only=True):
     range_because: str = ""
 
 
-class Cost(Noun, frozen=True, kw_only=True):
+class Cost(Record, frozen=True, kw_only=True):
     """Of all the steps asked for, on all devices; None without a time, price, power or grid."""
 
     device_hours: float | None
@@ -66,7 +66,7 @@ class Cost(Noun, frozen=True, kw_only=True):
     because: str
 
 
-class Considered(Noun, frozen=True, kw_only=True):
+class Considered(Record, frozen=True, kw_only=True):
     """One recipe of the search: what it needs, and why it was chosen or lost."""
 
     label: str
@@ -80,7 +80,7 @@ class Considered(Noun, frozen=True, kw_only=True):
     because: str
 
 
-class WayOut(Noun, frozen=True, kw_only=True):
+class WayOut(Record, frozen=True, kw_only=True):
     """One change under which a request that does not fit does, found by planning it with that."""
 
     # what the change is about; knobs: those that the request states are left to the planner
@@ -100,7 +100,7 @@ class WayOut(Noun, frozen=True, kw_only=True):
     because: str
 
 
-class Traffic(Noun, frozen=True, kw_only=True):
+class Traffic(Record, frozen=True, kw_only=True):
     """Bytes that the fullest rank sends in one optimizer step by one collective of one mesh axis.
 
     As many arrive. A ring is assumed: of a message of n bytes among r ranks, each rank sends
@@ -114,7 +114,7 @@ class Traffic(Noun, frozen=True, kw_only=True):
     because: str
 
 
-class Plan(Noun, frozen=True, kw_only=True):
+class Plan(Record, frozen=True, kw_only=True):
     """A request decided: the recipe, what it will take, and what was rejected and why."""
 
     schema: int = 1
@@ -144,7 +144,7 @@ class Plan(Noun, frozen=True, kw_only=True):
         return self.chosen.label if self.chosen else ""
 
 
-class Tensor(Noun, frozen=True, kw_only=True):
+class Tensor(Record, frozen=True, kw_only=True):
     """One tensor alive at a peak, or `count` of them that differ in their block alone."""
 
     nbytes: int  # of one
@@ -185,7 +185,7 @@ def group_tensors(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     return tuple(sorted(rows, key=lambda row: -row.total))
 
 
-class Certificate(Noun, frozen=True, kw_only=True):
+class Certificate(Record, frozen=True, kw_only=True):
     """The trainer's own step, run on fake tensors: what it will hold, to the byte."""
 
     schema: int = 1
@@ -206,7 +206,7 @@ class Certificate(Noun, frozen=True, kw_only=True):
     host: dict[str, int] = {}  # noqa: RUF012 (msgspec gives each its own)
 
 
-class Lever(Noun, frozen=True, kw_only=True):
+class Lever(Record, frozen=True, kw_only=True):
     """A certified recipe with one knob turned, certified too; None where it could not be."""
 
     changes: dict[str, Any]  # key of the request -> value, as `--set` takes them
@@ -218,7 +218,7 @@ class Lever(Noun, frozen=True, kw_only=True):
     because: str
 
 
-class Nearest(Noun, frozen=True, kw_only=True):
+class Nearest(Record, frozen=True, kw_only=True):
     """The certified recipe nearest to one that does not fit; `memory.verdict` says if it does."""
 
     changes: dict[str, Any]  # what to set in the request to get exactly this recipe; {} is itself
@@ -228,7 +228,7 @@ class Nearest(Noun, frozen=True, kw_only=True):
     exact: bool  # what is learned stays the same
 
 
-class Change(Noun, frozen=True, kw_only=True):
+class Change(Record, frozen=True, kw_only=True):
     """Bytes of one thing in two certificates; None where one does not have it."""
 
     name: str
@@ -243,7 +243,7 @@ class Change(Noun, frozen=True, kw_only=True):
         return (self.b or 0) - (self.a or 0)
 
 
-class Side(Noun, frozen=True, kw_only=True):
+class Side(Record, frozen=True, kw_only=True):
     """One of two certificates that are compared."""
 
     name: str
@@ -254,7 +254,7 @@ class Side(Noun, frozen=True, kw_only=True):
     peak_phase: str
 
 
-class Diff(Noun, frozen=True, kw_only=True):
+class Diff(Record, frozen=True, kw_only=True):
     """What one certificate has otherwise than another."""
 
     schema: int = 1
@@ -270,7 +270,7 @@ class Diff(Noun, frozen=True, kw_only=True):
     disappeared: tuple[Tensor, ...]
 
 
-class Measurement(Noun, frozen=True, kw_only=True):
+class Measurement(Record, frozen=True, kw_only=True):
     """One measured value and which counter gave it."""
 
     value: float
@@ -280,7 +280,7 @@ class Measurement(Noun, frozen=True, kw_only=True):
     spread: float = 0.0
 
 
-class Run(Noun, frozen=True, kw_only=True):
+class Run(Record, frozen=True, kw_only=True):
     """What happened: counters, losses, environment."""
 
     schema: int = 1
@@ -299,7 +299,7 @@ class Run(Noun, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()  # such as a measured peak above the certified one
 
 
-class Excess(Noun, frozen=True, kw_only=True):
+class Excess(Record, frozen=True, kw_only=True):
     """What one component held beside what was certified for the same phase, bytes."""
 
     kind: Kind
@@ -314,7 +314,7 @@ class Excess(Noun, frozen=True, kw_only=True):
         return self.held - self.certified
 
 
-class OutOfMemory(Noun, frozen=True, kw_only=True):
+class OutOfMemory(Record, frozen=True, kw_only=True):
     """out_of_memory.json: what was alive when memory ran out, against the certificate."""
 
     schema: int = 1
@@ -331,7 +331,7 @@ class OutOfMemory(Noun, frozen=True, kw_only=True):
     snapshot: str  # of torch's CUDA allocator, for PyTorch's memory viewer; "" on a CPU
 
 
-class Merged(Noun, frozen=True, kw_only=True):
+class Merged(Record, frozen=True, kw_only=True):
     """What `memfit merge` wrote, and how exact it is."""
 
     schema: int = 1
@@ -346,7 +346,7 @@ class Merged(Noun, frozen=True, kw_only=True):
     base_differs: float | None
 
 
-class Comparison(Noun, frozen=True, kw_only=True):
+class Comparison(Record, frozen=True, kw_only=True):
     """One quantity, three sources; errors are signed fractions of the later source."""
 
     name: str
@@ -358,7 +358,7 @@ class Comparison(Noun, frozen=True, kw_only=True):
     error_certified: float | None  # certified / measured - 1
 
 
-class Report(Noun, frozen=True, kw_only=True):
+class Report(Record, frozen=True, kw_only=True):
     """predicted ⋈ certified ⋈ measured, on the recipe's digest."""
 
     schema: int = 1

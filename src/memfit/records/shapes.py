@@ -14,13 +14,13 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from memfit.core.errors import InvalidRequest
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.recipe import Recipe
 
 MOST_DOCUMENTS = 1024  # of one micro-batch on a GPU; each is a kernel call in every block
 
 
-class BatchShape(Noun, frozen=True, kw_only=True):
+class BatchShape(Record, frozen=True, kw_only=True):
     """One micro-batch without its tokens."""
 
     rows: int
@@ -28,7 +28,7 @@ class BatchShape(Noun, frozen=True, kw_only=True):
     documents: tuple[tuple[int, ...], ...] | None = None  # lengths in each row; None = one a row
 
 
-class RowBounds(Noun, frozen=True, kw_only=True):
+class RowBounds(Record, frozen=True, kw_only=True):
     """The largest figures over all micro-batches of a data set, each on its own."""
 
     tokens: int  # of a row, padding counted

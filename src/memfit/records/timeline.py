@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from memfit.records import Noun
+from memfit.records import Record
 
 
-class Span(Noun, frozen=True, kw_only=True):
+class Span(Record, frozen=True, kw_only=True):
     """One piece of work."""
 
     op: str
@@ -16,7 +16,7 @@ class Span(Noun, frozen=True, kw_only=True):
     because: str
 
 
-class Timeline(Noun, frozen=True, kw_only=True):
+class Timeline(Record, frozen=True, kw_only=True):
     """The spans of one optimizer step; empty when the device's speed is unknown."""
 
     spans: tuple[Span, ...]

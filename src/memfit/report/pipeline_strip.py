@@ -7,7 +7,7 @@ from typing import NamedTuple
 from memfit.plan.step_time.pipeline.exact import count_sends
 from memfit.plan.step_time.pipeline.orders import Pass, Schedule, find_schedule
 from memfit.plan.step_time.pipeline.schedules import StageTimes, simulate
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.results import Plan
 
 
@@ -21,7 +21,7 @@ class Slot(NamedTuple):
     end: float
 
 
-class Strip(Noun, frozen=True, kw_only=True):
+class Strip(Record, frozen=True, kw_only=True):
     """The pieces of every rank of a pipeline, in its order."""
 
     kind: str

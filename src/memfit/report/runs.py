@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from memfit.core.errors import Error, InvalidRequest
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.results import Report
 from memfit.report.join import read_report
 
 MOST = 200  # run folders listed, the newest first
 
 
-class RunRow(Noun, frozen=True, kw_only=True):
+class RunRow(Record, frozen=True, kw_only=True):
     """One run folder; None is unknown, or not done yet."""
 
     name: str  # below the folder of runs
@@ -33,7 +33,7 @@ class RunRow(Noun, frozen=True, kw_only=True):
     because: str = ""  # why the folder cannot be read
 
 
-class RunView(Noun, frozen=True, kw_only=True):
+class RunView(Record, frozen=True, kw_only=True):
     """A run and its log, of which only the steps that were not seen yet."""
 
     name: str

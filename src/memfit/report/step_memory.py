@@ -10,13 +10,13 @@ from typing import Any
 from memfit.core.errors import InvalidRequest
 from memfit.plan.request.as_stated import read_stated
 from memfit.plan.request.problem import check_own_step
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.request import Request
 from memfit.records.results import Certificate, Plan
 from memfit.workflows import certify_request
 
 
-class StepMemory(Noun, frozen=True, kw_only=True):
+class StepMemory(Record, frozen=True, kw_only=True):
     """A certificate, and its curve as `curve.pack` gives it."""
 
     certificate: Certificate

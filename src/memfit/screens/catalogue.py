@@ -130,7 +130,7 @@ def _legend(console: Console, verb: str, count: int) -> None:
 
 
 def _card(console: Console, row: CatalogModel | Device | Fabric) -> None:
-    """Every field of one row as its noun holds it."""
+    """Every field of one row as its record holds it."""
     heading(console, row.name)
     table = make_table("", "")
     table.show_header = False

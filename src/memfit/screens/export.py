@@ -11,7 +11,7 @@ from memfit.screens.widgets.layout import bullets, next_commands, say
 from memfit.screens.widgets.terminal import Console
 
 if TYPE_CHECKING:
-    from memfit.export import Export
+    from memfit.export.target import Export
 
 
 def show_export(console: Console, made: Export, written: Sequence[Path]) -> None:

@@ -23,9 +23,9 @@ planning = threading.Lock()
 Query = Mapping[str, str]
 
 
-def encode(noun: object) -> bytes:
+def encode(record: object) -> bytes:
     """JSON as the command line's `--json`, without its indentation."""
-    return msgspec.json.encode(noun)
+    return msgspec.json.encode(record)
 
 
 class Words(msgspec.Struct, frozen=True):

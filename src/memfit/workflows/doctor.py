@@ -11,10 +11,10 @@ from pathlib import Path
 from memfit.certify.evidence.prove import prove
 from memfit.core import units
 from memfit.core.errors import NotCertified
-from memfit.records import Noun
+from memfit.records import Record
 
 
-class Diagnosis(Noun, frozen=True, kw_only=True):
+class Diagnosis(Record, frozen=True, kw_only=True):
     """The answer of `memfit doctor`."""
 
     versions: dict[str, str]

@@ -12,7 +12,7 @@ from memfit.core import units
 from memfit.core.errors import InvalidRequest, UnknownName
 from memfit.plan.step_time.communication.collectives import Collective, Group, collective_seconds
 from memfit.plan.step_time.communication.network import lay_out
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.hardware import Device, Fabric
 
 GB = 10**9
@@ -60,7 +60,7 @@ def find_networks(search: str) -> tuple[Fabric, ...]:
     return tuple(rows)
 
 
-class Exchange(Noun, frozen=True, kw_only=True):
+class Exchange(Record, frozen=True, kw_only=True):
     """How long the devices of so many machines take to send each other one message."""
 
     device: str

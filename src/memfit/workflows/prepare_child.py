@@ -23,7 +23,7 @@ import msgspec
 from memfit.certify import LAST_LINES, child_environment, in_this_process
 from memfit.core.errors import Error, InvalidRequest, NotCertified, RunFailed
 from memfit.files.run_folder import read_plan
-from memfit.records import Noun, from_data, read_json, to_json
+from memfit.records import Record, from_data, read_json, to_json
 from memfit.records.recipe import ADAPTED
 from memfit.records.request import Request
 from memfit.records.results import Certificate
@@ -34,7 +34,7 @@ KINDS = {
 }
 
 
-class Order(Noun, frozen=True, kw_only=True):
+class Order(Record, frozen=True, kw_only=True):
     """What is to be prepared."""
 
     request: Request

@@ -16,7 +16,7 @@ from memfit.files.run_folder import check_folder, read_plan, state
 from memfit.plan.memory.verdict import describe_lack, needs
 from memfit.plan.request import problem as problems
 from memfit.plan.search import search
-from memfit.records import Noun, read_json, write_json
+from memfit.records import Record, read_json, write_json
 from memfit.records.hardware import Device
 from memfit.records.request import Request
 from memfit.records.results import Certificate, Plan
@@ -29,7 +29,7 @@ STALE = "certificate.stale.json"
 Say = Callable[[str], None]
 
 
-class Prepared(Noun, frozen=True, kw_only=True):
+class Prepared(Record, frozen=True, kw_only=True):
     """What a run needs before its first step; each part is also a file of the run folder."""
 
     request: Request

@@ -14,10 +14,10 @@ from memfit.adapters import find_adapter
 from memfit.allocator.caching import Replay, replay
 from memfit.allocator.settings import Settings, check_allocator, read_settings
 from memfit.catalog.overheads import Overhead, find_outside
-from memfit.certify import NEWEST_TORCH, release
 from memfit.certify.evidence.recording import Recording, write_recording
 from memfit.certify.tracing.recorder import Trace
 from memfit.certify.tracing.trace_step import TRACED_MICRO_BATCHES, trace_generation, trace_step
+from memfit.certify.versions import NEWEST_TORCH, release
 from memfit.core import units
 from memfit.core.errors import InvalidRequest
 from memfit.core.libraries import installed_versions

@@ -25,7 +25,7 @@ from memfit.allocator.tape import CAUGHT_UP, EMPTIED, FREED, USED, Event
 from memfit.certify.evidence.before import Entry, Start, find_start, make_blocks
 from memfit.certify.evidence.snapshot import RecordingAllocator, nowhere
 from memfit.core.errors import InvalidRequest
-from memfit.records import Noun
+from memfit.records import Record
 
 TAKEN = ("segment_alloc", "segment_map")
 GIVEN_BACK = ("segment_free", "segment_unmap")
@@ -44,7 +44,7 @@ class Recorded(NamedTuple):
     start: tuple[Start, ...]  # segments that were there before the first entry
 
 
-class Divergence(Noun, frozen=True, kw_only=True):
+class Divergence(Record, frozen=True, kw_only=True):
     """The first place where the replay did something else than torch."""
 
     entry: int  # index among the entries about memory; their number when the end states differ
@@ -53,7 +53,7 @@ class Divergence(Noun, frozen=True, kw_only=True):
     frame: str  # the place in Python that asked; empty when it was not recorded
 
 
-class Parity(Noun, frozen=True, kw_only=True):
+class Parity(Record, frozen=True, kw_only=True):
     """A replay beside its recording; `divergence` is None when they are equal."""
 
     entries: int

@@ -14,12 +14,12 @@ import msgspec
 from memfit.allocator.caching import CachingAllocator, OutOfMemory, follow
 from memfit.allocator.settings import Settings
 from memfit.allocator.tape import Event
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.ledger import Phase
 from memfit.records.results import Tensor
 
 
-class Recording(Noun, frozen=True, kw_only=True):
+class Recording(Record, frozen=True, kw_only=True):
     """What a step allocates and releases, in order."""
 
     events: tuple[Event, ...]

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 
 from memfit.core.errors import InvalidRequest
-from memfit.records import Noun
+from memfit.records import Record
 
 # what a step holds at least beside a key that is not described: all that is predicted; the weights
 # with their gradients and the optimizer's states; the weights; those of the blocks; nothing known
@@ -26,7 +26,7 @@ ALIKE = 0.84  # of difflib's ratio: one letter of nine, such as `lora_alfa`
 NOT_DESCRIBED = "what it does to memory is not described"
 
 
-class Undescribed(Noun, frozen=True, kw_only=True):
+class Undescribed(Record, frozen=True, kw_only=True):
     """A key whose bytes are not in the prediction."""
 
     file: str
@@ -43,7 +43,7 @@ class Undescribed(Noun, frozen=True, kw_only=True):
         return f"{self.key}: {value if len(value) <= 60 else value[:57] + '...'}"
 
 
-class Evaluated(Noun, frozen=True, kw_only=True):
+class Evaluated(Record, frozen=True, kw_only=True):
     """An evaluation that a file asks for between steps: its rows at once, and their key."""
 
     file: str

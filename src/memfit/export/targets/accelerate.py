@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from typing import Any, ClassVar, final
 
-from memfit.export import Draft, Job, Target, exports
 from memfit.export.files import File
 from memfit.export.hugging_face import FSDP_AXES, recomputes, write_precision, write_zero
 from memfit.export.needs import find_needs
+from memfit.export.target import Draft, Job, Target, exports
 
 NAME = "accelerate.yaml"
 SCRIPT = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, final
 
-from memfit.export import Draft, Job, exports
 from memfit.export.data import load_with, read_notes, refuse_patterns, refuse_shapes
 from memfit.export.files import File
 from memfit.export.hugging_face import (
@@ -26,6 +25,7 @@ from memfit.export.hugging_face import (
     write_zero,
 )
 from memfit.export.needs import find_needs
+from memfit.export.target import Draft, Job, exports
 from memfit.export.targets.accelerate import (
     Launches,
     shards,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, final
 
-from memfit.export import Draft, Job, Target, exports
 from memfit.export.files import OPTIMIZER_SAYS, File
 from memfit.export.needs import find_needs
+from memfit.export.target import Draft, Job, Target, exports
 from memfit.plan.frameworks.deepspeed import SQUARED
 from memfit.records.recipe import Recipe
 

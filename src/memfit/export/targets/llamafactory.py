@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, ClassVar, final
 
 from memfit.core.errors import InvalidRequest
-from memfit.export import Draft, Job, exports
 from memfit.export.data import PLACEHOLDER, read_notes, refuse_patterns, refuse_shapes
 from memfit.export.files import File
 from memfit.export.hugging_face import (
@@ -27,6 +26,7 @@ from memfit.export.hugging_face import (
     write_steps,
 )
 from memfit.export.needs import find_needs
+from memfit.export.target import Draft, Job, exports
 from memfit.export.targets.accelerate import NAME as LAUNCH
 from memfit.export.targets.accelerate import (
     Launches,

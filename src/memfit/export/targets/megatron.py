@@ -7,9 +7,9 @@ from typing import Any, ClassVar, final
 
 from msgspec.structs import replace
 
-from memfit.export import Draft, Job, Target, exports
 from memfit.export.files import ALL_AXES, OPTIMIZER_SAYS, File
 from memfit.export.needs import Need, need
+from memfit.export.target import Draft, Job, Target, exports
 from memfit.export.targets.torchtitan_shared import check_steps
 from memfit.export.torchrun import torchrun
 from memfit.plan.frameworks import Job as Described

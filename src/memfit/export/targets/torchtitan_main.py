@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, final
 
-from memfit.export import Draft, Job, Target, exports
+from memfit.export.target import Draft, Job, Target, exports
 from memfit.export.targets.torchtitan_shared import AXES, SAYS, write_module
 
 

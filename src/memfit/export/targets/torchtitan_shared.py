@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from memfit.core.errors import InvalidRequest, UnknownName
-from memfit.export import Draft, Job
 from memfit.export.files import OPTIMIZER_SAYS, File
+from memfit.export.target import Draft, Job
 from memfit.export.torchrun import torchrun
 from memfit.records.recipe import Recipe
 

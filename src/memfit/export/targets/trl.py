@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, final
 
-from memfit.export import Draft, Job, exports
 from memfit.export.data import as_patterns, load_with, read_notes, refuse_shapes
 from memfit.export.files import File
 from memfit.export.hugging_face import (
@@ -28,6 +27,7 @@ from memfit.export.hugging_face import (
 )
 from memfit.export.needs import find_needs
 from memfit.export.settle import look_up
+from memfit.export.target import Draft, Job, exports
 from memfit.export.targets.accelerate import NAME as LAUNCH
 from memfit.export.targets.accelerate import (
     Launches,

@@ -11,7 +11,7 @@ import msgspec
 from memfit import meta
 from memfit.meta import Meter, Tensor
 from memfit.meta.attending.kernels import BY_PREFERENCE, Capability, Heads, Platform, refusal
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.model import SLIDING, Architecture
 
 EAGER, SDPA, FLASH = "eager", "sdpa", "flash_attention_2"
@@ -25,7 +25,7 @@ WIDE_SCORES = ("gptj",)  # eager classes: scores of queries and keys cast to fp3
 ONLY_EAGER = ("bloom", "gemma2", "gpt_oss", "mpt")
 
 
-class Masking(Noun, frozen=True, kw_only=True):
+class Masking(Record, frozen=True, kw_only=True):
     """How a loop over Hugging Face's classes runs their attention."""
 
     implementation: str  # transformers' attn_implementation

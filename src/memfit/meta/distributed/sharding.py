@@ -16,7 +16,7 @@ from memfit.meta.elementwise import Incoming, attach
 from memfit.meta.layers.dequantised import CODED
 from memfit.meta.meter import Meter
 from memfit.meta.tensor import Shape, Storage, Tensor, empty, parameter, row_major
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.ledger import Kind
 from memfit.records.model import DTYPE_BYTES
 from memfit.records.quantised import stored_tensors
@@ -27,7 +27,7 @@ GATHERING, REDUCING = 1, 3
 OnReduced = Callable[[Tensor], None]
 
 
-class Sharding(Noun, frozen=True, kw_only=True):
+class Sharding(Record, frozen=True, kw_only=True):
     """How one rank of many holds a model."""
 
     shards: int  # ranks that share one copy

@@ -11,11 +11,11 @@ from functools import lru_cache
 
 from memfit.meta.meter import Meter
 from memfit.meta.tensor import Tensor, empty
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.ledger import Kind
 
 
-class Code(Noun, frozen=True, kw_only=True):
+class Code(Record, frozen=True, kw_only=True):
     """How a moment is stored: a code an element, a scale a block, a table of the codes' values."""
 
     bits: int

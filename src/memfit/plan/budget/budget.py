@@ -30,7 +30,7 @@ from memfit.plan.budget.inference import (
     size_by_inference,
 )
 from memfit.plan.budget.lifetime import Lifetime, LifetimeRequest, find_cheapest, read_lifetime
-from memfit.records import Noun
+from memfit.records import Record
 
 ASSUMED_MFU = 0.4
 LASTING = units.parse_count("200B")  # tokens
@@ -46,7 +46,7 @@ UNITS: dict[Known, str] = {
 }  # fmt: skip
 
 
-class BudgetRequest(Noun, frozen=True, kw_only=True):
+class BudgetRequest(Record, frozen=True, kw_only=True):
     """What is known, in base units; what is `None` is solved for."""
 
     parameters: float | None = None
@@ -65,7 +65,7 @@ class BudgetRequest(Noun, frozen=True, kw_only=True):
     lifetime: LifetimeRequest | None = None  # what is served after the training
 
 
-class Figure(Noun, frozen=True, kw_only=True):
+class Figure(Record, frozen=True, kw_only=True):
     """One quantity; `None` is unknown, and `because` says what it lacks."""
 
     value: float | None
@@ -73,7 +73,7 @@ class Figure(Noun, frozen=True, kw_only=True):
     because: str
 
 
-class Budget(Noun, frozen=True, kw_only=True):
+class Budget(Record, frozen=True, kw_only=True):
     """A budget solved."""
 
     schema: int = 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 from memfit.catalog import CatalogModel, models
 from memfit.core import units
 from memfit.core.errors import DoesNotFit, InvalidRequest
-from memfit.records import Noun
+from memfit.records import Record
 
 
-class InferenceRequest(Noun, frozen=True, kw_only=True):
+class InferenceRequest(Record, frozen=True, kw_only=True):
     """Where the trained model has to run."""
 
     memory: int  # bytes for weights and cache together
@@ -38,7 +38,7 @@ def read_inference(
     return None
 
 
-class InferenceSize(Noun, frozen=True, kw_only=True):
+class InferenceSize(Record, frozen=True, kw_only=True):
     """The largest dense model that fits; activations and the runtime's own memory are extra."""
 
     model: str  # the largest of the catalogue

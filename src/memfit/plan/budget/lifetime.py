@@ -23,14 +23,14 @@ from memfit.catalog.prices import choose_price
 from memfit.core import units
 from memfit.core.errors import DoesNotFit, InvalidRequest
 from memfit.plan.budget.inference import ALPHA, BETA, CHINCHILLA, is_dense_decoder, weigh_loss
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.hardware import Device
 
 STEPS = 1000  # sizes tried, less than 1 % apart
 SMALLEST, LARGEST = 1e-3, 4.0  # of them, as a share of the budget's own
 
 
-class LifetimeRequest(Noun, frozen=True, kw_only=True):
+class LifetimeRequest(Record, frozen=True, kw_only=True):
     """What the trained model has to serve, and where."""
 
     tokens: float  # read and written over its life
@@ -43,7 +43,7 @@ class LifetimeRequest(Noun, frozen=True, kw_only=True):
     cache_bytes: float = 2.0
 
 
-class Size(Noun, frozen=True, kw_only=True):
+class Size(Record, frozen=True, kw_only=True):
     """A size of the quality that was asked for."""
 
     parameters: float
@@ -60,7 +60,7 @@ class Size(Noun, frozen=True, kw_only=True):
         return self.training + self.serving
 
 
-class Lifetime(Noun, frozen=True, kw_only=True):
+class Lifetime(Record, frozen=True, kw_only=True):
     """The budget's own size beside the cheapest."""
 
     request: LifetimeRequest

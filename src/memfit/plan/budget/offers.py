@@ -29,14 +29,14 @@ from memfit.plan.budget.inference import (
     split_by_demand,
 )
 from memfit.plan.budget.step_rate import Rate, predict_rate
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.hardware import Device
 
 STATES = 16  # bytes a parameter: fp32 weights, gradients and AdamW's two states
 NEAREST = 3  # catalogue models named an answer
 
 
-class Offer(Noun, frozen=True, kw_only=True):
+class Offer(Record, frozen=True, kw_only=True):
     """Devices of one kind, and how many of them."""
 
     device: str
@@ -51,7 +51,7 @@ class Offer(Noun, frozen=True, kw_only=True):
         return f"{self.device}:{self.nodes}x{self.count // self.nodes}"
 
 
-class OffersRequest(Noun, frozen=True, kw_only=True):
+class OffersRequest(Record, frozen=True, kw_only=True):
     """What may be spent, and where; cost or time or both."""
 
     offers: tuple[Offer, ...]
@@ -65,7 +65,7 @@ class OffersRequest(Noun, frozen=True, kw_only=True):
     inference: InferenceRequest | None = None  # sizes the inference-first model by memory instead
 
 
-class Near(Noun, frozen=True, kw_only=True):
+class Near(Record, frozen=True, kw_only=True):
     """A catalogue model, and what it could read."""
 
     model: str
@@ -75,7 +75,7 @@ class Near(Noun, frozen=True, kw_only=True):
     fits: bool | None  # whether its states fit on all devices together; None: memory unknown
 
 
-class Answer(Noun, frozen=True, kw_only=True):
+class Answer(Record, frozen=True, kw_only=True):
     """One way to spend the compute."""
 
     parameters: float
@@ -84,7 +84,7 @@ class Answer(Noun, frozen=True, kw_only=True):
     because: str
 
 
-class Spent(Noun, frozen=True, kw_only=True):
+class Spent(Record, frozen=True, kw_only=True):
     """One offer; `None` is unknown, and `because` says what is missing."""
 
     offer: Offer
@@ -101,7 +101,7 @@ class Spent(Noun, frozen=True, kw_only=True):
     because: tuple[str, ...]
 
 
-class Offers(Noun, frozen=True, kw_only=True):
+class Offers(Record, frozen=True, kw_only=True):
     """Every offer under the same money and time."""
 
     schema: int = 1

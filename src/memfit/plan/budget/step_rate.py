@@ -13,7 +13,7 @@ from memfit.plan.request.problem import first_recipe, read_problem
 from memfit.plan.search.candidate import Candidate
 from memfit.plan.search.search import search
 from memfit.plan.step_time.predicted_time import describe_time, predict_timeline
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.hardware import Device
 from memfit.records.recipe import Parallel, Precision
 from memfit.records.request import Hardware, Request, Task
@@ -22,7 +22,7 @@ from memfit.records.results import Plan, Time
 SEQUENCES = 4  # of a micro-batch
 
 
-class Rate(Noun, frozen=True, kw_only=True):
+class Rate(Record, frozen=True, kw_only=True):
     """Of one device; None is unknown."""
 
     tokens_per_second: float | None

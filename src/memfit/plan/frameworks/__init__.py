@@ -20,7 +20,7 @@ from memfit.catalog.overheads import count_axes
 from memfit.core.errors import InvalidRequest, MemoryUnknown, did_you_mean
 from memfit.core.registry import Registry
 from memfit.plan.step_time.arrays import Number, ceil_div
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.hardware import Device
 from memfit.records.ledger import Entry, Kind, Ledger, Phase
 from memfit.records.model import Model
@@ -28,7 +28,7 @@ from memfit.records.recipe import Option, Parallel, Recipe
 from memfit.records.request import Request
 
 
-class Knob(Noun, frozen=True, kw_only=True):
+class Knob(Record, frozen=True, kw_only=True):
     """A setting that only one framework has: `options: {NAME: value}` of a request."""
 
     default: Option
@@ -36,7 +36,7 @@ class Knob(Noun, frozen=True, kw_only=True):
     values: tuple[Option, ...] = ()  # the allowed ones; () any of the default's type
 
 
-class Slack(Noun, frozen=True, kw_only=True):
+class Slack(Record, frozen=True, kw_only=True):
     """Reserved over allocated bytes at the peak: what the allocator holds but cannot use."""
 
     low: float
@@ -48,7 +48,7 @@ class Slack(Noun, frozen=True, kw_only=True):
 NO_SLACK = Slack(low=1.0, typical=1.0, high=1.0, source="no bytes are described")
 
 
-class Job(Noun, frozen=True, kw_only=True):
+class Job(Record, frozen=True, kw_only=True):
     """One recipe of another framework, with everything that its closed form may ask."""
 
     model: Model  # as published: before adapters, all weights trainable, fp32

@@ -18,7 +18,7 @@ from memfit.core import units
 from memfit.core.errors import DoesNotFit, Error, InvalidRequest
 from memfit.plan.budget.offers import Offer
 from memfit.plan.search.candidates import node_size
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.hardware import Device
 from memfit.records.request import Hardware, Request
 from memfit.records.results import Plan, Verdict
@@ -26,7 +26,7 @@ from memfit.records.results import Plan, Verdict
 Objective = Literal["fastest", "cheapest", "fewest-devices"]
 
 
-class Offered(Noun, frozen=True, kw_only=True):
+class Offered(Record, frozen=True, kw_only=True):
     """One offer and its best plan; None is unknown, or there is no plan."""
 
     offer: Offer
@@ -44,7 +44,7 @@ class Offered(Noun, frozen=True, kw_only=True):
     because: str
 
 
-class Comparison(Noun, frozen=True, kw_only=True):
+class Comparison(Record, frozen=True, kw_only=True):
     """All offers, the best first, then what fits, then what does not."""
 
     schema: int = 1

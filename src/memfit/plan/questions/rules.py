@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from memfit.adapters.shared.quantised_base import is_projection
 from memfit.core import units
 from memfit.optimizers import find_optimizer, optimizers
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.model import Model, TensorSpec
 from memfit.records.quantised import stored_bytes
 from memfit.records.recipe import Optimizer
@@ -20,7 +20,7 @@ from memfit.records.recipe import Optimizer
 TWENTY = units.parse_count("20B")  # the size that the rule is usually told for
 
 
-class Rule(Noun, frozen=True, kw_only=True):
+class Rule(Record, frozen=True, kw_only=True):
     """One rule of thumb, what it says of this model, and what is so."""
 
     name: str

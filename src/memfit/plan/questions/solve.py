@@ -18,7 +18,7 @@ from memfit.plan.questions.compare import place
 from memfit.plan.request.model_reference import find_reference
 from memfit.plan.request.problem import find_device
 from memfit.plan.search.candidates import node_size
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.request import Hardware, Request, Task
 from memfit.records.results import Plan, Verdict
 
@@ -33,7 +33,7 @@ FIELDS = {
 }
 
 
-class Tried(Noun, frozen=True, kw_only=True):
+class Tried(Record, frozen=True, kw_only=True):
     """One value and its plan."""
 
     value: int | str
@@ -43,7 +43,7 @@ class Tried(Noun, frozen=True, kw_only=True):
     because: str
 
 
-class Solved(Noun, frozen=True, kw_only=True):
+class Solved(Record, frozen=True, kw_only=True):
     """The answer, its plan, and everything tried."""
 
     schema: int = 1
@@ -67,7 +67,7 @@ class Try(NamedTuple):
         return self.plan is not None and self.plan.memory.verdict == "fits"
 
     @property
-    def noun(self) -> Tried:
+    def tried(self) -> Tried:
         """As it is told."""
         if self.plan is None:
             return Tried(
@@ -109,7 +109,7 @@ def solve(field: str, request: Request, find_plan: Planner, plan_exactly: Planne
         field=field,
         value=found.value if found else None,
         plan=plan_exactly(tries.requests[found.value]) if found else None,
-        tried=tuple(t.noun for t in tried),
+        tried=tuple(t.tried for t in tried),
         because=because,
     )
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from memfit.core import units
 from memfit.core.errors import Error
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.request import Request
 from memfit.records.results import Plan
 
@@ -15,7 +15,7 @@ MOST = 4  # parts of a difference that are named
 Planner = Callable[[Request], Plan]
 
 
-class WhyNot(Noun, frozen=True, kw_only=True):
+class WhyNot(Record, frozen=True, kw_only=True):
     """The answer: what was asked for, its plan if it has one, and the plan that was chosen."""
 
     schema: int = 1

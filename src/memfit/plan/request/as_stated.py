@@ -14,12 +14,12 @@ from msgspec.structs import replace
 from memfit.plan.request.meshes import check_batch, stated_mesh
 from memfit.plan.request.problem import CHUNKS, Problem, first_recipe, read_problem
 from memfit.plan.simulate.recompute import find_recompute
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.recipe import Parallel, Recipe
 from memfit.records.request import Request
 
 
-class Stated(Noun, frozen=True, kw_only=True):
+class Stated(Record, frozen=True, kw_only=True):
     """The recipe of a request, without a plan."""
 
     recipe: Recipe

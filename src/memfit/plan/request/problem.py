@@ -28,13 +28,13 @@ from memfit.parallelism.context import KERNELS
 from memfit.parallelism.limits import check_ranks
 from memfit.parallelism.pipeline import runs_in
 from memfit.plan.request.assumed import count_steps
+from memfit.plan.request.lean import asked_lean, choose_lean
 from memfit.plan.request.meshes import list_meshes
 from memfit.plan.request.model_reference import find_published, find_reference
 from memfit.plan.request.positions import check_positions, describe_positions
 from memfit.plan.request.precision import HALF, find_conflict, precisions
 from memfit.plan.request.preference_checks import check_pairs, choose_preference
-from memfit.plan.simulate.lean import asked_lean, choose_lean
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.hardware import Device
 from memfit.records.model import Model, ModelReference
 from memfit.records.quantised import CODED_FORMATS
@@ -57,7 +57,7 @@ ASSUMED_SEQUENCE = 4096
 CHUNKS = (1024, 256)  # tokens per chunk of the loss that the search tries
 
 
-class Problem(Noun, frozen=True, kw_only=True):
+class Problem(Record, frozen=True, kw_only=True):
     """A request with its names looked up; what is still open is decided by the search."""
 
     request: Request

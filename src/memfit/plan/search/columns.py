@@ -1,4 +1,4 @@
-"""Many recipes at once: nouns whose numbers are numpy arrays, one candidate an element.
+"""Many recipes at once: records whose numbers are numpy arrays, one candidate an element.
 
 A recipe with arrays for `micro_batch`, `parallel.tp`, … describes as many recipes as the arrays
 have elements; whatever computes with `clock.arrays` answers for all of them.
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from memfit.plan.step_time.arrays import Number
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.model import ModelReference
 from memfit.records.recipe import Freeze, Lora, Optimizer, Recipe
 
@@ -25,13 +25,13 @@ AXES = (  # of `parallel`, in which candidates differ
 
 
 def each_array(value: T, change: Callable[[Any], Any]) -> T:
-    """The same noun, dict or tuple with every array in it changed; what has none stays itself."""
+    """The same record, dict or tuple with every array in it changed; what has none stays itself."""
     kind = type(value)
     if kind in PLAIN:
         return value
     if getattr(value, "ndim", 0):
         return change(value)  # type: ignore[no-any-return]
-    if isinstance(value, Noun):
+    if isinstance(value, Record):
         found = {}
         for name in value.__struct_fields__:
             old = getattr(value, name)

@@ -8,7 +8,7 @@ from typing import Protocol
 from memfit.families import find_family
 from memfit.families.shared.forward import Embedded, Forward, Weights, loss_mean
 from memfit.meta import Tensor
-from memfit.records import Noun
+from memfit.records import Record
 
 
 class Program(Protocol):
@@ -48,7 +48,7 @@ class Comparing(Protocol):
         """The loss of pairs; refer: makes the reference's outputs, None where no model does."""
 
 
-class OwnProgram(Noun, frozen=True, kw_only=True):
+class OwnProgram(Record, frozen=True, kw_only=True):
     """memfit's step: the forward of Hugging Face's class, and train/step/loss.py."""
 
     family: str

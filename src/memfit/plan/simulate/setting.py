@@ -17,12 +17,12 @@ from memfit.meta.layers.quantised import Quantised
 from memfit.meta.workspace import Grid
 from memfit.plan.simulate.program import Comparing, Program
 from memfit.plan.step_time.pipeline.orders import Piece
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.model import Architecture
 from memfit.records.recipe import Optimizer
 
 
-class Stages(Noun, frozen=True, kw_only=True):
+class Stages(Record, frozen=True, kw_only=True):
     """What a rank of a pipeline runs, one piece after the other."""
 
     order: tuple[Piece, ...]
@@ -43,7 +43,7 @@ class Stages(Noun, frozen=True, kw_only=True):
         return replace(self, order=once, micro_batches=1)
 
 
-class Row(Noun, frozen=True, kw_only=True):
+class Row(Record, frozen=True, kw_only=True):
     """A weight of one block, or of none, under its name inside it."""
 
     name: str
@@ -53,7 +53,7 @@ class Row(Noun, frozen=True, kw_only=True):
     part: str
 
 
-class Block(Noun, frozen=True, kw_only=True):
+class Block(Record, frozen=True, kw_only=True):
     """What a block's segments depend on."""
 
     rows: tuple[Row, ...]
@@ -65,7 +65,7 @@ class Block(Noun, frozen=True, kw_only=True):
     kind: str = ""  # of `Architecture.layer_kinds`
 
 
-class Run(Noun, frozen=True, kw_only=True):
+class Run(Record, frozen=True, kw_only=True):
     """Consecutive cycles of blocks that are alike; mostly of one block."""
 
     cycle: tuple[Block, ...]
@@ -79,7 +79,7 @@ class Repeat(NamedTuple):
     times: int
 
 
-class Batch(Noun, frozen=True, kw_only=True):
+class Batch(Record, frozen=True, kw_only=True):
     """The shape of a micro-batch."""
 
     rows: int
@@ -87,7 +87,7 @@ class Batch(Noun, frozen=True, kw_only=True):
     documents: Documents | None
 
 
-class Setting(Noun, frozen=True, kw_only=True):
+class Setting(Record, frozen=True, kw_only=True):
     """All that a micro-batch's segments depend on beside its shape."""
 
     architecture: Architecture

@@ -25,10 +25,10 @@ from memfit.families.shared.forward import (
 )
 from memfit.meta import Tensor
 from memfit.meta.distributed import tensor_parallel
-from memfit.records import Noun
+from memfit.records import Record
 
 
-class SharedProducts(Noun, frozen=True, kw_only=True):
+class SharedProducts(Record, frozen=True, kw_only=True):
     """The `Program` of `tp` ranks: the blocks of llama, mistral, qwen2 and qwen3."""
 
     tp: int

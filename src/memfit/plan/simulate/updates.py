@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from memfit.adapters.shared.peft_layers import base_name
 from memfit.families import find_family, read_model
-from memfit.families.shared.files import UNKNOWN, read_widths
-from memfit.families.shared.stored_names import file_parts, find_parts
+from memfit.families.weight_files.headers import UNKNOWN, read_widths
+from memfit.families.weight_files.names import file_parts, find_parts
 from memfit.meta.layers.quantised import quantising_bytes
 from memfit.meta.meter import block_size
 from memfit.meta.workspace import foreach_norm

@@ -38,7 +38,7 @@ from memfit.plan.step_time.step import Parts, predict_step
 from memfit.plan.step_time.time_range import find_range
 from memfit.plan.step_time.update_time import Updated, count_updated, with_update
 from memfit.plan.step_time.work import Shape
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.hardware import Device
 from memfit.records.model import Architecture, Model, Weight
 from memfit.records.recipe import Recipe
@@ -49,7 +49,7 @@ from memfit.records.timeline import Span, Timeline
 RANKING_FLOPS, RANKING_BANDWIDTH = {"fp32": 1e12, "bf16": 1.5e12, "fp16": 1.5e12}, 5e10
 
 
-class Work(Noun, frozen=True, kw_only=True):
+class Work(Record, frozen=True, kw_only=True):
     """FLOP of one optimizer step."""
 
     forward: float
@@ -68,7 +68,7 @@ class Work(Noun, frozen=True, kw_only=True):
         return self.model + self.recompute
 
 
-class Totals(Noun, frozen=True, kw_only=True):
+class Totals(Record, frozen=True, kw_only=True):
     """What the time of a step depends on, summed once over a model's weights."""
 
     architecture: Architecture

@@ -17,11 +17,11 @@ from memfit.plan.step_time.arrays import Number
 from memfit.plan.step_time.communication.collectives import Links
 from memfit.plan.step_time.own import Own
 from memfit.plan.step_time.work import Layout, Shape
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.hardware import Device
 
 
-class Rate(Noun, frozen=True, kw_only=True):
+class Rate(Record, frozen=True, kw_only=True):
     """One constant: what it is worth, and who says so."""
 
     value: float

@@ -23,7 +23,7 @@ from memfit.plan.step_time.pipeline.orders import find_schedule, kind_of
 from memfit.plan.step_time.rates import Machine, Setting, find_rates
 from memfit.plan.step_time.step import predict_step
 from memfit.plan.step_time.work import Layout, Shape
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.hardware import Device
 from memfit.records.model import SLIDING, Model
 from memfit.records.quantised import stored_bytes
@@ -47,7 +47,7 @@ STATE_BYTES = {"bf16": 14, "fp16": 14}  # read and written to update a parameter
 # weight, gradient and two moments read, weight and moments written, a 16-bit copy written
 
 
-class Basis(Noun, frozen=True, kw_only=True):
+class Basis(Record, frozen=True, kw_only=True):
     """Whose constants a recipe's time takes."""
 
     stack: str  # the framework, and after a dot whose build or era of it
@@ -60,7 +60,7 @@ class Basis(Noun, frozen=True, kw_only=True):
         return {"mxfp8": "fp8", "nvfp4": "fp4"}.get(self.narrow, self.narrow.partition("-")[0])
 
 
-class Network(Noun, frozen=True, kw_only=True):
+class Network(Record, frozen=True, kw_only=True):
     """What is known of a run's network beside its device's usual one."""
 
     name: str = ""  # a row of links.toml; "" takes the device's usual network

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import msgspec
 
-from memfit.records import Noun, from_data
+from memfit.records import Record, from_data
 
 FILE = Path(__file__).parents[2] / "catalog" / "time_errors.json"
 LEAST = 20  # steps on which a framework or a device counts as measured
 
 
-class TimeErrors(Noun, frozen=True, kw_only=True):
+class TimeErrors(Record, frozen=True, kw_only=True):
     """Measured over predicted seconds, of published steps that no constant was fitted on."""
 
     steps: int

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memfit.core.errors import RunFailed
 from memfit.core.libraries import quiet_import
 from memfit.families import family_of
-from memfit.families.shared.stored_names import Part, file_parts
+from memfit.families.weight_files.names import Part, file_parts
 from memfit.parallelism.whole import gather
 from memfit.train.checkpoint.files import flush, on_host
 from memfit.train.data.tokenizer import Tokenizer

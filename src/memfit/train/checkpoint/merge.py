@@ -23,7 +23,7 @@ from memfit.adapters.shared.peft_layers import MAGNITUDE, PREFIX, STORED_TRANSPO
 from memfit.adapters.shared.quantised_base import is_projection
 from memfit.core.errors import InvalidRequest, RunFailed
 from memfit.families import read_model
-from memfit.families.shared.stored_names import find_parts
+from memfit.families.weight_files.names import find_parts
 from memfit.records.recipe import Recipe
 from memfit.records.results import Merged
 from memfit.train.checkpoint.files import flush

@@ -18,7 +18,7 @@ from memfit.adapters.shared.apply import replace_parameters
 from memfit.adapters.shared.peft_layers import stored_name
 from memfit.core.errors import InvalidRequest
 from memfit.families import read_model
-from memfit.families.shared.stored_names import Part, file_parts, find_parts
+from memfit.families.weight_files.names import Part, file_parts, find_parts
 from memfit.parallelism.whole import is_sharded, local_part, own_part, whole
 from memfit.records.recipe import Recipe
 from memfit.train.distributed.pipeline import present

@@ -14,7 +14,7 @@ from memfit.adapters import find_adapter
 from memfit.core.errors import RunFailed
 from memfit.families import read_model
 from memfit.parallelism.shards import fullest_rank
-from memfit.records import Noun, from_data, to_data, write_json
+from memfit.records import Record, from_data, to_data, write_json
 from memfit.records.ledger import Phase
 from memfit.records.recipe import Recipe
 from memfit.records.results import Certificate, Measurement, Run
@@ -38,7 +38,7 @@ PARTS = 10  # a run is saved and evaluated this often, unless it is told otherwi
 EVALUATED = 0.15  # held-out tokens read in all, over tokens trained on: a twentieth of the time
 
 
-class Cadence(Noun, frozen=True, kw_only=True):
+class Cadence(Record, frozen=True, kw_only=True):
     """How often, in steps; 0 means a tenth of the run."""
 
     # many ranks: checkpoints are copied to the host and written while training goes on

@@ -80,7 +80,7 @@ from memfit.plan.frameworks.shared.units import (
 )
 from memfit.plan.memory.host_memory import shards_on_host
 from memfit.plan.memory.predicted_memory import without_shape
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.ledger import Kind, Ledger
 from memfit.records.model import DTYPE_BYTES, Model, Weight
 from memfit.records.recipe import FORMAT_DTYPE, Recipe
@@ -88,7 +88,7 @@ from memfit.records.recipe import FORMAT_DTYPE, Recipe
 ALL_LINEAR = "all-linear"  # peft's word for every projection but the head
 
 
-class HfProgram(Noun, frozen=True, kw_only=True):
+class HfProgram(Record, frozen=True, kw_only=True):
     """The forward of Hugging Face's class with its own loss (ForCausalLMLoss)."""
 
     family: str

@@ -13,14 +13,14 @@ from memfit.meta.elementwise import Incoming, attach, upstream
 from memfit.meta.layers.dequantised import CODED, Dequantised, coded_linear
 from memfit.meta.losses.cross_entropy import cross_entropy_rows, cross_entropy_sum
 from memfit.meta.products import multiply_batched
-from memfit.records import Noun
+from memfit.records import Record
 
 CHUNK = 128  # tokens of the chunked head and cross entropy (finetune/lora.py, utils.py)
 # Fabric's plugin quantises what it has cast to fp16 (plugins/precision/bitsandbytes.py)
 QUANTISED = Dequantised(stored="float16", keeps_input=True)
 
 
-class LitProgram(Noun, frozen=True, kw_only=True):
+class LitProgram(Record, frozen=True, kw_only=True):
     """The forward of litgpt's GPT and the loss of its finetuning scripts."""
 
     gated: bool  # LLaMAMLP or GemmaMLP; else GptNeoxMLP

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from memfit.plan.frameworks.megatron.shape import Shape
 from memfit.plan.step_time.arrays import larger, rounded, where
-from memfit.records import Noun
+from memfit.records import Record
 
 FLOAT = 4  # bytes: statistics, log-sum-exp and routing are fp32 in any precision
 
 
-class BlockSettings(Noun, frozen=True, kw_only=True):
+class BlockSettings(Record, frozen=True, kw_only=True):
     """How a block is computed."""
 
     engine: bool  # Transformer Engine's layers; else Megatron's own ("local")

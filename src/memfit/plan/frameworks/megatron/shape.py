@@ -10,11 +10,11 @@ from msgspec import structs
 from memfit.core.errors import MemoryUnknown
 from memfit.plan.frameworks import Job, Rule, divide
 from memfit.plan.step_time.arrays import Number, ceil_div, larger, where
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.model import Experts, Latent
 
 
-class Shape(Noun, frozen=True, kw_only=True):
+class Shape(Record, frozen=True, kw_only=True):
     """Sizes of the model, the micro-batch and the mesh; lengths are elements."""
 
     layers: int

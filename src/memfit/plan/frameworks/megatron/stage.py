@@ -19,7 +19,7 @@ from memfit.plan.frameworks.megatron.block import (
 from memfit.plan.frameworks.megatron.shape import Shape, count_kinds
 from memfit.plan.frameworks.shared.pipeline import count_in_flight
 from memfit.plan.step_time.arrays import Number, ceil_div, say, smaller, where
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.ledger import Kind, Phase
 from memfit.records.model import Experts
 
@@ -28,7 +28,7 @@ MIB = 2**20
 GROUPED_STREAMS = 4  # on which Transformer Engine runs the products of grouped linears
 
 
-class Settings(Noun, frozen=True, kw_only=True):
+class Settings(Record, frozen=True, kw_only=True):
     """How Megatron runs the step, of what more than one stage shares."""
 
     block: BlockSettings
@@ -48,7 +48,7 @@ class Settings(Noun, frozen=True, kw_only=True):
     mask: bool  # the dataloader makes an attention mask
 
 
-class Stage(Noun, frozen=True, kw_only=True):
+class Stage(Record, frozen=True, kw_only=True):
     """One stage: which blocks its chunks hold, and whether it has the embedding or the head."""
 
     index: int
@@ -62,7 +62,7 @@ class Stage(Noun, frozen=True, kw_only=True):
         return self.chunks[-1] or self.chunks[0]
 
 
-class Count(Noun, frozen=True, kw_only=True):
+class Count(Record, frozen=True, kw_only=True):
     """A stage in numbers: what it holds of each kind, and keeps of all micro-batches in flight."""
 
     index: Number
@@ -79,7 +79,7 @@ class Count(Noun, frozen=True, kw_only=True):
     again: Number  # blocks that it computes again at once; 0 = none
 
 
-class Block(Noun, frozen=True, kw_only=True):
+class Block(Record, frozen=True, kw_only=True):
     """One rank's share of a block; bytes are of one micro-batch."""
 
     parameters: int  # all but routed experts
@@ -90,7 +90,7 @@ class Block(Noun, frozen=True, kw_only=True):
     backward: int  # the most that its backward adds
 
 
-class Blocks(Noun, frozen=True, kw_only=True):
+class Blocks(Record, frozen=True, kw_only=True):
     """The kinds of blocks of a model, and the empty gradients that Transformer Engine keeps."""
 
     plain: Block

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from memfit.plan.frameworks import Instant, Peaks
 from memfit.plan.search.columns import take
 from memfit.plan.step_time.arrays import Number, larger
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.ledger import Kind, Phase
 
 ROWS = 2**15  # candidates at a time: their columns stay in the processor's cache
@@ -33,7 +33,7 @@ class Slots:
         self.kinds = kinds
         self.slots: list[Slot] = []
 
-    def put(self, place: int, rows: Any, count: Noun) -> None:
+    def put(self, place: int, rows: Any, count: Record) -> None:
         """A stage of the kinds of pipeline in `rows`: its numbers, of which `last` is plain."""
         import numpy
 

@@ -15,7 +15,7 @@ from memfit.plan.frameworks import (
 from memfit.plan.frameworks.shared.fsdp import Unit
 from memfit.plan.frameworks.shared.pipeline import count_in_flight, deal_sizes
 from memfit.plan.step_time.arrays import Number, larger, where
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.model import Model
 
 ENDS_APART = 202507  # embedding, and norm with head, are units of their own (#1094)
@@ -30,7 +30,7 @@ class Stage(NamedTuple):
     last: bool
 
 
-class Count(Noun, frozen=True, kw_only=True):
+class Count(Record, frozen=True, kw_only=True):
     """The same in numbers."""
 
     blocks: Number

@@ -8,14 +8,14 @@ from math import log
 from memfit.catalog.links import find_link, find_network
 from memfit.core.errors import InvalidRequest
 from memfit.plan.step_time.communication.collectives import Links
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.hardware import BusBandwidth, Device, Fabric
 
 PCIE = {3: 16e9, 4: 32e9, 5: 64e9, 6: 128e9}  # B/s of 16 lanes by generation, one direction
 ASSUMED_EFFICIENCY = 0.75  # of a link of which nobody said: the lowest that NCCL reckons with
 
 
-class Cluster(Noun, frozen=True, kw_only=True):
+class Cluster(Record, frozen=True, kw_only=True):
     """Machines alike, of devices alike; what joins them is None where nobody said."""
 
     device: Device

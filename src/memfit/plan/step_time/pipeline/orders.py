@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from memfit.core.errors import InvalidRequest
-from memfit.records import Noun
+from memfit.records import Record
 from memfit.records.recipe import Recipe
 
 Kind = Literal["gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v"]
@@ -25,7 +25,7 @@ Pass = Literal["F", "B", "I", "W"]
 ONE_CHUNK = ("gpipe", "1f1b")
 
 
-class Schedule(Noun, frozen=True, kw_only=True):
+class Schedule(Record, frozen=True, kw_only=True):
     """One pipeline's schedule for the micro-batches of a step.
 
     `group` is how many micro-batches of a chunk an interleaved rank runs before its next chunk

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from memfit.export import Draft, Job
 from memfit.export.files import File
 from memfit.export.start import Trained, find_trainer
+from memfit.export.target import Draft, Job
 from memfit.export.torchrun import Machines
 
 IMAGE = "pytorch/pytorch:2.11.0-cuda12.8-cudnn9-devel"

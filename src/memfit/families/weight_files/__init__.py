@@ -1,0 +1,1 @@
+"""Names and dtypes of weights in the files of a model."""
