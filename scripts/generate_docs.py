@@ -2,7 +2,8 @@
 docs/workspaces.md, from the table of what CUDA kernels allocate, docs/frameworks.md, from what each
 framework's file declares, docs/techniques.md and docs/numerics.md, from the .toml beside them,
 docs/peers.md, docs/ladder.md, docs/founding.md and docs/scaling.md with their pictures, from
-bench/results, the table of layers in docs/ARCHITECTURE.md, and docs/accuracy.md with its plot and figures, from the corpus.
+bench/results, the table of layers
+in docs/ARCHITECTURE.md, and docs/accuracy.md with its plot and figures, from the corpus.
 
 `--check` writes nothing and exits 1 when a file is not what would be written.
 """

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, final
 
-from memfit.export.targets.cloud import IMAGE, setup, start_on, start_with, train_script
 from memfit.export.files import ALL_AXES, File
 from memfit.export.target import EVERY_KEY, Draft, Job, Target, exports
+from memfit.export.targets.cloud import IMAGE, setup, start_on, start_with, train_script
 
 RESOURCES = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
 

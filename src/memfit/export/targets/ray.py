@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, final
 
-from memfit.export.targets.cloud import start_on, start_with, train_script
 from memfit.export.files import ALL_AXES, File
 from memfit.export.target import EVERY_KEY, Draft, Job, Target, exports
+from memfit.export.targets.cloud import start_on, start_with, train_script
 
 SCRIPT = '''import os
 import subprocess
