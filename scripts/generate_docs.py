@@ -2,8 +2,8 @@
 docs/workspaces.md, from the table of what CUDA kernels allocate, docs/frameworks.md, from what each
 framework's file declares, docs/techniques.md and docs/numerics.md, from the .toml beside them,
 docs/peers.md, docs/ladder.md, docs/founding.md and docs/scaling.md with their pictures, from
-bench/results, the table of layers
-in docs/ARCHITECTURE.md, and docs/accuracy.md with its plot and figures, from the corpus.
+bench/results, the table of layers in docs/ARCHITECTURE.md, the indexes of tests, bench and scripts,
+and docs/accuracy.md with its plot and figures, from the corpus.
 
 `--check` writes nothing and exits 1 when a file is not what would be written.
 """
@@ -19,6 +19,7 @@ import accuracy_time_page
 import click
 import founding_page
 import frameworks_page
+import index_pages
 import ladder_page
 import layers_table
 import numerics_page
@@ -107,6 +108,7 @@ def main() -> None:
     rules = folklore.judge(corpus.read_corpus(), found)
     wanted = {
         layers_table.PAGE: layers_table.write_page(),
+        **index_pages.pages(),
         DOCS / "cli.md": command_line(),
         DOCS / "workspaces.md": workspaces(),
         DOCS / "frameworks.md": frameworks_page.page(),

@@ -1,3 +1,5 @@
+"""Imports of libraries that log while they are imported stay quiet, and errors are shown."""
+
 import logging
 import subprocess
 import sys

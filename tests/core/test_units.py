@@ -1,3 +1,5 @@
+"""Units: what is parsed, what is shown, and what is refused as ambiguous."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

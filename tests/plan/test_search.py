@@ -1,3 +1,5 @@
+"""The search of memfit's own step: what it decides, refuses and prefers."""
+
 from pathlib import Path
 
 import msgspec

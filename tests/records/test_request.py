@@ -1,3 +1,5 @@
+"""Requests: strict reading, with the key and its value in every refusal."""
+
 import subprocess
 import sys
 

@@ -1,0 +1,1 @@
+"""Predicted seconds of lean blocks beside plain ones."""
