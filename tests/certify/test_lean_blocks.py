@@ -11,8 +11,8 @@ from tiny_steps import CPU, H100, make_recipe, watch_real_step
 from memfit.adapters import find_adapter
 from memfit.certify import trace
 from memfit.certify.tracing.trace_step import worst_shapes
-from memfit.families import read_model
-from memfit.families.capabilities.lean import LEAN_FAMILIES, find_lean
+from memfit.families import families_that, read_model
+from memfit.families.capabilities.lean import find_lean
 from memfit.plan.memory.predicted_memory import predict_memory
 from memfit.records.ledger import Kind, Ledger, Phase
 from memfit.records.recipe import LEAN, Freeze, Lora, Preference, Recipe
@@ -53,7 +53,7 @@ def cases() -> list[Any]:
     return [
         pytest.param(family, changes, id=f"{family}-{name}",
                      marks=() if (family, name) in FIRST else (pytest.mark.slow,))
-        for family in LEAN_FAMILIES for name, changes in VARIANTS.items()
+        for family in families_that("lean") for name, changes in VARIANTS.items()
         if family == "llama" or name in QUICK
     ]  # fmt: skip
 

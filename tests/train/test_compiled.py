@@ -19,8 +19,8 @@ from memfit.catalog import find_device
 from memfit.certify.tracing.fake_device import fake_device
 from memfit.certify.tracing.trace_step import trace_step
 from memfit.core.errors import InvalidRequest, NotCertified
-from memfit.families import read_model
-from memfit.families.capabilities.compiled import FAMILIES, compiled_bounds
+from memfit.families import families_that, read_model
+from memfit.families.capabilities.compiled import compiled_bounds
 from memfit.plan.memory.predicted_memory import predict_memory
 from memfit.records import from_data
 from memfit.records.ledger import Kind, Phase
@@ -133,7 +133,7 @@ def test_the_compiler_cuts_all_other_code_by_its_own_rules():
 
 
 @pytest.mark.usefixtures("eager_backend")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families_that("compiles"))
 def test_every_family_compiles_as_a_whole_and_keeps_what_a_plan_predicts(family):
     recipe = make_recipe(family, compile="blocks")
     batch = make_batch()

@@ -14,8 +14,8 @@ from torch.autograd import gradcheck
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memfit.core.errors import InvalidRequest
-from memfit.families import read_model
-from memfit.families.capabilities.lean import LEAN_FAMILIES, check_lean, find_lean
+from memfit.families import families_that, read_model
+from memfit.families.capabilities.lean import check_lean, find_lean
 from memfit.plan.request.problem import first_recipe, read_problem
 from memfit.records import from_data
 from memfit.records.recipe import LEAN
@@ -79,7 +79,7 @@ def errors_in_fp32(family: str = "llama", **changes: Any) -> tuple[float, float]
     return error(loss, gradients), error(their_loss, theirs)
 
 
-@pytest.mark.parametrize("family", LEAN_FAMILIES)
+@pytest.mark.parametrize("family", families_that("lean"))
 def test_gradients_in_fp32_are_those_of_hugging_face(family):
     own, theirs = errors_in_fp32(family)
     assert own < ROUNDING * theirs
@@ -283,7 +283,7 @@ def test_only_a_tensor_itself_knows_what_it_was_made_of():
     assert find(built.model.model.norm(torch.randn(1, 2, 32))) is None
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in LEAN_FAMILIES])
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in families_that("lean")])
 def test_other_families_are_refused(family):
     a = read_model(make_recipe(family).model).architecture
     assert find_lean(a) == ()

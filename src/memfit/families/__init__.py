@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from memfit.core.errors import InvalidRequest, UnknownName, did_you_mean
 from memfit.core.registry import Registry
+from memfit.families.shared.attention_class import AttentionClass
 from memfit.records.model import Architecture, Model, ModelReference, TensorSpec, Weight
 
 if TYPE_CHECKING:
@@ -52,6 +53,18 @@ class Family(Described):
     lora_targets: ClassVar[tuple[str, ...]]  # query and value projections, last parts of names
     dropouts: ClassVar[tuple[str, ...]]  # keys of config.json that hold a dropout probability
     ends: ClassVar[bool] = False  # whether nothing stands at positions past `max_sequence`
+
+    # What a class can do, or does otherwise than most. The tests prove each of every family that
+    # declares it; a family that declares nothing is refused the technique by name.
+    lean: ClassVar[bool] = False  # one feed-forward behind a norm, as `memfit.train.lean` has it
+    compiles: ClassVar[bool] = False  # a block can be compiled as a whole
+    shares_products: ClassVar[bool] = False  # ranks can share products, rows and stages
+    liger: ClassVar[bool] = False  # Liger-Kernel's operations take the place of the block's own
+    windows: ClassVar[bool] = False  # the class tells attention its sliding window
+    hands_on_documents: ClassVar[bool] = True  # the backbone hands blocks what it is given
+    plain_linears: ClassVar[bool] = True  # projections are `nn.Linear`
+    norm_after_blocks: ClassVar[bool] = False  # a norm reads what the last product makes
+    attention_class: ClassVar[AttentionClass] = AttentionClass()
 
     def default_targets(self, a: Architecture) -> tuple[str, ...]:
         """What LoRA adapts unless told: `lora_targets`, as this architecture names them."""
@@ -105,6 +118,11 @@ def find_family(model_type: str, *, of: str = "") -> Family:
         error.message += f" of `{of}`" if of else ""
         error.hint = (f"did you mean {near}? " if near else "") + f"supported: {', '.join(known)}"
         raise
+
+
+def families_that(ability: str) -> tuple[str, ...]:
+    """The names of all families that declare an ability of `Family`, such as `lean`."""
+    return tuple(name for name in families.names() if getattr(families.find(name), ability))
 
 
 def find_described(model_type: str, *, of: str = "") -> Described:

@@ -9,6 +9,7 @@ from memfit import meta
 from memfit.core.errors import InvalidRequest
 from memfit.families import Family, families
 from memfit.families.shared.alibi import causal_mask, hold_until_next
+from memfit.families.shared.attention_class import AttentionClass
 from memfit.families.shared.config import flag, head_size, refuse, size
 from memfit.families.shared.forward import (
     Embedded,
@@ -31,6 +32,7 @@ class Bloom(Family):
     """LayerNorm, also on the embeddings; a bias by distance; the class's own attention and GELU."""
 
     name = "bloom"
+    attention_class = AttentionClass(only_eager=True)
     lora_targets = ("query_key_value",)
     dropouts = ("hidden_dropout", "attention_dropout")
 

@@ -8,6 +8,7 @@ from typing import Any, final
 from memfit import meta
 from memfit.core.errors import InvalidRequest
 from memfit.families import Family, families
+from memfit.families.shared.attention_class import AttentionClass
 from memfit.families.shared.config import (
     activation,
     flag,
@@ -45,6 +46,10 @@ class Falcon(Family):
     """
 
     name = "falcon"
+    lean = True
+    hands_on_documents = False
+    plain_linears = False
+    attention_class = AttentionClass(always_masked=True, one_key=True, narrow_softmax=True)
     lora_targets = ("query_key_value",)
     dropouts = ("attention_dropout", "hidden_dropout")
 

@@ -27,6 +27,7 @@ class Gemma(Family):
     """Llama's block with wide heads, scaled embeddings and norms in fp32."""
 
     name = "gemma"
+    lean = True
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("attention_dropout",)
 

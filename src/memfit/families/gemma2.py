@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from memfit.families import Family, families
+from memfit.families.shared.attention_class import AttentionClass
 from memfit.families.shared.blocks import GEMMA_NORMS, sandwich_block, scaled_embed, unit_norm
 from memfit.families.shared.config import (
     activation,
@@ -30,6 +31,10 @@ class Gemma2(Family):
     """Norms before and after each part, capped scores and logits; every other block slides."""
 
     name = "gemma2"
+    lean = True
+    windows = True
+    norm_after_blocks = True
+    attention_class = AttentionClass(only_eager=True)
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("attention_dropout",)
 

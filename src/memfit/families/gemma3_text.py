@@ -47,6 +47,9 @@ class Gemma3Text(Family):
     """Gemma 2's block with norms over heads, no capped scores, and a rotation for each kind."""
 
     name = "gemma3_text"
+    lean = True
+    windows = True
+    norm_after_blocks = True
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("attention_dropout",)
 

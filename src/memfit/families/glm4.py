@@ -46,6 +46,8 @@ class Glm4(Family):
     """Norms before and after attention and feed-forward; pairs of neighbours are rotated."""
 
     name = "glm4"
+    lean = True
+    norm_after_blocks = True
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("attention_dropout",)
 

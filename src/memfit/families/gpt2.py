@@ -7,6 +7,7 @@ from typing import Any, final
 
 from memfit import meta
 from memfit.families import Family, families
+from memfit.families.shared.attention_class import AttentionClass
 from memfit.families.shared.config import activation, flag, head_size, refuse, size, size_or
 from memfit.families.shared.forward import (
     Embedded,
@@ -30,6 +31,9 @@ class Gpt2(Family):
     """LayerNorm, learned positions, one fused projection for query, key and value."""
 
     name = "gpt2"
+    lean = True
+    plain_linears = False
+    attention_class = AttentionClass(narrow_softmax=True)
     lora_targets = ("c_attn",)
     dropouts = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
     ends = True  # positions are learned

@@ -39,6 +39,7 @@ class GptNeox(Family):
     """LayerNorm, rotary positions on part of a head, attention and feed-forward side by side."""
 
     name = "gpt_neox"
+    lean = True
     lora_targets = ("query_key_value",)
     dropouts = ("attention_dropout", "hidden_dropout", "classifier_dropout")
 

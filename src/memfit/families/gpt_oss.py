@@ -9,6 +9,7 @@ from typing import Any, final
 from memfit import meta
 from memfit.core.errors import InvalidRequest
 from memfit.families import Family, families
+from memfit.families.shared.attention_class import AttentionClass
 from memfit.families.shared.blocks import wide_norm
 from memfit.families.shared.config import (
     flag,
@@ -42,6 +43,8 @@ class GptOss(Family):
     """Attention with sinks, every other layer within a window; experts with biases."""
 
     name = "gpt_oss"
+    windows = True
+    attention_class = AttentionClass(only_eager=True)
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("attention_dropout",)
 

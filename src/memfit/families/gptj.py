@@ -8,6 +8,7 @@ from typing import Any, final
 from memfit import meta
 from memfit.core.errors import InvalidRequest
 from memfit.families import Family, families
+from memfit.families.shared.attention_class import AttentionClass
 from memfit.families.shared.blocks import swap_neighbours
 from memfit.families.shared.config import (
     activation,
@@ -47,6 +48,8 @@ class GptJ(Family):
     """LayerNorm, neighbours rotated in part of a head, attention beside the feed-forward."""
 
     name = "gptj"
+    lean = True
+    attention_class = AttentionClass(wide_scores=True)
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
     ends = True  # the backbone holds a table of all positions

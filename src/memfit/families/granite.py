@@ -39,6 +39,8 @@ class Granite(Family):
     """
 
     name = "granite"
+    lean = True
+    compiles = True
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("attention_dropout",)
 

@@ -24,6 +24,7 @@ class Mistral(GatedFamily):
     """Llama's block without any bias; the first release looks back over a sliding window."""
 
     name = "mistral"
+    windows = True
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("attention_dropout",)
 

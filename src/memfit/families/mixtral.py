@@ -42,6 +42,7 @@ class Mixtral(ExpertFamily):
     """
 
     name = "mixtral"
+    windows = True
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("attention_dropout",)
 

@@ -9,6 +9,7 @@ from memfit import meta
 from memfit.core.errors import InvalidRequest
 from memfit.families import Family, families
 from memfit.families.shared.alibi import causal_mask, hold_until_next
+from memfit.families.shared.attention_class import AttentionClass
 from memfit.families.shared.config import flag, head_size, refuse, refuse_other_names, size
 from memfit.families.shared.forward import (
     Embedded,
@@ -44,6 +45,8 @@ class Mpt(Family):
     """No biases, LayerNorm of a scale alone, a bias by distance, the class's own attention."""
 
     name = "mpt"
+    lean = True
+    attention_class = AttentionClass(only_eager=True)
     lora_targets = ("Wqkv",)
     dropouts = ("resid_pdrop", "emb_pdrop")
     ends = True  # the bias is a table of all distances

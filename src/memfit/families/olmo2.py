@@ -40,6 +40,8 @@ class Olmo2(Family):
     """Norms after attention and feed-forward, and over all heads of query and key together."""
 
     name = "olmo2"
+    lean = True
+    norm_after_blocks = True
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("attention_dropout",)
 

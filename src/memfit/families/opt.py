@@ -31,6 +31,7 @@ class Opt(Family):
     """LayerNorm, learned positions, projections with biases; small embeddings are projected."""
 
     name = "opt"
+    lean = True
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("dropout", "attention_dropout", "layerdrop")
     ends = True  # positions are learned

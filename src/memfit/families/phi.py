@@ -49,6 +49,7 @@ class Phi(Family):
     """One LayerNorm for attention and feed-forward, side by side; biases everywhere."""
 
     name = "phi"
+    lean = True
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("attention_dropout", "resid_pdrop", "embd_pdrop")
 

@@ -40,6 +40,8 @@ class Phi3(Family):
     """Llama's block with one projection for query, key and value and one for gate and up."""
 
     name = "phi3"
+    lean = True
+    windows = True
     lora_targets = ("qkv_proj",)
     dropouts = ("attention_dropout", "resid_pdrop", "embd_pdrop")
 

@@ -26,6 +26,7 @@ class Qwen2(GatedFamily):
     """Llama's block with a bias on query, key and value."""
 
     name = "qwen2"
+    windows = True
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("attention_dropout",)
 

@@ -25,6 +25,7 @@ class Qwen3(GatedFamily):
     """Llama's block with an RMSNorm over each head of query and key."""
 
     name = "qwen3"
+    windows = True
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("attention_dropout",)
 

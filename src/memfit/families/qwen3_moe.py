@@ -38,6 +38,7 @@ class Qwen3Moe(ExpertFamily):
     """
 
     name = "qwen3_moe"
+    windows = True
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("attention_dropout",)
 

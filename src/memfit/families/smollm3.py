@@ -37,6 +37,8 @@ class SmolLm3(Family):
     """Llama's block; every fourth one does not rotate (NoPE, Kazemnejad et al. 2305.19466)."""
 
     name = "smollm3"
+    lean = True
+    compiles = True
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("attention_dropout",)
 

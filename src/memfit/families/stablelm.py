@@ -50,6 +50,8 @@ class StableLm(Family):
     """Llama's block with LayerNorm, rotation of part of a head and, in the 12B, a norm a head."""
 
     name = "stablelm"
+    lean = True
+    hands_on_documents = False
     lora_targets = ("q_proj", "v_proj")
     dropouts = ("attention_dropout", "hidden_dropout")
 

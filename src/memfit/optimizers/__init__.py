@@ -35,6 +35,8 @@ class OptimizerFamily(ABC):
     bounds: tuple[str, ...] = ()  # what a certificate takes for granted of its memory
     # those that cannot update sharded parameters, and why
     unsharded_only: ClassVar[tuple[str, ...]] = ()
+    updates_parts: ClassVar[bool] = False  # proven on shards of what ranks share (`parallel.tp`)
+    updates_stages: ClassVar[bool] = False  # proven on the stages of a pipeline (`parallel.pp`)
     unsharded_because: ClassVar[str] = "torch's DTensor (2.13) cannot run its operators"
 
     @abstractmethod
@@ -106,6 +108,11 @@ def find_optimizer(settings: Optimizer) -> OptimizerFamily:
             hint=f"one of: {', '.join(family.implementations)}",
         )
     return family
+
+
+def optimizers_that(ability: str) -> tuple[str, ...]:
+    """The names of all optimizers that declare an ability, such as `updates_parts`."""
+    return tuple(name for name in optimizers.names() if getattr(optimizers.find(name), ability))
 
 
 def default_implementation(name: str, *, cuda: bool) -> Implementation:

@@ -22,6 +22,8 @@ STEP = TensorSpec(shape=())  # a float32 counter a parameter
 class AdamW(OptimizerFamily):
     """Two moments of the parameter's own dtype, and a counter that only `fused` keeps on device."""
 
+    updates_parts = True
+    updates_stages = True
     implementations = ("fused", "foreach", "loop")
 
     def state(self, local: TensorSpec, settings: Optimizer) -> tuple[TensorSpec, ...]:

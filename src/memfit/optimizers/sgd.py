@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 class Sgd(OptimizerFamily):
     """One momentum buffer of the parameter's own dtype; nothing at all without momentum."""
 
+    updates_parts = True
+    updates_stages = True
     implementations = ("fused", "foreach", "loop")
     state_while_updating = ("loop",)
     unsharded_only = ("fused",)

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
-from memfit.parallelism.tensor import FAMILIES, OTHERWISE
+from memfit.families import families_that, find_family
+from memfit.parallelism.tensor import OTHERWISE
 from memfit.records.model import Architecture
 from memfit.records.recipe import Parallel, Recipe
 
@@ -44,9 +45,10 @@ def find_context_lack(recipe: Recipe, name: str, a: Architecture) -> tuple[str, 
     cp = recipe.parallel.cp
     if cp == 1:
         return None
-    if a.family not in FAMILIES:
+    if not find_family(a.family).shares_products:
+        known = ", ".join(families_that("shares_products"))
         return (
-            f"`parallel.cp: {cp}` is written for blocks of {', '.join(FAMILIES)}, and those of"
+            f"`parallel.cp: {cp}` is written for blocks of {known}, and those of"
             f" `{name}` are `{a.family}`",
             f"use {OTHERWISE}",
         )

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from memfit.parallelism.tensor import FAMILIES, OTHERWISE
+from memfit.families import families_that, find_family
+from memfit.optimizers import find_optimizer, optimizers_that
+from memfit.parallelism.tensor import OTHERWISE
 from memfit.records.model import Architecture, Model, Weight
 from memfit.records.recipe import Parallel, Recipe
-
-OPTIMIZERS = ("adamw", "sgd")
 
 
 def blocks_of(layers: int, stages: int, stage: int) -> range:
@@ -100,8 +100,9 @@ def find_pipeline_lack(recipe: Recipe, name: str, a: Architecture) -> tuple[str,
 
 def _refused(recipe: Recipe, name: str, a: Architecture) -> Iterator[tuple[str, str]]:
     """What of a recipe is not built for stages, and what to use instead."""
-    if a.family not in FAMILIES:
-        said = f"stages are written for {', '.join(FAMILIES)}, and `{name}` is `{a.family}`"
+    if not find_family(a.family).shares_products:
+        known = ", ".join(families_that("shares_products"))
+        said = f"stages are written for {known}, and `{name}` is `{a.family}`"
         yield said, f"use {OTHERWISE}"
     if a.tied_embeddings:
         said = f"the head of `{name}` is its embedding, which the first and the last stage would"
@@ -121,6 +122,6 @@ def _refused(recipe: Recipe, name: str, a: Architecture) -> Iterator[tuple[str, 
     if recipe.optimizer.in_backward:
         said = "updates within backward are not built for stages"
         yield said, "use `optimizer.in_backward: false`"
-    if recipe.optimizer.name not in OPTIMIZERS:
+    if not find_optimizer(recipe.optimizer).updates_stages:
         said = f"`optimizer.name: {recipe.optimizer.name}` is not proven on stages"
-        yield said, f"use one of {', '.join(OPTIMIZERS)}"
+        yield said, f"use one of {', '.join(optimizers_that('updates_stages'))}"

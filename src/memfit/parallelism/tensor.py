@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from memfit.families import families_that, find_family
+from memfit.optimizers import find_optimizer, optimizers_that
 from memfit.records.model import Architecture
 from memfit.records.recipe import Recipe
 
@@ -20,13 +22,9 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-# Blocks of these classes: two RMSNorms, attention in q, k, v and o, a gated feed-forward; an output
-# projection without a bias of its own after the whole.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 COLUMNS = ("o_proj", "down_proj")  # whose outputs are summed over ranks
 PER_HEAD = ("q_norm", "k_norm")
-OPTIMIZERS = ("adamw", "sgd")
 OTHERWISE = "`parallel.dp_shard`, which cuts every family and every method"
 
 
@@ -56,10 +54,12 @@ def find_tensor_lack(recipe: Recipe, name: str, a: Architecture) -> tuple[str, s
             " ranks always cut tokens between products",
             "set `parallel.sequence_parallel: true`",
         )
-    if a.family not in FAMILIES or a.output_bias or a.mlp_bias:
-        what = f"`{a.family}`" if a.family not in FAMILIES else "with biases on summed products"
+    shares = find_family(a.family).shares_products
+    if not shares or a.output_bias or a.mlp_bias:
+        what = f"`{a.family}`" if not shares else "with biases on summed products"
+        known = ", ".join(families_that("shares_products"))
         return (
-            f"`parallel.tp: {tp}` is written for blocks of {', '.join(FAMILIES)} without biases on"
+            f"`parallel.tp: {tp}` is written for blocks of {known} without biases on"
             f" o_proj and down_proj, and those of `{name}` are {what}",
             f"use {OTHERWISE}",
         )
@@ -107,9 +107,9 @@ def _refused(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if recipe.optimizer.in_backward:
         said = "updates within backward are not built for such ranks"
         yield said, "use `optimizer.in_backward: false`"
-    if name not in OPTIMIZERS:
+    if not find_optimizer(recipe.optimizer).updates_parts:
         said = f"`optimizer.name: {name}` is not proven on shards of parts"
-        yield said, f"use one of {', '.join(OPTIMIZERS)}"
+        yield said, f"use one of {', '.join(optimizers_that('updates_parts'))}"
 
 
 def split_products(

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from memfit.core.errors import InvalidRequest
+from memfit.families import find_family
 from memfit.records.model import Architecture
 from memfit.records.recipe import Recipe
 
-READ_AFTER = frozenset({"gemma2", "gemma3_text", "glm4", "olmo2"})  # a norm follows the last
 ADAPTERS = (".lora_A.", ".lora_B.")  # in the names of their weights
 
 
@@ -26,7 +26,7 @@ def only_added(a: Architecture, matrices: Iterable[str]) -> str:
     """
     own = [n for n in matrices if "lora_" not in n and not n.endswith("_bias")]
     last = own[-1].removesuffix(".weight")
-    if a.family in READ_AFTER or last.endswith(("gate", "router", ".base_layer")):
+    if find_family(a.family).norm_after_blocks or last.endswith(("gate", "router", ".base_layer")):
         return ""
     return last
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from memfit.core.errors import InvalidRequest
+from memfit.families import find_family
 from memfit.families.capabilities.lean import find_lean
 from memfit.records.model import Architecture, Model
 from memfit.records.recipe import Lean, Recipe
 from memfit.records.request import RecomputeBlocks, Request
 
-# Llama's block or a near relation; the tests compile each as a whole
-FAMILIES = ("granite", "llama", "mistral", "qwen2", "qwen3", "smollm3")
 SAID = "`compile: blocks`"
 LEAVE = "use `compile: none`"
 DECIDES = "the compiler decides what a block keeps and what it makes again"
@@ -75,7 +74,7 @@ def find_lack(model: Model, recipe: Recipe) -> str:
     again = recipe.recompute_blocks + recipe.selective_blocks
     reasons = {
         f"the blocks of `{model.name}` (`{model.architecture.family}`), which have not been"
-        " compiled as a whole": model.architecture.family not in FAMILIES,
+        " compiled as a whole": not find_family(model.architecture.family).compiles,
         f"{again} recomputed blocks: {DECIDES}": again > 0,
         f"`lean: {', '.join(recipe.lean)}`: {DECIDES}": bool(recipe.lean),
         f"`offload: activations`: {DECIDES}": recipe.offload == "activations",

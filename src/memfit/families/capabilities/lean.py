@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from memfit.core.errors import InvalidRequest
+from memfit.families import find_family
 from memfit.records.model import Architecture
 from memfit.records.recipe import LEAN, Lean
 
-# The tests prove of each that its class's norms, products and feed-forward are those of the lean
-# operations.
-LEAN_FAMILIES = (
-    "falcon", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_neox", "gptj",
-    "granite", "llama", "mistral", "mpt", "olmo2", "opt", "phi", "phi3", "qwen2", "qwen3",
-    "smollm3", "stablelm",
-)  # fmt: skip
 # Those whose derivative reads their input; relu's reads its result, which a product keeps anyway.
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 
 
 def find_lean(a: Architecture) -> tuple[Lean, ...]:
     """The lean operations that blocks of this architecture can have."""
-    if a.family not in LEAN_FAMILIES or a.norm_after:
+    if not find_family(a.family).lean or a.norm_after:
         return ()
     return LEAN if a.activation in ACTIVATIONS else ("norm",)
 

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from memfit.core.errors import InvalidRequest
+from memfit.families import find_family
 from memfit.records.model import Architecture
 from memfit.records.request import Request
-
-# Families whose class tells attention its window; of others memfit would run without one.
-SLIDING_CLASSES = (
-    "gemma2", "gemma3_text", "gpt_oss", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe",
-)  # fmt: skip
-# Families whose backbone hands its blocks nothing of a batch: see train/model/attention_classes.py.
-UNTOLD = ("falcon", "stablelm")
 
 
 def own_kernels(a: Architecture) -> tuple[str, ...]:
@@ -39,7 +33,7 @@ def check_limits(
 
     attention and loss may be `auto`; tokens: of a row.
     """
-    if a.windowed(tokens) and a.family not in SLIDING_CLASSES:
+    if a.windowed(tokens) and not find_family(a.family).windows:
         raise InvalidRequest(
             f"rows of {tokens} tokens are longer than the sliding window of {a.sliding_window}"
             f" tokens of `{name}`, whose class does not tell attention which blocks slide",
@@ -84,7 +78,7 @@ def _check_varlen(name: str, a: Architecture, *, packing: bool) -> None:
             " packed",
             hint="use `attention: flash`, or `task.packing: true`",
         )
-    if a.family in UNTOLD:
+    if not find_family(a.family).hands_on_documents:
         raise InvalidRequest(
             f"`attention: varlen` needs to be told in each block where documents begin, which the"
             f" backbone of `{name}` (`{a.family}`) does not hand on",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from memfit.families import find_family
 from memfit.records.model import Model, Weight
 from memfit.records.request import RecomputeBlocks, Request
-
-OWN_LINEAR = ("gpt2", "falcon")  # classes whose projections have a forward of their own
 
 
 def is_of_block(weight: Weight) -> bool:
@@ -29,7 +28,7 @@ def find_clash(model: Model, beside: Iterable[str]) -> str:
     """What of a model, or beside it, leaves no plain products to replace; "" where nothing does."""
     if model.architecture.experts.count:
         return f"the experts of `{model.name}`, which are one grouped product"
-    if model.architecture.family in OWN_LINEAR:
+    if not find_family(model.architecture.family).plain_linears:
         return f"the projections of `{model.name}`, which are no `nn.Linear`"
     if operations := ", ".join(beside):
         return f"`{operations}`, which has products of its own"

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from memfit.core.errors import InvalidRequest
 from memfit.families.capabilities.products import find_beside, find_clash, is_of_block
+from memfit.meta.layers.qat import GROUP
 from memfit.records.model import Model
 from memfit.records.recipe import Recipe
 from memfit.records.request import Request
 
-GROUP = 32  # weights that share a scale in int4; in int8 a row does
 LEAVE = "leave `qat` out"
 WIDE = ("fp32", "bf16-mixed", "fp16-mixed")
 

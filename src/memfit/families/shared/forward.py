@@ -13,7 +13,6 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 import msgspec
 
 from memfit import meta
-from memfit.families.capabilities.qat import GROUP
 from memfit.families.shared.masks import Masks, attend_masked
 from memfit.meta import Meter, Tensor
 from memfit.meta.distributed.ring import Ring, ring_attention
@@ -21,7 +20,7 @@ from memfit.meta.distributed.sharding import Unit
 from memfit.meta.layers import float8, lean, liger
 from memfit.meta.layers.dequantised import CODED, Dequantised
 from memfit.meta.layers.dora import rescale
-from memfit.meta.layers.qat import round_weight
+from memfit.meta.layers.qat import GROUP, round_weight
 from memfit.meta.layers.quantised import Quantised
 from memfit.meta.losses.cross_entropy import chunked_sum, cross_entropy_sum
 from memfit.meta.losses.preference import chunked_log_probs, plain_log_probs

@@ -22,6 +22,11 @@ from memfit.records.model import Architecture, TensorSpec, Weight
 class GatedFamily(Family):
     """RMSNorm, rotary positions, grouped attention, gated feed-forward; the config is left open."""
 
+    lean = True
+    compiles = True
+    shares_products = True
+    liger = True
+
     def weights(self, a: Architecture) -> tuple[Weight, ...]:
         """See `Family.weights`."""
         return gated_weights(a)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from memfit import meta
+from memfit.families.shared.attention_class import AttentionClass
 from memfit.meta import Meter, Tensor
 from memfit.meta.attending.kernels import BY_PREFERENCE, Capability, Heads, Platform, refusal
 from memfit.records import Record
@@ -16,13 +17,6 @@ from memfit.records.model import SLIDING, Architecture
 
 EAGER, SDPA, FLASH = "eager", "sdpa", "flash_attention_2"
 GROUPED_HEAD = 256  # elements of the largest heads that sdpa is given in groups
-ALWAYS_MASKED = ("falcon",)  # classes that ask for a mask though every row is full
-# whose one key for all heads is multiplied with all queries, and not repeated
-BROADCASTING = ("falcon",)
-NARROW_SOFTMAX = ("falcon", "gpt2")  # eager classes: in the dtype of the scores
-WIDE_SCORES = ("gptj",)  # eager classes: scores of queries and keys cast to fp32
-# classes without a form of `sdpa`: their own code, whatever is asked for
-ONLY_EAGER = ("bloom", "gemma2", "gpt_oss", "mpt")
 
 
 class Masking(Record, frozen=True, kw_only=True):
@@ -34,6 +28,7 @@ class Masking(Record, frozen=True, kw_only=True):
     asked: str  # the kernel that sdpa is to take, or one that torch prefers less
     platform: Platform
     capability: Capability | None
+    own: AttentionClass = AttentionClass()  # of the model's class
 
 
 class Masks(msgspec.Struct, frozen=True):
@@ -69,11 +64,6 @@ def make_masks(
     return Masks(asked, full, sliding)
 
 
-def implementation_of(a: Architecture, asked: str) -> str:
-    """transformers' `attn_implementation` of a class where this one is asked for."""
-    return EAGER if a.family in ONLY_EAGER and asked == SDPA else asked
-
-
 def _mask(
     asked: Masking, a: Architecture, meter: Meter, shape: tuple[int, int], dtype: str, window: int
 ) -> Tensor | None:
@@ -83,7 +73,7 @@ def _mask(
     reaches = 0 < window <= tokens
     if asked.implementation == FLASH or a.alibi:  # those classes' own code makes theirs
         return None
-    if not (eager or reaches or asked.padded or asked.laid_out or a.family in ALWAYS_MASKED):
+    if not (eager or reaches or asked.padded or asked.laid_out or asked.own.always_masked):
         return None
     square = (rows, 1, tokens, tokens)
     seen = meta.empty(meter, square, "bool")
@@ -96,11 +86,11 @@ def attend_masked(
     """(batch, heads, tokens, size), of a class that looks its attention up by name -> the same."""
     mask = masks.of(a, kind)
     if masks.asked.implementation == EAGER:
-        return eager_attention(a, query, key, value, mask)
+        return eager_attention(a, masks.asked.own, query, key, value, mask)
     groups = query.shape[1] // key.shape[1]
     whole = key.shape[-1] == value.shape[-1] and key.shape[-1] <= GROUPED_HEAD
     grouped = mask is None and whole
-    repeats = key.shape[1] > 1 or a.family not in BROADCASTING
+    repeats = key.shape[1] > 1 or not masks.asked.own.one_key
     if groups > 1 and not grouped and repeats:
         key, value = meta.expand_heads(key, groups), meta.expand_heads(value, groups)
     if masks.asked.implementation == FLASH and masks.asked.padded:
@@ -146,13 +136,18 @@ def choose_kernel(
 
 
 def eager_attention(
-    a: Architecture, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    a: Architecture,
+    own: AttentionClass,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
 ) -> Tensor:
     """Scores written out: `eager_attention_forward` of the classes."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = meta.expand_heads(key, groups), meta.expand_heads(value, groups)
-    if a.family in WIDE_SCORES:
+    if own.wide_scores:
         scores = meta.scale(
             meta.multiply_heads(
                 meta.cast(query, "float32"), meta.transpose(meta.cast(key, "float32"), 2, 3)
@@ -166,7 +161,7 @@ def eager_attention(
         scores = meta.scale(scores)
     if mask is not None:
         scores = meta.add(scores, mask)
-    if a.family in NARROW_SOFTMAX:
+    if own.narrow_softmax:
         chances = meta.softmax(scores)
     else:
         chances = meta.cast(meta.softmax_wide(scores), query.dtype)

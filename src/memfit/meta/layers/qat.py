@@ -6,6 +6,8 @@ from memfit.meta.autograd import Gradients, Node, record
 from memfit.meta.elementwise import Incoming, attach, upstream
 from memfit.meta.tensor import Tensor, empty
 
+GROUP = 32  # weights that share a scale in int4; in int8 a row does
+
 
 def round_weight(weight: Tensor, group: int) -> Tensor:
     """(out, in) -> the same; `group` weights share a scale. The gradient passes as it is."""

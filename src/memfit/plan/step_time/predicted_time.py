@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from memfit.adapters.shared.peft_layers import MAGNITUDE
 from memfit.core.errors import TimeUnknown
-from memfit.families.capabilities.added import READ_AFTER
+from memfit.families import find_family
 from memfit.plan.step_time.adapters import PROJECTIONS, Matrix, list_matrices, with_adapters
 from memfit.plan.step_time.block import EAGER_CAST_BYTES, FUSED_CAST_BYTES
 from memfit.plan.step_time.communication.collectives import Links
@@ -127,7 +127,7 @@ def sum_up(model: Model) -> Totals:
 
 def _is_only_added(w: Weight, a: Architecture) -> bool:
     """Whether no derivative needs what a block's last weight makes; shares multiply experts'."""
-    if a.family in READ_AFTER:
+    if find_family(a.family).norm_after_blocks:
         return False
     sparse = a.experts.count > 0 and w.layer >= a.experts.dense_layers
     return not sparse or ".shared_experts." in w.name

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from memfit.families import read_model
 from memfit.families.capabilities.products import is_of_block
-from memfit.families.capabilities.qat import GROUP
+from memfit.meta.layers.qat import GROUP
 from memfit.records.recipe import Recipe
 
 BITS = {"int8": 8, "int4": 4}

@@ -7,12 +7,12 @@ integrations/cut_cross_entropy). `bench/hf_kernels.py` runs their own code.
 from __future__ import annotations
 
 from memfit.core.errors import InvalidRequest
+from memfit.families import families_that, find_family
 from memfit.plan.frameworks import Job, Knob
 from memfit.plan.frameworks.hugging_face.peft import HEAD, copies_wide, saved_modules
 from memfit.records.recipe import Recipe
 
 KERNELS = ("rope", "rms_norm", "swiglu")
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose blocks are alike
 LIGER_KNOBS = {
     "liger": Knob(
         default="", means="Liger-Kernel's operations, comma-separated: rope, rms_norm, swiglu;"
@@ -39,10 +39,10 @@ def check_kernels(job: Job) -> None:
     if not asked and recipe.loss == "plain":
         return
     what = f"`options.liger: {','.join(asked)}`" if asked else f"`loss: {recipe.loss}`"
-    if (asked or recipe.loss == "chunked") and a.family not in FAMILIES:
+    if (asked or recipe.loss == "chunked") and not find_family(a.family).liger:
         raise InvalidRequest(
             f"{what} of `{job.model.name}` ({a.family}) is not described",
-            hint=f"described for the families {', '.join(FAMILIES)}",
+            hint=f"described for the families {', '.join(families_that('liger'))}",
         )
     if recipe.options.get("release") == "4.38":
         raise InvalidRequest(f"{what} is of later classes than `options.release: 4.38`")

@@ -10,7 +10,8 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from memfit.core.errors import InvalidRequest
-from memfit.families.shared.masks import EAGER, FLASH, SDPA, Masking, implementation_of
+from memfit.families import find_family
+from memfit.families.shared.masks import EAGER, FLASH, SDPA, Masking
 from memfit.plan.frameworks import Job, Knob
 from memfit.plan.frameworks.hugging_face.pairs import TILED
 from memfit.records.recipe import Recipe
@@ -39,8 +40,10 @@ def masking_of(job: Job) -> Masking | None:
         return None
     asked = str(recipe.options.get("attn_implementation", SDPA))
     laid_out = is_laid_out(recipe)
+    own = find_family(job.model.architecture.family).attention_class
     return Masking(
-        implementation=implementation_of(job.model.architecture, asked),
+        implementation=EAGER if own.only_eager and asked == SDPA else asked,
+        own=own,
         padded=is_padded(recipe) and not laid_out,
         laid_out=laid_out,
         asked=recipe.attention,
