@@ -336,7 +336,12 @@ def test_certify_of_many_devices_needs_no_plan_and_says_what_auto_became(tmp_pat
 @pytest.mark.parametrize(
     ("verb", "hardware", "said", "hint"),
     [
-        ("train", {}, "`parallel` names 4 ranks (1 x 4), but `hardware` has `count: 1` x", "equal"),
+        (
+            "train",
+            {},
+            "`parallel` names 4 ranks (1 x 4), but `hardware` has `count: 1` x",
+            "`hardware.count: 4`",
+        ),
         ("measure", {"count": 4}, "for 4 devices, and `memfit measure` runs on one", "for one"),
     ],
 )

@@ -283,9 +283,9 @@ def test_rank_stabilised_scaling_divides_by_the_root_of_the_rank():
 def leave_the_magnitudes_at_one(patch):
     patch.setattr(dora, "row_norms", lambda layer, name: layer.lora_magnitude_vector[name].weight)
     one = torch.nn.init.ones_
-    reset = dora._peft.reset
+    reset = dora.peft_layers.reset
     patch.setattr(
-        dora._peft, "reset",
+        dora.peft_layers, "reset",
         lambda module, also=None: reset(
             module, lambda layer, name: one(layer.lora_magnitude_vector[name].weight.data)
         ),

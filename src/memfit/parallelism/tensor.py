@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from memfit.families import families_that, find_family
 from memfit.optimizers import find_optimizer, optimizers_that
 from memfit.records.model import Architecture
-from memfit.records.recipe import Recipe
+from memfit.records.recipe import Parallel, Recipe
 
 if TYPE_CHECKING:
     from torch import nn
@@ -190,17 +190,18 @@ def _styles(block: nn.Module) -> dict[str, Any]:
 
 
 @contextmanager
-def sharing(tp: int) -> Iterator[None]:
-    """What a step of ranks that share products runs within, its backward too.
+def sharing(parallel: Parallel) -> Iterator[None]:
+    """What a step of many ranks runs within, its backward too.
 
-    torch's cross entropy takes logits cut by tokens of the vocabulary there. FSDP2 warns that what
-    leaves the embedding is a view, which must not be written into: nothing writes into it.
+    Where ranks share products, torch's cross entropy takes logits cut by tokens of the vocabulary.
+    FSDP2 warns that what leaves a unit is a view (an embedding's that is cut, OPT's blocks), which
+    must not be written into: nothing writes into it.
     """
-    if tp == 1:
+    if parallel.world == 1:
         yield
         return
     from torch.distributed.tensor.parallel import loss_parallel
 
-    with warnings.catch_warnings(), loss_parallel():
+    with warnings.catch_warnings(), loss_parallel() if parallel.tp > 1 else nullcontext():
         warnings.filterwarnings("ignore", ".* returned a view tensor", UserWarning)
         yield

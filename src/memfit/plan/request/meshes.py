@@ -65,10 +65,18 @@ def stated_mesh(request: Request) -> Parallel:
         raise InvalidRequest(
             f"`parallel` names {asked.world} ranks ({_factors(asked.stated)}), but"
             f" `hardware` has `count: {hardware.count}` x `nodes: {hardware.nodes}` devices",
-            hint="one rank a device: state the other axes as well, as"
-            f" `parallel.dp_shard: {devices}`, or leave `parallel` open",
+            hint=match_devices(asked.world, devices),
         )
     return replace(asked.stated, sequence_parallel=asked.tp > 1)
+
+
+def match_devices(ranks: int, devices: int) -> str:
+    """The hint where a mesh has another number of ranks than there are devices."""
+    return (
+        f"one rank a device: name {ranks} devices, as `hardware.count: {ranks}`, or a mesh of"
+        f" {devices}, as `parallel.dp_shard: {devices}` with the other axes, or leave `parallel`"
+        " open"
+    )
 
 
 def _factors(parallel: Parallel) -> str:

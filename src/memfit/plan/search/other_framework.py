@@ -17,6 +17,7 @@ from memfit.plan.frameworks import Framework, Job, find_framework, hinting, reso
 from memfit.plan.memory.bounds import find_bounds
 from memfit.plan.memory.host_memory import describe_host
 from memfit.plan.request.assumed import count_steps, describe_assumed
+from memfit.plan.request.meshes import match_devices
 from memfit.plan.request.model_reference import find_reference
 from memfit.plan.request.positions import describe_positions
 from memfit.plan.request.precision import choose_precision
@@ -352,7 +353,6 @@ def read_parallel(request: Request, framework: Framework) -> Parallel:
     if asked.world != devices:
         raise InvalidRequest(
             f"`parallel` names {asked.world} ranks, but `hardware` has {devices} devices",
-            hint="one rank a device: state the other axes as well, as"
-            f" `parallel.dp_shard: {devices}`, or leave `parallel` open",
+            hint=match_devices(asked.world, devices),
         )
     return asked.stated

@@ -70,7 +70,7 @@ def step(
     scale = current_scale(built.scaler, built.device)
     rewards = Rewards()
     if built.recipe.parallel.pp > 1:
-        with sharing(built.recipe.parallel.tp):
+        with sharing(built.recipe.parallel):
             total, batches = _run_stages(built, list(batches), target_tokens, enter), ()
     for index, batch in enumerate(batches):
         if index:
@@ -121,7 +121,7 @@ def evaluate(built: Built, batch: Batch, rewards: Rewards | None = None) -> tupl
     was_training = built.model.training
     built.model.eval()
     try:
-        with torch.no_grad(), autocast(built), sharing(built.recipe.parallel.tp):
+        with torch.no_grad(), autocast(built), sharing(built.recipe.parallel):
             if built.recipe.parallel.pp > 1:
                 loss = _run_stages(built, [batch], 1, nowhere)
             else:
@@ -167,7 +167,7 @@ def _accumulate(
 ) -> Tensor:
     """Forward, loss and backward of one micro-batch; returns its share of the mean loss."""
     enter(Phase.FORWARD)
-    with sharing(built.recipe.parallel.tp):
+    with sharing(built.recipe.parallel):
         with autocast(built):
             loss = _forward(built, batch, target_tokens, scale, enter, rewards)
         enter(Phase.BACKWARD)
