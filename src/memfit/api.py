@@ -36,7 +36,7 @@ from memfit.workflows.certify_request import (
 )
 from memfit.workflows.certify_request import find_levers as find_levers
 from memfit.workflows.certify_request import find_nearest as find_nearest
-from memfit.workflows.launch_ranks import leads as leads
+from memfit.workflows.launch_ranks import first_offloaded as first_offloaded
 from memfit.workflows.load_inputs import change as change
 from memfit.workflows.load_inputs import put as put
 from memfit.workflows.load_inputs import read as read

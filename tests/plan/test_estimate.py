@@ -9,7 +9,7 @@ from memfit.plan.search import estimate
 from memfit.plan.search.candidate import Candidate
 from memfit.plan.search.estimate import Estimate
 from memfit.plan.simulate import closed_form
-from memfit.plan.simulate.recompute import Again
+from memfit.plan.simulate.recompute import RecomputedBlocks
 
 # one model of each family whose blocks alternate attention, and one whose blocks are all alike
 ALTERNATING = {"gemma-2-2b": 26, "gemma-3-1b": 26, "smollm3-3b": 36}
@@ -27,7 +27,7 @@ def test_an_estimate_of_any_length_is_that_of_a_search_for_this_length_alone(mon
         return [
             made.peak(micro, again, chunk)
             for micro in (1, 4)
-            for again in (Again(0, 0), Again(2, 1), Again(6, 0))
+            for again in (RecomputedBlocks(0, 0), RecomputedBlocks(2, 1), RecomputedBlocks(6, 0))
             for chunk in (0, 512)
         ]
 
@@ -59,8 +59,9 @@ def test_an_estimate_is_near_the_prediction_under_every_treatment_of_blocks(name
     assert estimate.applies(start.model)
     assert len(estimate.find_kinds(start.model.architecture)) == 1 + (name in ALTERNATING)
     treatments = [
-        Again(0, 0), Again(layers // 3, 0), Again(0, layers // 3), Again(layers // 4, layers // 2),
-        Again(1, 1), Again(0, layers), Again(layers, 0),
+        RecomputedBlocks(0, 0), RecomputedBlocks(layers // 3, 0), RecomputedBlocks(0, layers // 3),
+        RecomputedBlocks(layers // 4, layers // 2),
+        RecomputedBlocks(1, 1), RecomputedBlocks(0, layers), RecomputedBlocks(layers, 0),
     ]  # fmt: skip
     for length, micro in ((2048, 4), (8192, 1)):  # shorter and longer than Gemma 2's window
         recipe = replace(start.recipe, sequence_length=length, micro_batch=micro, accumulation=8)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from memfit import families
-from memfit.check.keys import Effect, Evaluated, Taken, Undescribed, leaves
+from memfit.check.keys import ConfigKeys, Effect, Evaluated, Undescribed, leaves
 from memfit.check.smaller_changes import Change, Edit, Edits, Group, find_smallest, of_cut, zero
 from memfit.core.errors import InvalidRequest
 from memfit.core.registry import Registry
@@ -27,7 +27,7 @@ from memfit.records.results import Plan
 from memfit.workflows.load_inputs import put
 
 
-class Said:
+class ConfigReading:
     """What the files say, gathered: keys of a request, assumptions, keys that are not described.
 
     edits: other values of the files' keys, None of a key that is left out.
@@ -51,7 +51,7 @@ class Said:
         self.sharded = ""  # fsdp | deepspeed | ""
         self.zero = 3
         self.world = 0  # ranks that a file names; 0: those of the command line
-        self.later: list[Callable[[Said], None]] = []  # what the other files decide, too
+        self.later: list[Callable[[ConfigReading], None]] = []  # what the other files decide, too
 
     def put(self, key: str, value: Any) -> None:
         """A dotted key of the request, unless another value was asked for in its place."""
@@ -122,7 +122,7 @@ class Reader(ABC):
         """Whether these are the tool's keys."""
 
     @abstractmethod
-    def read(self, taken: Taken, said: Said) -> None:
+    def read(self, taken: ConfigKeys, said: ConfigReading) -> None:
         """Put what the file says into `said`; raises InvalidRequest with the key's name."""
 
     def change(self, data: dict[str, Any], key: str, value: Any) -> None:
@@ -133,7 +133,7 @@ class Reader(ABC):
         """What of the file may be changed to save memory: of each, the mildest edit first."""
         return ()
 
-    def share(self, data: Mapping[str, Any], said: Said) -> Iterable[Sequence[Edit]]:
+    def share(self, data: Mapping[str, Any], said: ConfigReading) -> Iterable[Sequence[Edit]]:
         """DeepSpeed's stages in the trainer's file, where ranks hold whole copies each."""
         ranks = said.get("parallel.dp_replicate") or 1
         if self.launches or not self.shares or ranks == 1 or said.sharded or data.get("deepspeed"):
@@ -167,7 +167,7 @@ def read_files(files: Sequence[Path], data: dict[str, Any], config: str = "") ->
     data: keys of a request that the files do not say, such as `hardware`; config: which of the
     configurations that a Python file makes. Raises InvalidRequest.
     """
-    return read_said(files, Said(deepcopy(data), config=config))
+    return read_said(files, ConfigReading(deepcopy(data), config=config))
 
 
 def find_changes(
@@ -183,13 +183,13 @@ def find_changes(
     plan: the prediction of the files as they are; left_out: see `Checked`.
     """
     without = {Path(file): {key: None} for file, key in (left_out or {}).items()}
-    said = Said(deepcopy(data), without, config)
+    said = ConfigReading(deepcopy(data), without, config)
     read_said(files, said)
 
     def read_again(edits: Edits) -> Plan:
         merged = {file: {**edits.get(file, {}), **without.get(file, {})}
                   for file in {*edits, *without}}  # fmt: skip
-        return predict(read_said(files, Said(deepcopy(data), merged, config)).request)
+        return predict(read_said(files, ConfigReading(deepcopy(data), merged, config)).request)
 
     cut = said.get("options.fsdp_version") == 2
     groups = [
@@ -201,7 +201,7 @@ def find_changes(
     return find_smallest(groups, plan, read_again)
 
 
-def read_said(files: Sequence[Path], said: Said) -> Checked:
+def read_said(files: Sequence[Path], said: ConfigReading) -> Checked:
     """The files as a request, gathered in `said`; raises InvalidRequest."""
     tools = [read_file(file, said) for file in files]
     _refuse_second(files, said)
@@ -239,7 +239,7 @@ def read_said(files: Sequence[Path], said: Said) -> Checked:
     )
 
 
-def _measure_rows(request: Request, said: Said) -> None:
+def _measure_rows(request: Request, said: ConfigReading) -> None:
     """Say it where rows are longer than the model's positions: learned ones end there."""
     length, model = request.task.sequence_length, families.read_model(find_reference(request.model))
     most = model.architecture.max_sequence
@@ -247,7 +247,7 @@ def _measure_rows(request: Request, said: Said) -> None:
         said.assume(f"rows of {length:,} tokens, though `{model.name}` has {most:,} positions")
 
 
-def _refuse_second(files: Sequence[Path], said: Said) -> None:
+def _refuse_second(files: Sequence[Path], said: ConfigReading) -> None:
     """Raise InvalidRequest for a file named twice, and for two that say what is trained."""
     twice = [file for file in files if files.count(file) > 1]
     if twice:
@@ -261,7 +261,7 @@ def _refuse_second(files: Sequence[Path], said: Said) -> None:
         )
 
 
-def _settle_precision(said: Said) -> None:
+def _settle_precision(said: ConfigReading) -> None:
     """Autocast over weights of 16 bits, of which accelerate's FSDP makes fp32 what is trained.
 
     DeepSpeed's engine stores what it trains in 16 bits, beside fp32 shares, whatever was loaded.
@@ -288,7 +288,7 @@ def _settle_precision(said: Said) -> None:
         said.put("options.fp32_outputs", True)
 
 
-def _settle_loss(said: Said) -> None:
+def _settle_loss(said: ConfigReading) -> None:
     """Whose loss it is beside TRL's file: its own step's, or TRL's under DeepSpeed's."""
     shared = said.sharded == "deepspeed"
     said.put("framework", "deepspeed" if shared else "trl")
@@ -315,12 +315,12 @@ def find_named(name: str, beside: Path) -> Path:
     )
 
 
-def read_named(named: Any, taken: Taken, said: Said) -> None:
+def read_named(named: Any, taken: ConfigKeys, said: ConfigReading) -> None:
     """DeepSpeed's configuration as a trainer's file has it: another file's name, or its keys."""
     if not isinstance(named, dict):
         read_file(find_named(str(named), taken.file), said)
         return
-    reader, inner = readers.find("deepspeed"), Taken(named, taken.file, "deepspeed.")
+    reader, inner = readers.find("deepspeed"), ConfigKeys(named, taken.file, "deepspeed.")
     reader.read(inner, said)
     inner.settle(
         {f"deepspeed.{key}": why for key, why in reader.still.items()},
@@ -335,7 +335,7 @@ def read_written(file: Path, *, hint: str = "") -> dict[str, Any]:
     return {str(k): v for k, v in read_yaml(file, hint=hint, version=version).items()}
 
 
-def read_file(file: Path, said: Said) -> str:
+def read_file(file: Path, said: ConfigReading) -> str:
     """Read one file into `said`; returns the tool's name."""
     tools = f"read: {', '.join(readers.find(name).title for name in ORDER)}"
     if file.resolve() in said.reading:
@@ -349,7 +349,7 @@ def read_file(file: Path, said: Said) -> str:
             said.sources[file] = reader, deepcopy(data)
             for key, value in said.edits.get(file, {}).items():
                 reader.change(data, key, value)
-            taken = Taken(data, file)
+            taken = ConfigKeys(data, file)
             reader.read(taken, said)
             said.reading.pop()
             taken.settle(reader.still, reader.moved)
@@ -362,7 +362,7 @@ def read_file(file: Path, said: Said) -> str:
     raise InvalidRequest(f"`{file}` is of no tool that memfit reads", hint=tools)
 
 
-def _put_mesh(said: Said) -> None:
+def _put_mesh(said: ConfigReading) -> None:
     """Ranks: those that a file names, of machines of the size asked for; and the global batch."""
     count, nodes = said.count("hardware.count"), said.count("hardware.nodes")
     if said.world and said.world != count * nodes:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from memfit import families
-from memfit.check import Checked, Said, read_said
+from memfit.check import Checked, ConfigReading, read_said
 from memfit.check.keys import LEVELS, Least, Undescribed, leaves
 from memfit.check.out_of_memory import Diagnosed
 from memfit.core.errors import DoesNotFit, InvalidRequest, MemoryUnknown, NotCertified
@@ -136,7 +136,7 @@ def answer_files(
     Where the step that they ask for is not described, because of one key's value beside the others,
     the answer is of the files without that key, which is noted. Raises InvalidRequest.
     """
-    said = Said(deepcopy(data), config=config)
+    said = ConfigReading(deepcopy(data), config=config)
     checked = read_said(files, said)
     try:
         plan = predict(checked.request)
@@ -155,7 +155,7 @@ def answer_files(
 def _leave_out(
     files: Sequence[Path],
     data: dict[str, Any],
-    whole: Said,
+    whole: ConfigReading,
     checked: Checked,
     predict: Callable[[Request], Plan],
     error: InvalidRequest,
@@ -168,7 +168,7 @@ def _leave_out(
         for key, value in leaves(source, deep=1):
             if value is None:
                 continue
-            said = Said(deepcopy(data), {file: {key: None}}, whole.config)
+            said = ConfigReading(deepcopy(data), {file: {key: None}}, whole.config)
             try:
                 without = read_said(files, said)
                 plan = predict(without.request)

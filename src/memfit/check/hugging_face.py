@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from memfit.check import Said
-from memfit.check.keys import Evaluated, Least, Taken
+from memfit.check import ConfigReading
+from memfit.check.keys import ConfigKeys, Evaluated, Least
 from memfit.check.smaller_changes import OTHER, ROUNDED, SAME, Edit, shorter, split
 from memfit.core.errors import InvalidRequest
 from memfit.families.shared.masks import EAGER, FLASH, SDPA
@@ -44,7 +44,7 @@ TORCHS: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 
 
-def read_steps(taken: Taken, said: Said, *, micro: str, default: int) -> None:
+def read_steps(taken: ConfigKeys, said: ConfigReading, *, micro: str, default: int) -> None:
     """Batch, accumulation, steps, seed."""
     said.put("micro_batch", taken(micro, default))
     said.accumulation = taken("gradient_accumulation_steps", said.accumulation)
@@ -54,7 +54,9 @@ def read_steps(taken: Taken, said: Said, *, micro: str, default: int) -> None:
     said.put("seed", taken("seed", 42))
 
 
-def read_optimizer(taken: Taken, said: Said, *, key: str = "optim", schedule: str) -> None:
+def read_optimizer(
+    taken: ConfigKeys, said: ConfigReading, *, key: str = "optim", schedule: str
+) -> None:
     """The optimizer and its schedule; `optim` of the Trainer's names."""
     optim = taken(key, "adamw_torch_fused")
     if optim not in OPTIMS:
@@ -100,7 +102,7 @@ def _least_of(optim: str) -> Least:
     return "weights" if fused else "step"
 
 
-def stored_dtype(said: Said, why: str) -> str:
+def stored_dtype(said: ConfigReading, why: str) -> str:
     """What the checkpoint is stored in; of a model by name it is taken to be bfloat16, and said."""
     model = said.get("model")
     config = find_reference(model).config if isinstance(model, str | dict) and model else {}
@@ -111,7 +113,7 @@ def stored_dtype(said: Said, why: str) -> str:
     return str(found)
 
 
-def read_precision(taken: Taken, said: Said, *, dtype: str, adapted: bool) -> None:
+def read_precision(taken: ConfigKeys, said: ConfigReading, *, dtype: str, adapted: bool) -> None:
     """The Trainer's autocast over weights of `dtype`: float32, bfloat16 or float16."""
     short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(dtype)
     if short is None:
@@ -132,7 +134,7 @@ def read_precision(taken: Taken, said: Said, *, dtype: str, adapted: bool) -> No
     said.put("precision", mixed or short)
 
 
-def read_reentrant(taken: Taken, key: str = KWARGS, *, default: bool = False) -> bool:
+def read_reentrant(taken: ConfigKeys, key: str = KWARGS, *, default: bool = False) -> bool:
     """Whether recomputed blocks are torch's reentrant checkpoints; default: where no key is."""
     if taken.data.get(key) is None:
         return default
@@ -146,34 +148,36 @@ def read_reentrant(taken: Taken, key: str = KWARGS, *, default: bool = False) ->
     return not bare if asked is None else asked
 
 
-def settle_reentrant(said: Said, asked: Callable[[Said], bool], *, again: bool) -> None:
+def settle_reentrant(
+    said: ConfigReading, asked: Callable[[ConfigReading], bool], *, again: bool
+) -> None:
     """What the launcher's file decides, too: accelerate's FSDP recomputes without reentering.
 
     asked: whether the trainer's own checkpoints are reentrant; again: whether it has any.
     """
 
-    def settle(said: Said) -> None:
+    def settle(said: ConfigReading) -> None:
         if asked(said) and (again or said.sharded != "fsdp"):
             said.put("options.reentrant", True)
 
     said.later.append(settle)
 
 
-def put_recompute(said: Said, *, again: bool) -> None:
+def put_recompute(said: ConfigReading, *, again: bool) -> None:
     """The trainer's own word; without it FSDP's plugin, of a file read before, may wrap blocks."""
     if again or said.get("recompute") is None:
         said.put("recompute", "full" if again else "none")
 
 
-def put_double(said: Said, double: bool) -> None:
+def put_double(said: ConfigReading, double: bool) -> None:
     """Whether the scales of a 4-bit base are quantised, too."""
     said.put("quantisation.double" if said.own else "options.double_quantisation", double)
 
 
-def keep_short(said: Said) -> None:
+def keep_short(said: ConfigReading) -> None:
     """What stands beside a quantised base stays in 16 bits; DeepSpeed's engine casts it anyway."""
 
-    def settle(said: Said) -> None:
+    def settle(said: ConfigReading) -> None:
         if said.get("framework") != "deepspeed":
             said.put("options.prepare_kbit", False)
 
@@ -181,7 +185,7 @@ def keep_short(said: Said) -> None:
 
 
 def read_pairs(
-    taken: Taken, said: Said, *, beta: str, smoothing: str, before: str, drops: bool
+    taken: ConfigKeys, said: ConfigReading, *, beta: str, smoothing: str, before: str, drops: bool
 ) -> None:
     """Direct preference optimisation as TRL's DPOTrainer does it, which counts pairs of rows.
 
@@ -206,7 +210,7 @@ def edit_reference(data: Mapping[str, Any], before: str) -> list[Edit]:
     return [] if data.get(before) else [Edit({before: True}, SAME)]
 
 
-def read_evaluation(taken: Taken, said: Said, key: str, default: int) -> None:
+def read_evaluation(taken: ConfigKeys, said: ConfigReading, key: str, default: int) -> None:
     """Rows of an evaluation's batch, where the file asks for one; what they take, the plan knows.
 
     key: the tool's own of those rows, which are `default` where it is not set.
@@ -220,7 +224,7 @@ def read_evaluation(taken: Taken, said: Said, key: str, default: int) -> None:
 
 
 def read_attention(
-    taken: Taken, said: Said, kernel: Any, *, key: str = "attn_implementation"
+    taken: ConfigKeys, said: ConfigReading, kernel: Any, *, key: str = "attn_implementation"
 ) -> None:
     """transformers' `attn_implementation`; torch's own choice is taken to be flash.
 
@@ -240,7 +244,9 @@ def read_attention(
         said.put("options.attn_implementation", kept.get(kernel, FLASH))
 
 
-def settle_padding(said: Said, *, multiple: bool, separate: bool, laid_out: bool = False) -> None:
+def settle_padding(
+    said: ConfigReading, *, multiple: bool, separate: bool, laid_out: bool = False
+) -> None:
     """Whether attention is given a mask that is not all ones, which transformers leaves out.
 
     multiple: whether a single row is padded, too, to a multiple of some number of tokens;
@@ -248,7 +254,7 @@ def settle_padding(said: Said, *, multiple: bool, separate: bool, laid_out: bool
     laid_out: whether a batch is one row of documents, found by their positions (TRL).
     """
 
-    def settle(said: Said) -> None:
+    def settle(said: ConfigReading) -> None:
         if said.own:
             return
         flash = said.get("options.attn_implementation") == FLASH
@@ -275,7 +281,12 @@ def settle_padding(said: Said, *, multiple: bool, separate: bool, laid_out: bool
 
 
 def read_lora(
-    taken: Taken, said: Said, targets: Any, *, rank: str = "lora_r", stable: str = "use_rslora"
+    taken: ConfigKeys,
+    said: ConfigReading,
+    targets: Any,
+    *,
+    rank: str = "lora_r",
+    stable: str = "use_rslora",
 ) -> None:
     """Rank, alpha, dropout and targets of adapters; stable: the key of alpha / sqrt(rank)."""
     if taken(stable, False):
@@ -292,7 +303,7 @@ def read_lora(
     said.put("lora.targets", [name.strip() for name in named])
 
 
-def read_copies(taken: Taken, said: Said, key: str) -> bool:
+def read_copies(taken: ConfigKeys, said: ConfigReading, key: str) -> bool:
     """Whether modules are copied to be trained whole beside adapters: peft's `modules_to_save`."""
     named = taken(key, kind=object)
     names = named.split(",") if isinstance(named, str) else named
@@ -310,7 +321,12 @@ def read_copies(taken: Taken, said: Said, key: str) -> bool:
 
 
 def read_fsdp(
-    config: Taken, said: Said, *, version: int = 1, asked: Any = "", wrapped: bool = True
+    config: ConfigKeys,
+    said: ConfigReading,
+    *,
+    version: int = 1,
+    asked: Any = "",
+    wrapped: bool = True,
 ) -> None:
     """accelerate's fsdp_config, with or without its prefix.
 

@@ -6,8 +6,8 @@ Sources: transformers 5.23 (integrations/liger.py), TRL 1.16 (SFTTrainer.__init_
 
 from __future__ import annotations
 
-from memfit.check import Said
-from memfit.check.keys import NOT_DESCRIBED, Taken
+from memfit.check import ConfigReading
+from memfit.check.keys import NOT_DESCRIBED, ConfigKeys
 from memfit.core.errors import InvalidRequest
 
 BLOCKS = "rope,rms_norm,swiglu"  # what Liger puts into a class by default, beside its loss
@@ -22,7 +22,7 @@ OPERATIONS = {
 FUSED = "liger_fused_linear_cross_entropy"
 
 
-def read_liger(taken: Taken, said: Said, key: str, *, loss: bool) -> None:
+def read_liger(taken: ConfigKeys, said: ConfigReading, key: str, *, loss: bool) -> None:
     """All of Liger's kernels by one key; loss: whether its loss is among them."""
     if not taken(key, False):
         return
@@ -32,7 +32,7 @@ def read_liger(taken: Taken, said: Said, key: str, *, loss: bool) -> None:
     _put(said, f"`{key}: true` in `{taken.file}`", BLOCKS, "chunked" if loss else "")
 
 
-def read_plugins(taken: Taken, said: Said) -> None:
+def read_plugins(taken: ConfigKeys, said: ConfigReading) -> None:
     """axolotl's: Liger's operations one by one, and cut cross-entropy."""
     plugins = taken("plugins", [], list[str])
     for name in plugins:
@@ -52,7 +52,7 @@ def read_plugins(taken: Taken, said: Said) -> None:
     _put(said, f"`plugins` in `{taken.file}`", ",".join(asked), loss)
 
 
-def _put(said: Said, where: str, operations: str, loss: str) -> None:
+def _put(said: ConfigReading, where: str, operations: str, loss: str) -> None:
     if said.own and (operations or loss):
         raise InvalidRequest(
             f"{where}: memfit's own step has none of these kernels",

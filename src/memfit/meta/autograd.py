@@ -232,12 +232,12 @@ class Region:
         function: Callable[..., Tensor],
         arguments: tuple[Tensor, ...],
         autocast: bool,
-        keeps: bool,
+        selective: bool,
     ) -> None:
         self.function = function
         self.arguments = arguments
         self.autocast = autocast
-        self.keeps = keeps
+        self.selective = selective
         self.results: list[tuple[Tensor, ...] | None] = []
         self.found = 0  # of the results, while it is computed again
         self.promises: list[ref[Promise]] = []
@@ -289,20 +289,22 @@ class Region:
 def kept(meter: Meter, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """What an operation makes that a selective region keeps: see `checkpoint`."""
     region = meter.saver
-    if region is None or not region.keeps or meter.forgets:
+    if region is None or not region.selective or meter.forgets:
         return make()
     found: tuple[Tensor, ...] = region.keep(make)
     return found
 
 
-def checkpoint(function: Callable[..., Tensor], *arguments: Tensor, keeps: bool = False) -> Tensor:
+def checkpoint(
+    function: Callable[..., Tensor], *arguments: Tensor, selective: bool = False
+) -> Tensor:
     """Run `function` keeping its arguments instead of what it saves.
 
     keeps: and the results of products with weights and of fused attention
     (train/step/recompute.py).
     """
     meter = arguments[0].meter
-    region = Region(function, arguments, meter.autocast, keeps)
+    region = Region(function, arguments, meter.autocast, selective)
     before, meter.saver = meter.saver, region
     try:
         result = function(*arguments)

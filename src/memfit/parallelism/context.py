@@ -40,7 +40,7 @@ def own_parts(tokens: int, parallel: Parallel, rank: int) -> tuple[range, range]
     return range(place * each, (place + 1) * each), range(last * each, (last + 1) * each)
 
 
-def find_context_lack(recipe: Recipe, name: str, a: Architecture) -> tuple[str, str] | None:
+def why_no_shared_rows(recipe: Recipe, name: str, a: Architecture) -> tuple[str, str] | None:
     """Why ranks cannot share the tokens of rows, and what to use; None where they can."""
     cp = recipe.parallel.cp
     if cp == 1:

@@ -5,23 +5,23 @@ from __future__ import annotations
 from memfit.core.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.optimizers import find_optimizer
-from memfit.parallelism.context import find_context_lack
-from memfit.parallelism.pipeline import find_pipeline_lack
-from memfit.parallelism.tensor import find_tensor_lack
+from memfit.parallelism.context import why_no_shared_rows
+from memfit.parallelism.pipeline import why_no_pipeline
+from memfit.parallelism.tensor import why_no_shared_products
 from memfit.records.model import Architecture
 from memfit.records.recipe import Recipe
 
-Lack = tuple[str, str]  # why not, and what to use instead
+Unsupported = tuple[str, str]  # why not, and what to use instead
 
 
-def find_mesh_lack(recipe: Recipe, name: str, architecture: Architecture) -> Lack | None:
+def why_no_mesh(recipe: Recipe, name: str, architecture: Architecture) -> Unsupported | None:
     """Why ranks cannot share a recipe's work as its mesh says, and what to use; None where they
     can."""
     where = recipe, name, architecture
-    return find_pipeline_lack(*where) or find_tensor_lack(*where) or find_context_lack(*where)
+    return why_no_pipeline(*where) or why_no_shared_products(*where) or why_no_shared_rows(*where)
 
 
-def refuse(lack: Lack | None) -> None:
+def refuse(lack: Unsupported | None) -> None:
     """Raise InvalidRequest for a lack; nothing for none."""
     if lack is not None:
         raise InvalidRequest(lack[0], hint=lack[1])
@@ -32,7 +32,7 @@ def check_ranks(recipe: Recipe) -> None:
     ranks, optimizer = recipe.parallel.world, recipe.optimizer
     model = read_model(recipe.model)
     where = recipe, model.name, model.architecture
-    refuse(find_pipeline_lack(*where))
+    refuse(why_no_pipeline(*where))
     if ranks == 1:
         return
     family = find_optimizer(optimizer)
@@ -50,7 +50,7 @@ def check_ranks(recipe: Recipe) -> None:
             " agree on which",
             hint="use `precision: bf16-mixed`",
         )
-    refuse(find_tensor_lack(*where) or find_context_lack(*where))
+    refuse(why_no_shared_products(*where) or why_no_shared_rows(*where))
 
 
 def check_method(method: str, ranks: int) -> None:

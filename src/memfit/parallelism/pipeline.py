@@ -62,7 +62,7 @@ def runs_in(parallel: Parallel, micro_batches: int) -> bool:
     return micro_batches >= parallel.pp and (parallel.virtual_pp == 1 or not micro_batches % rounds)
 
 
-def find_pipeline_lack(recipe: Recipe, name: str, a: Architecture) -> tuple[str, str] | None:
+def why_no_pipeline(recipe: Recipe, name: str, a: Architecture) -> tuple[str, str] | None:
     """Why ranks cannot hold the blocks of a recipe one after the other, and what to use; None
     where they can."""
     parallel, micro_batches = recipe.parallel, recipe.accumulation

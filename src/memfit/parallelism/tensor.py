@@ -42,7 +42,7 @@ def cut(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
     return tuple(n // tp if i == dim else n for i, n in enumerate(shape))
 
 
-def find_tensor_lack(recipe: Recipe, name: str, a: Architecture) -> tuple[str, str] | None:
+def why_no_shared_products(recipe: Recipe, name: str, a: Architecture) -> tuple[str, str] | None:
     """Why ranks cannot share the products of a recipe, and what to use; None where they can."""
     parallel = recipe.parallel
     tp = parallel.tp

@@ -116,7 +116,7 @@ def leaves(data: Mapping[str, Any], within: str = "", deep: int = 9) -> Iterator
             yield f"{within}{name}", value
 
 
-class Taken:
+class ConfigKeys:
     """A file's keys, each taken once; what is left was not looked at.
 
     within: the dotted keys that lead to these, with a dot behind; "" of a file's own.
@@ -132,7 +132,7 @@ class Taken:
         self.data = {str(key): value for key, value in data.items()}
         self.whole = frozenset(self.data)
         self.file, self.within = file, within
-        self.inner: list[Taken] = []
+        self.inner: list[ConfigKeys] = []
         self.asked: dict[str, None] = {}  # keys that were looked for, said or not
         self.undescribed = [] if undescribed is None else undescribed
 
@@ -152,9 +152,9 @@ class Taken:
         except msgspec.ValidationError as error:
             raise InvalidRequest(f"`{key}: {value}` in `{self.file}`: {error}") from None
 
-    def inside(self, key: str) -> Taken:
+    def inside(self, key: str) -> ConfigKeys:
         """The keys within a key, each taken once, too."""
-        made = Taken(self(key, {}), self.file, f"{self.within}{key}.", self.undescribed)
+        made = ConfigKeys(self(key, {}), self.file, f"{self.within}{key}.", self.undescribed)
         self.inner.append(made)
         return made
 
@@ -187,7 +187,7 @@ class Taken:
             if isinstance(value, dict) and any(
                 one.startswith(f"{dotted}.") for one in (*unmoved, *moved)
             ):
-                inner = Taken(value, self.file, f"{dotted}.", self.undescribed)
+                inner = ConfigKeys(value, self.file, f"{dotted}.", self.undescribed)
                 inner.settle(unmoved, moved)
                 continue
             (quiet, _), (length, found) = (

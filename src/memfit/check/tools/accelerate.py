@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from memfit.check import Reader, Said, find_named, read_file, readers
+from memfit.check import ConfigReading, Reader, find_named, read_file, readers
 from memfit.check.hugging_face import read_fsdp
-from memfit.check.keys import Taken, effects, still
+from memfit.check.keys import ConfigKeys, effects, still
 from memfit.check.keys.hugging_face import COMPILED, MOVED_OF_FSDP, ON_THE_CPU, STILL_OF_FSDP
 from memfit.check.smaller_changes import Edit, find
 from memfit.check.tools.deepspeed import HOST, edit_offload, put_offload
@@ -85,7 +85,7 @@ class AccelerateReader(Reader):
             if not find(data, "fsdp_config.fsdp_activation_checkpointing"):
                 yield [Edit({"fsdp_config.fsdp_activation_checkpointing": True})]
 
-    def read(self, taken: Taken, said: Said) -> None:
+    def read(self, taken: ConfigKeys, said: ConfigReading) -> None:
         """See `Reader.read`."""
         for key, word in (("distributed_type", "NO"), ("mixed_precision", "no")):
             if taken.data.get(key) is False:  # YAML's `no`, without quotes
@@ -109,7 +109,7 @@ class AccelerateReader(Reader):
         taken.drop(("fsdp_config", "deepspeed_config"))  # of another `distributed_type`
 
 
-def _count(taken: Taken, said: Said) -> None:
+def _count(taken: ConfigKeys, said: ConfigReading) -> None:
     """Processes, and machines where nobody has asked for a number of them."""
     said.world, machines = taken("num_processes", 1), taken("num_machines", 1)
     for key, count in (("num_processes", said.world), ("num_machines", machines)):
@@ -121,7 +121,7 @@ def _count(taken: Taken, said: Said) -> None:
         said.put("hardware.nodes", machines)
 
 
-def _read_deepspeed(config: Taken, said: Said) -> None:
+def _read_deepspeed(config: ConfigKeys, said: ConfigReading) -> None:
     if named := config("deepspeed_config_file"):
         read_file(find_named(str(named), config.file), said)
         return

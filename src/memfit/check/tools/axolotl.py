@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from memfit.check import Reader, Said, read_named, readers
+from memfit.check import ConfigReading, Reader, read_named, readers
 from memfit.check.hugging_face import (
     edit_reference,
     edit_steps,
@@ -27,7 +27,7 @@ from memfit.check.hugging_face import (
     settle_reentrant,
 )
 from memfit.check.kernels import read_plugins
-from memfit.check.keys import Taken
+from memfit.check.keys import ConfigKeys
 from memfit.check.keys.axolotl import MOVED, STILL
 from memfit.check.smaller_changes import Edit
 from memfit.core.errors import InvalidRequest
@@ -76,7 +76,7 @@ class AxolotlReader(Reader):
             },
         )
 
-    def read(self, taken: Taken, said: Said) -> None:
+    def read(self, taken: ConfigKeys, said: ConfigReading) -> None:
         """See `Reader.read`."""
         said.put_model(taken("base_model"))
         if said.get("framework") is None:
@@ -131,14 +131,14 @@ class AxolotlReader(Reader):
         self._mesh(taken, said)
         read_plugins(taken, said)
 
-    def _pairs(self, taken: Taken, said: Said) -> None:
+    def _pairs(self, taken: ConfigKeys, said: ConfigReading) -> None:
         taken("rl")
         sigmoid = "DPO's own loss is described, `sigmoid`"
         taken.leave_unless("dpo_loss_type", (["sigmoid"],), sigmoid, "states")
         keys = {"beta": "rl_beta", "smoothing": "dpo_label_smoothing", "before": EARLY}
         read_pairs(taken, said, **keys, drops=True)
 
-    def _mesh(self, taken: Taken, said: Said) -> None:
+    def _mesh(self, taken: ConfigKeys, said: ConfigReading) -> None:
         version = taken("fsdp_version")
         config = taken.inside("fsdp_config")
         if (asked := taken("fsdp")) or config.data:
@@ -160,7 +160,7 @@ class AxolotlReader(Reader):
                 said.put("precision", precision)
 
 
-def _settle_dtype(taken: Taken) -> str:
+def _settle_dtype(taken: ConfigKeys) -> str:
     """What weights are loaded as; leaves in `bf16` and `fp16` whether it is under autocast.
 
     `bfloat16` asks for as much as `bf16: true`; `bf16: full` and `float16` load, and autocast
@@ -177,7 +177,7 @@ def _settle_dtype(taken: Taken) -> str:
     return "bfloat16" if asked or wide else "float16" if fp16 else "float32"
 
 
-def _assume_kernels(taken: Taken, said: Said, *, eight: bool) -> None:
+def _assume_kernels(taken: ConfigKeys, said: ConfigReading, *, eight: bool) -> None:
     """What axolotl 0.19 does by itself (schemas/config, check_auto_enable_lora_kernels)."""
     named = any(taken.data.get(key) is not None for key in LORA_KERNELS)
     if not (named or eight or taken.data.get("trust_remote_code")):
@@ -187,7 +187,7 @@ def _assume_kernels(taken: Taken, said: Said, *, eight: bool) -> None:
         )
 
 
-def _objective(taken: Taken) -> str:
+def _objective(taken: ConfigKeys) -> str:
     """Texts to be completed are pretraining, whatever weights one begins with."""
     if taken("pretraining_dataset"):
         return "pretrain"

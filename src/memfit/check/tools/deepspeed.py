@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from memfit.check import Reader, Said, readers
-from memfit.check.keys import Taken
+from memfit.check import ConfigReading, Reader, readers
+from memfit.check.keys import ConfigKeys
 from memfit.check.keys.deepspeed import MOVED, STILL
 from memfit.check.smaller_changes import Edit, find, split
 from memfit.core.errors import InvalidRequest
@@ -52,7 +52,7 @@ class DeepSpeedReader(Reader):
         if "train_micro_batch_size_per_gpu" in data:
             yield split(data, "train_micro_batch_size_per_gpu", 1)
 
-    def read(self, taken: Taken, said: Said) -> None:
+    def read(self, taken: ConfigKeys, said: ConfigReading) -> None:
         """See `Reader.read`."""
         zero = taken.inside("zero_optimization")
         for name in [name for name in zero.data if f"{ALIAS}{name}" in OF_STAGE_3]:
@@ -81,7 +81,7 @@ class DeepSpeedReader(Reader):
         self._optimizer(taken, said)
         self._schedule(taken.inside("scheduler"), said)
 
-    def _offload(self, zero: Taken, said: Said, stage: int) -> None:
+    def _offload(self, zero: ConfigKeys, said: ConfigReading, stage: int) -> None:
         """States on the host, and weights beside them; what waits on a disk is not described."""
         devices: list[str] = []
         for name in ("offload_optimizer", "offload_param"):
@@ -98,7 +98,7 @@ class DeepSpeedReader(Reader):
             devices[0] = "cpu"
         put_offload(said, stage, *devices, taken=zero)
 
-    def _schedule(self, made: Taken, said: Said) -> None:
+    def _schedule(self, made: ConfigKeys, said: ConfigReading) -> None:
         """What takes no memory: of a kind that memfit has no word for, nothing is said."""
         kind, params = made("type", ""), made.inside("params")
         if kind in SCHEDULES:
@@ -109,7 +109,7 @@ class DeepSpeedReader(Reader):
             said.put("task.steps", steps)
         params("total_num_steps")
 
-    def _optimizer(self, taken: Taken, said: Said) -> None:
+    def _optimizer(self, taken: ConfigKeys, said: ConfigReading) -> None:
         if not taken.data.get("optimizer"):
             return
         made = taken.inside("optimizer")
@@ -144,7 +144,7 @@ def edit_offload(data: Mapping[str, Any], stage: int, keys: tuple[str, ...]) -> 
     return found if stage else []
 
 
-def _sizes(zero: Taken, said: Said) -> None:
+def _sizes(zero: ConfigKeys, said: ConfigReading) -> None:
     """Elements of buckets, and of what is gathered or updated at once."""
     for ours, theirs in SIZES.items():
         if zero.data.get(theirs) == "auto" and ours in SQUARED:
@@ -161,7 +161,9 @@ def _sizes(zero: Taken, said: Said) -> None:
         said.put(f"options.{ours}", int(size))
 
 
-def put_offload(said: Said, stage: int, states: str, weights: str, *, taken: Taken) -> None:
+def put_offload(
+    said: ConfigReading, stage: int, states: str, weights: str, *, taken: ConfigKeys
+) -> None:
     """What DeepSpeed keeps on the host; states, weights: `none` or `cpu`; taken: who says it."""
     if weights == "cpu" and stage != 3:
         said.assume(f"weights on the host are of ZeRO's stage 3: in stage {stage} they stay")

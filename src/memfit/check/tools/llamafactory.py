@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from memfit.check import Reader, Said, read_named, readers
+from memfit.check import ConfigReading, Reader, read_named, readers
 from memfit.check.hugging_face import (
     edit_steps,
     keep_short,
@@ -25,7 +25,7 @@ from memfit.check.hugging_face import (
     stored_dtype,
 )
 from memfit.check.kernels import read_liger
-from memfit.check.keys import Least, Taken
+from memfit.check.keys import ConfigKeys, Least
 from memfit.check.keys.llamafactory import MOVED, STILL
 from memfit.check.smaller_changes import Edit
 from memfit.core.errors import InvalidRequest
@@ -66,7 +66,7 @@ class LlamaFactoryReader(Reader):
             adapters={"finetuning_type": "lora"},
         )
 
-    def read(self, taken: Taken, said: Said) -> None:
+    def read(self, taken: ConfigKeys, said: ConfigReading) -> None:
         """See `Reader.read`."""
         _refuse_untrained(taken)
         said.put_model(taken("model_name_or_path"))
@@ -111,7 +111,7 @@ class LlamaFactoryReader(Reader):
             said.put("precision", precision)
         read_liger(taken, said, "enable_liger_kernel", loss=True)
 
-    def _pairs(self, taken: Taken, said: Said) -> None:
+    def _pairs(self, taken: ConfigKeys, said: ConfigReading) -> None:
         sigmoid = "DPO's own loss is described, `sigmoid`"
         taken.leave_unless("pref_loss", ("sigmoid",), sigmoid, "states")
         keys = {"beta": "pref_beta", "smoothing": "dpo_label_smoothing", "before": ""}
@@ -119,7 +119,7 @@ class LlamaFactoryReader(Reader):
         if not said.own:
             said.put("options.compares", LLAMA_FACTORY)
 
-    def _precision(self, taken: Taken, said: Said, method: str) -> None:
+    def _precision(self, taken: ConfigKeys, said: ConfigReading, method: str) -> None:
         pure = taken("pure_bf16", False)
         low = pure or taken.data.get("bf16")
         dtype = "bfloat16" if low else "float16" if taken.data.get("fp16") else ""
@@ -144,25 +144,25 @@ class LlamaFactoryReader(Reader):
             put_double(said, bool(double))
 
 
-def _read_adapters(taken: Taken, said: Said, *, pure: bool) -> None:
+def _read_adapters(taken: ConfigKeys, said: ConfigReading, *, pure: bool) -> None:
     named = taken("lora_target", "all")
     read_lora(taken, said, "all-linear" if named == "all" else named, rank="lora_rank")
     if read_copies(taken, said, "additional_target") and not pure:
         said.later.append(_widen_copies)
 
 
-def _widen_copies(said: Said) -> None:
+def _widen_copies(said: ConfigReading) -> None:
     """All that is trained is fp32 (model/adapter.py); DeepSpeed's engine casts all to 16 bits."""
     if said.get("framework") != "deepspeed":
         said.put("options.copies_dtype", WIDE)
 
 
-def _shares_units(said: Said) -> bool:
+def _shares_units(said: ConfigReading) -> bool:
     """Under accelerate's FSDP2 it turns reentrant checkpoints off (model_utils/checkpointing)."""
     return said.sharded == "fsdp" and said.get("options.fsdp_version") == 2
 
 
-def _refuse_untrained(taken: Taken) -> None:
+def _refuse_untrained(taken: ConfigKeys) -> None:
     """Raise InvalidRequest for files that train nothing."""
     for key in UNTRAINED:
         if value := taken(key, kind=object):

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, ClassVar, final
 
 from memfit import catalog
-from memfit.check import Reader, Said, readers
-from memfit.check.keys import NOT_DESCRIBED, Taken
+from memfit.check import ConfigReading, Reader, readers
+from memfit.check.keys import NOT_DESCRIBED, ConfigKeys
 from memfit.check.keys.torchtitan import MOVED, STILL
 from memfit.check.python_source import read_python
 from memfit.check.smaller_changes import Edit, shorter, smaller
@@ -72,7 +72,7 @@ class TorchtitanReader(Reader):
             yield [Edit({"training.local_batch_size": n}) for n in smaller(local)]
         yield shorter(data, "training.seq_len")
 
-    def read(self, taken: Taken, said: Said) -> None:
+    def read(self, taken: ConfigKeys, said: ConfigReading) -> None:
         """See `Reader.read`."""
         said.put_model(_find_model(taken, said))
         said.put("framework", "torchtitan")
@@ -104,7 +104,7 @@ class TorchtitanReader(Reader):
         _loss(taken, said)
         taken.leave_unless("optimizer", ADAMW, "AdamW is described", "weights")
 
-    def _mesh(self, taken: Taken, said: Said) -> dict[str, Any]:
+    def _mesh(self, taken: ConfigKeys, said: ConfigReading) -> dict[str, Any]:
         mesh = {
             ours: found
             for theirs, ours in AXES.items()
@@ -134,7 +134,7 @@ class TorchtitanReader(Reader):
         said.world = world
         return mesh
 
-    def _batch(self, taken: Taken, said: Said, mesh: Mapping[str, Any]) -> None:
+    def _batch(self, taken: ConfigKeys, said: ConfigReading, mesh: Mapping[str, Any]) -> None:
         whole = taken.file.suffix == ".toml"  # Python's base may be another function's
         length = taken("training.seq_len", taken("training.max_context_length"), int)
         local = taken("training.local_batch_size", taken("training.batch_size"), int)
@@ -162,7 +162,7 @@ class TorchtitanReader(Reader):
         said.put("micro_batch", micro)
         said.put("task.global_batch", total if total > 0 else local * pieces * ranks)
 
-    def _optimizer(self, taken: Taken, said: Said) -> None:
+    def _optimizer(self, taken: ConfigKeys, said: ConfigReading) -> None:
         said.put("optimizer.name", "adamw")
         made = taken("optimizer.implementation", "fused")
         said.put("optimizer.implementation", IMPLEMENTATIONS.get(made, made))
@@ -183,7 +183,7 @@ class TorchtitanReader(Reader):
         said.put("optimizer.schedule", "constant" if flat else kind)
 
 
-def _loss(taken: Taken, said: Said) -> None:
+def _loss(taken: ConfigKeys, said: ConfigReading) -> None:
     """Of whole logits or of chunks, and of next tokens alone."""
     told = "loss.num_chunks" in taken.data
     kind = taken("loss", CHUNKED[0] if told else "").removesuffix(".loss_fn")
@@ -207,7 +207,7 @@ def _has_graphs(file: Path) -> bool:
     return file.suffix == ".py"
 
 
-def _find_model(taken: Taken, said: Said) -> str:
+def _find_model(taken: ConfigKeys, said: ConfigReading) -> str:
     """Of a function that is called, or of a flavour, whose family the tokenizer's folder names.
 
     Raises InvalidRequest where no model is known of it, and none is asked for in its place.

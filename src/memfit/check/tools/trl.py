@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from memfit.check import Reader, Said, read_named, readers
+from memfit.check import ConfigReading, Reader, read_named, readers
 from memfit.check.hugging_face import (
     edit_reference,
     edit_steps,
@@ -27,7 +27,7 @@ from memfit.check.hugging_face import (
     stored_dtype,
 )
 from memfit.check.kernels import read_liger
-from memfit.check.keys import Taken
+from memfit.check.keys import ConfigKeys
 from memfit.check.keys.trl import ANOTHER, MOVED, STILL
 from memfit.check.smaller_changes import ROUNDED, Edit
 
@@ -75,7 +75,7 @@ class TrlReader(Reader):
         if any(key in data for key in DPO):
             yield edit_reference(data, EARLY)
 
-    def read(self, taken: Taken, said: Said) -> None:
+    def read(self, taken: ConfigKeys, said: ConfigReading) -> None:
         """See `Reader.read`."""
         pairs = _compares(taken, said)
         _leave_others(taken, said, pairs=pairs)
@@ -128,13 +128,13 @@ class TrlReader(Reader):
             read_named(named, taken, said)
 
 
-def _compares(taken: Taken, said: Said) -> bool:
+def _compares(taken: ConfigKeys, said: ConfigReading) -> bool:
     """Whether the file is DPOTrainer's: KTO, CPO and ORPO have some of its arguments, too."""
     told = EARLY in taken.data and taken.data.get("loss_type") in SIGMOID
     return bool(told or said.get("task.objective") == "dpo")
 
 
-def _leave_others(taken: Taken, said: Said, *, pairs: bool) -> None:
+def _leave_others(taken: ConfigKeys, said: ConfigReading, *, pairs: bool) -> None:
     """Note what only trainers have that are not described."""
     if not pairs:
         for key in DPO:
@@ -147,12 +147,12 @@ def _leave_others(taken: Taken, said: Said, *, pairs: bool) -> None:
     taken.drop(QUIET_OF_PAIRS)
 
 
-def _read_reentrant(taken: Taken, said: Said, *, adapted: bool, again: bool) -> None:
+def _read_reentrant(taken: ConfigKeys, said: ConfigReading, *, adapted: bool, again: bool) -> None:
     """As the file says; of adapters under ZeRO-3 TRL makes them reentrant (trainer/sft_trainer)."""
     old = read_reentrant(taken)
     asked = read_reentrant(taken, "activation_checkpointing_kwargs", default=old)
 
-    def whether(said: Said) -> bool:
+    def whether(said: ConfigReading) -> bool:
         forced = again and adapted and said.sharded == "deepspeed" and said.zero == 3
         if forced and not asked:
             said.assume("recomputed blocks are reentrant, as TRL makes those of adapters in ZeRO-3")
@@ -161,7 +161,7 @@ def _read_reentrant(taken: Taken, said: Said, *, adapted: bool, again: bool) -> 
     settle_reentrant(said, whether, again=again)
 
 
-def _read_dtype(taken: Taken, said: Said) -> str:
+def _read_dtype(taken: ConfigKeys, said: ConfigReading) -> str:
     """TRL's own default is float32; `auto` and null are the checkpoint's (from_pretrained)."""
     named = [key for key in ("dtype", "torch_dtype") if key in taken.data]
     asked = [taken.data[key] for key in named]
@@ -171,7 +171,7 @@ def _read_dtype(taken: Taken, said: Said) -> str:
     return stored_dtype(said, f"`{named[0]}: {'null' if asked[0] is None else 'auto'}`")
 
 
-def _read_bits(taken: Taken, said: Said) -> int:
+def _read_bits(taken: ConfigKeys, said: ConfigReading) -> int:
     """bitsandbytes' 4 or 8 bits of the base; 0 where it is not quantised."""
     kind, double = taken("bnb_4bit_quant_type", "nf4"), taken("use_bnb_nested_quant", False)
     taken("bnb_4bit_quant_storage")  # how the same bytes are wrapped

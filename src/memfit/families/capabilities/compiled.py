@@ -57,7 +57,7 @@ def compiled_bounds(recipe: Recipe) -> tuple[str, ...]:
 
 def check_compiled(model: Model, recipe: Recipe) -> None:
     """Raise InvalidRequest where a recipe's blocks cannot be compiled."""
-    if lack := find_lack(model, recipe):
+    if lack := why_not_compiled(model, recipe):
         raise InvalidRequest(f"{SAID} does not go with {lack}", hint=LEAVE)
 
 
@@ -67,7 +67,7 @@ def _lack_of_coded(recipe: Recipe) -> str:
     return "products have not been proven when they are compiled"
 
 
-def find_lack(model: Model, recipe: Recipe) -> str:
+def why_not_compiled(model: Model, recipe: Recipe) -> str:
     """What of a recipe leaves no block to compile as a whole; "" where nothing does."""
     if recipe.compile != "blocks":
         return ""

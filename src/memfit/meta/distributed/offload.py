@@ -43,7 +43,7 @@ class Ticket:
 class Load:
     """What one offloaded block saves; a `saver` of the meter."""
 
-    keeps = False  # nothing of products, as a selective region does
+    selective = False  # nothing of products, as a selective region does
 
     def __init__(self, meter: Meter, before: Load | None, others: Iterable[Tensor]) -> None:
         self.meter, self.before = meter, before

@@ -287,7 +287,12 @@ def without_history(setting: Setting) -> Setting:
             run,
             cycle=tuple(
                 replace(
-                    b, rows=frozen(b.rows), recomputed=False, keeps=False, stows=False, leads=False
+                    b,
+                    rows=frozen(b.rows),
+                    recomputed=False,
+                    selective=False,
+                    offloads=False,
+                    first_offloaded=False,
                 )
                 for b in run.cycle
             ),

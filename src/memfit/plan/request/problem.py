@@ -240,7 +240,7 @@ def check(problem: Problem) -> None:
             hint=f"use `base_format: {own}`, or leave it out",
         )
     tried = precisions(request, problem.device)
-    if all(lacks := [find_lack(problem, precision) for precision in tried]):
+    if all(lacks := [why_not_compiled(problem, precision) for precision in tried]):
         raise InvalidRequest(
             f"`attention: {request.attention}` {lacks[-1]}",
             hint=f"use one of {', '.join(find_kernels(problem, tried[-1]))}",
@@ -280,10 +280,10 @@ def allowed(problem: Problem, precision: Precision) -> bool:
     alone = precision == "fp16-mixed" and problem.request.precision == "auto"
     if alone and problem.request.ranks > 1:  # see `parallelism.limits`
         return False
-    return not conflict and not find_lack(problem, precision)
+    return not conflict and not why_not_compiled(problem, precision)
 
 
-def find_lack(problem: Problem, precision: Precision) -> str:
+def why_not_compiled(problem: Problem, precision: Precision) -> str:
     """Why the attention kernel asked for does not serve the model here; empty when it does."""
     device, asked = problem.device, str(problem.request.attention)
     if asked == "auto" and not _shares_tokens(problem.request):

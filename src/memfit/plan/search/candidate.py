@@ -27,7 +27,7 @@ from memfit.plan.memory.verdict import (
 )
 from memfit.plan.request.problem import Problem
 from memfit.plan.search.estimate import Estimate
-from memfit.plan.simulate.recompute import Again
+from memfit.plan.simulate.recompute import RecomputedBlocks
 from memfit.plan.step_time.predicted_time import Totals, relative_seconds, sum_up
 from memfit.records.ledger import Ledger
 from memfit.records.model import Model
@@ -218,7 +218,7 @@ class Candidate:
     def _estimated(self) -> int:
         assert self.estimate is not None
         r = self.recipe
-        return self.estimate.peak(r.micro_batch, Again.of(r), r.loss_chunk)
+        return self.estimate.peak(r.micro_batch, RecomputedBlocks.of(r), r.loss_chunk)
 
     @property
     def needs(self) -> int:

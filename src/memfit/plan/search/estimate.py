@@ -22,7 +22,7 @@ from memfit.parallelism.shards import local_model
 from memfit.plan.memory.predicted_memory import describe, without_shape, worst_batch
 from memfit.plan.simulate.blocks import AFTER_PRODUCT
 from memfit.plan.simulate.closed_form import find_answers
-from memfit.plan.simulate.recompute import Again
+from memfit.plan.simulate.recompute import RecomputedBlocks
 from memfit.plan.simulate.segments import Passes, Segment
 from memfit.plan.simulate.setting import Batch, Run, Setting
 from memfit.records.hardware import Device
@@ -89,7 +89,7 @@ class Lines:
 
     def _draw(self, model: Model, low: int, **knobs: object) -> tuple[list[Cycle], ...]:
         """Lines through `low` rows and one more."""
-        recipe = replace(self.recipe, accumulation=2, **Again(0, 0).knobs, **knobs)
+        recipe = replace(self.recipe, accumulation=2, **RecomputedBlocks(0, 0).knobs, **knobs)
         setting = describe(model, recipe, self.device)[0]
         kinds = find_kinds(model.architecture)
         if model is self.model:
@@ -102,7 +102,7 @@ def _treat(runs: tuple[Run, ...], kinds: tuple[str, ...]) -> tuple[Run, ...]:
     """Cycles of one block of each kind under each treatment, from runs that keep every block."""
     block = runs[0].cycle[0]
     treated = (
-        replace(block, recomputed=way != "kept", keeps=way == "selective") for way in TREATED
+        replace(block, recomputed=way != "kept", selective=way == "selective") for way in TREATED
     )
     return tuple(
         Run(cycle=tuple(replace(one, kind=kind) for kind in kinds), count=CYCLES) for one in treated
@@ -121,7 +121,7 @@ class Estimate:
         self._lines = lines or Lines(model, recipe, device)
         self._correction = 0
 
-    def anchor(self, predicted: int, micro: int, again: Again, chunk: int) -> None:
+    def anchor(self, predicted: int, micro: int, again: RecomputedBlocks, chunk: int) -> None:
         """Shift the estimate to a predicted peak, so that differences from it carry no offset."""
         self._correction += predicted - self.peak(micro, again, chunk)
 
@@ -166,7 +166,7 @@ class Estimate:
         specs = [w.spec for w in self.local.weights if w.trainable]
         return find_optimizer(settings).step_temporaries(specs, settings)
 
-    def peak(self, micro: int, again: Again, chunk: int) -> int:
+    def peak(self, micro: int, again: RecomputedBlocks, chunk: int) -> int:
         """Bytes at the highest instant of a steady step of two or more micro-batches."""
         level = self._always + 3.0 * 8 * micro * self.recipe.sequence_length
         highest = level
@@ -188,7 +188,7 @@ class Estimate:
                     highest = max(highest, top)
         return round(max(highest, level + self._step_temporaries)) + self._correction
 
-    def _times(self, again: Again) -> list[int]:
+    def _times(self, again: RecomputedBlocks) -> list[int]:
         """How often each simulated block stands in the model when so many are recomputed."""
         layers = self.model.architecture.layers
         found: list[int] = []

@@ -6,18 +6,18 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from memfit.plan.search.candidate import Candidate
-from memfit.plan.simulate.recompute import Again
+from memfit.plan.simulate.recompute import RecomputedBlocks
 
 
 class Climb(NamedTuple):
     """A combination with the least recompute of one path under which it is likely to fit."""
 
     candidate: Candidate
-    path: list[Again]
+    path: list[RecomputedBlocks]
     rung: int  # of the path
 
 
-def climb(plain: Candidate, path: list[Again]) -> Climb | None:
+def climb(plain: Candidate, path: list[RecomputedBlocks]) -> Climb | None:
     """The least on one path; None where not even the most is likely to fit."""
     if plain.likely:
         return Climb(plain, path, 0)
@@ -64,7 +64,7 @@ def anchor(best: Candidate) -> None:
     """Shift its estimate to its prediction."""
     r = best.recipe
     if best.estimate is not None:
-        best.estimate.anchor(best.peak, r.micro_batch, Again.of(r), r.loss_chunk)
+        best.estimate.anchor(best.peak, r.micro_batch, RecomputedBlocks.of(r), r.loss_chunk)
 
 
 def trade(best: Candidate) -> Candidate:
@@ -75,11 +75,11 @@ def trade(best: Candidate) -> Candidate:
     """
     layers, plain = best.model.architecture.layers, best
     for full in range(layers + 1):
-        if plain.but(**Again(full, 0).knobs).seconds >= best.seconds:
+        if plain.but(**RecomputedBlocks(full, 0).knobs).seconds >= best.seconds:
             break
 
         def pair(n: int, full: int = full) -> Candidate:
-            return plain.but(**Again(full, n).knobs)
+            return plain.but(**RecomputedBlocks(full, n).knobs)
 
         most = layers - full
         if not pair(most).likely:

@@ -13,15 +13,15 @@ from memfit.adapters import find_adapter
 from memfit.adapters.shared.quantised_base import check_base
 from memfit.core.errors import InvalidRequest
 from memfit.families.capabilities.added import can_select
-from memfit.families.capabilities.compiled import find_lack
+from memfit.families.capabilities.compiled import why_not_compiled
 from memfit.families.capabilities.lean import find_lean
 from memfit.optimizers import default_implementation, optimizers
 from memfit.optimizers.low_bit import can_round
 from memfit.optimizers.shared.in_backward import refuse_in_backward
 from memfit.optimizers.shared.offloaded import offload_lack
-from memfit.parallelism.limits import find_mesh_lack
+from memfit.parallelism.limits import why_no_mesh
 from memfit.plan.request.problem import CHUNKS, Problem, allowed, check, divisors, first_recipe
-from memfit.plan.simulate.recompute import Again, state_recompute
+from memfit.plan.simulate.recompute import RecomputedBlocks, state_recompute
 from memfit.records.model import Architecture, Model
 from memfit.records.recipe import (
     OWN_ATTENTION,
@@ -60,7 +60,7 @@ def knobs(recipe: Recipe, layers: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "method": recipe.method,
         "precision": recipe.precision,
-        "recompute": state_recompute(Again.of(recipe), layers),
+        "recompute": state_recompute(RecomputedBlocks.of(recipe), layers),
         "micro_batch": recipe.micro_batch,
         "loss": recipe.loss,
         "optimizer.name": recipe.optimizer.name,
@@ -94,8 +94,8 @@ def turn(problem: Problem, recipe: Recipe) -> Iterator[Lever]:
     layers = problem.model.architecture.layers
     for other in (*_exact(problem, recipe, layers), *_inexact(problem, recipe)):
         lacks = (
-            offload_lack(other, cpu=problem.device.is_cpu), find_lack(problem.model, other),
-            find_mesh_lack(other, problem.model.name, problem.model.architecture),
+            offload_lack(other, cpu=problem.device.is_cpu), why_not_compiled(problem.model, other),
+            why_no_mesh(other, problem.model.name, problem.model.architecture),
         )  # fmt: skip
         if not any(lacks):
             yield Lever(changed(recipe, other, layers), other)
@@ -104,8 +104,13 @@ def turn(problem: Problem, recipe: Recipe) -> Iterator[Lever]:
 def _exact(problem: Problem, recipe: Recipe, layers: int) -> Iterator[Recipe]:
     batch, own = recipe.micro_batch * recipe.accumulation, recipe.optimizer  # of one rank
     architecture = problem.model.architecture
-    own_way = Again.of(recipe)
-    ways = (Again(0, 0), Again(0, layers), Again(layers // 2, 0), Again(layers, 0))
+    own_way = RecomputedBlocks.of(recipe)
+    ways = (
+        RecomputedBlocks(0, 0),
+        RecomputedBlocks(0, layers),
+        RecomputedBlocks(layers // 2, 0),
+        RecomputedBlocks(layers, 0),
+    )
     for again in dict.fromkeys(ways):
         if again != own_way and (can_select(architecture, recipe) or not again.selective):
             yield replace(recipe, **again.knobs)

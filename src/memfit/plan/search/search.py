@@ -19,7 +19,7 @@ from memfit.core.errors import DoesNotFit, InvalidRequest
 from memfit.families.capabilities.added import check_selective
 from memfit.optimizers.shared.offloaded import offload_lack
 from memfit.parallelism.limits import refuse
-from memfit.parallelism.tensor import find_tensor_lack
+from memfit.parallelism.tensor import why_no_shared_products
 from memfit.plan.budget.cost import describe_cost
 from memfit.plan.budget.limits import find_excess, find_unjudged
 from memfit.plan.memory.host_memory import describe_host, shards_on_host
@@ -47,7 +47,12 @@ from memfit.plan.search.estimate import Estimate, applies
 from memfit.plan.search.least_recompute import Climb, anchor, climb, settle, trade
 from memfit.plan.search.levers import head_extra, turn
 from memfit.plan.simulate.blocks import without_collecting
-from memfit.plan.simulate.recompute import Again, describe_recompute, find_recompute, ladder
+from memfit.plan.simulate.recompute import (
+    RecomputedBlocks,
+    describe_recompute,
+    find_recompute,
+    ladder,
+)
 from memfit.plan.step_time.communication.traffic import describe_traffic
 from memfit.plan.step_time.predicted_time import describe_time, predict_timeline
 from memfit.records.quantised import CODED_FORMATS
@@ -153,7 +158,7 @@ def _on_mesh(start: Candidate, mesh: Parallel) -> Candidate | None:
         optimizer=msgspec.structs.replace(found.recipe.optimizer, in_backward=within),
     )  # fmt: skip
     selective = find_recompute(request.recompute, a.layers).selective
-    lack = find_tensor_lack(asked, start.model.name, a)
+    lack = why_no_shared_products(asked, start.model.name, a)
     return None if selective or lack else found
 
 
@@ -201,7 +206,7 @@ def _chunks(start: Candidate, tokens: int) -> list[int]:
     if start.recipe.parallel.tp > 1:
         where = start.model.name, start.model.architecture
         told = msgspec.structs.replace(start.recipe, loss=_asked_loss(asked))
-        refuse(find_tensor_lack(told, *where))
+        refuse(why_no_shared_products(told, *where))
         return [0]
     extra = head_extra(start.model)
     if extra and asked == "chunked":
@@ -348,7 +353,7 @@ def _same_pair(a: Candidate, b: Candidate) -> bool:
 
 def describe(recipe: Recipe, layers: int) -> str:
     """The knobs that the search turns, in one line."""
-    recompute = describe_recompute(Again.of(recipe), layers)
+    recompute = describe_recompute(RecomputedBlocks.of(recipe), layers)
     loss = f"chunked {recipe.loss_chunk}" if recipe.loss == "chunked" else "plain"
     mesh = "" if recipe.parallel.world == 1 else f", {describe_mesh(recipe.parallel)}"
     stowed = "" if recipe.offload == "none" else f", {recipe.offload} offloaded"
@@ -402,7 +407,7 @@ def _reason(candidate: Candidate, chosen: Candidate, *, lever: bool) -> str:
 
 def _knobs(candidate: Candidate) -> tuple[object, ...]:
     r = candidate.recipe
-    knobs = r.micro_batch, Again.of(r), r.loss_chunk, r.optimizer.in_backward, r.parallel
+    knobs = r.micro_batch, RecomputedBlocks.of(r), r.loss_chunk, r.optimizer.in_backward, r.parallel
     return r.method, r.precision, r.offload, *knobs
 
 

@@ -77,9 +77,9 @@ def split_rows(
         Block(
             rows=tuple(rows),
             recomputed=index < recomputed + selective,
-            keeps=recomputed <= index < recomputed + selective,
-            stows=offloads and recomputed + selective <= index < len(blocks) - 1,
-            leads=offloads and recomputed + selective == index,
+            selective=recomputed <= index < recomputed + selective,
+            offloads=offloads and recomputed + selective <= index < len(blocks) - 1,
+            first_offloaded=offloads and recomputed + selective == index,
             kind=kind(index),
         )
         for index, rows in enumerate(blocks)
@@ -202,7 +202,7 @@ class _Simulation:
                 self.blocks.append((self._block(block.rows), block))
         bare = setting.references > 0
         self.base = [
-            (self._reference(w), replace(b, recomputed=False, reentrant=False, stows=False))
+            (self._reference(w), replace(b, recomputed=False, reentrant=False, offloads=False))
             for w, b in self.blocks
             if bare
         ]

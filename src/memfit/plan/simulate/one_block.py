@@ -25,7 +25,7 @@ def run_block(
 ) -> tuple[Tensor, Load | None]:
     """The block's output, and what it saves where that is offloaded; before: the block below."""
     load = None
-    if block.stows:
+    if block.offloads:
         others = given if forward.band is None else (*given, forward.band)
         load = Load(forward.meter, before, others)
     if block.recomputed:
@@ -50,10 +50,10 @@ def _again(
 ) -> Tensor:
     if block.reentrant:
         return meta.checkpoint_reentrant(lambda x: program.block(forward, weights, x, given), x)
-    if block.keeps:
+    if block.selective:
         matrices = [name for name, weight in weights.items() if len(weight.shape) == 2]
         added = only_added(forward.architecture, matrices)
         forward = msgspec.structs.replace(forward, only_added=added)
     return meta.checkpoint(
-        lambda x: program.block(forward, weights, x, given), x, keeps=block.keeps
+        lambda x: program.block(forward, weights, x, given), x, selective=block.selective
     )

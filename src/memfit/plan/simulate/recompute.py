@@ -15,7 +15,7 @@ from memfit.records.recipe import Recipe
 from memfit.records.request import RecomputeBlocks
 
 
-class Again(NamedTuple):
+class RecomputedBlocks(NamedTuple):
     """Blocks of each kind; the others are kept."""
 
     full: int
@@ -27,19 +27,21 @@ class Again(NamedTuple):
         return {"recompute_blocks": self.full, "selective_blocks": self.selective}
 
     @classmethod
-    def of(cls, recipe: Recipe) -> Again:
+    def of(cls, recipe: Recipe) -> RecomputedBlocks:
         """Of a recipe of memfit's own step."""
         return cls(recipe.recompute_blocks, recipe.selective_blocks)
 
 
-def find_recompute(asked: Any, layers: int) -> Again:
+def find_recompute(asked: Any, layers: int) -> RecomputedBlocks:
     """What a request states; `auto` begins with none."""
     if isinstance(asked, RecomputeBlocks):
-        return Again(asked.blocks, asked.selective)
-    return {"full": Again(layers, 0), "selective": Again(0, layers)}.get(asked, Again(0, 0))
+        return RecomputedBlocks(asked.blocks, asked.selective)
+    return {"full": RecomputedBlocks(layers, 0), "selective": RecomputedBlocks(0, layers)}.get(
+        asked, RecomputedBlocks(0, 0)
+    )
 
 
-def state_recompute(again: Again, layers: int) -> Any:
+def state_recompute(again: RecomputedBlocks, layers: int) -> Any:
     """The same in a request's words."""
     word = {(0, 0): "none", (layers, 0): "full", (0, layers): "selective"}.get(again)
     if word is not None:
@@ -48,7 +50,7 @@ def state_recompute(again: Again, layers: int) -> Any:
     return {key: n for key, n in stated.items() if n}
 
 
-def describe_recompute(again: Again, layers: int) -> str:
+def describe_recompute(again: RecomputedBlocks, layers: int) -> str:
     """For a row of a table: `none`, `full`, `6/44 blocks`, `30/44 selective`, both."""
     said = state_recompute(again, layers)
     if isinstance(said, str):
@@ -58,7 +60,7 @@ def describe_recompute(again: Again, layers: int) -> str:
     return " + ".join(parts)
 
 
-def ladder(asked: Any, a: Architecture, recipe: Recipe) -> list[list[Again]]:
+def ladder(asked: Any, a: Architecture, recipe: Recipe) -> list[list[RecomputedBlocks]]:
     """Ways to recompute more and more, each step of which needs less memory and takes longer.
 
     Where seconds and bytes grow evenly with blocks, the least seconds for any number of bytes lie
@@ -68,8 +70,8 @@ def ladder(asked: Any, a: Architecture, recipe: Recipe) -> list[list[Again]]:
     layers = a.layers
     if asked != "auto":
         return [[find_recompute(asked, layers)]]
-    whole = [Again(n, 0) for n in range(layers + 1)]
+    whole = [RecomputedBlocks(n, 0) for n in range(layers + 1)]
     if not can_select(a, recipe):
         return [whole]
-    part = [Again(0, n) for n in range(layers + 1)]
-    return [[*part, *(Again(n, layers - n) for n in range(1, layers + 1))], whole]
+    part = [RecomputedBlocks(0, n) for n in range(layers + 1)]
+    return [[*part, *(RecomputedBlocks(n, layers - n) for n in range(1, layers + 1))], whole]

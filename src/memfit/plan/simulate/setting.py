@@ -59,9 +59,9 @@ class Block(Record, frozen=True, kw_only=True):
     rows: tuple[Row, ...]
     recomputed: bool
     reentrant: bool = False  # by torch's reentrant checkpoint
-    keeps: bool = False  # recomputed but for products with weights and fused attention
-    stows: bool = False  # what it saves waits in host memory
-    leads: bool = False  # the first of those: its input is not another block's to give up
+    selective: bool = False  # recomputed but for products with weights and fused attention
+    offloads: bool = False  # what it saves waits in host memory
+    first_offloaded: bool = False  # the first of those: its input is not another block's to give up
     kind: str = ""  # of `Architecture.layer_kinds`
 
 

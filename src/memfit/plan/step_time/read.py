@@ -134,7 +134,7 @@ def read_layout(recipe: Recipe, shape: Shape, basis: Basis) -> Layout:
         sequence_parallel=1.0 if recipe.framework == "nanotron" else cuts_tokens,
         cp=1.0 * p.cp, pp=1.0 * p.pp, chunks=1.0 * p.virtual_pp, ep=1.0 * p.ep,
         repeated=share if whole else 0.0, selective=part if whole else share,
-        stows=_stows(recipe, shape), stowed=_stowed(recipe, shape),
+        offloads=_stows(recipe, shape), stowed=_stowed(recipe, shape),
         made_again=1.0 if recipe.framework == "memfit" else 0.0,
         # per-op selective checkpointing keeps every second product (torchtitan, fms)
         products_repeated=0.5 if recipe.framework == "torchtitan" else 0.0,

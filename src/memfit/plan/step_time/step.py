@@ -115,7 +115,7 @@ def _offloading(setting: Setting, block: Block) -> Number:
     once = layout.stowed / machine.host
     there = larger(once - block.forward, 0)
     back = larger(once - block.backward - block.repeated, 0)
-    blocks = setting.shape.layers * layout.stows
+    blocks = setting.shape.layers * layout.offloads
     return layout.accumulation * (blocks * (there + back) + where(blocks > 0, once, 0.0))
 
 

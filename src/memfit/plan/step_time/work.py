@@ -80,7 +80,7 @@ class Layout(NamedTuple):
     # known: all of memfit's own; 0: a quarter, as fitted
     made_again: Number = 0.0
     eight: Number = 0.0  # 1 where frozen weights multiply in int8, their outliers aside
-    stows: Number = 0.0  # share of the blocks whose activations wait in host memory
+    offloads: Number = 0.0  # share of the blocks whose activations wait in host memory
     stowed: Number = 0.0  # bytes of one of them, copied there and back
     bubble: Number = 1.0  # of 1F1B's, or interleaved's: what the schedule's ranks wait
     references: Number = 0.0  # forwards without a gradient before each micro-batch's own

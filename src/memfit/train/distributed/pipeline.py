@@ -197,7 +197,7 @@ def _between(recipe: Recipe, rows: int, tokens: int) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
 
-class Telling:
+class PhaseTracker:
     """The phases of a step whose micro-batches overlap: all is `accumulate` from the second one's
     forward on."""
 

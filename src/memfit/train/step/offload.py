@@ -26,10 +26,10 @@ def offload_blocks(blocks: Sequence[nn.Module], first: int) -> None:
     """
     lane = _Lane()
     for index in range(first, len(blocks)):
-        _wrap(blocks[index], lane, begins=index == first, stows=index < len(blocks) - 1)
+        _wrap(blocks[index], lane, begins=index == first, offloads=index < len(blocks) - 1)
 
 
-def _wrap(block: nn.Module, lane: _Lane, *, begins: bool, stows: bool) -> None:
+def _wrap(block: nn.Module, lane: _Lane, *, begins: bool, offloads: bool) -> None:
     plain = block.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -37,7 +37,7 @@ def _wrap(block: nn.Module, lane: _Lane, *, begins: bool, stows: bool) -> None:
             return plain(*args, **kwargs)
         before = None if begins else lane.newest
         load = None
-        if stows:
+        if offloads:
             held = (*block.parameters(), *block.buffers(), *_tensors((args[1:], kwargs)))
             load = Load(lane, before, {t.untyped_storage()._cdata for t in held})
             with saved_tensors_hooks(load.pack, load.unpack):

@@ -15,7 +15,7 @@ from memfit.families import read_model
 from memfit.parallelism import clip_sharded, let_go, run_as_forward
 from memfit.parallelism.tensor import sharing
 from memfit.records.ledger import Phase
-from memfit.train.distributed.pipeline import Stage, Telling, alone, find_pipeline, run_stages
+from memfit.train.distributed.pipeline import PhaseTracker, Stage, alone, find_pipeline, run_stages
 from memfit.train.model.attention import Documents, make_band
 from memfit.train.model.hugging_face import parts
 from memfit.train.model.varlen import find_starts
@@ -94,7 +94,7 @@ def step(
 
 def _run_stages(built: Built, batches: Sequence[Batch], target_tokens: int, enter: Enter) -> Tensor:
     """All micro-batches through all stages; this rank's share of the mean loss."""
-    telling = Telling(batches, enter)
+    telling = PhaseTracker(batches, enter)
 
     def run(stage: Stage, batch: Batch, given: tuple[Tensor, ...]) -> Tensor:
         telling.begin(batch)
