@@ -115,9 +115,6 @@ LARGE: dict[str, dict[str, Any]] = {  # models as they are published
     "mistral-7b-v0.1": {"tokens": 8192, "rows": 1},
     "falcon-7b": {"tokens": 2048, "rows": 1, "recompute": True},
 }  # fmt: skip
-# further off than the others: each block of gpt-oss is taken to hold both masks, and the last of a
-# backward, which decides, holds one
-NOT_REACHED = ("gpt_oss: recomputed, mixed", "gpt_oss: padded, recomputed")
 OF_TRL: dict[str, dict[str, dict[str, Any]]] = {  # family -> name -> case
     "llama": {
         "padded": {"padded": True},

@@ -118,6 +118,8 @@ def possible(family: str, changes: dict[str, Any]) -> bool:
     """Whether a family's step can be so: see `memfit.families.capabilities.limits`."""
     if family in ("gptj", "phi"):
         return changes.get("loss") != "chunked"
+    if family == "gpt_oss" and changes.get("selective_blocks"):
+        return False  # its experts add their bias into products
     if family in MATH_ONLY and changes.get("attention", "math") != "math":
         return False
     return not (family in OWN_ATTENTION and changes.get("packing"))

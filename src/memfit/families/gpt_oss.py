@@ -35,7 +35,7 @@ from memfit.families.shared.weights import Rows, head, linear, repeat, rotary_bu
 from memfit.meta import Tensor
 from memfit.meta.attending.sinks import attend_beside_sinks, attend_with_sinks
 from memfit.meta.layers import routing
-from memfit.records.model import Architecture, TensorSpec, Weight
+from memfit.records.model import SLIDING, Architecture, TensorSpec, Weight
 
 
 @final
@@ -83,6 +83,7 @@ class GptOss(Family):
             mlp_bias=True,
             rotary_dim=head_dim,
             sliding_window=_window(config, layers),
+            layer_kinds=(SLIDING, ""),
             experts=experts,
             sinks=True,
         )

@@ -44,8 +44,6 @@ class Masks(msgspec.Struct, frozen=True):
 
     def only(self, a: Architecture, kind: str) -> Masks:
         """What a block of this kind is given, and holds while it may be recomputed."""
-        if a.sinks:  # its blocks take turns, and have no kinds
-            return self
         slides = bool(a.window(kind))
         return Masks(self.asked, None if slides else self.full, self.sliding if slides else None)
 
@@ -54,7 +52,7 @@ def make_masks(
     asked: Masking, a: Architecture, meter: Meter, shape: tuple[int, int], dtype: str
 ) -> Masks:
     """Those of a backbone's call; shape: rows and tokens of the batch, dtype: of its embeddings."""
-    alternates = bool(a.layer_kinds) or a.sinks
+    alternates = bool(a.layer_kinds)
     slides = a.sliding_window > 0 and (not a.layer_kinds or SLIDING in a.layer_kinds)
     full = sliding = None
     if alternates or not slides:
