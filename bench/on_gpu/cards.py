@@ -26,9 +26,9 @@ CASES: dict[str, tuple[tuple[str, ...], str, Any]] = {
         "model": "llama-3.1-8b", "method": "lora", "base_format": "nf4",
         "task": {"sequence_length": 2048},
     }),
-    "1B, full, 16 GB": ((), "rtx-4080", {
-        "model": "llama-3.2-1b", "method": "full", "precision": "bf16-mixed",
-        "task": {"sequence_length": 1024}, "optimizer": {"name": "sgd"},
+    "0.5B, full, 16 GB": ((), "rtx-4080", {
+        "model": "qwen2.5-0.5b", "method": "full", "precision": "bf16-mixed",
+        "task": {"sequence_length": 2048},
     }),
     "3B, LoRA, 16 GB": ((), "rtx-4080", {
         "model": "llama-3.2-3b", "method": "lora", "task": {"sequence_length": 2048},

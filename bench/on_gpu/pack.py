@@ -22,11 +22,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 60 * 2**20
 MIB = 2**20
-# what memfit imports and such a machine may lack; versions below are those that the tests run with
+# What is imported and such a machine may lack, in the versions that the tests run with. datasets is
+# not among them: nothing here reads data sets, and it would need pandas.
 WHEELS = (
     "msgspec==0.22.0", "ruamel.yaml==0.19.1", "click==8.5.1", "rich==15.0.0", "torchao==0.18.0",
-    "bitsandbytes==0.50.2", "datasets==5.2.0", "dill==0.4.1", "multiprocess==0.70.19",
-    "xxhash==4.1.0", "liger-kernel==0.8.5", "peft==0.21.2", "accelerate==1.15.0",
+    "bitsandbytes==0.50.2", "liger-kernel==0.8.5", "peft==0.21.2", "accelerate==1.15.0",
     "hypothesis==6.170.17", "sortedcontainers==2.4.0", "pytest-timeout==2.4.0",
     "pytest-randomly==5.1.0", "markdown-it-py==4.0.0", "mdurl==0.1.2", "pygments==2.19.2",
 )  # fmt: skip

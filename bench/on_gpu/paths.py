@@ -39,6 +39,8 @@ def prepare(pack: Path = PACK) -> list[str]:
         added.append(str(_unpack(wheel)))
         said.append(f"{wheel.name} is used from the pack")
     sys.path[:0] = [path for path in added if path not in sys.path]
+    before = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # a parent's wheels among them
+    added += [path for path in before if path and path not in added]
     os.environ["PYTHONPATH"] = os.pathsep.join(added)
     return said
 
@@ -88,7 +90,7 @@ def old_versions() -> Iterator[str]:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     for name, floor in re.findall(r'"([\w.-]+)>=([\d.]+)', text):
         if name in WATCHED and _installed(name) and _numbers(version(name)) < _numbers(floor):
-            yield f"{name} {version(name)} is older than {floor}, which memfit asks for: tried as is"
+            yield f"{name} {version(name)} is older than memfit's floor {floor}: tried as it is"
 
 
 def _numbers(text: str) -> tuple[int, ...]:

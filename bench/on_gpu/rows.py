@@ -66,7 +66,7 @@ class Rows:
             path.write_text(whole, encoding="utf-8")
 
     def has(self, key: Key, *, again: bool = False) -> bool:
-        """Whether there is nothing left to do: skipped units are tried anew, failed ones if told."""
+        """Whether nothing is left to do: what was skipped is tried anew, what failed if told."""
         row = self._known.get(key)
         return row is not None and "skipped" not in row and not (again and "failed" in row)
 

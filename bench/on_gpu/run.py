@@ -52,6 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ["OMP_NUM_THREADS"] = (
             "1"  # tiny models: a second thread only waits, and waits busily
         )
+    if asked.list:
+        return _list(asked)
     if asked.worker:
         return serve(Place(asked.device, asked.row, asked.out))
     signal.signal(signal.SIGTERM, _interrupt)
@@ -62,6 +64,15 @@ def main(arguments: list[str] | None = None) -> int:
         except KeyboardInterrupt:
             print("interrupted; the same command goes on", file=sys.stderr)
             return 130
+
+
+def _list(asked: argparse.Namespace) -> int:
+    """Name the units of a device, which need not be here."""
+    place = Place(asked.device, asked.row or "h100-sxm", asked.out)
+    for one in SLICES:
+        for unit in list_units(one, place) if one.name in asked.slice else ():
+            print(f"{one.name}: {unit.name}")
+    return 0
 
 
 def _interrupt(*_: object) -> NoReturn:
@@ -78,7 +89,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--fresh", action="store_true", help="measure what has landed before, too")
     parser.add_argument("--list", action="store_true", help="name the units and stop")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--row", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--row", default="", help="with --list: of which GPU's catalogue row")
     asked = parser.parse_args(arguments)
     if not asked.minutes > 0:
         parser.error(f"--minutes {asked.minutes:g} leaves no time\nhint: 25 is the default")
@@ -116,7 +127,7 @@ def _log(path: Path) -> Iterator[Any]:
 
 
 def _ask(device: str) -> dict[str, str] | str:
-    """What torch says of the device, asked in a process that is gone before anything is measured."""
+    """What torch says of the device, in a process that is gone before anything is measured."""
     if device == "cpu":
         return {"device": platform.machine(), "platform": platform.platform()}
     done = subprocess.run(
@@ -159,12 +170,6 @@ class Run:
     def all(self) -> int:
         """Each slice within its share, then each within what is left; 0 when nothing is left."""
         chosen = [one for one in SLICES if one.name in self._asked.slice]
-        units = {one: list_units(one, self._place) for one in chosen}
-        if self._asked.list:
-            for one in chosen:
-                for unit in units[one]:
-                    self._say(f"{one.name}: {unit.name}")
-            return 0
         used = dict.fromkeys(chosen, 0.0)
         left = 0
         try:
@@ -172,7 +177,7 @@ class Run:
                 left = 0
                 for one in chosen:
                     start = time.monotonic()
-                    left += self._slice(one, units[one], self._end(one, turn, used[one], chosen))
+                    left += self._slice(one, self._end(one, turn, used[one], chosen))
                     used[one] += time.monotonic() - start
                     self._end_workers(only_used=True)
         finally:
@@ -189,10 +194,10 @@ class Run:
             most = min(most, share)
         return min(self._stop, time.monotonic() + most)
 
-    def _slice(self, one: Slice, units: list[Unit], end: float) -> int:
+    def _slice(self, one: Slice, end: float) -> int:
         """Measure what has no row until then; how many units are left."""
         left = 0
-        for unit in units:
+        for unit in list_units(one, self._place):
             key = (one.name, unit.name, self._place.row)
             if self._rows.has(key, again=self._asked.again):
                 continue

@@ -63,7 +63,7 @@ def measure(name: str, place: Place) -> Row:
 
 
 def predict(case: dict[str, Any], place: Place) -> Row:
-    """Bytes of tensors at the highest instant, and with what the allocator rounds and kernels take."""
+    """Bytes at the highest instant, before the allocator rounds them, and their kinds."""
     import hf_step
 
     from memfit.ledger import Kind, Phase
@@ -159,7 +159,7 @@ def collate(case: dict[str, Any]) -> Any:
 
 
 class Counted:
-    """The highest instant of the steps: by the allocator's counter on CUDA, by live tensors else."""
+    """The highest instant of the steps: the allocator's on CUDA, of live tensors elsewhere."""
 
     _live: Any
 

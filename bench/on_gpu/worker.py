@@ -17,12 +17,12 @@ from on_gpu import slices
 from on_gpu.rows import Place, Row
 
 PARENT_DIED = 1  # prctl's PR_SET_PDEATHSIG
-RAM_SHORT = 137
 
 
 def serve(place: Place) -> int:
     """Measure what standard input names until it ends; the rows are the only standard output."""
-    ctypes.CDLL(None).prctl(PARENT_DIED, signal.SIGKILL) if sys.platform == "linux" else None
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PARENT_DIED, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no row
     _load()
@@ -46,7 +46,7 @@ class Worker:
     """A measuring process as its parent sees it."""
 
     def __init__(self, place: Place) -> None:
-        self._said = tempfile.TemporaryFile("w+")
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 (until `end`)
         command = [sys.executable, "-W", "ignore", str(_entry()), "--worker", "--device"]
         self._process = subprocess.Popen(
             [*command, place.device, "--row", place.row, "--out", str(place.out)],
