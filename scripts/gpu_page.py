@@ -29,9 +29,9 @@ repository is, the second where the GPU is, with torch, transformers and peft an
 what else is needed travels in `build/gpu-pack`, which is at most 60 MiB together with the source.
 
 ```
-make gpu-pack                                   # wheels for Python 3.12 on Linux, into build/gpu-pack
-make gpu OUT=results                            # on the machine with the GPU, in a copy of this folder
-make gpu-land FROM=results COMMIT=1             # rows, runs, documents; COMMIT=1 commits them
+make gpu-pack                        # wheels for Python 3.12 on Linux, into build/gpu-pack
+make gpu OUT=results                 # on the machine with the GPU, in a copy of this folder
+make gpu-land FROM=results COMMIT=1  # rows, runs and documents; COMMIT=1 commits them
 ```
 
 `make gpu MINUTES=9` stops after nine minutes and the same command goes on: what has a row, in `OUT`
@@ -98,9 +98,8 @@ def page(found: Accuracy, rows: Sequence[Row] | None = None) -> str:
     judged = judge(rows, published_p90(found))
     parts = [HEAD, _state(rows, judged), _table(judged)]
     parts += [_failed(one) for one in judged if one.failed]
-    parts += [
-        part for part in (_speed(rows), _rates(rows), _context(rows), _unmeasured(rows)) if part
-    ]
+    figures = _speed(rows), _rates(rows), _context(rows), _unmeasured(rows)
+    parts += [part for part in figures if part]
     return "\n".join([*parts, HOW + _slices()])
 
 
@@ -160,9 +159,8 @@ def _speed(rows: Sequence[Row]) -> str:
         own = row["trainers"].get("memfit", {}).get("seconds")
         for name, found in row["trainers"].items():
             if "seconds" not in found:
-                lines.append(
-                    f"| {row['device']}: {row['name']} | {name} | {_cell(found['failed'])} ||||"
-                )
+                why = _cell(found["failed"])
+                lines.append(f"| {row['device']}: {row['name']} | {name} | {why} ||||")
                 continue
             over = "" if own is None else f"{found['seconds'] / own:.2f}"
             peak = f"{found['peak'] / 2**30:.1f} GiB"
