@@ -156,23 +156,24 @@ def _speed(rows: Sequence[Row]) -> str:
     for row in rows:
         if row["slice"] != "speed" or "trainers" not in row:
             continue
-        own = row["trainers"].get("memfit", {}).get("seconds")
         for name, found in row["trainers"].items():
             if "seconds" not in found:
                 why = _cell(found["failed"])
                 lines.append(f"| {row['device']}: {row['name']} | {name} | {why} ||||")
                 continue
-            over = "" if own is None else f"{found['seconds'] / own:.2f}"
+            over = f"{found['over_memfit']:.2f}" if "over_memfit" in found else ""
             peak = f"{found['peak'] / 2**30:.1f} GiB"
             flops = f"{row['flops'] / found['seconds'] / 1e12:.0f}"
-            how = "in turn" if row["interleaved"] else "alone"
+            others = [one for one in found["together"] if one != name]
+            how = f"in turn with {', '.join(others)}" if others else "alone"
             lines.append(
                 f"| {row['device']}: {row['name']} | {name} ({how}) | {found['seconds']:.3f} s"
                 f" | {over} | {flops} | {peak} |"
             )
     head = [
         "## Step times", "",
-        "Seconds are medians. *FLOP/s* are the model's, recomputing not counted.", "",
+        "Seconds are medians; *over memfit's* is the median over steps made in turn. *TFLOP/s* are the",
+        "model's, recomputing not counted.", "",
         "| work | trainer | a step | over memfit's | TFLOP/s | most allocated |",
         "|---|---|--:|--:|--:|--:|",
     ]  # fmt: skip

@@ -38,11 +38,15 @@ OTHERS = (
     {**HEAD, "slice": "allocator", "name": "small", "divergence": None, "entries": 9},
     {**HEAD, "slice": "kernels", "name": "context", "outside": {"cuBLAS": GIB // 2}},
     {
-        **HEAD, "slice": "speed", "name": "1B", "flops": 1e15, "interleaved": True,
+        **HEAD, "slice": "speed", "name": "1B", "flops": 1e15,
         "predicted": {
             "step_seconds": 1.0, "step_seconds_low": 0.8, "step_seconds_high": 1.2, "basis": "x",
         },
-        "trainers": {"memfit": {"seconds": 1.1, "peak": GIB}, "hf-trainer": {"failed": "no"}},
+        "trainers": {
+            "memfit": {"seconds": 1.1, "peak": GIB, "together": ["memfit", "trl"]},
+            "trl": {"seconds": 2.2, "peak": 1, "together": ["memfit"], "over_memfit": 2.0},
+            "hf-trainer": {"failed": "no"},
+        },
     },
     {
         **HEAD, "slice": "trainers", "name": "llama", "predicted": GIB, "measured": GIB,
@@ -110,6 +114,7 @@ def test_the_page_opens_a_failed_claim_with_its_likely_component(monkeypatch):
     assert section.strip().startswith(f"Likely component: **{OPERATOR}")
     assert "-66.67%" in section
     assert "| bytes inside kernels are the rules' | `docs/workspaces.md` | failed | 0 of 1" in text
+    assert "| memfit (in turn with trl) | 1.100 s |" in text
     assert "grid: case 1 | h100-sxm | failed: OutOfMemoryError: made up" in text
     assert "1 failed" in gpu_page.trust(None, [row])[2]
     assert gpu_page.verified(OPERATOR, [row]) == "0 of 1 shapes on h100-sxm (docs/gpu.md)"

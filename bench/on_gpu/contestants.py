@@ -52,8 +52,7 @@ def memfit(turns: Turns, told: dict[str, Any], *, compiled: bool) -> None:
 
     plan = convert(told["plan"], Plan)
     if compiled:
-        changes = {"compile": "blocks", "lean": "none"}
-        plan = api.plan(api.change(plan.request, changes), levers=False)
+        plan = api.plan(api.change(plan.request, {"compile": "blocks"}), levers=False)
     recipe = replace(plan.recipe, weights="random")
     device = start_device(recipe, api.find_device("cpu" if not turns._cuda else recipe.device))
     model = build_model(recipe, device)

@@ -108,6 +108,7 @@ def measure_plan(plan: Any, place: Place) -> Row:
     from memfit.nouns import to_data
 
     row: Row = {"recipe_digest": plan.recipe_digest, "predicted": three(plan.memory)}
+    row["compiled"] = plan.recipe.compile == "blocks"
     with tempfile.TemporaryDirectory() as folder, Certifying(plan, Path(folder)) as certifying:
         snapshot = None
         try:

@@ -99,7 +99,6 @@ def told(case: dict[str, Any]) -> dict[str, Any]:
 
 def run(case: dict[str, Any], place: Place) -> Row:
     """The Trainer's own `train()`; random weights, zeros as tokens, rows padded on the right."""
-    import torch
     from fake_trainer import PRECISIONS, Rows, make_model
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -115,7 +114,7 @@ def run(case: dict[str, Any], place: Place) -> Row:
 
     marks = Marks()
 
-    with tempfile.TemporaryDirectory() as folder, torch.device(place.device):
+    with tempfile.TemporaryDirectory() as folder:
         model = make_model(case, dtype, place.device)
         if case.get("lora"):
             from peft import LoraConfig, get_peft_model

@@ -9,7 +9,6 @@ import torch
 from memfit.allocator_settings import read_settings
 from memfit.errors import InvalidRequest
 
-
 _set: list[str] = []  # what this process set, for a torch that cannot be asked
 
 
