@@ -69,11 +69,8 @@ def _compare(
     if said is None or not measured:
         return
     off = said / measured - 1
-    held = (
-        off >= -allowed
-        if row.get("compiled")
-        else abs(off) <= allowed or abs(said - measured) <= floor
-    )
+    held = abs(off) <= allowed or abs(said - measured) <= floor
+    held |= bool(row.get("compiled")) and off > 0
     figure = f"{show_gib(said)} against {show_gib(measured)}"
     yield Finding(_where(row), held, off, figure, "" if held else component())
 

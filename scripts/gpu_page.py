@@ -172,8 +172,8 @@ def _speed(rows: Sequence[Row]) -> str:
             )
     head = [
         "## Step times", "",
-        "Seconds are medians; *over memfit's* is the median over steps made in turn. *TFLOP/s* are the",
-        "model's, recomputing not counted.", "",
+        "Seconds are medians; *over memfit's* is the median over steps made in turn. *TFLOP/s* are",
+        "the model's, recomputing not counted.", "",
         "| work | trainer | a step | over memfit's | TFLOP/s | most allocated |",
         "|---|---|--:|--:|--:|--:|",
     ]  # fmt: skip

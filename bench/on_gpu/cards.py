@@ -39,7 +39,7 @@ CASES: dict[str, tuple[tuple[str, ...], str, Any]] = {
 
 def list_units(place: Place) -> list[Unit]:
     if place.rehearsal:
-        return [Unit("tiny, 0.5 GB", 60.0)]
+        return [Unit("tiny, 2 GiB", 240.0)]
     return [Unit(name, 240.0, needs) for name, (needs, _, _) in CASES.items()]
 
 

@@ -60,7 +60,7 @@ TWIN = _case("", 2, 64, method="full", precision="fp32") | {"model": TINY}
 
 def list_units(place: Place) -> list[Unit]:
     if place.rehearsal:
-        return [Unit("tiny, fp32, 2 x 64", 60.0, ("accelerate",))]
+        return [Unit("tiny, fp32, 2 x 64", 240.0, ("accelerate",))]
     return [Unit(name, 280.0, needs) for name, (needs, _) in CASES.items()]
 
 
