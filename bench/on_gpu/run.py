@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from on_gpu import paths
-from on_gpu.rows import LANDED, Place, Row, Rows, Unit
+from on_gpu.rows import LANDED, Key, Place, Row, Rows, Unit, key_of
 from on_gpu.slices import MOST_MINUTES, NAMES, SLICES, Slice, list_units, missing
 from on_gpu.worker import Worker, serve
 
@@ -163,6 +163,7 @@ class Run:
     ) -> None:  # fmt: skip
         self._asked, self._place, self._rows, self._say = asked, place, rows, say
         self._environment = environment
+        self._done: set[Key] = set()  # in this run: skipped or failed, they are not tried twice
         self._stop = time.monotonic() + 60 * asked.minutes
         self._worker: Worker | None = None
         self._spare: Worker | None = None
@@ -199,7 +200,7 @@ class Run:
         left = 0
         for unit in list_units(one, self._place):
             key = (one.name, unit.name, self._place.row)
-            if self._rows.has(key, again=self._asked.again):
+            if key in self._done or self._rows.has(key, again=self._asked.again):
                 continue
             if why := missing(unit):
                 self._add({"slice": one.name, "name": unit.name, "skipped": why})
@@ -237,6 +238,7 @@ class Run:
         if self._place.rehearsal:
             row["rehearsal"] = True  # which is never landed
         self._rows.add(row)
+        self._done.add(key_of(row))
         how = next(
             (f"{word}: {row[word]}" for word in ("failed", "skipped") if word in row), "done"
         )
