@@ -4,8 +4,13 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 STEPS ?= 200
 TESTS ?=
+# of `make gpu`: cuda or cpu, minutes, names of slices, the folder for results
+DEVICE ?= cuda
+MINUTES ?= 25
+SLICE ?=
+OUT ?=
 
-.PHONY: pictures site neighbours page page-tools demo demo-distributed test test-wide check lint types docs bench clean setup
+.PHONY: gpu gpu-pack gpu-land pictures site neighbours page page-tools demo demo-distributed test test-wide check lint types docs bench clean setup
 
 setup: $(VENV)/.ready
 
@@ -70,6 +75,18 @@ page-tools:  ## what builds the page and what its tests judge it with; needs Nod
 
 page: page-tools  ## build src/memfit/ui/page from ui/
 	cd ui && npx tsc --noEmit && node build.mjs
+
+gpu-pack:  ## the wheels that a machine with a GPU and no network may lack, into build/gpu-pack
+	$(PYTHON) bench/on_gpu/pack.py
+
+# not after `setup`: where it runs nothing of memfit is installed, and nothing can be
+gpu:  ## measure every claim about CUDA on this machine's GPU; DEVICE=cpu rehearses
+	@$(PYTHON) bench/on_gpu --device $(DEVICE) --minutes $(MINUTES) $(if $(SLICE),--slice $(SLICE)) \
+	  $(if $(OUT),--out $(OUT))
+
+gpu-land: setup  ## FROM=folder: results of `make gpu` to their places; COMMIT=1 commits them
+	@test -n '$(FROM)' || { echo 'FROM is not set'; echo 'hint: make gpu-land FROM=results'; exit 2; }
+	$(PY) bench/on_gpu/land.py $(FROM) $(if $(COMMIT),--commit)
 
 docs: setup  ## regenerate what is generated
 	$(PY) scripts/generate_docs.py

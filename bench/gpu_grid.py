@@ -76,19 +76,25 @@ def make_requests(device: Device, *, quick: bool) -> Iterator[Request]:
     the device; what never fits is left out.
     """
     for n in range(0, CASES, 7 if quick else 1):
-        turn, m = divmod(n, len(MODELS))
-        name, longest = MODELS[m]
-        rows, tokens = SHAPES[(m + 3 * turn) % len(SHAPES)]
-        model: str | dict[str, Any] = name
-        if quick and device.is_cpu:
-            model, longest, rows = TINY, 128, 2
-        tokens, least = min(tokens, longest), min(MIN_TOKENS, longest)
-        while tokens >= least:
-            request = _make_request(turn, m, device, model, (rows, tokens))
-            if api.predict(request).memory.verdict == "fits":
-                yield request
-                break
-            tokens //= 2
+        if (request := make_request(n, device, quick=quick)) is not None:
+            yield request
+
+
+def make_request(n: int, device: Device, *, quick: bool) -> Request | None:
+    """The n-th of the grid; None where no length of it fits the device."""
+    turn, m = divmod(n, len(MODELS))
+    name, longest = MODELS[m]
+    rows, tokens = SHAPES[(m + 3 * turn) % len(SHAPES)]
+    model: str | dict[str, Any] = name
+    if quick and device.is_cpu:
+        model, longest, rows = TINY, 128, 2
+    tokens, least = min(tokens, longest), min(MIN_TOKENS, longest)
+    while tokens >= least:
+        request = _make_request(turn, m, device, model, (rows, tokens))
+        if api.predict(request).memory.verdict == "fits":
+            return request
+        tokens //= 2
+    return None
 
 
 def _make_request(

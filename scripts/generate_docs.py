@@ -2,8 +2,9 @@
 docs/workspaces.md, from the table of what CUDA kernels allocate, docs/frameworks.md, from what each
 framework's file declares, docs/techniques.md and docs/numerics.md, from the .toml beside them,
 docs/peers.md, docs/ladder.md, docs/founding.md and docs/scaling.md with their pictures, from
-bench/results, the table of layers in docs/ARCHITECTURE.md, the indexes of tests, bench and scripts,
-and docs/accuracy.md with its plot and figures, from the corpus.
+bench/results, docs/gpu.md, from what `make gpu` measured, the table of layers in
+docs/ARCHITECTURE.md, the indexes of tests, bench and scripts, and docs/accuracy.md with its plot
+and figures, from the corpus.
 
 `--check` writes nothing and exits 1 when a file is not what would be written.
 """
@@ -19,6 +20,7 @@ import accuracy_time_page
 import click
 import founding_page
 import frameworks_page
+import gpu_page
 import index_pages
 import ladder_page
 import layers_table
@@ -94,7 +96,10 @@ PRODUCT_SOURCE = "aten/src/ATen/cuda/CublasHandlePool.cpp: parseChosenWorkspaceS
 
 def workspaces() -> str:
     """docs/workspaces.md."""
-    rows = [f"| `{r.operator}` | {r.because} | {r.source} | {r.verified} |" for r in RULES.values()]
+    rows = []
+    for r in RULES.values():
+        verified = "; ".join(said for said in (r.verified, gpu_page.verified(r.operator)) if said)
+        rows.append(f"| `{r.operator}` | {r.because} | {r.source} | {verified} |")
     names = ", ".join(f"`{name}`" for name in sorted(PRODUCTS))
     kept = "cuBLAS' workspace, kept by each thread from its first product on"
     rows.append(f"| {names} | {kept} | {PRODUCT_SOURCE} | |")
@@ -121,6 +126,7 @@ def main() -> None:
         DOCS / "founding.svg": founding_page.picture(),
         DOCS / "numerics.md": numerics_page.page(),
         DOCS / "peers.md": peers_page.page(),
+        DOCS / "gpu.md": gpu_page.page(found),
         DOCS / "refusals.md": refusals_page.page(),
         **{DOCS / "targets" / name: text for name, text in targets_page.pages().items()},
         DOCS / "accuracy.md": accuracy_page.page(found, rules),

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import gpu_page
+
 from memfit.accuracy.memory_errors import Accuracy, Compared, summarise
 from memfit.accuracy.time_errors import NEAR, TimeAccuracy, TimeGroup
 
@@ -38,7 +40,7 @@ def rows(found: Accuracy, times: TimeAccuracy) -> tuple[Cells, ...]:
     """Every row of which a file has the figures."""
     return (
         _exactness(), _parity(), *_published(found), *_seconds(times), *_search(),
-        _block(), _step(), _prediction(), _certificates(),
+        _block(), _step(), _prediction(), _certificates(), gpu_page.trust(found),
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from memfit import api, catalog
 from memfit.core.errors import InvalidRequest
 from memfit.core.units import GIB, MIB
 from memfit.records.ledger import Phase
+from memfit.train.measure import cuda_allocator
 from memfit.train.measure.counters import Meter, start_device
 from memfit.train.measure.cuda_allocator import set_allocator
 from memfit.train.run import machine
@@ -162,3 +163,19 @@ def test_a_measured_figure_names_the_allocator_and_the_driver(
     monkeypatch.setattr(machine.shutil, "which", lambda name: "/bin/echo")
     asked = machine.describe_environment(torch.device("cuda", 0))["driver"]
     assert asked == "--query-gpu=driver_version"  # what the tool says first
+
+
+def test_a_torch_that_cannot_be_asked_is_remembered(
+    plain: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.11 has no `_accelerator_getAllocatorSettings`."""
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings", raising=False)
+    monkeypatch.setattr(cuda_allocator, "_set", [])
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:32")
+    assert cuda_allocator.running_settings() == "max_split_size_mb:32"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    assert cuda_allocator.running_settings() == ""
+    set_allocator("max_split_size_mb:64")
+    assert cuda_allocator.running_settings() == "max_split_size_mb:64"
+    with pytest.raises(InvalidRequest, match=r"`max_split_size_mb:64`.*`max_split_size_mb:32`"):
+        set_allocator("max_split_size_mb:32")

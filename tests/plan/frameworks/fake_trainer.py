@@ -114,7 +114,8 @@ def flash_attn() -> Iterator[None]:
         yield
 
 
-def make_model(case: dict[str, Any], dtype: torch.dtype) -> Any:
+def make_model(case: dict[str, Any], dtype: torch.dtype, device: str = "cuda") -> Any:
+    """A model with random weights on a device that may be there or not."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind = {"use_cache": False} | case["model"]
@@ -122,7 +123,7 @@ def make_model(case: dict[str, Any], dtype: torch.dtype) -> Any:
     flash = case.get("attn") == "flash_attention_2"
     if "attn" in case and not flash:
         config._attn_implementation = case["attn"]
-    with torch.device("cuda"):
+    with torch.device(device):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if flash:  # after it has looked for the package
         model.config._attn_implementation = case["attn"]

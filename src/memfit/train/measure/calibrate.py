@@ -31,6 +31,7 @@ DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16,
 HEADS, HEAD_DIM, TOKENS = 16, 64, 16384
 # How torch says that a kernel does not serve on this device.
 LACKING = ("No available kernel", "No viable backend", "cuDNN Frontend error")
+PARTS = ("products", "attention", "copies", "launches", "collectives")
 Say = Callable[[str], None]
 Work = Literal["memory", "to_device", "to_host"]
 
@@ -84,20 +85,26 @@ def find_torch_device(name: str) -> torch.device:
     return device
 
 
-def measure(device: torch.device, *, quick: bool = False, say: Say = lambda _: None) -> Measured:
+def measure(
+    device: torch.device,
+    *,
+    quick: bool = False,
+    say: Say = lambda _: None,
+    parts: Sequence[str] = PARTS,
+) -> Measured:
     """Everything that this device can do: about two minutes; quick: about five seconds.
 
-    quick: few sizes, each measured briefly, to try it out. Needs a device that does nothing else.
+    quick: few sizes, each measured briefly, to try it out. parts: only those of `PARTS`. Needs a
+    device that does nothing else.
     """
     effort = QUICK if quick else CPU if device.type == "cpu" else CUDA
-    curves = [
-        *_products(device, effort, say),
-        *_attention(device, effort, say),
-        *_copies(device, effort, say),
-    ]
-    launch = _launch(device, effort)
+    curves: list[Curve] = []
+    for name, work in (("products", _products), ("attention", _attention), ("copies", _copies)):
+        if name in parts:
+            curves += work(device, effort, say)
+    launch = _launch(device, effort) if "launches" in parts else None
     devices = torch.cuda.device_count() if device.type == "cuda" else 1
-    if devices > 1:
+    if devices > 1 and "collectives" in parts:
         say(f"all_reduce on {devices} devices")
         curves += measure_all_reduce("nccl", devices, effort.copies[: 4 if quick else None])
     return Measured(

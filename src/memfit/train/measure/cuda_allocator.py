@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from memfit.allocator.settings import read_settings
 from memfit.core.errors import InvalidRequest
+
+_set: list[str] = []  # what this process set, for a torch that cannot be asked
+
+
+def running_settings() -> str:
+    """What this process's allocator follows: the variable of torch's name, or what was set last."""
+    ask = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if ask is not None:
+        return str(ask())
+    if _set:  # torch 2.11 can be told, and not asked
+        return _set[-1]
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
 
 
 def set_allocator(text: str) -> None:
@@ -15,7 +30,7 @@ def set_allocator(text: str) -> None:
     follows others: torch keeps some from one call to the next, and memory that is held was taken
     under the old ones.
     """
-    running = torch._C._accelerator_getAllocatorSettings()  # PYTORCH_ALLOC_CONF's, or the last set
+    running = running_settings()
     if _same(running, text):
         return
     started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -34,6 +49,7 @@ def set_allocator(text: str) -> None:
             f" {str(error).partition(chr(10))[0]}",
             hint="an older torch has fewer settings; leave it out and plan again",
         ) from None
+    _set.append(text)
 
 
 def _same(running: str, wanted: str) -> bool:

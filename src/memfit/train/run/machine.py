@@ -16,6 +16,7 @@ import torch
 
 from memfit.core.libraries import installed_versions
 from memfit.records.hardware import Calibration, Device
+from memfit.train.measure.cuda_allocator import running_settings
 
 SIDES = (128, 256, 512, 1024)  # of square products; larger ones change the rate by a few per cent
 ENOUGH = 0.05  # seconds of a product: a processor without bf16 of its own takes 3 s for the largest
@@ -39,7 +40,7 @@ def describe_environment(device: torch.device) -> dict[str, str]:
     if not cuda:
         return found
     return found | {
-        "allocator": torch._C._accelerator_getAllocatorSettings(),
+        "allocator": running_settings(),
         "cuda": str(torch.version.cuda or torch.version.hip),
         "device_memory": str(torch.cuda.get_device_properties(device).total_memory),
         "driver": _driver(),
