@@ -233,4 +233,4 @@ def test_bitsandbytes_keeps_the_libraries_of_this_cuda_alone(tmp_path):
 def test_the_slice_of_tests_has_every_file_that_is_marked(tmp_path):
     units = {unit.name for unit in marked.list_units(Place("cuda", "h100-sxm", tmp_path))}
     assert {str(p.relative_to(ROOT)) for p in (ROOT / "tests/gpu").glob("test_*.py")} <= units
-    assert "tests/test_host_states.py" in units
+    assert "tests/optimizers/test_host_states.py" in units
