@@ -25,12 +25,14 @@ from memfit.cli.options import (
 )
 from memfit.cli.searching import OBJECTIVES, check_together, compare_offers, explain_why_not
 from memfit.core.errors import DoesNotFit, InvalidRequest
+from memfit.files.flags import gather
 
 if TYPE_CHECKING:
     from memfit.records.recipe import Recipe
     from memfit.records.request import Request
     from memfit.records.results import Certificate, Lever, Nearest, Plan
 
+TASKS = ("pretrain", "sft", "dpo")  # of `task.objective`
 YOURS = "YOUR_DATA.jsonl"  # of a command that needs data, where none was named
 
 
@@ -40,10 +42,8 @@ YOURS = "YOUR_DATA.jsonl"  # of a command that needs data, where none was named
 @click.option("--devices", metavar="A:8,B:64", help="Compare offers: names, and how many of each.")
 @click.option(
     "--objective",
-    type=click.Choice(OBJECTIVES),
-    default=OBJECTIVES[0],
-    show_default=True,
-    help="Of --devices: which offer is the best.",
+    type=click.Choice((*TASKS, *OBJECTIVES)),
+    help="task.objective: pretrain, sft or dpo. Of --devices: which offer is the best; fastest.",
 )
 @click.option(
     "--why-not",
@@ -61,7 +61,7 @@ def plan_command(
     memory: str | None,
     changes: Changes,
     devices: str | None,
-    objective: str,
+    objective: str | None,
     why_not: Changes,
     folder: Path | None,
     why: bool,
@@ -77,10 +77,18 @@ def plan_command(
     from memfit import api
 
     target = target or _request_here()
-    check_together(devices=devices, device=device, why_not=why_not)
+    if objective in TASKS:
+        changes, objective = gather({"objective": objective}, changes), None
+    check_together(devices=devices, device=device, why_not=why_not, changes=changes)
+    if objective and not devices:
+        raise InvalidRequest(
+            f"`--objective {objective}` says which of several offers is the best, and `--devices`"
+            " names none",
+            hint=f"`--devices h100-sxm:8,a100-sxm-80:8 --objective {objective}`",
+        )
     request = read_target(target, device, memory, changes)
     if devices:
-        return compare_offers(request, devices, objective, as_json)
+        return compare_offers(request, devices, objective or OBJECTIVES[0], as_json)
     if why_not:
         return explain_why_not(request, why_not, as_json)
     plan = api.plan(request)

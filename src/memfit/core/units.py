@@ -122,7 +122,7 @@ def parse_seconds(text: object) -> float:
 
 
 def parse_usd(text: object) -> float:
-    """`"5000 USD"`, `"$5,000"`, `"5k USD"`, `"5000 dollars"` -> 5000.0; other currencies are errors."""
+    """`"5000 USD"`, `"$5,000"`, `"5k USD"`, `"5000 dollars"` -> 5000.0; no other currency."""
     if isinstance(text, str) and (match := _DOLLARS.fullmatch(text)):
         text = f"{match[1]} {match[2]}$"
     return _parse(text, "an amount of money", _MONEY, "5000 USD")
