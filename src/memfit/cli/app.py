@@ -50,6 +50,8 @@ VERBS = {
     "init": "setting_up",
     "schema": "setting_up",
     "doctor": "setting_up",
+    "completion": "first_contact",
+    "help": "first_contact",
 }
 
 
@@ -79,16 +81,22 @@ class Verbs(click.Group):
 
 @click.command(
     cls=Verbs,
+    invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Start with: memfit plan llama-3.1-8b --device h100-sxm",
 )
 @click.version_option(__version__, prog_name="memfit")
-def app() -> None:
+@click.pass_context
+def app(ctx: click.Context) -> None:
     """Know the memory of an LLM training step before you pay for it: plan, certify, train, report.
 
     Data goes to stdout, everything else to stderr; --json prints the whole result of any verb.
     Exit codes: 0 ok or fits, 2 user error, 3 does not fit, 4 not certified, 5 the run failed.
     """
+    if ctx.invoked_subcommand is None:
+        from memfit.cli.first_contact import show_welcome
+
+        show_welcome(__version__)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
