@@ -17,8 +17,8 @@ memfit {version}: know the memory of an LLM training step before you pay for it
   memfit solve sequence_length qwen3-8b --device 4090       the longest rows
 
   memfit models qwen       what it knows        memfit devices 80GB
-  memfit init              a request to edit    memfit ui    the same on a page
-  memfit help              every verb           memfit help plan    every flag of one"""
+  memfit init              a request to edit    memfit ui   the same on a page
+  memfit help              every verb           memfit help plan   its flags"""
 SHELLS = ("bash", "zsh", "fish")
 WHERE = {  # the file that each shell reads at its start, and the line for it
     "bash": 'eval "$(memfit completion bash)"  # in ~/.bashrc',
