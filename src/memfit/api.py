@@ -40,6 +40,7 @@ from memfit.workflows.launch_ranks import leads as leads
 from memfit.workflows.load_inputs import change as change
 from memfit.workflows.load_inputs import place_devices
 from memfit.workflows.load_inputs import put as put
+from memfit.workflows.load_inputs import put_all as put_all
 from memfit.workflows.load_inputs import read as read
 from memfit.workflows.load_inputs import read_certificate as read_certificate
 from memfit.workflows.load_inputs import read_data as read_data

@@ -39,9 +39,19 @@ def read(target: str | Path, *, changes: Mapping[str, Any] | None = None, **keys
     data = read_yaml(path) if is_file else {"model": str(target)}
     if "model_type" in data:  # a model's config.json, under another name
         data = {"model": {"name": path.stem, **data}}
-    for key, value in {**(changes or {}), **_dotted(keys)}.items():
-        put(data, key, value)
+    put_all(data, {**(changes or {}), **_dotted(keys)})
     return read_data(data, where=str(target) if is_file else OPTIONS)
+
+
+def put_all(data: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Set dotted keys in a request's data; `8xH100` takes the place of a count that is there."""
+    device = changes.get("hardware.device")
+    if isinstance(device, str) and read_devices(device).number:
+        hardware = data.get("hardware")
+        if isinstance(hardware, dict):
+            data["hardware"] = {k: v for k, v in hardware.items() if k not in ("count", "nodes")}
+    for key, value in changes.items():
+        put(data, key, value)
 
 
 def read_data(data: Mapping[str, Any], *, where: str = "") -> Request:
