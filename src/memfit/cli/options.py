@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from memfit.core.devices_as_written import read_devices
 from memfit.core.errors import InvalidRequest
-from memfit.files.flags import DEVICE, FLAGS, MEMORY, Flag, find_flag, gather
+from memfit.files.flags import COUNT, DEVICE, FLAGS, MEMORY, NODES, QLORA, Flag, gather, type_key
 
 if TYPE_CHECKING:
     from memfit.records.request import Request
@@ -147,7 +148,7 @@ def read_target(target: str, device: str | None, memory: str | None, changes: Ch
         given = {"--device": device, "--memory": memory}
         plan = api.read_plan(path)
         used = [name for name, value in given.items() if value]
-        if used := [*used, *dict.fromkeys(type_change(k, v)[0] for k, v in changes.items())]:
+        if used := [*used, *dict.fromkeys(type_key(k, v)[0] for k, v in changes.items())]:
             more = {"hardware.device": device, "limits.memory": memory, **changes}
             anew = type_request(plan.request, {k: v for k, v in more.items() if v is not None})
             raise InvalidRequest(
@@ -166,19 +167,26 @@ def same_options(device: str | None, memory: str | None, changes: Changes) -> st
     if memory:
         words += ["--memory", memory]
     for key, value in changes.items():
-        words += type_change(key, value)
+        words += type_key(key, value)
     return " " + shlex.join(words) if words else ""
 
 
-def type_change(key: str, value: Any) -> list[str]:
-    """A key of the request as its flag, where it has one that takes the value; else as `--set`."""
-    from memfit.core.wording import as_yaml
-
-    flag = find_flag(key)
-    text = as_yaml(value)
-    if flag is None or text != str(value):  # a list, or a text that only YAML's quotes can hold
-        return ["--set", f"{key}={text}"]
-    return [f"--{flag.names[0]}", text]
+def changed_options(
+    device: str | None, memory: str | None, changes: Changes, more: Mapping[str, Any]
+) -> str:
+    """The options as one would type them with more keys set, each of which stands once."""
+    keys = {**changes, **more}
+    written = read_devices(device) if device else None
+    device, memory = keys.pop(DEVICE, device), keys.pop(MEMORY, memory)
+    if written and written.number:
+        if COUNT in more or NODES in more:
+            device = read_devices(device or "").name
+        elif DEVICE in more:
+            each = f"{written.nodes}x{written.number}" if written.nodes else written.number
+            device = f"{device}:{each}"
+    if keys.get("method") == QLORA and more.get("base_format", "nf4") != "nf4":
+        keys["method"] = "lora"
+    return same_options(device, memory, keys)
 
 
 def type_request(request: Request, changes: Mapping[str, Any]) -> str:

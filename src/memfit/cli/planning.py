@@ -12,6 +12,7 @@ import click
 from memfit.cli.options import (
     Changes,
     anyway_option,
+    changed_options,
     folder_option,
     note,
     output_options,
@@ -111,10 +112,17 @@ def _finish(plan: Plan, as_json: bool, why: bool, commands: list[str]) -> int:
     if as_json:
         print_json(plan)
     else:
-        from memfit.screens.plan import show_plan
         from memfit.screens.widgets.layout import make_console
 
-        show_plan(make_console(), plan, commands=commands, why=why)
+        console = make_console()
+        if why:
+            from memfit.screens.plan import show_plan
+
+            show_plan(console, plan, commands=commands, why=True)
+        else:
+            from memfit.screens.short import show_short
+
+            show_short(console, plan, commands=commands)
     return _exit_code(plan.memory.verdict)
 
 
@@ -129,13 +137,17 @@ def _after_plan(
     """What one would type next: make it fit, prove it, or train."""
     again = f"{shlex.quote(target)}{same_options(device, memory, changes)}"
     if plan.memory.verdict == "does_not_fit" and plan.ways_out:
-        return [f"memfit plan {again} {shlex.join(way.options)}" for way in plan.ways_out[:2]]
+        name = shlex.quote(target)
+        return [
+            f"memfit plan {name}{changed_options(device, memory, changes, way.changes)}"
+            for way in plan.ways_out[:2]
+        ]
     if plan.recipe.framework != "memfit":
         chosen = plan.chosen.changes if plan.chosen else {}
-        stated = same_options(device, memory, {**changes, **chosen})
+        stated = changed_options(device, memory, changes, chosen)
         return [
-            "memfit accuracy --what time --by framework",
             f"memfit predict {shlex.quote(target)}{stated} --why",
+            "memfit accuracy --what time --by framework",
         ]
     if plan.memory.verdict == "does_not_fit":
         return [f"memfit plan {again} --why"]
@@ -334,7 +346,7 @@ class Asked(NamedTuple):
 
     def again(self, more: Changes) -> str:
         """The target and its options with more keys set."""
-        options = same_options(self.device, self.memory, {**self.changes, **more})
+        options = changed_options(self.device, self.memory, self.changes, more)
         return f"{shlex.quote(self.target)}{options}"
 
 

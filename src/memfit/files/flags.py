@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from memfit.core.devices_as_written import read_devices
 from memfit.core.errors import InvalidRequest
+from memfit.core.wording import as_yaml
 
 QLORA = "qlora"  # of `method`: lora over a base in nf4
 DEVICE, COUNT, NODES, MEMORY = (
@@ -67,6 +68,15 @@ _BY_KEY = {flag.key: flag for flag in reversed(FLAGS) if flag.metavar}
 def find_flag(key: str) -> Flag | None:
     """The flag that sets a key of the request; None where only `--set` does."""
     return _BY_KEY.get(key)
+
+
+def type_key(key: str, value: Any) -> list[str]:
+    """A key of the request as its flag, where it has one that takes the value; else as `--set`."""
+    flag = find_flag(key)
+    text = as_yaml(value)
+    if flag is None or text != str(value):  # a list, or a text that only YAML's quotes can hold
+        return ["--set", f"{key}={text}"]
+    return [f"--{flag.names[0]}", text]
 
 
 def gather(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
