@@ -127,6 +127,29 @@ def test_a_wrong_flag_is_one_error(words, said):
     assert err.count("error:") == err.count("hint:") == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["--max-seq-length", "4096"], "that is `--seq-len TOKENS` here"),
+        (["--load-in-4bit"], "that is `--set base_format=nf4 --method lora` here"),
+        (["--lora"], "that is `--method lora` here"),
+        (["--gradient-checkpointing"], "that is `--set recompute=full` here"),
+        (["--learning-rate", "1e-4"], "that is `--set optimizer.learning_rate=…` here"),
+        (["--output-dir", "x"], "`--folder runs/first`"),
+        (["--no-such-flag"], "`memfit plan --help`"),
+        (["8b"], 'a name of several words stands in quotes, as `"llama 8b"`'),
+    ],
+)  # fmt: skip
+def test_an_option_of_another_trainer_is_answered(words, hint):
+    code, out, err = quick("plan", "gpt2", *words)
+    assert (code, out) == (2, "")
+    assert f"hint: {hint}" in err or hint in err
+
+
+def test_a_negative_number_stays_a_whole_one():
+    assert "`micro_batch: -1` in the options" in quick("plan", "gpt2", "--batch", "-1")[2]
+
+
 def test_an_objective_of_a_task_is_one_of_the_request():
     code, out, err = quick("plan", "gpt2", "--device", "l4", "--objective", "sft", "--seq-len",
                            "512", "--json")  # fmt: skip

@@ -115,7 +115,7 @@ def _read_flag(_: click.Context, __: click.Parameter, value: str | None) -> Any:
     """A plain number as one, as `--set` reads it; all other texts as they stand."""
     if value is None:
         return None
-    if NUMBER.fullmatch(value):
+    if NUMBER.fullmatch(value.removeprefix("-")):
         return int(value)
     return float(value) if DECIMAL.fullmatch(value) else value
 

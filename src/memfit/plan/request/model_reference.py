@@ -87,8 +87,12 @@ def _near(name: str) -> str:
 
 def _within(seconds: float, work: Callable[[], T]) -> T:
     """What `work` returns; TimeoutError where it takes longer, and is left to itself."""
+    import logging
     import threading
 
+    talker = logging.getLogger("huggingface_hub")  # which tells of each attempt
+    level = talker.level
+    talker.setLevel(logging.ERROR)
     found: list[T] = []
     failed: list[BaseException] = []
 
@@ -101,6 +105,8 @@ def _within(seconds: float, work: Callable[[], T]) -> T:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
+    if not thread.is_alive():
+        talker.setLevel(level)
     if failed:
         raise failed[0]
     if not found:
