@@ -5,6 +5,7 @@ from msgspec import structs
 
 from memfit import api, catalog
 from memfit.catalog import published_names
+from memfit.core.devices_as_written import read_devices
 from memfit.core.errors import InvalidRequest, UnknownName
 from memfit.families import read_model
 from memfit.plan.request import model_reference
@@ -234,8 +235,10 @@ def test_a_device_that_no_row_describes_is_not_another(name):
         catalog.find_device(name)
 
 
-def test_every_own_name_of_a_device_needs_no_word():
+def test_every_own_name_of_a_device_needs_no_word_and_has_no_number():
     for device in catalog.devices():
+        for name in (device.id, device.name, *device.match):
+            assert read_devices(name) == (name, 0, 0)
         assert catalog.describe_device(device.id) == ""
 
 

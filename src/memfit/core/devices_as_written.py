@@ -8,10 +8,11 @@ from typing import NamedTuple
 from memfit.core.errors import InvalidRequest
 
 _TIMES = "[x×*]"
-_BEFORE = re.compile(rf"(\d+)(?:\s*{_TIMES}\s*|\s+(?=[A-Za-z]))(\S.*)")  # 8xH100, 8 H100
+# 8xH100 and 8 H100; a number of four digits is a card's own, as in `4060 Ti`
+_BEFORE = re.compile(rf"(\d+(?=\s*{_TIMES})|\d{{1,3}}(?=\s+[A-Za-z]))(?:\s*{_TIMES})?\s*(\S.*)")
 _COLON = re.compile(rf"(\S.*?)\s*:\s*(\d+)(?:\s*{_TIMES}\s*(\d+))?")  # H100:8, rtx-4090:4x2
-# H100x8 and H100 x8; the x of `rtx 4090` stands behind a letter
-_BEHIND = re.compile(rf"(\S.*?)(?<![A-Za-z])\s*{_TIMES}\s*(\d+)")
+# H100x8 and H100 x8; the x of `rtx 4090` and of `cpu-x86` is a part of the name
+_BEHIND = re.compile(rf"(\S.*?)(?<=[\dA-Za-z\s])(?<![A-Za-z])\s*{_TIMES}\s*(\d+)")
 
 
 class Written(NamedTuple):
