@@ -36,9 +36,11 @@ from memfit.workflows.certify_request import (
 )
 from memfit.workflows.certify_request import find_levers as find_levers
 from memfit.workflows.certify_request import find_nearest as find_nearest
-from memfit.workflows.launch_ranks import first_offloaded as first_offloaded
+from memfit.workflows.launch_ranks import is_first_rank as is_first_rank
 from memfit.workflows.load_inputs import change as change
+from memfit.workflows.load_inputs import place_devices
 from memfit.workflows.load_inputs import put as put
+from memfit.workflows.load_inputs import put_all as put_all
 from memfit.workflows.load_inputs import read as read
 from memfit.workflows.load_inputs import read_certificate as read_certificate
 from memfit.workflows.load_inputs import read_data as read_data
@@ -288,7 +290,7 @@ def check(files: Sequence[Path], data: dict[str, Any], config: str = "") -> tupl
     """
     from memfit.check import answers
 
-    return answers.answer_files(files, data, predict, config)
+    return answers.answer_files(files, dict(place_devices(data)), predict, config)
 
 
 def judge(checked: Checked, plan: Plan, found: Diagnosed | None = None) -> Answer:
@@ -311,7 +313,7 @@ def find_changes(
     """
     from memfit import check as checking
 
-    return checking.find_changes(files, data, plan, predict, config, left_out)
+    return checking.find_changes(files, dict(place_devices(data)), plan, predict, config, left_out)
 
 
 def make_patch(change: Change) -> str:

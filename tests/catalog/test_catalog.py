@@ -90,7 +90,7 @@ def test_every_name_of_a_device_finds_this_row_only():
             assert find_device(name.upper()) == device
 
 
-@pytest.mark.parametrize("name", ["h100", "A100", "v100", "rtx-3060", "h200", "apple"])
+@pytest.mark.parametrize("name", ["apple", "rtx"])
 def test_a_name_of_several_devices_lists_them(name):
     with pytest.raises(InvalidRequest, match="names several devices") as caught:
         find_device(name)
@@ -260,8 +260,8 @@ def test_finding_a_row_parses_that_row_only():
 
 
 @pytest.mark.parametrize(("name", "near"), [
-    ("meta-llama/Meta-Llama-3-8B-Instruct", "`llama-3-8b`"),  # its own name, and more
-    ("Qwen/Qwen2.5-7B-Instruct", "`qwen2.5-7b`"),
+    ("someone/Meta-Llama-3-8B-Instruct", "`llama-3-8b`"),  # its own name, and more
+    ("someone/Qwen2.5-7B-Instruct", "`qwen2.5-7b`"),
     ("someone/llama-3.2-3b_tuned", "`llama-3.2-3b`"),
     ("someone/llama-8x22b", ""),  # no row of that size
 ])  # fmt: skip

@@ -17,6 +17,11 @@ from memfit.core.errors import InvalidRequest
         ("1 B", 1),
         ("81559 MiB", 81559 * 2**20),
         ("1_000 KiB", 1_024_000),
+        ("72 gib", 77_309_411_328),
+        ("80 gb", 80 * 10**9),
+        ("80 GIB", 80 * 2**30),
+        ("80 gigabytes", 80 * 10**9),
+        ("1,024 mib", 2**30),
     ],
 )
 def test_memory_is_read_in_the_unit_it_states(text, value):
@@ -24,8 +29,10 @@ def test_memory_is_read_in_the_unit_it_states(text, value):
 
 
 @pytest.mark.parametrize(
-    "text", ["72", "72 gib", "GiB", "", "7 2 GiB", "-1 GiB", None, 72, "1 TB/s"]
-)
+    "text",
+    ["72", "GiB", "", "7 2 GiB", "-1 GiB", None, 72, "1 TB/s", "80 Gb", "80 Gib", "80 b", "80 G",
+     "1,5 GiB", "12,34 GiB"],
+)  # fmt: skip
 def test_a_size_without_a_known_unit_is_refused_with_an_example(text):
     with pytest.raises(InvalidRequest) as caught:
         units.parse_bytes(text)
@@ -56,6 +63,41 @@ def test_each_quantity_has_its_own_units():
 )
 def test_compute_is_read_as_a_rate_over_a_while(text, flop):
     assert units.parse_flop(text) == pytest.approx(flop)
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "value"),
+    [
+        (units.parse_seconds, "2 hours", 7200), (units.parse_seconds, "2 Hours", 7200),
+        (units.parse_seconds, "90 mins", 5400), (units.parse_seconds, "2hrs", 7200),
+        (units.parse_usd, "$500", 500), (units.parse_usd, "$5,000", 5000),
+        (units.parse_usd, "$5k", 5000), (units.parse_usd, "5k USD", 5000),
+        (units.parse_usd, "500 dollars", 500), (units.parse_usd, "US$ 1.5M", 1.5e6),
+        (units.parse_usd, "USD 500", 500), (units.parse_usd, "500 usd", 500),
+        (units.parse_flops, "989 tflops", 989e12), (units.parse_flops, "989 TFLOPS", 989e12),
+        (units.parse_bandwidth, "3.35 tb/s", 3.35e12), (units.parse_watts, "700 watts", 700),
+        (units.parse_count, "7b", 7e9), (units.parse_count, "50m", 50e6),
+        (units.parse_count, "8K", 8000), (units.parse_count, "50 million", 50e6),
+        (units.parse_flop, "1e21 flop", 1e21), (units.parse_flop, "2 pflop-days", 2 * 8.64e19),
+    ],
+)  # fmt: skip
+def test_a_unit_is_read_in_any_case_and_spelled_out(parse, text, value):
+    assert parse(text) == value
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        (units.parse_seconds, "5 m"), (units.parse_seconds, "2 months"),
+        (units.parse_usd, "500"), (units.parse_usd, "€500"), (units.parse_usd, "500 EUR"),
+        (units.parse_flop, "1e21 FLOPS"), (units.parse_flop, "1 tflops"),
+        (units.parse_bandwidth, "400 Gb/s"), (units.parse_count, "7 gigs"),
+        (units.parse_count, "1,50"),
+    ],
+)  # fmt: skip
+def test_what_may_mean_two_things_is_refused(parse, text):
+    with pytest.raises(InvalidRequest, match="cannot read"):
+        parse(text)
 
 
 @given(st.integers(min_value=0, max_value=2**50))

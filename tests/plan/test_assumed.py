@@ -107,12 +107,3 @@ def test_what_other_trainers_call_a_key_is_answered_with_its_name_here(key, here
     with pytest.raises(InvalidRequest, match=f"unknown key `{key}`") as error:
         api.read("gpt2", changes={key: 3})
     assert f"that is `{here}" in error.value.hint
-
-
-def test_every_name_here_is_a_key():
-    from memfit.files.request_file import KEYS
-    from memfit.records.request import OTHER_NAMES
-
-    for here in OTHER_NAMES.values():
-        for part in here.split("` with `"):
-            assert part.partition(":")[0] in KEYS

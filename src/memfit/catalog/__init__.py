@@ -12,9 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from memfit.catalog import device_rows
+from memfit.catalog import device_rows, published_names
 from memfit.catalog.model_details import architecture_fields
 from memfit.catalog.toml_rows import Rows
+from memfit.core.errors import InvalidRequest, UnknownName
 from memfit.families import find_described, find_family
 from memfit.records import Record, from_data
 from memfit.records.hardware import Device
@@ -98,10 +99,17 @@ class CatalogModel(Record, frozen=True, kw_only=True):
 def find_device(name: str) -> Device:
     """A device by id, driver name or alias (case does not matter); the user's own rows as well.
 
+    Of a short name such as `A100` the most usual row is taken (`describe_device` says so).
+
     Raises UnknownName with the nearest names; InvalidRequest when the name means several rows, or
     for a file of the user's that cannot be read.
     """
     return device_rows.find(name)
+
+
+def describe_device(name: str) -> str:
+    """Which row is taken for a name that several devices have; "" for a name of one row."""
+    return device_rows.describe(name)
 
 
 def devices() -> tuple[Device, ...]:
@@ -112,9 +120,85 @@ def devices() -> tuple[Device, ...]:
 def find_model(name: str) -> CatalogModel:
     """A model by id, name or hub id (case does not matter), or by the start of one id only.
 
-    Raises UnknownName with the nearest names; InvalidRequest when the name means several rows.
+    Also a published model that has the sizes of a row, a mirror's, and a row in words: `llama 8b`.
+    Raises UnknownName with the nearest names; InvalidRequest when the name means several rows, or a
+    model whose weights are quantised for inference.
     """
-    return _model(_MODELS.find(name))
+    return _model(_name(name).row)
+
+
+def find_model_reference(name: str) -> ModelReference:
+    """What a request needs of a model by name: the row's sizes, and where its own weights are.
+
+    Raises as `find_model` and `CatalogModel.reference` do.
+    """
+    named = _name(name)
+    row = _model(named.row)
+    made = row.reference()
+    if named.max_sequence:
+        own = msgspec.structs.replace(row.architecture(), max_sequence=named.max_sequence)
+        made = msgspec.structs.replace(made, config=find_family(own.family, of=row.id).config(own))
+    if not named.hub:
+        return made
+    shown = name.strip() if "/" in name else named.hub
+    return msgspec.structs.replace(made, name=shown, source=named.hub)
+
+
+def describe_model(name: str) -> str:
+    """Which row is taken for a name that is no row's own, in words; "" for a row's own name."""
+    try:
+        _MODELS.find(name)
+    except UnknownName:
+        pass
+    else:
+        return ""
+    named = _name(name)
+    if named.quantised:
+        return (
+            f"`{name}`: sizes of `{named.row}`, whose weights memfit quantises itself"
+            " (`method: qlora`)"
+        )
+    if named.hub:
+        return f"`{name}`: the sizes of `{named.row}` of the catalogue, which are the same"
+    others = [each.row for each in _in_words(name) if each.row != named.row]
+    alike = f"; {' and '.join(others)} has the same sizes" if others else ""
+    return f"`{name}` is taken as `{named.row}`{alike}"
+
+
+@cache
+def _name(name: str) -> published_names.Named:
+    """The row that a name means, and where the weights of that very name are."""
+    try:
+        return published_names.Named(_MODELS.find(name), "")
+    except UnknownName as error:
+        unknown = error
+    if found := published_names.find_published(name, _MODELS.names()):
+        return found if found.hub else found._replace(hub=_model(found.row).hub)
+    if why := published_names.find_stored(name):
+        raise _refuse_stored(name, why)
+    rows = _in_words(name)
+    if not rows:
+        raise unknown
+    shapes = {msgspec.structs.replace(_model(n.row).architecture(), max_sequence=0) for n in rows}
+    if len(shapes) > 1:
+        shown = ", ".join(dict.fromkeys(f"`{each.row}`" for each in rows))
+        raise InvalidRequest(f"`{name}` names several models", hint=f"say which: {shown}")
+    return rows[-1]
+
+
+def _in_words(name: str) -> tuple[published_names.Named, ...]:
+    return published_names.find_in_words(name, _MODELS.ids)
+
+
+def _refuse_stored(name: str, why: str) -> InvalidRequest:
+    bare = published_names.strip_stored(name)
+    try:
+        row = _name(bare).row
+    except (UnknownName, InvalidRequest):
+        hint = "name the model that it was made from"
+    else:
+        hint = f"name the model that it was made from, `{row}`; `method: qlora` trains over 4 bits"
+    return InvalidRequest(f"`{name}` cannot be trained: {why}", hint=hint)
 
 
 @cache

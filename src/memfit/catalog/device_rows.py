@@ -7,6 +7,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+from memfit.catalog import device_names
 from memfit.catalog.own import own_file, read_own, stamp, wrong
 from memfit.catalog.prices import check_own_prices, find_prices
 from memfit.catalog.toml_rows import Rows, slug
@@ -23,7 +24,43 @@ Stamp = tuple[tuple[str, int, int], ...]
 def find(name: str) -> Device:
     """A device by id, driver name or alias; see `memfit.catalog.find_device`."""
     now = _now()
-    return _device(_DEVICES.find(name, also=_own_names()), now)
+    return _device(_find_id(name, now), now)
+
+
+@lru_cache(maxsize=512)
+def _find_id(name: str, now: Stamp) -> str:
+    del now  # what the user's own names were read from
+    try:
+        return _DEVICES.find(name, also=_own_names())
+    except InvalidRequest:
+        if found := device_names.choose(_alike(name)):
+            return found
+        raise
+
+
+def describe(name: str) -> str:
+    """Which row is taken for a name that several have, in words; "" for a name of one row."""
+    now = _now()
+    try:
+        _DEVICES.find(name, also=_own_names())
+    except InvalidRequest:
+        found = _find_id(name, now)
+    else:
+        return ""
+    others = [f"`{key}`" for key in _alike(name) if key != found]
+    if not others:
+        return ""
+    return f"device `{name}` is taken as `{found}`; it may also be {', '.join(others)}"
+
+
+def _alike(name: str) -> tuple[str, ...]:
+    rows = {key: (row["name"], *row["match"]) for key, row in _named_rows().items()}
+    return device_names.find_alike(name, rows)
+
+
+@cache
+def _named_rows() -> dict[str, dict[str, Any]]:
+    return {key: _DEVICES.row(key) for key in _DEVICES.ids}
 
 
 def every() -> tuple[Device, ...]:

@@ -72,6 +72,11 @@ class Rows:
         known = [*self.ids, *also, *self._by_word]
         raise UnknownName(self._what, name, known, see=f"`memfit {self._what}s` lists them")
 
+    def names(self) -> dict[str, str]:
+        """Every row's names as `slug` writes them, without the account of a hub id -> its id."""
+        known = {word.rpartition("/")[2]: key for word, key in self._by_word.items()}
+        return known | {key: key for key in self.ids}
+
     @staticmethod
     def _like(word: str, keys: tuple[str, ...]) -> list[str]:
         """Ids that begin or end with a word, or are it but for hyphens; the first that match."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.certify.versions import OLDEST_TORCH, release
+from memfit.core.callable_package import make_callable
 from memfit.core.errors import Error, InvalidRequest, NotCertified
 from memfit.records import Record, from_data, to_data, to_json
 from memfit.records.hardware import Device
@@ -224,3 +225,6 @@ def sweep(recipes: Iterable[Recipe], device: Device) -> list[dict[Phase, int]]:
     from memfit.certify.tracing.depth import sweep as sweep_depths
 
     return sweep_depths(recipes, device)
+
+
+make_callable(__name__)

@@ -17,6 +17,7 @@ import msgspec
 from memfit import families
 from memfit.check.keys import ConfigKeys, Effect, Evaluated, Undescribed, leaves
 from memfit.check.smaller_changes import Change, Edit, Edits, Group, find_smallest, of_cut, zero
+from memfit.core.callable_package import make_callable
 from memfit.core.errors import InvalidRequest
 from memfit.core.registry import Registry
 from memfit.plan.frameworks.hugging_face.pairs import TILED
@@ -395,3 +396,6 @@ def _put_mesh(said: ConfigReading) -> None:
         ranks = mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1)
     if said.get("task.global_batch") is None:
         said.put("task.global_batch", said.count("micro_batch") * said.accumulation * ranks)
+
+
+make_callable(__name__)

@@ -7,6 +7,7 @@ Exit codes: 0 ok or fits, 2 user error, 3 does not fit, 4 not certified, 5 the r
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -50,6 +51,8 @@ VERBS = {
     "init": "setting_up",
     "schema": "setting_up",
     "doctor": "setting_up",
+    "completion": "first_contact",
+    "help": "first_contact",
 }
 
 
@@ -79,16 +82,22 @@ class Verbs(click.Group):
 
 @click.command(
     cls=Verbs,
+    invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Start with: memfit plan llama-3.1-8b --device h100-sxm",
 )
 @click.version_option(__version__, prog_name="memfit")
-def app() -> None:
+@click.pass_context
+def app(ctx: click.Context) -> None:
     """Know the memory of an LLM training step before you pay for it: plan, certify, train, report.
 
     Data goes to stdout, everything else to stderr; --json prints the whole result of any verb.
     Exit codes: 0 ok or fits, 2 user error, 3 does not fit, 4 not certified, 5 the run failed.
     """
+    if ctx.invoked_subcommand is None:
+        from memfit.cli.first_contact import show_welcome
+
+        show_welcome(__version__)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -130,7 +139,29 @@ def run(work: Callable[[], object]) -> int:
 
 
 def _help_of(error: click.UsageError) -> str:
-    return f"`{error.ctx.command_path} --help`" if error.ctx else "`memfit --help`"
+    shown = f"`{error.ctx.command_path} --help`" if error.ctx else "`memfit --help`"
+    if isinstance(error, click.NoSuchOption) and (own := _describe_option(error.option_name)):
+        return f"{own}; {shown}"
+    if "unexpected extra argument" in error.format_message():
+        return f'a name of several words stands in quotes, as `"llama 8b"`; {shown}'
+    return shown
+
+
+def _describe_option(name: str) -> str:
+    """How an option of another trainer is typed here; "" for one of no known trainer."""
+    from memfit.files.flags import find_flag, type_key
+    from memfit.records.other_words import WORDS
+
+    word = WORDS.get(name.lstrip("-").replace("-", "_"))
+    answer = word(True) if word else None
+    if not answer:
+        return ""
+    typed = []
+    for key, value in answer.changes.items():
+        flag = find_flag(key)
+        open_ = f"--{flag.names[0]} {flag.metavar}" if flag else f"--set {key}=…"
+        typed.append(open_ if value is True else shlex.join(type_key(key, value)))
+    return f"that is `{' '.join(typed)}` here" if typed else answer.note
 
 
 def _say(message: str, hint: str, code: int) -> int:

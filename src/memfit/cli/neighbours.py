@@ -10,6 +10,7 @@ import click
 
 from memfit.cli.options import (
     Changes,
+    device_options,
     note,
     output_options,
     print_json,
@@ -168,7 +169,7 @@ def _asked(
 @click.option(
     "--patch", is_flag=True, help="Print nothing but the smallest change, for `patch -p0`."
 )
-@request_options
+@device_options
 @why_option
 @output_options
 def check_command(

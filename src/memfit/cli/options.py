@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -11,7 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from memfit.core.devices_as_written import read_devices
 from memfit.core.errors import InvalidRequest
+from memfit.files.flags import COUNT, DEVICE, FLAGS, MEMORY, NODES, QLORA, Flag, gather, type_key
 
 if TYPE_CHECKING:
     from memfit.records.request import Request
@@ -21,7 +25,9 @@ Changes = dict[str, Any]
 # what YAML 1.2 reads as it stands; its reader takes 30 ms to start
 WORD, NUMBER = re.compile(r"[A-Za-z][A-Za-z0-9_-]*"), re.compile(r"0|[1-9][0-9]*")
 POWER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?[eE]\+?[0-9]{1,2}")  # `1e9` tokens are a whole number
+DECIMAL = re.compile(r"-?[0-9]{1,15}(\.[0-9]{1,15})?")
 SPECIAL = ("true", "false", "null")
+SEPARATE = (DEVICE, MEMORY)  # keys that a verb receives as parameters of their own
 
 
 def read_changes(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> Changes:
@@ -59,7 +65,7 @@ def read_value(key: str, text: str) -> Any:
         ) from None
 
 
-def request_options(function: F) -> F:
+def device_options(function: F) -> F:
     """--device, --memory, --set: what overrides the request."""
     for option in (
         click.option("--set", "changes", multiple=True, metavar="KEY=VALUE", callback=read_changes,
@@ -69,6 +75,49 @@ def request_options(function: F) -> F:
     ):  # fmt: skip
         function = option(function)
     return function
+
+
+def request_options(function: F) -> F:
+    """The flags of `memfit.files.flags` and --set, which reach the verb as device, memory, changes.
+
+    A verb that has a parameter of a flag's name declares that option itself, and gets its value.
+    """
+    own = inspect.signature(function).parameters
+    flags = [flag for flag in FLAGS if flag.parameter not in own or flag.key in SEPARATE]
+
+    @functools.wraps(function)
+    def with_flags(changes: Changes, **values: Any) -> Any:
+        given = {flag.parameter: values.pop(flag.parameter) for flag in flags}
+        changes = gather(given, changes)
+        device, memory = (changes.pop(key, None) for key in SEPARATE)
+        return function(changes=changes, device=device, memory=memory, **values)
+
+    decorated: Any = click.option(
+        "--set", "changes", multiple=True, metavar="KEY=VALUE", callback=read_changes,
+        help="Set any key of request.yaml; repeatable.",
+    )(with_flags)  # fmt: skip
+    for flag in reversed(flags):
+        decorated = _make_option(flag)(decorated)
+    made: F = decorated
+    return made
+
+
+def _make_option(flag: Flag) -> Callable[[F], F]:
+    names = [f"--{name}" for name in flag.names]
+    says = f"{flag.key}: {flag.help}."
+    if not flag.metavar:
+        return click.option(*names, flag.parameter, is_flag=True, help=says)
+    read = _read_flag if flag.number else None
+    return click.option(*names, flag.parameter, metavar=flag.metavar, help=says, callback=read)
+
+
+def _read_flag(_: click.Context, __: click.Parameter, value: str | None) -> Any:
+    """A plain number as one, as `--set` reads it; all other texts as they stand."""
+    if value is None:
+        return None
+    if NUMBER.fullmatch(value.removeprefix("-")):
+        return int(value)
+    return float(value) if DECIMAL.fullmatch(value) else value
 
 
 def output_options(function: F) -> F:
@@ -96,9 +145,10 @@ def read_target(target: str, device: str | None, memory: str | None, changes: Ch
     from memfit import api
 
     if path := api.find_plan(Path(target)):
-        given = {"--device": device, "--memory": memory, "--set": changes}
+        given = {"--device": device, "--memory": memory}
         plan = api.read_plan(path)
-        if used := [name for name, value in given.items() if value]:
+        used = [name for name, value in given.items() if value]
+        if used := [*used, *dict.fromkeys(type_key(k, v)[0] for k, v in changes.items())]:
             more = {"hardware.device": device, "limits.memory": memory, **changes}
             anew = type_request(plan.request, {k: v for k, v in more.items() if v is not None})
             raise InvalidRequest(
@@ -116,11 +166,27 @@ def same_options(device: str | None, memory: str | None, changes: Changes) -> st
         words += ["--device", device]
     if memory:
         words += ["--memory", memory]
-    from memfit.core.wording import as_yaml
-
     for key, value in changes.items():
-        words += ["--set", f"{key}={as_yaml(value)}"]
+        words += type_key(key, value)
     return " " + shlex.join(words) if words else ""
+
+
+def changed_options(
+    device: str | None, memory: str | None, changes: Changes, more: Mapping[str, Any]
+) -> str:
+    """The options as one would type them with more keys set, each of which stands once."""
+    keys = {**changes, **more}
+    written = read_devices(device) if device else None
+    device, memory = keys.pop(DEVICE, device), keys.pop(MEMORY, memory)
+    if written and written.number:
+        if COUNT in more or NODES in more:
+            device = read_devices(device or "").name
+        elif DEVICE in more:
+            each = f"{written.nodes}x{written.number}" if written.nodes else written.number
+            device = f"{device}:{each}"
+    if keys.get("method") == QLORA and more.get("base_format", "nf4") != "nf4":
+        keys["method"] = "lora"
+    return same_options(device, memory, keys)
 
 
 def type_request(request: Request, changes: Mapping[str, Any]) -> str:

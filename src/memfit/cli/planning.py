@@ -12,6 +12,7 @@ import click
 from memfit.cli.options import (
     Changes,
     anyway_option,
+    changed_options,
     folder_option,
     note,
     output_options,
@@ -25,12 +26,14 @@ from memfit.cli.options import (
 )
 from memfit.cli.searching import OBJECTIVES, check_together, compare_offers, explain_why_not
 from memfit.core.errors import DoesNotFit, InvalidRequest
+from memfit.files.flags import gather
 
 if TYPE_CHECKING:
     from memfit.records.recipe import Recipe
     from memfit.records.request import Request
     from memfit.records.results import Certificate, Lever, Nearest, Plan
 
+TASKS = ("pretrain", "sft", "dpo")  # of `task.objective`
 YOURS = "YOUR_DATA.jsonl"  # of a command that needs data, where none was named
 
 
@@ -40,10 +43,8 @@ YOURS = "YOUR_DATA.jsonl"  # of a command that needs data, where none was named
 @click.option("--devices", metavar="A:8,B:64", help="Compare offers: names, and how many of each.")
 @click.option(
     "--objective",
-    type=click.Choice(OBJECTIVES),
-    default=OBJECTIVES[0],
-    show_default=True,
-    help="Of --devices: which offer is the best.",
+    type=click.Choice((*TASKS, *OBJECTIVES)),
+    help="task.objective: pretrain, sft or dpo. Of --devices: which offer is the best; fastest.",
 )
 @click.option(
     "--why-not",
@@ -61,7 +62,7 @@ def plan_command(
     memory: str | None,
     changes: Changes,
     devices: str | None,
-    objective: str,
+    objective: str | None,
     why_not: Changes,
     folder: Path | None,
     why: bool,
@@ -77,10 +78,18 @@ def plan_command(
     from memfit import api
 
     target = target or _request_here()
-    check_together(devices=devices, device=device, why_not=why_not)
+    if objective in TASKS:
+        changes, objective = gather({"objective": objective}, changes), None
+    check_together(devices=devices, device=device, why_not=why_not, changes=changes)
+    if objective and not devices:
+        raise InvalidRequest(
+            f"`--objective {objective}` says which of several offers is the best, and `--devices`"
+            " names none",
+            hint=f"`--devices h100-sxm:8,a100-sxm-80:8 --objective {objective}`",
+        )
     request = read_target(target, device, memory, changes)
     if devices:
-        return compare_offers(request, devices, objective, as_json)
+        return compare_offers(request, devices, objective or OBJECTIVES[0], as_json)
     if why_not:
         return explain_why_not(request, why_not, as_json)
     plan = api.plan(request)
@@ -103,10 +112,17 @@ def _finish(plan: Plan, as_json: bool, why: bool, commands: list[str]) -> int:
     if as_json:
         print_json(plan)
     else:
-        from memfit.screens.plan import show_plan
         from memfit.screens.widgets.layout import make_console
 
-        show_plan(make_console(), plan, commands=commands, why=why)
+        console = make_console()
+        if why:
+            from memfit.screens.plan import show_plan
+
+            show_plan(console, plan, commands=commands, why=True)
+        else:
+            from memfit.screens.short import show_short
+
+            show_short(console, plan, commands=commands)
     return _exit_code(plan.memory.verdict)
 
 
@@ -121,13 +137,17 @@ def _after_plan(
     """What one would type next: make it fit, prove it, or train."""
     again = f"{shlex.quote(target)}{same_options(device, memory, changes)}"
     if plan.memory.verdict == "does_not_fit" and plan.ways_out:
-        return [f"memfit plan {again} {shlex.join(way.options)}" for way in plan.ways_out[:2]]
+        name = shlex.quote(target)
+        return [
+            f"memfit plan {name}{changed_options(device, memory, changes, way.changes)}"
+            for way in plan.ways_out[:2]
+        ]
     if plan.recipe.framework != "memfit":
         chosen = plan.chosen.changes if plan.chosen else {}
-        stated = same_options(device, memory, {**changes, **chosen})
+        stated = changed_options(device, memory, changes, chosen)
         return [
-            "memfit accuracy --what time --by framework",
             f"memfit predict {shlex.quote(target)}{stated} --why",
+            "memfit accuracy --what time --by framework",
         ]
     if plan.memory.verdict == "does_not_fit":
         return [f"memfit plan {again} --why"]
@@ -326,7 +346,7 @@ class Asked(NamedTuple):
 
     def again(self, more: Changes) -> str:
         """The target and its options with more keys set."""
-        options = same_options(self.device, self.memory, {**self.changes, **more})
+        options = changed_options(self.device, self.memory, self.changes, more)
         return f"{shlex.quote(self.target)}{options}"
 
 

@@ -57,7 +57,7 @@ def train_command(
     run = api.train(
         request, home, progress=progress, say=say, override=anyway, tensorboard=tensorboard
     )
-    if not api.first_offloaded():
+    if not api.is_first_rank():
         return
     report = api.write_report(home)
     say(f"wrote {home / 'report.html'}")

@@ -15,6 +15,7 @@ from memfit.cli.options import (
     request_options,
 )
 from memfit.core.errors import DoesNotFit, InvalidRequest
+from memfit.files.flags import COUNT
 
 if TYPE_CHECKING:
     from memfit.records.request import Request
@@ -52,8 +53,15 @@ def explain_why_not(request: Request, changes: Changes, as_json: bool) -> int:
     return 0
 
 
-def check_together(*, devices: str | None, device: str | None, why_not: Changes) -> None:
+def check_together(
+    *, devices: str | None, device: str | None, why_not: Changes, changes: Changes
+) -> None:
     """Raise InvalidRequest for options that answer different questions."""
+    if devices and (counted := changes.get(COUNT)):
+        raise InvalidRequest(
+            f"`--devices {devices}` and `--gpus {counted}` both say how many devices there are",
+            hint=f"write it behind each name: `--devices h100-sxm:{counted},l40s:{counted}`",
+        )
     if devices and device:
         raise InvalidRequest(
             f"`--devices {devices}` and `--device {device}` both say where to train",

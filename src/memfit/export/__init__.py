@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from memfit.core.callable_package import make_callable
 from memfit.core.errors import InvalidRequest
 from memfit.core.libraries import installed_versions
 from memfit.export.checking import find_check
@@ -94,3 +95,6 @@ def describe(recipe: Recipe) -> str:
     devices = recipe.device if world == 1 else f"{world} x {recipe.device}"
     step = "memfit's own step" if recipe.framework == "memfit" else recipe.framework
     return f"{recipe.model.name}, {recipe.method}, on {devices}; planned as {step}"
+
+
+make_callable(__name__)

@@ -111,6 +111,10 @@ class Export(Record, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     check: tuple[str, ...] = ()  # words of the command that reads the files back; () none does
 
+    def __repr__(self) -> str:
+        """Target, verdict and files in one line."""
+        return f"<Export to {self.target} {self.version}, {self.verdict}: {', '.join(self.files)}>"
+
 
 # of a scheduler, whose files start the plan's own trainer: it says them, or has them in its `left`
 EVERY_KEY = frozenset(Recipe.__struct_fields__)

@@ -24,6 +24,22 @@ SHOWN = 60  # characters of a wrong value that an error repeats
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every record; equality and `repr` come with it."""
 
+    @classmethod
+    def prepare(cls, data: Any) -> Any:
+        """The data as it is converted; a record that reads looser texts than its types does so."""
+        return data
+
+    @classmethod
+    def describe_unknown(cls, key: str, value: object) -> str:
+        """A hint about a key that the record does not have; "" for none but the nearest key."""
+        del key, value
+        return ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers, as `--json` prints them."""
+        data: dict[str, Any] = to_data(self)
+        return data
+
 
 def to_data(record: object) -> Any:
     """Plain dicts, lists, strings and numbers, ready for JSON."""
@@ -37,6 +53,7 @@ def to_json(record: object, *, indent: int = 2) -> str:
 
 def from_data(data: object, kind: type[N], *, where: str) -> N:
     """Read plain data strictly; unknown keys and wrong types name `where` and the key's path."""
+    data = kind.prepare(data)
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
@@ -93,9 +110,8 @@ def _explain(
         known = _fields_at(kind, path)
         near = did_you_mean(key, known)
         hint = f"did you mean {near}?" if near else f"known keys: {', '.join(known)}"
-        if elsewhere := getattr(kind, "OTHER_NAMES", {}).get(key):
-            hint = f"that is `{elsewhere}` here"
         full = f"{path}.{key}" if path else key
+        hint = kind.describe_unknown(key, _value_at(data, full)) or hint
         return InvalidRequest(f"unknown key `{full}` in {where}", hint=hint)
     problem, _, path = text.partition(" - at `$")
     path = path.rstrip("`").lstrip(".")

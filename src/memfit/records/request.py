@@ -5,14 +5,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from memfit.core import units
 from memfit.core.errors import InvalidRequest
 from memfit.records import Record, from_data, to_data
+from memfit.records.looser import read_looser
 from memfit.records.model import ModelReference
+from memfit.records.other_words import describe_word
 from memfit.records.recipe import (
     OWN_AXES,
     OWN_VALUES,
@@ -30,26 +32,6 @@ from memfit.records.recipe import (
 )
 
 USUAL_BATCH = 16  # sequences per optimizer step where the request does not say
-# what other trainers call a key, and where it stands here
-OTHER_NAMES = {
-    "num_epochs": "task.epochs", "num_train_epochs": "task.epochs", "epochs": "task.epochs",
-    "max_steps": "task.steps", "steps": "task.steps", "tokens": "task.tokens",
-    "seq_len": "task.sequence_length", "max_seq_len": "task.sequence_length",
-    "max_seq_length": "task.sequence_length", "max_length": "task.sequence_length",
-    "sequence_len": "task.sequence_length", "cutoff_len": "task.sequence_length",
-    "sequence_length": "task.sequence_length", "packing": "task.packing",
-    "sample_packing": "task.packing", "global_batch": "task.global_batch",
-    "global_batch_size": "task.global_batch", "train_batch_size": "task.global_batch",
-    "batch_size": "micro_batch", "micro_batch_size": "micro_batch",
-    "per_device_train_batch_size": "micro_batch", "gradient_checkpointing": "recompute",
-    "activation_checkpointing": "recompute", "learning_rate": "optimizer.learning_rate",
-    "lr": "optimizer.learning_rate", "lora_r": "lora.rank", "lora_rank": "lora.rank",
-    "lora_alpha": "lora.alpha", "lora_target_modules": "lora.targets", "device": "hardware.device",
-    "gpus": "hardware.count", "num_gpus": "hardware.count", "memory": "limits.memory",
-    "load_in_4bit": "base_format: nf4", "load_in_8bit": "base_format: int8",
-    "qlora": "method: lora` with `base_format: nf4", "bf16": "precision: bf16-mixed",
-    "fp16": "precision: fp16-mixed", "deepspeed": "parallel.dp_shard", "fsdp": "parallel.dp_shard",
-}  # fmt: skip
 LIGER = "use_liger_kernel"  # as Hugging Face's Trainer names it
 Auto = Literal["auto"]
 Positive = Annotated[int, msgspec.Meta(ge=1, description="a whole number, 1 or more")]
@@ -206,8 +188,6 @@ class Limits(Record, frozen=True, kw_only=True):
 class Request(Record, frozen=True, kw_only=True):
     """The whole of request.yaml."""
 
-    OTHER_NAMES: ClassVar[dict[str, str]] = OTHER_NAMES
-
     schema: Literal[1] = 1
     model: str | dict[str, Any]  # catalogue name, hub id, folder; or the content of a config.json
     weights: Literal["auto", "pretrained", "random"] = "auto"
@@ -237,6 +217,19 @@ class Request(Record, frozen=True, kw_only=True):
     limits: Limits = Limits()
     tokenizer: str = ""  # a folder or hub id; "" uses the model's own
     seed: NotNegative = 0
+
+    @classmethod
+    def prepare(cls, data: Any) -> Any:
+        """The data with counts such as `8k` as numbers and `method: qlora` as what it stands for.
+
+        Raises InvalidRequest where qlora's format and the one stated differ.
+        """
+        return read_looser(data) if isinstance(data, Mapping) else data
+
+    @classmethod
+    def describe_unknown(cls, key: str, value: object) -> str:
+        """How a word of another trainer is written here; "" for a word of no known trainer."""
+        return describe_word(key, value)
 
     @property
     def devices(self) -> int:

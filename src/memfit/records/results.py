@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
 
+from memfit.core import units
+from memfit.core.notebook import describe_bytes, draw_result
+from memfit.core.wording import VERDICTS
 from memfit.records import Record
-from memfit.records.ledger import Entry, Kind, Ledger
+from memfit.records.ledger import Entry, Kind, Ledger, sum_by_kind
 from memfit.records.recipe import Recipe
 from memfit.records.request import Request
 from memfit.records.shapes import RowBounds
 from memfit.records.timeline import Timeline
 
+SHOWN = 12  # tensors that a notebook shows
 Verdict = Literal["fits", "at_risk", "does_not_fit", "unproven"]
 
 
@@ -37,6 +41,14 @@ class Memory(Record, frozen=True, kw_only=True):
     def needed(self) -> int | None:
         """The bytes that are held against the usable line; None is unknown."""
         return self.peak_allocated if self.device_total is None else self.device_total
+
+    def draw(self, subject: str, tables: Sequence[tuple[str, Sequence[Sequence[str]]]]) -> str:
+        """HTML of the verdict, the bar and tables, for a notebook."""
+        kinds = {kind.value: n for kind, n in sum_by_kind(self.entries).items()}
+        return draw_result(
+            self.verdict, subject, self.needed, self.usable, (self.total_low, self.total_high),
+            kinds, tables,
+        )  # fmt: skip
 
 
 class Time(Record, frozen=True, kw_only=True):
@@ -143,6 +155,38 @@ class Plan(Record, frozen=True, kw_only=True):
         """The recipe in one line; "" where nothing was searched."""
         return self.chosen.label if self.chosen else ""
 
+    def __repr__(self) -> str:
+        """Verdict, model, device, bytes and seconds in one line."""
+        recipe, step = self.recipe, self.time.step_seconds
+        took = "" if step is None else f", {units.show_seconds(step)} a step"
+        return (
+            f"<Plan {VERDICTS[self.memory.verdict]} {recipe.model.name} on {recipe.device}:"
+            f" {describe_bytes(self.memory.needed, self.memory.usable)}, {recipe.method}"
+            f" {recipe.precision}{took}>"
+        )
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        time, cost, steps = self.time, self.cost, self.recipe.steps
+        figures = [
+            ("one step", time.step_seconds, units.show_seconds),
+            (f"all {steps:,} steps", time.total_seconds, units.show_seconds),
+            ("tokens/s", time.tokens_per_second, lambda n: f"{n:,.0f}"),
+            ("USD", cost.usd, lambda n: f"{n:,.2f}"),
+        ]
+        known = [(what, show(value)) for what, value, show in figures if value is not None]
+        ways = [
+            (" ".join(way.options), units.show_bytes(way.device_total or way.peak_allocated),
+             way.title)
+            for way in self.ways_out
+        ]  # fmt: skip
+        tables = (
+            ("Time and cost (predicted)", known),
+            ("Ways out", ways),
+            ("Assumed", [(line,) for line in self.assumptions]),
+        )
+        return self.memory.draw(f"{self.recipe.model.name} on {self.recipe.device}", tables)
+
 
 class Tensor(Record, frozen=True, kw_only=True):
     """One tensor alive at a peak, or `count` of them that differ in their block alone."""
@@ -204,6 +248,24 @@ class Certificate(Record, frozen=True, kw_only=True):
     held_out: RowBounds | None = None  # and what is evaluated on
     # bytes of host tensors while a run on a GPU loads and saves; they are in none of the phases
     host: dict[str, int] = {}  # noqa: RUF012 (msgspec gives each its own)
+
+    def __repr__(self) -> str:
+        """Verdict, model, device and bytes in one line."""
+        return (
+            f"<Certificate {VERDICTS[self.memory.verdict]} {self.recipe.model.name} on"
+            f" {self.device}: {describe_bytes(self.memory.needed, self.memory.usable)}>"
+        )
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        largest = [
+            (units.show_bytes(t.total), f"{t.count} x" if t.count > 1 else "", t.kind,
+             f"{t.module} {t.op}")
+            for t in self.at_peak[:SHOWN]
+        ]  # fmt: skip
+        phases = [(phase, units.show_bytes(n)) for phase, n in self.phases.items()]
+        tables = (("Peak of each phase", phases), ("Largest tensors at the peak", largest))
+        return self.memory.draw(f"{self.recipe.model.name} on {self.device}, certified", tables)
 
 
 class Lever(Record, frozen=True, kw_only=True):
@@ -298,6 +360,12 @@ class Run(Record, frozen=True, kw_only=True):
     # one that is certified
     warnings: tuple[str, ...] = ()  # such as a measured peak above the certified one
 
+    def __repr__(self) -> str:
+        """Steps, the last loss and the model in one line."""
+        loss = f", loss {self.losses[-1][1]:.4g}" if self.losses else ""
+        done = "finished" if self.finished else "stopped"
+        return f"<Run {self.recipe.model.name}: {done} after {self.steps_done} steps{loss}>"
+
 
 class Excess(Record, frozen=True, kw_only=True):
     """What one component held beside what was certified for the same phase, bytes."""
@@ -370,3 +438,7 @@ class Report(Record, frozen=True, kw_only=True):
     run: Run | None
     sample: str
     refused: str = ""  # why measured seconds are none, and not compared
+
+    def __repr__(self) -> str:
+        """What it is of, in one line."""
+        return f"<Report {self.title}: {self.plan!r}>"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from memfit.train.run.progress import Progress
 
 
-def first_offloaded() -> bool:
+def is_first_rank() -> bool:
     """Whether this process is the first of its run, or alone: the one that speaks."""
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     return rank == "0"

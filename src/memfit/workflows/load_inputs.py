@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from memfit.core.devices_as_written import read_devices
 from memfit.core.errors import InvalidRequest
 from memfit.records import from_data
 from memfit.records.request import Request, read_yaml
@@ -29,19 +30,63 @@ def read(target: str | Path, *, changes: Mapping[str, Any] | None = None, **keys
 
     Raises InvalidRequest or UnknownName, each with a hint.
     """
+    if not str(target).strip():
+        raise InvalidRequest(
+            "the model's name is empty", hint="`memfit models` lists names: `llama-3.1-8b`"
+        )
     path = Path(target)
     is_file = path.suffix in (".yaml", ".yml", ".json") and path.name != "config.json"
     data = read_yaml(path) if is_file else {"model": str(target)}
     if "model_type" in data:  # a model's config.json, under another name
         data = {"model": {"name": path.stem, **data}}
-    for key, value in {**(changes or {}), **_dotted(keys)}.items():
-        put(data, key, value)
+    put_all(data, {**(changes or {}), **_dotted(keys)})
     return read_data(data, where=str(target) if is_file else OPTIONS)
+
+
+def put_all(data: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Set dotted keys in a request's data; `8xH100` takes the place of a count that is there."""
+    device = changes.get("hardware.device")
+    if isinstance(device, str) and read_devices(device).number:
+        hardware = data.get("hardware")
+        if isinstance(hardware, dict):
+            data["hardware"] = {k: v for k, v in hardware.items() if k not in ("count", "nodes")}
+    for key, value in changes.items():
+        put(data, key, value)
 
 
 def read_data(data: Mapping[str, Any], *, where: str = "") -> Request:
     """A request from the content of a request.yaml; where: what errors call it."""
-    return from_data(data, Request, where=where or OPTIONS)
+    return from_data(place_devices(data), Request, where=where or OPTIONS)
+
+
+def place_devices(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The data with `8xH100` as a device and a count, in machines as large as the catalogue's.
+
+    Raises InvalidRequest where the text and `hardware.count` or `hardware.nodes` disagree, or the
+    devices make no whole number of machines.
+    """
+    hardware = data.get("hardware")
+    device = hardware.get("device") if isinstance(hardware, Mapping) else None
+    if not isinstance(hardware, Mapping) or not isinstance(device, str):
+        return data
+    written = read_devices(device)
+    if not written.number:
+        return data
+    if written.nodes or "nodes" in hardware:
+        placed = {"count": written.number, "nodes": written.nodes or hardware["nodes"]}
+    else:
+        from memfit.plan.questions.compare import place  # its search imports numpy
+        from memfit.plan.request.problem import find_device
+
+        found = place(find_device(written.name), written.number, 0)
+        placed = {"count": found.count, "nodes": found.nodes}
+    for key, value in placed.items():
+        if str(hardware.get(key, value)) not in (str(value), str(written.number)):
+            raise InvalidRequest(
+                f"`hardware.device: {device}` and `hardware.{key}: {hardware[key]}` disagree",
+                hint=f"write `{written.name}` and keep `hardware.{key}`, or leave that key out",
+            )
+    return {**data, "hardware": {**hardware, "device": written.name, **placed}}
 
 
 def _dotted(keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,6 +53,10 @@ class Solved(Record, frozen=True, kw_only=True):
     tried: tuple[Tried, ...]
     because: str
 
+    def __repr__(self) -> str:
+        """The answer in one line."""
+        return f"<Solved {self.field} = {self.value}: {self.because}>"
+
 
 class Try(NamedTuple):
     """A value's plan, or why there is none."""

@@ -5,9 +5,14 @@ seconds or what is learned, in short lines.
 from __future__ import annotations
 
 import math
+import re
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
+from memfit import catalog
 from memfit.core import units
+from memfit.core.errors import InvalidRequest
 from memfit.plan.request.data_size import DataSize, estimate_data
 from memfit.records.recipe import Recipe
 from memfit.records.request import LoraRequest, Request, Task
@@ -50,6 +55,24 @@ def count_steps(request: Request, length: int, packed: bool) -> Steps:
     passes = "one epoch" if epochs == 1 else f"{epochs:g} epochs"
     return Steps(steps, f"about {steps:,} steps: {passes} of about"
                  f" {units.show_count(found.tokens)} tokens; {found.because}")  # fmt: skip
+
+
+def describe_names(request: Request) -> tuple[str, ...]:
+    """Which rows of the catalogue were taken for names that are not a row's own, and machines that
+    are larger than the device's usual ones."""
+    said, model, name = [], request.model, request.hardware.device
+    if isinstance(model, str) and not Path(model).expanduser().exists():
+        with suppress(InvalidRequest):  # a hub id that is in no table
+            said.append(catalog.describe_model(model))
+    if name not in ("auto", "cpu"):
+        said.append(catalog.describe_device(name))
+        usual = re.findall(r"\d+", catalog.find_device(name).devices_per_node)
+        count = request.hardware.count
+        if usual and count > max(map(int, usual)):
+            said.append(f"{count} devices in one machine, as `hardware.count` says; machines with"
+                        f" `{catalog.find_device(name).id}` have {max(usual, key=int)}:"
+                        f" `--device {name}:{count}` lays them out")  # fmt: skip
+    return tuple(line for line in said if line)
 
 
 def is_estimated(task: Task) -> bool:

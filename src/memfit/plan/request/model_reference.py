@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from memfit import catalog
 from memfit.core.errors import InvalidRequest, UnknownName, did_you_mean
 from memfit.records.model import ModelReference
+
+T = TypeVar("T")
+HUB_SECONDS = 3.0  # for a config.json of some kilobytes; a plan is not kept waiting longer
 
 
 def find_reference(model: str | dict[str, Any]) -> ModelReference:
@@ -33,7 +37,7 @@ def find_reference(model: str | dict[str, Any]) -> ModelReference:
 
 @lru_cache(maxsize=1024)
 def _find_row(name: str) -> ModelReference:
-    return catalog.find_model(name).reference()
+    return catalog.find_model_reference(name)
 
 
 def _config(config: dict[str, Any], where: str) -> dict[str, Any]:
@@ -81,6 +85,35 @@ def _near(name: str) -> str:
     return did_you_mean(name, alike)
 
 
+def _within(seconds: float, work: Callable[[], T]) -> T:
+    """What `work` returns; TimeoutError where it takes longer, and is left to itself."""
+    import logging
+    import threading
+
+    talker = logging.getLogger("huggingface_hub")  # which tells of each attempt
+    level = talker.level
+    talker.setLevel(logging.ERROR)
+    found: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not thread.is_alive():
+        talker.setLevel(level)
+    if failed:
+        raise failed[0]
+    if not found:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return found[0]
+
+
 @lru_cache(maxsize=256)  # each change to a file asks again
 def _read_hub(name: str) -> ModelReference:
     """config.json of a hub id, from the local cache or the hub."""
@@ -93,7 +126,7 @@ def _read_hub(name: str) -> ModelReference:
         see = "`memfit models` lists them; reading a hub id needs `pip install huggingface_hub`"
         raise UnknownName("model", name, known, see=see) from None
     try:
-        file = hf_hub_download(name, "config.json")
+        file = _within(HUB_SECONDS, lambda: hf_hub_download(name, "config.json"))
     except Exception as error:  # the library's error types differ between its versions
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         near = _near(name.rpartition("/")[2].lower())

@@ -27,7 +27,7 @@ from memfit.optimizers.shared.offloaded import check_offload
 from memfit.parallelism.context import KERNELS
 from memfit.parallelism.limits import check_ranks
 from memfit.parallelism.pipeline import runs_in
-from memfit.plan.request.assumed import count_steps
+from memfit.plan.request.assumed import count_steps, describe_names
 from memfit.plan.request.lean import asked_lean, choose_lean
 from memfit.plan.request.meshes import list_meshes
 from memfit.plan.request.model_reference import find_published, find_reference
@@ -172,7 +172,7 @@ def _usable(request: Request, device: Device) -> tuple[int | None, str]:
 
 
 def _assumptions(request: Request, model: Model) -> tuple[str, ...]:
-    said = []
+    said = [*describe_names(request)]
     if request.task.sequence_length == "auto":
         said.append(f"sequence_length {sequence_length(request, model)} (not asked for)")
     if request.task.global_batch == "auto":

@@ -16,7 +16,7 @@ from memfit.plan.budget.cost import describe_cost
 from memfit.plan.frameworks import Framework, Job, find_framework, hinting, resolve_options
 from memfit.plan.memory.bounds import find_bounds
 from memfit.plan.memory.host_memory import describe_host
-from memfit.plan.request.assumed import count_steps, describe_assumed
+from memfit.plan.request.assumed import count_steps, describe_assumed, describe_names
 from memfit.plan.request.meshes import match_devices
 from memfit.plan.request.model_reference import find_reference
 from memfit.plan.request.positions import describe_positions
@@ -84,7 +84,7 @@ def _predict_foreign(request: Request) -> Plan:
 
 def _describe_open(request: Request, recipe: Recipe, model: Model) -> tuple[str, ...]:
     """What the request leaves open beside its framework's own defaults."""
-    length, said = recipe.sequence_length, []
+    length, said = recipe.sequence_length, [*describe_names(request)]
     if request.task.sequence_length == "auto":
         said.append(f"sequence_length {length} (not asked for)")
     steps = count_steps(request, length, recipe.packing).assumed

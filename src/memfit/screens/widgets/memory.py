@@ -37,6 +37,11 @@ def show_word(console: Console, word: str, style: str, subject: str) -> None:
 def show_verdict(console: Console, memory: Memory, subject: str) -> None:
     """The word, both numbers, and how much room is left or missing."""
     show_word(console, VERDICTS[memory.verdict], STYLES[memory.verdict], subject)
+    say(console, describe_needed(memory))
+
+
+def describe_needed(memory: Memory) -> str:
+    """What is needed with its range, of what, and how much is to spare or missing."""
     needed = needs(memory)
     said = f"needs {units.show_bytes(needed)}{_band(memory)}"
     if memory.usable is None:
@@ -46,7 +51,7 @@ def show_verdict(console: Console, memory: Memory, subject: str) -> None:
         said += f" of {units.show_bytes(memory.usable)} usable"
         said += _ratio(needed, memory.usable)
         said += f": {units.show_bytes(abs(over))} {'too much' if over > 0 else 'to spare'}"
-    say(console, said)
+    return said
 
 
 def _band(memory: Memory) -> str:

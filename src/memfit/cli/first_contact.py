@@ -1,0 +1,80 @@
+"""help, completion, and what `memfit` alone prints."""
+
+from __future__ import annotations
+
+import click
+
+from memfit.cli.options import output_options, print_json
+from memfit.core.errors import UnknownName
+
+WELCOME = """\
+memfit {version}: know the memory of an LLM training step before you pay for it
+
+  memfit plan qwen3-8b --device 4090 --qlora --seq-len 8k   does it fit?
+  memfit plan llama-3.1-8b --device 8xH100 --method full    the fastest layout
+  memfit certify qwen3-8b --device 4090 --qlora             proved, with no GPU
+  memfit check config.yaml --device A100                    your trainer's file
+  memfit solve sequence_length qwen3-8b --device 4090       the longest rows
+
+  memfit models qwen       what it knows        memfit devices 80GB
+  memfit init              a request to edit    memfit ui   the same on a page
+  memfit help              every verb           memfit help plan   its flags"""
+SHELLS = ("bash", "zsh", "fish")
+WHERE = {  # the file that each shell reads at its start, and the line for it
+    "bash": 'eval "$(memfit completion bash)"  # in ~/.bashrc',
+    "zsh": 'eval "$(memfit completion zsh)"  # in ~/.zshrc',
+    "fish": "memfit completion fish | source  # in ~/.config/fish/config.fish",
+}
+
+
+def show_welcome(version: str) -> None:
+    """What to type first, in fewer lines than a screen."""
+    click.echo(WELCOME.format(version=version))
+
+
+@click.command("help", short_help="Show the help of memfit, or of one verb.")
+@click.argument("verb", required=False)
+@output_options
+@click.pass_context
+def help_command(ctx: click.Context, verb: str | None, as_json: bool, quiet: bool) -> None:
+    """Show the help of memfit, or of VERB."""
+    del quiet
+    above = ctx.parent or ctx
+    group = above.command
+    text = group.get_help(above)
+    if verb:
+        assert isinstance(group, click.Group)
+        command = group.get_command(above, verb)
+        if command is None:
+            verbs = group.list_commands(above)
+            raise UnknownName("verb", verb, verbs, see="`memfit --help` lists them")
+        own = click.Context(command, info_name=verb, parent=above, **command.context_settings)
+        text = command.get_help(own)
+    if as_json:
+        print_json({"help": text})
+    else:
+        click.echo(text)
+
+
+@click.command("completion", short_help="Print what makes a shell complete verbs and flags.")
+@click.argument("shell", type=click.Choice(SHELLS))
+@output_options
+@click.pass_context
+def completion_command(ctx: click.Context, shell: str, as_json: bool, quiet: bool) -> None:
+    """Print the script with which a shell completes memfit's verbs and flags.
+
+    In ~/.bashrc: eval "$(memfit completion bash)"; zsh likewise; in fish's configuration: memfit
+    completion fish | source.
+    """
+    from click.shell_completion import get_completion_class
+
+    found = get_completion_class(shell)
+    assert found is not None
+    made = found((ctx.parent or ctx).command, {}, "memfit", "_MEMFIT_COMPLETE")
+    script = made.source_template % made.source_vars()
+    if as_json:
+        print_json({"shell": shell, "script": script})
+        return
+    click.echo(script)
+    if not quiet:
+        click.echo(f"to switch it on: {WHERE[shell]}", err=True)

@@ -1,0 +1,134 @@
+"""The flags of the command line, which are keys of the request and words of the Python interface.
+
+One table makes them all. This module imports nothing that a command's `--help` would wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from memfit.core.devices_as_written import read_devices
+from memfit.core.errors import InvalidRequest
+from memfit.core.wording import as_yaml
+
+QLORA = "qlora"  # of `method`: lora over a base in nf4
+DEVICE, COUNT, NODES, MEMORY = (
+    "hardware.device", "hardware.count", "hardware.nodes", "limits.memory",
+)  # fmt: skip
+
+
+class Flag(NamedTuple):
+    """One flag: its names, the key of the request that it sets, and its help."""
+
+    names: tuple[str, ...]  # without dashes; the first is printed in commands
+    key: str
+    metavar: str  # "" for a switch, which sets `value`
+    help: str
+    value: str = ""
+    words: bool = False  # whether its values are words of memfit's own, in lower case
+
+    @property
+    def number(self) -> bool:
+        """Whether a number alone is a value of it."""
+        return self.metavar in ("N", "TOKENS", "ROWS", "COUNT")
+
+    @property
+    def parameter(self) -> str:
+        """The name of its parameter in Python."""
+        return self.names[0].replace("-", "_")
+
+
+FLAGS = (
+    Flag(("device",), DEVICE, "NAME",
+         "accelerator, and how many: h100-sxm, A100, 8xH100, H100:8; see `memfit devices`"),
+    Flag(("gpus", "count"), COUNT, "N",
+         "devices; more than a machine holds are several nodes, unless --nodes is given"),
+    Flag(("nodes",), NODES, "N", "machines, of --gpus devices each"),
+    Flag(("memory",), MEMORY, "SIZE", "memory limit, such as '72 GiB'"),
+    Flag(("method",), "method", "NAME",
+         "full, lora, qlora (lora with base_format: nf4), dora or freeze", words=True),
+    Flag(("qlora",), "method", "", "lora with base_format: nf4", value=QLORA),
+    Flag(("seq-len", "sequence-length"), "task.sequence_length", "TOKENS",
+         "tokens of a row, such as 4096 or 4k"),
+    Flag(("batch", "micro-batch"), "micro_batch", "ROWS", "rows of a micro-batch on each device"),
+    Flag(("tokens",), "task.tokens", "COUNT", "tokens to train on, such as 50M"),
+    Flag(("epochs",), "task.epochs", "N", "passes over the data"),
+    Flag(("data",), "task.data", "PATH", "text, JSONL or parquet file, or a folder of them"),
+    Flag(("objective",), "task.objective", "NAME", "pretrain, sft or dpo", words=True),
+    Flag(("precision",), "precision", "NAME", "fp32, bf16, bf16-mixed, fp16-mixed, …", words=True),
+    Flag(("optimizer",), "optimizer.name", "NAME", "adamw, adamw8bit, muon, …", words=True),
+    Flag(("framework",), "framework", "NAME",
+         "whose step it is: memfit, trl, hf-trainer, torchtitan, megatron, …", words=True),
+)  # fmt: skip
+BY_WORD = {name.replace("-", "_"): flag for flag in FLAGS for name in flag.names}
+_BY_KEY = {flag.key: flag for flag in reversed(FLAGS) if flag.metavar}
+
+
+def find_flag(key: str) -> Flag | None:
+    """The flag that sets a key of the request; None where only `--set` does."""
+    return _BY_KEY.get(key)
+
+
+def type_key(key: str, value: Any) -> list[str]:
+    """A key of the request as its flag, where it has one that takes the value; else as `--set`."""
+    flag = find_flag(key)
+    text = as_yaml(value)
+    if flag is None or text != str(value):  # a list, or a text that only YAML's quotes can hold
+        return ["--set", f"{key}={text}"]
+    return [f"--{flag.names[0]}", text]
+
+
+def gather(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of the request that flags and `--set` set together; given: flag's parameter -> value.
+
+    Raises InvalidRequest for an empty text, and where two of them set one key differently.
+    """
+    keys: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for flag in FLAGS:
+        value = given.get(flag.parameter)
+        if value is None or value is False:
+            continue
+        value = flag.value or (value.strip() if isinstance(value, str) else value)
+        written = f"--{flag.names[0]}" + ("" if flag.value else f" {value}")
+        if value == "":
+            raise InvalidRequest(
+                f"`--{flag.names[0]}` is empty, and it sets `{flag.key}`",
+                hint=f"give a value ({flag.help}), or leave the flag out",
+            )
+        if flag.words and isinstance(value, str):
+            value = value.lower()
+        if keys.get(flag.key) == "lora" and value == QLORA:  # which is lora, and a base in nf4
+            del keys[flag.key]
+        _put(keys, origin, flag.key, value, written)
+    for key, value in changes.items():
+        _put(keys, origin, key, value, f"--set {key}={value}")
+    return _join_count(keys, origin)
+
+
+def _put(keys: dict[str, Any], origin: dict[str, str], key: str, value: Any, written: str) -> None:
+    if key in keys and str(keys[key]).lower() != str(value).lower():
+        raise InvalidRequest(
+            f"`{origin[key]}` and `{written}` both set `{key}`", hint="keep one of the two"
+        )
+    keys[key] = value
+    origin[key] = written
+
+
+def _join_count(keys: dict[str, Any], origin: Mapping[str, str]) -> dict[str, Any]:
+    """`--gpus 64 --device h100` as `h100:64`, which is laid out in machines when it is read."""
+    device, count = keys.get(DEVICE), keys.get(COUNT)
+    if not isinstance(device, str) or count is None:
+        return keys
+    own = read_devices(device)
+    if own.number and str(own.number) != str(count):
+        raise InvalidRequest(
+            f"`{origin[DEVICE]}` and `{origin[COUNT]}` both say how many devices there are",
+            hint=f"`--device {own.name} {origin[COUNT]}`, or `--device {own.name}:{own.number}`",
+        )
+    joined = not own.number and NODES not in keys and not origin[COUNT].startswith("--set")
+    if joined and str(count).isdecimal() and int(count) > 0:
+        keys = {**keys, DEVICE: f"{device}:{count}"}
+        del keys[COUNT]
+    return keys

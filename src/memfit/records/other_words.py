@@ -1,0 +1,289 @@
+"""What other trainers call a setting, and how it is written here.
+
+The words of TRL and transformers, axolotl, LLaMA-Factory, Unsloth, DeepSpeed and Megatron-LM. Each
+row answers a word and its value with keys and values of the request, and a note where these do not
+say all of it. `tests/records/test_other_words.py` reads a request with every answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from memfit.core.wording import as_yaml
+
+
+class Answer(NamedTuple):
+    """Keys of the request with their values; none where nothing here depends on the word."""
+
+    changes: dict[str, Any]
+    note: str = ""
+
+
+Word = Callable[[Any], Answer]
+NF4 = {"base_format": "nf4", "method": "lora"}
+INT8 = {"base_format": "int8", "method": "lora"}
+OPTIMIZERS = {
+    "adamw": "adamw", "adam": "adamw", "adamw_torch": "adamw", "adamw_hf": "adamw",
+    "adamw_torch_fused": "adamw", "adamw_apex_fused": "adamw", "paged_adamw_32bit": "adamw",
+    "paged_adamw": "adamw", "adamw_8bit": "adamw8bit", "adamw_bnb_8bit": "adamw8bit",
+    "paged_adamw_8bit": "adamw8bit", "adamw_torch_8bit": "adamw8bit",
+    "adamw_torch_4bit": "adamw4bit", "adafactor": "adafactor", "sgd": "sgd", "muon": "muon",
+}  # fmt: skip
+KERNELS = {
+    "flash_attention_2": "flash", "flash_attention_3": "flash", "flash_attn": "flash",
+    "fa2": "flash", "sdpa": "flash", "eager": "math", "xformers": "efficient",
+}  # fmt: skip
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "half": "fp16", "float": "fp32"}
+
+
+def _key(key: str, note: str = "") -> Word:
+    """The same value under another key."""
+    return lambda value: Answer({key: value}, note)
+
+
+def _switch(on: dict[str, Any], off: dict[str, Any] | None = None, note: str = "") -> Word:
+    """Changes of a word that is true, and of one that is false."""
+    without = Answer(off) if off else Answer({}, "leave it out: nothing else is assumed here")
+    return lambda value: without if _is_off(value) else Answer(on, note)
+
+
+def _is_off(value: Any) -> bool:
+    return value in (False, None, 0, "") or str(value).lower() in ("false", "no", "none", "off")
+
+
+def _choice(key: str, known: dict[str, str], note: str = "") -> Word:
+    """A value by another name, under another key."""
+
+    def answer(value: Any) -> Answer:
+        text = str(value).rpartition(".")[2].lower()
+        return Answer({key: known.get(text, text)}, note)
+
+    return answer
+
+
+def _bits(value: Any) -> Answer:
+    if str(value) in ("4", "8"):
+        return Answer(NF4 if str(value) == "4" else INT8)
+    return Answer({}, "`base_format` is int8, nf4 or fp4 of a quantised base")
+
+
+def _zero(value: Any) -> Answer:
+    """A stage of ZeRO, as it stands in `zero3`, `ds_z2_config.json` or `stage: 1`."""
+    if _is_off(value):
+        return Answer({}, "leave it out: `parallel: {dp_replicate: N}` are plain copies")
+    found = re.search(r"(?:z|zero|stage)[_-]?([123])|^([123])$", str(value).lower())
+    stage = int(found[1] or found[2]) if found else 3
+    return Answer(
+        {"framework": "deepspeed", "parallel": {"dp_shard": 8, "zero": stage}},
+        "8 stands for your number of devices; memfit's own step shards with"
+        " `parallel: {dp_shard: 8}` alone",
+    )
+
+
+def _fsdp(value: Any) -> Answer:
+    if _is_off(value):
+        return Answer({}, "leave it out: nothing is sharded unless it is asked for")
+    parallel: dict[str, Any] = {"dp_shard": 8}
+    if "grad_op" in str(value).lower() or "shard_grad" in str(value).lower():
+        parallel["reshard_after_forward"] = False
+    return Answer({"parallel": parallel}, "8 stands for your number of devices")
+
+
+def _adapter(value: Any) -> Answer:
+    text = str(value).lower()
+    known = {"qlora": NF4, "lora": {"method": "lora"}, "dora": {"method": "dora"},
+             "freeze": {"method": "freeze"}, "oft": None}  # fmt: skip
+    return Answer(known.get(text) or {"method": "full" if _is_off(value) else text})
+
+
+def _stage(value: Any) -> Answer:
+    text = str(value).lower()
+    return Answer({"task.objective": {"pt": "pretrain"}.get(text, text)})
+
+
+def _targets(value: Any) -> Answer:
+    if str(value).lower() in ("all", "all-linear"):
+        return Answer({"lora.targets": "all-linear"})
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",")]
+    return Answer({"lora.targets": value})
+
+
+def _nothing(what: str) -> Word:
+    """A word that memory and time do not depend on, or that is said elsewhere."""
+    return lambda _: Answer({}, what)
+
+
+def _batch(value: Any) -> Answer:
+    return Answer(
+        {},
+        "`task.global_batch` counts all rows of an optimizer step: those of a micro-batch x"
+        f" {value} x devices",
+    )
+
+
+def _experts(value: Any) -> Answer:
+    return Answer({"parallel.ep": value, "framework": "megatron"}, "memfit's own step has no `ep`")
+
+
+def _compile(value: Any) -> Answer:
+    return Answer({"compile": "none" if _is_off(value) else "blocks"})
+
+
+_RECOMPUTE = _switch({"recompute": "full"}, {"recompute": "none"})
+_LENGTH, _ROWS = _key("task.sequence_length"), _key("micro_batch")
+_UNSEEN = _nothing("leave it out: neither memory nor time of a step depends on it here")
+_FOLDER = _nothing("the folder is an option: `--folder runs/first`")
+_RANKS = "it is on each of `hardware.nodes`"
+
+WORDS: dict[str, Word] = {
+    # what is trained
+    **dict.fromkeys(
+        ("model_name_or_path", "base_model", "model_name", "model_id", "pretrained_model"),
+        _key("model"),
+    ),
+    "load_in_4bit": _switch(NF4), "load_in_8bit": _switch(INT8), "quantization_bit": _bits,
+    "bits": _bits, "bnb_4bit_quant_type": _choice("base_format", {}, "with `method: lora`"),
+    "bnb_4bit_use_double_quant": _key("quantisation.double"),
+    "double_quantization": _key("quantisation.double"),
+    "qlora": _switch(NF4), "lora": _switch({"method": "lora"}), "dora": _switch({"method": "dora"}),
+    "use_peft": _switch({"method": "lora"}, {"method": "full"}),
+    "use_lora": _switch({"method": "lora"}, {"method": "full"}),
+    "peft": _switch({"method": "lora"}), "full_finetuning": _switch({"method": "full"}),
+    "use_dora": _switch({"method": "dora"}), "peft_use_dora": _switch({"method": "dora"}),
+    "use_rslora": _switch({"lora.scaling": "rank-stabilised"}),
+    "peft_use_rslora": _switch({"lora.scaling": "rank-stabilised"}),
+    "adapter": _adapter, "finetuning_type": _adapter, "peft_type": _adapter,
+    "r": _key("lora.rank"), "lora_r": _key("lora.rank"), "lora_rank": _key("lora.rank"),
+    "lora_alpha": _key("lora.alpha"), "lora_dropout": _key("lora.dropout"),
+    "lora_target_modules": _targets, "target_modules": _targets, "lora_target": _targets,
+    "lora_target_linear": _switch({"lora.targets": "all-linear"}),
+    "freeze_trainable_layers": _key("freeze.last_blocks", "with `method: freeze`"),
+    # on what, and for how long
+    "stage": _stage, "rl": _stage, "trainer_type": _stage,
+    **dict.fromkeys(
+        ("dataset", "datasets", "dataset_name", "train_file", "train_data", "dataset_path"),
+        _key("task.data"),
+    ),
+    "eval_dataset": _key("task.evaluation"), "validation_file": _key("task.evaluation"),
+    **dict.fromkeys(
+        ("seq_len", "seqlen", "max_seq_len", "max_seq_length", "max_length", "sequence_len",
+         "cutoff_len", "block_size", "model_max_length", "context_length", "seq_length",
+         "sequence_length", "n_ctx", "context"),
+        _LENGTH,
+    ),
+    "packing": _key("task.packing"), "sample_packing": _key("task.packing"),
+    **dict.fromkeys(("num_epochs", "num_train_epochs", "epochs", "n_epochs"), _key("task.epochs")),
+    "max_steps": _key("task.steps"), "steps": _key("task.steps"),
+    "train_iters": _key("task.steps"), "tokens": _key("task.tokens"),
+    **dict.fromkeys(
+        ("batch_size", "micro_batch_size", "per_device_train_batch_size", "batch",
+         "train_micro_batch_size_per_gpu", "per_device_batch_size"),
+        _ROWS,
+    ),
+    **dict.fromkeys(
+        ("global_batch", "global_batch_size", "train_batch_size", "total_batch_size"),
+        _key("task.global_batch"),
+    ),
+    "gradient_accumulation_steps": _batch, "grad_accum": _batch, "gradient_accumulation": _batch,
+    "beta": _key("preference.beta"), "dpo_beta": _key("preference.beta"),
+    "pref_beta": _key("preference.beta"), "objective": _stage,
+    # how a step computes
+    **dict.fromkeys(
+        ("gradient_checkpointing", "activation_checkpointing", "use_gradient_checkpointing",
+         "recompute_activations", "checkpoint_activations"),
+        _RECOMPUTE,
+    ),
+    "bf16": _switch({"precision": "bf16-mixed"}), "fp16": _switch({"precision": "fp16-mixed"}),
+    "fp8": _switch({"precision": "fp8-mixed"}), "pure_bf16": _switch({"precision": "bf16"}),
+    "mixed_precision": _choice(
+        "precision", {"bf16": "bf16-mixed", "fp16": "fp16-mixed", "fp8": "fp8-mixed",
+                      "no": "fp32", "none": "fp32"},
+    ),
+    "torch_dtype": _choice("precision", DTYPES, "`bf16-mixed` keeps trained weights in fp32"),
+    "dtype": _choice("precision", DTYPES, "`bf16-mixed` keeps trained weights in fp32"),
+    "tf32": _UNSEEN,
+    **dict.fromkeys(
+        ("flash_attention", "flash_attn", "use_flash_attention_2", "use_flash_attn"),
+        _switch({"attention": "flash"}),
+    ),
+    "attn_implementation": _choice("attention", KERNELS),
+    "sdp_attention": _switch({"attention": "flash"}),
+    "xformers_attention": _switch({"attention": "efficient"}),
+    "torch_compile": _compile, "compile_model": _compile,
+    "liger_kernel": _switch({"lean": "all", "loss": "chunked"}),
+    "use_liger_kernel": _switch({"lean": "all", "loss": "chunked"},
+                                note="or `options: {use_liger_kernel: true}` of `framework: trl`"),
+    # the optimizer
+    "optim": _choice("optimizer.name", OPTIMIZERS),
+    "learning_rate": _key("optimizer.learning_rate"),
+    "lr": _key("optimizer.learning_rate"), "weight_decay": _key("optimizer.weight_decay"),
+    "warmup_steps": _key("optimizer.warmup_steps"),
+    "warmup_ratio": _nothing("`optimizer.warmup_steps` is that share of all steps"),
+    "lr_scheduler_type": _choice("optimizer.schedule", {"constant_with_warmup": "constant"}),
+    "lr_scheduler": _choice("optimizer.schedule", {"constant_with_warmup": "constant"}),
+    "max_grad_norm": _key("optimizer.clip_norm"), "gradient_clipping": _key("optimizer.clip_norm"),
+    "clip_grad": _key("optimizer.clip_norm"), "adam_beta1": _key("optimizer.beta1"),
+    "adam_beta2": _key("optimizer.beta2"), "adam_epsilon": _key("optimizer.eps"),
+    "cpu_offload": _switch({"offload": "optimizer"}), "offload_optimizer": _switch(
+        {"offload": "optimizer"}),
+    # the devices
+    "deepspeed": _zero, "zero": _zero, "zero_stage": _zero, "zero_optimization": _zero,
+    "zero1": lambda v: _zero(v if _is_off(v) else 1),
+    "zero2": lambda v: _zero(v if _is_off(v) else 2),
+    "zero3": lambda v: _zero(v if _is_off(v) else 3),
+    "fsdp": _fsdp, "fsdp_config": _fsdp, "fsdp2": _fsdp, "sharding_strategy": _fsdp,
+    "ddp": _switch({"parallel": {"dp_replicate": 8}}, note="8 stands for your number of devices"),
+    "device": _key("hardware.device"), "gpu": _key("hardware.device"),
+    "gpu_type": _key("hardware.device"),
+    **dict.fromkeys(
+        ("gpus", "num_gpus", "n_gpus", "num_processes", "nproc_per_node", "world_size", "count",
+         "ngpus", "devices"),
+        _key("hardware.count", _RANKS),
+    ),
+    "nodes": _key("hardware.nodes"), "num_nodes": _key("hardware.nodes"),
+    "nnodes": _key("hardware.nodes"), "num_machines": _key("hardware.nodes"),
+    **dict.fromkeys(
+        ("tensor_parallel_size", "tensor_model_parallel_size", "tp_size", "tp",
+         "tensor_parallel_degree"),
+        _key("parallel.tp"),
+    ),
+    **dict.fromkeys(
+        ("pipeline_parallel_size", "pipeline_model_parallel_size", "pp_size", "pp",
+         "pipeline_parallel_degree"),
+        _key("parallel.pp"),
+    ),
+    "context_parallel_size": _key("parallel.cp"), "cp": _key("parallel.cp"),
+    "context_parallel_degree": _key("parallel.cp"),
+    "expert_parallel_size": _experts, "ep": _experts,
+    "memory": _key("limits.memory"), "vram": _key("limits.memory"),
+    "gpu_memory": _key("limits.memory"), "max_memory": _key("limits.memory"),
+    "budget": _key("limits.cost"), "cost": _key("limits.cost"), "price": _key("hardware.price"),
+    "time": _key("limits.time"),
+    # what nothing here depends on
+    **dict.fromkeys(
+        ("save_steps", "save_strategy", "logging_steps", "report_to", "eval_steps", "run_name",
+         "eval_strategy", "evaluation_strategy", "push_to_hub", "wandb_project", "device_map",
+         "save_total_limit", "chat_template", "template", "dataset_text_field", "group_by_length",
+         "remove_unused_columns", "dataloader_num_workers", "random_state", "val_set_size",
+         "special_tokens", "trust_remote_code", "do_train", "overwrite_output_dir"),
+        _UNSEEN,
+    ),
+    "output_dir": _FOLDER, "folder": _FOLDER,
+}  # fmt: skip
+
+
+def describe_word(word: str, value: Any) -> str:
+    """A hint that says how a word of another trainer is written here; "" for an unknown word."""
+    answer_of = WORDS.get(word) or WORDS.get(word.lower().replace("-", "_"))
+    if answer_of is None:
+        return ""
+    answer = answer_of(value)
+    pairs = [f"`{key}: {as_yaml(v)}`" for key, v in answer.changes.items()]
+    if not pairs:
+        return answer.note
+    others = f" (with {' and '.join(pairs[1:])})" if len(pairs) > 1 else ""
+    said = f"that is {pairs[0]}{others} here"
+    return f"{said}; {answer.note}" if answer.note else said

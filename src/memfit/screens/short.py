@@ -1,0 +1,245 @@
+"""The short screen of `memfit plan` and `memfit predict`: 24 lines of 80 columns at most.
+
+Verdict, bar, recipe, time and money, three levers or three ways out, what was assumed, what to type
+next. `--why` shows the whole of it (`memfit.screens.plan`).
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from memfit.core import units
+from memfit.core.wording import VERDICTS
+from memfit.files.flags import type_key
+from memfit.plan.request.assumed import describe_storage, is_pure
+from memfit.records.recipe import Parallel, Recipe
+from memfit.records.results import Considered, Plan, WayOut
+from memfit.screens.widgets.bar import fill, scale, stacked_bar
+from memfit.screens.widgets.layout import INDENT, STYLES, continue_lines, plain
+from memfit.screens.widgets.memory import describe_needed, parts_of
+from memfit.screens.widgets.terminal import Console, Line, Styled, wrap
+
+MOST = 24  # lines
+FEW = 3  # levers, ways out
+KINDS = 4  # that the line below the bar names
+MATTERS = 0.01  # of what is needed, or of the time: less is no lever
+WIDEST_NAME = 40  # of a lever, beside which its figures stand
+OTHERWISE = "* changes what is learned"
+WHOLE = "--why explains each figure and lists everything considered and assumed"
+Lines = list[Line]
+
+
+def show_short(console: Console, plan: Plan, *, commands: Sequence[str]) -> None:
+    """Print the screen; what was assumed is cut to what is left of 24 lines."""
+    above = [*_describe_memory(console, plan), *_describe_recipe(console, plan)]
+    if not plan.ways_out:  # each has a time of its own
+        above += _describe_time(console, plan)
+    below = _list_next(console, commands)
+    left = MOST - len(above) - len(below) - 1
+    for few in range(FEW, 0, -1):
+        levers = _list_levers(console, plan, few)
+        if len(levers) + 1 <= left:
+            above += levers
+            left -= len(levers)
+            break
+    for line in (*above, *_list_assumed(console, plan, max(left, 1)), *below):
+        console.write(line)
+    console.write([Styled(plain(console, WHOLE), "dim")])
+
+
+def _text(
+    console: Console, words: str, *, style: str = "", indent: int = 0, most: int = 0
+) -> Lines:
+    """Running text in lines; most: of so many, with a mark where that cuts it."""
+    lines = wrap(plain(console, words), console.width - indent)
+    if most and len(lines) > most:
+        kept = wrap(" ".join(lines[:most]), console.width - indent - 2)[:most]
+        lines = [*kept[:-1], kept[-1] + " …" if not console.ascii_only else kept[-1] + " .."]
+    return [[Styled(" " * indent), Styled(line, style)] for line in lines]
+
+
+def _describe_memory(console: Console, plan: Plan) -> Lines:
+    """The verdict with margin and range, the bar, and its largest parts."""
+    memory = plan.memory
+    world = plan.recipe.parallel.world
+    many = f"{world} x " if world > 1 else ""
+    subject = f"{plan.recipe.model.name} on {many}{plan.recipe.device}"
+    if memory.peak_allocated is None:
+        return [
+            *_text(console, f"memory unknown: {subject}", style="bold"),
+            *_text(console, memory.because, indent=INDENT, most=4),
+        ]
+    word, style = VERDICTS[memory.verdict], STYLES[memory.verdict]
+    lines: Lines = [[Styled(word, style), Styled(f"  {plain(console, subject)}")]]
+    lines += _text(console, describe_needed(memory), most=3)
+    parts, width = parts_of(memory), console.width - 2 * INDENT
+    margin = Styled(" " * INDENT)
+    bar = stacked_bar(parts, line=memory.usable, width=width, ascii_only=console.ascii_only)
+    lines += [(), [margin, *bar]]
+    lines += [[margin, *scale(sum(n for _, n in parts), memory.usable, width=width)]]
+    largest = sorted(parts, key=lambda part: -part[1])[:KINDS]
+    key: list[Styled] = [margin]
+    for kind, nbytes in largest:
+        character, colour = fill(kind, ascii_only=console.ascii_only)
+        said = f" {kind} {units.show_gib(nbytes, digits=1).removesuffix(' GiB')}  "
+        if sum(len(piece.text) for piece in key) + len(said) + 4 <= console.width:
+            key += [Styled(character, colour), Styled(said)]
+    return [*lines, [*key, Styled("GiB", "dim")]]
+
+
+def _describe_recipe(console: Console, plan: Plan) -> Lines:
+    """Whose step it is, and its recipe."""
+    r = plan.recipe
+    whose = "memfit's own step" if r.framework == "memfit" else f"a step of {r.framework}"
+    names = r.lora.targets
+    targets = ",".join(names) if len(names) < 3 else f"{len(names)} projections a block"
+    method: str = r.method
+    if r.adapted:
+        method += f" r={r.lora.rank} on {targets}, base in {r.base_format}"
+    objective = "" if r.objective == "pretrain" else f"{r.objective}, "
+    redo = f"{r.recompute_blocks} blocks recomputed" if r.recompute_blocks else "nothing recomputed"
+    redo += f", {r.selective_blocks} selectively" if r.selective_blocks else ""
+    offload = f", {r.offload} offloaded" if r.offload != "none" else ""
+    lines = _text(
+        console,
+        f"{whose}: {objective}{method}, {r.precision}, {r.optimizer.name}, sequence"
+        f" {r.sequence_length}, batch {r.micro_batch} x {r.accumulation}{_describe_axes(r)},"
+        f" {redo}{offload}",
+        style="dim", most=2 if plan.ways_out else 3,
+    )  # fmt: skip
+    if r.framework == "memfit" and is_pure(r):
+        lines += _text(
+            console,
+            describe_storage(plan.request, r),
+            style="bold yellow",
+            most=1 if plan.ways_out else 2,
+        )
+    return lines
+
+
+def _describe_axes(recipe: Recipe) -> str:
+    own, open_ = recipe.parallel, Parallel()
+    if own.world == 1:
+        return ""
+    names = [n for n in own.__struct_fields__ if getattr(own, n) != getattr(open_, n)]
+    return f" on {own.world} ranks ({', '.join(f'{n} {getattr(own, n)}' for n in names)})"
+
+
+def _describe_time(console: Console, plan: Plan) -> Lines:
+    """Time and money with their range; what nobody knows says unknown."""
+    time, cost, steps = plan.time, plan.cost, plan.recipe.steps
+    if time.step_seconds is None:
+        return _text(console, f"time unknown: {time.because}", most=2)
+    low, high = time.step_seconds_low, time.step_seconds_high
+    ranges = None if low is None or high is None else (low, high)
+
+    def between(value: float, show: Callable[[float], str]) -> str:
+        if ranges is None or not time.step_seconds:
+            return ""
+        ends = (value * end / time.step_seconds for end in ranges)
+        return f" ({' to '.join(map(show, ends))})"
+
+    rate = "" if time.tokens_per_second is None else f", {time.tokens_per_second:,.0f} tokens/s"
+    used = "" if time.mfu is None else f", MFU {time.mfu:.0%}"
+    step = units.show_seconds(time.step_seconds)
+    step += f"{between(time.step_seconds, units.show_seconds)} a step{rate}{used}"
+    parts = []
+    if time.total_seconds is not None:
+        whole = units.show_seconds(time.total_seconds)
+        whole += between(time.total_seconds, units.show_seconds)
+        parts.append(f"{steps:,} steps take {whole}" if steps else f"all steps take {whole}")
+    if cost.usd is not None:
+        parts.append(f"cost {cost.usd:,.2f} USD{between(cost.usd, lambda n: f'{n:,.2f}')}")
+    elif time.total_seconds is not None:
+        parts.append("cost unknown: no price is on record")
+    return [*_text(console, step, most=2), *_text(console, ", ".join(parts), most=2)]
+
+
+def _list_levers(console: Console, plan: Plan, few: int) -> Lines:
+    """As many ways out where it does not fit; else as many levers that matter."""
+    if plan.ways_out:
+        title = f"Ways out, each planned ({OTHERWISE})"
+        rows = [_describe_way(way) for way in _choose_ways(plan.ways_out, few)]
+    else:
+        miss = plan.memory.verdict == "does_not_fit"
+        title = f"Levers{' that would help' if miss else ''} ({OTHERWISE})"
+        rows = _describe_levers(plan, few)
+    if not rows:
+        return []
+    if not any("*" in row for row in rows):
+        title = title.replace(f" ({OTHERWISE})", "")
+    lines: Lines = [(), *_text(console, title, style="bold")]
+    return [*lines, *(line for row in rows for line in _text(console, row, indent=INDENT, most=2))]
+
+
+def _describe_levers(plan: Plan, few: int) -> list[str]:
+    own, chosen = plan.memory.needed, _choose_levers(plan)[:few]
+    if own is None:
+        return []
+    names = [_type(row.changes) for row in chosen]
+    width = min(max(map(len, names), default=0), WIDEST_NAME)
+    lines = []
+    for row, name in zip(chosen, names, strict=True):
+        saved = _needs(row) - own
+        nbytes = f"{'+' if saved > 0 else '-'}{units.show_bytes(abs(saved))}"
+        change = row.relative_time - 1
+        said = "as fast" if abs(change) < MATTERS / 10 else f"{change:+.1%} time"
+        mark = "*" if "changes what is learned" in row.because else " "
+        fits = "" if row.fits else ", does not fit"
+        lines.append(f"{name.ljust(width)} {mark} {nbytes.rjust(11)}, {said}{fits}")
+    return lines
+
+
+def _type(changes: Mapping[str, Any]) -> str:
+    return " ".join(shlex.join(type_key(key, value)) for key, value in changes.items())
+
+
+def _choose_levers(plan: Plan) -> list[Considered]:
+    """What saves memory or time and fits, the most for its time first."""
+    own = plan.memory.needed or 0
+    miss = plan.memory.verdict == "does_not_fit"
+    able = [
+        row
+        for row in plan.levers
+        if (row.fits or miss)
+        and (own - _needs(row) > MATTERS * own or row.relative_time < 1 - MATTERS)
+        and not (miss and _needs(row) >= own)
+    ]
+    faster = [row for row in able if row.relative_time < 1 - MATTERS]
+    saving = sorted((row for row in able if row not in faster), key=_needs)
+    return [*sorted(faster, key=lambda row: row.relative_time), *saving]
+
+
+def _choose_ways(ways: Sequence[WayOut], few: int) -> list[WayOut]:
+    """The cheapest of each kind first: fewer bits, other devices, more of them."""
+    first = list({way.kind: way for way in reversed(ways)}.values())
+    order = [*(w for w in ways if w in first), *(w for w in ways if w not in first)][:few]
+    return [way for way in ways if way in order]
+
+
+def _describe_way(way: WayOut) -> str:
+    needs = way.peak_allocated if way.device_total is None else way.device_total
+    time = "" if way.total_seconds is None else f", {units.show_seconds(way.total_seconds)}"
+    usd = "" if way.usd is None else f", {way.usd:,.2f} USD"
+    mark = "" if way.exact else " *"
+    return f"{_type(way.changes)}{mark}: {way.title}, {units.show_gib(needs)}{time}{usd}"
+
+
+def _list_assumed(console: Console, plan: Plan, most: int) -> Lines:
+    if not plan.assumptions:
+        return []
+    return _text(console, f"Assumed: {'; '.join(plan.assumptions)}", style="dim", most=most)
+
+
+def _list_next(console: Console, commands: Sequence[str]) -> Lines:
+    if not commands:
+        return []
+    lines = continue_lines(commands[0], console.width - INDENT)
+    shown: Lines = [[Styled(" " * INDENT + plain(console, line), "cyan")] for line in lines]
+    return [(), [Styled("Next", "bold")], *shown]
+
+
+def _needs(row: Considered) -> int:
+    return row.peak_allocated if row.device_total is None else row.device_total

@@ -1,0 +1,222 @@
+"""The verbs as one calls them from Python: `memfit.plan("qwen3-8b", device="4090")`.
+
+What is asked for is a model's name, a request.yaml, a plan.json, a dict like a request.yaml, or a
+`Request`. Words beside it are the flags of the command line (`device`, `gpus`, `method`, `seq_len`,
+…), keys of the request (`recompute="full"`, `parallel={"dp_shard": 8}`) or the last part of a key
+that is the only one of its name (`learning_rate=2e-4`). Each verb raises `memfit.Error` of
+`memfit.core.errors`, whose `hint` says what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from memfit import api
+from memfit.check import Checked
+from memfit.check.answers import Answer
+from memfit.check.smaller_changes import Change
+from memfit.core.errors import InvalidRequest, UnknownName
+from memfit.export.target import Export
+from memfit.files.flags import BY_WORD, DEVICE, MEMORY, gather
+from memfit.files.request_file import KEYS
+from memfit.plan.questions.solve import Solved
+from memfit.records import Record, to_data
+from memfit.records.other_words import describe_word
+from memfit.records.request import Request
+from memfit.records.results import Certificate, Plan, Report, Run
+
+Asked = str | Path | Mapping[str, Any] | Request | Plan
+
+
+class CheckedFiles(Record, frozen=True, kw_only=True):
+    """What `memfit.check` answers about another tool's files."""
+
+    answer: Answer
+    plan: Plan
+    checked: Checked
+    changes: tuple[Change, ...]  # the smallest with which it fits; () where it does
+
+    def __repr__(self) -> str:
+        """The verdict in one line."""
+        return f"<Checked {self.answer.verdict}: {self.plan!r}>"
+
+    def _repr_html_(self) -> str:
+        return self.plan._repr_html_()
+
+
+def read_request(asked: Asked, words: Mapping[str, Any]) -> Request:
+    """The request that a name, a dict, a file or a `Request` is, with words put in.
+
+    Raises InvalidRequest for a word that is none, for two that contradict each other, and for what
+    cannot be read.
+    """
+    keys = _read_words(words)
+    if isinstance(asked, Plan):
+        asked = api.state(asked)
+    elif isinstance(asked, str | Path) and (path := api.find_plan(Path(asked))):
+        if keys:
+            raise InvalidRequest(
+                f"`{next(iter(keys))}` would change `{path}`, and a plan is fixed",
+                hint="name its request, or the model, with these words",
+            )
+        asked = api.state(api.read_plan(path))
+    if isinstance(asked, str | Path):
+        return api.read(asked, changes=keys)
+    if isinstance(asked, Request):
+        data: dict[str, Any] = to_data(asked)
+    elif isinstance(asked, Mapping):
+        data = deepcopy(dict(asked))
+    else:
+        raise InvalidRequest(
+            f"a `{type(asked).__name__}` is not a request",
+            hint="give a model's name, a file, a dict like a request.yaml, or a `memfit.Request`",
+        )
+    api.put_all(data, keys)
+    return api.read_data(data, where="the request")
+
+
+def _read_words(words: Mapping[str, Any]) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
+    for word, value in words.items():
+        if value is None:
+            continue
+        flag = BY_WORD.get(word)
+        if flag is not None and not isinstance(value, Mapping):
+            if flag.parameter in given and given[flag.parameter] != value:
+                raise InvalidRequest(
+                    f"`{word}={value}` and `{flag.parameter}={given[flag.parameter]}` both set"
+                    f" `{flag.key}`",
+                    hint="keep one of the two",
+                )
+            given[flag.parameter] = str(value) if flag.key in (DEVICE, MEMORY) else value
+        elif isinstance(value, Mapping) and word != "changes":
+            key = _find_key(word, value)
+            changes |= {key: dict(value)} if key == "model" else _flatten(key, value)
+        elif word == "changes":
+            changes |= value
+        else:
+            changes[_find_key(word, value)] = value
+    return gather(given, changes)
+
+
+def _flatten(key: str, value: Mapping[str, Any]) -> dict[str, Any]:
+    if key in ("recompute", "options"):  # a value, of which a part would not be read alone
+        return {key: dict(value)}
+    return {f"{key}.{inner}": each for inner, each in value.items()}
+
+
+def _find_key(word: str, value: object) -> str:
+    """The key of the request that a word of Python's is."""
+    if word in KEYS:
+        return word
+    found = [key for key in KEYS if key.endswith(f".{word}")]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise InvalidRequest(
+            f"`{word}` may be {' or '.join(f'`{key}`' for key in found)}",
+            hint=f"write one of them: `changes={{'{found[0]}': …}}`",
+        )
+    unknown = UnknownName("word", word, [*BY_WORD, *KEYS], see="docs/api.md lists them")
+    unknown.hint = describe_word(word, value) or unknown.hint
+    raise unknown
+
+
+def plan(asked: Asked, **words: Any) -> Plan:
+    """Decide what is left open; `.memory.verdict` is `does_not_fit` where nothing does."""
+    return api.plan(read_request(asked, words))
+
+
+def predict(asked: Asked, **words: Any) -> Plan:
+    """Memory and time of one configuration, without a search."""
+    return api.predict(read_request(asked, words))
+
+
+def certify(asked: Asked, *, folder: str | Path | None = None, **words: Any) -> Certificate:
+    """Run the planned step on fake tensors, and replay it through the allocator; needs torch.
+
+    folder: where plan.json and certificate.json are written. Raises NotCertified.
+    """
+    home = None if folder is None else Path(folder)
+    if isinstance(asked, Plan) and words:
+        raise InvalidRequest(
+            f"`{next(iter(words))}` would change a plan, and a plan is fixed",
+            hint="plan again with that word, and certify the plan",
+        )
+    if isinstance(asked, str | Path) and not words and (path := api.find_plan(Path(asked))):
+        asked = api.read_plan(path)
+    request = None if isinstance(asked, Plan) else read_request(asked, words)
+    if request is not None and request.ranks > 1:  # certified as it states itself
+        stated = api.read_stated(request)
+        certificate = api.certify(stated.recipe, usable=stated.usable)
+    else:
+        made = asked if isinstance(asked, Plan) else api.plan(request or read_request(asked, words))
+        certificate = api.certify(made.recipe, usable=made.memory.usable)
+        if home is not None:
+            api.write_plan(made, home)
+    if home is not None:
+        api.write_certificate(certificate, home)
+    return certificate
+
+
+def check(
+    files: str | Path | Sequence[str | Path], *, config: str = "", **words: Any
+) -> CheckedFiles:
+    """Whether another tool's configuration fits; words are those that the files leave out.
+
+    config: which of the configurations that a Python file makes.
+    """
+    paths = [Path(f) for f in ([files] if isinstance(files, str | Path) else files)]
+    for path in paths:
+        if not path.is_file():
+            raise InvalidRequest(f"cannot read `{path}`: there is no such file")
+    data: dict[str, Any] = {}
+    api.put_all(data, _read_words(words))
+    checked, made = api.check(paths, data, config)
+    smaller: tuple[Change, ...] = ()
+    if made.memory.verdict != "fits":
+        smaller = api.find_changes(paths, data, made, config, checked.left_out)
+    answer = api.judge(checked, made)
+    return CheckedFiles(answer=answer, plan=made, checked=checked, changes=smaller)
+
+
+def solve(field: str, asked: Asked, **words: Any) -> Solved:
+    """The most of `field` that fits: sequence_length, micro_batch, model, or the fewest devices."""
+    return api.solve(field, read_request(asked, words))
+
+
+def export(asked: Asked, to: str, *, out: str | Path | None = None, **words: Any) -> Export:
+    """A plan as the files of another tool: `.files` is name -> content; out: written there, too."""
+    if isinstance(asked, str | Path) and not words and (path := api.find_plan(Path(asked))):
+        asked = api.read_plan(path)
+    made = api.export(asked if isinstance(asked, Plan) else read_request(asked, words), to)
+    if out is not None:
+        api.write_export(made, Path(out))
+    return made
+
+
+def train(
+    asked: Asked,
+    folder: str | Path,
+    *,
+    say: Callable[[str], None] = lambda _: None,
+    anyway: bool = False,
+    **words: Any,
+) -> Run:
+    """Plan, certify and train into a folder; the same call resumes. say: called with each line.
+
+    Raises DoesNotFit (anyway: trains it all the same), NotCertified, RunFailed and InvalidRequest.
+    """
+    run = api.train(read_request(asked, words), Path(folder), say=say, override=anyway)
+    if api.is_first_rank():
+        api.write_report(Path(folder))
+    return run
+
+
+def report(folder: str | Path) -> Report:
+    """Predicted, certified and measured of a run's folder, side by side."""
+    return api.report(Path(folder))

@@ -1,0 +1,253 @@
+"""Names that people bring: hub ids and mirrors of models, sizes in words, devices in short."""
+
+import pytest
+from msgspec import structs
+
+from memfit import api, catalog
+from memfit.catalog import published_names
+from memfit.core.devices_as_written import read_devices
+from memfit.core.errors import InvalidRequest, UnknownName
+from memfit.families import read_model
+from memfit.plan.request import model_reference
+
+# id -> row, layers, hidden, feed-forward (of an expert), heads of keys and values, vocabulary: as
+# each id's own config.json has them
+LLAMA8 = (32, 4096, 14336, 8, 128256)
+LLAMA70 = (80, 8192, 28672, 8, 128256)
+LLAMA1 = (16, 2048, 8192, 8, 128256)
+LLAMA3 = (28, 3072, 8192, 8, 128256)
+QWEN25_05, QWEN25_15 = (24, 896, 4864, 2, 151936), (28, 1536, 8960, 2, 151936)
+QWEN25_3, QWEN25_7 = (36, 2048, 11008, 2, 151936), (28, 3584, 18944, 4, 152064)
+QWEN25_14, QWEN25_32 = (48, 5120, 13824, 8, 152064), (64, 5120, 27648, 8, 152064)
+QWEN25_72 = (80, 8192, 29568, 8, 152064)
+QWEN3_4, QWEN3_8 = (36, 2560, 9728, 8, 151936), (36, 4096, 12288, 8, 151936)
+QWEN3_14, QWEN3_30 = (40, 5120, 17408, 8, 151936), (48, 2048, 768, 4, 151936)
+PUBLISHED = {
+    "meta-llama/Meta-Llama-3-8B": ("llama-3-8b", LLAMA8),
+    "meta-llama/Meta-Llama-3-8B-Instruct": ("llama-3-8b", LLAMA8),
+    "meta-llama/Meta-Llama-3-70B-Instruct": ("llama-3-70b", LLAMA70),
+    "meta-llama/Llama-3.1-8B": ("llama-3.1-8b", LLAMA8),
+    "meta-llama/Llama-3.1-8B-Instruct": ("llama-3.1-8b", LLAMA8),
+    "meta-llama/Meta-Llama-3.1-8B-Instruct": ("llama-3.1-8b", LLAMA8),
+    "meta-llama/Llama-3.1-70B-Instruct": ("llama-3.1-70b", LLAMA70),
+    "meta-llama/Llama-3.3-70B-Instruct": ("llama-3.3-70b-instruct", LLAMA70),
+    "meta-llama/Llama-3.2-1B-Instruct": ("llama-3.2-1b", LLAMA1),
+    "meta-llama/Llama-3.2-3B-Instruct": ("llama-3.2-3b", LLAMA3),
+    "meta-llama/Llama-2-7b-chat-hf": ("llama-2-7b", (32, 4096, 11008, 32, 32000)),
+    "meta-llama/Llama-2-13b-chat-hf": ("llama-2-13b", (40, 5120, 13824, 40, 32000)),
+    "meta-llama/Llama-2-70b-chat-hf": ("llama-2-70b", (80, 8192, 28672, 8, 32000)),
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": ("llama-3.1-8b", LLAMA8),
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-70B": ("llama-3.3-70b-instruct", LLAMA70),
+    "nvidia/Llama-3.1-Nemotron-70B-Instruct-HF": ("llama-3.1-70b", LLAMA70),
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": ("tinyllama-1.1b", (22, 2048, 5632, 4, 32000)),
+    "mistralai/Mistral-7B-Instruct-v0.1": ("mistral-7b-v0.1", (32, 4096, 14336, 8, 32000)),
+    "mistralai/Mistral-7B-Instruct-v0.3": ("mistral-7b-v0.3", (32, 4096, 14336, 8, 32768)),
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": ("mixtral-8x7b-v0.1", (32, 4096, 14336, 8, 32000)),
+    "Qwen/Qwen2.5-0.5B-Instruct": ("qwen2.5-0.5b", QWEN25_05),
+    "Qwen/Qwen2.5-1.5B-Instruct": ("qwen2.5-1.5b", QWEN25_15),
+    "Qwen/Qwen2.5-3B-Instruct": ("qwen2.5-3b", QWEN25_3),
+    "Qwen/Qwen2.5-7B-Instruct": ("qwen2.5-7b", QWEN25_7),
+    "Qwen/Qwen2.5-14B-Instruct": ("qwen2.5-14b", QWEN25_14),
+    "Qwen/Qwen2.5-32B-Instruct": ("qwen2.5-32b", QWEN25_32),
+    "Qwen/Qwen2.5-72B-Instruct": ("qwen2.5-72b", QWEN25_72),
+    "Qwen/Qwen2.5-Coder-7B-Instruct": ("qwen2.5-7b", QWEN25_7),
+    "Qwen/Qwen2.5-Coder-32B-Instruct": ("qwen2.5-32b", QWEN25_32),
+    "Qwen/Qwen2.5-Math-7B": ("qwen2.5-7b", QWEN25_7),
+    "Qwen/QwQ-32B": ("qwen2.5-32b", QWEN25_32),
+    "Qwen/Qwen3-8B": ("qwen3-8b", QWEN3_8),
+    "Qwen/Qwen3-8B-Base": ("qwen3-8b", QWEN3_8),
+    "Qwen/Qwen3-0.6B-Base": ("qwen3-0.6b", (28, 1024, 3072, 8, 151936)),
+    "Qwen/Qwen3-1.7B-Base": ("qwen3-1.7b", (28, 2048, 6144, 8, 151936)),
+    "Qwen/Qwen3-4B-Base": ("qwen3-4b", QWEN3_4),
+    "Qwen/Qwen3-4B-Instruct-2507": ("qwen3-4b", QWEN3_4),
+    "Qwen/Qwen3-14B-Base": ("qwen3-14b", QWEN3_14),
+    "Qwen/Qwen3-30B-A3B-Base": ("qwen3-30b-a3b", QWEN3_30),
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": ("qwen3-30b-a3b", QWEN3_30),
+    "google/gemma-2b-it": ("gemma-2b", (18, 2048, 16384, 1, 256000)),
+    "google/gemma-7b-it": ("gemma-7b", (28, 3072, 24576, 16, 256000)),
+    "google/gemma-2-2b-it": ("gemma-2-2b", (26, 2304, 9216, 4, 256000)),
+    "google/gemma-2-9b-it": ("gemma-2-9b", (42, 3584, 14336, 8, 256000)),
+    "google/gemma-2-27b-it": ("gemma-2-27b", (46, 4608, 36864, 16, 256000)),
+    "microsoft/Phi-4-reasoning": ("phi-4", (40, 5120, 17920, 10, 100352)),
+    "allenai/OLMo-2-1124-7B-Instruct": ("olmo-2-7b", (32, 4096, 11008, 32, 100352)),
+    "allenai/OLMo-2-1124-13B-SFT": ("olmo-2-13b", (40, 5120, 13824, 40, 100352)),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": ("smollm2-135m", (30, 576, 1536, 3, 49152)),
+    "HuggingFaceTB/SmolLM2-360M-Instruct": ("smollm2-360m", (32, 960, 2560, 5, 49152)),
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct": ("smollm2-1.7b", (24, 2048, 8192, 32, 49152)),
+    "tiiuae/falcon-7b-instruct": ("falcon-7b", (32, 4544, 18176, 1, 65024)),
+    "tiiuae/falcon-40b-instruct": ("falcon-40b", (60, 8192, 32768, 8, 65024)),
+    "EleutherAI/pythia-1.4b-deduped": ("pythia-1.4b", (24, 2048, 8192, 16, 50304)),
+    "EleutherAI/pythia-6.9b-deduped": ("pythia-6.9b", (32, 4096, 16384, 32, 50432)),
+    "unsloth/Llama-3.2-1B-Instruct": ("llama-3.2-1b", LLAMA1),
+    "unsloth/Meta-Llama-3.1-8B-Instruct": ("llama-3.1-8b", LLAMA8),
+    "unsloth/llama-3-8b": ("llama-3-8b", LLAMA8),
+    "unsloth/Qwen3-8B": ("qwen3-8b", QWEN3_8),
+    "unsloth/Qwen3-14B-Base": ("qwen3-14b", QWEN3_14),
+    "unsloth/Qwen2.5-7B-Instruct": ("qwen2.5-7b", QWEN25_7),
+    "unsloth/gemma-2-9b-it": ("gemma-2-9b", (42, 3584, 14336, 8, 256000)),
+    "unsloth/mistral-7b-instruct-v0.3": ("mistral-7b-v0.3", (32, 4096, 14336, 8, 32768)),
+    "unsloth/llama-3-8b-bnb-4bit": ("llama-3-8b", LLAMA8),
+    "unsloth/Qwen3-8B-unsloth-bnb-4bit": ("qwen3-8b", QWEN3_8),
+    "unsloth/Meta-Llama-3.1-8B-Instruct-bnb-4bit": ("llama-3.1-8b", LLAMA8),
+    "NousResearch/Meta-Llama-3-8B": ("llama-3-8b", LLAMA8),
+    "NousResearch/Meta-Llama-3.1-8B-Instruct": ("llama-3.1-8b", LLAMA8),
+    "NousResearch/Llama-2-7b-hf": ("llama-2-7b", (32, 4096, 11008, 32, 32000)),
+    "NousResearch/Llama-2-13b-chat-hf": ("llama-2-13b", (40, 5120, 13824, 40, 32000)),
+}  # fmt: skip
+# ids that look alike and have another shape, other blocks, or weights that nobody trains
+TRAPS = [
+    "mistralai/Mixtral-8x22B-Instruct-v0.1",  # 32768 rows of vocabulary, its base has 32000
+    "mistralai/Mistral-7B-Instruct-v0.2",  # no window, and 32000 rows of vocabulary
+    "codellama/CodeLlama-7b-hf", "NousResearch/Hermes-2-Pro-Llama-3-8B",
+    "NousResearch/Hermes-3-Llama-3.1-8B", "NousResearch/Nous-Hermes-llama-2-7b",
+    "unsloth/phi-4", "unsloth/Phi-3-mini-4k-instruct",  # rewritten as Llama and Mistral
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",  # its head is not tied
+    "someone/Llama-3.1-8B-Instruct", "gradientai/Llama-3-8B-Instruct-262k",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch):
+    """A name that is in no table would be asked of the hub, which a test does not."""
+
+    def refuse(name):
+        raise UnknownName("model", name, ())
+
+    monkeypatch.setattr(model_reference, "_read_hub", refuse)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_hub_id_has_the_sizes_of_its_row(name):
+    row, sizes = PUBLISHED[name]
+    reference = model_reference.find_reference(name)
+    a = read_model(reference).architecture
+    assert (a.layers, a.hidden, a.experts.ffn or a.ffn, a.kv_heads, a.vocab) == sizes
+    assert catalog.find_model(name).id == row
+    own = catalog.find_model(row).architecture()
+    assert structs.replace(a, max_sequence=0) == structs.replace(
+        read_model(catalog.find_model(row).reference()).architecture, max_sequence=0
+    )
+    assert own.layers == a.layers
+
+
+def test_enough_names_are_known():
+    assert len(PUBLISHED) >= 60
+    assert sum("/" in name for name in PUBLISHED) == len(PUBLISHED)
+
+
+@pytest.mark.parametrize("row", published_names.PUBLISHED)
+def test_every_listed_id_is_of_a_row_and_of_no_other_rows_own(row):
+    assert catalog.find_model(row).id == row
+    own = {catalog.find_model(m.id).hub.lower() for m in catalog.models()}
+    for each in published_names.PUBLISHED[row]:
+        hub = each.partition("@")[0]
+        assert hub.lower() not in own
+        assert catalog.find_model(hub).id == row
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_a_name_of_another_shape_is_not_resolved(name):
+    with pytest.raises(InvalidRequest):
+        model_reference.find_reference(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "made_from"),
+    [
+        ("TheBloke/Llama-2-7B-GPTQ", "GPTQ", "llama-2-7b"),
+        ("TheBloke/Mistral-7B-Instruct-v0.1-AWQ", "AWQ", "mistral-7b-v0.1"),
+        ("bartowski/Meta-Llama-3.1-8B-Instruct-GGUF", "GGUF", "llama-3.1-8b"),
+        ("unsloth/Qwen3-8B-GGUF", "GGUF", "qwen3-8b"), ("Qwen/Qwen3-8B-FP8", "FP8", "qwen3-8b"),
+        ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "GPTQ", "qwen2.5-7b"),
+        ("mlx-community/Llama-3.2-1B-4bit", "MLX", "llama-3.2-1b"),
+        ("someone/else-AWQ", "AWQ", "the model that it was made from"),
+    ],
+)  # fmt: skip
+def test_weights_for_inference_are_refused_with_the_reason(name, word, made_from):
+    with pytest.raises(InvalidRequest, match="cannot be trained") as caught:
+        model_reference.find_reference(name)
+    assert word in caught.value.message
+    assert made_from in caught.value.hint
+
+
+def test_weights_are_those_of_the_name_and_positions_too():
+    made = model_reference.find_reference("Qwen/Qwen3-8B-Base")
+    assert (made.name, made.source) == ("Qwen/Qwen3-8B-Base",) * 2
+    assert made.config["max_position_embeddings"] == 32768
+    made = model_reference.find_reference("unsloth/llama-3-8b-bnb-4bit")
+    assert made.source == "meta-llama/Meta-Llama-3-8B"
+    assert model_reference.find_reference("qwen3-8b-base").source == "Qwen/Qwen3-8B-Base"
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [("llama 8b", "llama-3.1-8b"), ("Llama3.1 8B", "llama-3.1-8b"), ("qwen 7b", "qwen2.5-7b"),
+     ("qwen3 8b", "qwen3-8b"), ("qwen3 8b base", "qwen3-8b"), ("gemma 9b", "gemma-2-9b"),
+     ("smollm 135m", "smollm2-135m"), ("mixtral 8x7b", "mixtral-8x7b-v0.1"),
+     ("qwen3 30b", "qwen3-30b-a3b"), ("llama 3.1 8b instruct", "llama-3.1-8b")],
+)  # fmt: skip
+def test_a_size_in_words_is_a_row(name, row):
+    assert catalog.find_model(name).id == row
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [("llama 70b", ("llama-2-70b", "llama-3.1-70b")), ("mistral 7b", ("v0.1", "v0.3")),
+     ("8b", ("llama-3-8b", "qwen3-8b"))],
+)  # fmt: skip
+def test_words_of_several_shapes_list_them(name, choices):
+    with pytest.raises(InvalidRequest, match="names several models") as caught:
+        catalog.find_model(name)
+    assert all(choice in caught.value.hint for choice in choices)
+
+
+def test_a_plan_says_which_rows_were_taken():
+    plan = api.plan(api.read("llama 8b", device="H100"), levers=False)
+    said = " ".join(plan.assumptions)
+    assert "`llama 8b` is taken as `llama-3.1-8b`; llama-3-8b has the same sizes" in said
+    assert "device `H100` is taken as `h100-sxm`; it may also be `h100-pcie`" in said
+    plan = api.predict(api.read("Qwen/Qwen3-8B-Base", device="rtx-4090", changes={
+        "framework": "trl", "method": "lora"}))  # fmt: skip
+    assert "the sizes of `qwen3-8b` of the catalogue" in " ".join(plan.assumptions)
+    plan = api.plan(api.read("llama-3.1-8b", device="h100-sxm"), levers=False)
+    assert "taken as" not in " ".join(plan.assumptions)
+    plan = api.plan(api.read("gpt2", device="l4", changes={"hardware.count": 64}), levers=False)
+    assert "64 devices in one machine" in " ".join(plan.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [("A100", "a100-sxm-80"), ("4090", "rtx-4090"), ("h100 pcie", "h100-pcie"),
+     ("H100", "h100-sxm"), ("H200", "h200-sxm"), ("a100 40gb", "a100-sxm-40"),
+     ("A100 80GB PCIe", "a100-pcie-80"), ("3080", "rtx-3080-10"), ("rtx4090", "rtx-4090"),
+     ("RTX 4060Ti", "rtx-4060-ti-16"), ("mi300", "mi300x"), ("A6000", "rtx-a6000"),
+     ("nvidia h100", "h100-sxm"), ("m3 max", "apple-m3-max"), ("v100 32gb", "v100-sxm2-32"),
+     ("GeForce RTX 5090", "rtx-5090"), ("RTX 6000 Ada", "rtx-6000-ada"), ("a100-40", "a100-sxm-40"),
+     ("H100 SXM5 80GB", "h100-sxm"), ("b200", "b200-sxm"), ("h100 nvl", "h100-nvl")],
+)  # fmt: skip
+def test_a_device_may_be_written_short(name, row):
+    assert catalog.find_device(name).id == row
+
+
+@pytest.mark.parametrize("name", ["80gb", "sxm", "a800", "2080 ti", "h100 40gb", "4090 super"])
+def test_a_device_that_no_row_describes_is_not_another(name):
+    with pytest.raises(InvalidRequest):
+        catalog.find_device(name)
+
+
+def test_every_own_name_of_a_device_needs_no_word_and_has_no_number():
+    for device in catalog.devices():
+        for name in (device.id, device.name, *device.match):
+            assert read_devices(name) == (name, 0, 0)
+        assert catalog.describe_device(device.id) == ""
+
+
+def test_the_hub_is_not_waited_for(monkeypatch):
+    import time
+
+    monkeypatch.setattr(model_reference, "HUB_SECONDS", 0.05)
+    start = time.perf_counter()
+    with pytest.raises(TimeoutError, match=r"within 0.05 s"):
+        model_reference._within(0.05, lambda: time.sleep(5))
+    assert time.perf_counter() - start < 2
+    assert model_reference._within(5, lambda: 3) == 3

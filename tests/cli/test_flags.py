@@ -1,0 +1,157 @@
+"""Flags are keys of the request: each sets one, says which, and does not contradict `--set`."""
+
+import shlex
+
+import pytest
+
+from memfit import api
+from memfit.cli import options
+from memfit.cli.app import app
+from memfit.core.errors import InvalidRequest
+from memfit.files.flags import FLAGS, find_flag, gather
+from memfit.files.request_file import KEYS
+from typed_commands import quick
+
+VERBS = ("plan", "predict", "certify", "solve", "export", "train", "measure")
+WORDS = {
+    "device": "rtx-4090", "gpus": 2, "nodes": 2, "memory": "20 GiB", "method": "lora",
+    "seq_len": "8k", "batch": 2, "tokens": "50M", "epochs": 1.5, "data": "x.jsonl",
+    "objective": "sft", "precision": "bf16", "optimizer": "adamw8bit", "framework": "trl",
+}  # fmt: skip
+READ = {"seq_len": 8192, "tokens": 50_000_000}
+
+
+def read(given, changes=()):
+    return api.read("gpt2", changes=gather(given, dict(changes)))
+
+
+def value_at(request, key):
+    for name in key.split("."):
+        request = getattr(request, name)
+    return request
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_every_flag_and_its_help_names_the_key(verb):
+    command = app.get_command(None, verb)
+    found = {name: option for option in command.params for name in option.opts}
+    for flag in FLAGS:
+        for name in flag.names:
+            assert flag.key in found[f"--{name}"].help
+
+
+@pytest.mark.parametrize("flag", [f for f in FLAGS if f.metavar], ids=lambda f: f.names[0])
+def test_a_flag_sets_its_key(flag):
+    assert flag.key in KEYS
+    value = WORDS[flag.parameter]
+    made = read({flag.parameter: value})
+    assert value_at(made, flag.key) == READ.get(flag.parameter, value)
+    assert find_flag(flag.key) is flag
+
+
+def test_qlora_is_a_method_and_a_format():
+    for given in ({"qlora": True}, {"method": "QLoRA"}, {"qlora": True, "method": "lora"}):
+        made = read(given)
+        assert (made.method, made.base_format) == ("lora", "nf4")
+
+
+@pytest.mark.parametrize(
+    ("device", "hardware"),
+    [("8xh100-sxm", ("h100-sxm", 8, 1)), ("h100-sxm:8", ("h100-sxm", 8, 1)),
+     ("64xh100-sxm", ("h100-sxm", 8, 8)), ("rtx-4090:4x2", ("rtx-4090", 2, 4)),
+     ("1xh100-sxm", ("h100-sxm", 1, 1))],
+)  # fmt: skip
+def test_a_device_may_be_written_with_its_number(device, hardware):
+    for made in (read({"device": device}), read({}, {"hardware.device": device})):
+        found = made.hardware
+        assert (found.device, found.count, found.nodes) == hardware
+
+
+def test_devices_by_number_are_laid_out_in_machines():
+    found = read({"device": "h100-sxm", "gpus": 64}).hardware
+    assert (found.count, found.nodes) == (8, 8)
+    found = read({"device": "h100-sxm", "gpus": 4, "nodes": 2}).hardware
+    assert (found.count, found.nodes) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "changes", "said"),
+    [
+        ({"method": "lora"}, {"method": "full"}, "`--method lora` and `--set method=full` both"),
+        ({"qlora": True, "method": "full"}, {}, "`--method full` and `--qlora` both set `method`"),
+        ({"device": "h100-sxm:8", "gpus": 4}, {}, "`--device h100-sxm:8` and `--gpus 4` both say"),
+        ({"device": "a"}, {"hardware.device": "b"}, "both set `hardware.device`"),
+        ({"memory": ""}, {}, "`--memory` is empty, and it sets `limits.memory`"),
+        ({"device": " "}, {}, "`--device` is empty"),
+        ({"device": "8xh100-sxm"}, {"hardware.count": 4}, "both say how many"),
+        ({"device": "12xh100-sxm"}, {}, "is no whole number of nodes of 8"),
+        ({"qlora": True}, {"base_format": "int8"}, "`base_format: int8` is stated"),
+    ],
+)  # fmt: skip
+def test_what_disagrees_is_one_error_with_both_values(given, changes, said):
+    with pytest.raises(InvalidRequest) as caught:
+        read(given, changes)
+    assert said in caught.value.message
+    assert caught.value.hint
+
+
+def test_what_agrees_is_no_error():
+    made = read({"method": "lora", "batch": 2}, {"method": "lora", "micro_batch": 2})
+    assert (made.method, made.micro_batch) == ("lora", 2)
+
+
+def test_a_key_is_typed_again_as_its_flag():
+    words = options.same_options(
+        "8xH100", None, {"method": "qlora", "task.sequence_length": "8k", "lora.targets": ["q"]}
+    )
+    assert shlex.split(words) == [
+        "--device", "8xH100", "--method", "qlora", "--seq-len", "8k", "--set", "lora.targets=[q]",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--memory="], "error: `--memory` is empty"),
+        (["--objective", "cheapest"], "error: `--objective cheapest` says which of several"),
+        (["--devices", "l4,l40s", "--gpus", "2"], "both say how many devices there are"),
+        (["--set", "deepspeed=zero3"], "error: unknown key `deepspeed` in the options\nhint: that"),
+        (["--method", "lorra"], "error: `method: lorra` in the options: invalid enum value"),
+        (["--tokens", "50M", "--epochs", "2"], "both say how long to train"),
+    ],
+)  # fmt: skip
+def test_a_wrong_flag_is_one_error(words, said):
+    code, out, err = quick("plan", "gpt2", *words)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.count("error:") == err.count("hint:") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["--max-seq-length", "4096"], "that is `--seq-len TOKENS` here"),
+        (["--load-in-4bit"], "that is `--set base_format=nf4 --method lora` here"),
+        (["--lora"], "that is `--method lora` here"),
+        (["--gradient-checkpointing"], "that is `--set recompute=full` here"),
+        (["--learning-rate", "1e-4"], "that is `--set optimizer.learning_rate=…` here"),
+        (["--output-dir", "x"], "`--folder runs/first`"),
+        (["--no-such-flag"], "`memfit plan --help`"),
+        (["8b"], 'a name of several words stands in quotes, as `"llama 8b"`'),
+    ],
+)  # fmt: skip
+def test_an_option_of_another_trainer_is_answered(words, hint):
+    code, out, err = quick("plan", "gpt2", *words)
+    assert (code, out) == (2, "")
+    assert f"hint: {hint}" in err or hint in err
+
+
+def test_a_negative_number_stays_a_whole_one():
+    assert "`micro_batch: -1` in the options" in quick("plan", "gpt2", "--batch", "-1")[2]
+
+
+def test_an_objective_of_a_task_is_one_of_the_request():
+    code, out, err = quick("plan", "gpt2", "--device", "l4", "--objective", "sft", "--seq-len",
+                           "512", "--json")  # fmt: skip
+    assert (code, err) == (0, "")
+    assert '"objective": "sft"' in out

@@ -1,0 +1,24 @@
+"""The Python of docs/api.md runs as it stands, and prints what is said beside it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+
+
+def test_the_page_has_examples():
+    assert len(BLOCKS) == 4
+
+
+@pytest.mark.parametrize("at", range(len(BLOCKS)))
+def test_an_example_runs(at, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat.jsonl").write_text('{"text": "a cat"}\n')
+    exec(compile(BLOCKS[at], f"docs/api.md, block {at}", "exec"), {})
+    out = capsys.readouterr().out
+    for said in re.findall(r"#\s(.*)", BLOCKS[at]):
+        if not said.startswith("which"):
+            assert said.rstrip("…>").strip() in out

@@ -1,0 +1,120 @@
+"""The short screen: 24 lines of 80 columns, with what one decides by."""
+
+import io
+import shlex
+
+import pytest
+
+from memfit import api
+from memfit.catalog import models
+from memfit.cli.options import changed_options
+from memfit.core.errors import InvalidRequest, MemoryUnknown
+from memfit.screens.short import MOST, show_short
+from memfit.screens.widgets.terminal import Console, cells
+from typed_commands import quick
+
+PLANS = {
+    "fits": ["qwen3-8b", "--device", "A100", "--method", "lora"],
+    "qlora": ["Qwen/Qwen3-8B-Base", "--device", "4090", "--qlora", "--seq-len", "8k"],
+    "does not fit": ["llama-3.1-8b", "--device", "4090", "--method", "full"],
+    "fits nowhere near": ["llama-3.1-70b", "--device", "4090", "--method", "full"],
+    "not even with rows of one": ["llama-3.1-405b", "--device", "l4"],
+    "several devices": ["llama-3.1-8b", "--device", "8xH100", "--method", "full"],
+    "several, of which none fits": ["llama-3.1-70b", "--device", "2x4090", "--qlora"],
+    "another framework": ["llama-3.1-8b", "--device", "h100-sxm", "--framework", "torchtitan"],
+    "a trainer that lacks memory": ["gpt-oss-20b", "--device", "3060", "--framework", "trl"],
+    "off record": ["llama-3.1-8b", "--device", "mi325x"],
+    "pure bf16": ["qwen3-8b", "--device", "l4", "--precision", "bf16"],
+    "a processor": ["gpt2", "--device", "cpu", "--seq-len", "256"],
+    "a limit": ["gpt2", "--device", "l4", "--memory", "200 MiB", "--seq-len", "512"],
+}
+
+
+def check(out):
+    lines = out.splitlines()
+    assert len(lines) <= MOST
+    assert max(map(cells, lines)) <= 80
+    assert all(line == line.rstrip() for line in lines)
+    return lines
+
+
+@pytest.mark.parametrize("words", PLANS.values(), ids=list(PLANS))
+def test_a_plan_is_24_lines_of_80_columns(words, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, err = quick("plan", *words)
+    assert err == ""
+    lines = check(out)
+    verdict = lines[0].partition("  ")[0]
+    assert (code == 3) == (verdict == "DOES NOT FIT")
+    assert "usable" in out
+    assert "\nAssumed: " in out
+    assert "\nNext\n  memfit " in out
+    assert ("Ways out" in out) <= (code == 3)
+    assert lines[-1].startswith("--why explains")
+
+
+@pytest.mark.parametrize("words", PLANS.values(), ids=list(PLANS))
+def test_what_it_says_to_type_next_runs(words, monkeypatch):
+    """A flag that is typed and a way out that sets its key contradicted each other."""
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = quick("plan", *words)
+    text = out.partition("\nNext\n")[2].rpartition("\n--why")[0].replace("\\\n", " ")
+    verb, *rest = shlex.split(text)[1:]
+    if verb in ("plan", "predict"):
+        code, shown, err = quick(verb, *rest)
+        assert code in (0, 3), err
+        if "Ways out" in out:
+            assert code == 0, shown
+    else:
+        assert verb == "certify"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [m.id for m in models()])
+def test_every_model_of_the_catalogue_is_24_lines(model):
+    try:
+        plan = api.plan(api.read(model, device="8xH100"))
+    except (InvalidRequest, MemoryUnknown):
+        return  # families that are only counted
+    stream = io.StringIO()
+    show_short(Console(stream, width=80, colour=False), plan, commands=["memfit plan " + model])
+    check(stream.getvalue())
+
+
+def test_why_has_the_whole_screen():
+    words = ["plan", "gpt2", "--device", "l4", "--seq-len", "512"]
+    whole = quick(*words, "--why")[1]
+    short = quick(*words)[1]
+    for heading in ("Memory at the peak", "Instants", "Considered", "Every entry at the peak"):
+        assert heading in whole
+        assert heading not in short
+
+
+def test_colour_adds_nothing_but_colour():
+    plan = api.plan(api.read("gpt2", device="l4", changes={"task.sequence_length": 512}))
+
+    def text(**keys):
+        stream = io.StringIO()
+        show_short(Console(stream, width=80, **keys), plan, commands=["memfit certify gpt2"])
+        return stream.getvalue()
+
+    import re
+
+    assert re.sub(r"\x1b\[[0-9;]*m", "", text(colour=True)) == text(colour=False)
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "more", "typed"),
+    [
+        ("4090", {"method": "full"}, {"method": "lora", "base_format": "int8"},
+         "--device 4090 --method lora --set base_format=int8"),
+        ("8xA100", {}, {"hardware.device": "b200-sxm"}, "--device b200-sxm:8"),
+        ("2x4090", {}, {"hardware.count": 8}, "--device 4090 --gpus 8"),
+        ("4090", {"method": "qlora"}, {"base_format": "int8"},
+         "--device 4090 --method lora --set base_format=int8"),
+        ("4090", {"method": "qlora"}, {"task.sequence_length": 512},
+         "--device 4090 --method qlora --seq-len 512"),
+    ],
+)  # fmt: skip
+def test_a_change_stands_once_in_a_command(device, changes, more, typed):
+    assert changed_options(device, None, changes, more) == f" {typed}"
