@@ -75,12 +75,16 @@ def test_the_next_command_of_a_miss_is_its_cheapest_way_out():
     words = SMALL_CARD
     code, out = run("plan", *words)
     assert code == 3
-    shown = " ".join(out.split())
-    last = " ".join(out.split("Next\n")[1].replace("\\\n", " ").split())
+    _, every = run("plan", *words, "--why")
+    shown = " ".join(every.split())
+    last = out.split("Next\n")[1].partition("--why explains")[0].replace("\\\n", " ")
+    typed = shlex.split(last)
     ways = api.plan(
         api.read("llama-3.1-8b", device="rtx-4090", changes={"method": "full"})
     ).ways_out
-    assert last.startswith(f"memfit plan {shlex.join([*words, *ways[0].options])}")
+    assert typed[:2] == ["memfit", "plan"]
+    cheapest = ask(*words, *ways[0].options)[1]["recipe_digest"]
+    assert ask(*typed[2:])[1]["recipe_digest"] == cheapest
     for way in ways:
         pairs = [way.options[n : n + 2] for n in range(0, len(way.options), 2)]
         assert all(shlex.join(pair) in shown for pair in pairs)

@@ -72,7 +72,8 @@ def test_a_run_lives_within_its_limit_and_holds_what_was_predicted(tmp_path, mon
 def test_a_limit_that_imports_alone_exceed_is_refused_before_anything_runs(tmp_path) -> None:
     request = write_request(tmp_path, "150 MiB")
     done = subprocess.run(
-        [sys.executable, "-m", "memfit", "plan", str(request)], capture_output=True, text=True,
+        [sys.executable, "-m", "memfit", "plan", str(request), "--why"],
+        capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 3
     assert "imported libraries" in " ".join(done.stdout.split())

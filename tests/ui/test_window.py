@@ -174,7 +174,7 @@ def test_explore_never_says_the_verdict_of_what_was_asked_before(browser, server
     [
         ("model=llama-3.1-8c", ["llama-3.1-8c"]),
         ("model=some-org/some-model", ["some-org/some-model"]),  # the hub, without a network
-        ("model=pythia-70m&hardware.device=h100", ["pythia-70m", "--device", "h100"]),
+        ("model=pythia-70m&hardware.device=h1000", ["pythia-70m", "--device", "h1000"]),
         (
             f"{SMALL}&micro_batch=3&task.global_batch=16",
             [
