@@ -17,6 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: a second thread only waits, and waits busily
 _NO_CONFIG = tempfile.TemporaryDirectory(prefix="memfit-no-config-")  # gone when the tests are over
 os.environ["XDG_CONFIG_HOME"] = _NO_CONFIG.name  # nobody's own rows
+os.environ["MEMFIT_NO_CACHE"] = "1"  # no certificate of another test, or of another code
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 # The same examples every time; `make test-wide` looks for new ones. No test is about its own time.

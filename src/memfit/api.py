@@ -9,6 +9,7 @@ Torch is imported only by the verbs that need it, when they are called.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast, get_args
 
@@ -237,6 +238,13 @@ def report(folder: Path) -> Report:
 def versions() -> dict[str, str]:
     """memfit's own version and those of the libraries a step depends on, where installed."""
     return installed_versions(LIBRARIES)
+
+
+def without_cache() -> AbstractContextManager[None]:
+    """A context in which certificates are made anew, and not kept."""
+    from memfit import certify as certification
+
+    return certification.without_cache()
 
 
 def write_plan(plan: Plan, folder: Path) -> None:

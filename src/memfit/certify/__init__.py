@@ -18,6 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
+from memfit.certify import cache
 from memfit.certify.versions import OLDEST_TORCH, release
 from memfit.core.callable_package import make_callable
 from memfit.core.errors import Error, InvalidRequest, NotCertified
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 NEEDED = ("torch", "transformers", "peft")
 LAST_LINES = 15  # of a crashed child's output, shown to the user
 _HERE: ContextVar[bool] = ContextVar("certify in this process", default=False)
+_FRESH: ContextVar[bool] = ContextVar("certify without the cache", default=False)
 
 
 class Order(Record, frozen=True, kw_only=True):
@@ -69,6 +73,7 @@ def certify(
     None takes the rows of `bounds_of`.
     tape: where a `certify.recording.Recording` is written; None keeps none.
     rank: of the recipe's mesh; None certifies the fullest, and its bounds say which that is.
+    One that was made before, of the same order, versions and files, comes from `certify.cache`.
     Raises NotCertified (the step cannot be traced here), InvalidRequest (it can run nowhere).
     """
     order = Order(
@@ -93,6 +98,22 @@ def certify_all(orders: Sequence[Order]) -> list[Certificate | Error]:
     Raises NotCertified when nothing can be certified here.
     """
     check_libraries()
+    keys = [_find_key(order) for order in orders]
+    made = [
+        cache.find(key) if key and not order.tape else None
+        for key, order in zip(keys, orders, strict=True)
+    ]
+    wanted = [at for at, found in enumerate(made) if found is None]
+    answers = iter(_run([orders[at] for at in wanted])) if wanted else iter(())
+    done = [found or next(answers) for found in made]
+    for at in wanted:
+        if (key := keys[at]) and isinstance(certificate := done[at], Certificate):
+            cache.keep(key, certificate)
+    return done
+
+
+def _run(orders: Sequence[Order]) -> list[Certificate | Error]:
+    """Each order's answer, made now."""
     if _HERE.get():
         return [_read_answer(answer_order(to_json(order))) for order in orders]
     child = subprocess.run(
@@ -103,6 +124,25 @@ def certify_all(orders: Sequence[Order]) -> list[Certificate | Error]:
         env=child_environment(),
     )
     return _read_answers(child, len(orders))
+
+
+def _find_key(order: Order) -> str:
+    """The order's place in the cache; "" where the cache is not used."""
+    if _FRESH.get() or cache.switched_off():
+        return ""
+    recipe, stated = order.recipe, structs.replace(order, tape="")
+    source = "" if recipe.weights == "random" else recipe.model.source
+    return cache.make_key(to_json(stated, indent=-1), source, on_cpu=order.device.is_cpu)
+
+
+@contextmanager
+def without_cache() -> Iterator[None]:
+    """Certificates are meanwhile made anew, and not kept."""
+    token = _FRESH.set(True)
+    try:
+        yield
+    finally:
+        _FRESH.reset(token)
 
 
 @contextmanager

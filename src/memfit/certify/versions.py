@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
-from memfit.records.shapes import BatchShape as BatchShape
-
-if TYPE_CHECKING:
-    pass
-
-
+# whose code decides what a step holds
+STEP_LIBRARIES = (
+    "memfit", "torch", "transformers", "peft", "torchao", "bitsandbytes", "safetensors",
+    "accelerate",
+)  # fmt: skip
 OLDEST_TORCH, NEWEST_TORCH = "2.11", "2.13"  # tried; the self-check judges a newer one
 
 

@@ -140,6 +140,25 @@ anyway_option = click.option(
 )
 
 
+def no_cache_option(function: F) -> F:
+    """--no-cache: certificates are made anew while the verb runs, and not kept."""
+
+    @functools.wraps(function)
+    def with_choice(*, no_cache: bool, **values: Any) -> Any:
+        if not no_cache:
+            return function(**values)
+        from memfit import api
+
+        with api.without_cache():
+            return function(**values)
+
+    decorated: Any = click.option(
+        "--no-cache", is_flag=True, help="Certify anew; nothing is read from or kept in the cache."
+    )(with_choice)
+    made: F = decorated
+    return made
+
+
 def read_target(target: str, device: str | None, memory: str | None, changes: Changes) -> Request:
     """A request from a model's name, request.yaml or plan.json, with the options put in."""
     from memfit import api

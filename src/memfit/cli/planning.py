@@ -14,6 +14,7 @@ from memfit.cli.options import (
     anyway_option,
     changed_options,
     folder_option,
+    no_cache_option,
     note,
     output_options,
     print_json,
@@ -201,6 +202,7 @@ def predict_command(
     help="Draw memory event by event: a page, a Chrome trace, an allocator snapshot.",
 )
 @click.option("--why", is_flag=True, help="Every tensor at the peak, and every lever certified.")
+@no_cache_option
 @output_options
 def certify_command(
     target: str,

@@ -248,6 +248,7 @@ class Certificate(Record, frozen=True, kw_only=True):
     held_out: RowBounds | None = None  # and what is evaluated on
     # bytes of host tensors while a run on a GPU loads and saves; they are in none of the phases
     host: dict[str, int] = {}  # noqa: RUF012 (msgspec gives each its own)
+    from_cache: bool = False  # made before, of the same recipe, limit, versions and device
 
     def __repr__(self) -> str:
         """Verdict, model, device and bytes in one line."""

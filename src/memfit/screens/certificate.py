@@ -43,12 +43,12 @@ def show_certificate(
     recipe, memory = certificate.recipe, certificate.memory
     show_verdict(console, memory, f"{recipe.model.name} on {recipe.device} (certified)")
     torch = certificate.versions.get("torch", "an unknown version")
-    say(
-        console,
-        f"recipe {certificate.recipe_digest}: its own step ran on fake tensors in "
-        f"{units.show_seconds(certificate.seconds)}, torch {torch}",
-        style="dim",
-    )
+    took = units.show_seconds(certificate.seconds)
+    if certificate.from_cache:
+        ran = f"from the cache, made in {took}; `--no-cache` runs its step again"
+    else:
+        ran = f"its own step ran on fake tensors in {took}"
+    say(console, f"recipe {certificate.recipe_digest}: {ran}, torch {torch}", style="dim")
     show_bar(console, memory)
     show_breakdown(console, memory, why=why)
     _show_numbers(console, certificate, plan)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from memfit.certify.evidence.prove import prove
 from memfit.core import units
+from memfit.core.cache_folder import cache_folder
 from memfit.core.errors import NotCertified
 from memfit.records import Record
 
@@ -81,8 +82,7 @@ def _memory() -> int:
 
 def _caches() -> list[Path]:
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
-    own = os.environ.get("MEMFIT_CACHE") or "~/.cache/memfit"
-    return [Path(own).expanduser(), Path(home).expanduser()]
+    return [cache_folder(), Path(home).expanduser()]
 
 
 def _state(path: Path) -> str:

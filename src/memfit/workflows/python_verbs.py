@@ -10,6 +10,7 @@ that is the only one of its name (`learning_rate=2e-4`). Each verb raises `memfi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -136,12 +137,19 @@ def predict(asked: Asked, **words: Any) -> Plan:
     return api.predict(read_request(asked, words))
 
 
-def certify(asked: Asked, *, folder: str | Path | None = None, **words: Any) -> Certificate:
+def certify(
+    asked: Asked, *, folder: str | Path | None = None, cache: bool = True, **words: Any
+) -> Certificate:
     """Run the planned step on fake tensors, and replay it through the allocator; needs torch.
 
-    folder: where plan.json and certificate.json are written. Raises NotCertified.
+    folder: where plan.json and certificate.json are written. cache: whether a certificate that was
+    made before, of all the same, may be the answer. Raises NotCertified.
     """
-    home = None if folder is None else Path(folder)
+    with nullcontext() if cache else api.without_cache():
+        return _certify(asked, None if folder is None else Path(folder), words)
+
+
+def _certify(asked: Asked, home: Path | None, words: Mapping[str, Any]) -> Certificate:
     if isinstance(asked, Plan) and words:
         raise InvalidRequest(
             f"`{next(iter(words))}` would change a plan, and a plan is fixed",

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from memfit.core.cache_folder import cache_folder
 from memfit.core.errors import InvalidRequest, RunFailed
 from memfit.families import read_model
 from memfit.families.capabilities.limits import choose_packing
@@ -25,7 +26,7 @@ from memfit.records.shapes import RowBounds
 from memfit.train.data.readers import Sources, find_sources, read_texts
 from memfit.train.data.sampler import Sampler, build_rows, build_sampler
 from memfit.train.data.tokenizer import Tokenizer, lacks_tokenizer, read_tokenizer, train_tokenizer
-from memfit.train.data.tokens import Corpus, default_cache, read_corpus
+from memfit.train.data.tokens import Corpus, read_corpus
 
 
 class Data(NamedTuple):
@@ -69,7 +70,7 @@ def find_tokenizer(
         return read_tokenizer(source)
     vocab = read_model(reference).architecture.vocab
     facts = json.dumps([vocab, [s.sha256 for s in sources.files]])
-    root = (cache or default_cache()) / "tokenizers"
+    root = (cache or cache_folder()) / "tokenizers"
     folder = root / hashlib.sha256(facts.encode()).hexdigest()[:32]
     if not (folder / "tokenizer.json").exists():
         try:

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from memfit.core.cache_folder import cache_folder
 from memfit.core.errors import InvalidRequest, RunFailed
 from memfit.core.units import DAY, MIB
 from memfit.train.data.conversations import Example
@@ -55,11 +56,6 @@ class Corpus(NamedTuple):
         return np.diff(self.offsets)
 
 
-def default_cache() -> Path:
-    """$MEMFIT_CACHE, or `~/.cache/memfit`."""
-    return Path(os.environ.get("MEMFIT_CACHE") or "~/.cache/memfit").expanduser()
-
-
 def read_corpus(
     sources: Sources, tokenizer: Tokenizer, objective: str, cache: Path | None = None
 ) -> Corpus:
@@ -70,7 +66,7 @@ def read_corpus(
     Raises InvalidRequest for what cannot be read (see `read_examples`) and for
     a document without tokens; RunFailed when the cache cannot be written.
     """
-    root = (cache or default_cache()) / "tokens"
+    root = (cache or cache_folder()) / "tokens"
     facts = [FORMAT, objective, tokenizer.fingerprint]
     facts += [part for s in sources.files for part in (s.kind, s.sha256)]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
