@@ -1,5 +1,9 @@
 """Cached certificates: found by everything that they depend on, and by nothing less."""
 
+import os
+import subprocess
+import sys
+
 import msgspec
 import pytest
 
@@ -104,6 +108,7 @@ def test_weights_that_come_to_this_machine_make_another_certificate(place, order
 
 
 def test_files_of_the_hubs_cache_are_seen(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "huggingface_hub.constants", raising=False)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     before = cache.describe_source("meta/llama")
     home = tmp_path / "models--meta--llama" / "snapshots" / "1"
@@ -132,8 +137,6 @@ def test_an_entry_that_cannot_be_read_or_written_is_no_failure(place, runs, orde
 
 
 def test_the_oldest_go_first(place, runs, order, monkeypatch):
-    import os
-
     one = certify(order)
     size = next(place.iterdir()).stat().st_size
     monkeypatch.setattr(cache, "LARGEST", int(2.5 * size))
@@ -195,3 +198,15 @@ def test_no_cache_is_a_flag(tmp_path, monkeypatch):
     for flags in ((), ("--no-cache",)):
         quick("certify", write(tmp_path, STATED), *flags)
     assert seen == [False, True]
+
+
+def test_the_hubs_cache_is_where_its_library_says():
+    code = (
+        "from memfit.families.weight_files.hub_cache import hub_folder; before = hub_folder('a/b');"
+        "from huggingface_hub import constants, file_download as f;"
+        "name = f.repo_folder_name(repo_id='a/b', repo_type='model');"
+        "import pathlib; there = pathlib.Path(constants.HF_HUB_CACHE) / name;"
+        "assert before == hub_folder('a/b') == there, (before, there)"
+    )
+    for change in ({}, {"HF_HOME": "/x"}, {"XDG_CACHE_HOME": "/y"}, {"HF_HUB_CACHE": "$HOME/z"}):
+        subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, **change})

@@ -22,6 +22,7 @@ from memfit.core.cache_folder import cache_folder
 from memfit.core.errors import InvalidRequest
 from memfit.core.libraries import installed_versions
 from memfit.core.units import MIB
+from memfit.families.weight_files.hub_cache import hub_folder
 from memfit.records import from_data, to_data, write_atomically
 from memfit.records.results import Certificate
 
@@ -77,9 +78,7 @@ def describe_source(source: str) -> str:
         return ""
     folder = Path(source)
     if not folder.is_dir():
-        home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
-        hub = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
-        folder = hub / f"models--{source.replace('/', '--')}"
+        folder = hub_folder(source)
     return describe_files(folder, (".safetensors", ".json")) if folder.is_dir() else ""
 
 

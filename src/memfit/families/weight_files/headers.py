@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from memfit.families.weight_files.hub_cache import hub_folder
 from memfit.records.model import DTYPE_BYTES
 
 SINGLE = "model.safetensors"
@@ -51,6 +52,8 @@ def _names(index: Path) -> Iterable[str]:
 
 def _find_cached(name: str) -> set[Path]:
     """The same of what the hub's cache holds; nothing is downloaded."""
+    if not name or not hub_folder(name).is_dir():
+        return set()
     try:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
