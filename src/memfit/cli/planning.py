@@ -394,7 +394,10 @@ def _plan_of(target: str, request: Request, folder: Path | None) -> tuple[Plan, 
 
     if path := api.find_plan(Path(target)):
         return api.read_plan(path), folder or path.parent
-    return api.plan(request), folder
+    plan = api.plan_alone(request)  # levers take most of a plan's time, and this screen has its own
+    if folder or plan.memory.verdict == "does_not_fit":  # written, or shown, whole
+        plan = api.plan(request)
+    return plan, folder
 
 
 def _with_time(

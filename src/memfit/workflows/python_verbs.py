@@ -157,18 +157,23 @@ def _certify(asked: Asked, home: Path | None, words: Mapping[str, Any]) -> Certi
         )
     if isinstance(asked, str | Path) and not words and (path := api.find_plan(Path(asked))):
         asked = api.read_plan(path)
-    request = None if isinstance(asked, Plan) else read_request(asked, words)
-    if request is not None and request.ranks > 1:  # certified as it states itself
+    request = api.state(asked) if isinstance(asked, Plan) else read_request(asked, words)
+    if not isinstance(asked, Plan) and request.ranks > 1:  # certified as it states itself
         stated = api.read_stated(request)
         certificate = api.certify(stated.recipe, usable=stated.usable)
     else:
-        made = asked if isinstance(asked, Plan) else api.plan(request or read_request(asked, words))
+        made = asked if isinstance(asked, Plan) else _plan(request, whole=home is not None)
         certificate = api.certify(made.recipe, usable=made.memory.usable)
         if home is not None:
             api.write_plan(made, home)
     if home is not None:
         api.write_certificate(certificate, home)
     return certificate
+
+
+def _plan(request: Request, *, whole: bool) -> Plan:
+    """With levers where the whole plan is written; they take most of its time."""
+    return api.plan(request) if whole else api.plan_alone(request)
 
 
 def check(
