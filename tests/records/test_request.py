@@ -57,7 +57,7 @@ def test_yaml_scalars_are_what_they_look_like(tmp_path):
         ),
         (
             "- a",
-            "`/request.yaml` holds list, not keys with values\n"
+            "`/request.yaml` holds a list, not keys with values\n"
             "hint: start with `model: llama-3.1-8b`; `memfit init` writes a commented file",
         ),
         (

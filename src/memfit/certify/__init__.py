@@ -24,6 +24,7 @@ from memfit.certify import cache
 from memfit.certify.versions import OLDEST_TORCH, release
 from memfit.core.callable_package import make_callable
 from memfit.core.errors import Error, InvalidRequest, NotCertified
+from memfit.core.system import name_parent
 from memfit.records import Record, from_data, to_data, to_json
 from memfit.records.hardware import Device
 from memfit.records.ledger import Phase
@@ -158,7 +159,9 @@ def in_this_process() -> Iterator[None]:
 
 def child_environment() -> dict[str, str]:
     """Of a process that imports what this one would, and sees none of this machine's GPUs."""
-    return os.environ | {
+    return {
+        **os.environ,
+        **name_parent(),
         "CUDA_VISIBLE_DEVICES": "",
         "HIP_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import sys
 
+from memfit.core.system import end_with_parent
+
 
 def main() -> None:
     """Answer line by line. What libraries print goes to stderr; only answers go to stdout."""
     answer_to = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    end_with_parent()
     from memfit.certify import answer_order, measure_imports
 
     lines = sys.stdin.read().splitlines()

@@ -17,6 +17,7 @@ import click
 
 from memfit import __version__
 from memfit.core.errors import Error, InvalidRequest, UnknownName
+from memfit.core.streams import guarded_output, open_closed_streams
 
 INTERRUPTED = 130
 EXTRAS = {
@@ -102,17 +103,33 @@ def app(ctx: click.Context) -> None:
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run one command line and leave with its exit code."""
+    open_closed_streams()
     sys.exit(run(lambda: app.main(arguments, prog_name="memfit", standalone_mode=False)))
 
 
 def run(work: Callable[[], object]) -> int:
-    """Run a verb and turn whatever leaves it into one clear message and an exit code."""
+    """Run a verb and turn whatever leaves it into one clear message and an exit code.
+
+    A reader that has seen enough changes nothing: the work goes on to its end and its code is true.
+    """
+    with guarded_output() as (out, err):
+        code = _run(work)
+        out.flush()
+        if out.is_lost and not code:
+            assert out.error is not None
+            code = _say(f"the output could not be written: {out.error.strerror}", "", 2)
+        err.flush()
+        return code
+
+
+def _run(work: Callable[[], object]) -> int:
     try:
         done = work()
-        sys.stdout.flush()
         return done if isinstance(done, int) else 0
     except click.exceptions.Exit as leave:
         return leave.exit_code
+    except SystemExit as leave:  # a library's
+        return _read_code(leave.code)
     except (KeyboardInterrupt, click.Abort):
         return _say("interrupted", "", INTERRUPTED)
     except click.UsageError as error:
@@ -121,9 +138,6 @@ def run(work: Callable[[], object]) -> int:
         return _say(error.format_message(), "", error.exit_code)
     except Error as error:
         return _say(error.message, error.hint, error.exit_code)
-    except (BrokenPipeError, SystemExit):  # a pipe's reader has seen enough; click exits by itself
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except ModuleNotFoundError as error:
         name = (error.name or "").split(".")[0]
         extra = next((extra for extra, names in EXTRAS.items() if name in names), None)
@@ -136,6 +150,13 @@ def run(work: Callable[[], object]) -> int:
         return _say(missing.message, missing.hint, missing.exit_code)
     except Exception as error:
         return _bug(error)
+
+
+def _read_code(code: object) -> int:
+    """As Python reads what SystemExit carries."""
+    if code is None or isinstance(code, int):
+        return code or 0
+    return _say(str(code), "", 1)
 
 
 def _help_of(error: click.UsageError) -> str:

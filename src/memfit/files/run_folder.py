@@ -1,6 +1,7 @@
 """A run folder's files: whose request it holds, and a plan as a request.
 
 request.json  plan.json  certificate.json  run.json  report.json  report.html  log.jsonl
+model.json
 """
 
 from __future__ import annotations

@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from memfit.core.errors import InvalidRequest, did_you_mean
+from memfit.core.reading import read_bytes, shorten
 
 N = TypeVar("N", bound="Record")
-SHOWN = 60  # characters of a wrong value that an error repeats
+MOST_RECORD = 2**30  # bytes of a record: a run.json has two numbers a step
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,16 +63,12 @@ def from_data(data: object, kind: type[N], *, where: str) -> N:
 
 def read_json(path: Path, kind: type[N]) -> N:
     """Read a record from a JSON file written by `write_json`."""
+    edited = "it was cut short or edited: write it again"
+    content = read_bytes(path, most=MOST_RECORD)
     try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise InvalidRequest(f"cannot read `{path}`: {error.strerror}") from None
-    try:
-        data = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
-        raise InvalidRequest(
-            f"`{path}` is not JSON: {error}", hint="it was cut short or edited: write it again"
-        ) from None
+        data = msgspec.json.decode(content)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"`{shorten(path, 300)}` is not JSON: {error}", hint=edited) from None
     return from_data(data, kind, where=str(path))
 
 
@@ -85,7 +82,8 @@ def write_atomically(path: Path, content: bytes) -> None:
     import tempfile  # 4 ms that a plan on the screen does not need
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    prefix = f".{path.name}.{os.getpid()}-"
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=prefix)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
@@ -95,6 +93,27 @@ def write_atomically(path: Path, content: bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+_TEMPORARY = re.compile(r"\..+\.([0-9]+)-[a-z0-9_]{8}")
+
+
+def remove_temporary(folder: Path) -> None:
+    """Delete what `write_atomically` had begun in a folder when its process was killed."""
+    for path in folder.glob(".*"):
+        match = _TEMPORARY.fullmatch(path.name)
+        if match and not _is_alive(int(match[1])):
+            path.unlink(missing_ok=True)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$(.*)`)?")
@@ -115,15 +134,10 @@ def _explain(
         return InvalidRequest(f"unknown key `{full}` in {where}", hint=hint)
     problem, _, path = text.partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
-    value = _shortened(_value_at(data, path))
+    value = shorten(_value_at(data, path))
     shown = f"`{path}: {value}`" if path else f"`{value}`"
     problem = problem[:1].lower() + problem[1:]
     return InvalidRequest(f"{shown} in {where}: {problem}", hint=_hint(kind, path))
-
-
-def _shortened(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
 
 
 def _steps(path: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,6 +10,7 @@ import msgspec
 
 from memfit.core import units
 from memfit.core.errors import InvalidRequest
+from memfit.core.reading import is_file, name_kind, parse_yaml, read_text, shorten
 from memfit.records import Record, from_data, to_data
 from memfit.records.looser import read_looser
 from memfit.records.model import ModelReference
@@ -368,37 +368,11 @@ def read_yaml(path: Path, *, hint: str = "", version: str = "1.2") -> dict[str, 
 
     version: of YAML, where the file says none; in 1.1 `yes` and `off` are booleans.
     """
-    from ruamel.yaml import YAML  # 20 ms that a plan by flags does not need
-    from ruamel.yaml.error import MantissaNoDotYAML1_1Warning, MarkedYAMLError, YAMLError
-
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise InvalidRequest(
-            f"`{path}` is not a text file", hint="YAML or JSON of keys with values, in UTF-8"
-        ) from None
-    except OSError as error:
-        hint = "`memfit init` writes a commented one" if not path.exists() else ""
-        raise InvalidRequest(f"cannot read `{path}`: {error.strerror}", hint=hint) from None
-    try:
-        yaml = YAML(typ="safe", pure=True)
-        yaml.version = version
-        with warnings.catch_warnings():  # that 1.1 would have a dot in 1e-4
-            warnings.simplefilter("ignore", MantissaNoDotYAML1_1Warning)
-            data = yaml.load(text)
-    except RecursionError:
-        raise InvalidRequest(f"`{path}` nests its keys too deeply to be read") from None
-    except MarkedYAMLError as error:
-        mark = error.problem_mark
-        place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        begun = error.context_mark
-        known = "in YAML spaces indent, and a value that holds `: ` stands in quotes"
-        hint = f"{error.context}, begun in line {begun.line + 1}" if begun else known
-        raise InvalidRequest(f"`{path}`{place}: {error.problem}", hint=hint) from None
-    except YAMLError as error:
-        raise InvalidRequest(f"`{path}` is not YAML: {error}") from None
+    missing = "" if is_file(path) or hint else "`memfit init` writes a commented one"
+    text = read_text(path, hint=missing or "YAML or JSON of keys with values, in UTF-8")
+    data = parse_yaml(text, where=f"`{shorten(path, 300)}`", version=version)
     if not isinstance(data, dict):
-        held = "is empty" if data is None else f"holds {type(data).__name__}"
+        held = "is empty" if data is None else f"holds {name_kind(data)}"
         own = "start with `model: llama-3.1-8b`; `memfit init` writes a commented file"
         raise InvalidRequest(f"`{path}` {held}, not keys with values", hint=hint or own)
     return data

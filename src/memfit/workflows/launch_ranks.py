@@ -15,7 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memfit.core.errors import Error, InvalidRequest
+from memfit.core.errors import Error, InvalidRequest, RunFailed
+from memfit.core.streams import guarded_output
+from memfit.core.system import end_with_parent
 from memfit.files.run_folder import read_plan
 from memfit.plan.request import problem as problems
 from memfit.records import read_json
@@ -55,6 +57,9 @@ def train_ranks(
             f"the request is for {request.ranks} ranks, and the launcher started {place.size}",
             hint="make `hardware.count` x `hardware.nodes` the number of processes",
         )
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun itself started this process
+        end_with_parent(code=RunFailed.exit_code)
 
     def first() -> str:
         prepare(request, folder, say=say, override=override)
@@ -132,6 +137,7 @@ def main(arguments: list[str]) -> int:
     from memfit.train.distributed.ranks import find_place, join
     from memfit.train.run.progress import open_progress
 
+    end_with_parent(code=RunFailed.exit_code)
     folder, options = Path(arguments[0]), json.loads(arguments[1])
     try:
         place = find_place()
@@ -153,4 +159,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with guarded_output():
+        sys.exit(main(sys.argv[1:]))

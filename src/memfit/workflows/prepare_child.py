@@ -22,6 +22,7 @@ import msgspec
 
 from memfit.certify import LAST_LINES, child_environment, in_this_process
 from memfit.core.errors import Error, InvalidRequest, NotCertified, RunFailed
+from memfit.core.system import end_with_parent
 from memfit.files.run_folder import read_plan
 from memfit.records import Record, from_data, read_json, to_json
 from memfit.records.recipe import ADAPTED
@@ -100,6 +101,7 @@ def _read_prepared(folder: Path) -> Prepared:
 
 def main(folder: Path) -> None:
     """Answer the order on stdin. What libraries print goes to stderr."""
+    end_with_parent()
     answer_to = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

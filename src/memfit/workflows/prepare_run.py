@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from memfit.core.errors import DoesNotFit, NotCertified
+from memfit.core.errors import DoesNotFit, InvalidRequest, NotCertified
 from memfit.files.run_folder import check_folder, read_plan, state
 from memfit.plan.memory.verdict import describe_lack, needs
 from memfit.plan.request import problem as problems
@@ -117,13 +117,13 @@ def _prepare_again(
     from memfit.train.model.weights import check_weights
 
     file = folder / "certificate.json"
-    proof = read_json(file, Certificate) if file.exists() else None
+    proof = _read_certificate(file, say)
     if proof is not None:
         stale = why_stale(proof, made, find_bounds(request, made.recipe))
         if not stale:
             return _judged(Prepared(request=request, plan=made, certificate=proof), override)
         say(f"`{file}` does not hold: {stale}; certifying again")
-    elif made.memory.verdict == "does_not_fit" and not override:
+    elif not file.exists() and made.memory.verdict == "does_not_fit" and not override:
         return None
     check_weights(made.recipe)
     new = _certify(request, made, say, override=override, imports=imports)
@@ -134,6 +134,17 @@ def _prepare_again(
         say("the plan's new certificate says that it does not fit: planning again")
         return None
     return _judged(prepared, override)
+
+
+def _read_certificate(file: Path, say: Say) -> Certificate | None:
+    """The folder's certificate; None where there is none, or none that can be read."""
+    if not file.exists():
+        return None
+    try:
+        return read_json(file, Certificate)
+    except InvalidRequest as error:
+        say(f"{error.message}; certifying again")
+        return None
 
 
 def _certify(

@@ -12,6 +12,7 @@ import sys
 from memfit import catalog
 from memfit.certify import LAST_LINES, child_environment
 from memfit.core.errors import NotCertified
+from memfit.core.system import end_with_parent
 
 
 def prove(device: str) -> str:
@@ -38,6 +39,7 @@ def main(device: str) -> None:
     from memfit.certify.tracing.fake_device import fake_device
 
     answer_to = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    end_with_parent()
     os.dup2(2, 1)  # what libraries print is no answer
     try:
         with fake_device(catalog.find_device(device)) as mode:

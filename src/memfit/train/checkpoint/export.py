@@ -18,12 +18,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memfit.core.errors import RunFailed
+from memfit.core.errors import InvalidRequest, RunFailed
 from memfit.core.libraries import quiet_import
 from memfit.families import family_of
 from memfit.families.weight_files.names import Part, file_parts
 from memfit.parallelism.whole import gather
-from memfit.train.checkpoint.files import flush, on_host
+from memfit.records import read_json, write_json
+from memfit.train.checkpoint.files import Manifest, describe_files, find_change, on_host
 from memfit.train.data.tokenizer import Tokenizer
 from memfit.train.distributed.pipeline import name_all, receive
 from memfit.train.distributed.ranks import Ranks
@@ -35,6 +36,7 @@ with quiet_import():
     from transformers import AutoConfig
 
 FOLDER = "model"
+WRITTEN = "model.json"  # of the run folder: size and SHA-256 of the model's files
 
 
 def save_model(run: Path, built: Built, tokenizer: Tokenizer, ranks: Ranks | None = None) -> Path:
@@ -60,8 +62,8 @@ def save_model(run: Path, built: Built, tokenizer: Tokenizer, ranks: Ranks | Non
         if ranks is not None:
             ranks.wait()
         tokenizer.save(temporary)
-        for path in temporary.iterdir():
-            flush(path)
+        files = describe_files(temporary)
+        write_json(run / WRITTEN, {"schema": 1, "files": files})
         if target.exists():
             shutil.rmtree(target)
         os.rename(temporary, target)
@@ -74,6 +76,21 @@ def save_model(run: Path, built: Built, tokenizer: Tokenizer, ranks: Ranks | Non
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
+
+
+def check_model(run: Path) -> None:
+    """Raise InvalidRequest where the model of a finished run is no longer as it was written."""
+    if not (run / WRITTEN).exists():  # of a version that did not list them
+        return
+    try:
+        change = find_change(run / FOLDER, read_json(run / WRITTEN, Manifest).files)
+    except InvalidRequest as error:
+        change = error.message
+    if change:
+        raise InvalidRequest(
+            f"the run is finished, and `{run / FOLDER}` is not as it was written: {change}",
+            hint=f"remove `{run / FOLDER}`: the same command writes it again from the checkpoint",
+        )
 
 
 def gather_files(built: Built, *, keep: bool) -> Iterator[tuple[str, dict[str, Tensor]]]:

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,9 @@ from torch import Tensor
 from memfit.core.errors import InvalidRequest, RunFailed
 from memfit.core.units import MIB
 from memfit.parallelism.whole import is_sharded, local_part, shard_number
+from memfit.records import Record, read_json, remove_temporary
 from memfit.train.measure.storages import inner_tensors
+from memfit.train.run.logs import digest_log
 from memfit.train.step.build import Built
 
 KEPT = 2
@@ -28,7 +30,27 @@ FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
 
 
+STATE = "state.json"
+
+
+LOGGED = "log_sha256"  # in state.json: of the run's log up to this step
+
+
 UNFINISHED = ".unfinished-"
+
+
+class Listed(Record, frozen=True, kw_only=True):
+    """A file of a checkpoint as it was written."""
+
+    bytes: int
+    sha256: str
+
+
+class Manifest(Record, frozen=True, kw_only=True):
+    """manifest.json: what the folder holds beside it."""
+
+    schema: Literal[1] = 1
+    files: dict[str, Listed]
 
 
 def put_in_place(temporary: Path, target: Path) -> None:
@@ -39,9 +61,14 @@ def put_in_place(temporary: Path, target: Path) -> None:
     flush(target.parent)
 
 
-def remove_old(root: Path) -> None:
-    """Delete all but the newest two."""
-    for old in _folders(root)[:-KEPT]:
+def remove_old(root: Path, newest: Path) -> None:
+    """Delete all but the two that end with the newest, which was just written.
+
+    Those of later steps are damaged, or the run would have gone on from them: they count as none,
+    and are replaced when the run is there.
+    """
+    folders = _folders(root)
+    for old in folders[: max(0, folders.index(newest) + 1 - KEPT)]:
         _remove(old)
 
 
@@ -66,24 +93,34 @@ def newest_checkpoint(run: Path, warn: Callable[[str], None]) -> Path | None:
 def find_damage(folder: Path) -> str:
     """Why a checkpoint cannot be used; empty when each file is what the manifest says."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        files = dict(manifest["files"])
-    except (OSError, ValueError, KeyError, TypeError):
+        listed = read_json(folder / MANIFEST, Manifest).files
+    except InvalidRequest:
         return f"no readable {MANIFEST}"
-    for name, said in files.items():
-        path = folder / name
-        if not path.exists():
+    if STATE not in listed or len(listed) == 1:
+        return f"{MANIFEST} does not list the files of a checkpoint"
+    return find_change(folder, listed)
+
+
+def find_change(folder: Path, listed: Mapping[str, Listed]) -> str:
+    """The first of a folder's files that is not as it was listed; empty when all are."""
+    for name, said in listed.items():
+        path = folder / Path(name).name  # of no other folder, whatever is written there
+        try:
+            size = path.stat().st_size
+            if size != said.bytes:
+                return f"{name} has {size} bytes, not {said.bytes}"
+            if file_sha256(path) != said.sha256:
+                return f"the content of {name} has changed"
+        except FileNotFoundError:
             return f"{name} is missing"
-        if path.stat().st_size != said["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes, not {said['bytes']}"
-        if file_sha256(path) != said["sha256"]:
-            return f"the content of {name} has changed"
+        except (OSError, ValueError) as error:
+            return f"{name} cannot be read: {_reason(error)}"
     return ""
 
 
 def checkpoint_state(folder: Path) -> dict[str, Any]:
     """state.json of a complete checkpoint."""
-    state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+    state: dict[str, Any] = json.loads((folder / STATE).read_text())
     return state
 
 
@@ -143,8 +180,9 @@ def write_state(
         "scalars": scalars,
         "scaler": built.scaler.state_dict() if built.scaler is not None else None,
         "torch": torch.__version__,
+        LOGGED: digest_log(folder.parent.parent),
     }
-    (folder / "state.json").write_text(json.dumps(state))
+    (folder / STATE).write_text(json.dumps(state))
 
 
 def describe_files(folder: Path, pattern: str = "*") -> dict[str, dict[str, Any]]:
@@ -218,9 +256,11 @@ def _remove(folder: Path) -> None:
 
 
 def remove_unfinished(run: Path) -> None:
-    """Delete what a killed process had begun to write or to delete."""
+    """Delete what a killed process had begun to write or to delete, its ranks' files too."""
     for path in (run / FOLDER).glob(f"{UNFINISHED}*"):
         shutil.rmtree(path, ignore_errors=True)
+    for folder in (run, *(run / "ranks").glob("rank-*")):
+        remove_temporary(folder)
 
 
 def _reason(error: Exception) -> str:

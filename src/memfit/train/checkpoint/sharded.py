@@ -140,7 +140,7 @@ class Saver:
             if self._ranks.rank == 0:
                 write_manifest(temporary, {n: said for part in found for n, said in part.items()})
                 put_in_place(temporary, target)
-                remove_old(self._root)
+                remove_old(self._root, target)
             dist.barrier(group=self._group)
         except Exception as error:  # told by `finish`, in the thread that trains
             self._failure = error

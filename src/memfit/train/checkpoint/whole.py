@@ -62,7 +62,7 @@ def save_checkpoint(run: Path, step: int, built: Built, data_digest: str) -> Pat
         raise failed_to_save(step, root, error) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    remove_old(root)
+    remove_old(root, target)
     return target
 
 

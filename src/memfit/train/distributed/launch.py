@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from memfit.core.errors import Error, InvalidRequest, RunFailed
+from memfit.core.system import name_parent
 from memfit.train.distributed.ranks import FOLDER, KINDS, LOST
 
 LAST = 60  # seconds that ranks have to save and end, once one of them is lost or Ctrl-C is pressed
@@ -98,6 +99,7 @@ def _surroundings(count: int) -> Iterator[None]:
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
         "NCCL_SOCKET_IFNAME": "lo",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(LAST),
+        **name_parent(),
     }
     new = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(new)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
 import signal
 import threading
 import traceback
@@ -33,10 +35,16 @@ def locked(run: Path) -> Iterator[None]:
     """
     try:
         run.mkdir(parents=True, exist_ok=True)
-        file = (run / LOCK).open("w")
+        # what another user put there under this name is neither followed nor emptied
+        held = os.open(run / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     except OSError as error:
+        if error.errno == errno.ELOOP and (run / LOCK).is_symlink():
+            raise InvalidRequest(
+                f"`{run / LOCK}` is a link to `{os.readlink(run / LOCK)}`, not a lock",
+                hint="remove the link",
+            ) from None
         raise InvalidRequest(f"cannot write in `{run}`: {error.strerror}") from None
-    with file:
+    with os.fdopen(held, "w", closefd=True) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,19 +15,36 @@ from memfit.core.errors import InvalidRequest, RunFailed
 from memfit.records import write_atomically
 
 NAME = "log.jsonl"
+NUMBERS = ("loss", "learning_rate", "seconds", "tokens_per_second")  # of every step
+OPTIONAL = (
+    "grad_norm", "evaluation_loss", "loss_scale", "reward_accuracy", "reward_margin",
+    "evaluation_reward_accuracy", "evaluation_reward_margin", "loss_unrounded", "loss_rounded",
+    "communication_seconds", "exposed_communication_seconds",
+)  # fmt: skip
+MOST_HOLES = 5  # named of a log that has many
 
 
 class Log:
     """The log of a run, open for the steps after `done`; later lines of a killed run are cut.
 
-    Used as a context manager. Raises RunFailed when the file cannot be written.
+    digest: what the checkpoint of step `done` says of the log up to there; "" where it is silent.
+    `damage` says what is no longer as it was written. Used as a context manager. Raises RunFailed
+    when the file cannot be written.
     """
 
-    def __init__(self, run: Path, done: int, *, tensorboard: bool = False) -> None:
+    def __init__(
+        self, run: Path, done: int, *, tensorboard: bool = False, digest: str = ""
+    ) -> None:
         self._path = run / NAME
         kept = [row for row in read_log(run) if row["step"] <= done]
+        content = b"".join(_line(row) for row in kept)
+        self.damage = ""
+        if holes := find_holes(kept, done):
+            self.damage = f"`{self._path}` lacks steps {holes}: it was damaged"
+        elif digest and hashlib.sha256(content).hexdigest() != digest:
+            self.damage = f"`{self._path}` was changed after the checkpoint of step {done}"
         try:
-            write_atomically(self._path, b"".join(_line(row) for row in kept))
+            write_atomically(self._path, content)
             self._file = self._path.open("ab")
         except OSError as error:
             raise _failed(self._path, error) from None
@@ -62,19 +82,67 @@ class Log:
 
 
 def read_log(run: Path) -> list[dict[str, Any]]:
-    """Every step of log.jsonl in order; a last line that a crash cut short is left out."""
+    """Every whole step of log.jsonl in order. Damaged lines, a last one that a crash cut short and
+    a step that stands there again are left out; `find_holes` names what lacks."""
     try:
-        lines = (run / NAME).read_bytes().splitlines()
+        lines = (run / NAME).read_bytes().split(b"\n")
     except OSError:
         return []
-    rows: list[dict[str, Any]] = []
+    rows: dict[int, dict[str, Any]] = {}
     for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            break
-        rows.append(row)
-    return rows
+        row = _read_row(line)
+        if row is not None:
+            rows[row["step"]] = row
+    return [rows[step] for step in sorted(rows)]
+
+
+def digest_log(run: Path) -> str:
+    """SHA-256 of the log as it stands; empty where there is none."""
+    try:
+        return hashlib.sha256((run / NAME).read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def find_holes(rows: Sequence[dict[str, Any]], done: int) -> str:
+    """The steps up to `done` that a log lacks, as "3, 5 to 9"; empty when it has all."""
+    held = {row["step"] for row in rows}
+    ranges: list[list[int]] = []
+    for step in range(1, done + 1):
+        if step in held:
+            continue
+        if ranges and ranges[-1][1] == step - 1:
+            ranges[-1][1] = step
+        else:
+            ranges.append([step, step])
+    shown = [f"{a}" if a == b else f"{a} to {b}" for a, b in ranges[:MOST_HOLES]]
+    return ", ".join(shown) + (" and more" if len(ranges) > MOST_HOLES else "")
+
+
+def _read_row(line: bytes) -> dict[str, Any] | None:
+    """One step as `Log.write` wrote it; None of anything else."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or not _is_count(row.get("step")) or row["step"] < 1:
+        return None
+    numbers = [row.get(key) for key in NUMBERS]
+    whole = isinstance(row.get("watched"), bool) and _is_count(row.get("tokens"))
+    optional = [row[key] for key in OPTIONAL if key in row]
+    return row if whole and all(map(_is_number, [*numbers, *optional])) else None
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value: object) -> bool:
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max
+    )
 
 
 def _line(row: dict[str, Any]) -> bytes:

@@ -30,8 +30,14 @@ from memfit.records.request import Request
 from memfit.records.results import Certificate, OutOfMemory, Run
 from memfit.records.shapes import BatchShape, bounding_shapes, evaluation_shapes
 from memfit.train.checkpoint.export import FOLDER as MODEL
-from memfit.train.checkpoint.export import save_model
-from memfit.train.checkpoint.files import check_digest, newest_checkpoint, remove_unfinished
+from memfit.train.checkpoint.export import check_model, save_model
+from memfit.train.checkpoint.files import (
+    LOGGED,
+    check_digest,
+    checkpoint_state,
+    newest_checkpoint,
+    remove_unfinished,
+)
 from memfit.train.checkpoint.sharded import Saver
 from memfit.train.checkpoint.whole import load_checkpoint, save_checkpoint
 from memfit.train.data.prepare import build_samplers, read_data
@@ -116,11 +122,13 @@ def train(
         Interrupts() as interrupts,
         counted or nullcontext(),
     ):
-        before = _read_before(folder, recipe)
+        lost: list[str] = []
+        before = _read_before(folder, recipe, lost.append)
         data = read_data(request, recipe.model, cache)
         if before is not None:
-            check_digest("data", before.environment["data"], data.training.digest, folder)
+            check_digest("data", before.environment.get("data", ""), data.training.digest, folder)
             if before.finished and (folder / MODEL).is_dir():
+                check_model(folder)
                 return before
         training, held_out = build_samplers(request, recipe, data, ranks.rank)
         bounds = training.bounds()
@@ -145,6 +153,8 @@ def train(
             interrupts=interrupts,
             warnings=list(before.warnings) if before else [],
         )
+        for text in lost:
+            session.warn(text)
         _warn_of_verdict(session)
         for note in training.notes:
             session.progress.note(note)
@@ -179,12 +189,16 @@ def _warn_of_verdict(session: Session) -> None:
     session.warn(f"the certificate says: {verdict} ({made.memory.because})")
 
 
-def _read_before(folder: Path, recipe: Recipe) -> Run | None:
+def _read_before(folder: Path, recipe: Recipe, warn: Callable[[str], None]) -> Run | None:
     """run.json of an earlier start, maybe on other ranks; InvalidRequest of another recipe."""
     file = folder / "run.json"
     if not file.exists():
         return None
-    before = read_json(file, Run)
+    try:
+        before = read_json(file, Run)
+    except InvalidRequest as error:  # checkpoints say what they are of by themselves
+        warn(f"run.json is damaged and will be written anew: {error.message}")
+        return None
     if before.recipe.course != recipe.course:
         check_digest("recipe", before.recipe_digest, recipe.digest, folder)
     return before
@@ -202,7 +216,11 @@ def _run(session: Session, predicted_seconds: float | None, *, tensorboard: bool
     certified = session.certificate.memory.peak_allocated if session.certificate else None
     session.progress.begin(Facts(session.recipe.steps, session.done, predicted_seconds, certified))
     try:
-        with Log(session.home, session.done, tensorboard=tensorboard) as log:
+        with Log(
+            session.home, session.done, tensorboard=tensorboard, digest=session.log_digest
+        ) as log:
+            if log.damage and not session.ranks.rank:  # others may have joined later
+                session.warn(log.damage)
             for index in range(session.done, session.recipe.steps):
                 _stop_if_asked(session, built, log, index)
                 where = f"step {index + 1}"
@@ -293,6 +311,7 @@ def _prepare(session: Session) -> tuple[Built, int]:
     found = _agreed(session)
     if found is None:
         return built, 0
+    session.log_digest = str(checkpoint_state(found).get(LOGGED, ""))
     done = load_checkpoint(found, built, session.data.training.digest)
     session.progress.note(f"going on after step {done} from `{found}`")
     return built, done

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from statistics import median
-from typing import NamedTuple, Protocol, TextIO
+from typing import NamedTuple, Protocol, TextIO, cast
 
 from memfit.core import units
+from memfit.core.streams import guard
 
 PLAIN_LINES = 20  # of a run that is not on a terminal, beside one every half a minute
 PLAIN_SECONDS = 30.0
@@ -147,7 +148,8 @@ class Live:
 
 def open_progress(stream: TextIO) -> Progress:
     """Live lines when the stream is a terminal, plain ones otherwise; rich honours NO_COLOR."""
-    return Live(stream) if stream.isatty() else Plain(stream)
+    shown = cast(TextIO, guard(stream))  # whoever reads may go, and training goes on
+    return Live(shown) if stream.isatty() else Plain(shown)
 
 
 def live_lines(facts: Facts, moment: Moment, recent: list[float], width: int) -> tuple[str, str]:

@@ -73,6 +73,7 @@ class Session:
     saver: Saver | None = None  # of many ranks
     skipped: int = 0  # steps of this process whose fp16 gradients were not finite
     warnings: list[str] = field(default_factory=list)
+    log_digest: str = ""  # of log.jsonl up to `done`, as the checkpoint there says
     done: int = 0  # steps whose result is complete
     outliers: tuple[float, float] | None = None  # of int8: mean and largest share of columns
     watcher: Watcher = field(init=False)

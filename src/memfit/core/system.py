@@ -1,0 +1,35 @@
+"""Processes that end with the one that started them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+PARENT = "MEMFIT_PARENT_PID"  # in the environment of a process that is to end with its parent
+_watching = threading.Lock()  # held once this process watches
+INTERVAL = 0.5  # seconds between two looks
+
+
+def name_parent() -> dict[str, str]:
+    """What the environment of a child says, so that `end_with_parent` knows its parent."""
+    return {PARENT: str(os.getpid())}
+
+
+def end_with_parent(*, code: int = 1) -> None:
+    """End this process at once, with `code`, when the process that started it is gone.
+
+    Nothing is saved on the way: whatever this process writes is whole at every moment. A process
+    that was started without `name_parent` watches whoever is its parent now.
+    """
+    if not _watching.acquire(blocking=False):
+        return
+    stated = os.environ.pop(PARENT, "")  # not for the children of this one
+    parent = int(stated) if stated.isdecimal() else os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(INTERVAL)
+        os._exit(code)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()

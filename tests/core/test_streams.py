@@ -1,0 +1,130 @@
+"""Output that cannot be written ends nothing that is under way."""
+
+import errno
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memfit.cli.app import run
+from memfit.core.streams import Guarded, guard, guarded_output
+
+SOURCE = str(Path(__file__).parents[2] / "src")
+
+
+class Broken(io.StringIO):
+    """Fails from its second writing on."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.left, self.failure = 1, error
+
+    def write(self, text):
+        if not self.left:
+            raise self.failure
+        self.left -= 1
+        return super().write(text)
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), False),
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+        (ValueError("I/O operation on closed file"), True),
+    ],
+)
+def test_what_cannot_be_written_is_dropped_and_known(error, lost):
+    stream = guard(Broken(error))
+    assert guard(stream) is stream
+    for word in ("one", "two", "three"):
+        assert stream.write(word) == len(word)
+    stream.flush()
+    assert stream._stream.getvalue() == "one"
+    assert stream.is_lost is lost
+
+
+def test_what_the_encoding_lacks_becomes_a_question_mark():
+    bytes_ = io.BytesIO()
+    stream = guard(io.TextIOWrapper(bytes_, encoding="ascii"))
+    stream.write("naïve \udc80")
+    stream.flush()
+    assert bytes_.getvalue() == b"na?ve ?"
+    assert stream.error is None
+
+
+def test_streams_come_back(capsys):
+    before = sys.stdout, sys.stderr
+    with guarded_output() as (out, err):
+        assert isinstance(sys.stdout, Guarded)
+        assert (out, err) == (sys.stdout, sys.stderr)
+    assert (sys.stdout, sys.stderr) == before
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("code", [0, 3, 5])
+def test_a_reader_that_goes_changes_no_exit_code(code, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Broken(BrokenPipeError(errno.EPIPE, "Broken pipe")))
+    finished = []
+
+    def work():
+        for _ in range(9):
+            print("x")  # noqa: T201
+        finished.append(True)
+        return code
+
+    assert run(work) == code
+    assert finished
+
+
+def test_a_full_disk_is_said_where_all_else_is_well(monkeypatch, capsys):
+    full = Broken(OSError(errno.ENOSPC, "No space left on device"))
+    for code, want in ((0, 2), (3, 3)):
+        monkeypatch.setattr(sys, "stdout", full)
+        assert run(lambda code=code: print("x" * 9) or print("y") or code) == want  # noqa: T201
+    assert "could not be written: No space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("code", "want"), [(None, 0), (0, 0), (7, 7), ("words", 1)])
+def test_a_library_that_exits_keeps_its_code(code, want):
+    def leave():
+        raise SystemExit(code)
+
+    assert run(leave) == want
+
+
+def test_a_pipe_that_is_not_stdout_and_breaks_is_no_success(capsys):
+    def fail():
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    assert run(fail) == 1
+    assert "BrokenPipeError" in capsys.readouterr().err
+
+
+def shell(command, cwd):
+    environment = {**os.environ, "PYTHONPATH": SOURCE, "PYTHON": sys.executable}
+    return subprocess.run(
+        ["bash", "-c", command], cwd=cwd, env=environment, capture_output=True, text=True
+    )
+
+
+def test_a_process_without_streams_writes_into_no_file(tmp_path):
+    done = shell("$PYTHON -m memfit formats 1 --json 0<&- 1>&- 2>&-; echo $?", tmp_path)
+    assert done.stdout == "0\n"
+    code = (
+        "from memfit.core.streams import open_closed_streams; import os; open_closed_streams();"
+        "file = open('written', 'w'); os.write(1, b'printed'); file.close()"
+    )
+    shell(f'$PYTHON -c "{code}" 0<&- 1>&- 2>&-', tmp_path)
+    assert (tmp_path / "written").read_text() == ""
+
+
+def test_a_verdict_survives_head(tmp_path):
+    done = shell(
+        "$PYTHON -m memfit plan gpt2 --device h100-sxm --memory '1 KiB' | head -1;"
+        " echo ${PIPESTATUS[0]}", tmp_path,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["DOES NOT FIT  gpt2 on h100-sxm", "3"]
