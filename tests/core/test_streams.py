@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from memfit.cli.app import run
-from memfit.core.streams import Guarded, guard, guarded_output
+from memfit.core.system.streams import Guarded, guard, guarded_output
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 
@@ -115,7 +115,7 @@ def test_a_process_without_streams_writes_into_no_file(tmp_path):
     done = shell("$PYTHON -m memfit formats 1 --json 0<&- 1>&- 2>&-; echo $?", tmp_path)
     assert done.stdout == "0\n"
     code = (
-        "from memfit.core.streams import open_closed_streams; import os; open_closed_streams();"
+        "from memfit.core.system.streams import open_closed_streams; import os; open_closed_streams();"
         "file = open('written', 'w'); os.write(1, b'printed'); file.close()"
     )
     shell(f'$PYTHON -c "{code}" 0<&- 1>&- 2>&-', tmp_path)

@@ -24,7 +24,7 @@ from memfit.certify import cache
 from memfit.certify.versions import OLDEST_TORCH, release
 from memfit.core.callable_package import make_callable
 from memfit.core.errors import Error, InvalidRequest, NotCertified
-from memfit.core.system import name_parent
+from memfit.core.system.processes import name_parent
 from memfit.records import Record, from_data, to_data, to_json
 from memfit.records.hardware import Device
 from memfit.records.ledger import Phase

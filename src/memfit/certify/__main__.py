@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from memfit.core.system import end_with_parent
+from memfit.core.system.processes import end_with_parent
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import click
 
 from memfit import __version__
 from memfit.core.errors import Error, InvalidRequest, UnknownName
-from memfit.core.streams import guarded_output, open_closed_streams
+from memfit.core.system.streams import guarded_output, open_closed_streams
 
 INTERRUPTED = 130
 EXTRAS = {

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from memfit.core.errors import InvalidRequest, did_you_mean
-from memfit.core.reading import read_bytes, shorten
+from memfit.core.system.reading import read_bytes, shorten
 
 N = TypeVar("N", bound="Record")
 MOST_RECORD = 2**30  # bytes of a record: a run.json has two numbers a step

@@ -10,7 +10,7 @@ import msgspec
 
 from memfit.core import units
 from memfit.core.errors import InvalidRequest
-from memfit.core.reading import is_file, name_kind, parse_yaml, read_text, shorten
+from memfit.core.system.reading import is_file, name_kind, parse_yaml, read_text, shorten
 from memfit.records import Record, from_data, to_data
 from memfit.records.looser import read_looser
 from memfit.records.model import ModelReference

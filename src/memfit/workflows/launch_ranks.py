@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memfit.core.errors import Error, InvalidRequest, RunFailed
-from memfit.core.streams import guarded_output
-from memfit.core.system import end_with_parent
+from memfit.core.system.processes import end_with_parent
+from memfit.core.system.streams import guarded_output
 from memfit.files.run_folder import read_plan
 from memfit.plan.request import problem as problems
 from memfit.records import read_json

@@ -22,7 +22,7 @@ import msgspec
 
 from memfit.certify import LAST_LINES, child_environment, in_this_process
 from memfit.core.errors import Error, InvalidRequest, NotCertified, RunFailed
-from memfit.core.system import end_with_parent
+from memfit.core.system.processes import end_with_parent
 from memfit.files.run_folder import read_plan
 from memfit.records import Record, from_data, read_json, to_json
 from memfit.records.recipe import ADAPTED

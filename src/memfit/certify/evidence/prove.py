@@ -12,7 +12,7 @@ import sys
 from memfit import catalog
 from memfit.certify import LAST_LINES, child_environment
 from memfit.core.errors import NotCertified
-from memfit.core.system import end_with_parent
+from memfit.core.system.processes import end_with_parent
 
 
 def prove(device: str) -> str:

@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from memfit.core.errors import Error, InvalidRequest, RunFailed
-from memfit.core.system import name_parent
+from memfit.core.system.processes import name_parent
 from memfit.train.distributed.ranks import FOLDER, KINDS, LOST
 
 LAST = 60  # seconds that ranks have to save and end, once one of them is lost or Ctrl-C is pressed

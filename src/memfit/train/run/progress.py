@@ -7,7 +7,7 @@ from statistics import median
 from typing import NamedTuple, Protocol, TextIO, cast
 
 from memfit.core import units
-from memfit.core.streams import guard
+from memfit.core.system.streams import guard
 
 PLAIN_LINES = 20  # of a run that is not on a terminal, beside one every half a minute
 PLAIN_SECONDS = 30.0

@@ -9,7 +9,7 @@ from pathlib import Path
 SOURCE = str(Path(__file__).parents[2] / "src")
 WATCHER = """
 import os, subprocess, sys, time
-from memfit.core.system import end_with_parent, name_parent
+from memfit.core.system.processes import end_with_parent, name_parent
 if len(sys.argv) == 2:
     end_with_parent()
     print(os.getpid(), flush=True)

@@ -1,0 +1,1 @@
+"""The border to the operating system: files that others wrote, output, and processes."""
