@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from memfit import catalog
 from memfit.adapters.shared.projections import all_linear, choose_targets
 from memfit.adapters.shared.quantised_base import check_base
+from memfit.base_formats import is_coded
 from memfit.core.errors import InvalidRequest
 from memfit.families import family_of, read_model
 from memfit.families.capabilities.added import can_select
@@ -25,7 +26,6 @@ from memfit.meta.attending.kernels import heads_of, refusal, usable
 from memfit.optimizers import default_implementation, find_optimizer
 from memfit.records.hardware import Device
 from memfit.records.model import ModelReference
-from memfit.records.quantised import CODED_FORMATS
 from memfit.records.recipe import Freeze, Lora, Optimizer, Preference, Quantisation, Recipe
 
 CPU, H100 = DEVICES = ("cpu-x86", "h100-sxm")
@@ -329,14 +329,14 @@ def _settle_precision(recipe: Recipe) -> Recipe:
 
 
 def _settle_method(recipe: Recipe) -> Recipe:
-    if recipe.base_format in CODED_FORMATS:
+    if is_coded(recipe.base_format):
         recipe = replace(recipe, method="lora")
     if recipe.qat or recipe.precision == "fp8-mixed":
         recipe = replace(recipe, method="full")
     base = {"fp32": "fp32", "bf16": "bf16", "fp16-mixed": "fp16"}.get(recipe.precision)
     if recipe.method == "full":
         base = base or "fp32"
-    if base and recipe.base_format not in CODED_FORMATS:
+    if base and not is_coded(recipe.base_format):
         recipe = replace(recipe, base_format=base)
     freeze = recipe.freeze if recipe.freeze != Freeze() else Freeze(last_blocks=2)
     return replace(

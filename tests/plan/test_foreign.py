@@ -176,7 +176,7 @@ def test_options_are_read_like_their_defaults():
 def test_every_framework_declares_all_knobs_in_the_requests_words(name):
     framework = find_framework(name)
     assert framework.name == name
-    wanted = {"method", "optimizer", "implementation", *OWN_VALUES}
+    wanted = {"method", "base_format", "optimizer", "implementation", *OWN_VALUES}
     assert set(framework.values) == wanted
     for key, values in framework.values.items():
         assert values, key

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
+from memfit.base_formats import list_base_formats
 from memfit.accuracy.plausible import check_run
 from memfit.core.errors import InvalidRequest
 from memfit.records import Record, from_data, to_data, write_atomically
@@ -197,6 +198,8 @@ def schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of one row."""
     (root,), components = msgspec.json.schema_components([Row], ref_template="#/$defs/{name}")
     described = components.pop(root["$ref"].rsplit("/", 1)[-1])
+    names = [declared.name for declared in list_base_formats()]
+    components["Recipe"]["properties"]["base_format"]["enum"] = names
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **described,

@@ -16,6 +16,7 @@ import msgspec
 
 from memfit.accuracy.corpus import Row
 from memfit.accuracy.memory_errors import Accuracy, Compared
+from memfit.base_formats import find_base_format
 from memfit.families import read_model
 from memfit.records import Record, from_data
 
@@ -52,8 +53,9 @@ def runs_of(row: Row) -> str:
         return FULL
     if recipe.method != "lora":
         return ""
-    formats = {"bf16": ADAPTED, "fp16": ADAPTED, "nf4": QUANTISED, "fp4": QUANTISED}
-    return formats.get(recipe.base_format, "")
+    base = find_base_format(recipe.base_format)
+    kinds = {(16, False): ADAPTED, (4, True): QUANTISED}
+    return "" if base.unknown else kinds.get((base.bits, base.coded), "")
 
 
 def sharing(row: Row) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from memfit.base_formats import find_base_format
 from memfit.core.errors import InvalidRequest
 from memfit.core.wording import as_yaml
 from memfit.export.files import OPTIMIZER_SAYS
@@ -31,14 +32,18 @@ MODEL_SAYS = frozenset({
     "parallel.reshard_after_forward", "parallel.zero", "preference",
 })  # fmt: skip
 FSDP_AXES = frozenset({"dp_replicate", "dp_shard"})
-FOUR_BIT = ("nf4", "fp4")
-QUANTISED = (*FOUR_BIT, "int8")
 UNSAID = {
     "attn_implementation": "documents of a row are kept apart by flash_attention_2",
     "padding_free": "TRL lays packed rows end to end, and no others",
     "padded": "the tool pads rows of different lengths, and those alone are given a mask",
 }
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+NOT_QUANTISED = "a model of GPTQ is named, not quantised"
+
+
+def find_bits(recipe: Recipe) -> int:
+    """Bits of a base that bitsandbytes stores; 0 of any other."""
+    declared = find_base_format(recipe.base_format)
+    return declared.bits if declared.library == "bitsandbytes" else 0
 
 
 def find_optim(recipe: Recipe) -> tuple[str, Left, Values]:
@@ -119,11 +124,12 @@ def drops_dropout(recipe: Recipe) -> tuple[Left, Values]:
 def check_eight_bits(recipe: Recipe, tool: str) -> None:
     """Raise InvalidRequest for bitsandbytes' 8-bit weights that ranks would share."""
     shards = recipe.parallel.dp_shard > 1 and recipe.framework != "deepspeed"
-    if recipe.base_format == "int8" and shards:
+    base = find_base_format(recipe.base_format)
+    if not base.cut_as_numbers and shards:
         raise InvalidRequest(
-            f"`base_format: int8` with `parallel.dp_shard: {recipe.parallel.dp_shard}` cannot be"
-            f" written for `{tool}`: FSDP flattens no integers, and bitsandbytes stores 4 bits"
-            " alone as another dtype",
+            f"`base_format: {base.name}` with `parallel.dp_shard: {recipe.parallel.dp_shard}`"
+            f" cannot be written for `{tool}`: FSDP flattens no integers, and bitsandbytes stores"
+            " 4 bits alone as another dtype",
             hint="`base_format: nf4`, or `parallel: {dp_replicate: N}`",
         )
 
@@ -141,8 +147,7 @@ def write_precision(recipe: Recipe) -> Values:
 def weights_dtype(recipe: Recipe) -> str:
     """The dtype that weights are loaded in: of the base, or of what is trained."""
     if recipe.method in ADAPTED:
-        coded = recipe.base_format in QUANTISED
-        return recipe.compute_dtype if coded else recipe.frozen_dtype
+        return recipe.frozen_dtype
     return recipe.trainable_dtype
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memfit.base_formats import find_base_format
 from memfit.records import Record
 from memfit.records.recipe import ADAPTED, Recipe
 
@@ -16,7 +17,6 @@ INSTALL = {
     "accelerate": "pip install accelerate",
     "transformer-engine": "pip install --no-build-isolation 'transformer-engine[pytorch]'",
 }
-QUANTISED = ("nf4", "fp4", "int8")
 
 
 class Need(Record, frozen=True, kw_only=True):
@@ -47,8 +47,9 @@ def find_needs(
     found: dict[str, str] = {}
     if recipe.method in ADAPTED:
         found["peft"] = f"method: {recipe.method}"
-    if recipe.base_format in QUANTISED and recipe.method in ADAPTED:
-        found["bitsandbytes"] = f"base_format: {recipe.base_format}"
+    library = find_base_format(recipe.base_format).library
+    if library in INSTALL and recipe.method in ADAPTED:
+        found[library] = f"base_format: {recipe.base_format}"
     if optim in ("adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"):
         found.setdefault("bitsandbytes", optim)
     if optim in ("adamw_torch_8bit", "adamw_torch_4bit"):

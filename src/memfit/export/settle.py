@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from msgspec.structs import replace
 
 from memfit import families
+from memfit.base_formats import find_base_format
 from memfit.core.errors import InvalidRequest
 from memfit.core.wording import as_yaml
 from memfit.export.unwritten_keys import learns
@@ -287,8 +288,9 @@ def _restate_mesh(
 def _options(request: Request, framework: Framework, dropped: dict[str, str]) -> dict[str, Any]:
     """Knobs that both frameworks have alike; some share a name alone."""
     if request.framework == "memfit":
-        coded = request.base_format in ("nf4", "fp4", "auto")
-        kept = coded and "double_quantisation" in framework.knobs
+        base = request.base_format
+        doubles = base == "auto" or find_base_format(base).doubles
+        kept = doubles and "double_quantisation" in framework.knobs
         return {"double_quantisation": request.quantisation.double} if kept else {}
     knobs, found = find_framework(request.framework).knobs, {}
     for key, value in request.options.items():
@@ -342,7 +344,9 @@ def _refuse_untrainable(request: Request, framework: Framework, target: Target) 
             f"`weights: random` {where}, which loads a model's weights", hint=HINTS["weights"]
         )
     threshold = request.quantisation.outlier_threshold
-    if request.base_format == "int8" and request.framework == "memfit" and threshold != 6.0:
+    base = "bf16" if request.base_format == "auto" else request.base_format
+    looks = find_base_format(base).product == "int8"  # for columns with outliers
+    if looks and request.framework == "memfit" and threshold != 6.0:
         raise InvalidRequest(
             f"`quantisation.outlier_threshold: {threshold}` {where}, whose threshold is"
             " bitsandbytes' own, 6.0",

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from memfit.base_formats import list_base_formats
 from memfit.core.errors import InvalidRequest
 from memfit.core.wording import as_yaml
 from memfit.records import write_atomically
@@ -46,7 +47,7 @@ KEYS = {
     "freeze.last_blocks": "the last n blocks stay trainable, with the final norm and the head",
     "freeze.patterns": "parameter names that stay trainable, such as '*norm*'",
     "base_format": "storage of frozen weights: fp32 | bf16 | fp16; beside adapters int8, nf4, fp4",
-    "quantisation": "used when base_format is int8, nf4 or fp4",
+    "quantisation": "used where base_format stores codes with scales: int8, nf4, fp4",
     "quantisation.double": "nf4, fp4: scales are quantised too, 4.13 bits a weight in place of 4.5",
     "quantisation.outlier_threshold": "int8: columns with such a number stay in 16 bits; 0: none",
     "quantisation.outlier_share": "int8: share of columns certified for outliers; runs count them",
@@ -118,6 +119,8 @@ def schema() -> dict[str, Any]:
     name = root["$ref"].rsplit("/", 1)[-1]
     described = components.pop(name)
     _describe(described, "", components)
+    names = [declared.name for declared in list_base_formats()]
+    described["properties"]["base_format"]["enum"] = ["auto", *names]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "memfit request",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+from memfit.base_formats import stored_tensors
 from memfit.records import Record
-from memfit.records.quantised import stored_tensors
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
@@ -141,9 +141,7 @@ class Weight(Record, frozen=True, kw_only=True):
     layer: int = -1  # index of the block; -1 outside the blocks
     dtype: str = "float32"
     trainable: bool = True
-    coding: str = (
-        ""  # how it is quantised (`memfit.records.quantised`); the shape stays the matrix's own
-    )
+    coding: str = ""  # how it is quantised (`memfit.base_formats`); the shape stays the matrix's
 
     @property
     def spec(self) -> TensorSpec:

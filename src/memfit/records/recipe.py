@@ -7,15 +7,14 @@ from typing import Literal
 
 import msgspec
 
+from memfit.base_formats import find_base_format, name_coding
 from memfit.records import Record
 from memfit.records.model import ModelReference
-from memfit.records.quantised import CODED_FORMATS, name_coding
 
 Method = Literal["full", "freeze", "lora", "dora"]
 Objective = Literal["pretrain", "sft", "dpo"]
 Reference = Literal["none", "adapter-off", "precomputed", "second-model"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp16", "fp8-mixed", "fp4-mixed"]
-Format = Literal["fp32", "bf16", "fp16", "int8", "int4", "nf4", "fp4"]  # int4: GPTQ
 Scaling = Literal["plain", "rank-stabilised"]
 Qat = Literal["", "int8", "int4"]
 Attention = Literal["math", "flash", "efficient", "cudnn", "varlen", "eager"]
@@ -35,7 +34,6 @@ OWN_ATTENTION: tuple[Attention, ...] = ("math", "flash", "efficient", "cudnn", "
 # What memfit's own step has, of the knobs that other frameworks' steps have more values of.
 OWN_VALUES: dict[str, tuple[object, ...]] = {
     "precision": ("fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp8-mixed"),
-    "base_format": ("fp32", "bf16", "fp16", "int8", "nf4", "fp4"),
     "attention": OWN_ATTENTION,
     "loss": ("plain", "chunked"),
     "recompute": ("none", "full", "selective"),
@@ -181,7 +179,7 @@ class Recipe(Record, frozen=True, kw_only=True):
     method: Method
     lora: Lora
     freeze: Freeze
-    base_format: Format  # storage of frozen weights
+    base_format: str  # storage of frozen weights: a name of `memfit.base_formats`
     precision: Precision
     optimizer: Optimizer
     recompute_blocks: int  # the first n blocks are recomputed in backward; 0 = none
@@ -209,6 +207,10 @@ class Recipe(Record, frozen=True, kw_only=True):
     quantisation: Quantisation = Quantisation()
     options: dict[str, Option] = {}  # noqa: RUF012 (knobs that only this framework has)
     preference: Preference = Preference()
+
+    def __post_init__(self) -> None:
+        """Raise UnknownName for a storage format that nothing declares."""
+        find_base_format(self.base_format)
 
     def __hash__(self) -> int:
         """Of the knobs that differ the most; options are a dict, which has no hash."""
@@ -307,13 +309,11 @@ class Recipe(Record, frozen=True, kw_only=True):
     @property
     def frozen_dtype(self) -> str:
         """Storage dtype of frozen parameters, of those that are not quantised."""
-        if self.base_format in CODED_FORMATS:
-            return self.compute_dtype
-        return FORMAT_DTYPE[self.base_format]
+        return find_base_format(self.base_format).dtype or self.compute_dtype
 
     @property
     def coding(self) -> str:
-        """How blocks' projections are quantised (`memfit.records.quantised`); "": they are not."""
+        """How blocks' projections are quantised (`memfit.base_formats`); "": they are not."""
         return name_coding(self.base_format, double=self.quantisation.double)
 
     @property

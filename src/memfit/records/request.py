@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from memfit.base_formats import check_base_format, find_base_format, own_formats
 from memfit.core import units
 from memfit.core.errors import InvalidRequest
 from memfit.core.system.reading import is_file, name_kind, parse_yaml, read_text, shorten
@@ -20,7 +21,6 @@ from memfit.records.recipe import (
     OWN_VALUES,
     Attention,
     Compile,
-    Format,
     Lean,
     Loss,
     Objective,
@@ -84,7 +84,7 @@ class LoraRequest(Record, frozen=True, kw_only=True):
 
 
 class QuantisationRequest(Record, frozen=True, kw_only=True):
-    """Settings of a quantised base; used when `base_format` is int8, nf4 or fp4."""
+    """Settings of a quantised base; used where `base_format` stores codes."""
 
     double: bool = True  # nf4, fp4: quantise the scales too
     outlier_threshold: NotNegativeFloat = 6.0  # int8: LLM.int8's; 0 leaves no column in 16 bits
@@ -196,7 +196,7 @@ class Request(Record, frozen=True, kw_only=True):
     method: Literal["auto", "full", "freeze", "lora", "dora"] = "auto"
     lora: LoraRequest = LoraRequest()
     freeze: FreezeRequest = FreezeRequest()
-    base_format: Auto | Format = "auto"
+    base_format: str = "auto"  # or a name of `memfit.base_formats`
     quantisation: QuantisationRequest = QuantisationRequest()
     precision: Auto | Precision = "auto"
     optimizer: OptimizerRequest = OptimizerRequest()
@@ -280,6 +280,8 @@ class Request(Record, frozen=True, kw_only=True):
                 f"`task.{lengths[0]}` and `task.{lengths[1]}` both say how long to train",
                 hint="keep one of steps, epochs, tokens",
             )
+        if self.base_format != "auto":
+            check_base_format(self.base_format)
         if self.framework == "memfit":
             self._check_own()
         elif self.qat != "none":
@@ -311,6 +313,12 @@ class Request(Record, frozen=True, kw_only=True):
                     f" {', '.join(map(str, own))}",
                     hint=hint,
                 )
+        if self.base_format != "auto" and not find_base_format(self.base_format).own:
+            raise InvalidRequest(
+                f"`base_format: {self.base_format}` is not in memfit's own step, which has"
+                f" {', '.join(own_formats())}",
+                hint=hint,
+            )
         if LIGER in self.options:
             raise InvalidRequest(
                 f"`options.{LIGER}`: Liger's kernels are launched with the address of each tensor,"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from memfit.base_formats import find_base_format, is_coded
 from memfit.core.errors import InvalidRequest
 from memfit.records.model import Model, Weight
-from memfit.records.quantised import CODED_FORMATS
 from memfit.records.recipe import Recipe
 
 TRANSPOSED = ("gpt2",)  # families whose blocks hold Conv1D: weights are (in, out)
@@ -38,30 +38,31 @@ def is_projection(weight: Weight) -> bool:
 
 def check_base(model: Model, base_format: str, method: str) -> None:
     """Raise InvalidRequest for a quantised base that cannot be made, or not be trained beside."""
-    if base_format not in CODED_FORMATS:
+    if not is_coded(base_format):
         return
+    declared = find_base_format(base_format)
     said = f"`base_format: {base_format}`"
-    if method == "dora":
+    if method == "dora" and method not in declared.methods:
         raise InvalidRequest(
             f"{said}: `method: dora` measures the rows of the weights themselves, and would unpack"
             " each of them to do so",
             hint="use `method: lora`, or `base_format: bf16`",
         )
-    if method not in ("auto", "lora"):
+    if method not in ("auto", *declared.methods):
         raise InvalidRequest(
             f"{said} stores weights that no gradient can change, and `method: {method}` trains"
             " weights of the model",
             hint="use `method: lora`, whose adapters are trained beside it",
         )
-    if model.architecture.experts.count:
+    if model.architecture.experts.count and not declared.codes_experts:
         raise InvalidRequest(
-            f"{said}: the experts of `{model.name}` are one 3-D parameter a layer, and bitsandbytes"
-            " quantises matrices",
+            f"{said}: the experts of `{model.name}` are one 3-D parameter a layer, and"
+            f" {declared.library} quantises matrices",
             hint="use `base_format: bf16`",
         )
-    if model.architecture.family in TRANSPOSED:
+    if model.architecture.family in TRANSPOSED and not declared.codes_transposed:
         raise InvalidRequest(
             f"{said}: the projections of `{model.name}` are Conv1D, stored transposed, and"
-            " bitsandbytes multiplies by (out, in) matrices",
+            f" {declared.library} multiplies by (out, in) matrices",
             hint="use `base_format: bf16`",
         )

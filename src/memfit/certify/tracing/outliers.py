@@ -12,14 +12,21 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from memfit.base_formats import find_base_format
 from memfit.meta.layers.quantised import outlier_columns
 from memfit.records.recipe import Recipe
+
+
+def _looks(recipe: Recipe) -> bool:
+    """Whether products look for columns with outliers."""
+    multiplies_codes = find_base_format(recipe.base_format).product == "int8"
+    return multiplies_codes and bool(recipe.coding and recipe.quantisation.outlier_threshold)
 
 
 def outlier_rules(recipe: Recipe) -> dict[Any, Callable[..., Any]]:
     """For `FastFakeMode.rules`: every projection finds as many columns as the recipe allows."""
     own = recipe.quantisation
-    if recipe.coding != "int8" or not own.outlier_threshold:
+    if not _looks(recipe):
         return {}
 
     def find(mode: FakeTensorMode, x: Tensor, threshold: float = 0.0) -> tuple[Tensor | None, ...]:
@@ -49,7 +56,7 @@ def outlier_rules(recipe: Recipe) -> dict[Any, Callable[..., Any]]:
 def outlier_bounds(recipe: Recipe) -> tuple[str, ...]:
     """What a reader must know of it."""
     own = recipe.quantisation
-    if recipe.coding != "int8" or not own.outlier_threshold:
+    if not _looks(recipe):
         return ()
     return (
         f"up to {own.outlier_share:.2%} of each projection's columns hold outliers (numbers of"

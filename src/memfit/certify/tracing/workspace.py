@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from memfit.base_formats.shared.four_bits import multiply_bytes
 from memfit.meta import workspace as table
 from memfit.meta.layers import quantised
 from memfit.meta.workspace import Grid
@@ -89,8 +90,8 @@ def _sum(args: Sequence[Any], grid: Grid | None) -> int:
 def _multiply_four(args: Sequence[Any], _: Grid | None) -> int:
     """x (tokens, columns), codes, shape of the weight, absmax, block, type; bias, nested scales."""
     x, shape = args[0], tuple(args[2])
-    coding = "nf4-double" if len(args) > 7 and args[7] is not None else "nf4"
-    return quantised.unpacked_bytes(coding, shape, x.numel() // shape[1], x.element_size())
+    double = len(args) > 7 and args[7] is not None
+    return multiply_bytes(shape, x.numel() // shape[1], x.element_size(), double=double)
 
 
 def _find_outliers(args: Sequence[Any], _: Grid | None) -> int:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, final
 
+from memfit.base_formats import is_coded
 from memfit.export.data import load_with, read_notes, refuse_patterns, refuse_shapes
 from memfit.export.files import File
 from memfit.export.hugging_face import (
-    FOUR_BIT,
     FSDP_AXES,
     MODEL_SAYS,
-    QUANTISED,
+    NOT_QUANTISED,
     TRAINER_SAYS,
     check_eight_bits,
     count_examples,
     doubles_scales,
     drops_dropout,
     find_attention,
+    find_bits,
     recomputes,
     reenters,
     write_adapter_kind,
@@ -112,7 +113,7 @@ def write_config(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str, An
     becomes |= all_blocks | instead | without | _weights_as_computed(recipe, precision, left)
     if shards(job):
         becomes["options.fsdp_version"] = 2
-    coded = recipe.base_format in QUANTISED and recipe.method in ADAPTED
+    coded = find_bits(recipe) > 0 and recipe.method in ADAPTED
     if coded and recipe.framework != "deepspeed":
         becomes["options.prepare_kbit"] = False
         if recipe.options.get("prepare_kbit"):
@@ -230,7 +231,8 @@ def _adapter(
     recipe: Recipe, left: dict[str, str], becomes: dict[str, Any]
 ) -> dict[str, Any]:  # fmt: skip
     values: dict[str, Any] = {}
-    if recipe.base_format in FOUR_BIT and recipe.method in ADAPTED:
+    bits = find_bits(recipe)
+    if bits == 4 and recipe.method in ADAPTED:
         values["load_in_4bit"] = True
         if recipe.base_format != "nf4":
             left["base_format"] = f"{recipe.base_format}: axolotl's 4 bits are nf4"
@@ -238,12 +240,12 @@ def _adapter(
         becomes["options.double_quantisation"] = True
         if not doubles_scales(recipe):
             left["options.double_quantisation"] = "false: axolotl quantises the scales, too"
-    elif recipe.base_format == "int8":
+    elif bits == 8:
         values["load_in_8bit"] = True
     if recipe.method in ADAPTED:
         targets = list(recipe.lora.targets)
         values |= {
-            "adapter": "qlora" if recipe.base_format in FOUR_BIT else "lora",
+            "adapter": "qlora" if bits == 4 else "lora",
             "lora_r": recipe.lora.rank,
             "lora_alpha": int(recipe.lora.alpha),
             "lora_dropout": recipe.lora.dropout,
@@ -258,8 +260,8 @@ def _adapter(
             values["lora_target_linear"] = True
         else:
             values["lora_target_modules"] = targets
-        if recipe.base_format == "int4":
-            left["base_format"] = "int4: a model of GPTQ is named, not quantised"
+        if is_coded(recipe.base_format) and not bits:
+            left["base_format"] = f"{recipe.base_format}: {NOT_QUANTISED}"
     return values
 
 
@@ -284,7 +286,7 @@ def _mesh(job: Job, left: dict[str, str]) -> dict[str, Any]:
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "state_dict_type": "FULL_STATE_DICT",
             "offload_params": recipe.offload == "parameters",
-            "cpu_ram_efficient_loading": recipe.base_format not in QUANTISED,
+            "cpu_ram_efficient_loading": not find_bits(recipe),
         },
         "dp_replicate_size": p.dp_replicate,
         "dp_shard_size": p.dp_shard,

@@ -5,18 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar, final
 
+from memfit.base_formats import is_coded
 from memfit.core.errors import InvalidRequest
 from memfit.export.data import PLACEHOLDER, read_notes, refuse_patterns, refuse_shapes
 from memfit.export.files import File
 from memfit.export.hugging_face import (
-    FOUR_BIT,
     FSDP_AXES,
     MODEL_SAYS,
+    NOT_QUANTISED,
     TRAINER_SAYS,
     check_eight_bits,
     doubles_scales,
     drops_dropout,
     find_attention,
+    find_bits,
     recomputes,
     reenters,
     write_adapter_kind,
@@ -248,17 +250,18 @@ def _method(recipe: Any, left: dict[str, str], becomes: dict[str, Any]) -> dict[
         }
         if recipe.lora.alpha != int(recipe.lora.alpha):
             left["lora.alpha"] = f"{recipe.lora.alpha}: a whole number here"
-    if recipe.base_format in (*FOUR_BIT, "int8") and recipe.method in ADAPTED:
-        values["quantization_bit"] = 8 if recipe.base_format == "int8" else 4
+    bits = find_bits(recipe)
+    if bits and recipe.method in ADAPTED:
+        values["quantization_bit"] = bits
         values["quantization_method"] = "bnb"
         becomes["options.prepare_kbit"] = False
         if recipe.options.get("prepare_kbit"):
             left["options.prepare_kbit"] = "true: LLaMA-Factory casts nothing up"
-    if recipe.base_format in FOUR_BIT:
+    if bits == 4:
         values["quantization_type"] = recipe.base_format
         values["double_quantization"] = doubles_scales(recipe)
-    if recipe.base_format == "int4":
-        left["base_format"] = "int4: a model of GPTQ is named, not quantised"
+    if is_coded(recipe.base_format) and not bits:
+        left["base_format"] = f"{recipe.base_format}: {NOT_QUANTISED}"
     return values
 
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, final
 
+from memfit.base_formats import is_coded
 from memfit.export.data import as_patterns, load_with, read_notes, refuse_shapes
 from memfit.export.files import File
 from memfit.export.hugging_face import (
-    DTYPES,
-    FOUR_BIT,
     FSDP_AXES,
     MODEL_SAYS,
-    QUANTISED,
     TRAINER_SAYS,
     check_eight_bits,
     doubles_scales,
     find_attention,
+    find_bits,
     recomputes,
     reenters,
     weights_dtype,
@@ -171,7 +170,8 @@ def _adapter(recipe: Any, left: dict[str, str]) -> dict[str, Any]:
         }
         if saved := saved_modules(recipe):
             values["lora_modules_to_save"] = list(saved)
-    if recipe.base_format in FOUR_BIT:
+    bits = find_bits(recipe)
+    if bits == 4:
         values |= {
             "load_in_4bit": True,
             "bnb_4bit_quant_type": recipe.base_format,
@@ -179,9 +179,9 @@ def _adapter(recipe: Any, left: dict[str, str]) -> dict[str, Any]:
         }
         if recipe.parallel.dp_shard > 1:  # FSDP cuts tensors of one dtype alone
             values["bnb_4bit_quant_storage"] = recipe.compute_dtype
-    elif recipe.base_format == "int8":
+    elif bits == 8:
         values["load_in_8bit"] = True
-    elif recipe.method in ADAPTED and recipe.base_format not in (*DTYPES, *QUANTISED):
+    elif recipe.method in ADAPTED and is_coded(recipe.base_format):
         left["base_format"] = f"{recipe.base_format}: TRL has bitsandbytes' 4 and 8 bits"
     return values
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from memfit.base_formats import find_base_format
 from memfit.core.errors import InvalidRequest
 from memfit.families import find_family
 from memfit.records.model import Architecture
@@ -60,7 +61,8 @@ def _lack(name: str, a: Architecture, recipe: Recipe) -> tuple[str, str] | None:
     if recipe.qat:
         return f"those of `qat: {recipe.qat}` round their weights each time", blocks
     if recipe.coding:
-        return f"those of `base_format: {recipe.base_format}` are bitsandbytes'", blocks
+        base = find_base_format(recipe.base_format)
+        return f"those of `base_format: {base.name}` are {base.library}'", blocks
     if recipe.method == "dora":
         return "`method: dora` multiplies its adapters to measure weights", blocks
     return None

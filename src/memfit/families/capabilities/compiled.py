@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from memfit.base_formats import find_base_format
 from memfit.core.errors import InvalidRequest
 from memfit.families import find_family
 from memfit.families.capabilities.lean import find_lean
@@ -61,24 +62,20 @@ def check_compiled(model: Model, recipe: Recipe) -> None:
         raise InvalidRequest(f"{SAID} does not go with {lack}", hint=LEAVE)
 
 
-def _lack_of_coded(recipe: Recipe) -> str:
-    if recipe.base_format in ("nf4", "fp4"):
-        return "products the certificate cannot cut"
-    return "products have not been proven when they are compiled"
-
-
 def why_not_compiled(model: Model, recipe: Recipe) -> str:
     """What of a recipe leaves no block to compile as a whole; "" where nothing does."""
     if recipe.compile != "blocks":
         return ""
     again = recipe.recompute_blocks + recipe.selective_blocks
+    base = find_base_format(recipe.base_format)
+    lacks_coded = bool(recipe.coding and base.why_not_compiled)
     reasons = {
         f"the blocks of `{model.name}` (`{model.architecture.family}`), which have not been"
         " compiled as a whole": not find_family(model.architecture.family).compiles,
         f"{again} recomputed blocks: {DECIDES}": again > 0,
         f"`lean: {', '.join(recipe.lean)}`: {DECIDES}": bool(recipe.lean),
         f"`offload: activations`: {DECIDES}": recipe.offload == "activations",
-        f"`base_format: {recipe.base_format}`, whose {_lack_of_coded(recipe)}": bool(recipe.coding),
+        f"`base_format: {base.name}`, whose products {base.why_not_compiled}": lacks_coded,
         "`attention: math`: its scores come into the compiled graph, and how many of them fused"
         " kernels hold is not described": recipe.attention == "math",
         f"`precision: {recipe.precision}`, whose casts are other kernels when they are"

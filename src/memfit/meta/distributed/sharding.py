@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import prod
 
+from memfit.base_formats import stored_tensors
 from memfit.meta.autograd import Gradients, Node, record
 from memfit.meta.elementwise import Incoming, attach
 from memfit.meta.layers.dequantised import CODED
@@ -19,7 +20,6 @@ from memfit.meta.tensor import Shape, Storage, Tensor, empty, parameter, row_maj
 from memfit.records import Record
 from memfit.records.ledger import Kind
 from memfit.records.model import DTYPE_BYTES
-from memfit.records.quantised import stored_tensors
 
 SHARDS = "shards"  # the owner of reduced gradients
 # FSDP2's streams, as FSDPCommContext makes them; the default stream is 0
@@ -37,7 +37,7 @@ class Sharding(Record, frozen=True, kw_only=True):
     low: str  # the dtype that fp32 weights are gathered in; "" is their own
     wide: str  # the dtype that gradients are reduced in; "" is their own
     tp: int = 1  # ranks that share each product, of whose part of the model this is a part
-    coding: str = ""  # how frozen projections are quantised (`memfit.records.quantised`)
+    coding: str = ""  # how frozen projections are quantised (`memfit.base_formats`)
     on_host: bool = False  # shards, and their gradients, wait in the host's memory
     ends: tuple[str, ...] = ("norm", "head")  # parts of the unit that a backward begins with
     joins: bool = False  # a tied embedding is of that unit, which is whole as long as a root's

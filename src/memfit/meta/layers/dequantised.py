@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from memfit.base_formats import Product
 from memfit.meta.autograd import Gradients, Node, Rule, record
 from memfit.meta.elementwise import Incoming, attach, cast, upstream
 from memfit.meta.tensor import Tensor, empty
@@ -15,14 +16,14 @@ CODED = "uint8"  # dtype of a simulated weight that is stored quantised; its sha
 
 
 class Dequantised(NamedTuple):
-    """How a 4-bit weight becomes dense for each product with it."""
+    """How a coded weight is multiplied, and in which dtypes it becomes dense."""
 
     stored: str = "bfloat16"  # dtype that it was quantised from, and comes back in
     computed: str = "bfloat16"  # dtype that inputs are cast to (`bnb_4bit_compute_dtype`)
     # bitsandbytes before 0.43.2 kept the input, which no gradient needs, in an attribute of the
     # node: not a saved tensor, so that it lives until the graph itself is gone
     keeps_input: bool = False
-    bits: int = 4
+    product: Product = "dense"
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """(..., columns) x (rows, columns) -> (..., rows), in the dtype of x again."""
@@ -34,7 +35,7 @@ def coded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, how: Dequantise
 
     The dense copy of the weight lives as long as the product, in the forward and in the backward.
     """
-    if how.bits == 8:
+    if how.product == "int8":
         return _coded_linear_8(x, weight, bias)
     kept = x.detached() if how.keeps_input else None
     node = record(_coded_backward(how, weight.shape, kept), (x,))

@@ -6,21 +6,19 @@ What train/model/quantised.py calls, and what bitsandbytes 0.50 does there: auto
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import ceil, prod
 from typing import NamedTuple
 
+from memfit.base_formats import find_coding
 from memfit.meta.autograd import Gradients, Node, Rule, record
 from memfit.meta.elementwise import Incoming, attach, autocast_lower, like, upstream
 from memfit.meta.meter import Meter
 from memfit.meta.tensor import Tensor, empty, workspace
 from memfit.meta.views import reshape, view
 from memfit.records.model import DTYPE_BYTES
-from memfit.records.quantised import BLOCK, DOUBLE, stored_tensors
 from memfit.records.recipe import Recipe
 
 FP32, FP16, INT32, INT8 = 4, 2, 4, 1
-FUSED_ROWS = 4  # with so few rows a kernel unpacks 4-bit weights as it multiplies
 
 
 class Quantised(NamedTuple):
@@ -41,21 +39,23 @@ class Quantised(NamedTuple):
         low = autocast_lower(x)
         flat = len(x.shape) == 2
         rows = low if flat else reshape(low, -1, x.shape[-1])
-        eight = self.coding == "int8"
-        product = self._eight(rows, weight) if eight else self._four(rows, weight)
+        eight = find_coding(self.coding)[0].product == "int8"
+        product = self._eight(rows, weight) if eight else self._unpacked(rows, weight)
         return product if flat else view(product, *x.shape[:-1], weight.shape[0])
 
-    def _four(self, x: Tensor, weight: Tensor) -> Tensor:
-        """`bnb.matmul_4bit`, which makes the weight dense; on a CPU memfit does."""
+    def _unpacked(self, x: Tensor, weight: Tensor) -> Tensor:
+        """A product with a weight that becomes dense: in a kernel of CUDA, or before it."""
         meter, shape = x.meter, weight.shape
+        declared, double = find_coding(self.coding)
         node = record(self._dense_backward(shape, x.dtype), (x,))
-        if meter.cuda:
-            count = unpacked_bytes(self.coding, shape, x.shape[0], DTYPE_BYTES[x.dtype])
+        if meter.cuda and declared.multiplies:
+            width = DTYPE_BYTES[x.dtype]
+            count = declared.kernel_bytes(shape, x.shape[0], width, double=double)
             dense = workspace(meter, count)
         else:
             dense = self._make_dense(meter, shape, x.dtype)
         result = empty(meter, (x.shape[0], shape[0]), x.dtype)
-        meter.flop += 2 * x.numel * shape[0] * meter.copies  # bitsandbytes' own kernel
+        meter.flop += 2 * x.numel * shape[0] * meter.copies  # the library's own kernel
         del dense
         return attach(node, result)
 
@@ -94,32 +94,18 @@ class Quantised(NamedTuple):
         return rule
 
     def _make_dense(self, meter: Meter, shape: tuple[int, ...], dtype: str) -> Tensor:
-        if self.coding == "int8":
-            dense = empty(meter, shape, dtype)
-            factors = empty(meter, (shape[0], 1), "float32")
-            del factors
-            return dense
-        blocks = (-(-prod(shape) // BLOCK),)
-        scales = empty(meter, blocks, "float32") if self.coding.endswith(DOUBLE) else None
+        declared, double = find_coding(self.coding)
+        beside = declared.unpacking(shape, double=double)
+        alive = [empty(meter, *spec) for spec in beside.before]
         dense = empty(meter, shape, dtype)
-        del scales
+        alive += [empty(meter, *spec) for spec in beside.after]
+        del alive
         return dense
 
 
 def outlier_columns(columns: int, share: float) -> int:
     """Columns of one projection that a certificate allows to hold outliers."""
     return ceil(columns * share)
-
-
-def unpacked_bytes(coding: str, shape: tuple[int, ...], tokens: int, width: int) -> int:
-    """Inside `gemm_4bit` on CUDA: the dense weight, and its scales twice where they were coded.
-
-    Up to 1536 rows a fused kernel may need neither, as the device decides; it counts as if it did.
-    """
-    if tokens <= FUSED_ROWS and shape[1] % BLOCK == 0:
-        return 0
-    blocks = -(-prod(shape) // BLOCK)
-    return prod(shape) * width + (2 * blocks * FP32 if coding.endswith(DOUBLE) else 0)
 
 
 def finding_bytes(outliers: bool) -> int:
@@ -151,20 +137,10 @@ def quantising_bytes(
 
     cut: ranks keep a part each of what is stored, which is whole meanwhile.
     """
-    made = {t.leaf: prod(t.shape) * DTYPE_BYTES[t.dtype] for t in stored_tensors(coding, shape)}
-    beside = list(made.values()) if cut else []
-    return [[*beside, *instant] for instant in _instants(coding, shape, dtype, made)]
-
-
-def _instants(
-    coding: str, shape: tuple[int, ...], dtype: str, made: Mapping[str, int]
-) -> list[list[int]]:
-    dense = prod(shape) * DTYPE_BYTES[dtype]
-    if coding == "int8":
-        half = [] if dtype == "float16" else [prod(shape) * FP16]
-        return [[dense, *half, made["weight"], made["scales"]]]
-    if not coding.endswith(DOUBLE):
-        return [[dense, made["weight"], made["absmax"]]]
-    blocks = -(-prod(shape) // BLOCK) * FP32
-    parts = (made["weight"], blocks, made["offset"], blocks, made["absmax"], made["nested_absmax"])
-    return [[dense, made["nested_table"]], [dense, *parts]]
+    declared, double = find_coding(coding)
+    kept = declared.tensors(shape, double=double) if cut else ()
+    beside = [prod(t.shape) * DTYPE_BYTES[t.dtype] for t in kept]
+    width = DTYPE_BYTES[dtype]
+    return [
+        [*beside, *instant] for instant in declared.quantising(shape, dtype, width, double=double)
+    ]

@@ -12,6 +12,7 @@ from typing import ClassVar, final
 
 from msgspec.structs import replace
 
+from memfit.base_formats import find_base_format, is_coded
 from memfit.core.errors import InvalidRequest
 from memfit.core.units import show_bytes, show_count
 from memfit.plan.frameworks import Framework, Job, Knob, Slack, frameworks
@@ -134,16 +135,16 @@ class DeepSpeed(Framework):
                 " has weights elsewhere",
                 hint="`parallel: {zero: 3}`, or `offload: optimizer`",
             )
-        if recipe.base_format == "int8" and recipe.parallel.zero == 3:
+        if not _can_cut(recipe.base_format) and recipe.parallel.zero == 3:
             raise InvalidRequest(
-                "`base_format: int8` cannot be partitioned (`parallel.zero: 3`): its weights keep"
-                " their scales outside the tensor",
+                f"`base_format: {recipe.base_format}` cannot be partitioned (`parallel.zero: 3`):"
+                " its weights keep their scales outside the tensor",
                 hint="`parallel: {zero: 2}`, or `base_format: nf4`",
             )
 
     def choose_zeros(self, request: Request) -> tuple[int, ...]:
-        """See `Framework.choose_zeros`; stage 3 cannot cut weights of int8."""
-        return (2, 1) if request.base_format == "int8" else super().choose_zeros(request)
+        """See `Framework.choose_zeros`; stage 3 cannot cut every format."""
+        return super().choose_zeros(request) if _can_cut(request.base_format) else (2, 1)
 
     def describe_open(self, recipe: Recipe) -> tuple[str, ...]:
         """See `Framework.describe_open`."""
@@ -373,9 +374,14 @@ def _stored(job: Job) -> Model:
     """All weights in 16 bits, adapters too: the engine casts the module."""
     options = {**job.recipe.options, "adapter_dtype": "base", "prepare_kbit": False}
     recipe = replace(job.recipe, precision=_pure(job.recipe), options=options)
-    if recipe.base_format not in ("nf4", "fp4", "int8"):
+    if not is_coded(recipe.base_format):
         recipe = replace(recipe, base_format="fp16" if recipe.precision == "fp16" else "bf16")
     return hf_model(replace(job, recipe=recipe))
+
+
+def _can_cut(base_format: str) -> bool:
+    """Whether stage 3 can partition weights of a format."""
+    return base_format == "auto" or find_base_format(base_format).cut_as_numbers
 
 
 def _pure(recipe: Recipe) -> str:

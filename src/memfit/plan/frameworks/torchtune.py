@@ -15,7 +15,8 @@ from memfit.records.ledger import Kind, Ledger, Phase
 from memfit.records.model import Weight
 
 CHUNKS = 8  # of the chunked loss, along the tokens
-NF4 = 0.5 + 1 / 64 + 2 / (64 * 256)  # torchao: 4 bits, a scale of 64 in int8, of 256 x 64 in bf16
+# torchao's own layouts, bytes a weight: 4 bits, a scale of 64 in int8, of 256 x 64 in bf16
+LAYOUTS = {"nf4": 0.5 + 1 / 64 + 2 / (64 * 256)}
 EIGHT_BIT = 2 * (1 + 4 / 256)  # bitsandbytes: two moments, an fp32 scale of 256 elements each
 
 Parts = dict[tuple[Kind, str], tuple[int, str]]
@@ -44,7 +45,7 @@ class Torchtune(Framework):
     values = {  # noqa: RUF012
         "precision": ("bf16",),
         "method": ("full", "lora"),
-        "base_format": ("bf16", "nf4"),
+        "base_format": ("bf16", *LAYOUTS),
         "optimizer": ("adamw", "adamw8bit"),
         "implementation": ("fused", "foreach"),
         "recompute": ("full", "none"),
@@ -70,10 +71,11 @@ class Torchtune(Framework):
     def check(self, job: Job) -> None:
         """Refuse what the recipes refuse, and what is not read."""
         r, a = job.recipe, job.model.architecture
-        if r.base_format == "nf4" and r.method != "lora":
+        if r.base_format in LAYOUTS and r.method != "lora":
             raise InvalidRequest(
-                "`base_format: nf4` with `method: full`: 4-bit weights cannot be trained",
-                hint="QLoRA is `method: lora` with `base_format: nf4`",
+                f"`base_format: {r.base_format}` with `method: full`: 4-bit weights cannot be"
+                " trained",
+                hint=f"QLoRA is `method: lora` with `base_format: {r.base_format}`",
             )
         if job.option("optimizer_in_bwd") and r.accumulation > 1:
             raise InvalidRequest(
@@ -112,8 +114,8 @@ def measure(job: Job) -> Sizes:
     adapted = [w for w in matrices if _is_target(w, r.lora.targets)] if r.method == "lora" else []
     adapters = sum(r.lora.rank * sum(w.shape) for w in adapted)
     dense = sum(w.numel for w in block)
-    quantized = sum(w.numel for w in matrices) if r.base_format == "nf4" else 0
-    stored = NF4 * quantized + 2 * (dense - quantized) + 2 * adapters
+    quantized = sum(w.numel for w in matrices) if r.base_format in LAYOUTS else 0
+    stored = LAYOUTS.get(r.base_format, 0) * quantized + 2 * (dense - quantized) + 2 * adapters
     layers = job.model.architecture.layers
     every = layers * dense + sum(w.numel for w in ends)
     return Sizes(
@@ -153,7 +155,7 @@ def _held(job: Job, sizes: Sizes, buffers: Buffers) -> Parts:
         each = EIGHT_BIT if r.optimizer.name == "adamw8bit" else 4
         parts[Kind.PARAMETERS, "weights"] = (
             round(sizes.stored / shards),
-            f"bf16 weights{', 4-bit ones in the blocks' if r.base_format == 'nf4' else ''}",
+            f"bf16 weights{', 4-bit ones in the blocks' if r.base_format in LAYOUTS else ''}",
         )
         parts[Kind.OPTIMIZER_STATE, "adam"] = (
             round(each * sizes.trained / shards),
@@ -251,7 +253,7 @@ def _backward(job: Job, sizes: Sizes, buffers: Buffers) -> Parts:
     if r.recompute_blocks or r.offload == "activations":
         again = r.tokens * (saved_per_token(job) - 2 * a.hidden)
         parts[Kind.ACTIVATIONS, "recomputed block"] = (again, "one block, run again")
-    if r.base_format == "nf4":
+    if r.base_format in LAYOUTS:
         parts[Kind.TEMPORARY, "dequantised"] = (2 * sizes.widest, "the largest matrix in bf16")
     if _trains_head(job) and _shards(job) > 1:
         parts[Kind.REDUCE_SCATTER, "inputs"] = (

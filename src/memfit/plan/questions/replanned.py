@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from memfit.base_formats import is_coded, offered_formats
 from memfit.core import units
 from memfit.core.errors import Error
 from memfit.plan.request.problem import Problem, divisors, read_problem
 from memfit.plan.search.candidate import Candidate
 from memfit.plan.search.levers import head_extra
-from memfit.records.quantised import CODED_FORMATS
 from memfit.records.recipe import Recipe
 from memfit.records.request import change
 from memfit.records.results import Considered, Plan
@@ -68,8 +68,8 @@ def _inexact(problem: Problem, recipe: Recipe) -> Iterator[dict[str, Any]]:
     if recipe.weights == "pretrained" and recipe.method in ("full", "lora"):
         if lora:
             yield {**lora}
-        if recipe.base_format not in CODED_FORMATS:
-            yield {**lora, "base_format": "nf4"}
+        if not is_coded(recipe.base_format):
+            yield {**lora, "base_format": offered_formats()[-1]}
     if recipe.precision != "bf16-mixed" and not problem.device.is_cpu:
         yield {"precision": "bf16-mixed"}
     if recipe.precision != "bf16" or recipe.optimizer.stochastic_rounding:

@@ -10,11 +10,11 @@ import re
 from collections.abc import Callable, Iterable
 
 from memfit.adapters.shared.quantised_base import is_projection
+from memfit.base_formats import stored_bytes
 from memfit.core import units
 from memfit.optimizers import find_optimizer, optimizers
 from memfit.records import Record
 from memfit.records.model import Model, TensorSpec
-from memfit.records.quantised import stored_bytes
 from memfit.records.recipe import Optimizer
 
 TWENTY = units.parse_count("20B")  # the size that the rule is usually told for

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from memfit import catalog
+from memfit.base_formats import find_base_format, is_coded, offered_formats
 from memfit.catalog.prices import choose_price
 from memfit.core import units
 from memfit.core.errors import Error
@@ -20,7 +21,6 @@ from memfit.plan.search.candidates import node_size
 from memfit.records import to_data
 from memfit.records.hardware import Device
 from memfit.records.ledger import Kind
-from memfit.records.quantised import CODED_FORMATS
 from memfit.records.request import Request, change
 from memfit.records.results import Plan, WayOut
 
@@ -163,9 +163,11 @@ def _methods(request: Request) -> Iterator[Attempt]:
     """Adapters, over a base in ever fewer bits."""
     if request.method == "full":
         yield Attempt("method", "LoRA", {"method": "lora"})
-    if request.base_format in CODED_FORMATS and request.base_format != "int8":
+    offered = offered_formats()
+    fewest = min(find_base_format(base).bits for base in offered)
+    if is_coded(request.base_format) and find_base_format(request.base_format).bits <= fewest:
         return
-    for base in ("int8", "nf4"):
+    for base in offered:
         if base != request.base_format:
             changes = {"base_format": base}
             if request.method not in ("lora", "dora"):

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from memfit.base_formats import is_coded
 from memfit.core.errors import InvalidRequest
 from memfit.optimizers.low_bit import can_round, implementations
 from memfit.records.hardware import Device
-from memfit.records.quantised import CODED_FORMATS
-from memfit.records.recipe import ADAPTED, Format, Method, Precision
+from memfit.records.recipe import ADAPTED, Method, Precision
 from memfit.records.request import Request
 
 EIGHT_BITS = "adamw8bit"  # whose states do not stall, and whose updates can be rounded by chance
 
 # The 16-bit format of each; frozen weights are stored in it unless another is asked for.
-HALF: dict[str, Format] = {
+HALF: dict[str, str] = {
     "bf16": "bf16",
     "bf16-mixed": "bf16",
     "fp16-mixed": "fp16",
@@ -27,7 +27,7 @@ def find_conflict(base_format: str, precision: str) -> str:
     """Why frozen weights of this format cannot be computed with; empty when they can."""
     if "auto" in (precision, base_format):
         return ""
-    if base_format in CODED_FORMATS:  # the rest is stored as the precision computes
+    if is_coded(base_format):  # the rest is stored as the precision computes
         return ""
     if base_format == "fp32":
         return "stores everything in bf16" if precision == "bf16" else ""

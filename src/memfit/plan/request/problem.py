@@ -13,6 +13,7 @@ from memfit import catalog, families
 from memfit.adapters.shared.projections import choose_targets
 from memfit.adapters.shared.quantised_base import check_base
 from memfit.allocator.settings import check_allocator
+from memfit.base_formats import find_base_format
 from memfit.catalog import links
 from memfit.core.errors import InvalidRequest
 from memfit.families.capabilities import float8, qat
@@ -37,10 +38,8 @@ from memfit.plan.request.preference_checks import check_pairs, choose_preference
 from memfit.records import Record
 from memfit.records.hardware import Device
 from memfit.records.model import Model, ModelReference
-from memfit.records.quantised import CODED_FORMATS
 from memfit.records.recipe import (
     ADAPTED,
-    Format,
     Freeze,
     Lora,
     Method,
@@ -337,7 +336,7 @@ def first_recipe(
     length = sequence_length(request, problem.model)
     packed = choose_packing(request, problem.model.architecture)
     asked = request.base_format
-    base: Format = asked if asked != "auto" else HALF.get(precision, "fp32")
+    base = asked if asked != "auto" else HALF.get(precision, "fp32")
     attention: Any = request.attention
     if attention == "auto":
         attention = find_kernels(problem, precision)[0]
@@ -379,13 +378,13 @@ def first_recipe(
     return made
 
 
-def find_quantisation(request: Request, base_format: Format) -> Quantisation:
+def find_quantisation(request: Request, base_format: str) -> Quantisation:
     """What the request says of a base of this format; a format uses its own settings alone."""
-    asked = request.quantisation
-    if base_format == "int8":
+    asked, declared = request.quantisation, find_base_format(base_format)
+    if declared.product == "int8":
         share = asked.outlier_share if asked.outlier_threshold else 0.0
         return Quantisation(outlier_threshold=asked.outlier_threshold, outlier_share=share)
-    return Quantisation(double=asked.double and base_format in CODED_FORMATS)
+    return Quantisation(double=asked.double and declared.doubles)
 
 
 def _full_format(precision: Precision) -> Any:

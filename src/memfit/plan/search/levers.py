@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from memfit.adapters import find_adapter
 from memfit.adapters.shared.quantised_base import check_base
+from memfit.base_formats import offered_formats
 from memfit.core.errors import InvalidRequest
 from memfit.families.capabilities.added import can_select
 from memfit.families.capabilities.compiled import why_not_compiled
@@ -26,7 +27,6 @@ from memfit.records.model import Architecture, Model
 from memfit.records.recipe import (
     OWN_ATTENTION,
     OWN_AXES,
-    Format,
     Method,
     Offload,
     Precision,
@@ -38,7 +38,6 @@ EXACT = (
     "recompute", "micro_batch", "loss", "loss_chunk", "optimizer.implementation",
     "optimizer.in_backward", "attention", "offload", "lean",
 )  # fmt: skip
-QUANTISED: tuple[Format, ...] = ("int8", "nf4")
 KEPT = (
     "micro_batch", "accumulation", "recompute_blocks", "selective_blocks", "loss", "loss_chunk",
     "parallel", "offload", "lean",
@@ -197,7 +196,7 @@ def _quantised(problem: Problem, recipe: Recipe) -> Iterator[Recipe]:
     """Adapters over a base in 8 or 4 bits, where the model can have one."""
     if recipe.method not in ("full", "lora") or recipe.weights != "pretrained":
         return
-    for base in QUANTISED:
+    for base in offered_formats():
         asked = replace(problem.request, method="lora", base_format=base, offload="none")
         told = replace(problem, request=asked)
         try:

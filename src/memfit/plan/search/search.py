@@ -14,6 +14,7 @@ from itertools import product
 import msgspec
 
 from memfit import __version__
+from memfit.base_formats import is_coded
 from memfit.core import units
 from memfit.core.errors import DoesNotFit, InvalidRequest
 from memfit.families.capabilities.added import check_selective
@@ -55,7 +56,6 @@ from memfit.plan.simulate.recompute import (
 )
 from memfit.plan.step_time.communication.traffic import describe_traffic
 from memfit.plan.step_time.predicted_time import describe_time, predict_timeline
-from memfit.records.quantised import CODED_FORMATS
 from memfit.records.recipe import Method, Parallel, Recipe
 from memfit.records.request import find_weights
 from memfit.records.results import Considered, Plan
@@ -169,7 +169,7 @@ def _preferences(problem: Problem) -> Iterator[Candidate]:
     """
     request = problem.request
     methods: list[Method] = ["full", "lora"] if request.method == "auto" else [request.method]
-    if request.base_format in CODED_FORMATS:
+    if is_coded(request.base_format):
         methods = ["lora"]  # nothing else trains beside a quantised base
     elif request.method == "auto" and find_weights(request, problem.reference) == "random":
         methods = ["full"]  # an adapter on random weights has nothing to adapt

@@ -10,6 +10,7 @@ import re
 from functools import lru_cache
 from typing import Literal
 
+from memfit.base_formats import find_base_format, stored_bytes
 from memfit.core.errors import InvalidRequest, TimeUnknown
 from memfit.plan.frameworks.shared.pipeline import deal_by_cost
 from memfit.plan.search.columns import find_distinct, pick, take, with_columns
@@ -26,7 +27,6 @@ from memfit.plan.step_time.work import Layout, Shape
 from memfit.records import Record
 from memfit.records.hardware import Device
 from memfit.records.model import SLIDING, Model
-from memfit.records.quantised import stored_bytes
 from memfit.records.recipe import Recipe
 
 Kernel = Literal["math", "triton", "flash1", "flash2", "fused"]
@@ -35,10 +35,6 @@ Kernel = Literal["math", "triton", "flash1", "flash2", "fused"]
 USUAL_CEILING = 0.8
 ON_THE_WIRE = 0.96  # of a stated speed: what NCCL reckons with (links.toml)
 HOST_BANDWIDTH = {3: 12e9, 4: 25e9, 5: 50e9}  # B/s of 16 PCIe lanes by generation, one direction
-# passes over 10 bytes for each unpacked element: GPTQ's packed columns with their zeros, and
-# bitsandbytes' and torchao's blocks (half a byte read, two written, scales)
-# LLM.int8's weights are dense in backward alone: a byte read, two written, read and written again
-UNPACKING = {"int4": 1.0, "nf4": 0.4, "fp4": 0.4, "int8": 0.7}
 SQUARE = 4096  # a matrix of so many rows and columns stands for a block's
 BUILDS = {  # what a published row calls its framework -> build, where it has constants of its own
     "Megatron-Bridge": "bridge", "Megatron-core MoE": "bridge", "NeMo/Megatron": "nemo",
@@ -127,6 +123,7 @@ def read_layout(recipe: Recipe, shape: Shape, basis: Basis) -> Layout:
     part = recipe.selective_blocks / shape.layers  # of memfit's own step
     cuts_tokens = 1.0 * p.sequence_parallel
     most, last = _deal(recipe, shape)
+    base = find_base_format(recipe.base_format)
     return Layout(
         sequence=1.0 * recipe.sequence_length, micro_batch=1.0 * recipe.micro_batch,
         accumulation=1.0 * recipe.accumulation, dp=1.0 * p.dp, shard=1.0 * p.dp_shard,
@@ -142,8 +139,8 @@ def read_layout(recipe: Recipe, shape: Shape, basis: Basis) -> Layout:
         gradient_bytes=_gradient_bytes(recipe),
         state_bytes=float(STATE_BYTES.get(recipe.precision, 30)),
         trains=0.0 if recipe.adapted else 1.0,
-        packed=UNPACKING.get(recipe.base_format, 0.0) if recipe.adapted else 0.0,
-        eight=float(recipe.base_format == "int8" and recipe.adapted),
+        packed=base.unpacking_passes if recipe.adapted else 0.0,
+        eight=float(base.product == "int8" and recipe.adapted),
         compiled=float(recipe.compile != "none"),
         written_out=float(basis.kernel == "math"),
         asynchronous=float(bool(option("tp_comm_overlap") or option("async_tp"))),

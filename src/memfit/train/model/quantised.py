@@ -1,41 +1,37 @@
-"""Frozen projections in 8 or 4 bits, through bitsandbytes' kernels.
+"""Frozen projections that are stored as codes, as a `memfit.base_formats` says.
 
 A `QuantisedLinear` holds plain tensors, so that it is built on meta, traced, counted and replaced
 as every other module is; bitsandbytes' own modules quantise in `Tensor.to` and cannot hold fake
-tensors. It has nothing of its own in numbers: what is stored is what `quantize_4bit` and
-`int8_vectorwise_quant` return, and products are theirs.
+tensors. It has nothing of its own in numbers: what is stored is what the format's library makes,
+and products are the library's.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.adapters.shared.peft_layers import PREFIX
 from memfit.adapters.shared.quantised_base import is_projection
+from memfit.base_formats import find_base_format, find_coding, stored_tensors
+from memfit.base_formats.int8 import unpack
 from memfit.core.errors import InvalidRequest
-from memfit.core.libraries import quiet_import
 from memfit.families import read_model
 from memfit.parallelism.whole import whole
-from memfit.records.quantised import BLOCK, DOUBLE, SCALES_BLOCK, stored_tensors
 from memfit.records.recipe import Recipe
-
-ROWWISE = 1.0 / 127.0  # int8's codes are multiples of a row's scale / 127
 
 
 def quantise(model: nn.Module, recipe: Recipe) -> nn.Module:
     """Put a `QuantisedLinear` in the place of each projection that the recipe quantises.
 
-    model: bare, on the meta device. Raises InvalidRequest where bitsandbytes is not installed, and
-    ValueError (our bug) where a row that is to be quantised is no Linear.
+    model: bare, on the meta device. Raises InvalidRequest where the format's library is not
+    installed, and ValueError (our bug) where a row that is to be quantised is no Linear.
     """
     if not recipe.coding:
         return model
-    _library()
+    find_base_format(recipe.base_format).load_library()
     for row in read_model(recipe.model).weights:
         if not is_projection(row):
             continue
@@ -48,20 +44,6 @@ def quantise(model: nn.Module, recipe: Recipe) -> nn.Module:
     return model
 
 
-@cache
-def _library() -> Any:
-    """bitsandbytes, whose operators importing it registers; a second that others need not wait."""
-    try:
-        with quiet_import():
-            import bitsandbytes
-    except ImportError:
-        raise InvalidRequest(
-            "a quantised base needs bitsandbytes, which is not installed",
-            hint="pip install 'memfit[train]', or use `base_format: bf16`",
-        ) from None
-    return bitsandbytes
-
-
 class QuantisedLinear(nn.Linear):
     """(..., in) -> (..., out) with a frozen weight in 8 or 4 bits, in the dtype of autocast, or of
     the input where there is none.
@@ -71,6 +53,7 @@ class QuantisedLinear(nn.Linear):
         nn.Module.__init__(self)  # the dense weight of nn.Linear's own is what must not be made
         self.in_features, self.out_features = old.in_features, old.out_features
         self.coding = recipe.coding
+        self.format, self.doubled = find_coding(recipe.coding)
         self.threshold = recipe.quantisation.outlier_threshold
         self.dtype = getattr(torch, recipe.frozen_dtype)  # of the weight where it is dense
         self.bias = old.bias
@@ -92,28 +75,15 @@ class QuantisedLinear(nn.Linear):
         if x.dim() != 2:
             rows = rows.reshape(-1, self.in_features)
         with torch.autocast(kind, enabled=False):
-            product = self._eight(rows) if self.coding == "int8" else self._four(rows)
+            product = self._multiply(rows)
         return product if x.dim() == 2 else product.view(*x.shape[:-1], self.out_features)
 
-    def _four(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu":
+    def _multiply(self, x: Tensor) -> Tensor:
+        if self.format.product == "int8":
+            return self._eight(x)
+        if x.device.type == "cpu" or not self.format.multiplies:
             return cast(Tensor, _DenseProduct.apply(x, self))  # type: ignore[no-untyped-call]
-        return cast(Tensor, _library().matmul_4bit(x, self.weight, self._state(), bias=self.bias))
-
-    def _state(self) -> Any:
-        """What bitsandbytes calls the state: all but the codes."""
-        make = _library().functional.QuantState
-        nested = None
-        if self.coding.endswith(DOUBLE):
-            nested = make(
-                absmax=self.numbers("nested_absmax"), code=self.numbers("nested_table"),
-                blocksize=SCALES_BLOCK, dtype=torch.float32,
-            )  # fmt: skip
-        return make(
-            absmax=self.factors(), shape=torch.Size((self.out_features, self.in_features)),
-            blocksize=BLOCK, quant_type=self.coding.removesuffix(DOUBLE), dtype=self.dtype,
-            offset=self.numbers("offset").view(()) if nested else None, state2=nested,
-        )  # fmt: skip
+        return self.format.multiply(x, self, self.bias)
 
     def _eight(self, x: Tensor) -> Tensor:
         product, outliers = cast(
@@ -140,16 +110,14 @@ class QuantisedLinear(nn.Linear):
         if held.dtype != torch.uint8:
             raise InvalidRequest(
                 f"FSDP2 of torch {torch.__version__} gathers bytes as {held.dtype}, of which"
-                f" `base_format: {self.coding.removesuffix(DOUBLE)}` makes no weights",
+                f" `base_format: {self.format.name}` makes no weights",
                 hint="use torch 2.13, or one device",
             )
         return held.view(torch.float32).view(-1)
 
     def factors(self) -> Tensor:
-        """One of each row (int8) or block (4 bits), or its code where scales are quantised too."""
-        if self.coding.endswith(DOUBLE):
-            return cast(Tensor, self.absmax)
-        return self.numbers("scales" if self.coding == "int8" else "absmax")
+        """One of each row or block, or its code where scales are quantised, too."""
+        return self.format.scales(self)
 
     def empty_dense(self) -> Tensor:
         """Where the dense weight (out, in) is put before `store`."""
@@ -159,53 +127,15 @@ class QuantisedLinear(nn.Linear):
     def store(self, dense: Tensor) -> None:
         """Quantise a dense weight (out, in) that is where this module's tensors are; of shards, the
         whole of it, of which a rank keeps its own: blocks and their mean know no ranks.
-
-        Source: bitsandbytes/functional.py, quantize_4bit; nn/modules.py, Int8Params. Called by
-        operator, as the functions around them remember a table of their first device.
         """
         self.most_outliers = self.outliers = self.columns = 0
         with torch.no_grad(), torch.device(dense.device), whole(self):
-            self._store(dense)
-
-    def _store(self, dense: Tensor) -> None:
-        ops = torch.ops.bitsandbytes
-        if self.coding == "int8":
-            codes, scales, _ = ops.int8_vectorwise_quant(dense.to(torch.float16), 0.0)
-            self.weight.copy_(codes)
-            self.factors().copy_(scales)
-            return
-        kind = self.coding.removesuffix(DOUBLE)
-        if self.coding.endswith(DOUBLE):
-            self.numbers("nested_table").copy_(torch.tensor(_table()))
-        codes, absmax = ops.quantize_4bit(dense, BLOCK, kind, torch.uint8)
-        self.weight.copy_(codes)
-        if not self.coding.endswith(DOUBLE):
-            self.factors().copy_(absmax)
-            return
-        offset = absmax.mean()
-        table = self.numbers("nested_table")
-        scales, nested = ops.quantize_blockwise(absmax - offset, table, SCALES_BLOCK)
-        self.factors().copy_(scales)
-        self.numbers("nested_absmax").copy_(nested)
-        self.numbers("offset").copy_(offset)
+            self.format.quantise(dense, self)
 
     @torch.no_grad()
     def dense(self) -> Tensor:
-        """The weight (out, in) that the codes stand for.
-
-        4 bits as one long row: on CPUs with AVX-512 bitsandbytes 0.50 takes blocks to begin anew
-        with each row, and returns wrong weights where `in` is no multiple of 64.
-        """
-        if self.coding == "int8":
-            return _unpack(self.weight, self.factors(), self.dtype)
-        ops, scales, kind = torch.ops.bitsandbytes, self.factors(), self.coding.removesuffix(DOUBLE)
-        if self.coding.endswith(DOUBLE):
-            nested, table = self.numbers("nested_absmax"), self.numbers("nested_table")
-            scales = ops.dequantize_blockwise(scales, nested, table, SCALES_BLOCK, torch.float32)
-            scales += self.numbers("offset")
-        row = (1, self.out_features * self.in_features)
-        dense = ops.dequantize_4bit(self.weight, scales, BLOCK, kind, row, self.dtype)
-        return cast(Tensor, dense).view(self.out_features, self.in_features)
+        """The weight (out, in) that the codes stand for."""
+        return self.format.dequantise(self)
 
 
 class _DenseProduct(torch.autograd.Function):
@@ -248,23 +178,12 @@ class _Int8Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
         """Of the input alone, through the dense weight."""
         return (
-            torch.matmul(grad, _unpack(ctx.codes, ctx.scales, grad.dtype)),
+            torch.matmul(grad, unpack(ctx.codes, ctx.scales, grad.dtype)),
             None,
             None,
             None,
             None,
         )
-
-
-def _unpack(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    return codes.to(dtype, copy=True).mul_(scales.unsqueeze(1).mul(ROWWISE))
-
-
-@cache
-def _table() -> tuple[float, ...]:
-    """The 256 values that scales are quantised to: bitsandbytes' signed dynamic type."""
-    with _disable_current_modes(), torch.device("cpu"):
-        return tuple(_library().functional.create_dynamic_map().tolist())
 
 
 def quantised_modules(model: nn.Module) -> dict[str, QuantisedLinear]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
+from memfit.base_formats import find_base_format
 from memfit.core.errors import InvalidRequest, MemoryUnknown
 from memfit.families.shared.forward import COPY, ORIGINAL
 from memfit.plan.frameworks import Job, Knob
@@ -52,8 +53,8 @@ def refuse_apart(job: Job) -> None:
     Copies whose bytes are not described raise MemoryUnknown, too.
     """
     recipe = job.recipe
-    if recipe.base_format == "int4":
-        raise MemoryUnknown("weights quantised by GPTQ (`base_format: int4`) are not described")
+    if unknown := find_base_format(recipe.base_format).unknown:
+        raise MemoryUnknown(unknown)
     asked = saved_modules(recipe)
     if not asked:
         return

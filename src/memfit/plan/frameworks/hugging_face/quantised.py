@@ -5,20 +5,29 @@ Source: bitsandbytes 0.41.1 to 0.50, nn/modules.py (Params4bit, Linear8bitLt).
 
 from __future__ import annotations
 
-from memfit.records.quantised import DOUBLE, stored_bytes
+from math import prod
+
+from memfit.base_formats import find_base_format, name_coding, stored_bytes
+from memfit.records.recipe import Recipe
 
 TABLE = 16 * 4  # of nf4 or fp4 itself, one a weight's state: memfit's own step has none
 
 
-def four_bit_bytes(numel: int, *, double: bool) -> int:
-    """Packed codes, their scales and a table; double: the scales are stored in 8 bits themselves.
+def find_bits(recipe: Recipe) -> int:
+    """Bits of the base's codes, of a library's modules; 0 where the base is not quantised."""
+    declared = find_base_format(recipe.base_format)
+    return declared.bits if declared.coded else 0
 
-    Dettmers et al. 2305.14314, section 3: 4 + 32/64 = 4.5 bits a weight, or 4.127 with double
-    quantisation.
+
+def coded_bytes(base_format: str, shape: tuple[int, ...], *, double: bool) -> int:
+    """Bytes of a matrix in a module of its own; double: the scales are quantised themselves.
+
+    Of 4 bits: packed codes, their scales and a table of the 16 values.
     """
-    return stored_bytes("nf4" + (DOUBLE if double else ""), (numel, 1)) + TABLE
+    stored = stored_bytes(name_coding(base_format, double=double), shape)
+    return stored + (TABLE if find_base_format(base_format).bits == 4 else 0)
 
 
-def eight_bit_bytes(rows: int, columns: int) -> int:
-    """LLM.int8 (Dettmers et al. 2208.07339): one byte a weight and one fp32 scale a row."""
-    return stored_bytes("int8", (rows, columns))
+def code_bytes(base_format: str, shape: tuple[int, ...]) -> int:
+    """Of these, the codes alone."""
+    return prod(find_base_format(base_format).tensors(shape, double=False)[0].shape)

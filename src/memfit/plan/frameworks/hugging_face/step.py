@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from memfit import meta
 from memfit.adapters import find_adapter
+from memfit.base_formats import Product, find_base_format, is_coded
 from memfit.core.errors import InvalidRequest
 from memfit.core.units import show_bytes
 from memfit.families import find_family
@@ -51,7 +52,7 @@ from memfit.plan.frameworks.hugging_face.peft import (
     copies_wide,
     refuse_apart,
 )
-from memfit.plan.frameworks.hugging_face.quantised import eight_bit_bytes, four_bit_bytes
+from memfit.plan.frameworks.hugging_face.quantised import code_bytes, coded_bytes
 from memfit.plan.frameworks.hugging_face.states import (
     KNOBS,
     NAMES,
@@ -83,7 +84,7 @@ from memfit.plan.memory.predicted_memory import without_shape
 from memfit.records import Record
 from memfit.records.ledger import Kind, Ledger
 from memfit.records.model import DTYPE_BYTES, Model, Weight
-from memfit.records.recipe import FORMAT_DTYPE, Recipe
+from memfit.records.recipe import Recipe
 
 ALL_LINEAR = "all-linear"  # peft's word for every projection but the head
 
@@ -93,7 +94,7 @@ class HfProgram(Record, frozen=True, kw_only=True):
 
     family: str
     computed: str  # dtype that quantised weights become dense in
-    bits: int  # of quantised weights
+    product: Product  # with quantised weights
     adapter_casts: bool
     keeps_inputs: bool  # whether products with quantised weights keep what they have read
     older: bool  # transformers 4.38: keys for all heads, and a loss over shifted fp32 logits
@@ -106,7 +107,7 @@ class HfProgram(Record, frozen=True, kw_only=True):
 
     def _told(self, forward: Forward) -> Forward:
         how = Dequantised(
-            stored=self.computed, computed=self.computed, bits=self.bits,
+            stored=self.computed, computed=self.computed, product=self.product,
             keeps_input=self.keeps_inputs,
         )  # fmt: skip
         return replace(
@@ -205,7 +206,7 @@ def hf_program(job: Job, *, keeps_outputs: bool) -> HfProgram:
     return HfProgram(
         family=job.model.architecture.family,
         computed=recipe.compute_dtype,
-        bits=8 if recipe.base_format == "int8" else 4,
+        product=find_base_format(recipe.base_format).product,
         adapter_casts=recipe.method == "lora",
         keeps_inputs=recipe.options.get("bitsandbytes") == "0.43",
         older=older,
@@ -232,13 +233,13 @@ def hf_model(job: Job) -> Model:
 def _adapted(model: Model, recipe: Recipe) -> Model:
     if recipe.method != "lora":
         return find_adapter(recipe).adapt(model, recipe)
-    coded = recipe.base_format in ("int8", "nf4", "fp4")
+    coded = is_coded(recipe.base_format)
     told = replace(recipe, lora=replace(recipe.lora, targets=targets_of(model, recipe)))
     if coded:
         told = replace(told, base_format="bf16")
     adapted = find_adapter(told).adapt(model, told)
     rest = "float32" if recipe.options.get("prepare_kbit") else recipe.compute_dtype
-    frozen = rest if coded else FORMAT_DTYPE[recipe.base_format]
+    frozen = rest if coded else recipe.frozen_dtype
     low = recipe.options["adapter_dtype"]
     if low == "auto":
         low = "base" if coded else "fp32"
@@ -272,9 +273,13 @@ def parameter_bytes(recipe: Recipe, dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of one stored parameter."""
     if dtype != CODED:
         return prod(shape) * DTYPE_BYTES[dtype]
-    if recipe.base_format == "int8":
-        return eight_bit_bytes(shape[0], prod(shape[1:]))
-    return four_bit_bytes(prod(shape), double=bool(recipe.options["double_quantisation"]))
+    rows = shape[0], prod(shape[1:])
+    return coded_bytes(recipe.base_format, rows, double=_doubles(recipe))
+
+
+def _doubles(recipe: Recipe) -> bool:
+    """Whether scales are quantised, too."""
+    return bool(recipe.options["double_quantisation"])
 
 
 @lru_cache(maxsize=256)
@@ -382,19 +387,21 @@ def _sharded(job: Job, model: Model, simulated: Simulated) -> Ledger:
 
 
 def _parameter(recipe: Recipe, w: Weight) -> int:
-    """Bytes that FSDP cuts: the codes of a 4-bit weight, without their scales."""
-    if w.dtype == CODED and recipe.base_format != "int8":
-        return -(-w.numel // 2)
+    """Bytes that FSDP cuts: of codes that it cuts as numbers, without their scales."""
+    if w.dtype == CODED and find_base_format(recipe.base_format).cut_as_numbers:
+        return code_bytes(recipe.base_format, w.shape)
     return parameter_bytes(recipe, w.dtype, w.shape)
 
 
 def hold_scales(model: Model, recipe: Recipe) -> Held:
     """Scales of quantised weights are no parameters: every rank keeps all of them."""
-    coded = [w.numel for w in model.weights if w.dtype == CODED]
-    if not coded or recipe.base_format == "int8":
+    coded = [w for w in model.weights if w.dtype == CODED]
+    if not coded or not find_base_format(recipe.base_format).cut_as_numbers:
         return {}
-    double = bool(recipe.options["double_quantisation"])
-    nbytes = sum(four_bit_bytes(n, double=double) - -(-n // 2) for n in coded)
+    nbytes = sum(
+        parameter_bytes(recipe, w.dtype, w.shape) - code_bytes(recipe.base_format, w.shape)
+        for w in coded
+    )
     said = f"scales of {len(coded)} quantised weights, whole on every rank"
     return {(Kind.PARAMETERS, "scales"): (nbytes, said)}
 
@@ -404,7 +411,7 @@ def check_coded(job: Job) -> None:
     refuse_apart(job)
     check_masks(job)
     recipe, a = job.recipe, job.model.architecture
-    if recipe.base_format not in ("nf4", "fp4", "int8"):
+    if not is_coded(recipe.base_format):
         return
     if a.experts.count or a.family == "gpt2":
         what = "a mixture of experts" if a.experts.count else "transposed weights (Conv1D)"
@@ -437,9 +444,10 @@ def check_base(job: Job) -> None:
     if asks_version_2(job):
         check_units(job)
         return
-    if shards > 1 and recipe.base_format == "int8":
+    if shards > 1 and not find_base_format(recipe.base_format).cut_as_numbers:
         raise InvalidRequest(
-            f"`base_format: int8` with `parallel.dp_shard: {shards}`: FSDP flattens no integers",
+            f"`base_format: {recipe.base_format}` with `parallel.dp_shard: {shards}`: FSDP flattens"
+            " no integers",
             hint="`base_format: nf4`, or `parallel: {dp_replicate: N}`",
         )
     if recipe.offload != "none" and shards == 1:

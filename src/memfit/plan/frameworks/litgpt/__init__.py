@@ -8,16 +8,18 @@ than one device: FSDP1, as litgpt used it until 0.5.12, one unit a block and the
 from __future__ import annotations
 
 from functools import lru_cache
+from math import prod
 from typing import Any, ClassVar, NamedTuple, final
 
 import msgspec
 
+from memfit.base_formats import is_coded
 from memfit.core.errors import InvalidRequest
 from memfit.core.units import show_bytes, show_count
 from memfit.meta.layers.dequantised import CODED
 from memfit.optimizers import find_optimizer
 from memfit.plan.frameworks import Framework, Job, Knob, Slack, frameworks
-from memfit.plan.frameworks.hugging_face.quantised import four_bit_bytes
+from memfit.plan.frameworks.hugging_face.quantised import coded_bytes
 from memfit.plan.frameworks.litgpt.forward import LitProgram
 from memfit.plan.frameworks.shared.assembly import (
     Held,
@@ -88,7 +90,7 @@ class LitGpt(Framework):
     def check(self, job: Job) -> None:
         """See `Framework.check`."""
         recipe = job.recipe
-        coded = recipe.base_format in ("nf4", "fp4")
+        coded = is_coded(recipe.base_format)
         if recipe.method == "full" and coded:
             raise InvalidRequest(
                 f"`method: full` cannot train weights stored as"
@@ -220,7 +222,7 @@ def _adapt(form: _Form, model: Model, recipe: Recipe) -> Model:
     """litgpt's parameters with their dtypes; the head is never tied to the embedding."""
     a = form.architecture
     dtype, full = recipe.compute_dtype, recipe.method == "full"
-    coded = recipe.base_format in ("nf4", "fp4")
+    coded = is_coded(recipe.base_format)
     targets, rank = _targets(recipe), recipe.lora.rank
 
     def base(name: str, shape: tuple[int, ...], part: str, layer: int) -> Weight:
@@ -291,17 +293,14 @@ def _parameters(model: Model, recipe: Recipe) -> Held:
     double = bool(recipe.options["double_quantisation"])
 
     def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-        numel = 1
-        for size in shape:
-            numel *= size
         if dtype == CODED:
-            return four_bit_bytes(numel, double=double)
-        return numel * DTYPE_BYTES[dtype]
+            return coded_bytes(recipe.base_format, shape, double=double)
+        return prod(shape) * DTYPE_BYTES[dtype]
 
     held = {}
     for owner, each in owners(model, nbytes).items():
         stored = "4-bit codes and scales, the rest " if owner in ("blocks", "head") else ""
-        coded = stored if recipe.base_format in ("nf4", "fp4") else ""
+        coded = stored if is_coded(recipe.base_format) else ""
         said = f"{len(each)} tensors, {coded}{recipe.compute_dtype}: {show_bytes(sum(each))}"
         held[Kind.PARAMETERS, owner] = (rounded(each), said)
     return held
@@ -316,7 +315,7 @@ def _states(model: Model, recipe: Recipe) -> Held:
     """Two moments in the parameters' dtype; quantised: bitsandbytes' paged AdamW, in fp32."""
     trainable, ranks = [w for w in model.weights if w.trainable], recipe.parallel.dp_shard
     count = show_count(sum(w.numel for w in trainable) // ranks)
-    if recipe.base_format in ("nf4", "fp4"):
+    if is_coded(recipe.base_format):
         each = [w.numel * DTYPE_BYTES["float32"] for w in trainable if w.numel < PAGED]
         said = (
             f"two fp32 moments of those of {count} parameters whose tensors are too small to page"
@@ -328,7 +327,7 @@ def _states(model: Model, recipe: Recipe) -> Held:
 
 
 def _update(model: Model, recipe: Recipe) -> Held:
-    if recipe.base_format in ("nf4", "fp4"):
+    if is_coded(recipe.base_format):
         return {}
     specs = [w.spec for w in model.weights if w.trainable]
     optimizer = find_optimizer(recipe.optimizer)
