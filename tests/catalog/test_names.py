@@ -96,12 +96,11 @@ PUBLISHED = {
 }  # fmt: skip
 # ids that look alike and have another shape, other blocks, or weights that nobody trains
 TRAPS = [
-    "mistralai/Mixtral-8x22B-Instruct-v0.1",  # 32768 rows of vocabulary, its base has 32000
-    "mistralai/Mistral-7B-Instruct-v0.2",  # no window, and 32000 rows of vocabulary
-    "codellama/CodeLlama-7b-hf", "NousResearch/Hermes-2-Pro-Llama-3-8B",
+    "mistralai/Mathstral-7B-v0.1", "mistralai/Codestral-22B-v0.1",  # no row has their sizes
+    "NousResearch/Hermes-2-Pro-Llama-3-8B",
     "NousResearch/Hermes-3-Llama-3.1-8B", "NousResearch/Nous-Hermes-llama-2-7b",
     "unsloth/phi-4", "unsloth/Phi-3-mini-4k-instruct",  # rewritten as Llama and Mistral
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",  # its head is not tied
+    "allenai/Llama-3.1-Tulu-3-8B",  # eight rows of vocabulary more
     "someone/Llama-3.1-8B-Instruct", "gradientai/Llama-3-8B-Instruct-262k",
 ]  # fmt: skip
 
@@ -184,7 +183,13 @@ def test_weights_are_those_of_the_name_and_positions_too():
     [("llama 8b", "llama-3.1-8b"), ("Llama3.1 8B", "llama-3.1-8b"), ("qwen 7b", "qwen2.5-7b"),
      ("qwen3 8b", "qwen3-8b"), ("qwen3 8b base", "qwen3-8b"), ("gemma 9b", "gemma-2-9b"),
      ("smollm 135m", "smollm2-135m"), ("mixtral 8x7b", "mixtral-8x7b-v0.1"),
-     ("qwen3 30b", "qwen3-30b-a3b"), ("llama 3.1 8b instruct", "llama-3.1-8b")],
+     ("qwen3 30b", "qwen3-30b-a3b"), ("llama 3.1 8b instruct", "llama-3.1-8b"),
+     ("qwen1.5 7b", "qwen1.5-7b"), ("codellama 7b", "codellama-7b"), ("yi 34b", "yi-34b"),
+     ("mixtral 8x22b", "mixtral-8x22b-v0.1"), ("granite 8b", "granite-3.1-8b-base"),
+     ("granite 8b code", "granite-8b-code-base"), ("glm 9b", "glm-4-9b-0414"),
+     ("deepseek coder 6.7b", "deepseek-coder-6.7b"), ("qwen 1.5b", "qwen2.5-1.5b"),
+     ("gemma 3 270m", "gemma-3-270m"), ("falcon3 3b", "falcon3-3b"),
+     ("solar 10.7b", "solar-10.7b")],
 )  # fmt: skip
 def test_a_size_in_words_is_a_row(name, row):
     assert catalog.find_model(name).id == row

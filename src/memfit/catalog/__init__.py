@@ -146,13 +146,9 @@ def find_model_reference(name: str) -> ModelReference:
 
 def describe_model(name: str) -> str:
     """Which row is taken for a name that is no row's own, in words; "" for a row's own name."""
-    try:
-        _MODELS.find(name)
-    except UnknownName:
-        pass
-    else:
-        return ""
     named = _name(name)
+    if not named.hub and _begins(name) == named.row:
+        return ""
     if named.quantised:
         return (
             f"`{name}`: sizes of `{named.row}`, whose weights memfit quantises itself"
@@ -168,22 +164,31 @@ def describe_model(name: str) -> str:
 @cache
 def _name(name: str) -> published_names.Named:
     """The row that a name means, and where the weights of that very name are."""
-    try:
-        return published_names.Named(_MODELS.find(name), "")
-    except UnknownName as error:
-        unknown = error
+    if own := _MODELS.find_own(name):
+        return published_names.Named(own, "")
     if found := published_names.find_published(name, _MODELS.names()):
         return found if found.hub else found._replace(hub=_model(found.row).hub)
-    if why := published_names.find_stored(name):
-        raise _refuse_stored(name, why)
-    rows = _in_words(name)
-    if not rows:
-        raise unknown
-    shapes = {msgspec.structs.replace(_model(n.row).architecture(), max_sequence=0) for n in rows}
-    if len(shapes) > 1:
+    if rows := _in_words(name):
+        shapes = {msgspec.structs.replace(_model(n.row).architecture(), max_sequence=0)
+                  for n in rows}  # fmt: skip
+        if len(shapes) == 1:
+            return rows[-1]
         shown = ", ".join(dict.fromkeys(f"`{each.row}`" for each in rows))
         raise InvalidRequest(f"`{name}` names several models", hint=f"say which: {shown}")
-    return rows[-1]
+    try:
+        return published_names.Named(_MODELS.find(name), "")
+    except UnknownName:
+        if why := published_names.find_stored(name):
+            raise _refuse_stored(name, why) from None
+        raise
+
+
+def _begins(name: str) -> str:
+    """The row that a name is, or that alone begins or ends with it; "" for none."""
+    try:
+        return _MODELS.find(name)
+    except (UnknownName, InvalidRequest):
+        return ""
 
 
 def _in_words(name: str) -> tuple[published_names.Named, ...]:

@@ -206,6 +206,11 @@ def strip_stored(name: str) -> str:
     return re.sub(rf"[-_.]({words})\b.*$", "", name, flags=re.IGNORECASE).rpartition("/")[2]
 
 
+# rows that a size in words means only with a word of their own: `qwen 7b` is of the latest Qwen
+_OWN_WORDS = {
+    "qwen1.5-": "1.5", "granite-3b-code": "code", "granite-8b-code": "code",
+    "mixtral-8x22b-instruct": "instruct", "amd-": "amd", "open_llama": "open",
+}  # fmt: skip
 _WHOLE = re.compile(r"a?\d+(?:\.\d+)?[bm]|\d+x\d+b|v\d[\d.]*")  # 8b, a3b, 8x7b, v0.1
 _GLUED = re.compile(r"([a-z]+)(\d[\d.]*)")  # llama3.1, qwen3
 
@@ -219,12 +224,22 @@ def split_words(name: str) -> frozenset[str]:
     return frozenset(word for word in found if word)
 
 
+def _needs_its_word(row: str, words: frozenset[str]) -> bool:
+    """Whether a row is of an earlier or a further trained model, and its own word is not typed."""
+    return any(row.startswith(start) and word not in words for start, word in _OWN_WORDS.items())
+
+
 def find_in_words(name: str, rows: Iterable[str]) -> tuple[Named, ...]:
-    """Rows that a size in words means (`llama 8b`, `qwen3 8b base`); () without a size in it."""
+    """Rows that a size in words means (`llama 8b`, `qwen3 8b base`); () without a size in it.
+
+    A row whose name begins with a typed word goes before one that has it further on: `mistral 7b`
+    is not OpenHermes.
+    """
     words = split_words(name)
     if "/" in name or not any(_WHOLE.fullmatch(word) and word[-1] in "bm" for word in words):
         return ()
-    own = tuple(Named(row, "") for row in rows if words <= split_words(row))
-    return own or tuple(
+    own = [row for row in rows if words <= split_words(row) and not _needs_its_word(row, words)]
+    begun = [row for row in own if split_words(re.split(r"[-_.]", row)[0]) & words]
+    return tuple(Named(row, "") for row in begun or own) or tuple(
         named for each, named in _by_id().items() if "/" in each and words <= split_words(each)
     )

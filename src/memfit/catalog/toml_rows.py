@@ -57,10 +57,8 @@ class Rows:
         Raises UnknownName (did-you-mean), or InvalidRequest when several rows are like that.
         """
         word = slug(name)
-        if word in self.ids:
-            return word
-        if word in also or word in self._by_word:
-            return also.get(word) or self._by_word[word]
+        if found := self.find_own(name, also):
+            return found
         begins = self._like(word, (*self.ids, *also))
         if len(begins) == 1:
             return begins[0]
@@ -71,6 +69,11 @@ class Rows:
             )
         known = [*self.ids, *also, *self._by_word]
         raise UnknownName(self._what, name, known, see=f"`memfit {self._what}s` lists them")
+
+    def find_own(self, name: str, also: Mapping[str, str] = NOTHING) -> str:
+        """The id of the row that has this whole name; "" where no row has."""
+        word = slug(name)
+        return word if word in self.ids else also.get(word) or self._by_word.get(word, "")
 
     def names(self) -> dict[str, str]:
         """Every row's names as `slug` writes them, without the account of a hub id -> its id."""

@@ -1,0 +1,38 @@
+"""docs/lacking.md: no family on it is described, and no model that was left out is planned."""
+
+import re
+from pathlib import Path
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from memfit import catalog
+from memfit.core.errors import UnknownName
+from memfit.families import families, references
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "lacking.md").read_text(encoding="utf-8")
+LACKING, LEFT_OUT = PAGE.split("## Left out of the catalogue")
+ROWS = [line.split(" | ") for line in LACKING.splitlines() if line.startswith("| `")]
+NAMES = sorted(set(re.findall(r"`([\w.-]+/[\w.-]+)`", LEFT_OUT)))
+WITHOUT_A_CLASS = {"nemotron-nas", "mimo"}  # their repositories bring the code
+
+
+def test_a_family_that_lacks_is_no_family_of_memfits():
+    named = [name for row in ROWS for name in re.findall(r"`([\w-]+)`", row[0])]
+    assert len(named) == len(set(named)) > 30
+    assert not set(named) & {*families.names(), *references.names()}
+    assert set(named) - set(CONFIG_MAPPING_NAMES) == WITHOUT_A_CLASS
+
+
+def test_rows_are_complete_and_by_downloads_from_the_most_on():
+    assert all(len(row) == 5 for row in ROWS)
+    counts = [int(row[2].replace(",", "").replace("—", "0")) for row in ROWS]
+    rest = counts[counts.index(max(counts)) :]
+    assert rest == sorted(rest, reverse=True)
+    assert len(rest) > 20
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_that_was_left_out_is_not_taken_for_another(name):
+    with pytest.raises(UnknownName):
+        catalog.find_model(name)
