@@ -163,7 +163,7 @@ def as_columns(recipe: Recipe) -> Recipe:
     """The recipe as a slice of one candidate."""
     import numpy
 
-    from memfit.plan.search.columns import AXES, with_columns
+    from memfit.plan.frameworks.shared.columns import AXES, with_columns
 
     columns = {name: numpy.array([getattr(recipe.parallel, name)]) for name in AXES}
     for name in ("micro_batch", "accumulation", "recompute_blocks"):

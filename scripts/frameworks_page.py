@@ -33,7 +33,8 @@ stand under `options:`.
 
 def page() -> str:
     """The whole page."""
-    return "\n".join([HEAD, *(section(frameworks.find(name)) for name in frameworks.names())])
+    others = [f for f in map(frameworks.find, frameworks.names()) if not f.runs]
+    return "\n".join([HEAD, *map(section, others)])
 
 
 def bytes_of(framework: Framework) -> str:

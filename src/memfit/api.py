@@ -100,7 +100,7 @@ def plan_alone(request: Request) -> Plan:
 
 def plan_roughly(request: Request) -> Plan:
     """As `plan_alone`; what fits, or does not, by far is not replayed: its bytes are a range."""
-    if request.framework != "memfit":
+    if not request.is_own:
         return plan_alone(request)
     problem = structs.replace(problems.read_problem(request), exact=False)
     return search.search(problem, levers=False)
@@ -108,13 +108,13 @@ def plan_roughly(request: Request) -> Plan:
 
 def plan_fitting(request: Request) -> Plan | None:
     """As `plan_alone`; None where nothing fits, without a look for the nearest miss."""
-    if request.framework != "memfit":
+    if not request.is_own:
         return plan_alone(request)
     return search.find_fitting(problems.read_problem(request))
 
 
 def _search(request: Request, *, device: Device | None, levers: bool) -> Plan:
-    if request.framework != "memfit":
+    if not request.is_own:
         from memfit.plan.search import mesh_search  # its columns are numpy's
 
         return mesh_search.search(request)
@@ -155,14 +155,14 @@ def predict(request: Request) -> Plan:
 
     Of another framework's step (`framework:`) too.
     """
-    if request.framework != "memfit":
+    if not request.is_own:
         return other_framework.predict_foreign(request)
     return search.predict(problems.read_problem(request))
 
 
 def predict_with_levers(request: Request) -> Plan:
     """As `predict`, with what each knob turned would save or cost (of memfit's own step)."""
-    if request.framework != "memfit":
+    if not request.is_own:
         return other_framework.predict_foreign(request)
     return search.predict_with_levers(problems.read_problem(request))
 
@@ -510,7 +510,7 @@ def supported_frameworks() -> list[str]:
     """Names of the frameworks whose steps can be planned, memfit's own first."""
     from memfit.plan.frameworks import frameworks
 
-    return ["memfit", *(name for name in frameworks.names() if name != "memfit")]
+    return sorted(frameworks.names(), key=lambda name: (not frameworks.find(name).runs, name))
 
 
 def list_runs(root: Path) -> tuple[RunRow, ...]:

@@ -3,9 +3,9 @@
 import numpy
 import pytest
 
+from memfit.plan.frameworks.shared.columns import pick
 from memfit.plan.memory.bounds import find_bounds
 from memfit.plan.search.candidates import span
-from memfit.plan.search.columns import pick
 from memfit.plan.search.fitting import find_fitting
 from memfit.records import from_data
 from memfit.records.request import Request

@@ -6,9 +6,9 @@ import numpy
 import pytest
 
 from memfit.core.errors import InvalidRequest
+from memfit.plan.frameworks.shared.columns import with_columns
 from memfit.plan.request.problem import divisors, find_device
 from memfit.plan.search.candidates import explain, span
-from memfit.plan.search.columns import with_columns
 from memfit.plan.search.other_framework import predict_ledger, read_foreign
 from memfit.records import from_data
 from memfit.records.request import Request

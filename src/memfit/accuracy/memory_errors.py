@@ -156,7 +156,7 @@ def predict(row: Row) -> tuple[Memory, Band]:
     """
     recipe, device = row.recipe, find_device(row.recipe.device)
     model = families.read_model(recipe.model)
-    if recipe.framework == "memfit":
+    if recipe.is_own:
         return _own(recipe, find_adapter(recipe).adapt(model, recipe), device)
     waiting = find_waiting(recipe, model, device)
     return _foreign(row, predict_ledger(recipe, model, device), device, waiting)

@@ -23,6 +23,7 @@ from memfit.core.registry import Registry
 from memfit.plan.frameworks.hugging_face.pairs import TILED
 from memfit.plan.request.model_reference import find_reference
 from memfit.records import Record, from_data
+from memfit.records.recipe import OWN_STEP
 from memfit.records.request import Request, read_yaml
 from memfit.records.results import Plan
 from memfit.workflows.load_inputs import put
@@ -75,7 +76,7 @@ class ConfigReading:
     @property
     def own(self) -> bool:
         """Whether memfit's own step is asked for in place of the tool's."""
-        return bool(self.get("framework") == "memfit")
+        return bool(self.get("framework") == OWN_STEP)
 
     def put_model(self, name: Any) -> None:
         """The file's model, unless another one is asked for in its place."""

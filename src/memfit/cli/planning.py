@@ -143,7 +143,7 @@ def _after_plan(
             f"memfit plan {name}{changed_options(device, memory, changes, way.changes)}"
             for way in plan.ways_out[:2]
         ]
-    if plan.recipe.framework != "memfit":
+    if not plan.recipe.is_own:
         chosen = plan.chosen.changes if plan.chosen else {}
         stated = changed_options(device, memory, changes, chosen)
         return [

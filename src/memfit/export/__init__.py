@@ -93,7 +93,7 @@ def describe(recipe: Recipe) -> str:
     """The recipe's subject in a line: model, method, devices, whose step was planned."""
     world = recipe.parallel.world
     devices = recipe.device if world == 1 else f"{world} x {recipe.device}"
-    step = "memfit's own step" if recipe.framework == "memfit" else recipe.framework
+    step = "memfit's own step" if recipe.is_own else recipe.framework
     return f"{recipe.model.name}, {recipe.method}, on {devices}; planned as {step}"
 
 

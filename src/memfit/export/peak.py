@@ -38,7 +38,7 @@ def planned(plan: Plan) -> Peak:
     """The plan's own prediction."""
     name, memory = plan.recipe.framework, plan.memory
     because = "memfit's own step"
-    if name != "memfit":
+    if not plan.recipe.is_own:
         framework = find_framework(name)
         because = f"{framework.title}: {framework.source}"
     return Peak(

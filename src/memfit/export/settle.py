@@ -103,7 +103,7 @@ def _settle_started(plan: Plan, target: Target) -> Settled:
 
 def plan_anew(request: Request) -> Plan:
     """Every knob that is left open, decided."""
-    if request.framework != "memfit":
+    if not request.is_own:
         return mesh_search.search(request)
     return search.search(read_problem(request), levers=False)
 
@@ -287,7 +287,7 @@ def _restate_mesh(
 
 def _options(request: Request, framework: Framework, dropped: dict[str, str]) -> dict[str, Any]:
     """Knobs that both frameworks have alike; some share a name alone."""
-    if request.framework == "memfit":
+    if request.is_own:
         base = request.base_format
         doubles = base == "auto" or find_base_format(base).doubles
         kept = doubles and "double_quantisation" in framework.knobs
@@ -304,7 +304,7 @@ def _options(request: Request, framework: Framework, dropped: dict[str, str]) ->
 def _name_optimizer(request: Request, framework: Framework, data: dict[str, Any]) -> None:
     """The framework's own name of an optimizer of memfit's own step."""
     name = request.optimizer.name
-    if request.framework != "memfit":
+    if not request.is_own:
         return
     if name in PAGED:
         data["optimizer"]["name"], data["options"]["paged"] = "adamw8bit", PAGED[name]
@@ -319,7 +319,7 @@ def _refuse_untrainable(request: Request, framework: Framework, target: Target) 
     started = "or `--to slurm`, `--to k8s`, …, which start `memfit train`"
     name, known = request.optimizer.name, framework.values["optimizer"]
     theirs = "adamw8bit" if name in PAGED and "paged" in framework.knobs else name
-    if request.framework == "memfit" and name in TORCHAO and "adamw8bit" not in framework.knobs:
+    if request.is_own and name in TORCHAO and "adamw8bit" not in framework.knobs:
         theirs = f"torchao's {name}"
     if theirs not in ("auto", *known):
         raise InvalidRequest(
@@ -346,7 +346,7 @@ def _refuse_untrainable(request: Request, framework: Framework, target: Target) 
     threshold = request.quantisation.outlier_threshold
     base = "bf16" if request.base_format == "auto" else request.base_format
     looks = find_base_format(base).product == "int8"  # for columns with outliers
-    if looks and request.framework == "memfit" and threshold != 6.0:
+    if looks and request.is_own and threshold != 6.0:
         raise InvalidRequest(
             f"`quantisation.outlier_threshold: {threshold}` {where}, whose threshold is"
             " bitsandbytes' own, 6.0",

@@ -34,7 +34,7 @@ class Trained(NamedTuple):
 def find_trainer(job: Job, machines: Machines) -> Trained:
     """What a launcher starts: the files of the plan's own trainer, and the command."""
     name = job.recipe.framework
-    if name == "memfit":
+    if job.recipe.is_own:
         from memfit.records import to_data
 
         plan = File(name="plan.json", data=to_data(with_whole_paths(job.plan)))

@@ -59,7 +59,7 @@ def is_plan(path: Path) -> bool:
 def state(plan: Plan) -> Request:
     """The plan's request with every knob as the plan decided it: planning it gives that recipe."""
     asked, made = plan.request, plan.recipe
-    if made.framework != "memfit":
+    if not made.is_own:
         return restate(plan)
     decided: dict[str, Any] = {}
     if made.adapted:

@@ -30,6 +30,7 @@ Implementation = Literal["fused", "foreach", "loop"]
 FORMAT_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 LEAN: tuple[Lean, ...] = ("norm", "mlp")  # operations that keep less for the backward
 ADAPTED: tuple[Method, ...] = ("lora", "dora")  # small matrices beside a frozen base
+OWN_STEP = "memfit"  # the framework whose step memfit itself runs
 OWN_ATTENTION: tuple[Attention, ...] = ("math", "flash", "efficient", "cudnn", "varlen")
 # What memfit's own step has, of the knobs that other frameworks' steps have more values of.
 OWN_VALUES: dict[str, tuple[object, ...]] = {
@@ -172,7 +173,7 @@ class Recipe(Record, frozen=True, kw_only=True):
     """Everything that determines a step of one rank: no `None`, no `auto`."""
 
     schema: int = 1
-    framework: str = "memfit"  # whose step it is; only memfit's can be certified and trained
+    framework: str = OWN_STEP  # whose step it is; only memfit's can be certified and trained
     model: ModelReference
     weights: Literal["pretrained", "random"]
     objective: Objective
@@ -217,6 +218,11 @@ class Recipe(Record, frozen=True, kw_only=True):
         knobs = self.method, self.precision, self.loss_chunk, self.attention
         again = self.recompute_blocks, self.selective_blocks
         return hash((self.model, *knobs, *again, self.micro_batch, self.sequence_length))
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is memfit's own step, which can be certified and trained."""
+        return self.framework == OWN_STEP
 
     @property
     def digest(self) -> str:

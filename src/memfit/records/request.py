@@ -18,6 +18,7 @@ from memfit.records.model import ModelReference
 from memfit.records.other_words import describe_word
 from memfit.records.recipe import (
     OWN_AXES,
+    OWN_STEP,
     OWN_VALUES,
     Attention,
     Compile,
@@ -209,7 +210,7 @@ class Request(Record, frozen=True, kw_only=True):
     lean: Literal["auto", "none", "all"] | tuple[Lean, ...] = "auto"
     compile: Auto | Compile = "auto"
     offload: Auto | Offload = "none"
-    framework: str = "memfit"
+    framework: str = OWN_STEP
     options: dict[str, Option] = {}  # noqa: RUF012 (knobs that only this framework has)
     parallel: Literal["auto"] | ParallelRequest = "auto"
     allocator: str = ""  # as in PYTORCH_ALLOC_CONF, such as "expandable_segments:True"
@@ -230,6 +231,11 @@ class Request(Record, frozen=True, kw_only=True):
     def describe_unknown(cls, key: str, value: object) -> str:
         """How a word of another trainer is written here; "" for a word of no known trainer."""
         return describe_word(key, value)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether memfit's own step is asked for."""
+        return self.framework == OWN_STEP
 
     @property
     def devices(self) -> int:
@@ -282,7 +288,7 @@ class Request(Record, frozen=True, kw_only=True):
             )
         if self.base_format != "auto":
             check_base_format(self.base_format)
-        if self.framework == "memfit":
+        if self.is_own:
             self._check_own()
         elif self.qat != "none":
             raise InvalidRequest(

@@ -62,7 +62,7 @@ def show_plan(
             show_word(console, word, style, subject)
             say(console, sentence)
         say(console, describe_recipe(plan), style="dim")
-        if recipe.framework == "memfit" and is_pure(recipe):
+        if recipe.is_own and is_pure(recipe):
             say(console, describe_storage(plan.request, recipe), style="bold yellow")
         _show_memory(console, plan, why=why)
     _show_ways_out(console, plan)
@@ -89,7 +89,7 @@ def describe_recipe(plan: Plan) -> str:
     r = plan.recipe
     stable = " (rank-stabilised)" if r.lora.scaling != "plain" else ""
     adapter = f" r={r.lora.rank}{stable} on {','.join(r.lora.targets)}" if r.adapted else ""
-    whose = "" if r.framework == "memfit" else f"a step of {r.framework}: "
+    whose = "" if r.is_own else f"a step of {r.framework}: "
     kind = " (selective)" if r.recompute == "selective" else ""
     part = f" + {r.selective_blocks} selective" if r.selective_blocks else ""
     part += f", {r.offload} offloaded" if r.offload != "none" else ""

@@ -92,7 +92,7 @@ def _describe_memory(console: Console, plan: Plan) -> Lines:
 def _describe_recipe(console: Console, plan: Plan) -> Lines:
     """Whose step it is, and its recipe."""
     r = plan.recipe
-    whose = "memfit's own step" if r.framework == "memfit" else f"a step of {r.framework}"
+    whose = "memfit's own step" if r.is_own else f"a step of {r.framework}"
     names = r.lora.targets
     targets = ",".join(names) if len(names) < 3 else f"{len(names)} projections a block"
     method: str = r.method
@@ -109,7 +109,7 @@ def _describe_recipe(console: Console, plan: Plan) -> Lines:
         f" {redo}{offload}",
         style="dim", most=2 if plan.ways_out else 3,
     )  # fmt: skip
-    if r.framework == "memfit" and is_pure(r):
+    if r.is_own and is_pure(r):
         lines += _text(
             console,
             describe_storage(plan.request, r),

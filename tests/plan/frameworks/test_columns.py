@@ -8,10 +8,10 @@ from megatron_jobs import DROPOUT, GPT
 
 from memfit.core.errors import InvalidRequest
 from memfit.plan.frameworks import find_framework
+from memfit.plan.frameworks.shared.columns import find_distinct, pick, take, with_columns
 from memfit.plan.memory.bounds import find_bounds
 from memfit.plan.request.problem import find_device
 from memfit.plan.search.candidates import explain, span
-from memfit.plan.search.columns import find_distinct, pick, take, with_columns
 from memfit.plan.search.other_framework import describe_foreign, predict_ledger
 from memfit.records import from_data
 from memfit.records.request import Request

@@ -21,7 +21,7 @@ def choose_packing(request: Request, a: Architecture) -> bool:
     """
     if request.task.packing != "auto":
         return request.task.packing
-    parallel = request.parallel if request.framework == "memfit" else "auto"
+    parallel = request.parallel if request.is_own else "auto"
     ring = parallel != "auto" and parallel.cp > 1
     return request.task.objective != "dpo" and not a.alibi and not ring
 

@@ -1,8 +1,8 @@
-"""Whose training step a recipe describes, when it is not memfit's: one file a framework.
+"""Whose training step a recipe describes: one file a framework, memfit's own step among them.
 
-memfit can neither run nor trace these steps, so each is a closed form read from the framework's
-own source and held against published measurements (`memfit accuracy`). What a framework's file
-does not describe it refuses; it never answers with another framework's numbers.
+memfit can neither run nor trace the steps of others, so each is a closed form read from the
+framework's own source and held against published measurements (`memfit accuracy`). What a
+framework's file does not describe it refuses; it never answers with another framework's numbers.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import ClassVar, NamedTuple
@@ -43,6 +44,23 @@ class Slack(Record, frozen=True, kw_only=True):
     typical: float
     high: float
     source: str  # where the band comes from; `fitted` names the corpus rows
+
+
+class TimeTraits(Record, frozen=True, kw_only=True):
+    """What a step does otherwise than others in what its time depends on (`plan.step_time`)."""
+
+    fsdp2: bool = False  # weights are gathered and gradients reduced as `parallel` says, by torch
+    counts_weights: bool = False  # trained weights and their update are counted one by one
+    measured_launches: bool = False  # the user's own measurement of the host's launches applies
+    casts_alone: bool = False  # casts to FP8 are kernels of their own
+    allows_tf32: bool = True  # products of fp32 numbers run in TF32, as containers and scripts say
+    narrow_gradients: bool = False  # gradients cross the network in 16 bits
+    offloads_activations: bool = False  # `offload: activations` takes time, which is described
+    selective_repeats: float = 0.0  # share that selective recomputing repeats; 0: as fitted
+    products_repeated: float = 0.0  # share of products that selective recomputing repeats
+    always_cuts_tokens: bool = False  # tp ranks cut tokens between products, asked or not
+    torch_schedules: bool = False  # interleaved stages go in torch's rounds
+    deals_by_cost: bool = False  # a stage with the embedding or the head has fewer blocks
 
 
 NO_SLACK = Slack(low=1.0, typical=1.0, high=1.0, source="no bytes are described")
@@ -148,6 +166,9 @@ class Framework(ABC):
     values: ClassVar[Mapping[str, tuple[str, ...]]]
     axes: ClassVar[tuple[str, ...]]  # names of `parallel` that may differ from their defaults
     knobs: ClassVar[Mapping[str, Knob]]
+    runs: ClassVar[bool] = False  # memfit itself runs this step: it can be certified and trained
+    simulated: ClassVar[bool] = False  # bytes come from a simulation, one recipe at a time
+    time: ClassVar[TimeTraits] = TimeTraits()
     slack: ClassVar[Slack] = NO_SLACK
     memory_unknown: ClassVar[str] = ""  # why no bytes are described; "" where they are
     arrays: ClassVar[bool] = False  # whether `rules` and `measure` take many recipes at once
@@ -236,7 +257,7 @@ class Framework(ABC):
         The candidates passed `check`; what is not a number is the same for all. Where `arrays` is
         False, they are predicted one by one.
         """
-        from memfit.plan.search.columns import pick, size_of
+        from memfit.plan.frameworks.shared.columns import pick, size_of
 
         recipes = (pick(job.recipe, row) for row in range(size_of(job.recipe)))
         ledgers = [self.predict(structs.replace(job, recipe=recipe)) for recipe in recipes]
@@ -246,6 +267,7 @@ class Framework(ABC):
 frameworks: Registry[Framework] = Registry("framework", "memfit.plan.frameworks")
 
 
+@lru_cache(maxsize=256)  # step times ask of every recipe
 def find_framework(name: str) -> Framework:
     """The framework of that name; raises UnknownName with the nearest names."""
     module = name.replace("-", "_")

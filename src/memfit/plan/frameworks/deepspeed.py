@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from memfit.base_formats import find_base_format, is_coded
 from memfit.core.errors import InvalidRequest
 from memfit.core.units import show_bytes, show_count
-from memfit.plan.frameworks import Framework, Job, Knob, Slack, frameworks
+from memfit.plan.frameworks import Framework, Job, Knob, Slack, TimeTraits, frameworks
 from memfit.plan.frameworks.hugging_face.kernels import LIGER_KNOBS, check_kernels
 from memfit.plan.frameworks.hugging_face.masks import (
     MASK_KNOBS,
@@ -68,6 +68,7 @@ class DeepSpeed(Framework):
     """Ranks that share states (stage 1), gradients too (2), or weights too (3)."""
 
     name = "deepspeed"
+    time = TimeTraits(narrow_gradients=True)
     title = "a step of Hugging Face's class under DeepSpeed's ZeRO"
     source = (
         "deepspeed 0.14.4 (offloading: 0.19.8), transformers 5.23, peft 0.21, bitsandbytes 0.50"

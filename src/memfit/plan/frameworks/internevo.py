@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import ClassVar, final
 
-from memfit.plan.frameworks import Framework, Knob, frameworks
+from memfit.plan.frameworks import Framework, Knob, TimeTraits, frameworks
 from memfit.plan.frameworks.shared.timed import UNPUBLISHED, plain_values
 
 
@@ -18,6 +18,7 @@ class InternEvo(Framework):
     """`train.py` with InternLM's decoder: a gated one with biases in its attention."""
 
     name = "internevo"
+    time = TimeTraits(narrow_gradients=True)
     title = "InternEvo"
     source = "InternLM/InternEvo (configs/7B_sft.py, internlm/solver, internlm/data)"
     memory_unknown = UNPUBLISHED

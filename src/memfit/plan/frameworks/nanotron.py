@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from memfit.core.errors import InvalidRequest
 from memfit.core.units import GIB
-from memfit.plan.frameworks import Framework, Job, Knob, Slack, frameworks, make_ledger
+from memfit.plan.frameworks import Framework, Job, Knob, Slack, TimeTraits, frameworks, make_ledger
 from memfit.plan.frameworks.shared.pipeline import deal_by_cost
 from memfit.records.ledger import Kind, Ledger, Phase
 from memfit.records.model import Architecture
@@ -53,6 +53,7 @@ class Nanotron(Framework):
     name = "nanotron"
     title = "nanotron"
     source = "huggingface/nanotron e24d248"
+    time = TimeTraits(always_cuts_tokens=True, deals_by_cost=True)
     values = {  # noqa: RUF012
         "precision": ("bf16-mixed",),
         "method": ("full",),

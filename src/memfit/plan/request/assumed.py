@@ -93,7 +93,7 @@ def _count_rows(task: Task, size: DataSize, length: int, *, packed: bool) -> flo
 def describe_assumed(request: Request, recipe: Recipe) -> tuple[str, ...]:
     """Lines on what the request leaves at its default, but for rows' length and steps."""
     said = [_describe_batch(request, recipe), _describe_adapter(request, recipe)]
-    if recipe.framework == "memfit":  # others' plans name each default of their framework
+    if recipe.is_own:  # others' plans name each default of their framework
         said += [describe_storage(request, recipe), _describe_optimizer(request, recipe)]
     return tuple(line for line in said if line)
 
@@ -101,7 +101,7 @@ def describe_assumed(request: Request, recipe: Recipe) -> tuple[str, ...]:
 def _describe_batch(request: Request, recipe: Recipe) -> str:
     """Whose step, the global batch and packing."""
     parts = []
-    if recipe.framework == "memfit":
+    if recipe.is_own:
         parts.append("memfit's own step (`framework` names another's)")
     elif request.task.global_batch == "auto":
         parts.append(f"global_batch {recipe.global_batch} (not asked for)")

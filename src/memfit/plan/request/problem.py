@@ -28,6 +28,7 @@ from memfit.optimizers.shared.offloaded import check_offload
 from memfit.parallelism.context import KERNELS
 from memfit.parallelism.limits import check_ranks
 from memfit.parallelism.pipeline import runs_in
+from memfit.plan.frameworks import find_framework
 from memfit.plan.request.assumed import count_steps, describe_names
 from memfit.plan.request.lean import asked_lean, choose_lean
 from memfit.plan.request.meshes import list_meshes
@@ -104,7 +105,7 @@ def read_problem(
 
 def check_own_step(framework: str) -> None:
     """Raise InvalidRequest for another framework's step: it can only be planned and predicted."""
-    if framework != "memfit":
+    if not find_framework(framework).runs:
         raise InvalidRequest(
             f"`framework: {framework}` is another framework's step, which memfit can plan and"
             " predict but neither certify nor run",

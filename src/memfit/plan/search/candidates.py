@@ -15,8 +15,8 @@ from msgspec import structs
 
 from memfit.core.errors import InvalidRequest
 from memfit.plan.frameworks import Framework, Job, Rule, Split, divide, find_framework
+from memfit.plan.frameworks.shared.columns import pick, with_columns
 from memfit.plan.request.problem import divisors, find_device
-from memfit.plan.search.columns import pick, with_columns
 from memfit.plan.search.other_framework import read_foreign, read_parallel
 from memfit.plan.search.tables import (
     Columns,

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from memfit.plan.frameworks import Peaks
+from memfit.plan.frameworks.shared.columns import take
 from memfit.plan.memory.bounds import find_bounds
 from memfit.plan.search.candidates import SLICE, Part, Space
-from memfit.plan.search.columns import take
 from memfit.records.recipe import Recipe
 
 

@@ -16,11 +16,11 @@ from memfit.core import units
 from memfit.core.errors import InvalidRequest
 from memfit.plan.budget.limits import find_excess, find_unjudged
 from memfit.plan.frameworks import hinting
+from memfit.plan.frameworks.shared.columns import find_distinct, pick
 from memfit.plan.memory.bounds import find_bounds
 from memfit.plan.request.wording import describe, state, words
 from memfit.plan.search import other_framework
 from memfit.plan.search.candidates import SLICE, Space, span
-from memfit.plan.search.columns import find_distinct, pick
 from memfit.plan.search.fitting import find_fitting
 from memfit.plan.search.pareto import find_front
 from memfit.plan.step_time.predicted_time import sum_up

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from memfit.core.errors import InvalidRequest
 from memfit.plan.frameworks import Rule
-from memfit.plan.search.columns import take
+from memfit.plan.frameworks.shared.columns import take
 
 Columns = dict[str, Any]  # arrays of equal length
 

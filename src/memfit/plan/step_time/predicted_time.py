@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from memfit.adapters.shared.peft_layers import MAGNITUDE
 from memfit.core.errors import TimeUnknown
 from memfit.families import find_family
+from memfit.plan.frameworks import find_framework
 from memfit.plan.step_time.adapters import PROJECTIONS, Matrix, list_matrices, with_adapters
 from memfit.plan.step_time.block import EAGER_CAST_BYTES, FUSED_CAST_BYTES
 from memfit.plan.step_time.communication.collectives import Links
@@ -182,13 +183,14 @@ def _setting(
     layout = with_adapters(layout, recipe, totals.matrices, layers)
     if totals.first:  # frozen blocks that no backward enters
         layout = layout._replace(entered=(layers - totals.first) / layers)
-    if recipe.framework == "memfit":
+    traits = find_framework(recipe.framework).time
+    if traits.counts_weights:
         layout = with_update(layout, totals.updated, recipe, layers, machine)
     products = sum(totals.dense) + totals.head
-    if products and recipe.framework == "memfit":
+    if products and traits.counts_weights:
         trained = sum(totals.trained) + totals.head_trained
         layout = layout._replace(trains=trained / products)
-    if recipe.framework == "memfit" and recipe.precision == "fp8-mixed":
+    if traits.casts_alone and recipe.precision == "fp8-mixed":
         layout = layout._replace(
             narrow=EAGER_CAST_BYTES / FUSED_CAST_BYTES, recast=sum(totals.dense) / max(layers, 1)
         )

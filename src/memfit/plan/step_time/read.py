@@ -12,8 +12,9 @@ from typing import Literal
 
 from memfit.base_formats import find_base_format, stored_bytes
 from memfit.core.errors import InvalidRequest, TimeUnknown
+from memfit.plan.frameworks import find_framework
+from memfit.plan.frameworks.shared.columns import find_distinct, pick, take, with_columns
 from memfit.plan.frameworks.shared.pipeline import deal_by_cost
-from memfit.plan.search.columns import find_distinct, pick, take, with_columns
 from memfit.plan.step_time.adapters import list_matrices, with_adapters
 from memfit.plan.step_time.arrays import Number, ceil_div, smaller, where
 from memfit.plan.step_time.communication.collectives import Links
@@ -117,6 +118,7 @@ def _gated(model: Model) -> float:
 def read_layout(recipe: Recipe, shape: Shape, basis: Basis) -> Layout:
     """How the recipe's step lies over its ranks; the recipe's numbers may be arrays."""
     p, option = recipe.parallel, recipe.options.get
+    traits = find_framework(recipe.framework).time
     # recomputed blocks are the first ones of each chunk of a pipeline
     share = smaller(recipe.recompute_blocks * p.pp * p.virtual_pp / shape.layers, 1.0)
     whole = recipe.recompute == "full"
@@ -128,13 +130,11 @@ def read_layout(recipe: Recipe, shape: Shape, basis: Basis) -> Layout:
         sequence=1.0 * recipe.sequence_length, micro_batch=1.0 * recipe.micro_batch,
         accumulation=1.0 * recipe.accumulation, dp=1.0 * p.dp, shard=1.0 * p.dp_shard,
         zero=_zero(recipe), kept=_kept(recipe), gathered=_gathered(recipe), tp=1.0 * p.tp,
-        sequence_parallel=1.0 if recipe.framework == "nanotron" else cuts_tokens,
+        sequence_parallel=1.0 if traits.always_cuts_tokens else cuts_tokens,
         cp=1.0 * p.cp, pp=1.0 * p.pp, chunks=1.0 * p.virtual_pp, ep=1.0 * p.ep,
         repeated=share if whole else 0.0, selective=part if whole else share,
         offloads=_stows(recipe, shape), stowed=_stowed(recipe, shape),
-        made_again=1.0 if recipe.framework == "memfit" else 0.0,
-        # per-op selective checkpointing keeps every second product (torchtitan, fms)
-        products_repeated=0.5 if recipe.framework == "torchtitan" else 0.0,
+        made_again=traits.selective_repeats, products_repeated=traits.products_repeated,
         narrow=float(basis.narrow not in ("bf16", "fp16", "fp32", "tf32")),
         gradient_bytes=_gradient_bytes(recipe),
         state_bytes=float(STATE_BYTES.get(recipe.precision, 30)),
@@ -157,21 +157,22 @@ def read_layout(recipe: Recipe, shape: Shape, basis: Basis) -> Layout:
 
 
 def _zero(recipe: Recipe) -> Number:
-    """What is cut among ranks; memfit's own step reduces each block's gradients as ZeRO 3 does."""
+    """What is cut among ranks; FSDP2 reduces each block's gradients as ZeRO 3 does."""
     p = recipe.parallel
-    if recipe.framework == "memfit":
+    if find_framework(recipe.framework).time.fsdp2:
         return 3.0 if p.world > 1 else 0.0
     return where(p.dp_shard * p.cp > 1, 1.0 * p.zero, 0.0)
 
 
 def _kept(recipe: Recipe) -> float:
-    """Whether memfit's own step keeps gathered weights until the backward."""
-    return float(recipe.framework == "memfit" and not recipe.parallel.reshard_after_forward)
+    """Whether gathered weights are kept until the backward, where the step can do so."""
+    fsdp2 = find_framework(recipe.framework).time.fsdp2
+    return float(fsdp2 and not recipe.parallel.reshard_after_forward)
 
 
 def _gathered(recipe: Recipe) -> float:
     """Bytes of a weight of a block as it is gathered: 2, or what a quantised one is stored in."""
-    if recipe.framework != "memfit":
+    if not find_framework(recipe.framework).time.fsdp2:
         return 2.0
     if not recipe.coding:
         return 4.0 if recipe.precision == "fp32" else 2.0
@@ -202,8 +203,9 @@ def _bubble(recipe: Recipe) -> Number:
 
 
 def _stows(recipe: Recipe, shape: Shape) -> Number:
-    """Share of the blocks that memfit's own step offloads: all but the last and the recomputed."""
-    if recipe.framework != "memfit" or recipe.offload != "activations":
+    """Share of the blocks whose activations are offloaded: all but the last and the recomputed."""
+    offloads = find_framework(recipe.framework).time.offloads_activations
+    if not offloads or recipe.offload != "activations":
         return 0.0
     again = recipe.recompute_blocks + recipe.selective_blocks
     return max(0.0, shape.layers - 1 - again) / shape.layers
@@ -217,16 +219,17 @@ def _stowed(recipe: Recipe, shape: Shape) -> Number:
 
 
 def _gradient_bytes(recipe: Recipe) -> float:
-    """Bytes of a gradient's element on the wire; memfit's own step reduces in fp32 unless all its
-    weights are bf16."""
-    if recipe.framework == "memfit":
+    """Bytes of a gradient's element on the wire; FSDP2 reduces in fp32 unless all its weights are
+    bf16."""
+    traits = find_framework(recipe.framework).time
+    if traits.fsdp2:
         return 2.0 if recipe.precision == "bf16" else 4.0
     option = recipe.options.get
     narrow = (
         option("accumulate_allreduce_grads_in_fp32") is False
         or option("mixed_precision") == "PURE"
         or option("fp32_gradients") is False
-        or recipe.framework in ("deepspeed", "hf-trainer", "trl", "internevo", "litgpt")
+        or traits.narrow_gradients
     )
     return 2.0 if narrow else 4.0
 
@@ -244,7 +247,7 @@ def _chunk_bytes(recipe: Recipe, shape: Shape) -> Number:
 def _deal(recipe: Recipe, shape: Shape) -> tuple[Number, Number]:
     """Blocks of the fullest pipeline rank but the last, and of the last."""
     p, layers = recipe.parallel, shape.layers
-    if recipe.framework == "nanotron":
+    if find_framework(recipe.framework).time.deals_by_cost:
         return _deal_by_cost(p.pp, shape)
     # pieces are equal but for the first ones, which hold one block more: see `deal_blocks`
     pieces = p.pp * p.virtual_pp
@@ -327,7 +330,7 @@ def read_machine(device: Device, recipe: Recipe, basis: Basis, network: Network)
     # varlen is flash's kernel, told where documents begin
     curve = "flash" if recipe.attention == "varlen" else recipe.attention
     own = read_own(device, dtype, wide, curve)
-    if recipe.framework != "memfit":  # whose hosts launch as was fitted
+    if not find_framework(recipe.framework).time.measured_launches:  # as was fitted
         own = own._replace(launch=0.0)
     return Machine(
         products=_ceiling(device, dtype), wide_products=_ceiling(device, wide), wide_peak=peak,
@@ -391,8 +394,8 @@ def _narrow(recipe: Recipe) -> str:
         if said.startswith(("rowwise", "blockwise")):
             return f"fp8-{said.partition('_')[0]}"
         return "mxfp8" if said == "mxfp8" else "fp8"
-    if recipe.compute_dtype == "float32":  # others' containers and scripts allow TF32
-        return "fp32" if recipe.framework == "memfit" else "tf32"
+    if recipe.compute_dtype == "float32":
+        return "tf32" if find_framework(recipe.framework).time.allows_tf32 else "fp32"
     return "fp16" if recipe.compute_dtype == "float16" else "bf16"
 
 

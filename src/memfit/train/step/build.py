@@ -207,7 +207,7 @@ def check_census(model: nn.Module, recipe: Recipe) -> None:
 
 def _check(recipe: Recipe) -> None:
     """What no device can run."""
-    if recipe.framework != "memfit":
+    if not recipe.is_own:
         raise InvalidRequest(
             f"the recipe is of `framework: {recipe.framework}`, whose step memfit cannot build",
             hint="`memfit predict` predicts it",

@@ -25,7 +25,7 @@ from memfit.meta.layers.dequantised import CODED, Dequantised
 from memfit.meta.losses.cross_entropy import cross_entropy_sum
 from memfit.meta.losses.fused import cut_loss, liger_loss, shift_labels
 from memfit.meta.losses.tiled import log_probs_of_tokens, tiled_loss
-from memfit.plan.frameworks import Framework, Job, Knob, Slack
+from memfit.plan.frameworks import Framework, Job, Knob, Slack, TimeTraits
 from memfit.plan.frameworks.hugging_face.kernels import LIGER_KNOBS, check_kernels, kernels_of
 from memfit.plan.frameworks.hugging_face.masks import (
     MASK_KNOBS,
@@ -489,6 +489,7 @@ def shared_values() -> dict[str, Any]:
 class HfFramework(Framework):
     """transformers' Trainer and what is built on it; accelerate shares a model's ranks."""
 
+    time = TimeTraits(narrow_gradients=True)
     axes = ("dp_replicate", "dp_shard", "zero")
     pairs = True
     slack = Slack(

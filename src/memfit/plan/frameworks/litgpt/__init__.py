@@ -18,7 +18,7 @@ from memfit.core.errors import InvalidRequest
 from memfit.core.units import show_bytes, show_count
 from memfit.meta.layers.dequantised import CODED
 from memfit.optimizers import find_optimizer
-from memfit.plan.frameworks import Framework, Job, Knob, Slack, frameworks
+from memfit.plan.frameworks import Framework, Job, Knob, Slack, TimeTraits, frameworks
 from memfit.plan.frameworks.hugging_face.quantised import coded_bytes
 from memfit.plan.frameworks.litgpt.forward import LitProgram
 from memfit.plan.frameworks.shared.assembly import (
@@ -55,6 +55,7 @@ class LitGpt(Framework):
     """All samples of the longest length, which litgpt puts first, so that an OOM comes early."""
 
     name = "litgpt"
+    time = TimeTraits(narrow_gradients=True)
     title = "litgpt's finetuning step"
     source = "litgpt 0.5.13"
     values: ClassVar = {

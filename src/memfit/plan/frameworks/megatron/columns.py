@@ -22,8 +22,8 @@ from memfit.plan.frameworks.megatron.stage import (
     find_flights,
     read_blocks,
 )
+from memfit.plan.frameworks.shared.columns import find_distinct, pick, size_of, take
 from memfit.plan.frameworks.shared.slots import Slots, find_peaks
-from memfit.plan.search.columns import find_distinct, pick, size_of, take
 from memfit.records.ledger import Phase
 
 

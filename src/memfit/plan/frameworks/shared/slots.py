@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from memfit.plan.frameworks import Instant, Peaks
-from memfit.plan.search.columns import take
+from memfit.plan.frameworks.shared.columns import take
 from memfit.plan.step_time.arrays import Number, larger
 from memfit.records import Record
 from memfit.records.ledger import Kind, Phase

@@ -17,6 +17,7 @@ from memfit.plan.frameworks import (
     Peaks,
     Rule,
     Slack,
+    TimeTraits,
     divide,
     frameworks,
     make_ledger,
@@ -40,6 +41,8 @@ class Torchtitan(Framework):
     """`torchtitan/train.py` with a dense decoder: Llama 3 and what is built like it."""
 
     name = "torchtitan"
+    # per-op selective checkpointing keeps every second product
+    time = TimeTraits(torch_schedules=True, products_repeated=0.5)
     title = "torchtitan"
     source = (
         "pytorch/torchtitan 9dec370 (2024-12), e7c0cae (2025-06), 6fc499f (2025-08); the loss of"

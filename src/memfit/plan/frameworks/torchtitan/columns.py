@@ -8,6 +8,7 @@ from typing import Any
 from msgspec import structs
 
 from memfit.plan.frameworks import Job, Peaks
+from memfit.plan.frameworks.shared.columns import find_distinct, pick, size_of, take
 from memfit.plan.frameworks.shared.slots import Slots, find_peaks
 from memfit.plan.frameworks.torchtitan.held import Parts, describe_instants
 from memfit.plan.frameworks.torchtitan.stage import (
@@ -18,7 +19,6 @@ from memfit.plan.frameworks.torchtitan.stage import (
     leave_alike,
     refuse_zero_bubble,
 )
-from memfit.plan.search.columns import find_distinct, pick, size_of, take
 from memfit.records.ledger import Phase
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from memfit.plan.frameworks import find_framework
 from memfit.plan.step_time import work
 from memfit.plan.step_time.predicted_time import Totals
 from memfit.plan.step_time.read import read_basis, read_layout
@@ -25,7 +26,7 @@ def describe_traffic(totals: Totals, recipe: Recipe) -> tuple[Traffic, ...]:
     shape = totals.shape
     layout = read_layout(recipe, shape, read_basis(recipe))
     products = sum(totals.dense) + totals.head
-    if products and recipe.framework == "memfit":
+    if products and find_framework(recipe.framework).time.counts_weights:
         trained = sum(totals.trained) + totals.head_trained
         layout = layout._replace(trains=trained / products)
     rows = [*_data(shape, layout), *_tensor(shape, layout), *_context(shape, layout)]

@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from memfit.core.errors import InvalidRequest
+from memfit.plan.frameworks import find_framework
 from memfit.records import Record
 from memfit.records.recipe import Recipe
 
@@ -127,7 +128,7 @@ def find_schedule(recipe: Recipe) -> Schedule:
     kind = kind_of(recipe.options)
     if kind == "1f1b" and p.virtual_pp > 1:
         kind = "interleaved"
-    if recipe.framework in ("memfit", "torchtitan") and p.virtual_pp > 1:
+    if p.virtual_pp > 1 and find_framework(recipe.framework).time.torch_schedules:
         group = micro_batches // max(1, micro_batches // p.pp)
     return Schedule(
         kind=kind, ranks=p.pp, micro_batches=micro_batches, chunks=p.virtual_pp, group=group

@@ -1,7 +1,7 @@
 """Many recipes at once: records whose numbers are numpy arrays, one candidate an element.
 
 A recipe with arrays for `micro_batch`, `parallel.tp`, … describes as many recipes as the arrays
-have elements; whatever computes with `clock.arrays` answers for all of them.
+have elements; whatever computes with `step_time.arrays` answers for all of them.
 """
 
 from __future__ import annotations
