@@ -179,12 +179,12 @@ def make_cases() -> dict[str, dict[str, Any]]:
 
 def published(name: str) -> dict[str, Any]:
     """The config of a model of the catalogue."""
-    from memfit.plan.search.other_framework import read_foreign
+    from memfit.plan.request.defaults import read_defaults
     from memfit.records import from_data
     from memfit.records.request import Request
 
     asked = {"framework": "hf-trainer", "model": name, "hardware": {"device": "h100-sxm"}}
-    recipe, _, _ = read_foreign(from_data(asked, Request, where="bench"))
+    recipe, _, _ = read_defaults(from_data(asked, Request, where="bench"))
     return dict(recipe.model.config)
 
 

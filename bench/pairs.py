@@ -128,8 +128,9 @@ def describe(mode: dict[str, Any]) -> dict[str, Any]:
 
 def predict(mode: dict[str, Any], compares: str) -> dict[str, int]:
     """Bytes above parameters, states and the batch."""
+    from memfit.plan.memory.declared import predict_ledger
+    from memfit.plan.request.defaults import read_defaults
     from memfit.plan.request.problem import find_device
-    from memfit.plan.search.other_framework import predict_ledger, read_foreign
     from memfit.records import from_data
     from memfit.records.ledger import Phase
     from memfit.records.request import Request
@@ -154,7 +155,7 @@ def predict(mode: dict[str, Any], compares: str) -> dict[str, int]:
         "preference": {"reference": mode["reference"]},
         "task": {"objective": "dpo", "sequence_length": mode["tokens"], "global_batch": 2 * PAIRS},
     }  # fmt: skip
-    recipe, model, _ = read_foreign(from_data(asked, Request, where="request"))
+    recipe, model, _ = read_defaults(from_data(asked, Request, where="request"))
     with small_tiles() if compares == TILED else nullcontext():
         found = predict_ledger(recipe, model, find_device("cpu"))
     rise = {

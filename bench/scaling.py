@@ -63,10 +63,10 @@ def ask(model: str, gpus: int, batch: int, memory: int | None = None) -> Request
     return from_data(stated, Request, where="bench/scaling.py")
 
 
-def plan(request: Request) -> Plan | None:
-    """The plan; None where no configuration is left."""
+def plan(request: Request, device: Device | None = None) -> Plan | None:
+    """The plan; None where no configuration is left. device: in place of the request's own."""
     try:
-        found = api.plan(request)
+        found = api.plan(request, device=device, levers=False)
     except Error:
         return None
     return found if found.memory.verdict != "does_not_fit" else None
@@ -118,18 +118,8 @@ def plan_with(request: Request, device: Device) -> float | None:
     if limit is None:
         other = plan(request)
         return None if other is None else other.time.step_seconds
-    from memfit.plan.search import (  # both look the device up by its name
-        candidates,
-        other_framework,
-    )
-
     larger = structs.replace(device, memory=limit, memory_driver=limit)
-    known = other_framework.find_device, candidates.find_device
-    other_framework.find_device = candidates.find_device = lambda name: larger  # type: ignore[assignment]
-    try:
-        other = plan(request)
-    finally:
-        other_framework.find_device, candidates.find_device = known
+    other = plan(request, larger)
     return None if other is None else other.time.step_seconds
 
 

@@ -38,9 +38,9 @@ from typing import Any
 import memfit
 from memfit import api
 from memfit.plan.memory.bounds import find_bounds
+from memfit.plan.memory.declared import describe_ledger, predict_ledger
 from memfit.plan.search.candidates import Space, span
 from memfit.plan.search.fitting import find_fitting
-from memfit.plan.search.other_framework import describe_foreign, predict_ledger
 from memfit.plan.step_time.read import time_recipes
 from memfit.records import from_data, to_data
 from memfit.records.recipe import Recipe
@@ -152,7 +152,7 @@ def check(case: str, framework: str) -> dict[str, int]:
         part = pick.choice(space.parts)
         recipe = part.recipe_of(pick.randrange(part.size))
         ledger = predict_ledger(recipe, space.model, space.device)
-        memory = describe_foreign(ledger, recipe, space.device, usable(space))
+        memory = describe_ledger(ledger, recipe, space.device, usable(space))
         one = weigh(space, as_columns(recipe))
         same = one["allocated"][0] == memory.peak_allocated
         alike += bool(same and one["total"][0] == memory.device_total)

@@ -21,7 +21,7 @@ from published.megatron_golden import translate
 from memfit.accuracy.corpus import Row, Source, split_of, write_rows
 from memfit.core.errors import Error
 from memfit.core.units import GIB
-from memfit.plan.search.other_framework import read_foreign
+from memfit.plan.request.defaults import read_defaults
 from memfit.records import from_data
 from memfit.records.request import Request
 from memfit.records.results import Measurement
@@ -34,7 +34,7 @@ def make_row(case: dict[str, str]) -> Row:
     """A row of the corpus; raises NotExpressible."""
     where = f"{case['case']} {case['hw']}"
     try:
-        recipe = read_foreign(from_data(translate(case).request, Request, where=where))[0]
+        recipe = read_defaults(from_data(translate(case).request, Request, where=where))[0]
     except Error as error:
         raise NotExpressible(error.message) from error
     found = {

@@ -22,7 +22,7 @@ from published.peft import experiment, metamath
 from memfit.accuracy.corpus import Row, Source, split_of, write_rows
 from memfit.core.errors import Error
 from memfit.core.units import GIB
-from memfit.plan.search.other_framework import read_foreign
+from memfit.plan.request.defaults import read_defaults
 from memfit.records import from_data
 from memfit.records.request import Request
 from memfit.records.results import Measurement
@@ -36,7 +36,7 @@ def make_row(record: list[Any]) -> Row:
     name = str(record[0])
     row: Published = experiment(record)
     try:
-        recipe = read_foreign(from_data(metamath(row), Request, where=name))[0]
+        recipe = read_defaults(from_data(metamath(row), Request, where=name))[0]
     except Error as error:
         raise NotExpressible(error.message) from error
     reserved = Measurement(

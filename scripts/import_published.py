@@ -23,7 +23,7 @@ from published import UNITS, NotExpressible, Published, Translated
 from memfit.accuracy.corpus import Row, Source, read_rows, split_of, write_rows
 from memfit.core.errors import Error
 from memfit.plan.frameworks import find_framework
-from memfit.plan.search.other_framework import read_foreign
+from memfit.plan.request.defaults import read_defaults
 from memfit.records import from_data
 from memfit.records.recipe import Recipe
 from memfit.records.request import Request
@@ -162,7 +162,7 @@ def make_row(published: Published) -> tuple[Row, dict[str, str]]:
         raise NotExpressible(f"`{key.args[0]}` is not stated") from key
     try:
         request = from_data(_fill(translated.request), Request, where=published["id"])
-        recipe = read_foreign(request)[0]
+        recipe = read_defaults(request)[0]
     except Error as error:
         raise NotExpressible(error.message) from error
     found, lost = measurements(published, translated, recipe)

@@ -10,7 +10,7 @@ from memfit import api
 from memfit.accuracy.corpus import Row
 from memfit.export.settle import restate
 from memfit.plan.frameworks import find_framework
-from memfit.plan.search.other_framework import predict_foreign
+from memfit.plan.search.search import predict_request
 from memfit.records.request import Request
 
 ROOT = Path(__file__).parents[1]
@@ -76,7 +76,7 @@ def write_files(row: Row, folder: Path) -> tuple[list[Path], dict[str, Any], dic
         path.write_text(text)
         return [path], data, {}
     stub: Any = SimpleNamespace(recipe=recipe, request=Request(model=model))
-    plan = predict_foreign(restate(stub))
+    plan = predict_request(restate(stub))
     made = api.export(plan, TOOLS[recipe.framework])
     files = [path for path in api.write_export(made, folder) if path.suffix != ".json"]
     return files, {**data, "model": model}, {**made.left_out, **made.changed}

@@ -25,7 +25,7 @@ from memfit.files.run_folder import is_plan as is_plan
 from memfit.files.run_folder import read_plan as read_plan
 from memfit.files.run_folder import state as state
 from memfit.plan.request import problem as problems
-from memfit.plan.search import other_framework, search
+from memfit.plan.search import search
 from memfit.records import from_data, write_atomically, write_json
 from memfit.records.hardware import Device, Fabric
 from memfit.records.recipe import Recipe
@@ -83,9 +83,9 @@ def plan(request: Request, *, device: Device | None = None, levers: bool = True)
     levers: False leaves out what each knob turned would save and, of a plan that does not fit, what
     would make it fit: both are further plans, which take most of the time.
 
-    Of another framework's step every mesh of all devices is tried, too.
+    device: stands for the request's own, such as one that was measured.
     """
-    found = _search(request, device=device, levers=levers)
+    found = search.search(problems.read_problem(request, device=device), levers=levers)
     if not levers or device is not None or found.memory.verdict in ("fits", "unproven"):
         return found
     from memfit.plan.questions.ways_out import find_ways_out
@@ -95,30 +95,18 @@ def plan(request: Request, *, device: Device | None = None, levers: bool = True)
 
 def plan_alone(request: Request) -> Plan:
     """As `plan`, without levers and ways out."""
-    return _search(request, device=None, levers=False)
+    return search.search(problems.read_problem(request), levers=False)
 
 
 def plan_roughly(request: Request) -> Plan:
     """As `plan_alone`; what fits, or does not, by far is not replayed: its bytes are a range."""
-    if not request.is_own:
-        return plan_alone(request)
     problem = structs.replace(problems.read_problem(request), exact=False)
     return search.search(problem, levers=False)
 
 
 def plan_fitting(request: Request) -> Plan | None:
     """As `plan_alone`; None where nothing fits, without a look for the nearest miss."""
-    if not request.is_own:
-        return plan_alone(request)
     return search.find_fitting(problems.read_problem(request))
-
-
-def _search(request: Request, *, device: Device | None, levers: bool) -> Plan:
-    if not request.is_own:
-        from memfit.plan.search import mesh_search  # its columns are numpy's
-
-        return mesh_search.search(request)
-    return search.search(problems.read_problem(request, device=device), levers=levers)
 
 
 def compare(request: Request, devices: str, objective: str = "fastest") -> Comparison:
@@ -153,18 +141,14 @@ def why_not(request: Request, changes: Mapping[str, Any]) -> WhyNot:
 def predict(request: Request) -> Plan:
     """Memory and time of one fully stated configuration; no search, no levers.
 
-    Of another framework's step (`framework:`) too.
+    Of another framework's step (`framework:`) too, whose defaults stand for what is left open.
     """
-    if not request.is_own:
-        return other_framework.predict_foreign(request)
-    return search.predict(problems.read_problem(request))
+    return search.predict_request(request)
 
 
 def predict_with_levers(request: Request) -> Plan:
     """As `predict`, with what each knob turned would save or cost (of memfit's own step)."""
-    if not request.is_own:
-        return other_framework.predict_foreign(request)
-    return search.predict_with_levers(problems.read_problem(request))
+    return search.predict(problems.read_problem(request), levers=True)
 
 
 def read_stated(request: Request) -> Stated:
@@ -407,7 +391,7 @@ def rules(model: str) -> tuple[Rule, ...]:
         "hardware": {"device": "h100-sxm"},
     }  # fmt: skip
     request = from_data(stated, Request, where="the rules")
-    plan = other_framework.predict_foreign(request)
+    plan = search.predict_request(request)
     peak = plan.memory.peak_allocated
     judged = folklore.read_judged()
     return tuple(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from memfit.plan.search.other_framework import read_foreign
+from memfit.plan.request.defaults import read_defaults
 from memfit.records import from_data
 from memfit.records.recipe import Recipe
 from memfit.records.request import Request
@@ -41,7 +41,7 @@ def row(source: str, *, name: str = "Llama-2-7B", gpus: int = 1, **config: Any) 
 
 
 def recipe_of(published: dict[str, Any]) -> Recipe:
-    return read_foreign(from_data(translate(published).request, Request, where="row"))[0]
+    return read_defaults(from_data(translate(published).request, Request, where="row"))[0]
 
 
 def test_litgpts_switches_and_quantisation() -> None:

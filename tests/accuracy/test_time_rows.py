@@ -9,8 +9,8 @@ import pytest
 from memfit import families
 from memfit.accuracy import corpus, memory_errors
 from memfit.core.errors import MemoryUnknown
+from memfit.plan.memory.declared import predict_ledger
 from memfit.plan.request.problem import find_device
-from memfit.plan.search import other_framework
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -264,7 +264,7 @@ def test_a_framework_without_bytes_says_why(name):
     row = next(r for r in OTHERS if r.recipe.framework == name)
     model = families.read_model(row.recipe.model)
     with pytest.raises(MemoryUnknown, match="does not describe the memory"):
-        other_framework.predict_ledger(row.recipe, model, find_device(row.recipe.device))
+        predict_ledger(row.recipe, model, find_device(row.recipe.device))
 
 
 BRIDGE = a_row(
@@ -509,6 +509,4 @@ def test_qwens_quantised_rows_lose_their_memory_and_keep_their_time():
     assert "memory" not in lost
     recipe = made.recipe
     with pytest.raises(MemoryUnknown):
-        other_framework.predict_ledger(
-            recipe, families.read_model(recipe.model), find_device(recipe.device)
-        )
+        predict_ledger(recipe, families.read_model(recipe.model), find_device(recipe.device))

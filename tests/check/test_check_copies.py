@@ -4,7 +4,7 @@ import pytest
 
 from memfit import api
 from memfit.check import read_files
-from memfit.plan.search.other_framework import predict_foreign
+from memfit.plan.search.search import predict_request
 from memfit.records import from_data
 from memfit.records.request import Request
 from undescribed import assert_named
@@ -81,7 +81,7 @@ def test_what_is_written_is_read_back_with_the_peak_that_was_claimed(target, bas
     assert ("options.copies_dtype" in made.changed) is wide
     found = read(tmp_path, api.write_export(made, tmp_path)[0].read_text())
     assert found.options["modules_to_save"] == BOTH
-    again = predict_foreign(found).memory
+    again = predict_request(found).memory
     assert again.peak_allocated == made.peak.peak_allocated
     # copies of both, tied no more, and two moments of each, in the dtype of the copies
     each = 2 * 151936 * 1024 * (4 if wide else 2)

@@ -11,8 +11,9 @@ from memfit.core.errors import InvalidRequest
 from memfit.export import list_keys
 from memfit.export.settle import name_in_request
 from memfit.export.target import find_target
+from memfit.plan.request.defaults import read_defaults
 from memfit.plan.request.wording import restate
-from memfit.plan.search.other_framework import predict_foreign, read_foreign
+from memfit.plan.search.search import predict_request
 from memfit.records import from_data
 from memfit.records.request import Request
 
@@ -82,7 +83,7 @@ def carry(target, name, folder):
             continue
         told = {**made.left_out, **made.changed}
         try:
-            recipe = read_foreign(read_again(made, plan.recipe, folder / str(number), target))[0]
+            recipe = read_defaults(read_again(made, plan.recipe, folder / str(number), target))[0]
         except InvalidRequest as error:
             found["left" if key in {**made.left_out, **made.changed} else "refused"][key] = (
                 error.message
@@ -136,7 +137,7 @@ FULL = ("own-full", "own-qlora", "torchtitan-fsdp", "deepspeed-zero3", "hf-full-
 def test_the_peak_that_an_export_claims_is_what_check_answers_of_it(target, name, tmp_path):
     plan = neighbour_plans.find_plan(name)
     made = api.export(plan, target)
-    found = predict_foreign(read_again(made, plan.recipe, tmp_path, target)).memory
+    found = predict_request(read_again(made, plan.recipe, tmp_path, target)).memory
     assert made.peak.peak_allocated == found.peak_allocated
     assert made.peak.device_total == found.device_total
 
@@ -148,7 +149,7 @@ def test_a_trainers_optimizer_beside_zero_is_read_back(target, tmp_path):
     plan = api.predict(from_data(request, Request, where="request"))
     made = api.export(plan, target)
     assert not [key for key in made.left_out if key.startswith("optimizer")]
-    found = predict_foreign(read_again(made, plan.recipe, tmp_path, target))
+    found = predict_request(read_again(made, plan.recipe, tmp_path, target))
     assert found.recipe.optimizer.name == "adamw8bit"
     assert found.recipe.options["paged"]
     assert found.memory.peak_allocated == made.peak.peak_allocated
@@ -171,7 +172,7 @@ def test_what_deepspeeds_file_says_beside_a_trainers_is_read_back(target, ranks,
         sizes = {"options.reduce_bucket_size", "options.prefetch_bucket_size"}
         assert not {"offload", "parallel.zero", *sizes} & made.left_out.keys()
         files = read_again(made, plan.recipe, tmp_path / str(zero), target)
-        found = predict_foreign(files)
+        found = predict_request(files)
         assert (found.recipe.parallel.zero, found.recipe.offload) == (zero, offload)
         assert found.recipe.options["reduce_bucket_size"] == 0
         assert found.memory.peak_allocated == made.peak.peak_allocated
@@ -182,7 +183,7 @@ def test_offloaded_fp32_shards_are_written_and_read_back(target, version, tmp_pa
     changes = {"offload": "parameters", "options.fsdp_version": version}
     plan = api.predict(api.change(neighbour_plans.find_request("hf-full-fsdp2"), changes))
     made = api.export(plan, target)
-    found = predict_foreign(read_again(made, plan.recipe, tmp_path, target))
+    found = predict_request(read_again(made, plan.recipe, tmp_path, target))
     recipe = found.recipe
     assert (recipe.offload, recipe.precision) == ("parameters", "bf16-mixed")
     assert recipe.options["fsdp_version"] == version

@@ -7,9 +7,10 @@ from memfit import api
 from memfit.core.errors import InvalidRequest, MemoryUnknown, UnknownName
 from memfit.core.units import GIB
 from memfit.plan.frameworks import Knob, find_framework, frameworks, make_ledger, resolve_options
+from memfit.plan.memory.declared import describe_ledger, predict_ledger
 from memfit.plan.memory.verdict import needs
+from memfit.plan.request.defaults import read_defaults
 from memfit.plan.request.problem import find_device
-from memfit.plan.search import other_framework
 from memfit.records import from_data
 from memfit.records.ledger import Kind, Phase
 from memfit.records.recipe import OWN_AXES, OWN_VALUES, Parallel
@@ -146,13 +147,13 @@ def test_memfits_own_step_refuses_what_only_others_have(changes, said):
 
 
 def test_the_verdict_sees_both_ends_of_the_bands():
-    recipe, model, _ = other_framework.read_foreign(ask())
+    recipe, model, _ = read_defaults(ask())
     device = find_device("h100-sxm")
-    ledger = other_framework.predict_ledger(recipe, model, device)
+    ledger = predict_ledger(recipe, model, device)
     slack = find_framework("torchtitan").slack
 
     def verdict(usable):
-        return other_framework.describe_foreign(ledger, recipe, device, usable).verdict
+        return describe_ledger(ledger, recipe, device, usable).verdict
 
     assert verdict(round(ledger.peak * slack.low)) == "does_not_fit"
     assert verdict(round(ledger.peak * slack.high) + 40 * GIB) == "fits"

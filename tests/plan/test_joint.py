@@ -10,15 +10,12 @@ from msgspec.structs import replace
 from memfit import api
 from memfit.core.errors import DoesNotFit, InvalidRequest
 from memfit.core.units import GIB
+from memfit.plan.memory.declared import describe_ledger, predict_ledger
+from memfit.plan.request.problem import find_usable, read_problem
 from memfit.plan.request.wording import state
-from memfit.plan.search import mesh_search
+from memfit.plan.search import exhaustive
 from memfit.plan.search.candidates import span
-from memfit.plan.search.other_framework import (
-    describe_foreign,
-    predict_foreign,
-    predict_ledger,
-    usable_memory,
-)
+from memfit.plan.search.search import predict_request
 from memfit.plan.step_time.read import read_setting, time_recipes
 from memfit.plan.step_time.step import predict_step
 from memfit.records import from_data
@@ -49,7 +46,7 @@ def one_by_one(request):
         for row in range(part.size):
             recipe = part.recipe_of(row)
             ledger = predict_ledger(recipe, space.model, space.device)
-            memory = describe_foreign(ledger, recipe, space.device, None)
+            memory = describe_ledger(ledger, recipe, space.device, None)
             seconds = predict_step(read_setting(recipe, space.model, space.device)).total
             yield seconds, memory.device_total, recipe
 
@@ -66,8 +63,8 @@ def one_by_one(request):
 def test_nothing_faster_fits(model, framework, memory):
     request = ask(model, framework, memory=memory, attention="flash", recompute="selective")
     space = span(request)
-    usable = usable_memory(request, space.device)
-    found = mesh_search.explore(space, usable)
+    usable = find_usable(request, space.device)[0]
+    found = exhaustive.explore(space, usable)
     every = list(one_by_one(request))
     assert found.size == len(every) > 50
     best = found.fitting[0]
@@ -105,7 +102,7 @@ def test_seconds_of_many_are_those_of_each(framework):
 def test_the_front_is_every_candidate_that_none_beats():
     request = ask(memory="30 GiB", attention="flash", recompute="selective")
     space = span(request)
-    slices = list(mesh_search.slices(space))
+    slices = list(exhaustive.slices(space))
     points = [slice_.point(row) for slice_ in slices for row in range(len(slice_.seconds))]
     fitting = [p for p in points if p.high <= 30 * GIB]
     beaten = {
@@ -119,7 +116,7 @@ def test_the_front_is_every_candidate_that_none_beats():
         )
     }
     want = {(p.seconds, p.high) for p in fitting if id(p) not in beaten}
-    front = mesh_search.explore(space, 30 * GIB).front
+    front = exhaustive.explore(space, 30 * GIB).front
     assert {(p.seconds, p.high) for p in front} == want
     assert len(want) > 3
     assert [p.seconds for p in front] == sorted(p.seconds for p in front)
@@ -130,10 +127,10 @@ def test_a_large_space_has_the_same_fastest(model, monkeypatch):
     request = ask(model, count=8, batch=32)
     space = span(request)
     for gib in (8, 20, 60):
-        whole = mesh_search.explore(space, gib * GIB)
+        whole = exhaustive.explore(space, gib * GIB)
         with monkeypatch.context() as patched:
-            patched.setattr(mesh_search, "WHOLE", 0)
-            lean = mesh_search.explore(space, gib * GIB)
+            patched.setattr(exhaustive, "WHOLE", 0)
+            lean = exhaustive.explore(space, gib * GIB)
         assert [p[:2] for p in lean.fitting[:20]] == [p[:2] for p in whole.fitting[:20]]
         assert lean.front[0] == whole.front[0] if whole.front else not lean.front
         if not whole.fitting:
@@ -149,7 +146,7 @@ def test_a_candidate_stated_as_a_request_is_the_same_recipe():
             for row in rng.sample(range(part.size), 10):
                 recipe = part.recipe_of(row)
                 stated = state(request, recipe, space.framework)
-                assert predict_foreign(stated).recipe == recipe
+                assert predict_request(stated).recipe == recipe
 
 
 @settings(max_examples=15)
@@ -157,7 +154,7 @@ def test_a_candidate_stated_as_a_request_is_the_same_recipe():
 def test_a_looser_limit_never_takes_longer(less, more):
     request = ask(attention="flash", recompute="selective")
     space = span(request)
-    tight, loose = (mesh_search.explore(space, n * GIB).fitting for n in (less, less + more))
+    tight, loose = (exhaustive.explore(space, n * GIB).fitting for n in (less, less + more))
     if tight:
         assert loose[0].seconds <= tight[0].seconds
 
@@ -187,7 +184,10 @@ def test_idle_devices_are_said():
     world = plan.recipe.parallel.world
     assert world < 32
     assert any(f"uses {world} of 32 devices" in said for said in plan.assumptions)
-    assert mesh_search.explore_all(request).chosen.seconds > plan.time.step_seconds
+    assert (
+        exhaustive.explore_all(read_problem(request), request).chosen.seconds
+        > plan.time.step_seconds
+    )
     assert plan.request == request
 
 
@@ -204,8 +204,8 @@ def test_a_slower_device_never_has_a_faster_plan(share, what):
             device, flops={k: v * share for k, v in device.flops.items()},
             flops_measured={k: v * share for k, v in device.flops_measured.items()},
         )  # fmt: skip
-    usable = usable_memory(request, space.device)
-    fast, slow = (mesh_search.explore(space._replace(device=d), usable) for d in (device, slower))
+    usable = find_usable(request, space.device)[0]
+    fast, slow = (exhaustive.explore(space._replace(device=d), usable) for d in (device, slower))
     assert slow.fitting[0].seconds >= fast.fitting[0].seconds
 
 

@@ -12,8 +12,9 @@ from memfit.core.errors import InvalidRequest, UnknownName
 from memfit.core.units import MIB
 from memfit.plan.memory.verdict import needs
 from memfit.plan.request.problem import CHUNKS, divisors, read_problem
+from memfit.plan.search.best_first import describe
 from memfit.plan.search.candidate import Candidate
-from memfit.plan.search.search import describe, predict, predict_with_levers, search
+from memfit.plan.search.search import predict, search
 from memfit.records import from_data
 from memfit.records.ledger import Kind, Phase
 from memfit.records.request import Request
@@ -203,7 +204,7 @@ def test_predict_refuses_what_is_left_open():
     stated = ask(recompute="full", loss="plain", micro_batch=4)
     plan = predict(read_problem(stated))
     assert describe(plan.recipe, 4) == "full fp32, micro-batch 4, recompute full, loss plain"
-    weighed = predict_with_levers(read_problem(stated))
+    weighed = predict(read_problem(stated), levers=True)
     assert weighed.levers
     assert msgspec.structs.replace(weighed, levers=()) == plan
 

@@ -7,9 +7,10 @@ import pytest
 
 from memfit.core.errors import InvalidRequest
 from memfit.plan.frameworks.shared.columns import with_columns
+from memfit.plan.memory.declared import predict_ledger
+from memfit.plan.request.defaults import read_defaults
 from memfit.plan.request.problem import divisors, find_device
 from memfit.plan.search.candidates import explain, span
-from memfit.plan.search.other_framework import predict_ledger, read_foreign
 from memfit.records import from_data
 from memfit.records.request import Request
 
@@ -39,7 +40,7 @@ def found(space):
 
 
 def one_by_one(model, devices, batch, experts, attention):
-    """Digests of all configurations that read_foreign and predict accept, without a search."""
+    """Digests of all configurations that read_defaults and predict accept, without a search."""
     ranks, digests = divisors(devices), set()
     for tp, cp, pp, copies, ep in product(ranks, ranks, ranks, ranks, divisors(experts)):
         if devices % (tp * cp * pp * copies) or tp > 8 or 4096 // cp < 1024:
@@ -62,7 +63,7 @@ def one_by_one(model, devices, batch, experts, attention):
                 if (pp == 1 and any(counted)) or (blocks or 0) > max(sizes):
                     continue  # the same as another
                 try:
-                    recipe, read, _ = read_foreign(request)
+                    recipe, read, _ = read_defaults(request)
                     predict_ledger(recipe, read, find_device("h100-sxm"))
                 except InvalidRequest:
                     continue
@@ -90,7 +91,7 @@ def test_what_is_stated_is_fixed():
     assert words == {(2, "selective", "cudnn")}
     mesh = {"tp": 2, "pp": 2, "dp_shard": 2, "zero": 1}
     recipes = found(span(ask(parallel=mesh, recompute="none")))
-    assert {r.parallel for r in recipes} == {read_foreign(ask(parallel=mesh))[0].parallel}
+    assert {r.parallel for r in recipes} == {read_defaults(ask(parallel=mesh))[0].parallel}
     assert {r.recompute_blocks for r in recipes} == {0}
     assert {r.accumulation * r.micro_batch for r in recipes} == {8}
 

@@ -17,10 +17,10 @@ from memfit.catalog.overheads import find_outside
 from memfit.core import units
 from memfit.core.errors import Error
 from memfit.plan.frameworks import find_framework
+from memfit.plan.memory.declared import describe_ledger, find_waiting, predict_ledger
 from memfit.plan.memory.predicted_memory import predict_memory
 from memfit.plan.memory.verdict import SLACK, describe_memory, find_needed, find_streams
 from memfit.plan.request.problem import find_device
-from memfit.plan.search.other_framework import describe_foreign, find_waiting, predict_ledger
 from memfit.records import Record
 from memfit.records.hardware import Device
 from memfit.records.ledger import Ledger
@@ -178,7 +178,7 @@ def _own(recipe: Recipe, model: Model, device: Device) -> tuple[Memory, Band]:
 def _foreign(
     row: Row, ledger: Ledger, device: Device, waiting: tuple[int, str]
 ) -> tuple[Memory, Band]:
-    memory = describe_foreign(ledger, row.recipe, device, device.memory, waiting)
+    memory = describe_ledger(ledger, row.recipe, device, device.memory, waiting)
     framework, parallel = find_framework(row.recipe.framework), row.recipe.parallel
     slack = framework.slack
     outside = find_outside(device, parallel, framework.count_groups(parallel))

@@ -21,7 +21,7 @@ from memfit.plan.frameworks import Framework, find_framework
 from memfit.plan.request.model_reference import find_reference
 from memfit.plan.request.problem import find_device, find_rate, read_problem
 from memfit.plan.request.wording import restate
-from memfit.plan.search import mesh_search, other_framework, search
+from memfit.plan.search import search
 from memfit.records import from_data, to_data
 from memfit.records.recipe import ADAPTED, Method, Recipe
 from memfit.records.request import ParallelRequest, Request
@@ -103,8 +103,6 @@ def _settle_started(plan: Plan, target: Target) -> Settled:
 
 def plan_anew(request: Request) -> Plan:
     """Every knob that is left open, decided."""
-    if not request.is_own:
-        return mesh_search.search(request)
     return search.search(read_problem(request), levers=False)
 
 
@@ -171,7 +169,7 @@ def _replan(plan: Plan, moved: Request, pins: Mapping[str, Any], *, kept: bool) 
         asked["recompute"] = plan.recipe.recompute
     same = None
     with suppress(InvalidRequest):
-        same = other_framework.predict_foreign(change(restate(plan), asked))
+        same = search.predict_request(change(restate(plan), asked))
     enough = ORDER[:3] if kept else ORDER[:1]
     if same is not None and same.memory.verdict in enough:
         return same

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from memfit.core.errors import InvalidRequest
 from memfit.files.run_folder import read_plan
-from memfit.plan.request.problem import read_problem
+from memfit.plan.request.problem import read_own_problem
 from memfit.plan.search.search import search
 from memfit.records import to_data
 from memfit.records.ledger import Phase
@@ -46,7 +46,7 @@ def find_certificate(target: str, say: Callable[[str], None]) -> Certificate:
             if known.exists() and (kept := read_certificate(known)).recipe == made.recipe:
                 return kept
             return _certify_now(made, say)
-    return _certify_now(search(read_problem(read(str(path)))), say)
+    return _certify_now(search(read_own_problem(read(str(path)))), say)
 
 
 def _certify_now(made: Plan, say: Callable[[str], None]) -> Certificate:

@@ -88,7 +88,7 @@ def find_levers(request: Request, proof: Certificate) -> tuple[Lever, ...]:
 
     request: the one that the recipe was made of, for one device or for many.
     """
-    ways = list(turn(problems.read_problem(request), proof.recipe))
+    ways = list(turn(problems.read_own_problem(request), proof.recipe))
     proofs = prove([way.recipe for way in ways], proof.memory.usable)
     pairs = zip(ways, proofs, strict=True)
     rows = [_lever(way.changes, proof, other) for way, other in pairs]
@@ -175,7 +175,7 @@ def _propose(asked: Plan, ways: Sequence[Request], limit: int, *, tight: bool) -
     for way in ways:
         limits = replace(way.limits, memory=f"{max(limit, 0)} B", tight=tight)
         try:
-            problem = problems.read_problem(replace(way, limits=limits))
+            problem = problems.read_own_problem(replace(way, limits=limits))
         except InvalidRequest:  # what was stated held two others together
             continue
         made = search.search(problem)
@@ -191,13 +191,13 @@ def _distance(asked: Plan, made: Plan) -> tuple[bool, float]:
 
 
 def _relative_time(asked: Plan, made: Plan) -> float:
-    problem = problems.read_problem(asked.request)
+    problem = problems.read_own_problem(asked.request)
     one, other = (Candidate.of(problem, plan.recipe).seconds for plan in (asked, made))
     return other / one
 
 
 def _changes(asked: Plan, made: Plan) -> dict[str, Any]:
-    layers = problems.read_problem(asked.request).model.architecture.layers
+    layers = problems.read_own_problem(asked.request).model.architecture.layers
     return changed(asked.recipe, made.recipe, layers)
 
 
@@ -205,7 +205,7 @@ def _name(asked: Plan, made: Plan, proof: Certificate) -> Nearest:
     """With the words that give exactly this recipe when they are set in the request."""
     changes = turned = _changes(asked, made)
     if _recipe_of(asked.request, changes) != made.recipe:  # the search decides the rest otherwise
-        layers = problems.read_problem(asked.request).model.architecture.layers
+        layers = problems.read_own_problem(asked.request).model.architecture.layers
         changes = knobs(made.recipe, layers)
     return Nearest(
         changes=changes,
@@ -218,6 +218,6 @@ def _name(asked: Plan, made: Plan, proof: Certificate) -> Nearest:
 
 def _recipe_of(request: Request, changes: Mapping[str, Any]) -> Recipe | None:
     try:
-        return search.search(problems.read_problem(change(request, changes))).recipe
+        return search.search(problems.read_own_problem(change(request, changes))).recipe
     except InvalidRequest:
         return None

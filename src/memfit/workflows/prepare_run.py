@@ -66,7 +66,7 @@ def find_lengths(request: Request) -> Request:
     """The request with its epochs counted in steps, which needs its data tokenised (once)."""
     from memfit.train.data import prepare as preparing
 
-    start = problems.read_problem(request)
+    start = problems.read_own_problem(request)
     length = problems.sequence_length(request, start.model)
     return preparing.find_lengths(request, start.reference, length)
 
@@ -183,7 +183,8 @@ def _prepare_anew(request: Request, say: Say, *, override: bool, imports: int | 
         made = _plan_within(request, device, limit)
         if made.memory.verdict == "does_not_fit" and not override:
             raise DoesNotFit(
-                search.lack(made), hint=f"raise the limit, or see `memfit plan --why`; {ANYWAY}"
+                describe_lack(made.memory, made.recipe.device),
+                hint=f"raise the limit, or see `memfit plan --why`; {ANYWAY}",
             )
         check_weights(made.recipe)  # before anything is written
         say(f"certifying recipe {made.recipe_digest}")
@@ -201,12 +202,12 @@ def _prepare_anew(request: Request, say: Say, *, override: bool, imports: int | 
 
 def _plan_within(request: Request, device: Device, limit: int | None) -> Plan:
     """The plan under a tighter limit than the request's own, which its verdict still names."""
-    own = problems.read_problem(request, device=device, published=True)
+    own = problems.read_own_problem(request, device=device, published=True)
     if limit is None:
         return search.search(own)
     limits = msgspec.structs.replace(request.limits, memory=f"{max(limit, 0)} B")
     within = msgspec.structs.replace(request, limits=limits)
-    tighter = search.search(problems.read_problem(within, device=device, published=True))
+    tighter = search.search(problems.read_own_problem(within, device=device, published=True))
     memory = msgspec.structs.replace(tighter.memory, usable=own.usable)
     return msgspec.structs.replace(tighter, request=request, memory=memory)
 

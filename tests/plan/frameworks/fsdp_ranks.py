@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
+from memfit.plan.memory.declared import predict_ledger
+from memfit.plan.request.defaults import read_defaults
 from memfit.plan.request.problem import find_device
-from memfit.plan.search.other_framework import predict_ledger, read_foreign
 from memfit.records import from_data
 from memfit.records.ledger import Kind, Ledger, Phase
 from memfit.records.request import Request
@@ -50,7 +51,7 @@ def ledger(
         "precision": "bf16-mixed", "options": {"fsdp_version": version},
     }  # fmt: skip
     changes["options"] = {"padded": False} | changes.get("options", asked["options"])
-    recipe, described, _ = read_foreign(from_data(asked | changes, Request, where="request"))
+    recipe, described, _ = read_defaults(from_data(asked | changes, Request, where="request"))
     return predict_ledger(recipe, described, find_device(device))
 
 

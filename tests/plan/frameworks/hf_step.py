@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from memfit.plan.memory.declared import predict_ledger
+from memfit.plan.request.defaults import read_defaults
 from memfit.plan.request.problem import find_device
-from memfit.plan.search.other_framework import predict_ledger, read_foreign
 from memfit.records import from_data
 from memfit.records.ledger import Kind, Ledger, Phase
 from memfit.records.request import Request
@@ -29,7 +30,7 @@ def ledger(model: dict[str, Any], device: str = "cpu", **changes: Any) -> Ledger
         "micro_batch": ROWS, "precision": "bf16",
     }  # fmt: skip
     changes["options"] = {"padded": False} | changes.get("options", {})  # as `run` has them
-    recipe, described, _ = read_foreign(from_data(asked | changes, Request, where="request"))
+    recipe, described, _ = read_defaults(from_data(asked | changes, Request, where="request"))
     return predict_ledger(recipe, described, find_device(device))
 
 

@@ -5,8 +5,9 @@ from memfit.plan.frameworks.megatron.settings import read_settings
 from memfit.plan.frameworks.megatron.shape import read_shape
 from memfit.plan.frameworks.megatron.split import deal_stages
 from memfit.plan.frameworks.megatron.stage import count_stage, find_flights, read_blocks
+from memfit.plan.memory.declared import predict_ledger
+from memfit.plan.request.defaults import read_defaults
 from memfit.plan.request.problem import find_device
-from memfit.plan.search.other_framework import predict_ledger, read_foreign
 from memfit.records import from_data
 from memfit.records.request import Request
 
@@ -36,7 +37,7 @@ def job(model=GPT, device="a100-sxm-80", length=1024, batch=4, micro=4, **more):
         "task": {"sequence_length": length, "global_batch": batch},
         "hardware": {"device": device, "count": count}, **more,
     }  # fmt: skip
-    recipe, read, _ = read_foreign(from_data(request, Request, where="test"))
+    recipe, read, _ = read_defaults(from_data(request, Request, where="test"))
     asked = Job(model=read, recipe=recipe, device=find_device(recipe.device))
     find_framework("megatron").check(asked)
     return asked

@@ -10,9 +10,9 @@ from memfit.core.errors import InvalidRequest
 from memfit.plan.frameworks import find_framework
 from memfit.plan.frameworks.shared.columns import find_distinct, pick, take, with_columns
 from memfit.plan.memory.bounds import find_bounds
+from memfit.plan.memory.declared import describe_ledger, predict_ledger
 from memfit.plan.request.problem import find_device
 from memfit.plan.search.candidates import explain, span
-from memfit.plan.search.other_framework import describe_foreign, predict_ledger
 from memfit.records import from_data
 from memfit.records.request import Request
 
@@ -70,7 +70,7 @@ def compare(space, seed, number=25):
         for row in rng.sample(range(part.size), min(part.size, number)):
             recipe = part.recipe_of(row)
             ledger = predict_ledger(recipe, space.model, space.device)
-            alone = describe_foreign(ledger, recipe, space.device, None)
+            alone = describe_ledger(ledger, recipe, space.device, None)
             assert allocated[row] == alone.peak_allocated, recipe
             assert totals[row] == alone.device_total
             compared += 1

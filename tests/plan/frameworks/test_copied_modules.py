@@ -13,8 +13,8 @@ from memfit.core.errors import InvalidRequest, MemoryUnknown
 from memfit.meta.meter import block_size
 from memfit.plan.frameworks import Job
 from memfit.plan.frameworks.hugging_face.step import hf_model
+from memfit.plan.request.defaults import read_defaults
 from memfit.plan.request.problem import find_device
-from memfit.plan.search.other_framework import read_foreign
 from memfit.records import from_data
 from memfit.records.ledger import Kind, Ledger, Phase
 from memfit.records.request import Request
@@ -148,7 +148,7 @@ def rows(saved: str, *, tied: bool) -> list[tuple[str, tuple[int, ...], str, boo
         "hardware": {"device": "cpu"}, "task": {"sequence_length": TOKENS, "global_batch": ROWS},
         "base_format": "bf16", "options": {"modules_to_save": saved},
     }  # fmt: skip
-    recipe, model, _ = read_foreign(from_data(request, Request, where="request"))
+    recipe, model, _ = read_defaults(from_data(request, Request, where="request"))
     job = Job(model=model, recipe=recipe, device=find_device("cpu"))
     return sorted((w.name, w.shape, w.dtype, w.trainable) for w in hf_model(job).weights)
 

@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 
 from memfit.core.errors import InvalidRequest
+from memfit.plan.memory.declared import find_waiting, predict_ledger
+from memfit.plan.request.defaults import read_defaults
 from memfit.plan.request.problem import find_device
-from memfit.plan.search.other_framework import (
-    find_waiting,
-    predict_foreign,
-    predict_ledger,
-    read_foreign,
-)
+from memfit.plan.search.search import predict_request
 from memfit.records import from_data
 from memfit.records.ledger import Kind, Ledger, Phase
 from memfit.records.request import Request
@@ -39,7 +36,7 @@ def request(stage: int, ranks: int = 8, **changes: Any) -> Request:
 
 
 def ledger(stage: int, ranks: int = 8, **changes: Any) -> Ledger:
-    recipe, model, _ = read_foreign(request(stage, ranks, **changes))
+    recipe, model, _ = read_defaults(request(stage, ranks, **changes))
     return predict_ledger(recipe, model, find_device("h100-sxm"))
 
 
@@ -101,7 +98,7 @@ def test_given_up_weights_wait_for_the_products_that_read_them() -> None:
     """Beside the update's blocks; they are given back when asked: no verdict counts them."""
 
     def waits(*asked: Any, **changes: Any) -> int:
-        recipe, model, _ = read_foreign(request(*asked, **changes))
+        recipe, model, _ = read_defaults(request(*asked, **changes))
         return find_waiting(recipe, model, find_device("h100-sxm"))[0]
 
     update = 6 * P // 8
@@ -112,7 +109,7 @@ def test_given_up_weights_wait_for_the_products_that_read_them() -> None:
     assert waits(3, method="lora", lora={"rank": 8, "targets": ["q_proj"]}) == 0
     assert Kind.ALL_GATHER not in ledger(3, 1).by_kind(Phase.FORWARD)
     free, tight = (
-        predict_foreign(request(3, limits={"memory": limit})).memory
+        predict_request(request(3, limits={"memory": limit})).memory
         for limit in ("70 GiB", "30 GiB")
     )
     assert free.peak_allocated == tight.peak_allocated
@@ -129,7 +126,7 @@ def test_what_is_reserved_is_what_the_replay_reserves() -> None:
         options = {"prefetch_bucket_size": 10**7, "reduce_bucket_size": 10**7, "release": "4.38"}
         recompute = "full" if "recomputed" in name else "none"
         changes = {"task": task, "micro_batch": rows, "options": options, "recompute": recompute}
-        found = predict_foreign(request(3, **changes)).memory
+        found = predict_request(request(3, **changes)).memory
         assert found.peak_reserved == pytest.approx(reserved, rel=0.03), name
 
 

@@ -11,8 +11,9 @@ import pytest
 from memfit import meta
 from memfit.meta import Meter
 from memfit.meta.losses.fused import cut_loss, liger_loss, shift_labels
+from memfit.plan.memory.declared import predict_ledger
+from memfit.plan.request.defaults import read_defaults
 from memfit.plan.request.problem import find_device
-from memfit.plan.search.other_framework import predict_ledger, read_foreign
 from memfit.records import from_data
 from memfit.records.ledger import Kind, Phase
 from memfit.records.request import Request
@@ -33,7 +34,7 @@ def predict(model: dict[str, Any], device: str = "cpu", **changes: Any) -> Any:
         "micro_batch": rows, "precision": "bf16", "method": "full",
     }  # fmt: skip
     changes["options"] = {"padded": False} | changes.get("options", {})  # as it was measured
-    recipe, described, _ = read_foreign(from_data(asked | changes, Request, where="request"))
+    recipe, described, _ = read_defaults(from_data(asked | changes, Request, where="request"))
     return predict_ledger(recipe, described, find_device(device))
 
 

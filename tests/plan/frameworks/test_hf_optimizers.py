@@ -17,8 +17,9 @@ from transformers.trainer_optimizer import (
 from memfit.certify.tracing.fake_device import fake_device
 from memfit.core.errors import InvalidRequest
 from memfit.meta.meter import block_size
+from memfit.plan.memory.declared import predict_ledger
+from memfit.plan.request.defaults import read_defaults
 from memfit.plan.request.problem import find_device
-from memfit.plan.search.other_framework import predict_ledger, read_foreign
 from memfit.records import from_data
 from memfit.records.ledger import Kind, Phase
 from memfit.records.request import Request
@@ -41,7 +42,7 @@ def read(name: str, precision: str = "bf16", implementation: str = "fused", **op
         "precision": precision, "method": "full", "options": options,
         "optimizer": {"name": name, "implementation": implementation},
     }  # fmt: skip
-    return read_foreign(from_data(asked | changes, Request, where="request"))
+    return read_defaults(from_data(asked | changes, Request, where="request"))
 
 
 def states(*args: Any, **options: Any) -> int:
@@ -191,7 +192,7 @@ def by_zero(stage: int, **options: Any) -> list[Any]:
         "method": "full", "parallel": {"dp_shard": 2, "zero": stage}, "options": options,
         "optimizer": {"name": "adamw8bit"},
     }  # fmt: skip
-    recipe, model, _ = read_foreign(from_data(asked, Request, where="request"))
+    recipe, model, _ = read_defaults(from_data(asked, Request, where="request"))
     found = predict_ledger(recipe, model, H100).at(Phase.OPTIMIZER_STEP)
     return [e for e in found if e.kind is Kind.OPTIMIZER_STATE]
 

@@ -9,7 +9,7 @@ import torch
 from hf_step import ROWS, TINY, TOKENS, ledger, make_config, rise, run
 
 from memfit.core.errors import InvalidRequest
-from memfit.plan.search.other_framework import predict_foreign
+from memfit.plan.search.search import predict_request
 from memfit.records import from_data
 from memfit.records.ledger import Kind, Ledger, Phase
 from memfit.records.request import Request
@@ -266,4 +266,4 @@ def test_what_the_trainer_has_not(changes: dict[str, Any], message: str) -> None
         "task": {"sequence_length": TOKENS, "global_batch": ROWS, "packing": False},
     }  # fmt: skip
     with pytest.raises(InvalidRequest, match=message):
-        predict_foreign(from_data(asked | changes, Request, where="request"))
+        predict_request(from_data(asked | changes, Request, where="request"))

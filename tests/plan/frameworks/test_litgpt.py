@@ -11,8 +11,10 @@ from torch.nn import functional as F
 
 from memfit.core.errors import InvalidRequest
 from memfit.plan.frameworks.hugging_face.quantised import coded_bytes
+from memfit.plan.memory.declared import predict_ledger
+from memfit.plan.request.defaults import read_defaults
 from memfit.plan.request.problem import find_device
-from memfit.plan.search.other_framework import predict_foreign, predict_ledger, read_foreign
+from memfit.plan.search.search import predict_request
 from memfit.records import from_data
 from memfit.records.ledger import Kind, Phase
 from memfit.records.request import Request
@@ -54,7 +56,7 @@ def ask(model: dict[str, Any] | str, tokens: int, **changes: Any) -> Request:
 
 
 def predict(model: dict[str, Any] | str, tokens: int, **changes: Any) -> Plan:
-    return predict_foreign(ask(model, tokens, **changes))
+    return predict_request(ask(model, tokens, **changes))
 
 
 # tutorials/resource-tables.md and config_hub/finetune/README.md: max_memory_allocated in 1e9 B
@@ -221,7 +223,7 @@ def test_a_block_keeps_what_torch_keeps(keys: int) -> None:
         request = ask(
             model | {"num_hidden_layers": layers}, tokens, rows=2, hardware={"device": "cpu"}
         )
-        recipe, described, _ = read_foreign(request)
+        recipe, described, _ = read_defaults(request)
         ledger = predict_ledger(recipe, described, find_device("cpu"))
         held.append(ledger.by_kind(Phase.LOSS)[Kind.ACTIVATIONS])
     block = Block(hidden, 4, keys, ffn, rank=8).bfloat16()

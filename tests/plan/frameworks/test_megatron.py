@@ -20,8 +20,10 @@ from memfit.plan.frameworks.megatron.settings import read_settings
 from memfit.plan.frameworks.megatron.shape import read_shape
 from memfit.plan.frameworks.megatron.split import deal_stages
 from memfit.plan.frameworks.shared.pipeline import count_in_flight, deal_blocks
+from memfit.plan.memory.declared import predict_ledger
+from memfit.plan.request.defaults import read_defaults
 from memfit.plan.request.problem import find_device
-from memfit.plan.search.other_framework import predict_foreign, predict_ledger, read_foreign
+from memfit.plan.search.search import predict_request
 from memfit.records import from_data
 from memfit.records.ledger import Kind, Phase
 from memfit.records.request import Request
@@ -230,7 +232,7 @@ def test_golden_values_are_met_where_nothing_is_routed_by_data():
     }
     for (name, machine), gib in cases.items():
         request = translate({"case": f"gpt/{name}", "hw": machine}).request
-        recipe, model, _ = read_foreign(from_data(request, Request, where=name))
+        recipe, model, _ = read_defaults(from_data(request, Request, where=name))
         ledger = predict_ledger(recipe, model, find_device(recipe.device))
         assert ledger.peak / GIB == pytest.approx(gib, rel=0.01), name
 
@@ -291,7 +293,7 @@ def test_parallel_residuals_are_refused():
 
 
 def test_a_prediction_names_the_three_numbers():
-    plan = predict_foreign(
+    plan = predict_request(
         from_data(
             {
                 "model": "llama-3.1-8b", "framework": "megatron", "micro_batch": 1,
@@ -315,7 +317,7 @@ def test_left_on_auto_all_devices_share_the_states():
         },
         Request, where="test",
     )  # fmt: skip
-    parallel = predict_foreign(request).recipe.parallel
+    parallel = predict_request(request).recipe.parallel
     assert (parallel.dp_shard, parallel.zero, parallel.world) == (8, 1, 8)
 
 

@@ -7,8 +7,10 @@ from memfit.core.units import GIB
 from memfit.plan.frameworks import Job, find_framework
 from memfit.plan.frameworks.megatron.shape import read_shape
 from memfit.plan.frameworks.megatron_deepspeed import _deal_stages
+from memfit.plan.memory.declared import predict_ledger
+from memfit.plan.request.defaults import read_defaults
 from memfit.plan.request.problem import find_device
-from memfit.plan.search.other_framework import predict_foreign, predict_ledger, read_foreign
+from memfit.plan.search.search import predict_request
 from memfit.records import from_data
 from memfit.records.ledger import Kind, Phase
 from memfit.records.recipe import Parallel
@@ -37,7 +39,7 @@ def request(hidden=14336, layers=72, heads=64, dp=4, tp=8, pp=12, micro=1, **mor
 
 
 def predict(**asked):
-    recipe, model, _ = read_foreign(request(**asked))
+    recipe, model, _ = read_defaults(request(**asked))
     return predict_ledger(recipe, model, find_device(recipe.device))
 
 
@@ -55,13 +57,13 @@ def predict(**asked):
     ],
 )  # fmt: skip
 def test_the_device_holds_what_was_measured_within_a_tenth(asked, gib):
-    memory = predict_foreign(request(**asked)).memory
+    memory = predict_request(request(**asked)).memory
     assert memory.device_total / GIB == pytest.approx(gib, rel=0.1)
 
 
 @pytest.mark.parametrize("asked", [{"dp": 48, "pp": 1}, {"dp": 32, "tp": 2, "pp": 6}])
 def test_runs_that_ran_out_are_said_not_to_fit(asked):
-    assert predict_foreign(request(**asked)).memory.verdict == "does_not_fit"
+    assert predict_request(request(**asked)).memory.verdict == "does_not_fit"
 
 
 def of(ledger, phase):
@@ -85,7 +87,7 @@ def test_states_by_hand():
 
 
 def test_without_zero_the_step_holds_two_fp32_copies_of_the_gradients():
-    recipe, model, _ = read_foreign(
+    recipe, model, _ = read_defaults(
         request(parallel={"dp_replicate": 4, "tp": 8, "pp": 12}, micro=2)
     )
     ledger = predict_ledger(recipe, model, find_device(recipe.device))
@@ -122,7 +124,7 @@ def test_bf16_adds_up_in_fp32_beside_the_16_bit_gradients():
 
 
 def sizes(layers, pp, method):
-    recipe, model, _ = read_foreign(
+    recipe, model, _ = read_defaults(
         request(layers=layers, pp=pp, options={"pp_partition_method": method})
     )
     job = Job(model=model, recipe=recipe, device=find_device(recipe.device))
@@ -159,4 +161,4 @@ def test_every_group_of_ranks_counts():
 )  # fmt: skip
 def test_what_it_cannot_do_is_refused_by_name(asked, names):
     with pytest.raises(InvalidRequest, match=names):
-        predict_foreign(request(**asked))
+        predict_request(request(**asked))

@@ -9,8 +9,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from memfit.core.errors import InvalidRequest
 from memfit.plan.frameworks import Job
 from memfit.plan.frameworks.nanotron import AHEAD, find_stage, saved_bytes
+from memfit.plan.memory.declared import predict_ledger
+from memfit.plan.request.defaults import read_defaults
 from memfit.plan.request.problem import find_device
-from memfit.plan.search.other_framework import predict_foreign, predict_ledger, read_foreign
+from memfit.plan.search.search import predict_request
 from memfit.records import from_data, to_data
 from memfit.records.ledger import Kind, Phase
 from memfit.records.request import Request
@@ -36,12 +38,12 @@ def request(model=None, micro=1, accumulation=1, options=None, sequence=4096, **
 
 
 def make(*args, **parallel):
-    recipe, model, _ = read_foreign(request(*args, **parallel))
+    recipe, model, _ = read_defaults(request(*args, **parallel))
     return Job(model=model, recipe=recipe, device=find_device("h100-sxm"))
 
 
 def ledger(*args, **parallel):
-    recipe, model, _ = read_foreign(request(*args, **parallel))
+    recipe, model, _ = read_defaults(request(*args, **parallel))
     return predict_ledger(recipe, model, find_device("h100-sxm"))
 
 
@@ -217,7 +219,7 @@ def test_blocks_of_collectives_wait_where_the_device_is_slower_than_the_cpu():
 
 
 def test_reserved_counts_blocks_that_cannot_be_used_and_allocated_does_not():
-    plan = predict_foreign(
+    plan = predict_request(
         request(micro=8, accumulation=8, tp=4, sequence_parallel=True, options={"rank": "first"})
     )
     found = plan.ledger
@@ -229,7 +231,7 @@ def test_reserved_counts_blocks_that_cannot_be_used_and_allocated_does_not():
 
 def test_recomputing_keeps_a_block_s_input_and_one_block():
     asked = request(accumulation=2)
-    full = predict_foreign(from_data(
+    full = predict_request(from_data(
         {**to_data(asked), "recompute": "full"}, Request, where="test"
     )).ledger  # fmt: skip
     kept = bytes_of(full, Phase.LOSS, Kind.ACTIVATIONS)
@@ -264,9 +266,9 @@ def test_devices_alone_share_optimizer_states_by_zero_1():
         "parallel": "auto", "hardware": {"device": "h100-sxm", "count": 8},
         "task": {"sequence_length": 4096, "global_batch": 8, "packing": False},
     }  # fmt: skip
-    recipe = read_foreign(from_data(data, Request, where="test"))[0]
+    recipe = read_defaults(from_data(data, Request, where="test"))[0]
     assert (recipe.parallel.dp_shard, recipe.parallel.zero) == (8, 1)
-    assert predict_foreign(from_data(data, Request, where="test")).ledger == ledger(dp_shard=8)
+    assert predict_request(from_data(data, Request, where="test")).ledger == ledger(dp_shard=8)
 
 
 def test_a_rank_without_a_block_holds_nothing():

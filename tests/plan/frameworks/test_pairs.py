@@ -11,8 +11,10 @@ import pytest
 
 from memfit import api
 from memfit.core.errors import InvalidRequest
+from memfit.plan.memory.declared import predict_ledger
+from memfit.plan.request.defaults import read_defaults
 from memfit.plan.request.problem import find_device
-from memfit.plan.search.other_framework import predict_foreign, predict_ledger, read_foreign
+from memfit.plan.search.search import predict_request
 from memfit.records import from_data
 from memfit.records.ledger import Kind, Ledger, Phase
 from memfit.records.request import Request
@@ -71,7 +73,7 @@ def ask(**changes: Any) -> Request:
 
 
 def ledger(**changes: Any) -> Ledger:
-    recipe, model, _ = read_foreign(ask(**changes))
+    recipe, model, _ = read_defaults(ask(**changes))
     return predict_ledger(recipe, model, find_device(recipe.device))
 
 
@@ -152,4 +154,4 @@ def test_a_reference_without_its_adapter_is_gathered_as_the_policy_is() -> None:
 def test_what_is_not_described_is_refused(changes: dict[str, Any], message: str) -> None:
     request = ask(**changes)
     with pytest.raises(InvalidRequest, match=message):
-        (api.plan if request.framework == "memfit" else predict_foreign)(request)
+        (api.plan if request.framework == "memfit" else predict_request)(request)

@@ -26,8 +26,10 @@ from memfit.plan.frameworks.torchtitan.stage import (
     leave_alike,
     units,
 )
+from memfit.plan.memory.declared import predict_ledger
+from memfit.plan.request.defaults import read_defaults
 from memfit.plan.request.problem import find_device
-from memfit.plan.search.other_framework import predict_foreign, predict_ledger, read_foreign
+from memfit.plan.search.search import predict_request
 from memfit.plan.step_time.pipeline.orders import count_held, find_schedule
 from memfit.records import from_data
 from memfit.records.ledger import Kind, Phase
@@ -60,12 +62,12 @@ def request(model=None, micro=1, accumulation=1, sequence=8192, version=202508, 
 
 
 def make(*args, **changes):
-    recipe, model, _ = read_foreign(request(*args, **changes))
+    recipe, model, _ = read_defaults(request(*args, **changes))
     return Job(model=model, recipe=recipe, device=H100)
 
 
 def ledger(*args, **changes):
-    recipe, model, _ = read_foreign(request(*args, **changes))
+    recipe, model, _ = read_defaults(request(*args, **changes))
     return predict_ledger(recipe, model, H100)
 
 
@@ -273,7 +275,7 @@ def test_a_pipelines_schedule_says_how_many_micro_batches_are_in_flight():
     # 10 micro-batches are 2 rounds of 5: (2 - 1) x 5 ahead on every rank, and 2 a hop
     rounds = make(**ask("Interleaved1F1B", accumulation=10, virtual_pp=2))
     assert [sum(stage_of(rounds, rank).in_flight) for rank in range(4)] == [12, 10, 8, 6]
-    plan = predict_foreign(request(**ask("ZBVZeroBubble", accumulation=8, virtual_pp=2)))
+    plan = predict_request(request(**ask("ZBVZeroBubble", accumulation=8, virtual_pp=2)))
     assert plan.memory.peak_allocated is None
     assert "`options.pipeline_schedule: ZBVZeroBubble`" in plan.memory.because
 
@@ -283,7 +285,7 @@ def test_flights_are_those_of_torch_s_own_orders():
         for pp, micro in product((2, 3, 4), (1, 2, 4, 6, 7, 12)):
             options = {"version": 202508, "pipeline_schedule": schedule}
             mesh = {"pp": pp, "virtual_pp": chunks, "accumulation": micro}
-            recipe, model, _ = read_foreign(request(options=options, **mesh))
+            recipe, model, _ = read_defaults(request(options=options, **mesh))
             job = Job(model=model, recipe=recipe, device=H100)
             try:
                 asked = find_schedule(recipe)
@@ -297,7 +299,7 @@ def test_flights_are_those_of_torch_s_own_orders():
 
 
 def test_reserved_is_slack_over_live_bytes_and_blocks_that_no_one_can_use():
-    plan = predict_foreign(request(dp_shard=8))
+    plan = predict_request(request(dp_shard=8))
     peak = plan.ledger.peak_phase
     unusable = plan.ledger.by_kind(peak)[Kind.FRAGMENTATION]
     assert plan.memory.peak_reserved == round(1.04 * plan.ledger.peak)

@@ -9,8 +9,10 @@ from memfit.core.errors import InvalidRequest
 from memfit.core.units import GIB
 from memfit.plan.frameworks import Job
 from memfit.plan.frameworks.torchtune import NF4, measure, saved_per_token
+from memfit.plan.memory.declared import predict_ledger
+from memfit.plan.request.defaults import read_defaults
 from memfit.plan.request.problem import find_device
-from memfit.plan.search.other_framework import predict_foreign, predict_ledger, read_foreign
+from memfit.plan.search.search import predict_request
 from memfit.records import from_data
 from memfit.records.ledger import Kind, Phase
 from memfit.records.request import Request
@@ -36,12 +38,12 @@ def request(model=None, micro=2, sequence=4096, accumulation=1, shards=1, option
 
 
 def make(*args, **changes):
-    recipe, model, _ = read_foreign(request(*args, **changes))
+    recipe, model, _ = read_defaults(request(*args, **changes))
     return Job(model=model, recipe=recipe, device=A100)
 
 
 def ledger(*args, **changes):
-    recipe, model, _ = read_foreign(request(*args, **changes))
+    recipe, model, _ = read_defaults(request(*args, **changes))
     return predict_ledger(recipe, model, A100)
 
 
@@ -62,7 +64,7 @@ AT_ONCE = {"compile": "blocks", "options": {"optimizer_in_bwd": True}}
     ],
 )
 def test_the_readme_s_ladder_of_techniques_is_met_within_one_and_a_half_percent(asked, measured):
-    plan = predict_foreign(request(**asked))
+    plan = predict_request(request(**asked))
     assert plan.memory.peak_allocated / GIB == pytest.approx(measured, rel=0.015)
 
 

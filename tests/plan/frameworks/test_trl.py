@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from memfit.core.errors import InvalidRequest
+from memfit.plan.memory.declared import predict_ledger
+from memfit.plan.request.defaults import read_defaults
 from memfit.plan.request.problem import find_device
-from memfit.plan.search.other_framework import predict_ledger, read_foreign
 from memfit.records import from_data
 from memfit.records.ledger import Kind, Ledger, Phase
 from memfit.records.request import Request
@@ -29,7 +30,7 @@ def ledger(framework: str, **changes: Any) -> Ledger:
         "framework": framework, "model": MODEL, "hardware": {"device": "h100-sxm"},
         "task": {"sequence_length": 512, "global_batch": 4, "packing": False}, "micro_batch": 4,
     }  # fmt: skip
-    recipe, model, _ = read_foreign(from_data(asked | changes, Request, where="request"))
+    recipe, model, _ = read_defaults(from_data(asked | changes, Request, where="request"))
     return predict_ledger(recipe, model, find_device("h100-sxm"))
 
 

@@ -7,7 +7,7 @@ import pytest
 from memfit.accuracy.corpus import read_corpus
 from memfit.core.errors import InvalidRequest
 from memfit.plan.frameworks.shared.pipeline import count_in_flight
-from memfit.plan.search.other_framework import read_foreign
+from memfit.plan.request.defaults import read_defaults
 from memfit.plan.step_time.pipeline.orders import (
     Schedule,
     count_held,
@@ -176,7 +176,7 @@ def recipe_of(framework, pp, virtual_pp=1, micro_batches=16, **options):
         "parallel": {"pp": pp, "virtual_pp": virtual_pp}, "precision": "bf16-mixed",
         "hardware": {"device": "h100-sxm", "count": pp},
     }  # fmt: skip
-    return read_foreign(from_data(plain, Request, where="the test"))[0]
+    return read_defaults(from_data(plain, Request, where="the test"))[0]
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import pytest
 from memfit.core.errors import TimeUnknown
 from memfit.families import read_model
 from memfit.plan.frameworks.shared.pipeline import deal_blocks
+from memfit.plan.request.defaults import read_defaults
 from memfit.plan.request.model_reference import find_reference
 from memfit.plan.request.problem import find_device
-from memfit.plan.search.other_framework import read_foreign
 from memfit.plan.step_time import rates, work
 from memfit.plan.step_time.read import (
     Network,
@@ -34,7 +34,7 @@ def recipe(**changes):
         "parallel": {"dp_shard": 4, "zero": 1, "tp": 4}, "recompute": "none",
         "hardware": {"device": "h100-sxm", "count": 8, "nodes": 2},
     }  # fmt: skip
-    return read_foreign(from_data(asked | changes, Request, where="the test"))[0]
+    return read_defaults(from_data(asked | changes, Request, where="the test"))[0]
 
 
 @pytest.mark.parametrize(

@@ -107,11 +107,13 @@ def divide(
 
 
 @contextmanager
-def hinting() -> Iterator[None]:
-    """Give a hint to a refusal of another framework's step that has none of its own."""
+def hinting(framework: Framework) -> Iterator[None]:
+    """Give a hint to a refusal of a step that memfit does not run, where it has none of its own."""
     try:
         yield
     except InvalidRequest as error:
+        if framework.runs:
+            raise
         error.hint = error.hint or (
             "`framework: memfit` plans memfit's own step; docs/frameworks.md lists what the steps"
             " of other frameworks are described for"

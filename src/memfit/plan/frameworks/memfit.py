@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import ClassVar, final, get_args
 
 from memfit.adapters import find_adapter
+from memfit.base_formats import own_formats
 from memfit.optimizers import optimizers
 from memfit.parallelism.limits import check_ranks
 from memfit.plan.frameworks import Framework, Job, TimeTraits, frameworks
@@ -22,12 +23,14 @@ from memfit.records.recipe import OWN_AXES, OWN_STEP, OWN_VALUES, Method
 
 
 class Values(Mapping[str, tuple[str, ...]]):
-    """The values of each shared knob; optimizers are listed when they are asked for."""
+    """The values of each shared knob; extensions are listed when they are asked for."""
 
     _plain: ClassVar = {**OWN_VALUES, "method": get_args(Method)}
-    _listed = ("optimizer", "implementation")
+    _listed = ("base_format", "optimizer", "implementation")
 
     def __getitem__(self, key: str) -> tuple[str, ...]:
+        if key == "base_format":
+            return own_formats()
         if key == "optimizer":
             return tuple(optimizers.names())
         if key == "implementation":

@@ -13,22 +13,22 @@ from typing import Any
 from memfit.base_formats import is_coded, offered_formats
 from memfit.core import units
 from memfit.core.errors import Error
+from memfit.plan.frameworks import Framework
 from memfit.plan.request.problem import Problem, divisors, read_problem
-from memfit.plan.search.candidate import Candidate
+from memfit.plan.search.choice import Choice, Found
 from memfit.plan.search.levers import head_extra
+from memfit.records.hardware import Device
 from memfit.records.recipe import Recipe
-from memfit.records.request import change
+from memfit.records.request import change, find_weights
 from memfit.records.results import Considered, Plan
 
-Planner = Callable[[Problem], tuple[Plan, Candidate]]
+Planner = Callable[[Problem], Found]
 
 
-def replan_levers(
-    problem: Problem, chosen: Candidate, find_plan: Planner
-) -> tuple[Considered, ...]:
+def replan_levers(problem: Problem, chosen: Choice, find_plan: Planner) -> tuple[Considered, ...]:
     """Each lever's row: what its own plan takes, beside the chosen one.
 
-    find_plan: of a problem, with its candidate. Raises nothing: a knob that cannot be set is left
+    find_plan: of a problem, with its choice. Raises nothing: a knob that cannot be set is left
     out, and so is one that changes nothing.
     """
     rows: list[Considered] = []
@@ -42,12 +42,27 @@ def replan_levers(
         if other.recipe in seen:
             continue
         seen.append(other.recipe)
-        rows.append(_row(plan, other, chosen, changes))
+        rows.append(_row(plan, other, chosen, changes, problem.device))
     return tuple(rows)
 
 
-def list_changes(problem: Problem, chosen: Candidate) -> Iterator[dict[str, Any]]:
-    """The keys to set, one knob at a time; what changes the result first."""
+def list_changes(problem: Problem, chosen: Choice) -> Iterator[dict[str, Any]]:
+    """The keys to set, one knob at a time; what changes the result first.
+
+    Of values that the framework's step does not have none is listed.
+    """
+    for changes in _list_knobs(problem, chosen):
+        if all(_has(problem.framework, key, value) for key, value in changes.items()):
+            yield changes
+
+
+def _has(framework: Framework, key: str, value: Any) -> bool:
+    """Whether a step has this value of a knob."""
+    known = framework.values.get(key.removeprefix("optimizer.").replace("name", "optimizer"))
+    return known is None or value in known
+
+
+def _list_knobs(problem: Problem, chosen: Choice) -> Iterator[dict[str, Any]]:
     recipe = chosen.recipe
     yield from _inexact(problem, recipe)
     yield {"recompute": "none" if recipe.recompute_blocks or recipe.selective_blocks else "full"}
@@ -65,7 +80,8 @@ def _inexact(problem: Problem, recipe: Recipe) -> Iterator[dict[str, Any]]:
     """Another method, base, precision or optimizer."""
     request = problem.request
     lora = {} if recipe.method == "lora" else {"method": "lora"}
-    if recipe.weights == "pretrained" and recipe.method in ("full", "lora"):
+    weights = find_weights(request, problem.reference)
+    if weights == "pretrained" and recipe.method in ("full", "lora"):
         if lora:
             yield {**lora}
         if not is_coded(recipe.base_format):
@@ -79,17 +95,20 @@ def _inexact(problem: Problem, recipe: Recipe) -> Iterator[dict[str, Any]]:
         yield {"optimizer.name": "adamw8bit"}
 
 
-def _row(plan: Plan, other: Candidate, chosen: Candidate, changes: dict[str, Any]) -> Considered:
+def _row(
+    plan: Plan, other: Choice, chosen: Choice, changes: dict[str, Any], device: Device
+) -> Considered:
     memory = plan.memory
-    ratio = other.seconds / chosen.seconds
+    assert memory.peak_allocated is not None  # what was searched has bytes
+    ratio = other.seconds(device) / chosen.seconds(device)
     return Considered(
         label=plan.label,
         changes=changes,
-        peak_allocated=other.about,
+        peak_allocated=memory.peak_allocated,
         device_total=memory.device_total,
         exact=True,
         relative_time=ratio,
-        fits=memory.verdict == "fits" or other.problem.usable is None,
+        fits=memory.verdict == "fits" or memory.usable is None,
         chosen=False,
         because=_reason(plan, ratio, other.recipe, chosen.recipe),
     )

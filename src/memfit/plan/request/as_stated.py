@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from memfit.plan.request.meshes import check_batch, stated_mesh
-from memfit.plan.request.problem import CHUNKS, Problem, first_recipe, read_problem
+from memfit.plan.request.problem import CHUNKS, Problem, first_recipe, read_own_problem
 from memfit.plan.simulate.recompute import find_recompute
 from memfit.records import Record
 from memfit.records.recipe import Parallel, Recipe
@@ -35,7 +35,7 @@ def read_stated(request: Request) -> Stated:
     where ranks cannot have it), no recomputation, `loss: plain`, `micro_batch: 1`, the first kernel
     of attention that serves, and `parallel: {dp_shard: count x nodes}`.
     """
-    problem = read_problem(request)
+    problem = read_own_problem(request)
     parallel = stated_mesh(request)
     micro = 1 if request.micro_batch == "auto" else request.micro_batch
     check_batch(request, parallel)

@@ -103,8 +103,6 @@ def _describe_batch(request: Request, recipe: Recipe) -> str:
     parts = []
     if recipe.is_own:
         parts.append("memfit's own step (`framework` names another's)")
-    elif request.task.global_batch == "auto":
-        parts.append(f"global_batch {recipe.global_batch} (not asked for)")
     if request.task.packing == "auto":
         packed = "filled with whole documents (packing)" if recipe.packing else "not packed"
         parts.append(f"rows {packed}")

@@ -28,7 +28,7 @@ from memfit.optimizers.shared.offloaded import check_offload
 from memfit.parallelism.context import KERNELS
 from memfit.parallelism.limits import check_ranks
 from memfit.parallelism.pipeline import runs_in
-from memfit.plan.frameworks import find_framework
+from memfit.plan.frameworks import Framework, find_framework
 from memfit.plan.request.assumed import count_steps, describe_names
 from memfit.plan.request.lean import asked_lean, choose_lean
 from memfit.plan.request.meshes import list_meshes
@@ -69,6 +69,11 @@ class Problem(Record, frozen=True, kw_only=True):
     assumptions: tuple[str, ...]
     exact: bool = True  # False: what fits, or does not, by far is not replayed
 
+    @property
+    def framework(self) -> Framework:
+        """Whose step it is."""
+        return find_framework(self.request.framework)
+
 
 def read_problem(
     request: Request,
@@ -76,20 +81,22 @@ def read_problem(
     device: Device | None = None,
     published: bool = False,
 ) -> Problem:
-    """Look up the model and the device; raises UnknownName or InvalidRequest with a hint.
+    """Look up the framework, the model and the device; raises UnknownName or InvalidRequest.
+
+    Of a step that memfit runs, everything that is asked for is checked; what the description of
+    another one excludes is found by its search.
 
     published: where pretrained weights will be loaded, take the config.json beside them. A
     catalogue row says every size, which is all that planning needs, but not the rotary base.
     """
-    check_own_step(request.framework)
-    request = settle_compiled(request)
+    own = find_framework(request.framework).runs
+    request = settle_compiled(request) if own else request
     reference = find_reference(request.model)
     if published and find_weights(request, reference) == "pretrained":
         reference = find_published(reference)
     model = families.read_model(reference)
     device = device or find_device(request.hardware.device)
-    check_allocator(request.allocator, device)
-    usable, because = _usable(request, device)
+    usable, because = find_usable(request, device)
     problem = Problem(
         request=request,
         reference=reference,
@@ -99,8 +106,18 @@ def read_problem(
         usable_because=because,
         assumptions=_assumptions(request, model),
     )
-    check(problem)
+    if own:
+        check_allocator(request.allocator, device)
+        check(problem)
     return problem
+
+
+def read_own_problem(
+    request: Request, *, device: Device | None = None, published: bool = False
+) -> Problem:
+    """As `read_problem`; raises InvalidRequest for a step that memfit does not run."""
+    check_own_step(request.framework)
+    return read_problem(request, device=device, published=published)
 
 
 def check_own_step(framework: str) -> None:
@@ -152,7 +169,8 @@ def _this_gpu() -> str | None:
     return names[0].strip() if done.returncode == 0 and names else None
 
 
-def _usable(request: Request, device: Device) -> tuple[int | None, str]:
+def find_usable(request: Request, device: Device) -> tuple[int | None, str]:
+    """Bytes of a device that may be used, None where nobody knows, and why so many."""
     limit, memory = request.limits.memory_bytes, device.planned_memory
     if limit is not None and not device.is_cpu:
         memory = device.most_memory  # what the user says of a device that is not on record

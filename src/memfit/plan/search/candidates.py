@@ -16,8 +16,8 @@ from msgspec import structs
 from memfit.core.errors import InvalidRequest
 from memfit.plan.frameworks import Framework, Job, Rule, Split, divide, find_framework
 from memfit.plan.frameworks.shared.columns import pick, with_columns
+from memfit.plan.request.defaults import read_defaults, read_parallel
 from memfit.plan.request.problem import divisors, find_device
-from memfit.plan.search.other_framework import read_foreign, read_parallel
 from memfit.plan.search.tables import (
     Columns,
     Removed,
@@ -153,21 +153,22 @@ class Space(NamedTuple):
         return Job(model=self.model, recipe=recipes, device=self.device)
 
 
-def span(request: Request) -> Space:
-    """The candidates of a request for another framework's step.
+def span(request: Request, device: Device | None = None) -> Space:
+    """The candidates of a request for a step whose bytes are a closed form.
 
-    Raises InvalidRequest: what the request states excludes every candidate; the error is the
-    sentence of the rule that removed the last of them.
+    device: None looks it up. Raises InvalidRequest: what the request states excludes every
+    candidate; the error is the sentence of the rule that removed the last of them.
     """
-    framework, device = find_framework(request.framework), find_device(request.hardware.device)
+    framework = find_framework(request.framework)
+    device = device or find_device(request.hardware.device)
     if device.is_cpu:
         raise InvalidRequest(
             f"`framework: {framework.name}` is described on GPUs, and `hardware.device:"
             f" {request.hardware.device}` is a CPU",
             hint="name a GPU with `--device`, or use `framework: memfit`",
         )
-    recipes = [_base(asked, framework) for asked in _variants(request, framework)]
-    model = read_foreign(_alone(request))[1]
+    recipes = [_base(asked, framework, device) for asked in _variants(request, framework)]
+    model = read_defaults(_alone(request), device)[1]
     job, node = Job(model=model, recipe=recipes[0], device=device), _node(request, device)
     limits = Limits(request.devices, node, request.global_batch, request.parallel == "auto")
     removed: dict[str, Removed] = {}
@@ -273,8 +274,8 @@ def _least_rows(request: Request) -> int:
     return 2 if request.task.objective == "dpo" else 1
 
 
-def _base(request: Request, framework: Framework) -> Recipe:
-    recipe = read_foreign(_alone(request))[0]
+def _base(request: Request, framework: Framework, device: Device) -> Recipe:
+    recipe = read_defaults(_alone(request), device)[0]
     mesh = Parallel()
     if "zero" in framework.axes:
         mesh = Parallel(zero=framework.choose_zeros(request)[0])

@@ -1,68 +1,21 @@
-"""Decide every `auto`: the fastest predicted recipe that fits.
+"""Decide every `auto` of a request: the fastest predicted recipe that fits, of any framework.
 
 Two kinds of knobs. *Exact* ones change memory and time but not what is learned (micro-batch at a
-fixed global batch, recompute, chunked loss, the optimizer's implementation): among these the
-fastest that fits wins. *Inexact* ones (method, precision) change the result: memfit keeps the
-first of a fixed order of preference under which anything fits, and never gives one up for speed.
+fixed global batch, recompute, chunked loss, the mesh): among these the fastest that fits wins.
+*Inexact* ones (method, precision) change the result: memfit keeps the first of a fixed order of
+preference under which anything fits, and never gives one up for speed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import product
+from msgspec.structs import replace
 
-import msgspec
-
-from memfit import __version__
-from memfit.base_formats import is_coded
-from memfit.core import units
-from memfit.core.errors import DoesNotFit, InvalidRequest
-from memfit.families.capabilities.added import check_selective
-from memfit.optimizers.shared.offloaded import offload_lack
-from memfit.parallelism.limits import refuse
-from memfit.parallelism.tensor import why_no_shared_products
-from memfit.plan.budget.cost import describe_cost
-from memfit.plan.budget.limits import find_excess, find_unjudged
-from memfit.plan.memory.host_memory import describe_host, shards_on_host
-from memfit.plan.memory.verdict import describe_lack
-from memfit.plan.questions.replanned import learns, replan_levers
-from memfit.plan.request.assumed import describe_assumed
-from memfit.plan.request.meshes import (
-    check_batch,
-    check_described,
-    describe_mesh,
-    list_meshes,
-    list_shared,
-)
-from memfit.plan.request.precision import list_last_storage, list_storage
-from memfit.plan.request.problem import (
-    CHUNKS,
-    Problem,
-    allowed,
-    first_recipe,
-    in_backward_lack,
-    list_micro_batches,
-)
-from memfit.plan.search.candidate import Candidate
-from memfit.plan.search.estimate import Estimate, applies
-from memfit.plan.search.least_recompute import Climb, anchor, climb, settle, trade
-from memfit.plan.search.levers import head_extra, turn
-from memfit.plan.simulate.blocks import without_collecting
-from memfit.plan.simulate.recompute import (
-    RecomputedBlocks,
-    describe_recompute,
-    find_recompute,
-    ladder,
-)
-from memfit.plan.step_time.communication.traffic import describe_traffic
-from memfit.plan.step_time.predicted_time import describe_time, predict_timeline
-from memfit.records.recipe import Method, Parallel, Recipe
-from memfit.records.request import find_weights
-from memfit.records.results import Considered, Plan
-
-TIGHT = "no recipe keeps a margin: this one needs the least (`limits.tight: true` uses all)"
-PROOFS = 8  # recipes replayed in turn, until one fits by its own replay
-SHOWN = 5  # runners-up and rejected ones that a plan keeps
+from memfit.plan.frameworks import Framework, hinting
+from memfit.plan.questions.replanned import replan_levers
+from memfit.plan.request.problem import Problem, read_problem
+from memfit.plan.search.choice import Explorer, Found
+from memfit.records.request import Request
+from memfit.records.results import Plan
 
 
 def search(problem: Problem, *, levers: bool = True) -> Plan:
@@ -70,14 +23,14 @@ def search(problem: Problem, *, levers: bool = True) -> Plan:
 
     levers: False leaves out those of a plan that fits, which take most of the time.
 
-    Raises DoesNotFit where what fits would exceed `limits.time` or `limits.cost`.
+    Raises DoesNotFit where what fits would exceed `limits.time` or `limits.cost`, and
+    InvalidRequest where no candidate is left.
     """
-    check_described(problem.request)
-    with without_collecting():
-        plan, chosen = _search(problem)
+    with hinting(problem.framework):
+        plan, chosen = _find_best(problem)
         if not levers or plan.memory.verdict == "does_not_fit":
             return plan
-        return msgspec.structs.replace(plan, levers=replan_levers(problem, chosen, _search))
+        return replace(plan, levers=replan_levers(problem, chosen, _find_best))
 
 
 def find_fitting(problem: Problem) -> Plan | None:
@@ -85,433 +38,40 @@ def find_fitting(problem: Problem) -> Plan | None:
 
     Raises DoesNotFit where what fits would exceed `limits.time` or `limits.cost`.
     """
-    check_described(problem.request)
-    with without_collecting():
-        found = _first_that_fits(problem, [])
-        return None if found is None else found[0]
+    with hinting(problem.framework):
+        found = find_explorer(problem.framework).find_fitting(problem)
+        return None if found is None else found.plan
 
 
-def _search(problem: Problem) -> tuple[Plan, Candidate]:
-    """The plan without levers, and its candidate."""
-    failed: list[Candidate] = []
-    found = _first_that_fits(problem, failed)
-    if found is not None:
-        return found
-    if not failed:  # a batch of too few rows for all devices, and no mesh that shares products
-        check_batch(problem.request, Parallel(dp_shard=problem.request.devices))
-    nearest = min(failed, key=lambda c: (c.needs, c.about))
-    plan = _plan(problem, nearest, failed, ())
-    if plan.memory.verdict != "does_not_fit":
-        plan = msgspec.structs.replace(plan, assumptions=(*plan.assumptions, TIGHT))
-    return plan, nearest
-
-
-def _first_that_fits(problem: Problem, failed: list[Candidate]) -> tuple[Plan, Candidate] | None:
-    """The fastest of the first method and precision under which anything fits.
-
-    failed: takes what was tried of the others. Raises DoesNotFit where all that fits exceeds
-    `limits.time` or `limits.cost`.
-    """
-    excess: DoesNotFit | None = None
-    for start in _preferences(problem):
-        tried: list[Candidate] = []
-        best = _fastest_of_meshes(start, tried)
-        if best is not None:
-            plan = _plan(problem, best, tried, ())
-            over = find_excess(plan)
-            if over is None:
-                said = (*plan.assumptions, *find_unjudged(plan))
-                return msgspec.structs.replace(plan, assumptions=said), best
-            excess = excess or over
-        failed += tried
-    if excess is not None:
-        raise excess
-    return None
-
-
-def _fastest_of_meshes(start: Candidate, tried: list[Candidate]) -> Candidate | None:
-    """The fastest that fits on any mesh of the request's devices; the first of equal ones.
-
-    Ranks share products where nothing else fits: their collectives stand in the way of every
-    product.
-    """
-    for meshes in (list_meshes(start.problem.request), list_shared(start.problem.request)):
-        best: Candidate | None = None
-        for mesh in meshes:
-            one = _on_mesh(start, mesh)
-            found = None if one is None else _fastest_that_fits(one, tried, faster_than=best)
-            best = found or best
-        if best is not None:
-            return best
-    return None
-
-
-def _on_mesh(start: Candidate, mesh: Parallel) -> Candidate | None:
-    """The same on this mesh; None where its ranks cannot share the products."""
-    if mesh.tp == 1 or start.problem.request.parallel != "auto":
-        return start.but(parallel=mesh)
-    request, a = start.problem.request, start.model.architecture
-    found = start.but(parallel=mesh, lean=() if request.lean == "auto" else start.recipe.lean)
-    within = request.optimizer.in_backward is True
-    asked = msgspec.structs.replace(
-        found.recipe, loss=_asked_loss(request.loss),
-        optimizer=msgspec.structs.replace(found.recipe.optimizer, in_backward=within),
-    )  # fmt: skip
-    selective = find_recompute(request.recompute, a.layers).selective
-    lack = why_no_shared_products(asked, start.model.name, a)
-    return None if selective or lack else found
-
-
-def _preferences(problem: Problem) -> Iterator[Candidate]:
-    """Method and storage, the most faithful first; on the first mesh of those to choose from.
-
-    Pure bf16 comes after everything that learns as fp32 states do, adapters included.
-    """
-    request = problem.request
-    methods: list[Method] = ["full", "lora"] if request.method == "auto" else [request.method]
-    if is_coded(request.base_format):
-        methods = ["lora"]  # nothing else trains beside a quantised base
-    elif request.method == "auto" and find_weights(request, problem.reference) == "random":
-        methods = ["full"]  # an adapter on random weights has nothing to adapt
-    if request.method == "auto" and request.preference.reference == "adapter-off":
-        methods = ["lora"]
-    first = list_meshes(request)[0]
-    if request.parallel == "auto":  # whichever it becomes, see `_on_mesh`
-        first = Parallel(dp_shard=request.devices)
-    if request.method == "auto" and (first.tp > 1 or first.pp > 1):
-        methods = ["full"]  # ranks that share products, and stages, have no adapters
-    device = problem.device
-    tried = [(m, storage) for m in methods for storage in list_storage(request, device, m)]
-    tried += [(m, storage) for m in methods for storage in list_last_storage(request, device)]
-    for method, (precision, optimizer) in tried:
-        if allowed(problem, precision):
-            own = _with_optimizer(problem, optimizer)
-            recipe = first_recipe(own, method=method, precision=precision, parallel=first)
-            yield Candidate.of(own, recipe)
-
-
-def _with_optimizer(problem: Problem, name: str) -> Problem:
-    """The problem of a request that names this optimizer; "" leaves it as it is."""
-    if not name:
-        return problem
-    replace = msgspec.structs.replace
-    optimizer = replace(problem.request.optimizer, name=name)
-    return replace(problem, request=replace(problem.request, optimizer=optimizer))
-
-
-def _chunks(start: Candidate, tokens: int) -> list[int]:
-    """Chunk sizes of the loss to try; 0 is the plain loss."""
-    request = start.problem.request
-    asked, chunk = request.loss, request.loss_chunk
-    if start.recipe.parallel.tp > 1:
-        where = start.model.name, start.model.architecture
-        told = msgspec.structs.replace(start.recipe, loss=_asked_loss(asked))
-        refuse(why_no_shared_products(told, *where))
-        return [0]
-    extra = head_extra(start.model)
-    if extra and asked == "chunked":
-        raise InvalidRequest(
-            f"`loss: chunked` needs a head without bias or adapter, and this one has `{extra}`",
-            hint="use `loss: plain`"
-            + (", or leave the head out of `lora.targets`" if "lora_" in extra else ""),
-        )
-    if asked == "plain" or extra:
-        return [0]
-    chunks = [chunk] if chunk else [c for c in CHUNKS if c < tokens] or [min(CHUNKS)]
-    return chunks if asked == "chunked" else [0, *chunks]
-
-
-def _asked_loss(asked: str) -> str:
-    return "plain" if asked == "auto" else asked
-
-
-def _combinations(start: Candidate) -> Iterator[Candidate]:
-    """Every micro-batch and loss, with the least recompute allowed."""
-    problem = start.problem
-    batch = problem.request.global_batch // start.recipe.parallel.dp
-    first = find_recompute(problem.request.recompute, problem.model.architecture.layers)
-    if first.selective:
-        check_selective(problem.reference.name, problem.model.architecture, start.recipe)
-    for micro in list_micro_batches(problem.request, start.recipe.parallel.dp):
-        for chunk in _chunks(start, micro * start.recipe.own_row):
-            for when, offload in product(_when(start, micro), _offloads(start)):
-                found = start.but(
-                    offload=offload,
-                    micro_batch=micro,
-                    accumulation=batch // micro,
-                    loss="chunked" if chunk else "plain",
-                    loss_chunk=chunk,
-                    **first.knobs,
-                    optimizer=msgspec.structs.replace(start.recipe.optimizer, in_backward=when),
-                )
-                if not offload_lack(found.recipe, cpu=problem.device.is_cpu):
-                    yield found
-
-
-def _offloads(start: Candidate) -> tuple[str, ...]:
-    """What may wait in the host's memory; a CPU's own is that."""
-    asked, problem = start.problem.request.offload, start.problem
-    if asked != "auto":
-        return (asked,)
-    if problem.device.is_cpu or problem.request.ranks > 1:
-        return ("none",)
-    several = problem.model.architecture.layers > 1
-    return ("none", "activations", "optimizer") if several else ("none", "optimizer")
-
-
-def _when(start: Candidate, micro: int) -> tuple[bool, ...]:
-    """Whether weights may be updated within backward, and whether they must be."""
-    request = start.problem.request
-    asked = request.optimizer.in_backward
-    stated = msgspec.structs.replace(request, micro_batch=micro, precision=start.recipe.precision)
-    shared = start.recipe.parallel.tp > 1
-    if asked is False or shared or in_backward_lack(stated) is not None:
-        return () if asked is True else (False,)
-    return (True,) if asked is True else (False, True)
-
-
-def _fastest_that_fits(
-    start: Candidate, tried: list[Candidate], *, faster_than: Candidate | None = None
-) -> Candidate | None:
-    """Best first over the exact knobs; for each micro-batch and loss the least recompute that fits.
-
-    faster_than: one on another mesh; only what is faster than it is found.
-
-    More recompute never makes a step faster, so once a combination is slower than the best found,
-    neither it nor any later one can win. Estimates rank; what is chosen is predicted exactly.
-    """
-    known = not start.recipe.prefers and start.recipe.offload == "none"
-    p = start.recipe.parallel
-    known = known and p.tp == p.cp == p.pp == 1
-    if applies(start.model) and known:  # it knows one forward a micro-batch, kept on the device
-        start.estimate = Estimate(start.model, start.recipe, start.problem.device)
-    combinations = list(_combinations(start))
-    paths = ladder(start.problem.request.recompute, start.model.architecture, start.recipe)
-    most = [c.but(**paths[0][-1].knobs) for c in combinations]
-    usable = start.problem.usable
-    tried += [*combinations, *most]
-    if start.estimate is not None and usable is not None and start.estimate.least > usable:
-        # all gradients beside all states are too much
-        combinations = [c for c in combinations if _holds_less(c)]
-        most = [c for c in most if _holds_less(c)]
-        if not combinations:
-            return None
-    ranked = [
-        least for plain in combinations for path in paths
-        if (least := climb(plain, path)) is not None
-    ]  # fmt: skip
-    if not ranked:  # an estimate may be a little high: ask of the smallest itself
-        smallest = min(most, key=lambda c: c.needs)
-        ranked = [Climb(smallest, paths[0], len(paths[0]) - 1)]
-    slowest = float("inf") if faster_than is None else faster_than.seconds
-    best = _settle_fastest(start, ranked, slowest, trades=len(paths) > 1)
-    for _ in range(PROOFS):
-        if best is None or best.proved:
-            break  # else its replay has told what others reserve: choose again
-        best = _settle_fastest(start, ranked, slowest, trades=len(paths) > 1)
-    others = (least.candidate for least in ranked)
-    tried += [c for c in others if best is None or not _same_pair(c, best)]
-    return best
-
-
-def _settle_fastest(
-    start: Candidate, ranked: list[Climb], slowest: float, *, trades: bool
-) -> Candidate | None:
-    """The fastest of these that fits, each with the least recompute; faster than `slowest`."""
-    best: Candidate | None = None
-    for least in sorted(ranked, key=lambda c: c.candidate.seconds):
-        if least.candidate.seconds >= slowest:
-            break
-        found = settle(least)
-        if found is not None and found.seconds < slowest:
-            best, slowest = found, found.seconds
-    if best is not None:
-        # its levers need no more than that; offloaded, it is another simulation
-        best.estimate = start.estimate if best.recipe.offload == "none" else None
-        anchor(best)
-        if trades:
-            best = trade(best)
-            anchor(best)
-    return best
-
-
-def _holds_less(candidate: Candidate) -> bool:
-    """Whether not all gradients, or not all states, are on the device at once."""
-    recipe = candidate.recipe
-    return recipe.optimizer.in_backward or recipe.offload == "optimizer"
-
-
-def _same_pair(a: Candidate, b: Candidate) -> bool:
-    """Whether they differ in recompute alone."""
-    mine, other = a.recipe, b.recipe
-
-    def pair(r: Recipe) -> tuple[object, ...]:
-        return r.micro_batch, r.loss_chunk, r.optimizer, r.offload, r.parallel
-
-    return pair(mine) == pair(other)
-
-
-def describe(recipe: Recipe, layers: int) -> str:
-    """The knobs that the search turns, in one line."""
-    recompute = describe_recompute(RecomputedBlocks.of(recipe), layers)
-    loss = f"chunked {recipe.loss_chunk}" if recipe.loss == "chunked" else "plain"
-    mesh = "" if recipe.parallel.world == 1 else f", {describe_mesh(recipe.parallel)}"
-    stowed = "" if recipe.offload == "none" else f", {recipe.offload} offloaded"
-    within = ", updates in backward" if recipe.optimizer.in_backward else ""
-    base = f" over {recipe.base_format}" if recipe.coding else ""
-    return (
-        f"{recipe.method} {recipe.precision}{base}, micro-batch {recipe.micro_batch}, "
-        f"recompute {recompute}, loss {loss}{within}{stowed}{mesh}"
-    )
-
-
-def _row(
-    candidate: Candidate, chosen: Candidate, *, because: str, changes: dict[str, object]
-) -> Considered:
-    return Considered(
-        label=describe(candidate.recipe, candidate.model.architecture.layers),
-        changes=changes,
-        peak_allocated=candidate.about,
-        device_total=candidate.needs,
-        exact=candidate.exact,
-        relative_time=1.0 if candidate is chosen else candidate.seconds / chosen.seconds,
-        fits=candidate.likely,
-        chosen=candidate is chosen,
-        because=because,
-    )
-
-
-def _reason(candidate: Candidate, chosen: Candidate, *, lever: bool) -> str:
-    """Why a candidate was not chosen; a lever turns a knob that the search may have left alone."""
-    if candidate is chosen:
-        return "the fastest that fits" if chosen.fits else "the nearest miss"
-    usable = candidate.problem.usable
-    if not candidate.likely and usable is not None:
-        over = candidate.needs - usable
-        if over <= 0:
-            return f"keeps no margin: up to {units.show_bytes(candidate.line - usable)} too much"
-        return f"needs {units.show_bytes(over)} more than there is"
-    other = (
-        " and changes what is learned" if learns(candidate.recipe) != learns(chosen.recipe) else ""
-    )
-    if candidate.seconds > chosen.seconds:
-        return f"fits, {candidate.seconds / chosen.seconds - 1:.1%} slower{other}"
-    if candidate.seconds == chosen.seconds:
-        return f"fits, equally fast{other}"
-    if other:
-        return "fits and is faster, but changes what is learned"
-    if lever:
-        return "fits and is faster, but is not turned unasked"
-    return "would be faster, and fits by the estimate but not by the prediction"
-
-
-def _knobs(candidate: Candidate) -> tuple[object, ...]:
-    r = candidate.recipe
-    knobs = r.micro_batch, RecomputedBlocks.of(r), r.loss_chunk, r.optimizer.in_backward, r.parallel
-    return r.method, r.precision, r.offload, *knobs
-
-
-def _considered(chosen: Candidate, tried: list[Candidate]) -> tuple[Considered, ...]:
-    """The chosen one, then those that came nearest to it in time, whether they fit or not."""
-    others = {_knobs(c): c for c in tried if c.recipe != chosen.recipe}
-    near = sorted(others.values(), key=lambda c: (c.seconds, c.needs))
-    fitting = [c for c in near if c.likely][:SHOWN]
-    failing = [c for c in near if not c.likely][:SHOWN]
-    rows = [chosen, *sorted([*fitting, *failing], key=lambda c: c.seconds)]
-    return tuple(_row(c, chosen, because=_reason(c, chosen, lever=False), changes={}) for c in rows)
-
-
-def _levers(chosen: Candidate) -> tuple[Considered, ...]:
-    """The chosen recipe with one knob turned: what each lever saves or costs.
-
-    Another kernel alone is left to the certificate: the estimate knows the chosen one alone.
-    """
-    assert chosen.memory  # a replay of its own tells what blocks hold beside the closed form
-    levers = turn(chosen.problem, chosen.recipe)
-    rows = [(_turned(chosen, r), changes) for changes, r in levers if set(changes) != {"attention"}]
-    return tuple(
-        _row(c, chosen, because=_reason(c, chosen, lever=True), changes=way) for c, way in rows
-    )
-
-
-def _turned(chosen: Candidate, recipe: Recipe) -> Candidate:
-    """With the chosen one's estimate where that still holds."""
-    mine = chosen.recipe
-    stored = [(r.method, r.precision, r.coding, r.lean) for r in (recipe, mine)]
-    if stored[0] != stored[1]:
-        return Candidate.of(chosen.problem, recipe)
-    names = [n for n in recipe.__struct_fields__ if getattr(recipe, n) != getattr(mine, n)]
-    return chosen.but(**{n: getattr(recipe, n) for n in names})
-
-
-def _plan(
-    problem: Problem, chosen: Candidate, tried: list[Candidate], levers: tuple[Considered, ...]
-) -> Plan:
-    recipe, device = chosen.recipe, problem.device
-    timeline = predict_timeline(chosen.totals, recipe, device)
-    time = describe_time(chosen.totals, recipe, device, timeline)
-    on_host = shards_on_host(recipe, chosen.model)
-    return Plan(
-        recipe_digest=recipe.digest,
-        request=problem.request,
-        recipe=recipe,
-        memory=chosen.memory,
-        time=time,
-        cost=describe_cost(time, device, problem.request),
-        ledger=chosen.ledger,
-        timeline=timeline,
-        considered=_considered(chosen, tried),
-        levers=levers,
-        assumptions=(
-            *problem.assumptions,
-            *describe_assumed(problem.request, recipe),
-            *describe_host(recipe, on_host),
-        ),
-        versions={"memfit": __version__},
-        traffic=describe_traffic(chosen.totals, recipe),
-    )
-
-
-def predict(problem: Problem) -> Plan:
+def predict(problem: Problem, *, levers: bool = False) -> Plan:
     """The plan of a request that leaves nothing to decide; no search, no alternatives.
 
-    A mesh that is left on `auto` cuts the model among all devices, and the plan says so.
+    levers: with what each knob turned would save or cost, where single knobs are described. Of a
+    step that memfit does not run, what is left open takes the framework's own default.
     """
-    return _plan(_with_mesh(problem), _stated(problem), [], levers=())
+    with hinting(problem.framework):
+        return find_explorer(problem.framework).predict(problem, levers=levers)
 
 
-def predict_with_levers(problem: Problem) -> Plan:
-    """The same with every lever: about ten further predictions."""
-    stated = _stated(problem)
-    return _plan(_with_mesh(problem), stated, [], _levers(stated))
+def predict_request(request: Request) -> Plan:
+    """As `predict`, of a request whose names are not looked up yet."""
+    return predict(read_problem(request))
 
 
-def _with_mesh(problem: Problem) -> Problem:
-    request = problem.request
-    if request.parallel != "auto" or request.devices == 1:
-        return problem
-    said = f"parallel {describe_mesh(list_meshes(request)[0])} (not asked for)"
-    return msgspec.structs.replace(problem, assumptions=(*problem.assumptions, said))
+def find_explorer(framework: Framework) -> Explorer:
+    """What decides a request for this framework's step.
+
+    A simulated step is predicted one candidate at a time, and bounds choose which; closed forms
+    take arrays of candidates. Each imports much that the other does not need.
+    """
+    if framework.simulated:
+        from memfit.plan.search.best_first import BestFirst
+
+        return BestFirst()
+    from memfit.plan.search.exhaustive import Exhaustive
+
+    return Exhaustive()
 
 
-def _stated(problem: Problem) -> Candidate:
-    """The one configuration of a request; raises InvalidRequest where it leaves several."""
-    request = problem.request
-    check_described(request)
-    stated = {
-        "method": request.method, "precision": request.precision, "recompute": request.recompute,
-        "loss": request.loss, "micro_batch": request.micro_batch,
-    }  # fmt: skip
-    if left := [key for key, value in stated.items() if value == "auto"]:
-        raise InvalidRequest(
-            f"`predict` takes one stated configuration, but {', '.join(left)} is left on `auto`",
-            hint="state it, or let `memfit plan` decide",
-        )
-    if request.parallel == "auto":
-        check_batch(request, Parallel(dp_shard=request.devices))
-    return next(_combinations(next(_preferences(problem))))
-
-
-def lack(plan: Plan) -> str:
-    """Why a plan does not fit, in one sentence."""
-    return describe_lack(plan.memory, plan.recipe.device)
+def _find_best(problem: Problem) -> Found:
+    return find_explorer(problem.framework).find_best(problem)

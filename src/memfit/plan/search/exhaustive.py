@@ -1,4 +1,4 @@
-"""The fastest configuration of another framework's step among all that a request leaves open.
+"""The search over a step whose bytes are a closed form: arrays of all that a request leaves open.
 
 Every candidate of the space is predicted, memory and time, up to `WHOLE` of them. Of a larger space
 those are, of each mesh and batch, that fit with the least recomputing (`fitting`): more recomputing
@@ -13,18 +13,27 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 from memfit.core import units
-from memfit.core.errors import InvalidRequest
+from memfit.core.errors import InvalidRequest, MemoryUnknown
 from memfit.plan.budget.limits import find_excess, find_unjudged
-from memfit.plan.frameworks import hinting
 from memfit.plan.frameworks.shared.columns import find_distinct, pick
 from memfit.plan.memory.bounds import find_bounds
+from memfit.plan.memory.declared import (
+    describe_ledger,
+    describe_unknown,
+    find_on_host,
+    find_waiting,
+    predict_ledger,
+)
+from memfit.plan.request.defaults import read_defaults
+from memfit.plan.request.problem import Problem
 from memfit.plan.request.wording import describe, state, words
-from memfit.plan.search import other_framework
 from memfit.plan.search.candidates import SLICE, Space, span
+from memfit.plan.search.choice import Choice, Explorer, Found, assemble
 from memfit.plan.search.fitting import find_fitting
 from memfit.plan.search.pareto import find_front
-from memfit.plan.step_time.predicted_time import sum_up
+from memfit.plan.step_time.predicted_time import sum_up, without_training
 from memfit.plan.step_time.read import read_setting, time_recipes
+from memfit.records.ledger import Ledger
 from memfit.records.recipe import Recipe
 from memfit.records.request import Request
 from memfit.records.results import Considered, Plan
@@ -62,46 +71,67 @@ class Outcome(NamedTuple):
     size: int
 
 
-def search(request: Request) -> Plan:
-    """The plan of a request for another framework's step.
+class Exhaustive(Explorer):
+    """See `Explorer`: every candidate is predicted, in arrays."""
 
-    Raises InvalidRequest where no candidate is left, and DoesNotFit where `limits.time` or
-    `limits.cost` cannot be met; where memory cannot, the plan is the nearest miss.
-    """
-    with hinting():
-        return _search(request)
+    def find_best(self, problem: Problem) -> Found:
+        """See `Explorer.find_best`."""
+        asked = best = explore_all(problem, problem.request.with_batch)
+        for fewer in _fewer(asked.request):
+            if not best.found.fitting or least_seconds(best, fewer.devices) >= best.chosen.seconds:
+                break
+            try:
+                space = span(fewer, problem.device)
+            except InvalidRequest:
+                continue
+            if any_faster(space, problem.usable, best.chosen.seconds):
+                best = explore_all(problem, fewer)
+        stated = state(best.request, best.chosen.recipe, best.space.framework)
+        said = [
+            f"searched: {best.found.size:,} configurations, none left out but by a rule or as"
+            " slower"
+        ]
+        if best is not asked:
+            slower = asked.chosen.seconds / best.chosen.seconds
+            said.append(
+                f"uses {best.request.devices} of {problem.request.devices} devices: all of them"
+                f" take {slower:.2f}x the time"
+            )
+        told = structs.replace(problem, request=stated)
+        choice = declare(told)
+        plan = assemble(told, choice, tuple(_rows(best)))
+        if excess := find_excess(plan):
+            raise excess
+        said = [*plan.assumptions, *said, *find_unjudged(plan)]
+        plan = structs.replace(plan, request=problem.request, assumptions=tuple(said))
+        return Found(plan, choice)
+
+    def find_fitting(self, problem: Problem) -> Found | None:
+        """See `Explorer.find_fitting`."""
+        found = self.find_best(problem)
+        return None if found.plan.memory.verdict in ("does_not_fit", "at_risk") else found
+
+    def predict(self, problem: Problem, *, levers: bool) -> Plan:
+        """See `Explorer.predict`; single knobs of these steps have no levers."""
+        del levers
+        return assemble(problem, declare(problem))
 
 
-def _search(request: Request) -> Plan:
-    asked = best = explore_all(request.with_batch)
-    for fewer in _fewer(asked.request):
-        if not best.found.fitting or least_seconds(best, fewer.devices) >= best.chosen.seconds:
-            break
-        try:
-            space = span(fewer)
-        except InvalidRequest:
-            continue
-        if any_faster(
-            space, other_framework.usable_memory(fewer, space.device), best.chosen.seconds
-        ):
-            best = explore_all(fewer)
-    stated = state(best.request, best.chosen.recipe, best.space.framework)
-    plan = other_framework.predict_foreign(stated)
-    size = best.found.size
-    if excess := find_excess(plan):
-        raise excess
-    said = [f"searched: {size:,} configurations, none left out but by a rule or as slower"]
-    if request.task.global_batch == "auto":
-        said.insert(0, f"global_batch {plan.recipe.global_batch} (not asked for)")
-    if best is not asked:
-        slower = asked.chosen.seconds / best.chosen.seconds
-        said.append(
-            f"uses {best.request.devices} of {request.devices} devices: all of them take"
-            f" {slower:.2f}x the time"
-        )
-    return structs.replace(
-        plan, request=request, considered=tuple(_rows(best)),
-        assumptions=(*plan.assumptions, *said, *find_unjudged(plan)),
+def declare(problem: Problem) -> Choice:
+    """The one configuration that a request states, and what its framework's file says of it."""
+    recipe, model, left = read_defaults(problem.request, problem.device)
+    device, usable = problem.device, problem.usable
+    try:
+        ledger = predict_ledger(recipe, model, device)
+        waiting = find_waiting(recipe, model, device)
+        memory = describe_ledger(ledger, recipe, device, usable, waiting)
+    except MemoryUnknown as reason:
+        ledger, memory = Ledger(entries=()), describe_unknown(usable, str(reason))
+    totals = sum_up(model)
+    return Choice(
+        recipe=recipe, model=model, memory=memory, ledger=ledger,
+        totals=without_training(totals) if recipe.adapted else totals,
+        on_host=find_on_host(recipe, model, device), assumptions=left,
     )  # fmt: skip
 
 
@@ -119,11 +149,13 @@ class Explored(NamedTuple):
         return (self.found.fitting or self.found.risky or [self.found.smallest])[0]
 
 
-def explore_all(request: Request) -> Explored:
-    """Search the space of a request; raises InvalidRequest where no candidate is left."""
-    space = span(request)
-    usable = other_framework.usable_memory(request, space.device)
-    return Explored(request, space, usable, explore(space, usable))
+def explore_all(problem: Problem, request: Request) -> Explored:
+    """Search the space of a request; raises InvalidRequest where no candidate is left.
+
+    request: the problem's own, or one of it for fewer devices.
+    """
+    space = span(request, problem.device)
+    return Explored(request, space, problem.usable, explore(space, problem.usable))
 
 
 def _fewer(request: Request) -> Iterator[Request]:
