@@ -62,7 +62,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     note(kind="start", cpu=used(), tests=len(session.items))
 
 
-def phase(item: pytest.Item, name: str):  # noqa: ANN201 - a generator, as pytest's hooks are
+def phase(item: pytest.Item, name: str):
     before, children = used(), in_children()
     STARTED.clear()
     try:
@@ -75,22 +75,22 @@ def phase(item: pytest.Item, name: str):  # noqa: ANN201 - a generator, as pytes
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup(item: pytest.Item):  # noqa: ANN201
+def pytest_runtest_setup(item: pytest.Item):
     return (yield from phase(item, "setup"))
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item):  # noqa: ANN201
+def pytest_runtest_call(item: pytest.Item):
     return (yield from phase(item, "call"))
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item):  # noqa: ANN201
+def pytest_runtest_teardown(item: pytest.Item):
     return (yield from phase(item, "teardown"))
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef, request: pytest.FixtureRequest):  # noqa: ANN201
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef, request: pytest.FixtureRequest):
     before = used()
     result = yield
     where = f"{request.node.nodeid.partition('::')[0] or 'session'}::{fixturedef.argname}"
@@ -100,9 +100,7 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef, request: pytest.FixtureR
 
 def run(targets: list[str]) -> None:
     KEPT.mkdir(parents=True, exist_ok=True)
-    python_path = os.pathsep.join(
-        filter(None, (str(ROOT / "bench"), os.environ.get("PYTHONPATH")))
-    )
+    python_path = os.pathsep.join(filter(None, (str(ROOT / "bench"), os.environ.get("PYTHONPATH"))))
     for target in targets:
         rows = KEPT / (target.strip("/").replace("/", "+") + ".jsonl")
         rows.unlink(missing_ok=True)

@@ -13,6 +13,24 @@ HEADS = {
 Folders are named as the packages of `src/memfit`. `make test` runs all of them and, of proofs over
 all families, some settings; `make test-wide` runs every setting. Tests marked `gpu` need a CUDA
 device and are skipped elsewhere. Files without `test_` are helpers of several tests.
+
+## What `make test` may cost
+
+The budget of `make test` is 10 minutes on 2 quiet cores: about 1,150 CPU seconds.
+
+- `slow` marks proofs of more than about ten seconds. They are part of `make test`.
+- `wide` marks cases that prove a rule which another case of `make test` proves too, with other
+  settings. Every axis (method, precision, device, framework, kind of block) and every way to fail
+  keeps a case without the mark. `conftest.py` marks cases of the families and of the devices; a
+  file marks its own. `make test-wide` runs all of them, on examples not seen before.
+- A test whose point is a process of its own starts one. Others use `quick` of `typed_commands.py`
+  and the fixture `certified_here`: importing torch and transformers takes 6 CPU seconds.
+- A test never depends on how fast the machine is: it waits for what it needs, with a deadline that
+  a busy machine keeps, and does not sleep instead.
+
+`python bench/suite_times.py run tests/FOLDER` counts CPU seconds, those of child processes
+included, one folder at a time in one process; `read` shows where they went. Seconds on a clock
+differ threefold with what else the machine does and are not compared.
 """,
     "bench": """# Benchmarks
 

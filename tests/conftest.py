@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import tempfile
 import zlib
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 from memfit.catalog.overheads import Overhead
+from memfit.certify import in_this_process
 from memfit.plan.memory import process
 from memfit.records.model import ModelReference
 from memfit.records.recipe import Freeze, Lora, Optimizer, Recipe
@@ -44,12 +46,31 @@ SETTINGS = {
     "test_depth.py": 3, "test_documents.py": 2, "test_exactness.py": 2, "test_fast_fake.py": 2,
     "test_instants.py": 2, "test_lean_blocks.py": 2, "test_world.py": 2,
 }  # fmt: skip
+# Predictions held to a trace of each setting, on a CPU and on a GPU: on one of the two, in turns.
+EITHER = (
+    "test_in_backward.py", "test_memory.py", "test_offload.py", "test_orthogonal_and_factored.py",
+    "test_qat.py", "test_quantised_memory.py", "test_stochastic_rounding.py",
+)  # fmt: skip
+DEVICE = re.compile(r"cpu-x86|h100-sxm(5-80gb)?|a_cpu|cpu|cuda")
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
         if zlib.crc32(item.nodeid.encode()) % share(item):
             item.add_marker("wide")
+    for item in on_the_other_device(items):
+        item.add_marker("wide")
+
+
+def on_the_other_device(items):
+    """Of tests that differ in the device alone, those whose turn it is not."""
+    alike = {}
+    for item in items:
+        if item.path.name in EITHER and not item.get_closest_marker("wide"):
+            alike.setdefault(DEVICE.sub("", item.nodeid), []).append(item)
+    for key, found in alike.items():
+        kept = zlib.crc32(key.encode()) % len(found)
+        yield from (item for at, item in enumerate(found) if at != kept)
 
 
 def pytest_collection_finish():
@@ -94,6 +115,14 @@ TINY_LLAMA = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
+
+
+@pytest.fixture
+def certified_here():
+    """Certificates are made in this process meanwhile, for tests that do not prove that they have
+    one of their own: that would import all libraries again."""
+    with in_this_process():
+        yield
 
 
 @pytest.fixture

@@ -89,7 +89,10 @@ LORA = {"method": "lora", "lora": Lora(rank=16, alpha=16.0, targets=("q_proj", "
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"recompute_blocks": 32}, LORA], ids=str)
+@pytest.mark.parametrize("changes", [
+    {}, pytest.param({"recompute_blocks": 32}, marks=pytest.mark.wide),
+    pytest.param(LORA, marks=pytest.mark.wide),
+], ids=str)  # fmt: skip
 def test_a_model_of_8_billion_parameters(changes: dict) -> None:
     recipe = of_catalogue("llama-3.1-8b", **changes)
     (found,) = sweep([recipe], H100)

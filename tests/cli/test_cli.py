@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import cache
 
 import msgspec
 import pytest
@@ -18,7 +19,10 @@ from memfit.core.errors import DoesNotFit, InvalidRequest, NotCertified, RunFail
 from memfit.core.wording import set_words
 from memfit.files.request_file import KEYS, schema, template
 from memfit.records.request import Request
+from memfit.workflows import doctor
 from typed_commands import ASKED, ROOT, STATED, TINY, memfit, quick, strict, write
+
+proved_once = cache(doctor.prove)  # in processes of their own, whose start takes seconds
 
 
 @pytest.fixture
@@ -291,7 +295,8 @@ def test_the_json_of_a_plan_has_the_keys_of_the_design(tmp_path, verb):
     ["budget", "--parameters", "7B", "--tokens", "1.4T"], ["doctor"],
     ["budget", "--time", "14 days", "--devices", "h100-sxm:8,gb10"],
 ])  # fmt: skip
-def test_every_looking_verb_prints_valid_json_only(arguments):
+def test_every_looking_verb_prints_valid_json_only(arguments, monkeypatch):
+    monkeypatch.setattr(doctor, "prove", proved_once)
     verb, *rest = arguments
     code, out, err = quick(verb, "--json", *rest)
     assert (code, err) == (0, "")
@@ -314,6 +319,7 @@ def test_certify_prints_its_certificate_with_the_plans_time(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("certified_here")
 def test_certify_of_many_devices_needs_no_plan_and_says_what_auto_became(tmp_path):
     ranks = {"device": "h100-sxm", "count": 4, "nodes": 2}
     asked = {"model": TINY, "weights": "random", "hardware": ranks, "recompute": "full",
@@ -415,6 +421,7 @@ def test_an_option_of_offers_without_offers_is_refused():
     ["plan", "gpt2", "--device", "rtx-4090"], ["plan", "gpt2", "--device", "rtx-4090", "--why"],
 ], ids=" ".join)  # fmt: skip
 def test_every_screen_fits_80_columns(arguments, monkeypatch):
+    monkeypatch.setattr(doctor, "prove", proved_once)
     monkeypatch.setenv("COLUMNS", "80")
     code, out, err = quick(*arguments)
     assert (code, err) == (0, "")
@@ -566,6 +573,7 @@ def trainable(tmp_path, text_data, **task):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("certified_here")
 def test_plan_certify_train_generate_report_share_one_folder(tmp_path, text_data, monkeypatch):
     """Each verb takes what the one before it left, and the recipe never changes."""
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
@@ -592,6 +600,7 @@ def test_plan_certify_train_generate_report_share_one_folder(tmp_path, text_data
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("certified_here")
 @pytest.mark.parametrize("left", ["plan.json", "request.json"])
 def test_a_run_folder_of_another_request_is_refused_untouched(
     tmp_path, text_data, left, monkeypatch

@@ -27,9 +27,7 @@ DPO = {"method": "lora", "task.objective": "dpo", "task.sequence_length": 512}
 H100, L40S = {"hardware.device": "h100-sxm"}, {"hardware.device": "l40s"}
 SHARE = {
     "llama": ("smollm2-135m", H100, {"method": "full"}),
-    "qwen3": ("qwen3-0.6b", {"hardware.device": "rtx-4090"}, {"method": "lora"}),
     "gemma3_text": ("gemma-3-1b-it", L40S, {"framework": "trl", "method": "lora"}),
-    "bloom": ("bloom-560m", L40S, {"method": "lora"}),
     "qwen2": ("qwen2.5-0.5b", H100, DPO),
     "mistral": (
         "mistral-7b-v0.3", H100 | {"hardware.count": 8},
@@ -164,6 +162,8 @@ def make_request(family, how, folder):
 
 # of the other families: each with a place, and a way to train it
 WIDE = {
+    "qwen3": ("qwen3-0.6b", {"hardware.device": "rtx-4090"}, {"method": "lora"}),
+    "bloom": ("bloom-560m", L40S, {"method": "lora"}),
     "opt": ("opt-125m", L40S, {"method": "full"}),
     "gpt2": ("gpt2", H100, {"method": "dora"}),
     "gemma": ("gemma-2b", H100, {"framework": "trl", "method": "full"}),

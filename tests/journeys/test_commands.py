@@ -20,7 +20,7 @@ QUICK = ("plan", "models", "devices", "formats", "rules", "budget", "solve")
 SMALL = ["smollm2-135m", "--set", "task.sequence_length=128"]
 PLANS = {
     "fits": ["smollm2-135m", "--device", "rtx-4090"],
-    "does not fit": ["llama-3.1-70b", "--device", "rtx-4090", "--set", "method=full"],
+    "does not fit": ["llama-3.2-3b", "--device", "rtx-3060-12", "--set", "method=full"],
     "several devices": ["llama-3.1-8b", "--device", "h100-sxm", "--set", "hardware.count=8"],
     "another framework": ["llama-3.1-8b", "--device", "h100-sxm", "--set", "framework=torchtitan"],
     "hf-trainer": ["gpt2", "--device", "rtx-4090", "--set", "framework=hf-trainer"],
@@ -144,6 +144,7 @@ def test_what_a_plan_says_to_type_next_can_be_typed(words, tmp_path, monkeypatch
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("certified_here")
 def test_what_a_plan_and_its_certificate_say_to_type_next_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _, out, _ = quick("plan", *SMALL, "--device", "rtx-4090", "--folder", "first")
@@ -162,6 +163,7 @@ TINY = {
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("certified_here")
 def test_the_commands_from_a_plan_to_a_text_run_as_they_are_printed(tmp_path, monkeypatch):
     """Each screen's `Next` is typed in turn, with data where one says that it is one's own."""
     monkeypatch.chdir(tmp_path)

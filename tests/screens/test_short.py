@@ -2,6 +2,7 @@
 
 import io
 import shlex
+from functools import cache
 
 import pytest
 
@@ -30,6 +31,14 @@ PLANS = {
 }
 
 
+@cache
+def answer(case):
+    """(exit code, stdout, stderr) of a plan, which several tests look at."""
+    with pytest.MonkeyPatch.context() as around:
+        around.setenv("COLUMNS", "80")
+        return quick("plan", *PLANS[case])
+
+
 def check(out):
     lines = out.splitlines()
     assert len(lines) <= MOST
@@ -38,10 +47,9 @@ def check(out):
     return lines
 
 
-@pytest.mark.parametrize("words", PLANS.values(), ids=list(PLANS))
-def test_a_plan_is_24_lines_of_80_columns(words, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    code, out, err = quick("plan", *words)
+@pytest.mark.parametrize("case", PLANS)
+def test_a_plan_is_24_lines_of_80_columns(case):
+    code, out, err = answer(case)
     assert err == ""
     lines = check(out)
     verdict = lines[0].partition("  ")[0]
@@ -53,11 +61,11 @@ def test_a_plan_is_24_lines_of_80_columns(words, monkeypatch):
     assert lines[-1].startswith("--why explains")
 
 
-@pytest.mark.parametrize("words", PLANS.values(), ids=list(PLANS))
-def test_what_it_says_to_type_next_runs(words, monkeypatch):
+@pytest.mark.parametrize("case", PLANS)
+def test_what_it_says_to_type_next_runs(case, monkeypatch):
     """A flag that is typed and a way out that sets its key contradicted each other."""
     monkeypatch.setenv("COLUMNS", "80")
-    _, out, _ = quick("plan", *words)
+    _, out, _ = answer(case)
     text = out.partition("\nNext\n")[2].rpartition("\n--why")[0].replace("\\\n", " ")
     verb, *rest = shlex.split(text)[1:]
     if verb in ("plan", "predict"):
