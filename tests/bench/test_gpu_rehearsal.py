@@ -57,7 +57,7 @@ def kill_within(out, name):
 
 def orphans(out):
     """Processes that still measure into a folder, after they have had time to die."""
-    for _ in range(50):
+    for _ in range(300):
         found = [
             path for path in Path("/proc").glob("[0-9]*/cmdline")
             if str(out).encode() in read(path) and b"--worker" in read(path)
@@ -77,11 +77,15 @@ def read(path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a worker dies with its parent on Linux")
-def test_the_rehearsal_goes_on_where_it_was_killed_in_every_slice(tmp_path):
-    for name in NAMES:
+@pytest.mark.parametrize("killed", [
+    pytest.param(("recipes", "allocator"), id="one unit, and the second of several"),
+    pytest.param(NAMES, marks=pytest.mark.wide, id="every slice"),
+])  # fmt: skip
+def test_the_rehearsal_goes_on_where_it_was_killed(killed, tmp_path):
+    for name in killed:
         kill_within(tmp_path, name)
     before = read_rows(tmp_path / "rows.jsonl")
-    assert {row["slice"] for row in before.values()} == set(SEVERAL)
+    assert {row["slice"] for row in before.values()} == {*SEVERAL} & {*killed}
     with start(tmp_path) as process:
         said = process.stdout.read()
     assert process.returncode == 0, said

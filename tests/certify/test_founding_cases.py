@@ -18,7 +18,7 @@ PROJECTIONS = BLOCKS * 12 * HIDDEN**2  # weights of query_key_value, dense, and 
 @pytest.mark.parametrize(
     ("base_format", "device", "bits", "what"),
     [
-        ("int8", "rtx-4090", 8.0, "lora"),
+        pytest.param("int8", "rtx-4090", 8.0, "lora", marks=pytest.mark.wide),
         ("nf4", "rtx-3090", 4.13, "lora"),
         ("int8", "rtx-4090", 8.0, "dpo"),
     ],

@@ -55,6 +55,7 @@ def test_the_quick_start_trains_and_reports(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("certified_here")
 def test_every_command_of_the_page_on_certificates_runs(tmp_path, monkeypatch):
     text = (DOCS / "certificate.md").read_text()
     (request,) = blocks(text, "yaml")

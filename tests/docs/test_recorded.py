@@ -38,6 +38,7 @@ def test_every_rung_of_the_ladder_is_predicted_as_it_was_when_certified(scale):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("certified_here")
 def test_a_rung_is_certified_as_recorded():
     *_, (name, _, plan) = ladder.list_rungs("small")
     proof = api.certify(plan.recipe, usable=plan.memory.usable)

@@ -75,6 +75,7 @@ def test_what_is_solved_for_keeps_to_the_data_sheet():
     assert 0 < solved.plan.memory.needed <= LEAST_SHARE * 96 * GIB
 
 
+@pytest.mark.usefixtures("certified_here")
 def test_a_certificate_says_what_its_limit_is():
     plan = api.plan(
         api.read("smollm2-135m", device="mi325x", changes={"task.sequence_length": 128}),

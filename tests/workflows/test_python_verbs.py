@@ -168,6 +168,7 @@ def test_another_tools_file_is_checked(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("certified_here")
 def test_a_plan_is_certified_trained_and_reported(tmp_path):
     (tmp_path / "a.txt").write_text("the quick brown fox jumps. " * 400)
     asked = {**ASKED, "task": {**ASKED["task"], "data": str(tmp_path / "a.txt")}}
