@@ -240,4 +240,4 @@ def test_a_cpu_has_no_allocator_to_set() -> None:
 def test_a_plan_refuses_it_before_it_plans(device: str, text: str) -> None:
     request = api.read("smollm2-135m", device=device, changes={"allocator": text})
     with pytest.raises(InvalidRequest, match="allocator"):
-        api.plan(request)
+        api.plan(request, levers=False)

@@ -128,11 +128,13 @@ def test_a_share_out_of_range_is_refused(key, value):
 
 def test_a_plan_carries_the_requests_price_and_grid():
     stated = {"hardware.price": "3 USD", "hardware.grid": "sweden", "task.global_batch": 4}
-    plan = api.plan(api.read("gpt2", device="h100-sxm", changes=stated))
+    plan = api.plan(api.read("gpt2", device="h100-sxm", changes=stated), levers=False)
     assert plan.cost.usd == pytest.approx(3 * plan.cost.device_hours)
     assert plan.cost.kg_co2 == pytest.approx(0.041 * plan.cost.kwh)
     with pytest.raises(InvalidRequest, match=r"`hardware.grid`"):
-        api.plan(api.read("gpt2", device="h100-sxm", changes={"hardware.grid": "nowhere"}))
+        api.plan(
+            api.read("gpt2", device="h100-sxm", changes={"hardware.grid": "nowhere"}), levers=False
+        )
 
 
 def test_ones_own_prices_go_before_the_catalogues(own):

@@ -42,7 +42,7 @@ SHALLOW = 2  # blocks of each kind: closed forms of weights and loss do not need
 
 @cache
 def planned(path: Path) -> Recipe:
-    return api.plan(api.read(path)).recipe
+    return api.plan(api.read(path), levers=False).recipe
 
 
 @cache

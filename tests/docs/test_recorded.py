@@ -84,7 +84,7 @@ def test_7b_trained_by_the_book_is_refused_and_several_levers_make_it_fit():
 
 @pytest.mark.slow
 def test_full_training_of_7b_as_memfit_chooses_is_certified_as_recorded():
-    plan = api.plan(api.read(founding.RECIPES / f"{founding.FULL}.yaml"))
+    plan = api.plan(api.read(founding.RECIPES / f"{founding.FULL}.yaml"), levers=False)
     device = catalog.find_device(plan.recipe.device)
     memory = make_certificate(plan.recipe, device, device.memory, None).memory
     recorded = FOUNDING["full"]["chosen"]

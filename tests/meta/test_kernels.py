@@ -82,7 +82,7 @@ def test_kernels_that_serve_come_in_torchs_order():
 
 
 def plan(device, **knobs):
-    return api.plan(api.read("gpt2", hardware={"device": device}, **knobs)).recipe
+    return api.plan(api.read("gpt2", hardware={"device": device}, **knobs), levers=False).recipe
 
 
 def test_a_plan_takes_the_first_kernel_that_serves():

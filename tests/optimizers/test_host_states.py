@@ -99,11 +99,11 @@ def test_a_request_states_it_and_a_cpu_has_nothing_to_offload_to():
         "optimizer": {"clip_norm": 0.0}, "hardware": {"device": "h100-sxm"},
         "task": {"sequence_length": 16, "global_batch": 2},
     }  # fmt: skip
-    plan = api.plan(from_data(request, Request, where="the test"))
+    plan = api.plan(from_data(request, Request, where="the test"), levers=False)
     assert plan.recipe.offload == "optimizer"
     on_cpu = {**request, "hardware": {"device": "cpu"}}
     with pytest.raises(InvalidRequest, match="already"):
-        api.plan(from_data(on_cpu, Request, where="the test"))
+        api.plan(from_data(on_cpu, Request, where="the test"), levers=False)
 
 
 def test_the_search_puts_states_on_the_host_where_only_that_fits():

@@ -288,21 +288,23 @@ def ask(**changes):
 
 @pytest.mark.usefixtures("tensors_alone")
 def test_the_search_updates_within_backward_where_only_that_fits():
-    roomy = api.plan(ask())
+    roomy = api.plan(ask(), levers=False)
     assert not roomy.recipe.optimizer.in_backward  # the host's launches make it slower
     limit = {"memory": f"{roomy.memory.peak_allocated * 85 // 100} B"}
-    tight = api.plan(ask(limits=limit))
+    tight = api.plan(ask(limits=limit), levers=False)
     assert tight.recipe.optimizer.in_backward
     assert tight.memory.verdict == "fits"
-    refused = api.plan(ask(limits=limit, optimizer={"clip_norm": 0.0, "in_backward": False}))
+    refused = api.plan(
+        ask(limits=limit, optimizer={"clip_norm": 0.0, "in_backward": False}), levers=False
+    )
     assert refused.memory.verdict == "does_not_fit"
-    clipped = api.plan(ask(limits=limit, optimizer={"clip_norm": 1.0}))
+    clipped = api.plan(ask(limits=limit, optimizer={"clip_norm": 1.0}), levers=False)
     assert not clipped.recipe.optimizer.in_backward
 
 
 def test_stated_it_takes_the_whole_batch_at_once_and_says_why_it_cannot():
     own = {"clip_norm": 0.0, "in_backward": True}
-    plan = api.plan(ask(optimizer=own))
+    plan = api.plan(ask(optimizer=own), levers=False)
     assert plan.recipe.optimizer.in_backward
     assert (plan.recipe.micro_batch, plan.recipe.accumulation) == (2, 1)
     for changes, said in (
@@ -318,10 +320,12 @@ def test_stated_it_takes_the_whole_batch_at_once_and_says_why_it_cannot():
 def test_it_is_a_lever_where_it_can_be_and_takes_time_for_its_launches():
     request = ask(micro_batch=2, recompute="none", hardware={"device": "h100-sxm"},
                   attention="efficient")  # fmt: skip
-    recipe = api.plan(request).recipe
+    recipe = api.plan(request, levers=False).recipe
     levers = {str(c): r for c, r in turn(read_problem(request), recipe)}
     other = levers["{'optimizer.in_backward': True}"]
-    assert api.plan(api.change(request, {"optimizer.in_backward": True})).recipe == other
+    assert (
+        api.plan(api.change(request, {"optimizer.in_backward": True}), levers=False).recipe == other
+    )
     totals = sum_up(read_model(recipe.model))
     seconds = [predict_timeline(totals, r, H100).seconds for r in (recipe, other)]
     assert seconds[0] < seconds[1]

@@ -82,7 +82,7 @@ def ask(**changes) -> Request:
 
 
 def test_a_search_leaves_what_such_ranks_lack() -> None:
-    found = api.plan(ask()).recipe
+    found = api.plan(ask(), levers=False).recipe
     assert found.parallel == Parallel(dp_shard=4, tp=2, sequence_parallel=True)
     assert (found.method, found.loss, found.lean) == ("full", "plain", ())
     assert found.global_batch == 8
@@ -97,7 +97,7 @@ def test_shares_of_a_batch_are_of_ranks_with_rows_of_their_own() -> None:
     with pytest.raises(InvalidRequest, match=r"names 16 ranks \(1 x 8 x 2\)"):
         list_meshes(ask(parallel={"dp_shard": 8, "tp": 2}))
     with pytest.raises(InvalidRequest, match="`loss: chunked` takes whole rows"):
-        api.plan(ask(loss="chunked"))
+        api.plan(ask(loss="chunked"), levers=False)
 
 
 def test_a_search_shares_products_where_nothing_else_fits() -> None:
@@ -105,11 +105,13 @@ def test_a_search_shares_products_where_nothing_else_fits() -> None:
     long = {"global_batch": 8, "sequence_length": 32768}
     stated = {"method": "full", "precision": "bf16-mixed", "loss": "plain", "lean": "none"}
     whole = ask(parallel="auto", task=long, recompute="none", **stated)
-    plan = api.plan(whole)
+    plan = api.plan(whole, levers=False)
     assert plan.recipe.parallel == Parallel(tp=8, sequence_parallel=True)
     assert plan.memory.verdict == "fits"
     short = {"global_batch": 8, "sequence_length": 4096}
-    less = api.plan(ask(parallel="auto", task=short, recompute="full", **stated))
+    less = api.plan(ask(parallel="auto", task=short, recompute="full", **stated), levers=False)
     assert less.recipe.parallel.tp == 1
-    assert api.plan(ask(parallel="auto", task=long, recompute="selective", **stated,
-                        limits={"memory": "20 GiB"})).recipe.parallel.tp == 1  # fmt: skip
+    cut = ask(
+        parallel="auto", task=long, recompute="selective", **stated, limits={"memory": "20 GiB"}
+    )
+    assert api.plan(cut, levers=False).recipe.parallel.tp == 1

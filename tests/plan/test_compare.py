@@ -144,7 +144,7 @@ def test_the_longest_sequence_is_the_last_that_fits():
     assert found.plan.recipe.sequence_length == found.value
     assert found.value % 128 == 0
     longer = replace(request, task=replace(request.task, sequence_length=found.value + 128))
-    assert api.plan(longer).memory.verdict != "fits"
+    assert api.plan(longer, levers=False).memory.verdict != "fits"
     assert {row.value for row in found.tried} >= {128, found.value, found.value + 128}
 
 
@@ -154,7 +154,7 @@ def test_the_largest_micro_batch_is_the_last_that_fits():
     assert found.plan.recipe.micro_batch == found.value
     more = found.value + 1
     larger = replace(request, micro_batch=more, task=replace(request.task, global_batch=more))
-    assert api.plan(larger).memory.verdict != "fits"
+    assert api.plan(larger, levers=False).memory.verdict != "fits"
 
 
 def test_the_fewest_devices():
@@ -201,18 +201,18 @@ def test_why_not_says_what_is_missing_and_where_the_seconds_go():
 
 def test_time_and_money_bind_in_memfits_own_plans_too():
     request = ask("h100-sxm", batch=64)
-    plan = api.plan(request)
+    plan = api.plan(request, levers=False)
     for key, value, unit in (
         ("time", plan.time.total_seconds, "s"),
         ("cost", plan.cost.usd, "USD"),
     ):
         more, less = (replace(request.limits, **{key: f"{value * x} {unit}"}) for x in (1.01, 0.99))
-        assert api.plan(replace(request, limits=more)).recipe == plan.recipe
+        assert api.plan(replace(request, limits=more), levers=False).recipe == plan.recipe
         with pytest.raises(DoesNotFit, match=f"`limits.{key}` is"):
-            api.plan(replace(request, limits=less))
+            api.plan(replace(request, limits=less), levers=False)
 
 
 def test_a_limit_that_nothing_is_known_of_is_said():
     limits = {"cost": "5 USD"}
-    plan = api.plan(ask("cpu-x86", limits=limits))
+    plan = api.plan(ask("cpu-x86", limits=limits), levers=False)
     assert any("`limits.cost: 5 USD` is not judged" in said for said in plan.assumptions)

@@ -18,7 +18,7 @@ NEEDS_A_RUN = {"demo-llama_lora_cpu"}  # its model is what the demo trains
 
 
 def expand(path):
-    plan = api.plan(api.read(path))
+    plan = api.plan(api.read(path), levers=False)
     return {
         "recipe": to_data(plan.recipe),
         "verdict": plan.memory.verdict,

@@ -15,7 +15,7 @@ def ask(family, **changes):
 
 @pytest.mark.parametrize("family", ["bloom", "mpt", "gpt_oss"])
 def test_what_no_kernel_knows_is_planned_with_what_is_written_out(family):
-    plan = api.plan(ask(family))
+    plan = api.plan(ask(family), levers=False)
     assert plan.recipe.attention == "math"
 
 
@@ -31,12 +31,12 @@ def test_what_no_kernel_knows_is_planned_with_what_is_written_out(family):
 )
 def test_plan_and_trainer_refuse_alike(family, asked, recipe, said):
     with pytest.raises(InvalidRequest, match=said) as planned:
-        api.plan(ask(family, **asked))
+        api.plan(ask(family, **asked), levers=False)
     with pytest.raises(InvalidRequest, match=said) as trained:
         build_model(make_recipe(family, **recipe), "meta")
     assert planned.value.hint == trained.value.hint
 
 
 def test_a_plan_never_cuts_the_loss_of_a_head_with_a_bias():
-    plan = api.plan(ask("gptj"))
+    plan = api.plan(ask("gptj"), levers=False)
     assert plan.recipe.loss == "plain"

@@ -59,7 +59,7 @@ def test_the_rate_is_that_of_a_predicted_step():
 
 def test_one_device_has_the_rate_of_its_own_plan():
     stated = {"method": "full", "task.global_batch": 4, "task.packing": False, "weights": "random"}
-    plan = api.plan(api.read("llama-3.2-1b", device="rtx-4090", changes=stated))
+    plan = api.plan(api.read("llama-3.2-1b", device="rtx-4090", changes=stated), levers=False)
     rate = predict_rate("llama-3.2-1b", find_device("rtx-4090"), 1)
     assert rate.tokens_per_second == plan.time.tokens_per_second
     assert f"{plan.recipe.recompute_blocks} blocks recomputed" in rate.because

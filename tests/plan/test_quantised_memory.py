@@ -91,19 +91,19 @@ def test_the_closed_form_is_the_simulation_of_other_shapes(setting, device):
 def test_a_plan_refuses_to_train_what_is_quantised(method, said):
     request = Request(model="pythia-410m", base_format="int8", method=method)
     with pytest.raises(InvalidRequest, match=said) as caught:
-        api.plan(request)
+        api.plan(request, levers=False)
     assert "method: lora" in caught.value.hint
 
 
 def test_a_plan_of_a_quantised_base_trains_adapters_and_stores_its_settings():
     task = Task(sequence_length=512, global_batch=2)
     request = Request(model="pythia-410m", base_format="int8", task=task)
-    recipe = api.plan(request).recipe
+    recipe = api.plan(request, levers=False).recipe
     assert recipe.method == "lora"
     assert recipe.quantisation == Quantisation(outlier_threshold=6.0, outlier_share=0.01)
-    four = api.plan(replace(request, base_format="nf4")).recipe
+    four = api.plan(replace(request, base_format="nf4"), levers=False).recipe
     assert four.quantisation == Quantisation(double=True)
-    plain = api.plan(replace(request, base_format="auto", method="lora")).recipe
+    plain = api.plan(replace(request, base_format="auto", method="lora"), levers=False).recipe
     assert plain.base_format in ("bf16", "fp32")
     assert plain.quantisation == Quantisation()
 

@@ -112,11 +112,11 @@ def test_a_limit_a_tenth_below_none_costs_a_few_per_cent(model, device, slower):
         "loss_chunk": 1024, "task.sequence_length": 1024, "recompute": "none", "lean": "none",
         "limits.tight": True,
     }  # fmt: skip
-    none = api.plan(api.read(model, device=device, changes=stated))
+    none = api.plan(api.read(model, device=device, changes=stated), levers=False)
     bare = none.memory.device_total - none.memory.peak_allocated  # what no recipe changes
     limit = bare + int(none.memory.peak_allocated * 0.9)
     open_ = stated | {"recompute": "auto", "limits.memory": f"{limit} B"}
-    chosen = api.plan(api.read(model, device=device, changes=open_))
+    chosen = api.plan(api.read(model, device=device, changes=open_), levers=False)
     assert chosen.memory.verdict in ("fits", "at_risk")
     assert chosen.memory.peak_allocated <= 0.91 * none.memory.peak_allocated
     assert chosen.time.step_seconds < slower * none.time.step_seconds
@@ -139,7 +139,7 @@ def _with_blocks(model, device, changes, blocks):
     """The plan that recomputes so many whole blocks; None where it does not fit, or has fewer."""
     try:
         changes = changes | {"recompute": {"blocks": blocks}}
-        plan = api.plan(api.read(model, device=device, changes=changes))
+        plan = api.plan(api.read(model, device=device, changes=changes), levers=False)
     except InvalidRequest:
         return None
     return plan if plan.memory.verdict == "fits" else None
@@ -169,7 +169,7 @@ def test_what_the_request_states_is_kept():
         micro_batch=2, recompute={"blocks": 3}, loss="chunked", loss_chunk=128,
         optimizer={"name": "sgd", "implementation": "foreach", "learning_rate": 0.5},
     )  # fmt: skip
-    recipe = api.plan(request).recipe
+    recipe = api.plan(request, levers=False).recipe
     assert (recipe.micro_batch, recipe.accumulation) == (2, 4)
     assert recipe.recompute_blocks == 3
     assert (recipe.loss, recipe.loss_chunk) == ("chunked", 128)
@@ -231,20 +231,20 @@ def test_predict_refuses_what_is_left_open():
 )
 def test_what_cannot_run_is_refused_with_both_values(changes, message):
     with pytest.raises(InvalidRequest) as caught:
-        api.plan(ask(**changes))
+        api.plan(ask(**changes), levers=False)
     assert message in caught.value.message
     assert caught.value.hint
 
 
 def test_unknown_names_offer_the_nearest():
     with pytest.raises(UnknownName) as caught:
-        api.plan(api.read("llama-3.1-8c", device="h100-sxm"))
+        api.plan(api.read("llama-3.1-8c", device="h100-sxm"), levers=False)
     assert "`llama-3.1-8b`" in caught.value.hint
     with pytest.raises(UnknownName) as caught:
-        api.plan(api.read("llama-3.1-8b", device="h100-sxn"))
+        api.plan(api.read("llama-3.1-8b", device="h100-sxn"), levers=False)
     assert "`h100-sxm`" in caught.value.hint
     with pytest.raises(UnknownName):
-        api.plan(ask(optimizer={"name": "adamv"}))
+        api.plan(ask(optimizer={"name": "adamv"}), levers=False)
 
 
 def test_four_limits_give_the_demos_model_four_recipes():
@@ -253,7 +253,9 @@ def test_four_limits_give_the_demos_model_four_recipes():
         changes = {
             "limits.memory": limit, "task.global_batch": 64, "task.data": "", "task.evaluation": ""
         }  # fmt: skip
-        plan = api.plan(api.read(RECIPES / "demo-llama_full_cpu.yaml", changes=changes))
+        plan = api.plan(
+            api.read(RECIPES / "demo-llama_full_cpu.yaml", changes=changes), levers=False
+        )
         memory = plan.memory
         assert memory.verdict == "fits"
         assert memory.usable / 2 < memory.total_high <= memory.usable
@@ -264,7 +266,7 @@ def test_four_limits_give_the_demos_model_four_recipes():
 
 def test_a_limit_that_no_process_keeps_is_refused_with_what_it_takes():
     """What is imported alone is more; no recipe changes that."""
-    plan = api.plan(ask(limits={"memory": "150 MiB"}))
+    plan = api.plan(ask(limits={"memory": "150 MiB"}), levers=False)
     assert plan.memory.verdict == "does_not_fit"
     (entry,) = [e for e in plan.memory.entries if e.owner == "process"]
     assert "imported libraries" in entry.because
@@ -273,7 +275,9 @@ def test_a_limit_that_no_process_keeps_is_refused_with_what_it_takes():
 
 def test_a_lever_is_shown_with_what_it_changes_at_the_peak_alone():
     """fused keeps a count of steps for each tensor on the device, 512 bytes; foreach does not."""
-    chosen = api.plan(api.read("llama-3.1-8b", device="rtx-4090", changes={"method": "lora"}))
+    chosen = api.plan(
+        api.read("llama-3.1-8b", device="rtx-4090", changes={"method": "lora"}), levers=False
+    )
     plan = api.predict_with_levers(api.state(chosen))
     (foreach,) = [c for c in plan.levers if c.changes == {"optimizer.implementation": "foreach"}]
     adapters = 32 * 2 * 2  # A and B of two projections of each block

@@ -325,7 +325,7 @@ def test_a_mesh_is_chosen_among_those_that_fit() -> None:
     eight = {"device": "h100-sxm", "count": 8}
     task = {"global_batch": 8, "sequence_length": 2048}
     lean = ask(hardware=eight, limits={"memory": "40 GiB"}, task=task)
-    plan = api.plan(lean)
+    plan = api.plan(lean, levers=False)
     assert plan.recipe.parallel.dp_shard == 8  # 16 bytes a weight do not fit on each device
     assert plan.memory.verdict == "fits"
     labels = [row.label for row in plan.considered]

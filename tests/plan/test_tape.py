@@ -175,8 +175,10 @@ def test_without_a_replay_the_band_is_wider() -> None:
 
 def test_a_plan_keeps_its_margin_unless_asked_not_to() -> None:
     changes = {"method": "lora", "task.sequence_length": 1024}
-    careful = api.plan(api.read("gpt2", device="rtx-4060", changes=changes))
-    tight = api.plan(api.read("gpt2", device="rtx-4060", changes=changes | {"limits.tight": True}))
+    careful = api.plan(api.read("gpt2", device="rtx-4060", changes=changes), levers=False)
+    tight = api.plan(
+        api.read("gpt2", device="rtx-4060", changes=changes | {"limits.tight": True}), levers=False
+    )
     for plan in (careful, tight):
         assert plan.memory.total_low < plan.memory.device_total < plan.memory.total_high
     assert careful.memory.verdict == "fits"
@@ -188,10 +190,10 @@ def test_a_plan_keeps_its_margin_unless_asked_not_to() -> None:
 def test_what_keeps_no_margin_is_tight_and_says_so() -> None:
     changes = {"method": "lora", "task.sequence_length": 1024}
     request = api.read("gpt2", device="rtx-4060", changes=changes)
-    least = api.plan(request_with(request, "1 KiB"))
+    least = api.plan(request_with(request, "1 KiB"), levers=False)
     assert least.memory.verdict == "does_not_fit"
     between = (least.memory.device_total + least.memory.total_high) // 2
-    plan = api.plan(request_with(request, f"{between} B"))
+    plan = api.plan(request_with(request, f"{between} B"), levers=False)
     assert plan.memory.verdict == "at_risk"
     assert any("no recipe keeps a margin" in line for line in plan.assumptions)
 

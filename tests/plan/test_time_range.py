@@ -43,7 +43,7 @@ def test_the_range_of_memfits_own_step_includes_what_make_demo_measures():
 
 
 def test_the_screen_and_the_json_have_the_range():
-    plan = api.plan(api.read("pythia-70m", device="rtx-4090"))
+    plan = api.plan(api.read("pythia-70m", device="rtx-4090"), levers=False)
     (said,) = (figure for what, figure in time_rows(plan.time, plan.cost, 1) if what == "one step")
     assert " (from " in said
     assert " to " in said

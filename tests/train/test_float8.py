@@ -154,7 +154,7 @@ def request(**changes):
 
 
 def test_a_plan_in_fp8_fits_and_says_so():
-    plan = api.plan(request())
+    plan = api.plan(request(), levers=False)
     assert plan.recipe.precision == "fp8-mixed"
     assert plan.recipe.selective_blocks == 0
     assert plan.recipe.lean == ()
@@ -178,7 +178,7 @@ def test_a_plan_in_fp8_fits_and_says_so():
 )
 def test_where_fp8_cannot_be_it_is_refused_with_what_to_use(changes, said):
     with pytest.raises(InvalidRequest, match=said) as caught:
-        api.plan(request(**changes))
+        api.plan(request(**changes), levers=False)
     assert "bf16-mixed" in caught.value.hint or "multiple of 16" in caught.value.hint
 
 

@@ -129,14 +129,17 @@ def test_the_search_may_choose_it_and_says_what_it_costs():
         "method": "full", "precision": "bf16", "micro_batch": 8, "loss": "chunked",
         "loss_chunk": 1024, "task.sequence_length": 4096, "recompute": "none", "offload": "none",
     }  # fmt: skip
-    kept = api.plan(api.read("llama-3.2-1b", device="h100-sxm", changes=stated))
+    kept = api.plan(api.read("llama-3.2-1b", device="h100-sxm", changes=stated), levers=False)
     away = api.plan(
-        api.read("llama-3.2-1b", device="h100-sxm", changes=stated | {"offload": "activations"})
+        api.read("llama-3.2-1b", device="h100-sxm", changes=stated | {"offload": "activations"}),
+        levers=False,
     )
     assert away.memory.peak_allocated < 0.6 * kept.memory.peak_allocated
     assert away.time.step_seconds > kept.time.step_seconds
     limit = {"limits.memory": f"{away.memory.device_total + 2**30} B", "offload": "auto"}
-    chosen = api.plan(api.read("llama-3.2-1b", device="h100-sxm", changes=stated | limit))
+    chosen = api.plan(
+        api.read("llama-3.2-1b", device="h100-sxm", changes=stated | limit), levers=False
+    )
     assert chosen.recipe.offload == "activations"
     assert "activations offloaded" in chosen.considered[0].label
     turned = api.predict_with_levers(api.state(kept)).levers

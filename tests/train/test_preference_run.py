@@ -213,12 +213,12 @@ def planned(**changes):
 
 
 def test_a_plan_decides_pairs_and_references():
-    full = api.plan(planned())
+    full = api.plan(planned(), levers=False)
     assert full.recipe.method == "full"  # random weights
     assert full.recipe.preference == BEFORE
     assert full.recipe.micro_batch % 2 == 0
     assert not full.recipe.packing
-    lora = api.plan(planned(method="lora"))
+    lora = api.plan(planned(method="lora"), levers=False)
     assert lora.recipe.preference == OFF
     assert all(c.label.split("micro-batch ")[1][0] in "2468" for c in lora.considered)
     turned = [dict(way) for way, _ in turn(read_problem(planned(method="lora")), lora.recipe)]
@@ -271,6 +271,6 @@ def test_the_request_of_the_page_on_objectives_plans(tmp_path):
     request = tmp_path / "request.yaml"
     request.write_text(text.split("```yaml\n")[1].split("```")[0])
     write_pairs(tmp_path / "pairs.jsonl")
-    plan = api.plan(api.read(request))
+    plan = api.plan(api.read(request), levers=False)
     assert plan.recipe.preference == OFF
     assert plan.recipe.global_batch == 32

@@ -185,7 +185,7 @@ def request_of(**changes):
 
 
 def test_a_plan_for_rounded_weights_fits_and_keeps_its_products_plain():
-    plan = api.plan(request_of(lean="auto"))
+    plan = api.plan(request_of(lean="auto"), levers=False)
     assert (plan.recipe.qat, plan.recipe.lean, plan.recipe.selective_blocks) == ("int4", (), 0)
     assert plan.recipe.digest != replace(plan.recipe, qat="").digest
 
@@ -204,7 +204,7 @@ def test_a_plan_for_rounded_weights_fits_and_keeps_its_products_plain():
 )
 def test_where_it_cannot_be_it_is_refused(changes, said):
     with pytest.raises(InvalidRequest, match=said) as caught:
-        api.plan(request_of(**changes))
+        api.plan(request_of(**changes), levers=False)
     assert "qat" in caught.value.hint
 
 
