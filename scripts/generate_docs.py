@@ -1,6 +1,7 @@
 """Write the documentation that is generated: docs/cli.md, from the commands' own --help,
 docs/workspaces.md, from the table of what CUDA kernels allocate, docs/frameworks.md, from what each
 framework's file declares, docs/techniques.md and docs/numerics.md, from the .toml beside them,
+docs/notebook.ipynb, whose cells are run,
 docs/peers.md, docs/ladder.md, docs/founding.md and docs/scaling.md with their pictures, from
 bench/results, docs/gpu.md, from what `make gpu` measured, the table of layers in
 docs/ARCHITECTURE.md, the indexes of tests, bench and scripts, and docs/accuracy.md with its plot
@@ -24,6 +25,7 @@ import gpu_page
 import index_pages
 import ladder_page
 import layers_table
+import notebook_page
 import numerics_page
 import peers_page
 import refusals_page
@@ -125,6 +127,7 @@ def main() -> None:
         DOCS / "founding.md": founding_page.page(),
         DOCS / "founding.svg": founding_page.picture(),
         DOCS / "numerics.md": numerics_page.page(),
+        notebook_page.PAGE: notebook_page.page(),
         DOCS / "peers.md": peers_page.page(),
         DOCS / "gpu.md": gpu_page.page(found),
         DOCS / "refusals.md": refusals_page.page(),

@@ -3,13 +3,15 @@
     memfit.plan("qwen3-8b", device="4090", method="qlora", sequence_length=8192)
 
 `plan`, `predict`, `certify`, `check`, `solve`, `export`, `train` and `report` are the verbs of the
-command line; docs/api.md shows each. Nothing is imported before the first of them is used.
+command line; docs/api.md shows each, and `plan_model` and
+`MemoryCallback` besides. Nothing is imported before the first of them is used.
 """
 
 __version__ = "0.1.0"
 
 _FROM = {
-    **dict.fromkeys(("predict", "solve"), "memfit.workflows.python_verbs"),
+    **dict.fromkeys(("predict", "solve", "plan_model"), "memfit.workflows.python_verbs"),
+    "MemoryCallback": "memfit.workflows.trainer_callback",
     "Request": "memfit.records.request",
     **dict.fromkeys(
         ("Error", "InvalidRequest", "UnknownName", "DoesNotFit", "NotCertified", "RunFailed"),

@@ -10,7 +10,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
 
 
 def test_the_page_has_examples():
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 7
 
 
 @pytest.mark.parametrize("at", range(len(BLOCKS)))

@@ -147,7 +147,8 @@ readers: Registry[Reader] = Registry("reader", "memfit.check.tools")
 WRITTEN = (".yaml", ".yml", ".json")
 # the most telling first: a file of a later one may hold an earlier one's keys, too
 TRL = "TRL"  # the title of its reader
-ACCELERATED = ("hf-trainer", "trl")  # frameworks whose shards are accelerate's FSDP
+PLAIN = "hf-trainer"  # transformers' own Trainer, whose loss is not TRL's
+ACCELERATED = (PLAIN, "trl")  # frameworks whose shards are accelerate's FSDP
 ORDER = ("torchtitan", "deepspeed", "accelerate", "axolotl", "llamafactory", "trl")
 
 
@@ -224,7 +225,7 @@ def read_said(files: Sequence[Path], said: ConfigReading) -> Checked:
     if said.own and said.get("loss") is None:
         said.put("loss", "plain")
         said.assume("the step is memfit's own, of the same training, with whole logits")
-    if TRL in tools and not said.own:
+    if TRL in tools and not said.own and said.get("framework") != PLAIN:
         _settle_loss(said)
     for settle in () if said.own else said.later:
         settle(said)

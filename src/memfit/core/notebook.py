@@ -46,6 +46,13 @@ def draw_result(
     return f"<div>{''.join(parts)}</div>"
 
 
+def draw_tables(tables: Sequence[tuple[str, Sequence[Sequence[str]]]]) -> str:
+    """HTML of tables alone, each a heading and its rows."""
+    return (
+        f"<div>{''.join(_draw_table(heading, rows, {}) for heading, rows in tables if rows)}</div>"
+    )
+
+
 def _draw_bar(kinds: Mapping[str, int], whole: int, usable: int | None) -> str:
     pieces = "".join(
         f'<span title="{escape(kind)}: {units.show_bytes(n)}" style="display:inline-block;'

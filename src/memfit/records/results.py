@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from memfit.core import units
-from memfit.core.notebook import describe_bytes, draw_result
+from memfit.core.notebook import describe_bytes, draw_result, draw_tables
 from memfit.core.wording import VERDICTS
 from memfit.records import Record
 from memfit.records.ledger import Entry, Kind, Ledger, sum_by_kind
 from memfit.records.recipe import Recipe
 from memfit.records.request import Request
 from memfit.records.shapes import RowBounds
+from memfit.records.tables import Rows, Tabled
 from memfit.records.timeline import Timeline
 
 SHOWN = 12  # tensors that a notebook shows
@@ -126,7 +127,7 @@ class Traffic(Record, frozen=True, kw_only=True):
     because: str
 
 
-class Plan(Record, frozen=True, kw_only=True):
+class Plan(Tabled, frozen=True, kw_only=True):
     """A request decided: the recipe, what it will take, and what was rejected and why."""
 
     schema: int = 1
@@ -144,6 +145,13 @@ class Plan(Record, frozen=True, kw_only=True):
     versions: dict[str, str]
     ways_out: tuple[WayOut, ...] = ()  # of a plan that does not fit: the cheapest first
     traffic: tuple[Traffic, ...] = ()  # what the ranks of a mesh send each other; () of one device
+
+    def tables(self) -> Mapping[str, Rows]:
+        """See `Tabled`."""
+        return {
+            "memory": self.memory.entries, "levers": self.levers, "considered": self.considered,
+            "ways_out": self.ways_out, "traffic": self.traffic,
+        }  # fmt: skip
 
     @property
     def chosen(self) -> Considered | None:
@@ -229,7 +237,7 @@ def group_tensors(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     return tuple(sorted(rows, key=lambda row: -row.total))
 
 
-class Certificate(Record, frozen=True, kw_only=True):
+class Certificate(Tabled, frozen=True, kw_only=True):
     """The trainer's own step, run on fake tensors: what it will hold, to the byte."""
 
     schema: int = 1
@@ -249,6 +257,11 @@ class Certificate(Record, frozen=True, kw_only=True):
     # bytes of host tensors while a run on a GPU loads and saves; they are in none of the phases
     host: dict[str, int] = {}  # noqa: RUF012 (msgspec gives each its own)
     from_cache: bool = False  # made before, of the same recipe, limit, versions and device
+
+    def tables(self) -> Mapping[str, Rows]:
+        """See `Tabled`."""
+        phases = [{"phase": phase, "peak_allocated": n} for phase, n in self.phases.items()]
+        return {"memory": self.memory.entries, "tensors": self.at_peak, "phases": phases}
 
     def __repr__(self) -> str:
         """Verdict, model, device and bytes in one line."""
@@ -427,7 +440,11 @@ class Comparison(Record, frozen=True, kw_only=True):
     error_certified: float | None  # certified / measured - 1
 
 
-class Report(Record, frozen=True, kw_only=True):
+def _show(value: float | None) -> str:
+    return "" if value is None else f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"
+
+
+class Report(Tabled, frozen=True, kw_only=True):
     """predicted ⋈ certified ⋈ measured, on the recipe's digest."""
 
     schema: int = 1
@@ -439,6 +456,19 @@ class Report(Record, frozen=True, kw_only=True):
     run: Run | None
     sample: str
     refused: str = ""  # why measured seconds are none, and not compared
+
+    def tables(self) -> Mapping[str, Rows]:
+        """See `Tabled`."""
+        return {"comparisons": self.comparisons}
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the three numbers of each quantity."""
+        rows = [
+            (c.name, c.unit, *(_show(n) for n in (c.predicted, c.certified, c.measured)))
+            for c in self.comparisons
+        ]
+        head = ("", "unit", "predicted", "certified", "measured")
+        return draw_tables(((self.title, [head, *rows]),))
 
     def __repr__(self) -> str:
         """What it is of, in one line."""

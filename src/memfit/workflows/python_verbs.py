@@ -28,6 +28,7 @@ from memfit.records import Record, to_data
 from memfit.records.other_words import describe_word
 from memfit.records.request import Request
 from memfit.records.results import Certificate, Plan, Report, Run
+from memfit.workflows.live_model import check_parameters, read_live
 
 Asked = str | Path | Mapping[str, Any] | Request | Plan
 
@@ -54,7 +55,7 @@ def read_request(asked: Asked, words: Mapping[str, Any]) -> Request:
     Raises InvalidRequest for a word that is none, for two that contradict each other, and for what
     cannot be read.
     """
-    keys = _read_words(words)
+    keys = read_words(words)
     if isinstance(asked, Plan):
         asked = api.state(asked)
     elif isinstance(asked, str | Path) and (path := api.find_plan(Path(asked))):
@@ -79,7 +80,8 @@ def read_request(asked: Asked, words: Mapping[str, Any]) -> Request:
     return api.read_data(data, where="the request")
 
 
-def _read_words(words: Mapping[str, Any]) -> dict[str, Any]:
+def read_words(words: Mapping[str, Any]) -> dict[str, Any]:
+    """The dotted keys of a request that words of Python's set; raises InvalidRequest."""
     given: dict[str, Any] = {}
     changes: dict[str, Any] = {}
     for word, value in words.items():
@@ -130,6 +132,23 @@ def _find_key(word: str, value: object) -> str:
 def plan(asked: Asked, **words: Any) -> Plan:
     """Decide what is left open; `.memory.verdict` is `does_not_fit` where nothing does."""
     return api.plan(read_request(asked, words))
+
+
+def plan_model(model: Any, **words: Any) -> Plan:
+    """Plan a model that is in memory already, or a config: of Hugging Face's, or peft's around one.
+
+    Of a module its method is read, too: all weights trained, some of them, or peft's adapter; a
+    word `method` takes the place of what is read. Raises InvalidRequest where the module is none,
+    or trains other parameters than the method does.
+    """
+    keys, changes = read_live(model), read_words(words)
+    if "method" in changes:
+        keys = {"model": keys["model"]}
+    api.put_all(keys, changes)
+    made = api.plan(api.read_data(keys, where="the model"))
+    if "method" not in changes and "method" in keys:
+        check_parameters(model, made.recipe)
+    return made
 
 
 def predict(asked: Asked, **words: Any) -> Plan:
@@ -188,7 +207,7 @@ def check(
         if not path.is_file():
             raise InvalidRequest(f"cannot read `{path}`: there is no such file")
     data: dict[str, Any] = {}
-    api.put_all(data, _read_words(words))
+    api.put_all(data, read_words(words))
     checked, made = api.check(paths, data, config)
     smaller: tuple[Change, ...] = ()
     if made.memory.verdict != "fits":

@@ -6,7 +6,7 @@ found by halving, else all are tried.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from msgspec import structs
@@ -14,6 +14,8 @@ from msgspec import structs
 from memfit import catalog, families
 from memfit.catalog import CatalogModel
 from memfit.core.errors import Error, InvalidRequest, did_you_mean
+from memfit.core.notebook import draw_tables
+from memfit.core.units import show_bytes
 from memfit.plan.questions.compare import place
 from memfit.plan.request.model_reference import find_reference
 from memfit.plan.request.problem import find_device
@@ -21,6 +23,7 @@ from memfit.plan.search.candidates import node_size
 from memfit.records import Record
 from memfit.records.request import Hardware, Request, Task
 from memfit.records.results import Plan, Verdict
+from memfit.records.tables import Rows, Tabled
 
 GRAIN = 128  # tokens by which a sequence grows
 MOST_ROWS = 4096  # sequences of a micro-batch
@@ -43,7 +46,7 @@ class Tried(Record, frozen=True, kw_only=True):
     because: str
 
 
-class Solved(Record, frozen=True, kw_only=True):
+class Solved(Tabled, frozen=True, kw_only=True):
     """The answer, its plan, and everything tried."""
 
     schema: int = 1
@@ -56,6 +59,19 @@ class Solved(Record, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         """The answer in one line."""
         return f"<Solved {self.field} = {self.value}: {self.because}>"
+
+    def tables(self) -> Mapping[str, Rows]:
+        """See `Tabled`."""
+        return {"tried": self.tried}
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: everything tried, and the plan of the answer."""
+        rows = [
+            (str(one.value), one.verdict, "" if one.needs is None else show_bytes(one.needs))
+            for one in self.tried
+        ]
+        heading = f"{self.field} = {self.value}: {self.because}"
+        return draw_tables(((heading, rows),)) + (self.plan._repr_html_() if self.plan else "")
 
 
 class Try(NamedTuple):
