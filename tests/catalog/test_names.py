@@ -1,5 +1,7 @@
 """Names that people bring: hub ids and mirrors of models, sizes in words, devices in short."""
 
+from pathlib import Path
+
 import pytest
 from msgspec import structs
 
@@ -94,6 +96,12 @@ PUBLISHED = {
     "NousResearch/Llama-2-7b-hf": ("llama-2-7b", (32, 4096, 11008, 32, 32000)),
     "NousResearch/Llama-2-13b-chat-hf": ("llama-2-13b", (40, 5120, 13824, 40, 32000)),
 }  # fmt: skip
+# id, row and the same sizes, as litgpt/config.py @26857050, leliuga/cohere-configurations @84408edf,
+# unslothai/unsloth @015bdef0 (models/mapper.py) and modelscope/ms-swift @3602360a5 have them
+HUB_IDS = [
+    line.split(",")
+    for line in Path(__file__).with_name("hub_ids.csv").read_text(encoding="utf-8").splitlines()
+]
 # ids that look alike and have another shape, other blocks, or weights that nobody trains
 TRAPS = [
     "mistralai/Mathstral-7B-v0.1", "mistralai/Codestral-22B-v0.1",  # no row has their sizes
@@ -129,16 +137,31 @@ def test_a_hub_id_has_the_sizes_of_its_row(name):
     assert own.layers == a.layers
 
 
+def test_every_hub_id_of_the_sources_has_the_sizes_that_they_have_of_it():
+    """Of a mirror, the sizes are those of the model that Unsloth and ms-swift name beside it."""
+    wrong = {}
+    for line in HUB_IDS:
+        name, row, *sizes = line[:7]
+        a = read_model(model_reference.find_reference(name)).architecture
+        found = (a.layers, a.hidden, a.experts.ffn or a.ffn, a.kv_heads, a.vocab)
+        if (catalog.find_model(name).id, *found) != (row, *map(int, sizes)):
+            wrong[name] = found
+    assert not wrong
+
+
 def test_enough_names_are_known():
-    assert len(PUBLISHED) >= 60
-    assert sum("/" in name for name in PUBLISHED) == len(PUBLISHED)
+    names = [line[0].lower() for line in HUB_IDS]
+    assert len(set(names)) == len(names) > 400
+    assert all(name.count("/") == 1 for name in names)
+    accounts = {name.partition("/")[0] for name in names}
+    assert accounts >= {"unsloth", "llm-research", "ai-modelscope", "meta-llama", "qwen", "lmsys"}
 
 
-@pytest.mark.parametrize("row", published_names.PUBLISHED)
+@pytest.mark.parametrize("row", published_names.published_ids())
 def test_every_listed_id_is_of_a_row_and_of_no_other_rows_own(row):
     assert catalog.find_model(row).id == row
     own = {catalog.find_model(m.id).hub.lower() for m in catalog.models()}
-    for each in published_names.PUBLISHED[row]:
+    for each in published_names.published_ids()[row]:
         hub = each.partition("@")[0]
         assert hub.lower() not in own
         assert catalog.find_model(hub).id == row
@@ -159,6 +182,11 @@ def test_a_name_of_another_shape_is_not_resolved(name):
         ("unsloth/Qwen3-8B-GGUF", "GGUF", "qwen3-8b"), ("Qwen/Qwen3-8B-FP8", "FP8", "qwen3-8b"),
         ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "GPTQ", "qwen2.5-7b"),
         ("mlx-community/Llama-3.2-1B-4bit", "MLX", "llama-3.2-1b"),
+        ("https://huggingface.co/unsloth/gemma-2-9b-it-GGUF", "GGUF", "gemma-2-9b"),
+        ("onnx-community/Qwen3-0.6B-ONNX", "ONNX", "qwen3-0.6b"),
+        ("unsloth/Phi-3.5-mini-instruct-GGUF", "GGUF", "phi-3.5-mini-instruct"),
+        ("mlx-community/Qwen3-8B-bf16", "MLX", "qwen3-8b"),
+        ("RedHatAI/Llama-3.3-70B-Instruct-quantized.w4a16", "4 bits", "llama-3.3-70b-instruct"),
         ("someone/else-AWQ", "AWQ", "the model that it was made from"),
     ],
 )  # fmt: skip
@@ -167,6 +195,24 @@ def test_weights_for_inference_are_refused_with_the_reason(name, word, made_from
         model_reference.find_reference(name)
     assert word in caught.value.message
     assert made_from in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["https://huggingface.co/Qwen/Qwen3-8B-Base", "hf.co/Qwen/Qwen3-8B-Base/tree/main",
+     "https://modelscope.cn/models/Qwen/Qwen3-8B-Base"],
+)  # fmt: skip
+def test_a_pages_address_is_its_hub_id(address):
+    assert model_reference.find_reference(address).source == "Qwen/Qwen3-8B-Base"
+    assert "the sizes of `qwen3-8b`" in catalog.describe_model(address)
+
+
+def test_a_mirrors_copy_in_four_bits_of_a_name_of_its_own_is_trained_from_the_original():
+    made = model_reference.find_reference("unsloth/mistral-7b-bnb-4bit")
+    assert made.source == "mistralai/Mistral-7B-v0.1"
+    said = catalog.describe_model("unsloth/mistral-7b-bnb-4bit")
+    assert "whose weights memfit quantises itself" in said
+    assert model_reference.find_reference("unsloth/yi-6b").source == "01-ai/Yi-6B"
 
 
 def test_weights_are_those_of_the_name_and_positions_too():

@@ -146,6 +146,7 @@ def find_model_reference(name: str) -> ModelReference:
 
 def describe_model(name: str) -> str:
     """Which row is taken for a name that is no row's own, in words; "" for a row's own name."""
+    name = strip_address(name)
     named = _name(name)
     if not named.hub and _begins(name) == named.row:
         return ""
@@ -159,6 +160,11 @@ def describe_model(name: str) -> str:
     others = [each.row for each in _in_words(name) if each.row != named.row]
     alike = f"; {' and '.join(others)} has the same sizes" if others else ""
     return f"`{name}` is taken as `{named.row}`{alike}"
+
+
+def strip_address(name: str) -> str:
+    """The hub id of a page's address; any other name as it is."""
+    return published_names.strip_address(name)
 
 
 @cache

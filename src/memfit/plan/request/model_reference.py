@@ -19,11 +19,15 @@ HUB_SECONDS = 3.0  # for a config.json of some kilobytes; a plan is not kept wai
 
 
 def find_reference(model: str | dict[str, Any]) -> ModelReference:
-    """A catalogue name, a folder with config.json, a config.json, its content, or a hub id."""
+    """A catalogue name, a folder with config.json, a config.json, its content, or a hub id.
+
+    Of a hub id, the page's address may be given.
+    """
     if isinstance(model, dict):
         return ModelReference(
             name=model.get("name", "model"), source="", config=_config(model, "request")
         )
+    model = catalog.strip_address(model)
     path = Path(model).expanduser()
     if path.is_dir() or path.name == "config.json":
         return _read_folder(path.parent if path.name == "config.json" else path)
