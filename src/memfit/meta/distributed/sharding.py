@@ -288,6 +288,8 @@ class Unit:
         dtype = sharding.wide or grads[0].dtype
         part = sum(sharding.padded(grad.shape) for grad in grads)
         entering = empty(meter, (part * sharding.shards,), dtype, Kind.REDUCE_SCATTER)
+        # a loop's variable of torch's `foreach_reduce` (2.11 to 2.13): alive until that returns
+        last = grads[-1] if sharding.shards > 1 else None
         grads.clear()
         with meter.on_stream(REDUCING):
             reduced = empty(meter, (part,), dtype, Kind.REDUCE_SCATTER)
@@ -297,6 +299,7 @@ class Unit:
                 self._reduced = reduced
             if trained[0].dtype != dtype:
                 reduced = empty(meter, (part,), trained[0].dtype, Kind.REDUCE_SCATTER)
+        del last
         shared.reducing.append(entering)
         if sharding.on_host:
             return

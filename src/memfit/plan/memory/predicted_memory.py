@@ -22,6 +22,7 @@ from memfit.meta.workspace import find_grid, product_workspace
 from memfit.parallelism.pipeline import shown_micro_batches, stage_model
 from memfit.parallelism.shards import cut_model, fullest_rank
 from memfit.plan.memory.explain import explain
+from memfit.plan.memory.saving import highest_gather
 from memfit.plan.simulate.blocks import (
     AFTER_PRODUCT,
     ROUNDING,
@@ -258,15 +259,16 @@ class Outline:
         self.around = around_micro_batches(model, recipe, device, rank)
         self.answers = find_answers(self.setting)
         self.evaluation = find_answers(without_history(self.setting))
+        gathered = highest_gather(model, recipe, rank)
+        self.saving = hold((Kind.TEMPORARY, "model"), gathered, device)
 
     def passes(self, recipe: Recipe) -> list[Passes]:
         """The segments of the first micro-batch, and of a later one where there is any."""
         return self._ask(self.answers, recipe)
 
     def evaluating(self, recipe: Recipe) -> list[Passes]:
-        """The segments of two evaluated micro-batches, as large as trained ones."""
-        passes = self._ask(self.evaluation, recipe)
-        return [passes[0], passes[-1]] if self.setting.stages is None else passes
+        """The segments of an evaluated micro-batch, as large as a trained one."""
+        return self._ask(self.evaluation, recipe)
 
     def _ask(self, answers: Answers, recipe: Recipe) -> list[Passes]:
         def general(rows: int, tokens: int) -> Batch:
@@ -304,7 +306,7 @@ def without_history(setting: Setting) -> Setting:
         outside=frozen(setting.outside),
         runs=runs,
         adapter_dropout=False,
-        accumulates=setting.sharding is not None,  # the head stays gathered after the first
+        accumulates=False,  # after each of them the trainer frees what is gathered
         again=False,
         in_backward=None,
         evaluates=True,
@@ -374,7 +376,8 @@ class _Step:
         self._evaluate()
         level.live = held
         level.total = sum(n for part, n in held.items() if part != ROUNDING)
-        level.note(Phase.SAVE)  # the tensors of a checkpoint are there already
+        # the tensors of a checkpoint are there already; those of the model's files are gathered
+        level.note(Phase.SAVE, self.outline.saving)
 
     def _evaluate(self) -> None:
         """Two held-out micro-batches: at the second, the first one's results are there."""
@@ -388,7 +391,8 @@ class _Step:
                     self._walk(one, Phase.EVALUATE, Phase.EVALUATE, Phase.EVALUATE)
                 level.add(inputs, -1)
             return
-        for passes in passes_:
+        for _ in range(2):
+            (passes,) = passes_
             level.add(inputs)
             for segments in (passes.forward, passes.loss):
                 for stretch, times in expand(segments, self.outline.counts):

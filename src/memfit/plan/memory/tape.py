@@ -36,6 +36,7 @@ from memfit.plan.memory.predicted_memory import (
     without_shape,
     worst_batch,
 )
+from memfit.plan.memory.saving import gather_chains
 from memfit.plan.simulate.blocks import AFTER_PRODUCT
 from memfit.plan.simulate.setting import Batch, Mark, Recording, Setting
 from memfit.plan.step_time.pipeline.orders import Piece
@@ -118,7 +119,7 @@ def _record(setting: Setting, batch: Batch) -> Recording:
 
 
 def write_tape(model: Model, recipe: Recipe, device: Device) -> Tape:
-    """Load, two optimizer steps and an evaluation of the fullest rank, event by event."""
+    """Load, two optimizer steps, an evaluation and a save of the fullest rank, event by event."""
     return _Writer(model, recipe, device, find_fullest(model, recipe, device)[0]).write()
 
 
@@ -126,7 +127,7 @@ class _Writer:
     """Writes the tape of one recipe; storages are numbered as they are born."""
 
     def __init__(self, model: Model, recipe: Recipe, device: Device, rank: int) -> None:
-        self.recipe, self.device = recipe, device
+        self.model, self.recipe, self.device, self.rank = model, recipe, device, rank
         self.local = local_model(model, recipe.parallel, rank)
         self.whole = cut_model(stage_model(model, recipe.parallel, rank), recipe.parallel)
         self.trainable = [w.spec for w in self.local.weights if w.trainable]
@@ -153,6 +154,7 @@ class _Writer:
                 self._update()
             self._end_step(recording, alive)
         self._evaluate(_record(without_history(self.setting), batch))
+        self._save()
         return Tape(self.events, self.marks, self.phases)
 
     def enter(self, phase: Phase) -> None:
@@ -301,7 +303,7 @@ class _Writer:
         return norm
 
     def _evaluate(self, recording: Recording) -> None:
-        """Two held-out micro-batches; then the tensors of a checkpoint, which are there."""
+        """Two held-out micro-batches, after each of which gathered weights are freed."""
         self.enter(Phase.EVALUATE)
         pieces = list(_pieces(recording, without_history(self.setting), first=True))
         for _ in range(2):
@@ -310,7 +312,17 @@ class _Writer:
                 self._play(recording.meter, piece.start, piece.stop, alive)
             for storages in alive.values():
                 self.drop(storages)
+
+    def _save(self) -> None:
+        """The tensors of a checkpoint are there; of the model's files each rank gathers all."""
         self.enter(Phase.SAVE)
+        for chain in gather_chains(self.model, self.recipe, self.rank):
+            before = 0
+            for nbytes in chain:
+                made = self.hold(nbytes)
+                self.drop([before])
+                before = made
+            self.drop([before])
 
 
 class _Piece(NamedTuple):

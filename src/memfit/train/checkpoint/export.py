@@ -113,6 +113,7 @@ def gather_files(built: Built, *, keep: bool) -> Iterator[tuple[str, dict[str, T
         with torch.no_grad():
             tensor = receive(built.model, built.recipe, name, gather(shard))
         if not keep:
+            del tensor  # or it would be there while the next one is gathered
             continue
         parts = file_parts(name, tuple(tensor.shape), family) if file_of else [Part(name, ())]
         for part in parts:
