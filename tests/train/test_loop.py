@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def request_(tmp_path_factory):
     root = tmp_path_factory.mktemp("text")
-    data, held_out = write_text(root / "data"), write_text(root / "held_out", 3)
+    data, held_out = write_text(root / "data"), write_text(root / "held_out", 12)
     task = Task(data=str(data), evaluation=str(held_out))
     return Request(model=CONFIG, task=task)
 
@@ -178,18 +178,61 @@ def test_the_log_has_one_line_a_step(go, tmp_path):
     assert run.steps_done == 6
 
 
-def test_an_evaluation_costs_a_twentieth_of_the_run_and_reads_the_same_tokens(go):
+def test_an_evaluation_costs_a_twentieth_of_the_run_and_reads_the_same_tokens(go, tmp_path):
     # 20 steps of 128 tokens, evaluated 10 times: 38 tokens each, so at least the global batch
     recipe = tiny_recipe(steps=20)
     run = go(recipe, "short", cadence=Cadence(save_every=20))
-    assert "the first 128 held-out tokens" in run.measurements["loss.evaluation"].counter
-    rare = go(recipe, "rare", cadence=Cadence(save_every=20, evaluate_every=10))
-    assert "the first 192 held-out tokens" in rare.measurements["loss.evaluation"].counter
+    rows = [
+        json.loads(line) for line in (tmp_path / "short" / "log.jsonl").read_text().splitlines()
+    ]
+    evaluated = [row for row in rows if "evaluation_loss" in row]
+    assert {row["evaluation_whole"] for row in evaluated[:-1]} == {False}
+    (sampled,) = {row["evaluation_targets"] for row in evaluated[:-1]}
+    assert 96 < sampled <= 128
+    assert evaluated[-1]["evaluation_whole"]
     stated = Cadence(save_every=20, evaluate_every=10, evaluate_tokens=128)
-    same = dict(go(recipe, "same", cadence=stated).evaluations)
-    assert same.items() <= dict(run.evaluations).items()
+    same = go(recipe, "same", cadence=stated)
+    assert dict(same.evaluations)[10] == dict(run.evaluations)[10]
+    counter = same.measurements["loss.evaluation"].counter
+    assert counter.startswith(f"a fixed sample of {sampled} held-out tokens, standard error ")
     fewer = go(recipe, "fewer", cadence=replace(stated, evaluate_tokens=64))
-    assert dict(fewer.evaluations)[20] != same[20]
+    assert dict(fewer.evaluations)[20] != dict(same.evaluations)[20]
+
+
+def test_the_reported_loss_is_of_everything_held_out_by_default(go, request_, cache, tmp_path):
+    """Of the saved model, one document after the other, through Hugging Face's class."""
+    run = go(tiny_recipe(steps=20), cadence=Cadence(save_every=20))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    corpus = read_data(request_, tiny_recipe().model, cache).held_out
+    losses = []
+    with torch.no_grad():
+        for start, stop in zip(corpus.offsets, corpus.offsets[1:], strict=False):
+            ids = torch.from_numpy(corpus.tokens[start:stop].astype("int64"))[None]
+            width = tiny_recipe().sequence_length
+            for first in range(0, ids.shape[1] - 1, width):  # rows cut documents
+                part = ids[:, first : first + width + 1]
+                logits = model(part[:, :-1]).logits[0]
+                losses.append(
+                    torch.nn.functional.cross_entropy(logits, part[0, 1:], reduction="none")
+                )
+    losses = torch.cat(losses)
+    measured = run.measurements["loss.evaluation"]
+    assert measured.counter.startswith(f"all {len(losses):,} held-out tokens, standard error ")
+    assert measured.value == pytest.approx(float(losses.mean()), rel=0.01)
+    # tokens of one micro-batch are alike: more than were they independent of each other
+    alone = float(losses.std()) / len(losses) ** 0.5
+    assert alone < measured.spread < 4 * alone
+
+
+def test_runs_of_other_seeds_are_evaluated_on_the_same_sample(request_, cache):
+    data = read_data(request_, tiny_recipe().model, cache)
+    read = []
+    for seed in (0, 1, 2):
+        _, held_out = build_samplers(request_, tiny_recipe(seed=seed), data)
+        read.append([m.input_ids.tolist() for m in held_out.all_once(64)])
+        assert not held_out.reads_all(64)
+        assert held_out.reads_all(10**9)
+    assert read[0] == read[1] == read[2]
 
 
 def test_a_finished_run_is_returned_as_it_is(go, tmp_path):

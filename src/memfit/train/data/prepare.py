@@ -132,4 +132,6 @@ def build_samplers(
     training = build_sampler(data.training, recipe, request.task.data, rank)
     if data.held_out is None:
         return training, None
-    return training, build_sampler(data.held_out, recipe, request.task.evaluation, rank)
+    # the order of what is held out, and so the rows of a sample, are the same for every seed
+    same = replace(recipe, seed=0)
+    return training, build_sampler(data.held_out, same, request.task.evaluation, rank)

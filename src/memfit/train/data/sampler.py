@@ -102,6 +102,10 @@ class Sampler:
         mine = self._rank * self._micro
         return (self._batch(first + mine, below=count) for first in rounds)
 
+    def reads_all(self, tokens: int) -> bool:
+        """Whether `all_once` of so many tokens reads every row."""
+        return not tokens or self._first_rows(tokens) >= self._count_once()
+
     def _first_rows(self, tokens: int) -> int:
         """How many rows hold at least so many tokens and something to predict; pairs stay whole."""
         count, read, told, each = 0, 0, False, 2 if self._pairs else 1

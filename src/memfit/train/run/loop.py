@@ -326,7 +326,9 @@ def _advance(session: Session, built: Built, log: Log, index: int) -> None:
     if session.held_out is not None and (
         last or step % session.every(session.cadence.evaluate_every) == 0
     ):
-        row |= _evaluate(session, built, session.held_out)
+        # the last one is what is reported: of all that is held out, unless so many tokens are stated
+        tokens = session.cadence.evaluate_tokens if last else evaluation_tokens(session)
+        row |= _evaluate(session, built, session.held_out, tokens)
     log.write(row)
     session.progress.show(
         Moment(
@@ -426,21 +428,36 @@ def _read_norm(
     return norm
 
 
-def _evaluate(session: Session, built: Built, held_out: Sampler) -> dict[str, float]:
-    """Mean loss over the first held-out tokens, the same each time; of pairs, rewards too."""
-    total, count, rewards = 0.0, 0, Rewards()
+def _evaluate(
+    session: Session, built: Built, held_out: Sampler, tokens: int
+) -> dict[str, float | bool]:
+    """Mean loss over the first held-out tokens, the same each time; of pairs, rewards too.
+
+    tokens: how many, 0 for all. The standard error is of a mean over micro-batches that differ in
+    their targets (Cochran, Sampling Techniques, 1977, eq. 6.4); unknown from a single one.
+    """
+    sums, counts, rewards = list[float](), list[int](), Rewards()
     session.meter.mark().enter(Phase.EVALUATE)
-    for micro in held_out.all_once(evaluation_tokens(session)):
+    for micro in held_out.all_once(tokens):
         mine = (0.0, 0.0)
         if micro.targets or session.ranks.size > 1:  # FSDP2's ranks run together
             loss, targets = evaluate(built, to_batch(micro, built.device), rewards)
             mine = float(loss), float(targets)
         for its_loss, its_targets in session.gather(*mine):
             if its_targets:
-                total += its_loss
-                count += int(its_targets)
+                sums.append(its_loss)
+                counts.append(int(its_targets))
     session.compare()
-    found = {"evaluation_loss": total / count}
+    count = sum(counts)
+    mean = sum(sums) / count
+    found: dict[str, float | bool] = {
+        "evaluation_loss": mean,
+        "evaluation_targets": count,
+        "evaluation_whole": held_out.reads_all(tokens),
+    }
+    if (many := len(counts)) > 1:
+        off = sum((total - mean * n) ** 2 for total, n in zip(sums, counts, strict=True))
+        found["evaluation_error"] = math.sqrt(off * many / (many - 1)) / count
     if rewards.sums is not None:
         named = name_rewards(rewards.sums, count)
         found |= {f"evaluation_{name}": value for name, value in named.items()}
@@ -451,9 +468,11 @@ def _evaluate_rounding(session: Session, built: Built) -> dict[str, float]:
     """Of weights that will be rounded: held-out losses as they are, and rounded as they are."""
     if session.held_out is None or not session.recipe.qat:
         return {}
+    # over the same rows as the last evaluation, which is what both are compared with
+    tokens = session.cadence.evaluate_tokens
     with unrounded(built.model):
-        plain = _evaluate(session, built, session.held_out)["evaluation_loss"]
-    rounded = _evaluate(session, built, session.held_out)["evaluation_loss"]
+        plain = _evaluate(session, built, session.held_out, tokens)["evaluation_loss"]
+    rounded = _evaluate(session, built, session.held_out, tokens)["evaluation_loss"]
     return {"loss_unrounded": plain, "loss_rounded": rounded}
 
 

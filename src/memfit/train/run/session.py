@@ -46,9 +46,9 @@ class Cadence(Record, frozen=True, kw_only=True):
 
     save_every: int = 0
     evaluate_every: int = 0
-    evaluate_tokens: int = (
-        0  # held-out tokens of one evaluation; 0: what a twentieth of time allows
-    )
+    # held-out tokens of each evaluation; 0: all after the last step, and before it what a twentieth
+    # of the run's time allows
+    evaluate_tokens: int = 0
     watch_every: int = 20  # CPU: a step whose tensors are all counted; the first three are, too.
     # Many ranks: at least so many between two steps whose collectives are looked at
 
@@ -132,13 +132,23 @@ class Session:
 
 
 def evaluation_tokens(session: Session) -> int:
-    """At least one global batch; in a long run, what a twentieth of its time allows."""
+    """Held-out tokens of an evaluation during training: at least one global batch; in a long run,
+    what a twentieth of its time allows."""
     recipe, cadence = session.recipe, session.cadence
     if cadence.evaluate_tokens:
         return cadence.evaluate_tokens
     batch = recipe.global_batch * recipe.sequence_length
     times = -(-recipe.steps // session.every(cadence.evaluate_every))
     return max(batch, round(EVALUATED * batch * recipe.steps / times))
+
+
+def _describe_held_out(session: Session, row: dict[str, Any]) -> str:
+    """What an evaluation read, and how far another sample as large may lie."""
+    unit = "pairs" if session.recipe.prefers else "tokens"
+    count = row["evaluation_targets"]
+    read = f"all {count:,}" if row["evaluation_whole"] else f"a fixed sample of {count:,}"
+    error = row.get("evaluation_error")
+    return f"{read} held-out {unit}" + (f", standard error {error:.2g}" if error else "")
 
 
 def write_run(session: Session, done: int, *, finished: bool) -> Run:
@@ -167,11 +177,14 @@ def write_run(session: Session, done: int, *, finished: bool) -> Run:
             f" {session.recipe.quantisation.outlier_share:.2%}",
         )
     unit = "nats/pair" if session.recipe.prefers else "nats/token"
-    held_out = f"the first {evaluation_tokens(session)} held-out tokens, the same each time"
+    evaluated = [r for r in rows if "evaluation_loss" in r]
+    held_out = _describe_held_out(session, evaluated[-1]) if evaluated else ""
     if rows:
         found["loss.final"] = _measured(rows[-1]["loss"], unit, "the last step's batch")
     if evaluations:
-        found["loss.evaluation"] = _measured(evaluations[-1][1], unit, held_out)
+        error = evaluated[-1].get("evaluation_error", 0.0)
+        measured = _measured(evaluations[-1][1], unit, held_out)
+        found["loss.evaluation"] = replace(measured, spread=error)
     found |= _measure_rewards(rows, held_out)
     if rows and "loss_rounded" in rows[0] and evaluations:
         kind = session.recipe.qat
