@@ -15,8 +15,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from memfit.base_formats import list_base_formats
 from memfit.accuracy.plausible import check_run
+from memfit.base_formats import list_base_formats
 from memfit.core.errors import InvalidRequest
 from memfit.records import Record, from_data, to_data, write_atomically
 from memfit.records.recipe import Recipe

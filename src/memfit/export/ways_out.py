@@ -9,6 +9,7 @@ from memfit.core import units
 from memfit.core.errors import DoesNotFit, Error
 from memfit.core.wording import VERDICTS
 from memfit.export.settle import settle
+from memfit.optimizers import optimizers
 from memfit.plan.questions.ways_out import find_ways_out, type_options
 from memfit.records.recipe import ADAPTED
 from memfit.records.request import Request, change
@@ -52,13 +53,16 @@ def find_ways(request: Request, nearest: Plan, target: Target) -> list[str]:
 
 def _rounded(request: Request, target: Target) -> list[str]:
     """The same training with optimizer states of 8 bits, where the weights are all trained."""
-    if request.method in ADAPTED or request.optimizer.name not in ("auto", "adamw"):
+    own = "adamw" if request.optimizer.name == "auto" else request.optimizer.name
+    smaller = optimizers.find(own).low_bit_form
+    if request.method in ADAPTED or not smaller:
         return []
-    changes = {"optimizer.name": "adamw8bit"}
+    changes = {"optimizer.name": smaller}
     try:
         plan = settle(change(request, changes), target).job.plan
     except Error:
         return []
     if plan.memory.verdict != "fits":
         return []
-    return [f"`{shlex.join(type_options(changes))}` (states of 8 bits)"]
+    bits = optimizers.find(smaller).state_bits
+    return [f"`{shlex.join(type_options(changes))}` (states of {bits} bits)"]

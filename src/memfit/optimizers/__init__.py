@@ -37,6 +37,14 @@ class OptimizerFamily(ABC):
     unsharded_only: ClassVar[tuple[str, ...]] = ()
     updates_parts: ClassVar[bool] = False  # proven on shards of what ranks share (`parallel.tp`)
     updates_stages: ClassVar[bool] = False  # proven on the stages of a pipeline (`parallel.pp`)
+    updates_on_host: ClassVar[bool] = False  # proven on shards that wait there (`offload`)
+    # implementations of which torchao has a form whose states are on the host (`offload`)
+    offloaded: ClassVar[tuple[str, ...]] = ()
+    rounds_by_chance: ClassVar[bool] = False  # can round updated bf16 weights stochastically
+    second_moments: ClassVar[bool] = False  # keeps an average of squared gradients an element
+    state_bits: int = 0  # of an element of a large state; 0: those of its parameter
+    low_bit_form: ClassVar[str] = ""  # the optimizer of the same updates with coded states
+    rate_of_adamws: ClassVar[float] = 1.0  # the usual learning rate, of AdamW's
     unsharded_because: ClassVar[str] = "torch's DTensor (2.13) cannot run its operators"
 
     @abstractmethod

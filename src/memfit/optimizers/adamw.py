@@ -24,6 +24,10 @@ class AdamW(OptimizerFamily):
 
     updates_parts = True
     updates_stages = True
+    updates_on_host = True
+    offloaded = ("fused",)
+    second_moments = True
+    low_bit_form = "adamw8bit"
     implementations = ("fused", "foreach", "loop")
 
     def state(self, local: TensorSpec, settings: Optimizer) -> tuple[TensorSpec, ...]:

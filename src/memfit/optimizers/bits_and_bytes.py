@@ -35,10 +35,12 @@ class BitsAndBytesAdamW(OptimizerFamily):
     state_while_updating = ("fused",)
     cuda_only = ("fused",)
     unsharded_only = ("fused",)
+    second_moments = True
     unsharded_because = "bitsandbytes' kernels know no shards (bitsandbytes issue 1633)"
 
     def __init__(self, *, paged: bool, bits: int = 8) -> None:
         self.paged, self.bits = paged, bits
+        self.state_bits = bits if bits == 8 else 0
         if paged:
             self.bounds = (
                 "paged states are in CUDA's managed memory, outside the allocator: on the device"

@@ -31,10 +31,13 @@ class LowBitAdamW(OptimizerFamily):
     implementations = ("fused", "loop")
     state_while_updating = ("fused", "loop")
     cuda_only = ("fused",)
+    rounds_by_chance = True
+    second_moments = True
 
     def __init__(self, class_name: str, code: Code) -> None:
         self.class_name = class_name
         self.code = code
+        self.state_bits = 0 if code.bits == PLAIN else code.bits
 
     def state(self, local: TensorSpec, settings: Optimizer) -> tuple[TensorSpec, ...]:
         """See `OptimizerFamily.state`."""
@@ -114,7 +117,7 @@ class LowBitAdamW(OptimizerFamily):
 
 def can_round(name: str) -> bool:
     """Whether an optimizer can round updated bf16 weights by chance; `auto` is torch's AdamW."""
-    return isinstance(optimizers.find(name if name != "auto" else "adamw"), LowBitAdamW)
+    return optimizers.find(name if name != "auto" else "adamw").rounds_by_chance
 
 
 def implementations(name: str) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ class Sgd(OptimizerFamily):
 
     updates_parts = True
     updates_stages = True
+    updates_on_host = True
     implementations = ("fused", "foreach", "loop")
     state_while_updating = ("loop",)
     unsharded_only = ("fused",)

@@ -9,12 +9,11 @@ Of many ranks FSDP2's CPUOffloadPolicy keeps the shards of weights, gradients an
 from __future__ import annotations
 
 from memfit.core.errors import InvalidRequest
-from memfit.optimizers import find_optimizer
+from memfit.optimizers import find_optimizer, optimizers, optimizers_that
 from memfit.records.model import Model
 from memfit.records.recipe import Recipe
 
 KEPT = 4096  # elements; smaller weights are updated on the device
-ON_HOST = ("adamw", "sgd")  # optimizers of shards that wait there
 COPIES = 4  # on the host, pinned: weights, gradients and both moments
 
 
@@ -37,7 +36,7 @@ def offload_lack(recipe: Recipe, *, cpu: bool) -> tuple[str, str] | None:
         return "the device is a CPU, whose memory the states are in already", "`offload: none`"
     if recipe.offload == "parameters":
         return _shards_lack(recipe)
-    if settings.name != "adamw" or settings.implementation != "fused":
+    if settings.implementation not in optimizers.find(settings.name).offloaded:
         return (
             f"`{settings.name}` ({settings.implementation}) has no offloaded form",
             "`optimizer: {name: adamw, implementation: fused}`",
@@ -67,8 +66,9 @@ def _shards_lack(recipe: Recipe) -> tuple[str, str] | None:
         )  # fmt: skip
     if settings.in_backward:
         return "the host updates after backward", "`optimizer.in_backward: false`"
-    if settings.name not in ON_HOST:
-        others = " or ".join(f"`optimizer.name: {name}`" for name in ON_HOST)
+    if not find_optimizer(settings).updates_on_host:
+        known = optimizers_that("updates_on_host")
+        others = " or ".join(f"`optimizer.name: {name}`" for name in known)
         return f"`{settings.name}` is not proven on the host's shards", others
     return None
 

@@ -13,6 +13,7 @@ from typing import Any
 from memfit.base_formats import is_coded, offered_formats
 from memfit.core import units
 from memfit.core.errors import Error
+from memfit.optimizers import find_optimizer
 from memfit.plan.frameworks import Framework
 from memfit.plan.request.problem import Problem, divisors, read_problem
 from memfit.plan.search.choice import Choice, Found
@@ -91,8 +92,9 @@ def _inexact(problem: Problem, recipe: Recipe) -> Iterator[dict[str, Any]]:
     if recipe.precision != "bf16" or recipe.optimizer.stochastic_rounding:
         pure = {"optimizer.name": "adamw"} if request.optimizer.name != "auto" else {}
         yield {"precision": "bf16", **pure}
-    if recipe.optimizer.name == "adamw" and not recipe.adapted:
-        yield {"optimizer.name": "adamw8bit"}
+    smaller = find_optimizer(recipe.optimizer).low_bit_form
+    if smaller and not recipe.adapted:
+        yield {"optimizer.name": smaller}
 
 
 def _row(

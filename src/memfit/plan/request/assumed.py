@@ -13,12 +13,12 @@ from typing import NamedTuple
 from memfit import catalog
 from memfit.core import units
 from memfit.core.errors import InvalidRequest
+from memfit.optimizers import optimizers
 from memfit.plan.request.data_size import DataSize, estimate_data
 from memfit.records.recipe import Recipe
 from memfit.records.request import LoraRequest, Request, Task
 
 ASSUMED_STEPS = 1000  # where neither a length nor data is given
-PLAIN_MOMENTS = ("adamw", "adamwbf16")  # optimizers whose second moments are stored as weights are
 MOST_BETA2 = 0.995  # a change of 1 - beta2 is lost below half of bf16's last digit, 1/256
 PURE = "no fp32 copy of weights or states"
 
@@ -119,10 +119,10 @@ def _describe_adapter(request: Request, recipe: Recipe) -> str:
 
 def describe_storage(request: Request, recipe: Recipe) -> str:
     """How weights, gradients and states are stored, where that is left open or is pure bf16."""
-    own = recipe.optimizer
+    own, family = recipe.optimizer, optimizers.find(recipe.optimizer.name)
     if is_pure(recipe):
         fault = "updates below 1/256 of a weight are lost"
-        if own.name in PLAIN_MOMENTS and own.beta2 > MOST_BETA2:
+        if family.second_moments and not family.state_bits and own.beta2 > MOST_BETA2:
             fault = f"second moments stall at beta2 {own.beta2:g}, {fault}"
         if recipe.adapted:
             return f"adapters and their states in bf16, {PURE}: {fault}"
@@ -130,8 +130,7 @@ def describe_storage(request: Request, recipe: Recipe) -> str:
     if request.precision != "auto" and (not recipe.adapted or request.base_format != "auto"):
         return ""
     trained = "bf16" if recipe.trainable_dtype == "bfloat16" else "fp32"
-    states = {"adamw8bit": "8 bits", "adamwfp8": "8 bits", "adamw4bit": "4 bits"}
-    states_in = states.get(own.name, trained)
+    states_in = f"{family.state_bits} bits" if family.state_bits else trained
     rounded = ", updates rounded by chance" if own.stochastic_rounding else ""
     products = f"; products in {recipe.compute_dtype}" if recipe.autocast else ""
     if recipe.adapted:

@@ -440,9 +440,15 @@ def _freeze(request: Request, problem: Problem) -> Freeze:
 
 def find_rate(request: Request, reference: ModelReference, model: Model, method: Method) -> float:
     """The learning rate asked for, else the usual one of such a training."""
-    rate = request.optimizer.learning_rate
-    if rate != "auto":
-        return rate
+    own = request.optimizer
+    if own.learning_rate != "auto":
+        return own.learning_rate
+    name = "adamw" if own.name == "auto" else own.name
+    return optimizers.find(name).rate_of_adamws * _usual_rate(request, reference, model, method)
+
+
+def _usual_rate(request: Request, reference: ModelReference, model: Model, method: Method) -> float:
+    """AdamW's, which Muon's updates are scaled to."""
     if find_weights(request, reference) == "random":
         return 1e-3 if _count(model) < 50_000_000 else 3e-4
     if request.task.objective == "dpo":  # as the alignment handbook's recipes

@@ -16,7 +16,7 @@ from memfit.core.errors import InvalidRequest
 from memfit.families.capabilities.added import can_select
 from memfit.families.capabilities.compiled import why_not_compiled
 from memfit.families.capabilities.lean import find_lean
-from memfit.optimizers import default_implementation, optimizers
+from memfit.optimizers import default_implementation, find_optimizer, optimizers
 from memfit.optimizers.low_bit import can_round
 from memfit.optimizers.shared.in_backward import refuse_in_backward
 from memfit.optimizers.shared.offloaded import offload_lack
@@ -226,9 +226,9 @@ def _inexact(problem: Problem, recipe: Recipe) -> Iterator[Recipe]:
             other = first_recipe(alone, method=method, precision=precision)
             yield replace(other, **{k: getattr(recipe, k) for k in KEPT})
     yield from _quantised(problem, recipe)
-    if recipe.optimizer.name == "adamw":
-        coded = default_implementation("adamw8bit", cuda=not problem.device.is_cpu)
-        yield _with_optimizer(problem, recipe, name="adamw8bit", implementation=coded)
+    if smaller := find_optimizer(recipe.optimizer).low_bit_form:
+        coded = default_implementation(smaller, cuda=not problem.device.is_cpu)
+        yield _with_optimizer(problem, recipe, name=smaller, implementation=coded)
     if recipe.optimizer.name != "sgd":
         other = _with_optimizer(problem, recipe, name="sgd")
         if not _runs(problem, other):
