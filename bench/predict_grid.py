@@ -9,7 +9,7 @@ with rows of earlier runs (their `.partial`, or their results): a row's trace is
 that traces is unchanged to the byte (what of the package a trace may import, and the libraries'
 versions), and is predicted anew.
 
-Exits 1 when a limit of the README is missed: median 0.5 %, maximum 2 % of peak allocated,
+Exits 1 when a limit of docs/trust.md is missed: median 0.5 %, maximum 2 % of peak allocated,
 and 5 % of every component above 16 MiB at every phase's peak. Rows of compiled blocks stand apart:
 their certificate runs a block's graph operator by operator, which bounds from above what the
 compiler's fused kernels hold meanwhile, and the prediction is of lean blocks.
@@ -260,7 +260,7 @@ def summary(rows: list[Result]) -> str:
 
 
 def keeps_limits(rows: list[Result]) -> bool:
-    """Whether all are within the limits that the README names; see the top for those left out."""
+    """Whether all are within the limits at the top, which also says what is left out."""
     rows = [row for row in rows if not is_bounded(row)]
     if not rows:
         return True
@@ -275,7 +275,7 @@ def is_bounded(row: Result) -> bool:
 
 
 def claim(rows: list[Result]) -> str:
-    """The README's line of these rows; those of compiled blocks stand apart in it."""
+    """The line of docs/trust.md on these rows; those of compiled blocks stand apart in it."""
     apart = [row["error"] for row in rows if is_bounded(row)]
     rows = [row for row in rows if not is_bounded(row)]
     families = {row["family"] for row in rows}

@@ -1,7 +1,8 @@
 """Write the documentation that is generated: docs/cli.md, from the commands' own --help,
 docs/workspaces.md, from the table of what CUDA kernels allocate, docs/frameworks.md, from what each
 framework's file declares, docs/techniques.md and docs/numerics.md, from the .toml beside them,
-docs/notebook.ipynb, whose cells are run,
+docs/notebook.ipynb, whose cells are run, docs/answer.svg, which is a real screen, docs/trust.md and
+README's figures,
 docs/peers.md, docs/ladder.md, docs/founding.md and docs/scaling.md with their pictures, from
 bench/results, docs/gpu.md, from what `make gpu` measured, the table of layers in
 docs/ARCHITECTURE.md, the indexes of tests, bench and scripts, and docs/accuracy.md with its plot
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import accuracy_page
 import accuracy_time_page
+import answer_picture
 import click
 import founding_page
 import frameworks_page
@@ -73,11 +75,11 @@ def help_of(command: click.Command, name: str, parent: click.Context | None = No
 def command_line() -> str:
     """docs/cli.md."""
     top = click.Context(app, info_name="memfit", terminal_width=80, **app.context_settings)
-    parts = [HEAD, f"```\n{help_of(app, 'memfit')}\n```\n"]
+    parts = [HEAD, f"```text\n{help_of(app, 'memfit')}\n```\n"]
     for verb in VERBS:
         command = app.get_command(top, verb)
         assert command is not None
-        parts.append(f"## memfit {verb}\n\n```\n{help_of(command, verb, top)}\n```\n")
+        parts.append(f"## memfit {verb}\n\n```text\n{help_of(command, verb, top)}\n```\n")
     return "\n".join(parts)
 
 
@@ -137,7 +139,8 @@ def main() -> None:
         DOCS / "time.md": time_page.page(times),
         accuracy_time_page.FIGURES: accuracy_time_page.record(times),
         DOCS / "accuracy.svg": accuracy_page.plot(found),
-        trust_table.README: trust_table.write(found, times),
+        **trust_table.pages(found, times),
+        answer_picture.PICTURE: answer_picture.picture(),
         accuracy_page.FIGURES: accuracy_page.record(found),
         time_range.FILE: records.to_json(time_errors.errors_of(times)) + "\n",
         folklore.FILE: records.to_json(list(rules)) + "\n",

@@ -255,7 +255,7 @@ def _rates(row: Row) -> Iterator[Finding]:
 
 def claims(published: float) -> tuple[Claim, ...]:
     """All of them; published: within what 90 % of published runs are predicted."""
-    certified, proof = "README.md", "certificate"
+    certified, proof = "docs/trust.md", "certificate"
     numbers = {"peak_allocated": "allocated bytes", "peak_reserved": "reserved bytes",
                "device_total": "bytes of the device"}  # fmt: skip
     of_numbers = [

@@ -28,7 +28,8 @@ Three commands lead from nothing to the first committed row. The first and the l
 repository is, the second where the GPU is, with torch, transformers and peft and without a network;
 what else is needed travels in `build/gpu-pack`, which is at most 60 MiB together with the source.
 
-```
+<!-- not run: it needs a GPU -->
+```sh
 make gpu-pack                        # wheels for Python 3.12 on Linux, into build/gpu-pack
 make gpu OUT=results                 # on the machine with the GPU, in a copy of this folder
 make gpu-land FROM=results COMMIT=1  # rows, runs and documents; COMMIT=1 commits them
@@ -222,7 +223,7 @@ def _slices() -> str:
 
 
 def trust(found: Accuracy, rows: Sequence[Row] | None = None) -> tuple[str, str, str, str]:
-    """The row of README's table of trust."""
+    """The row of the table of trust."""
     rows = gpu_claims.read() if rows is None else rows
     judged = judge(rows, published_p90(found))
     words = [one.word for one in judged]

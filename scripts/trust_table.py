@@ -1,4 +1,4 @@
-"""README's table "How far to trust it": rows whose figures come from files are written from them.
+"""docs/trust.md and README's headlines: rows whose figures come from files are written from them.
 
 A row is found by its first cell; a row that this file does not know is left as it is.
 """
@@ -18,6 +18,7 @@ from memfit.accuracy.time_errors import NEAR, TimeAccuracy, TimeGroup
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "trust.md"
 RESULTS = ROOT / "bench" / "results"
 GOLDEN = "NVIDIA/Megatron-LM"
 PEERS = ("hf-trainer", "trl", "litgpt")
@@ -25,15 +26,54 @@ PEERS = ("hf-trainer", "trl", "litgpt")
 Cells = tuple[str, str, str, str]  # what, against what, figure, file
 
 
-def write(found: Accuracy, times: TimeAccuracy) -> str:
-    """The README with today's figures. ValueError when it lacks one of the rows."""
-    lines = README.read_text(encoding="utf-8").splitlines(keepends=True)
-    for cells in rows(found, times):
+def pages(found: Accuracy, times: TimeAccuracy) -> dict[Path, str]:
+    """Both pages with today's figures. ValueError where one lacks a row."""
+    return {
+        PAGE: put(PAGE, rows(found, times)),
+        README: put(README, headlines(found, times)),
+    }
+
+
+def put(page: Path, rows: Iterable[tuple[str, ...]]) -> str:
+    """The page with these rows in the place of those that begin alike."""
+    lines = page.read_text(encoding="utf-8").splitlines(keepends=True)
+    for cells in rows:
         places = [i for i, line in enumerate(lines) if line.startswith(f"| {cells[0]} |")]
         if len(places) != 1:
-            raise ValueError(f"README.md has {len(places)} rows `{cells[0]}`")
+            raise ValueError(f"{page.name} has {len(places)} rows `{cells[0]}`")
         lines[places[0]] = f"| {' | '.join(cells)} |\n"
     return "".join(lines)
+
+
+def headlines(found: Accuracy, times: TimeAccuracy) -> tuple[tuple[str, str], ...]:
+    """README's five figures, from the same files."""
+    _, exact_against, exact, _ = _exactness()
+    _, runs, errors, _ = next(iter(_published(found)))
+    _, steps, spread, _ = next(iter(_seconds(times)))
+    _, meshes, took, _ = next(iter(_search()))
+    tried = meshes.partition("(")[2].partition(")")[0]
+    return (
+        ("certified, beside the same step on real tensors",
+         f"{exact}: {exact_against.partition(': ')[2]}"),
+        ("predicted peaks of other trainers' steps", f"{errors}: {runs.partition(' (')[0]}"),
+        ("predicted step times", f"{spread.partition(';')[0]}: {steps.partition(';')[0]}"),
+        ("every mesh of 16,384 GPUs for a model of 405B",
+         f"{took.partition(',')[0]} of one core: {tried}"),
+        ("seconds of CPU, as typed", _typed()),
+    )  # fmt: skip
+
+
+def _typed() -> str:
+    found = _read("cold_start.json")
+    quick, certified = found["beside python -c pass"], found['beside python -c "import torch"']
+    plan = next(row for name, row in quick.items() if name.startswith("memfit plan"))
+    cold = next(row for name, row in certified.items() if name.endswith("--no-cache"))
+    cached = next(row for name, row in certified.items() if name.endswith("from the cache"))
+    seconds = [f"{row['cpu_ms'] / 1e3:.1f}" for row in (plan, cold, cached)]
+    return (
+        f"`memfit plan` {seconds[0]}; `memfit certify llama-3.1-8b` {seconds[1]}, which is"
+        f" {cold['cpu_ratio']:.1f} times `import torch`, and {seconds[2]} from the cache"
+    )
 
 
 def rows(found: Accuracy, times: TimeAccuracy) -> tuple[Cells, ...]:

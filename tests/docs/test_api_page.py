@@ -1,12 +1,12 @@
 """The Python of docs/api.md runs as it stands, and prints what is said beside it."""
 
 import re
-from pathlib import Path
 
 import pytest
+from code_blocks import ROOT, read_blocks
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+PAGE = ROOT / "docs" / "api.md"
+BLOCKS = [b.body for b in read_blocks(PAGE) if b.language == "python" and not b.reason]
 
 
 def test_the_page_has_examples():

@@ -1,0 +1,38 @@
+"""docs/answer.svg, README's picture: a screen of a real run, and today's."""
+
+import re
+import sys
+from xml.etree import ElementTree
+
+from typed_commands import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import answer_picture
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def words(svg):
+    root = ElementTree.fromstring(svg)
+    return " ".join("".join(root.itertext()).replace("\N{NO-BREAK SPACE}", " ").split())
+
+
+def test_the_picture_is_what_the_command_prints_today():
+    held = answer_picture.PICTURE.read_text(encoding="utf-8")
+    assert held == answer_picture.picture(), "run `make docs`"
+
+
+def test_the_picture_shows_the_command_and_the_whole_screen():
+    held = answer_picture.PICTURE.read_text(encoding="utf-8")
+    shown = words(held)
+    assert f"$ {answer_picture.COMMAND}" in shown
+    printed = answer_picture.SGR.sub("", answer_picture.screen())
+    assert "FITS" in printed
+    for word in set(re.findall(r"[\w.%]+", printed)):
+        assert word in shown
+
+
+def test_readme_shows_the_picture_and_its_command():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "](docs/answer.svg)" in text
+    assert answer_picture.COMMAND in text
