@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 
+from memfit.cli import first_contact, planning
 from memfit.cli.app import app
 from memfit.cli.first_contact import SHELLS
 from typed_commands import ROOT, quick
@@ -67,3 +70,56 @@ def test_a_shell_is_offered_the_verbs_and_flags():
 
     assert "plain,plan" in complete("memfit pl", 1)
     assert "plain,--method" in complete("memfit plan --me", 2)
+
+
+@pytest.fixture
+def terminal(tmp_path, monkeypatch):
+    """`memfit plan …` in an empty folder of a terminal where these lines are typed."""
+    monkeypatch.chdir(tmp_path)
+
+    def type_lines(text, *flags):
+        monkeypatch.setattr(first_contact, "can_ask", lambda: True)
+        monkeypatch.setattr(planning, "can_ask", lambda: True)
+        return CliRunner().invoke(app, ["plan", *flags, "--json"], input=text)
+
+    return type_lines
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "model", "device", "method"),
+    [
+        ("gpt2\nl4\nlora\n", (), "gpt2", "l4", "lora"),
+        ("smollm2-135m\nl4\nqlora\n", (), "smollm2-135m", "l4", "lora"),
+        ("gpt2\n\n\n", (), "gpt2", "rtx-4090", None),
+        ("gpt2\nfull\n", ("--device", "l4"), "gpt2", "l4", "full"),
+        ("gpt2\nl4\n", ("--method", "lora"), "gpt2", "l4", "lora"),
+    ],
+)
+def test_in_a_terminal_plan_alone_asks_what_was_not_said(
+    terminal, text, flags, model, device, method
+):
+    done = terminal(text, *flags, "--seq-len", "128")
+    assert done.exit_code == 0, done.stderr
+    recipe = json.loads(done.stdout)["recipe"]
+    assert (recipe["model"]["name"], recipe["device"]) == (model, device)
+    assert method in (None, recipe["method"])
+    assert done.stderr.count("?") == len(text.splitlines())
+    again = re.search(r"the same, typed: memfit (.*)", done.stderr)[1]
+    code, out, err = quick(*shlex.split(again), "--json")
+    assert code == 0, err
+    assert json.loads(out)["recipe_digest"] == json.loads(done.stdout)["recipe_digest"]
+
+
+def test_nothing_is_asked_where_a_request_stands_or_nobody_sits(terminal, tmp_path, monkeypatch):
+    (tmp_path / "request.yaml").write_text(
+        "model: gpt2\nhardware: {device: l4}\ntask: {sequence_length: 128}\n"
+    )
+    done = terminal("")
+    assert done.exit_code == 0
+    assert "?" not in done.stderr
+    (tmp_path / "request.yaml").unlink()
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    code, out, err = quick("plan")
+    assert (code, out) == (2, "")
+    assert "no model was named" in err

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
+from typing import Any
+
 import click
 
-from memfit.cli.options import output_options, print_json
+from memfit.cli.options import output_options, print_json, same_options
 from memfit.core.errors import UnknownName
+from memfit.files.flags import gather
 
 WELCOME = """\
 memfit {version}: know the memory of an LLM training step before you pay for it
@@ -30,6 +35,31 @@ WHERE = {  # the file that each shell reads at its start, and the line for it
 def show_welcome(version: str) -> None:
     """What to type first, in fewer lines than a screen."""
     click.echo(WELCOME.format(version=version))
+
+
+METHODS = ("auto", "full", "lora", "qlora")
+
+
+def can_ask() -> bool:
+    """Whether somebody sits at a terminal who can answer."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def ask_three(device: str | None, changes: dict[str, Any]) -> tuple[str, str, dict[str, Any]]:
+    """The model, the device and the method, asked on stderr; flags that were typed are not asked.
+
+    Returns them, the method among the changes, and says how to type the same at once.
+    """
+    target = click.prompt("Which model? A name, a hub id or a folder", "qwen3-8b", err=True)
+    if device is None:
+        device = click.prompt("Which device, such as 4090, A100 or 8xH100?", "4090", err=True)
+    if "method" not in changes:
+        choice = click.Choice(METHODS)
+        method = click.prompt("How is it trained?", "auto", type=choice, err=True)
+        changes = changes if method == "auto" else gather({"method": method}, changes)
+    typed = f"memfit plan {shlex.quote(target)}{same_options(device, None, changes)}"
+    click.echo(f"the same, typed: {typed}\n", err=True)
+    return target, device, changes
 
 
 @click.command("help", short_help="Show the help of memfit, or of one verb.")

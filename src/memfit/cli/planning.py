@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from memfit.cli.first_contact import ask_three, can_ask
 from memfit.cli.options import (
     Changes,
     anyway_option,
@@ -73,14 +74,17 @@ def plan_command(
     """Decide every knob left on `auto` under the limits; exit 3 when nothing fits.
 
     MODEL is a catalogue name, a hub id, or a folder with config.json; without it request.yaml of
-    this folder is read. On many devices the mesh is chosen, too: of memfit's own step among
-    FSDP, HSDP and DDP; with `framework: megatron` or `torchtitan` among every mesh of all devices.
+    this folder is read, or a terminal is asked three questions. On many devices the mesh is chosen,
+    too: of memfit's own step among FSDP, HSDP and DDP; with `framework: megatron` or `torchtitan`
+    among every mesh of all devices.
     """  # fmt: skip
     from memfit import api
 
-    target = target or _request_here()
     if objective in TASKS:
         changes, objective = gather({"objective": objective}, changes), None
+    if not target and not Path("request.yaml").exists() and not devices and can_ask():
+        target, device, changes = ask_three(device, changes)
+    target = target or _request_here()
     check_together(devices=devices, device=device, why_not=why_not, changes=changes)
     if objective and not devices:
         raise InvalidRequest(
