@@ -11,6 +11,7 @@ from memfit.records.recipe import Parallel
 from memfit.records.request import Request
 
 MOST_SHARED = 1024  # ranks of a product: no model on record has more attention heads
+LEAST_SHARE = 1024  # tokens of a sequence that a cp rank keeps, where the request leaves it open
 
 
 def list_meshes(request: Request) -> tuple[Parallel, ...]:
@@ -53,6 +54,28 @@ def list_shared(request: Request) -> tuple[Parallel, ...]:
         if count % tp == 0
     )
     return tuple(mesh for mesh in found if divides(request, mesh))
+
+
+def list_divided(request: Request, length: int) -> tuple[Parallel, ...]:
+    """The meshes beside those of `list_shared` that divide more than weights among ranks, where the
+    request leaves it open: the tokens of rows within a machine, or the blocks, a stage a rank.
+
+    length: tokens of a row. Whether a recipe can have such a mesh is not asked here.
+    """
+    if request.parallel != "auto":
+        return ()
+    count, whole = request.hardware.count, request.devices
+    rows = [
+        Parallel(dp_shard=whole // cp, cp=cp)
+        for cp in range(2, min(count, length // LEAST_SHARE) + 1)
+        if count % cp == 0
+    ]
+    stages = [
+        Parallel(dp_shard=whole // pp, pp=pp)
+        for pp in range(2, min(whole, MOST_SHARED) + 1)
+        if whole % pp == 0
+    ]
+    return tuple(mesh for mesh in (*rows, *stages) if divides(request, mesh))
 
 
 def stated_mesh(request: Request) -> Parallel:

@@ -279,16 +279,14 @@ def in_backward_lack(request: Request) -> tuple[str, str] | None:
     )
 
 
-def list_micro_batches(request: Request, shares: int) -> list[int]:
-    """The micro-batches to try: whole parts of a rank's share of the global batch, and whole pairs
-    of `dpo`. shares: ranks with rows of their own."""
+def list_micro_batches(request: Request, parallel: Parallel) -> list[int]:
+    """The micro-batches to try on a mesh: whole parts of a rank's share of the global batch, as
+    many as its stages take, and whole pairs of `dpo`."""
     if request.micro_batch != "auto":
         return [request.micro_batch]
-    own = request.global_batch // shares
+    own = request.global_batch // parallel.dp
     found = divisors(own)
-    if request.parallel != "auto":
-        parallel = request.parallel.stated
-        found = [n for n in found if runs_in(parallel, own // n)] or found[:1]
+    found = [n for n in found if runs_in(parallel, own // n)] or found[:1]
     return [n for n in found if not n % 2] if request.task.objective == "dpo" else found
 
 

@@ -6,17 +6,19 @@ exactly, by its own replay.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
+from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from memfit.base_formats import is_coded
 from memfit.core import units
 from memfit.core.errors import DoesNotFit, InvalidRequest
-from memfit.families.capabilities.added import check_selective
+from memfit.families.capabilities.added import can_select, check_selective
 from memfit.optimizers.shared.offloaded import offload_lack
-from memfit.parallelism.limits import refuse
+from memfit.parallelism.context import KERNELS
+from memfit.parallelism.limits import refuse, why_no_mesh
 from memfit.parallelism.tensor import why_no_shared_products
 from memfit.plan.budget.limits import find_excess, find_unjudged
 from memfit.plan.memory.host_memory import shards_on_host
@@ -25,6 +27,7 @@ from memfit.plan.request.meshes import (
     check_batch,
     check_described,
     describe_mesh,
+    list_divided,
     list_meshes,
     list_shared,
 )
@@ -33,6 +36,7 @@ from memfit.plan.request.problem import (
     CHUNKS,
     Problem,
     allowed,
+    find_kernels,
     first_recipe,
     in_backward_lack,
     list_micro_batches,
@@ -49,11 +53,13 @@ from memfit.plan.simulate.recompute import (
     find_recompute,
     ladder,
 )
+from memfit.plan.step_time.predicted_time import predict_timeline
 from memfit.records.recipe import Method, Parallel, Recipe
 from memfit.records.request import find_weights
 from memfit.records.results import Considered, Plan
 
 TIGHT = "no recipe keeps a margin: this one needs the least (`limits.tight: true` uses all)"
+GAIN = 0.9  # of the seconds of a mesh that cuts weights alone: what another has to take less than
 PROOFS = 8  # recipes replayed in turn, until one fits by its own replay
 SHOWN = 5  # runners-up and rejected ones that a plan keeps
 
@@ -124,7 +130,7 @@ def _first_that_fits(problem: Problem, failed: list[Candidate]) -> Found | None:
             over = find_excess(plan)
             if over is None:
                 said = (*plan.assumptions, *find_unjudged(plan))
-                return Found(msgspec.structs.replace(plan, assumptions=said), choice)
+                return Found(replace(plan, assumptions=said), choice)
             excess = excess or over
         failed += tried
     if excess is not None:
@@ -135,34 +141,92 @@ def _first_that_fits(problem: Problem, failed: list[Candidate]) -> Found | None:
 def _fastest_of_meshes(start: Candidate, tried: list[Candidate]) -> Candidate | None:
     """The fastest that fits on any mesh of the request's devices; the first of equal ones.
 
-    Ranks share products where nothing else fits: their collectives stand in the way of every
-    product.
+    Weights alone are cut where that fits. Ranks share products, rows or blocks where nothing else
+    fits, or where that is faster by `GAIN`: their collectives stand in the way of every product,
+    and predictions of them were seen to be less sure.
     """
-    for meshes in (list_meshes(start.problem.request), list_shared(start.problem.request)):
-        best: Candidate | None = None
+    request = start.problem.request
+    length = start.recipe.sequence_length
+    groups = [list_meshes(request), list_shared(request)]
+    divided = list_divided(request, length)
+    best: Candidate | None = None
+    for meshes in groups:
         for mesh in meshes:
             one = _on_mesh(start, mesh)
-            found = None if one is None else _fastest_that_fits(one, tried, faster_than=best)
+            found = None if one is None else _fastest_that_fits(one, tried, _slowest(best))
             best = found or best
         if best is not None:
-            return best
-    return None
+            break
+    others = [*groups[1], *divided] if best is None or best.recipe.parallel.tp == 1 else divided
+    if best is None:
+        return _fastest_divided(start, divided, tried) if _can_hold(start) else None
+    if not others or not predict_timeline(best.totals, best.recipe, start.problem.device).spans:
+        return best  # nominal rates rank what is alike, and not meshes
+    return _fastest_divided(start, others, tried, GAIN * best.seconds) or best
+
+
+def _slowest(best: Candidate | None) -> float:
+    return float("inf") if best is None else best.seconds
+
+
+def _fastest_divided(
+    start: Candidate, meshes: Sequence[Parallel], tried: list[Candidate],
+    slowest: float = float("inf"),
+) -> Candidate | None:  # fmt: skip
+    """The fastest that fits on these meshes and takes less than `slowest` seconds.
+
+    Seconds come first: recomputing never makes a step faster, so that only meshes on which a step
+    without it is fast enough are asked for their bytes.
+    """
+    fast: list[tuple[float, Candidate]] = []
+    for mesh in meshes:
+        one = _on_mesh(start, mesh)
+        least = None if one is None else min((c.seconds for c in _combinations(one)), default=None)
+        if one is not None and least is not None and least < slowest:
+            fast.append((least, one))
+    best: Candidate | None = None
+    for least, one in sorted(fast, key=lambda pair: pair[0]):
+        if least >= slowest:
+            break
+        found = _fastest_that_fits(one, tried, slowest, faster_alone=True)
+        if found is not None:
+            best, slowest = found, found.seconds
+    return best
+
+
+def _can_hold(start: Candidate) -> bool:
+    """Whether all devices together could hold what no mesh and no exact knob changes."""
+    usable, recipe, problem = start.problem.usable, start.recipe, start.problem
+    if usable is None or recipe.offload != "none" or recipe.optimizer.in_backward:
+        return True
+    whole = replace(recipe, parallel=Parallel(dp_shard=problem.request.devices))
+    return Estimate(start.model, whole, problem.device).least <= usable
 
 
 def _on_mesh(start: Candidate, mesh: Parallel) -> Candidate | None:
-    """The same on this mesh; None where its ranks cannot share the products."""
-    if mesh.tp == 1 or start.problem.request.parallel != "auto":
+    """The same on this mesh; None where its ranks cannot share products, rows or blocks so."""
+    problem, request, a = start.problem, start.problem.request, start.model.architecture
+    if mesh.tp * mesh.cp * mesh.pp == 1 or request.parallel != "auto":
         return start.but(parallel=mesh)
-    request, a = start.problem.request, start.model.architecture
-    found = start.but(parallel=mesh, lean=() if request.lean == "auto" else start.recipe.lean)
+    changes: dict[str, Any] = {"parallel": mesh}
+    if mesh.tp > 1 and request.lean == "auto":
+        changes["lean"] = ()
+    if mesh.cp > 1 and request.attention == "auto":
+        if KERNELS[0] not in find_kernels(problem, start.recipe.precision):
+            return None
+        changes["attention"] = KERNELS[0]
+    found = start.but(**changes)
     within = request.optimizer.in_backward is True
-    asked = msgspec.structs.replace(
+    asked = replace(
         found.recipe, loss=_asked_loss(request.loss),
-        optimizer=msgspec.structs.replace(found.recipe.optimizer, in_backward=within),
+        accumulation=request.global_batch // (mesh.dp * request.least_rows),
+        optimizer=replace(found.recipe.optimizer, in_backward=within),
     )  # fmt: skip
     selective = find_recompute(request.recompute, a.layers).selective
-    lack = why_no_shared_products(asked, start.model.name, a)
-    return None if selective or lack else found
+    lack = why_no_mesh(asked, start.model.name, a)
+    if lack or (selective and (mesh.tp > 1 or not can_select(a, asked))):
+        return None
+    return found
 
 
 def _preferences(problem: Problem) -> Iterator[Candidate]:
@@ -197,7 +261,6 @@ def _with_optimizer(problem: Problem, name: str) -> Problem:
     """The problem of a request that names this optimizer; "" leaves it as it is."""
     if not name:
         return problem
-    replace = msgspec.structs.replace
     optimizer = replace(problem.request.optimizer, name=name)
     return replace(problem, request=replace(problem.request, optimizer=optimizer))
 
@@ -208,7 +271,7 @@ def _chunks(start: Candidate, tokens: int) -> list[int]:
     asked, chunk = request.loss, request.loss_chunk
     if start.recipe.parallel.tp > 1:
         where = start.model.name, start.model.architecture
-        told = msgspec.structs.replace(start.recipe, loss=_asked_loss(asked))
+        told = replace(start.recipe, loss=_asked_loss(asked))
         refuse(why_no_shared_products(told, *where))
         return [0]
     extra = head_extra(start.model)
@@ -235,7 +298,7 @@ def _combinations(start: Candidate) -> Iterator[Candidate]:
     first = find_recompute(problem.request.recompute, problem.model.architecture.layers)
     if first.selective:
         check_selective(problem.reference.name, problem.model.architecture, start.recipe)
-    for micro in list_micro_batches(problem.request, start.recipe.parallel.dp):
+    for micro in list_micro_batches(problem.request, start.recipe.parallel):
         for chunk in _chunks(start, micro * start.recipe.own_row):
             for when, offload in product(_when(start, micro), _offloads(start)):
                 found = start.but(
@@ -245,7 +308,7 @@ def _combinations(start: Candidate) -> Iterator[Candidate]:
                     loss="chunked" if chunk else "plain",
                     loss_chunk=chunk,
                     **first.knobs,
-                    optimizer=msgspec.structs.replace(start.recipe.optimizer, in_backward=when),
+                    optimizer=replace(start.recipe.optimizer, in_backward=when),
                 )
                 if not offload_lack(found.recipe, cpu=problem.device.is_cpu):
                     yield found
@@ -266,19 +329,20 @@ def _when(start: Candidate, micro: int) -> tuple[bool, ...]:
     """Whether weights may be updated within backward, and whether they must be."""
     request = start.problem.request
     asked = request.optimizer.in_backward
-    stated = msgspec.structs.replace(request, micro_batch=micro, precision=start.recipe.precision)
-    shared = start.recipe.parallel.tp > 1
+    stated = replace(request, micro_batch=micro, precision=start.recipe.precision)
+    shared = start.recipe.parallel.tp * start.recipe.parallel.pp > 1
     if asked is False or shared or in_backward_lack(stated) is not None:
         return () if asked is True else (False,)
     return (True,) if asked is True else (False, True)
 
 
 def _fastest_that_fits(
-    start: Candidate, tried: list[Candidate], *, faster_than: Candidate | None = None
+    start: Candidate, tried: list[Candidate], slowest: float, *, faster_alone: bool = False
 ) -> Candidate | None:
     """Best first over the exact knobs; for each micro-batch and loss the least recompute that fits.
 
-    faster_than: one on another mesh; only what is faster than it is found.
+    slowest: seconds of one on another mesh; only what is faster than it is found. faster_alone:
+    what cannot be faster is not tried, and not shown beside what is found.
 
     More recompute never makes a step faster, so once a combination is slower than the best found,
     neither it nor any later one can win. Estimates rank; what is chosen is predicted exactly.
@@ -289,6 +353,8 @@ def _fastest_that_fits(
     if applies(start.model) and known:  # it knows one forward a micro-batch, kept on the device
         start.estimate = Estimate(start.model, start.recipe, start.problem.device)
     combinations = list(_combinations(start))
+    if faster_alone:
+        combinations = [c for c in combinations if c.seconds < slowest]
     paths = ladder(start.problem.request.recompute, start.model.architecture, start.recipe)
     most = [c.but(**paths[0][-1].knobs) for c in combinations]
     usable = start.problem.usable
@@ -306,7 +372,6 @@ def _fastest_that_fits(
     if not ranked:  # an estimate may be a little high: ask of the smallest itself
         smallest = min(most, key=lambda c: c.needs)
         ranked = [Climb(smallest, paths[0], len(paths[0]) - 1)]
-    slowest = float("inf") if faster_than is None else faster_than.seconds
     best = _settle_fastest(start, ranked, slowest, trades=len(paths) > 1)
     for _ in range(PROOFS):
         if best is None or best.proved:

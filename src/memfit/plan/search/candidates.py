@@ -17,6 +17,7 @@ from memfit.core.errors import InvalidRequest
 from memfit.plan.frameworks import Framework, Job, Rule, Split, divide, find_framework
 from memfit.plan.frameworks.shared.columns import pick, with_columns
 from memfit.plan.request.defaults import read_defaults, read_parallel
+from memfit.plan.request.meshes import LEAST_SHARE
 from memfit.plan.request.problem import divisors, find_device
 from memfit.plan.search.tables import (
     Columns,
@@ -36,7 +37,6 @@ from memfit.records.recipe import Option, Parallel, Recipe
 from memfit.records.request import Hardware, ParallelRequest, Request
 
 WORDS = ("recompute", "attention", "compile", "implementation")  # knobs that span their values
-LEAST_SHARE = 1024  # tokens of a sequence that a cp rank keeps, where the request leaves it open
 NODE = 8  # devices of a node, where neither the request nor the catalogue says
 EXPERTS = "num_experts"  # an option that puts experts into a dense model
 LONGEST, TAIL = "longest", "tail"  # of a split: columns of a table, and no knobs
