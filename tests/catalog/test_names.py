@@ -96,8 +96,9 @@ PUBLISHED = {
     "NousResearch/Llama-2-7b-hf": ("llama-2-7b", (32, 4096, 11008, 32, 32000)),
     "NousResearch/Llama-2-13b-chat-hf": ("llama-2-13b", (40, 5120, 13824, 40, 32000)),
 }  # fmt: skip
-# id, row and the same sizes, as litgpt/config.py @26857050, leliuga/cohere-configurations @84408edf,
-# unslothai/unsloth @015bdef0 (models/mapper.py) and modelscope/ms-swift @3602360a5 have them
+# id, row and the same sizes, as litgpt/config.py @26857050,
+# leliuga/cohere-configurations @84408edf, unslothai/unsloth @015bdef0 (models/mapper.py) and
+# modelscope/ms-swift @3602360a5 have them
 HUB_IDS = [
     line.split(",")
     for line in Path(__file__).with_name("hub_ids.csv").read_text(encoding="utf-8").splitlines()

@@ -59,7 +59,7 @@ def test_three_updates_are_the_papers(implementation, weight_decay):
 
 
 def test_200_steps_solve_least_squares_as_adamw_does():
-    """At a rate that lets the largest element, about 3.5, be reached: the sum of the steps is 10."""
+    """At a rate that lets the largest element, about 3.5, be reached: all steps sum to 10."""
 
     def left(name, rate):
         torch.manual_seed(0)

@@ -17,7 +17,6 @@ from memfit.plan.memory.tape import has_tape, replay_run, write_tape
 from memfit.plan.memory.verdict import REPLAY, SLACK, Needed, find_needed, judge
 from memfit.plan.search import candidate
 from memfit.records.ledger import Phase
-from memfit.records.model import DTYPE_BYTES
 from memfit.records.recipe import Parallel, Recipe
 
 H100 = catalog.find_device("h100-sxm")

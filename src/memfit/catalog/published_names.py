@@ -21,8 +21,8 @@ from memfit.catalog.toml_rows import slug
 MIRRORS = {
     "unsloth": (
         "llama-", "qwen2-", "qwen2.5-", "qwen3-", "gemma-", "mistral-7b-v0", "mistral-nemo",
-        "mistral-large-", "mixtral-", "magistral-", "openhermes-", "deepseek-r1-distill-", "granite-", "gpt-oss-",
-        "olmo-2-",
+        "mistral-large-", "mixtral-", "magistral-", "openhermes-", "deepseek-r1-distill-",
+        "granite-", "gpt-oss-", "olmo-2-",
         "smollm2-", "tinyllama", "kimi-k2-",
     ),
     "nousresearch": ("llama-2-", "llama-3-", "llama-3.1-", "llama-3.2-", "codellama-"),

@@ -326,7 +326,7 @@ def _advance(session: Session, built: Built, log: Log, index: int) -> None:
     if session.held_out is not None and (
         last or step % session.every(session.cadence.evaluate_every) == 0
     ):
-        # the last one is what is reported: of all that is held out, unless so many tokens are stated
+        # the last one is reported: of all that is held out, unless so many tokens are stated
         tokens = session.cadence.evaluate_tokens if last else evaluation_tokens(session)
         row |= _evaluate(session, built, session.held_out, tokens)
     log.write(row)
