@@ -74,6 +74,10 @@ def phase(item: pytest.Item, name: str):
         )  # fmt: skip
 
 
+def pytest_sessionfinish() -> None:
+    note(kind="end", cpu=used())
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item):
     return (yield from phase(item, "setup"))
@@ -113,17 +117,18 @@ def run(targets: list[str]) -> None:
 
 
 def totals(files: list[Path]) -> dict[str, dict[str, float]]:
-    """CPU seconds by folder, file, fixture and test; what a run takes before its first test too."""
+    """CPU seconds by folder, file, fixture and test; and what each run had taken before its first
+    test and at its end, pytest's own seconds included."""
     tables: dict[str, dict[str, float]] = {
-        name: defaultdict(float) for name in ("folder", "file", "fixture", "test", "start")
+        name: defaultdict(float) for name in ("folder", "file", "fixture", "test", "start", "end")
     }
     for file in files:
         for line in file.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
             if row["kind"] == "fixture":
                 tables["fixture"][f"{row['fixture']} ({row['scope']})"] += row["cpu"]
-            elif row["kind"] == "start":
-                tables["start"][file.stem.replace("+", "/")] += row["cpu"]
+            elif row["kind"] in ("start", "end"):
+                tables[row["kind"]][file.stem.replace("+", "/")] += row["cpu"]
             else:
                 path = row["test"].partition("::")[0]
                 tables["folder"][str(Path(path).parent)] += row["cpu"]

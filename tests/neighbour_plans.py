@@ -6,6 +6,8 @@ from functools import cache
 from typing import Any
 
 from memfit import api
+from memfit.core.errors import DoesNotFit, InvalidRequest
+from memfit.export.target import Export
 from memfit.records import from_data
 from memfit.records.request import Request
 from memfit.records.results import Plan
@@ -101,4 +103,13 @@ def find_request(name: str) -> Request:
 def find_plan(name: str) -> Plan:
     request = find_request(name)
     own = request.framework == "memfit"
-    return api.plan(request) if own else api.predict(request)
+    return api.plan(request, levers=False) if own else api.predict(request)
+
+
+@cache
+def find_export(name: str, target: str) -> Export | None:
+    """What is written of a plan; None where it is refused."""
+    try:
+        return api.export(find_plan(name), target)
+    except (InvalidRequest, DoesNotFit):
+        return None

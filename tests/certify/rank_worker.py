@@ -6,6 +6,7 @@ its losses and the gradients gathered from all ranks.
 
 from __future__ import annotations
 
+import gc
 import pickle
 import sys
 import warnings
@@ -131,6 +132,9 @@ def main() -> None:
     warnings.simplefilter("error")
     dist.init_process_group("gloo", rank=rank, world_size=world, init_method=f"file://{store}")
     recipes = pickle.loads(Path(cases).read_bytes())
+    build_model(recipes[0], "meta")  # imports what is only imported when it is needed
+    gc.collect()
+    gc.freeze()  # each step begins with a collection: 0.3 s less without the libraries
     Path(answers).write_bytes(pickle.dumps([answer(r, rank) for r in recipes]))
     dist.destroy_process_group()
 

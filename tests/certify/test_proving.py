@@ -64,7 +64,7 @@ def certified(plan):
 def test_each_lever_is_the_certificate_of_the_request_with_its_words_set(device) -> None:
     kernel = "flash" if device == "cpu" else "efficient"
     request = ask(hardware={"device": device}, attention=kernel)
-    plan = api.plan(request)
+    plan = api.plan(request, levers=False)
     proof = certified(plan)
     levers = certify_request.find_levers(request, proof)
     keys = {key for lever in levers for key in lever.changes}
@@ -75,7 +75,7 @@ def test_each_lever_is_the_certificate_of_the_request_with_its_words_set(device)
     assert [lever.removed for lever in levers] == sorted((v.removed for v in levers), reverse=True)
     assert levers[0].removed > 0 > levers[-1].removed
     for lever in levers[::6]:
-        own = certified(api.plan(api.change(request, lever.changes))).memory
+        own = certified(api.plan(api.change(request, lever.changes), levers=False)).memory
         assert (lever.peak_allocated, lever.verdict) == (own.peak_allocated, own.verdict)
         assert lever.removed == proof.memory.peak_allocated - own.peak_allocated
     inexact = {key for lever in levers if not lever.exact for key in lever.changes}
@@ -84,7 +84,7 @@ def test_each_lever_is_the_certificate_of_the_request_with_its_words_set(device)
 
 
 def test_a_lever_that_cannot_be_certified_says_why(monkeypatch) -> None:
-    plan = api.plan(ask())
+    plan = api.plan(ask(), levers=False)
     proof = certified(plan)
     error = InvalidRequest("the kernel is not there")
     monkeypatch.setattr(certify_request, "prove", lambda recipes, _: [error] * len(recipes))
@@ -96,12 +96,12 @@ def test_a_lever_that_cannot_be_certified_says_why(monkeypatch) -> None:
 @pytest.mark.parametrize("limit", [8, 13])
 def test_the_nearest_recipe_fits_and_its_words_give_exactly_it(limit) -> None:
     request = ask(limit * MIB)
-    asked = api.plan(request)
+    asked = api.plan(request, levers=False)
     assert asked.memory.verdict == "does_not_fit"
     nearest = certify_request.find_nearest(asked, None)
     assert nearest.memory.verdict == "fits"
     assert nearest.exact  # of all that fit, one that learns the same
-    again = api.plan(api.change(request, nearest.changes))
+    again = api.plan(api.change(request, nearest.changes), levers=False)
     assert again.recipe_digest == nearest.recipe_digest
     assert certified(again).memory == nearest.memory
     assert nearest.memory.peak_allocated <= limit * MIB
@@ -111,19 +111,21 @@ def test_one_knob_is_loosened_before_two() -> None:
     """The limits are read off the planner: what one knob, and what two, can reach at the least."""
     tiny = ask(1)
     least = {
-        number: min(needs(api.plan(way).memory) for way in certify_request._ways(tiny, number))
+        number: min(
+            needs(api.plan(way, levers=False).memory) for way in certify_request._ways(tiny, number)
+        )
         for number in (1, 2)
     }
     assert least[2] < least[1]
     for limit, number in ((least[1], 1), ((least[1] + least[2]) // 2, 2)):
-        nearest = certify_request.find_nearest(api.plan(ask(limit)), None)
+        nearest = certify_request.find_nearest(api.plan(ask(limit), levers=False), None)
         assert nearest.memory.verdict == "fits"
         assert len(set(nearest.changes) - {"loss_chunk"}) == number, nearest.changes
 
 
 def test_what_the_request_does_not_state_needs_no_loosening() -> None:
     request = ask(14 * MIB, recompute="auto", micro_batch="auto", loss="auto")
-    assert api.plan(request).memory.verdict == "fits"
+    assert api.plan(request, levers=False).memory.verdict == "fits"
     ways = list(certify_request._ways(request, 1))
     assert all(way.method == "auto" or way.precision == "auto" or way.attention == "auto"
                for way in ways)  # fmt: skip
@@ -131,17 +133,17 @@ def test_what_the_request_does_not_state_needs_no_loosening() -> None:
 
 
 def test_where_nothing_fits_the_smallest_found_is_named() -> None:
-    asked = api.plan(ask(MIB // 4))
+    asked = api.plan(ask(MIB // 4), levers=False)
     nearest = certify_request.find_nearest(asked, None)
     assert nearest.memory.verdict == "does_not_fit"
     assert MIB // 4 < nearest.memory.peak_allocated < certified(asked).memory.peak_allocated
-    again = api.plan(api.change(asked.request, nearest.changes))
+    again = api.plan(api.change(asked.request, nearest.changes), levers=False)
     assert again.recipe_digest == nearest.recipe_digest
 
 
 def test_a_certificate_that_refutes_its_plan_tightens_the_search() -> None:
     request = ask(20 * MIB, recompute="auto", micro_batch="auto", loss="auto")
-    asked = api.plan(request)
+    asked = api.plan(request, levers=False)
     proof = certified(asked)
     assert proof.memory.verdict == "fits"
     higher = msgspec.structs.replace(
@@ -170,7 +172,7 @@ def test_a_miss_exits_3_and_its_json_names_the_nearest(tmp_path) -> None:
 
 
 def test_without_a_limit_nothing_is_searched() -> None:
-    asked = api.plan(ask())
+    asked = api.plan(ask(), levers=False)
     unknown = msgspec.structs.replace(asked.memory, usable=None, verdict="unproven")
     assert (
         certify_request.find_nearest(msgspec.structs.replace(asked, memory=unknown), None) is None

@@ -26,7 +26,10 @@ def read_typed(changes):
     return read_changes(None, None, tuple(words))
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("case", [
+    pytest.param(case, id=name, marks=[pytest.mark.wide] if name == "whole" else [])
+    for name, case in CASES.items()
+])  # fmt: skip
 def test_each_lever_typed_as_printed_gives_its_bytes_and_seconds(case):
     model, device, stated = case
     plan = api.plan(api.read(model, device=device, changes=stated))

@@ -5,6 +5,7 @@ libraries are imported once, and each run is still a process that `kill -9` can 
 Writes the process's id when it has begun and its exit status when it has ended.
 """
 
+import gc
 import os
 import sys
 import traceback
@@ -27,6 +28,7 @@ def run(folder: Path, data: Path, cache: Path) -> None:
 def main() -> None:
     assert torch.get_num_threads() == 1, "OMP_NUM_THREADS=1 is missing"  # see ranks_run.py
     build_model(tiny_recipe(), "cpu")  # imports what is only imported when it is needed
+    gc.freeze()  # which no collection need look at again
     for line in sys.stdin:
         child = os.fork()
         if child == 0:

@@ -10,6 +10,7 @@ show it again.
 """
 
 import faulthandler
+import gc
 import json
 import os
 import socket
@@ -122,6 +123,8 @@ def main() -> None:
     faulthandler.enable()  # a rank that dies of a signal says where
     assert torch.get_num_threads() == 1, "OMP_NUM_THREADS=1 is missing"
     build_model(tiny_recipe(), "cpu")  # imports what is only imported when it is needed
+    gc.collect()
+    gc.freeze()  # each rank collects before its first step: 0.3 s less without the libraries
     for line in sys.stdin:
         children = start(json.loads(line))
         print(json.dumps(children), flush=True)  # noqa: T201 - the answer

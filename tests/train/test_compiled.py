@@ -94,7 +94,7 @@ def certified_to_keep(recipe) -> int:
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch compiles for a CPU with g++")
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.wide)])
 def test_compiled_blocks_compute_what_blocks_do_and_keep_what_is_certified(method):
     plain = make_recipe(optimizer=NO_CLIP, method=method)
     recipe, batch = replace(plain, compile="blocks"), make_batch(ignored=5)
