@@ -119,7 +119,7 @@ def test_control_c_outside_training_leaves_with_130(tmp_path):
     ) as started:  # fmt: skip
         assert started.stdout.readline() == "up\n"
         started.send_signal(signal.SIGINT)
-        _, err = started.communicate(timeout=30)
+        _, err = started.communicate(timeout=300)
         assert (started.returncode, err) == (130, "error: interrupted\n")
 
 

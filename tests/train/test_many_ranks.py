@@ -42,7 +42,7 @@ PRODUCTS = {"tp": 2, "sequence_parallel": True}
 ROWS = {"cp": 2}
 STOPPED = 5
 LONGEST = 240  # seconds for which the ranks of a run may say nothing
-GRACE = 30  # seconds that ranks have to end once one of them is lost
+GRACE = 120  # seconds that ranks have to end once one of them is lost
 SHARDS_BEING_WRITTEN = ".unfinished-*/shard-*"
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 

@@ -146,7 +146,7 @@ def test_a_job_ends_with_the_server():
         assert time.monotonic() < until
         time.sleep(0.02)
     child.stdin.close()  # as when the server is killed
-    child.wait(60)
+    child.wait(300)
     child.stdout.close()
     while group(child.pid):  # its own child, which dies with it
         assert time.monotonic() < until
