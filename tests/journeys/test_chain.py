@@ -34,7 +34,6 @@ SHARE = {
         {"framework": "deepspeed", "method": "full"},
     ),
     "phi3": ("phi-3-mini-4k-instruct", H100, {"framework": "hf-trainer", **QLORA}),
-    "gpt_neox": ("pythia-160m", {"hardware.device": "t4"}, QLORA),
 }  # fmt: skip
 
 
@@ -164,6 +163,7 @@ def make_request(family, how, folder):
 WIDE = {
     "qwen3": ("qwen3-0.6b", {"hardware.device": "rtx-4090"}, {"method": "lora"}),
     "bloom": ("bloom-560m", L40S, {"method": "lora"}),
+    "gpt_neox": ("pythia-160m", {"hardware.device": "t4"}, QLORA),
     "opt": ("opt-125m", L40S, {"method": "full"}),
     "gpt2": ("gpt2", H100, {"method": "dora"}),
     "gemma": ("gemma-2b", H100, {"framework": "trl", "method": "full"}),

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -477,7 +478,17 @@ def tensors(ledger, phase):
     return {k: n for k, n in ledger.by_kind(phase).items() if k is not Kind.FRAGMENTATION}
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+def cases(table):
+    """Every setting of llama, and of each other family the first, the third and so on; of those
+    between, whose settings llama has too, `make test-wide` runs all."""
+    seen = Counter()
+    for name, (family, _) in table.items():
+        between = family != "llama" and seen[family] % 2
+        seen[family] += 1
+        yield pytest.param(name, marks=[pytest.mark.wide] if between else [])
+
+
+@pytest.mark.parametrize("name", cases(SETTINGS))
 def test_the_prediction_equals_the_trace_on_a_cpu(name):
     recipe = recipe_of(*SETTINGS[name])
     ledger, traced = predict(recipe), trace(recipe, CPU)
