@@ -107,13 +107,27 @@ def run(targets: list[str]) -> None:
     python_path = os.pathsep.join(filter(None, (str(ROOT / "bench"), os.environ.get("PYTHONPATH"))))
     for target in targets:
         rows = KEPT / (target.strip("/").replace("/", "+") + ".jsonl")
-        rows.unlink(missing_ok=True)
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+        ).stdout.strip()
+        rows.write_text(json.dumps({"kind": "run", "commit": commit}) + "\n", encoding="utf-8")
         ended = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "suite_times", "-p", "no:randomly",
              "-m", CHOSEN, target],
             cwd=ROOT, env={**os.environ, WANTED: str(rows), "PYTHONPATH": python_path},
         )  # fmt: skip
         print(f"{target}: pytest ended with {ended.returncode}", flush=True)
+
+
+def commits(files: list[Path]) -> dict[str, str]:
+    """What was run at which commit."""
+    found = {}
+    for file in files:
+        for line in file.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            if row["kind"] == "run":
+                found[file.stem.replace("+", "/")] = row["commit"]
+    return found
 
 
 def totals(files: list[Path]) -> dict[str, dict[str, float]]:
@@ -127,6 +141,8 @@ def totals(files: list[Path]) -> dict[str, dict[str, float]]:
             row = json.loads(line)
             if row["kind"] == "fixture":
                 tables["fixture"][f"{row['fixture']} ({row['scope']})"] += row["cpu"]
+            elif row["kind"] == "run":
+                continue
             elif row["kind"] in ("start", "end"):
                 tables[row["kind"]][file.stem.replace("+", "/")] += row["cpu"]
             else:
@@ -153,7 +169,7 @@ def read(files: list[Path], rows: int, write: bool) -> None:
             print(f"{cpu:8.1f}  {key}")
     if write:
         kept = {"what": "CPU seconds, one process", "tests": len(tables["test"]),
-                "cpu_seconds": round(tests, 1)}  # fmt: skip
+                "cpu_seconds": round(tests, 1), "commits": commits(files)}  # fmt: skip
         kept |= {name: shown(table, rows) for name, table in tables.items()}
         RESULT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
