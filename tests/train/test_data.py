@@ -1,5 +1,6 @@
 """Reading and tokenising data; the tokenizer of transformers is the oracle."""
 
+import csv
 import json
 import threading
 
@@ -90,6 +91,57 @@ def test_jsonl_parquet_and_text_give_the_same_tokens(tokenizer, tmp_path):
     two = read(tmp_path / "a.parquet", tokenizer, tmp_path)
     want = [tokenizer.wrapped(t)["input_ids"] + [tokenizer.end] for t in texts]
     assert [document(c, i) for c in (one, two) for i in range(2)] == want * 2
+
+
+def test_a_csv_is_a_table_of_examples_and_not_a_text(tokenizer, tmp_path):
+    rows = [
+        {"prompt": "the cat", "completion": 'sat, "on"\nthe mat'},
+        {"prompt": "2", "completion": "4"},
+    ]
+    for name, dialect in (("a.csv", "excel"), ("a.tsv", "excel-tab")):
+        with (tmp_path / name).open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["completion", "id", "prompt"], dialect=dialect)
+            writer.writeheader()
+            writer.writerows({"id": i, **row} for i, row in enumerate(rows))
+    lines = write_lines(tmp_path / "a.jsonl", rows)
+    want = read(lines, tokenizer, tmp_path, "sft")
+    for name in ("a.csv", "a.tsv"):
+        found = read(tmp_path / name, tokenizer, tmp_path, "sft")
+        assert found.tokens.tolist() == want.tokens.tolist()
+        assert found.learned.tolist() == want.learned.tolist()
+    (tmp_path / "b.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(InvalidRequest, match="no column to train on: a, b"):
+        read(tmp_path / "b.csv", tokenizer, tmp_path, "sft")
+    (tmp_path / "c.csv").write_text("text,b\n1\n")
+    with pytest.raises(InvalidRequest, match=r"cannot read `.*c\.csv` as CSV: "):
+        read(tmp_path / "c.csv", tokenizer, tmp_path, "sft")
+
+
+def test_what_describes_a_data_set_is_not_trained_on(tokenizer, tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "dataset_info.json").write_text('{"builder_name": "json"}')
+    write_lines(data / "train.jsonl", [{"text": "the cat"}])
+    corpus = read(data, tokenizer, tmp_path)
+    assert corpus.documents == 1
+    assert corpus.notes == (
+        "1 JSON documents, of which each is one object and no list of examples, passed over in"
+        f" `{data}`",
+    )
+
+
+def test_a_message_that_only_calls_tools_has_no_content(chatty, tmp_path):
+    """OpenAI's format: `content` is null there; a message without either is refused."""
+    call = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
+    talk = [{"role": "user", "content": "1 + 1?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "user", "content": "2"},
+            {"role": "assistant", "content": "It is 2."}]  # fmt: skip
+    corpus = read(write_lines(tmp_path / "a.jsonl", [{"messages": talk}]), chatty, tmp_path, "sft")
+    assert "It is 2." in chatty.decode(document(corpus, 0))
+    silent = [talk[0], {"role": "assistant", "content": None}]
+    with pytest.raises(InvalidRequest, match=r"`messages\[1\]\.content` is a NoneType"):
+        read(write_lines(tmp_path / "b.jsonl", [{"messages": silent}]), chatty, tmp_path, "sft")
 
 
 def test_a_completion_is_learned_and_its_prompt_is_not(tokenizer, tmp_path):

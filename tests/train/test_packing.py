@@ -130,6 +130,16 @@ def test_best_fit_takes_the_row_with_the_least_room():
     assert sorted(sorted(p.length for p in row) for row in rows) == [[2, 8], [7]]
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_plain_texts_of_fine_tuning_go_on_in_rows_of_their_own(packing):
+    """Every token but the first of each row is learned, as in `objective: pretrain`."""
+    recipe = tiny_recipe(objective="sft", packing=packing, sequence_length=8)
+    sampler = build_sampler(corpus([20, 3]), recipe, "texts")
+    labels = [b.labels[b.labels != IGNORED] for b in sampler.all_once()]
+    assert sorted(np.concatenate(labels).tolist()) == [*range(1, 20), 21, 22]
+    assert sampler.notes == ()
+
+
 def test_a_packed_example_row_is_filled_up_by_a_padding_document():
     recipe = tiny_recipe(objective="sft", sequence_length=10, micro_batch=1, accumulation=1)
     data = corpus([7], learned=np.array([0, 0, 0, 1, 1, 1, 1], dtype="uint8"))

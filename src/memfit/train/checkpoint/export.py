@@ -7,7 +7,8 @@ import os
 import shutil
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +30,7 @@ from memfit.train.data.tokenizer import Tokenizer
 from memfit.train.distributed.pipeline import name_all, receive
 from memfit.train.distributed.ranks import Ranks
 from memfit.train.model.hugging_face import base_model, stored_buffers
-from memfit.train.model.weights import ADAPTER, INDEX, SINGLE
+from memfit.train.model.weights import ADAPTER, INDEX, SINGLE, find_file
 from memfit.train.step.build import Built
 
 with quiet_import():
@@ -143,24 +144,51 @@ def _split(held: Mapping[str, Tensor], family: str) -> dict[str, str]:
 def _save_whole(folder: Path, built: Built, tokenizer: Tokenizer) -> None:
     """A tied head is left out, as Hugging Face does; the config is the one the user gave."""
     model, family = base_model(built.model), family_of(built.recipe.model).name
-    if built.recipe.parallel.world == 1:
-        save_file(
-            file_tensors(model, family), folder / "model.safetensors", metadata={"format": "pt"}
-        )
-    else:
-        _save_in_turn(folder, built)
+    alone = built.recipe.parallel.world == 1
+    _save_in_turn(folder, _split_files(model, family) if alone else gather_files(built, keep=True))
     config = AutoConfig.for_model(**built.recipe.model.config | {"model_type": family})
     config.architectures = [type(model).__name__]
     config.dtype = getattr(torch, built.recipe.trainable_dtype)
-    if tokenizer.end is not None:
-        config.eos_token_id = tokenizer.end
+    config.eos_token_id = _join_ends(config.eos_token_id, tokenizer.end)
     config.save_pretrained(str(folder))
+    if built.recipe.weights == "pretrained":
+        _save_generation(folder, built.recipe.model.source, tokenizer.end)
 
 
-def _save_in_turn(folder: Path, built: Built) -> None:
+def _join_ends(stated: int | list[int] | None, end: int | None) -> int | list[int] | None:
+    """The ids that end a text: those stated, and the one that training put behind documents."""
+    if end is None or not isinstance(stated, list):
+        return stated if end is None else end
+    return stated if end in stated else [end, *stated]
+
+
+def _save_generation(folder: Path, source: str, end: int | None) -> None:
+    """The source's `generation_config.json`, where it has one: how its authors sample from it.
+
+    A file that is no JSON object is left out: a trained model is not lost for it.
+    """
+    name = "generation_config.json"
+    file = find_file(source, name)
+    if file is None:
+        return
+    with suppress(ValueError):
+        held = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(held, dict):
+            held["eos_token_id"] = _join_ends(held.get("eos_token_id"), end)
+            (folder / name).write_text(json.dumps(held, indent=2), encoding="utf-8")
+
+
+def _split_files(model: nn.Module, family: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Each file of the weights of one device, of a few gigabytes as Hugging Face splits them."""
+    tensors = file_tensors(model, family)
+    for file, names in split_torch_state_dict_into_shards(tensors).filename_to_tensors.items():
+        yield file, {name: tensors[name] for name in names}
+
+
+def _save_in_turn(folder: Path, files: Iterable[tuple[str, dict[str, Tensor]]]) -> None:
     places: dict[str, str] = {}
     size = 0
-    for file, tensors in gather_files(built, keep=True):
+    for file, tensors in files:
         save_file(tensors, folder / file, metadata={"format": "pt"})
         places |= dict.fromkeys(tensors, file)
         size += sum(tensor.nbytes for tensor in tensors.values())

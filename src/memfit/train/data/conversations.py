@@ -206,9 +206,16 @@ def _messages(value: object, where: str, key: str) -> list[Message]:
         for field in ("role", "content"):
             if field not in turn:
                 _refuse(f"{where}: `{name}` has no `{field}`: it holds {_held(turn)}")
-            _string(turn[field], where, f"{name}.{field}")
+            if not (field == "content" and _only_calls(turn)):
+                _string(turn[field], where, f"{name}.{field}")
     # a table fills up what only some messages have
-    return [{k: v for k, v in turn.items() if v is not None} for turn in turns]
+    found = [{k: v for k, v in turn.items() if v is not None} for turn in turns]
+    return [{"content": ""} | turn for turn in found]
+
+
+def _only_calls(turn: Mapping[str, Any]) -> bool:
+    """Whether a message says nothing and calls tools: OpenAI's format has null for its content."""
+    return turn.get("content") is None and bool(turn.get("tool_calls"))
 
 
 def _list(value: object, where: str, key: str, example: str) -> list[Any]:

@@ -232,19 +232,22 @@ class PairRows(Rows):
         return np.stack((lengths, np.ones_like(lengths), lengths), axis=1)
 
 
-def pack_best_fit(lengths: Array, width: int, seed: int) -> list[tuple[Piece, ...]]:
+def pack_best_fit(
+    lengths: Array, width: int, seed: int, *, cut: bool = True
+) -> list[tuple[Piece, ...]]:
     """Whole documents in rows of `width`, longest first, each where the least room is left.
 
-    Documents of more than `width` tokens are cut to it, those of none left out. Equal lengths
-    come in seeded order.
+    Documents of more than `width` tokens are cut to it, or go on in rows of their own; those of
+    none are left out. Equal lengths come in seeded order.
     """
-    order = seeded_order(len(lengths), seed, 0)
-    order = order[np.argsort(-np.minimum(lengths[order], width), kind="stable")]
+    order = np.argsort(seeded_order(len(lengths), seed, 0))  # of each document, its place
+    pieces = [piece for (piece,) in one_a_row(lengths, width, cut=cut)]
+    pieces.sort(key=lambda piece: (-piece.length, order[piece.document]))
     rows: list[list[Piece]] = []
     spaces: list[int] = []  # the distinct rooms left, ascending
     by_space: dict[int, list[int]] = {}
-    for document in order[lengths[order] > 0].tolist():
-        length = min(int(lengths[document]), width)
+    for piece in pieces:
+        length = piece.length
         at = bisect_left(spaces, length)
         if at == len(spaces):
             rows.append([])
@@ -254,7 +257,7 @@ def pack_best_fit(lengths: Array, width: int, seed: int) -> list[tuple[Piece, ..
             row = by_space[space].pop()
             if not by_space[space]:
                 del by_space[space], spaces[at]
-        rows[row].append(Piece(document, 0, length))
+        rows[row].append(piece)
         if left := space - length:
             if left not in by_space:
                 insort(spaces, left)

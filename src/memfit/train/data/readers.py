@@ -1,4 +1,4 @@
-"""Training data as the user has it: text, JSONL and parquet files, read as examples.
+"""Training data as the user has it: text, JSONL, parquet and CSV files, read as examples.
 
 An example is a text and the spans of it that are learned: see `conversations`. Plain text is
 learned whole; of a prompt with its answer the answer, and of a chat what assistants wrote.
@@ -10,23 +10,27 @@ import codecs
 import glob
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from memfit.core.errors import InvalidRequest, did_you_mean
 from memfit.core.units import MIB
 from memfit.train.data.conversations import KEYS, Example, read_record, refuse_columns, texts_of
 from memfit.train.data.tokenizer import Tokenizer
 
-KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+KINDS = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv",
+}  # fmt: skip
+
+FORMATS = "UTF-8 text, JSONL (one object a line), parquet or CSV"
 
 
 class Source(NamedTuple):
     """One file of the data, with the hash of its bytes."""
 
     path: Path
-    kind: str  # text | jsonl | parquet
+    kind: str  # text | jsonl | parquet | csv
     sha256: str
 
 
@@ -40,8 +44,9 @@ class Sources(NamedTuple):
 def find_sources(data: str) -> Sources:
     """The files named by a path, a folder (with the folders in it) or a glob pattern.
 
-    Hidden, empty and binary files are passed over inside a folder, and counted; a file that is
-    named itself must be readable text. Raises InvalidRequest: nothing there, empty, binary.
+    Hidden, empty and binary files are passed over inside a folder, and counted, and so are JSON
+    documents, which describe data sets; a file that is named itself must be readable text. Raises
+    InvalidRequest: nothing there, empty, binary.
     """
     if not data:
         raise InvalidRequest("no training data is named", hint="set `task.data`, a file or folder")
@@ -55,23 +60,27 @@ def find_sources(data: str) -> Sources:
             _raise_missing(path, data)
         names = sorted(glob.glob(str(path), recursive=True))
         found = [Path(n) for n in names if Path(n).is_file()]
-    files, empty, binary = [], 0, 0
+    files, empty, binary, documents = [], 0, 0, 0
     for file in found:
         digest, problem = _inspect(file)
         if file.stat().st_size == 0:
             empty += 1
+        elif file.suffix.lower() == ".json":
+            documents += 1
         elif problem:
             binary += 1
         else:
             files.append(Source(file, KINDS.get(file.suffix.lower(), "text"), digest))
     if not files:
         raise InvalidRequest(
-            f"`{data}` holds no text, JSONL or parquet file: "
-            f"{len(found)} files, {empty} empty, {binary} binary",
-            hint="data is UTF-8 text, JSONL or parquet",
+            f"`{data}` holds no text, JSONL, parquet or CSV file: "
+            f"{len(found)} files, {empty} empty, {binary} binary, {documents} JSON documents",
+            hint=f"data is {FORMATS}",
         )
     notes = [f"{n} {what} passed over in `{data}`" for n, what in
-             ((empty, "empty files"), (binary, "binary files")) if n]  # fmt: skip
+             ((empty, "empty files"), (binary, "binary files"),
+              (documents, "JSON documents, of which each is one object and no list of examples,"))
+             if n]  # fmt: skip
     return Sources(tuple(files), tuple(notes))
 
 
@@ -98,7 +107,9 @@ def _named(path: Path) -> Source:
         )
     digest, problem = _inspect(path)
     if problem:
-        raise InvalidRequest(f"`{path}` {problem}", hint="data is UTF-8 text, JSONL or parquet")
+        raise InvalidRequest(
+            f"`{path}` {problem}", hint="data is UTF-8 text, JSONL, parquet or CSV"
+        )
     return Source(path, KINDS.get(path.suffix.lower(), "text"), digest)
 
 
@@ -148,7 +159,7 @@ def _records(sources: Sources) -> Iterator[tuple[str, Mapping[str, Any]]]:
             text = source.path.read_text(encoding="utf-8", errors="strict")
             yield f"`{source.path}`", {"text": text}
         else:
-            yield from _jsonl(source.path) if source.kind == "jsonl" else _parquet(source.path)
+            yield from READERS[source.kind](source.path)
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -177,14 +188,52 @@ def _parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        names = [n for n in file.schema_arrow.names if n in KEYS]
-        if not names:
-            refuse_columns(f"`{path}`", file.schema_arrow.names)
-        row = 0
-        for batch in file.iter_batches(columns=names, batch_size=1024):
-            for record in batch.to_pylist():
-                row += 1
-                yield f"`{path}` row {row}", record
+        names = _find_columns(path, file.schema_arrow.names)
+        yield from _rows(path, file.iter_batches(columns=names, batch_size=1024))
     except (pyarrow.ArrowException, OSError) as error:
-        first = str(error).splitlines()[0]
-        raise InvalidRequest(f"cannot read `{path}` as parquet: {first}") from None
+        _refuse_table(path, "parquet", error)
+
+
+def _csv(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """A table of texts, whose first line names the columns; a text may have line breaks."""
+    import pyarrow
+    from pyarrow import csv
+
+    parse = csv.ParseOptions(
+        delimiter="\t" if path.suffix.lower() == ".tsv" else ",", newlines_in_values=True
+    )
+    try:
+        with csv.open_csv(path, parse_options=parse) as file:
+            names = _find_columns(path, file.schema.names)
+        # numbers and dates are texts, too, as they stand
+        convert = csv.ConvertOptions(
+            include_columns=names, column_types=dict.fromkeys(names, pyarrow.string())
+        )
+        with csv.open_csv(path, parse_options=parse, convert_options=convert) as file:
+            yield from _rows(path, file)
+    except (pyarrow.ArrowException, OSError) as error:
+        _refuse_table(path, "CSV", error)
+
+
+READERS = {"jsonl": _jsonl, "parquet": _parquet, "csv": _csv}
+
+
+def _find_columns(path: Path, held: list[str]) -> list[str]:
+    """The columns of a table that say something; InvalidRequest where none does."""
+    names = [name for name in held if name in KEYS]
+    if not names:
+        refuse_columns(f"`{path}`", held)
+    return names
+
+
+def _rows(path: Path, batches: Iterable[Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    row = 0
+    for batch in batches:
+        for record in batch.to_pylist():
+            row += 1
+            yield f"`{path}` row {row}", record
+
+
+def _refuse_table(path: Path, kind: str, error: Exception) -> NoReturn:
+    first = str(error).splitlines()[0]
+    raise InvalidRequest(f"cannot read `{path}` as {kind}: {first}") from None

@@ -232,11 +232,12 @@ def build_rows(
     """The endless sequence of rows, and what the user should know about it.
 
     Fine-tuning examples longer than a row are cut and counted; those of which no answer is left
-    are left out and counted.
+    are left out and counted. Plain texts, learned whole, go on in rows of their own.
     """
-    sft = objective != "pretrain"  # answers alone are learned
+    sft = objective != "pretrain"
+    cut = sft and corpus.learned is not None  # answers alone are learned
     lengths, told = np.asarray(corpus.lengths), list(corpus.notes)
-    if sft:
+    if cut:
         lengths, more = _fit(corpus, width, name)
         told += more
     elif int((lengths - 1).sum()) == 0:
@@ -247,9 +248,9 @@ def build_rows(
     elif packing and not sft:
         rows = StreamRows(lengths, width, seed)
     elif packing:
-        rows = TableRows(pack_best_fit(lengths, width, seed), width, seed, packed=True)
+        rows = TableRows(pack_best_fit(lengths, width, seed, cut=cut), width, seed, packed=True)
     else:
-        rows = TableRows(one_a_row(lengths, width, cut=sft), width, seed, packed=False)
+        rows = TableRows(one_a_row(lengths, width, cut=cut), width, seed, packed=False)
     return rows, tuple(told)
 
 

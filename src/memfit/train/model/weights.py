@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -304,6 +305,19 @@ def tensor_files(source: str) -> dict[str, Path]:
     if folder.is_dir():
         return _files_of_folder(folder)
     return _files_of_hub(source)
+
+
+def find_file(source: str, name: str) -> Path | None:
+    """A file that a folder or a hub id has beside its weights; None where it cannot be had."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+
+    if Path(source).is_dir():
+        file = Path(source) / name
+        return file if file.is_file() else None
+    with suppress(EntryNotFoundError, HfHubHTTPError, OSError, ValueError):
+        return Path(hf_hub_download(source, name))
+    return None
 
 
 def _files_of_folder(folder: Path) -> dict[str, Path]:

@@ -10,12 +10,13 @@ from memfit.records.recipe import Optimizer
 def learning_rate(settings: Optimizer, step: int, steps: int) -> float:
     """The learning rate of step 0 <= `step` < `steps`.
 
-    Rises linearly over `warmup_steps` and reaches the full rate in the last of them (no step is
-    wasted on rate 0); then stays, falls linearly, or follows half a cosine, towards 0 at `steps`.
+    As transformers' schedules: rises linearly from 0 in the first step to the full rate in the one
+    after `warmup_steps`; then stays, falls linearly, or follows half a cosine, towards 0 at
+    `steps`.
     """
     warmup = settings.warmup_steps
     if step < warmup:
-        return settings.learning_rate * (step + 1) / warmup
+        return settings.learning_rate * step / warmup
     progress = (step - warmup) / max(1, steps - warmup)
     if settings.schedule == "constant":
         factor = 1.0
