@@ -19,7 +19,7 @@ from tiny_steps import CONFIGS, H100, make_recipe
 from memfit import api, catalog
 from memfit.adapters import find_adapter
 from memfit.certify import trace
-from memfit.certify.tracing.depth import find_runs, with_runs
+from memfit.certify.tracing.runs import find_runs, with_runs
 from memfit.families import family_of, read_model
 from memfit.records.ledger import Kind, Phase
 from memfit.records.recipe import Recipe

@@ -12,7 +12,7 @@ from tiny_steps import CONFIGS, CPU, FAMILIES, H100, make_recipe, possible
 from memfit import catalog
 from memfit.certify import sweep, trace
 from memfit.certify.tracing import depth
-from memfit.certify.tracing.depth import DEPTH_KEYS, find_runs, with_runs
+from memfit.certify.tracing.runs import DEPTH_KEYS, find_runs, with_runs
 from memfit.core.errors import NotCertified
 from memfit.families import read_model
 from memfit.records.ledger import Phase

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from memfit import catalog
 from memfit.adapters import find_adapter
 from memfit.certify import trace
-from memfit.certify.tracing.depth import DEPTH_KEYS
+from memfit.certify.tracing.runs import DEPTH_KEYS
 from memfit.certify.tracing.workspace import RULES
 from memfit.core.units import MIB
 from memfit.families import read_model

@@ -10,7 +10,7 @@ from memfit.adapters import find_adapter
 from memfit.allocator.caching import replay
 from memfit.allocator.settings import read_settings
 from memfit.certify import trace
-from memfit.certify.tracing.depth import DEPTH_KEYS
+from memfit.certify.tracing.runs import DEPTH_KEYS
 from memfit.families import read_model
 from memfit.plan.memory.predicted_memory import find_fullest, worst_batch
 from memfit.plan.memory.tape import has_tape, replay_run, write_tape

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memfit.adapters import find_adapter
-from memfit.certify.tracing.depth import DEPTH_KEYS
+from memfit.certify.tracing.runs import DEPTH_KEYS
 from memfit.core.errors import InvalidRequest
 from memfit.families import read_model
 from memfit.families.weight_files.names import APART, Part

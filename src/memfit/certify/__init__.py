@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,7 @@ from memfit.certify import cache
 from memfit.certify.versions import OLDEST_TORCH, release
 from memfit.core.callable_package import make_callable
 from memfit.core.errors import Error, InvalidRequest, NotCertified
+from memfit.core.libraries import hidden_packages
 from memfit.core.system.processes import name_parent
 from memfit.records import Record, from_data, to_data, to_json
 from memfit.records.hardware import Device
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
     from memfit.certify.tracing.recorder import Trace
 
 NEEDED = ("torch", "transformers", "peft")
+# what transformers and peft import where it is installed, and no step here calls through them
+UNUSED = ("bitsandbytes", "torchao", "scipy", "sklearn", "pandas")
+PEFT_ASKS = ("is_bnb_available", "is_bnb_4bit_available", "is_torchao_available")
 LAST_LINES = 15  # of a crashed child's output, shown to the user
 _HERE: ContextVar[bool] = ContextVar("certify in this process", default=False)
 _FRESH: ContextVar[bool] = ContextVar("certify without the cache", default=False)
@@ -218,6 +223,22 @@ def measure_imports(lines: Sequence[str]) -> int | None:
     from memfit.train.measure import resident
 
     return resident.measure_imports(adapters=any(o.recipe.method in ADAPTED for o in orders))
+
+
+def import_step(lines: Sequence[str]) -> None:
+    """Import what these orders' steps run on, without what transformers and peft would take along.
+
+    For a fresh process alone. Where a base is quantised by such a package nothing is hidden.
+    """
+    orders = [from_data(json.loads(text), Order, where="the order to certify") for text in lines]
+    if any(order.recipe.coding for order in orders):
+        return
+    with hidden_packages(UNUSED):
+        import_module("memfit.certify.evidence.certificate")
+        if any(order.recipe.method in ADAPTED for order in orders):
+            found = import_module("peft.import_utils")
+            for asked in PEFT_ASKS:  # and remembers the answers
+                getattr(found, asked)()
 
 
 def answer_order(text: str, imports: int | None = None) -> str:

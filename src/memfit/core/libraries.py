@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
 
 # torchao, which peft imports where it is installed, warns of each kernel that this build of torch
 # cannot load, and torch's pytree of how torchao registers its enums, bitsandbytes of a package
@@ -25,6 +29,44 @@ def quiet_import() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+class _Hidden:
+    """A finder that finds none of some packages, before any other finder is asked."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self.names = names
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Raise ImportError for a package that is hidden; None leaves others to other finders."""
+        del path, target
+        if name.partition(".")[0] in self.names:
+            raise ModuleNotFoundError(f"`{name}` is hidden", name=name)
+
+
+@contextmanager
+def hidden_packages(names: Iterable[str]) -> Iterator[None]:
+    """Meanwhile these packages are as if they were not installed, but for those that are imported.
+
+    Libraries that import whatever is installed then do not, and remember that it is missing: for a
+    process of memfit's own alone.
+    """
+    import importlib.util
+    import sys
+
+    finder, real = _Hidden(frozenset(names)), importlib.util.find_spec
+
+    def find_spec(name: str, package: str | None = None) -> ModuleSpec | None:
+        return None if name.partition(".")[0] in finder.names else real(name, package)
+
+    finders: list[Any] = sys.meta_path
+    finders.insert(0, finder)
+    importlib.util.find_spec = find_spec
+    try:
+        yield
+    finally:
+        finders.remove(finder)
+        importlib.util.find_spec = real
 
 
 def installed_versions(names: Iterable[str]) -> dict[str, str]:

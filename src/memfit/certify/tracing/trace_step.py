@@ -13,7 +13,8 @@ from memfit.adapters import find_adapter
 from memfit.certify.tracing.fake_device import device_type, fake_device, set_while
 from memfit.certify.tracing.outliers import outlier_bounds, outlier_rules
 from memfit.certify.tracing.recorder import Recorder, Trace
-from memfit.core.errors import Error, NotCertified
+from memfit.certify.tracing.runs import find_runs, with_runs
+from memfit.core.errors import Error, InvalidRequest, NotCertified
 from memfit.core.units import show_bytes
 from memfit.families import family_of, read_model
 from memfit.families.capabilities.compiled import compiled_bounds
@@ -36,6 +37,7 @@ from memfit.train.step.build import Built, build_model, build_optimizer
 from memfit.train.step.step import Batch, evaluate, step
 
 EVALUATED = 2  # evaluation batches: at the second, the first one's results are there
+_BUILT: set[str] = set()  # digests of recipes that this process has built once
 TRACED_MICRO_BATCHES = 2  # from the second on, all are alike: gradients exist and are added to
 
 
@@ -111,8 +113,7 @@ def _traced(recipe: Recipe, device: Device, recorder: Recorder, rank: int = 0) -
     """
     moves = recipe.offload in ("optimizer", "parameters")  # needs a GPU's streams, or ranks
     resting = "none" if moves else recipe.offload
-    alone = replace(recipe, parallel=Parallel(), offload=resting)
-    build_optimizer(alone, build_model(alone, "meta"))
+    _import_for(replace(recipe, parallel=Parallel(), offload=resting))
     heads = heads_of(read_model(recipe.model).architecture, recipe.sequence_length)
     check_attention(recipe, heads, device.platform, device.capability)
     with ExitStack() as stack:
@@ -133,6 +134,19 @@ def _traced(recipe: Recipe, device: Device, recorder: Recorder, rank: int = 0) -
                 f"the step failed on fake tensors: {type(error).__name__}: {error}",
                 hint="the step may fail on the device too; try `memfit train` with one step",
             ) from error
+
+
+def _import_for(recipe: Recipe) -> None:
+    """Build the recipe once, so that all is imported that building imports: in a process once, and
+    of alike blocks one of each kind."""
+    if recipe.digest in _BUILT:
+        return
+    try:
+        built = with_runs(recipe, [1] * len(find_runs(recipe)))
+        build_optimizer(built, build_model(built, "meta"))
+    except (NotCertified, InvalidRequest):  # blocks that are not alike, or are named one by one
+        build_optimizer(recipe, build_model(recipe, "meta"))
+    _BUILT.add(recipe.digest)
 
 
 @contextmanager

@@ -1,0 +1,76 @@
+"""The certifying process imports less than a run, and certifies the same."""
+
+import json
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import msgspec
+import pytest
+
+from memfit import certify as certification
+from memfit.certify import Order
+from memfit.certify.tracing import trace_step
+from memfit.plan.request.problem import find_device
+from memfit.records import to_json
+from memfit.records.recipe import Lora
+
+
+@pytest.fixture
+def order(tiny_recipe):
+    lora = Lora(rank=4, alpha=8.0, targets=("q_proj", "v_proj"))
+    recipe = msgspec.structs.replace(
+        tiny_recipe, device="h100-sxm", method="lora", lora=lora, precision="bf16-mixed"
+    )
+    return Order(recipe=recipe, device=find_device("h100-sxm"), usable=2**30)
+
+
+def answer(order, *, hide):
+    """The certificate of a fresh process, and which of the packages it has imported."""
+    code = (
+        "import sys, json; from memfit.certify import UNUSED, answer_order, import_step\n"
+        "line = sys.stdin.read()\n"
+        f"{'import_step([line])' if hide else 'pass'}\n"
+        "found = answer_order(line)\n"
+        "print(json.dumps([json.loads(found), sorted(set(UNUSED) & set(sys.modules))]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=to_json(order, indent=-1), capture_output=True,
+        text=True, check=True, env=certification.child_environment(),
+    )  # fmt: skip
+    made, imported = json.loads(done.stdout.splitlines()[-1])
+    del made["seconds"]
+    return made, imported
+
+
+@pytest.mark.slow
+def test_a_certificate_is_the_same_without_packages_that_no_step_calls(order):
+    lean, imported = answer(order, hide=True)
+    assert imported == []
+    whole, imported = answer(order, hide=False)
+    assert "bitsandbytes" in imported
+    assert lean == whole
+
+
+@pytest.mark.parametrize(("coded", "hidden"), [("nf4", 0), ("bf16", 1)])
+def test_nothing_is_hidden_of_a_quantised_base(order, monkeypatch, coded, hidden):
+    seen = []
+
+    def hide(names):
+        seen.append(names)
+        return nullcontext()
+
+    monkeypatch.setattr(certification, "hidden_packages", hide)
+    recipe = msgspec.structs.replace(order.recipe, base_format=coded)
+    certification.import_step([to_json(msgspec.structs.replace(order, recipe=recipe), indent=-1)])
+    assert len(seen) == hidden
+
+
+def test_what_a_recipe_imports_is_built_once_and_shallow(order, monkeypatch):
+    built = []
+    monkeypatch.setattr(trace_step, "_BUILT", set())
+    monkeypatch.setattr(trace_step, "build_model", lambda recipe, device: built.append(recipe))
+    monkeypatch.setattr(trace_step, "build_optimizer", lambda recipe, model: None)
+    trace_step._import_for(order.recipe)
+    trace_step._import_for(order.recipe)
+    assert [recipe.model.config["num_hidden_layers"] for recipe in built] == [1]
