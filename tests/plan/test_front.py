@@ -4,7 +4,7 @@ import numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.plan.search.pareto import find_front
+from memfit.plan.search.tables import find_front
 
 NUMBERS = st.one_of(st.integers(0, 4), st.floats(0, 3), st.just(float("nan")))
 

@@ -12,8 +12,8 @@ from memfit.core.errors import InvalidRequest, UnknownName
 from memfit.core.units import MIB
 from memfit.plan.memory.verdict import needs
 from memfit.plan.request.problem import CHUNKS, divisors, read_problem
-from memfit.plan.search.best_first import describe
 from memfit.plan.search.candidate import Candidate
+from memfit.plan.search.explained import describe
 from memfit.plan.search.search import predict, search
 from memfit.records import from_data
 from memfit.records.ledger import Kind, Phase

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
+from math import inf
 from typing import Any
 
 from msgspec.structs import replace
 
 from memfit.base_formats import is_coded
-from memfit.core import units
 from memfit.core.errors import DoesNotFit, InvalidRequest
 from memfit.families.capabilities.added import can_select, check_selective
 from memfit.optimizers.shared.offloaded import offload_lack
@@ -22,7 +22,6 @@ from memfit.parallelism.limits import refuse, why_no_mesh
 from memfit.parallelism.tensor import why_no_shared_products
 from memfit.plan.budget.limits import find_excess, find_unjudged
 from memfit.plan.memory.host_memory import shards_on_host
-from memfit.plan.questions.replanned import learns
 from memfit.plan.request.meshes import (
     check_batch,
     check_described,
@@ -44,24 +43,22 @@ from memfit.plan.request.problem import (
 from memfit.plan.search.candidate import Candidate
 from memfit.plan.search.choice import Choice, Explorer, Found, assemble
 from memfit.plan.search.estimate import Estimate, applies
-from memfit.plan.search.least_recompute import Climb, anchor, climb, settle, trade
-from memfit.plan.search.levers import head_extra, turn
+from memfit.plan.search.explained import list_considered, predict_levers
+from memfit.plan.search.least_recompute import Climb, climb, settle_fastest
+from memfit.plan.search.levers import head_extra
 from memfit.plan.simulate.blocks import without_collecting
 from memfit.plan.simulate.recompute import (
-    RecomputedBlocks,
-    describe_recompute,
     find_recompute,
     ladder,
 )
 from memfit.plan.step_time.predicted_time import predict_timeline
-from memfit.records.recipe import Method, Parallel, Recipe
+from memfit.records.recipe import Method, Parallel
 from memfit.records.request import find_weights
-from memfit.records.results import Considered, Plan
+from memfit.records.results import Plan
 
 TIGHT = "no recipe keeps a margin: this one needs the least (`limits.tight: true` uses all)"
 GAIN = 0.9  # of the seconds of a mesh that cuts weights alone: what another has to take less than
 PROOFS = 8  # recipes replayed in turn, until one fits by its own replay
-SHOWN = 5  # runners-up and rejected ones that a plan keeps
 
 
 class BestFirst(Explorer):
@@ -90,8 +87,8 @@ class BestFirst(Explorer):
         if request.parallel == "auto" and request.devices > 1:
             said = (f"parallel {describe_mesh(list_meshes(request)[0])} (not asked for)",)
         choice = _choose(stated, said)
-        considered = _considered(stated, [])
-        return assemble(problem, choice, considered, _levers(stated) if levers else ())
+        considered = list_considered(stated, [])
+        return assemble(problem, choice, considered, predict_levers(stated) if levers else ())
 
 
 def _nearest(problem: Problem, failed: list[Candidate]) -> Found:
@@ -102,7 +99,7 @@ def _nearest(problem: Problem, failed: list[Candidate]) -> Found:
     choice = _choose(nearest)
     if choice.memory.verdict != "does_not_fit":
         choice = choice._replace(assumptions=(TIGHT,))
-    return Found(assemble(problem, choice, _considered(nearest, failed)), choice)
+    return Found(assemble(problem, choice, list_considered(nearest, failed)), choice)
 
 
 def _choose(candidate: Candidate, assumptions: tuple[str, ...] = ()) -> Choice:
@@ -126,7 +123,7 @@ def _first_that_fits(problem: Problem, failed: list[Candidate]) -> Found | None:
         best = _fastest_of_meshes(start, tried)
         if best is not None:
             choice = _choose(best)
-            plan = assemble(problem, choice, _considered(best, tried))
+            plan = assemble(problem, choice, list_considered(best, tried))
             over = find_excess(plan)
             if over is None:
                 said = (*plan.assumptions, *find_unjudged(plan))
@@ -153,8 +150,8 @@ def _fastest_of_meshes(start: Candidate, tried: list[Candidate]) -> Candidate | 
     for meshes in groups:
         for mesh in meshes:
             one = _on_mesh(start, mesh)
-            found = None if one is None else _fastest_that_fits(one, tried, _slowest(best))
-            best = found or best
+            slowest = inf if best is None else best.seconds
+            best = (one and _fastest_that_fits(one, tried, slowest)) or best
         if best is not None:
             break
     others = [*groups[1], *divided] if best is None or best.recipe.parallel.tp == 1 else divided
@@ -165,13 +162,9 @@ def _fastest_of_meshes(start: Candidate, tried: list[Candidate]) -> Candidate | 
     return _fastest_divided(start, others, tried, GAIN * best.seconds) or best
 
 
-def _slowest(best: Candidate | None) -> float:
-    return float("inf") if best is None else best.seconds
-
-
 def _fastest_divided(
     start: Candidate, meshes: Sequence[Parallel], tried: list[Candidate],
-    slowest: float = float("inf"),
+    slowest: float = inf,
 ) -> Candidate | None:  # fmt: skip
     """The fastest that fits on these meshes and takes less than `slowest` seconds.
 
@@ -361,8 +354,8 @@ def _fastest_that_fits(
     tried += [*combinations, *most]
     if start.estimate is not None and usable is not None and start.estimate.least > usable:
         # all gradients beside all states are too much
-        combinations = [c for c in combinations if _holds_less(c)]
-        most = [c for c in most if _holds_less(c)]
+        combinations = [c for c in combinations if c.holds_less]
+        most = [c for c in most if c.holds_less]
         if not combinations:
             return None
     ranked = [
@@ -372,144 +365,14 @@ def _fastest_that_fits(
     if not ranked:  # an estimate may be a little high: ask of the smallest itself
         smallest = min(most, key=lambda c: c.needs)
         ranked = [Climb(smallest, paths[0], len(paths[0]) - 1)]
-    best = _settle_fastest(start, ranked, slowest, trades=len(paths) > 1)
+    best = settle_fastest(start, ranked, slowest, trades=len(paths) > 1)
     for _ in range(PROOFS):
         if best is None or best.proved:
             break  # else its replay has told what others reserve: choose again
-        best = _settle_fastest(start, ranked, slowest, trades=len(paths) > 1)
+        best = settle_fastest(start, ranked, slowest, trades=len(paths) > 1)
     others = (least.candidate for least in ranked)
-    tried += [c for c in others if best is None or not _same_pair(c, best)]
+    tried += [c for c in others if best is None or not c.is_like(best)]
     return best
-
-
-def _settle_fastest(
-    start: Candidate, ranked: list[Climb], slowest: float, *, trades: bool
-) -> Candidate | None:
-    """The fastest of these that fits, each with the least recompute; faster than `slowest`."""
-    best: Candidate | None = None
-    for least in sorted(ranked, key=lambda c: c.candidate.seconds):
-        if least.candidate.seconds >= slowest:
-            break
-        found = settle(least)
-        if found is not None and found.seconds < slowest:
-            best, slowest = found, found.seconds
-    if best is not None:
-        # its levers need no more than that; offloaded, it is another simulation
-        best.estimate = start.estimate if best.recipe.offload == "none" else None
-        anchor(best)
-        if trades:
-            best = trade(best)
-            anchor(best)
-    return best
-
-
-def _holds_less(candidate: Candidate) -> bool:
-    """Whether not all gradients, or not all states, are on the device at once."""
-    recipe = candidate.recipe
-    return recipe.optimizer.in_backward or recipe.offload == "optimizer"
-
-
-def _same_pair(a: Candidate, b: Candidate) -> bool:
-    """Whether they differ in recompute alone."""
-    mine, other = a.recipe, b.recipe
-
-    def pair(r: Recipe) -> tuple[object, ...]:
-        return r.micro_batch, r.loss_chunk, r.optimizer, r.offload, r.parallel
-
-    return pair(mine) == pair(other)
-
-
-def describe(recipe: Recipe, layers: int) -> str:
-    """The knobs that the search turns, in one line."""
-    recompute = describe_recompute(RecomputedBlocks.of(recipe), layers)
-    loss = f"chunked {recipe.loss_chunk}" if recipe.loss == "chunked" else "plain"
-    mesh = "" if recipe.parallel.world == 1 else f", {describe_mesh(recipe.parallel)}"
-    stowed = "" if recipe.offload == "none" else f", {recipe.offload} offloaded"
-    within = ", updates in backward" if recipe.optimizer.in_backward else ""
-    base = f" over {recipe.base_format}" if recipe.coding else ""
-    return (
-        f"{recipe.method} {recipe.precision}{base}, micro-batch {recipe.micro_batch}, "
-        f"recompute {recompute}, loss {loss}{within}{stowed}{mesh}"
-    )
-
-
-def _row(
-    candidate: Candidate, chosen: Candidate, *, because: str, changes: dict[str, object]
-) -> Considered:
-    return Considered(
-        label=describe(candidate.recipe, candidate.model.architecture.layers),
-        changes=changes,
-        peak_allocated=candidate.about,
-        device_total=candidate.needs,
-        exact=candidate.exact,
-        relative_time=1.0 if candidate is chosen else candidate.seconds / chosen.seconds,
-        fits=candidate.likely,
-        chosen=candidate is chosen,
-        because=because,
-    )
-
-
-def _reason(candidate: Candidate, chosen: Candidate, *, lever: bool) -> str:
-    """Why a candidate was not chosen; a lever turns a knob that the search may have left alone."""
-    if candidate is chosen:
-        return "the fastest that fits" if chosen.fits else "the nearest miss"
-    usable = candidate.problem.usable
-    if not candidate.likely and usable is not None:
-        over = candidate.needs - usable
-        if over <= 0:
-            return f"keeps no margin: up to {units.show_bytes(candidate.line - usable)} too much"
-        return f"needs {units.show_bytes(over)} more than there is"
-    other = (
-        " and changes what is learned" if learns(candidate.recipe) != learns(chosen.recipe) else ""
-    )
-    if candidate.seconds > chosen.seconds:
-        return f"fits, {candidate.seconds / chosen.seconds - 1:.1%} slower{other}"
-    if candidate.seconds == chosen.seconds:
-        return f"fits, equally fast{other}"
-    if other:
-        return "fits and is faster, but changes what is learned"
-    if lever:
-        return "fits and is faster, but is not turned unasked"
-    return "would be faster, and fits by the estimate but not by the prediction"
-
-
-def _knobs(candidate: Candidate) -> tuple[object, ...]:
-    r = candidate.recipe
-    knobs = r.micro_batch, RecomputedBlocks.of(r), r.loss_chunk, r.optimizer.in_backward, r.parallel
-    return r.method, r.precision, r.offload, *knobs
-
-
-def _considered(chosen: Candidate, tried: list[Candidate]) -> tuple[Considered, ...]:
-    """The chosen one, then those that came nearest to it in time, whether they fit or not."""
-    others = {_knobs(c): c for c in tried if c.recipe != chosen.recipe}
-    near = sorted(others.values(), key=lambda c: (c.seconds, c.needs))
-    fitting = [c for c in near if c.likely][:SHOWN]
-    failing = [c for c in near if not c.likely][:SHOWN]
-    rows = [chosen, *sorted([*fitting, *failing], key=lambda c: c.seconds)]
-    return tuple(_row(c, chosen, because=_reason(c, chosen, lever=False), changes={}) for c in rows)
-
-
-def _levers(chosen: Candidate) -> tuple[Considered, ...]:
-    """The chosen recipe with one knob turned: what each lever saves or costs.
-
-    Another kernel alone is left to the certificate: the estimate knows the chosen one alone.
-    """
-    assert chosen.memory  # a replay of its own tells what blocks hold beside the closed form
-    levers = turn(chosen.problem, chosen.recipe)
-    rows = [(_turned(chosen, r), changes) for changes, r in levers if set(changes) != {"attention"}]
-    return tuple(
-        _row(c, chosen, because=_reason(c, chosen, lever=True), changes=way) for c, way in rows
-    )
-
-
-def _turned(chosen: Candidate, recipe: Recipe) -> Candidate:
-    """With the chosen one's estimate where that still holds."""
-    mine = chosen.recipe
-    stored = [(r.method, r.precision, r.coding, r.lean) for r in (recipe, mine)]
-    if stored[0] != stored[1]:
-        return Candidate.of(chosen.problem, recipe)
-    names = [n for n in recipe.__struct_fields__ if getattr(recipe, n) != getattr(mine, n)]
-    return chosen.but(**{n: getattr(recipe, n) for n in names})
 
 
 def _stated(problem: Problem) -> Candidate:

@@ -88,6 +88,19 @@ class Candidate:
             estimate = None
         return Candidate(self.problem, recipe, self.model, self.totals, estimate, self.ratio)
 
+    @property
+    def holds_less(self) -> bool:
+        """Whether not all gradients, or not all states, are on the device at once."""
+        return self.recipe.optimizer.in_backward or self.recipe.offload == "optimizer"
+
+    def is_like(self, other: Candidate) -> bool:
+        """Whether they differ in recompute alone, of the exact knobs."""
+
+        def knobs(r: Recipe) -> tuple[object, ...]:
+            return r.micro_batch, r.loss_chunk, r.optimizer, r.offload, r.parallel
+
+        return knobs(self.recipe) == knobs(other.recipe)
+
     @cached_property
     def replayed(self) -> Replayed | None:
         """What the allocator reserves for the simulated run; None where it is not simulated."""

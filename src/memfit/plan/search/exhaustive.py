@@ -30,7 +30,7 @@ from memfit.plan.request.wording import describe, state, words
 from memfit.plan.search.candidates import SLICE, Space, span
 from memfit.plan.search.choice import Choice, Explorer, Found, assemble
 from memfit.plan.search.fitting import find_fitting
-from memfit.plan.search.pareto import find_front
+from memfit.plan.search.tables import find_front
 from memfit.plan.step_time.predicted_time import sum_up, without_training
 from memfit.plan.step_time.read import read_setting, time_recipes
 from memfit.records.ledger import Ledger
