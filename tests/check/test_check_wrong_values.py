@@ -176,8 +176,8 @@ MISTAKES = {
         {"a.yaml": AXOLOTL, "b.yaml": "model_name_or_path: gpt2\n"},
         "`a.yaml` (axolotl) and `b.yaml` (TRL) each say what is trained", "launcher",
     ),
-    "cut off": ({"a.toml": b"\xff\xfe[model]"}, "cannot read `a.toml`", ""),
-    "nested without end": ({"a.yaml": "[" * 9999}, "too deeply", ""),
+    "cut off": ({"a.toml": b"\xff\xfe[model]"}, "`a.toml` is not a text file", ""),
+    "nested without end": ({"a.yaml": "[" * 9999}, "more than 60 deep", ""),
     "named by itself": (
         {"a.yaml": AXOLOTL + "deepspeed: a.yaml\n"}, "`a.yaml` names itself", "",
     ),

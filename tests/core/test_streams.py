@@ -115,7 +115,7 @@ def test_a_process_without_streams_writes_into_no_file(tmp_path):
     done = shell("$PYTHON -m memfit formats 1 --json 0<&- 1>&- 2>&-; echo $?", tmp_path)
     assert done.stdout == "0\n"
     code = (
-        "import os; from memfit.core.system.streams import open_closed_streams as open_; open_();"
+        "import os; from memfit.core.system.streams import open_closed_streams as start; start();"
         "file = open('written', 'w'); os.write(1, b'printed'); file.close()"
     )
     shell(f'$PYTHON -c "{code}" 0<&- 1>&- 2>&-', tmp_path)

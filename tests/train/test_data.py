@@ -214,7 +214,7 @@ BAD_LINES = {
     '{"messages": []}\n': r"line 1: `messages` is empty",
     '{"messages": "Hi"}\n': r"line 1: `messages` is a str, not a list of messages",
     '{"messages": [{"role": "user"}]}\n': r"line 1: `messages\[0\]` has no `content`",
-    '{"text": "\\ud800"}\n': r"half a surrogate pair",
+    '{"text": "\\ud800"}\n': r"half a (surrogate pair|character)",
 }
 
 

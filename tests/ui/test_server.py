@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import urllib.parse
@@ -167,7 +168,12 @@ def test_a_budget_and_a_broken_run_have_hints_too(server):
     assert "follows" in said["hint"]
     (server.runs / "broken").mkdir()
     (server.runs / "broken" / "plan.json").write_text("{")
-    assert "write it again" in refused(server, "/api/run?name=broken", 400, "is not JSON")["hint"]
+    assert (
+        "write it again"
+        in refused(server, "/api/run?name=broken", 400, "is not JSON", x_memfit_token=server.token)[
+            "hint"
+        ]
+    )
     shutil.rmtree(server.runs / "broken")
 
 
@@ -265,14 +271,15 @@ def test_there_is_no_way_out_of_the_page(server, path):
     "name", ["", ".", "..", "../..", "/etc", "a/../..", "..\\..", "no-such", "\0"]
 )
 def test_a_run_is_below_the_folder_of_runs(server, name):
-    said = json.loads(ask(server, f"/api/run?{query({'name': name})}")[2])
+    right = {"x_memfit_token": server.token}
+    said = json.loads(ask(server, f"/api/run?{query({'name': name})}", **right)[2])
     assert "is no run below" in said["error"] or "holds no plan.json" in said["error"]
 
 
 def test_a_link_out_of_the_folder_of_runs_is_not_followed(server, tmp_path):
     (tmp_path / "plan.json").write_text("{}")
     (server.runs / "way-out").symlink_to(tmp_path)
-    refused(server, "/api/run?name=way-out", 400, "is no run below")
+    refused(server, "/api/run?name=way-out", 400, "is no run below", x_memfit_token=server.token)
     (server.runs / "way-out").unlink()
 
 
@@ -310,6 +317,42 @@ def test_what_starts_work_takes_the_token(server):
     refused(server, "/api/jobs", 413, "the most", method="POST", body=big, **right)
 
 
+def test_what_this_users_files_hold_takes_the_token(server, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}')
+    data = query({**SMALL, "task.data": "rows.jsonl"})
+    folder = query({**SMALL, "model": "mine"})
+    right = {"x_memfit_token": server.token}
+    for path in ("/api/runs", "/api/run?name=x", f"/api/draft?{data}", f"/api/draft?{folder}"):
+        refused(server, path, 403, "the token is missing")
+        refused(server, path, 403, "another server", x_memfit_token="guess")
+        assert ask(server, path, **right)[0] in (200, 400)
+    assert ask(server, f"/api/draft?{query(SMALL)}")[0] == 200  # of no file
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../x", "~root/x", "a\0b", "[/etc/passwd, a]"])
+@pytest.mark.parametrize("key", ["task.data", "task.evaluation"])
+def test_data_outside_the_folder_is_refused(server, key, name):
+    path = f"/api/draft?{query({**SMALL, key: name})}"
+    found, _, body = ask(server, path, x_memfit_token=server.token)
+    assert found == 400, body
+    whole = query({**SMALL, "task": "{data: /etc/passwd}"})
+    refused(server, f"/api/draft?{whole}", 400, "names files")
+
+
+@pytest.mark.parametrize(
+    "begun", [b"", b"GET / HT", b"POST /api/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Memfit-Token: T"
+              b"\r\nContent-Length: 9\r\n\r\n{"]
+)  # fmt: skip
+def test_a_request_that_does_not_come_whole_is_not_waited_for(server, begun, monkeypatch):
+    monkeypatch.setattr("memfit.ui.patience.SECONDS", 0.5)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as link:
+        link.sendall(begun.replace(b": T", b": " + server.token.encode()))
+        while link.recv(4096):  # until it is closed
+            pass
+
+
 def test_every_answer_forbids_all_but_itself(server):
     for path in ("/", "/app.js", "/api/words", "/nowhere"):
         headers = ask(server, path)[1]
@@ -338,7 +381,7 @@ def test_the_command_prints_where_it_is_listens_here_alone_and_stops(server, sta
     address = started.stdout.readline().strip()
     port = int(re.fullmatch(r"http://127\.0\.0\.1:(\d+)/#token=[\w-]{32}", address)[1])
     link = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    link.request("GET", "/api/runs")
+    link.request("GET", "/api/runs", headers={"X-Memfit-Token": address.partition("#token=")[2]})
     assert link.getresponse().read() == b"[]"
     link.close()
     taken = subprocess.run(

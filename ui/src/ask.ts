@@ -51,7 +51,6 @@ export async function send<T>(path: string, method: "POST" | "DELETE", body?: un
     method,
     headers: {
       "content-type": "application/json",
-      "x-memfit-token": sessionStorage.getItem(TOKEN) ?? "",
     },
     body: body === undefined ? undefined : JSON.stringify(body),
   });
@@ -60,7 +59,8 @@ export async function send<T>(path: string, method: "POST" | "DELETE", body?: un
 
 async function reach(url: string, init?: RequestInit): Promise<Response> {
   try {
-    return await fetch(url, init);
+    const token = sessionStorage.getItem(TOKEN) ?? "";  // runs and folders are shown to its holder
+    return await fetch(url, { ...init, headers: { ...init?.headers, "x-memfit-token": token } });
   } catch {
     throw new Refused(0, "the server does not answer", "start `memfit ui` again");
   }

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from memfit.accuracy.plausible import check_run
 from memfit.base_formats import list_base_formats
 from memfit.core.errors import InvalidRequest
+from memfit.core.system.reading import read_json_file, read_text
 from memfit.records import Record, from_data, to_data, write_atomically
 from memfit.records.recipe import Recipe
 from memfit.records.results import Measurement, Plan, Run
@@ -137,17 +138,14 @@ def _lean(record: Record) -> dict[str, Any]:
 
 def read_rows(path: Path) -> Iterator[Row]:
     """The rows of one file; raises InvalidRequest naming the file, the line and the key."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"cannot read `{path}`: {error}") from None
+    text = read_text(path)
     for number, content in enumerate(text.splitlines(), 1):
         if not content.strip():
             continue
         where = f"{path}, line {number}"
         try:
             data = msgspec.json.decode(content)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise InvalidRequest(f"{where} is not JSON: {error}") from None
         yield from_data(data, Row, where=where)
 
@@ -189,7 +187,7 @@ def read_refused(paths: Iterable[Path] = ()) -> tuple[Refused, ...]:
     found: list[Refused] = []
     for file in files:
         if file.exists():
-            data = msgspec.json.decode(file.read_bytes())
+            data = read_json_file(file)
             found += [from_data(one, Refused, where=str(file)) for one in data]
     return tuple(found)
 

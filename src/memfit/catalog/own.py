@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.core.errors import InvalidRequest
+from memfit.core.system.reading import read_text
 from memfit.records import write_atomically
 
 Tables = dict[str, dict[str, Any]]
@@ -54,12 +55,8 @@ def _read(path: str, changed: int, size: int) -> Tables:
     if not changed:
         return {}
     try:
-        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except UnicodeDecodeError:
-        raise InvalidRequest(f"`{path}` is not a text file") from None
-    except OSError as error:
-        raise InvalidRequest(f"cannot read `{path}`: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
+        tables = tomllib.loads(read_text(Path(path)))
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
         raise InvalidRequest(f"`{path}` is not TOML: {error}") from None
     for key, table in tables.items():
         if not isinstance(table, dict):

@@ -59,7 +59,8 @@ class Rows:
         word = slug(name)
         if found := self.find_own(name, also):
             return found
-        begins = self._like(word, (*self.ids, *also))
+        alike = self._like(word, (*self.ids, *also))
+        begins = list(dict.fromkeys(also.get(key, key) for key in alike))  # ids, each once
         if len(begins) == 1:
             return begins[0]
         if begins:

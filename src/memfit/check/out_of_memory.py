@@ -14,6 +14,7 @@ from pathlib import Path
 from memfit import families
 from memfit.catalog import find_device
 from memfit.core.errors import InvalidRequest
+from memfit.core.system.reading import read_bytes
 from memfit.records import Record
 from memfit.records.model import DTYPE_BYTES
 from memfit.records.results import Plan
@@ -32,6 +33,7 @@ WORDS = {
     "in_use": (rf"this process has {SIZE} memory in use",),
 }
 CAPACITY_RANGE = 0.05  # drivers and ECC leave devices of one name that much apart
+MOST_LOG = 2**28  # bytes of a log
 ROWS_OF = 1024  # tokens that rows are multiples of, where they tell logits from other tensors
 NOTICED = 2**27  # bytes that explain something
 OUTSIDE = 2 * 2**30  # a context is less
@@ -91,9 +93,9 @@ def read_message(path: Path) -> Message:
         if str(path) == "-":
             text = sys.stdin.buffer.read().decode(errors="replace")
         else:
-            text = path.read_text(encoding="utf-8", errors="replace")
+            text = read_bytes(path, most=MOST_LOG).decode(errors="replace")
     except OSError as error:
-        raise InvalidRequest(f"cannot read `{path}`: {error.strerror}") from None
+        raise InvalidRequest(f"cannot read stdin: {error.strerror}") from None
     text = " ".join(text.split())
     begins = re.search(WORDS["tried"][0], text)
     if begins is None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from memfit.core.errors import InvalidRequest
+from memfit.core.system.reading import read_text
 
 Found = dict[str, Any]
 ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
 }  # fmt: skip
+MOST_SOURCE = 2**20  # bytes of a file
+LARGEST = 10**18  # of a number that is reckoned with
 CLASSES = (
     "activation_checkpoint",
     "loss",
@@ -30,8 +34,8 @@ def read_python(file: Path, config: str = "") -> Found:
     where the text is no Python, or makes several or none of that name.
     """
     try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        tree = ast.parse(read_text(file, most=MOST_SOURCE))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidRequest(f"cannot read `{file}`: {error}") from None
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     made = [name for name, node in functions.items() if not _asks(node)]
@@ -47,9 +51,12 @@ def read_python(file: Path, config: str = "") -> Found:
         )
     name = config or next(iter(made), "")
     reader = _Configuration(functions, file)
-    reader.run(functions[name].body if name else tree.body)
-    if not name:  # a module's own lines, within whatever they stand in
-        reader.run([node for node in ast.walk(tree) if isinstance(node, ast.Assign)])
+    try:
+        reader.run(functions[name].body if name else tree.body)
+        if not name:  # a module's own lines, within whatever they stand in
+            reader.run([node for node in ast.walk(tree) if isinstance(node, ast.Assign)])
+    except RecursionError:  # expressions within expressions, or functions that call each other
+        raise InvalidRequest(f"`{file}` nests too deeply to be read") from None
     return reader.found
 
 
@@ -145,9 +152,22 @@ def _literal(node: ast.expr) -> Any:
     """A literal, or numbers multiplied and added; other expressions as they are written."""
     if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
         left, right = _literal(node.left), _literal(node.right)
-        if all(isinstance(n, int | float) for n in (left, right)):
-            return ARITHMETIC[type(node.op)](left, right)
+        if all(isinstance(n, int | float) and abs(n) < LARGEST for n in (left, right)):
+            with contextlib.suppress(ZeroDivisionError, OverflowError):
+                return ARITHMETIC[type(node.op)](left, right)
     try:
-        return ast.literal_eval(node)
-    except ValueError:
+        found = ast.literal_eval(node)
+    except (ValueError, TypeError, RecursionError, MemoryError):  # `{[1]: 2}`, too
         return ast.unparse(node)
+    return found if _is_plain(found) else ast.unparse(node)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is what YAML or JSON could hold; bytes, sets and complex numbers are not."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(k, str) and _is_plain(v) for k, v in value.items())
+    if isinstance(value, int):
+        return abs(value) < LARGEST
+    return value is None or isinstance(value, float | str)

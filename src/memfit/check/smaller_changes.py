@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from memfit.core.errors import InvalidRequest
+from memfit.core.system.reading import read_text
 from memfit.records import Record
 from memfit.records.results import Plan
 from memfit.workflows.load_inputs import put
@@ -241,7 +242,7 @@ def _diff(file: Path, keys: Mapping[str, Any]) -> str:
             f"no patch is made of `{file}`: patches are made of YAML and JSON",
             hint=f"without --patch, the keys to change are listed: {said}",
         )
-    text = file.read_text(encoding="utf-8")
+    text = read_text(file)
     before, after = text.splitlines(), writers[file.suffix](text, keys).splitlines()
     lines = difflib.unified_diff(before, after, str(file), str(file), lineterm="")
     return "".join(f"{line}\n" for line in lines)

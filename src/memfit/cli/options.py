@@ -15,6 +15,7 @@ import click
 
 from memfit.core.devices_as_written import read_devices
 from memfit.core.errors import InvalidRequest
+from memfit.core.system.reading import DIGITS, check_data, parse_yaml, shorten
 from memfit.files.flags import COUNT, DEVICE, FLAGS, MEMORY, NODES, QLORA, Flag, gather, type_key
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ Changes = dict[str, Any]
 WORD, NUMBER = re.compile(r"[A-Za-z][A-Za-z0-9_-]*"), re.compile(r"0|[1-9][0-9]*")
 POWER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?[eE]\+?[0-9]{1,2}")  # `1e9` tokens are a whole number
 DECIMAL = re.compile(r"-?[0-9]{1,15}(\.[0-9]{1,15})?")
+VALUE = "it"
+PLACE = re.compile(r"^it line \d+, column \d+: ")
 SPECIAL = ("true", "false", "null")
 SEPARATE = (DEVICE, MEMORY)  # keys that a verb receives as parameters of their own
 
@@ -48,21 +51,31 @@ def read_value(key: str, text: str) -> Any:
     """One YAML 1.2 scalar or flow value; plain numbers and words need no YAML reader."""
     if WORD.fullmatch(text) and text.lower() not in SPECIAL:
         return text
-    if NUMBER.fullmatch(text):
+    if len(text) <= DIGITS and NUMBER.fullmatch(text):
         return int(text)
     if POWER.fullmatch(text) and (whole := Decimal(text)) == whole.to_integral_value():
-        return int(whole)
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
-
+        return _checked(key, text, int(whole))
     try:
-        return YAML(typ="safe", pure=True).load(text)
-    except YAMLError as error:
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise InvalidRequest(
-            f"cannot read the value of `--set {key}={text}`: {problem}",
-            hint="lists and keys go in one line: `--set 'lora.targets=[q_proj, v_proj]'`",
-        ) from None
+        return parse_yaml(text, where=VALUE)
+    except InvalidRequest as error:
+        raise _unreadable(key, text, error.message) from None
+
+
+def _checked(key: str, text: str, value: Any) -> Any:
+    try:
+        check_data(value, where=VALUE)
+    except InvalidRequest as error:
+        raise _unreadable(key, text, error.message) from None
+    return value
+
+
+def _unreadable(key: str, text: str, problem: str) -> InvalidRequest:
+    """`problem` is a reader's, of what it calls VALUE."""
+    said = PLACE.sub("", problem)
+    return InvalidRequest(
+        f"cannot read the value of `--set {shorten(key)}={shorten(text, 200)}`: {said}",
+        hint="lists and keys go in one line: `--set 'lora.targets=[q_proj, v_proj]'`",
+    )
 
 
 def device_options(function: F) -> F:
@@ -115,7 +128,7 @@ def _read_flag(_: click.Context, __: click.Parameter, value: str | None) -> Any:
     """A plain number as one, as `--set` reads it; all other texts as they stand."""
     if value is None:
         return None
-    if NUMBER.fullmatch(value.removeprefix("-")):
+    if len(value) <= DIGITS and NUMBER.fullmatch(value.removeprefix("-")):
         return int(value)
     return float(value) if DECIMAL.fullmatch(value) else value
 

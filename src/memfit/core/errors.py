@@ -43,7 +43,7 @@ class UnknownName(InvalidRequest):
         hint = f"did you mean {near}?" if near else see
         if near and see:
             hint = f"{hint} ({see})"
-        super().__init__(f"unknown {what}: `{name}`", hint=hint)
+        super().__init__(f"unknown {what}: `{shorten_name(name)}`", hint=hint)
 
 
 class MemoryUnknown(InvalidRequest):
@@ -72,8 +72,18 @@ class RunFailed(Error):
     exit_code = 5
 
 
+LONGEST = 200  # characters of a name that an error repeats
+
+
+def shorten_name(name: str) -> str:
+    """A name as an error repeats it."""
+    return name if len(name) <= LONGEST else f"{name[:40]}…` of {len(name):,} characters: `…"
+
+
 def did_you_mean(name: str, known: Iterable[str], *, limit: int = 3) -> str:
     """The nearest known names in backticks, joined by "or"; empty when none is near."""
+    if len(name) > LONGEST:  # no name is like it
+        return ""
     by_lower = {k.lower(): k for k in known}
     near = difflib.get_close_matches(name.lower(), by_lower, n=limit, cutoff=0.6)
     if not near:  # a fragment ("h100") is near every name that contains it

@@ -7,11 +7,11 @@ whole path. Formats are told apart as `memfit train` does it, by the keys of the
 from __future__ import annotations
 
 import glob
-import json
 from pathlib import Path
 from typing import Literal
 
 from memfit.core.errors import InvalidRequest
+from memfit.core.system.reading import is_file, parse_json
 from memfit.records import Record
 
 PLACEHOLDER = "YOUR_DATASET"
@@ -66,7 +66,7 @@ def read_data(named: str) -> Data:
     elif path.is_dir():
         files = [p for p in sorted(path.rglob("*")) if p.is_file() and not _passed_over(p, path)]
     elif found := sorted(glob.glob(str(path), recursive=True)):
-        files = [Path(name) for name in found if Path(name).is_file()]
+        files = [Path(name) for name in found if is_file(Path(name))]
     elif _on_the_hub(named):
         return Data(named=named, parts=())
     else:
@@ -129,15 +129,13 @@ def _look_at(file: Path) -> Part:
 
 def _first_record(file: Path) -> tuple[frozenset[str], bool]:
     """Its keys, and whether its preferred answer is a list of messages."""
-    with file.open(encoding="utf-8") as lines:
-        line = next((line for line in lines if line.strip()), "{}")
+    hint = "one object a line (`jq -c '.[]'` splits an array)"
     try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise InvalidRequest(
-            f"`{file}` does not begin with a JSON object: {error}",
-            hint="one object a line (`jq -c '.[]'` splits an array)",
-        ) from None
+        with file.open(encoding="utf-8") as lines:
+            line = next((line for line in lines if line.strip()), "{}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"cannot read `{file}`: {error}", hint=hint) from None
+    record = parse_json(line, where=f"the first line of `{file}`", hint=hint)
     if not isinstance(record, dict):
         raise InvalidRequest(f"`{file}` begins with {type(record).__name__}, not a JSON object")
     return frozenset(key for key in record if record[key] is not None), isinstance(

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from memfit import meta
+from memfit.core.errors import InvalidRequest
+from memfit.core.system.reading import show
 from memfit.families import Family, families
 from memfit.families.shared.blocks import (
     GEMMA_NORMS,
@@ -143,6 +145,8 @@ def _kinds(a: Architecture) -> list[str]:
 def _check_rotation(config: Mapping[str, Any]) -> None:
     """Both kinds of block must rotate in a way that memfit describes."""
     given = config.get("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise InvalidRequest(f"`rope_parameters: {show(given)}` in config.json is no mapping")
     nested = {"full_attention", "sliding_attention"} & set(given)
     for part in [given[key] for key in nested if given[key]] if nested else [given]:
         rope({**config, "rope_parameters": part})

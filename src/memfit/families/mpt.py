@@ -7,6 +7,7 @@ from typing import Any, final
 
 from memfit import meta
 from memfit.core.errors import InvalidRequest
+from memfit.core.system.reading import show
 from memfit.families import Family, families
 from memfit.families.shared.alibi import causal_mask, hold_until_next
 from memfit.families.shared.attention_class import AttentionClass
@@ -61,7 +62,7 @@ class Mpt(Family):
         refuse(config, "logit_scale", (None,))
         attention = config.get("attn_config") or {}
         if not isinstance(attention, Mapping):
-            raise InvalidRequest(f"`attn_config: {attention!r}` in config.json is no mapping")
+            raise InvalidRequest(f"`attn_config: {show(attention)}` in config.json is no mapping")
         for key, values in DESCRIBED.items():
             refuse({"model_type": self.name, **attention}, key, values)
         refuse({"model_type": self.name, **attention}, "attn_pdrop", (0, None))

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from memfit import meta
-from memfit.core.errors import InvalidRequest
 from memfit.families import families
 from memfit.families.shared.config import (
     activation,
     flag,
     head_size,
     key_value_heads,
+    layer_types,
     size,
+    whole,
     whole_head_rotates,
 )
 from memfit.families.shared.experts import (
@@ -36,7 +37,7 @@ from memfit.families.shared.weights import (
 )
 from memfit.meta import Tensor
 from memfit.meta.layers import routing
-from memfit.records.model import Architecture
+from memfit.records.model import SLIDING, Architecture
 
 
 @final
@@ -133,13 +134,9 @@ def _window(config: Mapping[str, Any]) -> int:
 
     Which layers slide: `layer_types`, or every other one of the first `max_window_layers`.
     """
-    kinds = config.get("layer_types")
-    if kinds is not None:
-        odd = set(kinds) - {"full_attention", "sliding_attention"}
-        if odd:
-            raise InvalidRequest(f"`layer_types` in config.json holds {sorted(odd)}")
-    first = config.get("max_window_layers", 28)
-    slides = "sliding_attention" in kinds if kinds is not None else first > 0
+    kinds = layer_types(config, size(config, "num_hidden_layers", 24))
+    first = whole(config, "max_window_layers", 28)
+    slides = SLIDING in kinds if kinds is not None else first > 0
     if not slides or not flag(config, "use_sliding_window", False):
         return 0
     return size(config, "sliding_window", 4096)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from memfit.core.errors import InvalidRequest
+from memfit.core.system.reading import show
 from memfit.families import Family, families
 from memfit.families.shared.config import (
     activation,
@@ -108,9 +109,13 @@ def _kinds(config: Mapping[str, Any], layers: int) -> list[str]:
     if given is None:
         interval = size(config, "no_rope_layer_interval", 4)
         given = [int((layer + 1) % interval != 0) for layer in range(layers)]
-    if not isinstance(given, list) or len(given) < layers or set(given) - {0, 1}:
+    if (
+        not isinstance(given, list)
+        or len(given) < layers
+        or any(one not in (0, 1) for one in given)
+    ):
         raise InvalidRequest(
-            f"`no_rope_layers: {given!r}` in config.json is not a 0 or 1 for each of {layers}"
+            f"`no_rope_layers: {show(given)}` in config.json is not a 0 or 1 for each of {layers}"
             " layers"
         )
     return ["" if rotates else UNROTATED for rotates in given[:layers]]

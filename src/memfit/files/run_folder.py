@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from memfit.core.errors import InvalidRequest
+from memfit.core.system.reading import is_folder, read_json_file
 from memfit.plan.request.wording import restate
 from memfit.records import from_data, read_json, to_data
 from memfit.records.request import (
@@ -41,7 +42,7 @@ def read_plan(path: Path) -> Plan:
 
 def find_plan(path: Path) -> Path | None:
     """The plan.json that a path names: itself, or that of a run folder; None of anything else."""
-    if path.is_dir():
+    if is_folder(path):
         path = path if (path / "config.json").exists() else path / "plan.json"
     named = path.suffix == ".json" and path.name != "config.json"
     return path if named and is_plan(path) else None
@@ -50,8 +51,8 @@ def find_plan(path: Path) -> Path | None:
 def is_plan(path: Path) -> bool:
     """Whether a JSON file is a plan rather than a request."""
     try:
-        data = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError):
+        data = read_json_file(path)
+    except InvalidRequest:
         return False
     return isinstance(data, dict) and "recipe_digest" in data and "considered" in data
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from memfit.core.errors import InvalidRequest, did_you_mean
-from memfit.core.system.reading import read_bytes, shorten
+from memfit.core.system.reading import check_data, read_bytes, shorten
 
 N = TypeVar("N", bound="Record")
 MOST_RECORD = 2**30  # bytes of a record: a run.json has two numbers a step
@@ -69,6 +69,7 @@ def read_json(path: Path, kind: type[N]) -> N:
         data = msgspec.json.decode(content)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"`{shorten(path, 300)}` is not JSON: {error}", hint=edited) from None
+    check_data(data, where=f"`{shorten(path, 300)}`")
     return from_data(data, kind, where=str(path))
 
 

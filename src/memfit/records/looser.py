@@ -9,6 +9,7 @@ from typing import Any
 from memfit.base_formats import is_coded_in, offered_formats
 from memfit.core import units
 from memfit.core.errors import InvalidRequest
+from memfit.core.system.reading import DIGITS
 
 # whole numbers, with the number that `k` stands for: rows are as long as powers of two
 COUNTS = {
@@ -40,7 +41,7 @@ def read_looser(data: Mapping[str, Any]) -> dict[str, Any]:
 def read_count(key: str, text: str) -> int | str:
     """`50M` -> 50,000,000, and `8k` tokens of a row -> 8,192; a text that is no number stays."""
     bare = _WORDS.sub("", text.strip())
-    if not _COUNT.fullmatch(bare):
+    if len(bare) > DIGITS or not _COUNT.fullmatch(bare):
         return text
     if (match := _THOUSANDS.fullmatch(bare)) and COUNTS[key] == 1024:
         found = float(match[1]) * 1024

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,7 +12,14 @@ import msgspec
 from memfit.base_formats import check_base_format, find_base_format, own_formats
 from memfit.core import units
 from memfit.core.errors import InvalidRequest
-from memfit.core.system.reading import is_file, name_kind, parse_yaml, read_text, shorten
+from memfit.core.system.reading import (
+    check_data,
+    is_file,
+    name_kind,
+    parse_yaml,
+    read_text,
+    shorten,
+)
 from memfit.records import Record, from_data, to_data
 from memfit.records.looser import read_looser
 from memfit.records.model import ModelReference
@@ -225,7 +233,13 @@ class Request(Record, frozen=True, kw_only=True):
 
         Raises InvalidRequest where qlora's format and the one stated differ.
         """
-        return read_looser(data) if isinstance(data, Mapping) else data
+        if not isinstance(data, Mapping):
+            return data
+        check_data(data, where="the request")
+        for key, value in data.items():
+            if key != "model":  # a published config.json may hold Infinity
+                _check_finite(value, str(key))
+        return read_looser(data)
 
     @classmethod
     def describe_unknown(cls, key: str, value: object) -> str:
@@ -347,6 +361,18 @@ class Request(Record, frozen=True, kw_only=True):
                         f" {', '.join(OWN_AXES)}",
                         hint=hint,
                     )
+
+
+def _check_finite(value: Any, key: str) -> None:
+    """Raise InvalidRequest for a number that is infinite or none, at any depth."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidRequest(f"`{key}: {value}` is not a finite number", hint="write one")
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            _check_finite(inner, f"{key}.{name}")
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _check_finite(inner, key)
 
 
 def put(data: dict[str, Any], key: str, value: Any) -> None:

@@ -9,6 +9,7 @@ from memfit.accuracy.plausible import check_run
 from memfit.adapters import find_adapter
 from memfit.catalog import find_device
 from memfit.core.errors import InvalidRequest
+from memfit.core.system.reading import read_text
 from memfit.families import read_model
 from memfit.plan.memory.predicted_memory import find_fullest, predict_peak
 from memfit.records import N, read_json
@@ -56,7 +57,7 @@ def read_report(folder: Path) -> Report:
                 hint="the folder mixes two runs; train again in an empty one",
             )
     sample = folder / SAMPLE
-    text = sample.read_text(encoding="utf-8") if sample.exists() else ""
+    text = read_text(sample) if sample.exists() else ""
     return join(plan, certificate, run, sample=text)
 
 

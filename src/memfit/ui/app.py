@@ -27,6 +27,7 @@ from memfit.ui.asking import Pairs
 from memfit.ui.guard import Guard
 from memfit.ui.job import Wanted
 from memfit.ui.jobs import Jobs
+from memfit.ui.patience import Patient
 
 HOST = "127.0.0.1"
 LONGEST = 2**16  # bytes of a request line: a pasted config.json stands in it
@@ -85,7 +86,7 @@ def listen(port: int) -> socket.socket:
 def configure(app: Starlette) -> uvicorn.Config:
     """How the page is served: quietly, and with room for a pasted config.json in the address."""
     return uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="off", http="h11", ws="none",
+        app, log_level="warning", access_log=False, lifespan="off", http=Patient, ws="none",
         h11_max_incomplete_event_size=LONGEST, server_header=False, proxy_headers=False,
         timeout_graceful_shutdown=1,
     )  # fmt: skip

@@ -12,6 +12,7 @@ import msgspec
 from memfit import api
 from memfit.cli.options import read_value
 from memfit.core.errors import InvalidRequest
+from memfit.core.system.reading import shorten
 from memfit.records.request import Request
 
 Pairs = tuple[tuple[str, str], ...]
@@ -31,7 +32,18 @@ def read_asked(pairs: Pairs) -> Request:
 def read_changes(pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
     """All keys but `model`; an empty value leaves a key as it is."""
     with _shallow():
-        return {key: read_value(key, text) for key, text in pairs if key != "model" and text != ""}
+        keys = {key: read_value(key, text) for key, text in pairs if key != "model" and text != ""}
+    for key in ("task.data", "task.evaluation"):
+        named = keys.get(key)
+        for name in named if isinstance(named, list) else [named]:
+            if isinstance(name, str):
+                _check_below(name)
+    task = keys.get("task")
+    if isinstance(task, dict) and {"data", "evaluation"} & task.keys():
+        raise InvalidRequest(
+            "`task` names files", hint="set `task.data` by its own key, below the folder"
+        )
+    return keys
 
 
 def read_model(pairs: Pairs, changes: dict[str, Any]) -> Request:
@@ -74,6 +86,16 @@ def _shallow() -> Iterator[None]:
         ) from None
 
 
+def _check_below(name: str) -> None:
+    """A file or folder that a page names is below the one in which the server was started."""
+    path = PurePath(name)
+    if path.is_absolute() or ".." in path.parts or name.startswith("~") or "\0" in name:
+        raise InvalidRequest(
+            f"`{shorten(name)}` is not below the folder in which `memfit ui` was started",
+            hint="start it there, or paste the model's config.json",
+        )
+
+
 def _check_place(model: str) -> None:
     """A folder may be named where the server was started, and below; a request's file may not."""
     if len(model) > LONGEST_NAME:
@@ -81,12 +103,8 @@ def _check_place(model: str) -> None:
             f"the model's name has {len(model):,} characters, and {LONGEST_NAME} are the most",
             hint="choose one of the catalogue, or paste its config.json",
         )
+    _check_below(model)
     path = PurePath(model)
-    if path.is_absolute() or ".." in path.parts or model.startswith("~") or "\0" in model:
-        raise InvalidRequest(
-            f"`{model}` is not below the folder in which `memfit ui` was started",
-            hint="start it there, or paste the model's config.json",
-        )
     if path.suffix in FILES:
         raise InvalidRequest(
             f"`{model}` is a file, and the page takes a model",

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import secrets
-from urllib.parse import urlsplit
+from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from memfit.core.system.reading import exists
+
 TOKEN = "x-memfit-token"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+PRIVATE = ("/api/runs", "/api/run")  # what this user's files hold
+DATA = ("task.data", "task.evaluation")  # keys that name files
 LARGEST = 2**20  # bytes of what is sent here
 HEADERS = {
     "content-security-policy": (
@@ -65,14 +70,22 @@ class Guard:
             return 403, "a page of another origin may not ask here", ""
         if scope["method"] not in ("GET", "HEAD"):
             return self._refuse_change(scope["method"], headers)
+        if scope["path"] in PRIVATE or _reads_files(scope["query_string"]):
+            return self._refuse_stranger(headers)
         return None
 
-    def _refuse_change(self, method: str, headers: Headers) -> tuple[int, str, str] | None:
-        """What starts work or writes takes the token, which other pages cannot know."""
+    def _refuse_stranger(self, headers: Headers) -> tuple[int, str, str] | None:
+        """Another user of this machine can ask, and has not seen the address with the token."""
         given = headers.get(TOKEN, "")
         if not secrets.compare_digest(given.encode(), self.token.encode()):
             said = "the token is missing" if not given else "the token is of another server"
             return 403, said, "open the address that `memfit ui` printed"
+        return None
+
+    def _refuse_change(self, method: str, headers: Headers) -> tuple[int, str, str] | None:
+        """What starts work or writes takes the token, which other pages cannot know."""
+        if (refused := self._refuse_stranger(headers)) is not None:
+            return refused
         length = headers.get("content-length", "")
         if method == "DELETE" and not length and "transfer-encoding" not in headers:
             return None  # nothing is sent with it
@@ -81,6 +94,20 @@ class Guard:
         if int(length) > LARGEST:
             return 413, f"{length} B were sent, and {LARGEST} B are the most", ""
         return None
+
+
+def _reads_files(query: bytes) -> bool:
+    """Whether a question names data, or a model that is a folder here."""
+    keys = parse_qsl(query.decode("latin-1"), errors="surrogateescape")
+    return any(key in DATA or (key == "model" and _is_here(text.strip())) for key, text in keys)
+
+
+def _is_here(name: str) -> bool:
+    """Whether it is a file or folder below the one in which the server was started; of others
+    nothing is told."""
+    path = Path(name)
+    outside = path.is_absolute() or ".." in path.parts or name.startswith(("{", "~"))
+    return not outside and exists(path)
 
 
 def _name_of(host: str) -> str:

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from memfit.core.devices_as_written import read_devices
 from memfit.core.errors import InvalidRequest
+from memfit.core.system.reading import read_json_file
 from memfit.records import from_data
 from memfit.records.request import Request, read_yaml
 from memfit.records.request import change as change
@@ -98,8 +97,8 @@ def _dotted(keys: Mapping[str, Any]) -> dict[str, Any]:
 def what_is(path: Path) -> str:
     """What a JSON file of memfit's holds: "a certificate", "a plan", …; "" for anything else."""
     try:
-        data = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError):
+        data = read_json_file(path)
+    except InvalidRequest:
         return ""
     keys: Iterable[str] = data if isinstance(data, dict) else ()
     return next((word for key, word in TELLING.items() if key in keys), "")
@@ -107,12 +106,7 @@ def what_is(path: Path) -> str:
 
 def read_certificate(path: Path) -> Certificate:
     """Read certificate.json; raises InvalidRequest for anything else, or another schema."""
-    try:
-        data = msgspec.json.decode(path.read_bytes())
-    except OSError as error:
-        raise InvalidRequest(f"cannot read `{path}`: {error.strerror}") from None
-    except msgspec.DecodeError as error:
-        raise InvalidRequest(f"`{path}` is not JSON: {error}") from None
+    data = read_json_file(path)
     again = "`memfit certify` writes certificate.json beside plan.json"
     if (kind := what_is(path)) != "a certificate":
         held = f"; it holds {kind}" if kind else ""

@@ -14,7 +14,9 @@ from memfit.check.keys.torchtitan import MOVED, STILL
 from memfit.check.python_source import read_python
 from memfit.check.smaller_changes import Edit, shorter, smaller
 from memfit.core.errors import InvalidRequest
+from memfit.core.system.reading import check_data, read_text
 
+MOST_TOML = 2**20  # bytes of a file
 MODELS = {
     "llama3_8b": "llama-3.1-8b", "llama3_70b": "llama-3.1-70b", "llama3_405b": "llama-3.1-405b",
     "qwen3_0_6b": "qwen3-0.6b", "qwen3_1_7b": "qwen3-1.7b", "qwen3_14b": "qwen3-14b",
@@ -237,9 +239,10 @@ def _find_model(taken: ConfigKeys, said: ConfigReading) -> str:
 
 def _toml(file: Path) -> dict[str, Any]:
     try:
-        data = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        data = tomllib.loads(read_text(file, most=MOST_TOML))
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
         raise InvalidRequest(f"cannot read `{file}`: {error}") from None
+    check_data(data, where=f"`{file}`")
     if not {"model", "training", "parallelism"} & data.keys():
         raise InvalidRequest(
             f"`{file}` is of no tool that memfit reads",

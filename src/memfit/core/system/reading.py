@@ -11,6 +11,7 @@ import json
 import os
 import re
 import stat
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from memfit.core.units import MIB
 MOST_BYTES = 64 * MIB  # of a file that is read whole
 MOST_YAML = 64 * 1024  # characters: its reader takes two seconds for so many
 DEPTH = 60  # containers within each other
-MOST_VALUES = 1_000_000  # in one document
 EXPANDED = 4_000_000  # values and characters that a document stands for, its aliases written out
 DIGITS = 40  # of a whole number; the largest that is written anywhere is 1e30
 LONGEST_NAME = 4096  # characters of a path, as Linux has it
@@ -48,6 +48,22 @@ def is_file(path: Path) -> bool:
         return False
 
 
+def show(value: object) -> str:
+    """A value as Python writes it, as far as an error repeats it."""
+    try:
+        return shorten(repr(value))
+    except ValueError:  # a number of more digits than Python writes
+        return shorten(value)
+
+
+def exists(path: Path) -> bool:
+    """Whether there is such a file or folder; False also of a name that none can have."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
 def is_folder(path: Path) -> bool:
     """Whether it is a folder; False also of a name that no folder can have."""
     try:
@@ -62,8 +78,7 @@ def read_bytes(path: Path, *, hint: str = "", most: int = MOST_BYTES) -> bytes:
         with open(path, "rb", opener=_open_at_once) as file:
             kind = os.fstat(file.fileno())
             if not stat.S_ISREG(kind.st_mode):
-                what = "a folder" if stat.S_ISDIR(kind.st_mode) else "no regular file"
-                raise InvalidRequest(f"`{shorten(path, NAMED)}` is {what}", hint=hint)
+                raise InvalidRequest(f"`{shorten(path, NAMED)}` is no regular file", hint=hint)
             if kind.st_size > most:
                 raise InvalidRequest(
                     f"`{shorten(path, NAMED)}` has {kind.st_size} bytes, and {most} are the"
@@ -172,7 +187,7 @@ def parse_yaml(text: str, *, where: str, version: str = "1.2") -> Any:
             f"{where} holds a value that is none: {_first(error)}",
             hint="a text that looks like a date or a number stands in quotes",
         ) from None
-    check_data(data, where=where)
+    check_data(data, where=where, most=EXPANDED)
     return data
 
 
@@ -191,19 +206,20 @@ def _brackets(text: str) -> int:
     return most
 
 
-def check_data(data: Any, *, where: str) -> None:
+def check_data(data: Any, *, where: str, most: int = sys.maxsize) -> None:
     """Raise InvalidRequest for plain data that is too deep, too much with its aliases written out,
-    has a number of too many digits, or holds what neither JSON nor a request knows."""
-    _Check(where).size_of(data, 0)
+    has a number of too many digits, or holds what neither JSON nor a request knows.
+
+    most: values and characters that it may stand for."""
+    _Check(where, most).size_of(data, 0)
 
 
 class _Check:
     """The walk of `check_data`: each container once, however many aliases name it."""
 
-    def __init__(self, where: str) -> None:
-        self._where = where
+    def __init__(self, where: str, most: int) -> None:
+        self._where, self._most = where, most
         self._sizes: dict[int, int] = {}  # of containers, by identity; 0: being looked at
-        self._values = 0
 
     def size_of(self, value: Any, depth: int) -> int:
         """Values and characters that it stands for."""
@@ -224,6 +240,8 @@ class _Check:
         )
 
     def _text(self, text: str) -> int:
+        if text.isascii():
+            return len(text)
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -242,7 +260,6 @@ class _Check:
         if known is not None:
             return known
         self._sizes[id(value)] = 0
-        self._values += len(value)
         parts = (
             (part for pair in value.items() for part in pair) if isinstance(value, dict) else value
         )
@@ -251,9 +268,9 @@ class _Check:
             raise InvalidRequest(f"{self._where} has a list for a key", hint="a key is a text")
         for part in parts:
             total += self.size_of(part, depth + 1)
-            if total > EXPANDED or self._values > MOST_VALUES:
+            if total > self._most:
                 raise InvalidRequest(
-                    f"{self._where} stands for more than {EXPANDED:,} values and characters",
+                    f"{self._where} stands for more than {self._most:,} values and characters",
                     hint="write its aliases (`*name`) out, or fewer of them",
                 )
         self._sizes[id(value)] = total

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from memfit.core.errors import InvalidRequest
+from memfit.core.system.reading import show
 from memfit.records.model import SLIDING, Architecture
 
 # Activations whose saved tensors memfit can size, by Hugging Face's names.
@@ -35,10 +36,12 @@ def size(config: Mapping[str, Any], key: str, default: int | None = None) -> int
             hint="is the file complete? Sizes are never guessed",
         )
     if type(value) is not int or value < 1:
-        raise InvalidRequest(f"`{key}: {value!r}` in config.json is not a whole number above 0")
+        raise InvalidRequest(f"`{key}: {show(value)}` in config.json is not a whole number above 0")
     most = MOST_PIECES if key in PIECES else MOST
     if value > most:
-        raise InvalidRequest(f"`{key}: {value}` in config.json is above {most}, memfit's most")
+        raise InvalidRequest(
+            f"`{key}: {show(value)}` in config.json is above {most}, memfit's most"
+        )
     return value
 
 
@@ -51,7 +54,9 @@ def whole(config: Mapping[str, Any], key: str, default: int) -> int:
     """A whole number of 0 or more."""
     value = config.get(key, default)
     if type(value) is not int or value < 0:
-        raise InvalidRequest(f"`{key}: {value!r}` in config.json is not a whole number from 0 on")
+        raise InvalidRequest(
+            f"`{key}: {show(value)}` in config.json is not a whole number from 0 on"
+        )
     return value
 
 
@@ -59,7 +64,7 @@ def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
     """True or false."""
     value = config.get(key, default)
     if not isinstance(value, bool):
-        raise InvalidRequest(f"`{key}: {value!r}` in config.json is not true or false")
+        raise InvalidRequest(f"`{key}: {show(value)}` in config.json is not true or false")
     return value
 
 
@@ -67,7 +72,7 @@ def refuse(config: Mapping[str, Any], key: str, allowed: Iterable[object]) -> No
     """Refuse a key that is set to something the family's file does not describe."""
     if key in config and config[key] not in allowed:
         raise InvalidRequest(
-            f"`{key}: {config[key]!r}` in config.json is not described by memfit's family"
+            f"`{key}: {show(config[key])}` in config.json is not described by memfit's family"
             f" `{config.get('model_type')}`",
             hint="memfit refuses what it would have to guess",
         )
@@ -85,10 +90,10 @@ def refuse_other_names(config: Mapping[str, Any], names: Mapping[str, str]) -> N
 def activation(config: Mapping[str, Any], key: str, default: str) -> str:
     """The feed-forward activation, by the name of Hugging Face's `ACT2FN`."""
     name = config.get(key, default)
-    name = _SAME_ACTIVATION.get(name, name)
+    name = _SAME_ACTIVATION.get(name, name) if isinstance(name, str) else show(name)
     if name not in ACTIVATIONS:
         raise InvalidRequest(
-            f"`{key}: {name!r}` in config.json is an activation that memfit does not describe",
+            f"`{key}: {show(name)}` in config.json is an activation that memfit does not describe",
             hint=f"known: {', '.join(ACTIVATIONS)}",
         )
     return str(name)
@@ -103,9 +108,11 @@ def rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(parameters, Mapping) or any(
         isinstance(v, Mapping) for v in parameters.values()
     ):
-        raise InvalidRequest(f"cannot read the rotary parameters in config.json: {parameters!r}")
+        raise InvalidRequest(
+            f"cannot read the rotary parameters in config.json: {show(parameters)}"
+        )
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind not in ROPE_TYPES:
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
         raise InvalidRequest(
             f"rotary embedding `{kind}` in config.json is one that memfit does not describe",
             hint=f"known: {', '.join(ROPE_TYPES)}",
@@ -151,8 +158,8 @@ def share_of_head(config: Mapping[str, Any], head_dim: int, default: float, key:
     number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
     if not number or not 0 < fraction <= 1 or int(head_dim * fraction) < 2:
         raise InvalidRequest(
-            f"`{key or 'partial_rotary_factor'}: {fraction!r}` in config.json rotates no part of a"
-            f" head of {head_dim}"
+            f"`{key or 'partial_rotary_factor'}: {show(fraction)}` in config.json rotates no part"
+            f" of a head of {head_dim}"
         )
     return int(head_dim * fraction)
 
@@ -169,7 +176,7 @@ def cap(config: Mapping[str, Any], key: str, default: float | None) -> float:
     if value is None:
         return 0.0
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise InvalidRequest(f"`{key}: {value!r}` in config.json is not a number above 0")
+        raise InvalidRequest(f"`{key}: {show(value)}` in config.json is not a number above 0")
     return float(value)
 
 
@@ -187,7 +194,7 @@ def windows(config: Mapping[str, Any], layers: int) -> tuple[int, tuple[str, ...
     if not flag(config, "use_sliding_window", False) or config.get("sliding_window", 4096) is None:
         return 0, ()
     if kinds is None:
-        first = config.get("max_window_layers", 28)
+        first = whole(config, "max_window_layers", 28)
         kinds = [SLIDING if layer >= first else "" for layer in range(layers)]
     slides = SLIDING in kinds
     return (size(config, "sliding_window", 4096), cycle(kinds)) if slides else (0, ())
@@ -198,6 +205,10 @@ def layer_types(config: Mapping[str, Any], layers: int) -> list[str] | None:
     given = config.get("layer_types")
     if given is None:
         return None
+    if not isinstance(given, list | tuple) or not all(isinstance(kind, str) for kind in given):
+        raise InvalidRequest(
+            f"`layer_types: {show(given)}` in config.json is not a list of the layers' kinds"
+        )
     odd = set(given) - {"full_attention", "sliding_attention"}
     if odd or len(given) != layers:
         raise InvalidRequest(

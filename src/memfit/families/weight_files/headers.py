@@ -6,11 +6,12 @@ header is JSON: name -> dtype, shape and place.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from memfit.core.errors import InvalidRequest
+from memfit.core.system.reading import is_folder, parse_json, read_json_table
 from memfit.families.weight_files.hub_cache import hub_folder
 from memfit.records.model import DTYPE_BYTES
 
@@ -29,14 +30,14 @@ def read_widths(source: str) -> dict[str, int]:
     """Tensor name -> bytes of a number, of a folder or hub id; {} where it cannot be read here."""
     folder = Path(source)
     try:
-        files = _find_files(folder) if source and folder.is_dir() else _find_cached(source)
+        files = _find_files(folder) if source and is_folder(folder) else _find_cached(source)
         headers = [_read_header(file) for file in files]
-    except (OSError, ValueError, KeyError, TypeError):
+        return {
+            name: DTYPE_BYTES[STORED.get(row["dtype"], UNKNOWN)]
+            for header in headers for name, row in header.items() if name != "__metadata__"
+        }  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, InvalidRequest):
         return {}
-    return {
-        name: DTYPE_BYTES[STORED.get(row["dtype"], UNKNOWN)]
-        for header in headers for name, row in header.items() if name != "__metadata__"
-    }  # fmt: skip
 
 
 def _find_files(folder: Path) -> set[Path]:
@@ -47,7 +48,7 @@ def _find_files(folder: Path) -> set[Path]:
 
 
 def _names(index: Path) -> Iterable[str]:
-    return set(json.loads(index.read_text())["weight_map"].values())
+    return set(read_json_table(index)["weight_map"].values())
 
 
 def _find_cached(name: str) -> set[Path]:
@@ -70,5 +71,5 @@ def _read_header(file: Path) -> dict[str, Any]:
         length = int.from_bytes(opened.read(8), "little")
         if length > LONGEST:
             raise ValueError(f"`{file}` is not safetensors")
-        header: dict[str, Any] = json.loads(opened.read(length))
+        header: dict[str, Any] = parse_json(opened.read(length), where=f"the header of `{file}`")
         return header

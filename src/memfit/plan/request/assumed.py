@@ -7,14 +7,15 @@ from __future__ import annotations
 import math
 import re
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 from memfit import catalog
 from memfit.core import units
 from memfit.core.errors import InvalidRequest
+from memfit.core.system.reading import exists
 from memfit.optimizers import optimizers
 from memfit.plan.request.data_size import DataSize, estimate_data
+from memfit.plan.request.model_reference import expand
 from memfit.records.recipe import Recipe
 from memfit.records.request import LoraRequest, Request, Task
 
@@ -61,7 +62,7 @@ def describe_names(request: Request) -> tuple[str, ...]:
     """Which rows of the catalogue were taken for names that are not a row's own, and machines that
     are larger than the device's usual ones."""
     said, model, name = [], request.model, request.hardware.device
-    if isinstance(model, str) and not Path(model).expanduser().exists():
+    if isinstance(model, str) and not exists(expand(model)):
         with suppress(InvalidRequest):  # a hub id that is in no table
             said.append(catalog.describe_model(model))
     if name not in ("auto", "cpu"):

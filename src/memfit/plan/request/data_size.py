@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from memfit.core import units
+from memfit.core.system.reading import is_file
 
 ASSUMED_BYTES = 4.0  # of UTF-8 text for a token: English under vocabularies of 32,000 to 150,000
 SAMPLE = 256 * units.KIB  # bytes that are looked at
@@ -50,7 +51,7 @@ def _find_files(data: str) -> list[Path]:
         hidden = [any(part.startswith(".") for part in p.relative_to(path).parts) for p in found]
         return sorted(p for p, left_out in zip(found, hidden, strict=True) if not left_out)
     names = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(data) else []
-    return [Path(name) for name in names if Path(name).is_file()]
+    return [Path(name) for name in names if is_file(Path(name))]
 
 
 @lru_cache(maxsize=16)
@@ -87,11 +88,12 @@ def _look(start: bytes, are_records: bool) -> tuple[float, float, str]:
     for line in whole:
         try:
             _collect(json.loads(line), texts)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
     read = sum(len(line) + 1 for line in whole)
     said = "\n".join(texts)
-    return len(said.encode()) / max(read, 1), read / max(len(whole), 1), said
+    size = len(said.encode("utf-8", "surrogatepass"))
+    return size / max(read, 1), read / max(len(whole), 1), said
 
 
 def _collect(value: Any, texts: list[str]) -> None:

@@ -12,9 +12,12 @@ import msgspec
 
 from memfit import catalog
 from memfit.core.errors import InvalidRequest, UnknownName, did_you_mean
+from memfit.core.system.reading import is_folder, read_json_table
+from memfit.core.units import MIB
 from memfit.records.model import ModelReference
 
 T = TypeVar("T")
+MOST_CONFIG = 4 * MIB  # bytes of a config.json; the largest published has some hundred kilobytes
 HUB_SECONDS = 3.0  # for a config.json of some kilobytes; a plan is not kept waiting longer
 
 
@@ -28,8 +31,8 @@ def find_reference(model: str | dict[str, Any]) -> ModelReference:
             name=model.get("name", "model"), source="", config=_config(model, "request")
         )
     model = catalog.strip_address(model)
-    path = Path(model).expanduser()
-    if path.is_dir() or path.name == "config.json":
+    path = expand(model)
+    if is_folder(path) or path.name == "config.json":
         return _read_folder(path.parent if path.name == "config.json" else path)
     try:
         return _find_row(model)
@@ -37,6 +40,14 @@ def find_reference(model: str | dict[str, Any]) -> ModelReference:
         if model.count("/") != 1 or model.startswith((".", "/", "~")):
             raise
     return _read_hub(model)
+
+
+def expand(model: str) -> Path:
+    """The name as a path; `~name` of nobody's home is no path."""
+    try:
+        return Path(model).expanduser()
+    except RuntimeError:
+        return Path(model)
 
 
 @lru_cache(maxsize=1024)
@@ -52,18 +63,10 @@ def _config(config: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _read_folder(folder: Path) -> ModelReference:
-    import json  # accepts the NaN and Infinity that some published files hold
-
     file = folder / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        hint = "a model folder holds config.json beside its safetensors"
-        raise InvalidRequest(f"cannot read `{file}`: {error.strerror}", hint=hint) from None
-    except ValueError as error:
-        raise InvalidRequest(f"`{file}` is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise InvalidRequest(f"`{file}` holds {type(config).__name__}, not keys with values")
+    config = read_json_table(
+        file, hint="a model folder holds config.json beside its safetensors", most=MOST_CONFIG
+    )
     return ModelReference(
         name=folder.resolve().name, source=str(folder.resolve()), config=_config(config, str(file))
     )
@@ -71,7 +74,7 @@ def _read_folder(folder: Path) -> ModelReference:
 
 def find_published(reference: ModelReference) -> ModelReference:
     """The reference with the config.json that its weights came with."""
-    if Path(reference.source).is_dir():
+    if is_folder(Path(reference.source)):
         return reference  # it was read from there
     config = _read_hub(reference.source).config
     return msgspec.structs.replace(reference, config=config)
@@ -121,8 +124,6 @@ def _within(seconds: float, work: Callable[[], T]) -> T:
 @lru_cache(maxsize=256)  # each change to a file asks again
 def _read_hub(name: str) -> ModelReference:
     """config.json of a hub id, from the local cache or the hub."""
-    import json
-
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:
@@ -139,5 +140,5 @@ def _read_hub(name: str) -> ModelReference:
             hint=(f"of the same shape may be {near}; else " if near else "")
             + "check the name, or pass a folder that holds config.json; see `memfit models`",
         ) from None
-    config = json.loads(Path(file).read_text(encoding="utf-8"))
+    config = read_json_table(Path(file), most=MOST_CONFIG)
     return ModelReference(name=name, source=name, config=_config(config, file))

@@ -22,6 +22,7 @@ from torch import Tensor
 from memfit.adapters.shared.peft_layers import MAGNITUDE, PREFIX, STORED_TRANSPOSED
 from memfit.adapters.shared.quantised_base import is_projection
 from memfit.core.errors import InvalidRequest, RunFailed
+from memfit.core.system.reading import read_json_table
 from memfit.families import read_model
 from memfit.families.weight_files.names import find_parts
 from memfit.records.recipe import Recipe
@@ -136,10 +137,7 @@ def _read_config(place: Path) -> dict[str, Any]:
         raise InvalidRequest(
             f"`{place}` holds a whole model, not an adapter", hint="there is nothing to merge"
         )
-    try:
-        said: dict[str, Any] = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"cannot read `{path}`: {error}", hint="copy it again") from None
+    said: dict[str, Any] = read_json_table(path, hint="copy it again")
     if said.get("peft_type") != "LORA":
         raise InvalidRequest(
             f"`{path}` is of `peft_type: {said.get('peft_type')}`, and memfit merges LORA alone",

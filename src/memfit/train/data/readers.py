@@ -9,12 +9,12 @@ from __future__ import annotations
 import codecs
 import glob
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from memfit.core.errors import InvalidRequest, did_you_mean
+from memfit.core.system.reading import name_kind, parse_json
 from memfit.core.units import MIB
 from memfit.train.data.conversations import KEYS, Example, read_record, refuse_columns, texts_of
 from memfit.train.data.tokenizer import Tokenizer
@@ -168,15 +168,10 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             if not line.strip():
                 continue
             where = f"`{path}` line {number}"
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise InvalidRequest(
-                    f"{where} is not JSON: {error}", hint="write one JSON object a line"
-                ) from None
+            record = parse_json(line, where=where, hint="write one JSON object a line")
             if not isinstance(record, dict):
                 raise InvalidRequest(
-                    f"{where} holds a {type(record).__name__}, not an object",
+                    f"{where} holds {name_kind(record)}, not an object",
                     hint='for example {"text": "..."}',
                 )
             yield where, record

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ from memfit.adapters import find_adapter
 from memfit.adapters.shared.apply import replace_parameters
 from memfit.adapters.shared.peft_layers import stored_name
 from memfit.core.errors import InvalidRequest
+from memfit.core.system.reading import read_json_table
 from memfit.families import read_model
 from memfit.families.weight_files.names import Part, file_parts, find_parts
 from memfit.parallelism.whole import is_sharded, local_part, own_part, whole
@@ -380,13 +380,12 @@ def _files_in_cache(name: str) -> dict[str, Path]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        names = json.loads(index.read_text())["weight_map"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    names = read_json_table(index, hint="download or copy it again").get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
         raise InvalidRequest(
-            f"cannot read `{index}`: {error}", hint="download or copy it again"
-        ) from None
-    return dict(names)
+            f"`{index}` has no `weight_map` from tensors to files", hint="download or copy it again"
+        )
+    return names
 
 
 def names_in(file: Path) -> dict[str, Path]:

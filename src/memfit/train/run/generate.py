@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from memfit.adapters.shared.peft_layers import stored_name
 from memfit.core.errors import InvalidRequest
 from memfit.core.libraries import quiet_import
+from memfit.core.system.reading import read_json_table
 from memfit.families import read_model
 from memfit.records import read_json
 from memfit.records.recipe import Attention, Parallel, Recipe
@@ -187,7 +187,7 @@ def _load_foreign(folder: Path) -> Any:
     adapter = folder / "adapter_config.json"
     base: str | Path = folder
     if adapter.exists():
-        base = json.loads(adapter.read_text()).get("base_model_name_or_path") or ""
+        base = read_json_table(adapter).get("base_model_name_or_path") or ""
         if not base:
             raise InvalidRequest(
                 f"the adapter in `{folder}` was trained on random weights that nobody kept",
