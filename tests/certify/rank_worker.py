@@ -132,7 +132,8 @@ def main() -> None:
     warnings.simplefilter("error")
     dist.init_process_group("gloo", rank=rank, world_size=world, init_method=f"file://{store}")
     recipes = pickle.loads(Path(cases).read_bytes())
-    build_model(recipes[0], "meta")  # imports what is only imported when it is needed
+    whole = replace(recipes[0], parallel=Parallel(), offload="none")
+    build_model(whole, "meta")  # imports what is only imported when it is needed
     gc.collect()
     gc.freeze()  # each step begins with a collection: 0.3 s less without the libraries
     Path(answers).write_bytes(pickle.dumps([answer(r, rank) for r in recipes]))
