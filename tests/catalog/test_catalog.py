@@ -21,12 +21,10 @@ DATE = re.compile(r"20\d\d-\d\d-\d\d")
 
 
 def test_every_model_and_accelerator_has_a_row():
-    assert len(models()) == 182
-    assert len(devices()) == 86
-    assert len({m.id for m in models()}) == 182
-    assert len({d.id for d in devices()}) == 86
-    assert len(COUNTED) == 5
-    assert len(DESCRIBED) == 177
+    assert len({m.id for m in models()}) == len(models()) > 100
+    assert len({d.id for d in devices()}) == len(devices()) > 50
+    assert COUNTED
+    assert len(DESCRIBED) > 100
 
 
 @pytest.mark.parametrize("device", devices(), ids=lambda d: d.id)
@@ -50,7 +48,7 @@ def test_a_device_rows_quantities_are_in_base_units(device):
         assert 7 * units.GIB < device.memory < 300 * units.GIB
     if device.memory is not None and device.memory_driver is not None:
         assert 0 < device.memory_driver - device.memory < 2 * units.GIB
-    assert device.bandwidth is None or 5e10 < device.bandwidth < 1e13
+    assert device.bandwidth is None or 1e10 < device.bandwidth < 1e15
     assert set(device.flops) <= {"fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4"}
     assert all(1e12 <= rate <= 2e16 for rate in device.flops.values())
     assert all(rate < device.flops[k] for k, rate in device.flops_measured.items())

@@ -71,6 +71,8 @@ BASE = {
     "bloom": BLOOM,
     "mpt": MPT,
 }
+for _name in families:  # a family that is added is taken to have a Llama's sizes
+    BASE.setdefault(_name, {"model_type": _name, **GATED, "pad_token_id": None})
 TOGGLED = [
     GPT2,
     GPT2 | {"tie_word_embeddings": False},

@@ -79,6 +79,7 @@ class BaseFormat(ABC):
 
     # What a coded format goes with. What is not declared is refused by name.
     methods: ClassVar[tuple[str, ...]] = ("lora",)  # what may be trained beside codes
+    columns: ClassVar[int] = 1  # a row of a matrix must be a multiple of so many weights
     codes_experts: ClassVar[bool] = False  # 3-D parameters of all experts of a layer
     codes_transposed: ClassVar[bool] = False  # weights that are stored as (in, out)
 

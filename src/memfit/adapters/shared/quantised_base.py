@@ -60,6 +60,13 @@ def check_base(model: Model, base_format: str, method: str) -> None:
             f" {declared.library} quantises matrices",
             hint="use `base_format: bf16`",
         )
+    odd = [w for w in model.weights if is_projection(w) and w.shape[1] % declared.columns]
+    if odd:
+        raise InvalidRequest(
+            f"{said} codes {declared.columns} weights of a row together, and `{odd[0].name}` has"
+            f" rows of {odd[0].shape[1]}",
+            hint="use `base_format: bf16`",
+        )
     if model.architecture.family in TRANSPOSED and not declared.codes_transposed:
         raise InvalidRequest(
             f"{said}: the projections of `{model.name}` are Conv1D, stored transposed, and"

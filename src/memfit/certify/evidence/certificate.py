@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from memfit.adapters import find_adapter
 from memfit.allocator.caching import Replay, replay
 from memfit.allocator.settings import Settings, check_allocator, read_settings
+from memfit.base_formats import find_base_format
 from memfit.catalog.overheads import Overhead, find_outside
 from memfit.certify.evidence.recording import Recording, write_recording
 from memfit.certify.tracing.recorder import Trace
@@ -53,6 +54,7 @@ def make_certificate(
 ) -> Certificate:
     """Trace the recipe's step in this process and judge it; see `memfit.certify.certify`."""
     started = time.perf_counter()
+    base = find_base_format(recipe.base_format)
     rank, which = _choose_rank(recipe, device, rank)
     check_allocator(recipe.allocator, device)
     memory_driver = device.memory_driver or Settings().device_memory
@@ -75,7 +77,7 @@ def make_certificate(
         at_peak=trace.alive(Phase(memory.peak_phase)),
         bounds=(*which, *bounds, *_torch_bounds()),
         seconds=round(time.perf_counter() - started, 3),
-        versions=installed_versions((*LIBRARIES, *(("bitsandbytes",) if recipe.coding else ()))),
+        versions=installed_versions((*LIBRARIES, *((base.library,) if base.library else ()))),
         generation=generation,
         data=data or (None if batches else bounds_of(recipe)),
         held_out=held_out,
