@@ -75,8 +75,9 @@ def plan_command(
 
     MODEL is a catalogue name, a hub id, or a folder with config.json; without it request.yaml of
     this folder is read, or a terminal is asked three questions. On many devices the mesh is chosen,
-    too: of memfit's own step among FSDP, HSDP and DDP; with `framework: megatron` or `torchtitan`
-    among every mesh of all devices.
+    too: of memfit's own step FSDP, HSDP or DDP, or tensor parallelism, context parallelism or
+    stages where these are a tenth faster or nothing else fits; with `framework: megatron` or
+    `torchtitan` among every mesh of all devices.
     """  # fmt: skip
     from memfit import api
 
