@@ -16,6 +16,7 @@ from memfit import api
 from memfit.cli import options
 from memfit.cli.app import VERBS, run
 from memfit.core.errors import DoesNotFit, InvalidRequest, NotCertified, RunFailed
+from memfit.core.libraries import install_extra
 from memfit.core.wording import set_words
 from memfit.files.request_file import KEYS, schema, template
 from memfit.records.request import Request
@@ -94,7 +95,7 @@ def test_a_missing_training_library_names_the_extra(capsys):
 
     assert run(fail) == 2
     assert capsys.readouterr().err == (
-        "error: this needs `torch.nn`, which is not installed\nhint: pip install 'memfit[train]'\n"
+        f"error: this needs `torch.nn`, which is not installed\nhint: {install_extra('train')}\n"
     )
 
 

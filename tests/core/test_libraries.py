@@ -3,10 +3,11 @@
 import logging
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from memfit.core.libraries import TALKATIVE, quiet_import
+from memfit.core.libraries import TALKATIVE, install_extra, quiet_import
 
 IMPORT_PEFT = (
     "from memfit.core.libraries import quiet_import\nwith quiet_import():\n    import peft"
@@ -47,3 +48,34 @@ def test_hidden_packages_are_as_if_they_were_not_installed():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "`wave` is hidden wave\n"
+
+
+@pytest.mark.parametrize(
+    ("noted", "typed"),
+    [
+        (None, "pip install 'memfit[train]'"),  # from an index
+        ('{"url": "file:///a/memfit-1.whl", "archive_info": {}}',
+         "pip install 'memfit[train] @ file:///a/memfit-1.whl'"),
+        ('{"url": "file:///a/clone", "dir_info": {}}',
+         "pip install 'memfit[train] @ file:///a/clone'"),
+        ('{"url": "file:///a/clone", "dir_info": {"editable": true}}',
+         "pip install -e '/a/clone[train]'"),
+        ("broken", "pip install 'memfit[train]'"),
+    ],
+)  # fmt: skip
+def test_an_extra_is_installed_from_where_memfit_came_from(monkeypatch, noted, typed):
+    class Installed:
+        def read_text(self, name):
+            assert name == "direct_url.json"
+            return noted
+
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: Installed())
+    assert install_extra("train") == typed
+
+
+def test_without_an_installation_the_extra_is_named(monkeypatch):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.distribution", missing)
+    assert install_extra("ui") == "pip install 'memfit[ui]'"

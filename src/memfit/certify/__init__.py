@@ -25,7 +25,7 @@ from memfit.certify import cache
 from memfit.certify.versions import OLDEST_TORCH, release
 from memfit.core.callable_package import make_callable
 from memfit.core.errors import Error, InvalidRequest, NotCertified
-from memfit.core.libraries import hidden_packages
+from memfit.core.libraries import hidden_packages, install_extra
 from memfit.core.system.processes import name_parent
 from memfit.records import Record, from_data, to_data, to_json
 from memfit.records.hardware import Device
@@ -179,7 +179,7 @@ def check_libraries() -> None:
     if missing:
         raise NotCertified(
             f"certifying runs the trainer's own step, and `{missing[0]}` is not installed",
-            hint="pip install 'memfit[train]'",
+            hint=install_extra("train"),
         )
     found = version("torch")
     if release(found) < release(OLDEST_TORCH):

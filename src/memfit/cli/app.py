@@ -143,9 +143,11 @@ def _run(work: Callable[[], object]) -> int:
         extra = next((extra for extra, names in EXTRAS.items() if name in names), None)
         if extra is None:
             return _bug(error)
+        from memfit.core.libraries import install_extra
+
         missing = InvalidRequest(
             f"this needs `{error.name}`, which is not installed",
-            hint=f"pip install 'memfit[{extra}]'",
+            hint=install_extra(extra),
         )
         return _say(missing.message, missing.hint, missing.exit_code)
     except Exception as error:

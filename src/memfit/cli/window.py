@@ -20,7 +20,7 @@ def ui_command(port: int, runs: Path, browser: bool, as_json: bool, quiet: bool)
     """Open a local page: plan with sliders, compare, see a step's memory, follow runs, export.
 
     It is reachable from this machine alone, asks nothing of the network, and shows what the other
-    verbs print with --json. Ctrl-C stops it. Needs `pip install 'memfit[ui]'`.
+    verbs print with --json. Ctrl-C stops it. Needs the extra `ui`.
     """
     from memfit.ui import app
 

@@ -69,6 +69,24 @@ def hidden_packages(names: Iterable[str]) -> Iterator[None]:
         importlib.util.find_spec = real
 
 
+def install_extra(extra: str) -> str:
+    """What to type for an extra of memfit's: from the folder or the wheel that it came from.
+
+    pip notes where a package was installed from (PEP 610), unless that is an index.
+    """
+    import json
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        noted = json.loads(distribution("memfit").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        noted = {}
+    url = str(noted.get("url", ""))
+    if noted.get("dir_info", {}).get("editable"):
+        return f"pip install -e '{url.removeprefix('file://')}[{extra}]'"
+    return f"pip install 'memfit[{extra}]{f' @ {url}' if url else ''}'"
+
+
 def installed_versions(names: Iterable[str]) -> dict[str, str]:
     """The version of each library here, memfit among them; `not installed` where it is not."""
     from importlib.metadata import PackageNotFoundError, version

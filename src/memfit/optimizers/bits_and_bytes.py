@@ -12,7 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, final
 
 from memfit.core.errors import InvalidRequest
-from memfit.core.libraries import quiet_import
+from memfit.core.libraries import install_extra, quiet_import
 from memfit.meta.meter import Meter
 from memfit.optimizers import Counted, OptimizerFamily, optimizers
 from memfit.records.model import TensorSpec
@@ -127,7 +127,7 @@ def _tables() -> tuple[list[float], list[float]]:
     except ImportError:
         raise InvalidRequest(
             "this optimizer is bitsandbytes', and `bitsandbytes` is not installed",
-            hint="pip install 'memfit[train]', or use `optimizer.name: adamw8bit`",
+            hint=f"{install_extra('train')}, or use `optimizer.name: adamw8bit`",
         ) from None
     with _disable_current_modes():  # it reads numbers, which fake tensors do not have
         signed, unsigned = (functional.create_dynamic_map(signed=s) for s in (True, False))

@@ -12,7 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, final
 
 from memfit.core.errors import InvalidRequest
-from memfit.core.libraries import quiet_import
+from memfit.core.libraries import install_extra, quiet_import
 from memfit.meta.meter import Meter
 from memfit.optimizers import Counted, OptimizerFamily, optimizers
 from memfit.optimizers.adamw import STEP
@@ -175,7 +175,7 @@ def _torchao() -> Any:
     except ImportError:
         raise InvalidRequest(
             "low-bit optimizers are torchao's, and `torchao` is not installed",
-            hint="pip install 'memfit[train]', or use `optimizer.name: adamw`",
+            hint=f"{install_extra('train')}, or use `optimizer.name: adamw`",
         ) from None
     return adam
 

@@ -12,6 +12,7 @@ from memfit.certify.evidence.prove import prove
 from memfit.core import units
 from memfit.core.cache_folder import cache_folder
 from memfit.core.errors import NotCertified
+from memfit.core.libraries import install_extra
 from memfit.records import Record
 
 
@@ -50,7 +51,7 @@ def diagnose(versions: dict[str, str]) -> Diagnosis:
 def _accelerators() -> tuple[tuple[str, ...], tuple[str, ...]]:
     if find_spec("torch") is None:
         return (), ("torch is not installed: planning works, certifying and training need "
-                    "`pip install 'memfit[train]'`",)  # fmt: skip
+                    f"`{install_extra('train')}`",)  # fmt: skip
     import torch
 
     if not torch.cuda.is_available():

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from memfit.core.errors import InvalidRequest
-from memfit.core.libraries import quiet_import
+from memfit.core.libraries import install_extra, quiet_import
 
 
 @cache
@@ -21,7 +21,7 @@ def bitsandbytes() -> Any:
     except ImportError:
         raise InvalidRequest(
             "a quantised base needs bitsandbytes, which is not installed",
-            hint="pip install 'memfit[train]', or use `base_format: bf16`",
+            hint=f"{install_extra('train')}, or use `base_format: bf16`",
         ) from None
     return library
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from memfit.core.errors import InvalidRequest
-from memfit.core.libraries import quiet_import
+from memfit.core.libraries import install_extra, quiet_import
 from memfit.families import read_model
 from memfit.families.capabilities.float8 import check_device, check_float8
 from memfit.families.capabilities.products import is_of_block as is_narrow
@@ -49,7 +49,7 @@ def narrow(model: nn.Module, recipe: Recipe, *, emulate: bool = False) -> nn.Mod
     except ImportError:
         raise InvalidRequest(
             "`precision: fp8-mixed` needs torchao, which is not installed",
-            hint="pip install 'memfit[train]', or use `precision: bf16-mixed`",
+            hint=f"{install_extra('train')}, or use `precision: bf16-mixed`",
         ) from None
     names = {w.name.rpartition(".")[0] for w in read_model(recipe.model).weights if is_narrow(w)}
     made: nn.Module = convert_to_float8_training(

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from memfit.core.errors import InvalidRequest, RunFailed
+from memfit.core.libraries import install_extra
 from memfit.records import write_atomically
 
 NAME = "log.jsonl"
@@ -161,6 +162,6 @@ def _open_board(run: Path, done: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise InvalidRequest(
-            "TensorBoard is not installed", hint="pip install 'memfit[tensorboard]'"
+            "TensorBoard is not installed", hint=install_extra("tensorboard")
         ) from None
     return SummaryWriter(str(run / "tensorboard"), purge_step=done + 1)
