@@ -37,8 +37,11 @@ QUICK = {
 CERTIFIED = {
     TORCH: ["-c", "import torch"],
     "memfit certify llama-3.1-8b --no-cache": [*MEMFIT, "certify", "llama-3.1-8b", "--no-cache"],
+    "memfit certify llama-3.1-8b --device h100-sxm --no-cache": [
+        *MEMFIT, "certify", "llama-3.1-8b", "--device", "h100-sxm", "--no-cache",
+    ],
     "memfit certify llama-3.1-8b, from the cache": [*MEMFIT, "certify", "llama-3.1-8b"],
-}
+}  # fmt: skip
 # pip compiles a package when it installs it; a checkout is compiled by its first run, if it may be
 ENVIRONMENT = {
     k: v for k, v in os.environ.items() if k not in ("PYTHONDONTWRITEBYTECODE", "MEMFIT_NO_CACHE")
