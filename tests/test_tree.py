@@ -75,6 +75,33 @@ def test_no_folder_holds_more_modules_than_one_can_look_over():
     assert {at: n for at, n in counts.items() if n > MOST and at not in ENTRIES} == {}
 
 
+def is_data(decorator: ast.expr) -> bool:
+    """Whether it makes a frozen dataclass that is compared by its values."""
+    call = decorator if isinstance(decorator, ast.Call) else None
+    if ast.unparse(call.func if call else decorator).rpartition(".")[2] != "dataclass":
+        return False
+    said = {k.arg: ast.unparse(k.value) for k in call.keywords} if call else {}
+    return said.get("frozen") == "True" and said.get("eq") != "False"
+
+
+def find_frozen(source: str) -> list[str]:
+    """Classes of a source that are data, but no records."""
+    return [
+        node.name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef) and any(map(is_data, node.decorator_list))
+    ]
+
+
+def test_data_is_a_record_where_it_holds_no_tensors():
+    """The rule of docs/ARCHITECTURE.md, `Records`."""
+    live = {"train", "certify"}
+    apart = [p for p in MODULES.values() if p.relative_to(SOURCE).parts[0] not in live]
+    found = {path.name: find_frozen(path.read_text()) for path in apart}
+    assert {name: classes for name, classes in found.items() if classes} == {}
+    assert find_frozen("@dataclass(frozen=True)\nclass A: ...\n@dataclass\nclass B: ...") == ["A"]
+
+
 def test_imports_do_not_go_in_circles():
     circles = find_circles({name: imported(path) for name, path in MODULES.items()})
     assert [c for c in circles if not all(n.startswith(TENSOR_CORE) for n in c)] == []

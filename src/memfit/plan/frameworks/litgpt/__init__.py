@@ -20,7 +20,7 @@ from memfit.meta.layers.dequantised import CODED
 from memfit.optimizers import find_optimizer
 from memfit.plan.frameworks import Framework, Job, Knob, Slack, TimeTraits, frameworks
 from memfit.plan.frameworks.hugging_face.quantised import coded_bytes
-from memfit.plan.frameworks.litgpt.forward import LitProgram
+from memfit.plan.frameworks.litgpt.forward import LitProgram, LossKind, Norm, Order
 from memfit.plan.frameworks.shared.assembly import (
     Held,
     assemble,
@@ -134,14 +134,14 @@ class LitGpt(Framework):
         fixed = _describe(job.model, without_shape(recipe))
         form, model, a = fixed.form, fixed.model, fixed.form.architecture
         program = LitProgram(
-            gated=form.gated, rms=form.rms, parallel=a.parallel_residual,
-            shared_norm=form.shared_norm, post_norms=form.post_norms,
+            norm=form.norm if form.norm == "layer" or not old else "narrow-rms",
+            order=form.order,
+            loss_kind=_loss_kind(recipe),
+            gated=form.gated,
             capped_scores=a.attention_cap > 0,
             # litgpt of 2024 left the cap out where it chunked the head (lora.py, GPT.forward)
             capped_logits=a.logit_cap > 0 and not (old and recipe.method == "lora"),
             scaled_embedding=form.scaled_embedding,
-            wide_norm=not old, chunked_head=recipe.method == "lora",
-            whole_loss=recipe.loss == "plain",
         )  # fmt: skip
         simulated = run_passes(job, model, program, attention_kernel(job), again=again)
         if not again:
@@ -167,11 +167,18 @@ class _Form:
         outer = [w for w in norms if w.name.endswith("weight") and w.shape == (a.hidden,)]
         feed = sum(w.numel for w in block if len(w.shape) == 2 and "mlp" in w.name)
         self.gated = feed > 2.5 * a.hidden * a.ffn
-        self.rms = not self.norm_bias
+        self.norm: Norm = "layer" if self.norm_bias else "rms"
         self.norms = len(outer)
         self.shared_norm = a.parallel_residual and self.norms == 1
         self.post_norms = self.norms == 4
         self.scaled_embedding = a.family.startswith("gemma")
+
+    @property
+    def order(self) -> Order:
+        """How attention and feed-forward follow each other."""
+        if self.architecture.parallel_residual:
+            return "parallel-shared-norm" if self.shared_norm else "parallel"
+        return "post-norms" if self.post_norms else "sequential"
 
     def rows(self) -> list[tuple[str, tuple[int, ...]]]:
         """The weights of a block under litgpt's names."""
@@ -197,6 +204,12 @@ class _Form:
             linear(name, a.ffn, a.hidden, a.mlp_bias)
         linear("mlp.proj", a.hidden, a.ffn, a.mlp_bias)
         return rows
+
+
+def _loss_kind(recipe: Recipe) -> LossKind:
+    if recipe.loss == "plain":
+        return "whole"
+    return "chunked-head" if recipe.method == "lora" else "chunked"
 
 
 class _Fixed(NamedTuple):

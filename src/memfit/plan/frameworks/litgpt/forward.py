@@ -5,6 +5,8 @@ As in `families/shared/forward.py`, a local variable here holds what it holds th
 
 from __future__ import annotations
 
+from typing import Literal
+
 from memfit import meta
 from memfit.families.shared.forward import Embedded, Forward, Weights, embedding, module
 from memfit.meta import Tensor
@@ -20,20 +22,26 @@ CHUNK = 128  # tokens of the chunked head and cross entropy (finetune/lora.py, u
 QUANTISED = Dequantised(stored="float16", keeps_input=True)
 
 
+# LayerNorm, or RMSNorm, which multiplies by its weight in fp32 or (`narrow-rms`) in 16 bits
+Norm = Literal["layer", "rms", "narrow-rms"]
+# How attention and feed-forward follow each other: one after the other; the same with norms behind
+# both, too; side by side with a norm each; side by side behind one norm.
+Order = Literal["sequential", "post-norms", "parallel", "parallel-shared-norm"]
+# finetune/lora.py chunks head and loss, finetune/full.py the loss alone, and
+# extensions/thunder/pretrain.py takes all tokens at once
+LossKind = Literal["chunked-head", "chunked", "whole"]
+
+
 class LitProgram(Record, frozen=True, kw_only=True):
     """The forward of litgpt's GPT and the loss of its finetuning scripts."""
 
+    norm: Norm
+    order: Order
+    loss_kind: LossKind
     gated: bool  # LLaMAMLP or GemmaMLP; else GptNeoxMLP
-    rms: bool  # RMSNorm; else LayerNorm
-    parallel: bool  # attention and feed-forward side by side
-    shared_norm: bool
-    post_norms: bool  # norms after attention and feed-forward too
     capped_scores: bool  # soft caps need the scores themselves: no kernel of torch's
     capped_logits: bool
     scaled_embedding: bool
-    wide_norm: bool  # RMSNorm multiplies by its weight in fp32
-    chunked_head: bool  # finetune/lora.py; finetune/full.py chunks the loss alone
-    whole_loss: bool  # extensions/thunder/pretrain.py: over all tokens at once
 
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """See `plan.program.Program.embed`."""
@@ -51,17 +59,17 @@ class LitProgram(Record, frozen=True, kw_only=True):
         """See `plan.program.Program.block`."""
         normed = self._norm(forward, weights, "norm_1", x)
         attended = _attention(forward, weights, normed, given, self.capped_scores)
-        if self.post_norms:
+        if self.order == "post-norms":
             attended = self._norm(forward, weights, "post_attention_norm", attended)
-        if self.parallel:
-            if not self.shared_norm:
+        if self.order.startswith("parallel"):
+            if self.order == "parallel":
                 normed = self._norm(forward, weights, "norm_2", x)
             x = meta.add(attended, x)
         else:
             x = meta.add(attended, x)
             normed = self._norm(forward, weights, "norm_2", x)
         fed = _feed(forward, weights, normed, self.gated)
-        if self.post_norms:
+        if self.order == "post-norms":
             fed = self._norm(forward, weights, "post_mlp_norm", fed)
         return meta.add(fed, x)
 
@@ -75,11 +83,11 @@ class LitProgram(Record, frozen=True, kw_only=True):
         The logits stay named in the training loop until the next micro-batch's replace them.
         """
         logits = self._logits(forward, weights, hidden)
-        if self.whole_loss:
+        if self.loss_kind == "whole":
             flat = meta.reshape(logits[0], -1, logits[0].shape[-1])
             return meta.scale(cross_entropy_sum(flat, labels))
         forward.loop["logits"] = logits
-        if self.chunked_head:
+        if self.loss_kind == "chunked-head":
             logits[-1] = meta.narrow(logits[-1], 1, 0, logits[-1].shape[1] - 1)
             pieces = [meta.reshape(piece, -1, piece.shape[-1]) for piece in logits]
         else:
@@ -94,7 +102,7 @@ class LitProgram(Record, frozen=True, kw_only=True):
         return meta.scale(meta.scale(_total(joined)))
 
     def _logits(self, forward: Forward, weights: Weights, hidden: Tensor) -> list[Tensor]:
-        if self.chunked_head:
+        if self.loss_kind == "chunked-head":
             parts = meta.split(hidden, _lengths(forward.tokens), 1)
             narrow = [self._head(forward, weights, part) for part in parts]
             del parts
@@ -107,9 +115,9 @@ class LitProgram(Record, frozen=True, kw_only=True):
         return _soft_cap(logits) if self.capped_logits else logits
 
     def _norm(self, forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
-        if self.rms:
-            return _rms_norm(forward, weights[f"{name}.weight"], x, self.wide_norm)
-        return _layer_norm(forward, weights, name, x)
+        if self.norm == "layer":
+            return _layer_norm(forward, weights, name, x)
+        return _rms_norm(forward, weights[f"{name}.weight"], x, self.norm == "rms")
 
 
 def _lengths(total: int) -> list[int]:
