@@ -10,13 +10,14 @@ from memfit.cli.app import app
 from memfit.core.errors import InvalidRequest
 from memfit.files.flags import FLAGS, find_flag, gather
 from memfit.files.request_file import KEYS
-from typed_commands import quick
+from typed_commands import quick, strict
 
 VERBS = ("plan", "predict", "certify", "solve", "export", "train", "measure")
 WORDS = {
     "device": "rtx-4090", "gpus": 2, "nodes": 2, "memory": "20 GiB", "method": "lora",
     "seq_len": "8k", "batch": 2, "tokens": "50M", "epochs": 1.5, "data": "x.jsonl",
-    "objective": "sft", "precision": "bf16", "optimizer": "adamw8bit", "framework": "trl",
+    "objective": "sft", "steps": 30, "lora_rank": 8, "precision": "bf16",
+    "optimizer": "adamw8bit", "framework": "trl",
 }  # fmt: skip
 READ = {"seq_len": 8192, "tokens": 50_000_000}
 
@@ -36,6 +37,8 @@ def test_every_verb_has_every_flag_and_its_help_names_the_key(verb):
     command = app.get_command(None, verb)
     found = {name: option for option in command.params for name in option.opts}
     for flag in FLAGS:
+        if verb == "measure" and flag.parameter == "steps":
+            continue  # its own: how many steps are timed
         for name in flag.names:
             assert flag.key in found[f"--{name}"].help
 
@@ -130,9 +133,9 @@ def test_a_wrong_flag_is_one_error(words, said):
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        (["--max-seq-length", "4096"], "that is `--seq-len TOKENS` here"),
-        (["--load-in-4bit"], "that is `--set base_format=nf4 --method lora` here"),
-        (["--lora"], "that is `--method lora` here"),
+        (["--model-max-length", "4096"], "that is `--seq-len TOKENS` here"),
+        (["--load-in-8bit"], "that is `--set base_format=int8 --method lora` here"),
+        (["--use-peft"], "that is `--method lora` here"),
         (["--gradient-checkpointing"], "that is `--set recompute=full` here"),
         (["--learning-rate", "1e-4"], "that is `--set optimizer.learning_rate=…` here"),
         (["--output-dir", "x"], "`--folder runs/first`"),
@@ -155,3 +158,33 @@ def test_an_objective_of_a_task_is_one_of_the_request():
                            "512", "--json")  # fmt: skip
     assert (code, err) == (0, "")
     assert '"objective": "sft"' in out
+
+
+@pytest.mark.parametrize(
+    ("typed", "key", "value"),
+    [
+        ("--max_seq_length 512", "task.sequence_length", 512),
+        ("--cutoff_len 1k", "task.sequence_length", 1024),
+        ("--per_device_train_batch_size 2", "micro_batch", 2),
+        ("--finetuning_type lora --lora_r 8", "lora.rank", 8),
+        ("--load_in_4bit --gpu 4090", "base_format", "nf4"), ("--full", "method", "full"),
+        ("--dpo --lora", "task.objective", "dpo"), ("--max_steps 30", "task.steps", 30),
+        ("--gpu 2x4090", "hardware.count", 2), ("--num_gpus 2 --gpu 4090", "hardware.count", 2),
+    ],
+)  # fmt: skip
+def test_words_of_other_trainers_are_flags(typed, key, value):
+    code, out, err = quick(
+        "plan", "--model_name_or_path", "smollm2-135m", *shlex.split(typed), "--json"
+    )
+    assert code in (0, 3), err
+    found = strict(out)["request"]
+    assert found["model"] == "smollm2-135m"
+    for name in key.split("."):
+        found = found[name]
+    assert found == value
+
+
+def test_a_model_is_named_as_trainers_name_it():
+    for words in (["--model=gpt2"], ["--base_model", "gpt2"]):
+        assert quick("plan", *words, "--seq-len", "64")[1].startswith("FITS  gpt2")
+    assert quick("models", "--model", "gpt2")[0] == 2  # it takes no request

@@ -7,7 +7,8 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from memfit import catalog
-from memfit.core.errors import UnknownName
+from memfit.catalog import published_names
+from memfit.core.errors import InvalidRequest, UnknownName
 from memfit.families import families, references
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "lacking.md").read_text(encoding="utf-8")
@@ -36,3 +37,21 @@ def test_rows_are_complete_and_by_downloads_from_the_most_on():
 def test_a_model_that_was_left_out_is_not_taken_for_another(name):
     with pytest.raises(UnknownName):
         catalog.find_model(name)
+
+
+def test_names_of_a_family_that_lacks_are_refused_with_the_family():
+    named = {name for row in ROWS for name in re.findall(r"`([\w-]+)`", row[0])}
+    assert set(published_names.LACKING.values()) <= named
+    for name, family in [
+        ("google/gemma-4-E2B-it", "gemma4"), ("unsloth/gemma-4-31B-it", "gemma4"),
+        ("Qwen/Qwen3.5-9B", "qwen3_5"), ("LiquidAI/LFM2-1.2B", "lfm2"),
+        ("nvidia/Llama-3_3-Nemotron-Super-49B-v1", "nemotron-nas"), ("olmo-3-7b", "olmo3"),
+    ]:  # fmt: skip
+        with pytest.raises(InvalidRequest, match=f"family `{family}`"):
+            catalog.find_model(name)
+
+
+def test_no_row_begins_as_the_names_of_a_family_that_lacks():
+    for model in catalog.models():
+        for name in (model.id, model.hub, *model.aliases):
+            assert not published_names.find_lacking(name)

@@ -186,6 +186,12 @@ def _name(name: str) -> published_names.Named:
     except UnknownName:
         if why := published_names.find_stored(name):
             raise _refuse_stored(name, why) from None
+        if family := published_names.find_lacking(name):
+            raise InvalidRequest(
+                f"`{name}` is of the family `{family}`, whose blocks memfit does not describe yet",
+                hint="docs/lacking.md lists such families by demand; `memfit models` lists what is"
+                " planned",
+            ) from None
         raise
 
 

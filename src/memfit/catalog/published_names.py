@@ -52,6 +52,21 @@ ALIASES = {
     "unsloth/llama-3.1-nemotron-70b-instruct": "nvidia/Llama-3.1-Nemotron-70B-Instruct-HF",
     "unsloth/zephyr-sft": "HuggingFaceH4/mistral-7b-sft-beta",
 }
+# how names of a family that memfit lacks begin -> the family, as docs/lacking.md has it
+LACKING = {
+    "qwen3.5-": "qwen3_5", "qwen3.6-": "qwen3_5", "qwen3-next-": "qwen3_next",
+    "qwen3-coder-next": "qwen3_next", "gemma-4-": "gemma4", "gemma-3n-": "gemma3n",
+    "ministral-3-": "ministral3", "mistral-small-3.": "mistral3", "lfm2": "lfm2",
+    "granite-4.": "granitemoehybrid", "llama-4-": "llama4", "olmo-3": "olmo3",
+    "nvidia-nemotron-": "nemotron_h", "deepseek-v4": "deepseek_v4", "deepseek-v3.2": "deepseek_v32",
+    "minimax-m2": "minimax_m2", "glm-4.7-flash": "glm4_moe_lite", "glm-5": "glm_moe_dsa",
+    "falcon-mamba": "falcon_mamba", "llama-3_3-nemotron": "nemotron-nas", "exaone-": "exaone",
+    "c4ai-command": "cohere2", "mimo-": "mimo", "step-3.5": "step3p5", "minicpm": "minicpm3",
+    "falcon-h1": "falcon_h1", "starcoder2": "starcoder2", "hunyuan-": "hunyuan_v1_dense",
+    "ernie-4.5": "ernie4_5", "afm-4.5b": "arcee", "kimi-linear": "kimi_linear",
+    "internlm3": "internlm3", "apertus-": "apertus", "olmoe": "olmoe",
+    "gpt-neo-": "gpt_neo",
+}  # fmt: skip
 IN_FOUR_BITS = re.compile(r"(-unsloth)?-bnb-4bit$", re.IGNORECASE)  # whose name a mirror adds
 STORED = {  # formats that are for inference: what is in a name -> what it is
     "gguf": "GGUF is llama.cpp's file for inference",
@@ -138,6 +153,13 @@ def find_published(name: str, rows: dict[str, str]) -> Named | None:
     if made is None or (quantised and account not in MIRRORS and published is bare):
         return None
     return made._replace(quantised=True) if quantised else made
+
+
+def find_lacking(name: str) -> str:
+    """The family of a model by its name, where memfit has none for it; "" for another name."""
+    tail = slug(name).rpartition("/")[2].replace("_", "-")
+    starts = [start for start in LACKING if tail.startswith(start.replace("_", "-"))]
+    return LACKING[max(starts, key=len)] if starts else ""
 
 
 def find_stored(name: str) -> str:

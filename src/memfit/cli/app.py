@@ -57,6 +57,10 @@ VERBS = {
 }
 
 
+REQUEST_VERBS = ("plan", "predict", "certify", "solve", "export", "train", "measure")
+MODEL_WORDS = ("--model", "--model-name-or-path", "--base-model", "--model-name")
+
+
 class Verbs(click.Group):
     """The verbs, each imported when it is asked for, with a did-you-mean for the rest."""
 
@@ -78,13 +82,32 @@ class Verbs(click.Group):
         """As click's, but a verb that does not exist offers the nearest ones."""
         if args and args[0] not in VERBS and not args[0].startswith("-"):
             raise UnknownName("verb", args[0], VERBS, see="`memfit --help` lists them")
-        return super().resolve_command(ctx, args)
+        return super().resolve_command(ctx, put_model_in_place(args))
+
+
+def put_model_in_place(args: list[str]) -> list[str]:
+    """`--model NAME`, as trainers write it, as the positional NAME of verbs that take a request."""
+    if not args or args[0] not in REQUEST_VERBS:
+        return args
+    found: list[str] = []
+    words = iter(args)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") in MODEL_WORDS:
+            found.append(value if equals else next(words, word))
+        else:
+            found.append(word)
+    return found
 
 
 @click.command(
     cls=Verbs,
     invoke_without_command=True,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 100,
+        "token_normalize_func": lambda word: word.replace("_", "-"),
+    },  # other trainers write `--max_seq_length`
     epilog="Start with: memfit plan llama-3.1-8b --device h100-sxm",
 )
 @click.version_option(__version__, prog_name="memfit")
