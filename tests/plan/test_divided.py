@@ -1,9 +1,12 @@
 """Meshes that divide products, rows or blocks: tried unasked, taken where they win by much."""
 
 import pytest
+from msgspec.structs import replace
 
 from memfit import api
 from memfit.core.errors import Error
+from memfit.plan.request.problem import find_device
+from memfit.plan.search import best_first
 from memfit.plan.search.best_first import GAIN
 from memfit.records import from_data
 from memfit.records.request import Request
@@ -95,11 +98,17 @@ def test_rows_are_cut_where_they_are_long_and_not_packed():
     assert packed.recipe.parallel.cp == 1
 
 
-def test_speeds_that_nobody_knows_divide_nothing():
-    """On a CPU seconds rank what is alike alone."""
-    found = plan(ask({"device": "cpu", "count": 4}, 1024))
-    p = found.recipe.parallel
-    assert p.tp * p.cp * p.pp == 1
+def test_speeds_that_nobody_knows_divide_nothing(monkeypatch):
+    """On a CPU seconds rank what is alike alone, also where a run's start has measured it."""
+    monkeypatch.setattr(best_first, "GAIN", 100.0)  # whatever fits wins, where it is asked
+    divides = plan(ask(MACHINE, 1024)).recipe.parallel
+    assert divides.tp * divides.cp * divides.pp > 1
+    measured = replace(find_device("cpu"), flops={"fp32": 1e12, "bf16": 1e12})
+    for device in (None, measured):
+        request = ask({"device": "cpu", "count": 4}, 1024)
+        p = api.plan(request, device=device, levers=False).recipe.parallel
+        assert p.world == 4
+        assert p.tp * p.cp * p.pp == 1
 
 
 def test_what_such_meshes_lack_is_left_to_the_others():

@@ -157,7 +157,7 @@ def _fastest_of_meshes(start: Candidate, tried: list[Candidate]) -> Candidate | 
     others = [*groups[1], *divided] if best is None or best.recipe.parallel.tp == 1 else divided
     if best is None:
         return _fastest_divided(start, divided, tried) if _can_hold(start) else None
-    if not others or not predict_timeline(best.totals, best.recipe, start.problem.device).spans:
+    if not predict_timeline(best.totals, best.recipe, start.problem.device).spans:
         return best  # nominal rates rank what is alike, and not meshes
     return _fastest_divided(start, others, tried, GAIN * best.seconds) or best
 
