@@ -488,7 +488,7 @@ def cases(table):
         yield pytest.param(name, marks=[pytest.mark.wide] if between else [])
 
 
-@pytest.mark.parametrize("name", cases(SETTINGS))
+@pytest.mark.parametrize("name", list(cases(SETTINGS)))
 def test_the_prediction_equals_the_trace_on_a_cpu(name):
     recipe = recipe_of(*SETTINGS[name])
     ledger, traced = predict(recipe), trace(recipe, CPU)
