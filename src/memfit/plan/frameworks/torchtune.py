@@ -15,8 +15,8 @@ from memfit.records.ledger import Kind, Ledger, Phase
 from memfit.records.model import Weight
 
 CHUNKS = 8  # of the chunked loss, along the tokens
-# torchao's own layouts, bytes a weight: 4 bits, a scale of 64 in int8, of 256 x 64 in bf16
-LAYOUTS = {"nf4": 0.5 + 1 / 64 + 2 / (64 * 256)}
+NF4 = 0.5 + 1 / 64 + 2 / (64 * 256)  # torchao: 4 bits, a scale of 64 in int8, of 256 x 64 in bf16
+LAYOUTS = {"nf4": NF4}  # bytes a weight of torchao's own formats
 EIGHT_BIT = 2 * (1 + 4 / 256)  # bitsandbytes: two moments, an fp32 scale of 256 elements each
 
 Parts = dict[tuple[Kind, str], tuple[int, str]]
