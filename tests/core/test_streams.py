@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 from memfit.cli.app import run
+from memfit.cli.options import note
+from memfit.core.errors import InvalidRequest
 from memfit.core.system.streams import Guarded, guard, guarded_output
+from memfit.screens.widgets.terminal import Console, Styled
+from memfit.train.run.progress import Plain
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 
@@ -54,6 +58,47 @@ def test_what_the_encoding_lacks_becomes_a_question_mark():
     stream.flush()
     assert bytes_.getvalue() == b"na?ve ?"
     assert stream.error is None
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "code"),
+    [
+        (MemoryError(), "memory ran out (MemoryError", 5),
+        (ImportError("libx.so: failed to map segment from shared object"), "memory ran out", 5),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "memory ran out", 5),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "memory ran out", 5),
+        (OSError(errno.ENOSPC, "No space left on device", "/x/plan.json"),
+         "cannot write `/x/plan.json`: No space left on device", 5),
+        (OSError(errno.EIO, "Input/output error"), "this is a bug", 1),
+    ],
+)  # fmt: skip
+def test_what_the_system_refuses_is_no_bug(error, said, code, capsys):
+    def fail():
+        raise error
+
+    assert run(fail) == code
+    assert said in capsys.readouterr().err
+
+
+NAME = "a\x1b[2J\x1b]0;t\x07b\x9bc\nerror: no\u2028d\u202ee\x85f"
+
+
+def test_names_steer_no_terminal(capsys):
+    def fail():
+        raise InvalidRequest(f"unknown `{NAME}`", hint=NAME)
+
+    assert run(fail) == 2
+    console = Console(io.StringIO(), width=80, colour=True)
+    console.write([Styled(NAME, "bold"), Styled("x")])
+    note(quiet=False)(NAME)
+    shown = Plain(io.StringIO())
+    shown.note(NAME)
+    lines = console.file.getvalue()
+    assert lines.count("\n") == 1
+    for text in (capsys.readouterr().err, lines, shown._stream.getvalue()):
+        bare = text.replace("\x1b[1m", "").replace("\x1b[0m", "").replace("\n", "")
+        assert bare.isprintable(), repr(bare)
+        assert "\N{REPLACEMENT CHARACTER}" in bare
 
 
 def test_streams_come_back(capsys):

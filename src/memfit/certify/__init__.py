@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +27,7 @@ from memfit.certify.versions import OLDEST_TORCH, release
 from memfit.core.callable_package import make_callable
 from memfit.core.errors import Error, InvalidRequest, NotCertified
 from memfit.core.libraries import hidden_packages, install_extra
-from memfit.core.system.processes import name_parent
+from memfit.core.system.processes import is_shortage, name_parent
 from memfit.records import Record, from_data, to_data, to_json
 from memfit.records.hardware import Device
 from memfit.records.ledger import Phase
@@ -199,7 +200,9 @@ def _read_answers(
     said = "\n".join(child.stderr.splitlines()[-LAST_LINES:])
     crash = NotCertified(
         f"the certifying process ended with code {child.returncode}:\n{said}",
-        hint="please report this; `memfit predict` gives the closed form meanwhile",
+        hint="memory ran out: stop what else holds it, or raise this process's limit"
+        if child.returncode == -signal.SIGKILL or is_shortage(said)
+        else "please report this; `memfit predict` gives the closed form meanwhile",
     )
     return [*found, *[crash] * (orders - len(found))]
 

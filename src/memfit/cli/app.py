@@ -6,6 +6,7 @@ Exit codes: 0 ok or fits, 2 user error, 3 does not fit, 4 not certified, 5 the r
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import sys
@@ -16,10 +17,13 @@ from typing import NoReturn
 import click
 
 from memfit import __version__
-from memfit.core.errors import Error, InvalidRequest, UnknownName
-from memfit.core.system.streams import guarded_output, open_closed_streams
+from memfit.core.errors import Error, InvalidRequest, RunFailed, UnknownName
+from memfit.core.system.processes import is_shortage
+from memfit.core.system.reading import shorten
+from memfit.core.system.streams import guarded_output, in_lines, open_closed_streams
 
 INTERRUPTED = 130
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 EXTRAS = {
     "train": ("torch", "transformers", "peft", "safetensors", "tokenizers", "datasets", "numpy"),
     "ui": ("starlette", "uvicorn"),
@@ -174,7 +178,20 @@ def _run(work: Callable[[], object]) -> int:
         )
         return _say(missing.message, missing.hint, missing.exit_code)
     except Exception as error:
-        return _bug(error)
+        return _say_system(error)
+
+
+def _say_system(error: Exception) -> int:
+    """What the system refused: memory, or room on a disk. Anything else is a bug."""
+    text = f"{type(error).__name__}: {error}"
+    if is_shortage(text):
+        hint = "stop what else holds memory, or raise this process's limit (`ulimit -v`)"
+        return _say(f"memory ran out ({shorten(text, 200)})", hint, RunFailed.exit_code)
+    if isinstance(error, OSError) and error.errno in FULL:
+        place = f"`{error.filename}`" if error.filename else "a file"
+        hint = "free space there and type the same command again"
+        return _say(f"cannot write {place}: {error.strerror}", hint, RunFailed.exit_code)
+    return _bug(error)
 
 
 def _read_code(code: object) -> int:
@@ -215,9 +232,9 @@ def _say(message: str, hint: str, code: int) -> int:
         import traceback
 
         traceback.print_exc()
-    click.echo(f"error: {message}", err=True)
+    click.echo(f"error: {in_lines(message)}", err=True)
     if hint:
-        click.echo(f"hint: {hint}", err=True)
+        click.echo(f"hint: {in_lines(hint)}", err=True)
     return code
 
 

@@ -16,6 +16,7 @@ import click
 from memfit.core.devices_as_written import read_devices
 from memfit.core.errors import InvalidRequest
 from memfit.core.system.reading import DIGITS, check_data, parse_yaml, shorten
+from memfit.core.system.streams import in_lines
 from memfit.files.flags import COUNT, DEVICE, FLAGS, MEMORY, NODES, QLORA, Flag, gather, type_key
 
 if TYPE_CHECKING:
@@ -260,6 +261,6 @@ def note(quiet: bool) -> Callable[[str], None]:
 
     def say(text: str) -> None:
         if not quiet:
-            click.echo(text, err=True)
+            click.echo(in_lines(text), err=True)
 
     return say

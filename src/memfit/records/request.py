@@ -236,6 +236,7 @@ class Request(Record, frozen=True, kw_only=True):
         if not isinstance(data, Mapping):
             return data
         check_data(data, where="the request")
+        _check_keys(data)
         for key, value in data.items():
             if key != "model":  # a published config.json may hold Infinity
                 _check_finite(value, str(key))
@@ -361,6 +362,20 @@ class Request(Record, frozen=True, kw_only=True):
                         f" {', '.join(OWN_AXES)}",
                         hint=hint,
                     )
+
+
+def _check_keys(value: Any) -> None:
+    """Raise InvalidRequest for a key that is no text, as YAML's `1: a` has one, at any depth."""
+    inner: Any = value if isinstance(value, list | tuple) else ()
+    if isinstance(value, Mapping):
+        odd = next((key for key in value if not isinstance(key, str)), "")
+        if not isinstance(odd, str):
+            raise InvalidRequest(
+                f"the key `{shorten(odd)}` in the request is no text", hint="write it in quotes"
+            )
+        inner = value.values()
+    for part in inner:
+        _check_keys(part)
 
 
 def _check_finite(value: Any, key: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ import msgspec
 
 from memfit.certify import LAST_LINES, child_environment, in_this_process
 from memfit.core.errors import Error, InvalidRequest, NotCertified, RunFailed
-from memfit.core.system.processes import end_with_parent
+from memfit.core.system.processes import end_with_parent, is_shortage
 from memfit.files.run_folder import read_plan
 from memfit.records import Record, from_data, read_json, to_json
 from memfit.records.recipe import ADAPTED
@@ -65,7 +66,9 @@ def prepare_apart(
             said = "\n".join(errors.read().splitlines()[-LAST_LINES:])
             raise NotCertified(
                 f"the process that plans and certifies ended with code {code}:\n{said}",
-                hint="-9 means that memory ran out; else please report this",
+                hint="memory ran out: stop what else holds it, or raise this process's limit"
+                if code == -signal.SIGKILL or is_shortage(said)
+                else "please report this",
             )
     if "error" in answer:
         raise KINDS.get(answer["kind"], RunFailed)(answer["error"], hint=answer["hint"])

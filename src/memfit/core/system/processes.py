@@ -8,7 +8,17 @@ import time
 
 PARENT = "MEMFIT_PARENT_PID"  # in the environment of a process that is to end with its parent
 _watching = threading.Lock()  # held once this process watches
+# how C, Python, the loader and torch say that the system gave no memory
+NO_MEMORY = (
+    "MemoryError", "Cannot allocate memory", "can't allocate memory", "failed to map segment",
+    "std::bad_alloc",
+)  # fmt: skip
 INTERVAL = 0.5  # seconds between two looks
+
+
+def is_shortage(text: str) -> bool:
+    """Whether an error's text says that memory ran out."""
+    return any(words in text for words in NO_MEMORY)
 
 
 def name_parent() -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +17,20 @@ from typing import Any, TextIO, cast
 
 GONE = (errno.EPIPE, errno.ECONNRESET)  # the reader has seen enough
 CLOSED = (OSError, ValueError)  # a closed stream is a ValueError
+
+
+# what steers a terminal, breaks a line or turns its direction: C0 but tab, DEL, C1, separators
+_CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def in_one_line(text: str) -> str:
+    """The text without what steers a terminal or ends a line, each shown as U+FFFD."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def in_lines(text: str) -> str:
+    """The same of a text of several lines."""
+    return "\n".join(map(in_one_line, text.split("\n")))
 
 
 class Guarded:

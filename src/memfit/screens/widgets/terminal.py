@@ -12,6 +12,8 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TextIO
 
+from memfit.core.system.streams import in_one_line
+
 CODES = {
     "bold": "1", "dim": "2", "italic": "3", "red": "31", "green": "32", "yellow": "33",
     "cyan": "36",
@@ -45,7 +47,7 @@ class Console:
 
     def write(self, line: Line = ()) -> None:
         """One line, without trailing blanks."""
-        spans = [Styled(*span) for span in line]
+        spans = [Styled(in_one_line(text), *style) for text, *style in line]
         while spans and not spans[-1].text.strip(" "):
             spans.pop()
         if spans:

@@ -7,7 +7,7 @@ from statistics import median
 from typing import NamedTuple, Protocol, TextIO, cast
 
 from memfit.core import units
-from memfit.core.system.streams import guard
+from memfit.core.system.streams import guard, in_lines
 
 PLAIN_LINES = 20  # of a run that is not on a terminal, beside one every half a minute
 PLAIN_SECONDS = 30.0
@@ -86,7 +86,7 @@ class Plain:
 
     def note(self, text: str) -> None:
         """See `Progress`."""
-        self._write(text)
+        self._write(in_lines(text))
 
     def show(self, moment: Moment) -> None:
         """Every twentieth of the run, the first, the last, and twice a minute."""
@@ -130,7 +130,7 @@ class Live:
 
     def note(self, text: str) -> None:
         """Printed above the two lines, and stays."""
-        self._console.print(text, markup=False)
+        self._console.print(in_lines(text), markup=False)
 
     def show(self, moment: Moment) -> None:
         """Draw both lines again."""
