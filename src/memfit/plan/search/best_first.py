@@ -46,7 +46,6 @@ from memfit.plan.search.estimate import Estimate, applies
 from memfit.plan.search.explained import list_considered, predict_levers
 from memfit.plan.search.least_recompute import Climb, climb, settle_fastest
 from memfit.plan.search.levers import head_extra
-from memfit.plan.simulate.blocks import without_collecting
 from memfit.plan.simulate.recompute import (
     find_recompute,
     ladder,
@@ -67,15 +66,13 @@ class BestFirst(Explorer):
     def find_best(self, problem: Problem) -> Found:
         """See `Explorer.find_best`."""
         check_described(problem.request)
-        with without_collecting():
-            failed: list[Candidate] = []
-            return _first_that_fits(problem, failed) or _nearest(problem, failed)
+        failed: list[Candidate] = []
+        return _first_that_fits(problem, failed) or _nearest(problem, failed)
 
     def find_fitting(self, problem: Problem) -> Found | None:
         """See `Explorer.find_fitting`."""
         check_described(problem.request)
-        with without_collecting():
-            return _first_that_fits(problem, [])
+        return _first_that_fits(problem, [])
 
     def predict(self, problem: Problem, *, levers: bool) -> Plan:
         """See `Explorer.predict`.

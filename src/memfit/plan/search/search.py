@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from memfit.core.system.collector import without_collecting
 from memfit.plan.frameworks import Framework, hinting
 from memfit.plan.questions.replanned import replan_levers
 from memfit.plan.request.problem import Problem, read_problem
@@ -26,7 +27,7 @@ def search(problem: Problem, *, levers: bool = True) -> Plan:
     Raises DoesNotFit where what fits would exceed `limits.time` or `limits.cost`, and
     InvalidRequest where no candidate is left.
     """
-    with hinting(problem.framework):
+    with hinting(problem.framework), without_collecting():
         plan, chosen = _find_best(problem)
         if not levers or plan.memory.verdict == "does_not_fit":
             return plan
@@ -38,7 +39,7 @@ def find_fitting(problem: Problem) -> Plan | None:
 
     Raises DoesNotFit where what fits would exceed `limits.time` or `limits.cost`.
     """
-    with hinting(problem.framework):
+    with hinting(problem.framework), without_collecting():
         found = find_explorer(problem.framework).find_fitting(problem)
         return None if found is None else found.plan
 

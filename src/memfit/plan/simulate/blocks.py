@@ -9,13 +9,12 @@ run repeat. Nothing is fitted: the sum over segments is exact.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
 from memfit import meta
+from memfit.core.system.collector import without_collecting
 from memfit.families.shared.forward import (
     COPY,
     ORIGINAL,
@@ -158,18 +157,6 @@ def record(setting: Setting, batch: Batch, *, unrolled: bool = False) -> Recordi
     """
     with without_collecting():  # storages die by reference counting
         return _Simulation(setting, batch, unrolled).run()
-
-
-@contextmanager
-def without_collecting() -> Iterator[None]:
-    """Python's collector of cycles waits: what is planned keeps what it makes."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 class _Simulation:
