@@ -131,10 +131,7 @@ def assert_alike(predicted: dict[Phase, int], traced: dict[Phase, int]) -> None:
     """To the byte, but for 0-dim results that a step's caller may still hold."""
     for phase, nbytes in traced.items():
         if phase in (Phase.LOAD, Phase.SAVE):
-            continue  # of whole weights on their way, which no prediction of a rank counts yet
-        if phase is Phase.EVALUATE:  # weights are let go before it; the prediction keeps some
-            assert predicted[phase] == pytest.approx(nbytes, rel=0.1)
-            continue
+            continue  # of whole weights on their way, of which a CPU holds copies, too
         scalars = SCALARS if phase in SCALAR_PHASES else 0
         assert predicted[phase] == pytest.approx(nbytes, abs=scalars), phase
 

@@ -81,7 +81,7 @@ def test_a_plan_is_a_request_of_its_own_recipe(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said", "hint"),
     [
-        ({"load_in_4bit": True}, "unknown word: `load_in_4bit`", "`base_format: nf4`"),
+        ({"gradient_checkpointing": True}, "unknown word: `gradient_checkpointing`", "recompute"),
         ({"seq_lenn": 3}, "unknown word: `seq_lenn`", "`seq_len`"),
         ({"precision": "no"}, "`precision: no` in the options", "one of: auto"),
         ({"memory": ""}, "`--memory` is empty", "leave the flag out"),

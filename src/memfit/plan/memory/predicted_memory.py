@@ -63,6 +63,11 @@ class Level(msgspec.Struct):
             self.live[part] = self.live.get(part, 0) + nbytes * times
             self.total += nbytes * times if part != ROUNDING else 0
 
+    def reset(self, live: Parts) -> None:
+        """What was alive at an earlier instant is alive, and nothing else."""
+        self.live = live
+        self.total = sum(n for part, n in live.items() if part != ROUNDING)
+
     def note(self, phase: Phase, top: Parts | None = None, rise: int | None = None) -> None:
         """An instant of a phase: what is alive and `top`, whose tensors are `rise` bytes."""
         if rise is None:
@@ -374,31 +379,28 @@ class _Step:
         level.add(self._scaler())
         held = dict(level.live)
         self._evaluate()
-        level.live = held
-        level.total = sum(n for part, n in held.items() if part != ROUNDING)
+        level.reset(held)
         # the tensors of a checkpoint are there already; those of the model's files are gathered
         level.note(Phase.SAVE, self.outline.saving)
 
     def _evaluate(self) -> None:
-        """Two held-out micro-batches: at the second, the first one's results are there."""
-        level = self.level
-        inputs = self._inputs()
+        """Two held-out micro-batches: at the second, the first one's results are there, and what
+        it gathered is not."""
+        level, inputs = self.level, self._inputs()
         passes_ = self.outline.evaluating(self.recipe)
-        if self.outline.setting.stages is not None:
-            for _ in range(2):
-                level.add(inputs)
-                for one in passes_:
-                    self._walk(one, Phase.EVALUATE, Phase.EVALUATE, Phase.EVALUATE)
-                level.add(inputs, -1)
-            return
+        results = {(Kind.TEMPORARY, "loss"): DTYPE_BYTES["float32"] + DTYPE_BYTES["int64"]}
         for _ in range(2):
-            (passes,) = passes_
+            held = dict(level.live)
             level.add(inputs)
-            for segments in (passes.forward, passes.loss):
-                for stretch, times in expand(segments, self.outline.counts):
-                    level.walk(Phase.EVALUATE, stretch, times)
-            level.add(inputs, -1)
-            level.add({(Kind.TEMPORARY, "loss"): DTYPE_BYTES["int64"]})  # how many tokens
+            for one in passes_:
+                if self.outline.setting.stages is not None:
+                    self._walk(one, Phase.EVALUATE, Phase.EVALUATE, Phase.EVALUATE)
+                    continue
+                for segments in (one.forward, one.loss):
+                    for stretch, times in expand(segments, self.outline.counts):
+                        level.walk(Phase.EVALUATE, stretch, times)
+            level.reset(held)
+            level.add(results)  # the loss, and of how many tokens
 
     def _inputs(self) -> Parts:
         row = self.recipe.own_row * DTYPE_BYTES["int64"]
