@@ -355,6 +355,8 @@ def _fastest_that_fits(
         most = [c for c in most if c.holds_less]
         if not combinations:
             return None
+    if faster_alone and start.estimate is None and not _least_fits(most):
+        return None
     ranked = [
         least for plain in combinations for path in paths
         if (least := climb(plain, path)) is not None
@@ -370,6 +372,12 @@ def _fastest_that_fits(
     others = (least.candidate for least in ranked)
     tried += [c for c in others if best is None or not c.is_like(best)]
     return best
+
+
+def _least_fits(most: Sequence[Candidate]) -> bool:
+    """Whether one of those with the fewest rows fits, where as much as can be is recomputed."""
+    rows = min((c.recipe.micro_batch for c in most), default=0)
+    return any(c.fits for c in most if c.recipe.micro_batch == rows)
 
 
 def _stated(problem: Problem) -> Candidate:
