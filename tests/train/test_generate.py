@@ -100,7 +100,7 @@ def adapted(text, cache, tmp_path_factory):
     recipe, request = run(
         text, cache, root / "lora", method="lora", weights="pretrained",
         model=ModelReference(name="base", source=str(source), config=config),
-        lora=Lora(rank=4, alpha=8.0, targets=("q_proj", "v_proj")),
+        lora=Lora(rank=4, alpha=64.0, targets=("q_proj", "v_proj")),
     )  # fmt: skip
     return root, recipe, request
 
