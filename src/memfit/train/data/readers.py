@@ -107,9 +107,7 @@ def _named(path: Path) -> Source:
         )
     digest, problem = _inspect(path)
     if problem:
-        raise InvalidRequest(
-            f"`{path}` {problem}", hint="data is UTF-8 text, JSONL, parquet or CSV"
-        )
+        raise InvalidRequest(f"`{path}` {problem}", hint=f"data is {FORMATS}")
     return Source(path, KINDS.get(path.suffix.lower(), "text"), digest)
 
 
