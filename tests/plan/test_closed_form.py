@@ -118,3 +118,30 @@ def test_chunks_between_the_second_and_the_last_change_nothing(monkeypatch):
     short = simulated(setting, recipe)
     monkeypatch.setattr(meter, "PASSES", 1000)
     assert plain(simulated(setting, recipe)) == plain(short)
+
+
+def test_a_thread_may_plan_another_shape_while_this_one_looks_for_its_own(monkeypatch):
+    recipe = recipe_of("llama", {})
+    outline = find_outline(adapted(recipe), recipe, H100)
+    answers = closed_form.Answers(outline.setting)
+
+    def passes(batch):
+        return answers.passes(batch, lambda rows, tokens: replace(batch, rows=rows, tokens=tokens))
+
+    first, mine, others = (
+        worst_batch(shaped(recipe, rows, tokens)) for rows, tokens in ((2, 64), (1, 64), (1, 1))
+    )
+    passes(first)  # in plain numbers
+    passes(worst_batch(shaped(recipe, 2, 2)))  # a form that holds for none of the others
+    fit = closed_form.ClosedForm.fit
+    asked = []
+
+    def slow(form, batch):
+        asked.append(batch)
+        if len(asked) == 1:
+            passes(others)
+        return fit(form, batch)
+
+    monkeypatch.setattr(closed_form.ClosedForm, "fit", slow)
+    assert plain(passes(mine)) == plain(simulate(outline.setting, mine))
+    assert len(answers.forms) == 3

@@ -9,7 +9,6 @@ those are kept that are the highest for some shape. Nothing is fitted or interpo
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
@@ -70,7 +69,8 @@ class Answers:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.forms: deque[ClosedForm] = deque(maxlen=MOST_FORMS)  # the newest first
+        # the newest first; replaced and never changed, as another thread may be reading it
+        self.forms: tuple[ClosedForm, ...] = ()
         self._likely: dict[tuple[int, int], ClosedForm] = {}  # by binary digits: where to begin
         self._plain: dict[Batch, list[Passes]] = {}
 
@@ -92,7 +92,7 @@ class Answers:
         unknowns = Unknowns(batch.rows, batch.tokens)
         wide = general(unknowns[0], unknowns[1])
         form = ClosedForm(record(self.setting, wide), unknowns, wide)
-        self.forms.appendleft(form)
+        self.forms = (form, *self.forms[: MOST_FORMS - 1])
         return form.at(unknowns.examples)
 
 
