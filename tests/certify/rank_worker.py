@@ -1,15 +1,20 @@
-"""One rank of a real run on this CPU: `python rank_worker.py RANK WORLD STORE CASES ANSWERS`.
+"""Real runs of many ranks on this CPU: `python rank_worker.py FOLDER`.
 
-CASES is a pickled list of recipes. The answer to each is what the rank held, by phase and kind,
-its losses and the gradients gathered from all ranks.
+FOLDER/cases is a pickled list of recipes. Those of one world are run by as many processes, which
+are forked: the libraries are imported once. A rank's answers are FOLDER/WORLD-RANK: of each recipe
+what the rank held, by phase and kind, its losses and the gradients gathered from all ranks.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import pickle
+import signal
 import sys
+import traceback
 import warnings
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,6 +22,8 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
+import torch.distributed.tensor
 from msgspec.structs import replace
 from tiny_steps import watch_real_step
 
@@ -125,19 +132,53 @@ def alone(recipe: Recipe) -> dict[str, Any]:
     return run(whole, 0)
 
 
+def be_rank(rank: int, world: int, recipes: list[Recipe], folder: Path) -> None:
+    store = f"file://{folder}/store-{world}"
+    dist.init_process_group("gloo", rank=rank, world_size=world, init_method=store)
+    answers = pickle.dumps([answer(recipe, rank) for recipe in recipes])
+    (folder / f"{world}-{rank}").write_bytes(answers)
+    dist.destroy_process_group()
+
+
+def fork(rank: int, world: int, recipes: list[Recipe], folder: Path) -> int:
+    """A process that becomes the rank."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        be_rank(rank, world, recipes, folder)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
+
+
+def all_end(ranks: list[int]) -> bool:
+    """Whether all end well; as soon as one is lost, the others are ended."""
+    for _ in ranks:
+        _, status = os.wait()
+        if status:
+            for rank in ranks:
+                with suppress(ProcessLookupError):  # it has ended, too
+                    os.kill(rank, signal.SIGKILL)
+            return False
+    return True
+
+
 def main() -> None:
-    rank, world = int(sys.argv[1]), int(sys.argv[2])
-    store, cases, answers = sys.argv[3:]
-    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    assert torch.get_num_threads() == 1, "OMP_NUM_THREADS=1 is missing"
     warnings.simplefilter("error")
-    dist.init_process_group("gloo", rank=rank, world_size=world, init_method=f"file://{store}")
-    recipes = pickle.loads(Path(cases).read_bytes())
+    recipes: list[Recipe] = pickle.loads((folder / "cases").read_bytes())
     whole = replace(recipes[0], parallel=Parallel(), offload="none")
     build_model(whole, "meta")  # imports what is only imported when it is needed
     gc.collect()
     gc.freeze()  # each step begins with a collection: 0.3 s less without the libraries
-    Path(answers).write_bytes(pickle.dumps([answer(r, rank) for r in recipes]))
-    dist.destroy_process_group()
+    for world in sorted({recipe.parallel.world for recipe in recipes}):
+        of_it = [recipe for recipe in recipes if recipe.parallel.world == world]
+        if not all_end([fork(rank, world, of_it, folder) for rank in range(world)]):
+            sys.exit("a rank was lost")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import os
 import pickle
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -200,38 +199,26 @@ def real(
 def run_all(
     asked: set[str], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {}
-    for world in sorted({CASES[name].parallel.world for name in asked}):
-        names = [name for name in CASES if name in asked and CASES[name].parallel.world == world]
-        answers = run_ranks([CASES[n] for n in names], world, tmp_path_factory.mktemp("ranks"))
-        found |= {name: [answer[i] for answer in answers] for i, name in enumerate(names)}
-    return found
+    names = [name for name in CASES if name in asked]
+    answers = run_ranks([CASES[name] for name in names], tmp_path_factory.mktemp("ranks"))
+    return dict(zip(names, answers, strict=True))
 
 
-def run_ranks(recipes: list[Recipe], world: int, folder: Path) -> list[list[dict[str, Any]]]:
+def run_ranks(recipes: list[Recipe], folder: Path) -> list[list[dict[str, Any]]]:
+    """Of each recipe the answers of its ranks."""
     (folder / "cases").write_bytes(pickle.dumps(recipes))
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(p for p in [*sys.path, str(WORKER.parent)] if p),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
-    files = (folder / "store", folder / "cases")
-    ranks = []
-    for rank in range(world):
-        with (folder / f"said-{rank}").open("w") as said:
-            asked = [sys.executable, str(WORKER), str(rank), str(world), *files, folder / f"{rank}"]
-            ranks.append(subprocess.Popen(asked, env=environment, stderr=said))
-    try:
-        while any(rank.poll() is None for rank in ranks):
-            assert not any(rank.poll() for rank in ranks), "a rank was lost"
-            time.sleep(0.05)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-            sys.stderr.write((folder / f"said-{ranks.index(rank)}").read_text())
-    assert [rank.returncode for rank in ranks] == [0] * world
-    return [pickle.loads((folder / f"{rank}").read_bytes()) for rank in range(world)]
+    ended = subprocess.run([sys.executable, str(WORKER), str(folder)], env=environment)
+    assert ended.returncode == 0
+    answers = {}
+    for world in {recipe.parallel.world for recipe in recipes}:
+        ranks = [pickle.loads((folder / f"{world}-{rank}").read_bytes()) for rank in range(world)]
+        answers[world] = iter([*zip(*ranks, strict=True)])
+    return [[*next(answers[recipe.parallel.world])] for recipe in recipes]
 
 
 @pytest.mark.slow
@@ -289,4 +276,4 @@ def test_each_rank_holds_what_its_certificate_says(name: str, real: Any, tmp_pat
 
 def again(recipe: Recipe, folder: Path) -> list[dict[str, Any]]:
     folder.mkdir()
-    return [answer[0] for answer in run_ranks([recipe], recipe.parallel.world, folder)]
+    return run_ranks([recipe], folder)[0]
