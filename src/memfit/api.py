@@ -128,7 +128,7 @@ def solve(field: str, request: Request) -> Solved:
     """The most of `field` that fits, see `memfit.plan.questions.solve`."""
     from memfit.plan.questions import solve as solving
 
-    return solving.solve(field, request, plan_roughly, plan_alone)
+    return solving.solve(field, request, plan_roughly, plan_alone, plan)
 
 
 def why_not(request: Request, changes: Mapping[str, Any]) -> WhyNot:

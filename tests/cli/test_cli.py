@@ -699,7 +699,7 @@ def test_solve_in_words_and_as_json():
     ("words", "want", "message"),
     [
         (["solve", "micro_batch"], 2, "no model was named to solve for `micro_batch`"),
-        (["solve", "sequences", "gpt2"], 2, "`sequences` is nothing that memfit solves for"),
+        (["solve", "sequences", "gpt2"], 2, "memfit does not solve for `sequences`"),
         (["solve", "micro_batch", "llama-3.1-405b", "--device", "rtx-4090"], 3, ""),
     ],
 )

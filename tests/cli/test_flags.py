@@ -8,7 +8,7 @@ from memfit import api
 from memfit.cli import options
 from memfit.cli.app import app
 from memfit.core.errors import InvalidRequest
-from memfit.files.flags import FLAGS, find_flag, gather
+from memfit.files.flags import FLAGS, find_field, find_flag, gather
 from memfit.files.request_file import KEYS
 from typed_commands import quick, strict
 
@@ -188,3 +188,35 @@ def test_a_model_is_named_as_trainers_name_it():
     for words in (["--model=gpt2"], ["--base_model", "gpt2"]):
         assert quick("plan", *words, "--seq-len", "64")[1].startswith("FITS  gpt2")
     assert quick("models", "--model", "gpt2")[0] == 2  # it takes no request
+
+
+@pytest.mark.parametrize(
+    ("word", "field"),
+    [
+        ("seq-len", "sequence_length"), ("context_length", "sequence_length"),
+        ("task.sequence_length", "sequence_length"), ("sequence-length", "sequence_length"),
+        ("batch", "micro_batch"), ("per_device_train_batch_size", "micro_batch"),
+        ("gpus", "devices"), ("devices", "devices"), ("model", "model"), ("rank", "rank"),
+    ],
+)  # fmt: skip
+def test_what_to_solve_for_has_the_names_of_its_flags(word, field):
+    assert find_field(word) == field
+
+
+@pytest.mark.parametrize(("text", "count"), [("2xL40S", 2), ("L40S:4", 4), ("l40s", 1)])
+def test_gpus_may_name_the_device(text, count):
+    made = read({"gpus": text})
+    assert (made.hardware.device.lower(), made.hardware.count) == ("l40s", count)
+
+
+def test_gpus_do_not_name_a_second_device():
+    with pytest.raises(InvalidRequest, match=r"--gpus 2xL40S"):
+        read({"gpus": "2xL40S", "device": "h100-sxm"})
+
+
+def test_solve_takes_model_and_field_in_either_order_and_says_what_would_fit():
+    code, out, err = quick("solve", "qwen3-8b", "seq-len", "--device", "rtx-4080")
+    assert code == 3
+    assert "sequence_length" in err
+    assert "Ways out at sequence length 128" in out
+    assert "--set base_format=nf4" in out

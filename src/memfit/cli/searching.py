@@ -91,16 +91,22 @@ def solve_command(
     fewest). Every value tried is planned in full, with all knobs left on `auto` decided anew.
     """
     from memfit import api
+    from memfit.files.flags import find_field
+    from memfit.plan.questions.solve import FIELDS, check_field
 
-    if target is None:
+    if target and find_field(field) not in FIELDS and find_field(target) in FIELDS:
+        field, target = target, field  # as many type them
+    field = find_field(field)
+    if target is None and field in FIELDS:
         if field != "model":
             raise InvalidRequest(
                 f"no model was named to solve for `{field}`",
                 hint=f"`memfit solve {field} llama-3.1-8b --device h100-sxm`",
             )
         target = "llama-3.1-8b"  # replaced by each model of the catalogue
+    check_field(field)
     note(quiet)(f"planning one value of {field} after the other")
-    found = api.solve(field, read_target(target, device, memory, changes))
+    found = api.solve(field, read_target(target or "", device, memory, changes))
     if as_json:
         print_json(found)
     else:

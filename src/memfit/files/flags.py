@@ -74,11 +74,19 @@ FLAGS = (
 )  # fmt: skip
 BY_WORD = {name.replace("-", "_"): flag for flag in FLAGS for name in flag.names}
 _BY_KEY = {flag.key: flag for flag in reversed(FLAGS) if flag.metavar}
+# what `memfit solve` calls the keys that it solves for
+SOLVED = {"task.sequence_length": "sequence_length", "micro_batch": "micro_batch", COUNT: "devices"}
 
 
 def find_flag(key: str) -> Flag | None:
     """The flag that sets a key of the request; None where only `--set` does."""
     return _BY_KEY.get(key)
+
+
+def find_field(word: str) -> str:
+    """The field to solve for that a word names; the word itself where no flag has that name."""
+    flag = BY_WORD.get(word.lower().replace("-", "_"))
+    return SOLVED.get(flag.key, word) if flag else SOLVED.get(word, word.replace("-", "_"))
 
 
 def type_key(key: str, value: Any) -> list[str]:
@@ -115,7 +123,23 @@ def gather(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
         _put(keys, origin, flag.key, value, written)
     for key, value in changes.items():
         _put(keys, origin, key, value, f"--set {key}={value}")
-    return _join_count(keys, origin)
+    return _join_count(_name_device(keys, origin), origin)
+
+
+def _name_device(keys: dict[str, Any], origin: dict[str, str]) -> dict[str, Any]:
+    """`--gpus 2xL40S` names the device too."""
+    text = keys.get(COUNT)
+    if not isinstance(text, str) or origin[COUNT].startswith("--set"):
+        return keys
+    if not any(letter.isalpha() for letter in read_devices(text).name):
+        return keys
+    if DEVICE in keys:
+        raise InvalidRequest(
+            f"`{origin[DEVICE]}` and `{origin[COUNT]}` both name the device",
+            hint="keep one of the two, or give `--gpus` a number",
+        )
+    origin[DEVICE] = origin[COUNT]
+    return {**{key: value for key, value in keys.items() if key != COUNT}, DEVICE: text}
 
 
 def _put(keys: dict[str, Any], origin: dict[str, str], key: str, value: Any, written: str) -> None:

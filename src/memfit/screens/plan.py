@@ -65,7 +65,7 @@ def show_plan(
         if recipe.is_own and is_pure(recipe):
             say(console, describe_storage(plan.request, recipe), style="bold yellow")
         _show_memory(console, plan, why=why)
-    _show_ways_out(console, plan)
+    show_ways_out(console, plan)
     _show_time(console, plan.time, plan.cost, recipe.steps)
     _show_traffic(console, plan)
     _show_considered(console, plan, why=why)
@@ -253,11 +253,11 @@ def _needs(row: Considered) -> int:
     return row.peak_allocated if row.device_total is None else row.device_total
 
 
-def _show_ways_out(console: Console, plan: Plan) -> None:
+def show_ways_out(console: Console, plan: Plan, of: str = "") -> None:
     """What would make it fit, each as it is typed after the command; nothing where it fits."""
     if not plan.ways_out:
         return
-    heading(console, "Ways out (each planned, each fits; the cheapest first)")
+    heading(console, f"Ways out{of} (each planned, each fits; the cheapest first)")
     table = make_table("add", "needs", "all steps", "USD", "what it is", numbers=("needs", "USD"))
     table.columns[0].no_wrap = True
     for way in plan.ways_out:

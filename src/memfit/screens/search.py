@@ -7,6 +7,7 @@ from memfit.core.wording import VERDICTS, set_words
 from memfit.plan.questions.compare import Comparison, Offered
 from memfit.plan.questions.solve import Solved
 from memfit.plan.questions.why_not import WhyNot
+from memfit.screens.plan import show_ways_out
 from memfit.screens.widgets.layout import (
     INDENT,
     bullets,
@@ -89,6 +90,8 @@ def show_solved(console: Console, found: Solved) -> None:
             style="bold" if row.value == found.value else "",
         )
     show(console, table)
+    if found.least:
+        show_ways_out(console, found.least, f" at {name} {found.tried[0].value}")
 
 
 def show_why_not(console: Console, found: WhyNot) -> None:

@@ -21,7 +21,7 @@ from memfit.check.answers import Answer
 from memfit.check.smaller_changes import Change
 from memfit.core.errors import InvalidRequest, UnknownName
 from memfit.export.target import Export
-from memfit.files.flags import BY_WORD, DEVICE, MEMORY, gather
+from memfit.files.flags import BY_WORD, DEVICE, MEMORY, find_field, gather
 from memfit.files.request_file import KEYS
 from memfit.plan.questions.solve import Solved
 from memfit.records import Record, to_data
@@ -218,7 +218,7 @@ def check(
 
 def solve(field: str, asked: Asked, **words: Any) -> Solved:
     """The most of `field` that fits: sequence_length, micro_batch, model, or the fewest devices."""
-    return api.solve(field, read_request(asked, words))
+    return api.solve(find_field(field), read_request(asked, words))
 
 
 def export(asked: Asked, to: str, *, out: str | Path | None = None, **words: Any) -> Export:

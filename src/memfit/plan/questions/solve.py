@@ -34,6 +34,7 @@ FIELDS = {
     "model": "the largest model of the catalogue",
     "devices": "the fewest devices",
 }
+OF_ONE_MODEL = ("sequence_length", "micro_batch")  # and of one offer: their least value is close
 
 
 class Tried(Record, frozen=True, kw_only=True):
@@ -55,6 +56,9 @@ class Solved(Tabled, frozen=True, kw_only=True):
     plan: Plan | None
     tried: tuple[Tried, ...]
     because: str
+    # nothing fits: the plan of the least value, whose `ways_out` say what would; of a sequence
+    # or a micro-batch
+    least: Plan | None = None
 
     def __repr__(self) -> str:
         """The answer in one line."""
@@ -107,30 +111,46 @@ class Try(NamedTuple):
 Planner = Callable[[Request], Plan]
 
 
-def solve(field: str, request: Request, find_plan: Planner, plan_exactly: Planner) -> Solved:
-    """The most of a field that fits.
-
-    find_plan: of each value tried; its verdict is what counts. plan_exactly: of the one found.
-    Raises InvalidRequest: a field that nobody solves for, or one that the request states.
-    """
+def check_field(field: str) -> None:
+    """Raise InvalidRequest for a field that nobody solves for."""
     if field not in FIELDS:
         near = did_you_mean(field, FIELDS)
         raise InvalidRequest(
-            f"`{field}` is nothing that memfit solves for",
+            f"memfit does not solve for `{field}`",
             hint=f"did you mean {near}?" if near else f"one of {', '.join(FIELDS)}",
         )
+
+
+def solve(
+    field: str,
+    request: Request,
+    find_plan: Planner,
+    plan_exactly: Planner,
+    plan_with_ways_out: Planner,
+) -> Solved:
+    """The most of a field that fits.
+
+    find_plan: of each value tried; its verdict is what counts. plan_exactly: of the one found.
+    plan_with_ways_out: of the least value, where nothing fits.
+    Raises InvalidRequest: a field that nobody solves for, or one that the request states.
+    """
+    check_field(field)
     tries = Tries(request, field, find_plan)
     found = _SOLVERS[field](tries)
     tried = sorted(tries.made.values(), key=lambda t: str(t.value).zfill(9))
     if all(t.plan is None for t in tried):  # then it is not for want of memory
         raise InvalidRequest(f"no value of `{field}` has a plan: {tried[0].refused}")
     because = f"{FIELDS[field]}; {len(tried)} planned" if found else "nothing that was tried fits"
+    least = None
+    if found is None and field in OF_ONE_MODEL:
+        least = plan_with_ways_out(next(iter(tries.requests.values())))
     return Solved(
         field=field,
         value=found.value if found else None,
         plan=plan_exactly(tries.requests[found.value]) if found else None,
         tried=tuple(t.tried for t in tried),
         because=because,
+        least=least,
     )
 
 
