@@ -15,6 +15,7 @@ from memfit.certify import in_this_process
 from memfit.plan.memory import process
 from memfit.records.model import ModelReference
 from memfit.records.recipe import Freeze, Lora, Optimizer, Recipe
+from share import beyond_the_cover
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny models: a second thread only waits, and waits busily
@@ -60,6 +61,8 @@ def pytest_collection_modifyitems(items):
         if zlib.crc32(item.nodeid.encode()) % share(item):
             item.add_marker("wide")
     for item in on_the_other_device(items):
+        item.add_marker("wide")
+    for item in [*beyond_the_cover(items)]:
         item.add_marker("wide")
 
 

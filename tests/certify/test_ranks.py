@@ -222,6 +222,7 @@ def run_ranks(recipes: list[Recipe], folder: Path) -> list[list[dict[str, Any]]]
 
 
 @pytest.mark.slow
+@pytest.mark.covering(CASES)
 @pytest.mark.parametrize("name", NAMES)
 def test_ranks_compute_what_one_process_computes(name: str, real: Any) -> None:
     recipe, ranks = CASES[name], real[name]
@@ -254,6 +255,7 @@ def test_ranks_compute_what_one_process_computes(name: str, real: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.covering(CASES)
 @pytest.mark.parametrize("name", NAMES)
 def test_each_rank_holds_what_its_certificate_says(name: str, real: Any, tmp_path: Path) -> None:
     """Or one of two runs more does: under load, gloo's thread keeps some of what tensor parallelism
