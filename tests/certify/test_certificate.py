@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 from tiny_steps import CPU, H100, make_device, make_recipe, watch_real_step
@@ -13,25 +14,52 @@ from memfit.allocator.caching import replay
 from memfit.allocator.settings import Settings
 from memfit.allocator.tape import Event
 from memfit.catalog.overheads import find_overhead
-from memfit.certify import BatchShape, Order, _read_answers, certify, certify_all, trace
+from memfit.certify import (
+    BatchShape,
+    Order,
+    _read_answers,
+    certify,
+    certify_all,
+    in_this_process,
+    trace,
+)
 from memfit.certify.evidence.certificate import _judge, make_certificate
 from memfit.certify.tracing.recorder import Trace
 from memfit.certify.tracing.trace_step import worst_shapes
-from memfit.core.errors import InvalidRequest, NotCertified
+from memfit.core.errors import Error, InvalidRequest, NotCertified
 from memfit.core.libraries import install_extra
 from memfit.core.units import GIB, MIB
 from memfit.records.ledger import Kind, Ledger, Phase
+from memfit.records.results import Certificate
 from memfit.screens.widgets.memory import parts_of
 
 BF16 = {"precision": "bf16", "base_format": "bf16"}
 
 
-def test_the_child_certifies_what_this_process_traces() -> None:
-    recipe = make_recipe(packing=True)
-    shapes = (BatchShape(rows=2, tokens=48, documents=((20, 28), (48,))),)
-    made, traced = certify(recipe, CPU, GIB, shapes), trace(recipe, CPU, shapes)
-    assert made.recipe_digest == recipe.digest
-    assert made.recipe == recipe
+LORA = make_recipe(method="lora", recompute_blocks=2)
+PACKED = make_recipe(packing=True)
+SHAPES = (BatchShape(rows=2, tokens=48, documents=((20, 28), (48,))),)
+ORDERS = {
+    "first": Order(recipe=LORA, device=CPU, usable=None),
+    "too long": Order(recipe=make_recipe("gpt2", sequence_length=400), device=CPU, usable=None),
+    "of shapes": Order(recipe=PACKED, device=CPU, usable=GIB, batches=SHAPES),
+    "no such device": Order(
+        recipe=make_recipe(), device=make_device("Google", "tpu-v5e", None), usable=None
+    ),
+    "again": Order(recipe=LORA, device=CPU, usable=None),
+}
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, Certificate | Error]:
+    """Of one process of its own, which has imported nothing before the first order."""
+    return dict(zip(ORDERS, certify_all([*ORDERS.values()]), strict=True))
+
+
+def test_the_child_certifies_what_this_process_traces(answers: Any) -> None:
+    made, traced = answers["of shapes"], trace(PACKED, CPU, SHAPES)
+    assert made.recipe_digest == PACKED.digest
+    assert made.recipe == PACKED
     later = {"generate": made.generation.peak_allocated}
     assert made.phases == {str(phase): n for phase, n in traced.phases.items()} | later
     assert made.ledger == traced.ledger
@@ -43,13 +71,19 @@ def test_the_child_certifies_what_this_process_traces() -> None:
     assert made.versions["torch"] == version("torch")
 
 
-def test_what_can_run_nowhere_is_the_users_error_and_the_rest_is_not_certified() -> None:
-    with pytest.raises(InvalidRequest, match="256 positions"):
-        certify(make_recipe("gpt2", sequence_length=400), CPU, None)
-    with pytest.raises(NotCertified, match="tpu-v5e") as caught:
-        certify(make_recipe(), make_device("Google", "tpu-v5e", None), None)
-    assert caught.value.exit_code == 4
-    assert caught.value.hint
+def test_what_can_run_nowhere_is_the_users_error_and_the_rest_is_not_certified(
+    answers: Any,
+) -> None:
+    """An answer that is an error is raised where one certificate was asked for."""
+    too_long, no_device = answers["too long"], answers["no such device"]
+    assert isinstance(too_long, InvalidRequest)
+    assert "256 positions" in too_long.message
+    assert isinstance(no_device, NotCertified)
+    assert "tpu-v5e" in no_device.message
+    assert no_device.exit_code == 4
+    assert no_device.hint
+    with in_this_process(), pytest.raises(InvalidRequest, match="256 positions"):
+        certify(ORDERS["too long"].recipe, CPU, None)
 
 
 def test_a_crashed_child_is_not_certified_with_its_last_lines() -> None:
@@ -60,16 +94,11 @@ def test_a_crashed_child_is_not_certified_with_its_last_lines() -> None:
     assert "code -6:\nwhy" in crashed.message
 
 
-def test_one_process_answers_each_order_on_its_own() -> None:
-    """The second order's error harms neither neighbour, and what was traced before changes none."""
-    full, broken = make_recipe(), make_recipe("gpt2", sequence_length=400)
-    lora = make_recipe(method="lora", recompute_blocks=2)
-    orders = [Order(recipe=r, device=CPU, usable=None) for r in (full, broken, lora, full)]
-    first, error, second, again = certify_all(orders)
-    assert isinstance(error, InvalidRequest)
+def test_one_process_answers_each_order_on_its_own(answers: Any) -> None:
+    """An order's error harms no neighbour, and what was traced before changes none."""
+    first, again = answers["first"], answers["again"]
     assert (first.at_peak, first.phases) == (again.at_peak, again.phases)
-    alone = certify(lora, CPU, None)
-    assert (second.phases, second.ledger) == (alone.phases, alone.ledger)
+    assert first.ledger == again.ledger == trace(LORA, CPU).ledger
 
 
 def test_importing_the_package_imports_no_torch() -> None:
@@ -141,11 +170,10 @@ def test_what_fits_only_by_giving_segments_back_is_at_risk() -> None:
     assert (verdict, "38.00 MiB fails in load" in because) == ("does_not_fit", True)
 
 
-def test_what_building_imports_is_not_counted() -> None:
-    recipe = make_recipe(method="lora")  # the child imports peft for the first time
-    real = watch_real_step(recipe, worst_shapes(recipe))
-    made = certify(recipe, CPU, None)
-    assert made.memory.peak_allocated == real.peak
+def test_what_building_imports_is_not_counted(answers: Any) -> None:
+    """The first order's building imports transformers and peft."""
+    real = watch_real_step(LORA, worst_shapes(LORA))
+    assert answers["first"].memory.peak_allocated == real.peak
 
 
 def test_a_device_without_a_row_of_overheads_has_no_total() -> None:

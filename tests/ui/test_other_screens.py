@@ -1,18 +1,17 @@
 """Explore, timeline, runs, export and budget in a real browser, and the report of a real run."""
 
 import json
-import os
-import subprocess
-import sys
+from contextlib import chdir
 from itertools import pairwise
 from urllib.parse import quote, urlencode
 
 import pytest
-from looking import AXE, ROOT, SMALL, TINY, check_look, find_barriers, opened, watched
+from looking import AXE, SMALL, TINY, check_look, find_barriers, opened, watched
 from tabbing import tab_to
 
 from memfit import api
 from memfit.allocator.tape import Event
+from memfit.certify import in_this_process
 from memfit.certify.evidence.recording import Recording
 from memfit.core import units
 from memfit.records import from_data, read_json
@@ -24,6 +23,7 @@ from memfit.report.page.timeline import render_timeline
 from memfit.screens.budget import show_figure
 from memfit.screens.widgets.memory import parts_of
 from memfit.ui.asking import read_asked
+from typed_commands import quick
 
 TEXT = "The cat sat on a mat while the rain fell over old hills. " * 20
 
@@ -42,12 +42,9 @@ def run(server, tmp_path_factory):
     }  # fmt: skip
     (place / "request.json").write_text(json.dumps(asked))
     folder = server.runs / "first"
-    done = subprocess.run(
-        [sys.executable, "-m", "memfit", "train", "request.json", "--folder", folder, "--quiet"],
-        cwd=place, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    with chdir(place), in_this_process():
+        code, _, said = quick("train", "request.json", "--folder", folder, "--quiet")
+    assert code == 0, said
     return folder
 
 

@@ -1,17 +1,15 @@
 """The plan's screen in a real browser: as a newcomer, by keyboard, dragging, refused."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-from looking import ROOT, SMALL, TINY, check_look, opened, rest
+from looking import SMALL, TINY, check_look, opened, rest
 
 from memfit import api
 from memfit.core import units
 from memfit.screens.plan import time_rows
 from memfit.screens.widgets.memory import parts_of
+from typed_commands import quick
 
 
 def show_of(page, plan):
@@ -32,7 +30,7 @@ def show_of(page, plan):
 
 
 def test_a_newcomer_gets_from_the_first_look_to_a_plan_that_certify_accepts(
-    browser, server, tmp_path
+    browser, server, tmp_path, certified_here
 ):
     with opened(browser, server) as page:
         rest(page)  # there is a plan before anything was asked
@@ -61,13 +59,9 @@ def test_a_newcomer_gets_from_the_first_look_to_a_plan_that_certify_accepts(
         assert json.loads((tmp_path / "plan.json").read_text())[
             "recipe_digest"
         ] in page.text_content("main")
-    done = subprocess.run(
-        [sys.executable, "-m", "memfit", "certify", "plan.json", "--json"], cwd=tmp_path,
-        capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-    )  # fmt: skip
-    assert done.returncode == 0, (link, done.stderr)
-    assert json.loads(done.stdout)["memory"]["verdict"] == "fits"
+    code, out, said = quick("certify", tmp_path / "plan.json", "--json")
+    assert code == 0, (link, said)
+    assert json.loads(out)["memory"]["verdict"] == "fits"
 
 
 def test_by_keyboard_alone_a_slider_gives_what_the_command_line_prints(browser, server):
@@ -190,14 +184,11 @@ def test_explore_never_says_the_verdict_of_what_was_asked_before(browser, server
     ],
 )
 def test_errors_are_the_command_lines_own(browser, server, keys, arguments):
-    done = subprocess.run(
-        [sys.executable, "-m", "memfit", "plan", *arguments], capture_output=True, text=True,
-        check=False, env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-    )  # fmt: skip
+    _, _, errors = quick("plan", *arguments)
     with opened(browser, server, f"plan?{keys}") as page:
         page.wait_for_selector(".trouble")
         said = [line.text_content().strip() for line in page.query_selector_all(".trouble p")]
-        assert said == done.stderr.strip().splitlines()
+        assert said == errors.strip().splitlines()
         assert page.text_content("#verdict") == "NO PLAN"
 
 
