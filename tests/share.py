@@ -7,7 +7,7 @@ stand for, whose fields and keys are the axes then. `make test-wide` runs all ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -17,7 +17,10 @@ Axes = frozenset[tuple[str, str]]  # each with its value
 
 
 def find_axes(value: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Fields of records, keys of mappings and the words of a name: "llama, lora, packed"."""
+    """Fields of records, keys of mappings and the words of a name: "llama, lora, packed".
+
+    Of counts: none, one, and of others how large they are and whether two divide them.
+    """
     if isinstance(value, msgspec.Struct):
         value = msgspec.structs.asdict(value)
     if isinstance(value, Mapping):
@@ -29,6 +32,8 @@ def find_axes(value: Any, name: str) -> Iterator[tuple[str, str]]:
     elif isinstance(value, Sequence):
         for place, part in enumerate(value):
             yield from find_axes(part, f"{name}.{place}")
+    elif isinstance(value, int) and abs(value) > 1:
+        yield name, f"{len(str(value))} digits, {'odd' if value % 2 else 'even'}"
     else:
         yield name, getattr(value, "__name__", str(value))
 
@@ -60,6 +65,6 @@ def axes_of(item: Any) -> Axes:
     named = next(iter(item.get_closest_marker("covering").args), {})
     found: set[tuple[str, str]] = set()
     for name, value in item.callspec.params.items():
-        is_name = isinstance(value, str) and value in named
+        is_name = isinstance(value, Hashable) and value in named
         found |= {*find_axes(named[value] if is_name else value, name)}
     return frozenset(found)

@@ -36,6 +36,7 @@ CASES = [
                  and "20b" in path.stem else [])
     for path in RECIPES
 ]  # fmt: skip
+STEMS = {path: path.stem.split("_") for path in RECIPES}  # model, method and device
 BF16 = {"precision": "bf16", "base_format": "bf16"}
 SHALLOW = 2  # blocks of each kind: closed forms of weights and loss do not need them all
 
@@ -57,6 +58,7 @@ def traced(path: Path) -> Any:
     return trace(recipe, catalog.find_device(recipe.device))
 
 
+@pytest.mark.covering(STEMS)
 @pytest.mark.parametrize("path", CASES)
 def test_weights_gradients_and_states_of_the_recipes(path: Path) -> None:
     recipe = shallow(path)
@@ -80,6 +82,7 @@ def test_weights_gradients_and_states_of_the_recipes(path: Path) -> None:
     assert kinds[Kind.OPTIMIZER_STATE] == 2 * sum(w.nbytes for w in trained) + counters
 
 
+@pytest.mark.covering(STEMS)
 @pytest.mark.parametrize("path", CASES)
 def test_logits_of_the_recipes(path: Path) -> None:
     """8 bytes a token and word in the loss (fp32 logits, their log-softmax), 12 in backward (the

@@ -63,6 +63,7 @@ def cases() -> list[Any]:
     ]
 
 
+@pytest.mark.covering(VARIANTS)
 @pytest.mark.parametrize(("family", "variant"), cases())
 def test_every_phase_peaks_at_the_byte_of_the_full_trace(family: str, variant: str) -> None:
     recipe = deep(family, variant)

@@ -72,6 +72,7 @@ def assert_same(predicted: Ledger, certified: Ledger, phase: Phase) -> None:
         assert abs(ours.get(kind, 0) - theirs.get(kind, 0)) <= SCALARS, (phase, kind)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("family", "changes"), cases())
 def test_every_phase_holds_the_same_bytes_real_traced_and_predicted(family, changes) -> None:
     recipe = lean_recipe(family, changes)
@@ -85,6 +86,7 @@ def test_every_phase_holds_the_same_bytes_real_traced_and_predicted(family, chan
         assert_same(predicted, fake.ledger, phase)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("family", "changes"), cases())
 def test_the_prediction_equals_the_trace_on_cuda(family, changes) -> None:
     recipe = lean_recipe(family, changes)

@@ -114,6 +114,7 @@ def ask(plan, key, value):
     return replace(changed, request=api.change(plan.request, stated))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("target", "name"), [(t, n) for t, ns in PLANS.items() for n in ns])
 def test_a_changed_key_is_read_back_or_said_to_be_left_out(target, name, tmp_path):
     found = carry(target, name, tmp_path)
@@ -127,6 +128,7 @@ def test_a_changed_key_is_read_back_or_said_to_be_left_out(target, name, tmp_pat
 FULL = ("own-full", "own-qlora", "torchtitan-fsdp", "deepspeed-zero3", "hf-full-fsdp2")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("target", "name"),
     [

@@ -42,6 +42,7 @@ def shaped(recipe, rows, tokens):
     return replace(recipe, micro_batch=rows, sequence_length=tokens)
 
 
+@pytest.mark.covering({case: (case[0], CASES[case]) for case in CASES})
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_a_closed_form_is_the_simulation_of_every_shape(case):
     family, changes = CASES[case]

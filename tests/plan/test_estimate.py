@@ -50,6 +50,7 @@ def test_an_estimate_of_any_length_is_that_of_a_search_for_this_length_alone(mon
     assert len(simulated) == known  # what is known answers for it
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize(("name", "layers"), [*ALTERNATING.items(), *ALIKE.items()])
 def test_an_estimate_is_near_the_prediction_under_every_treatment_of_blocks(name, layers, method):

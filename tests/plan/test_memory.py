@@ -488,6 +488,7 @@ def cases(table):
         yield pytest.param(name, marks=[pytest.mark.wide] if between else [])
 
 
+@pytest.mark.covering(SETTINGS)
 @pytest.mark.parametrize("name", list(cases(SETTINGS)))
 def test_the_prediction_equals_the_trace_on_a_cpu(name):
     recipe = recipe_of(*SETTINGS[name])
@@ -503,6 +504,7 @@ def test_the_prediction_equals_the_trace_on_a_cpu(name):
             assert have.get(kind, 0) == pytest.approx(want.get(kind, 0), abs=slack), (phase, kind)
 
 
+@pytest.mark.covering(ON_CUDA)
 @pytest.mark.parametrize("name", ON_CUDA)
 def test_the_prediction_equals_the_trace_on_cuda(name):
     recipe = replace(recipe_of(*ON_CUDA[name]), device=H100.id)

@@ -50,6 +50,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
+@pytest.mark.covering(SETTINGS)
 @pytest.mark.parametrize("device", [CPU, H100], ids=["cpu", "cuda"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_prediction_equals_the_trace(setting, device):

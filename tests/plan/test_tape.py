@@ -99,6 +99,7 @@ def assert_alike(mine: dict[str, int], traced: dict[str, int], reserved: float) 
             assert mine[phase] == pytest.approx(traced[phase], rel=reserved), phase
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("model", "method"), CASES)
 def test_reserved_bytes_are_those_of_the_certificate(model: str, method: str) -> None:
     assert_alike(*compare(ask(model, method=method)), reserved=REPLAY.high - 1)
