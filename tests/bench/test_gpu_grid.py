@@ -48,8 +48,12 @@ def test_the_grid_covers_what_it_should_and_fits_a_large_card() -> None:
 
 @pytest.mark.slow
 def test_a_subset_fits_a_small_card() -> None:
-    plans = plans_for("rtx-4090")
-    assert len(plans) >= 30
+    """Shown on every seventh case; what never fits is left out of these, too."""
+    row = catalog.find_device("rtx-4090")
+    cases = range(0, gpu_grid.CASES, 7)
+    made = [gpu_grid.make_request(n, row, quick=False) for n in cases]
+    plans = [api.predict(request) for request in made if request is not None]
+    assert len(cases) / 2 < len(plans)
     assert all(plan.memory.device_total <= 24 * GIB for plan in plans)
 
 
@@ -121,6 +125,7 @@ def cpu():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("certified_here")
 def test_the_whole_path_on_a_cpu(tmp_path: Path, capsys) -> None:
     out, corpus = tmp_path / "grid.jsonl", tmp_path / "measured.jsonl"
     command = ["--device", "cpu", "--quick", "--most", "1"]

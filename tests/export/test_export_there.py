@@ -108,9 +108,9 @@ def judge(name, target, folder):
 LEAST = {"torchtitan": 2, "torchtitan-main": 2, "megatron": 2, "deepspeed": 3}  # of others 7
 
 
-# in `make test` every plan for half of the targets, every target with half of the plans
-HALVES = [
-    pytest.param(target, list(PLANS)[at % 2 :: 2], id=target) for at, target in enumerate(TARGETS)
+# in `make test` every plan for a third of the targets, every target with a third of the plans
+THIRDS = [
+    pytest.param(target, list(PLANS)[at % 3 :: 3], id=target) for at, target in enumerate(TARGETS)
 ]
 ALL = [
     pytest.param(target, list(PLANS), id=f"{target}, every plan", marks=pytest.mark.wide)
@@ -119,7 +119,7 @@ ALL = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("target", "names"), [*HALVES, *ALL])
+@pytest.mark.parametrize(("target", "names"), [*THIRDS, *ALL])
 def test_check_answers_what_the_export_claims(target, names, tmp_path):
     """Of every plan that the target takes, and it takes several: refusing all would prove nothing.
 
@@ -133,12 +133,14 @@ def test_check_answers_what_the_export_claims(target, names, tmp_path):
         except AssertionError as fault:
             faults[name] = str(fault)
     assert not faults
+    assert written
     assert len(written) >= LEAST.get(target, 7) - (len(PLANS) - len(names))
 
 
 @pytest.mark.parametrize(("target", "asked"), [
     ("trl", {"model": "qwen3-8b", "hardware": {"device": "a100-sxm-80"}}),
-    ("axolotl", {"model": "qwen3-8b", "hardware": {"device": "rtx-4090"}}),
+    pytest.param("axolotl", {"model": "qwen3-8b", "hardware": {"device": "rtx-4090"}},
+                 marks=pytest.mark.wide),
 ])  # fmt: skip
 def test_what_cannot_fit_there_is_refused_with_ways_that_do(target, asked):
     with pytest.raises(DoesNotFit, match="DOES NOT FIT") as caught:

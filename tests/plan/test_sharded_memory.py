@@ -136,6 +136,7 @@ def assert_alike(predicted: dict[Phase, int], traced: dict[Phase, int]) -> None:
         assert predicted[phase] == pytest.approx(nbytes, abs=scalars), phase
 
 
+@pytest.mark.covering(CASES)
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_holds_what_is_predicted(name: str) -> None:
     recipe = CASES[name]
@@ -145,6 +146,7 @@ def test_a_rank_holds_what_is_predicted(name: str) -> None:
     assert_alike(predicted, traced)
 
 
+@pytest.mark.covering(SLOW)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_a_rank_holds_what_is_predicted_in_more_cases(name: str) -> None:

@@ -30,6 +30,12 @@ PLANS = {
     "a limit": ["gpt2", "--device", "l4", "--memory", "200 MiB", "--seq-len", "512"],
 }
 
+# misses whose lines are of the same kinds as those of "does not fit" and "a limit"
+LIKE_ANOTHER = (
+    "fits nowhere near", "not even with rows of one", "several, of which none fits",
+)  # fmt: skip
+CASES = [pytest.param(c, marks=[pytest.mark.wide] if c in LIKE_ANOTHER else []) for c in PLANS]
+
 
 @cache
 def answer(case):
@@ -47,7 +53,7 @@ def check(out):
     return lines
 
 
-@pytest.mark.parametrize("case", PLANS)
+@pytest.mark.parametrize("case", CASES)
 def test_a_plan_is_24_lines_of_80_columns(case):
     code, out, err = answer(case)
     assert err == ""
@@ -61,7 +67,7 @@ def test_a_plan_is_24_lines_of_80_columns(case):
     assert lines[-1].startswith("--why explains")
 
 
-@pytest.mark.parametrize("case", PLANS)
+@pytest.mark.parametrize("case", CASES)
 def test_what_it_says_to_type_next_runs(case, monkeypatch):
     """A flag that is typed and a way out that sets its key contradicted each other."""
     monkeypatch.setenv("COLUMNS", "80")
@@ -77,9 +83,9 @@ def test_what_it_says_to_type_next_runs(case, monkeypatch):
         assert verb == "certify"
 
 
-SHARE = 8  # ways out take seconds each: one model in so many is part of `make test`
+SHARE = 20  # of models that fit soon: ways out of a miss take seconds each
 MODELS = [
-    pytest.param(m.id, marks=[pytest.mark.wide] if n % SHARE else [])
+    pytest.param(m.id, marks=[pytest.mark.wide] if n % SHARE or m.parameters > 8e9 else [])
     for n, m in enumerate(models())
 ]
 

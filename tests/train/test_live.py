@@ -75,6 +75,7 @@ EQUAL = [  # family, method, precision, base_format
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("family", "method", "precision", "base_format"), EQUAL)
 def test_the_real_step_and_the_fake_step_are_the_same_events(
     family, method, precision, base_format
