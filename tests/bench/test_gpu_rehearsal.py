@@ -22,6 +22,7 @@ from on_gpu.rows import Place, Rows, read_rows  # noqa: E402
 from on_gpu.slices import NAMES  # noqa: E402
 
 COMMAND = [sys.executable, "-W", "ignore", str(ROOT / "bench" / "on_gpu"), "--device", "cpu"]
+SHORT = tuple(name for name in NAMES if name not in ("tests", "grid"))  # run by tests of their own
 SEVERAL = ("allocator", "rates", "kernels")  # whose twins have more than one unit
 
 
@@ -77,22 +78,22 @@ def read(path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a worker dies with its parent on Linux")
-@pytest.mark.parametrize("killed", [
-    pytest.param(("recipes", "allocator"), id="one unit, and the second of several"),
-    pytest.param(NAMES, marks=pytest.mark.wide, id="every slice"),
+@pytest.mark.parametrize(("killed", "names"), [
+    pytest.param(("recipes", "allocator"), SHORT, id="one unit, and the second of several"),
+    pytest.param(NAMES, NAMES, marks=pytest.mark.wide, id="every slice"),
 ])  # fmt: skip
-def test_the_rehearsal_goes_on_where_it_was_killed(killed, tmp_path):
+def test_the_rehearsal_goes_on_where_it_was_killed(killed, names, tmp_path):
     for name in killed:
         kill_within(tmp_path, name)
     before = read_rows(tmp_path / "rows.jsonl")
     assert {row["slice"] for row in before.values()} == {*SEVERAL} & {*killed}
-    with start(tmp_path) as process:
+    with start(tmp_path, "--slice", *names) as process:
         said = process.stdout.read()
     assert process.returncode == 0, said
     lines = (tmp_path / "rows.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert [row.get("failed") for row in rows] == [None] * len(rows), said
-    assert {row["slice"] for row in rows} == set(NAMES)
+    assert {row["slice"] for row in rows} == set(names)
     keys = [(row["slice"], row["name"]) for row in rows]
     assert len(keys) == len(set(keys)), "what has a row is not measured again"
     assert all(row["rehearsal"] for row in rows)

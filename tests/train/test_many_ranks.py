@@ -3,6 +3,7 @@
 import json
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -253,23 +254,30 @@ def test_ranks_that_share_rows_learn_what_one_process_learns_and_move(runs):
 
 @pytest.mark.slow
 def test_stages_learn_what_one_process_learns_and_move(runs):
-    """On 2 ranks, interleaved; and from 2 stages of 2 shards to 2 shards, to 2 stages; with the
-    same bits on the same ones."""
-    order = {"config": {"num_hidden_layers": 5}, "steps": 12}
+    """On 2 ranks, interleaved; and from 2 stages of 2 shards to 2 shards, to 2 stages."""
+    order = {"config": {"num_hidden_layers": 5}, "steps": 8}
     alone = runs.whole("deep alone", **order)
     chunks = {"pp": 2, "virtual_pp": 2}
     run = runs.whole("stages", parallel=chunks, micro_batch=1, **order)
     same_learning(runs, "stages", run, alone, "deep alone")
     held_to_certificates(runs, run, chunks, 1, **order)
-    stop(runs, "stages stopped", 3, parallel=chunks, micro_batch=1, **order)
-    again = runs.whole("stages stopped", parallel=chunks, micro_batch=1, **order)
-    assert again.losses == run.losses
-    for key, value in runs.weights("stages").items():
-        assert torch.equal(runs.weights("stages stopped")[key], value), key
     stop(runs, "moved stages", 1, parallel={"pp": 2, "dp_shard": 2}, micro_batch=1, **order)
     stop(runs, "moved stages", 4, parallel=SHARDS, **order)
     moved = runs.whole("moved stages", parallel={"pp": 2}, micro_batch=2, **order)
     same_learning(runs, "moved stages", moved, alone, "deep alone")
+
+
+@pytest.mark.slow
+@pytest.mark.wide  # of shards alone, the test of what is stopped has it
+def test_stages_go_on_with_the_same_bits(runs):
+    order = {"config": {"num_hidden_layers": 5}, "steps": 12, "micro_batch": 1,
+             "parallel": {"pp": 2, "virtual_pp": 2}}  # fmt: skip
+    run = runs.whole("stages unstopped", **order)
+    stop(runs, "stages stopped", 3, **order)
+    again = runs.whole("stages stopped", **order)
+    assert again.losses == run.losses
+    for key, value in runs.weights("stages unstopped").items():
+        assert torch.equal(runs.weights("stages stopped")[key], value), key
 
 
 @pytest.mark.slow
@@ -292,6 +300,7 @@ def test_a_rank_that_others_wait_for_is_named(runs):
 
 
 @pytest.mark.slow
+@pytest.mark.wide  # the next test trains adapters on many ranks, too
 def test_adapters_on_many_ranks(runs):
     want = runs.whole("lora alone", method="lora")
     run = runs.whole("lora", method="lora", parallel=SHARDS)
@@ -342,11 +351,11 @@ def test_a_lost_rank_ends_its_test_in_seconds_and_leaves_the_next_one_alone(runs
 def test_a_stopped_run_goes_on_with_the_same_bits_or_on_other_ranks(runs, alone):
     whole = runs.whole("whole", parallel=SHARDS, steps=12)
     stop(runs, "stopped", 3, parallel=SHARDS, steps=12)
+    shutil.copytree(runs.folder / "stopped", runs.folder / "moved")
     again = runs.whole("stopped", parallel=SHARDS, steps=12)
     assert again.losses == whole.losses
     for key, value in runs.weights("whole").items():
         assert torch.equal(runs.weights("stopped")[key], value), key
-    stop(runs, "moved", 2, parallel=SHARDS, steps=12)
     stop(runs, "moved", 5, parallel=BOTH, steps=12)
     moved = runs.whole("moved", steps=12)
     torch.testing.assert_close(torch.tensor(moved.losses), torch.tensor(whole.losses), **CLOSE)

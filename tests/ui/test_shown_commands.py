@@ -21,9 +21,10 @@ def run(line):
     [
         (f"{SMALL}&task.sequence_length=128", ["plan", "certify"]),
         (f"{SMALL}&framework=trl", ["plan", "predict"]),
-        ("model=llama-3.1-70b&hardware.device=rtx-4090&method=full", ["plan"]),
+        ("model=gpt2&hardware.device=l4&limits.memory=200%20MiB&method=full", ["plan"]),
     ],
 )
+@pytest.mark.usefixtures("certified_here")
 def test_the_plan_screens_commands_run(browser, server, keys, verbs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with opened(browser, server, f"plan?{keys}") as page:
@@ -37,6 +38,7 @@ def test_the_plan_screens_commands_run(browser, server, keys, verbs, tmp_path, m
     assert all(text.startswith(verdict) for text in shown)
 
 
+@pytest.mark.usefixtures("certified_here")
 def test_the_timelines_and_the_exports_commands_run(browser, server, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     keys = f"{SMALL}&task.sequence_length=128"
