@@ -73,7 +73,7 @@ def request_of(model: str, stated: dict[str, Any]) -> Request:
         (found.setdefault(group, {}) if group else found)[name] = (
             False if value == "false" else value
         )
-    return from_data(found, Request, where="bench/big_worlds.py")
+    return from_data(found, Request, source="bench/big_worlds.py")
 
 
 def main() -> None:

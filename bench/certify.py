@@ -117,7 +117,7 @@ def step_here(recipe: Recipe, tracker: str) -> dict[str, Any]:
 
 
 def child(what: str) -> None:
-    recipe = from_data(json.loads(sys.stdin.read()), Recipe, where="the bench's recipe")
+    recipe = from_data(json.loads(sys.stdin.read()), Recipe, source="the bench's recipe")
     answer = certify_here(recipe) if what == "certify" else step_here(recipe, what)
     print("\n" + json.dumps(answer))
     sys.stdout.flush()

@@ -127,7 +127,7 @@ def _make_request(
         "allocator": "expandable_segments:True" if expandable else "",
         "hardware": {"device": "cpu" if device.is_cpu else device.id},
     }  # fmt: skip
-    return from_data(data, Request, where="the grid")
+    return from_data(data, Request, source="the grid")
 
 
 def describe(plan: Plan) -> str:

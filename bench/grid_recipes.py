@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from memfit import catalog
 from memfit.adapters.shared.projections import all_linear, choose_targets
 from memfit.adapters.shared.quantised_base import check_base
-from memfit.base_formats import is_coded
+from memfit.base_formats import is_quantised
 from memfit.core.errors import InvalidRequest
 from memfit.families import family_of, read_model
 from memfit.families.capabilities.added import can_select
@@ -329,14 +329,14 @@ def _settle_precision(recipe: Recipe) -> Recipe:
 
 
 def _settle_method(recipe: Recipe) -> Recipe:
-    if is_coded(recipe.base_format):
+    if is_quantised(recipe.base_format):
         recipe = replace(recipe, method="lora")
     if recipe.qat or recipe.precision == "fp8-mixed":
         recipe = replace(recipe, method="full")
     base = {"fp32": "fp32", "bf16": "bf16", "fp16-mixed": "fp16"}.get(recipe.precision)
     if recipe.method == "full":
         base = base or "fp32"
-    if base and not is_coded(recipe.base_format):
+    if base and not is_quantised(recipe.base_format):
         recipe = replace(recipe, base_format=base)
     freeze = recipe.freeze if recipe.freeze != Freeze() else Freeze(last_blocks=2)
     return replace(

@@ -184,7 +184,7 @@ def published(name: str) -> dict[str, Any]:
     from memfit.records.request import Request
 
     asked = {"framework": "hf-trainer", "model": name, "hardware": {"device": "h100-sxm"}}
-    recipe, _, _ = read_defaults(from_data(asked, Request, where="bench"))
+    recipe, _, _ = read_defaults(from_data(asked, Request, source="bench"))
     return dict(recipe.model.config)
 
 

@@ -81,7 +81,7 @@ def climb(scale: str, measured: bool) -> list[dict[str, Any]]:
 
 def list_rungs(scale: str) -> Iterator[tuple[str, dict[str, Any], Plan | str]]:
     """Each rung's name, what it sets, and its prediction; or why there is none."""
-    base = from_data(SCALES[scale], Request, where="the ladder")
+    base = from_data(SCALES[scale], Request, source="the ladder")
     told = dict(BASE)
     for name, changes in RUNGS:
         if "offload" in changes and base.hardware.device == "cpu":

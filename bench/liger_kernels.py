@@ -166,7 +166,7 @@ def peak(meter: Meter, start: int) -> int:
     level = top = 0
     for at, event in enumerate(meter.events):
         index = event if event >= 0 else ~event
-        level += block_size(meter.asked[index]) * (1 if event >= 0 else -1)
+        level += block_size(meter.requested[index]) * (1 if event >= 0 else -1)
         if at >= start:
             top = max(top, level)
     return top

@@ -155,7 +155,7 @@ def predict(mode: dict[str, Any], compares: str) -> dict[str, int]:
         "preference": {"reference": mode["reference"]},
         "task": {"objective": "dpo", "sequence_length": mode["tokens"], "global_batch": 2 * PAIRS},
     }  # fmt: skip
-    recipe, model, _ = read_defaults(from_data(asked, Request, where="request"))
+    recipe, model, _ = read_defaults(from_data(asked, Request, source="request"))
     with small_tiles() if compares == TILED else nullcontext():
         found = predict_ledger(recipe, model, find_device("cpu"))
     rise = {

@@ -146,7 +146,7 @@ def plan(folder: Path, method: str, precision: str, **more: object) -> Any:
         "optimizer": {"name": "adamw", "learning_rate": RATE}, "hardware": {"device": "cpu"},
         "loss": "chunked", **more,
     }  # fmt: skip
-    return api.plan(from_data(told, Request, where="the bench")).recipe
+    return api.plan(from_data(told, Request, source="the bench")).recipe
 
 
 def chosen(recipe: Any) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def request(recipe: dict[str, Any], rows: int, tokens: int) -> Request:
         "packing": recipe.get("packing", False),
     }  # fmt: skip
     data = PLAIN | own | {"micro_batch": rows, "task": task}
-    return from_data(data, Request, where="the bench")
+    return from_data(data, Request, source="the bench")
 
 
 def shapes(recipe: dict[str, Any], pick: random.Random) -> list[tuple[int, int]]:

@@ -60,7 +60,7 @@ def ask(model: str, gpus: int, batch: int, memory: int | None = None) -> Request
     }
     if memory is not None:
         stated["limits"] = {"memory": f"{memory} B"}
-    return from_data(stated, Request, where="bench/scaling.py")
+    return from_data(stated, Request, source="bench/scaling.py")
 
 
 def plan(request: Request, device: Device | None = None) -> Plan | None:

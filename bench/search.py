@@ -118,7 +118,7 @@ def usable(space: Space) -> int:
 
 
 def read(case: str, framework: str) -> Request:
-    return from_data(CASES[case] | {"framework": framework}, Request, where="the bench")
+    return from_data(CASES[case] | {"framework": framework}, Request, source="the bench")
 
 
 def run(case: str, framework: str) -> dict[str, Any]:

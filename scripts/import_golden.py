@@ -34,7 +34,7 @@ def make_row(case: dict[str, str]) -> Row:
     """A row of the corpus; raises NotExpressible."""
     where = f"{case['case']} {case['hw']}"
     try:
-        recipe = read_defaults(from_data(translate(case).request, Request, where=where))[0]
+        recipe = read_defaults(from_data(translate(case).request, Request, source=where))[0]
     except Error as error:
         raise NotExpressible(error.message) from error
     found = {

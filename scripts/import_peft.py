@@ -36,7 +36,7 @@ def make_row(record: list[Any]) -> Row:
     name = str(record[0])
     row: Published = experiment(record)
     try:
-        recipe = read_defaults(from_data(metamath(row), Request, where=name))[0]
+        recipe = read_defaults(from_data(metamath(row), Request, source=name))[0]
     except Error as error:
         raise NotExpressible(error.message) from error
     reserved = Measurement(

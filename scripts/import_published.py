@@ -161,7 +161,7 @@ def make_row(published: Published) -> tuple[Row, dict[str, str]]:
     except KeyError as key:
         raise NotExpressible(f"`{key.args[0]}` is not stated") from key
     try:
-        request = from_data(_fill(translated.request), Request, where=published["id"])
+        request = from_data(_fill(translated.request), Request, source=published["id"])
         recipe = read_defaults(request)[0]
     except Error as error:
         raise NotExpressible(error.message) from error

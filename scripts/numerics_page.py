@@ -53,7 +53,7 @@ class Numeric(Record, frozen=True, kw_only=True):
 def read_numerics() -> tuple[Numeric, ...]:
     """All rows; raises InvalidRequest for one that names no test that exists."""
     rows = tomllib.loads(ROWS.read_text())["numeric"]
-    found = tuple(from_data(row, Numeric, where=ROWS.name) for row in rows)
+    found = tuple(from_data(row, Numeric, source=ROWS.name) for row in rows)
     for row in found:
         for test in row.tests:
             check_test(test, "test", str(row.number))

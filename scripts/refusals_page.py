@@ -44,7 +44,7 @@ class Refusal(Record, frozen=True, kw_only=True):
 def read_refusals() -> tuple[Refusal, ...]:
     """All rows; raises InvalidRequest for a proof that is neither a test nor a reason."""
     rows = tomllib.loads(ROWS.read_text())["refusal"]
-    found = tuple(from_data(row, Refusal, where=ROWS.name) for row in rows)
+    found = tuple(from_data(row, Refusal, source=ROWS.name) for row in rows)
     for row in found:
         if not (row.proof.startswith(NONE) and len(row.proof) > len(NONE)):
             check_test(row.proof, "proof", row.name, hint=f", or `{NONE}` and the reason")
@@ -53,7 +53,7 @@ def read_refusals() -> tuple[Refusal, ...]:
 
 def answer(row: Refusal) -> InvalidRequest | None:
     """The error with which the row's request is refused; None where it is planned."""
-    asked = from_data({"model": row.model}, Request, where=row.name)
+    asked = from_data({"model": row.model}, Request, source=row.name)
     try:
         api.plan(api.change(asked, {"hardware.device": "h100-sxm", **row.asks}), levers=False)
     except InvalidRequest as error:

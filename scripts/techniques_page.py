@@ -40,7 +40,7 @@ class Technique(Record, frozen=True, kw_only=True):
 def read_techniques() -> tuple[Technique, ...]:
     """All rows; raises InvalidRequest for a cell that is empty or names no test that exists."""
     rows = tomllib.loads(ROWS.read_text())["technique"]
-    found = tuple(from_data(row, Technique, where=ROWS.name) for row in rows)
+    found = tuple(from_data(row, Technique, source=ROWS.name) for row in rows)
     for row in found:
         for cell in CELLS:
             _check(row, cell)

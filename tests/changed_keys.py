@@ -143,4 +143,4 @@ def change(plan, key, value):
         data[group][name] = value
     else:
         data[group] = value
-    return replace(plan, recipe=from_data(data, Recipe, where="a test"))
+    return replace(plan, recipe=from_data(data, Recipe, source="a test"))

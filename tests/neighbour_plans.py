@@ -96,7 +96,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 
 def find_request(name: str) -> Request:
-    return from_data(REQUESTS[name], Request, where=name)
+    return from_data(REQUESTS[name], Request, source=name)
 
 
 @cache

@@ -95,4 +95,4 @@ def _read(model: Any, device: str, changes: dict[str, Any]) -> Any:
     data: dict[str, Any] = {"model": model, "hardware": {"device": device}}
     for key, value in {**COMMON, **changes}.items():
         api.put(data, key, value)
-    return api.read_data(data, where="the case")
+    return api.read_data(data, source="the case")

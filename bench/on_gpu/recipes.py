@@ -91,7 +91,7 @@ def make_plan(model: Any, changes: Mapping[str, Any], device: str) -> Any:
     data: dict[str, Any] = {"model": model}
     for key, value in told.items():
         api.put(data, key, value)
-    return api.plan(api.read_data(data, where="the case"), levers=False)
+    return api.plan(api.read_data(data, source="the case"), levers=False)
 
 
 def measure(name: str, place: Place) -> Row:

@@ -390,7 +390,7 @@ def rules(model: str) -> tuple[Rule, ...]:
         "optimizer": {"name": "adamw"}, "task": {"global_batch": 2},
         "hardware": {"device": "h100-sxm"},
     }  # fmt: skip
-    request = from_data(stated, Request, where="the rules")
+    request = from_data(stated, Request, source="the rules")
     plan = search.predict_request(request)
     peak = plan.memory.peak_allocated
     judged = folklore.read_judged()

@@ -41,7 +41,7 @@ def row(source: str, *, name: str = "Llama-2-7B", gpus: int = 1, **config: Any) 
 
 
 def recipe_of(published: dict[str, Any]) -> Recipe:
-    return read_defaults(from_data(translate(published).request, Request, where="row"))[0]
+    return read_defaults(from_data(translate(published).request, Request, source="row"))[0]
 
 
 def test_litgpts_switches_and_quantisation() -> None:

@@ -41,7 +41,7 @@ OWN = [f.name for f in list_base_formats() if f.own]
 CODINGS = [
     name_coding(f.name, double=double)
     for f in list_base_formats()
-    if f.own and f.coded
+    if f.own and f.quantised
     for double in ((False, True) if f.doubles else (False,))
 ]
 SHAPES = [(96, 192), (64, 64), (32, 320)]
@@ -194,7 +194,7 @@ def test_coding_holds_what_is_declared(coding, dtype):
 # -- plain formats, names, refusals --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [n for n in OWN if not find_base_format(n).coded])
+@pytest.mark.parametrize("name", [n for n in OWN if not find_base_format(n).quantised])
 def test_a_plain_format_is_one_tensor_of_its_dtype(name):
     declared = find_base_format(name)
     (only,) = declared.tensors((8, 4), double=False)
@@ -210,7 +210,7 @@ def test_a_plain_format_is_one_tensor_of_its_dtype(name):
 def test_a_format_is_registered_under_its_own_name(name):
     declared = find_base_format(name)
     assert declared.name == name
-    assert declared.coded or declared.bits == 8 * DTYPE_BYTES[declared.dtype]
+    assert declared.quantised or declared.bits == 8 * DTYPE_BYTES[declared.dtype]
     assert declared.own or declared.unknown, "nothing says why its bytes are not described"
     assert declared.own or not declared.offered
 
@@ -253,7 +253,7 @@ def test_a_coding_that_its_format_does_not_have_is_an_error(coding):
 def test_declarations_are_read_without_torch():
     code = (
         "import sys; from memfit.base_formats import list_base_formats, stored_bytes;"
-        "[stored_bytes(f.name, (64, 64)) for f in list_base_formats() if f.own and f.coded];"
+        "[stored_bytes(f.name, (64, 64)) for f in list_base_formats() if f.own and f.quantised];"
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

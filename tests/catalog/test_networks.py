@@ -22,7 +22,7 @@ ASKED = {
 
 def predict(**hardware):
     asked = ASKED | {"hardware": ASKED["hardware"] | hardware}
-    return api.predict(from_data(asked, Request, where="the test")).recipe
+    return api.predict(from_data(asked, Request, source="the test")).recipe
 
 
 def test_a_request_names_the_network_between_its_machines():
@@ -35,19 +35,19 @@ def test_a_request_names_the_network_between_its_machines():
 def test_a_named_network_changes_the_time():
     hardware = {"network": "ethernet-100"}
     asked = {"parallel": {"dp_shard": 16}, "hardware": ASKED["hardware"] | hardware}
-    slow = api.predict(from_data(ASKED | asked, Request, where="the test")).time
-    usual = api.predict(from_data(ASKED, Request, where="the test")).time
+    slow = api.predict(from_data(ASKED | asked, Request, source="the test")).time
+    usual = api.predict(from_data(ASKED, Request, source="the test")).time
     assert slow.step_seconds > 1.2 * usual.step_seconds
 
 
 def test_one_machine_has_no_network_but_a_wrong_name_is_refused():
     one = {"parallel": {"dp_shard": 8}, "hardware": ASKED["hardware"] | {"nodes": 1}}
     one["hardware"]["network"] = "ndr-8x400"
-    recipe = api.predict(from_data(ASKED | one, Request, where="the test")).recipe
+    recipe = api.predict(from_data(ASKED | one, Request, source="the test")).recipe
     assert recipe.network == ""
     one["hardware"]["network"] = "ndr-8x40"
     with pytest.raises(UnknownName, match="ndr-8x400"):
-        api.predict(from_data(ASKED | one, Request, where="the test"))
+        api.predict(from_data(ASKED | one, Request, source="the test"))
     with pytest.raises(InvalidRequest, match="the devices of a machine"):
         predict(network="nvlink-4")
 

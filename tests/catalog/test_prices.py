@@ -123,7 +123,7 @@ def test_grids_are_found_by_name_and_code_and_checked():
 @pytest.mark.parametrize(("key", "value"), [("pue", 0.9), ("load", 0.0), ("load", 1.1)])
 def test_a_share_out_of_range_is_refused(key, value):
     with pytest.raises(InvalidRequest, match=f"hardware.{key}"):
-        from_data({"model": "gpt2", "hardware": {key: value}}, Request, where="a test")
+        from_data({"model": "gpt2", "hardware": {key: value}}, Request, source="a test")
 
 
 def test_a_plan_carries_the_requests_price_and_grid():

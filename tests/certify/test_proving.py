@@ -52,7 +52,7 @@ def ask(limit=None, **changes):
     data = {**STATED, **changes}
     if limit is not None:
         data["limits"] = {"memory": f"{limit} B"}
-    return from_data(data, Request, where="the test")
+    return from_data(data, Request, source="the test")
 
 
 def certified(plan):

@@ -597,7 +597,7 @@ def test_a_plan_of_chunks_is_written_and_read_back(tmp_path):
         "task": {"sequence_length": 4096, "global_batch": 8, "objective": "pretrain"},
         "hardware": {"device": "h100-sxm", "count": 8},
     }  # fmt: skip
-    plan = api.predict(from_data(asked, Request, where="a test"))
+    plan = api.predict(from_data(asked, Request, source="a test"))
     made = api.export(plan, "torchtitan")
     assert made.peak.peak_allocated == plan.memory.peak_allocated
     (text,) = made.files.values()

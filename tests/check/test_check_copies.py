@@ -73,9 +73,9 @@ def test_what_is_written_is_read_back_with_the_peak_that_was_claimed(target, bas
         "method": "lora", "lora": {"rank": 8, "targets": ["q_proj"]}, "recompute": "full",
         "options": {"prepare_kbit": False, "double_quantisation": base == "nf4"},
     }  # fmt: skip
-    without = api.predict(from_data(asked, Request, where="request")).memory.peak_allocated
+    without = api.predict(from_data(asked, Request, source="request")).memory.peak_allocated
     asked["options"]["modules_to_save"] = BOTH
-    plan = api.predict(from_data(asked, Request, where="request"))
+    plan = api.predict(from_data(asked, Request, source="request"))
     made = api.export(plan, target)
     wide = target == "llamafactory"
     assert ("options.copies_dtype" in made.changed) is wide

@@ -47,7 +47,7 @@ BOMB = "\n".join(
 def test_yaml_that_harms_is_refused_soon(text, said):
     start = time.process_time()
     with pytest.raises(InvalidRequest, match=r"^the file") as error:
-        parse_yaml(text, where="the file")
+        parse_yaml(text, source="the file")
     assert said in error.value.message
     assert len(str(error.value)) < 600
     assert time.process_time() - start < 2
@@ -56,11 +56,11 @@ def test_yaml_that_harms_is_refused_soon(text, said):
 def test_brackets_in_quotes_and_comments_are_no_depth():
     brackets = "[" * 100
     text = f"a: \"{brackets}\"\nb: '{brackets}'\n# {brackets}\nc: [1, {{d: e}}]\n"
-    assert parse_yaml(text, where="it") == {"a": brackets, "b": brackets, "c": [1, {"d": "e"}]}
+    assert parse_yaml(text, source="it") == {"a": brackets, "b": brackets, "c": [1, {"d": "e"}]}
 
 
 def test_aliases_that_stand_for_little_are_read():
-    assert parse_yaml("a: &x {b: 1}\nc: *x\nd: *x", where="it")["d"] == {"b": 1}
+    assert parse_yaml("a: &x {b: 1}\nc: *x\nd: *x", source="it")["d"] == {"b": 1}
 
 
 @pytest.mark.parametrize(
@@ -73,12 +73,12 @@ def test_aliases_that_stand_for_little_are_read():
 )  # fmt: skip
 def test_json_that_harms_is_refused(text, said):
     with pytest.raises(InvalidRequest, match=r"^the file") as error:
-        parse_json(text, where="the file")
+        parse_json(text, source="the file")
     assert said in error.value.message
 
 
 def test_json_as_published_is_read():
-    assert parse_json('{"a": [NaN, Infinity, 1e30, "é"]}', where="it")["a"][3] == "é"
+    assert parse_json('{"a": [NaN, Infinity, 1e30, "é"]}', source="it")["a"][3] == "é"
 
 
 def test_what_is_no_file_is_refused_at_once(tmp_path):

@@ -41,7 +41,7 @@ def test_a_model_that_was_left_out_is_not_taken_for_another(name):
 
 def test_names_of_a_family_that_lacks_are_refused_with_the_family():
     named = {name for row in ROWS for name in re.findall(r"`([\w-]+)`", row[0])}
-    assert set(published_names.LACKING.values()) <= named
+    assert set(published_names.UNSUPPORTED.values()) <= named
     for name, family in [
         ("google/gemma-4-E2B-it", "gemma4"), ("unsloth/gemma-4-31B-it", "gemma4"),
         ("Qwen/Qwen3.5-9B", "qwen3_5"), ("LiquidAI/LFM2-1.2B", "lfm2"),
@@ -54,4 +54,4 @@ def test_names_of_a_family_that_lacks_are_refused_with_the_family():
 def test_no_row_begins_as_the_names_of_a_family_that_lacks():
     for model in catalog.models():
         for name in (model.id, model.hub, *model.aliases):
-            assert not published_names.find_lacking(name)
+            assert not published_names.find_unsupported(name)

@@ -233,7 +233,7 @@ def test_trl_stores_four_bits_as_what_fsdp_can_cut_with_the_rest(devices, storag
         **neighbour_plans.LLAMA, "method": "lora", "base_format": "nf4",
         "hardware": {"device": "rtx-4090", "count": devices}, "parallel": {"dp_shard": devices},
     }  # fmt: skip
-    plan = api.plan(from_data(told, Request, where="the test"), levers=False)
+    plan = api.plan(from_data(told, Request, source="the test"), levers=False)
     written = YAML(typ="safe").load(api.export(plan, "trl").files["trl.yaml"])
     assert written.get("bnb_4bit_quant_storage") == storage
 
@@ -405,7 +405,7 @@ def over_nodes():
         "recompute": "full", "loss": "plain", "micro_batch": 1, "task": {"global_batch": 16},
         "hardware": {"device": "h100-sxm", "count": 8, "nodes": 2},
     }  # fmt: skip
-    return api.predict(from_data(asked, Request, where="a test"))
+    return api.predict(from_data(asked, Request, source="a test"))
 
 
 @pytest.mark.parametrize("target", ["slurm", "skypilot", "k8s", "ray"])

@@ -55,7 +55,7 @@ CHAT = {"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "c
 
 
 def read(data):
-    return from_data(data, Request, where="a test")
+    return from_data(data, Request, source="a test")
 
 
 def run_check(made, folder):

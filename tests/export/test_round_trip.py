@@ -148,7 +148,7 @@ def test_the_peak_that_an_export_claims_is_what_check_answers_of_it(target, name
 def test_a_trainers_optimizer_beside_zero_is_read_back(target, tmp_path):
     more = {"options": {"paged": True}, "optimizer": {"name": "adamw8bit"}}
     request = neighbour_plans.REQUESTS["deepspeed-zero2"] | more
-    plan = api.predict(from_data(request, Request, where="request"))
+    plan = api.predict(from_data(request, Request, source="request"))
     made = api.export(plan, target)
     assert not [key for key in made.left_out if key.startswith("optimizer")]
     found = predict_request(read_again(made, plan.recipe, tmp_path, target))
@@ -169,7 +169,7 @@ def test_what_deepspeeds_file_says_beside_a_trainers_is_read_back(target, ranks,
     }  # fmt: skip
     for zero, offload in ((3, "parameters"), (2, "optimizer")):
         asked = request | {"offload": offload, "parallel": {"dp_shard": ranks, "zero": zero}}
-        plan = api.predict(from_data(asked, Request, where="request"))
+        plan = api.predict(from_data(asked, Request, source="request"))
         made = api.export(plan, target)
         sizes = {"options.reduce_bucket_size", "options.prefetch_bucket_size"}
         assert not {"offload", "parallel.zero", *sizes} & made.left_out.keys()
@@ -205,7 +205,7 @@ def test_trl_makes_the_blocks_of_adapters_in_zero_3_reentrant(tmp_path, changes,
         "task": {"objective": "sft", "sequence_length": 2048, "global_batch": 32},
         "micro_batch": 4, "parallel": {"dp_shard": 8}, **hardware, **changes,
     }  # fmt: skip
-    made = api.export(api.predict(from_data(asked, Request, where="the test")), "trl")
+    made = api.export(api.predict(from_data(asked, Request, source="the test")), "trl")
     files = [path for path in api.write_export(made, tmp_path) if path.suffix == ".yaml"]
     checked = api.check(files, hardware)[1]
     assert made.peak.peak_allocated == checked.memory.peak_allocated

@@ -50,6 +50,6 @@ def test_certified_memory_is_what_the_optimizer_takes(name: str, tmp_path: Path)
         "task": {"sequence_length": 1024, "global_batch": 2, "steps": 10, "packing": False},
         "hardware": {"device": device.id}, "optimizer": {"learning_rate": 1e-4, **OWN[name]},
     }  # fmt: skip
-    plan = api.predict(from_data(request, Request, where="the test"))
+    plan = api.predict(from_data(request, Request, source="the test"))
     row = gpu_grid.run_case(plan, device, tmp_path / "rows.jsonl", SECONDS)
     assert not gpu_grid.misses(row)

@@ -66,9 +66,9 @@ def test_a_chunk_of_the_fused_loss_is_about_as_large_as_the_hidden_states():
     hidden = meta.parameter(meter, (4096, 1024), "bfloat16", trainable=True)
     weight = meta.parameter(meter, (32768, 1024), "bfloat16", trainable=True)
     labels = meta.parameter(meter, (4096,), "int64", trainable=False)
-    start = len(meter.asked)
+    start = len(meter.requested)
     loss = liger.fused_linear_cross_entropy(hidden, weight, labels)
-    largest = max(n for n in meter.asked[start:] if n != weight.nbytes)
+    largest = max(n for n in meter.requested[start:] if n != weight.nbytes)
     assert largest == hidden.nbytes
     meta.backward(loss)
     assert weight.grad is not None

@@ -168,8 +168,8 @@ def test_it_is_refused_on_a_cpu_and_on_many_ranks():
         "hardware": {"device": "cpu"}, "task": {"sequence_length": 16},
     }  # fmt: skip
     with pytest.raises(InvalidRequest, match="exists on CUDA only"):
-        api.plan(from_data(request, Request, where="the test"), levers=False)
-    on_gpu = from_data({**request, "hardware": {"device": "h100-sxm"}}, Request, where="the test")
+        api.plan(from_data(request, Request, source="the test"), levers=False)
+    on_gpu = from_data({**request, "hardware": {"device": "h100-sxm"}}, Request, source="the test")
     assert api.plan(on_gpu, levers=False).recipe.optimizer.implementation == "fused"
     own = {"name": PLAIN, "implementation": "fused"}
     with pytest.raises(InvalidRequest, match="know no shards"):

@@ -11,7 +11,7 @@ from memfit.adapters import find_adapter
 from memfit.certify import trace
 from memfit.core.errors import InvalidRequest
 from memfit.families import read_model
-from memfit.optimizers.shared.offloaded import KEPT
+from memfit.optimizers.shared.offloaded import SMALLEST
 from memfit.plan.memory.predicted_memory import predict_memory
 from memfit.plan.step_time.predicted_time import predict_timeline, sum_up
 from memfit.records import from_data
@@ -61,7 +61,7 @@ def test_the_prediction_of_every_phase_is_the_trace_with_states_on_the_host(chan
 def test_only_states_of_small_weights_stay_on_the_device():
     recipe = offloading(precision="bf16-mixed")
     weights = read_model(recipe.model).weights
-    small = sum(8 * w.numel + 4 for w in weights if w.numel < KEPT)
+    small = sum(8 * w.numel + 4 for w in weights if w.numel < SMALLEST)
     assert kinds(trace(recipe, H100).ledger, Phase.FORWARD)[Kind.OPTIMIZER_STATE] == small
     plain = replace(recipe, offload="none")
     every = sum(8 * w.numel + 4 for w in weights)
@@ -99,11 +99,11 @@ def test_a_request_states_it_and_a_cpu_has_nothing_to_offload_to():
         "optimizer": {"clip_norm": 0.0}, "hardware": {"device": "h100-sxm"},
         "task": {"sequence_length": 16, "global_batch": 2},
     }  # fmt: skip
-    plan = api.plan(from_data(request, Request, where="the test"), levers=False)
+    plan = api.plan(from_data(request, Request, source="the test"), levers=False)
     assert plan.recipe.offload == "optimizer"
     on_cpu = {**request, "hardware": {"device": "cpu"}}
     with pytest.raises(InvalidRequest, match="already"):
-        api.plan(from_data(on_cpu, Request, where="the test"), levers=False)
+        api.plan(from_data(on_cpu, Request, source="the test"), levers=False)
 
 
 def test_the_search_puts_states_on_the_host_where_only_that_fits():
@@ -115,7 +115,7 @@ def test_the_search_puts_states_on_the_host_where_only_that_fits():
 
     def plan(offload, limit):
         own = {**asked, "offload": offload, "limits": {"memory": limit}}
-        return api.plan(from_data(own, Request, where="the test"))
+        return api.plan(from_data(own, Request, source="the test"))
 
     needs = {o: plan(o, "1 MiB").memory.needed for o in ("none", "activations", "optimizer")}
     least = min(needs["none"], needs["activations"])

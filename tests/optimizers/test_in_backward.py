@@ -283,7 +283,7 @@ REQUEST = {
 
 
 def ask(**changes):
-    return from_data({**REQUEST, **changes}, Request, where="the test")
+    return from_data({**REQUEST, **changes}, Request, source="the test")
 
 
 @pytest.mark.usefixtures("tensors_alone")
@@ -335,6 +335,6 @@ def test_a_recipe_that_does_not_update_within_backward_keeps_its_name():
     recipe = make_recipe()
     data = msgspec.to_builtins(recipe)
     del data["optimizer"]["in_backward"]
-    assert from_data(data, type(recipe), where="older").digest == recipe.digest
+    assert from_data(data, type(recipe), source="older").digest == recipe.digest
     within = replace(recipe, optimizer=replace(recipe.optimizer, in_backward=True))
     assert within.digest != recipe.digest

@@ -126,7 +126,7 @@ def test_it_is_refused_where_it_would_round_nothing(changes, own, said):
         "task": {"sequence_length": 16},
     }  # fmt: skip
     with pytest.raises(InvalidRequest, match=said):
-        read_problem(from_data(request, Request, where="the test"))
+        read_problem(from_data(request, Request, source="the test"))
 
 
 def forget(name, dtype, beta2=0.999, rounding=False):

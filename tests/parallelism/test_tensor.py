@@ -78,7 +78,7 @@ def ask(**changes) -> Request:
         "task": {"global_batch": 8, "sequence_length": 4096},
         "hardware": {"device": "h100-sxm", "count": 8}, "parallel": {"dp_shard": 4, "tp": 2},
     }  # fmt: skip
-    return from_data({**stated, **changes}, Request, where="a test")
+    return from_data({**stated, **changes}, Request, source="a test")
 
 
 def test_a_search_leaves_what_such_ranks_lack() -> None:

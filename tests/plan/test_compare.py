@@ -24,7 +24,7 @@ def ask(device="rtx-4090", length=2048, batch=8, **more):
         "model": SMALL, "weights": "random", "hardware": {"device": device},
         "task": {"sequence_length": length, "global_batch": batch, "steps": 100}, **more,
     }  # fmt: skip
-    return from_data(request, Request, where="test")
+    return from_data(request, Request, source="test")
 
 
 def test_offers_are_ranked_by_the_objective():

@@ -32,7 +32,7 @@ def ask(hardware, length=4096, **more):
         "hardware": hardware,
         "task": {"sequence_length": length, "global_batch": 8, "packing": False}, **more,
     }  # fmt: skip
-    return from_data(request, Request, where="the test")
+    return from_data(request, Request, source="the test")
 
 
 def plan(request):

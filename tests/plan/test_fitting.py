@@ -34,7 +34,7 @@ def ask(model, framework, **more):
         "model": model, "framework": framework, "hardware": {"device": "h100-sxm", "count": 16},
         "task": {"sequence_length": 2048, "global_batch": 64}, "attention": "flash", **more,
     }  # fmt: skip
-    return from_data(request, Request, where="test")
+    return from_data(request, Request, source="test")
 
 
 def weigh(space, part, certain):

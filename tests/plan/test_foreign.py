@@ -26,7 +26,7 @@ TITAN = {
 
 
 def ask(**changes):
-    return from_data(TITAN | changes, Request, where="the test")
+    return from_data(TITAN | changes, Request, source="the test")
 
 
 def test_a_framework_is_predicted_on_its_fullest_rank_with_the_time_of_its_step():
@@ -63,10 +63,10 @@ MEGATRON = TITAN | {
 
 
 def test_a_step_whose_bytes_are_not_described_has_no_memory_figure_and_says_why(capsys):
-    known = api.predict(from_data(MEGATRON, Request, where="the test"))
+    known = api.predict(from_data(MEGATRON, Request, source="the test"))
     assert known.memory.verdict != "unproven"
     asked = MEGATRON | {"options": {"fp8_recipe": "mxfp8"}}
-    plan = api.predict(from_data(asked, Request, where="the test"))
+    plan = api.predict(from_data(asked, Request, source="the test"))
     memory = plan.memory
     assert (memory.peak_allocated, memory.peak_reserved, memory.device_total) == (None, None, None)
     assert memory.verdict == "unproven"
@@ -81,9 +81,9 @@ def test_a_step_whose_bytes_are_not_described_has_no_memory_figure_and_says_why(
 
 
 def test_a_recipe_says_how_many_devices_a_machine_has_and_older_recipes_keep_their_names():
-    two = api.predict(from_data(MEGATRON, Request, where="the test")).recipe
+    two = api.predict(from_data(MEGATRON, Request, source="the test")).recipe
     hardware = {"device": "b200-sxm", "count": 8}
-    one = api.predict(from_data(MEGATRON | {"hardware": hardware}, Request, where="t")).recipe
+    one = api.predict(from_data(MEGATRON | {"hardware": hardware}, Request, source="t")).recipe
     assert (two.devices_per_node, one.devices_per_node) == (4, 0)
     assert two.digest != one.digest
     assert one.digest == "4197dfc1868fd9f8"  # as before there were such keys
@@ -142,7 +142,7 @@ def test_a_recipe_of_another_framework_cannot_be_built():
 )
 def test_memfits_own_step_refuses_what_only_others_have(changes, said):
     with pytest.raises(InvalidRequest) as raised:
-        from_data({"model": "llama-3.1-8b", **changes}, Request, where="the test")
+        from_data({"model": "llama-3.1-8b", **changes}, Request, source="the test")
     assert said in str(raised.value)
 
 
@@ -183,7 +183,7 @@ def test_every_framework_declares_all_knobs_in_the_requests_words(name):
         assert values, key
         for value in values:
             changes = {key: value} if key not in ("optimizer", "implementation") else {}
-            from_data(TITAN | {"framework": name} | changes, Request, where="the test")
+            from_data(TITAN | {"framework": name} | changes, Request, source="the test")
     assert set(framework.axes) <= set(Parallel.__struct_fields__)
     assert 0 < framework.slack.low <= framework.slack.typical <= framework.slack.high
     assert framework.slack.source

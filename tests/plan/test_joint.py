@@ -36,7 +36,7 @@ def ask(model=LLAMA, framework="megatron", count=4, batch=8, memory="", **more):
         "task": {"sequence_length": 4096, "global_batch": batch, "steps": 100},
         "limits": {"memory": memory}, **more,
     }  # fmt: skip
-    return from_data(request, Request, where="test")
+    return from_data(request, Request, source="test")
 
 
 def one_by_one(request):

@@ -37,7 +37,7 @@ CASES = [
 
 
 def ask(**changes):
-    return from_data({**STATED, **changes}, Request, where="the test")
+    return from_data({**STATED, **changes}, Request, source="the test")
 
 
 def put(request, changes):

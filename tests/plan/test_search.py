@@ -43,7 +43,7 @@ def ask(**changes):
         "hardware": {"device": "cpu"},
         **changes,
     }
-    return from_data(data, Request, where="the test")
+    return from_data(data, Request, source="the test")
 
 
 def everything(request):
@@ -188,13 +188,13 @@ def test_rows_past_what_a_model_was_trained_on_are_planned_with_a_note(model, le
     """Positions that are computed have no last one; the plan says what extends them."""
     task = {"sequence_length": length, "global_batch": 1, "packing": False}
     stated = {"model": model, "task": task, "hardware": {"device": "b300-sxm"}}
-    plan = search(read_problem(from_data(stated, Request, where="a test")), levers=False)
+    plan = search(read_problem(from_data(stated, Request, source="a test")), levers=False)
     assert plan.recipe.sequence_length == length
     (note,) = [said for said in plan.assumptions if "was trained on at most" in said]
     assert f"rows of {length:,} tokens" in note
     assert key in note
     usual = {**stated, "task": {**task, "sequence_length": 1024}}
-    plan = search(read_problem(from_data(usual, Request, where="a test")), levers=False)
+    plan = search(read_problem(from_data(usual, Request, source="a test")), levers=False)
     assert not [said for said in plan.assumptions if "was trained on" in said]
 
 

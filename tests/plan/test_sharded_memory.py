@@ -278,11 +278,11 @@ def test_a_unit_fetches_the_one_before_it_while_its_backward_runs() -> None:
         unit.gather()
         unit.leave(unit.weights[0][0].detached())
     shared.end_forward()
-    before = len(meter.asked)
+    before = len(meter.requested)
     units[1]._enter_backward()
-    gathered = [n for n, kind in zip(meter.asked, meter.kinds, strict=True)
+    gathered = [n for n, kind in zip(meter.requested, meter.kinds, strict=True)
                 if kind is Kind.ALL_GATHER][-3:]  # fmt: skip
-    assert len(meter.asked) - before == 3  # its buffer, its weights, and the other's buffer
+    assert len(meter.requested) - before == 3  # its buffer, its weights, and the other's buffer
     assert gathered == [96, 96, 96]
 
 
@@ -295,10 +295,10 @@ def test_a_unit_on_the_host_copies_each_shard_to_the_device_and_casts_it_there()
     unit = Unit(Shared(meter, sharding, None), "blocks", reshards=True)
     for rows in (6, 3):  # of 3 the first rank has 2, and so has the second with its padding
         unit.add((rows, 4), "float32", trainable=False)
-    before = len(meter.asked)
+    before = len(meter.requested)
     unit.gather()
     copies = [3 * 4 * 4, 3 * 4 * 2, 2 * 4 * 4, 2 * 4 * 2]
-    assert list(meter.asked)[before:] == [*copies, 2 * (24 + 16), 2 * 24, 2 * 16]
+    assert list(meter.requested)[before:] == [*copies, 2 * (24 + 16), 2 * 24, 2 * 16]
 
 
 def ask(**changes: object) -> Request:
@@ -308,7 +308,7 @@ def ask(**changes: object) -> Request:
         "task": {"global_batch": 64, "sequence_length": 4096},
         "hardware": {"device": "h100-sxm", "count": 8, "nodes": 8},
     }  # fmt: skip
-    return from_data({**stated, **changes}, Request, where="a test")
+    return from_data({**stated, **changes}, Request, source="a test")
 
 
 def test_predict_takes_what_certify_takes_of_many_devices() -> None:

@@ -32,7 +32,7 @@ def ask(model=LLAMA, count=8, nodes=1, batch=16, length=4096, **more):
         "hardware": {"device": "h100-sxm", "count": count, "nodes": nodes},
         "task": {"sequence_length": length, "global_batch": batch}, **more,
     }  # fmt: skip
-    return from_data(request, Request, where="test")
+    return from_data(request, Request, source="test")
 
 
 def found(space):

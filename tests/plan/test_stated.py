@@ -14,7 +14,7 @@ BASE = {"model": "llama-3.1-8b", "hardware": {"device": "h100-sxm", "count": 8, 
 
 def read(**changes) -> Request:
     data = {**BASE, "task": {"global_batch": 64}, **changes}
-    return from_data(data, Request, where="the test")
+    return from_data(data, Request, source="the test")
 
 
 def test_auto_is_sharding_over_all_devices_and_plain_knobs_that_are_said():

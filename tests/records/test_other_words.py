@@ -40,7 +40,7 @@ def read(changes):
     data = {"model": "gpt2"}
     for key, value in changes.items():
         put(data, key, value)
-    return from_data(data, Request, where="here")
+    return from_data(data, Request, source="here")
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -89,14 +89,14 @@ def test_a_switch_that_is_off_is_answered_too(word):
 )  # fmt: skip
 def test_words_that_people_bring(word, value, hint):
     with pytest.raises(InvalidRequest, match="unknown key") as caught:
-        from_data({"model": "gpt2", word: value}, Request, where="here")
+        from_data({"model": "gpt2", word: value}, Request, source="here")
     assert hint in caught.value.hint
     assert "did you mean" not in caught.value.hint
 
 
 def test_a_key_that_nobody_uses_is_answered_with_the_nearest():
     with pytest.raises(InvalidRequest) as caught:
-        from_data({"model": "gpt2", "recomputee": "full"}, Request, where="here")
+        from_data({"model": "gpt2", "recomputee": "full"}, Request, source="here")
     assert caught.value.hint == "did you mean `recompute`?"
 
 

@@ -89,7 +89,7 @@ def test_a_missing_or_binary_file_is_one_clear_error(tmp_path):
 
 
 def test_nouns_survive_a_file_unchanged(tmp_path):
-    request = from_data({"model": "llama-3.1-8b", "method": "lora"}, Request, where="here")
+    request = from_data({"model": "llama-3.1-8b", "method": "lora"}, Request, source="here")
     write_json(tmp_path / "request.json", request)
     assert read_json(tmp_path / "request.json", Request) == request
     assert [p.name for p in tmp_path.iterdir()] == ["request.json"]
@@ -106,11 +106,11 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
 
 def test_the_digest_follows_every_field_of_the_recipe(tiny_recipe):
     data = to_data(tiny_recipe)
-    assert from_data(data, Recipe, where="here").digest == tiny_recipe.digest
+    assert from_data(data, Recipe, source="here").digest == tiny_recipe.digest
     changed = {**data, "seed": data["seed"] + 1}
-    assert from_data(changed, Recipe, where="here").digest != tiny_recipe.digest
+    assert from_data(changed, Recipe, source="here").digest != tiny_recipe.digest
     data["optimizer"]["learning_rate"] *= 2
-    assert from_data(data, Recipe, where="here").digest != tiny_recipe.digest
+    assert from_data(data, Recipe, source="here").digest != tiny_recipe.digest
 
 
 FULL_DISK = """

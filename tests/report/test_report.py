@@ -85,7 +85,7 @@ def test_each_rank_is_held_against_its_own_prediction_and_waiting_against_the_pl
             "task": {"sequence_length": 64, "global_batch": 4}, "parallel": {"pp": 2},
             "hardware": {"device": "h100-sxm", "count": 2}, "attention": "efficient",
         },
-        Request, where="the test",
+        Request, source="the test",
     )  # fmt: skip
     plan = api.plan(request, levers=False)
     run = msgspec.structs.replace(

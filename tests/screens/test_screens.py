@@ -58,7 +58,7 @@ def foreign_plan():
         "task": {"sequence_length": 8192, "global_batch": 16},
         "hardware": {"device": "h100-sxm", "count": 8},
     }  # fmt: skip
-    return api.predict(from_data(request, Request, where="the test"))
+    return api.predict(from_data(request, Request, source="the test"))
 
 
 @cache

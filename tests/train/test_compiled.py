@@ -269,7 +269,7 @@ def plan(**changes):
         "precision": "fp32", "compile": "blocks",
         "task": {"sequence_length": 16, "packing": False, "global_batch": 2, "steps": 2},
     }  # fmt: skip
-    return api.plan(from_data(told | changes, Request, where="the test"), levers=False)
+    return api.plan(from_data(told | changes, Request, source="the test"), levers=False)
 
 
 def test_a_plan_leaves_to_the_compiler_what_it_decides():

@@ -150,7 +150,7 @@ def request(**changes):
         "model": "llama-3.2-1b", "weights": "random", "method": "full", "precision": "fp8-mixed",
         "task": {"sequence_length": 512, "global_batch": 4}, "hardware": {"device": "h100-sxm"},
     }  # fmt: skip
-    return from_data({**stated, **changes}, Request, where="a test")
+    return from_data({**stated, **changes}, Request, source="a test")
 
 
 def test_a_plan_in_fp8_fits_and_says_so():

@@ -323,7 +323,7 @@ def test_relu_keeps_one_tensor_and_gelu_two():
 def test_a_request_names_all_operations_or_some():
     def recipe(lean):
         asked = {"model": "llama-2-7b", "lean": lean, "hardware": {"device": "h100-sxm"}}
-        request = from_data(asked, Request, where="test")
+        request = from_data(asked, Request, source="test")
         return first_recipe(read_problem(request), method="full", precision="bf16")
 
     assert recipe("none").lean == ()

@@ -181,7 +181,7 @@ def request_of(**changes):
         "precision": "bf16-mixed", "task": {"sequence_length": 512, "global_batch": 4},
         "hardware": {"device": "h100-sxm"},
     }  # fmt: skip
-    return from_data({**stated, **changes}, Request, where="a test")
+    return from_data({**stated, **changes}, Request, source="a test")
 
 
 def test_a_plan_for_rounded_weights_fits_and_keeps_its_products_plain():

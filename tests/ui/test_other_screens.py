@@ -294,4 +294,4 @@ def test_a_pasted_config_is_the_request_with_it(server):
     """What the timeline asks for above is what `memfit plan request.json` reads."""
     keys = (("model", json.dumps(TINY)), ("task.steps", "3"), ("limits.memory", "1 GiB"))
     stated = {"model": TINY, "task": {"steps": 3}, "limits": {"memory": "1 GiB"}}
-    assert read_asked(keys) == from_data(stated, Request, where="a test")
+    assert read_asked(keys) == from_data(stated, Request, source="a test")

@@ -46,7 +46,7 @@ def ask(data, **limits):
         "loss": "plain", "attention": "flash", "optimizer": {"name": "adamw"},
         "task": {"data": str(data), "sequence_length": 32, "global_batch": 2, "steps": 2},
     }  # fmt: skip
-    return from_data(stated, Request, where="the test")
+    return from_data(stated, Request, source="the test")
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,9 @@ def model_folder(tmp_path_factory):
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "max_position_embeddings": 64, "tie_word_embeddings": True,
     }  # fmt: skip
-    request = from_data({"model": config, "hardware": {"device": "cpu"}}, Request, where="the test")
+    request = from_data(
+        {"model": config, "hardware": {"device": "cpu"}}, Request, source="the test"
+    )
     recipe = api.plan(request, levers=False).recipe
     model = build_model(recipe, "cpu")
     fill_weights(model, recipe)
@@ -45,7 +47,7 @@ def start(folder, model, **limits):
             "task": {"data": str(data), "sequence_length": 32, "global_batch": 2, "steps": 2},
         },
         Request,
-        where="the test",
+        source="the test",
     )  # fmt: skip
     api.prepare(request, folder / "run")
 
@@ -89,17 +91,17 @@ def test_broken_weights_are_refused_and_nothing_is_left_behind(
 
 def test_a_folder_takes_its_run_on_other_ranks_and_nothing_else(tmp_path):
     asked = {"model": "llama-3.1-8b", "task": {"steps": 5, "global_batch": 8}}
-    one = from_data(asked, Request, where="the test")
+    one = from_data(asked, Request, source="the test")
     write_json(tmp_path / "request.json", one)
     hardware = {"hardware": {"count": 4}, "parallel": {"dp_shard": 4}, "micro_batch": 2}
-    check_folder(tmp_path, [from_data(asked | hardware, Request, where="the test")])
+    check_folder(tmp_path, [from_data(asked | hardware, Request, source="the test")])
     for other in (
         {"micro_batch": 2},  # on as many ranks it is another plan's
         hardware | {"seed": 1},
         hardware | {"task": {"steps": 5, "global_batch": 16}},
     ):
         with pytest.raises(InvalidRequest, match="holds a run of another request"):
-            check_folder(tmp_path, [from_data(asked | other, Request, where="the test")])
+            check_folder(tmp_path, [from_data(asked | other, Request, source="the test")])
 
 
 def test_a_limit_that_nothing_meets_leaves_nothing_behind(tmp_path, monkeypatch, model_folder):

@@ -142,12 +142,12 @@ def read_rows(path: Path) -> Iterator[Row]:
     for number, content in enumerate(text.splitlines(), 1):
         if not content.strip():
             continue
-        where = f"{path}, line {number}"
+        place = f"{path}, line {number}"
         try:
             data = msgspec.json.decode(content)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise InvalidRequest(f"{where} is not JSON: {error}") from None
-        yield from_data(data, Row, where=where)
+            raise InvalidRequest(f"{place} is not JSON: {error}") from None
+        yield from_data(data, Row, source=place)
 
 
 def read_corpus(paths: Iterable[Path] = ()) -> tuple[Row, ...]:
@@ -188,7 +188,7 @@ def read_refused(paths: Iterable[Path] = ()) -> tuple[Refused, ...]:
     for file in files:
         if file.exists():
             data = read_json_file(file)
-            found += [from_data(one, Refused, where=str(file)) for one in data]
+            found += [from_data(one, Refused, source=str(file)) for one in data]
     return tuple(found)
 
 

@@ -55,7 +55,7 @@ def runs_of(row: Row) -> str:
         return ""
     base = find_base_format(recipe.base_format)
     kinds = {(16, False): ADAPTED, (4, True): QUANTISED}
-    return "" if base.unknown else kinds.get((base.bits, base.coded), "")
+    return "" if base.unknown else kinds.get((base.bits, base.quantised), "")
 
 
 def sharing(row: Row) -> int:
@@ -107,7 +107,7 @@ def _judged(rule: str, runs: str, errors: list[tuple[float, str]]) -> Judged:
 def read_judged() -> dict[str, Judged]:
     """What the corpus says of each rule, by its name."""
     data = msgspec.json.decode(FILE.read_bytes())
-    judged = [from_data(one, Judged, where=str(FILE)) for one in data]
+    judged = [from_data(one, Judged, source=str(FILE)) for one in data]
     return {one.rule: one for one in judged}
 
 

@@ -1,7 +1,7 @@
 """What memfit's predictions are worth: every row of the corpus, predicted today, beside its figure.
 
 An error is signed, predicted / measured - 1. Figures whose source does not say what it counted are
-compared with reserved bytes and kept out of every headline; so are rows of low confidence.
+compared with reserved bytes. Headlines exclude them, and rows of low confidence.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Outcome(Record, frozen=True, kw_only=True):
 
     @property
     def right(self) -> bool:
-        """Whether it was said not to fit."""
+        """Return whether memfit predicted that it does not fit."""
         over = None not in (self.predicted, self.usable) and self.predicted > self.usable  # type: ignore[operator]
         return self.verdict == "does_not_fit" or over
 
@@ -164,12 +164,12 @@ def predict(row: Row) -> tuple[Memory, Band]:
 
 def _own(recipe: Recipe, model: Model, device: Device) -> tuple[Memory, Band]:
     ledger = predict_memory(model, recipe, device)
-    because = "the device's memory"
+    whose = "the device's memory"
     if device.is_cpu:
-        return describe_memory(ledger, device, device.memory, because), (1.0, 1.0, 0, 0, 0)
+        return describe_memory(ledger, device, device.memory, whose), (1.0, 1.0, 0, 0, 0)
     streams = find_streams(model, recipe, device)
     needed = find_needed(SLACK, ledger.peak, device, recipe.parallel, streams)
-    memory = describe_memory(ledger, device, device.memory, because, needed)
+    memory = describe_memory(ledger, device, device.memory, whose, needed)
     outside = find_outside(device, recipe.parallel)
     ends = (outside.low, outside.high) if outside else (0, 0)
     return memory, (SLACK.low, SLACK.high, *ends, 0)

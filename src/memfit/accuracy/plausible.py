@@ -12,8 +12,8 @@ from memfit.records.results import Plan, Run
 def check_possible(recipe: Recipe, flop: float, seconds: float) -> None:
     """Raise InvalidRequest where `flop`, of all devices, in `seconds` exceed the dense peaks.
 
-    flop: what the mathematics needs, without anything computed twice. Of a CPU, and of a device or
-    a precision without a data sheet's figure, nothing can be said.
+    flop: what the mathematics needs, without anything computed twice. A CPU, and a device or a
+    precision without a data sheet's figure, are not checked.
     """
     device, dtype = find_device(recipe.device), read_basis(recipe).dtype
     peak = device.flops.get(dtype)

@@ -204,8 +204,8 @@ def network_of(row: Row) -> Network:
     """What joined the row's machines, as its source or the row itself says; else the usual one."""
     recipe = row.recipe
     each = recipe.devices_per_node or recipe.parallel.world
-    said = read_network(row.environment.get("interconnect", ""), each)
-    return Network(name=NETWORKS.get(repository(row), ""), per_device=said)
+    per_device = read_network(row.environment.get("interconnect", ""), each)
+    return Network(name=NETWORKS.get(repository(row), ""), per_device=per_device)
 
 
 def _compared(row: Row, seconds: float) -> TimeCompared:
@@ -231,8 +231,8 @@ def _compared(row: Row, seconds: float) -> TimeCompared:
 def _layout(recipe: Recipe) -> str:
     p = recipe.parallel
     mesh = " ".join(f"{name} {n}" for name in MESH if (n := int(getattr(p, name))) > 1)
-    again = f"recompute {recipe.recompute} {recipe.recompute_blocks}"
-    return f"{mesh or 'one device'}, zero {p.zero}, micro-batch {recipe.micro_batch}, {again}"
+    recompute = f"recompute {recipe.recompute} {recipe.recompute_blocks}"
+    return f"{mesh or 'one device'}, zero {p.zero}, micro-batch {recipe.micro_batch}, {recompute}"
 
 
 def _configuration(recipe: Recipe) -> str:

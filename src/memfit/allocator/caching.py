@@ -81,7 +81,7 @@ class Replay(Record, frozen=True, kw_only=True):
 
 
 class OutOfMemory(Exception):
-    """The capacity is reached and nothing more can be given back."""
+    """The capacity is reached and no cached segment can be released."""
 
 
 class CachingAllocator:
@@ -195,7 +195,7 @@ class CachingAllocator:
                 streams.append(stream)
 
     def catch_up(self, stream: int) -> None:
-        """The stream has done all work given to it so far; the next allocation sees it."""
+        """Record that the stream has finished its queued work; the next allocation sees it."""
         self._ready += self._waiting.pop(stream, [])
 
     def _return_ready(self) -> None:
@@ -240,7 +240,7 @@ class CachingAllocator:
         return address
 
     def log(self, action: str, address: int, nbytes: int, stream: int) -> None:
-        """Called when memory is taken from the driver or given back; a snapshot writes it down."""
+        """Record an allocation from the driver or a release to it; a snapshot overrides this."""
 
     def _find(self, pool: Pool, size: int) -> Block | None:
         free = pool.free

@@ -24,7 +24,7 @@ class Driver(Protocol):
     """Where pages and addresses come from: the allocator."""
 
     def grow(self, size: int) -> bool:
-        """Take this many bytes; False when there are not so many."""
+        """Take `size` bytes; return False where fewer are left."""
 
     def shrink(self, size: int) -> None:
         """Give this many bytes back."""

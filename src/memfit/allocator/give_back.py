@@ -1,4 +1,4 @@
-"""Which cached segments the CUDA caching allocator gives back before it asks the driver again."""
+"""Which cached segments the CUDA caching allocator releases before it retries the driver."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Event(NamedTuple):
     """One line of a tape.
 
     A storage is allocated on a stream (nbytes > 0), FREED, or USED on another stream; or a stream
-    has CAUGHT_UP with all work given to it, or the cache is EMPTIED by hand (tensor is -1).
+    has CAUGHT_UP with its queued work, or the cache is EMPTIED by hand (tensor is -1).
     """
 
     tensor: int

@@ -1,10 +1,10 @@
 """Storage formats of weights that are not trained, one file each: what they hold, and what goes
 with them.
 
-A format is declared once and asked by planner, tracer and trainer alike: how many bytes a matrix
-takes, which tensors hold it, how it becomes dense, and what may be trained beside it. No other
-module names a format to decide what it can do. The package imports nothing but `memfit.core`, so
-that the records of a model and of a recipe can ask it.
+Planner, tracer and trainer read the same declaration: how many bytes a matrix takes, which
+tensors hold it, how it becomes dense, and what may be trained beside it. No other module names a
+format to decide what it can do. The package imports nothing but `memfit.core`, so that the records
+of a model and of a recipe can import it.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Held(Protocol):
 class BaseFormat(ABC):
     """One way of storing the weights of a model that are not trained.
 
-    A plain format stores every frozen weight in one dtype of torch. A coded one stores the
-    matrices of blocks in fewer bits, and all else as the precision computes.
+    A plain format stores every frozen weight in one dtype of torch. A quantised one stores the
+    matrices of blocks in fewer bits, and everything else in the compute dtype.
     """
 
     name: str  # as `base_format` names it
@@ -84,7 +84,7 @@ class BaseFormat(ABC):
     codes_transposed: ClassVar[bool] = False  # weights that are stored as (in, out)
 
     @property
-    def coded(self) -> bool:
+    def quantised(self) -> bool:
         """Whether matrices are stored as codes with scales."""
         return not self.dtype
 
@@ -140,15 +140,15 @@ def find_base_format(name: str) -> BaseFormat:
     return base_formats.find(name)
 
 
-def is_coded(name: str) -> bool:
-    """Whether a format stores matrices as codes; raises UnknownName. `auto` is not coded."""
-    return name != "auto" and find_base_format(name).coded
+def is_quantised(name: str) -> bool:
+    """Return whether a format is quantised; `auto` is not. Raises UnknownName."""
+    return name != "auto" and find_base_format(name).quantised
 
 
-def is_coded_in(bits: int, name: str) -> bool:
-    """Whether memfit's own step stores a format as codes of so many bits; raises UnknownName."""
+def is_quantised_in(bits: int, name: str) -> bool:
+    """Return whether memfit's own step stores a format in `bits` bits. Raises UnknownName."""
     declared = find_base_format(name)
-    return declared.own and declared.coded and declared.bits == bits
+    return declared.own and declared.quantised and declared.bits == bits
 
 
 def list_base_formats() -> list[BaseFormat]:
@@ -163,8 +163,8 @@ def own_formats() -> tuple[str, ...]:
 
 
 def offered_formats() -> tuple[str, ...]:
-    """The names of the coded formats that plans propose, the most bits first."""
-    return tuple(f.name for f in list_base_formats() if f.offered and f.coded)
+    """Return the names of the quantised formats that plans propose, the most bits first."""
+    return tuple(f.name for f in list_base_formats() if f.offered and f.quantised)
 
 
 def check_base_format(name: str) -> None:
@@ -185,7 +185,7 @@ def check_base_format(name: str) -> None:
 def name_coding(base_format: str, *, double: bool) -> str:
     """`int8`, `nf4`, `nf4-double`, …; "" for a plain format."""
     declared = find_base_format(base_format)
-    if not declared.coded:
+    if not declared.quantised:
         return ""
     return base_format + (DOUBLE if double and declared.doubles else "")
 
@@ -198,7 +198,7 @@ def find_coding(coding: str) -> tuple[BaseFormat, bool]:
     format whose scales cannot be quantised.
     """
     declared, double = find_base_format(coding.removesuffix(DOUBLE)), coding.endswith(DOUBLE)
-    if (double and not declared.doubles) or not declared.coded:
+    if (double and not declared.doubles) or not declared.quantised:
         raise ValueError(f"`{coding}` is no coding of `{declared.name}`")
     return declared, double
 
@@ -215,9 +215,9 @@ def stored_bytes(coding: str, shape: tuple[int, ...]) -> int:
 
 
 def numbers(leaf: str, count: int) -> Stored:
-    """So many fp32 numbers, a row of four bytes each.
+    """Return the tensor of `count` fp32 numbers, stored as (count, 4) bytes.
 
-    They are kept as bytes because FSDP2 gathers each of them as it is: it would cast fp32 to what
-    it computes in, which rounds every weight of a row or block by up to 0.4 %.
+    FSDP2 gathers bytes unchanged; it would cast fp32 to its compute dtype, which rounds every
+    weight of a row or block by up to 0.4 %.
     """
     return Stored(leaf, (count, FP32), "uint8")

@@ -1,4 +1,4 @@
-"""IEEE's 32 bits: what a model is trained in where nothing else is said."""
+"""IEEE's 32 bits: the dtype of training unless a request states another."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _MODELS = Rows(_FOLDER / "models.toml", "model", ("name", "hub", "aliases"))
 
 
 class CatalogModel(Record, frozen=True, kw_only=True):
-    """One published model: its sizes, its exact parameter count and what its publisher said."""
+    """One published model: its sizes, its exact parameter count and its publisher's statements."""
 
     id: str
     name: str  # as the publisher writes it
@@ -81,7 +81,7 @@ class CatalogModel(Record, frozen=True, kw_only=True):
             )
         }  # fmt: skip
         fields = {"family": self.model_type, **sizes, **architecture_fields(self.details)}
-        return from_data(fields, Architecture, where=f"row `{self.id}` of models.toml")
+        return from_data(fields, Architecture, source=f"row `{self.id}` of models.toml")
 
     def reference(self) -> ModelReference:
         """What a request needs of the row; UnknownName for a family without a file.
@@ -186,7 +186,7 @@ def _name(name: str) -> published_names.Named:
     except UnknownName:
         if why := published_names.find_stored(name):
             raise _refuse_stored(name, why) from None
-        if family := published_names.find_lacking(name):
+        if family := published_names.find_unsupported(name):
             raise InvalidRequest(
                 f"`{name}` is of the family `{family}`, whose blocks memfit does not describe yet",
                 hint="docs/lacking.md lists such families by demand; `memfit models` lists what is"
@@ -226,4 +226,6 @@ def models() -> tuple[CatalogModel, ...]:
 
 @cache
 def _model(key: str) -> CatalogModel:
-    return from_data({"id": key, **_MODELS.row(key)}, CatalogModel, where=f"[{key}] of models.toml")
+    return from_data(
+        {"id": key, **_MODELS.row(key)}, CatalogModel, source=f"[{key}] of models.toml"
+    )

@@ -14,7 +14,9 @@ USUAL = (
     "h100-sxm", "a100-sxm-80", "a100-pcie-80", "h200-sxm", "v100-sxm2-16", "rtx-3080-10",
     "rtx-3060-12", "a100-sxm-40",
 )  # fmt: skip
-NOT_TOLD = frozenset({"nvidia", "geforce", "tesla", "amd", "instinct", "gpu", "gpus", "gb", "gib"})
+UNSPECIFIC = frozenset(
+    {"nvidia", "geforce", "tesla", "amd", "instinct", "gpu", "gpus", "gb", "gib"}
+)
 _SOCKET = re.compile(r"sxm\d?")
 _MEMORY = re.compile(r"(\d+)(?:gb|gib|g)")
 _GLUED = re.compile(r"(rtx|gtx)?(\d{4})(ti|super)?")  # rtx4090, 4060ti
@@ -34,7 +36,7 @@ def split_words(text: str) -> frozenset[str]:
             found.append(accelerator[1])
         elif glued := _GLUED.fullmatch(word):
             found += [part for part in glued.groups() if part]
-        elif word and word not in NOT_TOLD:
+        elif word and word not in UNSPECIFIC:
             found.append(word)
     return frozenset(found)
 
@@ -50,7 +52,7 @@ def find_alike(name: str, rows: Mapping[str, Iterable[str]]) -> tuple[str, ...]:
 
 
 def choose(alike: Sequence[str]) -> str:
-    """The only one, or the most usual; "" where that cannot be said."""
+    """Return the only name, or the most usual one; "" where none of them is in `USUAL`."""
     if len(alike) == 1:
         return alike[0]
     return next((key for key in USUAL if key in alike), "")

@@ -104,7 +104,7 @@ def _check_own(now: Stamp) -> None:
 
 @cache
 def _sources() -> dict[str, str]:
-    return {str(key): str(said) for key, said in _DEVICES.shared().items()}
+    return {str(key): str(source) for key, source in _DEVICES.shared().items()}
 
 
 @lru_cache(maxsize=512)
@@ -112,13 +112,13 @@ def _device(key: str, now: Stamp) -> Device:
     """One row; `now` is what it was read from."""
     own = read_own(OWN).get(key)
     listed = _DEVICES.row(key) if key in _DEVICES.ids else None
-    where = f"[{key}] of devices.toml"
+    place = f"[{key}] of devices.toml"
     if own is not None:
-        where = f"[{key}] of {own_file(OWN)}"
+        place = f"[{key}] of {own_file(OWN)}"
         listed = _over(key, listed, own)
     row = {"id": key, **_read(listed or {}, key, None if own is None else own_file(OWN))}
     row["prices"] = find_prices(key)
-    return from_data(row, Device, where=where)
+    return from_data(row, Device, source=place)
 
 
 def _over(key: str, listed: dict[str, Any] | None, own: dict[str, Any]) -> dict[str, Any]:

@@ -39,5 +39,5 @@ def find_grid(text: str) -> Grid:
         hint = f"a grid, or a figure such as `0.4 kg/kWh`; known: {known}"
         raise InvalidRequest(f"`hardware.grid`: {error.message}", hint=hint) from None
     source = _GRIDS.shared()[row["source"]]
-    said = f"{row['kg_per_kwh']:g} kg/kWh in {row['name']}, mean of {row['year']} ({source})"
-    return Grid(kg_per_kwh=row["kg_per_kwh"], because=said)
+    because = f"{row['kg_per_kwh']:g} kg/kWh in {row['name']}, mean of {row['year']} ({source})"
+    return Grid(kg_per_kwh=row["kg_per_kwh"], because=because)

@@ -49,7 +49,7 @@ def _fabric(key: str) -> Fabric:
         row["bandwidth"] = units.parse_bandwidth(row["bandwidth"])
     row["measured"] = [_measured(found, sources) for found in row.get("measured", [])]
     row["sources"] = [sources[source] for source in row["sources"]]
-    return from_data({"id": key, **row}, Fabric, where=f"[{key}] of links.toml")
+    return from_data({"id": key, **row}, Fabric, source=f"[{key}] of links.toml")
 
 
 def _measured(row: dict[str, Any], sources: dict[str, Any]) -> dict[str, Any]:

@@ -33,10 +33,10 @@ class Chosen(Record, frozen=True, kw_only=True):
 def find_prices(key: str) -> tuple[Price, ...]:
     """Every price of a device by its id: the user's own first."""
     listed = _PRICES.row(key)["prices"] if key in _PRICES.ids else []
-    where = f"[{key}] of prices.toml"
+    place = f"[{key}] of prices.toml"
     known = _PRICES.shared() if listed else {}
     rows = [{**row, "source": known[row["source"]]} for row in listed]
-    return (*_own_prices(key), *(_price(row, where) for row in rows))
+    return (*_own_prices(key), *(_price(row, place) for row in rows))
 
 
 def check_own_prices(devices: Sequence[str]) -> None:
@@ -67,20 +67,20 @@ def _own_prices(key: str) -> tuple[Price, ...]:
     return tuple(found)
 
 
-def _price(row: dict[str, Any], where: str) -> Price:
+def _price(row: dict[str, Any], place: str) -> Price:
     if "usd_per_hour" not in row:
         raise InvalidRequest("a price has no `usd_per_hour`", hint='for example "2.10 USD"')
     row = {**row, "usd_per_hour": units.parse_usd(row["usd_per_hour"])}
     if not row["usd_per_hour"] > 0:
         raise InvalidRequest("`usd_per_hour` is not above 0", hint='for example "2.10 USD"')
-    return from_data(row, Price, where=where)
+    return from_data(row, Price, source=place)
 
 
-def check_asked(asked: str) -> None:
+def check_price(price: str) -> None:
     """Raise InvalidRequest for a `hardware.price` that is neither an amount nor a kind."""
-    if asked and asked not in KINDS:
+    if price and price not in KINDS:
         try:
-            units.parse_usd(asked)
+            units.parse_usd(price)
         except InvalidRequest as error:
             raise InvalidRequest(
                 f"`hardware.price`: {error.message}",
@@ -88,16 +88,16 @@ def check_asked(asked: str) -> None:
             ) from None
 
 
-def choose_price(device: Device, asked: str = "") -> Chosen:
-    """US dollars per device-hour by the rule above; asked: an amount, or a kind of price.
+def choose_price(device: Device, price: str = "") -> Chosen:
+    """Return US dollars per device-hour by the rule above; price: an amount, or a kind of price.
 
-    Raises InvalidRequest: `asked` is neither.
+    Raises InvalidRequest where `price` is neither.
     """
-    check_asked(asked)
-    if asked and asked not in KINDS:
-        usd = units.parse_usd(asked)
+    check_price(price)
+    if price and price not in KINDS:
+        usd = units.parse_usd(price)
         return Chosen(usd_per_hour=usd, because=f"{usd:.4g} USD an hour, as asked")
-    kinds = [kind for kind in KINDS if asked in ("", kind)]
+    kinds = [kind for kind in KINDS if price in ("", kind)]
     own = [p for p in device.prices if p.own]
     for rows, whose in ((own, "your own"), (device.prices, "the catalogue's")):
         for weak in (False, True):
@@ -105,24 +105,24 @@ def choose_price(device: Device, asked: str = "") -> Chosen:
                 found = [p for p in rows if p.kind == kind and p.weak == weak]
                 if found:
                     return _median(found, whose)
-    lack = f"no {asked} price" if asked else "no price"
-    return Chosen(usd_per_hour=None, because=f"{lack} of `{device.id}` is known")
+    missing = f"no {price} price" if price else "no price"
+    return Chosen(usd_per_hour=None, because=f"{missing} of `{device.id}` is known")
 
 
 def _median(rows: Sequence[Price], whose: str) -> Chosen:
-    """The middle one; of an even number the mean of the middle two."""
+    """Return the median price."""
     rows = sorted(rows, key=lambda p: p.usd_per_hour)
     half = len(rows) // 2
     low, high = rows[0], rows[-1]
     usd = (rows[half].usd_per_hour + rows[-half - 1].usd_per_hour) / 2
     what = f"{usd:.4g} USD an hour, {whose} {low.kind} price"
     if len(rows) == 1:
-        return Chosen(usd_per_hour=usd, because=f"{what} ({_said(low)})")
-    spread = f"{low.usd_per_hour:.4g} ({_said(low)}) to {high.usd_per_hour:.4g} ({_said(high)})"
+        return Chosen(usd_per_hour=usd, because=f"{what} ({_origin(low)})")
+    spread = f"{low.usd_per_hour:.4g} ({_origin(low)}) to {high.usd_per_hour:.4g} ({_origin(high)})"
     return Chosen(usd_per_hour=usd, because=f"{what}: the median of {len(rows)} from {spread}")
 
 
-def _said(price: Price) -> str:
-    """`Lambda, 2026-11-20, weak source`: who asks for it, and when."""
+def _origin(price: Price) -> str:
+    """Return who sells at this price, and when: `Lambda, 2026-11-20, weak source`."""
     parts = [price.seller or price.source or "seller unsaid", price.date]
     return ", ".join([p for p in parts if p] + (["weak source"] if price.weak else []))

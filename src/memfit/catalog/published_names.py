@@ -53,7 +53,7 @@ ALIASES = {
     "unsloth/zephyr-sft": "HuggingFaceH4/mistral-7b-sft-beta",
 }
 # how names of a family that memfit lacks begin -> the family, as docs/lacking.md has it
-LACKING = {
+UNSUPPORTED = {
     "qwen3.5-": "qwen3_5", "qwen3.6-": "qwen3_5", "qwen3-next-": "qwen3_next",
     "qwen3-coder-next": "qwen3_next", "gemma-4-": "gemma4", "gemma-3n-": "gemma3n",
     "ministral-3-": "ministral3", "mistral-small-3.": "mistral3", "lfm2": "lfm2",
@@ -155,11 +155,11 @@ def find_published(name: str, rows: dict[str, str]) -> Named | None:
     return made._replace(quantised=True) if quantised else made
 
 
-def find_lacking(name: str) -> str:
+def find_unsupported(name: str) -> str:
     """The family of a model by its name, where memfit has none for it; "" for another name."""
     tail = slug(name).rpartition("/")[2].replace("_", "-")
-    starts = [start for start in LACKING if tail.startswith(start.replace("_", "-"))]
-    return LACKING[max(starts, key=len)] if starts else ""
+    starts = [start for start in UNSUPPORTED if tail.startswith(start.replace("_", "-"))]
+    return UNSUPPORTED[max(starts, key=len)] if starts else ""
 
 
 def find_stored(name: str) -> str:

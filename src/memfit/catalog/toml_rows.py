@@ -1,4 +1,4 @@
-"""TOML tables of named rows, of which one is parsed when one is asked for.
+"""TOML tables of named rows, each parsed when it is first looked up.
 
 Parsing a whole catalogue takes 15 ms, a row 0.1 ms; `memfit plan` needs two rows.
 """

@@ -210,7 +210,7 @@ def _read_answers(
 def _read_answer(line: str) -> Certificate | Error:
     answer: dict[str, Any] = json.loads(line)
     if "error" not in answer:
-        return from_data(answer, Certificate, where="the certifying process's answer")
+        return from_data(answer, Certificate, source="the certifying process's answer")
     kind = NotCertified if answer["exit_code"] == NotCertified.exit_code else InvalidRequest
     return kind(answer["error"], hint=answer["hint"])
 
@@ -220,7 +220,7 @@ def measure_imports(lines: Sequence[str]) -> int | None:
 
     Asked first of all in a fresh process.
     """
-    orders = [from_data(json.loads(text), Order, where="the order to certify") for text in lines]
+    orders = [from_data(json.loads(text), Order, source="the order to certify") for text in lines]
     if not any(order.device.is_cpu and order.device.context is None for order in orders):
         return None
     from memfit.train.measure import resident
@@ -233,7 +233,7 @@ def import_step(lines: Sequence[str]) -> None:
 
     For a fresh process alone. Where a base is quantised by such a package nothing is hidden.
     """
-    orders = [from_data(json.loads(text), Order, where="the order to certify") for text in lines]
+    orders = [from_data(json.loads(text), Order, source="the order to certify") for text in lines]
     if any(order.recipe.coding for order in orders):
         return
     with hidden_packages(UNUSED):
@@ -251,7 +251,7 @@ def answer_order(text: str, imports: int | None = None) -> str:
     """
     from memfit.certify.evidence.certificate import make_certificate
 
-    order = from_data(json.loads(text), Order, where="the order to certify")
+    order = from_data(json.loads(text), Order, source="the order to certify")
     tape = Path(order.tape) if order.tape else None
     device = order.device
     if imports is not None and device.is_cpu and device.context is None:

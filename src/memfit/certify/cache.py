@@ -92,7 +92,7 @@ def find(key: str) -> Certificate | None:
         import msgspec
 
         data: dict[str, Any] = msgspec.json.decode(content)
-        found = from_data({**data, "from_cache": True}, Certificate, where=str(file))
+        found = from_data({**data, "from_cache": True}, Certificate, source=str(file))
         os.utime(file)  # it was used just now
     except (OSError, ValueError, TypeError, InvalidRequest):
         return None

@@ -231,7 +231,7 @@ def read_said(files: Sequence[Path], said: ConfigReading) -> Checked:
         settle(said)
     _put_mesh(said)
     _settle_precision(said)
-    request = from_data(said.data, Request, where=", ".join(map(str, files)))
+    request = from_data(said.data, Request, source=", ".join(map(str, files)))
     _measure_rows(request, said)
     return Checked(
         tools=tuple(tools),

@@ -57,14 +57,14 @@ def read_value(key: str, text: str) -> Any:
     if POWER.fullmatch(text) and (whole := Decimal(text)) == whole.to_integral_value():
         return _checked(key, text, int(whole))
     try:
-        return parse_yaml(text, where=VALUE)
+        return parse_yaml(text, source=VALUE)
     except InvalidRequest as error:
         raise _unreadable(key, text, error.message) from None
 
 
 def _checked(key: str, text: str, value: Any) -> Any:
     try:
-        check_data(value, where=VALUE)
+        check_data(value, source=VALUE)
     except InvalidRequest as error:
         raise _unreadable(key, text, error.message) from None
     return value

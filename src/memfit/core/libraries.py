@@ -32,7 +32,7 @@ def quiet_import() -> Iterator[None]:
 
 
 class _Hidden:
-    """A finder that finds none of some packages, before any other finder is asked."""
+    """An import finder, first in `sys.meta_path`, that reports some packages as not installed."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self.names = names

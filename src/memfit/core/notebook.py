@@ -59,10 +59,10 @@ def _draw_bar(kinds: Mapping[str, int], whole: int, usable: int | None) -> str:
         f'height:16px;width:{100 * n / whole:.2f}%;background:{COLOURS.get(kind, "#999")}"></span>'
         for kind, n in kinds.items()
     )
-    said = "" if usable is None else f"<small>usable {units.show_gib(usable)}</small>"
+    usable_text = "" if usable is None else f"<small>usable {units.show_gib(usable)}</small>"
     return (
         '<div style="max-width:640px;border:1px solid #999;line-height:0;white-space:nowrap;'
-        f'overflow:hidden">{pieces}</div>{said}'
+        f'overflow:hidden">{pieces}</div>{usable_text}'
     )
 
 

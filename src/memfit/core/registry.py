@@ -2,7 +2,7 @@
 
 An extension point is a package (`memfit.optimizers`, `memfit.families`, …); each of its modules
 registers what it holds under a name. Plugins name a module under the entry point group
-`memfit.extensions`; it is imported the first time any registry is asked.
+`memfit.extensions`; it is imported at the first look-up in any registry.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def _first_record(file: Path) -> tuple[frozenset[str], bool]:
             line = next((line for line in lines if line.strip()), "{}")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"cannot read `{file}`: {error}", hint=hint) from None
-    record = parse_json(line, where=f"the first line of `{file}`", hint=hint)
+    record = parse_json(line, source=f"the first line of `{file}`", hint=hint)
     if not isinstance(record, dict):
         raise InvalidRequest(f"`{file}` begins with {type(record).__name__}, not a JSON object")
     return frozenset(key for key in record if record[key] is not None), isinstance(

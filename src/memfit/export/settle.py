@@ -247,7 +247,7 @@ def move(request: Request, name: str, target: Target) -> tuple[Request, dict[str
         word = asked if isinstance(asked, str) else "full"  # a number of blocks
         if asked == free or word in allowed:
             continue
-        data = to_data(change(from_data(data, Request, where="the export"), {key: free}))
+        data = to_data(change(from_data(data, Request, source="the export"), {key: free}))
         dropped[key] = f"{as_yaml(to_data(asked))}: of no use there, and left open"
     if request.parallel != "auto":
         data["parallel"] |= _restate_mesh(request.parallel, framework, dropped)
@@ -261,7 +261,7 @@ def move(request: Request, name: str, target: Target) -> tuple[Request, dict[str
     if "padding_free" in framework.knobs:  # until the files say it: they take flash-attn for it
         data["options"].setdefault("padding_free", False)
     _name_optimizer(request, framework, data)
-    return from_data(data, Request, where="the export"), dropped
+    return from_data(data, Request, source="the export"), dropped
 
 
 def _restate_mesh(

@@ -98,15 +98,15 @@ def type_key(key: str, value: Any) -> list[str]:
     return [f"--{flag.names[0]}", text]
 
 
-def gather(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of the request that flags and `--set` set together; given: flag's parameter -> value.
+def gather(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the request's keys that flags and `--set` set; values: flag's parameter -> value.
 
     Raises InvalidRequest for an empty text, and where two of them set one key differently.
     """
     keys: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for flag in FLAGS:
-        value = given.get(flag.parameter)
+        value = values.get(flag.parameter)
         if value is None or value is False:
             continue
         value = flag.value or (value.strip() if isinstance(value, str) else value)

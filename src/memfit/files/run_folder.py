@@ -59,20 +59,20 @@ def is_plan(path: Path) -> bool:
 
 def state(plan: Plan) -> Request:
     """The plan's request with every knob as the plan decided it: planning it gives that recipe."""
-    asked, made = plan.request, plan.recipe
+    request, made = plan.request, plan.recipe
     if not made.is_own:
         return restate(plan)
     decided: dict[str, Any] = {}
     if made.adapted:
-        decided["lora"] = from_data(to_data(made.lora), LoraRequest, where="plan.json")
+        decided["lora"] = from_data(to_data(made.lora), LoraRequest, source="plan.json")
     if made.parallel.world > 1:
-        decided["parallel"] = from_data(to_data(made.parallel), ParallelRequest, where="plan.json")
+        decided["parallel"] = from_data(to_data(made.parallel), ParallelRequest, source="plan.json")
     names = OptimizerRequest.__struct_fields__
     chosen = {name: getattr(made.optimizer, name) for name in names}
     return msgspec.structs.replace(
-        asked,
+        request,
         weights=made.weights,
-        task=msgspec.structs.replace(asked.task, sequence_length=made.sequence_length),
+        task=msgspec.structs.replace(request.task, sequence_length=made.sequence_length),
         method=made.method,
         base_format=made.base_format,
         precision=made.precision,
@@ -88,12 +88,12 @@ def state(plan: Plan) -> Request:
     )
 
 
-def check_folder(folder: Path, asked: Sequence[Request]) -> None:
-    """A folder belongs to one request; anything else is refused before a byte is written.
+def check_folder(folder: Path, requests: Sequence[Request]) -> None:
+    """Raise InvalidRequest where the folder belongs to another request.
 
-    asked: the request as it was written, and with its length counted. A folder that holds a plan
-    takes the request that it was made of, or the plan itself as a request. A run goes on on other
-    ranks: what says how many there are, and how each cuts its share, may differ together.
+    requests: the request as it was written, and with its length counted. A folder that holds a plan
+    accepts the request that it was made of, or the plan itself as a request. A run may continue on
+    other ranks: the keys that state the ranks and how each cuts its share may differ together.
     """
     held: list[Request] = []
     if (folder / "request.json").exists():
@@ -105,8 +105,8 @@ def check_folder(folder: Path, asked: Sequence[Request]) -> None:
             held += of_plan
     if not held:
         return
-    if not any(request == old or _moved(old, request) for request in asked for old in held):
-        changed = _differences(to_data(held[0]), to_data(asked[-1]))
+    if not any(request == old or _moved(old, request) for request in requests for old in held):
+        changed = _differences(to_data(held[0]), to_data(requests[-1]))
         raise InvalidRequest(
             f"`{folder}` holds a run of another request: {', '.join(changed.values())} differ",
             hint="choose another folder with `--folder`, or remove this one",

@@ -73,7 +73,7 @@ class Meter:
         self.on_gradient: Callable[[Tensor], None] | None = None
         self.flop = 0  # of matrix products and attention so far
         self.events: list[int] = []  # i: storage i was born; ~i: it died
-        self.asked: list[int] = []  # bytes of each storage
+        self.requested: list[int] = []  # bytes of each storage
         self.copies = 1  # what is made now stands for so many, one made after the other
         self.counts: list[int] = []  # how many each storage stands for
         self.kinds: list[Kind] = []
@@ -86,8 +86,8 @@ class Meter:
 
     def allocate(self, nbytes: int, kind: Kind | None, last: int) -> tuple[int, int]:
         """Log a birth; returns the storage's index and the module call that made it."""
-        index = len(self.asked)
-        self.asked.append(nbytes)
+        index = len(self.requested)
+        self.requested.append(nbytes)
         self.counts.append(self.copies)
         call = 0
         if kind is None:
@@ -110,7 +110,7 @@ class Meter:
 
     def held(self, index: int) -> int:
         """Bytes of what holds a storage: itself, or its block."""
-        return block_size(self.asked[index]) if self.cuda else self.asked[index]
+        return block_size(self.requested[index]) if self.cuda else self.requested[index]
 
     def begin_module(self) -> int:
         """Open a module's call: what is allocated in it and outlives it is an activation."""

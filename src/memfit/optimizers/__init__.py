@@ -45,7 +45,7 @@ class OptimizerFamily(ABC):
     state_bits: int = 0  # of an element of a large state; 0: those of its parameter
     low_bit_form: ClassVar[str] = ""  # the optimizer of the same updates with coded states
     rate_of_adamws: ClassVar[float] = 1.0  # the usual learning rate, of AdamW's
-    unsharded_because: ClassVar[str] = "torch's DTensor (2.13) cannot run its operators"
+    unsharded_reason: ClassVar[str] = "torch's DTensor (2.13) cannot run its operators"
 
     @abstractmethod
     def state(self, local: TensorSpec, settings: Optimizer) -> tuple[TensorSpec, ...]:

@@ -58,9 +58,9 @@ class AdamW(OptimizerFamily):
     def update_alone(self, parameter: TensorSpec, settings: Optimizer, meter: Meter) -> None:
         """See `OptimizerFamily.update_alone`: `loop` divides the root into a second copy."""
         copies = {"fused": 0, "foreach": 1, "loop": 2}[settings.implementation]
-        kept = []
+        copied = []
         for _ in range(copies):
-            kept.append(empty(meter, parameter.shape, parameter.dtype, Kind.TEMPORARY))
+            copied.append(empty(meter, parameter.shape, parameter.dtype, Kind.TEMPORARY))
 
     def moved(self, parameter: TensorSpec, settings: Optimizer) -> float:
         """See `OptimizerFamily.moved`.

@@ -36,7 +36,7 @@ class BitsAndBytesAdamW(OptimizerFamily):
     cuda_only = ("fused",)
     unsharded_only = ("fused",)
     second_moments = True
-    unsharded_because = "bitsandbytes' kernels know no shards (bitsandbytes issue 1633)"
+    unsharded_reason = "bitsandbytes' kernels know no shards (bitsandbytes issue 1633)"
 
     def __init__(self, *, paged: bool, bits: int = 8) -> None:
         self.paged, self.bits = paged, bits
@@ -61,7 +61,7 @@ class BitsAndBytesAdamW(OptimizerFamily):
         return (TABLE, TABLE)
 
     def shares(self, local: TensorSpec, settings: Optimizer) -> bool:
-        """See `OptimizerFamily.shares`: coded moments need the tables."""
+        """See `OptimizerFamily.shares`: quantised moments need the tables."""
         return self.bits == 8 and local.numel >= SMALLEST
 
     def host_state(self, settings: Optimizer) -> tuple[TensorSpec, ...]:
@@ -159,7 +159,7 @@ def _torch_class() -> Callable[..., Any]:
             return super().get_state_buffer(p, dtype)
 
         def prefetch_state(self, p: Any) -> None:
-            """What the driver is told to move; fake pages stay where they are."""
+            """Prefetch the state's pages to the device, unless they are a fake tensor's."""
             if not isinstance(p, FakeTensor):
                 super().prefetch_state(p)
 

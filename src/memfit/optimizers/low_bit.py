@@ -1,6 +1,6 @@
 """AdamW with moments of 8 or 4 bits (Dettmers et al. 2110.02861, Li et al. 2309.01507).
 
-The optimizers are torchao's: its coded states and its update of one parameter. `fused` compiles
+The optimizers are torchao's: its quantised states and its update of one parameter. `fused` compiles
 that update with torch.compile, as torchao does; `loop` runs the same function operator by operator,
 which holds up to 53 bytes an element of the parameter that is being updated.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @final
 class LowBitAdamW(OptimizerFamily):
-    """Two coded moments; tensors that are small or ragged keep moments of their own dtype."""
+    """Two quantised moments; small or ragged tensors have moments of their own dtype."""
 
     implementations = ("fused", "loop")
     state_while_updating = ("fused", "loop")
@@ -90,7 +90,7 @@ class LowBitAdamW(OptimizerFamily):
             return 3 * parameter.nbytes + held
         meter = Meter(cuda=True)
         self.update_alone(parameter, settings, meter)
-        return 3 * parameter.nbytes + held + 2 * sum(meter.asked)
+        return 3 * parameter.nbytes + held + 2 * sum(meter.requested)
 
     def build(
         self,
@@ -182,7 +182,7 @@ def _torchao() -> Any:
 
 @cache
 def _torch_class(name: str) -> Callable[..., Any]:
-    """torchao's class of that name with its step written out, because `torch.compile` is in it."""
+    """Return torchao's class of that name with its step rewritten without `torch.compile`."""
     import torch
     from torch.utils._python_dispatch import _disable_current_modes
 

@@ -33,7 +33,7 @@ class Muon(OptimizerFamily):
 
     implementations = ("loop",)
     unsharded_only = ("loop",)
-    unsharded_because = (
+    unsharded_reason = (
         "every rank would gather each matrix, in bytes that no certificate has been held to yet"
     )
 

@@ -57,11 +57,13 @@ class Sgd(OptimizerFamily):
 
     def moved(self, parameter: TensorSpec, settings: Optimizer) -> float:
         """See `OptimizerFamily.moved`: weight and momentum, which are written, and the gradient."""
-        kept = 2 if settings.momentum else 0
+        momentum = 2 if settings.momentum else 0
         if settings.implementation == "fused":
-            return (3 + kept) * parameter.nbytes
+            return (3 + momentum) * parameter.nbytes
         decay = 3 if settings.weight_decay else 0
-        return (3 + 2.5 * kept + decay) * parameter.nbytes  # the momentum is scaled, then added to
+        return (
+            3 + 2.5 * momentum + decay
+        ) * parameter.nbytes  # the momentum is scaled, then added to
 
     def build(
         self,
@@ -88,7 +90,7 @@ _libraries: list[object] = []  # a registration lasts as long as its library obj
 
 
 def _let_fused_be_traced() -> None:
-    """Give `_fused_sgd_` the meta kernel that torch (2.13) lacks: it updates in place, no more.
+    """Register a meta kernel for `_fused_sgd_`, which torch (2.13) does not have.
 
     Without one a trace on fake tensors would fill real ones with zeros and run the kernel.
     """

@@ -41,7 +41,7 @@ def check_ranks(recipe: Recipe) -> None:
         other = f"implementation: {can[0]}" if can else "name: adamw"
         raise InvalidRequest(
             f"`{optimizer.implementation}` {optimizer.name} cannot update the shards of {ranks}"
-            f" ranks: {family.unsharded_because}",
+            f" ranks: {family.unsharded_reason}",
             hint=f"use `optimizer.{other}`",
         )
     if recipe.scaled:

@@ -52,13 +52,13 @@ def to_json(record: object, *, indent: int = 2) -> str:
     return msgspec.json.format(msgspec.json.encode(record), indent=indent).decode()
 
 
-def from_data(data: object, kind: type[N], *, where: str) -> N:
+def from_data(data: object, kind: type[N], *, source: str) -> N:
     """Read plain data strictly; unknown keys and wrong types name `where` and the key's path."""
     data = kind.prepare(data)
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
-        raise _explain(error, data, kind, where) from None
+        raise _explain(error, data, kind, source) from None
 
 
 def read_json(path: Path, kind: type[N]) -> N:
@@ -69,8 +69,8 @@ def read_json(path: Path, kind: type[N]) -> N:
         data = msgspec.json.decode(content)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"`{shorten(path, 300)}` is not JSON: {error}", hint=edited) from None
-    check_data(data, where=f"`{shorten(path, 300)}`")
-    return from_data(data, kind, where=str(path))
+    check_data(data, source=f"`{shorten(path, 300)}`")
+    return from_data(data, kind, source=str(path))
 
 
 def write_json(path: Path, record: object) -> None:
@@ -121,7 +121,7 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$(.*)`)?
 
 
 def _explain(
-    error: msgspec.ValidationError, data: object, kind: type[Record], where: str
+    error: msgspec.ValidationError, data: object, kind: type[Record], source: str
 ) -> InvalidRequest:
     """Turn msgspec's message into ours: the key's path, both values, the nearest known key."""
     text = str(error)
@@ -132,13 +132,13 @@ def _explain(
         hint = f"did you mean {near}?" if near else f"known keys: {', '.join(known)}"
         full = f"{path}.{key}" if path else key
         hint = kind.describe_unknown(key, _value_at(data, full)) or hint
-        return InvalidRequest(f"unknown key `{full}` in {where}", hint=hint)
+        return InvalidRequest(f"unknown key `{full}` in {source}", hint=hint)
     problem, _, path = text.partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
     value = shorten(_value_at(data, path))
     shown = f"`{path}: {value}`" if path else f"`{value}`"
     problem = problem[:1].lower() + problem[1:]
-    return InvalidRequest(f"{shown} in {where}: {problem}", hint=_hint(kind, path))
+    return InvalidRequest(f"{shown} in {source}: {problem}", hint=_hint(kind, path))
 
 
 def _steps(path: str) -> list[str]:

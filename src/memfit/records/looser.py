@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from memfit.base_formats import is_coded_in, offered_formats
+from memfit.base_formats import is_quantised_in, offered_formats
 from memfit.core import units
 from memfit.core.errors import InvalidRequest
 from memfit.core.system.reading import DIGITS
@@ -58,7 +58,7 @@ def _settle_qlora(data: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(method, str) or method.lower() != "qlora":
         return data
     stated = data.get("base_format", "auto")
-    if stated != "auto" and not (isinstance(stated, str) and is_coded_in(4, stated)):
+    if stated != "auto" and not (isinstance(stated, str) and is_quantised_in(4, stated)):
         raise InvalidRequest(
             f"`method: qlora` is lora over a base in 4 bits, and `base_format: {stated}` is stated",
             hint="use `method: lora` with that format, or leave `base_format` out",

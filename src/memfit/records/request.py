@@ -235,7 +235,7 @@ class Request(Record, frozen=True, kw_only=True):
         """
         if not isinstance(data, Mapping):
             return data
-        check_data(data, where="the request")
+        check_data(data, source="the request")
         _check_keys(data)
         for key, value in data.items():
             if key != "model":  # a published config.json may hold Infinity
@@ -407,7 +407,7 @@ def change(request: Request, changes: Mapping[str, Any]) -> Request:
     data = to_data(request)
     for key, value in changes.items():
         put(data, key, value)
-    return from_data(data, Request, where="the changed request")
+    return from_data(data, Request, source="the changed request")
 
 
 def read_request(path: Path) -> Request:
@@ -415,7 +415,7 @@ def read_request(path: Path) -> Request:
 
     Raises InvalidRequest: no such file, not YAML (line and column named), unknown key, wrong type.
     """
-    return from_data(read_yaml(path), Request, where=str(path))
+    return from_data(read_yaml(path), Request, source=str(path))
 
 
 def read_yaml(path: Path, *, hint: str = "", version: str = "1.2") -> dict[str, Any]:
@@ -425,7 +425,7 @@ def read_yaml(path: Path, *, hint: str = "", version: str = "1.2") -> dict[str, 
     """
     missing = "" if is_file(path) or hint else "`memfit init` writes a commented one"
     text = read_text(path, hint=missing or "YAML or JSON of keys with values, in UTF-8")
-    data = parse_yaml(text, where=f"`{shorten(path, 300)}`", version=version)
+    data = parse_yaml(text, source=f"`{shorten(path, 300)}`", version=version)
     if not isinstance(data, dict):
         held = "is empty" if data is None else f"holds {name_kind(data)}"
         own = "start with `model: llama-3.1-8b`; `memfit init` writes a commented file"

@@ -39,7 +39,7 @@ def read(target: str | Path, *, changes: Mapping[str, Any] | None = None, **keys
     if "model_type" in data:  # a model's config.json, under another name
         data = {"model": {"name": path.stem, **data}}
     put_all(data, {**(changes or {}), **_dotted(keys)})
-    return read_data(data, where=str(target) if is_file else OPTIONS)
+    return read_data(data, source=str(target) if is_file else OPTIONS)
 
 
 def put_all(data: dict[str, Any], changes: Mapping[str, Any]) -> None:
@@ -53,9 +53,9 @@ def put_all(data: dict[str, Any], changes: Mapping[str, Any]) -> None:
         put(data, key, value)
 
 
-def read_data(data: Mapping[str, Any], *, where: str = "") -> Request:
-    """A request from the content of a request.yaml; where: what errors call it."""
-    return from_data(place_devices(data), Request, where=where or OPTIONS)
+def read_data(data: Mapping[str, Any], *, source: str = "") -> Request:
+    """Return the request of a request.yaml's content; source: its name in errors."""
+    return from_data(place_devices(data), Request, source=source or OPTIONS)
 
 
 def place_devices(data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -117,4 +117,4 @@ def read_certificate(path: Path) -> Certificate:
             f"schema {SCHEMA}",
             hint=f"certify again: {again}",
         )
-    return from_data(data, Certificate, where=str(path))
+    return from_data(data, Certificate, source=str(path))

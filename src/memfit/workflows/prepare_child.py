@@ -112,7 +112,7 @@ def main(folder: Path) -> None:
         answer_to.write(json.dumps(words) + "\n")
         answer_to.flush()
 
-    order = from_data(msgspec.json.decode(sys.stdin.read()), Order, where="the order to prepare")
+    order = from_data(msgspec.json.decode(sys.stdin.read()), Order, source="the order to prepare")
     try:
         with in_this_process():
             prepare(

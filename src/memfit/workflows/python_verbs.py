@@ -77,7 +77,7 @@ def read_request(asked: Asked, words: Mapping[str, Any]) -> Request:
             hint="give a model's name, a file, a dict like a request.yaml, or a `memfit.Request`",
         )
     api.put_all(data, keys)
-    return api.read_data(data, where="the request")
+    return api.read_data(data, source="the request")
 
 
 def read_words(words: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def plan_model(model: Any, **words: Any) -> Plan:
     if "method" in changes:
         keys = {"model": keys["model"]}
     api.put_all(keys, changes)
-    made = api.plan(api.read_data(keys, where="the model"))
+    made = api.plan(api.read_data(keys, source="the model"))
     if "method" not in changes and "method" in keys:
         check_parameters(model, made.recipe)
     return made

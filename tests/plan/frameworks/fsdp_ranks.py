@@ -51,7 +51,7 @@ def ledger(
         "precision": "bf16-mixed", "options": {"fsdp_version": version},
     }  # fmt: skip
     changes["options"] = {"padded": False} | changes.get("options", asked["options"])
-    recipe, described, _ = read_defaults(from_data(asked | changes, Request, where="request"))
+    recipe, described, _ = read_defaults(from_data(asked | changes, Request, source="request"))
     return predict_ledger(recipe, described, find_device(device))
 
 

@@ -30,7 +30,7 @@ def ledger(model: dict[str, Any], device: str = "cpu", **changes: Any) -> Ledger
         "micro_batch": ROWS, "precision": "bf16",
     }  # fmt: skip
     changes["options"] = {"padded": False} | changes.get("options", {})  # as `run` has them
-    recipe, described, _ = read_defaults(from_data(asked | changes, Request, where="request"))
+    recipe, described, _ = read_defaults(from_data(asked | changes, Request, source="request"))
     return predict_ledger(recipe, described, find_device(device))
 
 

@@ -37,7 +37,7 @@ def job(model=GPT, device="a100-sxm-80", length=1024, batch=4, micro=4, **more):
         "task": {"sequence_length": length, "global_batch": batch},
         "hardware": {"device": device, "count": count}, **more,
     }  # fmt: skip
-    recipe, read, _ = read_defaults(from_data(request, Request, where="test"))
+    recipe, read, _ = read_defaults(from_data(request, Request, source="test"))
     asked = Job(model=read, recipe=recipe, device=find_device(recipe.device))
     find_framework("megatron").check(asked)
     return asked

@@ -52,7 +52,7 @@ def ask(model, framework="megatron", devices=32, batch=96, length=2048, **more):
         "hardware": {"device": "h100-sxm", "count": devices},
         "task": {"sequence_length": length, "global_batch": batch}, **more,
     }  # fmt: skip
-    return from_data(request, Request, where="test")
+    return from_data(request, Request, source="test")
 
 
 def compare(space, seed, number=25):

@@ -148,7 +148,7 @@ def rows(saved: str, *, tied: bool) -> list[tuple[str, tuple[int, ...], str, boo
         "hardware": {"device": "cpu"}, "task": {"sequence_length": TOKENS, "global_batch": ROWS},
         "base_format": "bf16", "options": {"modules_to_save": saved},
     }  # fmt: skip
-    recipe, model, _ = read_defaults(from_data(request, Request, where="request"))
+    recipe, model, _ = read_defaults(from_data(request, Request, source="request"))
     job = Job(model=model, recipe=recipe, device=find_device("cpu"))
     return sorted((w.name, w.shape, w.dtype, w.trainable) for w in hf_model(job).weights)
 

@@ -32,7 +32,7 @@ def request(stage: int, ranks: int = 8, **changes: Any) -> Request:
         "task": {"sequence_length": 128, "global_batch": ranks, "packing": False},
         "micro_batch": 1, "method": "full", "parallel": {"dp_shard": ranks, "zero": stage},
     }  # fmt: skip
-    return from_data(asked | changes, Request, where="request")
+    return from_data(asked | changes, Request, source="request")
 
 
 def ledger(stage: int, ranks: int = 8, **changes: Any) -> Ledger:

@@ -28,13 +28,13 @@ SCALARS = 64  # bytes
 
 def predict(model: dict[str, Any], device: str = "cpu", **changes: Any) -> Any:
     rows, tokens = MEASURED["rows"], MEASURED["tokens"]
-    asked: dict[str, Any] = {
+    requested: dict[str, Any] = {
         "framework": "hf-trainer", "model": model, "hardware": {"device": device},
         "task": {"sequence_length": tokens, "global_batch": rows, "packing": False},
         "micro_batch": rows, "precision": "bf16", "method": "full",
     }  # fmt: skip
     changes["options"] = {"padded": False} | changes.get("options", {})  # as it was measured
-    recipe, described, _ = read_defaults(from_data(asked | changes, Request, where="request"))
+    recipe, described, _ = read_defaults(from_data(requested | changes, Request, source="request"))
     return predict_ledger(recipe, described, find_device(device))
 
 
@@ -78,6 +78,6 @@ def test_a_loss_adds_what_its_own_code_adds(case: dict[str, Any]) -> None:
         meta.backward(loss)
     level = top = 0
     for event in meter.events[start:]:
-        level += meter.asked[event] if event >= 0 else -meter.asked[~event]
+        level += meter.requested[event] if event >= 0 else -meter.requested[~event]
         top = max(top, level)
     assert top == pytest.approx(case["rise"], abs=1024)

@@ -42,7 +42,7 @@ def read(name: str, precision: str = "bf16", implementation: str = "fused", **op
         "precision": precision, "method": "full", "options": options,
         "optimizer": {"name": name, "implementation": implementation},
     }  # fmt: skip
-    return read_defaults(from_data(asked | changes, Request, where="request"))
+    return read_defaults(from_data(asked | changes, Request, source="request"))
 
 
 def states(*args: Any, **options: Any) -> int:
@@ -192,7 +192,7 @@ def by_zero(stage: int, **options: Any) -> list[Any]:
         "method": "full", "parallel": {"dp_shard": 2, "zero": stage}, "options": options,
         "optimizer": {"name": "adamw8bit"},
     }  # fmt: skip
-    recipe, model, _ = read_defaults(from_data(asked, Request, where="request"))
+    recipe, model, _ = read_defaults(from_data(asked, Request, source="request"))
     found = predict_ledger(recipe, model, H100).at(Phase.OPTIMIZER_STEP)
     return [e for e in found if e.kind is Kind.OPTIMIZER_STATE]
 

@@ -266,4 +266,4 @@ def test_what_the_trainer_has_not(changes: dict[str, Any], message: str) -> None
         "task": {"sequence_length": TOKENS, "global_batch": ROWS, "packing": False},
     }  # fmt: skip
     with pytest.raises(InvalidRequest, match=message):
-        predict_request(from_data(asked | changes, Request, where="request"))
+        predict_request(from_data(asked | changes, Request, source="request"))

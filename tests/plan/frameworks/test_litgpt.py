@@ -52,7 +52,7 @@ def ask(model: dict[str, Any] | str, tokens: int, **changes: Any) -> Request:
         "lora": {"rank": 8, "targets": ["query", "value"], "dropout": 0.05},
         "options": {"longest_samples": "one"},
     }  # fmt: skip
-    return from_data(asked | changes, Request, where="request")
+    return from_data(asked | changes, Request, source="request")
 
 
 def predict(model: dict[str, Any] | str, tokens: int, **changes: Any) -> Plan:

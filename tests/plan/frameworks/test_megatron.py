@@ -232,7 +232,7 @@ def test_golden_values_are_met_where_nothing_is_routed_by_data():
     }
     for (name, machine), gib in cases.items():
         request = translate({"case": f"gpt/{name}", "hw": machine}).request
-        recipe, model, _ = read_defaults(from_data(request, Request, where=name))
+        recipe, model, _ = read_defaults(from_data(request, Request, source=name))
         ledger = predict_ledger(recipe, model, find_device(recipe.device))
         assert ledger.peak / GIB == pytest.approx(gib, rel=0.01), name
 
@@ -301,7 +301,7 @@ def test_a_prediction_names_the_three_numbers():
                 "hardware": {"device": "h100-sxm", "count": 8},
                 "parallel": {"tp": 2, "dp_shard": 4, "zero": 1, "sequence_parallel": True},
             },
-            Request, where="test",
+            Request, source="test",
         )
     )  # fmt: skip
     memory = plan.memory
@@ -315,7 +315,7 @@ def test_left_on_auto_all_devices_share_the_states():
             "model": "gpt2", "framework": "megatron", "task": {"global_batch": 8},
             "hardware": {"device": "h100-sxm", "count": 8},
         },
-        Request, where="test",
+        Request, source="test",
     )  # fmt: skip
     parallel = predict_request(request).recipe.parallel
     assert (parallel.dp_shard, parallel.zero, parallel.world) == (8, 1, 8)

@@ -34,7 +34,7 @@ def request(hidden=14336, layers=72, heads=64, dp=4, tp=8, pp=12, micro=1, **mor
             "hardware": {"device": "a100-sxm-80", "count": dp * tp * pp},
             "options": options, **more,
         },
-        Request, where="test",
+        Request, source="test",
     )  # fmt: skip
 
 

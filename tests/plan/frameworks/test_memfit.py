@@ -49,7 +49,7 @@ def test_its_bytes_are_those_of_the_prediction(method):
             "recompute": "none", "loss": "plain", "micro_batch": 1,
             "hardware": {"device": "cpu"}, "task": {"sequence_length": 512},
         },
-        Request, where="test",
+        Request, source="test",
     )  # fmt: skip
     plan = api.predict(request)
     model, device = read_model(find_reference("llama-3.2-1b")), find_device("cpu")

@@ -34,7 +34,7 @@ def request(model=None, micro=1, accumulation=1, options=None, sequence=4096, **
         "parallel": {"zero": 1} | parallel, "options": options or {},
         "hardware": {"device": "h100-sxm", "count": world},
     }  # fmt: skip
-    return from_data(data, Request, where="test")
+    return from_data(data, Request, source="test")
 
 
 def make(*args, **parallel):
@@ -232,7 +232,7 @@ def test_reserved_counts_blocks_that_cannot_be_used_and_allocated_does_not():
 def test_recomputing_keeps_a_block_s_input_and_one_block():
     asked = request(accumulation=2)
     full = predict_request(from_data(
-        {**to_data(asked), "recompute": "full"}, Request, where="test"
+        {**to_data(asked), "recompute": "full"}, Request, source="test"
     )).ledger  # fmt: skip
     kept = bytes_of(full, Phase.LOSS, Kind.ACTIVATIONS)
     assert kept == 16 * 4096 * 2 * 2048 + saved_bytes(make())
@@ -266,9 +266,9 @@ def test_devices_alone_share_optimizer_states_by_zero_1():
         "parallel": "auto", "hardware": {"device": "h100-sxm", "count": 8},
         "task": {"sequence_length": 4096, "global_batch": 8, "packing": False},
     }  # fmt: skip
-    recipe = read_defaults(from_data(data, Request, where="test"))[0]
+    recipe = read_defaults(from_data(data, Request, source="test"))[0]
     assert (recipe.parallel.dp_shard, recipe.parallel.zero) == (8, 1)
-    assert predict_request(from_data(data, Request, where="test")).ledger == ledger(dp_shard=8)
+    assert predict_request(from_data(data, Request, source="test")).ledger == ledger(dp_shard=8)
 
 
 def test_a_rank_without_a_block_holds_nothing():

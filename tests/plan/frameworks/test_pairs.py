@@ -69,7 +69,7 @@ def ask(**changes: Any) -> Request:
         "task": {"objective": "dpo", "sequence_length": 512, "global_batch": 4}, "micro_batch": 4,
         "precision": "bf16",
     }  # fmt: skip
-    return from_data(asked | changes, Request, where="request")
+    return from_data(asked | changes, Request, source="request")
 
 
 def ledger(**changes: Any) -> Ledger:

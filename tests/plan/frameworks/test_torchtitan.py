@@ -58,7 +58,7 @@ def request(model=None, micro=1, accumulation=1, sequence=8192, version=202508, 
         "parallel": parallel, "options": {"version": version},
         "hardware": {"device": "h100-sxm", "count": world}, **changes,
     }  # fmt: skip
-    return from_data(data, Request, where="test")
+    return from_data(data, Request, source="test")
 
 
 def make(*args, **changes):

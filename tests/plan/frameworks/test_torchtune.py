@@ -34,7 +34,7 @@ def request(model=None, micro=2, sequence=4096, accumulation=1, shards=1, option
         "parallel": {"dp_shard": shards}, "options": options or {},
         "hardware": {"device": "a100-sxm-80", "count": shards}, **changes,
     }  # fmt: skip
-    return from_data(data, Request, where="test")
+    return from_data(data, Request, source="test")
 
 
 def make(*args, **changes):

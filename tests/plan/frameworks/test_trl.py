@@ -30,7 +30,7 @@ def ledger(framework: str, **changes: Any) -> Ledger:
         "framework": framework, "model": MODEL, "hardware": {"device": "h100-sxm"},
         "task": {"sequence_length": 512, "global_batch": 4, "packing": False}, "micro_batch": 4,
     }  # fmt: skip
-    recipe, model, _ = read_defaults(from_data(asked | changes, Request, where="request"))
+    recipe, model, _ = read_defaults(from_data(asked | changes, Request, source="request"))
     return predict_ledger(recipe, model, find_device("h100-sxm"))
 
 

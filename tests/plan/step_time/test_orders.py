@@ -176,7 +176,7 @@ def recipe_of(framework, pp, virtual_pp=1, micro_batches=16, **options):
         "parallel": {"pp": pp, "virtual_pp": virtual_pp}, "precision": "bf16-mixed",
         "hardware": {"device": "h100-sxm", "count": pp},
     }  # fmt: skip
-    return read_defaults(from_data(plain, Request, where="the test"))[0]
+    return read_defaults(from_data(plain, Request, source="the test"))[0]
 
 
 @pytest.mark.parametrize(

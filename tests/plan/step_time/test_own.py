@@ -46,7 +46,7 @@ def plan(**changes):
         "hardware": {"device": "h100-sxm", "count": 8},
         "parallel": {"dp_shard": 8}, "attention": "flash",
     } | changes  # fmt: skip
-    return from_data(asked, Request, where="the test")
+    return from_data(asked, Request, source="the test")
 
 
 RECIPE = api.predict(plan(framework="torchtitan")).recipe

@@ -34,7 +34,7 @@ def recipe(**changes):
         "parallel": {"dp_shard": 4, "zero": 1, "tp": 4}, "recompute": "none",
         "hardware": {"device": "h100-sxm", "count": 8, "nodes": 2},
     }  # fmt: skip
-    return read_defaults(from_data(asked | changes, Request, where="the test"))[0]
+    return read_defaults(from_data(asked | changes, Request, source="the test"))[0]
 
 
 @pytest.mark.parametrize(

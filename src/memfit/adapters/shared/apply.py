@@ -38,9 +38,9 @@ def apply_rows(module: nn.Module, model: Model) -> nn.Module:
 
 
 def replace_parameters(module: nn.Module, make: Callable[[str, Tensor], Tensor]) -> None:
-    """Replace every parameter by `make(name, old)`, ties kept.
+    """Replace every parameter by `make(name, old)`; tied ones stay tied.
 
-    One by one, because `Module.to` and `Module.to_empty` cannot swap fake tensors.
+    `Module.to` and `Module.to_empty` cannot swap fake tensors.
     """
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for prefix, child in module.named_modules():

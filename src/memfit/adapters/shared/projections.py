@@ -1,4 +1,4 @@
-"""Which modules of a model an adapter can sit beside, and whether the names asked for are some."""
+"""The modules of a model that can have an adapter, and a check of `lora.targets` against them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ JOINED = ("gate_proj", "up_proj", "down_proj")  # experts have them, joined with
 
 
 def choose_targets(
-    asked: str | Sequence[str], model: Model, usual: Sequence[str]
+    targets: str | Sequence[str], model: Model, usual: Sequence[str]
 ) -> tuple[str, ...]:
     """A request's targets in the recipe's words; usual: those of the family, for `auto`."""
-    if asked == "all-linear":
+    if targets == "all-linear":
         return all_linear(model)
-    return tuple(usual if asked == "auto" else asked)
+    return tuple(usual if targets == "auto" else targets)
 
 
 def all_linear(model: Model) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from memfit.base_formats import find_base_format, is_coded
+from memfit.base_formats import find_base_format, is_quantised
 from memfit.core.errors import InvalidRequest
 from memfit.records.model import Model, Weight
 from memfit.records.recipe import Recipe
@@ -38,38 +38,38 @@ def is_projection(weight: Weight) -> bool:
 
 def check_base(model: Model, base_format: str, method: str) -> None:
     """Raise InvalidRequest for a quantised base that cannot be made, or not be trained beside."""
-    if not is_coded(base_format):
+    if not is_quantised(base_format):
         return
     declared = find_base_format(base_format)
-    said = f"`base_format: {base_format}`"
+    stated = f"`base_format: {base_format}`"
     if method == "dora" and method not in declared.methods:
         raise InvalidRequest(
-            f"{said}: `method: dora` measures the rows of the weights themselves, and would unpack"
+            f"{stated}: `method: dora` measures the rows of the weights, and would unpack"
             " each of them to do so",
             hint="use `method: lora`, or `base_format: bf16`",
         )
     if method not in ("auto", *declared.methods):
         raise InvalidRequest(
-            f"{said} stores weights that no gradient can change, and `method: {method}` trains"
+            f"{stated} stores weights that no gradient can change, and `method: {method}` trains"
             " weights of the model",
             hint="use `method: lora`, whose adapters are trained beside it",
         )
     if model.architecture.experts.count and not declared.codes_experts:
         raise InvalidRequest(
-            f"{said}: the experts of `{model.name}` are one 3-D parameter a layer, and"
+            f"{stated}: the experts of `{model.name}` are one 3-D parameter a layer, and"
             f" {declared.library} quantises matrices",
             hint="use `base_format: bf16`",
         )
     odd = [w for w in model.weights if is_projection(w) and w.shape[1] % declared.columns]
     if odd:
         raise InvalidRequest(
-            f"{said} codes {declared.columns} weights of a row together, and `{odd[0].name}` has"
+            f"{stated} codes {declared.columns} weights of a row together, and `{odd[0].name}` has"
             f" rows of {odd[0].shape[1]}",
             hint="use `base_format: bf16`",
         )
     if model.architecture.family in TRANSPOSED and not declared.codes_transposed:
         raise InvalidRequest(
-            f"{said}: the projections of `{model.name}` are Conv1D, stored transposed, and"
+            f"{stated}: the projections of `{model.name}` are Conv1D, stored transposed, and"
             f" {declared.library} multiplies by (out, in) matrices",
             hint="use `base_format: bf16`",
         )

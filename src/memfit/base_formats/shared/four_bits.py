@@ -68,7 +68,7 @@ class FourBits(BaseFormat):
         return [[dense, made["nested_table"]], [dense, *parts]]
 
     def unpacking(self, shape: tuple[int, ...], *, double: bool) -> Unpacking:
-        """See `BaseFormat.unpacking`: scales that are coded become numbers first."""
+        """See `BaseFormat.unpacking`: scales that are quantised too are dequantised first."""
         return Unpacking(before=(((count_blocks(shape),), "float32"),)) if double else Unpacking()
 
     def kernel_bytes(self, shape: tuple[int, ...], tokens: int, width: int, *, double: bool) -> int:
@@ -147,9 +147,9 @@ def count_blocks(shape: tuple[int, ...]) -> int:
 
 
 def multiply_bytes(shape: tuple[int, ...], tokens: int, width: int, *, double: bool) -> int:
-    """Inside `gemm_4bit` on CUDA: the dense weight, and its scales twice where they were coded.
+    """Return the bytes of `gemm_4bit` on CUDA: the dense weight; with `double` its scales twice.
 
-    Up to 1536 rows a fused kernel may need neither, as the device decides; it counts as if it did.
+    Up to 1536 rows a fused kernel may need neither, as the device decides; 0 is returned there.
     """
     if tokens <= FUSED_ROWS and shape[1] % BLOCK == 0:
         return 0

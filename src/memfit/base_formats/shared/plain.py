@@ -24,7 +24,7 @@ class Plain(BaseFormat):
     def quantising(
         self, shape: tuple[int, ...], dtype: str, width: int, *, double: bool
     ) -> list[list[int]]:
-        """See `BaseFormat.quantising`: nothing is coded."""
+        """See `BaseFormat.quantising`: a plain format allocates nothing."""
         return []
 
     def unpacking(self, shape: tuple[int, ...], *, double: bool) -> Unpacking:

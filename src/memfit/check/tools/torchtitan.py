@@ -242,7 +242,7 @@ def _toml(file: Path) -> dict[str, Any]:
         data = tomllib.loads(read_text(file, most=MOST_TOML))
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
         raise InvalidRequest(f"cannot read `{file}`: {error}") from None
-    check_data(data, where=f"`{file}`")
+    check_data(data, source=f"`{file}`")
     if not {"model", "training", "parallelism"} & data.keys():
         raise InvalidRequest(
             f"`{file}` is of no tool that memfit reads",

@@ -109,7 +109,7 @@ def read_text(path: Path, *, hint: str = "", most: int = MOST_BYTES) -> str:
         ) from None
 
 
-def parse_json(text: str | bytes, *, where: str, hint: str = "") -> Any:
+def parse_json(text: str | bytes, *, source: str, hint: str = "") -> Any:
     """One JSON document, in which NaN and Infinity may stand; raises InvalidRequest.
 
     where: what it is, as `the file x`; an error names it.
@@ -117,19 +117,19 @@ def parse_json(text: str | bytes, *, where: str, hint: str = "") -> Any:
     try:
         data = json.loads(text)
     except RecursionError:
-        raise InvalidRequest(f"{where} nests its values too deeply to be read") from None
+        raise InvalidRequest(f"{source} nests its values too deeply to be read") from None
     except UnicodeDecodeError:
-        raise InvalidRequest(f"{where} is not a text file", hint=hint) from None
+        raise InvalidRequest(f"{source} is not a text file", hint=hint) from None
     except ValueError as error:
-        raise InvalidRequest(f"{where} is not JSON: {_first(error)}", hint=hint) from None
-    check_data(data, where=where)
+        raise InvalidRequest(f"{source} is not JSON: {_first(error)}", hint=hint) from None
+    check_data(data, source=source)
     return data
 
 
 def read_json_file(path: Path, *, hint: str = "", most: int = MOST_BYTES) -> Any:
     """One JSON document of a file; see `parse_json`."""
     content = read_bytes(path, hint=hint, most=most)
-    return parse_json(content, where=f"`{shorten(path, NAMED)}`", hint=hint)
+    return parse_json(content, source=f"`{shorten(path, NAMED)}`", hint=hint)
 
 
 def read_json_table(path: Path, *, hint: str = "", most: int = MOST_BYTES) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def name_kind(value: object) -> str:
     return names.get(type(value), "nothing" if value is None else f"a {type(value).__name__}")
 
 
-def parse_yaml(text: str, *, where: str, version: str = "1.2") -> Any:
+def parse_yaml(text: str, *, source: str, version: str = "1.2") -> Any:
     """One YAML document as plain data; raises InvalidRequest with line and column.
 
     version: of YAML, where the text says none; in 1.1 `yes` and `off` are booleans.
@@ -157,12 +157,10 @@ def parse_yaml(text: str, *, where: str, version: str = "1.2") -> Any:
     from ruamel.yaml.error import MantissaNoDotYAML1_1Warning, MarkedYAMLError, YAMLError
 
     if len(text) > MOST_YAML:
-        raise InvalidRequest(
-            f"{where} has {len(text)} characters of YAML, and {MOST_YAML} are the most that is read"
-        )
+        raise InvalidRequest(f"{source} has {len(text)} characters of YAML, more than {MOST_YAML}")
     if _brackets(text) > DEPTH:  # its reader's time grows with their square
         raise InvalidRequest(
-            f"{where} nests its values more than {DEPTH} deep", hint="write it flatter"
+            f"{source} nests its values more than {DEPTH} deep", hint="write it flatter"
         )
     try:
         yaml = YAML(typ="safe", pure=True)
@@ -171,23 +169,23 @@ def parse_yaml(text: str, *, where: str, version: str = "1.2") -> Any:
             warnings.simplefilter("ignore", MantissaNoDotYAML1_1Warning)
             data = yaml.load(text)
     except RecursionError:
-        raise InvalidRequest(f"{where} nests its keys too deeply to be read") from None
+        raise InvalidRequest(f"{source} nests its keys too deeply to be read") from None
     except MarkedYAMLError as error:
         mark, begun = error.problem_mark, error.context_mark
         place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         known = "in YAML spaces indent, and a value that holds `: ` stands in quotes"
         hint = f"{error.context}, begun in line {begun.line + 1}" if begun else known
         problem = error.problem or error.context or "is not YAML"
-        raise InvalidRequest(f"{where}{place}: {shorten(problem, 200)}", hint=hint) from None
+        raise InvalidRequest(f"{source}{place}: {shorten(problem, 200)}", hint=hint) from None
     except YAMLError as error:
-        raise InvalidRequest(f"{where} is not YAML: {_first(error)}") from None
+        raise InvalidRequest(f"{source} is not YAML: {_first(error)}") from None
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         # a tag, a date or a number whose text its constructor cannot take
         raise InvalidRequest(
-            f"{where} holds a value that is none: {_first(error)}",
+            f"{source} holds a value that is none: {_first(error)}",
             hint="a text that looks like a date or a number stands in quotes",
         ) from None
-    check_data(data, where=where, most=EXPANDED)
+    check_data(data, source=source, most=EXPANDED)
     return data
 
 
@@ -206,19 +204,19 @@ def _brackets(text: str) -> int:
     return most
 
 
-def check_data(data: Any, *, where: str, most: int = sys.maxsize) -> None:
+def check_data(data: Any, *, source: str, most: int = sys.maxsize) -> None:
     """Raise InvalidRequest for plain data that is too deep, too much with its aliases written out,
     has a number of too many digits, or holds what neither JSON nor a request knows.
 
     most: values and characters that it may stand for."""
-    _Check(where, most).size_of(data, 0)
+    _Check(source, most).size_of(data, 0)
 
 
 class _Check:
     """The walk of `check_data`: each container once, however many aliases name it."""
 
-    def __init__(self, where: str, most: int) -> None:
-        self._where, self._most = where, most
+    def __init__(self, source: str, most: int) -> None:
+        self._source, self._most = source, most
         self._sizes: dict[int, int] = {}  # of containers, by identity; 0: being looked at
 
     def size_of(self, value: Any, depth: int) -> int:
@@ -229,13 +227,13 @@ class _Check:
             return self._container(value, depth)
         if isinstance(value, int) and abs(value) >= 10**DIGITS:
             raise InvalidRequest(
-                f"{self._where} holds a number of more than {DIGITS} digits",
+                f"{self._source} holds a number of more than {DIGITS} digits",
                 hint="write it shorter",
             )
         if value is None or isinstance(value, int | float):
             return 1
         raise InvalidRequest(
-            f"{self._where} holds `{shorten(value)}`, which is a {type(value).__name__}",
+            f"{self._source} holds `{shorten(value)}`, which is a {type(value).__name__}",
             hint="a text that looks like a date stands in quotes",
         )
 
@@ -246,7 +244,7 @@ class _Check:
             text.encode()
         except UnicodeEncodeError:
             raise InvalidRequest(
-                f"{self._where} holds half a character: a surrogate without its other one",
+                f"{self._source} holds half a character: a surrogate without its other one",
                 hint="write it again in UTF-8",
             ) from None
         return len(text)
@@ -255,7 +253,7 @@ class _Check:
         known = self._sizes.get(id(value))
         if known == 0 or depth >= DEPTH:
             raise InvalidRequest(
-                f"{self._where} nests its values more than {DEPTH} deep", hint="write it flatter"
+                f"{self._source} nests its values more than {DEPTH} deep", hint="write it flatter"
             )
         if known is not None:
             return known
@@ -265,12 +263,12 @@ class _Check:
         )
         total = 1
         if isinstance(value, dict) and any(isinstance(key, list | tuple | dict) for key in value):
-            raise InvalidRequest(f"{self._where} has a list for a key", hint="a key is a text")
+            raise InvalidRequest(f"{self._source} has a list for a key", hint="a key is a text")
         for part in parts:
             total += self.size_of(part, depth + 1)
             if total > self._most:
                 raise InvalidRequest(
-                    f"{self._where} stands for more than {self._most:,} values and characters",
+                    f"{self._source} stands for more than {self._most:,} values and characters",
                     hint="write its aliases (`*name`) out, or fewer of them",
                 )
         self._sizes[id(value)] = total

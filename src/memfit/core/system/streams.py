@@ -114,6 +114,6 @@ def open_closed_streams() -> None:
 
 
 def _encodable(text: str, stream: TextIO) -> str:
-    """The text with `?` for what the stream's encoding lacks."""
+    """Return the text with `?` for each character that the stream cannot encode."""
     encoding = getattr(stream, "encoding", None) or "ascii"
     return text.encode(encoding, "replace").decode(encoding)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any, ClassVar, final
 
-from memfit.base_formats import is_coded
+from memfit.base_formats import is_quantised
 from memfit.export.files import File
 from memfit.export.hugging_face import FSDP_AXES, recomputes, write_precision, write_zero
 from memfit.export.needs import find_needs
@@ -184,7 +184,7 @@ def _fsdp(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_activation_checkpointing": again,
         "fsdp_offload_params": recipe.offload == "parameters",
-        "fsdp_cpu_ram_efficient_loading": not is_coded(recipe.base_format),
+        "fsdp_cpu_ram_efficient_loading": not is_quantised(recipe.base_format),
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
     }
     if version == 1:

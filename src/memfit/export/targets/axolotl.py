@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, final
 
-from memfit.base_formats import is_coded
+from memfit.base_formats import is_quantised
 from memfit.export.data import load_with, read_notes, refuse_patterns, refuse_shapes
 from memfit.export.files import File
 from memfit.export.hugging_face import (
@@ -260,7 +260,7 @@ def _adapter(
             values["lora_target_linear"] = True
         else:
             values["lora_target_modules"] = targets
-        if is_coded(recipe.base_format) and not bits:
+        if is_quantised(recipe.base_format) and not bits:
             left["base_format"] = f"{recipe.base_format}: {NOT_QUANTISED}"
     return values
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar, final
 
-from memfit.base_formats import is_coded
+from memfit.base_formats import is_quantised
 from memfit.core.errors import InvalidRequest
 from memfit.export.data import PLACEHOLDER, read_notes, refuse_patterns, refuse_shapes
 from memfit.export.files import File
@@ -260,7 +260,7 @@ def _method(recipe: Any, left: dict[str, str], becomes: dict[str, Any]) -> dict[
     if bits == 4:
         values["quantization_type"] = recipe.base_format
         values["double_quantization"] = doubles_scales(recipe)
-    if is_coded(recipe.base_format) and not bits:
+    if is_quantised(recipe.base_format) and not bits:
         left["base_format"] = f"{recipe.base_format}: {NOT_QUANTISED}"
     return values
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, final
 
-from memfit.base_formats import is_coded
+from memfit.base_formats import is_quantised
 from memfit.export.data import as_patterns, load_with, read_notes, refuse_shapes
 from memfit.export.files import File
 from memfit.export.hugging_face import (
@@ -181,7 +181,7 @@ def _adapter(recipe: Any, left: dict[str, str]) -> dict[str, Any]:
             values["bnb_4bit_quant_storage"] = recipe.compute_dtype
     elif bits == 8:
         values["load_in_8bit"] = True
-    elif recipe.method in ADAPTED and is_coded(recipe.base_format):
+    elif recipe.method in ADAPTED and is_quantised(recipe.base_format):
         left["base_format"] = f"{recipe.base_format}: TRL has bitsandbytes' 4 and 8 bits"
     return values
 

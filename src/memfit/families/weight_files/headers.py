@@ -71,5 +71,5 @@ def _read_header(file: Path) -> dict[str, Any]:
         length = int.from_bytes(opened.read(8), "little")
         if length > LONGEST:
             raise ValueError(f"`{file}` is not safetensors")
-        header: dict[str, Any] = parse_json(opened.read(length), where=f"the header of `{file}`")
+        header: dict[str, Any] = parse_json(opened.read(length), source=f"the header of `{file}`")
         return header

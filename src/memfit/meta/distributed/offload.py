@@ -61,7 +61,7 @@ class Load:
             return x.detached()
         parcel = self.known.get(id(storage))
         if parcel is None:
-            numel = meter.asked[storage.index] // DTYPE_BYTES[x.dtype]
+            numel = meter.requested[storage.index] // DTYPE_BYTES[x.dtype]
             host = None if meter.cuda else empty(meter, (numel,), x.dtype)
             parcel = self.known[id(storage)] = Parcel(numel, x.dtype, host)
             self.parcels.append(ref(parcel))

@@ -1,7 +1,7 @@
-"""How high an optimizer's loop over parameters rises, from a meter that its tensors come and go on.
+"""The peak of an optimizer's loop over parameters, measured on a meter.
 
-An update written with the local variables of torch's code holds what torch's holds: a name that
-the next parameter's update has not bound again still holds the last one's tensor.
+An update written with the local variables of torch's code holds what torch's holds: until the
+next parameter's update rebinds a name, it holds the last parameter's tensor.
 """
 
 from __future__ import annotations
@@ -33,4 +33,4 @@ def bytes_made(runs: Iterable[Callable[[Meter], None]]) -> int:
     meter = Meter()
     for run in runs:
         run(meter)
-    return sum(meter.asked)
+    return sum(meter.requested)

@@ -24,7 +24,7 @@ class Code(Record, frozen=True, kw_only=True):
     entries: int  # of the table; 0 without one
 
     def covers(self, numel: int) -> bool:
-        """Whether a tensor is coded: small and ragged ones keep their parameter's dtype."""
+        """Return whether a tensor is quantised: small and ragged ones keep their dtype."""
         return self.bits < PLAIN and numel >= SMALLEST and numel % self.block == 0
 
 
@@ -65,7 +65,7 @@ class _Update:
         self.meter, self.numel, self.code, self.scalars = meter, numel, code, scalars
 
     def make(self, dtype: str = "float32", numel: int | None = None) -> Tensor:
-        """A new flat tensor, of the parameter's size unless said otherwise."""
+        """Return a new flat tensor of `numel` elements, or of the parameter's."""
         shape = (self.numel if numel is None else numel,)
         return empty(self.meter, shape, dtype, Kind.TEMPORARY)
 
@@ -75,11 +75,11 @@ class _Update:
 
     def run(self, *, narrow: bool, rounded: bool) -> None:
         """single_param_adam; narrow: parameter and gradient are in 16 bits."""
-        kept = [self.scalar()]  # the learning rate
+        scalars = [self.scalar()]  # the learning rate
         wide = [self.make(), self.make()] if narrow else []
-        kept_decay = self._decay()
+        decay = self._decay()
         del wide[:1]
-        kept += [self._correction(), self._correction()]
+        scalars += [self._correction(), self._correction()]
         mean = self._lerp(narrow=narrow, squared=False)
         square = self._lerp(narrow=narrow, squared=True)
         if self.code.covers(self.numel):
@@ -97,10 +97,10 @@ class _Update:
         step = self.make()
         del scaled
         updated = self.make()
-        del kept_decay, step
+        del decay, step
         if rounded:
             self._round()
-        del mean, square, denominator, updated, kept, wide
+        del mean, square, denominator, updated, scalars, wide
 
     def _round(self) -> None:
         """_fp32_to_bf16_sr: 16 bits by chance against the 16 that are cut off."""
@@ -128,10 +128,10 @@ class _Update:
 
     def _lerp(self, *, narrow: bool, squared: bool) -> Tensor:
         """state.float().lerp(gradient or its square, 1 - beta)."""
-        coded = self.code.covers(self.numel)
-        state = self.make() if narrow and not coded else None
+        quantised = self.code.covers(self.numel)
+        state = self.make() if narrow and not quantised else None
         square = self.make() if squared else None
-        if coded:
+        if quantised:
             state = self._dequantise()
         result = self.make()
         del state, square

@@ -13,29 +13,28 @@ from memfit.optimizers import find_optimizer, optimizers, optimizers_that
 from memfit.records.model import Model
 from memfit.records.recipe import Recipe
 
-KEPT = 4096  # elements; smaller weights are updated on the device
+SMALLEST = 4096  # elements; smaller weights are updated on the device
 COPIES = 4  # on the host, pinned: weights, gradients and both moments
 
 
 def check_offload(recipe: Recipe, *, cpu: bool) -> None:
-    """Raise InvalidRequest when the recipe offloads what updates need, and cannot; cpu: the
-    device."""
-    if found := offload_lack(recipe, cpu=cpu):
-        because, instead = found
+    """Raise InvalidRequest where the recipe cannot offload as it states; cpu: the device is one."""
+    if found := why_not_offloaded(recipe, cpu=cpu):
+        reason, instead = found
         raise InvalidRequest(
-            f"`offload: {recipe.offload}` cannot be: {because}", hint=f"use {instead}"
+            f"`offload: {recipe.offload}` cannot be: {reason}", hint=f"use {instead}"
         )
 
 
-def offload_lack(recipe: Recipe, *, cpu: bool) -> tuple[str, str] | None:
-    """Why the recipe cannot offload its updates as it says, and what to use; None: it can."""
+def why_not_offloaded(recipe: Recipe, *, cpu: bool) -> tuple[str, str] | None:
+    """Return why the recipe cannot offload its updates, and what to use; None: it can."""
     settings = recipe.optimizer
     if recipe.offload not in ("optimizer", "parameters"):
         return None
     if cpu:
         return "the device is a CPU, whose memory the states are in already", "`offload: none`"
     if recipe.offload == "parameters":
-        return _shards_lack(recipe)
+        return _why_not_for_shards(recipe)
     if settings.implementation not in optimizers.find(settings.name).offloaded:
         return (
             f"`{settings.name}` ({settings.implementation}) has no offloaded form",
@@ -55,7 +54,7 @@ def offload_lack(recipe: Recipe, *, cpu: bool) -> tuple[str, str] | None:
     return None
 
 
-def _shards_lack(recipe: Recipe) -> tuple[str, str] | None:
+def _why_not_for_shards(recipe: Recipe) -> tuple[str, str] | None:
     """Of weights that wait on the host."""
     settings, shards = recipe.optimizer, recipe.parallel.shards
     if shards == 1:
@@ -85,7 +84,7 @@ def host_bytes(model: Model, recipe: Recipe) -> int:
 
 
 def stays(recipe: Recipe, numel: int) -> bool:
-    """Whether the state of a weight of so many elements is on the device."""
+    """Return whether the state of a weight of `numel` elements is on the device."""
     if recipe.offload == "parameters":
         return False
-    return recipe.offload != "optimizer" or numel < KEPT
+    return recipe.offload != "optimizer" or numel < SMALLEST

@@ -12,7 +12,7 @@ from typing import ClassVar, final
 
 from msgspec.structs import replace
 
-from memfit.base_formats import find_base_format, is_coded
+from memfit.base_formats import find_base_format, is_quantised
 from memfit.core.errors import InvalidRequest
 from memfit.core.units import show_bytes, show_count
 from memfit.plan.frameworks import Framework, Job, Knob, Slack, TimeTraits, frameworks
@@ -375,7 +375,7 @@ def _stored(job: Job) -> Model:
     """All weights in 16 bits, adapters too: the engine casts the module."""
     options = {**job.recipe.options, "adapter_dtype": "base", "prepare_kbit": False}
     recipe = replace(job.recipe, precision=_pure(job.recipe), options=options)
-    if not is_coded(recipe.base_format):
+    if not is_quantised(recipe.base_format):
         recipe = replace(recipe, base_format="fp16" if recipe.precision == "fp16" else "bf16")
     return hf_model(replace(job, recipe=recipe))
 

@@ -159,7 +159,7 @@ class _Lengthening:
         said: list[tuple[object, ...]] = []
         for event in meter.events[piece.start : piece.stop]:
             if event >= 0:
-                said.append((meter.asked[event], meter.kinds[event], meter.streams[event],
+                said.append((meter.requested[event], meter.kinds[event], meter.streams[event],
                              meter.counts[event]))  # fmt: skip
                 continue
             born = self.birth.get(~event)
@@ -206,8 +206,8 @@ class _Lengthening:
 
     def _bear(self, storage: int) -> int:
         short, meter = self.short.meter, self.meter
-        index = len(meter.asked)
-        meter.asked.append(short.asked[storage])
+        index = len(meter.requested)
+        meter.requested.append(short.requested[storage])
         meter.kinds.append(short.kinds[storage])
         meter.owners.append(short.owners[storage])
         meter.streams.append(short.streams[storage])

@@ -229,17 +229,22 @@ class _Writer:
 
     def _play(self, meter: Meter, start: int, stop: int, alive: dict[int, list[int]]) -> None:
         """Events of a meter; what it holds of the loaded weights stands on the tape already."""
-        kinds, asked, streams, counts = meter.kinds, meter.asked, meter.streams, meter.counts
+        kinds, requested, streams, counts = (
+            meter.kinds,
+            meter.requested,
+            meter.streams,
+            meter.counts,
+        )
         write, born = self.events.append, self.born
         for event in meter.events[start:stop]:
             if event < 0:
                 for storage in alive.pop(~event, ()):
                     write(Event(storage, FREED))
-            elif kinds[event] is not Kind.PARAMETERS and asked[event]:
+            elif kinds[event] is not Kind.PARAMETERS and requested[event]:
                 made = alive[event] = list(range(born + 1, born + 1 + counts[event]))
                 born = made[-1]
                 for storage in made:
-                    write(Event(storage, asked[event], streams[event]))
+                    write(Event(storage, requested[event], streams[event]))
         self.born = born
 
     def _end_step(self, recording: Recording, alive: dict[int, list[int]]) -> None:

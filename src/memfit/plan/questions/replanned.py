@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from memfit.base_formats import is_coded, offered_formats
+from memfit.base_formats import is_quantised, offered_formats
 from memfit.core import units
 from memfit.core.errors import Error
 from memfit.optimizers import find_optimizer
@@ -85,7 +85,7 @@ def _inexact(problem: Problem, recipe: Recipe) -> Iterator[dict[str, Any]]:
     if weights == "pretrained" and recipe.method in ("full", "lora"):
         if lora:
             yield {**lora}
-        if not is_coded(recipe.base_format):
+        if not is_quantised(recipe.base_format):
             yield {**lora, "base_format": offered_formats()[-1]}
     if recipe.precision != "bf16-mixed" and not problem.device.is_cpu:
         yield {"precision": "bf16-mixed"}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from memfit import catalog
-from memfit.base_formats import find_base_format, is_coded, offered_formats
+from memfit.base_formats import find_base_format, is_quantised, offered_formats
 from memfit.catalog.prices import choose_price
 from memfit.core import units
 from memfit.core.errors import Error
@@ -165,7 +165,7 @@ def _methods(request: Request) -> Iterator[Attempt]:
         yield Attempt("method", "LoRA", {"method": "lora"})
     offered = offered_formats()
     fewest = min(find_base_format(base).bits for base in offered)
-    if is_coded(request.base_format) and find_base_format(request.base_format).bits <= fewest:
+    if is_quantised(request.base_format) and find_base_format(request.base_format).bits <= fewest:
         return
     for base in offered:
         if base != request.base_format:

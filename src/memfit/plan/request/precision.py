@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from memfit.base_formats import is_coded
+from memfit.base_formats import is_quantised
 from memfit.core.errors import InvalidRequest
 from memfit.optimizers.low_bit import can_round, implementations
 from memfit.records.hardware import Device
@@ -27,7 +27,7 @@ def find_conflict(base_format: str, precision: str) -> str:
     """Why frozen weights of this format cannot be computed with; empty when they can."""
     if "auto" in (precision, base_format):
         return ""
-    if is_coded(base_format):  # the rest is stored as the precision computes
+    if is_quantised(base_format):  # the rest is stored as the precision computes
         return ""
     if base_format == "fp32":
         return "stores everything in bf16" if precision == "bf16" else ""

@@ -128,4 +128,4 @@ def restate(plan: Plan) -> Request:
     data["hardware"] |= {
         "device": recipe.device, "count": each, "nodes": recipe.parallel.world // each,
     }  # fmt: skip
-    return from_data(data, Request, where="the plan")
+    return from_data(data, Request, source="the plan")

@@ -13,10 +13,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from memfit.base_formats import is_coded
+from memfit.base_formats import is_quantised
 from memfit.core.errors import DoesNotFit, InvalidRequest
 from memfit.families.capabilities.added import can_select, check_selective
-from memfit.optimizers.shared.offloaded import offload_lack
+from memfit.optimizers.shared.offloaded import why_not_offloaded
 from memfit.parallelism.context import KERNELS
 from memfit.parallelism.limits import refuse, why_no_mesh
 from memfit.parallelism.tensor import why_no_shared_products
@@ -226,7 +226,7 @@ def _preferences(problem: Problem) -> Iterator[Candidate]:
     """
     request = problem.request
     methods: list[Method] = ["full", "lora"] if request.method == "auto" else [request.method]
-    if is_coded(request.base_format):
+    if is_quantised(request.base_format):
         methods = ["lora"]  # nothing else trains beside a quantised base
     elif request.method == "auto" and find_weights(request, problem.reference) == "random":
         methods = ["full"]  # an adapter on random weights has nothing to adapt
@@ -300,7 +300,7 @@ def _combinations(start: Candidate) -> Iterator[Candidate]:
                     **first.knobs,
                     optimizer=replace(start.recipe.optimizer, in_backward=when),
                 )
-                if not offload_lack(found.recipe, cpu=problem.device.is_cpu):
+                if not why_not_offloaded(found.recipe, cpu=problem.device.is_cpu):
                     yield found
 
 

@@ -19,7 +19,7 @@ from memfit.families.capabilities.lean import find_lean
 from memfit.optimizers import default_implementation, find_optimizer, optimizers
 from memfit.optimizers.low_bit import can_round
 from memfit.optimizers.shared.in_backward import refuse_in_backward
-from memfit.optimizers.shared.offloaded import offload_lack
+from memfit.optimizers.shared.offloaded import why_not_offloaded
 from memfit.parallelism.limits import why_no_mesh
 from memfit.plan.request.problem import CHUNKS, Problem, allowed, check, divisors, first_recipe
 from memfit.plan.simulate.recompute import RecomputedBlocks, state_recompute
@@ -93,7 +93,8 @@ def turn(problem: Problem, recipe: Recipe) -> Iterator[Lever]:
     layers = problem.model.architecture.layers
     for other in (*_exact(problem, recipe, layers), *_inexact(problem, recipe)):
         lacks = (
-            offload_lack(other, cpu=problem.device.is_cpu), why_not_compiled(problem.model, other),
+            why_not_offloaded(other, cpu=problem.device.is_cpu),
+            why_not_compiled(problem.model, other),
             why_no_mesh(other, problem.model.name, problem.model.architecture),
         )  # fmt: skip
         if not any(lacks):

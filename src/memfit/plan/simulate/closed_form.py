@@ -175,10 +175,10 @@ class ClosedForm:
         return values
 
     def _same_documents(self, batch: Batch, values: list[int]) -> bool:
-        mine, asked = self.batch.documents, batch.documents
-        if mine is None or asked is None:
-            return mine is asked
-        return tuple(value_at(n, values) for n in mine) == asked
+        mine, requested = self.batch.documents, batch.documents
+        if mine is None or requested is None:
+            return mine is requested
+        return tuple(value_at(n, values) for n in mine) == requested
 
     def at(self, values: list[int]) -> list[Passes]:
         """The passes of one shape: of the first micro-batch, and of a later one."""
@@ -204,11 +204,11 @@ class ClosedForm:
     def _stretch(self, recording: Recording, mark: Mark, until: Mark) -> Stretch:
         """Follow the log from one mark to the next; blocks alike are followed once."""
         meter = recording.meter
-        asked, counts, kinds, owners = meter.asked, meter.counts, meter.kinds, meter.owners
+        requested, counts, kinds, owners = meter.requested, meter.counts, meter.kinds, meter.owners
         steps = tuple(
-            (1, asked[i], counts[i], kinds[i], owners[i])
+            (1, requested[i], counts[i], kinds[i], owners[i])
             if i >= 0
-            else (-1, asked[~i], counts[~i], kinds[~i], owners[~i])
+            else (-1, requested[~i], counts[~i], kinds[~i], owners[~i])
             for i in meter.events[mark.event : until.event]
         )
         flop = until.flop - mark.flop

@@ -55,17 +55,17 @@ def _cut(meter: Meter, marks: list[Mark]) -> Passes:
 
 
 def _segment(meter: Meter, mark: Mark, until: Mark) -> Segment:
-    asked, counts = meter.asked, meter.counts
+    requested, counts = meter.requested, meter.counts
     level = rise = 0
     top_at = mark.event
     for at in range(mark.event, until.event):
         event = meter.events[at]
         if event >= 0:
-            level += asked[event] * counts[event]
+            level += requested[event] * counts[event]
             if level > rise and counts[event] == 1:
                 rise, top_at = level, at + 1
         else:
-            level -= asked[~event] * counts[~event]
+            level -= requested[~event] * counts[~event]
     net: Parts = {}
     top: Parts = {}
     for at in range(mark.event, until.event):
@@ -74,8 +74,8 @@ def _segment(meter: Meter, mark: Mark, until: Mark) -> Segment:
         event = meter.events[at]
         index, sign = (event, 1) if event >= 0 else (~event, -1)
         part, times = (meter.kinds[index], meter.owners[index]), sign * counts[index]
-        net[part] = net.get(part, 0) + times * asked[index]
-        if rest := meter.held(index) - asked[index]:
+        net[part] = net.get(part, 0) + times * requested[index]
+        if rest := meter.held(index) - requested[index]:
             net[ROUNDING] = net.get(ROUNDING, 0) + times * rest
     if top_at == until.event:
         top = dict(net)

@@ -31,7 +31,7 @@ class TimeErrors(Record, frozen=True, kw_only=True):
 @cache
 def read_errors() -> TimeErrors:
     """The errors as `make docs` wrote them."""
-    return from_data(msgspec.json.decode(FILE.read_bytes()), TimeErrors, where=str(FILE))
+    return from_data(msgspec.json.decode(FILE.read_bytes()), TimeErrors, source=str(FILE))
 
 
 def find_range(seconds: float, stack: str, device: str) -> tuple[float, float, str]:

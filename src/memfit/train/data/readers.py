@@ -166,7 +166,7 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             if not line.strip():
                 continue
             where = f"`{path}` line {number}"
-            record = parse_json(line, where=where, hint="write one JSON object a line")
+            record = parse_json(line, source=where, hint="write one JSON object a line")
             if not isinstance(record, dict):
                 raise InvalidRequest(
                     f"{where} holds {name_kind(record)}, not an object",

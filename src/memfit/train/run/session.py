@@ -229,7 +229,7 @@ def _with_others(session: Session, run: Run) -> Run:
     texts = session.ranks.gather_texts(json.dumps(to_data(run)))
     if session.ranks.rank:
         return run
-    others = [from_data(json.loads(text), Run, where="another rank's run.json") for text in texts]
+    others = [from_data(json.loads(text), Run, source="another rank's run.json") for text in texts]
     fullest = _find_fullest(session.recipe, others)
     theirs = {n: m for n, m in others[fullest].measurements.items() if n.startswith("memory.")}
     theirs |= _measure_waits(others)

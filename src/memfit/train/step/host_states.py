@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from memfit.core.libraries import quiet_import
-from memfit.optimizers.shared.offloaded import KEPT
+from memfit.optimizers.shared.offloaded import SMALLEST
 from memfit.records.recipe import Optimizer
 
 
@@ -50,7 +50,7 @@ class Offloaded(torch.optim.Optimizer):
             if hooks := weight._post_accumulate_grad_hooks:
                 hooks.clear()
         self.inner = CPUOffloadOptimizer(
-            weights, torch.optim.AdamW, minimal_size=KEPT, lr=settings.learning_rate,
+            weights, torch.optim.AdamW, minimal_size=SMALLEST, lr=settings.learning_rate,
             betas=(settings.beta1, settings.beta2), eps=settings.eps,
             weight_decay=settings.weight_decay, fused=True,
         )  # fmt: skip

@@ -6,7 +6,7 @@ integrations/cut_cross_entropy). `bench/hf_kernels.py` runs their own code.
 
 from __future__ import annotations
 
-from memfit.base_formats import is_coded
+from memfit.base_formats import is_quantised
 from memfit.core.errors import InvalidRequest
 from memfit.families import families_that, find_family
 from memfit.plan.frameworks import Job, Knob
@@ -83,5 +83,5 @@ def _wide_head(recipe: Recipe, pure: bool) -> bool:
         return recipe.precision not in ("bf16", "fp16")
     if copies_wide(recipe) and HEAD.endswith(saved_modules(recipe)):
         return True
-    coded = is_coded(recipe.base_format)
+    coded = is_quantised(recipe.base_format)
     return recipe.base_format == "fp32" or (coded and bool(recipe.options.get("prepare_kbit")))

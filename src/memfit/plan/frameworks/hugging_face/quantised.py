@@ -16,7 +16,7 @@ TABLE = 16 * 4  # of nf4 or fp4 itself, one a weight's state: memfit's own step 
 def find_bits(recipe: Recipe) -> int:
     """Bits of the base's codes, of a library's modules; 0 where the base is not quantised."""
     declared = find_base_format(recipe.base_format)
-    return declared.bits if declared.coded else 0
+    return declared.bits if declared.quantised else 0
 
 
 def coded_bytes(base_format: str, shape: tuple[int, ...], *, double: bool) -> int:

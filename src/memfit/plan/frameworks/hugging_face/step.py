@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from memfit import meta
 from memfit.adapters import find_adapter
-from memfit.base_formats import Product, find_base_format, is_coded
+from memfit.base_formats import Product, find_base_format, is_quantised
 from memfit.core.errors import InvalidRequest
 from memfit.core.units import show_bytes
 from memfit.families import find_family
@@ -233,7 +233,7 @@ def hf_model(job: Job) -> Model:
 def _adapted(model: Model, recipe: Recipe) -> Model:
     if recipe.method != "lora":
         return find_adapter(recipe).adapt(model, recipe)
-    coded = is_coded(recipe.base_format)
+    coded = is_quantised(recipe.base_format)
     told = replace(recipe, lora=replace(recipe.lora, targets=targets_of(model, recipe)))
     if coded:
         told = replace(told, base_format="bf16")
@@ -411,7 +411,7 @@ def check_coded(job: Job) -> None:
     refuse_apart(job)
     check_masks(job)
     recipe, a = job.recipe, job.model.architecture
-    if not is_coded(recipe.base_format):
+    if not is_quantised(recipe.base_format):
         return
     if a.experts.count or a.family == "gpt2":
         what = "a mixture of experts" if a.experts.count else "transposed weights (Conv1D)"

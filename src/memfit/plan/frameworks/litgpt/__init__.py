@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, final
 
 import msgspec
 
-from memfit.base_formats import is_coded
+from memfit.base_formats import is_quantised
 from memfit.core.errors import InvalidRequest
 from memfit.core.units import show_bytes, show_count
 from memfit.meta.layers.dequantised import CODED
@@ -91,7 +91,7 @@ class LitGpt(Framework):
     def check(self, job: Job) -> None:
         """See `Framework.check`."""
         recipe = job.recipe
-        coded = is_coded(recipe.base_format)
+        coded = is_quantised(recipe.base_format)
         if recipe.method == "full" and coded:
             raise InvalidRequest(
                 f"`method: full` cannot train weights stored as"
@@ -236,7 +236,7 @@ def _adapt(form: _Form, model: Model, recipe: Recipe) -> Model:
     """litgpt's parameters with their dtypes; the head is never tied to the embedding."""
     a = form.architecture
     dtype, full = recipe.compute_dtype, recipe.method == "full"
-    coded = is_coded(recipe.base_format)
+    coded = is_quantised(recipe.base_format)
     targets, rank = _targets(recipe), recipe.lora.rank
 
     def base(name: str, shape: tuple[int, ...], part: str, layer: int) -> Weight:
@@ -314,7 +314,7 @@ def _parameters(model: Model, recipe: Recipe) -> Held:
     held = {}
     for owner, each in owners(model, nbytes).items():
         stored = "4-bit codes and scales, the rest " if owner in ("blocks", "head") else ""
-        coded = stored if is_coded(recipe.base_format) else ""
+        coded = stored if is_quantised(recipe.base_format) else ""
         said = f"{len(each)} tensors, {coded}{recipe.compute_dtype}: {show_bytes(sum(each))}"
         held[Kind.PARAMETERS, owner] = (rounded(each), said)
     return held
@@ -329,7 +329,7 @@ def _states(model: Model, recipe: Recipe) -> Held:
     """Two moments in the parameters' dtype; quantised: bitsandbytes' paged AdamW, in fp32."""
     trainable, ranks = [w for w in model.weights if w.trainable], recipe.parallel.dp_shard
     count = show_count(sum(w.numel for w in trainable) // ranks)
-    if is_coded(recipe.base_format):
+    if is_quantised(recipe.base_format):
         each = [w.numel * DTYPE_BYTES["float32"] for w in trainable if w.numel < PAGED]
         said = (
             f"two fp32 moments of those of {count} parameters whose tensors are too small to page"
@@ -341,7 +341,7 @@ def _states(model: Model, recipe: Recipe) -> Held:
 
 
 def _update(model: Model, recipe: Recipe) -> Held:
-    if is_coded(recipe.base_format):
+    if is_quantised(recipe.base_format):
         return {}
     specs = [w.spec for w in model.weights if w.trainable]
     optimizer = find_optimizer(recipe.optimizer)

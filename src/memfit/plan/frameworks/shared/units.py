@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from memfit.base_formats import is_coded
+from memfit.base_formats import is_quantised
 from memfit.core.errors import InvalidRequest
 from memfit.core.units import show_bytes
 from memfit.families.shared.masks import Masking
@@ -174,7 +174,7 @@ def _add_pools(found: Ledger, bare: Ledger, model: Model, sharding: Sharding) ->
 def check_units(job: Job) -> None:
     """Raise InvalidRequest for what accelerate's FSDP2 has, and is not described here."""
     recipe = job.recipe
-    if is_coded(recipe.base_format):
+    if is_quantised(recipe.base_format):
         raise InvalidRequest(
             f"`base_format: {recipe.base_format}` under accelerate's FSDP2 is not described: it"
             " leaves 4-bit weights whole or cuts them, by the dtype they are stored as",
