@@ -19,6 +19,8 @@ from memfit.train.distributed.pipeline import PhaseTracker, Stage, alone, find_p
 from memfit.train.model.attention import Documents, make_band
 from memfit.train.model.hugging_face import parts
 from memfit.train.model.varlen import find_starts
+from memfit.train.rl.policy_loss import Answers, policy_loss
+from memfit.train.rl.token_log_probs import TokenLogProbs, token_log_probs
 from memfit.train.step.build import Built
 from memfit.train.step.in_backward import updating
 from memfit.train.step.loss import IGNORE, loss_mean
@@ -38,6 +40,7 @@ class Batch:
     position_ids: Tensor | None = None
     documents: Documents | None = None  # lengths of each row's documents; None = one a row
     reference: Tensor | None = None  # (micro_batch,) fp32: precomputed log-probabilities of rows
+    answers: Answers | None = None  # of reinforcement learning: what its loss is computed with
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,8 @@ class StepResult:
     loss: Tensor  # mean over the target tokens of the global batch; of ranks, this one's share
     grad_norm: Tensor | None  # before clipping; None without clipping
     scale: Tensor | None = None  # what the loss was multiplied by; None when it was not
-    rewards: Tensor | None = None  # (3,) of pairs: `preference.Rewards.sums`
+    # (3,) of pairs: `preference.Rewards.sums`; (6,) of answers: `policy_loss.Told.sums`, entropy
+    rewards: Tensor | None = None
 
 
 def nowhere(phase: Phase) -> None:
@@ -146,6 +150,17 @@ def log_probs(built: Built, batch: Batch) -> Tensor:
         built.model.train(was_training)
 
 
+def answer_log_probs(built: Built, batch: Batch, temperature: float) -> TokenLogProbs:
+    """Of each target token under the model as it is; nothing is kept."""
+    was_training = built.model.training
+    built.model.eval()
+    try:
+        with torch.no_grad(), autocast(built):
+            return _token_log_probs(built, _hidden(built, batch), batch.labels, temperature)
+    finally:
+        built.model.train(was_training)
+
+
 def autocast(built: Built) -> AbstractContextManager[object]:
     """Mixed precision of the recipe. Uncached: a cache would keep every weight's cast alive.
 
@@ -190,6 +205,8 @@ def _forward(
     """The loss of one micro-batch; all of it is the forward of FSDP2's root where there is one."""
 
     def work() -> Tensor:
+        if batch.answers is not None:
+            return _reinforce(built, batch, batch.answers, enter, rewards)
         if built.recipe.prefers:
             return _prefer(built, batch, target_tokens, enter, rewards)
         hidden = _hidden(built, batch)
@@ -219,6 +236,20 @@ def _prefer(built: Built, batch: Batch, pairs: int, enter: Enter, rewards: Rewar
     del hidden
     preference = built.recipe.preference
     return judge(policy, reference, batch.labels, preference, pairs, rewards)
+
+
+def _reinforce(
+    built: Built, batch: Batch, answers: Answers, enter: Enter, rewards: Rewards
+) -> Tensor:
+    """The policy's loss of a micro-batch of sampled answers."""
+    hidden = _hidden(built, batch)
+    enter(Phase.LOSS)
+    scored = _token_log_probs(built, hidden, batch.labels, answers.temperature)
+    del hidden
+    loss, sums = policy_loss(scored.log_probs, answers)
+    entropy = (scored.entropy * answers.mask).sum()
+    rewards.add(torch.cat([sums, entropy.unsqueeze(0)]))
+    return loss
 
 
 def _hidden(built: Built, batch: Batch, given: Tensor | None = None) -> Tensor:
@@ -257,6 +288,20 @@ def _log_probs(built: Built, hidden: Tensor, labels: Tensor) -> Tensor:
     if divisor is not None:
         hidden = hidden / divisor
     return row_log_probs(where.head, hidden, labels, built.recipe, cap)
+
+
+def _token_log_probs(
+    built: Built, hidden: Tensor, labels: Tensor, temperature: float
+) -> TokenLogProbs:
+    where = parts(built.model)
+    cap, divisor = _bends(where.base)
+    if cap is not None:  # bent first, cooled afterwards
+        cap = cap / temperature
+    elif temperature != 1.0:
+        divisor = (divisor or 1.0) * temperature
+    if divisor is not None:
+        hidden = hidden / divisor
+    return token_log_probs(where.head, hidden, labels, built.recipe, cap)
 
 
 def _bends(base: nn.Module) -> tuple[float | None, float | None]:

@@ -1,0 +1,61 @@
+"""What a recipe says of reinforcement learning: rollouts, the policy's loss, rewards.
+
+Names and defaults are those of TRL 1.16's configurations, which is what people bring.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from memfit.core.errors import InvalidRequest
+from memfit.records import Record
+
+Online = Literal["grpo", "rloo"]  # objectives whose answers are sampled while training
+ScaleRewards = Literal["group", "batch", "none"]
+Level = Literal["token", "sequence"]
+
+
+class Policy(Record, frozen=True, kw_only=True):
+    """The policy's loss: GRPO (Shao et al. 2402.03300) and its variants, or RLOO (2402.14740)."""
+
+    loss_type: str = "dapo"  # of GRPO, what the sum over tokens is divided by
+    beta: float = 0.0  # weight of the KL divergence from the reference; 0: no reference is run
+    epsilon: float = 0.2  # a ratio below 1 - epsilon is clipped
+    epsilon_high: float = 0.2  # and one above 1 + epsilon_high (DAPO, 2503.14476: 0.28)
+    delta: float = 0.0  # the unclipped ratio is capped here (two-sided clipping); 0: it is not
+    importance_sampling_level: Level = "token"  # `sequence`: GSPO (Zheng et al. 2507.18071)
+    use_bias_correction_kl: bool = True  # the KL estimate is multiplied by the ratio
+    scale_rewards: ScaleRewards = "group"  # what divides an advantage: a standard deviation
+    normalize_advantages: bool = False  # of RLOO: whitened over the rollout
+    mask_truncated_completions: bool = False  # answers that reached their limit do not count
+    num_iterations: int = 1  # updates with each rollout
+
+    def __post_init__(self) -> None:
+        """Raise InvalidRequest for a loss that depends on how a batch is cut, or is none."""
+        if self.loss_type == "bnpo":
+            raise InvalidRequest(
+                "`policy.loss_type: bnpo` divides by the tokens of a micro-batch, so that what is"
+                " learned depends on how a global batch is cut",
+                hint="use `policy.loss_type: dapo`, which divides by the tokens of the whole batch",
+            )
+        if self.loss_type not in ("dapo", "dr_grpo", "grpo"):
+            raise InvalidRequest(
+                f"`policy.loss_type: {self.loss_type}` is not one of dapo, dr_grpo, grpo"
+            )
+        for name, value, least in (
+            ("beta", self.beta, 0.0),
+            ("epsilon", self.epsilon, 0.0),
+            ("epsilon_high", self.epsilon_high, 0.0),
+            ("delta", self.delta, 0.0),
+            ("num_iterations", self.num_iterations, 1),
+        ):
+            if not value >= least:  # a number that is none is refused, too
+                raise InvalidRequest(
+                    f"`policy.{name}: {value}` is below {least}", hint=f"use {least} or more"
+                )
+        if 0 < self.delta <= 1 + self.epsilon_high:
+            raise InvalidRequest(
+                f"`policy.delta: {self.delta}` is not above 1 + epsilon_high ="
+                f" {1 + self.epsilon_high:g}, where ratios are clipped already",
+                hint="use a larger `policy.delta`, or 0 for none",
+            )

@@ -1,0 +1,1 @@
+"""Reinforcement learning by policy gradients: rewards of sampled answers move the policy."""
