@@ -140,13 +140,22 @@ def test_a_wrong_flag_is_one_error(words, said):
         (["--learning-rate", "1e-4"], "that is `--set optimizer.learning_rate=…` here"),
         (["--output-dir", "x"], "`--folder runs/first`"),
         (["--no-such-flag"], "`memfit plan --help`"),
-        (["8b"], 'a name of several words stands in quotes, as `"llama 8b"`'),
+        (["--gpu", "rtx", "3090"], 'a name of several words stands in quotes, as `"llama 8b"`'),
     ],
 )  # fmt: skip
 def test_an_option_of_another_trainer_is_answered(words, hint):
     code, out, err = quick("plan", "gpt2", *words)
     assert (code, out) == (2, "")
     assert f"hint: {hint}" in err or hint in err
+
+
+def test_a_name_of_several_words_needs_no_quotes():
+    code, out, _ = quick("plan", "pythia", "14m", "--device", "l4", "--method", "lora")
+    assert code == 0
+    assert "pythia-14m on l4" in out
+    code, out, err = quick("plan", "pythia", "71m", "--device", "l4")
+    assert (code, out) == (2, "")
+    assert "`pythia 71m`" in err
 
 
 def test_a_negative_number_stays_a_whole_one():

@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from itertools import takewhile
 from typing import NoReturn
 
 import click
@@ -62,6 +63,7 @@ VERBS = {
 
 
 REQUEST_VERBS = ("plan", "predict", "certify", "solve", "export", "train", "measure")
+ONE_NAME = tuple(verb for verb in REQUEST_VERBS if verb != "solve")  # which names a field first
 MODEL_WORDS = ("--model", "--model-name-or-path", "--base-model", "--model-name")
 
 
@@ -86,7 +88,15 @@ class Verbs(click.Group):
         """As click's, but a verb that does not exist offers the nearest ones."""
         if args and args[0] not in VERBS and not args[0].startswith("-"):
             raise UnknownName("verb", args[0], VERBS, see="`memfit --help` lists them")
-        return super().resolve_command(ctx, put_model_in_place(args))
+        return super().resolve_command(ctx, put_model_in_place(join_name(args)))
+
+
+def join_name(args: list[str]) -> list[str]:
+    """`qwen3 14b`, as one says it, as one name of the verbs that take one."""
+    words = list(takewhile(lambda word: not word.startswith("-"), args[1:]))
+    if args[:1] and args[0] in ONE_NAME and len(words) > 1:
+        return [args[0], " ".join(words), *args[1 + len(words) :]]
+    return args
 
 
 def put_model_in_place(args: list[str]) -> list[str]:

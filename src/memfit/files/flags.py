@@ -63,7 +63,7 @@ FLAGS = (
     Flag(("tokens",), "task.tokens", "COUNT", "tokens to train on, such as 50M"),
     Flag(("epochs", "num-train-epochs"), "task.epochs", "N", "passes over the data"),
     Flag(("data", "dataset"),
-         "task.data", "PATH", "text, JSONL or parquet file, or a folder of them"),
+         "task.data", "PATH", "text, JSONL, CSV or parquet file, or a folder of them"),
     Flag(("objective",), "task.objective", "NAME", "pretrain, sft or dpo", words=True),
     Flag(("dpo",), "task.objective", "", "preferences: pairs of answers", value="dpo"),
     Flag(("precision", "mixed-precision"),

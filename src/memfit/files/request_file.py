@@ -23,7 +23,7 @@ KEYS = {
     "weights": "pretrained | random; auto: pretrained where there is something to load",
     "task": "what to train on, and for how long",
     "task.objective": "pretrain (every token) | sft (the answer's tokens) | dpo (pairs of answers)",
-    "task.data": "text, JSONL or parquet file, or a folder of them; not needed to plan",
+    "task.data": "text, JSONL, CSV or parquet file, or a folder of them; not needed to plan",
     "task.evaluation": "held-out data of the same kinds",
     "task.sequence_length": "tokens; auto: the model's own, up to 4096",
     "task.packing": "fill rows with whole documents, each seeing only itself; auto: but not of dpo",

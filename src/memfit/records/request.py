@@ -63,7 +63,7 @@ class Task(Record, frozen=True, kw_only=True):
     """What to train on, and for how long."""
 
     objective: Objective = "pretrain"
-    data: str = ""  # a text, JSONL or parquet file, or a folder of them; "" while only planning
+    data: str = ""  # text, JSONL, CSV or parquet file, or a folder; "" while only planning
     evaluation: str = ""  # held-out data of the same kinds
     sequence_length: Positive | Auto = "auto"
     packing: Truth | Auto = "auto"  # auto: except of pairs, which are compared row by row
