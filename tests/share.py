@@ -7,6 +7,7 @@ stand for, whose fields and keys are the axes then. `make test-wide` runs all ca
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 from zlib import crc32
@@ -27,7 +28,7 @@ def find_axes(value: Any, name: str) -> Iterator[tuple[str, str]]:
         for key, part in value.items():
             yield from find_axes(part, f"{name}.{key}")
     elif isinstance(value, str):
-        for word in value.split(", "):
+        for word in re.split(r"[,:] ", value):
             yield name, word
     elif isinstance(value, Sequence):
         for place, part in enumerate(value):

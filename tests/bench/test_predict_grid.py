@@ -136,7 +136,7 @@ def tiny(settings, name, device):
 
 
 @pytest.mark.filterwarnings("ignore:torch.get_autocast_gpu_dtype:DeprecationWarning")
-@pytest.mark.parametrize("number", range(0, len(EXACT), 5))
+@pytest.mark.parametrize("number", range(0, len(EXACT), 9))
 def test_combinations_are_predicted_as_traced(number):
     """Every fifth, on a GPU and a CPU in turn; the benchmark has them all, at size."""
     settings, (name, *_) = EXACT[number]

@@ -107,6 +107,7 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("family", "changes"), grid())
 def test_every_phase_holds_the_same_bytes_real_and_fake(family: str, changes: dict) -> None:
     recipe = make_recipe(family, **changes)
@@ -127,6 +128,7 @@ DROPOUT = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("changes", DROPOUT.values(), ids=DROPOUT)
 def test_dropout_of_adapters_holds_the_same_bytes(family: str, changes: dict) -> None:
@@ -149,6 +151,7 @@ WITHIN_WINDOWS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("family", "window", "changes"), WITHIN_WINDOWS.values(), ids=WITHIN_WINDOWS
 )

@@ -114,6 +114,7 @@ def test_math_attention_keeps_the_square_of_the_sequence_and_flash_does_not() ->
     assert activations("math", 128) > 2.2 * activations("math", 64)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16"])
 @pytest.mark.parametrize("family", ANY_KERNEL)
 def test_every_family_runs_on_fake_cuda_with_the_flash_kernel(family: str, precision: str) -> None:

@@ -305,6 +305,7 @@ def test_every_looking_verb_prints_valid_json_only(arguments, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("certified_here")
 def test_certify_prints_its_certificate_with_the_plans_time(tmp_path):
     file = write(tmp_path, STATED)
     code, out, err = quick("certify", file, "--json", "--folder", tmp_path / "run", "--quiet")

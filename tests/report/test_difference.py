@@ -115,6 +115,7 @@ def test_a_file_a_folder_and_a_plan_beside_it_are_taken_as_they_stand(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("certified_here")
 def test_requests_are_planned_and_certified_first(tmp_path):
     from typed_commands import STATED, write
 

@@ -112,6 +112,7 @@ def away_from_the_merged(name="dora", family="llama", **changes):
     return float((logits(built, merged) - on).abs().max() / on.abs().max())
 
 
+@pytest.mark.covering(METHODS)
 @pytest.mark.parametrize(("precision", "base_format"), PRECISIONS)
 @pytest.mark.parametrize("family", ["llama", *BIASED])
 @pytest.mark.parametrize("name", METHODS)
@@ -121,6 +122,7 @@ def test_an_adapter_at_start_and_switched_off_is_the_base(name, family, precisio
     assert away_from_the_base_when_off(name, family, **changes) == 0
 
 
+@pytest.mark.covering(METHODS)
 @pytest.mark.parametrize("family", ["llama", *BIASED])
 @pytest.mark.parametrize("name", METHODS)
 def test_merged_by_peft_is_the_adapter_switched_on(name, family):
@@ -152,6 +154,7 @@ def changed_while_frozen(name="dora", **changes):
     return sum(after[n] != h for n, h in before.items())
 
 
+@pytest.mark.covering(METHODS)
 @pytest.mark.parametrize(("precision", "base_format"), PRECISIONS)
 @pytest.mark.parametrize("name", ["lora", "dora"])
 def test_frozen_tensors_have_the_same_hash_after_training(name, precision, base_format):
@@ -182,6 +185,7 @@ def census(model):
     }
 
 
+@pytest.mark.covering(METHODS)
 @pytest.mark.parametrize(("precision", "base_format"), PRECISIONS)
 @pytest.mark.parametrize("name", ["lora", "dora"])
 def test_dtypes_are_equal_in_plan_certificate_and_run(name, precision, base_format, monkeypatch):

@@ -30,6 +30,7 @@ SHOWN = (
 ROWS = [json.loads(line) for line in hf_masks.OUT.read_text().splitlines()]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", SHOWN)
 def test_a_step_holds_what_the_trainers_own_step_holds(name: str) -> None:
     case = hf_masks.make_cases()[name]
