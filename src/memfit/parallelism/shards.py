@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 
 from msgspec.structs import replace
 
@@ -69,6 +70,7 @@ def held_bytes(weights: Iterable[Weight], parallel: Parallel, rank: int) -> int:
     return sum(shard.nbytes for shard in shards)
 
 
+@lru_cache(maxsize=256)  # a search asks of one model and one mesh again and again
 def fullest_rank(model: Model, parallel: Parallel) -> tuple[int, str]:
     """The rank that needs the most memory, and why: chosen among the first, the second and the
     last of one copy of the model.
