@@ -8,9 +8,10 @@ it, or while a checkpoint is being written. After a signal that ends it, the sam
 again. Every third run is on two ranks. Held: losses and weights are bit for bit those of a run that
 got no signal, the log has each step once, nothing is left but what a run leaves, all processes are
 gone 5 s after a signal that ends the run, and only a finished run exits 0.
-Results: bench/results/campaign_kills.json. No
-launcher looks after these ranks: one that is lost before the ranks have met leaves the other waiting
-for up to ten minutes, which counts as a failure here, and which memfit's launcher ends.
+Results: bench/results/campaign_kills.json.
+
+No launcher looks after these ranks: one that is lost before they have met leaves the other waiting
+for up to ten minutes. That counts as a failure here; memfit's launcher ends it.
 """
 
 from __future__ import annotations
