@@ -142,9 +142,8 @@ def test_two_micro_batches_are_evaluated_and_each_gathers_the_head() -> None:
 
     def gathers(events: list[Any], marks: list[int], phases: list[Phase]) -> list[int]:
         first = phases.index(Phase.EVALUATE)
-        return [
-            e.nbytes for e in events[marks[first - 1] : marks[first]] if e.stream and e.nbytes > 0
-        ]
+        evaluating = events[marks[first - 1] : marks[first]]
+        return [nbytes for _, nbytes, stream in evaluating if stream and nbytes > 0]
 
     found = gathers(tape.events, tape.marks, tape.phases)
     assert found == gathers(traced.tape, traced.marks, traced.stretches)
@@ -159,7 +158,7 @@ def test_two_micro_batches_are_evaluated_and_each_gathers_the_head() -> None:
 def test_buffers_of_collectives_come_from_pools_of_their_streams(parallel: Parallel) -> None:
     recipe = replace(ask("qwen3-0.6b", precision="bf16-mixed", lean="none"), parallel=parallel)
     model = read_model(recipe.model)
-    streams = {e.stream for e in write_tape(model, recipe, H100).events if e.nbytes}
+    streams = {stream for _, nbytes, stream in write_tape(model, recipe, H100).events if nbytes}
     assert streams == {e.stream for e in trace(recipe, H100).tape if e.nbytes > 0}
 
 

@@ -42,7 +42,7 @@ from memfit.allocator.segments import (
     merge,
 )
 from memfit.allocator.settings import MIN_LARGE_ALLOCATION, UNLIMITED, Settings
-from memfit.allocator.tape import CAUGHT_UP, FREED, USED, Event
+from memfit.allocator.tape import CAUGHT_UP, FREED, USED, Line
 from memfit.records import Record
 
 
@@ -330,7 +330,7 @@ class CachingAllocator:
             self._release(block)
 
 
-def replay(tape: Sequence[Event], settings: Settings, marks: Sequence[int] = ()) -> Replay:
+def replay(tape: Sequence[Line], settings: Settings, marks: Sequence[int] = ()) -> Replay:
     """Run a tape; `marks` (ascending indices) cut it into len(marks) + 1 stretches with own peaks.
 
     A tape that does not fit stops at the failing allocation, which is in the result.
@@ -361,7 +361,7 @@ def replay(tape: Sequence[Event], settings: Settings, marks: Sequence[int] = ())
 
 
 def _run(
-    allocator: CachingAllocator, tape: Sequence[Event], start: int, stop: int
+    allocator: CachingAllocator, tape: Sequence[Line], start: int, stop: int
 ) -> Failure | None:
     allocate, free = allocator.allocate, allocator.free
     for index in range(start, stop):
@@ -385,7 +385,7 @@ def _run(
     return None
 
 
-def follow(allocator: CachingAllocator, event: Event) -> None:
+def follow(allocator: CachingAllocator, event: Line) -> None:
     """Do what one event says; raises OutOfMemory."""
     tensor, nbytes, stream = event
     if nbytes > 0:

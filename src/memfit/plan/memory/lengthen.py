@@ -9,8 +9,10 @@ them lets go what a repeated one has made, the model is simulated at its full de
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -32,20 +34,19 @@ class Place(NamedTuple):
     cycle: int  # of its run
 
 
+START = Place(-1, -1, -1, 0)  # of what is born before the first pass
+
+
 class Piece(NamedTuple):
-    """Events of one place."""
+    """Events of one place, and what they are said of."""
 
     place: Place
     start: int
-    stop: int
     marks: list[Mark]
-
-
-class Born(NamedTuple):
-    """Which storage of a place."""
-
-    place: Place
-    number: int
+    born: slice  # its own storages, in a recording's columns
+    places: list[Place]  # its own, and those whose storages die here
+    # each event: which of `places`, and which of its storages is born (n) or dies (~n)
+    events: list[tuple[int, int]]
 
 
 class _Unlike(Exception):
@@ -76,32 +77,31 @@ class _Lengthening:
             for cycle in range(min(run.count, CYCLES))
             for _ in run.cycle
         ]
+        self.births: list[tuple[int, Place]] = []  # the first storage of each place
         self.pieces = list(self._cut())
-        self.birth: dict[int, Born] = {}
-        for piece in self.pieces:
-            self._number(piece)
         self._check_alike()
         self.meter = Meter(cuda=short.meter.cuda)
-        self.new: dict[Place, list[int]] = {}  # the deep model's storages, by place
-        self.outside: dict[int, int] = {}  # those of storages that are born before the first pass
-        self.gone: set[int] = set()
+        self.new: dict[Place, int] = {}  # the first of the deep model's storages, by place
 
     def made(self) -> Recording:
         """The deep model's; raises _Unlike where there is no telling what a place lets go."""
         passes: list[list[Mark]] = []
         events = self.meter.events
-        first = self.short.passes[0][0].event
-        self._play_outside(0, first)
+        self._play(self._read(START, 0, self.short.passes[0][0].event, []), 0)
         product = 0
         for _, own in groupby(self.pieces, key=lambda piece: piece.place.pass_):
             marks: list[Mark] = []
             for piece, cycle in self._repeated(list(own)):
                 start = len(events)
-                if not passes and piece.start <= self.short.product <= piece.stop and not product:
+                stop = piece.start + len(piece.events)
+                if not passes and piece.start <= self.short.product <= stop and not product:
                     product = start + self.short.product - piece.start
                 marks += [m._replace(event=start + m.event - piece.start) for m in piece.marks]
                 self._play(piece, cycle)
             passes.append(marks)
+        deaths = [event for event in events if event < 0]
+        if len(set(deaths)) < len(deaths):
+            raise _Unlike
         return Recording(self.meter, passes, len(events), self._gradients(), product)
 
     def _cut(self) -> Iterator[Piece]:
@@ -120,7 +120,7 @@ class _Lengthening:
                 if key[0] == -1 or key[0] != before[0]:
                     stretch += 1
                 before = key
-                yield Piece(
+                yield self._read(
                     Place(number, stretch, *key), own[0][0].event if at else start, own[-1][1],
                     [mark for mark, _ in own],
                 )  # fmt: skip
@@ -129,12 +129,27 @@ class _Lengthening:
         word, _, index = name.rstrip("'").partition(" ")
         return self.blocks[int(index)] if word == "block" else (-1, 0)
 
-    def _number(self, piece: Piece) -> None:
-        number = 0
-        for event in self.short.meter.events[piece.start : piece.stop]:
+    def _read(self, place: Place, start: int, stop: int, marks: list[Mark]) -> Piece:
+        """The events of a place, whose storages have numbers in a row: they count births."""
+        own = self.short.meter.events[start:stop]
+        births = [event for event in own if event >= 0]
+        first = births[0] if births else 0
+        if births and place != START:
+            self.births.append((first, place))
+        places, events = {place: 0}, list[tuple[int, int]]()
+        for event in own:
             if event >= 0:
-                self.birth[event] = Born(piece.place, number)
-                number += 1
+                events.append((0, event - first))
+                continue
+            theirs, number = self._find(~event)
+            events.append((places.setdefault(theirs, len(places)), ~number))
+        return Piece(place, start, marks, slice(first, first + len(births)), list(places), events)
+
+    def _find(self, storage: int) -> tuple[Place, int]:
+        """The place that a storage of the shallow model is of, and which one of it it is."""
+        at = bisect_right(self.births, storage, key=itemgetter(0))
+        first, place = self.births[at - 1] if at else (0, START)
+        return place, storage - first
 
     def _check_alike(self) -> None:
         """Raise _Unlike unless the inner cycles of each long run have the same events."""
@@ -153,24 +168,17 @@ class _Lengthening:
             if inner[0] != inner[1] or inner[1] != inner[2]:
                 raise _Unlike
 
-    def _describe(self, piece: Piece) -> list[tuple[object, ...]]:
+    def _describe(self, piece: Piece) -> tuple[object, ...]:
         """Its events, storages told by how far from here they were born."""
         meter, place = self.short.meter, piece.place
-        said: list[tuple[object, ...]] = []
-        for event in meter.events[piece.start : piece.stop]:
-            if event >= 0:
-                said.append((meter.requested[event], meter.kinds[event], meter.streams[event],
-                             meter.counts[event]))  # fmt: skip
-                continue
-            born = self.birth.get(~event)
-            if born is None:
-                raise _Unlike  # a weight, or what is there from the beginning
-            theirs = born.place
-            away = theirs.cycle - place.cycle if theirs.run == place.run else theirs.cycle
-            if theirs.run == place.run and abs(away) > 1:
-                raise _Unlike  # further than the inner cycles reach
-            said.append((theirs.pass_, theirs.stretch, theirs.run, away, born.number))
-        return said
+        away: list[Place] = []
+        for theirs in piece.places:
+            steps = theirs.cycle - place.cycle if theirs.run == place.run else theirs.cycle
+            if theirs == START or (theirs.run == place.run and abs(steps) > 1):
+                raise _Unlike  # a weight, or further than the inner cycles reach
+            away.append(theirs._replace(cycle=steps))
+        columns = meter.requested, meter.kinds, meter.streams, meter.counts
+        return away, piece.events, *(column[piece.born] for column in columns)
 
     def _repeated(self, pieces: list[Piece]) -> Iterator[tuple[Piece, int]]:
         """Each piece of a pass and its cycle in the deep model; the middle ones as often as they
@@ -193,9 +201,8 @@ class _Lengthening:
         """Cycles that the deep model has more of this run."""
         return max(0, self.counts[run] - CYCLES) if run >= 0 else 0
 
-    def _deep(self, place: Place, cycle: int, born: Born) -> list[int]:
-        """The deep model's storages of the place that an event here names."""
-        theirs = born.place
+    def _deep(self, place: Place, cycle: int, theirs: Place) -> int:
+        """The first of the deep model's storages of a place that this cycle of another names."""
         if theirs.run == place.run:
             at = cycle + theirs.cycle - place.cycle
         elif theirs.cycle == MIDDLE and self._more(theirs.run):
@@ -204,59 +211,30 @@ class _Lengthening:
             at = theirs.cycle + (self._more(theirs.run) if theirs.cycle > MIDDLE else 0)
         return self.new[theirs._replace(cycle=at)]
 
-    def _bear(self, storage: int) -> int:
-        short, meter = self.short.meter, self.meter
-        index = len(meter.requested)
-        meter.requested.append(short.requested[storage])
-        meter.kinds.append(short.kinds[storage])
-        meter.owners.append(short.owners[storage])
-        meter.streams.append(short.streams[storage])
-        meter.counts.append(short.counts[storage])
-        meter.events.append(index)
-        return index
-
-    def _play_outside(self, start: int, stop: int) -> None:
-        for event in self.short.meter.events[start:stop]:
-            if event >= 0:
-                self.outside[event] = self._bear(event)
-            else:
-                self._free(self.outside[~event])
-
     def _play(self, piece: Piece, cycle: int) -> None:
-        own = self.new[piece.place._replace(cycle=cycle)] = list[int]()
-        for event in self.short.meter.events[piece.start : piece.stop]:
-            if event >= 0:
-                own.append(self._bear(event))
-            elif (born := self.birth.get(~event)) is None:
-                self._free(self.outside[~event])
-            else:
-                self._free(self._deep(piece.place, cycle, born)[born.number])
-
-    def _free(self, index: int) -> None:
-        if index in self.gone:
-            raise _Unlike
-        self.gone.add(index)
-        self.meter.events.append(~index)
+        short, meter, place = self.short.meter, self.meter, piece.place
+        self.new[place._replace(cycle=cycle)] = len(meter.requested)
+        first = [self._deep(place, cycle, theirs) for theirs in piece.places]
+        meter.events += [first[at] + n if n >= 0 else n - first[at] for at, n in piece.events]
+        meter.requested += short.requested[piece.born]
+        meter.kinds += short.kinds[piece.born]
+        meter.owners += short.owners[piece.born]
+        meter.streams += short.streams[piece.born]
+        meter.counts += short.counts[piece.born]
 
     def _gradients(self) -> list[int]:
         """Those that are left, in the order of the model's parameters."""
         found: list[int] = []
-        births = [(self.birth.get(storage), storage) for storage in self.short.gradients]
-        for (run, middle), group in groupby(births, key=lambda pair: self._is_middle(pair[0])):
+        births = map(self._find, self.short.gradients)
+        for (run, middle), group in groupby(births, key=lambda born: self._is_middle(born[0])):
             own = list(group)
             for at in range(self._more(run) + 1) if middle else (0,):
-                for born, storage in own:
-                    if born is None:
-                        found.append(self.outside[storage])
-                        continue
-                    place = born.place
+                for place, number in own:
                     cycle = place.cycle + (self._more(place.run) if place.cycle > MIDDLE else 0)
                     deep = place._replace(cycle=MIDDLE + at if middle else cycle)
-                    found.append(self.new[deep][born.number])
+                    found.append(self.new[deep] + number)
         return found
 
-    def _is_middle(self, born: Born | None) -> tuple[int, bool]:
-        """The run of a storage, and whether it is of a cycle that is repeated."""
-        if born is None:
-            return -1, False
-        return born.place.run, born.place.cycle == MIDDLE and self._more(born.place.run) > 0
+    def _is_middle(self, place: Place) -> tuple[int, bool]:
+        """The run of a place, and whether it is a cycle that is repeated."""
+        return place.run, place.cycle == MIDDLE and self._more(place.run) > 0

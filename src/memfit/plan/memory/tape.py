@@ -19,7 +19,7 @@ from memfit.adapters import find_adapter
 from memfit.allocator.caching import Replay
 from memfit.allocator.caching import replay as run_allocator
 from memfit.allocator.settings import Settings, read_settings
-from memfit.allocator.tape import FREED, Event
+from memfit.allocator.tape import FREED, Line
 from memfit.families import find_family
 from memfit.meta import Meter
 from memfit.meta.layers.quantised import quantising_bytes
@@ -55,7 +55,7 @@ MOST_CHUNKS, MOST_CALLS = 4096, 256
 class Tape(NamedTuple):
     """What the allocator sees of a run, cut into stretches of one phase each."""
 
-    events: list[Event]
+    events: list[Line]
     marks: list[int]  # where each stretch but the first begins
     phases: list[Phase]  # of each stretch
 
@@ -133,7 +133,7 @@ class _Writer:
         self.trainable = [w.spec for w in self.local.weights if w.trainable]
         self.computed = find_adapter(recipe).loading(model)
         self.setting = describe(model, without_shape(recipe), device, rank, shortened=False)[0]
-        self.events: list[Event] = []
+        self.events: list[Line] = []
         self.marks: list[int] = []
         self.phases = [Phase.LOAD]
         self.born = 0
@@ -146,13 +146,15 @@ class _Writer:
         self._load()
         recording = _record(self.setting, batch)
         for first in (True, False):
-            alive: dict[int, list[int]] = {}
-            for piece in _pieces(recording, self.setting, first=first):
-                self._run(recording.meter, piece, alive)
+            pieces = list(_pieces(recording, self.setting, first=first))
+            playing = _Playing(recording.meter, self.born + 1, pieces[0].start)
+            for piece in pieces:
+                self._run(playing, piece)
             self.enter(Phase.FIRST_STEP if first else Phase.OPTIMIZER_STEP)
+            self.born = playing.end
             if self.setting.in_backward is None:
                 self._update()
-            self._end_step(recording, alive)
+            self._end_step(recording, playing)
         self._evaluate(_record(without_history(self.setting), batch))
         self._save()
         return Tape(self.events, self.marks, self.phases)
@@ -168,12 +170,12 @@ class _Writer:
         if not nbytes:
             return 0
         self.born += 1
-        self.events.append(Event(self.born, nbytes, stream))
+        self.events.append((self.born, nbytes, stream))
         return self.born
 
     def drop(self, storages: Iterable[int]) -> None:
         """Storages die."""
-        self.events += [Event(storage, FREED) for storage in storages if storage]
+        self.events += [(storage, FREED, 0) for storage in storages if storage]
 
     def _load(self) -> None:
         for weight in self.local.weights:
@@ -207,52 +209,33 @@ class _Writer:
         self.threads -= 1
         self.hold(product_workspace(self.device))
 
-    def _run(self, meter: Meter, piece: _Piece, alive: dict[int, list[int]]) -> None:
+    def _run(self, playing: _Playing, piece: _Piece) -> None:
         """A micro-batch, or a part of one: its events, each in its phase."""
         phase, at = piece.phase, piece.start
         self.enter(phase)
         if self.threads == 2 and piece.start <= piece.product < piece.stop:
-            self._play(meter, at, piece.product, alive)
+            self.events += playing.play(at, piece.product)
             self._begin_products()
             at = piece.product
         for mark in piece.marks:
             if mark.event < at:
                 continue
-            self._play(meter, at, mark.event, alive)
+            self.events += playing.play(at, mark.event)
             at = mark.event
             if phase in IN_ORDER:
                 phase = {"loss": Phase.LOSS, "head": Phase.BACKWARD}.get(mark.name, phase)
                 self.enter(phase)
             if self.threads == 1 and mark.name.endswith(AFTER_PRODUCT):
                 self._begin_products()
-        self._play(meter, at, piece.stop, alive)
+        self.events += playing.play(at, piece.stop)
 
-    def _play(self, meter: Meter, start: int, stop: int, alive: dict[int, list[int]]) -> None:
-        """Events of a meter; what it holds of the loaded weights stands on the tape already."""
-        kinds, requested, streams, counts = (
-            meter.kinds,
-            meter.requested,
-            meter.streams,
-            meter.counts,
-        )
-        write, born = self.events.append, self.born
-        for event in meter.events[start:stop]:
-            if event < 0:
-                for storage in alive.pop(~event, ()):
-                    write(Event(storage, FREED))
-            elif kinds[event] is not Kind.PARAMETERS and requested[event]:
-                made = alive[event] = list(range(born + 1, born + 1 + counts[event]))
-                born = made[-1]
-                for storage in made:
-                    write(Event(storage, requested[event], streams[event]))
-        self.born = born
-
-    def _end_step(self, recording: Recording, alive: dict[int, list[int]]) -> None:
+    def _end_step(self, recording: Recording, playing: _Playing) -> None:
         """Gradients are let go, and results that the loop has read; states stay."""
-        for index in recording.gradients:
-            self.drop(alive.pop(index, ()))
+        kinds, gradients = recording.meter.kinds, dict.fromkeys(recording.gradients)
+        alive = playing.find_alive()
+        self.drop(n for index in gradients if index in alive for n in alive[index])
         for index, storages in alive.items():
-            if recording.meter.kinds[index] is not Kind.OPTIMIZER_STATE:
+            if index not in gradients and kinds[index] is not Kind.OPTIMIZER_STATE:
                 self.drop(storages)
 
     def _update(self) -> None:
@@ -278,11 +261,18 @@ class _Writer:
 
     def _update_alone(self, spec: TensorSpec) -> None:
         settings = self.recipe.optimizer
-        meter, alive = Meter(cuda=True), dict[int, list[int]]()
+        meter = Meter(cuda=True)
         find_optimizer(settings).update_alone(spec, settings, meter)
-        self._play(meter, 0, len(meter.events), alive)
-        for storages in alive.values():
+        self._play_alone(meter, [slice(0, len(meter.events))])
+
+    def _play_alone(self, meter: Meter, parts: Iterable[slice]) -> None:
+        """Those events; what is left of them is let go."""
+        playing = _Playing(meter, self.born + 1)
+        for part in parts:
+            self.events += playing.play(part.start, part.stop)
+        for storages in playing.find_alive().values():
             self.drop(storages)
+        self.born = playing.end
 
     def _make_states(self, specs: Sequence[TensorSpec]) -> None:
         """Before the first update; nothing where they are there."""
@@ -312,11 +302,7 @@ class _Writer:
         self.enter(Phase.EVALUATE)
         pieces = list(_pieces(recording, without_history(self.setting), first=True))
         for _ in range(2):
-            alive: dict[int, list[int]] = {}
-            for piece in pieces:
-                self._play(recording.meter, piece.start, piece.stop, alive)
-            for storages in alive.values():
-                self.drop(storages)
+            self._play_alone(recording.meter, [slice(p.start, p.stop) for p in pieces])
 
     def _save(self) -> None:
         """The tensors of a checkpoint are there; of the model's files each rank gathers all."""
@@ -328,6 +314,52 @@ class _Writer:
                 self.drop([before])
                 before = made
             self.drop([before])
+
+
+class _Playing:
+    """One run of a recording's events, or of some of them; its storages get numbers of their own.
+
+    What the recording holds of the loaded weights stands on the tape already, and what is born
+    before `start` is another run's.
+    """
+
+    def __init__(self, meter: Meter, first: int, start: int = 0) -> None:
+        self.meter, self.first = meter, first
+        self.each = max(meter.counts, default=1)  # numbers of a storage: it may stand for several
+        self.end = first + len(meter.requested) * self.each
+        others = sum(event >= 0 for event in meter.events[:start])
+        kinds = enumerate(zip(meter.kinds, meter.requested, strict=True))
+        held = (i for i, (kind, nbytes) in kinds if kind is Kind.PARAMETERS or not nbytes)
+        self._left_out = {*range(others), *held}
+        self._played: list[int] = []
+
+    def play(self, start: int, stop: int) -> list[Line]:
+        """The lines of those events."""
+        requested, streams, first, left_out = (
+            self.meter.requested, self.meter.streams, self.first, self._left_out
+        )  # fmt: skip
+        own = [
+            event for event in self.meter.events[start:stop]
+            if (event if event >= 0 else ~event) not in left_out
+        ]  # fmt: skip
+        self._played += own
+        if self.each == 1:
+            return [
+                (first + e, requested[e], streams[e]) if e >= 0 else (first + ~e, FREED, 0) for e in own
+            ]
+        return [
+            (n, requested[e], streams[e]) if e >= 0 else (n, FREED, 0)
+            for e in own for n in self._numbers(e if e >= 0 else ~e)
+        ]  # fmt: skip
+
+    def find_alive(self) -> dict[int, range]:
+        """The numbers of each storage that was born and did not die."""
+        dead = {~event for event in self._played if event < 0}
+        return {e: self._numbers(e) for e in self._played if e >= 0 and e not in dead}
+
+    def _numbers(self, storage: int) -> range:
+        start = self.first + storage * self.each
+        return range(start, start + self.meter.counts[storage])
 
 
 class _Piece(NamedTuple):
