@@ -345,7 +345,8 @@ class _Playing:
         self._played += own
         if self.each == 1:
             return [
-                (first + e, requested[e], streams[e]) if e >= 0 else (first + ~e, FREED, 0) for e in own
+                (first + e, requested[e], streams[e]) if e >= 0 else (first + ~e, FREED, 0)
+                for e in own
             ]
         return [
             (n, requested[e], streams[e]) if e >= 0 else (n, FREED, 0)
