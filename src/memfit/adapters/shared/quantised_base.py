@@ -44,8 +44,8 @@ def check_base(model: Model, base_format: str, method: str) -> None:
     stated = f"`base_format: {base_format}`"
     if method == "dora" and method not in declared.methods:
         raise InvalidRequest(
-            f"{stated}: `method: dora` measures the rows of the weights, and would unpack"
-            " each of them to do so",
+            f"{stated}: `method: dora` measures the rows of the weights themselves, and would"
+            " unpack each of them to do so",
             hint="use `method: lora`, or `base_format: bf16`",
         )
     if method not in ("auto", *declared.methods):
