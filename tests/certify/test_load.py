@@ -16,11 +16,11 @@ from memfit.train.step.build import build_model
 
 BF16 = {"precision": "bf16", "base_format": "bf16"}
 LORA = {"method": "lora"}
-CODED = {"method": "lora", "base_format": "nf4", "precision": "bf16-mixed"}
+QUANTISED_DTYPE = {"method": "lora", "base_format": "nf4", "precision": "bf16-mixed"}
 CASES = {
     "llama, fp32 file": ("llama", "fp32", {}), "llama, bf16 file": ("llama", "bf16", {}),
     "llama, fp32 file, bf16": ("llama", "fp32", BF16), "llama, lora": ("llama", "bf16", LORA),
-    "llama, nf4": ("llama", "bf16", CODED),
+    "llama, nf4": ("llama", "bf16", QUANTISED_DTYPE),
     "gpt2": ("gpt2", "fp32", {}), "qwen2, tied": ("qwen2", "bf16", {}),
     "gpt_neox": ("gpt_neox", "fp16", {}), "opt": ("opt", "fp32", {}),
     "mixtral, experts apart": ("mixtral", "bf16", {}),

@@ -67,7 +67,7 @@ class Family(Described):
     attention_class: ClassVar[AttentionClass] = AttentionClass()
 
     def default_targets(self, a: Architecture) -> tuple[str, ...]:
-        """What LoRA adapts unless told: `lora_targets`, as this architecture names them."""
+        """Return LoRA's default targets: `lora_targets`, as this architecture names them."""
         del a
         return self.lora_targets
 
@@ -85,9 +85,9 @@ class Family(Described):
 
     @abstractmethod
     def block(
-        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
-        """One block: (batch, tokens, hidden) -> the same; `given` is what `embed` gave."""
+        """One block: (batch, tokens, hidden) -> the same; shared: `Embedded.shared` of `embed`."""
 
     @abstractmethod
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:

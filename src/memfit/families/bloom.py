@@ -103,7 +103,7 @@ class Bloom(Family):
         return ()
 
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
-        """See `Family.embed`; blocks are given the bias and the mask."""
+        """See `Family.embed`; all blocks share the bias and the mask."""
         meter, heads = forward.meter, forward.architecture.heads
         tokens = embedding(forward, weights["word_embeddings.weight"], forward.input_ids)
         x = apply_layer_norm(forward, weights, "word_embeddings_layernorm", tokens)
@@ -116,11 +116,11 @@ class Bloom(Family):
         return Embedded(x, (bias, causal_mask(forward, tokens.dtype)), (tokens, slopes))
 
     def block(
-        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
         """See `Family.block`."""
         normed = apply_layer_norm(forward, weights, "input_layernorm", x)
-        attended, chances = _attention(forward, weights, normed, x, given)
+        attended, chances = _attention(forward, weights, normed, x, shared)
         normed = apply_layer_norm(forward, weights, "post_attention_layernorm", attended)
         out = _mlp(forward, weights, normed, attended)
         hold_until_next(forward, chances)
@@ -144,10 +144,10 @@ def _one_of(config: Mapping[str, Any], key: str, other: str) -> str:
 
 @module
 def _attention(
-    forward: Forward, weights: Weights, x: Tensor, residual: Tensor, given: tuple[Tensor, ...]
+    forward: Forward, weights: Weights, x: Tensor, residual: Tensor, shared: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor]:
     """The class's own code: scores for every pair of tokens, and what it returns of them."""
-    a, (batch, tokens, _), (bias, mask) = forward.architecture, x.shape, given
+    a, (batch, tokens, _), (bias, mask) = forward.architecture, x.shape, shared
     fused = project(forward, weights, "self_attention.query_key_value", x)
     whole = meta.view(fused, batch, tokens, a.heads, 3, a.head_dim)
     parts = [meta.transpose(meta.select(whole, 3), 1, 2) for _ in range(3)]
@@ -176,7 +176,7 @@ def _mlp(forward: Forward, weights: Weights, x: Tensor, residual: Tensor) -> Ten
 
 @module
 def _gelu(forward: Forward, x: Tensor) -> Tensor:
-    """A function of its own: keeps its input alone, and computes the curve again in backward."""
+    """Return the GELU of x; its autograd function saves x alone and recomputes tanh in backward."""
     if "mlp" in forward.lean:
         return lean.activation(x)
     return meta.own_function(gelu_fast, _gelu_slope, x)

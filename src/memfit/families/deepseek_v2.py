@@ -90,10 +90,10 @@ class DeepseekV2(Family):
         return Embedded(x, (complex_rotation(forward, position_ids), position_ids), (x,))
 
     def block(
-        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
         """See `Family.block`."""
-        return latent_block(forward, weights, x, given, rotate_complex, route_by_softmax)
+        return latent_block(forward, weights, x, shared, rotate_complex, route_by_softmax)
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""

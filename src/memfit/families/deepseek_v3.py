@@ -75,10 +75,10 @@ class DeepseekV3(Family):
         return rotary_embed(forward, weights["embed_tokens.weight"])
 
     def block(
-        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
         """See `Family.block`."""
-        return latent_block(forward, weights, x, given, rotate_pairs, route_by_sigmoid)
+        return latent_block(forward, weights, x, shared, rotate_pairs, route_by_sigmoid)
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""

@@ -41,8 +41,8 @@ from memfit.records.model import Architecture, TensorSpec, Weight
 class Falcon(Family):
     """LayerNorm, rotary positions; one key for all heads (7B), or one for each group (40B).
 
-    The architecture with groups is Hugging Face's "new decoder architecture", of two norms unless
-    told otherwise. Keys and values are not repeated for all heads, as Hugging Face's class would.
+    The architecture with groups is Hugging Face's "new decoder architecture", with two norms by
+    default. Keys and values are not repeated for all heads, as Hugging Face's class would.
     """
 
     name = "falcon"
@@ -148,7 +148,7 @@ class Falcon(Family):
         return rotary_embed(forward, weights["word_embeddings.weight"])
 
     def block(
-        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
         """See `Family.block`."""
         names, residual, fed_from = _norms(forward.architecture), x, None
@@ -157,7 +157,7 @@ class Falcon(Family):
             fed_from = apply_layer_norm(forward, weights, "ln_mlp", x)
         else:
             normed = apply_layer_norm(forward, weights, "input_layernorm", x)
-        attended = _attention(forward, weights, normed, (given[0], given[1]))
+        attended = _attention(forward, weights, normed, (shared[0], shared[1]))
         if "post_attention_layernorm" in names:
             residual = meta.add(residual, attended)
             fed_from = apply_layer_norm(forward, weights, "post_attention_layernorm", residual)

@@ -76,12 +76,12 @@ class Gemma(Family):
         return scaled_embed(forward, weights["embed_tokens.weight"])
 
     def block(
-        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
         """See `Family.block`."""
         residual = x
         x = unit_norm(forward, weights["input_layernorm.weight"], x)
-        x = gated_attention(forward, weights, x, (given[0], given[1]))
+        x = gated_attention(forward, weights, x, (shared[0], shared[1]))
         x = meta.add(residual, x)
         residual = x
         x = unit_norm(forward, weights["post_attention_layernorm.weight"], x)

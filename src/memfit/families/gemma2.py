@@ -98,10 +98,10 @@ class Gemma2(Family):
         return scaled_embed(forward, weights["embed_tokens.weight"])
 
     def block(
-        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
         """See `Family.block`."""
-        turn = given[0], given[1]
+        turn = shared[0], shared[1]
 
         def attention(x: Tensor) -> Tensor:
             return gated_attention(forward, weights, x, turn)

@@ -122,10 +122,10 @@ class Gemma3Text(Family):
         return Embedded(x, (position_ids,), (x,), turns)
 
     def block(
-        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
         """See `Family.block`."""
-        turn = given[0], given[1]
+        turn = shared[0], shared[1]
 
         def attention(x: Tensor) -> Tensor:
             return _attention(forward, weights, x, turn)
@@ -144,11 +144,11 @@ def _kinds(a: Architecture) -> list[str]:
 
 def _check_rotation(config: Mapping[str, Any]) -> None:
     """Both kinds of block must rotate in a way that memfit describes."""
-    given = config.get("rope_parameters") or {}
-    if not isinstance(given, Mapping):
-        raise InvalidRequest(f"`rope_parameters: {show(given)}` in config.json is no mapping")
-    nested = {"full_attention", "sliding_attention"} & set(given)
-    for part in [given[key] for key in nested if given[key]] if nested else [given]:
+    parameters = config.get("rope_parameters") or {}
+    if not isinstance(parameters, Mapping):
+        raise InvalidRequest(f"`rope_parameters: {show(parameters)}` in config.json is no mapping")
+    nested = {"full_attention", "sliding_attention"} & set(parameters)
+    for part in [parameters[key] for key in nested if parameters[key]] if nested else [parameters]:
         rope({**config, "rope_parameters": part})
 
 

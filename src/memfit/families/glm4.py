@@ -100,10 +100,10 @@ class Glm4(Family):
         return rotary_embed(forward, weights["embed_tokens.weight"])
 
     def block(
-        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
         """See `Family.block`."""
-        turn = given[0], given[1]
+        turn = shared[0], shared[1]
 
         def attention(x: Tensor) -> Tensor:
             return _attention(forward, weights, x, turn)
@@ -131,8 +131,8 @@ def _attention(forward: Forward, weights: Weights, x: Tensor, turn: Rotation) ->
 def _rotate(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
     """Neighbours are pairs, so each block writes cosines and sines out twice for itself."""
     cos, sin = meta.unsqueeze(turn[0], 1), meta.unsqueeze(turn[1], 1)
-    cos = _again(cos)
-    sin = _again(sin)
+    cos = _repeat_pairs(cos)
+    sin = _repeat_pairs(sin)
     size = cos.shape[-1]
     query_part, query_rest = cut_head(query, size)
     key_part, key_rest = cut_head(key, size)
@@ -143,7 +143,7 @@ def _rotate(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]
     return query_rotated, key_rotated
 
 
-def _again(x: Tensor) -> Tensor:
+def _repeat_pairs(x: Tensor) -> Tensor:
     """`x[..., :half].repeat_interleave(2, dim=-1)`."""
     return meta.empty(x.meter, x.shape, x.dtype)
 

@@ -109,7 +109,7 @@ class Gpt2(Family):
         return Embedded(meta.add(tokens, learned), (position_ids,), (tokens, learned))
 
     def block(
-        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
         """See `Family.block`."""
         return _block(forward, weights, x)

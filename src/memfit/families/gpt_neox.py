@@ -113,10 +113,10 @@ class GptNeox(Family):
         return rotary_embed(forward, weights["embed_in.weight"])
 
     def block(
-        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
         """See `Family.block`."""
-        return _block(forward, weights, x, (given[0], given[1]))
+        return _block(forward, weights, x, (shared[0], shared[1]))
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""

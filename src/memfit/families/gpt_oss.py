@@ -130,12 +130,12 @@ class GptOss(Family):
         return Embedded(x, (cosines, sines, position_ids), (x,))
 
     def block(
-        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
         """See `Family.block`."""
         residual = x
         x = wide_norm(forward, weights["input_layernorm.weight"], x)
-        x = _attention(forward, weights, x, given)
+        x = _attention(forward, weights, x, shared)
         x = meta.add(residual, x)
         residual = x
         x = wide_norm(forward, weights["post_attention_layernorm.weight"], x)
@@ -199,13 +199,13 @@ def _scaled(angles: Tensor) -> Tensor:
 
 
 @module
-def _attention(forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]) -> Tensor:
+def _attention(forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]) -> Tensor:
     """Grouped heads; whatever the window, one mask of booleans is made in each call."""
     shape = (*x.shape[:-1], -1, forward.architecture.head_dim)
     query = heads(forward, weights, "self_attn.q_proj", x, shape)
     key = heads(forward, weights, "self_attn.k_proj", x, shape)
     value = heads(forward, weights, "self_attn.v_proj", x, shape)
-    cos, sin = meta.unsqueeze(given[0], 1), meta.unsqueeze(given[1], 1)
+    cos, sin = meta.unsqueeze(shared[0], 1), meta.unsqueeze(shared[1], 1)
     query, key = _turn(query, cos, sin), _turn(key, cos, sin)
     sinks = weights["self_attn.sinks"]
     call = partial(attend_with_sinks, sinks=sinks)

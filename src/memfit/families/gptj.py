@@ -128,12 +128,12 @@ class GptJ(Family):
         return Embedded(x, (sines, cosines, position_ids), (x,))
 
     def block(
-        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
         """See `Family.block`."""
         residual = x
         x = apply_layer_norm(forward, weights, "ln_1", x)
-        attended = _attention(forward, weights, x, (given[0], given[1]))
+        attended = _attention(forward, weights, x, (shared[0], shared[1]))
         fed = plain_mlp(forward, weights, "mlp.fc_in", "mlp.fc_out", x)
         return meta.add(meta.add(attended, fed), residual)
 

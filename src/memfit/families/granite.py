@@ -35,7 +35,7 @@ from memfit.records.model import Architecture, TensorSpec, Weight
 class Granite(Family):
     """Llama's block; embeddings, residuals and logits are multiplied by numbers.
 
-    A number of 1 is multiplied by as well, so the numbers change no memory and are not kept.
+    A number of 1 is multiplied by as well, so the numbers change no memory and are not recorded.
     """
 
     name = "granite"
@@ -91,12 +91,12 @@ class Granite(Family):
         return Embedded(x, (cosines, sines, position_ids), (x,))
 
     def block(
-        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
         """See `Family.block`."""
         residual = x
         x = rms_norm(forward, weights["input_layernorm.weight"], x)
-        x = gated_attention(forward, weights, x, (given[0], given[1]))
+        x = gated_attention(forward, weights, x, (shared[0], shared[1]))
         x = meta.add(residual, meta.scale(x))
         residual = x
         x = rms_norm(forward, weights["post_attention_layernorm.weight"], x)

@@ -116,7 +116,7 @@ class Mpt(Family):
         return ()
 
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
-        """See `Family.embed`; blocks are given the bias, in fp32, and the mask, of booleans."""
+        """See `Family.embed`; all blocks share the bias, in fp32, and the mask, of booleans."""
         a, meter = forward.architecture, forward.meter
         x = embedding(forward, weights["wte.weight"], forward.input_ids)
         counted = meta.empty(meter, (1, 1, 1, a.max_sequence), "int32")
@@ -127,11 +127,11 @@ class Mpt(Family):
         return Embedded(x, (bias, mask), (x,))
 
     def block(
-        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
         """See `Family.block`."""
         normed, residual = apply_layer_norm(forward, weights, "norm_1", x), x
-        attended, chances = _attention(forward, weights, normed, given)
+        attended, chances = _attention(forward, weights, normed, shared)
         x = meta.add(attended, residual)
         normed, residual = apply_layer_norm(forward, weights, "norm_2", x), x
         out = _mlp(forward, weights, normed, residual)
@@ -145,10 +145,10 @@ class Mpt(Family):
 
 @module
 def _attention(
-    forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+    forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor]:
     """The class's own code: scores for every pair of tokens, and what it returns of them."""
-    a, (bias, mask), width = forward.architecture, given, x.shape[-1]
+    a, (bias, mask), width = forward.architecture, shared, x.shape[-1]
     fused = project(forward, weights, "attn.Wqkv", x)
     shape = (*x.shape[:-1], a.heads, a.head_dim)
     query, key, value = (

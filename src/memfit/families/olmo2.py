@@ -100,11 +100,11 @@ class Olmo2(Family):
         return Embedded(x, (cosines, sines, position_ids), (x,))
 
     def block(
-        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
         """See `Family.block`."""
         residual = x
-        x = _attention(forward, weights, x, (given[0], given[1]))
+        x = _attention(forward, weights, x, (shared[0], shared[1]))
         x = wide_norm(forward, weights["post_attention_layernorm.weight"], x)
         x = meta.add(residual, x)
         residual = x

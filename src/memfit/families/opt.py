@@ -125,7 +125,7 @@ class Opt(Family):
         return Embedded(x, (position_ids,), (tokens, learned, ones))
 
     def block(
-        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
         """See `Family.block`."""
         after, shape, residual = forward.architecture.norm_after, x.shape, x

@@ -114,12 +114,12 @@ class Phi(Family):
         return rotary_embed(forward, weights["embed_tokens.weight"])
 
     def block(
-        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
         """See `Family.block`."""
         residual = x
         x = apply_layer_norm(forward, weights, "input_layernorm", x)
-        attended = _attention(forward, weights, x, (given[0], given[1]))
+        attended = _attention(forward, weights, x, (shared[0], shared[1]))
         fed = plain_mlp(forward, weights, "mlp.fc1", "mlp.fc2", x)
         return meta.add(meta.add(attended, fed), residual)
 

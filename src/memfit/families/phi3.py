@@ -98,12 +98,12 @@ class Phi3(Family):
         return rotary_embed(forward, weights["embed_tokens.weight"])
 
     def block(
-        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
         """See `Family.block`."""
         residual = x
         x = rms_norm(forward, weights["input_layernorm.weight"], x)
-        x = _attention(forward, weights, x, (given[0], given[1]))
+        x = _attention(forward, weights, x, (shared[0], shared[1]))
         x = meta.add(residual, x)
         residual = x
         x = rms_norm(forward, weights["post_attention_layernorm.weight"], x)

@@ -92,10 +92,10 @@ class SmolLm3(Family):
         return rotary_embed(forward, weights["embed_tokens.weight"])
 
     def block(
-        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
         """See `Family.block`."""
-        turn = None if forward.kind == UNROTATED else (given[0], given[1])
+        turn = None if forward.kind == UNROTATED else (shared[0], shared[1])
         return gated_block(forward, weights, x, turn)
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
@@ -105,20 +105,20 @@ class SmolLm3(Family):
 
 def _kinds(config: Mapping[str, Any], layers: int) -> list[str]:
     """`no_rope_layers` holds a 1 for each layer that rotates, whatever its name says."""
-    given = config.get("no_rope_layers")
-    if given is None:
+    flags = config.get("no_rope_layers")
+    if flags is None:
         interval = size(config, "no_rope_layer_interval", 4)
-        given = [int((layer + 1) % interval != 0) for layer in range(layers)]
+        flags = [int((layer + 1) % interval != 0) for layer in range(layers)]
     if (
-        not isinstance(given, list)
-        or len(given) < layers
-        or any(one not in (0, 1) for one in given)
+        not isinstance(flags, list)
+        or len(flags) < layers
+        or any(one not in (0, 1) for one in flags)
     ):
         raise InvalidRequest(
-            f"`no_rope_layers: {show(given)}` in config.json is not a 0 or 1 for each of {layers}"
+            f"`no_rope_layers: {show(flags)}` in config.json is not a 0 or 1 for each of {layers}"
             " layers"
         )
-    return ["" if rotates else UNROTATED for rotates in given[:layers]]
+    return ["" if rotates else UNROTATED for rotates in flags[:layers]]
 
 
 families.register("smollm3")(SmolLm3())

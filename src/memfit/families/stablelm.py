@@ -121,12 +121,12 @@ class StableLm(Family):
         return rotary_embed(forward, weights["embed_tokens.weight"])
 
     def block(
-        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
         """See `Family.block`."""
         residual = x
         x = apply_layer_norm(forward, weights, "input_layernorm", x)
-        attended = _attention(forward, weights, x, (given[0], given[1]))
+        attended = _attention(forward, weights, x, (shared[0], shared[1]))
         if forward.architecture.parallel_residual:
             fed = gated_mlp(forward, weights, x)
             return meta.add(meta.add(residual, attended), fed)
@@ -177,7 +177,7 @@ def _rotate(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]
 
 @module
 def _norm_heads(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
-    """A LayerNorm without bias of its own for each head, joined again."""
+    """Apply to each head its own LayerNorm without bias, and concatenate the heads."""
     parts = meta.split(x, (1,) * x.shape[1], 1)
     normed = [
         _norm(forward, weights[f"{name}.norms.{i}.weight"], part) for i, part in enumerate(parts)

@@ -1,6 +1,6 @@
 """T5 1.1 and FLAN-T5 (Raffel et al. 1910.10683; Hugging Face's `t5`): parameters alone.
 
-An encoder beside a decoder: memfit plans and trains decoders, so only what is stored is told.
+memfit plans and trains decoders; of this encoder with a decoder it knows only the parameters.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class T5(Described):
         )
 
     def config(self, a: Architecture) -> dict[str, Any]:
-        """See `Described.config`; Hugging Face's class ties the head whatever it is told."""
+        """See `Described.config`; Hugging Face's class ties the head whatever the config states."""
         return {
             "model_type": self.name,
             "vocab_size": a.vocab,

@@ -1,7 +1,7 @@
 """The backward of a size-only graph: what torch's engine holds, in torch's order.
 
-A node keeps what its derivative needs (torch's derivatives.yaml), nodes run by descending sequence
-number, a gradient that arrives first is kept as it is and later ones are added to it.
+A node saves what its derivative needs (torch's derivatives.yaml), nodes run by descending sequence
+number, and a node's first gradient is not copied: later ones are added to it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Node:
         return self.edges[i] is not None
 
     def unpack(self, i: int) -> Tensor:
-        """Saved tensor i; computes it again when it was promised by a recomputed region."""
+        """Return saved tensor i; a recomputed region recomputes it."""
         saved = self.saved[i]
         return saved if isinstance(saved, Tensor) else saved.fetch()
 
@@ -109,7 +109,7 @@ def backward(
     """Run the graph of a scalar backwards, as `loss.backward()` does; or of what the gradient
     `seed` is of.
 
-    `passing` is told the sequence number of each node before it runs.
+    `passing` is called with the sequence number of each node before it runs.
     """
     root, meter = loss.grad_fn, loss.meter
     if root is None:
@@ -207,24 +207,24 @@ class Promise:
         self.tensor: Tensor | None = None
 
     def fetch(self) -> Tensor:
-        """The tensor, computed again with its whole region when it is not there; given up once."""
+        """Return the tensor and drop it; where it is not there, its whole region is recomputed."""
         if self.tensor is None:
             self.region.recompute()
-        kept, self.tensor = self.tensor, None
-        if kept is None:
+        saved, self.tensor = self.tensor, None
+        if saved is None:
             raise RuntimeError("a recomputed forward saved other tensors than the first one")
-        return kept
+        return saved
 
 
 class _EnoughRecomputedError(Exception):
-    """Every promised tensor is there: the rest of the forward is not run again."""
+    """Every saved tensor is recomputed: the rest of the forward need not run."""
 
 
 class Region:
     """One non-reentrant `torch.utils.checkpoint` with early stop.
 
-    keeps: what `kept` makes inside stays there until it is computed again, and is found then: the
-    selective one. Whatever no later computation asks for stays as long as the region.
+    selective: results of `must_save` inside are held until the recomputation takes them; those that
+    it never takes are held as long as the region.
     """
 
     def __init__(
@@ -251,15 +251,15 @@ class Region:
             return promise
         waiting = self.promises[self.filled]() if self.filled < len(self.promises) else None
         self.filled += 1
-        kept = tensor.detached()
+        saved = tensor.detached()
         if waiting is not None:
-            waiting.tensor = kept
+            waiting.tensor = saved
         if self.filled == len(self.promises):
             raise _EnoughRecomputedError
-        return kept
+        return saved
 
     def recompute(self) -> None:
-        """Run the forward again until every promise is kept."""
+        """Rerun the forward until every saved tensor is recomputed."""
         meter = self.arguments[0].meter
         before, meter.saver = meter.saver, self
         autocast, meter.autocast = meter.autocast, self.autocast
@@ -273,7 +273,7 @@ class Region:
             meter.saver, meter.autocast = before, autocast
 
     def keep(self, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """First forward: what `make` makes, and a handle of it. Recomputed: what was kept."""
+        """Return what `make` makes, and hold it; in the recomputation return what is held."""
         if self.filled < 0:
             made = make()
             self.results.append(tuple(t.detached() for t in made))
@@ -286,8 +286,8 @@ class Region:
         return known
 
 
-def kept(meter: Meter, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """What an operation makes that a selective region keeps: see `checkpoint`."""
+def must_save(meter: Meter, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Return what `make` makes; a selective region holds it (`CheckpointPolicy.MUST_SAVE`)."""
     region = meter.saver
     if region is None or not region.selective or meter.forgets:
         return make()

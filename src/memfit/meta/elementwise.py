@@ -60,18 +60,18 @@ def _cast_backward(dtype: str) -> Rule:
 
 
 def autocast_lower(x: Tensor) -> Tensor:
-    """What autocast feeds to matrix products: 16-bit copies, made anew at each use.
+    """Return what autocast feeds to matrix products: 16-bit copies, made at each use.
 
-    Those of weights are kept where `Meter.casts` is a place for them.
+    Those of weights are cached in `Meter.casts`, where it is not None.
     """
     if not (x.meter.autocast and x.dtype == "float32"):
         return x
-    kept, weight = x.meter.casts, x.meter.kinds[x.storage.index] is Kind.PARAMETERS
-    if kept is None or not (weight and (x.requires_grad or x.meter.casts_frozen)):
+    casts, weight = x.meter.casts, x.meter.kinds[x.storage.index] is Kind.PARAMETERS
+    if casts is None or not (weight and (x.requires_grad or x.meter.casts_frozen)):
         return cast(x, x.meter.low)
-    if x.storage.index not in kept:
-        kept[x.storage.index] = cast(x, x.meter.low)
-    return kept[x.storage.index]
+    if x.storage.index not in casts:
+        casts[x.storage.index] = cast(x, x.meter.low)
+    return casts[x.storage.index]
 
 
 def autocast_upper(x: Tensor) -> Tensor:
@@ -259,7 +259,7 @@ def _fill_masked_backward(node: Node, grads: Incoming) -> Gradients:
 def own_function(
     forward: Callable[[Tensor], Tensor], slope: Callable[[Tensor, Tensor], Tensor], x: Tensor
 ) -> Tensor:
-    """A `torch.autograd.Function` of x that keeps x alone; `slope` is given x and the gradient."""
+    """A `torch.autograd.Function` of x that saves x alone; `slope` takes x and the gradient."""
 
     def rule(node: Node, grads: Incoming) -> Gradients:
         return (slope(node.unpack(0), upstream(grads)),)

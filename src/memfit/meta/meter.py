@@ -146,8 +146,8 @@ class Meter:
     def count_product(self, flop: int) -> None:
         """A matrix product is about to run."""
         if self.on_product is not None:
-            told, self.on_product = self.on_product, None
-            told()
+            callback, self.on_product = self.on_product, None
+            callback()
         self.flop += flop * self.copies
 
     @contextmanager
@@ -160,7 +160,7 @@ class Meter:
             self.copies = before
 
     def passes(self, count: int) -> range:
-        """The passes to run of a loop of so many: all, or the first, the second and the last.
+        """Return which of `count` passes to run: all, or the first, the second and the last.
 
         Without `unrolled`, what the others leave behind must be counted (`standing_for`).
         """
@@ -177,7 +177,7 @@ class Meter:
 
     @contextmanager
     def forgetting(self) -> Iterator[None]:
-        """Products inside are not kept by a selective region."""
+        """Within this context a selective region does not save products."""
         self.forgets = True
         try:
             yield

@@ -41,8 +41,8 @@ def _fill_backward(target: Tensor, source: Tensor) -> Rule:
         whole = empty(grad.meter, shape, grad.dtype, strides=strides)
         cut = empty(grad.meter, part, grad.dtype)
         zeros = empty(grad.meter, part, grad.dtype) if node.needs(0) else None
-        given = cut if cut.dtype == dtype else like(cut, dtype=dtype)
+        gradient = cut if cut.dtype == dtype else like(cut, dtype=dtype)
         del zeros
-        return (whole if node.needs(0) else None), given
+        return (whole if node.needs(0) else None), gradient
 
     return rule

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memfit.meta.autograd import Gradients, Node, Rule, kept, record
+from memfit.meta.autograd import Gradients, Node, Rule, must_save, record
 from memfit.meta.elementwise import Incoming, add, attach, autocast_lower, like, upstream
 from memfit.meta.tensor import Tensor, empty
 from memfit.meta.views import reshape, transpose, view
@@ -49,7 +49,7 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
     """`torch.mm(a, b)`: (m, k) x (k, n) -> (m, n)."""
     saved = (a if b.requires_grad else None, b if a.requires_grad else None)
     node = record(_multiply_backward(_by_column(b)), (a, b), saved)
-    (product,) = kept(a.meter, lambda: (_product(a, b),))
+    (product,) = must_save(a.meter, lambda: (_product(a, b),))
     return attach(node, product)
 
 
@@ -69,7 +69,7 @@ def add_multiply(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """`torch.addmm(bias, a, b)`: (n) + (m, k) x (k, n) -> (m, n)."""
     saved = (a if b.requires_grad else None, b if a.requires_grad else None)
     node = record(_add_multiply_backward(_by_column(b)), (bias, a, b), saved)
-    (product,) = kept(a.meter, lambda: (_product(a, b),))
+    (product,) = must_save(a.meter, lambda: (_product(a, b),))
     return attach(node, product)
 
 

@@ -1,8 +1,8 @@
-"""torch's reentrant checkpoint (`torch.utils.checkpoint.CheckpointFunction`), and what it asks for.
+"""torch's reentrant checkpoint (`torch.utils.checkpoint.CheckpointFunction`).
 
-The first forward runs without a graph. A backward runs the whole function again under autocast's
-settings of then, and a backward of its own inside: the function's result, and the gradient that it
-began with, are held until that one is over.
+The first forward runs without a graph. A backward reruns the whole function under the autocast
+settings of the first, and a backward of its own inside: the function's result and the gradient
+that it began with are held until that one is over.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from memfit.meta.tensor import Tensor
 def checkpoint_reentrant(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """`checkpoint(function, x, use_reentrant=True)`; what else requires gradients is trained."""
     meter = x.meter
-    node = record(_run_again(function, meter.autocast, meter.casts is not None), (x,), (x,))
+    node = record(_rerun(function, meter.autocast, meter.casts is not None), (x,), (x,))
     with meter.without_graph():
         out = function(x)
     return out if node is None else node.attach(out)
 
 
-def _run_again(function: Callable[[Tensor], Tensor], autocast: bool, caches: bool) -> Rule:
+def _rerun(function: Callable[[Tensor], Tensor], autocast: bool, caches: bool) -> Rule:
     def rule(node: Node, grads: list[Tensor | None]) -> Gradients:
         x = node.unpack(0).detached()
         meter, found = x.meter, want_gradient(x)

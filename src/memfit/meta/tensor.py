@@ -84,7 +84,7 @@ class Tensor:
 # shapes repeat: what follows from them alone is worked out once
 @lru_cache(maxsize=SHAPES)
 def count_bytes(shape: Shape, dtype: str) -> int:
-    """Bytes of so many elements."""
+    """Return the bytes of a tensor of this shape and dtype."""
     return prod(shape) * DTYPE_BYTES[dtype]
 
 
@@ -102,7 +102,7 @@ def _is_row_major(shape: Shape, strides: Shape) -> bool:
 def empty(
     meter: Meter, shape: Shape, dtype: str, kind: Kind | None = None, strides: Shape | None = None
 ) -> Tensor:
-    """A new tensor on the device; row-major unless strides are given."""
+    """Return a new tensor on the device, row-major by default."""
     storage = Storage(meter, count_bytes(shape, dtype), kind, shape[-1] if shape else 1)
     tensor = Tensor(meter, shape, dtype, strides or row_major(shape), storage)
     if strides is None:
@@ -176,7 +176,7 @@ def _broadcast_strides(shape: Shape, own: Shape, strides: Shape) -> Shape:
 
 
 def _fastest_first(shape: Shape, padded: tuple[Shape, ...]) -> list[int]:
-    """Dimensions from the innermost in memory; an insertion sort, because ties are not total."""
+    """Return the dimensions, innermost in memory first; insertion sort, as ties are not total."""
     order = list(range(len(shape) - 1, -1, -1))
     for i in range(1, len(order)):
         at = i

@@ -1,9 +1,9 @@
 """Sizes that are not numbers yet: a forward over them is written down once for every shape.
 
-`Unknowns` hands out the rows and the tokens of a micro-batch as `Size`s. What is computed from them
-is a polynomial; what is asked of them (is it 1? is it longer than the heads are many?) is answered
-by an example and kept as a condition. Where all conditions hold, another shape would have run the
-same operations in the same order, so the log of one run is the log of both, number by formula.
+`Unknowns` returns the rows and the tokens of a micro-batch as `Size`s. Arithmetic on them gives
+polynomials; a comparison (is it 1? is it larger than the number of heads?) is decided by an example
+and recorded as a condition. Where all conditions hold, another shape would have run the same
+operations in the same order, so the log of one run is the log of both, number by formula.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Range:
 
 
 class Unknowns:
-    """Named numbers with an example of each, and what was asked of them."""
+    """Named numbers with an example of each, and the conditions that were tested on them."""
 
     def __init__(self, *examples: int) -> None:
         self.examples = list(examples)
@@ -59,14 +59,14 @@ class Unknowns:
 
     def make(self, terms: dict[Monomial, int]) -> Number:
         """The size with these terms; a plain number where nothing is unknown."""
-        kept = tuple(sorted((m, c) for m, c in terms.items() if c))
-        if not kept:
+        nonzero = tuple(sorted((m, c) for m, c in terms.items() if c))
+        if not nonzero:
             return 0
-        if len(kept) == 1 and not kept[0][0]:
-            return kept[0][1]
-        if kept not in self._known:
-            self._known[kept] = Size(self, kept)
-        return self._known[kept]
+        if len(nonzero) == 1 and not nonzero[0][0]:
+            return nonzero[0][1]
+        if nonzero not in self._known:
+            self._known[nonzero] = Size(self, nonzero)
+        return self._known[nonzero]
 
     def quotient(self, over: Size, under: Number) -> Number:
         """`over // under` as an unknown of its own, from 0 up."""

@@ -170,13 +170,13 @@ def split(x: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
 
 def _split_backward(shape: Shape, sizes: Shape, dim: int) -> Rule:
     def rule(node: Node, grads: Incoming) -> Gradients:
-        given = next(g for g in grads if g is not None)
+        known = next(g for g in grads if g is not None)
         zeros = [
-            empty(given.meter, (*shape[:dim], size, *shape[dim + 1 :]), given.dtype)
+            empty(known.meter, (*shape[:dim], size, *shape[dim + 1 :]), known.dtype)
             for size, g in zip(sizes, grads, strict=True)
             if g is None
         ]
-        result = empty(given.meter, shape, given.dtype)
+        result = empty(known.meter, shape, known.dtype)
         del zeros
         return (result,)
 

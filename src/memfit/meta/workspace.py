@@ -188,7 +188,7 @@ def _power(n: int, most: int) -> int:
 
 
 def product_workspace(device: Device) -> int:
-    """Bytes of one cuBLAS (hipBLAS) workspace, kept from a thread's first product on.
+    """Return the bytes of one cuBLAS (hipBLAS) workspace, held from a thread's first product on.
 
     One for each thread and stream: the forward's and autograd's. cuBLASLt shares it.
     Source: aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize.

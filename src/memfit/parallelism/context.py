@@ -34,7 +34,7 @@ def row_multiple(parallel: Parallel) -> int:
 
 
 def own_parts(tokens: int, parallel: Parallel, rank: int) -> tuple[range, range]:
-    """Which tokens of a row of so many are this rank's: `row_multiple` divides `tokens`."""
+    """Return this rank's two ranges of a row's tokens; `row_multiple` divides `tokens`."""
     each, place = tokens // (PARTS * parallel.cp), parallel.place(rank)
     last = PARTS * parallel.cp - 1 - place
     return range(place * each, (place + 1) * each), range(last * each, (last + 1) * each)
@@ -68,17 +68,19 @@ def why_no_shared_rows(recipe: Recipe, name: str, a: Architecture) -> tuple[str,
 def _refused(recipe: Recipe, name: str, a: Architecture) -> Iterator[tuple[str, str]]:
     """What of a recipe is not built for such ranks, and what to use instead."""
     if recipe.packing:
-        said = "`packing: true` keeps documents apart, and torch's ring attends to whole rows"
-        yield said, "use `task.packing: false`"
+        problem = "`packing: true` keeps documents apart, and torch's ring attends to whole rows"
+        yield problem, "use `task.packing: false`"
     if recipe.attention not in KERNELS:
-        said = f"`attention: {recipe.attention}` is not held against one process in torch's ring"
-        yield said, f"use `attention: {KERNELS[0]}`"
+        problem = f"`attention: {recipe.attention}` is not held against one process in torch's ring"
+        yield problem, f"use `attention: {KERNELS[0]}`"
     if a.windowed(recipe.sequence_length):
-        said = f"`{name}` attends within windows of {a.sliding_window} tokens, torch's ring to all"
-        yield said, f"use {OTHERWISE}"
+        problem = (
+            f"`{name}` attends within windows of {a.sliding_window} tokens, torch's ring to all"
+        )
+        yield problem, f"use {OTHERWISE}"
     if a.head_dim % 8:
-        said = f"the flash kernel takes heads of a multiple of 8, and `{name}` has {a.head_dim}"
-        yield said, f"use {OTHERWISE}"
+        problem = f"the flash kernel takes heads of a multiple of 8, and `{name}` has {a.head_dim}"
+        yield problem, f"use {OTHERWISE}"
     if recipe.prefers:
         yield f"`objective: {recipe.objective}` is not built for such ranks", f"use {OTHERWISE}"
     if recipe.offload == "activations":

@@ -17,22 +17,26 @@ Unsupported = tuple[str, str]  # why not, and what to use instead
 def why_no_mesh(recipe: Recipe, name: str, architecture: Architecture) -> Unsupported | None:
     """Why ranks cannot share a recipe's work as its mesh says, and what to use; None where they
     can."""
-    where = recipe, name, architecture
-    return why_no_pipeline(*where) or why_no_shared_products(*where) or why_no_shared_rows(*where)
+    arguments = recipe, name, architecture
+    return (
+        why_no_pipeline(*arguments)
+        or why_no_shared_products(*arguments)
+        or why_no_shared_rows(*arguments)
+    )
 
 
-def refuse(lack: Unsupported | None) -> None:
-    """Raise InvalidRequest for a lack; nothing for none."""
-    if lack is not None:
-        raise InvalidRequest(lack[0], hint=lack[1])
+def refuse(unsupported: Unsupported | None) -> None:
+    """Raise InvalidRequest unless `unsupported` is None."""
+    if unsupported is not None:
+        raise InvalidRequest(unsupported[0], hint=unsupported[1])
 
 
 def check_ranks(recipe: Recipe) -> None:
     """Raise InvalidRequest for what the ranks of a recipe cannot do together."""
     ranks, optimizer = recipe.parallel.world, recipe.optimizer
     model = read_model(recipe.model)
-    where = recipe, model.name, model.architecture
-    refuse(why_no_pipeline(*where))
+    arguments = recipe, model.name, model.architecture
+    refuse(why_no_pipeline(*arguments))
     if ranks == 1:
         return
     family = find_optimizer(optimizer)
@@ -50,7 +54,7 @@ def check_ranks(recipe: Recipe) -> None:
             " agree on which",
             hint="use `precision: bf16-mixed`",
         )
-    refuse(why_no_shared_products(*where) or why_no_shared_rows(*where))
+    refuse(why_no_shared_products(*arguments) or why_no_shared_rows(*arguments))
 
 
 def check_method(method: str, ranks: int) -> None:

@@ -45,8 +45,8 @@ def stage_model(model: Model, parallel: Parallel, rank: int) -> Model:
     if parallel.pp == 1:
         return model
     layers, place = model.architecture.layers, parallel.stage_place(rank)
-    kept = (w for w in model.weights if owner_of(w, layers, parallel) == place)
-    return replace(model, weights=tuple(kept))
+    own = (w for w in model.weights if owner_of(w, layers, parallel) == place)
+    return replace(model, weights=tuple(own))
 
 
 def shown_micro_batches(recipe: Recipe, enough: int) -> int:
@@ -57,7 +57,7 @@ def shown_micro_batches(recipe: Recipe, enough: int) -> int:
 
 
 def runs_in(parallel: Parallel, micro_batches: int) -> bool:
-    """Whether torch's schedule takes so many micro-batches a step."""
+    """Return whether torch's schedule accepts this number of micro-batches a step."""
     rounds = max(1, micro_batches // parallel.pp)
     return micro_batches >= parallel.pp and (parallel.virtual_pp == 1 or not micro_batches % rounds)
 
@@ -102,17 +102,17 @@ def _refused(recipe: Recipe, name: str, a: Architecture) -> Iterator[tuple[str, 
     """What of a recipe is not built for stages, and what to use instead."""
     if not find_family(a.family).shares_products:
         known = ", ".join(families_that("shares_products"))
-        said = f"stages are written for {known}, and `{name}` is `{a.family}`"
-        yield said, f"use {OTHERWISE}"
+        problem = f"stages are written for {known}, and `{name}` is `{a.family}`"
+        yield problem, f"use {OTHERWISE}"
     if a.tied_embeddings:
-        said = f"the head of `{name}` is its embedding, which the first and the last stage would"
-        yield f"{said} both hold and sum the gradients of", f"use {OTHERWISE}"
+        problem = f"the head of `{name}` is its embedding, which the first and the last stage would"
+        yield f"{problem} both hold and sum the gradients of", f"use {OTHERWISE}"
     if a.layer_kinds:
-        said = f"the blocks of `{name}` differ by their number, which a stage's begin anew"
-        yield said, f"use {OTHERWISE}"
+        problem = f"the blocks of `{name}` differ by their number, which a stage's begin anew"
+        yield problem, f"use {OTHERWISE}"
     if recipe.method != "full":
-        said = f"`method: {recipe.method}` is not built for stages"
-        yield said, f"use `method: full`, or {OTHERWISE}"
+        problem = f"`method: {recipe.method}` is not built for stages"
+        yield problem, f"use `method: full`, or {OTHERWISE}"
     if recipe.prefers:
         yield f"`objective: {recipe.objective}` is not built for stages", f"use {OTHERWISE}"
     if recipe.compile != "none":
@@ -120,8 +120,8 @@ def _refused(recipe: Recipe, name: str, a: Architecture) -> Iterator[tuple[str, 
     if recipe.offload != "none":
         yield f"`offload: {recipe.offload}` is not built for stages", "use `offload: none`"
     if recipe.optimizer.in_backward:
-        said = "updates within backward are not built for stages"
-        yield said, "use `optimizer.in_backward: false`"
+        problem = "updates within backward are not built for stages"
+        yield problem, "use `optimizer.in_backward: false`"
     if not find_optimizer(recipe.optimizer).updates_stages:
-        said = f"`optimizer.name: {recipe.optimizer.name}` is not proven on stages"
-        yield said, f"use one of {', '.join(optimizers_that('updates_stages'))}"
+        problem = f"`optimizer.name: {recipe.optimizer.name}` is not proven on stages"
+        yield problem, f"use one of {', '.join(optimizers_that('updates_stages'))}"

@@ -92,24 +92,24 @@ def _refused(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """What of a recipe is not built for such ranks, and what to use instead."""
     name = recipe.optimizer.name
     if recipe.adapted:
-        said = f"`method: {recipe.method}` is not built where products are cut"
-        yield f"{said}: peft's matrices stand beside them", f"use `method: full`, or {OTHERWISE}"
+        problem = f"`method: {recipe.method}` is not built where products are cut"
+        yield f"{problem}: peft's matrices stand beside them", f"use `method: full`, or {OTHERWISE}"
     if recipe.prefers:
         yield f"`objective: {recipe.objective}` is not built for such ranks", f"use {OTHERWISE}"
     if recipe.loss == "chunked":
-        said = "`loss: chunked` takes whole rows of logits, of which each rank has a part"
-        yield said, "use `loss: plain`, whose logits the ranks share"
+        problem = "`loss: chunked` takes whole rows of logits, of which each rank has a part"
+        yield problem, "use `loss: plain`, whose logits the ranks share"
     if recipe.lean:
-        said = f"`lean: {', '.join(recipe.lean)}` does not take tokens that are cut among ranks"
-        yield said, "use `lean: none`"
+        problem = f"`lean: {', '.join(recipe.lean)}` does not take tokens that are cut among ranks"
+        yield problem, "use `lean: none`"
     if recipe.offload != "none":
         yield f"`offload: {recipe.offload}` is not built for such ranks", "use `offload: none`"
     if recipe.optimizer.in_backward:
-        said = "updates within backward are not built for such ranks"
-        yield said, "use `optimizer.in_backward: false`"
+        problem = "updates within backward are not built for such ranks"
+        yield problem, "use `optimizer.in_backward: false`"
     if not find_optimizer(recipe.optimizer).updates_parts:
-        said = f"`optimizer.name: {name}` is not proven on shards of parts"
-        yield said, f"use one of {', '.join(optimizers_that('updates_parts'))}"
+        problem = f"`optimizer.name: {name}` is not proven on shards of parts"
+        yield problem, f"use one of {', '.join(optimizers_that('updates_parts'))}"
 
 
 def split_products(
@@ -118,7 +118,7 @@ def split_products(
     """Cut these modules among the ranks of the axis `tp`, in place; a tied head stays tied.
 
     Between products each rank has its share of every row's tokens. Embedding and head are cut by
-    tokens of the vocabulary. What leaves the final norm is whole again: (batch, tokens, hidden).
+    tokens of the vocabulary. The final norm's output is gathered: (batch, tokens, hidden).
 
     tail: the final norm, where this stage has it, and the head. A module without weights stands
     where another stage has the one that is meant, and is left alone.

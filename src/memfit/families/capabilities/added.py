@@ -1,8 +1,8 @@
 """Products of a block whose results a selective recomputation does not keep.
 
-One is the last, where nothing but the residual stream reads it: a block that is recomputed stops
-before it, as no derivative asks for what it makes. The others are adapters': what they make is as
-wide as what their base makes, and costs a hundredth of it to make again.
+One is the last, where nothing but the residual stream reads it: recomputation stops before it, as
+no derivative reads its result. The others are adapters': their results are as wide as those of
+the base, and cost a hundredth of them to recompute.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ def only_added(a: Architecture, matrices: Iterable[str]) -> str:
 
 def can_select(a: Architecture, recipe: Recipe) -> bool:
     """Whether a selective recomputation knows all products of such blocks."""
-    return not _lack("", a, recipe)
+    return not _why_unsupported("", a, recipe)
 
 
 def check_selective(name: str, a: Architecture, recipe: Recipe) -> None:
     """Raise InvalidRequest where products are not torch's own, or are written into."""
-    if lack := _lack(name, a, recipe):
+    if unsupported := _why_unsupported(name, a, recipe):
         raise InvalidRequest(
-            f"`recompute: selective` keeps products, and {lack[0]}", hint=f"use {lack[1]}"
+            f"`recompute: selective` keeps products, and {unsupported[0]}",
+            hint=f"use {unsupported[1]}",
         )
 
 
-def _lack(name: str, a: Architecture, recipe: Recipe) -> tuple[str, str] | None:
+def _why_unsupported(name: str, a: Architecture, recipe: Recipe) -> tuple[str, str] | None:
     """Why it does not know them, and what to use instead."""
     blocks = "`recompute: full`, or `{blocks: n}`"
     if a.sinks and a.experts.count:

@@ -12,7 +12,7 @@ from memfit.records.model import Architecture, Model
 from memfit.records.recipe import Lean, Recipe
 from memfit.records.request import RecomputeBlocks, Request
 
-SAID = "`compile: blocks`"
+KEY = "`compile: blocks`"
 LEAVE = "use `compile: none`"
 DECIDES = "the compiler decides what a block keeps and what it makes again"
 
@@ -24,15 +24,15 @@ def settle_compiled(request: Request) -> Request:
     """
     if request.compile != "blocks":
         return request
-    again, optimizer = request.recompute, request.optimizer
-    asked = {
-        f"recompute: {again}": again not in ("auto", "none", RecomputeBlocks()),
+    recompute, optimizer = request.recompute, request.optimizer
+    conflicts = {
+        f"recompute: {recompute}": recompute not in ("auto", "none", RecomputeBlocks()),
         f"lean: {request.lean}": request.lean not in ("auto", "none", ()),
         f"offload: {request.offload}": request.offload == "activations",
     }
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise InvalidRequest(f"{SAID} does not go with `{name}`: {DECIDES}", hint=LEAVE)
+    for name, applies in conflicts.items():
+        if applies:
+            raise InvalidRequest(f"{KEY} does not go with `{name}`: {DECIDES}", hint=LEAVE)
     return replace(
         request,
         recompute="none", lean="none",
@@ -58,24 +58,24 @@ def compiled_bounds(recipe: Recipe) -> tuple[str, ...]:
 
 def check_compiled(model: Model, recipe: Recipe) -> None:
     """Raise InvalidRequest where a recipe's blocks cannot be compiled."""
-    if lack := why_not_compiled(model, recipe):
-        raise InvalidRequest(f"{SAID} does not go with {lack}", hint=LEAVE)
+    if reason := why_not_compiled(model, recipe):
+        raise InvalidRequest(f"{KEY} does not go with {reason}", hint=LEAVE)
 
 
 def why_not_compiled(model: Model, recipe: Recipe) -> str:
     """What of a recipe leaves no block to compile as a whole; "" where nothing does."""
     if recipe.compile != "blocks":
         return ""
-    again = recipe.recompute_blocks + recipe.selective_blocks
+    recomputed = recipe.recompute_blocks + recipe.selective_blocks
     base = find_base_format(recipe.base_format)
-    lacks_coded = bool(recipe.coding and base.why_not_compiled)
+    base_refuses = bool(recipe.coding and base.why_not_compiled)
     reasons = {
         f"the blocks of `{model.name}` (`{model.architecture.family}`), which have not been"
         " compiled as a whole": not find_family(model.architecture.family).compiles,
-        f"{again} recomputed blocks: {DECIDES}": again > 0,
+        f"{recomputed} recomputed blocks: {DECIDES}": recomputed > 0,
         f"`lean: {', '.join(recipe.lean)}`: {DECIDES}": bool(recipe.lean),
         f"`offload: activations`: {DECIDES}": recipe.offload == "activations",
-        f"`base_format: {base.name}`, whose products {base.why_not_compiled}": lacks_coded,
+        f"`base_format: {base.name}`, whose products {base.why_not_compiled}": base_refuses,
         "`attention: math`: its scores come into the compiled graph, and how many of them fused"
         " kernels hold is not described": recipe.attention == "math",
         f"`precision: {recipe.precision}`, whose casts are other kernels when they are"
@@ -94,4 +94,4 @@ def why_not_compiled(model: Model, recipe: Recipe) -> str:
         f"{recipe.parallel.world} ranks, whose gathering has not been traced around compiled"
         " blocks": recipe.parallel.world > 1,
     }
-    return next((reason for reason, lacks in reasons.items() if lacks), "")
+    return next((reason for reason, applies in reasons.items() if applies), "")

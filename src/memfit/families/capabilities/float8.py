@@ -13,7 +13,7 @@ from memfit.records.request import Request
 
 LEAST_CAPABILITY = (8, 9)
 ALIGNED = 16  # `torch._scaled_mm` multiplies sizes that are multiples of it
-SAID = "`precision: fp8-mixed`"
+KEY = "`precision: fp8-mixed`"
 USE = "use `precision: bf16-mixed`"
 
 
@@ -23,7 +23,7 @@ def check_float8(
 ) -> None:  # fmt: skip
     """Raise InvalidRequest where torchao's float8 training cannot be, or would not pay.
 
-    tokens: of a micro-batch, where known; beside: other operations of blocks asked for.
+    tokens: of a micro-batch, where known; beside: other operations of blocks that are requested.
     """
     if method != "full":
         refused = f"`method: {method}`: torchao makes the gradients of frozen weights too"
@@ -32,23 +32,23 @@ def check_float8(
     else:
         refused = find_clash(model, beside)
     if refused:
-        raise InvalidRequest(f"{SAID} does not go with {refused}", hint=USE)
+        raise InvalidRequest(f"{KEY} does not go with {refused}", hint=USE)
     odd = [w for w in model.weights if is_of_block(w) and any(n % ALIGNED for n in w.shape)]
     if odd:
         raise InvalidRequest(
-            f"{SAID}: `{odd[0].name}` is {odd[0].shape[0]} x {odd[0].shape[1]}, and FP8 products"
+            f"{KEY}: `{odd[0].name}` is {odd[0].shape[0]} x {odd[0].shape[1]}, and FP8 products"
             f" are of multiples of {ALIGNED}",
             hint=USE,
         )
     if not packing:
         raise InvalidRequest(
-            f"{SAID} with `task.packing: false`: rows are as long as their longest sample, and FP8"
+            f"{KEY} with `task.packing: false`: rows are as long as their longest sample, and FP8"
             f" products are of multiples of {ALIGNED} tokens",
             hint=f"use `packing: true`, or {USE.removeprefix('use ')}",
         )
     if tokens is not None and tokens % ALIGNED:
         raise InvalidRequest(
-            f"{SAID}: a micro-batch has {tokens} tokens, no multiple of {ALIGNED}",
+            f"{KEY}: a micro-batch has {tokens} tokens, no multiple of {ALIGNED}",
             hint=f"use a sequence_length that is a multiple of {ALIGNED}",
         )
 
@@ -60,7 +60,7 @@ def check_device(platform: str, capability: tuple[int, int] | None) -> None:
     what = "a CPU" if platform == "cpu" else f"{platform}"
     if platform == "cuda" and capability is not None:
         what = f"CUDA capability {capability[0]}.{capability[1]}"
-    raise InvalidRequest(f"{SAID} needs CUDA capability 8.9 or more, and this is {what}", hint=USE)
+    raise InvalidRequest(f"{KEY} needs CUDA capability 8.9 or more, and this is {what}", hint=USE)
 
 
 def check_request(request: Request, model: Model, device: Device, length: int) -> None:

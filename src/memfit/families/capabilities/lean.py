@@ -18,20 +18,20 @@ def find_lean(a: Architecture) -> tuple[Lean, ...]:
     return LEAN if a.activation in ACTIVATIONS else ("norm",)
 
 
-def check_lean(name: str, a: Architecture, asked: tuple[Lean, ...]) -> None:
+def check_lean(name: str, a: Architecture, operations: tuple[Lean, ...]) -> None:
     """Raise InvalidRequest where a recipe asks for an operation that the blocks do not have."""
     own = find_lean(a)
-    lacking = [operation for operation in asked if operation not in own]
-    if not lacking:
+    unsupported = [operation for operation in operations if operation not in own]
+    if not unsupported:
         return
     if not own:
         raise InvalidRequest(
-            f"`lean: {', '.join(asked)}` is written for blocks of one feed-forward behind a norm,"
-            f" and those of `{name}` (`{a.family}`) are others",
+            f"`lean: {', '.join(operations)}` is written for blocks of one feed-forward behind a"
+            f" norm, and those of `{name}` (`{a.family}`) are others",
             hint="use `lean: none`; `recompute` keeps less in every family",
         )
     raise InvalidRequest(
-        f"`lean: {lacking[0]}` makes an activation again from its input, and that of `{name}`,"
+        f"`lean: {unsupported[0]}` makes an activation again from its input, and that of `{name}`,"
         f" `{a.activation}`, keeps its result alone",
         hint=f"use `lean: [{', '.join(own)}]`",
     )

@@ -14,7 +14,7 @@ def own_kernels(a: Architecture) -> tuple[str, ...]:
 
 
 def choose_packing(request: Request, a: Architecture) -> bool:
-    """Whether rows are filled with whole documents: as asked for, else where that can be.
+    """Return whether rows are filled with whole documents: as requested, else where supported.
 
     Pairs are compared row by row, alibi counts distances over a whole row, and the ring of
     memfit's own step attends to whole rows.

@@ -16,10 +16,10 @@ def is_of_block(weight: Weight) -> bool:
 
 def find_beside(request: Request) -> list[str]:
     """Operations of blocks that a request asks for and that have products of their own."""
-    asked, beside = request.recompute, []
+    recompute, beside = request.recompute, []
     if request.lean not in ("auto", "none", ()):
         beside.append(f"lean: {request.lean}")
-    if asked == "selective" or (isinstance(asked, RecomputeBlocks) and asked.selective):
+    if recompute == "selective" or (isinstance(recompute, RecomputeBlocks) and recompute.selective):
         beside.append("recompute: selective")
     return beside
 

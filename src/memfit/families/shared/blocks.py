@@ -47,7 +47,7 @@ def scaled_embed(forward: Forward, weight: Tensor) -> Embedded:
 
 @module
 def scaled_embedding(forward: Forward, weight: Tensor) -> Tensor:
-    """Rows of the embedding times a factor that is kept in fp32, a tensor without dimensions."""
+    """Return rows of the embedding times a factor, a 0-dim tensor in fp32."""
 
     def run() -> Tensor:
         rows = meta.gather_rows(weight, forward.input_ids)
@@ -60,7 +60,7 @@ def scaled_embedding(forward: Forward, weight: Tensor) -> Tensor:
 
 @module
 def unit_norm(forward: Forward, weight: Tensor, x: Tensor, feeds: bool = True) -> Tensor:
-    """RMSNorm whose weight is kept less one and applied in fp32 (gemma, gemma2, gemma3_text)."""
+    """RMSNorm in fp32 whose weight is stored minus 1 (gemma, gemma2, gemma3_text)."""
     if "norm" in forward.lean:
         return lean.rms_norm(x, weight, lean.normalise_unit, feeds=feeds)
     output = _normalise(meta.cast(x, "float32"))

@@ -165,7 +165,7 @@ def share_of_head(config: Mapping[str, Any], head_dim: int, default: float, key:
 
 
 def fraction_of(part: int, whole: int) -> float:
-    """A fraction of `whole` that truncates to `part` again; 24 / 47 of 47 would give 23."""
+    """Return a fraction whose product with `whole` truncates to `part`; 24 / 47 would give 23."""
     exact = part / whole
     return exact if int(whole * exact) == part else (part + 0.5) / whole
 
@@ -202,20 +202,20 @@ def windows(config: Mapping[str, Any], layers: int) -> tuple[int, tuple[str, ...
 
 def layer_types(config: Mapping[str, Any], layers: int) -> list[str] | None:
     """Blocks' kinds by `layer_types`, `sliding` or none; None where the file does not say."""
-    given = config.get("layer_types")
-    if given is None:
+    kinds = config.get("layer_types")
+    if kinds is None:
         return None
-    if not isinstance(given, list | tuple) or not all(isinstance(kind, str) for kind in given):
+    if not isinstance(kinds, list | tuple) or not all(isinstance(kind, str) for kind in kinds):
         raise InvalidRequest(
-            f"`layer_types: {show(given)}` in config.json is not a list of the layers' kinds"
+            f"`layer_types: {show(kinds)}` in config.json is not a list of the layers' kinds"
         )
-    odd = set(given) - {"full_attention", "sliding_attention"}
-    if odd or len(given) != layers:
+    odd = set(kinds) - {"full_attention", "sliding_attention"}
+    if odd or len(kinds) != layers:
         raise InvalidRequest(
-            f"`layer_types` in config.json holds {sorted(set(given))} for {len(given)} of"
+            f"`layer_types` in config.json holds {sorted(set(kinds))} for {len(kinds)} of"
             f" {layers} layers"
         )
-    return [SLIDING if kind == "sliding_attention" else "" for kind in given]
+    return [SLIDING if kind == "sliding_attention" else "" for kind in kinds]
 
 
 def layer_types_config(a: Architecture) -> list[str]:

@@ -18,7 +18,7 @@ from memfit.meta import Meter, Tensor
 from memfit.meta.distributed.ring import Ring, ring_attention
 from memfit.meta.distributed.sharding import Unit
 from memfit.meta.layers import float8, lean, liger
-from memfit.meta.layers.dequantised import CODED, Dequantised
+from memfit.meta.layers.dequantised import QUANTISED_DTYPE, Dequantised
 from memfit.meta.layers.dora import rescale
 from memfit.meta.layers.qat import GROUP, round_weight
 from memfit.meta.layers.quantised import Quantised
@@ -56,7 +56,7 @@ class Forward(msgspec.Struct, frozen=True):
     )
     starts: Tensor | None = None  # of documents, where one call of the kernel serves them all
     ring: Ring | None = None  # with which ranks attention is to whole rows
-    coded: Dequantised | Quantised = Quantised()  # how weights stored quantised are multiplied
+    quantised: Dequantised | Quantised = Quantised()  # how weights stored quantised are multiplied
     repeats_keys: bool = False  # keys and values are made for all heads, whatever the kernel
     adapter_casts: bool = False  # adapters read inputs cast to their own dtype, as peft has them
     only_added: str = ""  # the projection of a block whose result a selective region forgets
@@ -83,8 +83,8 @@ class Embedded(NamedTuple):
     """What a backbone makes before its first block."""
 
     x: Tensor  # enters the first block: (batch, tokens, hidden)
-    given: tuple[Tensor, ...]  # to every block, which holds it while it may be recomputed
-    kept: tuple[Tensor, ...]  # local variables that live as long as the backbone's call
+    shared: tuple[Tensor, ...]  # to every block, which holds it while it may be recomputed
+    locals: tuple[Tensor, ...]  # local variables that live as long as the backbone's call
     own: Mapping[str, tuple[Tensor, ...]] = {}  # by kind of block: what it alone is given first
 
 
@@ -126,8 +126,8 @@ def project(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
 @module
 def _plain(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor:
     weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
-    if weight.dtype == CODED:
-        return forward.coded.multiply(x, weight, bias)
+    if weight.dtype == QUANTISED_DTYPE:
+        return forward.quantised.multiply(x, weight, bias)
     family, of_head = forward.architecture.family, name == "lm_head"
     if forward.narrow and not of_head:
         return float8.linear(x, weight, bias)
@@ -153,10 +153,10 @@ def _adapted(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor
     )
     if magnitude := weights.get(f"{name}.lora_magnitude_vector.default.weight"):
         base = weights[f"{name}.base_layer.weight"], weights.get(f"{name}.base_layer.bias")
-        dtype, given = result.dtype, x
+        dtype, x_base = result.dtype, x
 
         def make_added() -> Tensor:
-            entering = _drop(forward, given) if forward.adapter_dropout else given
+            entering = _drop(forward, x_base) if forward.adapter_dropout else x_base
             return _matrix(forward, up, _matrix(forward, down, entering))
 
         result = rescale(result, base, (down, up), magnitude, make_added)
@@ -325,7 +325,7 @@ def turn_part(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_part(query: Tensor, key: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
-    """Rotary embedding of the first elements of each head, the rest joined again."""
+    """Rotary embedding of the first elements of each head; the rest is concatenated unchanged."""
     cos, sin = meta.unsqueeze(turn[0], 1), meta.unsqueeze(turn[1], 1)
     query_part, query_rest = cut_head(query, cos.shape[-1])
     key_part, key_rest = cut_head(key, cos.shape[-1])
@@ -468,7 +468,7 @@ def plain_mlp(forward: Forward, weights: Weights, up: str, down: str, x: Tensor)
 
 
 def rotary_embed(forward: Forward, weight: Tensor) -> Embedded:
-    """Token embeddings; each block is given cosines, sines and position ids."""
+    """Token embeddings; all blocks share cosines, sines and position ids."""
     x = embedding(forward, weight, forward.input_ids)
     position_ids = positions(forward)
     cosines, sines = rotation(forward, x.dtype, position_ids)

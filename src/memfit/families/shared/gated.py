@@ -40,10 +40,10 @@ class GatedFamily(Family):
         return rotary_embed(forward, weights["embed_tokens.weight"])
 
     def block(
-        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
         """See `Family.block`."""
-        return gated_block(forward, weights, x, (given[0], given[1]))
+        return gated_block(forward, weights, x, (shared[0], shared[1]))
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Family.finish`."""

@@ -88,7 +88,7 @@ def route_by_sigmoid(forward: Forward, weights: Weights, x: Tensor) -> Routed:
 
 @module
 def route_by_softmax(forward: Forward, weights: Weights, x: Tensor) -> Routed:
-    """DeepSeek-V2's (2405.04434, section 2.1.2): softmax scores, of the best groups if told."""
+    """DeepSeek-V2's (2405.04434, section 2.1.2): softmax scores, with groups of the best groups."""
     experts = forward.architecture.experts
     x = meta.view(x, -1, forward.architecture.hidden)
     logits = _logits(weights, x)
@@ -106,7 +106,7 @@ def route_by_softmax(forward: Forward, weights: Weights, x: Tensor) -> Routed:
 
 
 def _logits(weights: Weights, x: Tensor) -> Tensor:
-    """In fp32, unless autocast lowers the product again."""
+    """Return the router's logits in fp32, or in autocast's dtype under it."""
     return meta.linear(meta.cast(x, "float32"), meta.cast(weights["mlp.gate.weight"], "float32"))
 
 

@@ -55,8 +55,8 @@ def latent_architecture(
 
 def _query_rank(config: Mapping[str, Any]) -> int:
     """0 where the queries are not compressed, which config.json writes as null."""
-    given = "q_lora_rank" not in config or config["q_lora_rank"] is not None
-    return size(config, "q_lora_rank", 1536) if given else 0
+    compressed = "q_lora_rank" not in config or config["q_lora_rank"] is not None
+    return size(config, "q_lora_rank", 1536) if compressed else 0
 
 
 def latent_config(a: Architecture) -> dict[str, Any]:

@@ -24,9 +24,9 @@ from memfit.meta import Tensor
 Rotate = Callable[[Tensor, Tensor, tuple[Tensor, ...]], tuple[Tensor, Tensor]]
 
 
-def rotate_pairs(query: Tensor, key: Tensor, given: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+def rotate_pairs(query: Tensor, key: Tensor, shared: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """DeepSeek-V3's: elements 2i and 2i + 1 of a head are rotated together."""
-    cos, sin = _angles(given[0]), _angles(given[1])
+    cos, sin = _angles(shared[0]), _angles(shared[1])
     query_even, query_odd = meta.every_other(query), meta.every_other(query)
     key_even, key_odd = meta.every_other(key), meta.every_other(key)
     query_rotated = _turn_pairs(query_even, query_odd, cos, sin)
@@ -61,10 +61,10 @@ def complex_rotation(forward: Forward, position_ids: Tensor) -> Tensor:
     return scaled
 
 
-def rotate_complex(query: Tensor, key: Tensor, given: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+def rotate_complex(query: Tensor, key: Tensor, shared: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """DeepSeek-V2's: the same pairs, as complex numbers in fp32."""
     query_pairs, key_pairs = _pairs(query), _pairs(key)
-    angles = meta.unsqueeze(given[0], 1)
+    angles = meta.unsqueeze(shared[0], 1)
     query_rotated = _flat(meta.turn(query_pairs, angles), query)
     key_rotated = _flat(meta.turn(key_pairs, angles), key)
     return query_rotated, key_rotated
@@ -82,7 +82,7 @@ def _flat(x: Tensor, like: Tensor) -> Tensor:
 
 @module
 def latent_attention(
-    forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...], rotate: Rotate
+    forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...], rotate: Rotate
 ) -> Tensor:
     """Keys and values from one compressed vector a token; one rotated key that heads share."""
     a, (batch, tokens, _) = forward.architecture, x.shape
@@ -95,7 +95,7 @@ def latent_attention(
     both = rms_norm(forward, weights["self_attn.kv_a_layernorm.weight"], both)
     both = meta.view(both, batch, 1, tokens, latent.kv_rank)
     key_turned = meta.view(key_turned, batch, 1, tokens, latent.rotated)
-    query_turned, key_turned = rotate(query_turned, key_turned, given)
+    query_turned, key_turned = rotate(query_turned, key_turned, shared)
     joined = meta.concatenate((query_plain, query_turned), 3)
     key, value = _expanded(forward, weights, both, key_turned)
     out = attend(forward, joined, key, value)
@@ -133,14 +133,14 @@ def latent_block(
     forward: Forward,
     weights: Weights,
     x: Tensor,
-    given: tuple[Tensor, ...],
+    shared: tuple[Tensor, ...],
     rotate: Rotate,
     route: Router,
 ) -> Tensor:
     """One block of deepseek_v2 and deepseek_v3, with experts or a plain feed-forward."""
     residual = x
     x = rms_norm(forward, weights["input_layernorm.weight"], x)
-    x = latent_attention(forward, weights, x, given, rotate)
+    x = latent_attention(forward, weights, x, shared, rotate)
     x = meta.add(residual, x)
     residual = x
     x = rms_norm(forward, weights["post_attention_layernorm.weight"], x)

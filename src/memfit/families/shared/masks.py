@@ -25,16 +25,16 @@ class Masking(Record, frozen=True, kw_only=True):
     implementation: str  # transformers' attn_implementation
     padded: bool  # whether rows of a batch differ in length
     laid_out: bool  # whether a row is several documents, found by their positions
-    asked: str  # the kernel that sdpa is to take, or one that torch prefers less
+    kernel: str  # the one that sdpa is to take, or one that torch prefers less
     platform: Platform
     capability: Capability | None
     own: AttentionClass = AttentionClass()  # of the model's class
 
 
 class Masks(msgspec.Struct, frozen=True):
-    """The masks of one forward; None where attention is told to be causal instead."""
+    """The masks of one forward; None where attention runs with `is_causal`."""
 
-    asked: Masking
+    masking: Masking
     full: Tensor | None  # of blocks that see all tokens
     sliding: Tensor | None  # of blocks that look back over a window
 
@@ -43,35 +43,35 @@ class Masks(msgspec.Struct, frozen=True):
         return self.sliding if a.window(kind) else self.full
 
     def only(self, a: Architecture, kind: str) -> Masks:
-        """What a block of this kind is given, and holds while it may be recomputed."""
+        """Return the masks that a block of this kind holds while it may be recomputed."""
         slides = bool(a.window(kind))
-        return Masks(self.asked, None if slides else self.full, self.sliding if slides else None)
+        return Masks(self.masking, None if slides else self.full, self.sliding if slides else None)
 
 
 def make_masks(
-    asked: Masking, a: Architecture, meter: Meter, shape: tuple[int, int], dtype: str
+    masking: Masking, a: Architecture, meter: Meter, shape: tuple[int, int], dtype: str
 ) -> Masks:
     """Those of a backbone's call; shape: rows and tokens of the batch, dtype: of its embeddings."""
     alternates = bool(a.layer_kinds)
     slides = a.sliding_window > 0 and (not a.layer_kinds or SLIDING in a.layer_kinds)
     full = sliding = None
     if alternates or not slides:
-        full = _mask(asked, a, meter, shape, dtype, 0)
+        full = _mask(masking, a, meter, shape, dtype, 0)
     if slides:
-        sliding = _mask(asked, a, meter, shape, dtype, a.sliding_window)
-    return Masks(asked, full, sliding)
+        sliding = _mask(masking, a, meter, shape, dtype, a.sliding_window)
+    return Masks(masking, full, sliding)
 
 
 def _mask(
-    asked: Masking, a: Architecture, meter: Meter, shape: tuple[int, int], dtype: str, window: int
+    masking: Masking, a: Architecture, meter: Meter, shape: tuple[int, int], dtype: str, window: int
 ) -> Tensor | None:
     """(rows, 1, tokens, tokens): booleans for sdpa, numbers for eager classes."""
     rows, tokens = shape
-    eager = asked.implementation == EAGER
+    eager = masking.implementation == EAGER
     reaches = 0 < window <= tokens
-    if asked.implementation == FLASH or a.alibi:  # those classes' own code makes theirs
+    if masking.implementation == FLASH or a.alibi:  # those classes' own code makes theirs
         return None
-    if not (eager or reaches or asked.padded or asked.laid_out or asked.own.always_masked):
+    if not (eager or reaches or masking.padded or masking.laid_out or masking.own.always_masked):
         return None
     square = (rows, 1, tokens, tokens)
     seen = meta.empty(meter, square, "bool")
@@ -83,22 +83,22 @@ def attend_masked(
 ) -> Tensor:
     """(batch, heads, tokens, size), of a class that looks its attention up by name -> the same."""
     mask = masks.of(a, kind)
-    if masks.asked.implementation == EAGER:
-        return eager_attention(a, masks.asked.own, query, key, value, mask)
+    if masks.masking.implementation == EAGER:
+        return eager_attention(a, masks.masking.own, query, key, value, mask)
     groups = query.shape[1] // key.shape[1]
     whole = key.shape[-1] == value.shape[-1] and key.shape[-1] <= GROUPED_HEAD
     grouped = mask is None and whole
-    repeats = key.shape[1] > 1 or not masks.asked.own.one_key
+    repeats = key.shape[1] > 1 or not masks.masking.own.one_key
     if groups > 1 and not grouped and repeats:
         key, value = meta.expand_heads(key, groups), meta.expand_heads(value, groups)
-    if masks.asked.implementation == FLASH and masks.asked.padded:
-        kernel = choose_kernel(masks.asked, query, key, value, masked=False, grouped=grouped)
+    if masks.masking.implementation == FLASH and masks.masking.padded:
+        kernel = choose_kernel(masks.masking, query, key, value, masked=False, grouped=grouped)
         return meta.without_padding(kernel, query, key, value)
-    return sdpa(masks.asked, query, key, value, mask, grouped=grouped)
+    return sdpa(masks.masking, query, key, value, mask, grouped=grouped)
 
 
 def sdpa(
-    asked: Masking,
+    masking: Masking,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -107,7 +107,7 @@ def sdpa(
     grouped: bool,
 ) -> Tensor:
     """`F.scaled_dot_product_attention` under torch's own choice of a kernel."""
-    kernel = choose_kernel(asked, query, key, value, masked=mask is not None, grouped=grouped)
+    kernel = choose_kernel(masking, query, key, value, masked=mask is not None, grouped=grouped)
     if kernel == "math" and not grouped:
         kernel = "broadcast"
     if mask is None:
@@ -117,18 +117,20 @@ def sdpa(
 
 
 def choose_kernel(
-    asked: Masking, query: Tensor, key: Tensor, value: Tensor, *, masked: bool, grouped: bool
+    masking: Masking, query: Tensor, key: Tensor, value: Tensor, *, masked: bool, grouped: bool
 ) -> str:
     """The kernel of torch's that serves these inputs, in its order of preference."""
-    if asked.platform == "cpu":
-        return asked.asked if asked.asked == "math" else "flash"
+    if masking.platform == "cpu":
+        return masking.kernel if masking.kernel == "math" else "flash"
     dtype = query.meter.low if query.meter.autocast else query.dtype
     same, alike = query.shape[1] == key.shape[1], query.shape[-1] == value.shape[-1]
     possible = {"flash": not masked and alike and (same or grouped), "efficient": same}
     heads = Heads(query.shape[-1], value.shape[-1])
-    for kernel in BY_PREFERENCE[BY_PREFERENCE.index(asked.asked) :]:
-        lack = refusal(kernel, dtype, heads, platform=asked.platform, capability=asked.capability)
-        if not lack and possible.get(kernel, True):
+    for kernel in BY_PREFERENCE[BY_PREFERENCE.index(masking.kernel) :]:
+        refused = refusal(
+            kernel, dtype, heads, platform=masking.platform, capability=masking.capability
+        )
+        if not refused and possible.get(kernel, True):
             return kernel
     return "math"
 

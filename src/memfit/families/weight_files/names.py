@@ -21,7 +21,7 @@ class Part(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    where: Place = ()
+    place: Place = ()
 
 
 class Style(NamedTuple):
@@ -44,9 +44,9 @@ APART = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepse
 def find_parts(
     name: str, shape: tuple[int, ...], prefix: str, has: Callable[[str], bool]
 ) -> list[Part]:
-    """The tensors that make up a parameter of that name in a file; empty when it lacks one.
+    """Return a file's tensors that make up a parameter of that name; empty when one is missing.
 
-    prefix: of the backbone, which files of a bare backbone lack. has: whether a file holds a name.
+    prefix: of the backbone; a bare backbone's file has none. has: whether a file holds a name.
     """
     for stored in _names(name, prefix):
         if has(stored):
@@ -78,7 +78,7 @@ def _stacks_experts(name: str) -> bool:
 
 
 def _names(name: str, prefix: str) -> Iterator[str]:
-    """Files of a bare backbone, such as GPT-2's on the hub, lack the prefix."""
+    """Yield the names that files may have for a parameter; a bare backbone's have no prefix."""
     older = (OTHER_NAMES.get(name, name), name.replace(ROUTER, f"{MIXTRAL}gate."))
     return chain((name, name.removeprefix(f"{prefix}.")), older)
 

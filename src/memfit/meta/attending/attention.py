@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from memfit.meta.attending.kernels import FLASH_ALIGNMENT, MASK_ALIGNMENT
-from memfit.meta.autograd import Gradients, Node, kept, record
+from memfit.meta.autograd import Gradients, Node, must_save, record
 from memfit.meta.elementwise import (
     Incoming,
     add,
@@ -85,10 +85,10 @@ def by_document(
     value: Tensor,
     documents: Documents,
 ) -> Tensor:
-    """The rows laid end to end, one call of the kernel for each document, joined again.
+    """Lay the rows end to end, call the kernel for each document, and concatenate the results.
 
-    Of many rows three run, the one in the middle for all between the first and the last: what its
-    calls leave behind grows evenly, so that no instant of theirs is higher than one of the ends'.
+    Of many rows three run; the middle one stands for all between the first and the last: what its
+    calls leave behind grows evenly, so that none of their instants is higher than one of the ends'.
     """
     rows, heads, tokens, _ = query.shape
     seen = query.meter.passes(rows)
@@ -160,7 +160,7 @@ def bias_of(mask: Tensor, dtype: str, kernel: str) -> Tensor:
     return empty(mask.meter, (*mask.shape[:-1], width), dtype)
 
 
-def _given(band: Tensor | None) -> tuple[Tensor, ...]:
+def _present(band: Tensor | None) -> tuple[Tensor, ...]:
     return () if band is None else (band,)
 
 
@@ -178,7 +178,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -> Te
     On CUDA also the state of the random generator, two 0-dim tensors.
     """
     meter = query.meter
-    node = record(_flash_backward, (query, key, value), (query, key, value, *_given(band)))
+    node = record(_flash_backward, (query, key, value), (query, key, value, *_present(band)))
 
     def run() -> tuple[Tensor, ...]:
         _count(query, key, value, 1, 1)
@@ -186,7 +186,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -> Te
         state = (empty(meter, (2,), "int64"), empty(meter, (), "int64")) if meter.cuda else ()
         return (*made, *state)
 
-    out, *extra = kept(meter, run)
+    out, *extra = must_save(meter, run)
     attach(node, out)
     if node is not None:
         node.saved = [*node.saved, *(meter.pack(x) for x in extra), meter.pack(out)]
@@ -212,7 +212,7 @@ def _flash_backward(node: Node, grads: Incoming) -> Gradients:
 def _efficient(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -> Tensor:
     """CUDA's memory-efficient kernel: as flash, with fp32 inputs too and no grouped heads."""
     meter = query.meter
-    node = record(_efficient_backward, (query, key, value), (query, key, value, *_given(band)))
+    node = record(_efficient_backward, (query, key, value), (query, key, value, *_present(band)))
     batch, heads, tokens, _ = query.shape
     padded = -(-tokens // 32) * 32 if node is not None else 0
 
@@ -221,7 +221,7 @@ def _efficient(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -
         made = (by_token(query, value.shape[-1]), empty(meter, (batch, heads, padded), "float32"))
         return (*made, empty(meter, (), "int64"), empty(meter, (), "int64"))
 
-    out, *extra = kept(meter, run)
+    out, *extra = must_save(meter, run)
     attach(node, out)
     if node is not None:
         node.saved = [*node.saved, *(meter.pack(x) for x in extra), meter.pack(out)]
@@ -245,14 +245,14 @@ def _efficient_backward(node: Node, grads: Incoming) -> Gradients:
 def _cudnn(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -> Tensor:
     """cuDNN's kernel: as flash, with seed and offset of the random generator in two scalars."""
     meter = query.meter
-    node = record(_cudnn_backward, (query, key, value), (query, key, value, *_given(band)))
+    node = record(_cudnn_backward, (query, key, value), (query, key, value, *_present(band)))
 
     def run() -> tuple[Tensor, ...]:
         _count(query, key, value, 1, 1)
         made = (like(query), empty(meter, (*query.shape[:3], 1), "float32"))
         return (*made, empty(meter, (), "int64"), empty(meter, (), "int64"))
 
-    out, *extra = kept(meter, run)
+    out, *extra = must_save(meter, run)
     attach(node, out)
     if node is not None:
         node.saved = [*node.saved, *(meter.pack(x) for x in extra), meter.pack(out)]
@@ -271,7 +271,7 @@ def _cudnn_backward(node: Node, grads: Incoming) -> Gradients:
 
 
 def _broadcast(query: Tensor, key: Tensor, value: Tensor, band: Tensor | None) -> Tensor:
-    """The math kernel of keys and values that are not said to be grouped."""
+    """The math kernel without `enable_gqa`: keys and values have as many heads as queries."""
     return _math(query, key, value, band, grouped=False)
 
 

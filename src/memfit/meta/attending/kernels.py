@@ -102,7 +102,7 @@ def _flash(dtype: str, head: int, at: Capability) -> str:
 
 
 def _varlen(dtype: str, head: int, at: Capability) -> str:
-    """FlashAttention's kernel, given no heads that torch would pad."""
+    """FlashAttention's kernel, without heads that torch would pad."""
     if head % FLASH_ALIGNMENT:
         return (
             f"takes heads of a multiple of {FLASH_ALIGNMENT} elements, and the model's have {head}"

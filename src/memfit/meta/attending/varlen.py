@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memfit.meta.autograd import Gradients, Node, Rule, kept, record
+from memfit.meta.autograd import Gradients, Node, Rule, must_save, record
 from memfit.meta.elementwise import Incoming, attach, autocast_lower, like, upstream
 from memfit.meta.tensor import Tensor, empty, workspace
 from memfit.meta.views import narrow, pad_last, reshape, transpose
@@ -58,7 +58,7 @@ def _run(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, squares: int
         sums = empty(meter, (query.shape[1], query.shape[0]), "float32")
         return like(query), sums, empty(meter, (2,), "int64")
 
-    out, sums, state = kept(meter, run)
+    out, sums, state = must_save(meter, run)
     attach(node, out)
     if node is not None:
         saved = (query, key, value, starts, starts, out, sums, state)

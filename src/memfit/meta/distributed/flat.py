@@ -1,8 +1,8 @@
 """What FSDP1 gathers, keeps and reduces: the weights of a unit are one tensor, its flat parameter.
 
 Written as torch 2.13 runs it (distributed/fsdp/_flat_param.py and _runtime_utils.py, the same as in
-2.2): weights are views of the flat parameter, whose gradient is joined from theirs at the end of
-the unit's backward, given the unit's memory back, and reduced.
+2.2): weights are views of the flat parameter. At the end of the unit's backward its gradient is
+concatenated from theirs, the unit is resharded, and the gradient is reduced.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Ticket:
         self.load, self.parcel, self.shape, self.strides = load, parcel, shape, strides
 
     def fetch(self) -> Tensor:
-        """On the device again, and the block below on its way."""
+        """Return the tensor on the device, and prefetch the block below."""
         self.load.arrive()
         found = self.parcel.device
         assert found is not None
@@ -69,7 +69,7 @@ class Load:
         return Ticket(self, parcel, x.shape, x.strides)
 
     def arrive(self) -> None:
-        """A saved tensor is asked for."""
+        """Bring the block's saved tensors back at the first use; prefetch the block below."""
         if not self.arrived:
             self.arrived = True
             self.bring_back()

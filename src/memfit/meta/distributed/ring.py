@@ -146,9 +146,9 @@ def _backward(ring: Ring) -> Rule:
     return rule
 
 
-def _gradients(given: list[Tensor], ring: Ring) -> Gradients:
-    """Of query, key and value; given: the result's, and what is saved."""
-    _, query, key, value, _, sums = given
+def _gradients(tensors: list[Tensor], ring: Ring) -> Gradients:
+    """Return gradients of query, key and value; tensors: the result's gradient and the saved."""
+    _, query, key, value, _, sums = tensors
     dtype, meter = key.dtype, key.meter
     of_query, of_key, of_value = (like(x, dtype=WIDE) for x in (query, key, value))
     key, value = contiguous(key), contiguous(value)

@@ -2,8 +2,8 @@
 
 Written as torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py run
 (torch 2.13): a unit's weights are gathered into one buffer and copied out of it before its
-forward, given up after it, gathered again before its backward while the next unit's are fetched
-already, and its gradients are reduced in one buffer when its backward is over.
+forward, resharded after it and gathered before its backward, while the next unit's are
+prefetched. Its gradients are reduced in one buffer after its backward.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math import prod
 from memfit.base_formats import stored_tensors
 from memfit.meta.autograd import Gradients, Node, record
 from memfit.meta.elementwise import Incoming, attach
-from memfit.meta.layers.dequantised import CODED
+from memfit.meta.layers.dequantised import QUANTISED_DTYPE
 from memfit.meta.meter import Meter
 from memfit.meta.tensor import Shape, Storage, Tensor, empty, parameter, row_major
 from memfit.records import Record
@@ -126,10 +126,10 @@ class Unit:
         Of a quantised one each tensor that holds it is cut and gathered.
         """
         sharding, meter = self.shared.sharding, self.shared.meter
-        if dtype == CODED and sharding.coding:
+        if dtype == QUANTISED_DTYPE and sharding.coding:
             held = stored_tensors(sharding.coding, shape)
             codes, *_ = [self._add(t.shape, t.dtype, trainable=False) for t in held]
-            return Tensor(meter, shape, CODED, row_major(shape), codes.storage)
+            return Tensor(meter, shape, QUANTISED_DTYPE, row_major(shape), codes.storage)
         whole = self._add(shape, dtype, trainable=trainable)
         if summed:
             self.summed.append(whole)

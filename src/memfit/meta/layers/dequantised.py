@@ -12,11 +12,13 @@ from memfit.meta.autograd import Gradients, Node, Rule, record
 from memfit.meta.elementwise import Incoming, attach, cast, upstream
 from memfit.meta.tensor import Tensor, empty
 
-CODED = "uint8"  # dtype of a simulated weight that is stored quantised; its shape is the dense one
+QUANTISED_DTYPE = (
+    "uint8"  # dtype of a simulated weight that is stored quantised; its shape is the dense one
+)
 
 
 class Dequantised(NamedTuple):
-    """How a coded weight is multiplied, and in which dtypes it becomes dense."""
+    """How a quantised weight is multiplied, and in which dtypes it becomes dense."""
 
     stored: str = "bfloat16"  # dtype that it was quantised from, and comes back in
     computed: str = "bfloat16"  # dtype that inputs are cast to (`bnb_4bit_compute_dtype`)
@@ -26,20 +28,20 @@ class Dequantised(NamedTuple):
     product: Product = "dense"
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """(..., columns) x (rows, columns) -> (..., rows), in the dtype of x again."""
-        return cast(coded_linear(cast(x, self.computed), weight, bias, self), x.dtype)
+        """(..., columns) x (rows, columns) -> (..., rows), in the dtype of x."""
+        return cast(quantised_linear(cast(x, self.computed), weight, bias, self), x.dtype)
 
 
-def coded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, how: Dequantised) -> Tensor:
+def quantised_linear(x: Tensor, weight: Tensor, bias: Tensor | None, how: Dequantised) -> Tensor:
     """`bnb.matmul_4bit`: (..., columns) x (rows, columns) -> (..., rows).
 
     The dense copy of the weight lives as long as the product, in the forward and in the backward.
     """
     if how.product == "int8":
-        return _coded_linear_8(x, weight, bias)
-    kept = x.detached() if how.keeps_input else None
-    node = record(_coded_backward(how, weight.shape, kept), (x,))
-    del kept
+        return _quantised_linear_8(x, weight, bias)
+    saved = x.detached() if how.keeps_input else None
+    node = record(_quantised_backward(how, weight.shape, saved), (x,))
+    del saved
     dense = _dense(x, weight.shape, how)
     result = empty(x.meter, (*x.shape[:-1], weight.shape[0]), x.dtype)
     x.meter.count_product(2 * x.numel * weight.shape[0])
@@ -52,8 +54,8 @@ def _dense(x: Tensor, shape: tuple[int, ...], how: Dequantised) -> Tensor:
     return stored if how.stored == x.dtype else empty(x.meter, shape, x.dtype)
 
 
-def _coded_backward(how: Dequantised, shape: tuple[int, ...], kept: Tensor | None) -> Rule:
-    attribute = [kept]  # freed with the rule, that is with its node
+def _quantised_backward(how: Dequantised, shape: tuple[int, ...], saved: Tensor | None) -> Rule:
+    attribute = [saved]  # freed with the rule, that is with its node
 
     def rule(node: Node, grads: Incoming) -> Gradients:
         grad = upstream(grads)
@@ -66,12 +68,12 @@ def _coded_backward(how: Dequantised, shape: tuple[int, ...], kept: Tensor | Non
     return rule
 
 
-def _coded_linear_8(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _quantised_linear_8(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`bnb.matmul` of LLM.int8: rows of the input are quantised, the weight is never dense here.
 
     Its backward makes it dense in the input's dtype, and keeps the input, which none of it reads.
     """
-    node = record(_coded_backward_8(weight.shape), (x,), (x,))
+    node = record(_quantised_backward_8(weight.shape), (x,), (x,))
     codes = empty(x.meter, x.shape, "int8")
     sums = empty(x.meter, (*x.shape[:-1], weight.shape[0]), "int32")
     result = empty(x.meter, sums.shape, x.dtype)
@@ -80,7 +82,7 @@ def _coded_linear_8(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return attach(node, result)
 
 
-def _coded_backward_8(shape: tuple[int, ...]) -> Rule:
+def _quantised_backward_8(shape: tuple[int, ...]) -> Rule:
     def rule(node: Node, grads: Incoming) -> Gradients:
         grad = upstream(grads)
         node.unpack(0)

@@ -43,8 +43,8 @@ def _backward(node: Node, grads: Incoming) -> Gradients:
     d_x = reshape(d_x, *grad.shape[:-1], d_x.shape[-1])
     rows = reshape(x, -1, x.shape[-1])
     second = _code(flat)
-    coded = _code(rows)
-    d_weight = _multiply(transpose(second[0], 0, 1), coded[0], grad.dtype)
+    first = _code(rows)
+    d_weight = _multiply(transpose(second[0], 0, 1), first[0], grad.dtype)
     return d_x, d_weight.viewed((d_weight.shape[1], d_weight.shape[0]), (1, d_weight.shape[1]))
 
 

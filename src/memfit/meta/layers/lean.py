@@ -28,13 +28,13 @@ Remake = Callable[..., Tensor]
 
 
 class Shared:
-    """One tensor made again for all products that want it; see train/lean/made.py."""
+    """One tensor recomputed once for all products that read it; see train/lean/made.py."""
 
-    __slots__ = ("_asked", "_value", "wanted")
+    __slots__ = ("_uses", "_value", "wanted")
 
     def __init__(self) -> None:
         self.wanted = 0
-        self._asked = 0
+        self._uses = 0
         self._value: Tensor | None = None
 
     def take(self, remake: Remake, parts: list[Tensor | None], dtype: str) -> Tensor:
@@ -42,8 +42,8 @@ class Shared:
         value = self._value
         if value is None:
             value = cast(remake(*parts), dtype)
-        self._asked += 1
-        last = self._asked % self.wanted == 0
+        self._uses += 1
+        last = self._uses % self.wanted == 0
         self._value = None if last else value
         return value
 
@@ -76,7 +76,7 @@ def normalise_wide(x: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
 
 
 def normalise_unit(x: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
-    """With a weight that is kept less one, as Gemma's."""
+    """Multiply by a norm's weight that is stored minus 1, as Gemma's."""
     wide = like(x, inverse, shape=x.shape)
     return cast(_times(wide, _more(weight, wide.dtype)), x.dtype)
 
@@ -173,7 +173,7 @@ def _layer_norm_backward(node: Node, grads: Incoming) -> Gradients:
 
 
 def activation(x: Tensor) -> Tensor:
-    """Saves x alone; products that read the result make it again."""
+    """Return the activation of x; saves x alone, and products that read the result recompute it."""
     node = record(_activation_backward, (x,))
     out = like(x)
     if node is not None:

@@ -1,9 +1,9 @@
 """Liger-Kernel's fused operations: what their autograd functions save and allocate.
 
 Read from the functions of github.com/linkedin/Liger-Kernel, `ops/rms_norm.py`, `swiglu.py`,
-`rope.py`, `cross_entropy.py` and `fused_linear_cross_entropy.py`. All of them write gradients over
-what they were given: a saved tensor, or the incoming gradient. Held against the memory rows of the
-project's own benchmark on an A100 (`tests/meta/test_liger.py`).
+`rope.py`, `cross_entropy.py` and `fused_linear_cross_entropy.py`. All of them write gradients in
+place, over a saved tensor or the incoming gradient. Compared with the memory rows of the project's
+own benchmark on an A100 (`tests/meta/test_liger.py`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def next_power_of_two(n: int) -> int:
 def rms_norm(x: Tensor, weight: Tensor, grid: Grid | None, *, partial_rows: bool = False) -> Tensor:
     """`LigerRMSNorm`: (..., hidden) -> (..., hidden), one fp32 number a row saved beside x.
 
-    grid: the device's multiprocessors, None of one; a row of the weight's gradient is kept for each
-    of them, or, up to version 0.3, for each token (partial_rows). Its dtype was the weight's.
+    grid: the device's multiprocessors, None of one; each has a row of the weight's gradient, or, up
+    to version 0.3, each token has one (partial_rows), in the weight's dtype.
     """
     rows = x.numel // x.shape[-1]
     result = like(x)
@@ -37,15 +37,15 @@ def rms_norm(x: Tensor, weight: Tensor, grid: Grid | None, *, partial_rows: bool
 def _rms_norm_backward(rows: int, weight: Tensor, grid: Grid | None, partial_rows: bool) -> Rule:
     columns, dtype = weight.shape[-1], weight.dtype
     each = grid.multiprocessors if grid is not None else 1
-    count, kept = (rows, dtype) if partial_rows else (each, "float32")
+    count, summed_dtype = (rows, dtype) if partial_rows else (each, "float32")
 
     def rule(node: Node, grads: Incoming) -> Gradients:
         grad = row_major_copy(upstream(grads))  # becomes the gradient of x in place
         if not node.needs(1):
             return grad, None
-        partial = empty(grad.meter, (count, columns), kept)
+        partial = empty(grad.meter, (count, columns), summed_dtype)
         inside = workspace(grad.meter, row_sum(columns, count, grid) if grid is not None else 0)
-        total = empty(grad.meter, (columns,), kept)
+        total = empty(grad.meter, (columns,), summed_dtype)
         del inside, partial
         return grad, cast(total, dtype)
 
@@ -98,8 +98,8 @@ def fused_linear_cross_entropy(
 ) -> Tensor:
     """`LigerFusedLinearCrossEntropyFunction`: logits of a few tokens at a time, gradients at once.
 
-    hidden: (tokens, hidden); weight: (vocab, hidden) -> (). A chunk has so many tokens that its
-    logits are about as large as hidden. upcast: a chunk's logits become fp32, as up to version 0.4.
+    hidden: (tokens, hidden); weight: (vocab, hidden) -> (). A chunk's logits are about as large as
+    hidden. upcast: a chunk's logits become fp32, as up to version 0.4.
     """
     meter, (tokens, width), vocab = hidden.meter, hidden.shape, weight.shape[0]
     chunk = next_power_of_two(-(-tokens // -(-vocab // width)))

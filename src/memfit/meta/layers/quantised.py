@@ -75,9 +75,9 @@ class Quantised(NamedTuple):
         needed = product_bytes(tokens, rows, columns, outliers, width) if meter.cuda else 0
         inside = workspace(meter, needed)
         result = empty(meter, (tokens, rows), x.dtype)
-        kept = empty(meter, (tokens, outliers), x.dtype) if self.outliers else None
+        dense = empty(meter, (tokens, outliers), x.dtype) if self.outliers else None
         meter.flop += 2 * tokens * columns * rows * meter.copies  # cuBLASLt's
-        del inside, codes, scales, which, kept
+        del inside, codes, scales, which, dense
         return attach(node, result)
 
     def _dense_backward(self, shape: tuple[int, ...], dtype: str) -> Rule:
@@ -116,7 +116,7 @@ def finding_bytes(outliers: bool) -> int:
 def product_bytes(tokens: int, rows: int, columns: int, outliers: int, width: int) -> int:
     """Inside `int8_mixed_scaled_mm` on CUDA, beside its results.
 
-    The int32 product and, unless fp16 is asked for, its fp16 values; then, with outliers, the
+    The int32 product and, unless the result is fp16, its fp16 values; then, with outliers, the
     result that they are added to. Their columns of the weight are dense meanwhile.
     """
     made = tokens * rows
@@ -138,8 +138,8 @@ def quantising_bytes(
     cut: ranks keep a part each of what is stored, which is whole meanwhile.
     """
     declared, double = find_coding(coding)
-    kept = declared.tensors(shape, double=double) if cut else ()
-    beside = [prod(t.shape) * DTYPE_BYTES[t.dtype] for t in kept]
+    own = declared.tensors(shape, double=double) if cut else ()
+    beside = [prod(t.shape) * DTYPE_BYTES[t.dtype] for t in own]
     width = DTYPE_BYTES[dtype]
     return [
         [*beside, *instant] for instant in declared.quantising(shape, dtype, width, double=double)

@@ -5,7 +5,7 @@ As `elementwise`: each rule names the tensors that torch's derivatives.yaml make
 
 from __future__ import annotations
 
-from memfit.meta.autograd import Gradients, Node, Rule, kept, record
+from memfit.meta.autograd import Gradients, Node, Rule, must_save, record
 from memfit.meta.elementwise import Incoming, attach, autocast_lower, cast, like, upstream
 from memfit.meta.tensor import Shape, Tensor, empty
 from memfit.meta.views import transpose
@@ -87,7 +87,7 @@ def total(x: Tensor, dim: int, *, keep: bool = False) -> Tensor:
 
 
 def _total_backward(shape: Shape, dim: int, keep: bool) -> Rule:
-    """The gradient again and again: a view."""
+    """The gradient expanded along `dim`, as a view."""
 
     def rule(node: Node, grads: Incoming) -> Gradients:
         grad = upstream(grads)
@@ -183,7 +183,7 @@ def _spread_backward(shape: Shape) -> Rule:
 
 
 def restore(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
-    """The rows in the order of the tokens again; saves `order`. As train/model/experts.py."""
+    """Return the rows in the order of the tokens; saves `order`. As train/model/experts.py."""
     node = record(_restore_backward, (x,), (order,))
     return attach(node, empty(x.meter, (*back.shape, *x.shape[1:]), x.dtype))
 
@@ -224,7 +224,7 @@ def grouped_multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     saved = (weight if x.requires_grad else None, ends, x if weight.requires_grad else None)
     by_column = weight.strides[1] < weight.strides[2]
     node = record(_grouped_backward(by_column), (x, weight), saved)
-    (product,) = kept(x.meter, lambda: (_grouped_rows(x, weight),))
+    (product,) = must_save(x.meter, lambda: (_grouped_rows(x, weight),))
     return attach(node, product)
 
 

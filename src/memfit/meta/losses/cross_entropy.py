@@ -174,6 +174,6 @@ def _outer(
 
 
 def made_before(node: Node, grads: Incoming) -> Gradients:
-    """The gradients of hidden states and the head, which the forward has made and kept."""
+    """Return the gradients of hidden states and the head, which the forward has saved."""
     d_hidden, d_weight = node.saved
     return d_hidden, d_weight

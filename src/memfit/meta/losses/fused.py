@@ -42,27 +42,27 @@ def liger_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     mask, count = empty(meter, (tokens,), "bool"), empty(meter, (), "int64")
     del count
     logits: Tensor | None = None if casts else empty(meter, (chunk, vocab), low)
-    kept: Tensor | None = None
+    cast_weight: Tensor | None = None
     for start in range(0, tokens, chunk):
         rows = min(chunk, tokens - start)
         if casts:
             del logits
             logits = _lowered(hidden, weight, rows, low)
         meter.count_product(2 * rows * vocab * width)
-        if casts and (kept is None or not trained):
-            del kept
-            kept = like(weight, dtype=low) if weight.dtype != low else None
+        if casts and (cast_weight is None or not trained):
+            del cast_weight
+            cast_weight = like(weight, dtype=low) if weight.dtype != low else None
         if node is not None:
             meter.count_product(2 * rows * vocab * width)
             if casts:
                 empty(meter, (rows, width), low)
         if not trained:
-            kept = None
+            cast_weight = None
         if trained:
             meter.count_product(2 * rows * vocab * width)
             if casts:
                 empty(meter, (rows, width), low)
-    del logits, mask, kept
+    del logits, mask, cast_weight
     total = empty(meter, (), "float32")
     del losses
     if node is not None:
@@ -87,9 +87,9 @@ def cut_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """
     meter, vocab = hidden.meter, weight.shape[0]
     count = labels.shape[0] * (labels.shape[1] - 1)
-    told = empty(meter, (count,), "bool")
+    mask = empty(meter, (count,), "bool")
     wide = empty(meter, (count, 2), "int64")
-    del told
+    del mask
     narrow = empty(meter, (count, 2), "int32")
     del wide
     valid = empty(meter, (count,), "int64")

@@ -34,9 +34,9 @@ def unbind(x: Tensor) -> list[Tensor]:
 
 
 def _unbind_backward(node: Node, grads: Incoming) -> Gradients:
-    given = next(g for g in grads if g is not None)
-    zeros = [like(given) for g in grads if g is None]
-    result = empty(given.meter, (len(grads), *given.shape), given.dtype)
+    known = next(g for g in grads if g is not None)
+    zeros = [like(known) for g in grads if g is None]
+    result = empty(known.meter, (len(grads), *known.shape), known.dtype)
     del zeros
     return (result,)
 

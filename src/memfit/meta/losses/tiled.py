@@ -27,7 +27,7 @@ def log_probs_of_tokens(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> 
     earlier = narrow(hidden, 1, 0, tokens - 1)
     mask = empty(meter, (rows, tokens - 1), "bool")
     count = rows * (tokens - 1)
-    chosen = _where(earlier, mask, count, width)
+    chosen = _select(earlier, mask, count, width)
     labels = empty(meter, (count,), "int64")
     found = _log_probs(chosen, weight, bias, labels)
     del chosen, labels
@@ -43,7 +43,7 @@ def tiled_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return loss
 
 
-def _where(x: Tensor, mask: Tensor, count: int, width: int) -> Tensor:
+def _select(x: Tensor, mask: Tensor, count: int, width: int) -> Tensor:
     """`x[mask]`: (rows, tokens, width) -> (count, width)."""
 
     def rule(node: Node, grads: Incoming) -> Gradients:
@@ -134,12 +134,12 @@ def _log_probs_backward(compute: str) -> Rule:
         ]
         tile = empty(hidden.meter, (_least(hidden.shape[0]), COLUMNS), compute)
         held = _run_tiles(hidden, weight, bias, compute, keeps=True)
-        given = [
+        results = [
             None if total is None or x is None else cast(total, x.dtype)
             for total, x in zip(summed, (hidden, weight, bias), strict=True)
         ]
         del tile, summed, held
-        return given
+        return results
 
     return rule
 

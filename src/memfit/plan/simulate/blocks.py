@@ -27,7 +27,7 @@ from memfit.families.shared.forward import (
 from memfit.families.shared.masks import make_masks
 from memfit.meta import Meter, Tensor
 from memfit.meta.distributed.offload import Load
-from memfit.meta.layers.dequantised import CODED
+from memfit.meta.layers.dequantised import QUANTISED_DTYPE
 from memfit.meta.losses.preference import judge
 from memfit.plan.simulate.fsdp_units import Named, Units
 from memfit.plan.simulate.in_backward import Updates
@@ -92,7 +92,7 @@ def _row(weight: Weight) -> Row:
     elif weight.part != "head":
         name = name.partition(".")[2]
     return Row(
-        name=name, shape=weight.shape, dtype=CODED if weight.coding else weight.dtype,
+        name=name, shape=weight.shape, dtype=QUANTISED_DTYPE if weight.coding else weight.dtype,
         trainable=weight.trainable, part=weight.part,
     )  # fmt: skip
 
@@ -304,7 +304,7 @@ class _Simulation:
             input_ids=inputs.input_ids, position_ids=inputs.position_ids,
             documents=self.batch.documents, adapter_dropout=self.setting.adapter_dropout,
             narrow=self.setting.narrow, qat=self.setting.qat, lean=self.setting.lean,
-            loop=self.loop, coded=self.setting.coded, ring=self.setting.ring,
+            loop=self.loop, quantised=self.setting.coded, ring=self.setting.ring,
         )  # fmt: skip
         return forward, inputs.labels
 

@@ -119,7 +119,7 @@ def gather_files(built: Built, *, keep: bool) -> Iterator[tuple[str, dict[str, T
         parts = file_parts(name, tuple(tensor.shape), family) if file_of else [Part(name, ())]
         for part in parts:
             file = file_of.get(part.name, ADAPTER)
-            waiting[file][part.name] = tensor[part.where].detach().to("cpu", copy=True)
+            waiting[file][part.name] = tensor[part.place].detach().to("cpu", copy=True)
             left[file] -= 1
             if not left[file]:
                 yield file, waiting.pop(file)
@@ -206,7 +206,7 @@ def _held(model: nn.Module) -> dict[str, Tensor]:
 def file_tensors(model: nn.Module, family: str) -> dict[str, torch.Tensor]:
     """Parameters and stored buffers on the host, named as in the family's published files."""
     return {
-        part.name: tensor[part.where]
+        part.name: tensor[part.place]
         for name, tensor in on_host(_held(model)).items()
         for part in file_parts(name, tuple(tensor.shape), family)
     }

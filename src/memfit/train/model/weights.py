@@ -105,13 +105,13 @@ def copy_weights(parameters: Mapping[str, Tensor], weights: Weights) -> None:
 def _put(parameter: Tensor, part: Part, weights: Weights) -> None:
     """Put one tensor of the source where it belongs; of a shard, the part that it holds."""
     if not is_sharded(parameter):
-        parameter[part.where].copy_(weights.read(part))
+        parameter[part.place].copy_(weights.read(part))
         return
     box, local = own_part(parameter), local_part(parameter)
-    if not part.where:
+    if not part.place:
         local.copy_(weights.read(part, box))
         return
-    first, *rest = part.where  # of the experts, one
+    first, *rest = part.place  # of the experts, one
     rows = box[0]
     assert isinstance(first, int)
     if rows.start <= first < rows.stop:

@@ -38,15 +38,15 @@ def masking_of(job: Job) -> Masking | None:
     recipe, device = job.recipe, job.device
     if recipe.options.get("release") == "4.38":
         return None
-    asked = str(recipe.options.get("attn_implementation", SDPA))
+    implementation = str(recipe.options.get("attn_implementation", SDPA))
     laid_out = is_laid_out(recipe)
     own = find_family(job.model.architecture.family).attention_class
     return Masking(
-        implementation=EAGER if own.only_eager and asked == SDPA else asked,
+        implementation=EAGER if own.only_eager and implementation == SDPA else implementation,
         own=own,
         padded=is_padded(recipe) and not laid_out,
         laid_out=laid_out,
-        asked=recipe.attention,
+        kernel=recipe.attention,
         platform=device.platform,
         capability=device.capability,
     )

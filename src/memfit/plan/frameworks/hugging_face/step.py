@@ -21,7 +21,7 @@ from memfit.families import find_family
 from memfit.families.shared.forward import Embedded, Forward, Weights, project
 from memfit.meta import Tensor
 from memfit.meta.distributed.sharding import whole
-from memfit.meta.layers.dequantised import CODED, Dequantised
+from memfit.meta.layers.dequantised import QUANTISED_DTYPE, Dequantised
 from memfit.meta.losses.cross_entropy import cross_entropy_sum
 from memfit.meta.losses.fused import cut_loss, liger_loss, shift_labels
 from memfit.meta.losses.tiled import log_probs_of_tokens, tiled_loss
@@ -111,7 +111,7 @@ class HfProgram(Record, frozen=True, kw_only=True):
             keeps_input=self.keeps_inputs,
         )  # fmt: skip
         return replace(
-            forward, coded=how, adapter_casts=self.adapter_casts, repeats_keys=self.older,
+            forward, quantised=how, adapter_casts=self.adapter_casts, repeats_keys=self.older,
             liger=self.liger,
         )  # fmt: skip
 
@@ -120,10 +120,10 @@ class HfProgram(Record, frozen=True, kw_only=True):
         return find_family(self.family).embed(self._told(forward), weights)
 
     def block(
-        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
         """See `plan.program.Program.block`."""
-        return find_family(self.family).block(self._told(forward), weights, x, given)
+        return find_family(self.family).block(self._told(forward), weights, x, shared)
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `plan.program.Program.finish`."""
@@ -249,7 +249,7 @@ def _adapted(model: Model, recipe: Recipe) -> Model:
         if w.trainable:
             return replace(w, dtype=own)
         quantised = coded and len(w.shape) == 2 and w.part == "block"
-        return replace(w, dtype=CODED if quantised else frozen)
+        return replace(w, dtype=QUANTISED_DTYPE if quantised else frozen)
 
     stored = replace(adapted, weights=tuple(map(store, adapted.weights)))
     return copied(stored, recipe, "float32" if copies_wide(recipe) else "")
@@ -271,7 +271,7 @@ def targets_of(model: Model, recipe: Recipe) -> tuple[str, ...]:
 
 def parameter_bytes(recipe: Recipe, dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of one stored parameter."""
-    if dtype != CODED:
+    if dtype != QUANTISED_DTYPE:
         return prod(shape) * DTYPE_BYTES[dtype]
     rows = shape[0], prod(shape[1:])
     return coded_bytes(recipe.base_format, rows, double=_doubles(recipe))
@@ -288,7 +288,7 @@ def hold_parameters(model: Model, recipe: Recipe, ranks: int = 1) -> Held:
     held: dict[tuple[Kind, str], tuple[int, str]] = {}
     for owner, each in owners(model, lambda d, s: parameter_bytes(recipe, d, s) // ranks).items():
         dtypes = {w.dtype for w in model.weights if _owner(w) == owner}
-        names = sorted(recipe.base_format if d == CODED else d for d in dtypes)
+        names = sorted(recipe.base_format if d == QUANTISED_DTYPE else d for d in dtypes)
         said = f"{len(each)} tensors, {' and '.join(names)}: {show_bytes(sum(each))}"
         held[Kind.PARAMETERS, owner] = (rounded(each), said)
     buffers = [spec.nbytes for spec in find_family(model.architecture.family).buffers(
@@ -388,14 +388,14 @@ def _sharded(job: Job, model: Model, simulated: Simulated) -> Ledger:
 
 def _parameter(recipe: Recipe, w: Weight) -> int:
     """Bytes that FSDP cuts: of codes that it cuts as numbers, without their scales."""
-    if w.dtype == CODED and find_base_format(recipe.base_format).cut_as_numbers:
+    if w.dtype == QUANTISED_DTYPE and find_base_format(recipe.base_format).cut_as_numbers:
         return code_bytes(recipe.base_format, w.shape)
     return parameter_bytes(recipe, w.dtype, w.shape)
 
 
 def hold_scales(model: Model, recipe: Recipe) -> Held:
     """Scales of quantised weights are no parameters: every rank keeps all of them."""
-    coded = [w for w in model.weights if w.dtype == CODED]
+    coded = [w for w in model.weights if w.dtype == QUANTISED_DTYPE]
     if not coded or not find_base_format(recipe.base_format).cut_as_numbers:
         return {}
     nbytes = sum(

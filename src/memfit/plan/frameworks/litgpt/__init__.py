@@ -16,7 +16,7 @@ import msgspec
 from memfit.base_formats import is_quantised
 from memfit.core.errors import InvalidRequest
 from memfit.core.units import show_bytes, show_count
-from memfit.meta.layers.dequantised import CODED
+from memfit.meta.layers.dequantised import QUANTISED_DTYPE
 from memfit.optimizers import find_optimizer
 from memfit.plan.frameworks import Framework, Job, Knob, Slack, TimeTraits, frameworks
 from memfit.plan.frameworks.hugging_face.quantised import coded_bytes
@@ -243,7 +243,7 @@ def _adapt(form: _Form, model: Model, recipe: Recipe) -> Model:
         quantised = coded and len(shape) == 2 and part != "embedding"
         return Weight(
             name=name, shape=shape, part=part, layer=layer,
-            dtype=CODED if quantised else dtype, trainable=full,
+            dtype=QUANTISED_DTYPE if quantised else dtype, trainable=full,
         )  # fmt: skip
 
     def pair(name: str, shapes: tuple[tuple[int, int], ...], part: str, layer: int) -> list[Weight]:
@@ -307,7 +307,7 @@ def _parameters(model: Model, recipe: Recipe) -> Held:
     double = bool(recipe.options["double_quantisation"])
 
     def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-        if dtype == CODED:
+        if dtype == QUANTISED_DTYPE:
             return coded_bytes(recipe.base_format, shape, double=double)
         return prod(shape) * DTYPE_BYTES[dtype]
 

@@ -12,7 +12,7 @@ from memfit.families.shared.forward import Embedded, Forward, Weights, embedding
 from memfit.meta import Tensor
 from memfit.meta.autograd import Gradients, Node, Rule, record
 from memfit.meta.elementwise import Incoming, attach, upstream
-from memfit.meta.layers.dequantised import CODED, Dequantised, coded_linear
+from memfit.meta.layers.dequantised import QUANTISED_DTYPE, Dequantised, quantised_linear
 from memfit.meta.losses.cross_entropy import cross_entropy_rows, cross_entropy_sum
 from memfit.meta.products import multiply_batched
 from memfit.records import Record
@@ -54,11 +54,11 @@ class LitProgram(Record, frozen=True, kw_only=True):
         return Embedded(x, (cos, sin), ())
 
     def block(
-        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
         """See `plan.program.Program.block`."""
         normed = self._norm(forward, weights, "norm_1", x)
-        attended = _attention(forward, weights, normed, given, self.capped_scores)
+        attended = _attention(forward, weights, normed, shared, self.capped_scores)
         if self.order == "post-norms":
             attended = self._norm(forward, weights, "post_attention_norm", attended)
         if self.order.startswith("parallel"):
@@ -245,8 +245,8 @@ def _project(forward: Forward, weights: Weights, name: str, x: Tensor) -> Tensor
 
 def _dense(weights: Weights, name: str, x: Tensor) -> Tensor:
     weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
-    if weight.dtype == CODED:
-        return coded_linear(x, weight, bias, QUANTISED)
+    if weight.dtype == QUANTISED_DTYPE:
+        return quantised_linear(x, weight, bias, QUANTISED)
     return meta.linear(x, weight, bias)
 
 
