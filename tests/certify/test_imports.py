@@ -25,12 +25,12 @@ def order(tiny_recipe):
     return Order(recipe=recipe, device=find_device("h100-sxm"), usable=2**30)
 
 
-def answer(order, *, hide):
+def answer(order):
     """The certificate of a fresh process, and which of the packages it has imported."""
     code = (
         "import sys, json; from memfit.certify import UNUSED, answer_order, import_step\n"
         "line = sys.stdin.read()\n"
-        f"{'import_step([line])' if hide else 'pass'}\n"
+        "import_step([line])\n"
         "found = answer_order(line)\n"
         "print(json.dumps([json.loads(found), sorted(set(UNUSED) & set(sys.modules))]))"
     )
@@ -45,10 +45,12 @@ def answer(order, *, hide):
 
 @pytest.mark.slow
 def test_a_certificate_is_the_same_without_packages_that_no_step_calls(order):
-    lean, imported = answer(order, hide=True)
+    """The process of the tests has them."""
+    lean, imported = answer(order)
     assert imported == []
-    whole, imported = answer(order, hide=False)
-    assert "bitsandbytes" in imported
+    pytest.importorskip("bitsandbytes")
+    whole = json.loads(certification.answer_order(to_json(order)))
+    del whole["seconds"]
     assert lean == whole
 
 

@@ -20,11 +20,11 @@ QUICK = ("plan", "models", "devices", "formats", "rules", "budget", "solve")
 SMALL = ["smollm2-135m", "--set", "task.sequence_length=128"]
 PLANS = {
     "fits": ["smollm2-135m", "--device", "rtx-4090"],
-    "does not fit": ["llama-3.2-3b", "--device", "rtx-3060-12", "--set", "method=full"],
-    "several devices": ["llama-3.1-8b", "--device", "h100-sxm", "--set", "hardware.count=8"],
+    "does not fit": ["gpt2", "--device", "l4", "--memory", "200 MiB", "--set", "method=full"],
+    "several devices": ["llama-3.2-1b", "--device", "h100-sxm", "--set", "hardware.count=8"],
     "another framework": ["llama-3.1-8b", "--device", "h100-sxm", "--set", "framework=torchtitan"],
     "hf-trainer": ["gpt2", "--device", "rtx-4090", "--set", "framework=hf-trainer"],
-    "off record": ["llama-3.1-8b", "--device", "mi325x"],
+    "off record": ["smollm2-135m", "--device", "mi325x"],
 }
 
 
@@ -91,7 +91,9 @@ def hinted():
     as it runs; what is put in elsewhere is left out."""
     found = set()
     for path in sorted((ROOT / "src" / "memfit").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if "`memfit " not in (source := path.read_text(encoding="utf-8")):
+            continue
+        for node in ast.walk(ast.parse(source)):
             pieces = node.values if isinstance(node, ast.JoinedStr) else [node]
             texts = (piece.value for piece in pieces if isinstance(piece, ast.Constant))
             joined = " ".join(text for text in texts if isinstance(text, str))

@@ -24,7 +24,7 @@ PLANS = {
     "several, of which none fits": ["llama-3.2-3b", "--device", "2x4060", "--method", "full"],
     "another framework": ["llama-3.1-8b", "--device", "h100-sxm", "--framework", "torchtitan"],
     "a trainer that lacks memory": ["gpt-oss-20b", "--device", "3060", "--framework", "trl"],
-    "off record": ["llama-3.1-8b", "--device", "mi325x"],
+    "off record": ["smollm2-135m", "--device", "mi325x"],
     "pure bf16": ["qwen3-8b", "--device", "l4", "--precision", "bf16"],
     "a processor": ["gpt2", "--device", "cpu", "--seq-len", "256"],
     "a limit": ["gpt2", "--device", "l4", "--memory", "200 MiB", "--seq-len", "512"],
