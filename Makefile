@@ -10,7 +10,7 @@ MINUTES ?= 25
 SLICE ?=
 OUT ?=
 
-.PHONY: gpu gpu-pack gpu-land pictures site neighbours page page-tools demo demo-distributed test test-wide check lint types docs bench clean setup
+.PHONY: gpu gpu-pack gpu-land pictures site neighbours page page-tools demo demo-distributed test test-wide check lint types fresh docs bench clean setup
 
 setup: $(VENV)/.ready
 
@@ -61,7 +61,7 @@ test: setup ui/node_modules/.package-lock.json  ## every test, slow proofs inclu
 test-wide: setup  ## every test, in all settings of every family, on examples not seen before
 	MEMFIT_EXAMPLES=new $(PY) -m pytest --numprocesses auto --dist worksteal
 
-check: lint types
+check: lint types fresh
 
 lint: setup
 	$(VENV)/bin/ruff check .
@@ -69,6 +69,9 @@ lint: setup
 
 types: setup
 	$(VENV)/bin/mypy
+
+fresh: setup  ## whether what `make docs` writes is what stands there
+	$(PY) scripts/generate_docs.py --check
 
 page-tools:  ## what builds the page and what its tests judge it with; needs Node
 	npm --prefix ui ci --no-audit --no-fund

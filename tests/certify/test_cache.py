@@ -13,7 +13,7 @@ from memfit.certify import Order, cache
 from memfit.core.errors import NotCertified
 from memfit.plan.request.problem import find_device
 from memfit.records import to_data
-from typed_commands import STATED, memfit, quick, strict, write
+from typed_commands import STATED, quick, strict, write
 
 GIB = 2**30
 
@@ -174,17 +174,19 @@ def test_several_orders_are_answered_in_their_order(place, runs, order):
 
 
 @pytest.mark.slow
-def test_the_screen_says_that_an_answer_came_from_the_cache(tmp_path):
+@pytest.mark.usefixtures("certified_here")
+def test_the_screen_says_that_an_answer_came_from_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv(cache.SWITCH, "")
     file = write(tmp_path, STATED)
-    environment = {"MEMFIT_CACHE": str(tmp_path / "cache"), cache.SWITCH: ""}
-    first = memfit("certify", file, cwd=tmp_path, **environment)
-    assert first.returncode == 0, first.stderr
-    assert "from the cache" not in first.stdout
-    second = memfit("certify", file, cwd=tmp_path, **environment)
-    assert "from the cache" in second.stdout
-    assert "--no-cache" in second.stdout
-    third = memfit("certify", file, "--no-cache", "--json", cwd=tmp_path, **environment)
-    assert strict(third.stdout)["from_cache"] is False
+    code, first, said = quick("certify", file)
+    assert code == 0, said
+    assert "from the cache" not in first
+    _, second, _ = quick("certify", file)
+    assert "from the cache" in second
+    assert "--no-cache" in second
+    _, third, _ = quick("certify", file, "--no-cache", "--json")
+    assert strict(third)["from_cache"] is False
 
 
 def test_no_cache_is_a_flag(tmp_path, monkeypatch):

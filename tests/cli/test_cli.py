@@ -538,6 +538,7 @@ def test_every_verb_has_help_and_json():
         assert out.startswith(f"Usage: memfit {verb}")
 
 
+@pytest.mark.wide  # `make check` runs it
 def test_the_generated_docs_are_fresh():
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "generate_docs.py", "--check"], check=False,

@@ -48,18 +48,19 @@ def test_the_targets_own_code_reads_every_plan(target, tmp_path):
         api.write_export(made, place / name)
         written.append(name)
     assert len(written) >= 12
+    if target == "trl":
+        write_of_data(tmp_path)
+        written.append("of data here")
     assert parse(target, place) == dict.fromkeys(written, "ok")
 
 
-@pytest.mark.slow
-def test_trls_own_code_reads_the_files_of_data_on_this_machine(tmp_path):
-    """Its `datasets:`, a list of what to load."""
+def write_of_data(tmp_path):
+    """A plan whose data are a file of this machine: its `datasets:`, a list of what to load."""
     data = tmp_path / "chat.jsonl"
     data.write_text(json.dumps({"prompt": "Hello", "completion": "Good day"}) + "\n")
     asked = api.change(neighbour_plans.find_request("trl-qlora"), {"task.data": str(data)})
-    api.write_export(api.export(asked, "trl"), tmp_path / "plans" / "one")
-    assert str(data) in (tmp_path / "plans" / "one" / "trl.yaml").read_text()
-    assert parse("trl", tmp_path / "plans") == {"one": "ok"}
+    api.write_export(api.export(asked, "trl"), tmp_path / "plans" / "of data here")
+    assert str(data) in (tmp_path / "plans" / "of data here" / "trl.yaml").read_text()
 
 
 @pytest.mark.slow

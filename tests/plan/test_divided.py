@@ -56,8 +56,11 @@ def find_fastest(hardware, length, meshes):
 
 @pytest.mark.parametrize(
     ("hardware", "length"),
-    [(SLOW, 4096), (MACHINE, 4096), (MACHINE, 32768)],
-    ids=["slow network", "short rows", "long rows"],
+    [
+        pytest.param(SLOW, 4096, id="slow network"),
+        pytest.param(MACHINE, 4096, id="short rows", marks=pytest.mark.wide),
+        pytest.param(MACHINE, 32768, id="long rows"),
+    ],
 )
 def test_the_fastest_mesh_wins_and_a_divided_one_by_a_tenth(hardware, length):
     found = plan(ask(hardware, length))

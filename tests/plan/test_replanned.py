@@ -12,9 +12,9 @@ CASES = {
     "stated": ("qwen2.5-0.5b", "rtx-3090", {"method": "full", "optimizer.name": "adamw"}),
     "a limit": ("pythia-70m", "cpu", {"limits.memory": "1 GiB"}),
     "pairs": ("pythia-410m", "l4", {"task.objective": "dpo", "task.sequence_length": 512}),
-    "several": ("llama-3.1-8b", "a100-sxm-80", {"hardware.count": 4}),
+    "several": ("llama-3.2-1b", "rtx-4090", {"hardware.count": 2}),
     "megatron": ("llama-3.1-8b", "h100-sxm", {"framework": "megatron", "hardware.count": 8}),
-    "hf-trainer": ("llama-3.2-1b", "h100-sxm", {"framework": "hf-trainer", "hardware.count": 2}),
+    "hf-trainer": ("gpt2", "h100-sxm", {"framework": "hf-trainer", "hardware.count": 2}),
 }
 
 

@@ -241,6 +241,7 @@ def test_ranks_that_share_products_learn_what_one_process_learns_and_move(runs):
 
 
 @pytest.mark.slow
+@pytest.mark.wide  # their step is held to one process's in tests/certify/test_ranks.py
 def test_ranks_that_share_rows_learn_what_one_process_learns_and_move(runs):
     """On 2 ranks; and from 2 that share rows to 2 with rows of their own."""
     alone = runs.whole("rows alone", micro_batch=4, packing=False)

@@ -5,6 +5,7 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 
 from memfit import api
+from memfit.certify import in_this_process
 from memfit.cli.app import app, run
 from memfit.core.errors import DoesNotFit, InvalidRequest, NotCertified
 from memfit.records import from_data, read_json, write_json
@@ -52,7 +53,7 @@ def ask(data, **limits):
 @pytest.fixture(scope="module")
 def planned(data, cache, tmp_path_factory):
     """A plan and a certificate that hold, made once."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, in_this_process():
         patch.setenv("MEMFIT_CACHE", str(cache))
         folder = tmp_path_factory.mktemp("planned")
         api.prepare(ask(data, memory="1 GiB"), folder)

@@ -53,6 +53,7 @@ def test_the_docs_say_how_many_steps_were_run_and_how_near_they_are() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.wide  # its versions are pinned; what is recorded is held to the predictions above
 def test_trls_own_trainer_holds_today_what_is_recorded() -> None:
     if not PYTHON.exists():
         pytest.skip("`make neighbours` installs TRL")
