@@ -40,6 +40,9 @@ DESCRIBED = {"optimizer.name": "optimizer", "optimizer.implementation": "impleme
 OF_OWN = (  # no plan of another framework's step has them
     "lean", "qat", "selective_blocks", "optimizer.in_backward", "optimizer.stochastic_rounding",
 )  # fmt: skip
+OF_SCHEDULES = tuple(  # see export/test_schedules.py
+    f"optimizer.{name}" for name in ("warmup_ratio", "floor", "power", "decay_ratio")
+)
 LATER = ("schema", "framework", "model", "device", "devices_per_node", "network", "recompute")
 
 
@@ -91,7 +94,7 @@ def counts(recipe, key):
         return recipe.parallel.dp_shard > 1
     if key == "loss_chunk":
         return recipe.loss == "chunked"
-    return key != "optimizer.momentum"
+    return key not in ("optimizer.momentum", *OF_SCHEDULES)
 
 
 def another(key, value, recipe):

@@ -14,7 +14,8 @@ VALUES = {  # a value as its trainer writes it; `true` where the word is a switc
     "hardware.device": "h100-sxm", "limits.memory": "40 GiB", "limits.cost": "$500",
     "limits.time": "2 hours", "hardware.price": "spot", "task.packing": True,
     "quantisation.double": True, "lora.dropout": 0.05, "optimizer.beta1": 0.9,
-    "optimizer.beta2": 0.95, "optimizer.eps": 1e-8, "optimizer.learning_rate": 2e-5,
+    "optimizer.beta2": 0.95, "optimizer.eps": 1e-8, "optimizer.warmup_ratio": 0.03,
+    "optimizer.floor": 0.1, "optimizer.learning_rate": 2e-5,
 }  # fmt: skip
 OWN = {
     "bnb_4bit_quant_type": "nf4", "mixed_precision": "bf16", "torch_dtype": "torch.bfloat16",

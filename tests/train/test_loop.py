@@ -14,9 +14,14 @@ from msgspec.structs import replace
 from tiny_runs import CONFIG, OPTIMIZER, tiny_recipe, write_text
 from transformers import (
     AutoModelForCausalLM,
+    TrainingArguments,
     get_constant_schedule_with_warmup,
     get_cosine_schedule_with_warmup,
+    get_cosine_with_min_lr_schedule_with_warmup,
+    get_inverse_sqrt_schedule,
     get_linear_schedule_with_warmup,
+    get_polynomial_decay_schedule_with_warmup,
+    get_wsd_schedule,
 )
 
 from memfit import catalog
@@ -415,23 +420,60 @@ def test_epochs_become_steps_that_show_every_token(request_, cache):
     assert find_lengths(stated, tiny_recipe().model, 32, cache) == stated
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-def test_the_schedule_is_transformers_own(schedule):
-    settings = replace(OPTIMIZER, schedule=schedule, warmup_steps=4, learning_rate=1.0)
+HALF = 10  # of 20 steps, wsd falls in the last half
+SCHEDULES = {
+    "cosine": ({}, get_cosine_schedule_with_warmup),
+    "linear": ({}, get_linear_schedule_with_warmup),
+    "constant": ({}, lambda o, w, _: get_constant_schedule_with_warmup(o, w)),
+    "cosine to a tenth": (
+        {"floor": 0.1},
+        lambda o, w, n: get_cosine_with_min_lr_schedule_with_warmup(o, w, n, min_lr_rate=0.1),
+    ),
+    "linear to a tenth": (
+        {"floor": 0.1},
+        lambda o, w, n: get_polynomial_decay_schedule_with_warmup(o, w, n, lr_end=0.1),
+    ),
+    "polynomial": (
+        {"floor": 0.2, "power": 2.0},
+        lambda o, w, n: get_polynomial_decay_schedule_with_warmup(o, w, n, lr_end=0.2, power=2.0),
+    ),
+    "inverse-sqrt": ({}, lambda o, w, _: get_inverse_sqrt_schedule(o, w)),
+    "wsd": (
+        {"floor": 0.05, "decay_ratio": 0.5},
+        lambda o, w, n: get_wsd_schedule(
+            o, w, HALF, n, decay_type="linear", min_lr_ratio=0.05
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+@pytest.mark.parametrize("case", SCHEDULES)
+def test_the_schedule_is_transformers_own(case, warmup):
+    changes, make = SCHEDULES[case]
+    settings = replace(
+        OPTIMIZER,
+        schedule=case.partition(" ")[0],
+        warmup_steps=warmup,
+        learning_rate=1.0,
+        **changes,
+    )
     rates = [learning_rate(settings, step, 20) for step in range(20)]
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    make = {
-        "cosine": get_cosine_schedule_with_warmup,
-        "linear": get_linear_schedule_with_warmup,
-        "constant": lambda o, w, _: get_constant_schedule_with_warmup(o, w),
-    }[schedule]
-    scheduler = make(optimizer, 4, 20)
+    scheduler = make(optimizer, warmup, 20)
     theirs = []
     for _ in range(20):
         theirs.append(scheduler.get_last_lr()[0])
         optimizer.step()
         scheduler.step()
     assert rates == pytest.approx(theirs)
+
+
+@pytest.mark.parametrize(("ratio", "steps"), [(0.03, 1000), (0.1, 25), (0.0, 10), (0.5, 1)])
+def test_a_share_of_warmup_is_the_trainers(ratio, steps, tmp_path):
+    settings = replace(OPTIMIZER, warmup_steps=0, warmup_ratio=ratio)
+    theirs = TrainingArguments(output_dir=str(tmp_path), warmup_steps=ratio, use_cpu=True)
+    assert settings.warmup(steps) == theirs.get_warmup_steps(steps)
 
 
 MOMENT = Moment(

@@ -16,7 +16,8 @@ OPTIMIZER_SAYS = frozenset({
     f"optimizer.{name}"
     for name in (
         "name", "implementation", "learning_rate", "weight_decay", "beta1", "beta2", "eps",
-        "momentum", "schedule", "warmup_steps", "clip_norm",
+        "momentum", "schedule", "warmup_steps", "warmup_ratio", "floor", "power", "decay_ratio",
+        "clip_norm",
     )
 })  # fmt: skip
 ALL_AXES = frozenset({"dp_replicate", "dp_shard", "tp", "cp", "pp", "virtual_pp", "ep"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from memfit.base_formats import find_base_format
@@ -71,21 +72,42 @@ def find_optim(recipe: Recipe) -> tuple[str, Left, Values]:
     return optim, left, becomes
 
 
-def find_schedule(recipe: Recipe) -> str:
-    """The Trainer's `lr_scheduler_type`."""
-    optimizer = recipe.optimizer
-    warm = optimizer.schedule == "constant" and optimizer.warmup_steps
-    return "constant_with_warmup" if warm else optimizer.schedule
+def write_schedule(recipe: Recipe, steps: int) -> tuple[Values, Left]:
+    """The Trainer's schedule and warm-up; steps: 0 where the length is passes over the data."""
+    made = recipe.optimizer
+    warmup: float = made.warmup(steps) if steps or not made.warmup_ratio else made.warmup_ratio
+    name: str = made.schedule
+    values: Values = {}
+    floor = made.floor
+    if name == "constant" and warmup:
+        name = "constant_with_warmup"
+    elif name == "cosine" and floor:
+        name, values = "cosine_with_min_lr", {"min_lr_rate": floor}
+    elif name == "polynomial" or (name == "linear" and floor):
+        name = "polynomial"
+        values = {"lr_end": floor * made.learning_rate, "power": made.power or 1.0}
+    elif name == "inverse-sqrt":
+        name = "inverse_sqrt"
+    elif name == "wsd":
+        if not steps:
+            why = "wsd: the Trainer's needs the number of steps, and `task.epochs` states passes"
+            return {}, {"optimizer.schedule": why}
+        falls = math.ceil(made.decay_ratio * steps)
+        name = "warmup_stable_decay"
+        values = {"num_decay_steps": falls, "decay_type": "linear", "min_lr_ratio": floor}
+    kwargs = {"lr_scheduler_kwargs": values} if values else {}
+    return {"lr_scheduler_type": name, **kwargs, "warmup_steps": warmup}, {}
 
 
-def write_optimizer(recipe: Recipe) -> tuple[Values, Left, Values]:
+def write_optimizer(job: Job) -> tuple[Values, Left, Values]:
     """The optimizer and its schedule; what they do not say, and what is in its place."""
-    optimizer = recipe.optimizer
+    recipe, optimizer = job.recipe, job.recipe.optimizer
     optim, left, becomes = find_optim(recipe)
+    schedule, unsaid = write_schedule(recipe, job.steps if job.epochs is None else 0)
+    left |= unsaid
     values = {
         "learning_rate": optimizer.learning_rate,
-        "lr_scheduler_type": find_schedule(recipe),
-        "warmup_steps": optimizer.warmup_steps,
+        **schedule,
         "optim": optim,
         "weight_decay": optimizer.weight_decay,
         "adam_beta1": optimizer.beta1,

@@ -61,8 +61,12 @@ KEYS = {
     "optimizer.beta2": "AdamW's decay of the squares",
     "optimizer.eps": "AdamW's epsilon",
     "optimizer.momentum": "SGD's momentum",
-    "optimizer.schedule": "constant | linear | cosine, after the warm-up",
+    "optimizer.schedule": "constant | linear | cosine | polynomial | inverse-sqrt | wsd",
     "optimizer.warmup_steps": "steps of linear warm-up",
+    "optimizer.warmup_ratio": "the same as a share of all steps",
+    "optimizer.floor": "the last rate over the full one: linear, cosine, polynomial, wsd",
+    "optimizer.power": "of polynomial",
+    "optimizer.decay_ratio": "of wsd: the share of all steps in which the rate falls",
     "optimizer.clip_norm": "largest gradient norm; 0 does not clip",
     "optimizer.in_backward": "update each weight within backward; no clipping, one micro-batch",
     "optimizer.stochastic_rounding": "round updated bf16 weights by chance, so that none is"

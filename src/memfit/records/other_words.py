@@ -24,6 +24,10 @@ class Answer(NamedTuple):
 Word = Callable[[Any], Answer]
 NF4 = {"base_format": "nf4", "method": "lora"}
 INT8 = {"base_format": "int8", "method": "lora"}
+SCHEDULES = {
+    "constant_with_warmup": "constant", "inverse_sqrt": "inverse-sqrt",
+    "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd",
+}  # fmt: skip
 OPTIMIZERS = {
     "adamw": "adamw", "adam": "adamw", "adamw_torch": "adamw", "adamw_hf": "adamw",
     "adamw_torch_fused": "adamw", "adamw_apex_fused": "adamw", "paged_adamw_32bit": "adamw",
@@ -221,9 +225,11 @@ WORDS: dict[str, Word] = {
     "learning_rate": _key("optimizer.learning_rate"),
     "lr": _key("optimizer.learning_rate"), "weight_decay": _key("optimizer.weight_decay"),
     "warmup_steps": _key("optimizer.warmup_steps"),
-    "warmup_ratio": _nothing("`optimizer.warmup_steps` is that share of all steps"),
-    "lr_scheduler_type": _choice("optimizer.schedule", {"constant_with_warmup": "constant"}),
-    "lr_scheduler": _choice("optimizer.schedule", {"constant_with_warmup": "constant"}),
+    "warmup_ratio": _key("optimizer.warmup_ratio"),
+    "lr_scheduler_type": _choice("optimizer.schedule", SCHEDULES),
+    "lr_scheduler": _choice("optimizer.schedule", SCHEDULES),
+    "min_lr_rate": _key("optimizer.floor"), "min_lr_ratio": _key("optimizer.floor"),
+    "cosine_min_lr_ratio": _key("optimizer.floor"),
     "max_grad_norm": _key("optimizer.clip_norm"), "gradient_clipping": _key("optimizer.clip_norm"),
     "clip_grad": _key("optimizer.clip_norm"), "adam_beta1": _key("optimizer.beta1"),
     "adam_beta2": _key("optimizer.beta2"), "adam_epsilon": _key("optimizer.eps"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Literal
 
 import msgspec
@@ -24,7 +25,7 @@ Compile = Literal["none", "blocks", "model"]
 Offload = Literal["none", "optimizer", "parameters", "activations"]
 Lean = Literal["norm", "mlp"]
 Option = bool | int | float | str
-Schedule = Literal["constant", "linear", "cosine"]
+Schedule = Literal["constant", "linear", "cosine", "polynomial", "inverse-sqrt", "wsd"]
 Implementation = Literal["fused", "foreach", "loop"]
 
 FORMAT_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -42,7 +43,9 @@ OWN_VALUES: dict[str, tuple[object, ...]] = {
     "offload": ("none", "activations", "optimizer", "parameters"),
 }
 # keys of `optimizer` that count in a digest where they are set
-LATE_IN_OPTIMIZER = ("in_backward", "stochastic_rounding")
+LATE_IN_OPTIMIZER = (
+    "in_backward", "stochastic_rounding", "warmup_ratio", "floor", "power", "decay_ratio",
+)  # fmt: skip
 OWN_AXES = (
     "dp_replicate", "dp_shard", "reshard_after_forward", "tp", "sequence_parallel", "cp", "pp",
     "virtual_pp",
@@ -115,6 +118,14 @@ class Optimizer(Record, frozen=True, kw_only=True):
     clip_norm: float  # 0 = no clipping
     in_backward: bool = False  # each weight is updated as soon as backward has its gradient
     stochastic_rounding: bool = False  # of updated bf16 weights: up or down by chance, unbiased
+    warmup_ratio: float = 0.0  # share of all steps that is warm-up, where `warmup_steps` is 0
+    floor: float = 0.0  # of linear, cosine, polynomial, wsd: the last rate over the full one
+    power: float = 0.0  # of polynomial
+    decay_ratio: float = 0.0  # of wsd: share of all steps in which the rate falls
+
+    def warmup(self, steps: int) -> int:
+        """Steps of warm-up of so many steps in all; a share is rounded up, as transformers does."""
+        return self.warmup_steps or math.ceil(self.warmup_ratio * steps)
 
 
 class Parallel(Record, frozen=True, kw_only=True):

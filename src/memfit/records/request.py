@@ -38,8 +38,10 @@ from memfit.records.recipe import (
     Parallel,
     Precision,
     Scaling,
+    Schedule,
 )
 
+FALLING = ("linear", "cosine", "polynomial", "wsd")  # schedules that end at their floor
 USUAL_BATCH = 16  # sequences per optimizer step where the request does not say
 LIGER = "use_liger_kernel"  # as Hugging Face's Trainer names it
 Auto = Literal["auto"]
@@ -118,11 +120,43 @@ class OptimizerRequest(Record, frozen=True, kw_only=True):
     beta2: Fraction = 0.999
     eps: PositiveFloat = 1e-8
     momentum: Fraction = 0.9
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    schedule: Schedule = "cosine"
     warmup_steps: NotNegative = 0
+    warmup_ratio: Fraction = 0.0  # a share of all steps instead
+    floor: Fraction = 0.0  # the last rate over the full one; of linear, cosine, polynomial, wsd
+    power: PositiveFloat = 1.0  # of polynomial
+    decay_ratio: Share = 0.1  # of wsd: share of all steps in which the rate falls
     clip_norm: NotNegativeFloat = 1.0
     in_backward: Truth | Auto = "auto"  # auto: where it can and something fits faster by it
     stochastic_rounding: Truth | Auto = "auto"  # auto: of bf16 weights, where the optimizer can
+
+    def __post_init__(self) -> None:
+        """A key without an effect on the schedule is refused."""
+        if self.warmup_steps and self.warmup_ratio:
+            raise InvalidRequest(
+                f"`optimizer.warmup_steps: {self.warmup_steps}` and `optimizer.warmup_ratio:"
+                f" {self.warmup_ratio}` both say how long the rate rises",
+                hint="keep one of the two",
+            )
+        if self.floor and self.schedule not in FALLING:
+            raise InvalidRequest(
+                f"`optimizer.floor: {self.floor}` has no effect on"
+                f" `optimizer.schedule: {self.schedule}`",
+                hint=f"a floor is of {', '.join(FALLING)}",
+            )
+
+    @property
+    def stated(self) -> dict[str, Any]:
+        """What a recipe's optimizer has in the same words, whoever's step it is."""
+        names = (
+            "weight_decay", "beta1", "beta2", "eps", "momentum", "schedule", "warmup_steps",
+            "warmup_ratio", "floor", "clip_norm",
+        )  # fmt: skip
+        return {
+            **{name: getattr(self, name) for name in names},
+            "power": self.power if self.schedule == "polynomial" else 0.0,
+            "decay_ratio": self.decay_ratio if self.schedule == "wsd" else 0.0,
+        }
 
 
 class RecomputeBlocks(Record, frozen=True, kw_only=True):

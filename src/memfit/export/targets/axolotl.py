@@ -104,7 +104,7 @@ class Axolotl(Launches):
 def write_config(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
     """The file's keys, what they cannot say, and what then happens."""
     recipe = job.recipe
-    optimizer, left, becomes = write_optimizer(recipe)
+    optimizer, left, becomes = write_optimizer(job)
     attention, kernel, instead = find_attention(job)
     again, blocks, all_blocks = recomputes(job)
     precision = write_precision(recipe)
@@ -133,7 +133,7 @@ def write_config(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str, An
         **_length(job),
         "seed": recipe.seed,
         "optimizer": optimizer.pop("optim"),
-        "lr_scheduler": optimizer.pop("lr_scheduler_type"),
+        "lr_scheduler": optimizer.pop("lr_scheduler_type", None),
         **optimizer,
         **precision,
         "gradient_checkpointing": again,

@@ -98,22 +98,32 @@ def _optimizer(recipe: Recipe, total: int) -> tuple[dict[str, Any], dict[str, st
     if made.implementation == "foreach":
         params["torch_adam"] = True
     values: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": params}}
+    falls = made.schedule in ("constant", "cosine")  # the others' shapes, or their floors, it lacks
+    if not falls and (made.schedule != "linear" or made.floor):
+        floor = f" with `optimizer.floor: {made.floor}`" if made.floor else ""
+        left["optimizer.schedule"] = f"{made.schedule}{floor}: none of DeepSpeed's"
+    warmup = made.warmup(total)
+    if made.warmup_ratio and not total:
+        left["optimizer.warmup_ratio"] = f"{made.warmup_ratio}: how many steps it is is not known"
     warm = {
-        "warmup_num_steps": max(made.warmup_steps, LEAST_WARMUP),
+        "warmup_num_steps": max(warmup, LEAST_WARMUP),
         "warmup_type": "linear",
         "total_num_steps": total or "auto",
     }
-    scheduled = made.schedule != "constant" or made.warmup_steps
-    if scheduled and made.warmup_steps < LEAST_WARMUP:
-        left["optimizer.warmup_steps"] = f"{made.warmup_steps}: DeepSpeed's are {LEAST_WARMUP}"
+    scheduled = made.schedule != "constant" or warmup
+    if scheduled and warmup < LEAST_WARMUP:
+        left["optimizer.warmup_steps"] = f"{warmup}: DeepSpeed's are {LEAST_WARMUP}"
     if made.schedule == "linear":
         values["scheduler"] = {
             "type": "WarmupDecayLR",
             "params": {**warm, "warmup_max_lr": made.learning_rate},
         }
     elif made.schedule == "cosine":
-        values["scheduler"] = {"type": "WarmupCosineLR", "params": {**warm, "cos_min_ratio": 0.0}}
-    elif made.warmup_steps:
+        values["scheduler"] = {
+            "type": "WarmupCosineLR",
+            "params": {**warm, "cos_min_ratio": made.floor},
+        }
+    elif warmup:
         del warm["total_num_steps"]
         values["scheduler"] = {
             "type": "WarmupLR",

@@ -169,7 +169,7 @@ def _torchrun(job: Job) -> str:
 def write_arguments(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
     """The file's keys, what they cannot say, and what then happens."""
     recipe = job.recipe
-    optimizer, left, becomes = write_optimizer(recipe)
+    optimizer, left, becomes = write_optimizer(job)
     attention, kernel, instead = find_attention(job, multiple=recipe.objective != "pretrain")
     again, blocks, all_blocks = recomputes(job)
     precision = write_precision(recipe)

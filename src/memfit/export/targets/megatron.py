@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from typing import Any, ClassVar, final
 
@@ -46,6 +47,8 @@ STEPPED = (
     "recompute_modules", "moe_grouped_gemm", "cp_comm_type", "fp8_recipe",
     "moe_token_dispatcher_type",
 )  # fmt: skip
+STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine",
+          "inverse-sqrt": "inverse-square-root", "wsd": "WSD"}  # fmt: skip
 LOSS = "cross_entropy_loss_fusion"
 FLEXIBLE = ("deepep", "hybridep")  # backends of one dispatcher
 KNOBS = (*SWITCHES, *OFF, *NUMBERS, *DTYPES, *SHAPED, *STEPPED)
@@ -271,6 +274,21 @@ def _recompute(job: Job, options: dict[str, Option], left: dict[str, str]) -> li
     return [*words, "uniform", "--recompute-num-layers", options["recompute_num_layers"]]
 
 
+def _schedule(recipe: Recipe, left: dict[str, str]) -> list[object]:
+    made, steps = recipe.optimizer, recipe.steps
+    style = STYLES.get(made.schedule)
+    if style is None:
+        left["optimizer.schedule"] = f"{made.schedule}: none of Megatron-LM's"
+        return []
+    words: list[object] = ["--lr-decay-style", style, "--lr-warmup-iters", made.warmup(steps)]
+    if made.floor:
+        words += ["--min-lr", made.floor * made.learning_rate]
+    if made.schedule == "wsd":
+        falls = math.ceil(made.decay_ratio * steps)
+        words += ["--lr-wsd-decay-iters", falls, "--lr-wsd-decay-style", "linear"]
+    return words
+
+
 def _optimizer(
     recipe: Recipe, options: dict[str, Option], left: dict[str, str]
 ) -> list[object]:  # fmt: skip
@@ -280,7 +298,7 @@ def _optimizer(
         left["optimizer.implementation"] = f"{made.implementation}: Megatron's are fused"
     words: list[object] = [
         "--optimizer", name, "--lr", made.learning_rate,
-        "--lr-decay-style", made.schedule, "--lr-warmup-iters", made.warmup_steps,
+        *_schedule(recipe, left),
         "--weight-decay", made.weight_decay, "--clip-grad", made.clip_norm,
     ]  # fmt: skip
     if name == "sgd":

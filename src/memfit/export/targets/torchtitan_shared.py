@@ -179,14 +179,19 @@ def _optimizer(recipe: Recipe, left: dict[str, str]) -> list[str]:
     made = recipe.optimizer
     names = {"fused": "fused", "foreach": "foreach", "loop": "for-loop"}
     decays = made.schedule != "constant"
+    if made.schedule in ("polynomial", "inverse-sqrt"):
+        left["optimizer.schedule"] = f"{made.schedule}: none of torchtitan's"
+    ratio = made.decay_ratio or None if decays else 0.0
+    kind = made.schedule if made.schedule in ("linear", "cosine") else "linear"
     return [
         f"c.optimizer = default_adamw(lr={made.learning_rate!r},"
         f" betas=({made.beta1!r}, {made.beta2!r}),",
         f"    eps={made.eps!r}, weight_decay={made.weight_decay!r})",
         f'c.optimizer.implementation = "{names[made.implementation]}"',
-        f"c.lr_scheduler.warmup_steps = {made.warmup_steps}",
-        f"c.lr_scheduler.decay_ratio = {None if decays else 0.0}",
-        f'c.lr_scheduler.decay_type = "{made.schedule if decays else "linear"}"',
+        f"c.lr_scheduler.warmup_steps = {made.warmup(recipe.steps)}",
+        f"c.lr_scheduler.decay_ratio = {ratio}",
+        f'c.lr_scheduler.decay_type = "{kind}"',
+        *([f"c.lr_scheduler.min_lr_factor = {made.floor!r}"] if made.floor else []),
     ]
 
 

@@ -100,7 +100,7 @@ def _reenters(job: Job) -> bool:
 def write_arguments(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
     """The file's keys, what they cannot say, and what is in its place."""
     recipe = job.recipe
-    optimizer, left, becomes = write_optimizer(recipe)
+    optimizer, left, becomes = write_optimizer(job)
     again, blocks, all_blocks = recomputes(job)
     attention, kernel, instead = find_attention(job, lays_out=True)
     liger, unsaid, plain = write_liger(recipe, "use_liger_kernel", loss=False)

@@ -167,14 +167,7 @@ def _optimizer(request: Request, chosen: dict[str, str]) -> Optimizer:
         name=chosen["optimizer"],
         implementation=implementation,
         learning_rate=1e-4 if asked.learning_rate == "auto" else asked.learning_rate,
-        weight_decay=asked.weight_decay,
-        beta1=asked.beta1,
-        beta2=asked.beta2,
-        eps=asked.eps,
-        momentum=asked.momentum,
-        schedule=asked.schedule,
-        warmup_steps=asked.warmup_steps,
-        clip_norm=asked.clip_norm,
+        **asked.stated,
     )
 
 

@@ -112,6 +112,7 @@ def restate(plan: Plan) -> Request:
     data["optimizer"] = {
         k: v for k, v in to_data(recipe.optimizer).items()
         if k not in ("in_backward", "stochastic_rounding")
+        and (v or k not in ("power", "decay_ratio"))  # of another schedule
     }  # fmt: skip
     lora = recipe.lora if recipe.method in ADAPTED else LoraRequest()
     data["lora"] = to_data(lora)
