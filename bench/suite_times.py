@@ -7,7 +7,9 @@ these a little larger (its caches are shared) where it makes seconds on a clock 
 large. `read` prints the tables anew, and writes bench/results/suite_times.json with `--write`.
 
 It is also the plugin of pytest that does the counting: `pytest -p suite_times`, with the file
-that it writes in MEMFIT_SUITE_TIMES.
+that it writes in MEMFIT_SUITE_TIMES. A whole run of `make test`, in several processes, writes one
+such file: `read FILE --commit COMMIT` takes it. What processes start and do not wait for within a
+phase (the page's browser) is counted in the phase in which they end.
 """
 
 from __future__ import annotations
@@ -125,7 +127,7 @@ def commits(files: list[Path]) -> dict[str, str]:
     for file in files:
         for line in file.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
-            if row["kind"] == "run":
+            if row.get("kind") == "run":
                 found[file.stem.replace("+", "/")] = row["commit"]
     return found
 
@@ -159,7 +161,7 @@ def shown(table: dict[str, float], rows: int) -> dict[str, float]:
     return {name: round(cpu, 1) for name, cpu in largest[:rows] if cpu >= 0.05}
 
 
-def read(files: list[Path], rows: int, write: bool) -> None:
+def read(files: list[Path], rows: int, write: bool, commit: str) -> None:
     tables = totals(files)
     tests = sum(tables["folder"].values())
     print(f"{tests:.0f} CPU seconds in {len(tables['test'])} tests")
@@ -168,8 +170,9 @@ def read(files: list[Path], rows: int, write: bool) -> None:
         for key, cpu in shown(table, rows).items():
             print(f"{cpu:8.1f}  {key}")
     if write:
-        kept = {"what": "CPU seconds, one process", "tests": len(tables["test"]),
-                "cpu_seconds": round(tests, 1), "commits": commits(files)}  # fmt: skip
+        kept = {"what": "CPU seconds, of all processes", "tests": len(tables["test"]),
+                "cpu_seconds": round(tests, 1),
+                "commits": {"tests": commit} if commit else commits(files)}  # fmt: skip
         kept |= {name: shown(table, rows) for name, table in tables.items()}
         RESULT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
@@ -183,11 +186,12 @@ def main() -> None:
     reading.add_argument("files", nargs="*", type=Path)
     reading.add_argument("--rows", type=int, default=40)
     reading.add_argument("--write", action="store_true")
+    reading.add_argument("--commit", default="", help="of a whole run, whose file does not say it")
     asked = parser.parse_args()
     if asked.verb == "run":
         run(asked.targets)
     else:
-        read(asked.files or sorted(KEPT.glob("*.jsonl")), asked.rows, asked.write)
+        read(asked.files or sorted(KEPT.glob("*.jsonl")), asked.rows, asked.write, asked.commit)
 
 
 if __name__ == "__main__":
