@@ -39,7 +39,7 @@ def peaks(recipe, device, shapes, evaluation) -> tuple[dict, int]:
     [
         (H100, "flash"),
         pytest.param(H100, "efficient", marks=pytest.mark.slow),
-        pytest.param(H100, "math", marks=pytest.mark.slow),
+        pytest.param(H100, "math", marks=[pytest.mark.slow, pytest.mark.wide]),
         pytest.param(CPU, "flash", marks=pytest.mark.slow),
         pytest.param(CPU, "math", marks=pytest.mark.slow),
     ],
@@ -74,11 +74,12 @@ def test_a_certificate_says_its_bounds_and_grows_with_the_documents() -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_documents_of_one_token_are_certified() -> None:
+@pytest.mark.parametrize("tokens", [128, pytest.param(512, marks=pytest.mark.wide)])
+def test_hundreds_of_documents_of_one_token_are_certified(tokens: int) -> None:
     config = {**CONFIGS["llama"], "num_hidden_layers": 1, "max_position_embeddings": 512}
     recipe = make_recipe(config=config, packing=True, micro_batch=2, device="h100-sxm",
-                         sequence_length=512, **BF16)  # fmt: skip
-    bounds = RowBounds(tokens=512, documents=1024, longest=1)
+                         sequence_length=tokens, **BF16)  # fmt: skip
+    bounds = RowBounds(tokens=tokens, documents=2 * tokens, longest=1)
     made = make_certificate(recipe, H100, None, None, data=bounds)
     two = make_certificate(recipe, H100, None, None)
     assert made.memory.peak_allocated > two.memory.peak_allocated

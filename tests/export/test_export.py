@@ -65,6 +65,7 @@ OF_TARGET = [
 ]  # fmt: skip
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("name", "target"), OF_TARGET)
 def test_every_key_is_said_or_listed(name, target):
     wide = api.change(neighbour_plans.find_request(name), {"hardware.device": "h100-sxm"})

@@ -30,7 +30,6 @@ def test_rows_that_ranks_share_are_not_packed():
         plan("llama-3.2-1b", **cut, **{"task.packing": True})
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("framework", ["memfit", "torchtitan", "hf-trainer"])
 @pytest.mark.parametrize(
     ("changes", "batch"),

@@ -99,7 +99,7 @@ def test_an_impossible_limit_returns_the_nearest_miss_and_what_it_lacks():
 
 
 TENTH = [
-    pytest.param("llama-3.2-1b", "h100-sxm", 1.03, marks=pytest.mark.slow),
+    pytest.param("llama-3.2-1b", "h100-sxm", 1.03, marks=[pytest.mark.slow, pytest.mark.wide]),
     ("gpt2-medium", "rtx-4090", 1.05),
 ]
 
