@@ -5,7 +5,8 @@ from msgspec.structs import replace
 
 from memfit import api
 from memfit.core.errors import Error
-from memfit.plan.request.problem import find_device
+from memfit.plan.memory import predicted_memory
+from memfit.plan.request.problem import find_device, read_problem
 from memfit.plan.search import best_first
 from memfit.plan.search.best_first import GAIN
 from memfit.records import from_data
@@ -119,3 +120,34 @@ def test_what_such_meshes_lack_is_left_to_the_others():
         found = plan(ask(SLOW, model="llama-3.1-8b", weights="pretrained", **changes))
         assert found.recipe.parallel.pp == 1
         assert found.recipe.parallel.world == 4
+
+
+def test_the_first_stage_that_is_too_much_ends_the_question(monkeypatch):
+    """Its bytes do not depend on the loss, which the last stage has, and no other is asked for."""
+
+    def weigh(memory):
+        asked.clear()
+        knobs = {"parallel": {"pp": 4}, "recompute": "none", "loss": "chunked", "micro_batch": 1}
+        request = ask(MACHINE, **knobs, limits={"memory": memory})
+        return next(best_first._combinations(next(best_first._preferences(read_problem(request)))))
+
+    asked = []
+    whole = predicted_memory.predict_peak
+
+    def watched(model, recipe, device, rank=None):
+        asked.append(rank)
+        return whole(model, recipe, device, rank)
+
+    monkeypatch.setattr(predicted_memory, "predict_peak", watched)
+    tight = weigh("1 GiB")
+    assert not tight.fits
+    assert asked == [0]
+    wide = weigh("20 GiB")
+    assert wide.fits
+    assert {0, 3} <= set(asked)
+    settings = [
+        [predicted_memory.describe(wide.model, recipe, wide.problem.device, rank)[0]
+         for recipe in (wide.recipe, wide.but(loss="plain", loss_chunk=0).recipe)]
+        for rank in (0, 3)
+    ]  # fmt: skip
+    assert [one == other for one, other in settings] == [True, False]

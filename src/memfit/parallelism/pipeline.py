@@ -11,6 +11,7 @@ the head are the last one's.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from msgspec.structs import replace
 
@@ -40,6 +41,7 @@ def owner_of(weight: Weight, layers: int, parallel: Parallel) -> int:
     return 0 if weight.part == "embedding" else parallel.pp - 1
 
 
+@lru_cache(maxsize=64)
 def stage_model(model: Model, parallel: Parallel, rank: int) -> Model:
     """The model with the weights of this rank's stages alone."""
     if parallel.pp == 1:

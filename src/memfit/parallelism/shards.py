@@ -34,6 +34,7 @@ def held_shape(weight: Weight, parallel: Parallel, rank: int) -> tuple[int, ...]
     return local_shape(cut(weight.name, weight.shape, parallel.tp), parallel, rank)
 
 
+@lru_cache(maxsize=64)
 def cut_model(model: Model, parallel: Parallel) -> Model:
     """The model with every weight as large as what tp ranks have of it, before FSDP2 cuts that."""
     if parallel.tp == 1:
@@ -42,6 +43,7 @@ def cut_model(model: Model, parallel: Parallel) -> Model:
     return replace(model, weights=tuple(cuts))
 
 
+@lru_cache(maxsize=64)
 def local_model(model: Model, parallel: Parallel, rank: int) -> Model:
     """The model with every weight as large as this rank's shard of it; a quantised one is the
     tensors that hold it.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from memfit.families import families_that, find_family
@@ -28,6 +29,7 @@ PER_HEAD = ("q_norm", "k_norm")
 OTHERWISE = "`parallel.dp_shard`, which cuts every family and every method"
 
 
+@lru_cache(maxsize=16384)  # names of one model's parameters, asked for by every mesh
 def cut_dim(name: str) -> int | None:
     """The dimension in which tp ranks cut a parameter of this name; None: each has all of it."""
     *_, module, leaf = ("", *name.split("."))

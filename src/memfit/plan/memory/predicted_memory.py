@@ -7,7 +7,7 @@ always there. A phase's peak is a maximum over instants, never a sum of maxima.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 
 import msgspec
@@ -146,8 +146,20 @@ def with_blocks(ledger: Ledger, allocated: Mapping[Phase, int]) -> Ledger:
 
 def predict_peak(model: Model, recipe: Recipe, device: Device, rank: int | None = None) -> int:
     """The ledger's peak alone, in bytes: what a search asks of most of its candidates."""
-    rank = find_fullest(model, recipe, device)[0] if rank is None else rank
+    if rank is None:
+        return max(peak for _, peak in predict_stages(model, recipe, device))
     return max(sum(parts.values()) for parts in _peaks(model, recipe, device, rank).values())
+
+
+def predict_stages(model: Model, recipe: Recipe, device: Device) -> Iterator[tuple[int, int]]:
+    """Each rank that may be the fullest, with its peak: one a stage, the first stage's first."""
+    parallel = recipe.parallel
+    within = fullest_rank(model, parallel)[0] if parallel.world > 1 else 0
+    each = parallel.world // parallel.pp
+    places = fullest_places(recipe, model.architecture.layers) if parallel.pp > 1 else (0,)
+    for place in places:
+        rank = within + place * each
+        yield rank, predict_peak(model, recipe, device, rank)
 
 
 def find_fullest(model: Model, recipe: Recipe, device: Device) -> tuple[int, str]:
@@ -162,10 +174,8 @@ def find_fullest(model: Model, recipe: Recipe, device: Device) -> tuple[int, str
     within, why = fullest_rank(model, parallel)
     if parallel.pp == 1:
         return within, why
-    each = parallel.world // parallel.pp
-    places = fullest_places(recipe, model.architecture.layers)
-    ranks = [within + place * each for place in places]
-    peaks = {rank: predict_peak(model, recipe, device, rank) for rank in ranks}
+    peaks = dict(predict_stages(model, recipe, device))
+    ranks = list(peaks)
     fullest = max(ranks, key=lambda rank: peaks[rank])
     end, other = ("first", ranks[0]) if fullest == ranks[-1] else ("last", ranks[-1])
     return fullest, (
@@ -216,6 +226,7 @@ def describe(
         stages = find_stages(recipe, rank, simulated)
         outside, _ = split_rows(stage_model(model, recipe.parallel, rank), 0)
     cuda = not device.is_cpu
+    has_loss = stages is None or stages.has_loss  # one simulation then serves every chunk
     setting = Setting(
         architecture=replace(model.architecture, layers=0, vocab=model.architecture.vocab // tp),
         outside=outside,
@@ -224,7 +235,7 @@ def describe(
         autocast=recipe.autocast and recipe.parallel.world == 1,
         compute=recipe.compute_dtype,
         scaled=recipe.scaled,
-        chunk=recipe.loss_chunk if recipe.loss == "chunked" else 0,
+        chunk=recipe.loss_chunk if recipe.loss == "chunked" and has_loss else 0,
         cuda=cuda,
         grid=find_grid(device),
         adapter_dropout=recipe.lora.dropout > 0,

@@ -12,6 +12,7 @@ from memfit.plan.frameworks import NO_SLACK
 from memfit.plan.memory.predicted_memory import (
     predict_memory,
     predict_peak,
+    predict_stages,
     with_blocks,
     without_shape,
 )
@@ -181,11 +182,23 @@ class Candidate:
         if self.problem.device.is_cpu or "needed" in self.__dict__:
             return self._against() <= usable
         least, most = self.ratio.ends
-        if self._about(self.peak * least) > usable:
+        if self._is_over(least, usable):
             return False
         if self._has_tape and self._about(self.peak * most) <= usable:
             return True
         return self._against() <= usable
+
+    def _is_over(self, share: float, usable: int) -> bool:
+        """Whether this share of the peak is too much; the first stage that is decides."""
+        if "peak" in self.__dict__:
+            return self._about(self.peak * share) > usable
+        highest = 0
+        for _, peak in predict_stages(self.model, self.recipe, self.problem.device):
+            highest = max(highest, peak)
+            if self._about(peak * share) > usable:
+                return True
+        self.__dict__["peak"] = highest
+        return False
 
     @property
     def proved(self) -> bool:

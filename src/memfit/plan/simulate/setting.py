@@ -37,6 +37,11 @@ class Stages(Record, frozen=True, kw_only=True):
         """Micro-batches of `order`."""
         return 1 + max(piece.micro_batch for piece in self.order)
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether the last stage is one of this rank's."""
+        return any(piece.stage == self.count - 1 for piece in self.order)
+
     def evaluating(self) -> Stages:
         """The forward alone of one micro-batch."""
         once = tuple(p for p in self.order if p.pass_ == "F" and p.micro_batch == 0)
