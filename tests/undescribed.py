@@ -16,7 +16,7 @@ def assert_named(pattern, read):
         named = f"{error.message}\n{error.hint}"
     else:
         checked = checked[0] if isinstance(checked, tuple) else checked
-        named = "\n".join(f"`{o.said}` in `{o.file}`: {o.why}" for o in checked.undescribed)
+        named = "\n".join(f"`{o.setting}` in `{o.file}`: {o.why}" for o in checked.undescribed)
     assert re.search(pattern, named), named
 
 

@@ -1,6 +1,6 @@
 """Other tools' configurations, read as requests: does this file's training fit, and where not?
 
-A reader takes the keys that a step's memory depends on. What it had to assume is said. A key that
+A reader takes the keys that a step's memory depends on, and lists its assumptions. A key that
 it does not describe is declared to move no memory, or it changes the answer: `_keys`, `_answer`.
 """
 
@@ -37,15 +37,15 @@ class ConfigReading:
 
     def __init__(self, data: dict[str, Any], edits: Edits | None = None, config: str = "") -> None:
         self.data = data
-        self.asked = dict(leaves(data))  # on the command line, in place of what files say
+        self.overrides = dict(leaves(data))  # on the command line, in place of what files say
         self.config = config  # which of a Python file's configurations; "" is its only one
-        self.model = data.get("model")  # asked for: in place of the files'
+        self.model = data.get("model")  # of the command line, in place of the files'
         self.edits = edits or {}
         self.sources: dict[Path, tuple[Reader, Mapping[str, Any]]] = {}  # what each file says
         self.assumed: list[str] = []
         self.undescribed: list[Undescribed] = []
         self.evaluated: Evaluated | None = None
-        self.reading: list[Path] = []  # files, each named by the one before
+        self.open_files: list[Path] = []  # files, each named by the one before
         self.accumulation = 1
         self.mixed = ""  # the precision computed in, where weights are stored in 16 bits
         self.launched = ""  # that of the launcher's file, where the trainer's says none
@@ -56,8 +56,8 @@ class ConfigReading:
         self.later: list[Callable[[ConfigReading], None]] = []  # what the other files decide, too
 
     def put(self, key: str, value: Any) -> None:
-        """A dotted key of the request, unless another value was asked for in its place."""
-        inside = {k: v for k, v in self.asked.items() if k == key or k.startswith(f"{key}.")}
+        """Set a dotted key of the request, unless the command line sets it."""
+        inside = {k: v for k, v in self.overrides.items() if k == key or k.startswith(f"{key}.")}
         if not inside or (isinstance(value, dict) and key not in inside):
             put(self.data, key, value)
             for name, own in inside.items():
@@ -75,11 +75,11 @@ class ConfigReading:
 
     @property
     def own(self) -> bool:
-        """Whether memfit's own step is asked for in place of the tool's."""
+        """Return whether the request is of memfit's own step instead of the tool's."""
         return bool(self.get("framework") == OWN_STEP)
 
     def put_model(self, name: Any) -> None:
-        """The file's model, unless another one is asked for in its place."""
+        """Set the file's model, unless the command line names one."""
         self.put("model", self.model or name)
 
     def get(self, key: str) -> Any:
@@ -112,7 +112,7 @@ class Reader(ABC):
         return read_written(file)
 
     def refuse_config(self, file: Path, config: str) -> None:
-        """Raise InvalidRequest where one of several configurations is asked for."""
+        """Raise InvalidRequest where `config` names one of several configurations."""
         if config:
             raise InvalidRequest(
                 f"`--config {config}`: `{file}` says one configuration",
@@ -124,8 +124,8 @@ class Reader(ABC):
         """Whether these are the tool's keys."""
 
     @abstractmethod
-    def read(self, taken: ConfigKeys, said: ConfigReading) -> None:
-        """Put what the file says into `said`; raises InvalidRequest with the key's name."""
+    def read(self, taken: ConfigKeys, reading: ConfigReading) -> None:
+        """Put the file's settings into `reading`; raises InvalidRequest with the key's name."""
 
     def change(self, data: dict[str, Any], key: str, value: Any) -> None:
         """Set a dotted key of what the file says."""
@@ -135,10 +135,16 @@ class Reader(ABC):
         """What of the file may be changed to save memory: of each, the mildest edit first."""
         return ()
 
-    def share(self, data: Mapping[str, Any], said: ConfigReading) -> Iterable[Sequence[Edit]]:
+    def share(self, data: Mapping[str, Any], reading: ConfigReading) -> Iterable[Sequence[Edit]]:
         """DeepSpeed's stages in the trainer's file, where ranks hold whole copies each."""
-        ranks = said.get("parallel.dp_replicate") or 1
-        if self.launches or not self.shares or ranks == 1 or said.sharded or data.get("deepspeed"):
+        ranks = reading.get("parallel.dp_replicate") or 1
+        if (
+            self.launches
+            or not self.shares
+            or ranks == 1
+            or reading.sharded
+            or data.get("deepspeed")
+        ):
             return ()
         return ([Edit({"deepspeed": zero(stage)}) for stage in (1, 2, 3)],)
 
@@ -170,7 +176,7 @@ def read_files(files: Sequence[Path], data: dict[str, Any], config: str = "") ->
     data: keys of a request that the files do not say, such as `hardware`; config: which of the
     configurations that a Python file makes. Raises InvalidRequest.
     """
-    return read_said(files, ConfigReading(deepcopy(data), config=config))
+    return gather_files(files, ConfigReading(deepcopy(data), config=config))
 
 
 def find_changes(
@@ -186,76 +192,76 @@ def find_changes(
     plan: the prediction of the files as they are; left_out: see `Checked`.
     """
     without = {Path(file): {key: None} for file, key in (left_out or {}).items()}
-    said = ConfigReading(deepcopy(data), without, config)
-    read_said(files, said)
+    reading = ConfigReading(deepcopy(data), without, config)
+    gather_files(files, reading)
 
-    def read_again(edits: Edits) -> Plan:
+    def reread(edits: Edits) -> Plan:
         merged = {file: {**edits.get(file, {}), **without.get(file, {})}
                   for file in {*edits, *without}}  # fmt: skip
-        return predict(read_said(files, ConfigReading(deepcopy(data), merged, config)).request)
+        return predict(gather_files(files, ConfigReading(deepcopy(data), merged, config)).request)
 
-    cut = said.get("options.fsdp_version") == 2
+    cut = reading.get("options.fsdp_version") == 2
     groups = [
         Group(file, source, of_cut(edits) if cut else tuple(edits))
-        for file, (reader, source) in said.sources.items()
-        for edits in (*reader.share(source, said), *reader.edits(source))
+        for file, (reader, source) in reading.sources.items()
+        for edits in (*reader.share(source, reading), *reader.edits(source))
         if edits
     ]
-    return find_smallest(groups, plan, read_again)
+    return find_smallest(groups, plan, reread)
 
 
-def read_said(files: Sequence[Path], said: ConfigReading) -> Checked:
-    """The files as a request, gathered in `said`; raises InvalidRequest."""
-    tools = [read_file(file, said) for file in files]
-    _refuse_second(files, said)
-    if not said.get("hardware.device"):
+def gather_files(files: Sequence[Path], reading: ConfigReading) -> Checked:
+    """Return the files as a request, gathered in `reading`; raises InvalidRequest."""
+    tools = [read_file(file, reading) for file in files]
+    _refuse_second(files, reading)
+    if not reading.get("hardware.device"):
         raise InvalidRequest(
             "which device are the files for?",
             hint="name it, and how many: `--device h100-sxm --count 8`; `memfit devices` lists"
             " them, and `--device auto` is this machine's own",
         )
-    if not said.get("model"):
+    if not reading.get("model"):
         raise InvalidRequest(
             f"{', '.join(map(str, files))} names no model",
             hint="add the trainer's own file, or `--set model=llama-3.1-8b`",
         )
-    if said.get("framework") is None:
-        said.put("framework", "deepspeed" if said.sharded == "deepspeed" else "hf-trainer")
-        said.assume("the loop is transformers' Trainer, as no file names one")
-    if said.own and said.get("loss") is None:
-        said.put("loss", "plain")
-        said.assume("the step is memfit's own, of the same training, with whole logits")
-    if TRL in tools and not said.own and said.get("framework") != PLAIN:
-        _settle_loss(said)
-    for settle in () if said.own else said.later:
-        settle(said)
-    _put_mesh(said)
-    _settle_precision(said)
-    request = from_data(said.data, Request, source=", ".join(map(str, files)))
-    _measure_rows(request, said)
+    if reading.get("framework") is None:
+        reading.put("framework", "deepspeed" if reading.sharded == "deepspeed" else "hf-trainer")
+        reading.assume("the loop is transformers' Trainer, as no file names one")
+    if reading.own and reading.get("loss") is None:
+        reading.put("loss", "plain")
+        reading.assume("the step is memfit's own, of the same training, with whole logits")
+    if TRL in tools and not reading.own and reading.get("framework") != PLAIN:
+        _settle_loss(reading)
+    for settle in () if reading.own else reading.later:
+        settle(reading)
+    _put_mesh(reading)
+    _settle_precision(reading)
+    request = from_data(reading.data, Request, source=", ".join(map(str, files)))
+    _measure_rows(request, reading)
     return Checked(
         tools=tuple(tools),
         request=request,
-        assumed=tuple(said.assumed),
-        undescribed=tuple({(one.file, one.key): one for one in said.undescribed}.values()),
-        evaluated=said.evaluated,
+        assumed=tuple(reading.assumed),
+        undescribed=tuple({(one.file, one.key): one for one in reading.undescribed}.values()),
+        evaluated=reading.evaluated,
     )
 
 
-def _measure_rows(request: Request, said: ConfigReading) -> None:
+def _measure_rows(request: Request, reading: ConfigReading) -> None:
     """Say it where rows are longer than the model's positions: learned ones end there."""
     length, model = request.task.sequence_length, families.read_model(find_reference(request.model))
     most = model.architecture.max_sequence
     if isinstance(length, int) and length > most:
-        said.assume(f"rows of {length:,} tokens, though `{model.name}` has {most:,} positions")
+        reading.assume(f"rows of {length:,} tokens, though `{model.name}` has {most:,} positions")
 
 
-def _refuse_second(files: Sequence[Path], said: ConfigReading) -> None:
+def _refuse_second(files: Sequence[Path], reading: ConfigReading) -> None:
     """Raise InvalidRequest for a file named twice, and for two that say what is trained."""
     twice = [file for file in files if files.count(file) > 1]
     if twice:
         raise InvalidRequest(f"`{twice[0]}` is named twice")
-    trainers = [(file, said.sources[file][0]) for file in files]
+    trainers = [(file, reading.sources[file][0]) for file in files]
     both = [f"`{file}` ({one.title})" for file, one in trainers if not one.launches]
     if len(both) > 1:
         raise InvalidRequest(
@@ -264,41 +270,43 @@ def _refuse_second(files: Sequence[Path], said: ConfigReading) -> None:
         )
 
 
-def _settle_precision(said: ConfigReading) -> None:
+def _settle_precision(reading: ConfigReading) -> None:
     """Autocast over weights of 16 bits, of which accelerate's FSDP makes fp32 what is trained.
 
     DeepSpeed's engine stores what it trains in 16 bits, beside fp32 shares, whatever was loaded.
     """
-    stored = said.get("precision")
-    if said.bare and said.launched and stored and not stored.endswith("-mixed"):
-        said.assume(f"autocast as the launcher's file says: `mixed_precision` ({said.launched})")
-        if said.bare == "lora" or stored == "fp32":
-            said.put("precision", said.launched)
+    stored = reading.get("precision")
+    if reading.bare and reading.launched and stored and not stored.endswith("-mixed"):
+        reading.assume(
+            f"autocast as the launcher's file says: `mixed_precision` ({reading.launched})"
+        )
+        if reading.bare == "lora" or stored == "fp32":
+            reading.put("precision", reading.launched)
         else:
-            said.mixed = said.launched
-    if not said.mixed:
+            reading.mixed = reading.launched
+    if not reading.mixed:
         return
-    if said.get("framework") == "deepspeed":
-        said.put("precision", said.mixed)
+    if reading.get("framework") == "deepspeed":
+        reading.put("precision", reading.mixed)
         return
-    ranks = (said.get("parallel") or {}).get("dp_shard", 1)
-    if ranks > 1 and said.get("framework") in ACCELERATED:
-        said.put("precision", said.mixed)
-        said.assume("what is trained is stored in fp32, as accelerate's FSDP makes it")
+    ranks = (reading.get("parallel") or {}).get("dp_shard", 1)
+    if ranks > 1 and reading.get("framework") in ACCELERATED:
+        reading.put("precision", reading.mixed)
+        reading.assume("what is trained is stored in fp32, as accelerate's FSDP makes it")
         return
-    said.assume(f"autocast over {stored} weights is predicted as `precision: {stored}`")
-    if said.get("task.objective") == "dpo" and not said.own:
-        said.put("options.fp32_outputs", True)
+    reading.assume(f"autocast over {stored} weights is predicted as `precision: {stored}`")
+    if reading.get("task.objective") == "dpo" and not reading.own:
+        reading.put("options.fp32_outputs", True)
 
 
-def _settle_loss(said: ConfigReading) -> None:
+def _settle_loss(reading: ConfigReading) -> None:
     """Whose loss it is beside TRL's file: its own step's, or TRL's under DeepSpeed's."""
-    shared = said.sharded == "deepspeed"
-    said.put("framework", "deepspeed" if shared else "trl")
+    shared = reading.sharded == "deepspeed"
+    reading.put("framework", "deepspeed" if shared else "trl")
     key, before = ("options.trl", "''") if shared else ("options.version", "0.29")
-    if said.get(key) is None:
-        said.put(key, TILED)
-        said.assume(
+    if reading.get(key) is None:
+        reading.put(key, TILED)
+        reading.assume(
             f"the loss is TRL {TILED}'s, from tiles of the logits (`--set {key}={before}`: of all)"
         )
 
@@ -318,13 +326,13 @@ def find_named(name: str, beside: Path) -> Path:
     )
 
 
-def read_named(named: Any, taken: ConfigKeys, said: ConfigReading) -> None:
+def read_named(named: Any, taken: ConfigKeys, reading: ConfigReading) -> None:
     """DeepSpeed's configuration as a trainer's file has it: another file's name, or its keys."""
     if not isinstance(named, dict):
-        read_file(find_named(str(named), taken.file), said)
+        read_file(find_named(str(named), taken.file), reading)
         return
     reader, inner = readers.find("deepspeed"), ConfigKeys(named, taken.file, "deepspeed.")
-    reader.read(inner, said)
+    reader.read(inner, reading)
     inner.settle(
         {f"deepspeed.{key}": why for key, why in reader.still.items()},
         {f"deepspeed.{key}": effect for key, effect in reader.moved.items()},
@@ -338,25 +346,25 @@ def read_written(file: Path, *, hint: str = "") -> dict[str, Any]:
     return {str(k): v for k, v in read_yaml(file, hint=hint, version=version).items()}
 
 
-def read_file(file: Path, said: ConfigReading) -> str:
-    """Read one file into `said`; returns the tool's name."""
+def read_file(file: Path, reading: ConfigReading) -> str:
+    """Read one file into `reading`; returns the tool's name."""
     tools = f"read: {', '.join(readers.find(name).title for name in ORDER)}"
-    if file.resolve() in said.reading:
+    if file.resolve() in reading.open_files:
         raise InvalidRequest(f"`{file}` names itself, or a file that names it")
-    said.reading.append(file.resolve())
+    reading.open_files.append(file.resolve())
     written = read_written(file, hint=tools) if file.suffix in WRITTEN else {}
     for name in ORDER:
         reader = readers.find(name)
         if reader.recognises(written, file):
-            data = reader.load(file, said.config)
-            said.sources[file] = reader, deepcopy(data)
-            for key, value in said.edits.get(file, {}).items():
+            data = reader.load(file, reading.config)
+            reading.sources[file] = reader, deepcopy(data)
+            for key, value in reading.edits.get(file, {}).items():
                 reader.change(data, key, value)
             taken = ConfigKeys(data, file)
-            reader.read(taken, said)
-            said.reading.pop()
+            reader.read(taken, reading)
+            reading.open_files.pop()
             taken.settle(reader.still, reader.moved)
-            said.undescribed += taken.undescribed
+            reading.undescribed += taken.undescribed
             return reader.title
     if "recipe_digest" in written or (written and written.keys() <= {*Request.__struct_fields__}):
         tools = f"memfit's own files are for `memfit predict {file}`"
@@ -365,39 +373,42 @@ def read_file(file: Path, said: ConfigReading) -> str:
     raise InvalidRequest(f"`{file}` is of no tool that memfit reads", hint=tools)
 
 
-def _put_mesh(said: ConfigReading) -> None:
-    """Ranks: those that a file names, of machines of the size asked for; and the global batch."""
-    count, nodes = said.count("hardware.count"), said.count("hardware.nodes")
-    if said.world and said.world != count * nodes:
-        if said.get("hardware.count"):
+def _put_mesh(reading: ConfigReading) -> None:
+    """Set the mesh from the ranks of a file or of the command line, and the global batch."""
+    count, nodes = reading.count("hardware.count"), reading.count("hardware.nodes")
+    if reading.world and reading.world != count * nodes:
+        if reading.get("hardware.count"):
             raise InvalidRequest(
-                f"the files start {said.world} processes, and there are {count * nodes} devices",
+                f"the files start {reading.world} processes, and there are {count * nodes} devices",
                 hint="make `--count` (x `hardware.nodes`) and the processes equal",
             )
-        if said.world % nodes:
+        if reading.world % nodes:
             raise InvalidRequest(
-                f"the files start {said.world} processes on {nodes} machines: not equally many each"
+                f"the files start {reading.world} processes on {nodes} machines: not equally many"
+                " each"
             )
-        count = said.world // nodes
-        said.put("hardware.count", count)
+        count = reading.world // nodes
+        reading.put("hardware.count", count)
     world = count * nodes
     ranks = world
-    if said.get("parallel") is None and world > 1:
-        key = "dp_shard" if said.sharded else "dp_replicate"
-        said.put("parallel", {key: world})
-        if said.sharded:
-            said.put("parallel.zero", said.zero)
-    elif said.get("parallel") is None and said.sharded == "deepspeed":
-        said.put("parallel.zero", said.zero)  # of one rank, too: other buffers
-    elif said.get("parallel") is not None:
-        mesh = said.get("parallel")
+    if reading.get("parallel") is None and world > 1:
+        key = "dp_shard" if reading.sharded else "dp_replicate"
+        reading.put("parallel", {key: world})
+        if reading.sharded:
+            reading.put("parallel.zero", reading.zero)
+    elif reading.get("parallel") is None and reading.sharded == "deepspeed":
+        reading.put("parallel.zero", reading.zero)  # of one rank, too: other buffers
+    elif reading.get("parallel") is not None:
+        mesh = reading.get("parallel")
         if not isinstance(mesh, dict):
             raise InvalidRequest(
                 f"`parallel: {mesh}` names no axis", hint="`--set parallel.dp_shard=8`"
             )
         ranks = mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1)
-    if said.get("task.global_batch") is None:
-        said.put("task.global_batch", said.count("micro_batch") * said.accumulation * ranks)
+    if reading.get("task.global_batch") is None:
+        reading.put(
+            "task.global_batch", reading.count("micro_batch") * reading.accumulation * ranks
+        )
 
 
 make_callable(__name__)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from memfit import families
-from memfit.check import Checked, ConfigReading, read_said
+from memfit.check import Checked, ConfigReading, gather_files
 from memfit.check.keys import LEVELS, Least, Undescribed, leaves
 from memfit.check.out_of_memory import Diagnosed
 from memfit.core.errors import DoesNotFit, InvalidRequest, MemoryUnknown, NotCertified
@@ -133,17 +133,17 @@ def answer_files(
 ) -> tuple[Checked, Plan]:
     """The files as a request, and its prediction.
 
-    Where the step that they ask for is not described, because of one key's value beside the others,
+    Where one key's value beside the others makes a step that is not described,
     the answer is of the files without that key, which is noted. Raises InvalidRequest.
     """
-    said = ConfigReading(deepcopy(data), config=config)
-    checked = read_said(files, said)
+    reading = ConfigReading(deepcopy(data), config=config)
+    checked = gather_files(files, reading)
     try:
         plan = predict(checked.request)
     except InvalidRequest as error:
         if not (isinstance(error, MemoryUnknown) or " described" in error.message):
             raise
-        found = _leave_out(files, data, said, checked, predict, error)
+        found = _leave_out(files, data, reading, checked, predict, error)
         if found is None:
             raise
         checked, plan = found
@@ -168,13 +168,13 @@ def _leave_out(
         for key, value in leaves(source, deep=1):
             if value is None:
                 continue
-            said = ConfigReading(deepcopy(data), {file: {key: None}}, whole.config)
+            reading = ConfigReading(deepcopy(data), {file: {key: None}}, whole.config)
             try:
-                without = read_said(files, said)
+                without = gather_files(files, reading)
                 plan = predict(without.request)
             except InvalidRequest:
                 continue
-            after = dict(leaves(said.data))
+            after = dict(leaves(reading.data))
             changed = {
                 one for one in before.keys() | after.keys() if before.get(one) != after.get(one)
             }
@@ -199,11 +199,11 @@ def _note_evaluation(checked: Checked, plan: Plan) -> Checked:
     its logits, of which the loss makes fp32 ones. The bound counts a block's tensors as four
     feed-forwards in fp32.
     """
-    asked, memory, recipe = checked.evaluated, plan.memory, plan.recipe
-    if asked is None or memory.usable is None:
+    evaluated, memory, recipe = checked.evaluated, plan.memory, plan.recipe
+    if evaluated is None or memory.usable is None:
         return checked
     a = families.read_model(recipe.model).architecture
-    tokens = asked.rows * recipe.sequence_length
+    tokens = evaluated.rows * recipe.sequence_length
     kinds = OF_STATES if recipe.parallel.world > 1 else (Kind.PARAMETERS, Kind.OPTIMIZER_STATE)
     phase = (
         Phase.OPTIMIZER_STEP if Phase.OPTIMIZER_STEP in plan.ledger.phases else memory.peak_phase
@@ -214,6 +214,10 @@ def _note_evaluation(checked: Checked, plan: Plan) -> Checked:
     beside = (memory.needed or peak) - peak  # of the allocator and the context
     if most <= peak or most + beside <= memory.usable:
         return checked
-    why = f"an evaluation of {asked.rows} rows at once may need up to {show_bytes(most + beside)}"
-    note = Undescribed(file=asked.file, key=asked.key, value=asked.rows, least="step", why=why)
+    why = (
+        f"an evaluation of {evaluated.rows} rows at once may need up to {show_bytes(most + beside)}"
+    )
+    note = Undescribed(
+        file=evaluated.file, key=evaluated.key, value=evaluated.rows, least="step", why=why
+    )
     return replace(checked, undescribed=(*checked.undescribed, note))

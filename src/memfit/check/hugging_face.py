@@ -44,18 +44,18 @@ TORCHS: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 
 
-def read_steps(taken: ConfigKeys, said: ConfigReading, *, micro: str, default: int) -> None:
+def read_steps(taken: ConfigKeys, reading: ConfigReading, *, micro: str, default: int) -> None:
     """Batch, accumulation, steps, seed."""
-    said.put("micro_batch", taken(micro, default))
-    said.accumulation = taken("gradient_accumulation_steps", said.accumulation)
+    reading.put("micro_batch", taken(micro, default))
+    reading.accumulation = taken("gradient_accumulation_steps", reading.accumulation)
     steps = taken("max_steps", -1)
     if steps > 0:
-        said.put("task.steps", steps)
-    said.put("seed", taken("seed", 42))
+        reading.put("task.steps", steps)
+    reading.put("seed", taken("seed", 42))
 
 
 def read_optimizer(
-    taken: ConfigKeys, said: ConfigReading, *, key: str = "optim", schedule: str
+    taken: ConfigKeys, reading: ConfigReading, *, key: str = "optim", schedule: str
 ) -> None:
     """The optimizer and its schedule; `optim` of the Trainer's names."""
     optim = taken(key, "adamw_torch_fused")
@@ -64,24 +64,24 @@ def read_optimizer(
         optim = "sgd"  # which keeps no states
     name, implementation = OPTIMS[optim]
     paged, torchao = optim.startswith("paged"), optim == "adamw_torch_8bit"
-    if said.own and paged and name == "adamw":
+    if reading.own and paged and name == "adamw":
         raise InvalidRequest(
             f"`{key}: {optim}` in `{taken.file}` is not in memfit's own step",
             hint="its own: paged_adamw_8bit",
         )
-    if said.own and name == "adamw8bit" and not torchao:
+    if reading.own and name == "adamw8bit" and not torchao:
         name = "adamw8bit-paged" if paged else "adamw8bit-bnb"
     elif paged:
-        said.put("options.paged", True)
-    elif torchao and not said.own:
-        said.put("options.adamw8bit", "torchao")
-    said.put("optimizer.name", name)
-    said.put("optimizer.implementation", implementation)
+        reading.put("options.paged", True)
+    elif torchao and not reading.own:
+        reading.put("options.adamw8bit", "torchao")
+    reading.put("optimizer.name", name)
+    reading.put("optimizer.implementation", implementation)
     if name == "sgd":
-        said.put("optimizer.momentum", 0.0)
+        reading.put("optimizer.momentum", 0.0)
     kind = taken(schedule, "linear").removesuffix("_with_warmup")
     if kind in ("constant", "linear", "cosine"):
-        said.put("optimizer.schedule", kind)
+        reading.put("optimizer.schedule", kind)
     numbers = {
         "learning_rate": "learning_rate", "weight_decay": "weight_decay",
         "adam_beta1": "beta1", "adam_beta2": "beta2", "adam_epsilon": "eps",
@@ -92,7 +92,7 @@ def read_optimizer(
         if ours == "warmup_steps" and value is not None:
             value = int(value) if value >= 1 else None  # a share of all steps, in transformers 5
         if value is not None:
-            said.put(f"optimizer.{ours}", value)
+            reading.put(f"optimizer.{ours}", value)
 
 
 def _least_of(optim: str) -> Least:
@@ -102,18 +102,18 @@ def _least_of(optim: str) -> Least:
     return "weights" if fused else "step"
 
 
-def stored_dtype(said: ConfigReading, why: str) -> str:
-    """What the checkpoint is stored in; of a model by name it is taken to be bfloat16, and said."""
-    model = said.get("model")
+def stored_dtype(reading: ConfigReading, why: str) -> str:
+    """Return the checkpoint's dtype; where its config has none, bfloat16 is assumed."""
+    model = reading.get("model")
     config = find_reference(model).config if isinstance(model, str | dict) and model else {}
     found = config.get("dtype", config.get("torch_dtype"))
     if found is None:
-        said.assume(f"{why}: the checkpoint is taken to be stored in bfloat16")
+        reading.assume(f"{why}: the checkpoint is taken to be stored in bfloat16")
         found = "bfloat16"
     return str(found)
 
 
-def read_precision(taken: ConfigKeys, said: ConfigReading, *, dtype: str, adapted: bool) -> None:
+def read_precision(taken: ConfigKeys, reading: ConfigReading, *, dtype: str, adapted: bool) -> None:
     """The Trainer's autocast over weights of `dtype`: float32, bfloat16 or float16."""
     short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(dtype)
     if short is None:
@@ -122,16 +122,16 @@ def read_precision(taken: ConfigKeys, said: ConfigReading, *, dtype: str, adapte
     bf16, fp16 = taken("bf16", False), taken("fp16", False)
     mixed = "bf16-mixed" if bf16 else "fp16-mixed" if fp16 else ""
     if not mixed:  # then transformers' arguments take the launcher's word
-        said.bare = "lora" if adapted else "full"
+        reading.bare = "lora" if adapted else "full"
     if adapted:
-        said.put("base_format", short)
-        said.put("precision", mixed or short)
+        reading.put("base_format", short)
+        reading.put("precision", mixed or short)
         return
     if (
         mixed and short != "fp32"
     ):  # see `check._settle_precision`: it depends on how ranks share weights
-        said.mixed, mixed = mixed, ""
-    said.put("precision", mixed or short)
+        reading.mixed, mixed = mixed, ""
+    reading.put("precision", mixed or short)
 
 
 def read_reentrant(taken: ConfigKeys, key: str = KWARGS, *, default: bool = False) -> bool:
@@ -142,67 +142,73 @@ def read_reentrant(taken: ConfigKeys, key: str = KWARGS, *, default: bool = Fals
     for name, allowed in TRANSFORMERS.items():
         made.leave_unless(name, allowed, least="states")
     bare = not made.data  # and then transformers says `use_reentrant: false`
-    asked: bool | None = made("use_reentrant", kind=bool)
+    reentrant: bool | None = made("use_reentrant", kind=bool)
     for name, allowed in TORCHS.items():
         made.leave_unless(name, allowed, least="states")
-    return not bare if asked is None else asked
+    return not bare if reentrant is None else reentrant
 
 
 def settle_reentrant(
-    said: ConfigReading, asked: Callable[[ConfigReading], bool], *, again: bool
+    reading: ConfigReading, reentrant: Callable[[ConfigReading], bool], *, recomputes: bool
 ) -> None:
-    """What the launcher's file decides, too: accelerate's FSDP recomputes without reentering.
+    """Set `options.reentrant` once the launcher's file is read: accelerate's FSDP does not reenter.
 
-    asked: whether the trainer's own checkpoints are reentrant; again: whether it has any.
+    reentrant: whether the trainer's own checkpoints are; recomputes: whether it has any.
     """
 
-    def settle(said: ConfigReading) -> None:
-        if asked(said) and (again or said.sharded != "fsdp"):
-            said.put("options.reentrant", True)
+    def settle(reading: ConfigReading) -> None:
+        if reentrant(reading) and (recomputes or reading.sharded != "fsdp"):
+            reading.put("options.reentrant", True)
 
-    said.later.append(settle)
-
-
-def put_recompute(said: ConfigReading, *, again: bool) -> None:
-    """The trainer's own word; without it FSDP's plugin, of a file read before, may wrap blocks."""
-    if again or said.get("recompute") is None:
-        said.put("recompute", "full" if again else "none")
+    reading.later.append(settle)
 
 
-def put_double(said: ConfigReading, double: bool) -> None:
+def put_recompute(reading: ConfigReading, *, recomputes: bool) -> None:
+    """Set `recompute` from the trainer's key, unless it is off and an earlier file set it."""
+    if recomputes or reading.get("recompute") is None:
+        reading.put("recompute", "full" if recomputes else "none")
+
+
+def put_double(reading: ConfigReading, double: bool) -> None:
     """Whether the scales of a 4-bit base are quantised, too."""
-    said.put("quantisation.double" if said.own else "options.double_quantisation", double)
+    reading.put("quantisation.double" if reading.own else "options.double_quantisation", double)
 
 
-def keep_short(said: ConfigReading) -> None:
+def keep_short(reading: ConfigReading) -> None:
     """What stands beside a quantised base stays in 16 bits; DeepSpeed's engine casts it anyway."""
 
-    def settle(said: ConfigReading) -> None:
-        if said.get("framework") != "deepspeed":
-            said.put("options.prepare_kbit", False)
+    def settle(reading: ConfigReading) -> None:
+        if reading.get("framework") != "deepspeed":
+            reading.put("options.prepare_kbit", False)
 
-    said.later.append(settle)
+    reading.later.append(settle)
 
 
 def read_pairs(
-    taken: ConfigKeys, said: ConfigReading, *, beta: str, smoothing: str, before: str, drops: bool
+    taken: ConfigKeys,
+    reading: ConfigReading,
+    *,
+    beta: str,
+    smoothing: str,
+    before: str,
+    drops: bool,
 ) -> None:
     """Direct preference optimisation as TRL's DPOTrainer does it, which counts pairs of rows.
 
     beta, smoothing, before: the tool's keys, `before` "" where it has none for log-probabilities
     of the reference that are computed before the first step; drops: whether it turns dropout off.
     """
-    said.put("task.objective", "dpo")
-    said.put("task.packing", False)
-    said.put("preference.beta", taken(beta, 0.1))
-    said.put("preference.label_smoothing", taken(smoothing, 0.0))
-    said.put("micro_batch", 2 * said.get("micro_batch"))
+    reading.put("task.objective", "dpo")
+    reading.put("task.packing", False)
+    reading.put("preference.beta", taken(beta, 0.1))
+    reading.put("preference.label_smoothing", taken(smoothing, 0.0))
+    reading.put("micro_batch", 2 * reading.get("micro_batch"))
     early = bool(before) and taken(before, False)
-    adapted = said.get("method") == "lora"
+    adapted = reading.get("method") == "lora"
     beside = "adapter-off" if adapted else "second-model"
-    said.put("preference.reference", "precomputed" if early else beside)
+    reading.put("preference.reference", "precomputed" if early else beside)
     if adapted and drops:
-        said.put("lora.dropout", 0.0)
+        reading.put("lora.dropout", 0.0)
 
 
 def edit_reference(data: Mapping[str, Any], before: str) -> list[Edit]:
@@ -210,79 +216,79 @@ def edit_reference(data: Mapping[str, Any], before: str) -> list[Edit]:
     return [] if data.get(before) else [Edit({before: True}, SAME)]
 
 
-def read_evaluation(taken: ConfigKeys, said: ConfigReading, key: str, default: int) -> None:
+def read_evaluation(taken: ConfigKeys, reading: ConfigReading, key: str, default: int) -> None:
     """Rows of an evaluation's batch, where the file asks for one; what they take, the plan knows.
 
     key: the tool's own of those rows, which are `default` where it is not set.
     """
     rows = taken(key, default)
     strategy = taken.data.get("eval_strategy", taken.data.get("evaluation_strategy"))
-    asked = strategy not in (None, "no", False) or any(taken.data.get(one) for one in EVALUATES)
+    evaluates = strategy not in (None, "no", False) or any(taken.data.get(one) for one in EVALUATES)
     taken.drop(("do_eval", "eval_strategy", "evaluation_strategy"))
-    if asked:
-        said.evaluated = Evaluated(file=taken.file.name, key=key, rows=rows)
+    if evaluates:
+        reading.evaluated = Evaluated(file=taken.file.name, key=key, rows=rows)
 
 
 def read_attention(
-    taken: ConfigKeys, said: ConfigReading, kernel: Any, *, key: str = "attn_implementation"
+    taken: ConfigKeys, reading: ConfigReading, kernel: Any, *, key: str = "attn_implementation"
 ) -> None:
     """transformers' `attn_implementation`; torch's own choice is taken to be flash.
 
     key: the tool's own, by which a kernel that is not described is named.
     """
-    described = KERNELS if said.own else {**KERNELS, EAGER: "flash"}
+    described = KERNELS if reading.own else {**KERNELS, EAGER: "flash"}
     if kernel is None:
-        said.assume("attention is transformers' default, `sdpa`: a kernel of torch's")
+        reading.assume("attention is transformers' default, `sdpa`: a kernel of torch's")
         kernel = SDPA
     if not isinstance(kernel, str) or kernel not in described:
         why = f"attention of this kind is not described; described: {', '.join(described)}"
         taken.leave(key, kernel, why)
         kernel = SDPA  # no kernel keeps less
-    said.put("attention", described[kernel])
-    if not said.own:
-        kept = {EAGER: EAGER, SDPA: SDPA, "xformers": SDPA}
-        said.put("options.attn_implementation", kept.get(kernel, FLASH))
+    reading.put("attention", described[kernel])
+    if not reading.own:
+        unchanged = {EAGER: EAGER, SDPA: SDPA, "xformers": SDPA}
+        reading.put("options.attn_implementation", unchanged.get(kernel, FLASH))
 
 
 def settle_padding(
-    said: ConfigReading, *, multiple: bool, separate: bool, laid_out: bool = False
+    reading: ConfigReading, *, multiple: bool, separate: bool, laid_out: bool = False
 ) -> None:
-    """Whether attention is given a mask that is not all ones, which transformers leaves out.
+    """Set whether attention takes a mask; transformers leaves out one that is all ones.
 
     multiple: whether a single row is padded, too, to a multiple of some number of tokens;
-    separate: whether packed documents are kept apart by a mask where the kernel cannot do it;
+    separate: whether a mask separates packed documents where the kernel cannot do it;
     laid_out: whether a batch is one row of documents, found by their positions (TRL).
     """
 
-    def settle(said: ConfigReading) -> None:
-        if said.own:
+    def settle(reading: ConfigReading) -> None:
+        if reading.own:
             return
-        flash = said.get("options.attn_implementation") == FLASH
-        many = said.count("micro_batch") > 1 or multiple
-        packed = bool(said.get("task.packing"))
+        flash = reading.get("options.attn_implementation") == FLASH
+        many = reading.count("micro_batch") > 1 or multiple
+        packed = bool(reading.get("task.packing"))
         padded = not laid_out and (separate and not flash if packed else many)
-        said.put("options.padded", padded)
-        said.put("options.padding_free", laid_out)
+        reading.put("options.padded", padded)
+        reading.put("options.padding_free", laid_out)
         if laid_out and not flash:
-            said.assume(
+            reading.assume(
                 "the rows of a batch are laid end to end, and their documents are kept apart by a"
                 f" mask of the whole batch: flash-attn needs none (`attn_implementation: {FLASH}`)"
             )
         elif padded and packed:
-            said.assume("packed documents are kept apart by a mask, as no flash-attn does it")
+            reading.assume("packed documents are kept apart by a mask, as no flash-attn does it")
         elif padded:
-            given = "flash-attn is given copies without padding" if flash else "attention is given"
-            said.assume(
-                f"rows differ in length and are padded, so that {given}{'' if flash else ' a mask'}"
+            takes = "flash-attn is given copies without padding" if flash else "attention is given"
+            reading.assume(
+                f"rows differ in length and are padded, so that {takes}{'' if flash else ' a mask'}"
                 " (`--set options.padded=false`: all rows are full)"
             )
 
-    said.later.append(settle)
+    reading.later.append(settle)
 
 
 def read_lora(
     taken: ConfigKeys,
-    said: ConfigReading,
+    reading: ConfigReading,
     targets: Any,
     *,
     rank: str = "lora_r",
@@ -290,49 +296,51 @@ def read_lora(
 ) -> None:
     """Rank, alpha, dropout and targets of adapters; stable: the key of alpha / sqrt(rank)."""
     if taken(stable, False):
-        said.put("lora.scaling", "rank-stabilised")
-    said.put("lora.rank", taken(rank, 16))
-    said.put("lora.alpha", taken("lora_alpha", 32.0))
-    said.put("lora.dropout", taken("lora_dropout", 0.0))
+        reading.put("lora.scaling", "rank-stabilised")
+    reading.put("lora.rank", taken(rank, 16))
+    reading.put("lora.alpha", taken("lora_alpha", 32.0))
+    reading.put("lora.dropout", taken("lora_dropout", 0.0))
     if targets is None:
-        said.assume("adapters stand at the query and value projections, as peft's default has it")
+        reading.assume(
+            "adapters stand at the query and value projections, as peft's default has it"
+        )
         return
     named = targets.split(",") if isinstance(targets, str) else targets
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise InvalidRequest(f"targets of adapters in `{taken.file}` are names, not `{targets}`")
-    said.put("lora.targets", [name.strip() for name in named])
+    reading.put("lora.targets", [name.strip() for name in named])
 
 
-def read_copies(taken: ConfigKeys, said: ConfigReading, key: str) -> bool:
+def read_copies(taken: ConfigKeys, reading: ConfigReading, key: str) -> bool:
     """Whether modules are copied to be trained whole beside adapters: peft's `modules_to_save`."""
     named = taken(key, kind=object)
     names = named.split(",") if isinstance(named, str) else named
-    if not names or said.get("method") != "lora":
+    if not names or reading.get("method") != "lora":
         return False
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise InvalidRequest(f"`{key}` in `{taken.file}` are names of modules, not `{named}`")
-    if said.own:
+    if reading.own:
         raise InvalidRequest(
             f"`{key}: {named}` in `{taken.file}` is not in memfit's own step: beside adapters it"
             " trains no module whole"
         )
-    said.put("options.modules_to_save", ",".join(name.strip() for name in names))
+    reading.put("options.modules_to_save", ",".join(name.strip() for name in names))
     return True
 
 
 def read_fsdp(
     config: ConfigKeys,
-    said: ConfigReading,
+    reading: ConfigReading,
     *,
     version: int = 1,
-    asked: Any = "",
+    option: Any = "",
     wrapped: bool = True,
 ) -> None:
     """accelerate's fsdp_config, with or without its prefix.
 
-    version: what the tool takes where none is said, 2 of transformers' arguments and 1 of
-    accelerate's; asked: transformers' `fsdp`, whose words are older than the keys; wrapped: whether
-    blocks are units where no policy is said, as transformers' arguments have it.
+    version: the tool's default, 2 of transformers' arguments and 1 of accelerate's; option:
+    transformers' `fsdp`, which is older than the keys; wrapped: whether blocks are units where no
+    policy is set, as transformers' arguments have it.
     """
 
     def find(*keys: str) -> Any:
@@ -340,16 +348,15 @@ def read_fsdp(
         found = [config(name, kind=object) for name in named]
         return next((value for value in found if value is not None), None)
 
-    where = f"in `{config.file}`"
-    said_version = str(find("version") or version)
-    if said_version not in ("1", "2"):
-        raise InvalidRequest(f"`fsdp_version: {said_version}` {where}: there are 1 and 2")
+    stated = str(find("version") or version)
+    if stated not in ("1", "2"):
+        raise InvalidRequest(f"`fsdp_version: {stated}` in `{config.file}`: there are 1 and 2")
     units = str(find("auto_wrap_policy") or (BLOCKS if wrapped else "NO_WRAP")).upper()
     if units != BLOCKS:
         why = f"described: {BLOCKS}; accelerate's own default, NO_WRAP, gathers a whole model"
         config.leave("fsdp_auto_wrap_policy", units, why, UNITS.get(units, "states"))
-    if said_version == "2" and not said.own:
-        said.put("options.fsdp_version", 2)
+    if stated == "2" and not reading.own:
+        reading.put("options.fsdp_version", 2)
     named = [find("reshard_after_forward"), find("sharding_strategy")]
     known = {"full_shard": 3, "1": 3, "true": 3, "shard_grad_op": 2, "2": 2, "false": 2}
     policy = next((one for one in named if one is not None), None)
@@ -359,13 +366,13 @@ def read_fsdp(
             config.leave("fsdp_reshard_after_forward", one, why)
             policy = "FULL_SHARD"
     if policy is None:
-        policy = "SHARD_GRAD_OP" if "shard_grad_op" in str(asked).lower() else "FULL_SHARD"
-    said.sharded, said.zero = "fsdp", known[str(policy).lower()]
+        policy = "SHARD_GRAD_OP" if "shard_grad_op" in str(option).lower() else "FULL_SHARD"
+    reading.sharded, reading.zero = "fsdp", known[str(policy).lower()]
     if find("activation_checkpointing"):
-        said.put("recompute", "full")
-    if find("offload_params", "cpu_offload") or "offload" in str(asked).lower():
-        said.put("offload", "parameters")
-    if (ahead := find("forward_prefetch")) and said_version == "1":
+        reading.put("recompute", "full")
+    if find("offload_params", "cpu_offload") or "offload" in str(option).lower():
+        reading.put("offload", "parameters")
+    if (ahead := find("forward_prefetch")) and stated == "1":
         config.leave("fsdp_forward_prefetch", ahead, "a block more is gathered in the forward")
 
 
@@ -374,7 +381,7 @@ def edit_steps(
     *,
     micro: str,
     default: int,
-    again: Mapping[str, Any],
+    recompute: Mapping[str, Any],
     optim: str = "optim",
     length: str,
     tokens: int,
@@ -384,10 +391,10 @@ def edit_steps(
 ) -> Iterator[list[Edit]]:
     """What the Trainer's configurations can change to save memory, in one tool's own keys.
 
-    again: keys that recompute; base: that store the frozen base in 4 bits; adapters: that train
+    recompute: keys that recompute; base: that store the frozen base in 4 bits; adapters: that train
     adapters in place of all weights; length: key of the rows' length, `tokens` its default.
     """
-    yield [Edit(again, SAME)] if any(data.get(key) != value for key, value in again.items()) else []
+    yield [Edit(recompute, SAME)] if any(data.get(k) != v for k, v in recompute.items()) else []
     yield split(data, micro, default)
     if not adapted:
         yield [Edit(adapters, OTHER), Edit({**adapters, **base}, OTHER)]

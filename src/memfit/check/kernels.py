@@ -22,43 +22,43 @@ OPERATIONS = {
 FUSED = "liger_fused_linear_cross_entropy"
 
 
-def read_liger(taken: ConfigKeys, said: ConfigReading, key: str, *, loss: bool) -> None:
+def read_liger(taken: ConfigKeys, reading: ConfigReading, key: str, *, loss: bool) -> None:
     """All of Liger's kernels by one key; loss: whether its loss is among them."""
     if not taken(key, False):
         return
-    if said.get("task.objective") == "dpo":
+    if reading.get("task.objective") == "dpo":
         taken.leave(key, value=True, why="Liger's loss of pairs is not described", least="states")
         return
-    _put(said, f"`{key}: true` in `{taken.file}`", BLOCKS, "chunked" if loss else "")
+    _put(reading, f"`{key}: true` in `{taken.file}`", BLOCKS, "chunked" if loss else "")
 
 
-def read_plugins(taken: ConfigKeys, said: ConfigReading) -> None:
+def read_plugins(taken: ConfigKeys, reading: ConfigReading) -> None:
     """axolotl's: Liger's operations one by one, and cut cross-entropy."""
     plugins = taken("plugins", [], list[str])
     for name in plugins:
         if name not in (LIGER, CUT, *WITHOUT_BYTES):
             taken.leave("plugins", name, NOT_DESCRIBED, "nothing")
-    asked = [ours for theirs, ours in OPERATIONS.items() if taken(theirs, False)]
+    operations = [ours for theirs, ours in OPERATIONS.items() if taken(theirs, False)]
     fused, cut = bool(taken(FUSED, False)), taken("cut_cross_entropy", CUT in plugins)
-    if (asked or fused) and LIGER not in plugins:
-        said.assume("Liger's keys do nothing without its plugin")
-        asked, fused = [], False
+    if (operations or fused) and LIGER not in plugins:
+        reading.assume("Liger's keys do nothing without its plugin")
+        operations, fused = [], False
     if cut and CUT not in plugins:
-        said.assume("`cut_cross_entropy` does nothing without its plugin")
+        reading.assume("`cut_cross_entropy` does nothing without its plugin")
         cut = False
     if fused and cut:
         raise InvalidRequest(f"`{FUSED}` and `cut_cross_entropy` in `{taken.file}`: one loss")
     loss = "chunked" if fused else "fused" if cut else ""
-    _put(said, f"`plugins` in `{taken.file}`", ",".join(asked), loss)
+    _put(reading, f"`plugins` in `{taken.file}`", ",".join(operations), loss)
 
 
-def _put(said: ConfigReading, where: str, operations: str, loss: str) -> None:
-    if said.own and (operations or loss):
+def _put(reading: ConfigReading, keys: str, operations: str, loss: str) -> None:
+    if reading.own and (operations or loss):
         raise InvalidRequest(
-            f"{where}: memfit's own step has none of these kernels",
+            f"{keys}: memfit's own step has none of these kernels",
             hint="`lean` and `loss: chunked` are the same mathematics, without the file's key",
         )
     if operations:
-        said.put("options.liger", operations)
-    if loss and said.get("loss") is None:
-        said.put("loss", loss)
+        reading.put("options.liger", operations)
+    if loss and reading.get("loss") is None:
+        reading.put("loss", loss)

@@ -87,9 +87,9 @@ class _Configuration:
             elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
                 self.found[ast.unparse(node.value)] = True  # listed as not looked at
             elif isinstance(node, ast.If | ast.For | ast.While | ast.AugAssign):
-                said = ast.unparse(node).splitlines()[0]
+                statement = ast.unparse(node).splitlines()[0]
                 raise InvalidRequest(
-                    f"`{said}` in `{self.file}`: what it leads to is known where it runs"
+                    f"`{statement}` in `{self.file}`: what it leads to is known where it runs"
                 )
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
@@ -136,7 +136,7 @@ class _Configuration:
                     self._put(".".join(filter(None, (key, argument.arg))), argument.value)
 
     def _model(self, call: ast.Call) -> None:
-        """`model_registry("8B")`; what it is given beside is the model's, and listed."""
+        """`model_registry("8B")`; its other arguments are the model's, and listed."""
         if call.args:
             self.found["model.flavor"] = _value(call.args[0], "")
         for argument in call.keywords:

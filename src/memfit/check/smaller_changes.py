@@ -1,7 +1,7 @@
 """The smallest changes to files, in their tools' own keys, with which the training fits.
 
-A change is an edit of keys that the tool's own reader reads again: what a key means to memory is
-said once. Changes that leave what is learned alone come first, then those that round otherwise,
+A change is an edit of keys, which the tool's own reader reads: what a key means to memory is
+declared once. Changes that leave what is learned alone come first, then those that round otherwise,
 then those that train something else.
 """
 
@@ -143,11 +143,11 @@ def _find_strongest(groups: Sequence[Group], predict: Predict) -> tuple[Chosen, 
 
 def _predict(chosen: Chosen, predict: Predict) -> Plan | None:
     """None of an edit that the tool or the model cannot have."""
-    told: dict[Path, dict[str, Any]] = {}
+    edits: dict[Path, dict[str, Any]] = {}
     for group, edit in chosen.items():
-        told.setdefault(group.file, {}).update(edit.keys)
+        edits.setdefault(group.file, {}).update(edit.keys)
     try:
-        return predict(told)
+        return predict(edits)
     except InvalidRequest:
         return None
 
@@ -175,12 +175,12 @@ def _tell(
         keeps=KEEPS[max(group.rank for group in chosen)],
         needed=fitting.memory.needed or 0,
         relative_time=after / before if before and after else None,
-        assumed=tuple(said for said in fitting.assumptions if said not in plan.assumptions),
+        assumed=tuple(one for one in fitting.assumptions if one not in plan.assumptions),
     )
 
 
 def find(data: Mapping[str, Any], key: str) -> Any:
-    """A dotted key of nested mappings, or one that is flat; None where it is not said."""
+    """A dotted key of nested mappings, or one that is flat; None where it is not set."""
     if key in data:
         return data[key]
     first, dot, rest = key.partition(".")
@@ -189,19 +189,22 @@ def find(data: Mapping[str, Any], key: str) -> Any:
 
 
 def smaller(rows: int) -> list[int]:
-    """Micro-batches that divide one of so many rows, the largest first."""
+    """Return the micro-batches that divide one of `rows` rows, the largest first."""
     small = [n for n in range(1, min(rows, MOST_ROWS)) if rows % n == 0]
     return sorted({n for one in small for n in (one, rows // one) if n < rows}, reverse=True)
 
 
 def split(
-    data: Mapping[str, Any], micro: str, default: int, again: str = "gradient_accumulation_steps"
+    data: Mapping[str, Any],
+    micro: str,
+    default: int,
+    accumulation: str = "gradient_accumulation_steps",
 ) -> list[Edit]:
     """The same global batch of smaller micro-batches: their key, and that of how many there are."""
-    rows, times = data.get(micro, default), data.get(again, 1)
+    rows, times = data.get(micro, default), data.get(accumulation, 1)
     if not isinstance(rows, int) or not isinstance(times, int):
         return []  # `auto`: another file says it
-    return [Edit({micro: n, again: times * rows // n}) for n in smaller(rows)]
+    return [Edit({micro: n, accumulation: times * rows // n}) for n in smaller(rows)]
 
 
 def zero(stage: int) -> dict[str, Any]:
@@ -237,10 +240,10 @@ def make_patch(change: Change) -> str:
 def _diff(file: Path, keys: Mapping[str, Any]) -> str:
     writers = {".yaml": _write_yaml, ".yml": _write_yaml, ".json": _write_json}
     if file.suffix not in writers:
-        said = ", ".join(f"{key} = {value}" for key, value in keys.items())
+        listed = ", ".join(f"{key} = {value}" for key, value in keys.items())
         raise InvalidRequest(
             f"no patch is made of `{file}`: patches are made of YAML and JSON",
-            hint=f"without --patch, the keys to change are listed: {said}",
+            hint=f"without --patch, the keys to change are listed: {listed}",
         )
     text = read_text(file)
     before, after = text.splitlines(), writers[file.suffix](text, keys).splitlines()

@@ -58,7 +58,7 @@ def show_check(
 def _name(one: Undescribed) -> str:
     """The key with its value, why it is not described, and what may have been meant."""
     meant = f"; is `{one.near}` meant?" if one.near else ""
-    return f"`{one.said}` ({one.file}): {one.why}{meant}"
+    return f"`{one.setting}` ({one.file}): {one.why}{meant}"
 
 
 def _say(change: Change) -> str:

@@ -37,7 +37,7 @@ class Undescribed(Record, frozen=True, kw_only=True):
     near: str = ""  # a key that is described and may have been meant
 
     @property
-    def said(self) -> str:
+    def setting(self) -> str:
         """The key with its value, as one would write it."""
         value = str(self.value).lower() if isinstance(self.value, bool) else str(self.value)
         return f"{self.key}: {value if len(value) <= 60 else value[:57] + '...'}"
@@ -133,7 +133,7 @@ class ConfigKeys:
         self.whole = frozenset(self.data)
         self.file, self.within = file, within
         self.inner: list[ConfigKeys] = []
-        self.asked: dict[str, None] = {}  # keys that were looked for, said or not
+        self.looked_up: dict[str, None] = {}  # keys that were looked for, set or not
         self.undescribed = [] if undescribed is None else undescribed
 
     def __call__(self, key: str, default: Any = None, kind: Any = None) -> Any:
@@ -141,7 +141,7 @@ class ConfigKeys:
 
         kind: its type, by default that of `default`; raises InvalidRequest where it is another.
         """
-        self.asked[key] = None
+        self.looked_up[key] = None
         value = self.data.pop(key, None)
         if value is None or value == "auto":
             return default
@@ -209,7 +209,7 @@ class ConfigKeys:
     def _misspelt(self, declared: Iterable[str]) -> Iterator[tuple[str, str]]:
         """Keys that were not looked at, each with a known one that is alike and is not set."""
         inner = [key.removeprefix(self.within) for key in declared if key.startswith(self.within)]
-        wanted = [key for key in (*self.asked, *inner) if key not in self.whole]
+        wanted = [key for key in (*self.looked_up, *inner) if key not in self.whole]
         for key in self.data:
             for other in get_close_matches(key, wanted, n=1, cutoff=ALIKE):
                 yield key, other

@@ -85,22 +85,22 @@ class AccelerateReader(Reader):
             if not find(data, "fsdp_config.fsdp_activation_checkpointing"):
                 yield [Edit({"fsdp_config.fsdp_activation_checkpointing": True})]
 
-    def read(self, taken: ConfigKeys, said: ConfigReading) -> None:
+    def read(self, taken: ConfigKeys, reading: ConfigReading) -> None:
         """See `Reader.read`."""
         for key, word in (("distributed_type", "NO"), ("mixed_precision", "no")):
             if taken.data.get(key) is False:  # YAML's `no`, without quotes
                 taken.data[key] = word
         kind = taken("distributed_type", "NO")
-        _count(taken, said)
+        _count(taken, reading)
         mixed = taken("mixed_precision", "no")
         if mixed != "no":
-            said.launched = f"{mixed}-mixed"
-            if said.get("precision") is None:
-                said.put("precision", said.launched)
+            reading.launched = f"{mixed}-mixed"
+            if reading.get("precision") is None:
+                reading.put("precision", reading.launched)
         if kind == "FSDP":
-            read_fsdp(taken.inside("fsdp_config"), said, wrapped=False)
+            read_fsdp(taken.inside("fsdp_config"), reading, wrapped=False)
         elif kind == "DEEPSPEED":
-            _read_deepspeed(taken.inside("deepspeed_config"), said)
+            _read_deepspeed(taken.inside("deepspeed_config"), reading)
         elif kind not in ("NO", "MULTI_GPU"):
             why = "described: NO, MULTI_GPU, FSDP, DEEPSPEED"
             taken.leave("distributed_type", kind, why, "nothing")
@@ -109,24 +109,24 @@ class AccelerateReader(Reader):
         taken.drop(("fsdp_config", "deepspeed_config"))  # of another `distributed_type`
 
 
-def _count(taken: ConfigKeys, said: ConfigReading) -> None:
-    """Processes, and machines where nobody has asked for a number of them."""
-    said.world, machines = taken("num_processes", 1), taken("num_machines", 1)
-    for key, count in (("num_processes", said.world), ("num_machines", machines)):
+def _count(taken: ConfigKeys, reading: ConfigReading) -> None:
+    """Set the processes, and the machines unless the command line states a number of them."""
+    reading.world, machines = taken("num_processes", 1), taken("num_machines", 1)
+    for key, count in (("num_processes", reading.world), ("num_machines", machines)):
         if count < 1:
             raise InvalidRequest(
                 f"`{key}: {count}` in `{taken.file}`", hint="a whole number, 1 or more"
             )
-    if machines > 1 and said.get("hardware.nodes") is None:
-        said.put("hardware.nodes", machines)
+    if machines > 1 and reading.get("hardware.nodes") is None:
+        reading.put("hardware.nodes", machines)
 
 
-def _read_deepspeed(config: ConfigKeys, said: ConfigReading) -> None:
+def _read_deepspeed(config: ConfigKeys, reading: ConfigReading) -> None:
     if named := config("deepspeed_config_file"):
-        read_file(find_named(str(named), config.file), said)
+        read_file(find_named(str(named), config.file), reading)
         return
-    said.sharded, said.zero = "deepspeed", config("zero_stage", 2)
-    said.put("framework", "deepspeed")
+    reading.sharded, reading.zero = "deepspeed", config("zero_stage", 2)
+    reading.put("framework", "deepspeed")
     devices: list[str] = []
     for key in ("offload_optimizer_device", "offload_param_device"):
         device = config(key, "none")
@@ -134,8 +134,8 @@ def _read_deepspeed(config: ConfigKeys, said: ConfigReading) -> None:
             config.leave(key, device, "what waits on a disk is not described", "nothing")
             device = "cpu"
         devices.append(device)
-    put_offload(said, said.zero, *devices, taken=config)
-    said.accumulation = config("gradient_accumulation_steps", said.accumulation)
+    put_offload(reading, reading.zero, *devices, taken=config)
+    reading.accumulation = config("gradient_accumulation_steps", reading.accumulation)
 
 
 readers.register("accelerate")(AccelerateReader())

@@ -62,7 +62,7 @@ class AxolotlReader(Reader):
             data,
             micro="micro_batch_size",
             default=1,
-            again={"gradient_checkpointing": True},
+            recompute={"gradient_checkpointing": True},
             optim="optimizer",
             length="sequence_len",
             tokens=512,
@@ -76,76 +76,76 @@ class AxolotlReader(Reader):
             },
         )
 
-    def read(self, taken: ConfigKeys, said: ConfigReading) -> None:
+    def read(self, taken: ConfigKeys, reading: ConfigReading) -> None:
         """See `Reader.read`."""
-        said.put_model(taken("base_model"))
-        if said.get("framework") is None:
-            said.put("framework", "hf-trainer")
-        if not said.own:
-            said.assume("the step is transformers' Trainer's, which axolotl builds on")
-        said.put("task.sequence_length", taken("sequence_len", 512))
-        said.put("task.packing", taken("sample_packing", False))
-        said.put("task.objective", _objective(taken))
+        reading.put_model(taken("base_model"))
+        if reading.get("framework") is None:
+            reading.put("framework", "hf-trainer")
+        if not reading.own:
+            reading.assume("the step is transformers' Trainer's, which axolotl builds on")
+        reading.put("task.sequence_length", taken("sequence_len", 512))
+        reading.put("task.packing", taken("sample_packing", False))
+        reading.put("task.objective", _objective(taken))
         rounds = taken("pad_to_sequence_len") is not False and taken.data.get("rl") is None
-        read_steps(taken, said, micro="micro_batch_size", default=1)
-        read_optimizer(taken, said, key="optimizer", schedule="lr_scheduler")
+        read_steps(taken, reading, micro="micro_batch_size", default=1)
+        read_optimizer(taken, reading, key="optimizer", schedule="lr_scheduler")
         adapter = taken("adapter")
         if adapter not in (None, "lora", "qlora"):
             taken.leave("adapter", adapter, "described: lora, qlora", "weights")
-        said.put("method", "lora" if adapter else "full")
+        reading.put("method", "lora" if adapter else "full")
         four, eight = taken("load_in_4bit", False), taken("load_in_8bit", False)
-        read_precision(taken, said, dtype=_settle_dtype(taken), adapted=bool(adapter))
+        read_precision(taken, reading, dtype=_settle_dtype(taken), adapted=bool(adapter))
         if (four or eight) and adapter:
             # what prepare_model_for_kbit_training casts to fp32, axolotl casts back (loaders/model)
-            keep_short(said)
+            keep_short(reading)
         if four:
-            said.put("base_format", "nf4")
-            put_double(said, double=True)
+            reading.put("base_format", "nf4")
+            put_double(reading, double=True)
         elif eight:
-            said.put("base_format", "int8")
+            reading.put("base_format", "int8")
         # its own default, but of pairs (utils/config)
         reentrant = read_reentrant(taken, default=taken.data.get("rl") is None)
         if adapter:
-            _assume_kernels(taken, said, eight=bool(eight))
+            _assume_kernels(taken, reading, eight=bool(eight))
             targets = taken("lora_target_modules")
             if taken("lora_target_linear", False):
                 targets = ["all-linear"]
-            read_lora(taken, said, targets, stable="peft_use_rslora")
+            read_lora(taken, reading, targets, stable="peft_use_rslora")
         else:
             taken.drop(OF_ADAPTERS)  # of which there are none
-        read_copies(taken, said, "lora_modules_to_save")
+        read_copies(taken, reading, "lora_modules_to_save")
         if taken.data.get("rl") == "dpo":
-            self._pairs(taken, said)
+            self._pairs(taken, reading)
         old = "flash_attention_2" if taken("flash_attention", False) else None
         old = "sdpa" if taken("sdp_attention", False) else old
         old = "eager" if taken("eager_attention", False) else old
-        read_attention(taken, said, taken("attn_implementation", old))
-        settle_padding(said, multiple=rounds, separate=True)
-        read_evaluation(taken, said, "eval_batch_size", said.count("micro_batch"))
-        again = taken("gradient_checkpointing", False, object)
-        if again not in (True, False):
+        read_attention(taken, reading, taken("attn_implementation", old))
+        settle_padding(reading, multiple=rounds, separate=True)
+        read_evaluation(taken, reading, "eval_batch_size", reading.count("micro_batch"))
+        recomputes = taken("gradient_checkpointing", False, object)
+        if recomputes not in (True, False):
             why = "activations that wait on the host are not described"
-            taken.leave("gradient_checkpointing", again, why, "states")
-        put_recompute(said, again=bool(again))
-        settle_reentrant(said, lambda _: reentrant, again=bool(again))
-        self._mesh(taken, said)
-        read_plugins(taken, said)
+            taken.leave("gradient_checkpointing", recomputes, why, "states")
+        put_recompute(reading, recomputes=bool(recomputes))
+        settle_reentrant(reading, lambda _: reentrant, recomputes=bool(recomputes))
+        self._mesh(taken, reading)
+        read_plugins(taken, reading)
 
-    def _pairs(self, taken: ConfigKeys, said: ConfigReading) -> None:
+    def _pairs(self, taken: ConfigKeys, reading: ConfigReading) -> None:
         taken("rl")
         sigmoid = "DPO's own loss is described, `sigmoid`"
         taken.leave_unless("dpo_loss_type", (["sigmoid"],), sigmoid, "states")
         keys = {"beta": "rl_beta", "smoothing": "dpo_label_smoothing", "before": EARLY}
-        read_pairs(taken, said, **keys, drops=True)
+        read_pairs(taken, reading, **keys, drops=True)
 
-    def _mesh(self, taken: ConfigKeys, said: ConfigReading) -> None:
+    def _mesh(self, taken: ConfigKeys, reading: ConfigReading) -> None:
         version = taken("fsdp_version")
         config = taken.inside("fsdp_config")
-        if (asked := taken("fsdp")) or config.data:
-            read_fsdp(config, said, version=version or 1, asked=asked)
-            flat = said.get("options.fsdp_version") != 2 and not said.own
-            name = said.get("optimizer.name")
-            if flat and said.get("offload") == "parameters" and name == "adamw8bit":
+        if (option := taken("fsdp")) or config.data:
+            read_fsdp(config, reading, version=version or 1, option=option)
+            flat = reading.get("options.fsdp_version") != 2 and not reading.own
+            name = reading.get("optimizer.name")
+            if flat and reading.get("offload") == "parameters" and name == "adamw8bit":
                 raise InvalidRequest(
                     f"an 8-bit `optimizer` in `{taken.file}` beside `offload_params: true`: axolotl"
                     " starts no such run under FSDP1",
@@ -154,10 +154,10 @@ class AxolotlReader(Reader):
         taken("dp_shard_size")
         taken("dp_replicate_size")
         if named := taken("deepspeed"):
-            precision = said.get("precision")
-            read_named(named, taken, said)
-            if precision is not None and said.get("method") == "lora":
-                said.put("precision", precision)
+            precision = reading.get("precision")
+            read_named(named, taken, reading)
+            if precision is not None and reading.get("method") == "lora":
+                reading.put("precision", precision)
 
 
 def _settle_dtype(taken: ConfigKeys) -> str:
@@ -166,22 +166,22 @@ def _settle_dtype(taken: ConfigKeys) -> str:
     `bfloat16` asks for as much as `bf16: true`; `bf16: full` and `float16` load, and autocast
     nothing (utils/config: resolve_dtype; core/builders: _configure_precision_settings).
     """
-    asked = taken.data.get("bf16") not in (None, False, "false")
+    bf16 = taken.data.get("bf16") not in (None, False, "false")
     wide, half = bool(taken("bfloat16", False)), bool(taken("float16", False))
-    if half and not (asked or wide or taken.data.get("fp16")):
+    if half and not (bf16 or wide or taken.data.get("fp16")):
         why = "weights of fp16 that nothing autocasts are not described: `fp16: true` beside it"
         taken.leave("float16", half, why, "nothing")
     full, fp16 = taken.data.get("bf16") == "full", bool(taken.data.get("fp16"))
-    taken.data["bf16"] = (asked and not full) or (wide and not asked)
-    taken.data["fp16"] = fp16 and not asked
-    return "bfloat16" if asked or wide else "float16" if fp16 else "float32"
+    taken.data["bf16"] = (bf16 and not full) or (wide and not bf16)
+    taken.data["fp16"] = fp16 and not bf16
+    return "bfloat16" if bf16 or wide else "float16" if fp16 else "float32"
 
 
-def _assume_kernels(taken: ConfigKeys, said: ConfigReading, *, eight: bool) -> None:
+def _assume_kernels(taken: ConfigKeys, reading: ConfigReading, *, eight: bool) -> None:
     """What axolotl 0.19 does by itself (schemas/config, check_auto_enable_lora_kernels)."""
     named = any(taken.data.get(key) is not None for key in LORA_KERNELS)
     if not (named or eight or taken.data.get("trust_remote_code")):
-        said.assume(
+        reading.assume(
             f"without axolotl's LoRA kernels, which it turns on by itself: `{LORA_KERNELS[0]}:"
             " false` turns them off"
         )

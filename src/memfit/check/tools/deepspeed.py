@@ -52,36 +52,36 @@ class DeepSpeedReader(Reader):
         if "train_micro_batch_size_per_gpu" in data:
             yield split(data, "train_micro_batch_size_per_gpu", 1)
 
-    def read(self, taken: ConfigKeys, said: ConfigReading) -> None:
+    def read(self, taken: ConfigKeys, reading: ConfigReading) -> None:
         """See `Reader.read`."""
         zero = taken.inside("zero_optimization")
         for name in [name for name in zero.data if f"{ALIAS}{name}" in OF_STAGE_3]:
             zero.data.setdefault(f"{ALIAS}{name}", zero.data.pop(name))
         stage = zero("stage", 0)
-        said.put("framework", "deepspeed")
-        said.sharded, said.zero = ("deepspeed", stage) if stage else ("", 3)
-        self._offload(zero, said, stage)
+        reading.put("framework", "deepspeed")
+        reading.sharded, reading.zero = ("deepspeed", stage) if stage else ("", 3)
+        self._offload(zero, reading, stage)
         if zero("overlap_comm", False):
-            said.put("options.overlap_comm", True)
-        _sizes(zero, said)
+            reading.put("options.overlap_comm", True)
+        _sizes(zero, reading)
         for key, most in MOST.items():
             if (size := zero(key, 0.0)) > most:
                 zero.leave(key, size, f"up to {most:,} elements are described")
         for name, precision in (("bf16", "bf16-mixed"), ("fp16", "fp16-mixed")):
             section = taken.inside(name)
             if section("enabled") is True:
-                said.put("precision", precision)
+                reading.put("precision", precision)
         micro = taken("train_micro_batch_size_per_gpu", kind=int)
         if micro is not None:
-            said.put("micro_batch", micro)
-        said.accumulation = taken("gradient_accumulation_steps", said.accumulation)
+            reading.put("micro_batch", micro)
+        reading.accumulation = taken("gradient_accumulation_steps", reading.accumulation)
         clip = taken("gradient_clipping", kind=float)
         if clip is not None:
-            said.put("optimizer.clip_norm", clip)
-        self._optimizer(taken, said)
-        self._schedule(taken.inside("scheduler"), said)
+            reading.put("optimizer.clip_norm", clip)
+        self._optimizer(taken, reading)
+        self._schedule(taken.inside("scheduler"), reading)
 
-    def _offload(self, zero: ConfigKeys, said: ConfigReading, stage: int) -> None:
+    def _offload(self, zero: ConfigKeys, reading: ConfigReading, stage: int) -> None:
         """States on the host, and weights beside them; what waits on a disk is not described."""
         devices: list[str] = []
         for name in ("offload_optimizer", "offload_param"):
@@ -96,20 +96,20 @@ class DeepSpeedReader(Reader):
             devices.append(device)
         if zero("cpu_offload", False):  # before 2021
             devices[0] = "cpu"
-        put_offload(said, stage, *devices, taken=zero)
+        put_offload(reading, stage, *devices, taken=zero)
 
-    def _schedule(self, made: ConfigKeys, said: ConfigReading) -> None:
-        """What takes no memory: of a kind that memfit has no word for, nothing is said."""
+    def _schedule(self, made: ConfigKeys, reading: ConfigReading) -> None:
+        """Set the schedule, which takes no memory, where memfit has its kind."""
         kind, params = made("type", ""), made.inside("params")
         if kind in SCHEDULES:
-            said.put("optimizer.schedule", SCHEDULES[kind])
+            reading.put("optimizer.schedule", SCHEDULES[kind])
         if (steps := params("warmup_num_steps", kind=int)) is not None:
-            said.put("optimizer.warmup_steps", steps)
+            reading.put("optimizer.warmup_steps", steps)
         if kind != "WarmupLR" and (steps := params("total_num_steps", kind=int)):
-            said.put("task.steps", steps)
+            reading.put("task.steps", steps)
         params("total_num_steps")
 
-    def _optimizer(self, taken: ConfigKeys, said: ConfigReading) -> None:
+    def _optimizer(self, taken: ConfigKeys, reading: ConfigReading) -> None:
         if not taken.data.get("optimizer"):
             return
         made = taken.inside("optimizer")
@@ -118,37 +118,37 @@ class DeepSpeedReader(Reader):
             made.leave("type", kind, "described: Adam, AdamW", "weights")
         params = made.inside("params")
         foreach = params("torch_adam", False)
-        said.put("optimizer.name", "adamw")
-        said.put("optimizer.implementation", "foreach" if foreach else "fused")
+        reading.put("optimizer.name", "adamw")
+        reading.put("optimizer.implementation", "foreach" if foreach else "fused")
         names = {"lr": "learning_rate", "eps": "eps", "weight_decay": "weight_decay"}
         for theirs, ours in names.items():
             if (value := params(theirs, kind=float)) is not None:
-                said.put(f"optimizer.{ours}", value)
+                reading.put(f"optimizer.{ours}", value)
         if (betas := params("betas", kind=tuple[float, float])) is not None:
-            said.put("optimizer.beta1", betas[0])
-            said.put("optimizer.beta2", betas[1])
+            reading.put("optimizer.beta1", betas[0])
+            reading.put("optimizer.beta2", betas[1])
 
 
 def edit_offload(data: Mapping[str, Any], stage: int, keys: tuple[str, ...]) -> list[Edit]:
     """States on the host, then weights, too, which are of stage 3; keys: of both, and of the
     stage."""
     states, weights, which = keys
-    told: dict[str, Any] = {}
+    keys_set: dict[str, Any] = {}
     found: list[Edit] = []
     for key in (states, weights):
         if find(data, key) != "cpu":
-            told = {**told, key: "cpu"}
+            keys_set = {**keys_set, key: "cpu"}
             if key == weights and stage < 3:
-                told[which] = 3
-            found.append(Edit(told))
+                keys_set[which] = 3
+            found.append(Edit(keys_set))
     return found if stage else []
 
 
-def _sizes(zero: ConfigKeys, said: ConfigReading) -> None:
+def _sizes(zero: ConfigKeys, reading: ConfigReading) -> None:
     """Elements of buckets, and of what is gathered or updated at once."""
     for ours, theirs in SIZES.items():
         if zero.data.get(theirs) == "auto" and ours in SQUARED:
-            said.put(f"options.{ours}", 0)
+            reading.put(f"options.{ours}", 0)
         size = zero(theirs, kind=float)
         if size is None:
             continue
@@ -158,15 +158,15 @@ def _sizes(zero: ConfigKeys, said: ConfigReading) -> None:
                 f"`zero_optimization.{theirs}: {size:g}` in `{zero.file}`: a number of elements",
                 hint=f"a whole number, {least} or more",
             )
-        said.put(f"options.{ours}", int(size))
+        reading.put(f"options.{ours}", int(size))
 
 
 def put_offload(
-    said: ConfigReading, stage: int, states: str, weights: str, *, taken: ConfigKeys
+    reading: ConfigReading, stage: int, states: str, weights: str, *, taken: ConfigKeys
 ) -> None:
     """What DeepSpeed keeps on the host; states, weights: `none` or `cpu`; taken: who says it."""
     if weights == "cpu" and stage != 3:
-        said.assume(f"weights on the host are of ZeRO's stage 3: in stage {stage} they stay")
+        reading.assume(f"weights on the host are of ZeRO's stage 3: in stage {stage} they stay")
         weights = "none"
     if weights == "cpu" != states:
         why = (
@@ -176,7 +176,7 @@ def put_offload(
         taken.leave("offload_param", weights, why, "nothing")
         weights = "none"
     if "cpu" in (states, weights):
-        said.put("offload", "parameters" if weights == "cpu" else "optimizer")
+        reading.put("offload", "parameters" if weights == "cpu" else "optimizer")
 
 
 readers.register("deepspeed")(DeepSpeedReader())

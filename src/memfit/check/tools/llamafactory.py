@@ -58,7 +58,7 @@ class LlamaFactoryReader(Reader):
             data,
             micro="per_device_train_batch_size",
             default=8,
-            again={"disable_gradient_checkpointing": False} if off else {},
+            recompute={"disable_gradient_checkpointing": False} if off else {},
             length="cutoff_len",
             tokens=2048,
             adapted=data.get("finetuning_type", "lora") == "lora",
@@ -66,60 +66,62 @@ class LlamaFactoryReader(Reader):
             adapters={"finetuning_type": "lora"},
         )
 
-    def read(self, taken: ConfigKeys, said: ConfigReading) -> None:
+    def read(self, taken: ConfigKeys, reading: ConfigReading) -> None:
         """See `Reader.read`."""
         _refuse_untrained(taken)
-        said.put_model(taken("model_name_or_path"))
-        if said.get("framework") is None:
-            said.put("framework", "hf-trainer")
-        if not said.own:
-            said.assume("the step is transformers' Trainer's, which LLaMA-Factory builds on")
+        reading.put_model(taken("model_name_or_path"))
+        if reading.get("framework") is None:
+            reading.put("framework", "hf-trainer")
+        if not reading.own:
+            reading.assume("the step is transformers' Trainer's, which LLaMA-Factory builds on")
         stage = taken("stage", "sft")
         if stage not in ("sft", "pt", "dpo"):
             least: Least = "blocks" if stage in ("rm", "ppo") else "states"
             taken.leave("stage", stage, "described: sft, pt, dpo", least)
-        said.put("task.objective", "pretrain" if stage == "pt" else "sft")
-        said.put("task.sequence_length", taken("cutoff_len", 2048))
-        said.put("task.packing", taken("packing", stage == "pt"))
+        reading.put("task.objective", "pretrain" if stage == "pt" else "sft")
+        reading.put("task.sequence_length", taken("cutoff_len", 2048))
+        reading.put("task.packing", taken("packing", stage == "pt"))
         neat = bool(taken("neat_packing", False))
-        read_steps(taken, said, micro="per_device_train_batch_size", default=8)
-        read_optimizer(taken, said, schedule="lr_scheduler_type")
+        read_steps(taken, reading, micro="per_device_train_batch_size", default=8)
+        read_optimizer(taken, reading, schedule="lr_scheduler_type")
         method = taken("finetuning_type", "lora")
         if method not in ("lora", "full", "freeze"):
             taken.leave("finetuning_type", method, "described: lora, full, freeze", "weights")
             method = "lora"
-        said.put("method", method)
+        reading.put("method", method)
         if method == "freeze":
-            said.put("freeze.last_blocks", taken("freeze_trainable_layers", 2))
+            reading.put("freeze.last_blocks", taken("freeze_trainable_layers", 2))
         pure = taken.data.get("pure_bf16")
-        self._precision(taken, said, method)
+        self._precision(taken, reading, method)
         if method == "lora":
-            _read_adapters(taken, said, pure=bool(pure))
+            _read_adapters(taken, reading, pure=bool(pure))
         if stage == "dpo":
-            self._pairs(taken, said)
+            self._pairs(taken, reading)
         kernel = taken("flash_attn", "auto")
-        read_attention(taken, said, KERNELS.get(kernel, kernel), key="flash_attn")
-        settle_padding(said, multiple=stage != "pt", separate=neat)
-        read_evaluation(taken, said, "per_device_eval_batch_size", ROWS)
-        again = not taken("disable_gradient_checkpointing", False)
-        put_recompute(said, again=again)
+        read_attention(taken, reading, KERNELS.get(kernel, kernel), key="flash_attn")
+        settle_padding(reading, multiple=stage != "pt", separate=neat)
+        read_evaluation(taken, reading, "per_device_eval_batch_size", ROWS)
+        recomputes = not taken("disable_gradient_checkpointing", False)
+        put_recompute(reading, recomputes=recomputes)
         reentrant = taken("use_reentrant_gc", True)
-        settle_reentrant(said, lambda said: reentrant and not _shares_units(said), again=again)
+        settle_reentrant(
+            reading, lambda reading: reentrant and not _shares_units(reading), recomputes=recomputes
+        )
         if named := taken("deepspeed"):
-            precision = said.get("precision")
-            read_named(named, taken, said)
-            said.put("precision", precision)
-        read_liger(taken, said, "enable_liger_kernel", loss=True)
+            precision = reading.get("precision")
+            read_named(named, taken, reading)
+            reading.put("precision", precision)
+        read_liger(taken, reading, "enable_liger_kernel", loss=True)
 
-    def _pairs(self, taken: ConfigKeys, said: ConfigReading) -> None:
+    def _pairs(self, taken: ConfigKeys, reading: ConfigReading) -> None:
         sigmoid = "DPO's own loss is described, `sigmoid`"
         taken.leave_unless("pref_loss", ("sigmoid",), sigmoid, "states")
         keys = {"beta": "pref_beta", "smoothing": "dpo_label_smoothing", "before": ""}
-        read_pairs(taken, said, **keys, drops=True)
-        if not said.own:
-            said.put("options.compares", LLAMA_FACTORY)
+        read_pairs(taken, reading, **keys, drops=True)
+        if not reading.own:
+            reading.put("options.compares", LLAMA_FACTORY)
 
-    def _precision(self, taken: ConfigKeys, said: ConfigReading, method: str) -> None:
+    def _precision(self, taken: ConfigKeys, reading: ConfigReading, method: str) -> None:
         pure = taken("pure_bf16", False)
         low = pure or taken.data.get("bf16")
         dtype = "bfloat16" if low else "float16" if taken.data.get("fp16") else ""
@@ -128,38 +130,38 @@ class LlamaFactoryReader(Reader):
         if pure:
             taken("bf16")
         if method == "lora":
-            dtype = dtype or stored_dtype(said, "neither `bf16` nor `fp16`")  # infer_optim_dtype
-            read_precision(taken, said, dtype=dtype, adapted=True)
+            dtype = dtype or stored_dtype(reading, "neither `bf16` nor `fp16`")  # infer_optim_dtype
+            read_precision(taken, reading, dtype=dtype, adapted=True)
         else:
-            read_precision(taken, said, dtype="bfloat16" if pure else "float32", adapted=False)
+            read_precision(taken, reading, dtype="bfloat16" if pure else "float32", adapted=False)
         if bits is None:
             return
         if how not in ("bnb", "bitsandbytes") or bits not in (4, 8):
             why = f"described: 4 and 8 of bnb, and this is `quantization_method: {how}`"
             taken.leave("quantization_bit", bits, why, "nothing")
             return
-        said.put("base_format", "int8" if bits == 8 else kind)
-        keep_short(said)
+        reading.put("base_format", "int8" if bits == 8 else kind)
+        keep_short(reading)
         if bits == 4:
-            put_double(said, bool(double))
+            put_double(reading, bool(double))
 
 
-def _read_adapters(taken: ConfigKeys, said: ConfigReading, *, pure: bool) -> None:
+def _read_adapters(taken: ConfigKeys, reading: ConfigReading, *, pure: bool) -> None:
     named = taken("lora_target", "all")
-    read_lora(taken, said, "all-linear" if named == "all" else named, rank="lora_rank")
-    if read_copies(taken, said, "additional_target") and not pure:
-        said.later.append(_widen_copies)
+    read_lora(taken, reading, "all-linear" if named == "all" else named, rank="lora_rank")
+    if read_copies(taken, reading, "additional_target") and not pure:
+        reading.later.append(_widen_copies)
 
 
-def _widen_copies(said: ConfigReading) -> None:
+def _widen_copies(reading: ConfigReading) -> None:
     """All that is trained is fp32 (model/adapter.py); DeepSpeed's engine casts all to 16 bits."""
-    if said.get("framework") != "deepspeed":
-        said.put("options.copies_dtype", WIDE)
+    if reading.get("framework") != "deepspeed":
+        reading.put("options.copies_dtype", WIDE)
 
 
-def _shares_units(said: ConfigReading) -> bool:
+def _shares_units(reading: ConfigReading) -> bool:
     """Under accelerate's FSDP2 it turns reentrant checkpoints off (model_utils/checkpointing)."""
-    return said.sharded == "fsdp" and said.get("options.fsdp_version") == 2
+    return reading.sharded == "fsdp" and reading.get("options.fsdp_version") == 2
 
 
 def _refuse_untrained(taken: ConfigKeys) -> None:

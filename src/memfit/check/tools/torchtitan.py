@@ -74,45 +74,45 @@ class TorchtitanReader(Reader):
             yield [Edit({"training.local_batch_size": n}) for n in smaller(local)]
         yield shorter(data, "training.seq_len")
 
-    def read(self, taken: ConfigKeys, said: ConfigReading) -> None:
+    def read(self, taken: ConfigKeys, reading: ConfigReading) -> None:
         """See `Reader.read`."""
-        said.put_model(_find_model(taken, said))
-        said.put("framework", "torchtitan")
-        said.put("task.objective", "pretrain")
-        mesh = self._mesh(taken, said)
-        self._batch(taken, said, mesh)
+        reading.put_model(_find_model(taken, reading))
+        reading.put("framework", "torchtitan")
+        reading.put("task.objective", "pretrain")
+        mesh = self._mesh(taken, reading)
+        self._batch(taken, reading, mesh)
         for key, ours in (("training.steps", "task.steps"), ("debug.seed", "seed")):
             value = taken(key)
             if value is not None:
-                said.put(ours, value)
-        self._optimizer(taken, said)
+                reading.put(ours, value)
+        self._optimizer(taken, reading)
         key = "activation_checkpoint"
         kind = taken(key, taken(f"{key}.mode", "selective"))
         kind = {"FullAC": "full", "SelectiveAC": "selective"}.get(kind, kind)
         if kind not in ("full", "selective", "none"):
             taken.leave(key, kind, "described: full, selective, none", "states")
             kind = "full"
-        said.put("recompute", kind)
-        said.put("compile", "blocks" if taken("compile.enable", False) else "none")
-        if said.get("options.version") is None:
-            said.assume(
+        reading.put("recompute", kind)
+        reading.put("compile", "blocks" if taken("compile.enable", False) else "none")
+        if reading.get("options.version") is None:
+            reading.assume(
                 "the code is torchtitan's of 202508: of another, `--set options.version=202412`"
             )
         if taken("training.disable_cuda_graphs", False) is not True and _has_graphs(taken.file):
-            said.assume("no CUDA graphs, whose pools are not described")
+            reading.assume("no CUDA graphs, whose pools are not described")
         names = ("compile.enable_async_tensor_parallel", "parallelism.enable_async_tensor_parallel")
         if any([taken(name, False) for name in names]):
-            said.put("options.async_tp", True)
-        _loss(taken, said)
+            reading.put("options.async_tp", True)
+        _loss(taken, reading)
         taken.leave_unless("optimizer", ADAMW, "AdamW is described", "weights")
 
-    def _mesh(self, taken: ConfigKeys, said: ConfigReading) -> dict[str, Any]:
+    def _mesh(self, taken: ConfigKeys, reading: ConfigReading) -> dict[str, Any]:
         mesh = {
             ours: found
             for theirs, ours in AXES.items()
             if (found := taken(f"parallelism.{theirs}", kind=int)) is not None
         }
-        devices = said.count("hardware.count") * said.count("hardware.nodes")
+        devices = reading.count("hardware.count") * reading.count("hardware.nodes")
         if mesh.get("dp_shard", -1) == -1:
             others = 1
             for name in ("dp_replicate", "tp", "cp", "pp"):
@@ -127,16 +127,16 @@ class TorchtitanReader(Reader):
         )
         schedule = taken("parallelism.pipeline_parallel_schedule", "1F1B")
         if mesh.get("pp", 1) > 1:
-            said.put("options.pipeline_schedule", schedule)
+            reading.put("options.pipeline_schedule", schedule)
         taken("parallelism.pipeline_parallel_layers_per_stage")
-        said.put("parallel", mesh)
+        reading.put("parallel", mesh)
         world = mesh["dp_shard"]
         for name in ("dp_replicate", "tp", "cp", "pp"):
             world *= mesh.get(name, 1)
-        said.world = world
+        reading.world = world
         return mesh
 
-    def _batch(self, taken: ConfigKeys, said: ConfigReading, mesh: Mapping[str, Any]) -> None:
+    def _batch(self, taken: ConfigKeys, reading: ConfigReading, mesh: Mapping[str, Any]) -> None:
         whole = taken.file.suffix == ".toml"  # Python's base may be another function's
         length = taken("training.seq_len", taken("training.max_context_length"), int)
         local = taken("training.local_batch_size", taken("training.batch_size"), int)
@@ -145,74 +145,74 @@ class TorchtitanReader(Reader):
         step = taken("training.num_tokens_per_train_step", -1)
         if length is None and (whole or tokens is not None):
             length = OWN_LENGTH
-            said.assume(f"rows of {length:,} tokens, torchtitan's own default")
+            reading.assume(f"rows of {length:,} tokens, torchtitan's own default")
         if local is None and whole:
             local = OWN_ROWS
-            said.assume(f"micro-batches of {local} rows, torchtitan's own default")
+            reading.assume(f"micro-batches of {local} rows, torchtitan's own default")
         if tokens is not None and length:
             local, total = tokens // length, step // length if step > 0 else -1
         ranks = mesh.get("dp_replicate", 1) * mesh["dp_shard"]
         if length is not None:
-            said.put("task.sequence_length", length)
+            reading.put("task.sequence_length", length)
         else:
-            said.assume("rows of 4,096 tokens, as no file says their length")
+            reading.assume("rows of 4,096 tokens, as no file says their length")
         if local is None:
-            said.assume("micro-batches of one row, as no file says their size")
+            reading.assume("micro-batches of one row, as no file says their size")
             local = 1
         micro = taken("parallelism.pipeline_parallel_microbatch_size", local)
         pieces = taken("parallelism.num_pp_microbatches", 1)
-        said.put("micro_batch", micro)
-        said.put("task.global_batch", total if total > 0 else local * pieces * ranks)
+        reading.put("micro_batch", micro)
+        reading.put("task.global_batch", total if total > 0 else local * pieces * ranks)
 
-    def _optimizer(self, taken: ConfigKeys, said: ConfigReading) -> None:
-        said.put("optimizer.name", "adamw")
+    def _optimizer(self, taken: ConfigKeys, reading: ConfigReading) -> None:
+        reading.put("optimizer.name", "adamw")
         made = taken("optimizer.implementation", "fused")
-        said.put("optimizer.implementation", IMPLEMENTATIONS.get(made, made))
+        reading.put("optimizer.implementation", IMPLEMENTATIONS.get(made, made))
         names = {"lr": "learning_rate", "eps": "eps", "weight_decay": "weight_decay"}
         for theirs, ours in names.items():
             value = taken(f"optimizer.{theirs}", kind=float)
             if value is not None:
-                said.put(f"optimizer.{ours}", value)
+                reading.put(f"optimizer.{ours}", value)
         if (betas := taken("optimizer.betas", kind=tuple[float, float])) is not None:
-            said.put("optimizer.beta1", betas[0])
-            said.put("optimizer.beta2", betas[1])
+            reading.put("optimizer.beta1", betas[0])
+            reading.put("optimizer.beta2", betas[1])
         if (norm := taken("training.max_norm", kind=float)) is not None:
-            said.put("optimizer.clip_norm", norm)
+            reading.put("optimizer.clip_norm", norm)
         if (steps := taken("lr_scheduler.warmup_steps")) is not None:
-            said.put("optimizer.warmup_steps", steps)
+            reading.put("optimizer.warmup_steps", steps)
         flat = "lr_scheduler.decay_ratio" in taken.data and taken("lr_scheduler.decay_ratio") == 0
         kind = taken("lr_scheduler.decay_type", "linear")
-        said.put("optimizer.schedule", "constant" if flat else kind)
+        reading.put("optimizer.schedule", "constant" if flat else kind)
 
 
-def _loss(taken: ConfigKeys, said: ConfigReading) -> None:
+def _loss(taken: ConfigKeys, reading: ConfigReading) -> None:
     """Of whole logits or of chunks, and of next tokens alone."""
-    told = "loss.num_chunks" in taken.data
-    kind = taken("loss", CHUNKED[0] if told else "").removesuffix(".loss_fn")
+    chunks_set = "loss.num_chunks" in taken.data
+    kind = taken("loss", CHUNKED[0] if chunks_set else "").removesuffix(".loss_fn")
     kind = kind if kind != "c.loss" else "CrossEntropyLoss"  # of a function's, unwrapped
     inner, chunks = taken("loss.loss_fn", ""), taken("loss.num_chunks", 8)
     for key, name in (("loss", kind), ("loss.loss_fn", inner)):
         if name not in TOKENS:
             taken.leave(key, name, NOT_DESCRIBED, "states")
             kind = ""
-    asked = said.get("loss")
-    if asked is None and not kind:
-        said.assume("the loss is of whole logits, as torchtitan's was until 2025")
-    chunked = kind in CHUNKED if asked is None else asked == "chunked"
-    said.put("loss", "chunked" if chunked else "plain")
+    loss = reading.get("loss")
+    if loss is None and not kind:
+        reading.assume("the loss is of whole logits, as torchtitan's was until 2025")
+    chunked = kind in CHUNKED if loss is None else loss == "chunked"
+    reading.put("loss", "chunked" if chunked else "plain")
     if chunked:
-        said.put("options.loss_chunks", chunks)
+        reading.put("options.loss_chunks", chunks)
 
 
 def _has_graphs(file: Path) -> bool:
-    """Python configurations are of 0.3.0 or later, which replays CUDA graphs unless told not to."""
+    """Python configurations are of 0.3.0 or later, which replays CUDA graphs by default."""
     return file.suffix == ".py"
 
 
-def _find_model(taken: ConfigKeys, said: ConfigReading) -> str:
+def _find_model(taken: ConfigKeys, reading: ConfigReading) -> str:
     """Of a function that is called, or of a flavour, whose family the tokenizer's folder names.
 
-    Raises InvalidRequest where no model is known of it, and none is asked for in its place.
+    Raises InvalidRequest where its model is unknown and the command line names none.
     """
     called, flavour = taken("model", kind=str), taken("model.flavor", kind=str)
     family, assets = taken("model.name", "llama3"), taken("hf_assets_path", "")
@@ -229,7 +229,7 @@ def _find_model(taken: ConfigKeys, said: ConfigReading) -> str:
     old = taken.file.suffix == ".toml" and family == "llama3"
     if old and not named and flavour in MODELS:
         return MODELS[flavour]
-    if said.model:
+    if reading.model:
         return ""  # `put_model` takes the one asked for
     raise InvalidRequest(
         f"`{called or flavour}` in `{taken.file}` is no configuration that memfit knows",
