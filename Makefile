@@ -66,6 +66,7 @@ check: lint types fresh
 lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(PY) scripts/check_words.py
 
 types: setup
 	$(VENV)/bin/mypy

@@ -225,7 +225,7 @@ def versions() -> dict[str, str]:
 
 
 def without_cache() -> AbstractContextManager[None]:
-    """A context in which certificates are made anew, and not kept."""
+    """Return a context in which no cached certificate is read or written."""
     from memfit import certify as certification
 
     return certification.without_cache()
@@ -256,15 +256,15 @@ def check_writable(folder: Path) -> None:
     timeline_files.check_writable(folder)
 
 
-def export(asked: Plan | Request, target: str) -> Export:
+def export(source: Plan | Request, target: str) -> Export:
     """A plan, or a request planned for that tool, as its files; see `memfit.export`.
 
-    What a plan's request leaves open is decided again for the tool's own step. Raises UnknownName,
-    InvalidRequest where the tool cannot do what was asked, and DoesNotFit where it does not fit.
+    What a plan's request leaves open is decided for the tool's own step. Raises UnknownName,
+    InvalidRequest where the tool cannot do what `source` states, and DoesNotFit.
     """
     from memfit import export as exporting
 
-    return exporting.export(asked, target)
+    return exporting.export(source, target)
 
 
 def export_targets() -> list[str]:

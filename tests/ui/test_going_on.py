@@ -9,7 +9,7 @@ from looking import SMALL, TINY, opened, rest
 
 from memfit import api
 from memfit.records import write_json
-from memfit.ui.asking import read_asked
+from memfit.ui.asking import read_query
 
 KEYS = {
     "model": json.dumps(TINY), "hardware.device": "rtx-4090", "weights": "random",
@@ -56,7 +56,7 @@ def test_a_certificate_is_cancelled(browser, server):
 @pytest.fixture
 def planned(server):
     """A run folder that holds a plan alone, and how a second one comes to be."""
-    plan = api.plan(read_asked(tuple(KEYS.items())))
+    plan = api.plan(read_query(tuple(KEYS.items())))
     made = [server.runs / "from, afar", server.runs / "later"]
     made[0].mkdir()
     write_json(made[0] / "plan.json", plan)

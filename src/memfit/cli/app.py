@@ -68,7 +68,7 @@ MODEL_WORDS = ("--model", "--model-name-or-path", "--base-model", "--model-name"
 
 
 class Verbs(click.Group):
-    """The verbs, each imported when it is asked for, with a did-you-mean for the rest."""
+    """The verbs, each imported at its first use, with a did-you-mean for unknown ones."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The verbs in the order in which one meets them."""

@@ -25,7 +25,7 @@ memfit {version}: know the memory of an LLM training step before you pay for it
   memfit init              a request to edit    memfit ui   the same on a page
   memfit help              every verb           memfit help plan   its flags"""
 SHELLS = ("bash", "zsh", "fish")
-WHERE = {  # the file that each shell reads at its start, and the line for it
+STARTUP_LINES = {  # the file that each shell reads at its start, and the line for it
     "bash": 'eval "$(memfit completion bash)"  # in ~/.bashrc',
     "zsh": 'eval "$(memfit completion zsh)"  # in ~/.zshrc',
     "fish": "memfit completion fish | source  # in ~/.config/fish/config.fish",
@@ -46,7 +46,7 @@ def can_ask() -> bool:
 
 
 def ask_three(device: str | None, changes: dict[str, Any]) -> tuple[str, str, dict[str, Any]]:
-    """The model, the device and the method, asked on stderr; flags that were typed are not asked.
+    """Prompt on stderr for the model, and for the device and the method where no flag states them.
 
     Returns them, the method among the changes, and says how to type the same at once.
     """
@@ -107,4 +107,4 @@ def completion_command(ctx: click.Context, shell: str, as_json: bool, quiet: boo
         return
     click.echo(script)
     if not quiet:
-        click.echo(f"to switch it on: {WHERE[shell]}", err=True)
+        click.echo(f"to switch it on: {STARTUP_LINES[shell]}", err=True)

@@ -62,7 +62,7 @@ def launch_command(
     """
     from memfit import api
 
-    made = api.export(_asked(target, device, memory, changes), on)
+    made = api.export(_read_plan_or_request(target, device, memory, changes), on)
     written = api.write_export(made, out)
     if as_json:
         print_json(made)
@@ -106,7 +106,7 @@ def export_command(
     """
     from memfit import api
 
-    made = api.export(_asked(target, device, memory, changes), to)
+    made = api.export(_read_plan_or_request(target, device, memory, changes), to)
     written = api.write_export(made, out) if out else []
     if as_json:
         print_json(made)
@@ -130,7 +130,7 @@ def export_command(
     return 0
 
 
-def _asked(
+def _read_plan_or_request(
     target: str, device: str | None, memory: str | None, changes: Changes
 ) -> Plan | Request:  # fmt: skip
     """A plan.json, alone or of a run's folder; else a request, or a model."""
@@ -189,15 +189,15 @@ def check_command(
 
     FILE is a configuration of TRL or transformers' Trainer, accelerate, DeepSpeed, axolotl,
     LLaMA-Factory or torchtitan; name a launcher's and a trainer's together, and the device with
-    --device. What the files leave open is assumed and said. Where a key's memory is not described,
-    the answer is what is needed at least, and the exit code 4. Where it does not fit, the smallest
-    changes to the files that do are listed in their own keys.
+    --device. What the files leave open is assumed and listed. Where a key's memory is not
+    described, the answer is what is needed at least, and the exit code 4. Where it does not fit,
+    the smallest changes to the files that do are listed in their own keys.
     """
     from memfit import api
 
     data: dict[str, Any] = {}
-    given = {"hardware.device": device, "hardware.count": count, "limits.memory": memory}
-    for key, value in {**given, **changes}.items():
+    options = {"hardware.device": device, "hardware.count": count, "limits.memory": memory}
+    for key, value in {**options, **changes}.items():
         if value is not None:
             api.put(data, key, value)
     message = api.read_out_of_memory(oom) if oom else None

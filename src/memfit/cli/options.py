@@ -72,9 +72,9 @@ def _checked(key: str, text: str, value: Any) -> Any:
 
 def _unreadable(key: str, text: str, problem: str) -> InvalidRequest:
     """`problem` is a reader's, of what it calls VALUE."""
-    said = PLACE.sub("", problem)
+    reason = PLACE.sub("", problem)
     return InvalidRequest(
-        f"cannot read the value of `--set {shorten(key)}={shorten(text, 200)}`: {said}",
+        f"cannot read the value of `--set {shorten(key)}={shorten(text, 200)}`: {reason}",
         hint="lists and keys go in one line: `--set 'lora.targets=[q_proj, v_proj]'`",
     )
 
@@ -101,8 +101,8 @@ def request_options(function: F) -> F:
 
     @functools.wraps(function)
     def with_flags(changes: Changes, **values: Any) -> Any:
-        given = {flag.parameter: values.pop(flag.parameter) for flag in flags}
-        changes = gather(given, changes)
+        stated = {flag.parameter: values.pop(flag.parameter) for flag in flags}
+        changes = gather(stated, changes)
         device, memory = (changes.pop(key, None) for key in SEPARATE)
         return function(changes=changes, device=device, memory=memory, **values)
 
@@ -155,7 +155,7 @@ anyway_option = click.option(
 
 
 def no_cache_option(function: F) -> F:
-    """--no-cache: certificates are made anew while the verb runs, and not kept."""
+    """--no-cache: the verb neither reads nor writes cached certificates."""
 
     @functools.wraps(function)
     def with_choice(*, no_cache: bool, **values: Any) -> Any:
@@ -178,9 +178,9 @@ def read_target(target: str, device: str | None, memory: str | None, changes: Ch
     from memfit import api
 
     if path := api.find_plan(Path(target)):
-        given = {"--device": device, "--memory": memory}
+        stated = {"--device": device, "--memory": memory}
         plan = api.read_plan(path)
-        used = [name for name, value in given.items() if value]
+        used = [name for name, value in stated.items() if value]
         if used := [*used, *dict.fromkeys(type_key(k, v)[0] for k, v in changes.items())]:
             more = {"hardware.device": device, "limits.memory": memory, **changes}
             anew = type_request(plan.request, {k: v for k, v in more.items() if v is not None})
@@ -193,7 +193,7 @@ def read_target(target: str, device: str | None, memory: str | None, changes: Ch
 
 
 def same_options(device: str | None, memory: str | None, changes: Changes) -> str:
-    """The options as one would type them again, with a space before."""
+    """Return the options as one would type them, with a space before."""
     words: list[str] = []
     if device:
         words += ["--device", device]

@@ -74,8 +74,8 @@ def plan_command(
     """Decide every knob left on `auto` under the limits; exit 3 when nothing fits.
 
     MODEL is a catalogue name, a hub id, or a folder with config.json; without it request.yaml of
-    this folder is read, or a terminal is asked three questions. On many devices the mesh is chosen,
-    too: of memfit's own step FSDP, HSDP or DDP, or tensor parallelism, context parallelism or
+    this folder is read, or a terminal prompts for three answers. On many devices it chooses the
+    mesh, too: of memfit's own step FSDP, HSDP or DDP, or tensor parallelism, context parallelism or
     stages where these are a tenth faster or nothing else fits; with `framework: megatron` or
     `torchtitan` among every mesh of all devices.
     """  # fmt: skip
@@ -141,7 +141,7 @@ def _after_plan(
     folder: Path | None,
 ) -> list[str]:  # fmt: skip
     """What one would type next: make it fit, prove it, or train."""
-    again = f"{shlex.quote(target)}{same_options(device, memory, changes)}"
+    words = f"{shlex.quote(target)}{same_options(device, memory, changes)}"
     if plan.memory.verdict == "does_not_fit" and plan.ways_out:
         name = shlex.quote(target)
         return [
@@ -156,12 +156,12 @@ def _after_plan(
             "memfit accuracy --what time --by framework",
         ]
     if plan.memory.verdict == "does_not_fit":
-        return [f"memfit plan {again} --why"]
+        return [f"memfit plan {words} --why"]
     if folder:
         return [f"memfit certify {shlex.quote(str(folder / 'plan.json'))}"]
-    commands = [f"memfit certify {again}"]
+    commands = [f"memfit certify {words}"]
     if plan.request.task.data:
-        commands.append(f"memfit train {again}")
+        commands.append(f"memfit train {words}")
     return commands
 
 
@@ -237,10 +237,10 @@ def certify_command(
         return _certify_ranks(request, folder, timeline, as_json, why, say)
     plan, home = _plan_of(target, request, folder)
     _check_home(home, timeline)
-    asked = Asked(target=target, device=device, memory=memory, changes=changes)
+    typed = Typed(target=target, device=device, memory=memory, changes=changes)
     if plan.memory.verdict == "does_not_fit" and not anyway:
         say("the plan does not fit, so it is not certified itself; --anyway does that too")
-        return _show_miss(plan, asked, as_json, why, say)
+        return _show_miss(plan, typed, as_json, why, say)
     say(f"certifying recipe {plan.recipe_digest} for {plan.recipe.device}")
     certificate = _certify(plan.recipe, plan.memory.usable, home, timeline, say)
     if home:
@@ -259,7 +259,7 @@ def certify_command(
         from memfit.screens.certificate import show_certificate
         from memfit.screens.widgets.layout import make_console
 
-        commands = _after_certificate(certificate, plan, home, asked, nearest)
+        commands = _after_certificate(certificate, plan, home, typed, nearest)
         show_certificate(
             make_console(), certificate, plan, commands=commands, why=why, levers=levers,
             nearest=nearest,
@@ -343,22 +343,22 @@ def _certify(
     return certificate
 
 
-class Asked(NamedTuple):
-    """What was typed, to be typed again with a change."""
+class Typed(NamedTuple):
+    """The target and options of a command line, to be repeated with a change."""
 
     target: str
     device: str | None
     memory: str | None
     changes: Changes
 
-    def again(self, more: Changes) -> str:
+    def retype(self, more: Changes) -> str:
         """The target and its options with more keys set."""
         options = changed_options(self.device, self.memory, self.changes, more)
         return f"{shlex.quote(self.target)}{options}"
 
 
 def _show_miss(
-    plan: Plan, asked: Asked, as_json: bool, why: bool, say: Callable[[str], None]
+    plan: Plan, typed: Typed, as_json: bool, why: bool, say: Callable[[str], None]
 ) -> int:
     """A plan that cannot fit needs no certificate, but what comes nearest to it does."""
     from memfit import api
@@ -377,20 +377,20 @@ def _show_miss(
     console = make_console()
     show_plan(console, plan, commands=[], why=why)
     show_nearest(console, nearest, plan.recipe.device)
-    next_commands(console, _after_miss(plan, asked, nearest))
+    next_commands(console, _after_miss(plan, typed, nearest))
     return _exit_code(plan.memory.verdict)
 
 
-def _after_miss(plan: Plan, asked: Asked, nearest: Nearest | None) -> list[str]:
-    """The nearest recipe's own command; a plan is fixed, so that it is planned again."""
+def _after_miss(plan: Plan, typed: Typed, nearest: Nearest | None) -> list[str]:
+    """Return the nearest recipe's command; a fixed plan needs `memfit plan` first."""
     from memfit import api
 
     if nearest is None or nearest.memory.verdict == "does_not_fit":
         return []
-    if api.find_plan(Path(asked.target)):
+    if api.find_plan(Path(typed.target)):
         anew = type_request(plan.request, nearest.changes)
         return [f"memfit plan {anew}"] if anew else []
-    return [f"memfit certify {asked.again(nearest.changes)}"]
+    return [f"memfit certify {typed.retype(nearest.changes)}"]
 
 
 def _plan_of(target: str, request: Request, folder: Path | None) -> tuple[Plan, Path | None]:
@@ -421,10 +421,10 @@ def _with_time(
 
 
 def _after_certificate(
-    certificate: Certificate, plan: Plan, home: Path | None, asked: Asked, nearest: Nearest | None
+    certificate: Certificate, plan: Plan, home: Path | None, typed: Typed, nearest: Nearest | None
 ) -> list[str]:
     if certificate.memory.verdict == "does_not_fit":
-        return _after_miss(plan, asked, nearest)
+        return _after_miss(plan, typed, nearest)
     if not home:
         return []
     if not plan.request.task.data:

@@ -103,7 +103,7 @@ def measure_command(
 ) -> None:
     """Run a few real steps on this machine, on random tokens and weights, and compare.
 
-    Needs no data. Nothing is kept but the row that --append or --submit asks for.
+    Needs no data. It writes nothing but the row of --append or --submit.
     """
     from memfit import api
 
@@ -227,7 +227,7 @@ def merge_command(folder: Path, out: Path, as_json: bool, quiet: bool) -> None:
     """Write the adapter of a run, or of a folder in peft's format, into its base.
 
     The result is a folder that transformers loads. Weights keep the dtype of the base's files; what
-    rounding to it loses of the adapter is measured and said.
+    rounding to it loses of the adapter is measured and printed.
     """
     from memfit import api
 

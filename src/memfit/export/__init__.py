@@ -19,7 +19,7 @@ from memfit.export.files import Head, render
 from memfit.export.peak import planned
 from memfit.export.settle import settle
 from memfit.export.target import Export, find_target
-from memfit.export.unwritten_keys import find_unsaid
+from memfit.export.unwritten_keys import find_unwritten
 from memfit.export.unwritten_keys import list_keys as list_keys
 from memfit.export.ways_out import refuse_what_does_not_fit
 from memfit.records import write_atomically
@@ -28,20 +28,20 @@ from memfit.records.request import Request
 from memfit.records.results import Plan
 
 
-def export(asked: Plan | Request, target: str) -> Export:
+def export(source: Plan | Request, target: str) -> Export:
     """A plan, or a request planned for it, as files of one tool.
 
     Raises UnknownName; InvalidRequest for a mesh that it has not, or what its files cannot say
     though it decides what is learned; DoesNotFit where the tool's own step does not fit.
     """
     found = find_target(target)
-    job, draft, changed = settle(asked, found)
+    job, draft, changed = settle(source, found)
     plan, recipe = job.plan, job.recipe
-    refuse_what_does_not_fit(asked, job, found)
-    unsaid = find_unsaid(recipe, found.says_of(job)).items()  # but what the tool does anyhow
-    left = {**{k: why for k, why in unsaid if k not in draft.becomes}, **draft.left}
+    refuse_what_does_not_fit(source, job, found)
+    unwritten = find_unwritten(recipe, found.says_of(job)).items()  # but what the tool does anyhow
+    left = {**{k: why for k, why in unwritten if k not in draft.becomes}, **draft.left}
     peak = planned(plan)
-    origin = asked.recipe_digest if isinstance(asked, Plan) else ""
+    origin = source.recipe_digest if isinstance(source, Plan) else ""
     check = find_check(job, draft, found, left)
     head = Head(
         tool=f"{found.title} {found.version}".strip(),

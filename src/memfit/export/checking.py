@@ -34,18 +34,18 @@ def find_check(job: Job, draft: Draft, target: Target, left: Mapping[str, str]) 
     words = ["memfit", "check", *named, "--device", job.recipe.device, "--count", str(job.per_node)]
     if limit := job.plan.request.limits.memory:
         words += ["--memory", limit]
-    said: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
     if job.nodes > 1:
-        said["hardware.nodes"] = job.nodes
+        keys["hardware.nodes"] = job.nodes
     if hardware.network:
-        said["hardware.network"] = hardware.network
+        keys["hardware.network"] = hardware.network
     if target.launches:
-        said |= _of_script(job, target)
+        keys |= _of_script(job, target)
     elif not job.recipe.model.source:
-        said["model"] = to_data(job.plan.request.model)
+        keys["model"] = to_data(job.plan.request.model)
     if job.recipe.allocator:
-        said["allocator"] = job.recipe.allocator
-    for key, value in said.items():
+        keys["allocator"] = job.recipe.allocator
+    for key, value in keys.items():
         words += ["--set", f"{key}={as_yaml(value)}"]
     return tuple(words)
 
@@ -53,17 +53,17 @@ def find_check(job: Job, draft: Draft, target: Target, left: Mapping[str, str]) 
 def _of_script(job: Job, target: Target) -> dict[str, Any]:
     """What the launcher's file does not say."""
     stated = restate(job.plan)
-    said: dict[str, Any] = {"model": to_data(stated.model)}
+    keys: dict[str, Any] = {"model": to_data(stated.model)}
     if stated.framework not in ("hf-trainer", "deepspeed"):
-        said["framework"] = stated.framework
+        keys["framework"] = stated.framework
     for key in OF_SCRIPT:
         ours = key.removeprefix("task.") if key.removeprefix("task.") in OF_TASK else key
         if ours not in target.says:
             value = look_up(stated, key)
             if value not in ("auto", ()):
-                said[key] = to_data(value)
+                keys[key] = to_data(value)
     knobs = find_framework(stated.framework).knobs
     for key, value in stated.options.items():
         if f"options.{key}" not in target.says and value != knobs[key].default:
-            said[f"options.{key}"] = value
-    return said
+            keys[f"options.{key}"] = value
+    return keys

@@ -1,7 +1,7 @@
 """Training data as a request names it, for tools that read it themselves: where, and of what kind.
 
 A tool is started from the folder of its files, so that every file of this machine is named by its
-whole path. Formats are told apart as `memfit train` does it, by the keys of the first record.
+whole path. Formats are distinguished as by `memfit train`: by the keys of the first record.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def load_with(part: Part) -> str:
 
 
 def as_patterns(part: Part) -> list[str]:
-    """The files as `datasets` is given them: it takes each name for a pattern."""
+    """Return the files as patterns, which is what `datasets` takes names for."""
     return [glob.escape(file) for file in part.files]
 
 
@@ -191,9 +191,9 @@ def read_notes(data: Data, objective: str) -> tuple[str, ...]:
     found = []
     if not data.here:
         none = data.named == PLACEHOLDER
-        asked = "the request names none; put yours in its place: " if none else ""
+        missing = "the request names none; put yours in its place: " if none else ""
         wanted = {"dpo": "chosen, rejected", "pretrain": "text"}.get(objective, "messages")
-        found.append(f"data: `{data.named}`: {asked}its records need {wanted}")
+        found.append(f"data: `{data.named}`: {missing}its records need {wanted}")
     if any(part.kind == "text" for part in data.parts):
         found.append("data: the tool takes each line of a text file for a document of its own")
     return tuple(found)

@@ -52,20 +52,20 @@ class Head(Record, frozen=True, kw_only=True):
     def lines(self) -> list[str]:
         """The head as text, without comment signs."""
         origin = f"; made from plan {self.origin}" if self.origin else ""
-        said = [
+        lines = [
             f"For {self.tool}, written by memfit {self.memfit}.",
             f"plan: {self.digest} ({self.what}{origin})",
             f"predicted peak of a device: {self.peak}",
             f"start: {self.start}",
         ]
-        said += [f"needs {need}" for need in self.needs]
-        said += self.notes
+        lines += [f"needs {need}" for need in self.needs]
+        lines += self.notes
         for title, group in (
             ("not as it was asked or planned:", self.changed),
             ("not said here, as there is no key for it:", self.left),
         ):
-            said += [title] * bool(group) + [f"  {key}: {why}" for key, why in group.items()]
-        return [part for line in said for part in _wrapped(in_one_line(line))]
+            lines += [title] * bool(group) + [f"  {key}: {why}" for key, why in group.items()]
+        return [part for line in lines for part in _wrapped(in_one_line(line))]
 
     @property
     def data(self) -> dict[str, Any]:

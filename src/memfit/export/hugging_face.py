@@ -185,10 +185,10 @@ def recomputes(job: Job) -> tuple[bool, Left, Values]:
 def reenters(job: Job, left: Left, *, sharded: bool) -> bool:
     """Whether the trainer's checkpoints are torch's reentrant ones; sharded: by FSDP, which makes
     its own."""
-    asked = bool(job.recipe.options.get("reentrant"))
-    if asked and sharded:
+    reentrant = bool(job.recipe.options.get("reentrant"))
+    if reentrant and sharded:
         left["options.reentrant"] = "true: accelerate's FSDP recomputes without reentering"
-    return asked and not sharded
+    return reentrant and not sharded
 
 
 def find_attention(
@@ -196,8 +196,8 @@ def find_attention(
 ) -> tuple[Values, Left, Values]:
     """transformers' `attn_implementation`, what it does not say, and what is in its place.
 
-    Packed documents are kept apart by flash-attention's own package alone. A class with a kernel of
-    its own is asked for none.
+    Only flash-attention's own package separates packed documents. A class with a kernel of its own
+    gets no value.
     multiple: whether the tool pads a single row, too; lays_out: whether it lays packed rows end to
     end.
     """
@@ -206,13 +206,15 @@ def find_attention(
     becomes: Values = {}
     own = own_kernels(job.architecture)
     heads, device = heads_of(job.architecture, 0), job.device
-    lack = "is not that of the model's class" if own else refusal(
+    unsupported = "is not that of the model's class" if own else refusal(
         "flash", recipe.compute_dtype, heads, platform=device.platform, capability=device.capability
     )  # fmt: skip
-    if recipe.packing and lack:
-        left["packing"] = f"true: nothing keeps documents of a row apart: flash attention {lack}"
+    if recipe.packing and unsupported:
+        left["packing"] = (
+            f"true: nothing keeps documents of a row apart: flash attention {unsupported}"
+        )
         becomes["packing"] = False
-    packs = recipe.packing and not lack
+    packs = recipe.packing and not unsupported
     kernel = FLASH if packs else str(recipe.options.get("attn_implementation", SDPA))
     pads = not packs and (recipe.micro_batch > 1 or multiple)
     settled: Values = {
@@ -253,13 +255,13 @@ def write_adapter_kind(recipe: Recipe, prefix: str = "") -> Values:
 
 def write_liger(recipe: Recipe, key: str, *, loss: bool) -> tuple[Values, Left, Values]:
     """All of Liger's kernels by one key; loss: whether its loss is among them."""
-    asked, wanted = set(kernels_of(recipe)), "chunked" if loss else "plain"
-    if asked == {*KERNELS} and recipe.loss == wanted:
+    kernels, wanted = set(kernels_of(recipe)), "chunked" if loss else "plain"
+    if kernels == {*KERNELS} and recipe.loss == wanted:
         return {key: True}, {}, {}
     left: Left = {}
     becomes: Values = {}
-    if asked:
-        left["options.liger"] = f"{','.join(sorted(asked))}: `{key}` is all of Liger's, or none"
+    if kernels:
+        left["options.liger"] = f"{','.join(sorted(kernels))}: `{key}` is all of Liger's, or none"
         becomes["options.liger"] = ""
     if recipe.loss != "plain":
         left["loss"] = f"{recipe.loss}: `{key}` is all of Liger's, or none"

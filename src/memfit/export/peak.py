@@ -37,15 +37,15 @@ class Peak(Record, frozen=True, kw_only=True):
 def planned(plan: Plan) -> Peak:
     """The plan's own prediction."""
     name, memory = plan.recipe.framework, plan.memory
-    because = "memfit's own step"
+    source = "memfit's own step"
     if not plan.recipe.is_own:
         framework = find_framework(name)
-        because = f"{framework.title}: {framework.source}"
+        source = f"{framework.title}: {framework.source}"
     return Peak(
         framework=name,
         peak_allocated=memory.peak_allocated,
         device_total=memory.device_total,
-        because=because if memory.peak_allocated is not None else memory.because,
+        because=source if memory.peak_allocated is not None else memory.because,
         usable=memory.usable,
         verdict=VERDICTS[memory.verdict],
     )

@@ -1,7 +1,7 @@
 """A plan for the step of the tool that it is written for.
 
-What a request leaves open is decided again for that step, and what it states is kept. What the
-tool does whatever its file says (`Draft.becomes`) is planned for, until the file says the plan.
+What a request leaves open is decided for that step; what it states stays. What the tool does
+whatever its file states (`Draft.becomes`) is planned for, until file and plan agree.
 """
 
 from __future__ import annotations
@@ -46,33 +46,33 @@ OF_TASK = ("sequence_length", "packing")  # keys of a recipe that a request has 
 
 
 class Settled(NamedTuple):
-    """A plan that the target's files say, the files, and what differs from what was asked."""
+    """A plan that the target's files express, the files, and what differs from the source."""
 
     job: Job
     draft: Draft
     changed: dict[str, str]  # key -> in words: what it was, what it is, and why
 
 
-def settle(asked: Plan | Request, target: Target) -> Settled:
+def settle(source: Plan | Request, target: Target) -> Settled:
     """The plan under the target's own step, and its files.
 
-    Raises InvalidRequest where the files would train something else than was asked.
+    Raises InvalidRequest where the files would train something else than `source`.
     """
-    request = asked.request if isinstance(asked, Plan) else asked
+    request = source.request if isinstance(source, Plan) else source
     if target.schedules:
-        return _settle_started(asked if isinstance(asked, Plan) else plan_anew(asked), target)
-    before = asked.recipe.framework if isinstance(asked, Plan) else request.framework
+        return _settle_started(source if isinstance(source, Plan) else plan_anew(source), target)
+    before = source.recipe.framework if isinstance(source, Plan) else request.framework
     name = before if before in target.frameworks else target.frameworks[0]
     moved, changed = move(request, name, target)
-    moved = change(moved, {"optimizer.learning_rate": _rate(asked, target)})
-    if isinstance(asked, Plan):
-        plan = asked if before == name else _first(moved, keep_chosen(moved, asked))
+    moved = change(moved, {"optimizer.learning_rate": _rate(source, target)})
+    if isinstance(source, Plan):
+        plan = source if before == name else _first(moved, keep_chosen(moved, source))
     else:
         plan = plan_anew(moved)
     first = Settled(make_job(plan, target), _draft(plan, target), changed)
-    settled = _pin(first, moved, target, kept=plan is asked)
-    if isinstance(asked, Plan):
-        _note_changes(asked.recipe, settled)
+    settled = _pin(first, moved, target, fixed=plan is source)
+    if isinstance(source, Plan):
+        _note_changes(source.recipe, settled)
     return settled
 
 
@@ -108,9 +108,9 @@ def plan_anew(request: Request) -> Plan:
 
 def make_job(plan: Plan, target: Target) -> Job:
     """What the target asks of; raises InvalidRequest for a mesh or an objective that it has not."""
-    from memfit.export.target import Job, check_asked
+    from memfit.export.target import Job, check_supported
 
-    check_asked(plan.recipe.objective, plan.recipe.parallel, target)
+    check_supported(plan.recipe.objective, plan.recipe.parallel, target)
     model, device = families.read_model(plan.recipe.model), find_device(plan.recipe.device)
     return Job(plan=plan, model=model, device=device)
 
@@ -120,7 +120,7 @@ def _draft(plan: Plan, target: Target) -> Draft:
 
 
 def _first(moved: Request, filled: Request) -> Plan:
-    """A plan with what was chosen before; where that does not fit, of what was asked alone."""
+    """Return a plan with the earlier choices; where that is invalid, of the stated keys alone."""
     try:
         plan = plan_anew(filled)
     except InvalidRequest:
@@ -130,50 +130,49 @@ def _first(moved: Request, filled: Request) -> Plan:
     return plan if plan.memory.verdict != "does_not_fit" or filled == moved else plan_anew(moved)
 
 
-def _pin(settled: Settled, moved: Request, target: Target, *, kept: bool) -> Settled:
-    """The same once everything that the tool does anyhow is planned for.
+def _pin(settled: Settled, moved: Request, target: Target, *, fixed: bool) -> Settled:
+    """Return the same once everything that the tool does anyhow is planned for.
 
-    kept: the plan was asked for as it is, so that each difference is said; else those in what is
-    learned are.
+    fixed: the source is a plan, so that each difference is listed; else those in what is learned.
     """
     job, draft, changed = settled
     pins: dict[str, Any] = {}
     for _ in range(ROUNDS):
         found = {k: v for k, v in draft.becomes.items() if look_up(job.recipe, k) != v}
         if not found:
-            _refuse_untold(draft, job, target)
+            _refuse_unwritten(draft, job, target)
             return Settled(job, draft, changed)
         if "precision" in found:  # kernels, and what hangs on them, depend on it
             found = {"precision": found["precision"]}
         for key, value in found.items():
             why = draft.left.get(key, "")
             _refuse_stated(moved, key, value, why, target)
-            if learns(key) or kept:
+            if learns(key) or fixed:
                 reason = why.partition(": ")[2] or f"{target.title} does so"
                 before = as_yaml(to_data(look_up(job.recipe, key)))
                 changed[key] = f"{before} -> {as_yaml(value)}: {reason}"
         pins |= found
-        plan = _replan(job.plan, moved, pins, kept=kept)
+        plan = _replan(job.plan, moved, pins, fixed=fixed)
         job, draft = make_job(plan, target), _draft(plan, target)
     raise AssertionError(f"{target.name}: {found} is never as planned")
 
 
-def _replan(plan: Plan, moved: Request, pins: Mapping[str, Any], *, kept: bool) -> Plan:
+def _replan(plan: Plan, moved: Request, pins: Mapping[str, Any], *, fixed: bool) -> Plan:
     """The same recipe with these keys; where that cannot be, or may not fit, a new search.
 
-    kept: the recipe was asked for as it is, at its own risk.
+    fixed: the source is a plan, which is exported even where it may not fit.
     """
-    asked = {name_in_request(key): value for key, value in pins.items()}
-    if "recompute_blocks" in asked:  # all of them
-        del asked["recompute_blocks"]
-        asked["recompute"] = plan.recipe.recompute
+    changes = {name_in_request(key): value for key, value in pins.items()}
+    if "recompute_blocks" in changes:  # all of them
+        del changes["recompute_blocks"]
+        changes["recompute"] = plan.recipe.recompute
     same = None
     with suppress(InvalidRequest):
-        same = search.predict_request(change(restate(plan), asked))
-    enough = ORDER[:3] if kept else ORDER[:1]
+        same = search.predict_request(change(restate(plan), changes))
+    enough = ORDER[:3] if fixed else ORDER[:1]
     if same is not None and same.memory.verdict in enough:
         return same
-    anew = plan_anew(change(moved, asked))
+    anew = plan_anew(change(moved, changes))
     better = same is None or ORDER.index(anew.memory.verdict) < ORDER.index(same.memory.verdict)
     return anew if better or same is None else same
 
@@ -184,7 +183,7 @@ def name_in_request(key: str) -> str:
 
 
 def _refuse_stated(moved: Request, key: str, value: Any, why: str, target: Target) -> None:
-    """Raise InvalidRequest where the tool learns with another value than the one asked for."""
+    """Raise InvalidRequest where the tool learns with another value than the stated one."""
     stated = look_up(moved, name_in_request(key))
     if not learns(key) or stated in ("auto", value):
         return
@@ -195,13 +194,13 @@ def _refuse_stated(moved: Request, key: str, value: Any, why: str, target: Targe
     )
 
 
-def _refuse_untold(draft: Draft, job: Job, target: Target) -> None:
-    """Raise InvalidRequest for what is learned and cannot be said; a script says what a launcher's
-    file does not."""
-    from memfit.export.unwritten_keys import find_unsaid
+def _refuse_unwritten(draft: Draft, job: Job, target: Target) -> None:
+    """Raise InvalidRequest for a learned setting that cannot be written; a launcher's are the
+    script's."""
+    from memfit.export.unwritten_keys import find_unwritten
 
-    unsaid = {} if target.launches else find_unsaid(job.recipe, target.says_of(job))
-    for key, why in {**draft.left, **unsaid}.items():
+    unwritten = {} if target.launches else find_unwritten(job.recipe, target.says_of(job))
+    for key, why in {**draft.left, **unwritten}.items():
         if learns(key):
             raise InvalidRequest(
                 f"`{key}: {why.partition(': ')[0]}` cannot be written for `{target.name}`:"
@@ -232,23 +231,23 @@ def move(request: Request, name: str, target: Target) -> tuple[Request, dict[str
 
     Raises InvalidRequest where that would train something else.
     """
-    from memfit.export.target import check_asked
+    from memfit.export.target import check_supported
 
     framework = find_framework(name)
     mesh = ParallelRequest() if request.parallel == "auto" else request.parallel
-    check_asked(request.task.objective, mesh, target)
+    check_supported(request.task.objective, mesh, target)
     _refuse_untrainable(request, framework, target)
     if request.framework == name:
         return request, {}
     data, dropped = to_data(request), {}
     data["framework"] = name
     for key, free in OPEN.items():
-        asked, allowed = look_up(request, key), framework.values[key.rpartition(".")[2]]
-        word = asked if isinstance(asked, str) else "full"  # a number of blocks
-        if asked == free or word in allowed:
+        stated, allowed = look_up(request, key), framework.values[key.rpartition(".")[2]]
+        word = stated if isinstance(stated, str) else "full"  # a number of blocks
+        if stated == free or word in allowed:
             continue
         data = to_data(change(from_data(data, Request, source="the export"), {key: free}))
-        dropped[key] = f"{as_yaml(to_data(asked))}: of no use there, and left open"
+        dropped[key] = f"{as_yaml(to_data(stated))}: of no use there, and left open"
     if request.parallel != "auto":
         data["parallel"] |= _restate_mesh(request.parallel, framework, dropped)
     if request.lean not in ("auto", "none"):
@@ -288,8 +287,8 @@ def _options(request: Request, framework: Framework, dropped: dict[str, str]) ->
     if request.is_own:
         base = request.base_format
         doubles = base == "auto" or find_base_format(base).doubles
-        kept = doubles and "double_quantisation" in framework.knobs
-        return {"double_quantisation": request.quantisation.double} if kept else {}
+        states_double = doubles and "double_quantisation" in framework.knobs
+        return {"double_quantisation": request.quantisation.double} if states_double else {}
     knobs, found = find_framework(request.framework).knobs, {}
     for key, value in request.options.items():
         if key in framework.knobs and framework.knobs[key] == knobs.get(key):
@@ -313,7 +312,7 @@ def _name_optimizer(request: Request, framework: Framework, data: dict[str, Any]
 
 def _refuse_untrainable(request: Request, framework: Framework, target: Target) -> None:
     """Raise InvalidRequest for what is learned in a way that the tool's step has not."""
-    where = f"cannot be written for `{target.name}`"
+    cannot = f"cannot be written for `{target.name}`"
     started = "or `--to slurm`, `--to k8s`, …, which start `memfit train`"
     name, known = request.optimizer.name, framework.values["optimizer"]
     theirs = "adamw8bit" if name in PAGED and "paged" in framework.knobs else name
@@ -321,61 +320,61 @@ def _refuse_untrainable(request: Request, framework: Framework, target: Target) 
         theirs = f"torchao's {name}"
     if theirs not in ("auto", *known):
         raise InvalidRequest(
-            f"`optimizer.name: {name}` {where}: {framework.title} has no such optimizer, or memfit"
+            f"`optimizer.name: {name}` {cannot}: {framework.title} has no such optimizer, or memfit"
             " does not describe it there",
             hint=f"one of {', '.join(known)}; {started}",
         )
     if request.optimizer.stochastic_rounding is True:
         raise InvalidRequest(
-            f"`optimizer.stochastic_rounding: true` {where}: it is of memfit's own step",
+            f"`optimizer.stochastic_rounding: true` {cannot}: it is of memfit's own step",
             hint=f"leave it out, {started}",
         )
     for key in ("method", "precision"):
         value, allowed = look_up(request, key), framework.values[key]
         if value not in ("auto", *allowed):
             raise InvalidRequest(
-                f"`{key}: {value}` {where}: it is not described for {framework.title}",
+                f"`{key}: {value}` {cannot}: it is not described for {framework.title}",
                 hint=f"one of {', '.join(allowed)}; {started}",
             )
     if target.loads and request.weights == "random":
         raise InvalidRequest(
-            f"`weights: random` {where}, which loads a model's weights", hint=HINTS["weights"]
+            f"`weights: random` {cannot}, which loads a model's weights", hint=HINTS["weights"]
         )
     threshold = request.quantisation.outlier_threshold
     base = "bf16" if request.base_format == "auto" else request.base_format
     looks = find_base_format(base).product == "int8"  # for columns with outliers
     if looks and request.is_own and threshold != 6.0:
         raise InvalidRequest(
-            f"`quantisation.outlier_threshold: {threshold}` {where}, whose threshold is"
+            f"`quantisation.outlier_threshold: {threshold}` {cannot}, whose threshold is"
             " bitsandbytes' own, 6.0",
             hint=f"leave it out, {started}",
         )
 
 
-def _rate(asked: Plan | Request, target: Target) -> float:
+def _rate(source: Plan | Request, target: Target) -> float:
     """The learning rate that the plan has, or that memfit's own step would have."""
-    if isinstance(asked, Plan):
-        return asked.recipe.optimizer.learning_rate
-    reference = find_reference(asked.model)
-    method: Method = "full" if asked.method == "auto" else asked.method
-    if asked.weights == "auto" and not (target.loads or target.launches):
-        asked = replace(asked, weights="random")  # with which the tool begins
-    return find_rate(asked, reference, families.read_model(reference), method)
+    if isinstance(source, Plan):
+        return source.recipe.optimizer.learning_rate
+    reference = find_reference(source.model)
+    method: Method = "full" if source.method == "auto" else source.method
+    if source.weights == "auto" and not (target.loads or target.launches):
+        source = replace(source, weights="random")  # with which the tool begins
+    return find_rate(source, reference, families.read_model(reference), method)
 
 
 def keep_chosen(moved: Request, plan: Plan) -> Request:
     """The request with what decides learning as the plan has it, where the framework has that."""
     framework, recipe = find_framework(moved.framework), plan.recipe
-    said: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     for key in CHOSEN:
         value = look_up(recipe, key)
         wanted = framework.values[key.replace("optimizer.name", "optimizer")]
         if look_up(moved, key) == "auto" and value in wanted:
-            said[key] = value
+            chosen[key] = value
     if recipe.method == "full":
-        said.pop("base_format", None)
+        chosen.pop("base_format", None)
     if recipe.optimizer.stochastic_rounding:  # without which weights of 16 bits learn otherwise
-        said.pop("precision", None)
+        chosen.pop("precision", None)
     if recipe.method in ADAPTED and moved.lora.targets == "auto":
-        said["lora.targets"] = list(recipe.lora.targets)
-    return change(moved, said)
+        chosen["lora.targets"] = list(recipe.lora.targets)
+    return change(moved, chosen)

@@ -51,9 +51,9 @@ def find_trainer(job: Job, machines: Machines) -> Trained:
         raise UnknownName("trainer to start", name, TRAINERS, see=see)
     target = exports.find(TRAINERS[name])
     draft = target.draft(job)
-    from memfit.export.unwritten_keys import find_unsaid
+    from memfit.export.unwritten_keys import find_unwritten
 
-    left = {**find_unsaid(job.recipe, target.says), **draft.left}
+    left = {**find_unwritten(job.recipe, target.says), **draft.left}
     script = _script(job, draft, machines)
     return Trained(draft.files, left, script, needs=draft.needs, notes=draft.notes)
 

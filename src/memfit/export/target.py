@@ -1,4 +1,4 @@
-"""One tool that plans are written for: what it is asked, and what it says."""
+"""One tool that plans are written for, and the files that it writes."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Job(Record, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """Of the job: letters, digits and hyphens, as every scheduler takes them."""
-        said = f"memfit-{self.recipe.model.name}".lower()
-        return "".join(c if c.isascii() and c.isalnum() else "-" for c in said)[:40].strip("-")
+        name = f"memfit-{self.recipe.model.name}".lower()
+        return "".join(c if c.isascii() and c.isalnum() else "-" for c in name)[:40].strip("-")
 
     @property
     def weights(self) -> str:
@@ -160,7 +160,7 @@ def find_target(name: str) -> Target:
     return exports.find(name)
 
 
-def check_asked(objective: str, parallel: Parallel | ParallelRequest, target: Target) -> None:
+def check_supported(objective: str, parallel: Parallel | ParallelRequest, target: Target) -> None:
     """Raise InvalidRequest for an objective, or an axis of the mesh, that the tool has not."""
     tokens = "preference" not in target.says and not (target.schedules or target.launches)
     if objective == "dpo" and tokens:

@@ -34,7 +34,7 @@ def learns(key: str) -> bool:
     return key not in COMPUTES and key.partition(".")[0] in LEARNS
 
 
-def find_unsaid(recipe: Recipe, says: frozenset[str]) -> dict[str, str]:
+def find_unwritten(recipe: Recipe, says: frozenset[str]) -> dict[str, str]:
     """Keys that count in this recipe and that a target has no place for."""
     return {
         key: f"{as_yaml(value)}: no key for it"

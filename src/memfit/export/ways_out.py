@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 SHOWN = 4
 
 
-def refuse_what_does_not_fit(asked: Plan | Request, job: Job, target: Target) -> None:
+def refuse_what_does_not_fit(source: Plan | Request, job: Job, target: Target) -> None:
     """Raise DoesNotFit with the nearest changes, for a plan that does not fit where it will run."""
     memory, recipe = job.plan.memory, job.recipe
     if memory.verdict != "does_not_fit":
         return
-    request = asked.request if isinstance(asked, Plan) else asked
+    request = source.request if isinstance(source, Plan) else source
     needs = "more" if memory.needed is None else units.show_bytes(memory.needed)
     usable = "there is" if memory.usable is None else f"{units.show_bytes(memory.usable)} usable"
     ways = find_ways(request, job.plan, target)

@@ -183,7 +183,7 @@ class Device(Record, frozen=True, kw_only=True):
         return round(self.most_memory * LEAST_SHARE)
 
     def describe_assumed(self, usable: int | None) -> str:
-        """What is to be said of a limit that is `planned_memory` by assumption; "" of others."""
+        """Return a note on a limit that is `planned_memory` by assumption; "" of others."""
         if self.memory is not None or usable is None or usable != self.planned_memory:
             return ""
         return (

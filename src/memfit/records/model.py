@@ -113,7 +113,7 @@ class Architecture(Record, frozen=True, kw_only=True):
         return self.layer_kinds[layer % len(self.layer_kinds)] if self.layer_kinds else ""
 
     def windowed(self, tokens: int) -> bool:
-        """Whether rows of so many tokens are longer than the sliding window."""
+        """Return whether rows of `tokens` tokens are longer than the sliding window."""
         return 0 < self.sliding_window < tokens
 
     def banded(self, tokens: int) -> bool:

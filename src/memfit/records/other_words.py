@@ -116,7 +116,7 @@ def _targets(value: Any) -> Answer:
 
 
 def _nothing(what: str) -> Word:
-    """A word that memory and time do not depend on, or that is said elsewhere."""
+    """Return a word that memory and time do not depend on, or that another key states."""
     return lambda _: Answer({}, what)
 
 
@@ -291,5 +291,5 @@ def describe_word(word: str, value: Any) -> str:
     if not pairs:
         return answer.note
     others = f" (with {' and '.join(pairs[1:])})" if len(pairs) > 1 else ""
-    said = f"that is {pairs[0]}{others} here"
-    return f"{said}; {answer.note}" if answer.note else said
+    line = f"that is {pairs[0]}{others} here"
+    return f"{line}; {answer.note}" if answer.note else line

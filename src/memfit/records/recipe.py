@@ -227,8 +227,8 @@ class Recipe(Record, frozen=True, kw_only=True):
     def __hash__(self) -> int:
         """Of the knobs that differ the most; options are a dict, which has no hash."""
         knobs = self.method, self.precision, self.loss_chunk, self.attention
-        again = self.recompute_blocks, self.selective_blocks
-        return hash((self.model, *knobs, *again, self.micro_batch, self.sequence_length))
+        recomputed = self.recompute_blocks, self.selective_blocks
+        return hash((self.model, *knobs, *recomputed, self.micro_batch, self.sequence_length))
 
     @property
     def is_own(self) -> bool:

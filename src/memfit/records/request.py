@@ -283,7 +283,7 @@ class Request(Record, frozen=True, kw_only=True):
 
     @property
     def is_own(self) -> bool:
-        """Whether memfit's own step is asked for."""
+        """Whether the request is of memfit's own step."""
         return self.framework == OWN_STEP
 
     @property
@@ -305,17 +305,17 @@ class Request(Record, frozen=True, kw_only=True):
 
     @property
     def least_rows(self) -> int:
-        """Rows of the smallest micro-batch: the one asked for; else one row, or one pair."""
+        """Rows of the smallest micro-batch: the stated one; else one row, or one pair."""
         if self.micro_batch != "auto":
             return self.micro_batch
         return 2 if self.task.objective == "dpo" else 1
 
     @property
     def global_batch(self) -> int:
-        """Sequences per optimizer step: what is asked for, else about `USUAL_BATCH`."""
-        asked = self.task.global_batch
-        if asked != "auto":
-            return asked
+        """Sequences per optimizer step: the stated number, else about `USUAL_BATCH`."""
+        stated = self.task.global_batch
+        if stated != "auto":
+            return stated
         each = self.shares * self.least_rows
         return -(-USUAL_BATCH // each) * each
 

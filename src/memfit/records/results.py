@@ -70,7 +70,7 @@ class Time(Record, frozen=True, kw_only=True):
 
 
 class Cost(Record, frozen=True, kw_only=True):
-    """Of all the steps asked for, on all devices; None without a time, price, power or grid."""
+    """Cost of all the request's steps on all devices; None without a time, price, power or grid."""
 
     device_hours: float | None
     usd: float | None

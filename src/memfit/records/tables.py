@@ -12,7 +12,7 @@ Rows = Sequence[Record | Mapping[str, Any]]
 
 
 class Tabled(Record, frozen=True, kw_only=True):
-    """A record that holds tables; nothing of pandas is imported before one is asked for."""
+    """A record that holds tables; pandas is imported when one is first read."""
 
     def tables(self) -> Mapping[str, Rows]:
         """Each table's name and its rows; the first is the one that is meant without a name."""

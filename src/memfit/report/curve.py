@@ -25,7 +25,7 @@ class Point(NamedTuple):
     kinds: list[int]  # bytes by kind, in the order of `Curve.kinds`
     reserved: int | None  # by the caching allocator; None on a CPU
     what: str  # what the event did
-    where: str  # the line of it
+    source: str  # its line
     streams: list[int]  # bytes by the stream they were allocated on, in the order of `streams`
 
 
@@ -80,7 +80,7 @@ def walk(recording: Recording) -> Iterator[State]:
 def draw_curve(recording: Recording) -> Curve:
     """The whole tape, or the highest and lowest event of each of many stretches of it.
 
-    Every event around the peak is kept, and the maximum of each stream and of what is reserved.
+    It includes every event around the peak, and the maximum of each stream and of reserved bytes.
     Kinds are stacked up to what is allocated: on a GPU `fragmentation` is what blocks are larger
     than the tensors in them.
     """
@@ -89,23 +89,23 @@ def draw_curve(recording: Recording) -> Curve:
     if not allocated:
         raise ValueError("a tape without events has no curve")
     top = _highest(allocated)
-    kept = set(_keep(allocated)) | {_highest(values) for values in others}
-    kept |= set(range(max(0, top - AROUND), min(len(allocated), top + AROUND + 1)))
+    drawn = set(_keep(allocated)) | {_highest(values) for values in others}
+    drawn |= set(range(max(0, top - AROUND), min(len(allocated), top + AROUND + 1)))
     marks = [0, *recording.marks, len(recording.events)]
-    kept |= {min(mark, len(allocated) - 1) for mark in marks}
+    drawn |= {min(mark, len(allocated) - 1) for mark in marks}
     points = []
     phases = list(recording.phase_at())
     for index, state in enumerate(walk(recording)):
-        if index not in kept:
+        if index not in drawn:
             continue
         sums = dict(state.by_kind)
         if state.reserved is not None:
             sums[Kind.FRAGMENTATION] = state.allocated - state.tensors
-        what, where = _describe(recording, index)
+        what, source = _describe(recording, index)
         values = [sums.get(kind, 0) for kind in kinds]
         lanes = [state.by_stream.get(stream.number, 0) for stream in streams]
         points.append(
-            Point(index, phases[index], state.tensors, values, state.reserved, what, where, lanes)
+            Point(index, phases[index], state.tensors, values, state.reserved, what, source, lanes)
         )
     peak = next(p for p in points if p.event == top)
     pairs = zip(recording.stretches, pairwise(marks), strict=True)
@@ -194,8 +194,8 @@ def pack(curve: Curve) -> dict[str, Any]:
 
     def row(p: Point) -> list[Any]:
         phase = number(PHASES.get(p.phase, p.phase))
-        what, where = number(p.what), number(p.where)
-        return [p.event, p.total, phase, what, where, p.reserved, p.kinds, p.streams]
+        what, source = number(p.what), number(p.source)
+        return [p.event, p.total, phase, what, source, p.reserved, p.kinds, p.streams]
 
     rows = [row(p) for p in curve.points]
     peak = next((i for i, p in enumerate(curve.points) if p.event == curve.peak.event), 0)

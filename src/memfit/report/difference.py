@@ -43,8 +43,8 @@ def find_certificate(target: str, say: Callable[[str], None]) -> Certificate:
             return read_certificate(path)
         if what_is(path) == "a plan":
             made = read_plan(path)
-            if known.exists() and (kept := read_certificate(known)).recipe == made.recipe:
-                return kept
+            if known.exists() and (certificate := read_certificate(known)).recipe == made.recipe:
+                return certificate
             return _certify_now(made, say)
     return _certify_now(search(read_own_problem(read(str(path)))), say)
 
@@ -118,7 +118,7 @@ def _modules(certificate: Certificate) -> dict[str, int]:
 def _changes(
     a: Mapping[str, int], b: Mapping[str, int], order: list[str] | None = None
 ) -> tuple[Change, ...]:
-    """Every name of either, in the given order or the largest difference first."""
+    """Return every name of either, in `order` or the largest difference first."""
     names = dict.fromkeys((*a, *b))
     rows = [Change(name=n, a=a.get(n), b=b.get(n)) for n in names]
     if order is not None:

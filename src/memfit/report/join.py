@@ -243,6 +243,6 @@ def sections(comparisons: Sequence[Comparison]) -> list[tuple[str, list[Comparis
 
 
 def warnings_of(report: Report) -> tuple[str, ...]:
-    """What the reader is told beside the figures: refused seconds, then what the run said."""
+    """Return the report's warnings: refused seconds, then those of the run."""
     refused = (f"measured seconds are not shown: {report.refused}",) if report.refused else ()
     return refused + (report.run.warnings if report.run else ())

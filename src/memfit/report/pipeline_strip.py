@@ -44,11 +44,11 @@ def draw_strip(plan: Plan, most: int) -> Strip | None:
     pieces = 2 * schedule.stages * schedule.micro_batches
     ranks: tuple[tuple[Slot, ...], ...] = ()
     if not plan.timeline.spans:
-        because = plan.time.because
+        note = plan.time.because
     elif pieces > most:
-        because = f"more than {most:,} pieces, not drawn"
+        note = f"more than {most:,} pieces, not drawn"
     else:
-        because = "stages alike but for the last one's head"
+        note = "stages alike but for the last one's head"
         ranks = tuple(
             tuple(
                 Slot(piece.pass_, piece.micro_batch, piece.stage // schedule.ranks, start, end)
@@ -58,7 +58,7 @@ def draw_strip(plan: Plan, most: int) -> Strip | None:
         )
     return Strip(
         kind=schedule.kind, micro_batches=schedule.micro_batches, chunks=schedule.chunks,
-        pieces=pieces, ranks=ranks, because=because,
+        pieces=pieces, ranks=ranks, because=note,
         seconds=max((slots[-1].end for slots in ranks), default=None),
     )  # fmt: skip
 

@@ -42,7 +42,7 @@ def draw_step(
     from memfit.report.curve import draw_curve, pack
 
     check_own_step(request.framework)
-    plan, because = None, ""
+    plan, refused = None, ""
     on_phase("planning")
     try:
         plan = find_plan(request)
@@ -53,7 +53,7 @@ def draw_step(
         stated = read_stated(request)  # of one's own mistakes it says the same
         recipe, usable = stated.recipe, stated.usable
         became = ", ".join(f"{key}: {value}" for key, value in stated.defaults.items())
-        because = f"{refusal.message}; certified as stated, with plain defaults ({became})"
+        refused = f"{refusal.message}; certified as stated, with plain defaults ({became})"
     with tempfile.TemporaryDirectory(prefix="memfit-") as place:
         tape = Path(place) / "recording"
         on_phase("running the step on fake tensors")
@@ -61,6 +61,6 @@ def draw_step(
         on_phase("drawing")
         curve = pack(draw_curve(read_recording(tape)))
     return StepMemory(
-        certificate=certificate, plan=plan, because=because, ranks=recipe.parallel.world,
+        certificate=certificate, plan=plan, because=refused, ranks=recipe.parallel.world,
         rank=rank, curve=curve,
     )  # fmt: skip

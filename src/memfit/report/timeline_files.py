@@ -61,8 +61,8 @@ def snapshot(recording: Recording) -> dict[str, Any]:
         tensor = recording.tensors[number]
         file, _, line = tensor.source.rpartition(":")
         place = Frame(filename=tensor.module or "(outside any module)", line=0, name=tensor.kind)
-        asked = Frame(filename=file or "(unknown)", line=int(line or 0), name=name_of(tensor))
-        return asked, place
+        caller = Frame(filename=file or "(unknown)", line=int(line or 0), name=name_of(tensor))
+        return caller, place
 
     return write_snapshot(
         recording.events,

@@ -20,11 +20,11 @@ def show_accuracy(console: Console, found: Accuracy, ways: Sequence[str], worst:
     if head:
         say(console, _sentence(head))
     if found.unspecified:
-        said = (
+        note = (
             f"Apart: {found.unspecified.figures} figures whose source does not say what it"
             f" counted; held against reserved bytes, median {found.unspecified.median:.1%}."
         )
-        say(console, said, style="dim")
+        say(console, note, style="dim")
     for way in ways:
         heading(console, f"By {way}")
         _show_groups(console, way, found.by(way))
@@ -64,12 +64,12 @@ def _show_capacities(console: Console, found: Accuracy) -> None:
             f"{c.withheld:.1%}",
         )  # fmt: skip
     show(console, table)
-    said = (
+    note = (
         "false fits: said to fit, but measured above the card. missed: said not to fit, but"
         " measured below. withheld: median share of the card between the measured figure and what"
         " counts as full."
     )
-    say(console, said, style="dim", indent=2)
+    say(console, note, style="dim", indent=2)
 
 
 def _show_outcomes(console: Console, found: Accuracy) -> None:

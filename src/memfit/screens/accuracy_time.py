@@ -21,15 +21,15 @@ def show_times(console: Console, found: TimeAccuracy, ways: Sequence[str], worst
     if found.test:
         say(console, f"Rows that no constant was fitted on: {_sentence(found.test)}")
     if found.tau is not None:
-        said = f"Order inside {len(found.sweeps)} sweeps: Kendall's tau {found.tau:.2f} (median)."
-        say(console, said)
+        line = f"Order inside {len(found.sweeps)} sweeps: Kendall's tau {found.tau:.2f} (median)."
+        say(console, line)
     if found.near is not None:
         near = sum(c.near for c in found.choices)
-        said = (
+        line = (
             f"Of {len(found.choices)} jobs of which several layouts were published, the one that is"
             f" predicted to be the fastest is within {NEAR:.0%} of the fastest in {near}."
         )
-        say(console, said)
+        say(console, line)
     for way in ways:
         heading(console, f"By {way}")
         _show_groups(console, way, found.by(way))

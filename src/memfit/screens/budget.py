@@ -13,7 +13,7 @@ COUNTS = {"parameters", "tokens", "chinchilla_tokens", "chinchilla_parameters",
 
 
 def show_budget(console: Console, budget: Budget) -> None:
-    """What was asked and solved, then what follows from it, then the warnings."""
+    """Print the quantities stated and solved, then what follows from them, then the warnings."""
     known = [str(n) for n in QUANTITIES]
     own = {n: f for n, f in budget.figures.items() if n in known}
     rest = {n: f for n, f in budget.figures.items() if n not in known}

@@ -33,8 +33,8 @@ def show_calibration(console: Console, device: Device) -> None:
     if made is not None and made.context is not None:
         say(console, f"outside the caching allocator: {units.show_bytes(made.context)}")
     if any(curve.spread > SPREAD for curve in device.curves):
-        said = "repeats differ by more than a tenth: was the device doing something else?"
-        say(console, said, style="dim")
+        note = "repeats differ by more than a tenth: was the device doing something else?"
+        say(console, note, style="dim")
     next_commands(console, [f"memfit plan llama-3.2-1b --device {device.id}"])
 
 

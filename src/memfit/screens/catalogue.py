@@ -107,8 +107,8 @@ def _show_exchanges(console: Console, exchanges: Sequence[Exchange]) -> None:
     size = units.show_gb(exchanges[0].nbytes)
     heading(console, f"{size} among all {exchanges[0].device} of so many machines")
     show(console, table)
-    said = "the time of a step rests on the same; beside computing, links reach less of it"
-    say(console, said, style="dim")
+    note = "the time of a step rests on the same; beside computing, links reach less of it"
+    say(console, note, style="dim")
 
 
 def _figure(device: Device, field: str, text: str | int | float | None) -> str:
@@ -143,10 +143,10 @@ def _card(console: Console, row: CatalogModel | Device | Fabric) -> None:
 
 def _price(price: dict[str, Any]) -> str:
     """`2.95 USD/h on-demand, Nebius, eu-north1, 2026-11-20 (source)`; weak ones are marked."""
-    said = [f"{price['usd_per_hour']:g} USD/h {price['kind']}" + (" ?" if price["weak"] else "")]
-    said += [price[k] for k in ("seller", "region", "date", "note") if price[k]]
+    parts = [f"{price['usd_per_hour']:g} USD/h {price['kind']}" + (" ?" if price["weak"] else "")]
+    parts += [price[k] for k in ("seller", "region", "date", "note") if price[k]]
     source = "your own" if price["own"] else price["source"]
-    return ", ".join(said) + (f" ({source})" if source else "")
+    return ", ".join(parts) + (f" ({source})" if source else "")
 
 
 def _curve(curve: dict[str, Any]) -> str:
@@ -182,8 +182,8 @@ def _text(field: str, value: object) -> str:
         return ", ".join(f"{k} {units.show_flops(v)}" for k, v in value.items())
     if field == "link" and isinstance(value, dict):
         speed = value["unidirectional"]
-        said = "speed unknown" if speed is None else f"{units.show_bandwidth(speed)} one way"
-        return f"{value['name']}, {said}"
+        speed_text = "speed unknown" if speed is None else f"{units.show_bandwidth(speed)} one way"
+        return f"{value['name']}, {speed_text}"
     if field == "watts" and isinstance(value, float | int):
         return f"{value:g} W"
     if field in LISTS and isinstance(value, list | tuple):

@@ -88,16 +88,16 @@ def _compare(
 
 
 def _show_numbers(console: Console, certificate: Certificate, plan: Plan | None) -> None:
-    found, said = certificate.memory, plan.memory if plan else None
+    found, predicted = certificate.memory, plan.memory if plan else None
     meaning = {
         "peak_allocated": "live tensors, or the allocator's blocks",
         "peak_reserved": "what the caching allocator holds",
         "device_total": "with the context: what the driver shows",
     }
     rows = [
-        (name, getattr(said, name) if said else None, getattr(found, name), what)
+        (name, getattr(predicted, name) if predicted else None, getattr(found, name), what)
         for name, what in meaning.items()
-        if getattr(found, name) is not None or (said and getattr(said, name) is not None)
+        if getattr(found, name) is not None or (predicted and getattr(predicted, name) is not None)
     ]
     _compare(console, "The memory numbers", rows)
 
@@ -118,8 +118,8 @@ def _show_generation(console: Console, certificate: Certificate) -> None:
     if made is None:
         return
     heading(console, "Generating, in a process of its own")
-    said = f"{VERDICTS[made.verdict]}: needs {units.show_bytes(needs(made))}; {made.because}"
-    say(console, said, indent=INDENT)
+    line = f"{VERDICTS[made.verdict]}: needs {units.show_bytes(needs(made))}; {made.because}"
+    say(console, line, indent=INDENT)
 
 
 def totals(ledger: Ledger) -> dict[str, int]:
@@ -143,8 +143,8 @@ def _show_tensors(console: Console, certificate: Certificate) -> None:
     heading(console, "Largest tensors alive at the peak")
     show_tensors(console, certificate.at_peak[:TENSORS])
     if (more := len(certificate.at_peak) - TENSORS) > 0:
-        said = f"{more} more rows, and each one's source line, with --why"
-        say(console, said, style="dim", indent=INDENT)
+        line = f"{more} more rows, and each one's source line, with --why"
+        say(console, line, style="dim", indent=INDENT)
 
 
 def _show_every_tensor(console: Console, certificate: Certificate) -> None:
@@ -157,8 +157,8 @@ def _show_every_tensor(console: Console, certificate: Certificate) -> None:
         what = f"{each(row):>{width}}  {row.kind}  {row.module or NOWHERE}"
         say(console, what, indent=INDENT)
         shape = f"{row.dtype} ({', '.join(map(str, row.shape))})" if row.dtype else ""
-        where = "  ".join(filter(None, (row.op, shape, row.source)))
-        say(console, where, style="dim", indent=INDENT + width + 2)
+        origin = "  ".join(filter(None, (row.op, shape, row.source)))
+        say(console, origin, style="dim", indent=INDENT + width + 2)
 
 
 def _show_levers(console: Console, levers: Sequence[Lever]) -> None:
@@ -182,8 +182,8 @@ def _show_levers(console: Console, levers: Sequence[Lever]) -> None:
         say(console, f"{CHANGES} changes what is learned", style="dim", indent=INDENT)
     for lever in levers:
         if lever.verdict is None:
-            said = f"{' '.join(set_words(lever.changes))}: {lever.because}"
-            say(console, said, style="dim", indent=INDENT)
+            line = f"{' '.join(set_words(lever.changes))}: {lever.because}"
+            say(console, line, style="dim", indent=INDENT)
 
 
 def _signed(removed: int) -> str:
@@ -213,7 +213,7 @@ def show_nearest(console: Console, nearest: Nearest | None, device: str, *, rank
     heading(console, f"{title} (certified, recipe {nearest.recipe_digest})")
     for word in set_words(nearest.changes) or ["(as it was asked)"]:
         say(console, f"--set {word}" if nearest.changes else word, indent=INDENT)
-    said = [
+    parts = [
         describe_lack(nearest.memory, device)
         if not fits
         else f"needs {units.show_bytes(needs(nearest.memory))} "
@@ -221,4 +221,4 @@ def show_nearest(console: Console, nearest: Nearest | None, device: str, *, rank
         f"{nearest.relative_time - 1:+.1%} time a step (predicted)",
         "learns the same" if nearest.exact else "changes what is learned",
     ]
-    say(console, "; ".join(said), indent=INDENT)
+    say(console, "; ".join(parts), indent=INDENT)

@@ -101,6 +101,6 @@ def _explain(found: Diagnosed) -> list[str]:
     if not found.suspects:
         lines.append("of that size: none of the step's large tensors, as memfit lists them")
     if message.allocated is not None:
-        where = found.phase or "none: so much is in no phase of the prediction"
-        lines.append(f"predicted to need so much first: {where}")
+        phase = found.phase or "none: so much is in no phase of the prediction"
+        lines.append(f"predicted to need so much first: {phase}")
     return lines

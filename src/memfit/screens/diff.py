@@ -40,8 +40,8 @@ def _show_side(console: Console, letter: str, side: Side) -> None:
     what = Styled(plain(console, f"  {side.model} on {side.device}"))
     show(console, [Styled(f"{letter}  "), word, what], indent=0)
     phase = PHASES.get(side.peak_phase, side.peak_phase)
-    said = f"{side.name}: recipe {side.recipe_digest}, peak in {phase}"
-    say(console, said, style="dim", indent=3)
+    line = f"{side.name}: recipe {side.recipe_digest}, peak in {phase}"
+    say(console, line, style="dim", indent=3)
 
 
 def _component(name: str) -> str:
@@ -87,10 +87,10 @@ def _show_changes(
 
 
 def _show_rest(console: Console, rows: int, shown: int, equal: int) -> None:
-    said = [f"{rows - shown} more that differ: --json has all"] if rows > shown else []
-    said += [f"{equal} without a difference"] if equal else []
-    if said:
-        say(console, "; ".join(said), style="dim", indent=INDENT)
+    parts = [f"{rows - shown} more that differ: --json has all"] if rows > shown else []
+    parts += [f"{equal} without a difference"] if equal else []
+    if parts:
+        say(console, "; ".join(parts), style="dim", indent=INDENT)
 
 
 def _show_values(console: Console, title: str, values: Mapping[str, tuple[Any, Any]]) -> None:

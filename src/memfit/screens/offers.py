@@ -10,9 +10,9 @@ from memfit.screens.widgets.terminal import Console
 
 def show_offers(console: Console, offers: Offers) -> None:
     """A line an offer; then both answers of each, and where the figures come from."""
-    asked = offers.request
-    limits = [f"{asked.cost:,.0f} USD"] if asked.cost is not None else []
-    limits += [units.show_seconds(asked.time)] if asked.time is not None else []
+    request = offers.request
+    limits = [f"{request.cost:,.0f} USD"] if request.cost is not None else []
+    limits += [units.show_seconds(request.time)] if request.time is not None else []
     heading(console, f"What {' and '.join(limits)} buy")
     names = ("device-h", "time", "USD", "MFU", "FLOP")
     table = make_table("offer", *names, numbers=names)
@@ -31,12 +31,12 @@ def show_offers(console: Console, offers: Offers) -> None:
             table.add_row("", "asked for", *_near(row.model))
     show(console, table)
     first = next((row for row in offers.rows if row.optimal and row.inference), None)
-    said = []
+    reasons = []
     if first is not None and first.optimal is not None and first.inference is not None:
-        said += [f"compute-optimal: {first.optimal.because}",
+        reasons += [f"compute-optimal: {first.optimal.because}",
                  f"inference-first: {first.inference.because}"]  # fmt: skip
-    said += [f"{_name(row)}: {'; '.join(row.because)}" for row in offers.rows]
-    bullets(console, "Because", [plain(console, text) for text in said])
+    reasons += [f"{_name(row)}: {'; '.join(row.because)}" for row in offers.rows]
+    bullets(console, "Because", [plain(console, text) for text in reasons])
 
 
 def _name(row: Spent) -> str:

@@ -136,8 +136,8 @@ def _show_traffic(console: Console, plan: Plan) -> None:
     show(console, table)
     ratio = compare_with_copies(plan.traffic)
     if ratio is not None:
-        said = f"dp axes together: {ratio:.2f}x what DDP's all_reduce of the same gradients sends"
-        say(console, said, style="dim", indent=INDENT)
+        line = f"dp axes together: {ratio:.2f}x what DDP's all_reduce of the same gradients sends"
+        say(console, line, style="dim", indent=INDENT)
 
 
 def _known(value: float | None, text: str) -> str:
@@ -145,11 +145,11 @@ def _known(value: float | None, text: str) -> str:
 
 
 def _one_step(time: Time) -> str:
-    said = _known(time.step_seconds, units.show_seconds(time.step_seconds or 0))
+    seconds = _known(time.step_seconds, units.show_seconds(time.step_seconds or 0))
     if time.step_seconds_low is None or time.step_seconds_high is None:
-        return said
+        return seconds
     low, high = (units.show_seconds(s) for s in (time.step_seconds_low, time.step_seconds_high))
-    return f"{said} (from {low} to {high})"
+    return f"{seconds} (from {low} to {high})"
 
 
 def time_rows(time: Time, cost: Cost, steps: int) -> list[tuple[str, str]]:
@@ -180,8 +180,8 @@ def _show_time(console: Console, time: Time, cost: Cost, steps: int) -> None:
     table.show_header = False
     for what, figure in time_rows(time, cost, steps):
         table.add_row(what, figure)
-    said = (time.because, time.range_because, cost.because)
-    table.add_row("because", plain(console, "; ".join(filter(None, said))), style="dim")
+    line = (time.because, time.range_because, cost.because)
+    table.add_row("because", plain(console, "; ".join(filter(None, line))), style="dim")
     show(console, table)
 
 
@@ -203,10 +203,10 @@ def _show_considered(console: Console, plan: Plan, *, why: bool) -> None:
         )
     show(console, table)
     if not all(row.exact for row in rows):
-        said = (
+        note = (
             "~ the search's estimate, within a few per cent; what was chosen is predicted in full"
         )
-        say(console, said, style="dim", indent=INDENT)
+        say(console, note, style="dim", indent=INDENT)
     if hidden := len(plan.considered) - len(rows):
         say(console, f"{hidden} more with --why", style="dim", indent=INDENT)
 
@@ -220,8 +220,8 @@ def _mark(console: Console, row: Considered) -> str:
 
 def _note_ranking(console: Console, plan: Plan) -> None:
     if plan.time.step_seconds is None:
-        said = "the device's speed is unknown: times are compared at nominal rates"
-        say(console, said, style="dim", indent=INDENT)
+        note = "the device's speed is unknown: times are compared at nominal rates"
+        say(console, note, style="dim", indent=INDENT)
 
 
 def split_labels(labels: Sequence[str]) -> tuple[str, list[str]]:
@@ -240,9 +240,9 @@ def _first(rows: Sequence[Considered]) -> list[Considered]:
     fitting = [r for r in rows if r.fits and not r.chosen]
     failing = [r for r in rows if not r.fits and not r.chosen]
     room = FIRST - len(chosen)
-    kept = fitting[: max(room - len(failing), room // 2)]
-    kept += failing[: room - len(kept)]
-    return [r for r in rows if r in chosen or r in kept]
+    shown = fitting[: max(room - len(failing), room // 2)]
+    shown += failing[: room - len(shown)]
+    return [r for r in rows if r in chosen or r in shown]
 
 
 def _shown_needs(row: Considered) -> str:

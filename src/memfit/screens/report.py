@@ -100,6 +100,6 @@ def _show_environment(console: Console, run: Run) -> None:
             table.add_row(name, show_value(m.value, m.unit), plain(console, m.counter))
         show(console, table)
     if run.environment:
-        said = ", ".join(f"{k} {v}" for k, v in run.environment.items())
+        line = ", ".join(f"{k} {v}" for k, v in run.environment.items())
         heading(console, "Environment")
-        say(console, said, style="dim", indent=INDENT)
+        say(console, line, style="dim", indent=INDENT)

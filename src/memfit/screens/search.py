@@ -96,9 +96,9 @@ def show_solved(console: Console, found: Solved) -> None:
 
 def show_why_not(console: Console, found: WhyNot) -> None:
     """What speaks against a configuration."""
-    asked = " ".join(set_words(found.changes))
+    changes = " ".join(set_words(found.changes))
     word = ANSWERS.get(found.answer) or VERDICTS[found.answer]
-    say(console, f"{asked}: {word}", style="bold")
+    say(console, f"{changes}: {word}", style="bold")
     for line in found.because:
         say(console, f"- {line}", indent=INDENT)
     rows = [("asked for", found.asked), ("chosen", found.chosen)]

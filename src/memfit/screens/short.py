@@ -52,11 +52,11 @@ def show_short(console: Console, plan: Plan, *, commands: Sequence[str]) -> None
 def _text(
     console: Console, words: str, *, style: str = "", indent: int = 0, most: int = 0
 ) -> Lines:
-    """Running text in lines; most: of so many, with a mark where that cuts it."""
+    """Wrap text into lines; most: of their number, with an ellipsis where that cuts it."""
     lines = wrap(plain(console, words), console.width - indent)
     if most and len(lines) > most:
-        kept = wrap(" ".join(lines[:most]), console.width - indent - 2)[:most]
-        lines = [*kept[:-1], kept[-1] + " …" if not console.ascii_only else kept[-1] + " .."]
+        shown = wrap(" ".join(lines[:most]), console.width - indent - 2)[:most]
+        lines = [*shown[:-1], shown[-1] + " …" if not console.ascii_only else shown[-1] + " .."]
     return [[Styled(" " * indent), Styled(line, style)] for line in lines]
 
 
@@ -83,9 +83,9 @@ def _describe_memory(console: Console, plan: Plan) -> Lines:
     key: list[Styled] = [margin]
     for kind, nbytes in largest:
         character, colour = fill(kind, ascii_only=console.ascii_only)
-        said = f" {kind} {units.show_gib(nbytes, digits=1).removesuffix(' GiB')}  "
-        if sum(len(piece.text) for piece in key) + len(said) + 4 <= console.width:
-            key += [Styled(character, colour), Styled(said)]
+        label = f" {kind} {units.show_gib(nbytes, digits=1).removesuffix(' GiB')}  "
+        if sum(len(piece.text) for piece in key) + len(label) + 4 <= console.width:
+            key += [Styled(character, colour), Styled(label)]
     return [*lines, [*key, Styled("GiB", "dim")]]
 
 
@@ -185,10 +185,10 @@ def _describe_levers(plan: Plan, few: int) -> list[str]:
         saved = _needs(row) - own
         nbytes = f"{'+' if saved > 0 else '-'}{units.show_bytes(abs(saved))}"
         change = row.relative_time - 1
-        said = "as fast" if abs(change) < MATTERS / 10 else f"{change:+.1%} time"
+        time = "as fast" if abs(change) < MATTERS / 10 else f"{change:+.1%} time"
         mark = "*" if "changes what is learned" in row.because else " "
         fits = "" if row.fits else ", does not fit"
-        lines.append(f"{name.ljust(width)} {mark} {nbytes.rjust(11)}, {said}{fits}")
+        lines.append(f"{name.ljust(width)} {mark} {nbytes.rjust(11)}, {time}{fits}")
     return lines
 
 

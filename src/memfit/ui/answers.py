@@ -14,9 +14,9 @@ from memfit import __version__, api
 from memfit.core.errors import InvalidRequest
 from memfit.core.wording import COLOURS, INKS, PHASES, VERDICTS
 from memfit.records.results import Plan
-from memfit.ui.asking import Pairs, read_asked, read_changes
+from memfit.ui.asking import Pairs, read_changes, read_query
 
-KEPT = 512  # answers; a plan is about 30 kB
+CACHED = 512  # answers; a plan is about 30 kB
 DRAFTS = 8  # as objects, of which other answers are made
 # the planner keeps what it has worked out in tables of the process: one question at a time
 planning = threading.Lock()
@@ -65,14 +65,14 @@ def devices() -> bytes:
     return encode(api.devices())
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=CACHED)
 def plan(pairs: Pairs) -> bytes:
     """`memfit plan --json`."""
     with planning:
-        return encode(api.plan(read_asked(pairs)))
+        return encode(api.plan(read_query(pairs)))
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=CACHED)
 def draft(pairs: Pairs) -> bytes:
     """The same without its levers, which take most of the time: what is shown while one drags."""
     return encode(_draft(pairs))
@@ -81,39 +81,39 @@ def draft(pairs: Pairs) -> bytes:
 @lru_cache(maxsize=DRAFTS)
 def _draft(pairs: Pairs) -> Plan:
     with planning:
-        return api.plan(read_asked(pairs), levers=False)
+        return api.plan(read_query(pairs), levers=False)
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=CACHED)
 def pipeline(pairs: Pairs) -> bytes:
     """The pipeline of the plan, as `memfit predict --timeline` draws it; null without one."""
     return encode(api.draw_pipeline(_draft(pairs)))
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=CACHED)
 def why_not(pairs: Pairs) -> bytes:
     """`memfit plan --why-not KEY=VALUE`; the keys are those that begin with `why_not.`."""
-    asked = tuple((key, text) for key, text in pairs if not key.startswith("why_not."))
+    stated = tuple((key, text) for key, text in pairs if not key.startswith("why_not."))
     changed = (
-        (key.removeprefix("why_not."), text) for key, text in pairs if (key, text) not in asked
+        (key.removeprefix("why_not."), text) for key, text in pairs if (key, text) not in stated
     )
     changes = read_changes(changed)
     if not changes:
         raise InvalidRequest("nothing is asked about", hint="set a key: `why_not.micro_batch=8`")
     with planning:
-        return encode(api.why_not(read_asked(asked), changes))
+        return encode(api.why_not(read_query(stated), changes))
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=CACHED)
 def compare(pairs: Pairs) -> bytes:
     """`memfit plan --devices A:8,B:64 --objective fastest`."""
     query = dict(pairs)
     offers, objective = query.pop("devices", ""), query.pop("objective", "") or "fastest"
     with planning:
-        return encode(api.compare(read_asked(tuple(query.items())), offers, objective))
+        return encode(api.compare(read_query(tuple(query.items())), offers, objective))
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=CACHED)
 def export(pairs: Pairs) -> bytes:
     """`memfit export MODEL --to TARGET --json`."""
     query = dict(pairs)
@@ -123,13 +123,13 @@ def export(pairs: Pairs) -> bytes:
         return encode(api.export(made, target))
 
 
-@lru_cache(maxsize=KEPT)
+@lru_cache(maxsize=CACHED)
 def budget(pairs: Pairs) -> bytes:
     """`memfit budget --json`: texts with units."""
     known: dict[str, Any] = {key: text for key, text in pairs if text}
     for name in known:
         if name not in BUDGET:
-            raise InvalidRequest(f"`{name}` is no figure of a budget", hint=f"one of {SAID}")
+            raise InvalidRequest(f"`{name}` is no figure of a budget", hint=f"one of {NAMES}")
     for name, read in (("mfu", float), ("context", int), ("sequences", int)):
         if name in known:
             known[name] = _number(name, known[name], read)
@@ -140,7 +140,7 @@ BUDGET = (
     "parameters", "tokens", "compute", "device_hours", "devices", "time", "cost", "device",
     "dtype", "peak", "price", "mfu", "inference_memory", "context", "sequences",
 )  # fmt: skip
-SAID = ", ".join(BUDGET)
+NAMES = ", ".join(BUDGET)
 
 
 def _number(name: str, text: str, read: Callable[[str], float]) -> float:
@@ -150,11 +150,11 @@ def _number(name: str, text: str, read: Callable[[str], float]) -> float:
         raise InvalidRequest(f"`{name}: {text}` is not a number") from None
 
 
-ASKED: dict[str, Callable[[Pairs], bytes]] = {
+QUERIES: dict[str, Callable[[Pairs], bytes]] = {
     "plan": plan, "draft": draft, "why_not": why_not, "compare": compare, "export": export,
     "budget": budget, "pipeline": pipeline,
 }  # fmt: skip
-TOLD: dict[str, Callable[[], bytes]] = {"words": words, "models": models, "devices": devices}
+CONSTANTS: dict[str, Callable[[], bytes]] = {"words": words, "models": models, "devices": devices}
 
 
 def list_runs(root: Path) -> bytes:

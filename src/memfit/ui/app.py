@@ -44,8 +44,8 @@ def make_app(token: str, runs: Path, jobs: Jobs | None = None) -> Starlette:
     jobs = jobs or Jobs()
     routes = [
         *(Route(f"/{path}", partial(_file, *file)) for path, file in PAGE.items()),
-        *(Route(f"/api/{name}", partial(_tell, tell)) for name, tell in answers.TOLD.items()),
-        *(Route(f"/api/{name}", partial(_answer, ask)) for name, ask in answers.ASKED.items()),
+        *(Route(f"/api/{name}", partial(_tell, tell)) for name, tell in answers.CONSTANTS.items()),
+        *(Route(f"/api/{name}", partial(_answer, ask)) for name, ask in answers.QUERIES.items()),
         Route("/api/runs", partial(_runs, runs)),
         Route("/api/run", partial(_run, runs)),
         Route("/api/jobs", partial(_create_job, jobs), methods=["POST"]),
@@ -93,7 +93,7 @@ def configure(app: Starlette) -> uvicorn.Config:
 
 
 def serve(runs: Path, *, port: int, ready: Callable[[str], None]) -> None:
-    """Serve until interrupted; ready: told the address once it can be opened.
+    """Serve until interrupted; ready: called with the address once it can be opened.
 
     Raises InvalidRequest where the port is taken.
     """

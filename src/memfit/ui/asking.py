@@ -20,7 +20,7 @@ LONGEST_NAME = 500  # characters; paths of folders included
 FILES = (".yaml", ".yml", ".json")
 
 
-def read_asked(pairs: Pairs) -> Request:
+def read_query(pairs: Pairs) -> Request:
     """The request that `memfit plan MODEL --set KEY=VALUE …` reads.
 
     Raises InvalidRequest and UnknownName with the command line's own text; and where `model` names

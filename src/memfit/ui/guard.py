@@ -37,7 +37,7 @@ class Guard:
         self.app, self.token = app, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what may be asked, with the headers put on its answer."""
+        """Pass on a permitted request, and add the headers to its answer."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -58,7 +58,7 @@ class Guard:
         await JSONResponse(body, status)(scope, receive, send_guarded)
 
     def _refuse(self, scope: Scope) -> tuple[int, str, str] | None:
-        """Status, reason and hint; None for what may be asked."""
+        """Return status, reason and hint of a refusal; None for a permitted request."""
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         if _name_of(host) not in LOOPBACK:  # another name that was made to point here
@@ -76,10 +76,10 @@ class Guard:
 
     def _refuse_stranger(self, headers: Headers) -> tuple[int, str, str] | None:
         """Another user of this machine can ask, and has not seen the address with the token."""
-        given = headers.get(TOKEN, "")
-        if not secrets.compare_digest(given.encode(), self.token.encode()):
-            said = "the token is missing" if not given else "the token is of another server"
-            return 403, said, "open the address that `memfit ui` printed"
+        token = headers.get(TOKEN, "")
+        if not secrets.compare_digest(token.encode(), self.token.encode()):
+            reason = "the token is missing" if not token else "the token is of another server"
+            return 403, reason, "open the address that `memfit ui` printed"
         return None
 
     def _refuse_change(self, method: str, headers: Headers) -> tuple[int, str, str] | None:
@@ -103,8 +103,8 @@ def _reads_files(query: bytes) -> bool:
 
 
 def _is_here(name: str) -> bool:
-    """Whether it is a file or folder below the one in which the server was started; of others
-    nothing is told."""
+    """Return whether it is a file or folder below the one in which the server was started; False
+    for any other."""
     path = Path(name)
     outside = path.is_absolute() or ".." in path.parts or name.startswith(("{", "~"))
     return not outside and exists(path)

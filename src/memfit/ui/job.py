@@ -16,7 +16,7 @@ import msgspec
 
 from memfit import api
 from memfit.core.errors import Error
-from memfit.ui.asking import read_asked
+from memfit.ui.asking import read_query
 
 
 class Wanted(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -41,9 +41,9 @@ def _answer(wanted: Wanted, answer_to: TextIO) -> None:
         answer_to.flush()
 
     try:
-        asked = read_asked(tuple(wanted.query.items()))
+        request = read_query(tuple(wanted.query.items()))
         made = api.draw_step(
-            asked, rank=wanted.rank, on_phase=lambda phase: write({"phase": phase})
+            request, rank=wanted.rank, on_phase=lambda phase: write({"phase": phase})
         )
     except Error as error:
         write({"error": error.message, "hint": error.hint, "exit_code": error.exit_code})

@@ -1,6 +1,6 @@
 """Certificates as jobs: each runs in processes of its own, can be cancelled, and keeps its result.
 
-A job outlives the screen and the page that asked for it; it ends with the server.
+A job outlives the screen and the page that started it; it ends with the server.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from memfit.ui.job import Wanted
 
 State = Literal["waiting", "running", "done", "failed", "cancelled"]
 OPEN: tuple[State, ...] = ("waiting", "running")
-KEPT = 20  # finished jobs; a result is about 300 kB
+MOST_FINISHED = 20  # finished jobs; a result is about 300 kB
 MOST_WAITING = 20
 ENDING = 10  # seconds that a process may take to end after its answer
 
 
 class Row(msgspec.Struct, frozen=True):
-    """What is told of a job; its result is asked for by itself."""
+    """A job's state in the list of jobs; its result has an endpoint of its own."""
 
     id: str
     query: dict[str, str]
@@ -46,7 +46,7 @@ class Row(msgspec.Struct, frozen=True):
 
 @dataclass
 class Job:
-    """One certificate that was asked for. Its fields change under the lock of `Jobs`."""
+    """One requested certificate. Its fields change under the lock of `Jobs`."""
 
     id: str
     wanted: Wanted
@@ -154,7 +154,7 @@ class Jobs:
 
     def _forget(self) -> None:
         finished = [job.id for job in self._jobs.values() if job.state not in OPEN]
-        for name in finished[: max(0, len(finished) - KEPT)]:
+        for name in finished[: max(0, len(finished) - MOST_FINISHED)]:
             del self._jobs[name]
 
     def _work(self) -> None:
@@ -175,15 +175,15 @@ class Jobs:
         errors: list[str] = []
         reader = threading.Thread(target=_read_lines, args=(child.stderr, errors), daemon=True)
         reader.start()
-        said: dict[str, Any] = {}
+        message: dict[str, Any] = {}
         with contextlib.suppress(BrokenPipeError):
             child.stdin.write(msgspec.json.encode(job.wanted).decode() + "\n")
             child.stdin.flush()
         for line in child.stdout:
-            said = msgspec.json.decode(line)
+            message = msgspec.json.decode(line)
             with self._lock:
-                if "phase" in said and job.state == "running":
-                    job.phase = said["phase"]
+                if "phase" in message and job.state == "running":
+                    job.phase = message["phase"]
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(ENDING)
         _kill(child)  # nothing that it started may outlive it
@@ -195,17 +195,17 @@ class Jobs:
         with self._lock:
             job.child = None
             if job.state == "running":
-                self._finish(job, said, code, errors)
+                self._finish(job, message, code, errors)
 
-    def _finish(self, job: Job, said: dict[str, Any], code: int, errors: list[str]) -> None:
+    def _finish(self, job: Job, message: dict[str, Any], code: int, errors: list[str]) -> None:
         job.phase, job.ended = "", time.monotonic()
-        if "answer" in said:
-            job.state, job.result = "done", msgspec.json.encode(said["answer"])
-            job.verdict = said["answer"]["certificate"]["memory"]["verdict"]
+        if "answer" in message:
+            job.state, job.result = "done", msgspec.json.encode(message["answer"])
+            job.verdict = message["answer"]["certificate"]["memory"]["verdict"]
             self._seconds[_likeness(job.wanted)] = job.ended - job.began
             return
-        job.state, job.failure = "failed", said
-        if "error" not in said:
+        job.state, job.failure = "failed", message
+        if "error" not in message:
             words = "".join(errors[-LAST_LINES:]).strip()
             job.failure = {
                 "error": f"the certifying process ended with code {code}: {words}",

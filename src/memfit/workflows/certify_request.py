@@ -114,45 +114,45 @@ def _lever(changes: dict[str, Any], proof: Certificate, other: Certificate | Err
     )
 
 
-def find_nearest(asked: Plan, proof: Certificate | None) -> Nearest | None:
+def find_nearest(plan: Plan, proof: Certificate | None) -> Nearest | None:
     """The recipe nearest to a request that does not fit, or the smallest found.
 
-    The search runs again with the knobs that the request states left to it one or two at a time;
-    proof: the certificate that refuted the plan, whose excess is taken off the limit. First for
+    The search is repeated with one or two of the stated knobs left open; proof: the certificate
+    that refuted the plan, whose excess is taken off the limit. First for
     what surely fits, with the whole band; then for what may. None where nothing
     is to be searched: no limit is known, or nothing else can be planned.
     """
-    limit = _limit(asked, proof)
+    limit = _limit(plan, proof)
     if limit is None:
         return None
     misses: list[Plan] = []
     for accepted in (SURE, POSSIBLE):
         for number in range(3):
-            ways = list(_ways(asked.request, number))
-            proposals = _propose(asked, ways, limit, tight=accepted is POSSIBLE)
+            ways = list(_ways(plan.request, number))
+            proposals = _propose(plan, ways, limit, tight=accepted is POSSIBLE)
             misses += [made for made in proposals if made.memory.verdict == "does_not_fit"]
             fitting = [made for made in proposals if made.memory.verdict != "does_not_fit"]
-            for made in sorted(fitting, key=lambda made: _distance(asked, made))[:TRIES]:
-                (found,) = prove([made.recipe], asked.memory.usable)
+            for made in sorted(fitting, key=lambda made: _distance(plan, made))[:TRIES]:
+                (found,) = prove([made.recipe], plan.memory.usable)
                 if isinstance(found, Certificate) and found.memory.verdict in accepted:
-                    return _name(asked, made, found)
+                    return _name(plan, made, found)
                 misses.append(made)
-        if _device_of(asked.recipe).is_cpu:
+        if _device_of(plan.recipe).is_cpu:
             break  # no band
-    smallest = min([asked, *misses], key=lambda made: needs(made.memory))
-    (found,) = prove([smallest.recipe], asked.memory.usable)
-    return _name(asked, smallest, found) if isinstance(found, Certificate) else None
+    smallest = min([plan, *misses], key=lambda made: needs(made.memory))
+    (found,) = prove([smallest.recipe], plan.memory.usable)
+    return _name(plan, smallest, found) if isinstance(found, Certificate) else None
 
 
-def _limit(asked: Plan, proof: Certificate | None) -> int | None:
-    usable = asked.memory.usable
+def _limit(plan: Plan, proof: Certificate | None) -> int | None:
+    usable = plan.memory.usable
     if usable is None or proof is None:
         return usable
-    return usable - max(0, needs(proof.memory) - needs(asked.memory))
+    return usable - max(0, needs(proof.memory) - needs(plan.memory))
 
 
 def _ways(request: Request, number: int) -> Iterator[Request]:
-    """The request with so many of its stated knobs left to the search."""
+    """Yield the request with `number` of its stated knobs left to the search."""
     data = to_data(request)
     stated = [group for group in LOOSENED if _value(data, group[0]) not in ("auto", None)]
     for groups in combinations(stated, number):
@@ -166,8 +166,8 @@ def _value(data: dict[str, Any], key: str) -> Any:
     return data
 
 
-def _propose(asked: Plan, ways: Sequence[Request], limit: int, *, tight: bool) -> list[Plan]:
-    """The plan of each, within the limit, that is not the one asked for.
+def _propose(plan: Plan, ways: Sequence[Request], limit: int, *, tight: bool) -> list[Plan]:
+    """Return the plan of each within the limit, unless it is `plan`.
 
     tight: what fits by its typical figures is taken too.
     """
@@ -179,39 +179,39 @@ def _propose(asked: Plan, ways: Sequence[Request], limit: int, *, tight: bool) -
         except InvalidRequest:  # what was stated held two others together
             continue
         made = search.search(problem)
-        if made.recipe != asked.recipe:
+        if made.recipe != plan.recipe:
             found.setdefault(made.recipe_digest, made)
     return list(found.values())
 
 
-def _distance(asked: Plan, made: Plan) -> tuple[bool, float]:
+def _distance(plan: Plan, made: Plan) -> tuple[bool, float]:
     """What changes the result is further than any slowness."""
-    inexact = not set(_changes(asked, made)) <= set(EXACT)
-    return inexact, _relative_time(asked, made)
+    inexact = not set(_changes(plan, made)) <= set(EXACT)
+    return inexact, _relative_time(plan, made)
 
 
-def _relative_time(asked: Plan, made: Plan) -> float:
-    problem = problems.read_own_problem(asked.request)
-    one, other = (Candidate.of(problem, plan.recipe).seconds for plan in (asked, made))
+def _relative_time(plan: Plan, made: Plan) -> float:
+    problem = problems.read_own_problem(plan.request)
+    one, other = (Candidate.of(problem, plan.recipe).seconds for plan in (plan, made))
     return other / one
 
 
-def _changes(asked: Plan, made: Plan) -> dict[str, Any]:
-    layers = problems.read_own_problem(asked.request).model.architecture.layers
-    return changed(asked.recipe, made.recipe, layers)
+def _changes(plan: Plan, made: Plan) -> dict[str, Any]:
+    layers = problems.read_own_problem(plan.request).model.architecture.layers
+    return changed(plan.recipe, made.recipe, layers)
 
 
-def _name(asked: Plan, made: Plan, proof: Certificate) -> Nearest:
+def _name(plan: Plan, made: Plan, proof: Certificate) -> Nearest:
     """With the words that give exactly this recipe when they are set in the request."""
-    changes = turned = _changes(asked, made)
-    if _recipe_of(asked.request, changes) != made.recipe:  # the search decides the rest otherwise
-        layers = problems.read_own_problem(asked.request).model.architecture.layers
+    changes = turned = _changes(plan, made)
+    if _recipe_of(plan.request, changes) != made.recipe:  # the search decides the rest otherwise
+        layers = problems.read_own_problem(plan.request).model.architecture.layers
         changes = knobs(made.recipe, layers)
     return Nearest(
         changes=changes,
         recipe_digest=proof.recipe_digest,
         memory=proof.memory,
-        relative_time=_relative_time(asked, made),
+        relative_time=_relative_time(plan, made),
         exact=set(turned) <= set(EXACT),
     )
 

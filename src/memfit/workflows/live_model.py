@@ -32,13 +32,13 @@ def read_live(thing: Any) -> Keys:
             hint="give a `PreTrainedModel`, peft's model around one, or a `PreTrainedConfig`",
         )
     content = json.loads(config.to_json_string(use_diff=False))  # numbers as keys become texts
-    coded = content.pop("quantization_config", None)
+    quantisation = content.pop("quantization_config", None)
     name = content.pop("_name_or_path", "") or config.model_type
     keys: Keys = {"model": {"name": str(name), **content}}
-    if coded:
-        keys["base_format"] = _read_coding(coded)
+    if quantisation:
+        keys["base_format"] = _read_coding(quantisation)
     if hasattr(thing, "named_parameters"):
-        keys |= _read_module(thing, coded=bool(coded))
+        keys |= _read_module(thing, quantised=bool(quantisation))
     return keys
 
 
@@ -62,12 +62,12 @@ def _base_of(thing: Any) -> Any:
     return inner() if callable(inner) else thing
 
 
-def _read_module(module: Any, *, coded: bool) -> Keys:
+def _read_module(module: Any, *, quantised: bool) -> Keys:
     adapters: Mapping[str, Any] = getattr(module, "peft_config", None) or {}
     stored = _stored_dtype(module)
     if adapters:
         keys = _read_adapter(module, adapters)
-        return keys if coded or not stored else {**keys, "base_format": stored}
+        return keys if quantised or not stored else {**keys, "base_format": stored}
     names = {name: p.requires_grad for name, p in module.named_parameters()}
     trained = [name for name, trains in names.items() if trains]
     if not trained:  # loaded to be given an adapter
@@ -113,12 +113,12 @@ def _read_adapter(module: Any, adapters: Mapping[str, Any]) -> Keys:
     return {"method": "dora" if config.use_dora else "lora", "lora": lora}
 
 
-def _read_coding(coded: Mapping[str, Any]) -> str:
-    if coded.get("load_in_8bit"):
+def _read_coding(config: Mapping[str, Any]) -> str:
+    if config.get("load_in_8bit"):
         return "int8"
-    if coded.get("load_in_4bit"):
-        return str(coded.get("bnb_4bit_quant_type", "fp4"))
-    kind = coded.get("quant_method", "unknown")
+    if config.get("load_in_4bit"):
+        return str(config.get("bnb_4bit_quant_type", "fp4"))
+    kind = config.get("quant_method", "unknown")
     raise InvalidRequest(
         f"its weights are quantised by `{kind}`, which is not described",
         hint="described: bitsandbytes' 4 and 8 bits; else plan the model that it was made of",

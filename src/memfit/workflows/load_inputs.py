@@ -107,14 +107,14 @@ def what_is(path: Path) -> str:
 def read_certificate(path: Path) -> Certificate:
     """Read certificate.json; raises InvalidRequest for anything else, or another schema."""
     data = read_json_file(path)
-    again = "`memfit certify` writes certificate.json beside plan.json"
+    hint = "`memfit certify` writes certificate.json beside plan.json"
     if (kind := what_is(path)) != "a certificate":
         held = f"; it holds {kind}" if kind else ""
-        raise InvalidRequest(f"`{path}` is not a certificate{held}", hint=again)
+        raise InvalidRequest(f"`{path}` is not a certificate{held}", hint=hint)
     if data.get("schema") != SCHEMA:
         raise InvalidRequest(
             f"`{path}` is a certificate of schema {data.get('schema')}, and this memfit reads "
             f"schema {SCHEMA}",
-            hint=f"certify again: {again}",
+            hint=f"certify again: {hint}",
         )
     return from_data(data, Certificate, source=str(path))

@@ -61,7 +61,7 @@ def find_networks(search: str) -> tuple[Fabric, ...]:
 
 
 class Exchange(Record, frozen=True, kw_only=True):
-    """How long the devices of so many machines take to send each other one message."""
+    """How long the devices of several machines take to send each other one message."""
 
     device: str
     machines: int
@@ -101,12 +101,12 @@ def _holds(search: str, *texts: str) -> bool:
     return all(word in joined for word in search.lower().split())
 
 
-def _nothing(what: str, search: str, ids: Iterable[str], kept: str, known: Iterable[str]) -> None:
+def _nothing(what: str, search: str, ids: Iterable[str], group: str, known: Iterable[str]) -> None:
     """Say which of the words is unknown, or that each is known and no row has all of them."""
     ids, known = list(ids), list(known)
-    if kept and kept.lower() not in {k.lower() for k in known}:
+    if group and group.lower() not in {k.lower() for k in known}:
         word = "family" if what == "model" else "vendor"
-        raise UnknownName(word, kept, known, see=f"known: {', '.join(sorted(known))}")
+        raise UnknownName(word, group, known, see=f"known: {', '.join(sorted(known))}")
     if search:
         raise UnknownName(what, search, ids, see=f"`memfit {what}s` lists them all")
     raise InvalidRequest(f"no {what} is within these bounds", hint=f"`memfit {what}s` lists all")

@@ -63,11 +63,11 @@ def prepare_apart(
         code = child.returncode
         if answer is None:
             errors.seek(0)
-            said = "\n".join(errors.read().splitlines()[-LAST_LINES:])
+            output = "\n".join(errors.read().splitlines()[-LAST_LINES:])
             raise NotCertified(
-                f"the process that plans and certifies ended with code {code}:\n{said}",
+                f"the process that plans and certifies ended with code {code}:\n{output}",
                 hint="memory ran out: stop what else holds it, or raise this process's limit"
-                if code == -signal.SIGKILL or is_shortage(said)
+                if code == -signal.SIGKILL or is_shortage(output)
                 else "please report this",
             )
     if "error" in answer:
@@ -76,7 +76,7 @@ def prepare_apart(
 
 
 def _converse(child: subprocess.Popen[str], order: Order, say: Say) -> dict[str, Any] | None:
-    """The child's last word; None where it ended without one. What it says meanwhile is said."""
+    """Pass on the child's progress; return its last message, None where it ended without one."""
     assert child.stdin is not None
     assert child.stdout is not None
     try:

@@ -1,7 +1,7 @@
 """What a run needs before its first step: a plan, and a certificate of it that holds here and now.
 
 A certificate holds for one recipe, under the library versions that it was made with, for data
-within its bounds. One that does not is never trained under: it is made again, and the reason said.
+within its bounds. One that does not is replaced, and the reason is printed.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def prepare(
 
     imports: measured bytes that a run on this CPU holds before its first tensor, where known.
 
-    A plan of the folder is kept and certified again where its certificate is stale: of another
-    recipe, of other library versions, or of other data.
+    A plan of the folder is certified anew where its certificate is stale: of another recipe, of
+    other library versions, or of other data.
     Raises DoesNotFit and NotCertified unless overridden, InvalidRequest (another request's folder).
     """
     check_folder(folder, [request, request := find_lengths(request)])
-    made = _kept_plan(folder, request)
+    made = _plan_of(folder, request)
     if made is not None:
-        prepared = _prepare_again(request, made, folder, say, override=override, imports=imports)
+        prepared = _reuse(request, made, folder, say, override=override, imports=imports)
         if prepared is not None:
             return _write(prepared, folder)
     return _write(_prepare_anew(request, say, override=override, imports=imports), folder)
@@ -99,7 +99,7 @@ def why_stale(
     return find_excess(plan.recipe, certificate, *data)
 
 
-def _kept_plan(folder: Path, request: Request) -> Plan | None:
+def _plan_of(folder: Path, request: Request) -> Plan | None:
     """The plan of an earlier start, or of `memfit plan`, when it is this request's."""
     if not (folder / "plan.json").exists():
         return None
@@ -108,11 +108,11 @@ def _kept_plan(folder: Path, request: Request) -> Plan | None:
     return made if request in (made.request, state(made)) else None
 
 
-def _prepare_again(
+def _reuse(
     request: Request, made: Plan, folder: Path, say: Say, *, override: bool, imports: int | None
 ) -> Prepared | None:
-    """The folder's plan under its certificate, or under a new one; None where it must be planned
-    again, because it has not begun and a new certificate refutes it."""
+    """Return the folder's plan under its certificate, or under a new one; None where it has not
+    begun and a new certificate refutes it."""
     from memfit.train.data.prepare import find_bounds
     from memfit.train.model.weights import check_weights
 
@@ -167,9 +167,10 @@ def _judged(prepared: Prepared, override: bool) -> Prepared:
         return prepared
     memory = prepared.certificate.memory
     if memory.verdict == "does_not_fit" and not override:
-        lack = describe_lack(memory, prepared.plan.recipe.device)
+        shortfall = describe_lack(memory, prepared.plan.recipe.device)
         raise DoesNotFit(
-            f"certified: {lack}", hint=f"raise `limits.memory`, or see `memfit certify`; {ANYWAY}"
+            f"certified: {shortfall}",
+            hint=f"raise `limits.memory`, or see `memfit certify`; {ANYWAY}",
         )
     return prepared
 

@@ -1,6 +1,6 @@
 """The verbs as one calls them from Python: `memfit.plan("qwen3-8b", device="4090")`.
 
-What is asked for is a model's name, a request.yaml, a plan.json, a dict like a request.yaml, or a
+The target is a model's name, a request.yaml, a plan.json, a dict like a request.yaml, or a
 `Request`. Words beside it are the flags of the command line (`device`, `gpus`, `method`, `seq_len`,
 …), keys of the request (`recompute="full"`, `parallel={"dp_shard": 8}`) or the last part of a key
 that is the only one of its name (`learning_rate=2e-4`). Each verb raises `memfit.Error` of
@@ -30,7 +30,7 @@ from memfit.records.request import Request
 from memfit.records.results import Certificate, Plan, Report, Run
 from memfit.workflows.live_model import check_parameters, read_live
 
-Asked = str | Path | Mapping[str, Any] | Request | Plan
+Target = str | Path | Mapping[str, Any] | Request | Plan
 
 
 class CheckedFiles(Record, frozen=True, kw_only=True):
@@ -49,31 +49,31 @@ class CheckedFiles(Record, frozen=True, kw_only=True):
         return self.plan._repr_html_()
 
 
-def read_request(asked: Asked, words: Mapping[str, Any]) -> Request:
+def read_request(target: Target, words: Mapping[str, Any]) -> Request:
     """The request that a name, a dict, a file or a `Request` is, with words put in.
 
     Raises InvalidRequest for a word that is none, for two that contradict each other, and for what
     cannot be read.
     """
     keys = read_words(words)
-    if isinstance(asked, Plan):
-        asked = api.state(asked)
-    elif isinstance(asked, str | Path) and (path := api.find_plan(Path(asked))):
+    if isinstance(target, Plan):
+        target = api.state(target)
+    elif isinstance(target, str | Path) and (path := api.find_plan(Path(target))):
         if keys:
             raise InvalidRequest(
                 f"`{next(iter(keys))}` would change `{path}`, and a plan is fixed",
                 hint="name its request, or the model, with these words",
             )
-        asked = api.state(api.read_plan(path))
-    if isinstance(asked, str | Path):
-        return api.read(asked, changes=keys)
-    if isinstance(asked, Request):
-        data: dict[str, Any] = to_data(asked)
-    elif isinstance(asked, Mapping):
-        data = deepcopy(dict(asked))
+        target = api.state(api.read_plan(path))
+    if isinstance(target, str | Path):
+        return api.read(target, changes=keys)
+    if isinstance(target, Request):
+        data: dict[str, Any] = to_data(target)
+    elif isinstance(target, Mapping):
+        data = deepcopy(dict(target))
     else:
         raise InvalidRequest(
-            f"a `{type(asked).__name__}` is not a request",
+            f"a `{type(target).__name__}` is not a request",
             hint="give a model's name, a file, a dict like a request.yaml, or a `memfit.Request`",
         )
     api.put_all(data, keys)
@@ -82,20 +82,20 @@ def read_request(asked: Asked, words: Mapping[str, Any]) -> Request:
 
 def read_words(words: Mapping[str, Any]) -> dict[str, Any]:
     """The dotted keys of a request that words of Python's set; raises InvalidRequest."""
-    given: dict[str, Any] = {}
+    flags: dict[str, Any] = {}
     changes: dict[str, Any] = {}
     for word, value in words.items():
         if value is None:
             continue
         flag = BY_WORD.get(word)
         if flag is not None and not isinstance(value, Mapping):
-            if flag.parameter in given and given[flag.parameter] != value:
+            if flag.parameter in flags and flags[flag.parameter] != value:
                 raise InvalidRequest(
-                    f"`{word}={value}` and `{flag.parameter}={given[flag.parameter]}` both set"
+                    f"`{word}={value}` and `{flag.parameter}={flags[flag.parameter]}` both set"
                     f" `{flag.key}`",
                     hint="keep one of the two",
                 )
-            given[flag.parameter] = str(value) if flag.key in (DEVICE, MEMORY) else value
+            flags[flag.parameter] = str(value) if flag.key in (DEVICE, MEMORY) else value
         elif isinstance(value, Mapping) and word != "changes":
             key = _find_key(word, value)
             changes |= {key: dict(value)} if key == "model" else _flatten(key, value)
@@ -103,7 +103,7 @@ def read_words(words: Mapping[str, Any]) -> dict[str, Any]:
             changes |= value
         else:
             changes[_find_key(word, value)] = value
-    return gather(given, changes)
+    return gather(flags, changes)
 
 
 def _flatten(key: str, value: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,9 +129,9 @@ def _find_key(word: str, value: object) -> str:
     raise unknown
 
 
-def plan(asked: Asked, **words: Any) -> Plan:
+def plan(target: Target, **words: Any) -> Plan:
     """Decide what is left open; `.memory.verdict` is `does_not_fit` where nothing does."""
-    return api.plan(read_request(asked, words))
+    return api.plan(read_request(target, words))
 
 
 def plan_model(model: Any, **words: Any) -> Plan:
@@ -151,13 +151,13 @@ def plan_model(model: Any, **words: Any) -> Plan:
     return made
 
 
-def predict(asked: Asked, **words: Any) -> Plan:
+def predict(target: Target, **words: Any) -> Plan:
     """Memory and time of one configuration, without a search."""
-    return api.predict(read_request(asked, words))
+    return api.predict(read_request(target, words))
 
 
 def certify(
-    asked: Asked, *, folder: str | Path | None = None, cache: bool = True, **words: Any
+    target: Target, *, folder: str | Path | None = None, cache: bool = True, **words: Any
 ) -> Certificate:
     """Run the planned step on fake tensors, and replay it through the allocator; needs torch.
 
@@ -165,23 +165,23 @@ def certify(
     made before, of all the same, may be the answer. Raises NotCertified.
     """
     with nullcontext() if cache else api.without_cache():
-        return _certify(asked, None if folder is None else Path(folder), words)
+        return _certify(target, None if folder is None else Path(folder), words)
 
 
-def _certify(asked: Asked, home: Path | None, words: Mapping[str, Any]) -> Certificate:
-    if isinstance(asked, Plan) and words:
+def _certify(target: Target, home: Path | None, words: Mapping[str, Any]) -> Certificate:
+    if isinstance(target, Plan) and words:
         raise InvalidRequest(
             f"`{next(iter(words))}` would change a plan, and a plan is fixed",
             hint="plan again with that word, and certify the plan",
         )
-    if isinstance(asked, str | Path) and not words and (path := api.find_plan(Path(asked))):
-        asked = api.read_plan(path)
-    request = api.state(asked) if isinstance(asked, Plan) else read_request(asked, words)
-    if not isinstance(asked, Plan) and request.ranks > 1:  # certified as it states itself
+    if isinstance(target, str | Path) and not words and (path := api.find_plan(Path(target))):
+        target = api.read_plan(path)
+    request = api.state(target) if isinstance(target, Plan) else read_request(target, words)
+    if not isinstance(target, Plan) and request.ranks > 1:  # certified as it states itself
         stated = api.read_stated(request)
         certificate = api.certify(stated.recipe, usable=stated.usable)
     else:
-        made = asked if isinstance(asked, Plan) else _plan(request, whole=home is not None)
+        made = target if isinstance(target, Plan) else _plan(request, whole=home is not None)
         certificate = api.certify(made.recipe, usable=made.memory.usable)
         if home is not None:
             api.write_plan(made, home)
@@ -216,23 +216,23 @@ def check(
     return CheckedFiles(answer=answer, plan=made, checked=checked, changes=smaller)
 
 
-def solve(field: str, asked: Asked, **words: Any) -> Solved:
+def solve(field: str, target: Target, **words: Any) -> Solved:
     """The most of `field` that fits: sequence_length, micro_batch, model, or the fewest devices."""
-    return api.solve(find_field(field), read_request(asked, words))
+    return api.solve(find_field(field), read_request(target, words))
 
 
-def export(asked: Asked, to: str, *, out: str | Path | None = None, **words: Any) -> Export:
+def export(target: Target, to: str, *, out: str | Path | None = None, **words: Any) -> Export:
     """A plan as the files of another tool: `.files` is name -> content; out: written there, too."""
-    if isinstance(asked, str | Path) and not words and (path := api.find_plan(Path(asked))):
-        asked = api.read_plan(path)
-    made = api.export(asked if isinstance(asked, Plan) else read_request(asked, words), to)
+    if isinstance(target, str | Path) and not words and (path := api.find_plan(Path(target))):
+        target = api.read_plan(path)
+    made = api.export(target if isinstance(target, Plan) else read_request(target, words), to)
     if out is not None:
         api.write_export(made, Path(out))
     return made
 
 
 def train(
-    asked: Asked,
+    target: Target,
     folder: str | Path,
     *,
     say: Callable[[str], None] = lambda _: None,
@@ -243,7 +243,7 @@ def train(
 
     Raises DoesNotFit (anyway: trains it all the same), NotCertified, RunFailed and InvalidRequest.
     """
-    run = api.train(read_request(asked, words), Path(folder), say=say, override=anyway)
+    run = api.train(read_request(target, words), Path(folder), say=say, override=anyway)
     if api.is_first_rank():
         api.write_report(Path(folder))
     return run

@@ -203,7 +203,7 @@ def _version_of_trl() -> str:
 
 
 def _of_model(model: Any, live: Mapping[str, Any]) -> dict[str, Any]:
-    """What TRL's own files say of the model, said by the model."""
+    """Return the model's keys of TRL's files, read from the model."""
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
     frozen = [p.dtype for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
     written: dict[str, Any] = {
@@ -222,9 +222,9 @@ def _of_model(model: Any, live: Mapping[str, Any]) -> dict[str, Any]:
             "lora_dropout": lora["dropout"], "lora_target_modules": lora["targets"],
             "use_rslora": lora["scaling"] != "plain",
         }  # fmt: skip
-    if (coded := live.get("base_format")) in ("int8", "nf4", "fp4"):
-        bits = {"load_in_8bit": True} if coded == "int8" else {"load_in_4bit": True}
-        written |= bits | ({} if coded == "int8" else {"bnb_4bit_quant_type": coded})
+    if (base_format := live.get("base_format")) in ("int8", "nf4", "fp4"):
+        bits = {"load_in_8bit": True} if base_format == "int8" else {"load_in_4bit": True}
+        written |= bits | ({} if base_format == "int8" else {"bnb_4bit_quant_type": base_format})
     return written
 
 

@@ -172,7 +172,7 @@ def _fsdp(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
             policy = "HYBRID_SHARD" if whole else "HYBRID_SHARD_ZERO2"
     if p.zero == 3 and not p.reshard_after_forward:
         left["parallel.zero"] = "3 without resharding is FSDP's 2: weights stay after the forward"
-    again, some, _ = recomputes(job)
+    recompute, some, _ = recomputes(job)
     left |= some
     if recipe.offload not in ("none", "parameters"):
         left["offload"] = f"{recipe.offload}: FSDP offloads parameters with states, or nothing"
@@ -182,7 +182,7 @@ def _fsdp(job: Job) -> tuple[dict[str, Any], dict[str, str]]:
         "fsdp_version": version,
         "fsdp_reshard_after_forward": policy,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_activation_checkpointing": again,
+        "fsdp_activation_checkpointing": recompute,
         "fsdp_offload_params": recipe.offload == "parameters",
         "fsdp_cpu_ram_efficient_loading": not is_quantised(recipe.base_format),
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",

@@ -106,19 +106,19 @@ def write_config(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str, An
     recipe = job.recipe
     optimizer, left, becomes = write_optimizer(job)
     attention, kernel, instead = find_attention(job)
-    again, blocks, all_blocks = recomputes(job)
+    recompute, blocks, all_blocks = recomputes(job)
     precision = write_precision(recipe)
     dropped, without = drops_dropout(recipe)
     left |= kernel | blocks | dropped
     becomes |= all_blocks | instead | without | _weights_as_computed(recipe, precision, left)
     if shards(job):
         becomes["options.fsdp_version"] = 2
-    coded = find_bits(recipe) > 0 and recipe.method in ADAPTED
-    if coded and recipe.framework != "deepspeed":
+    quantised = find_bits(recipe) > 0 and recipe.method in ADAPTED
+    if quantised and recipe.framework != "deepspeed":
         becomes["options.prepare_kbit"] = False
         if recipe.options.get("prepare_kbit"):
-            said = "true: axolotl casts what is not quantised back to 16 bits"
-            left["options.prepare_kbit"] = said
+            casts = "true: axolotl casts what is not quantised back to 16 bits"
+            left["options.prepare_kbit"] = casts
     if recipe.prefers and recipe.method == "full" and precision["bf16"] + precision["fp16"]:
         becomes["options.fp32_outputs"] = True  # autocast over weights of 16 bits
     values: dict[str, Any] = {
@@ -136,7 +136,7 @@ def write_config(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str, An
         "lr_scheduler": optimizer.pop("lr_scheduler_type", None),
         **optimizer,
         **precision,
-        "gradient_checkpointing": again,
+        "gradient_checkpointing": recompute,
         "gradient_checkpointing_kwargs": {"use_reentrant": reenters(job, left, sharded=False)},
         **attention,
         **_kernels(recipe),

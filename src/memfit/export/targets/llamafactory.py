@@ -171,7 +171,7 @@ def write_arguments(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str,
     recipe = job.recipe
     optimizer, left, becomes = write_optimizer(job)
     attention, kernel, instead = find_attention(job, multiple=recipe.objective != "pretrain")
-    again, blocks, all_blocks = recomputes(job)
+    recompute, blocks, all_blocks = recomputes(job)
     precision = write_precision(recipe)
     dropped, without = drops_dropout(recipe)
     liger, unsaid, plain = write_liger(recipe, "enable_liger_kernel", loss=True)
@@ -195,7 +195,7 @@ def write_arguments(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str,
         **_pairs(recipe, left, becomes),
         "do_train": True,
         **_method(recipe, left, becomes),
-        "disable_gradient_checkpointing": not again or shards(job),
+        "disable_gradient_checkpointing": not recompute or shards(job),
         "use_reentrant_gc": reenters(job, left, sharded=shards(job)),
         **_name_data(job),
         "template": "default",

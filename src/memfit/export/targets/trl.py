@@ -101,7 +101,7 @@ def write_arguments(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str,
     """The file's keys, what they cannot say, and what is in its place."""
     recipe = job.recipe
     optimizer, left, becomes = write_optimizer(job)
-    again, blocks, all_blocks = recomputes(job)
+    recompute, blocks, all_blocks = recomputes(job)
     attention, kernel, instead = find_attention(job, lays_out=True)
     liger, unsaid, plain = write_liger(recipe, "use_liger_kernel", loss=False)
     left |= blocks | kernel | unsaid
@@ -114,7 +114,7 @@ def write_arguments(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str,
         "max_length": recipe.sequence_length,
         **(_pairs(recipe) if recipe.prefers else {"packing": recipe.packing}),
         **write_steps(job),
-        "gradient_checkpointing": again and not shards(job),
+        "gradient_checkpointing": recompute and not shards(job),
         "gradient_checkpointing_kwargs": {
             "use_reentrant": reenters(job, left, sharded=shards(job)),
         },

@@ -1,4 +1,4 @@
-"""report.html: one self-contained page that shows what was asked, planned, certified, measured.
+"""report.html: one self-contained page with the request, plan, certificate and measurements.
 
 It opens from the disk with no network: no script, no font, no picture comes from elsewhere, and the
 page's own Content-Security-Policy forbids it.
@@ -47,7 +47,7 @@ def render_page(report: Report, *, folder: str) -> str:
             _considered(report),
             _certificate(report),
             section("Sample", f"<pre>{text(report.sample)}</pre>" if report.sample else ""),
-            _asked(report),
+            _request(report),
             _repeat(report, folder),
         )
     )
@@ -165,11 +165,11 @@ def _losses(report: Report) -> str:
     run = report.run
     if run is None:
         return ""
-    said = ""
+    held_out = ""
     if run.evaluations:
         shown = ", ".join(f"{v:.3f} at step {s:,}" for s, v in run.evaluations[-3:])
-        said = f'<p class="soft small">Held-out loss (dashed): {text(shown)}.</p>'
-    return section("Loss", curve(run.losses, run.evaluations), said)
+        held_out = f'<p class="soft small">Held-out loss (dashed): {text(shown)}.</p>'
+    return section("Loss", curve(run.losses, run.evaluations), held_out)
 
 
 def _comparisons(report: Report) -> str:
@@ -193,11 +193,11 @@ def _comparisons(report: Report) -> str:
             for r in rows
         ]
         pieces.append(f"<h3>{text(title)}</h3>{table(heads, cells, numbers=5, label=title)}")
-    said = (
+    legend = (
         '<p class="soft small">Errors are signed: predicted / truth - 1, where the truth is the '
         "measurement, or the certificate where nothing was measured; 0 is exact equality.</p>"
     )
-    return section("Predicted, certified, measured", *pieces, said)
+    return section("Predicted, certified, measured", *pieces, legend)
 
 
 def _considered(report: Report) -> str:
@@ -231,8 +231,10 @@ def _certificate(report: Report) -> str:
     later = made.generation
     generating = ""
     if later is not None:
-        said = f"{VERDICTS[later.verdict]}, needs {units.show_bytes(needs(later))}; {later.because}"
-        generating = f"<h3>Generating, in a process of its own</h3><p>{text(said)}</p>"
+        verdict = (
+            f"{VERDICTS[later.verdict]}, needs {units.show_bytes(needs(later))}; {later.because}"
+        )
+        generating = f"<h3>Generating, in a process of its own</h3><p>{text(verdict)}</p>"
     return section(
         "Certificate",
         f"<p>The trainer's own step ran on fake tensors in {units.show_seconds(made.seconds)}. "
@@ -248,11 +250,11 @@ def _certificate(report: Report) -> str:
     )
 
 
-def _asked(report: Report) -> str:
+def _request(report: Report) -> str:
     request = _flat(to_data(report.plan.request))
     usual = _flat(to_data(Request(model="")))
-    asked = {key: value for key, value in request.items() if usual.get(key) != value}
-    rest = {key: value for key, value in request.items() if key not in asked}
+    stated = {key: value for key, value in request.items() if usual.get(key) != value}
+    rest = {key: value for key, value in request.items() if key not in stated}
     left = (
         f"<details><summary>Left to memfit, or at its default: {len(rest)} keys</summary>"
         f"{pairs(rest, label='the rest of the request')}</details>"
@@ -260,7 +262,7 @@ def _asked(report: Report) -> str:
     made = pairs(_flat(to_data(report.plan.recipe)), label="recipe")
     return section(
         "Asked and planned",
-        f'<div class="two"><div><h3>Request</h3>{pairs(asked, label="request")}{left}</div>'
+        f'<div class="two"><div><h3>Request</h3>{pairs(stated, label="request")}{left}</div>'
         f"<div><h3>Recipe</h3>{made}</div></div>",
     )
 

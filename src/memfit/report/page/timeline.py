@@ -125,19 +125,19 @@ def _drawing(curve: Curve, certificate: Certificate) -> tuple[str, ...]:
 
 
 def _note(curve: Curve, limit: int | None, drawn: int | None) -> str:
-    said = [
+    notes = [
         f"{curve.events:,} allocations and releases in order, not in time. In the drawing the "
         "arrow keys step through them, + and - change the view, P shows the peak, and a drag "
         "shows a part."
     ]
     if len(curve.points) < curve.events:
-        said.append(
+        notes.append(
             f"Drawn: {len(curve.points):,} of them, the highest and the lowest of each stretch, so "
             "that no peak is left out, and all around the highest peak."
         )
     if limit is not None and drawn is None:
-        said.append(f"The limit, {units.show_bytes(max(limit, 0))}, is outside the drawing.")
-    return f'<p class="soft small">{text(" ".join(said))}</p>'
+        notes.append(f"The limit, {units.show_bytes(max(limit, 0))}, is outside the drawing.")
+    return f'<p class="soft small">{text(" ".join(notes))}</p>'
 
 
 def _words(curve: Curve) -> str:
@@ -170,11 +170,11 @@ def _labels(curve: Curve, top: float) -> str:
     for phase, start, stop in curve.stretches:
         left, width = start / _width(curve), (stop - start) / _width(curve)
         hidden = "" if width >= NARROW else " hidden"
-        said = text(PHASES.get(phase, phase))
+        name = text(PHASES.get(phase, phase))
         look = "phase" if width >= WIDE else "phase narrow"
         marks.append(
             f'<span class="{look}" style="left:{left:.2%};width:{width:.2%}" data-from="{start}" '
-            f'data-to="{stop}" title="{said}"{hidden}>{said}</span>'
+            f'data-to="{stop}" title="{name}"{hidden}>{name}</span>'
         )
     return "".join(marks)
 
@@ -268,5 +268,5 @@ def _blocks(tensors: Sequence[Tensor]) -> str:
     ]
     heads = ("kind", "module", "made by", "each", "together")
     more = len(tensors) - len(rows)
-    said = f'<p class="soft small">{more} more rows in certificate.json</p>' if more > 0 else ""
-    return table(heads, rows, numbers=2, label="tensors at the peak") + said
+    rest = f'<p class="soft small">{more} more rows in certificate.json</p>' if more > 0 else ""
+    return table(heads, rows, numbers=2, label="tensors at the peak") + rest

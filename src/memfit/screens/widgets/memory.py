@@ -43,15 +43,15 @@ def show_verdict(console: Console, memory: Memory, subject: str) -> None:
 def describe_needed(memory: Memory) -> str:
     """What is needed with its range, of what, and how much is to spare or missing."""
     needed = needs(memory)
-    said = f"needs {units.show_bytes(needed)}{_band(memory)}"
+    line = f"needs {units.show_bytes(needed)}{_band(memory)}"
     if memory.usable is None:
-        said += "; how much may be used is unknown"
+        line += "; how much may be used is unknown"
     else:
         over = needed - memory.usable
-        said += f" of {units.show_bytes(memory.usable)} usable"
-        said += _ratio(needed, memory.usable)
-        said += f": {units.show_bytes(abs(over))} {'too much' if over > 0 else 'to spare'}"
-    return said
+        line += f" of {units.show_bytes(memory.usable)} usable"
+        line += _ratio(needed, memory.usable)
+        line += f": {units.show_bytes(abs(over))} {'too much' if over > 0 else 'to spare'}"
+    return line
 
 
 def _band(memory: Memory) -> str:
@@ -134,11 +134,11 @@ def _reasons(entries: tuple[Entry, ...]) -> dict[str, str]:
         counts[entry.kind] = counts.get(entry.kind, 0) + 1
         if entry.kind not in largest or entry.nbytes > largest[entry.kind].nbytes:
             largest[entry.kind] = entry
-    said = {}
+    reasons = {}
     for kind, entry in largest.items():
         more = f" (+{counts[kind] - 1} more)" if counts[kind] > 1 else ""
-        said[kind] = f"{entry.owner}: {entry.because}{more}"
-    return said
+        reasons[kind] = f"{entry.owner}: {entry.because}{more}"
+    return reasons
 
 
 def _show_entries(console: Console, entries: tuple[Entry, ...]) -> None:
