@@ -124,7 +124,7 @@ class Optimizer(Record, frozen=True, kw_only=True):
     decay_ratio: float = 0.0  # of wsd: share of all steps in which the rate falls
 
     def warmup(self, steps: int) -> int:
-        """Steps of warm-up of so many steps in all; a share is rounded up, as transformers does."""
+        """Return the warm-up steps of `steps` in all; a share is rounded up, as in transformers."""
         return self.warmup_steps or math.ceil(self.warmup_ratio * steps)
 
 
