@@ -22,7 +22,7 @@ from memfit.report.curve import draw_curve
 from memfit.report.page.timeline import render_timeline
 from memfit.screens.budget import show_figure
 from memfit.screens.widgets.memory import parts_of
-from memfit.ui.asking import read_asked
+from memfit.ui.asking import read_query
 from typed_commands import quick
 
 TEXT = "The cat sat on a mat while the rain fell over old hills. " * 20
@@ -167,7 +167,7 @@ def test_of_anothers_step_the_timeline_is_what_is_predicted(browser, server):
         page.wait_for_selector("#strip")
         assert "there is none of megatron's" in page.text_content("#no-certificate")
         assert page.locator("#certify").count() == 0
-        plan = api.plan(read_asked(tuple({**RANKS, **more}.items())))
+        plan = api.plan(read_query(tuple({**RANKS, **more}.items())))
         strip = api.draw_pipeline(plan)
         rows = page.locator("[aria-label='Ranks of the pipeline'] tbody tr").all()
         for slots, row in zip(strip.ranks, rows, strict=True):
@@ -294,4 +294,4 @@ def test_a_pasted_config_is_the_request_with_it(server):
     """What the timeline asks for above is what `memfit plan request.json` reads."""
     keys = (("model", json.dumps(TINY)), ("task.steps", "3"), ("limits.memory", "1 GiB"))
     stated = {"model": TINY, "task": {"steps": 3}, "limits": {"memory": "1 GiB"}}
-    assert read_asked(keys) == from_data(stated, Request, source="a test")
+    assert read_query(keys) == from_data(stated, Request, source="a test")
