@@ -72,9 +72,9 @@ def change_value(chance: random.Random, content: bytes) -> bytes:
     becomes JSON, which is YAML."""
     try:
         data = _load(content)
-    except Exception:
+        places = list(_places(data))
+    except Exception:  # what is nested too deep included
         return flip(chance, content)
-    places = list(_places(data))
     if not places:
         return insert(chance, content)
     holder, key = chance.choice(places)

@@ -37,6 +37,8 @@ from memfit.workflows.certify_request import (
 )
 from memfit.workflows.certify_request import find_levers as find_levers
 from memfit.workflows.certify_request import find_nearest as find_nearest
+from memfit.workflows.elastic import Elastic as Elastic
+from memfit.workflows.elastic import read_elastic as read_elastic
 from memfit.workflows.launch_ranks import is_first_rank as is_first_rank
 from memfit.workflows.load_inputs import change as change
 from memfit.workflows.load_inputs import place_devices
@@ -182,21 +184,23 @@ def train(
     say: Callable[[str], None] = lambda _: None,
     override: bool = False,
     tensorboard: bool = False,
+    elastic: Elastic | None = None,
 ) -> Run:
     """Plan and certify where that has not been done, then run exactly the certified recipe.
 
     Of a request for many ranks this process starts them, or is one where a launcher has. The same
     call resumes from the newest complete checkpoint. override: also where the certificate says that
-    it does not fit. Raises RunFailed (with what was saved intact), DoesNotFit, NotCertified,
-    InvalidRequest.
+    it does not fit. elastic: what happens when a rank that this process started is lost. Raises
+    RunFailed (with what was saved intact), DoesNotFit, NotCertified, InvalidRequest.
     """
     problems.check_own_step(request.framework)
     if not request.task.data:
         raise InvalidRequest("no training data is named", hint="set `task.data`, a file or folder")
     if request.ranks > 1:
         return launch_ranks.train_ranks(
-            request, folder, progress=progress, say=say, override=override, tensorboard=tensorboard
-        )
+            request, folder, progress=progress, say=say, override=override, tensorboard=tensorboard,
+            policy=elastic or Elastic(),
+        )  # fmt: skip
     prepared = prepare_apart(request, folder, say=say, override=override)
     from memfit.train.run import loop
 

@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from random import SystemRandom
 from typing import Any
@@ -32,6 +33,7 @@ from memfit.core.errors import Error
 from memfit.records.model import ModelReference
 from memfit.records.recipe import Lora, Parallel, Recipe
 from memfit.records.request import Request, Task
+from memfit.train.distributed import ranks as ranks_module
 from memfit.train.distributed import stragglers
 from memfit.train.distributed.ranks import find_place, join
 from memfit.train.run import loop
@@ -70,17 +72,20 @@ def run(order: dict) -> None:
         return
     if "late" in order:
         be_late(place.rank == order["late"])
+    if "hang" in order:
+        ranks_module.TIMEOUT = timedelta(seconds=order["timeout"])
+        be_late(place.rank == order["hang"], seconds=3600.0)
     with join(place, "cpu") as ranks:
         train(recipe, request, folder, cadence=cadence, cache=cache, ranks=ranks)
 
 
-def be_late(is_late: bool) -> None:
+def be_late(is_late: bool, seconds: float = 0.2) -> None:
     """One rank comes late to every step, and steps are looked at whatever that costs."""
     stragglers.AFFORDED = float("inf")
     plain = loop.run_step
 
     def run_step(*args: Any) -> Any:
-        time.sleep(0.2 * is_late)
+        time.sleep(seconds * is_late)
         return plain(*args)
 
     loop.run_step = run_step

@@ -1,14 +1,16 @@
 """Ranks that end: who is told what, how soon, and where a rank hears its place from."""
 
 import gc
+from pathlib import Path
 
 import pytest
 from tiny_runs import tiny_recipe
 
+import memfit
 from memfit.core.errors import DoesNotFit, InvalidRequest, RunFailed
 from memfit.records.recipe import Lora, Parallel
 from memfit.train.distributed.launch import launch
-from memfit.train.distributed.ranks import Place, Ranks, find_place
+from memfit.train.distributed.ranks import Place, RankLost, Ranks, explained_loss, find_place
 
 # torch's launcher leaves the files that it gave its processes to the collector
 pytestmark = [
@@ -79,6 +81,38 @@ def test_places_of_other_launchers():
     assert find_place(slurm | where | {"SLURM_NTASKS": "1"}) is None
     with pytest.raises(InvalidRequest, match="SLURM_PROCID=first"):
         find_place(slurm | where | {"SLURM_PROCID": "first"})
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("Timed out waiting 8000ms", "it did not come to a collective in time"),
+        ("closed", "gloo: c"),
+    ],
+)
+def test_a_collective_that_took_too_long_is_told_as_that(said, told):
+    with pytest.raises(RankLost, match=f"another rank was lost: {told}"), explained_loss():
+        raise RuntimeError(f"gloo: {said}")
+
+
+FAIL = """
+import os, sys
+sys.path[:0] = [os.environ["SOURCE"]]
+from memfit.train.distributed.launch import leave_word
+if os.environ["RANK"] == "0":
+    os._exit(leave_word(RuntimeError(os.environ["SAID"])))
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"), [("CUDA error: uncorrectable", RankLost), ("a", RunFailed)]
+)
+def test_a_device_that_fails_is_a_lost_rank_and_a_bug_is_none(tmp_path, monkeypatch, said, kind):
+    monkeypatch.setenv("SAID", said)
+    monkeypatch.setenv("SOURCE", str(Path(memfit.__file__).parents[1]))
+    with pytest.raises(RunFailed, match=f"RuntimeError: {said}") as error:
+        launch(["-c", FAIL], tmp_path, 2)
+    assert type(error.value) is kind
 
 
 def test_a_process_alone_agrees_with_itself(tmp_path):

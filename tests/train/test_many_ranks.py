@@ -301,6 +301,18 @@ def test_a_rank_that_others_wait_for_is_named(runs):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("parallel", [SHARDS, {"dp_replicate": 2}], ids=str)
+def test_a_collective_that_hangs_ends_in_an_error_within_its_time(runs, parallel):
+    first, second = runs.start(f"hung {parallel}", parallel=parallel, hang=1, timeout=8)
+    began = time.monotonic()
+    runs.wait_for(lambda: runs._running[first] is not None)  # before the other one ends
+    assert time.monotonic() - began < LONGEST / 2
+    assert runs._running[first] == STOPPED  # the exit code of a run that failed
+    assert runs._running[second] is None
+    runs.clear()
+
+
+@pytest.mark.slow
 @pytest.mark.wide  # the next test trains adapters on many ranks, too
 def test_adapters_on_many_ranks(runs):
     want = runs.whole("lora alone", method="lora")

@@ -20,6 +20,7 @@ from memfit.check.smaller_changes import Change, Edit, Edits, Group, find_smalle
 from memfit.core.callable_package import make_callable
 from memfit.core.errors import InvalidRequest
 from memfit.core.registry import Registry
+from memfit.core.system.reading import is_file, shorten
 from memfit.plan.frameworks.hugging_face.pairs import TILED
 from memfit.plan.request.model_reference import find_reference
 from memfit.records import Record, from_data
@@ -318,11 +319,11 @@ def find_named(name: str, beside: Path) -> Path:
     """
     places = (Path(), *beside.resolve().parents)
     for place in places:
-        if (place / name).is_file():
+        if is_file(place / name):
             return place / name
     raise InvalidRequest(
-        f"`{beside}` names `{name}`, which is not here",
-        hint=f"run from where `{name}` can be found, as the tool itself is",
+        f"`{beside}` names `{shorten(name)}`, which is not here",
+        hint=f"run from where `{shorten(name)}` can be found, as the tool itself is",
     )
 
 

@@ -31,6 +31,17 @@ if TYPE_CHECKING:
 @folder_option
 @anyway_option
 @click.option("--tensorboard", is_flag=True, help="Also write TensorBoard's event files.")
+@click.option(
+    "--restarts", type=click.IntRange(min=0), default=3, show_default=True,
+    help="Lost ranks after which the run goes on by itself, on fewer.",
+)  # fmt: skip
+@click.option(
+    "--regain",
+    metavar="TIME",
+    default="10 min",
+    show_default=True,
+    help="Time on fewer ranks until all are tried again.",
+)
 @output_options
 def train_command(
     target: str,
@@ -40,6 +51,8 @@ def train_command(
     folder: Path | None,
     anyway: bool,
     tensorboard: bool,
+    restarts: int,
+    regain: str,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -50,13 +63,15 @@ def train_command(
     """
     from memfit import api
 
+    elastic = api.read_elastic(restarts, regain)
     request = read_target(target, device, memory, changes)
     home = folder or _folder_of(target)
     say = note(quiet)
     progress = None if quiet else api.open_progress(sys.stderr)
     run = api.train(
-        request, home, progress=progress, say=say, override=anyway, tensorboard=tensorboard
-    )
+        request, home, progress=progress, say=say, override=anyway, tensorboard=tensorboard,
+        elastic=elastic,
+    )  # fmt: skip
     if not api.is_first_rank():
         return
     report = api.write_report(home)

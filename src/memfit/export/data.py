@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from memfit.core.errors import InvalidRequest
-from memfit.core.system.reading import is_file, parse_json
+from memfit.core.system.reading import is_file, is_folder, parse_json
 from memfit.records import Record
 
 PLACEHOLDER = "YOUR_DATASET"
@@ -61,9 +61,9 @@ def read_data(named: str) -> Data:
     if not named:
         return Data(named=PLACEHOLDER, parts=())
     path = Path(named).expanduser()
-    if path.is_file():
+    if is_file(path):
         files = [path]
-    elif path.is_dir():
+    elif is_folder(path):
         files = [p for p in sorted(path.rglob("*")) if p.is_file() and not _passed_over(p, path)]
     elif found := sorted(glob.glob(str(path), recursive=True)):
         files = [Path(name) for name in found if is_file(Path(name))]

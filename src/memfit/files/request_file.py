@@ -13,6 +13,7 @@ import msgspec
 
 from memfit.base_formats import list_base_formats
 from memfit.core.errors import InvalidRequest
+from memfit.core.system.reading import exists
 from memfit.core.wording import as_yaml
 from memfit.records import write_atomically
 from memfit.records.request import Request
@@ -185,7 +186,7 @@ def write_template(path: Path) -> Path:
 
     Raises InvalidRequest when the file exists: what somebody wrote is not overwritten.
     """
-    if path.exists():
+    if exists(path):
         raise InvalidRequest(
             f"`{path}` exists already", hint="name another file: `memfit init second.yaml`"
         )

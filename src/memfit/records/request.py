@@ -15,6 +15,7 @@ from memfit.core.errors import InvalidRequest
 from memfit.core.system.reading import (
     check_data,
     is_file,
+    is_folder,
     name_kind,
     parse_yaml,
     read_text,
@@ -479,6 +480,6 @@ def find_weights(request: Request, reference: ModelReference) -> Literal["pretra
     if not reference.source:
         return "random"
     folder = Path(reference.source)
-    if folder.is_dir():
+    if is_folder(folder):
         return "pretrained" if any(folder.glob("*.safetensors")) else "random"
     return "pretrained"

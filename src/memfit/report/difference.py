@@ -9,6 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from memfit.core.errors import InvalidRequest
+from memfit.core.system.reading import exists, is_file, is_folder
 from memfit.files.run_folder import read_plan
 from memfit.plan.request.problem import read_own_problem
 from memfit.plan.search.search import search
@@ -27,18 +28,18 @@ def find_certificate(target: str, say: Callable[[str], None]) -> Certificate:
     Raises InvalidRequest (none of these, or another schema), NotCertified.
     """
     path = Path(target)
-    home = path if path.is_dir() else path.parent
+    home = path if is_folder(path) else path.parent
     known = home / "certificate.json"
-    if path.is_dir() and not (path / "config.json").exists():
+    if is_folder(path) and not exists(path / "config.json"):
         if known.exists():
             return read_certificate(known)
         path = path / "plan.json"
-        if not path.exists():
+        if not exists(path):
             raise InvalidRequest(
                 f"`{target}` holds neither certificate.json nor plan.json",
                 hint="name a run's folder, a certificate, a plan or a request",
             )
-    if path.is_file() and path.suffix == ".json" and path.name != "config.json":
+    if is_file(path) and path.suffix == ".json" and path.name != "config.json":
         if what_is(path) not in ("a plan", "a request"):
             return read_certificate(path)
         if what_is(path) == "a plan":

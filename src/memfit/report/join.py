@@ -9,7 +9,7 @@ from memfit.accuracy.plausible import check_run
 from memfit.adapters import find_adapter
 from memfit.catalog import find_device
 from memfit.core.errors import InvalidRequest
-from memfit.core.system.reading import read_text
+from memfit.core.system.reading import exists, read_text
 from memfit.families import read_model
 from memfit.plan.memory.predicted_memory import find_fullest, predict_peak
 from memfit.records import N, read_json
@@ -41,7 +41,7 @@ def read_report(folder: Path) -> Report:
 
     Raises InvalidRequest: no plan, or files of different recipes.
     """
-    if not (folder / "plan.json").exists():
+    if not exists(folder / "plan.json"):
         raise InvalidRequest(
             f"`{folder}` holds no plan.json",
             hint="name the folder of a run: `memfit train request.yaml --folder runs/first`",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.core.errors import Error, InvalidRequest
+from memfit.core.system.reading import shorten
 from memfit.records import Record
 from memfit.records.results import Report
 from memfit.report.join import read_report
@@ -93,6 +94,8 @@ def read_run(root: Path, name: str, after: int) -> RunView:
     except (OSError, ValueError):
         folder = top
     if folder == top or not folder.is_relative_to(top):
-        raise InvalidRequest(f"`{name}` is no run below `{root}`", hint="choose one of the list")
+        raise InvalidRequest(
+            f"`{shorten(name)}` is no run below `{root}`", hint="choose one of the list"
+        )
     rows = [row for row in read_log(folder) if row["step"] > after]
     return RunView(name=name, report=read_report(folder), log=tuple(rows))

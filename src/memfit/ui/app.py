@@ -174,7 +174,7 @@ async def _explain(_: Request, error: Exception) -> Response:
 
 async def _no_such(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    what = f"`{request.method} {request.url.path}` is not answered here: {error.detail}"
+    what = f"`{request.method} {request.scope['path']}` is not answered here: {error.detail}"
     body: dict[str, Any] = {"error": what, "hint": "", "exit_code": 2}
     return JSONResponse(body, error.status_code, headers=error.headers)
 

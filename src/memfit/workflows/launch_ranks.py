@@ -11,7 +11,8 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from memfit.plan.request import problem as problems
 from memfit.records import read_json
 from memfit.records.request import Request
 from memfit.records.results import Certificate, Run
+from memfit.workflows.elastic import MORE, Elastic, keep_going
 from memfit.workflows.prepare_child import prepare_apart
 from memfit.workflows.prepare_run import prepare
 
@@ -45,13 +47,20 @@ def train_ranks(
     say: Callable[[str], None],
     override: bool,
     tensorboard: bool,
+    policy: Elastic,
 ) -> Run:
-    """As `memfit.api.train`, of a request for more than one rank."""
+    """As `memfit.api.train`, of a request for more than one rank.
+
+    policy: what happens where this process starts the ranks and one is lost.
+    """
     from memfit.train.distributed.ranks import find_place, join
 
     place, kind = find_place(), _device_type(request)
     if place is None:
-        return _start(request, folder, progress, say, override=override, tensorboard=tensorboard)
+        return _start(
+            request, folder, progress, say,
+            override=override, tensorboard=tensorboard, policy=policy,
+        )  # fmt: skip
     if place.size != request.ranks:
         raise InvalidRequest(
             f"the request is for {request.ranks} ranks, and the launcher started {place.size}",
@@ -82,6 +91,7 @@ def _start(
     *,
     override: bool,
     tensorboard: bool,
+    policy: Elastic,
 ) -> Run:
     """Plan and certify here, then start the ranks and wait for them."""
     if request.hardware.nodes > 1:
@@ -98,11 +108,14 @@ def _start(
     from memfit.train.distributed.launch import launch
 
     options = {"override": override, "tensorboard": tensorboard, "shown": progress is not None}
-    launch(
-        ["-m", "memfit.workflows.launch_ranks", str(folder), json.dumps(options)],
-        folder,
-        request.ranks,
-    )
+
+    def start(current: Request, notes: Sequence[str]) -> None:
+        fewer = current.ranks < request.ranks
+        told = json.dumps({**options, "notes": notes, "fewer": fewer})
+        words = ["-m", "memfit.workflows.launch_ranks", str(folder), told]
+        launch(words, folder, current.ranks)
+
+    keep_going(start, request, folder, say=say, policy=policy, override=override)
     return read_json(folder / "run.json", Run)
 
 
@@ -134,17 +147,19 @@ def _run(
 def main(arguments: list[str]) -> int:
     """One rank that `_start` began: its folder and options; the exit code."""
     from memfit.train.distributed.launch import leave_word
-    from memfit.train.distributed.ranks import find_place, join
+    from memfit.train.distributed.ranks import Ranks, find_place, join
     from memfit.train.run.progress import open_progress
 
     end_with_parent(code=RunFailed.exit_code)
     folder, options = Path(arguments[0]), json.loads(arguments[1])
     try:
         place = find_place()
-        assert place is not None
-        progress = open_progress(sys.stderr) if options["shown"] and not place.rank else None
+        first = place is None or not place.rank
+        progress = open_progress(sys.stderr) if options["shown"] and first else None
         kind = _device_type(read_json(folder / "request.json", Request))
-        with join(place, kind) as ranks:
+        with nullcontext(Ranks()) if place is None else join(place, kind) as ranks:
+            ranks.notes = tuple(options["notes"])
+            ranks.more = folder / MORE if options["fewer"] else None
             _run(
                 folder, ranks, progress,
                 override=options["override"], tensorboard=options["tensorboard"],

@@ -29,7 +29,7 @@ from memfit.records import Record, from_data, read_json, to_json
 from memfit.records.recipe import ADAPTED
 from memfit.records.request import Request
 from memfit.records.results import Certificate
-from memfit.workflows.prepare_run import Prepared, Say, prepare
+from memfit.workflows.prepare_run import Prepared, Say, prepare, prepare_moved
 
 KINDS = {
     kind.__name__: kind for kind in (*Error.__subclasses__(), *InvalidRequest.__subclasses__())
@@ -41,17 +41,24 @@ class Order(Record, frozen=True, kw_only=True):
 
     request: Request
     override: bool
+    moved: bool = False  # to another number of ranks: request.json stays
 
 
 def prepare_apart(
-    request: Request, folder: Path, *, say: Say = lambda _: None, override: bool = False
+    request: Request,
+    folder: Path,
+    *,
+    say: Say = lambda _: None,
+    override: bool = False,
+    moved: bool = False,
 ) -> Prepared:
-    """As `starting.prepare`, in a process beside this one, whose memory comes back with its end.
+    """As `prepare`, in a process beside this one, whose memory comes back with its end.
 
-    A process that has torch already would gain nothing, and prepares itself. Raises what `prepare`
+    A process that has torch already would gain nothing, and prepares itself. moved: as
+    `prepare_moved`, always in a process of its own. Raises what `prepare`
     raises, and NotCertified where the other process was ended.
     """
-    if "torch" in sys.modules:
+    if "torch" in sys.modules and not moved:
         return prepare(request, folder, say=say, override=override)
     with tempfile.TemporaryFile("w+") as errors:
         with subprocess.Popen(
@@ -59,7 +66,8 @@ def prepare_apart(
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
             env=child_environment(),
         ) as child:  # fmt: skip
-            answer = _converse(child, Order(request=request, override=override), say)
+            order = Order(request=request, override=override, moved=moved)
+            answer = _converse(child, order, say)
         code = child.returncode
         if answer is None:
             errors.seek(0)
@@ -115,7 +123,8 @@ def main(folder: Path) -> None:
     order = from_data(msgspec.json.decode(sys.stdin.read()), Order, source="the order to prepare")
     try:
         with in_this_process():
-            prepare(
+            made = prepare_moved if order.moved else prepare
+            made(
                 order.request, folder, say=lambda text: write(say=text), override=order.override,
                 imports=_measure_imports(order.request),
             )  # fmt: skip

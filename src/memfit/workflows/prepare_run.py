@@ -62,6 +62,19 @@ def prepare(
     return _write(_prepare_anew(request, say, override=override, imports=imports), folder)
 
 
+def prepare_moved(
+    request: Request,
+    folder: Path,
+    *,
+    say: Say = lambda _: None,
+    override: bool = False,
+    imports: int | None = None,
+) -> Prepared:
+    """Plan and certify a run on other ranks, while request.json keeps what the user asked."""
+    made = _prepare_anew(request, say, override=override, imports=imports)
+    return _write_made(made, folder)
+
+
 def find_lengths(request: Request) -> Request:
     """The request with its epochs counted in steps, which needs its data tokenised (once)."""
     from memfit.train.data import prepare as preparing
@@ -215,6 +228,10 @@ def _plan_within(request: Request, device: Device, limit: int | None) -> Plan:
 
 def _write(prepared: Prepared, folder: Path) -> Prepared:
     write_json(folder / "request.json", prepared.request)
+    return _write_made(prepared, folder)
+
+
+def _write_made(prepared: Prepared, folder: Path) -> Prepared:
     write_json(folder / "plan.json", prepared.plan)
     file = folder / "certificate.json"
     if prepared.certificate is not None:

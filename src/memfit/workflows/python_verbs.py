@@ -20,6 +20,7 @@ from memfit.check import Checked
 from memfit.check.answers import Answer
 from memfit.check.smaller_changes import Change
 from memfit.core.errors import InvalidRequest, UnknownName
+from memfit.core.system.reading import is_file
 from memfit.export.target import Export
 from memfit.files.flags import BY_WORD, DEVICE, MEMORY, find_field, gather
 from memfit.files.request_file import KEYS
@@ -204,7 +205,7 @@ def check(
     """
     paths = [Path(f) for f in ([files] if isinstance(files, str | Path) else files)]
     for path in paths:
-        if not path.is_file():
+        if not is_file(path):
             raise InvalidRequest(f"cannot read `{path}`: there is no such file")
     data: dict[str, Any] = {}
     api.put_all(data, read_words(words))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from memfit.core import units
-from memfit.core.system.reading import is_file
+from memfit.core.system.reading import is_file, is_folder
 
 ASSUMED_BYTES = 4.0  # of UTF-8 text for a token: English under vocabularies of 32,000 to 150,000
 SAMPLE = 256 * units.KIB  # bytes that are looked at
@@ -37,16 +37,16 @@ def estimate_data(data: str, tokenizer: str) -> DataSize | None:
     if not files:
         return None
     own = Path(tokenizer).expanduser() / "tokenizer.json"
-    vocabulary = str(own) if own.is_file() else ""
+    vocabulary = str(own) if is_file(own) else ""
     return _estimate(tuple((str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files),
                      vocabulary)  # fmt: skip
 
 
 def _find_files(data: str) -> list[Path]:
     path = Path(data).expanduser()
-    if path.is_file():
+    if is_file(path):
         return [path]
-    if path.is_dir():
+    if is_folder(path):
         found = [p for p in path.rglob("*") if p.is_file()]
         hidden = [any(part.startswith(".") for part in p.relative_to(path).parts) for p in found]
         return sorted(p for p, left_out in zip(found, hidden, strict=True) if not left_out)

@@ -25,10 +25,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from memfit.core.errors import Error, InvalidRequest, RunFailed
 from memfit.core.system.processes import name_parent
-from memfit.train.distributed.ranks import FOLDER, KINDS, LOST
+from memfit.train.distributed.ranks import FOLDER, KINDS, LOST, MoreRanks, RankLost
 
 LAST = 60  # seconds that ranks have to save and end, once one of them is lost or Ctrl-C is pressed
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where the launcher expects a rank's last words
+# what torch says of a device, or a network, that failed; anything else would fail again on fewer
+DEVICE_LOST = ("CUDA error", "NCCL error", "uncorrectable", "AcceleratorError")
 AGAIN = "start the same command again: it goes on from the newest checkpoint"
 
 
@@ -37,7 +39,8 @@ def launch(arguments: Sequence[str], run: Path, count: int) -> None:
 
     The first rank writes to this process's terminal, the others to files of the run folder. When
     one ends badly the others are ended within `LAST` seconds. Raises what the first rank to fail
-    raised, and RunFailed for a rank that was killed, or when interrupted.
+    raised, RankLost for a rank that was killed or whose device failed, MoreRanks where the run made
+    room for more, and RunFailed when interrupted.
     """
     config = LaunchConfig(
         min_nodes=1,
@@ -47,7 +50,7 @@ def launch(arguments: Sequence[str], run: Path, count: int) -> None:
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
-        max_restarts=0,  # a certificate holds for a whole run; the same command goes on
+        max_restarts=0,  # on fewer ranks a certificate of their own is needed: workflows/elastic.py
         logs_specs=Logs(run),
     )
     try:
@@ -132,6 +135,7 @@ def leave_word(error: BaseException) -> int:
     if path := os.environ.get(ERROR_FILE):
         words = {
             "message": message, "hint": hint, "code": code, "explained": isinstance(error, Error),
+            "more": isinstance(error, MoreRanks),
             "timestamp": int(time.time()),
         }  # fmt: skip
         Path(path).write_text(json.dumps(words))
@@ -149,6 +153,8 @@ def _explain(failures: dict[int, ProcessFailure], run: Path) -> Error:
 
     rank, failure = min(failures.items(), key=order)
     words = _words(failure)
+    if words.get("more"):
+        return MoreRanks(str(words["message"]))
     if words.get("explained") and not str(words["message"]).startswith(LOST):
         kind = KINDS.get(int(words["code"]), RunFailed)
         return kind(str(words["message"]), hint=str(words["hint"]))
@@ -156,7 +162,9 @@ def _explain(failures: dict[int, ProcessFailure], run: Path) -> Error:
     how = str(words.get("message", ""))
     if failure.exitcode < 0:
         how = f"it was ended by {failure.signal_name()}"
-    return RunFailed(
+    gone = failure.exitcode < 0 or how.startswith(LOST) or any(word in how for word in DEVICE_LOST)
+    kind = RankLost if gone else RunFailed
+    return kind(
         f"rank {rank} of the run was lost: {how or f'exit code {failure.exitcode}'}",
         hint=f"{AGAIN}, also on fewer ranks" + (f"; `{log}` is its log" if log.exists() else ""),
     )

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.core.errors import DoesNotFit, Error, InvalidRequest, NotCertified, RunFailed
 
-c10d: Any = dist  # whose names its types leave out
+c10d: Any = dist.distributed_c10d  # whose names its types leave out
 TIMEOUT = timedelta(minutes=10)  # of a collective: a rank that hangs ends the run after it
 PATIENCE = timedelta(days=7)  # with the first rank, which reads data and certifies for all
 LOST = "another rank was lost"
@@ -66,11 +66,21 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
     return None
 
 
+class RankLost(RunFailed):
+    """A rank was killed, its device failed, or it did not come: others may go on without it."""
+
+
+class MoreRanks(RunFailed):
+    """A run on fewer ranks than it began with has saved and ended, to go on with all."""
+
+
 class Ranks:
     """One process alone, which agrees with itself."""
 
     rank = 0
     size = 1
+    notes: tuple[str, ...] = ()  # on ranks that were lost before, for run.json
+    more: Path | None = None  # a file that asks to save and end, to go on with more ranks
 
     def gather(self, *values: float) -> list[tuple[float, ...]]:
         """The numbers of all ranks, in their order; every rank calls it and gets the same."""
@@ -91,6 +101,10 @@ class Ranks:
     def from_first(self, work: Callable[[], str]) -> str:
         """What the first rank works out, however long that takes; its error is everybody's."""
         return work()
+
+    def wants_more(self) -> bool:
+        """Whether this rank was asked to make room for a run on more."""
+        return self.rank == 0 and self.more is not None and self.more.exists()
 
     def wait(self) -> None:
         """Until all ranks are here."""
@@ -174,6 +188,7 @@ def join(place: Place, device_type: str) -> Iterator[Ranks]:
             )
         torch.cuda.set_device(place.local_rank)
         backend = "cpu:gloo,cuda:nccl"
+    c10d.default_pg_timeout = TIMEOUT  # of the groups of a mesh: torch's own is 30 min for gloo
     with explained_loss():
         meeting = rendezvous("env://", place.rank, place.size, timeout=TIMEOUT)
         store, rank, size = next(iter(meeting))
@@ -203,7 +218,9 @@ def explained_loss() -> Iterator[None]:
         if not _is_lost(error):
             raise
         first = str(error).strip().partition("\n")[0]
-        raise RunFailed(
+        if "imed out" in first or "timeout" in first.lower():
+            first = f"it did not come to a collective in time ({first})"
+        raise RankLost(
             f"{LOST}: {first}",
             hint="the same command goes on from the newest checkpoint, also on fewer ranks",
         ) from None

@@ -42,7 +42,7 @@ from memfit.train.checkpoint.sharded import Saver
 from memfit.train.checkpoint.whole import load_checkpoint, save_checkpoint
 from memfit.train.data.prepare import build_samplers, read_data
 from memfit.train.data.sampler import Micro, Sampler
-from memfit.train.distributed.ranks import Ranks, explained_loss
+from memfit.train.distributed.ranks import MoreRanks, Ranks, explained_loss
 from memfit.train.measure.counters import (
     Meter,
     count_targets,
@@ -153,7 +153,7 @@ def train(
             interrupts=interrupts,
             warnings=list(before.warnings) if before else [],
         )
-        for text in lost:
+        for text in (*lost, *ranks.notes):
             session.warn(text)
         _warn_of_verdict(session)
         for note in training.notes:
@@ -212,6 +212,7 @@ def _run(session: Session, predicted_seconds: float | None, *, tensorboard: bool
         session.home, where, _diagnosis(session, None, where), lambda: _newest(session)
     ):
         built, session.done = _prepare(session)
+    session.begun = session.done
     write_run(session, session.done, finished=False)
     certified = session.certificate.memory.peak_allocated if session.certificate else None
     session.progress.begin(Facts(session.recipe.steps, session.done, predicted_seconds, certified))
@@ -377,6 +378,8 @@ def _take_step(session: Session, built: Built, index: int) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     session.compare()
     row: dict[str, Any] = {"step": index + 1, "loss": loss, "learning_rate": rate}
+    if session.ranks.size > 1 or session.ranks.notes:
+        row["ranks"] = session.ranks.size
     if norm is not None:
         row["grad_norm"] = norm
     if result.scale is not None:
@@ -494,12 +497,18 @@ def _save(session: Session, built: Built, log: Log, step: int) -> None:
 
 
 def _stop_if_asked(session: Session, built: Built, log: Log, done: int) -> None:
-    if not session.ranks.any(session.interrupts.requested):
+    room = done > session.begun and session.ranks.wants_more()
+    asked = (session.interrupts.requested, room)
+    found = session.ranks.gather(*map(float, asked))
+    stopping, moving = (any(flags) for flags in zip(*found, strict=True))
+    if not stopping and not moving:
         return
     if done:
         _save(session, built, log, done)
         if session.saver is not None:
             session.saver.finish()
+    if moving and not stopping:
+        raise MoreRanks(f"step {done} is saved, and the run goes on with more ranks")
     raise RunFailed(
         f"interrupted after step {done} of {session.recipe.steps}"
         + ("; a checkpoint is saved" if done else ""),

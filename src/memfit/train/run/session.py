@@ -75,6 +75,7 @@ class Session:
     warnings: list[str] = field(default_factory=list)
     log_digest: str = ""  # of log.jsonl up to `done`, as the checkpoint there says
     done: int = 0  # steps whose result is complete
+    begun: int = 0  # of these, those before this start
     outliers: tuple[float, float] | None = None  # of int8: mean and largest share of columns
     watcher: Watcher = field(init=False)
     waiting: Waiting = field(init=False)
