@@ -183,7 +183,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         file = pyarrow.parquet.ParquetFile(path)
         names = _find_columns(path, file.schema_arrow.names)
         yield from _rows(path, file.iter_batches(columns=names, batch_size=1024))
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         _refuse_table(path, "parquet", error)
 
 
@@ -204,7 +204,7 @@ def _csv(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         )
         with csv.open_csv(path, parse_options=parse, convert_options=convert) as file:
             yield from _rows(path, file)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         _refuse_table(path, "CSV", error)
 
 
