@@ -60,7 +60,7 @@ def draw(chance: random.Random) -> dict[str, Any]:
 
 def ask(data: dict[str, Any]) -> Plan:
     """The plan, without its levers."""
-    return api.plan(from_data(data, Request, where="the campaign"), levers=False)
+    return api.plan(from_data(data, Request, source="the campaign"), levers=False)
 
 
 def more(path: str, grow: Callable[[int], int]) -> Callable[[dict[str, Any], Plan], str]:
