@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from memfit import api
 from memfit.core.errors import InvalidRequest
-from memfit.records import from_data, read_json
+from memfit.records import from_data, read_json, to_data
 from memfit.records.request import Request
 from memfit.records.results import Run
 from memfit.workflows.elastic import change_ranks
@@ -144,6 +144,7 @@ def test_fewer_ranks_have_the_same_batch_and_course(tmp_path):
     for count in (3, 2, 1):
         smaller = change_ranks(made, count)
         again = api.plan(smaller, levers=False).recipe
+        assert from_data(to_data(smaller), Request, source="the test") == smaller
         assert again.parallel.world == count
         assert again.global_batch == made.recipe.global_batch
         assert again.course == made.recipe.course

@@ -69,6 +69,9 @@ def state(plan: Plan) -> Request:
         decided["parallel"] = from_data(to_data(made.parallel), ParallelRequest, source="plan.json")
     names = OptimizerRequest.__struct_fields__
     chosen = {name: getattr(made.optimizer, name) for name in names}
+    for name in ("power", "decay_ratio"):
+        if not chosen[name]:  # of another schedule: a request has its default there
+            del chosen[name]
     return msgspec.structs.replace(
         request,
         weights=made.weights,
