@@ -1,7 +1,7 @@
 """What the allocator held before a recording began, worked back from its entries and its end.
 
-A segment was there if it is there at the end, or was given back, and no entry took it. A block was
-live if it is live at the end, or was released, and no entry allocated it. What lies between was
+A segment was there if it is there at the end, or was released, and no entry allocated it. A block
+was live if it is live at the end, or was released, and no entry allocated it. What lies between was
 cached. A released block's own size is not written down: it is the rounded request, and in the large
 pool also a rest of up to 1 MiB that torch did not cut off, where the next block begins so near: one
 that is live, or one that is allocated there while the block is still live.

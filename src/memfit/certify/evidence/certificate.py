@@ -86,7 +86,7 @@ def make_certificate(
 
 
 def _choose_rank(recipe: Recipe, device: Device, rank: int | None) -> tuple[int, tuple[str, ...]]:
-    """The rank asked for, else the fullest; and what the certificate says of it, if anything."""
+    """Return the requested rank, else the fullest; and the certificate's notes on it."""
     world = recipe.parallel.world
     if rank is not None and not 0 <= rank < world:
         raise InvalidRequest(
@@ -216,8 +216,8 @@ def _judge(
 ) -> tuple[Verdict, str]:
     """Against the limit with the whole band of the context, not with its middle.
 
-    Where the reserved peak does not fit, the tape runs again under the limit: the allocator gives
-    cached segments back before it gives up.
+    Where the reserved peak does not fit, the tape is replayed under the limit: the allocator
+    releases cached segments before it fails.
     """
     if settings.allowed is not None:
         within = replay(trace.tape, settings, trace.marks)

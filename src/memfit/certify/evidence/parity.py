@@ -8,8 +8,8 @@ where the driver put segments); what torch then did must come out entry by entry
 Which stream delayed a release is not recorded (`record_stream` leaves no entry), only that it was
 delayed and until when: each such storage gets a stream of its own that catches up at that moment.
 A cache emptied by hand looks like one emptied for want of memory: it is taken for the former where
-the settings name neither a capacity nor a fraction. Not told apart: delayed releases that were due
-and ones that were waited for, where segments go back for garbage or `max_split_size` meanwhile.
+the settings name neither a capacity nor a fraction. It does not distinguish delayed releases that
+were due from ones that were waited for, where segments go back for garbage or `max_split_size`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from memfit.core.errors import InvalidRequest
 from memfit.records import Record
 
 TAKEN = ("segment_alloc", "segment_map")
-GIVEN_BACK = ("segment_free", "segment_unmap")
-FOLLOWED = ("alloc", "free_requested", "free_completed", "oom", *TAKEN, *GIVEN_BACK)
-UNORDERED = ("free_completed", *GIVEN_BACK)  # torch takes several in the order of a hash table
+RELEASED = ("segment_free", "segment_unmap")
+FOLLOWED = ("alloc", "free_requested", "free_completed", "oom", *TAKEN, *RELEASED)
+UNORDERED = ("free_completed", *RELEASED)  # torch takes several in the order of a hash table
 NOT_MEMORY = ("snapshot", "user_defined", "workspace_snapshot")
 
 
 class Recorded(NamedTuple):
-    """What one device's program asked for, and what torch did."""
+    """What one device's program requested, and what torch did."""
 
     tape: tuple[Event, ...]
     settings: Settings
@@ -118,7 +118,7 @@ class _Reader:
                 yield from self._free(index, entry["addr"])
             elif action == "free_completed":
                 yield from self._complete(index, entry["addr"])
-            elif action in GIVEN_BACK and self._by_hand and self._begins(index):
+            elif action in RELEASED and self._by_hand and self._begins(index):
                 yield Event(-1, EMPTIED)
 
     def _free(self, index: int, address: int) -> Iterator[Event]:
@@ -147,12 +147,12 @@ class _Reader:
         for entry in self._entries[index:]:
             if entry["action"] in ("alloc", "oom", "free_requested"):
                 return bool(entry["action"] == "oom")
-            if entry["action"] in GIVEN_BACK:
+            if entry["action"] in RELEASED:
                 return True
         return False
 
     def _begins(self, index: int) -> bool:
-        return not index or self._entries[index - 1]["action"] not in GIVEN_BACK
+        return not index or self._entries[index - 1]["action"] not in RELEASED
 
 
 def _own_stream(tensor: int) -> int:

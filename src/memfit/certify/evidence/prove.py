@@ -30,8 +30,8 @@ def prove(device: str) -> str:
         return child.stdout.strip()
     if child.returncode == NotCertified.exit_code:
         raise NotCertified(child.stdout.strip())
-    said = " ".join(child.stderr.splitlines()[-LAST_LINES:])
-    raise NotCertified(f"the checking process ended with code {child.returncode}: {said}")
+    output = " ".join(child.stderr.splitlines()[-LAST_LINES:])
+    raise NotCertified(f"the checking process ended with code {child.returncode}: {output}")
 
 
 def main(device: str) -> None:

@@ -72,7 +72,7 @@ def check_imitation(kind: str, *, flash: bool = True) -> tuple[Proof, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Watched:
-    kept: int  # bytes more than before, when the call is over and its result is alive
+    saved: int  # bytes more than before, when the call is over and its result is alive
     peak: int  # bytes more than before at the highest moment
     operators: frozenset[str]  # those that allocated
 
@@ -87,10 +87,10 @@ def _watch(kind: str, existing: Sequence[Tensor], call: Callable[[], Any]) -> _W
     with live:
         before = live.live
         result = call()
-        kept = live.live - before
+        saved = live.live - before
     del result
     names = frozenset(block.op.partition(".")[0] for block in live.blocks[known:])
-    return _Watched(kept, live.peak - before, names)
+    return _Watched(saved, live.peak - before, names)
 
 
 def _empty(kind: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -109,33 +109,33 @@ _NUMEL, _ROWS = BATCH * HEADS * TOKENS * HEAD_DIM, BATCH * HEADS * TOKENS
 def _flash_attention(kind: str) -> list[Proof]:
     """Output and log-sum-exp; CUDA's kernel also returns its random state, 24 bytes."""
     name = "_scaled_dot_product_flash_attention" + ("_for_cpu" if kind == "cpu" else "")
-    kept = 2 * _NUMEL + 4 * _ROWS + (24 if kind == "cuda" else 0)
+    saved = 2 * _NUMEL + 4 * _ROWS + (24 if kind == "cuda" else 0)
     return [
-        *_attention(kind, SDPBackend.FLASH_ATTENTION, torch.bfloat16, kept, name),
-        *_attention(kind, None, torch.bfloat16, kept, name),
+        *_attention(kind, SDPBackend.FLASH_ATTENTION, torch.bfloat16, saved, name),
+        *_attention(kind, None, torch.bfloat16, saved, name),
     ]
 
 
 def _efficient_attention(kind: str) -> list[Proof]:
     """Output, log-sum-exp of tokens rounded up to 32, seed and offset."""
     name = "_scaled_dot_product_efficient_attention"
-    kept = 4 * _NUMEL + 4 * BATCH * HEADS * -(-TOKENS // 32) * 32 + 16
+    saved = 4 * _NUMEL + 4 * BATCH * HEADS * -(-TOKENS // 32) * 32 + 16
     return [
-        *_attention(kind, SDPBackend.EFFICIENT_ATTENTION, torch.float32, kept, name),
-        *_attention(kind, None, torch.float32, kept, name),
+        *_attention(kind, SDPBackend.EFFICIENT_ATTENTION, torch.float32, saved, name),
+        *_attention(kind, None, torch.float32, saved, name),
     ]
 
 
 def _math_attention(kind: str) -> list[Proof]:
     """Output, fp32 copies of query, key and value, and the probabilities of every pair."""
-    kept = (2 + 3 * 4) * _NUMEL + 4 * _ROWS * TOKENS
-    return _attention(kind, SDPBackend.MATH, torch.bfloat16, kept, "_safe_softmax")
+    saved = (2 + 3 * 4) * _NUMEL + 4 * _ROWS * TOKENS
+    return _attention(kind, SDPBackend.MATH, torch.bfloat16, saved, "_safe_softmax")
 
 
 def _attention(
-    kind: str, backend: SDPBackend | None, dtype: torch.dtype, kept: int, name: str
+    kind: str, backend: SDPBackend | None, dtype: torch.dtype, saved: int, name: str
 ) -> list[Proof]:
-    """Forward: what is kept for backward; backward: three gradients and nothing else.
+    """Forward: what is saved for backward; backward: three gradients and nothing else.
 
     backend: the only kernel that is enabled; None enables all, as a model that names none does.
     """
@@ -160,8 +160,8 @@ def _attention(
     chosen = "default" if backend is None else backend.name.lower().removesuffix("_attention")
     what = f"{chosen} attention of {str(dtype).removeprefix('torch.')}"
     return [
-        Proof(f"what {what} keeps", (kept,), (forward.kept,), missing),
-        Proof(f"gradients of {what}", (3 * outer.nbytes,), (backward.kept,)),
+        Proof(f"what {what} keeps", (saved,), (forward.saved,), missing),
+        Proof(f"gradients of {what}", (3 * outer.nbytes,), (backward.saved,)),
     ]
 
 
@@ -180,7 +180,7 @@ def _a_block(kind: str) -> list[Proof]:
     found = _watch(kind, [x, *weights], block)
     # fp32 input of the norm and its factor; scaled and normed; gate, up, silu and their product
     saved = tokens * (4 * HIDDEN + 4 + 2 * 2 * HIDDEN + 4 * 2 * FFN)
-    return [Proof("tensors that a block keeps", (saved + 2 * tokens * HIDDEN,), (found.kept,))]
+    return [Proof("tensors that a block keeps", (saved + 2 * tokens * HIDDEN,), (found.saved,))]
 
 
 def _grouped_products(kind: str) -> list[Proof]:
@@ -204,7 +204,7 @@ def _grouped_product(kind: str, dtype: torch.dtype) -> Proof:
     return Proof(
         f"a grouped product of {str(dtype).removeprefix('torch.')} and its gradients",
         (outer.nbytes, rows.nbytes + weights.nbytes),
-        (forward.kept, backward.kept),
+        (forward.saved, backward.saved),
     )
 
 
@@ -216,7 +216,7 @@ def _silu_backward(kind: str) -> list[Proof]:
     one = 2 * TOKENS * FFN
     missing = found.without("silu_backward")
     return [
-        Proof("backward of silu has no temporaries", (one, one), (found.kept, found.peak), missing)
+        Proof("backward of silu has no temporaries", (one, one), (found.saved, found.peak), missing)
     ]
 
 
@@ -232,13 +232,13 @@ def _autocast_casts(kind: str) -> list[Proof]:
             return nn.functional.linear(x, weight)
 
     found = _watch(kind, [weight, x], product)
-    kept = 2 * (TOKENS * HIDDEN + FFN * HIDDEN + TOKENS * FFN)
-    return [Proof("bf16 copies under autocast", (kept,), (found.kept,))]
+    saved = 2 * (TOKENS * HIDDEN + FFN * HIDDEN + TOKENS * FFN)
+    return [Proof("bf16 copies under autocast", (saved,), (found.saved,))]
 
 
 def _recomputation(kind: str) -> list[Proof]:
-    """Three silus: the output is kept; backward remakes two inputs (not the output), and holds a
-    gradient beside them. Kept without recomputation, there would be three.
+    """Three silus: the output is saved; backward recomputes two inputs (not the output), and holds
+    a gradient beside them. Without recomputation three would be saved.
     """
     x = _empty(kind, TOKENS, FFN)
     out: list[Tensor] = []
@@ -251,11 +251,13 @@ def _recomputation(kind: str) -> list[Proof]:
 
     ran = _watch(kind, [x], forward)
     outer = torch.empty_like(out[0])
-    again = _watch(kind, [x, *out, outer], lambda: torch.autograd.grad(out[0], x, outer))
+    recomputed = _watch(kind, [x, *out, outer], lambda: torch.autograd.grad(out[0], x, outer))
     one = 2 * TOKENS * FFN
     return [
-        Proof("recomputed blocks keep their input alone", (one,), (ran.kept,)),
-        Proof("what recomputation holds at once", (one, 3 * one), (again.kept, again.peak)),
+        Proof("recomputed blocks keep their input alone", (one,), (ran.saved,)),
+        Proof(
+            "what recomputation holds at once", (one, 3 * one), (recomputed.saved, recomputed.peak)
+        ),
     ]
 
 
@@ -279,9 +281,9 @@ def _optimizer_step(kind: str) -> list[Proof]:
         # a step count a tensor: on the device when fused, and where the host is the device
         counters = 4 * len(weights) if implementation == "fused" or kind == "cpu" else 0
         proofs += [
-            Proof(f"states of {implementation} AdamW", (2 * nbytes + counters,), (first.kept,)),
+            Proof(f"states of {implementation} AdamW", (2 * nbytes + counters,), (first.saved,)),
             Proof(f"temporaries of {implementation} AdamW", (0, copies * nbytes),
-                  (later.kept, later.peak)),
+                  (later.saved, later.peak)),
         ]  # fmt: skip
     return proofs
 
@@ -295,7 +297,7 @@ def _clipping(kind: str) -> list[Proof]:
 
     found = _watch(kind, [weight, weight.grad], clip)
     missing = found.without("_foreach_norm")
-    return [Proof("clipping keeps the norm", (4,), (found.kept,), missing)]
+    return [Proof("clipping keeps the norm", (4,), (found.saved,), missing)]
 
 
 def _order_of_frees(kind: str) -> list[Proof]:

@@ -69,7 +69,7 @@ class RecordingAllocator(CachingAllocator):
         self.tensors: dict[int, int] = {}  # by the identity of the block that holds it
 
     def allocate(self, tensor: int, nbytes: int, stream: int = 0) -> None:
-        """Serve one storage, and say where; raises OutOfMemory, also said."""
+        """Serve one storage and record it; raises OutOfMemory, which is recorded too."""
         try:
             super().allocate(tensor, nbytes, stream)
         except OutOfMemory:
@@ -95,7 +95,7 @@ class RecordingAllocator(CachingAllocator):
         super().cache(block)
 
     def log(self, action: str, address: int, nbytes: int, stream: int) -> None:
-        """A segment (or pages of one) taken or given back."""
+        """Record a segment (or pages of one) that is allocated or released."""
         self._write(action, address, nbytes, stream, None)
 
     def describe_segments(self) -> Iterator[dict[str, Any]]:

@@ -2,8 +2,8 @@
 
 PyTorch aborts the process (`std::terminate`) when autograd meets a fake `cuda` tensor and no CUDA
 guard is registered. A CUDA build without a GPU has what is needed: `c10` installs its own no-op
-guard over the registered one when that counts no devices. Here the same is asked of a CPU build,
-by two small writes through ctypes, both checked: in the process that certifies, a changed layout
+guard over the registered one when that counts no devices. Here a CPU build does the same by two
+small writes through ctypes, both checked: in the process that certifies, a changed layout
 is an error, or at worst the end of that process, which its parent reports. Linux and macOS
 (Itanium C++ ABI).
 """
@@ -22,7 +22,7 @@ import torch
 from memfit.core.errors import NotCertified
 
 CUDA_DEVICE_TYPE = 1  # c10::DeviceType::CUDA
-_kept: list[Any] = []  # what C++ points to must never be collected
+_alive: list[Any] = []  # what C++ points to must never be collected
 
 
 def _library(name: str) -> ctypes.CDLL:
@@ -55,7 +55,7 @@ def install_guard() -> None:
     zero = ctypes.CFUNCTYPE(ctypes.c_long)(lambda: 0)
     table = (ctypes.c_void_p * 64)(*[ctypes.cast(zero, ctypes.c_void_p).value] * 64)
     stand_in = (ctypes.c_void_p * 1)(ctypes.addressof(table))
-    _kept.extend([zero, table, stand_in])
+    _alive.extend([zero, table, stand_in])
     register(ctypes.c_int8(CUDA_DEVICE_TYPE), ctypes.byref(stand_in))
     torch._C._ensureCUDADeviceGuardSet()
     if registry[CUDA_DEVICE_TYPE] in (None, ctypes.addressof(stand_in)):
@@ -105,7 +105,7 @@ def _hooks_table(address: int | None) -> Any:
     # Native functions without arguments, which need no lock of Python's: they answer 1 and 0.
     table[_IS_BUILT] = _address("Py_IsInitialized")
     table[_HAS_PRIMARY_CONTEXT] = _address("Py_IsFinalizing", "_Py_IsFinalizing")
-    _kept.append(table)
+    _alive.append(table)
     return table
 
 

@@ -77,8 +77,8 @@ def attention_backend(
         heads = Heads(query.shape[-1], value.shape[-1])
         dtype = str(query.dtype).removeprefix("torch.")
         for kernel, (enabled, backend) in _FUSED.items():
-            lack = refusal(kernel, dtype, heads, capability=capability)
-            if enabled() and possible[kernel] and not lack:
+            unsupported = refusal(kernel, dtype, heads, capability=capability)
+            if enabled() and possible[kernel] and not unsupported:
                 return backend
     return SDPBackend.MATH if torch._C._get_math_sdp_enabled() else None
 
@@ -143,7 +143,7 @@ def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A mask of numbers as the efficient kernel is given it (attention.cpp, preprocess_mask).
+    """Return a mask of numbers as the efficient kernel takes it (attention.cpp, preprocess_mask).
 
     The kernel reads aligned rows, so that rows which are not aligned are copied into wider ones.
     """

@@ -1,7 +1,7 @@
 """Peaks of a deep model from traces of shallow ones, for sweeps over many recipes.
 
 Blocks of one kind allocate and free alike, so a deeper model's tape is a shallower one's with the
-same stretches of events put in again and again. Two tapes that differ by one block show where and
+same stretches of events inserted repeatedly. Two tapes that differ by one block show where and
 which; a third, two blocks deeper, must come out event by event, or the model is refused. The deep
 tape is then written down and its peaks are read off it, wherever they lie: a line through the
 peaks of two depths is wrong as soon as a peak moves to another moment.
@@ -64,7 +64,7 @@ class Stretch(NamedTuple):
     insertions: tuple[Insertion, ...]  # by position
 
     def at(self, more: Sequence[int]) -> list[int]:
-        """Signed bytes of the tape with so many more blocks of each kind."""
+        """Return signed bytes of the tape with `more` blocks of each kind added."""
         sized = [
             n + sum(m * slope[i] for m, slope in zip(more, self.slopes, strict=True))
             for i, n in enumerate(self.nbytes)

@@ -1,6 +1,6 @@
 """How many columns hold outliers, where nothing is computed: the recipe's own bound.
 
-LLM.int8's kernels return as many columns as they find in the values, so a trace must be told.
+LLM.int8's kernels return as many columns as they find in the values, which a trace does not have.
 """
 
 from __future__ import annotations

@@ -43,15 +43,20 @@ class Partitioned:
         module: nn.Module = self._forward.__self__  # type: ignore[attr-defined]
         weights = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         leaves, spec = tree_flatten((args, kwargs))
-        given = [*weights.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+        tensors = [*weights.values(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
         described = tuple(map(_describe, [*weights.values(), *leaves]))
         key = (_attributes(module), _ambient(), tuple(weights), described)
         if key not in self._made:
-            self._made[key] = self._cut(module, list(weights), leaves, spec, given)
-        return self._made[key](*given)
+            self._made[key] = self._cut(module, list(weights), leaves, spec, tensors)
+        return self._made[key](*tensors)
 
     def _cut(
-        self, module: nn.Module, names: list[str], leaves: list[Any], spec: Any, given: list[Tensor]
+        self,
+        module: nn.Module,
+        names: list[str],
+        leaves: list[Any],
+        spec: Any,
+        tensors: list[Tensor],
     ) -> Callable[..., Any]:
         """The forward's graphs, made on twins that nobody counts."""
         with _disable_current_modes(), warnings.catch_warnings():  # no module's constants are fake
@@ -73,10 +78,10 @@ class Partitioned:
             with _reparametrize_module(module, weights):
                 return self._forward(*args, **kwargs)
 
-        def cut(gm: GraphModule, inputs: Any, **told: Any) -> tuple[GraphModule, GraphModule]:
+        def cut(gm: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
             # weights are there anyway, so that to keep them is free; dynamo says so of a module's
-            told["static_lifetime_input_indices"] = list(range(len(names)))
-            return partition_fn(gm, inputs, **told)
+            options["static_lifetime_input_indices"] = list(range(len(names)))
+            return partition_fn(gm, inputs, **options)
 
         made: Callable[..., Any] = aot_function(
             call, fw_compiler=_one_by_one, bw_compiler=_one_by_one,
@@ -84,10 +89,10 @@ class Partitioned:
             decompositions=select_decomp_table(),
         )  # fmt: skip
         # folding constants would compute them, on a device that may not be here
-        folds = given[0].device.type == "cpu"
+        folds = tensors[0].device.type == "cpu"
         options = config.patch({**self._options, "joint_graph_constant_folding": folds})
         with options, _disable_current_modes(), FakeTensorMode():
-            twins = [_twin(tensor) for tensor in given]
+            twins = [_twin(tensor) for tensor in tensors]
             made(*twins)  # the first call makes the graphs
         return made
 

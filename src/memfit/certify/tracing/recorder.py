@@ -66,7 +66,7 @@ class Recorder(LiveBytes):  # type: ignore[no-untyped-call]
             self._uses += [(len(self._events), Event(-1, CAUGHT_UP, s)) for s in streams]
 
     def be_on(self, stream: int) -> None:
-        """From now on work is given to this stream."""
+        """Record further work on this stream."""
         self.stream = stream
 
     def use(self, tensor: torch.Tensor, stream: int) -> None:
@@ -148,7 +148,7 @@ class Recorder(LiveBytes):  # type: ignore[no-untyped-call]
             self._allocate(self._cublas, "cublasSetWorkspace", Kind.WORKSPACE, False)
 
 
-def _is_on_host(given: Any) -> bool:
+def _is_on_host(argument: Any) -> bool:
     """Whether an operator's first argument, a tensor or several, is the host's."""
-    first = given[0] if isinstance(given, list | tuple) and given else given
+    first = argument[0] if isinstance(argument, list | tuple) and argument else argument
     return isinstance(first, torch.Tensor) and first.device.type == "cpu"

@@ -258,7 +258,7 @@ def _weights_of(recipe: Recipe) -> EmptyWeights | None:
 def _make_batches(
     recipe: Recipe, shapes: Sequence[BatchShape], kind: str, recorder: LiveBytes
 ) -> Iterator[Batch]:
-    """Batches of these shapes, each made when it is asked for, as the training loop makes them."""
+    """Yield batches of these shapes, each made when needed, as the training loop makes them."""
     for shape in shapes:
         yield _make_batch(recipe, shape, kind, recorder)
 
@@ -282,8 +282,8 @@ def _make_batch(recipe: Recipe, shape: BatchShape, kind: str, recorder: LiveByte
 def _no_collection() -> Iterator[None]:
     """Frees come from reference counts alone, so that two traces are equal event by event.
 
-    What outlives a collection is of no trace (libraries, results), and no later one looks at it
-    again: a process that has imported torch and transformers spends 0.2 s on every look.
+    What outlives a collection is of no trace (libraries, results), and no later one looks at it:
+    a process that has imported torch and transformers spends 0.2 s on every look.
     """
     enabled = gc.isenabled()
     gc.collect()

@@ -113,8 +113,8 @@ def _own_chunk_only() -> Iterator[None]:
 
 @contextmanager
 def _shapes_agreed() -> Iterator[None]:
-    """Stages vote whether all of them were told their shapes, and read what came back: here nobody
-    answers, and all were (`train.pipeline`)."""
+    """Replace the vote of the stages whether all know their shapes: here nobody answers, and all
+    do (`train.pipeline`)."""
     from torch.distributed.pipelining import schedules
     from torch.distributed.pipelining._utils import InferenceMode
 
@@ -125,8 +125,8 @@ def _shapes_agreed() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(set_while(schedules._PipelineSchedule, "_warmup_p2p", agree))
         # a broadcast asks which device it is, and only looks at the answer for numbers in 8 bits
-        asked = set_while(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-        stack.enter_context(asked)
+        capability = set_while(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        stack.enter_context(capability)
         yield
 
 

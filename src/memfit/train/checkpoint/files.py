@@ -1,4 +1,4 @@
-"""Files of a checkpoint: written whole or not at all, found again, checked byte for byte."""
+"""Files of a checkpoint: written whole or not at all, found, and checked byte for byte."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from memfit.train.measure.storages import inner_tensors
 from memfit.train.run.logs import digest_log
 from memfit.train.step.build import Built
 
-KEPT = 2
+NEWEST = 2
 
 
 FOLDER = "checkpoints"
@@ -68,7 +68,7 @@ def remove_old(root: Path, newest: Path) -> None:
     and are replaced when the run is there.
     """
     folders = _folders(root)
-    for old in folders[: max(0, folders.index(newest) + 1 - KEPT)]:
+    for old in folders[: max(0, folders.index(newest) + 1 - NEWEST)]:
         _remove(old)
 
 
@@ -103,13 +103,13 @@ def find_damage(folder: Path) -> str:
 
 def find_change(folder: Path, listed: Mapping[str, Listed]) -> str:
     """The first of a folder's files that is not as it was listed; empty when all are."""
-    for name, said in listed.items():
+    for name, entry in listed.items():
         path = folder / Path(name).name  # of no other folder, whatever is written there
         try:
             size = path.stat().st_size
-            if size != said.bytes:
-                return f"{name} has {size} bytes, not {said.bytes}"
-            if file_sha256(path) != said.sha256:
+            if size != entry.bytes:
+                return f"{name} has {size} bytes, not {entry.bytes}"
+            if file_sha256(path) != entry.sha256:
                 return f"the content of {name} has changed"
         except FileNotFoundError:
             return f"{name} is missing"
@@ -133,12 +133,12 @@ def check_state(folder: Path, built: Built, data_digest: str) -> dict[str, Any]:
     return state
 
 
-def check_digest(what: str, held: str, own: str, where: Path) -> None:
+def check_digest(what: str, held: str, own: str, path: Path) -> None:
     """Raise InvalidRequest when a folder belongs to another recipe or to other data."""
     if held == own:
         return
     raise InvalidRequest(
-        f"`{where}` is of {what} {held}, but this run is of {what} {own}",
+        f"`{path}` is of {what} {held}, but this run is of {what} {own}",
         hint="use another run folder, or remove that one to start again",
     )
 
@@ -218,21 +218,21 @@ def checkpoint_tensors(built: Built) -> tuple[dict[str, Tensor], dict[str, Tenso
 
 
 def _parts_of(key: str, value: Tensor) -> dict[str, Tensor]:
-    """A state's tensors by their keys. A shard of plain numbers is one; of coded ones, each rank
-    keeps its own under the number of the shard, as blocks of codes do not follow rows."""
+    """Return a state's tensors by their keys. A shard of plain numbers is one tensor; a quantised
+    one has a key for each rank's shard, as blocks of codes do not follow rows."""
     if not is_sharded(value):
         return {f"{key}::{part}" if part else key: t for part, t in inner_tensors(value).items()}
-    coded = inner_tensors(local_part(value))
-    if "" in coded:
+    parts = inner_tensors(local_part(value))
+    if "" in parts:
         return {key: value}
-    return {f"{key}::{part}@{shard_number(value)}": inner for part, inner in coded.items()}
+    return {f"{key}::{part}@{shard_number(value)}": inner for part, inner in parts.items()}
 
 
 def on_host(tensors: Mapping[str, Tensor], *, copy: bool = False) -> dict[str, Tensor]:
     """The tensors of one file as they are written: all of them in host memory at once; of shards,
     this rank's part.
 
-    On a CPU they are the same tensors, so saving allocates nothing, unless a copy is asked for.
+    On a CPU they are the same tensors, so saving allocates nothing without `copy`.
     """
     return {n: local_part(t).detach().to("cpu", copy=copy) for n, t in tensors.items()}
 

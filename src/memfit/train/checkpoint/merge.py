@@ -98,12 +98,12 @@ def merge(folder: Path, out: Path) -> Merged:
     not there or does not fit, an `out` that exists) and RunFailed (it cannot be written).
     """
     place = find_model_folder(folder)
-    said = _read_config(place)
+    config = _read_config(place)
     if out.exists():
         raise InvalidRequest(f"`{out}` exists already", hint="name a folder that does not")
-    source = str(said.get("base_model_name_or_path") or "")
+    source = str(config.get("base_model_name_or_path") or "")
     files = tensor_files(_check_source(source, place))
-    changes = dict(_read_changes(place, said, files))
+    changes = dict(_read_changes(place, config, files))
     recipe = find_recipe(place)
     temporary = out.parent / f".{out.name}-unfinished"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -137,19 +137,19 @@ def _read_config(place: Path) -> dict[str, Any]:
         raise InvalidRequest(
             f"`{place}` holds a whole model, not an adapter", hint="there is nothing to merge"
         )
-    said: dict[str, Any] = read_json_table(path, hint="copy it again")
-    if said.get("peft_type") != "LORA":
+    config: dict[str, Any] = read_json_table(path, hint="copy it again")
+    if config.get("peft_type") != "LORA":
         raise InvalidRequest(
-            f"`{path}` is of `peft_type: {said.get('peft_type')}`, and memfit merges LORA alone",
+            f"`{path}` is of `peft_type: {config.get('peft_type')}`, and memfit merges LORA alone",
             hint="peft's `merge_and_unload` may merge it",
         )
     for key in OTHER:
-        if said.get(key):
+        if config.get(key):
             raise InvalidRequest(
-                f"`{path}` says `{key}: {said[key]}`, which memfit does not merge",
+                f"`{path}` says `{key}: {config[key]}`, which memfit does not merge",
                 hint="peft's `merge_and_unload` may merge it",
             )
-    return said
+    return config
 
 
 def _check_source(source: str, place: Path) -> str:
@@ -162,19 +162,19 @@ def _check_source(source: str, place: Path) -> str:
 
 
 def _read_changes(
-    place: Path, said: dict[str, Any], files: dict[str, Path]
+    place: Path, config: dict[str, Any], files: dict[str, Path]
 ) -> Iterator[tuple[str, Change]]:
     """Names in the base's files, and what is done to them."""
     opened, names = open_file(place / ADAPTER), set(names_in(place / ADAPTER))
-    source = str(said["base_model_name_or_path"])
+    source = str(config["base_model_name_or_path"])
     # peft itself takes `fan_in_fan_out` back where a weight is a Linear's
-    transposed = bool(said.get("fan_in_fan_out")) and _model_type(source) in STORED_TRANSPOSED
-    rank = said["r"]
-    factor = said["lora_alpha"] / (rank**0.5 if said.get("use_rslora") else rank)
+    transposed = bool(config.get("fan_in_fan_out")) and _model_type(source) in STORED_TRANSPOSED
+    rank = config["r"]
+    factor = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
     for name in sorted(n for n in names if n.endswith(".lora_A.weight")):
         stem = name.removesuffix(".lora_A.weight")
         wanted = [name, f"{stem}.lora_B.weight"]
-        wanted += [f"{stem}{MAGNITUDE}"] if said.get("use_dora") else []
+        wanted += [f"{stem}{MAGNITUDE}"] if config.get("use_dora") else []
         if missing := [n for n in wanted if n not in names]:
             raise InvalidRequest(
                 f"`{place / ADAPTER}` lacks `{missing[0]}`", hint="copy the adapter again"
@@ -254,8 +254,8 @@ def _write(
 def _as_trained(weight: Tensor, module: str, recipe: Recipe) -> Tensor:
     """The base's weight as training stored it: rounded, or quantised and dense again."""
     rows = read_model(recipe.model).weights
-    coded = {row.name.rpartition(".")[0] for row in rows if is_projection(row)}
-    if not recipe.coding or module not in coded:
+    quantised = {row.name.rpartition(".")[0] for row in rows if is_projection(row)}
+    if not recipe.coding or module not in quantised:
         return weight.to(getattr(torch, recipe.frozen_dtype))
     out, into = weight.shape
     layer = QuantisedLinear(torch.nn.Linear(into, out, bias=False, device="meta"), recipe)

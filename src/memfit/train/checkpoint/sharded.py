@@ -58,7 +58,7 @@ class Saver:
     """Writes the checkpoints of a run on many ranks, one at a time; every rank has one.
 
     asynchronous: what is saved is copied to host memory, and written while training goes on. On a
-    CPU that copy would be in the memory that the run is held to, so it is only made where asked.
+    CPU that copy would count against the run's own limit, so it is only made on request.
     """
 
     def __init__(self, run: Path, ranks: Ranks, *, asynchronous: bool) -> None:
@@ -134,11 +134,11 @@ class Saver:
             save(dict(state), storage_writer=writer, process_group=self._group)
             found: list[Any] = [None] * self._ranks.size
             dist.all_gather_object(found, self._describe(temporary), group=self._group)
-            for said in found:
-                if isinstance(said, OSError):
-                    raise said
+            for part in found:
+                if isinstance(part, OSError):
+                    raise part
             if self._ranks.rank == 0:
-                write_manifest(temporary, {n: said for part in found for n, said in part.items()})
+                write_manifest(temporary, {n: part for part in found for n, part in part.items()})
                 put_in_place(temporary, target)
                 remove_old(self._root, target)
             dist.barrier(group=self._group)
@@ -161,8 +161,8 @@ class Saver:
 def load_shards(folder: Path, built: Built, data_digest: str) -> int:
     """Fill this rank's weights and optimizer state from a checkpoint of any layout; the steps done.
 
-    Raises InvalidRequest when the checkpoint is of another recipe or other data, or holds coded
-    moments of another number of shards.
+    Raises InvalidRequest when the checkpoint is of another recipe or other data, or holds
+    quantised moments of another number of shards.
     """
     state = check_state(folder, built, data_digest)
     _make_states(built)

@@ -2,13 +2,13 @@
 
     checkpoints/step-000100/   weights.safetensors     trainable parameters, by name
                                optimizer.safetensors   optimizer state, `parameter::key`, or
-                                                       `parameter::key::part` of coded moments
+                                                       `parameter::key::part` of quantised moments
                                shard-….safetensors     of many ranks: both, see `sharded_checkpoint`
                                state.json              step, digests, the state's numbers, scale
                                manifest.json           size and SHA-256 of the other files
 
 Batches and random numbers are functions of (seed, step), so the step is all else there is. A
-folder is written under another name, flushed to disk and renamed; the last two are kept.
+folder is written under another name, flushed to disk and renamed; all but the last two are deleted.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _write(folder: Path, step: int, built: Built, data_digest: str) -> None:
 
 
 def _fill_part(optimizer: Any, parameter: Tensor, field: str, part: str, value: Tensor) -> None:
-    """Put one tensor of a coded moment back, into a state made as the optimizer makes them."""
+    """Restore one tensor of a quantised moment into a state that the optimizer made."""
     held = optimizer.state[parameter]
     if field not in held:
         held[field] = optimizer.new_state(parameter)[field]

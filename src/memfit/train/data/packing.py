@@ -126,10 +126,10 @@ class StreamRows(Rows):
         while position < end:
             epoch, at = divmod(position, self._total)
             order, starts = self._epoch(epoch)
-            where = int(np.searchsorted(starts, at, side="right")) - 1
-            begin = at - int(starts[where])
-            length = min(int(starts[where + 1]) - at, end - position)
-            pieces.append(Piece(int(order[where]), begin, begin + length))
+            document = int(np.searchsorted(starts, at, side="right")) - 1
+            begin = at - int(starts[document])
+            length = min(int(starts[document + 1]) - at, end - position)
+            pieces.append(Piece(int(order[document]), begin, begin + length))
             position += length
         return tuple(pieces)
 

@@ -25,7 +25,12 @@ from memfit.records.request import Request, find_weights
 from memfit.records.shapes import RowBounds
 from memfit.train.data.readers import Sources, find_sources, read_texts
 from memfit.train.data.sampler import Sampler, build_rows, build_sampler
-from memfit.train.data.tokenizer import Tokenizer, lacks_tokenizer, read_tokenizer, train_tokenizer
+from memfit.train.data.tokenizer import (
+    Tokenizer,
+    is_without_tokenizer,
+    read_tokenizer,
+    train_tokenizer,
+)
 from memfit.train.data.tokens import Corpus, read_corpus
 
 
@@ -59,14 +64,14 @@ def read_data(request: Request, reference: ModelReference, cache: Path | None = 
 def find_tokenizer(
     request: Request, reference: ModelReference, sources: Sources, cache: Path | None = None
 ) -> Tokenizer:
-    """The tokenizer asked for, else the model's own, else one trained on the data.
+    """Return the request's tokenizer, else the model's own, else one trained on the data.
 
-    A model from scratch may have none of its own: given by its config alone, or as a folder
-    without one. The one trained for it has the config's vocabulary and is kept in the cache.
+    A model from scratch may have none of its own, as a config or a folder without one. The one
+    trained for it has the config's vocabulary and is cached.
     """
     source = request.tokenizer or reference.source
     scratch = not request.tokenizer and find_weights(request, reference) == "random"
-    if source and not (scratch and lacks_tokenizer(source)):
+    if source and not (scratch and is_without_tokenizer(source)):
         return read_tokenizer(source)
     vocab = read_model(reference).architecture.vocab
     facts = json.dumps([vocab, [s.sha256 for s in sources.files]])

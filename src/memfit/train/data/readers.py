@@ -140,14 +140,14 @@ def read_examples(
     Raises InvalidRequest, naming file and line (or row): a broken line, no usable column, a
     wrong type, an empty text (see `conversations`).
     """
-    for where, record in _records(sources):
-        yield from read_record(record, where, tokenizer, objective)
+    for place, record in _records(sources):
+        yield from read_record(record, place, tokenizer, objective)
 
 
 def read_texts(sources: Sources) -> Iterator[str]:
     """The texts alone, to train a tokenizer on; of conversations, what each message says."""
-    for where, record in _records(sources):
-        yield from texts_of(record, where)
+    for place, record in _records(sources):
+        yield from texts_of(record, place)
 
 
 def _records(sources: Sources) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -165,14 +165,14 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
-            where = f"`{path}` line {number}"
-            record = parse_json(line, source=where, hint="write one JSON object a line")
+            place = f"`{path}` line {number}"
+            record = parse_json(line, source=place, hint="write one JSON object a line")
             if not isinstance(record, dict):
                 raise InvalidRequest(
-                    f"{where} holds {name_kind(record)}, not an object",
+                    f"{place} holds {name_kind(record)}, not an object",
                     hint='for example {"text": "..."}',
                 )
-            yield where, record
+            yield place, record
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

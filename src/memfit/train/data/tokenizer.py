@@ -149,7 +149,7 @@ class Tokenizer:
         self.wrapped.save_pretrained(str(folder))
 
 
-def lacks_tokenizer(source: str) -> bool:
+def is_without_tokenizer(source: str) -> bool:
     """Whether this is a folder that holds no file of a tokenizer."""
     folder = Path(source).expanduser()
     return folder.is_dir() and not any((folder / name).exists() for name in FILES)
@@ -163,7 +163,7 @@ def read_tokenizer(source: str) -> Tokenizer:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = Path(source).expanduser()
-    if lacks_tokenizer(source):
+    if is_without_tokenizer(source):
         raise InvalidRequest(
             f"no tokenizer in `{source}`",
             hint="name a folder or a hub id with `tokenizer:`; `weights: random` trains one on the"

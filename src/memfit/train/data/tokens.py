@@ -1,4 +1,4 @@
-"""The data as token ids: tokenised once, kept in a memory-mapped cache named by its content.
+"""The data as token ids: tokenised once, in a memory-mapped cache named by its content.
 
     <cache>/<key>/tokens.bin    ids of all documents, uint16 or uint32
                   offsets.bin   int64, documents + 1: where each document begins
@@ -215,8 +215,8 @@ def _encode_learned(
 ) -> tuple[list[int], Array]:
     """Ids of a text with prompts, and 1 for each that belongs to a learned span.
 
-    A prompt and its completion are encoded apart, as they will be when the model is asked. A
-    conversation is encoded whole: its template's marks keep the turns apart.
+    A prompt and its completion are encoded separately, as in generation. A conversation is encoded
+    whole: its template's marks separate the turns.
     """
     spans = example.learned or ()
     if example.closed:

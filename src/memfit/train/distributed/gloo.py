@@ -29,13 +29,13 @@ LONGEST = 2.0  # seconds that gloo's thread is given to let go of a tensor
 
 @contextmanager
 def without_gloo(live: LiveBytes) -> Iterator[None]:
-    """Count as if the backend kept nothing; slower, so only around what is counted."""
+    """Count as if the backend held nothing; slower, so only around what is counted."""
     if not (dist.is_initialized() and dist.get_backend() == "gloo"):
         yield
         return
     import torch.distributed._functional_collectives as funcol
 
-    kept = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
+    originals = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
     direct = {name: getattr(funcol, name) for name in FUNCTIONAL if hasattr(funcol, name)}
     plain_wait = dist.Work.wait
 
@@ -66,7 +66,7 @@ def without_gloo(live: LiveBytes) -> Iterator[None]:
 
     work: Any = dist.Work
     work.wait = wait
-    for name, plain in kept.items():
+    for name, plain in originals.items():
         setattr(dist, name, collective(plain))
     for name, plain in direct.items():
         setattr(funcol, name, functional(plain))
@@ -75,7 +75,7 @@ def without_gloo(live: LiveBytes) -> Iterator[None]:
             yield
     finally:
         work.wait = plain_wait
-        for name, plain in kept.items():
+        for name, plain in originals.items():
             setattr(dist, name, plain)
         for name, plain in direct.items():
             setattr(funcol, name, plain)
@@ -83,8 +83,8 @@ def without_gloo(live: LiveBytes) -> Iterator[None]:
 
 @contextmanager
 def _copies_sent(live: LiveBytes) -> Iterator[None]:
-    """gloo's handle of what is sent keeps it as long as anyone keeps the handle, as torch's
-    schedules do: it is given a copy."""
+    """Send copies: gloo's handle holds the sent tensor as long as torch's schedules hold the
+    handle."""
     plain = dist.isend
     modules: Any = (dist, dist.distributed_c10d)  # where schedules, and torch itself, look it up
 

@@ -64,17 +64,17 @@ def find_pipeline(model: nn.Module) -> Pipeline | None:
 def keep_stages(model: nn.Module, recipe: Recipe, mesh: DeviceMesh) -> None:
     """Leave this rank's stages of a model on the meta device, in place."""
     _import()
-    parallel, where = recipe.parallel, parts(model)
-    layers, numbers = len(where.blocks), stages_of(parallel, dist.get_rank())
+    parallel, model_parts = recipe.parallel, parts(model)
+    layers, numbers = len(model_parts.blocks), stages_of(parallel, dist.get_rank())
     held = {number: blocks_of(layers, parallel.stages, number) for number in numbers}
-    blocks = dict(where.blocks.named_children())
+    blocks = dict(model_parts.blocks.named_children())
     for name in blocks.keys() - {str(i) for mine in held.values() for i in mine}:
-        del where.blocks._modules[name]
+        del model_parts.blocks._modules[name]
     if 0 not in held:
-        _replace(where.base, where.embedding)
+        _replace(model_parts.base, model_parts.embedding)
     if parallel.stages - 1 not in held:
-        for module in (*where.norms, where.head):
-            _replace(where.base, module)
+        for module in (*model_parts.norms, model_parts.head):
+            _replace(model_parts.base, module)
     stages = tuple(
         Stage(
             number,
@@ -87,7 +87,7 @@ def keep_stages(model: nn.Module, recipe: Recipe, mesh: DeviceMesh) -> None:
     found = Pipeline(
         stages, parallel.stages, parallel.stage_place(dist.get_rank()), mesh["pp"].get_group()
     )
-    object.__setattr__(where.base, ATTRIBUTE, found)
+    object.__setattr__(model_parts.base, ATTRIBUTE, found)
 
 
 def _replace(root: nn.Module, module: nn.Module) -> None:
@@ -103,12 +103,12 @@ def alone(model: nn.Module, stage: Stage) -> Iterator[None]:
     modules = parts(model).backbone._modules
     name = next(name for name, child in modules.items() if isinstance(child, nn.ModuleList))
     norms = {} if stage.last else {n: nn.Identity() for n in _names(modules, parts(model).norms)}
-    kept = {n: modules[n] for n in (name, *norms)}
+    own = {n: modules[n] for n in (name, *norms)}
     modules.update({name: stage.blocks, **norms})
     try:
         yield
     finally:
-        modules.update(kept)
+        modules.update(own)
 
 
 def _names(modules: Mapping[str, nn.Module | None], wanted: Sequence[nn.Module]) -> list[str]:
@@ -119,7 +119,7 @@ class _Turns(nn.Module):
     """A stage as torch's schedule calls it: each call is the next micro-batch's forward.
 
     It holds no module of the model's: FSDP2 gathers and reduces as without stages. (A schedule
-    that is given FSDP2's module itself holds whole weights and whole gradients for all of a step.)
+    that calls FSDP2's module itself holds whole weights and whole gradients for all of a step.)
     """
 
     _run: Callable[[Any, tuple[Tensor, ...]], Tensor]
@@ -129,11 +129,11 @@ class _Turns(nn.Module):
         self.batches, self.turn = batches, 0
         self._run = partial(run, stage)
 
-    def forward(self, *given: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor) -> Tensor:
         """What the next stage receives, or the loss."""
         batch = self.batches[self.turn]
         self.turn += 1
-        return self._run(batch, given)
+        return self._run(batch, inputs)
 
 
 def run_stages(

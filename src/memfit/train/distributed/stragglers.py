@@ -92,7 +92,7 @@ class Waiting:
         self._ranks, self._first, self._every, self._groups = ranks, first, every, groups
         self._next: int | None = None
         self._late: set[int] = set()  # at the step that was looked at last
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         self._cost = self._seconds = 0.0  # of looking, of the step itself
         self.waits: Waits | None = None  # of the step that was looked at last
 
@@ -132,8 +132,8 @@ class Waiting:
         affordable = math.ceil(max(costs) / (AFFORDED * step)) if step else 0
         self._next = index + max(self._every, affordable)
         late = set(find_late(exposed, step, self._groups))
-        for rank in sorted((late & self._late) - self._told):
-            self._told.add(rank)
+        for rank in sorted((late & self._late) - self._reported):
+            self._reported.add(rank)
             longest = max(exposed)
             yield (
                 f"rank {rank} is late: other ranks wait up to {longest:.3g} s of a step of"

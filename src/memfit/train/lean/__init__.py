@@ -1,9 +1,9 @@
-"""Lean blocks: Hugging Face's modules with less kept for the backward, and the same mathematics.
+"""Lean blocks: Hugging Face's modules that save less for the backward, with the same mathematics.
 
-HF's eager Llama block keeps 45.7 bytes of bf16 for each token and hidden unit: the norm's input in
+HF's eager Llama block saves 45.7 bytes of bf16 for each token and hidden unit: the norm's input in
 fp32 and rounded, its output, the activation beside its input, the product of both. All of these are
-an elementwise kernel away from what is kept anyway (the residuals, gate and up), and backward makes
-them again where a weight's gradient reads them. Each operation is plain PyTorch, so that it traces
+an elementwise kernel away from what is saved anyway (the residuals, gate and up), and backward
+recomputes them where a weight's gradient reads them. Each operation is plain PyTorch, so it traces
 and runs everywhere; what it saves and allocates, in this order, is declared in
 `memfit.meta.layers.lean`.
 """
@@ -45,9 +45,9 @@ def apply_lean(model: nn.Module, recipe: Recipe) -> None:
     of the blocks become lean with either operation; quantised ones keep their own code. Compiled
     blocks keep no more as they are (`train/model/partition.py`): theirs is the norm alone.
     """
-    where = parts(model)
+    model_parts = parts(model)
     curve = read_model(recipe.model).architecture.activation
-    for block in where.blocks if recipe.lean else ():
+    for block in model_parts.blocks if recipe.lean else ():
         direct = set(block.children())
         for module in list(block.modules()):
             if _is_plain(module):
@@ -57,7 +57,7 @@ def apply_lean(model: nn.Module, recipe: Recipe) -> None:
             elif "mlp" in recipe.lean:
                 _replace_activation(module, curve)
     if "norm" in recipe.lean or recipe.compile == "blocks":
-        for norm in where.norms:
+        for norm in model_parts.norms:
             if _is_norm(norm):
                 _replace_norm(norm, feeds=False)
 
@@ -67,7 +67,7 @@ def _replace(module: nn.Module, forward: Any) -> None:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """A Linear of torch's own, or the like, over a tensor of numbers: not a coded weight's."""
+    """Return whether it is a Linear of torch's own, or the like, whose weight is not quantised."""
     own = type(module) is nn.Linear or type(module).__name__ in OWN_PRODUCTS
     return own and type(module.weight) is nn.Parameter
 

@@ -73,7 +73,7 @@ class GatedProduct(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None]:
-        """The activation is computed again."""
+        """Return the gradients of gates and up; the activation is recomputed."""
         gates, up = ctx.saved_tensors
         grad = grads[0]
         d_gates: Tensor | None = None

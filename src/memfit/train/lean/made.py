@@ -1,4 +1,4 @@
-"""What a tensor was made of, so that a product that needs it in its backward makes it again.
+"""What a tensor was made of, so that a product that reads it in its backward recomputes it.
 
 A norm's output, or gate times up, is one or two cheap kernels away from tensors that backward
 holds anyway. It carries a note of them (`mark`); a lean product that reads it (`find`) keeps what
@@ -18,13 +18,13 @@ _NAME = "_memfit_made"
 
 
 class Shared:
-    """One tensor made again for all products that want it: the first makes, the last drops it."""
+    """One tensor recomputed for all products that read it: the first makes, the last drops it."""
 
-    __slots__ = ("_asked", "_value", "wanted")
+    __slots__ = ("_uses", "_value", "wanted")
 
     def __init__(self) -> None:
         self.wanted = 0  # products whose weight's gradient reads the tensor
-        self._asked = 0
+        self._uses = 0
         self._value: Tensor | None = None
 
     def take(self, remake: Remake, parts: tuple[Tensor | None, ...], dtype: torch.dtype) -> Tensor:
@@ -32,8 +32,8 @@ class Shared:
         value = self._value
         if value is None:
             value = remake(*parts).to(dtype)
-        self._asked += 1
-        last = self._asked % self.wanted == 0
+        self._uses += 1
+        last = self._uses % self.wanted == 0
         self._value = None if last else value
         return value
 

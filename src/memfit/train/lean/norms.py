@@ -28,7 +28,7 @@ def normalise_wide(x: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
 
 
 def normalise_unit(x: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
-    """With a weight that is kept less one, rounded after it, as Gemma's norm."""
+    """Multiply by a weight that is stored minus 1 and round after it, as Gemma's norm."""
     wide = x * inverse
     return (wide * (1 + weight.to(wide.dtype))).to(x.dtype)
 
@@ -121,5 +121,5 @@ class LayerNorm(Function):
 
 
 def normalise_rows(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """The output of `LayerNorm` made again."""
+    """Return the recomputed output of `LayerNorm`."""
     return layer_norm(x, weight, bias, eps)[0]

@@ -1,4 +1,4 @@
-"""A linear with the mathematics of Hugging Face's modules and less kept."""
+"""A linear with the mathematics of Hugging Face's modules that saves less."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Linear(Function):
     """`F.linear` that keeps its weight as it is stored, and of its input what it was made of.
 
     Autocast's 16-bit copies of weights live for their product alone. Of a frozen weight nothing of
-    the input is kept, as in torch. x (..., columns), weight (rows, columns), bias (rows); `turned`
+    the input is saved, as in torch. x (..., columns), weight (rows, columns), bias (rows); `turned`
     weights are stored as (columns, rows), as GPT-2's are.
     """
 

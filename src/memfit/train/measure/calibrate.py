@@ -30,7 +30,7 @@ DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16,
           "fp16": torch.float16}  # fmt: skip
 HEADS, HEAD_DIM, TOKENS = 16, 64, 16384
 # How torch says that a kernel does not serve on this device.
-LACKING = ("No available kernel", "No viable backend", "cuDNN Frontend error")
+UNAVAILABLE = ("No available kernel", "No viable backend", "cuDNN Frontend error")
 PARTS = ("products", "attention", "copies", "launches", "collectives")
 Say = Callable[[str], None]
 Work = Literal["memory", "to_device", "to_host"]
@@ -195,7 +195,7 @@ def _products(device: torch.device, effort: Effort, say: Say) -> Iterator[Curve]
 
 
 def _attention(device: torch.device, effort: Effort, say: Say) -> Iterator[Curve]:
-    """Causal attention, forward and backward; kernels that this device lacks are left out."""
+    """Time causal attention, forward and backward, with each kernel that this device has."""
     for kernel, backend in BACKENDS.items():
         for name in ("fp32", "bf16"):
             points = _Points(device, effort)
@@ -210,7 +210,7 @@ def _attention(device: torch.device, effort: Effort, say: Say) -> Iterator[Curve
                         torch.cuda.empty_cache()
                         break
                     except RuntimeError as error:
-                        if not any(said in str(error) for said in LACKING):
+                        if not any(text in str(error) for text in UNAVAILABLE):
                             raise
                         break
             if points.found:
@@ -220,7 +220,7 @@ def _attention(device: torch.device, effort: Effort, say: Say) -> Iterator[Curve
 
 def _count(shape: tuple[int, int, int, int]) -> float:
     """FLOP of (sequences, heads, length, size): two products forward and four backward, of the
-    half that causality leaves. What a kernel computes again is not counted."""
+    half that causality leaves. What a kernel recomputes is not counted."""
     rows, heads, length, size = shape
     return 6.0 * rows * heads * length**2 * size
 
@@ -260,11 +260,11 @@ def _copied(
     for nbytes in effort.copies:
         with contextlib.suppress(torch.OutOfMemoryError):
             pinned = source != target
-            given, taken = (
+            target_tensor, taken = (
                 torch.zeros(nbytes, dtype=torch.uint8, device=d, pin_memory=pinned and d != clock)
                 for d in (source, target)
             )
-            points.add(ways * nbytes, partial(taken.copy_, given, non_blocking=pinned))
+            points.add(ways * nbytes, partial(taken.copy_, target_tensor, non_blocking=pinned))
     yield from points.curve(work)
 
 

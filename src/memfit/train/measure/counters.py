@@ -297,7 +297,7 @@ def to_batch(micro: Micro, device: torch.device) -> Batch:
 
 
 def put(micro: Micro, device: torch.device, watch: Watch) -> Batch:
-    """The micro-batch on the device, and its watcher is told."""
+    """Return the micro-batch on the device, and register it with its watcher."""
     batch = to_batch(micro, device)
     watch.register(batch)
     return batch
@@ -364,13 +364,13 @@ def measure(recipe: Recipe, device: Device, steps: int = 3) -> Measured:
 
     Raises InvalidRequest when this machine has no such device.
     """
-    where = start_device(recipe, device)
+    place = start_device(recipe, device)
     recipe = replace(recipe, weights="random")
-    if where.type == "cuda":
-        return _measure(recipe, Meter(where, compiled=recipe.compile == "blocks"), steps)
+    if place.type == "cuda":
+        return _measure(recipe, Meter(place, compiled=recipe.compile == "blocks"), steps)
     give_back_freed()
     with Resident() as resident:
-        meter = Meter(where, compiled=recipe.compile == "blocks", resident=resident)
+        meter = Meter(place, compiled=recipe.compile == "blocks", resident=resident)
         return _measure(recipe, meter, steps)
 
 

@@ -39,7 +39,7 @@ _current_node: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_n
 
 @cache
 def full_name(operator: Any) -> str:
-    """`aten.mm.default`: composed anew at each call of `str`, and asked for at every operator."""
+    """Return `aten.mm.default`, cached: `str` composes it anew at each operator's call."""
     return str(operator)
 
 
@@ -48,7 +48,7 @@ class LiveBytes(TorchDispatchMode):
 
     Register what exists before the step (`register_model`, `register_optimizer`,
     `register_batch`), pass `enter` to the step, then read `peaks`, `ledger()`, `at_peak()` or
-    `tape()`. Events are kept until `restart()`, so watch a few steps, not a whole run.
+    `tape()`. Events accumulate until `restart()`, so watch a few steps, not a whole run.
     """
 
     supports_higher_order_operators = True
@@ -56,7 +56,7 @@ class LiveBytes(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Compiled code is not watched, so no call need be guarded against compilation (torch's
-        guard costs more than the counting; the device of a fake tensor is asked for here too).
+        guard costs more than the counting; a fake tensor's device is read here too).
         """
         return False
 
@@ -317,7 +317,7 @@ class LiveBytes(TorchDispatchMode):
         return index
 
     def _resized(self, storage: torch.UntypedStorage, op: str) -> int:
-        """A storage resized in place: released, and allocated again as what it was."""
+        """Record a storage resized in place as a release and an allocation of the same kind."""
         old, _ = self._alive[storage._cdata]
         before = self.blocks[old]
         self._release(old)

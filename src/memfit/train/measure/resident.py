@@ -28,8 +28,8 @@ def give_back_freed() -> bool:
     """Make glibc return the memory of every freed tensor to the system; whether it does.
 
     Each allocation of 128 KiB or more is then mapped on its own and unmapped when it is freed, so
-    that a process holds its live tensors and no more. The price is the kernel's: pages are cleared
-    again for every new tensor.
+    that a process holds its live tensors and no more. The price: the kernel clears the pages of
+    every new tensor.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

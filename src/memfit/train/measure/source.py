@@ -1,4 +1,4 @@
-"""The line of Python that asked torch for an operator, found on the stack."""
+"""The line of Python that called an operator of torch, found on the stack."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Restore(torch.autograd.Function):
-    """The rows in the order of the tokens again."""
+    """Return the rows in the order of the tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
-"""What a compiled block keeps for its backward. Imports torch's compiler: not for every run.
+"""What a compiled block saves for its backward. Imports torch's compiler: not for every run.
 
 The compiler's partitioner takes the smallest cut through a block's forward and backward of what
-may be computed again (min-cut rematerialisation, AOTAutograd). Three of its rules forbid that to
+may be recomputed (min-cut rematerialisation, AOTAutograd). Three of its rules forbid that to
 elementwise operations: those whose result a product of the backward reads, those that end a long
-chain of them, those read again far away. Without these rules all that is kept is the block's input,
-its products that backward reads, its attention and the norms' numbers, one a row: the bytes of lean
-blocks. What is made again is norms' outputs, gated units and casts of weights; it is fused by the
-compiler and costs no measurable time (`bench/lean.py`).
+chain of them, those read far away. Without these rules it saves only the block's input, its
+products that backward reads, its attention and the norms' numbers, one a row: the bytes of lean
+blocks. It recomputes norms' outputs, gated units and casts of weights, which the compiler fuses at
+no measurable cost (`bench/lean.py`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class _Partition(CustomPartitionerFn):
     """torch's partitioner without the rules above; they stay in force for all other code."""
 
     def __call__(
-        self, gm: GraphModule, joint_inputs: Any, **told: Any
+        self, gm: GraphModule, joint_inputs: Any, **options: Any
     ) -> tuple[GraphModule, GraphModule]:
         with config.patch(_LIFTED):
-            return min_cut_rematerialization_partition(gm, joint_inputs, **told)
+            return min_cut_rematerialization_partition(gm, joint_inputs, **options)
 
     def uuid(self) -> str:
-        """What compilations are kept under in torch's cache: one per set of rules."""
+        """Return the key of torch's cache of compilations: one per set of rules."""
         return f"memfit {sorted(_LIFTED)}"
 
 

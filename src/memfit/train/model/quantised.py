@@ -139,7 +139,7 @@ class QuantisedLinear(nn.Linear):
 
 
 class _DenseProduct(torch.autograd.Function):
-    """A product with a weight that is made dense for it, and again for its backward: on a CPU."""
+    """A product on a CPU with a weight that is dequantised in the forward and in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: QuantisedLinear) -> Tensor:
@@ -165,7 +165,7 @@ class _Int8Product(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, threshold: float
     ) -> tuple[Tensor, int | None]:
-        """(tokens, in) -> (tokens, out), and how many columns held outliers; None: not asked."""
+        """(tokens, in) -> (tokens, out), and how many columns held outliers; None: no threshold."""
         ops = torch.ops.bitsandbytes
         ctx.codes, ctx.scales = codes, scales
         rows, row_scales, columns = ops.int8_vectorwise_quant(x.to(torch.float16), threshold)

@@ -22,11 +22,11 @@ NEEDED = ("scale", "window_size", "enable_gqa")  # of `varlen_attn`; torch 2.13 
 
 
 def check_varlen() -> None:
-    """Raise InvalidRequest where this torch's `varlen_attn` lacks what memfit gives it."""
-    lacking = [name for name in NEEDED if name not in signature(varlen_attn).parameters]
-    if lacking:
+    """Raise InvalidRequest where this torch's `varlen_attn` has not all parameters of `NEEDED`."""
+    missing = [name for name in NEEDED if name not in signature(varlen_attn).parameters]
+    if missing:
         raise InvalidRequest(
-            f"`attention: varlen` gives torch's `varlen_attn` `{lacking[0]}`, which that of torch"
+            f"`attention: varlen` gives torch's `varlen_attn` `{missing[0]}`, which that of torch"
             f" {torch.__version__} does not know",
             hint="use torch 2.13, or `attention: flash`",
         )

@@ -71,19 +71,19 @@ def split_base(
     model: nn.Module, recipe: Recipe
 ) -> tuple[dict[str, nn.Parameter], dict[str, QuantisedLinear]]:
     """The base's plain parameters, and its quantised projections, by Hugging Face's names."""
-    coded = quantised_modules(model)
-    own = {id(p) for module in coded.values() for p in module.stored().values()}
+    quantised = quantised_modules(model)
+    own = {id(p) for module in quantised.values() for p in module.stored().values()}
     base = find_adapter(recipe).base_parameters(model)
-    return {name: p for name, p in base.items() if id(p) not in own}, coded
+    return {name: p for name, p in base.items() if id(p) not in own}, quantised
 
 
 def copy_base(model: nn.Module, recipe: Recipe, source: Weights) -> None:
     """Fill the base and its stored buffers; of what is quantised one dense weight is alive at a
     time.
     """
-    base, coded = split_base(model, recipe)
+    base, quantised = split_base(model, recipe)
     copy_weights({**base, **stored_buffers(model)}, source)
-    for name, module in coded.items():
+    for name, module in quantised.items():
         dense = module.empty_dense()
         copy_weights({name: dense}, source)
         module.store(dense)
@@ -216,7 +216,7 @@ def check_weights(recipe: Recipe) -> None:
 
 
 def _fill_random(
-    recipe: Recipe, base: dict[str, nn.Parameter], coded: Mapping[str, QuantisedLinear]
+    recipe: Recipe, base: dict[str, nn.Parameter], quantised: Mapping[str, QuantisedLinear]
 ) -> None:
     """Hugging Face's initialisation looks at names, which an adapter changes: so a bare twin that
     shares the parameters is initialised. A weight that is quantised is dense for its own turn.
@@ -227,9 +227,11 @@ def _fill_random(
         for name, old in module._buffers.items():
             if old is not None:
                 module._buffers[name] = torch.empty(old.shape, dtype=old.dtype, device="meta")
-    replace_parameters(twin, lambda name, old: old if name in coded else base.get(name, old))
+    replace_parameters(twin, lambda name, old: old if name in quantised else base.get(name, old))
     one = next(iter(base.values()))
-    targets = {m: coded[f"{n}.weight"] for n, m in twin.named_modules() if f"{n}.weight" in coded}
+    targets = {
+        m: quantised[f"{n}.weight"] for n, m in twin.named_modules() if f"{n}.weight" in quantised
+    }
 
     def fill(module: nn.Module) -> None:
         target = targets.get(module)

@@ -22,7 +22,7 @@ def find_excess(
 ) -> str:
     """How the data goes beyond what a certificate holds for, with both sides; "" when it does not.
 
-    A certificate that states no bounds, of given micro-batches, is not held against any.
+    A certificate without bounds, of fixed micro-batches, is not checked.
     """
     for name, certified, own in (
         ("training data", certificate.data, training),

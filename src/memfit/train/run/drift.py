@@ -71,23 +71,23 @@ def name_component(held: Iterable[Entry], certified: Iterable[Entry]) -> str:
     if not rows or rows[0].excess <= 0:
         return ""
     worst = rows[0]
-    said = f"{worst.kind} of {worst.owner} hold {units.show_bytes(worst.excess)} more"
-    return f"{said} ({worst.because})" if worst.because else said
+    line = f"{worst.kind} of {worst.owner} hold {units.show_bytes(worst.excess)} more"
+    return f"{line} ({worst.because})" if worst.because else line
 
 
 def compare_entries(held: Iterable[Entry], certified: Iterable[Entry]) -> tuple[Excess, ...]:
     """Both ledgers of one phase by kind and owner, the largest excess first."""
     sums: dict[tuple[Kind, str], list[int]] = {}
-    because: dict[tuple[Kind, str], str] = {}
+    reasons: dict[tuple[Kind, str], str] = {}
     for place, entries in enumerate((held, certified)):
         for entry in entries:
             key = (entry.kind, entry.owner)
             sums.setdefault(key, [0, 0])[place] += entry.nbytes
             if not place:
-                because[key] = entry.because
+                reasons[key] = entry.because
     rows = [
         Excess(kind=kind, owner=owner, held=n[0], certified=n[1],
-               because=because.get((kind, owner), ""))
+               because=reasons.get((kind, owner), ""))
         for (kind, owner), n in sums.items()
     ]  # fmt: skip
     return tuple(sorted(rows, key=lambda row: -row.excess))
@@ -99,25 +99,25 @@ def describe_drift(drift: Drift, step: int, room: int | None) -> str:
     step: the steps done, 0 before the first one. room: bytes left below the limit.
     """
     when = f"after step {step}" if step else "before the first step"
-    said = (
+    line = (
         f"{drift.name} {when} holds {units.show_bytes(drift.measured)},"
         f" {units.show_bytes(drift.excess)} above the certified"
         f" {units.show_bytes(drift.certified)}: "
     )
-    said += drift.component or "nobody watched who holds it; a later step will be"
+    line += drift.component or "nobody watched who holds it; a later step will be"
     if room is None:
-        return said
+        return line
     if room < 0:
-        return f"{said}; that is {units.show_bytes(-room)} above the limit"
-    return f"{said}; {units.show_bytes(room)} are left below the limit"
+        return f"{line}; that is {units.show_bytes(-room)} above the limit"
+    return f"{line}; {units.show_bytes(room)} are left below the limit"
 
 
 class Watcher:
-    """Says each drift once, and again when it has doubled."""
+    """Reports each drift once, and once more whenever it has doubled."""
 
     def __init__(self, certificate: Certificate | None) -> None:
         self._certificate = certificate
-        self._told: dict[tuple[str, bool], int] = {}
+        self._reported: dict[tuple[str, bool], int] = {}
 
     def look(self, counters: Counters, step: int) -> Iterator[str]:
         """What there is to say after a step."""
@@ -126,15 +126,15 @@ class Watcher:
         room = self._room(counters)
         for drift in find_drift(self._certificate, counters):
             key = drift.name, bool(drift.component)
-            if drift.excess >= 2 * self._told.get(key, 0):
-                self._told[key] = drift.excess
+            if drift.excess >= 2 * self._reported.get(key, 0):
+                self._reported[key] = drift.excess
                 yield describe_drift(drift, step, room)
 
     @property
     def wants_names(self) -> bool:
         """Whether something has drifted whose holder nobody has watched yet."""
-        named = {name for name, known in self._told if known}
-        return any(name not in named for name, _ in self._told)
+        named = {name for name, known in self._reported if known}
+        return any(name not in named for name, _ in self._reported)
 
     def _room(self, counters: Counters) -> int | None:
         assert self._certificate is not None

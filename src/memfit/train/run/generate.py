@@ -140,8 +140,8 @@ def find_recipe(folder: Path) -> Recipe | None:
 def build_generator(recipe: Recipe, device: str) -> nn.Module:
     """The trained module, empty, in the dtypes that it was trained in, ready to generate.
 
-    Where the device lacks the recipe's attention kernel, with one that it has: the result differs
-    by rounding. Raises InvalidRequest as `build_model` does.
+    Where the device does not have the recipe's attention kernel, it uses another: the result
+    differs by rounding. Raises InvalidRequest as `build_model` does.
     """
     kernel: Attention = recipe.attention
     if device == "cpu" and kernel != "math":

@@ -89,7 +89,7 @@ Rescue = Callable[[], Path | None]  # the newest complete checkpoint, saved now 
 
 @contextmanager
 def explained_out_of_memory(
-    run: Path, where: str, diagnose: Diagnose | None = None, rescue: Rescue | None = None
+    run: Path, moment: str, diagnose: Diagnose | None = None, rescue: Rescue | None = None
 ) -> Iterator[None]:
     """Turn out-of-memory errors into RunFailed, and leave `out_of_memory.json` in the run folder.
 
@@ -101,14 +101,14 @@ def explained_out_of_memory(
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
         if not is_out_of_memory(error):
             raise
-        said = str(error).strip().partition("\n")[0] or "the system gave none"
-        found = diagnose(said) if diagnose else None
+        message = str(error).strip().partition("\n")[0] or "the system gave none"
+        found = diagnose(message) if diagnose else None
         snapshot = dump_snapshot(run)
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
         saved = rescue() if rescue else None
         hint = _leave(run, found, saved, snapshot)
-        raise RunFailed(f"out of memory in {where}: {said}", hint=hint) from None
+        raise RunFailed(f"out of memory in {moment}: {message}", hint=hint) from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -37,10 +37,10 @@ class Log:
         self, run: Path, done: int, *, tensorboard: bool = False, digest: str = ""
     ) -> None:
         self._path = run / NAME
-        kept = [row for row in read_log(run) if row["step"] <= done]
-        content = b"".join(_line(row) for row in kept)
+        rows = [row for row in read_log(run) if row["step"] <= done]
+        content = b"".join(_line(row) for row in rows)
         self.damage = ""
-        if holes := find_holes(kept, done):
+        if holes := find_holes(rows, done):
             self.damage = f"`{self._path}` lacks steps {holes}: it was damaged"
         elif digest and hashlib.sha256(content).hexdigest() != digest:
             self.damage = f"`{self._path}` was changed after the checkpoint of step {done}"
@@ -83,8 +83,8 @@ class Log:
 
 
 def read_log(run: Path) -> list[dict[str, Any]]:
-    """Every whole step of log.jsonl in order. Damaged lines, a last one that a crash cut short and
-    a step that stands there again are left out; `find_holes` names what lacks."""
+    """Return every whole step of log.jsonl in order, without damaged lines, a last one that a crash
+    cut short and repeated steps; `find_holes` names those that are missing."""
     try:
         lines = (run / NAME).read_bytes().split(b"\n")
     except OSError:
@@ -106,7 +106,7 @@ def digest_log(run: Path) -> str:
 
 
 def find_holes(rows: Sequence[dict[str, Any]], done: int) -> str:
-    """The steps up to `done` that a log lacks, as "3, 5 to 9"; empty when it has all."""
+    """Return the steps up to `done` that a log misses, as "3, 5 to 9"; empty when it has all."""
     held = {row["step"] for row in rows}
     ranges: list[list[int]] = []
     for step in range(1, done + 1):

@@ -52,9 +52,9 @@ def _driver() -> str:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return "unknown"
-    asked = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split()
-    return said[0] if said else "unknown"
+    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    output = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    return output[0] if output else "unknown"
 
 
 def measure_machine(device: Device) -> Device:

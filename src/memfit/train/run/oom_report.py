@@ -61,8 +61,8 @@ def describe_shortage(
 def find_alive(built: Built | None, phase: Phase, device: torch.device) -> Alive:
     """What can be found when nobody counted: the built tensors, and others that Python reaches.
 
-    What autograd alone holds is reached by nothing; on CUDA it is the rest of what the allocator
-    has given out. Call it before the failure's frames are gone: they hold its tensors.
+    What autograd alone holds is not found; on CUDA it is the rest of the allocated bytes. Call it
+    before the failure's frames are gone: they hold its tensors.
     """
     seen: set[int] = set()
     rows: list[tuple[str, TensorRow]] = []

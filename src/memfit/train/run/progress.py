@@ -39,7 +39,7 @@ class Moment(NamedTuple):
 
 
 class Progress(Protocol):
-    """Who is told; `begin` comes first and `end` last, also after a failure."""
+    """A display of a run; `begin` is called first and `end` last, also after a failure."""
 
     def begin(self, facts: Facts) -> None:
         """The run is about to take its first step."""
@@ -110,7 +110,7 @@ class Plain:
 
 
 class Live:
-    """Two lines that are drawn again and again at the foot of a terminal."""
+    """Two lines that are redrawn at the foot of a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
@@ -133,7 +133,7 @@ class Live:
         self._console.print(in_lines(text), markup=False)
 
     def show(self, moment: Moment) -> None:
-        """Draw both lines again."""
+        """Redraw both lines."""
         self._recent = [*self._recent[1 - RECENT :], moment.seconds]
         width = self._console.width
         first, second = live_lines(self._facts, moment, self._recent, width)
@@ -167,22 +167,22 @@ def live_lines(facts: Facts, moment: Moment, recent: list[float], width: int) ->
 
 def describe(moment: Moment) -> str:
     """Loss, learning rate and speed."""
-    said = f"loss {moment.loss:.4f}"
+    line = f"loss {moment.loss:.4f}"
     if moment.evaluation_loss is not None:
-        said += f"  held-out {moment.evaluation_loss:.4f}"
+        line += f"  held-out {moment.evaluation_loss:.4f}"
     if moment.reward_accuracy is not None:
-        said += f"  {moment.reward_accuracy:.0%} put right"
+        line += f"  {moment.reward_accuracy:.0%} put right"
     if moment.skipped:
-        said += f"  {moment.skipped} skipped"
+        line += f"  {moment.skipped} skipped"
     speed = units.show_count(moment.tokens_per_second)
-    return f"{said}  lr {moment.learning_rate:.1e}  {speed} tokens/s"
+    return f"{line}  lr {moment.learning_rate:.1e}  {speed} tokens/s"
 
 
 def remaining(facts: Facts, moment: Moment, recent: list[float]) -> str:
     """The time left by the last steps, beside what was predicted for them."""
     left = facts.steps - moment.step
-    said = f"{units.show_seconds(left * median(recent))} left"
+    line = f"{units.show_seconds(left * median(recent))} left"
     if facts.predicted_step_seconds is None or not left:
-        return said if left else "done"
+        return line if left else "done"
     predicted = units.show_seconds(left * facts.predicted_step_seconds)
-    return f"{said} (predicted {predicted})"
+    return f"{line} (predicted {predicted})"

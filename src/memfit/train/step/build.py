@@ -1,7 +1,7 @@
 """From a recipe to the module and the optimizer that a step needs.
 
 The module is born on the meta device, gets its dtypes, adapter, recomputation and (on many ranks)
-its shards there, and is then given empty storage: the same code runs on real devices and under
+its shards there, and then gets empty storage: the same code runs on real devices and under
 `FakeTensorMode`.
 """
 
@@ -106,9 +106,9 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
     apply_lean(model, recipe)
     # of stages, their own blocks among the model's first ones
     held = [int(name) for name, _ in parts(model).blocks.named_children()]
-    full, kept = recipe.recompute_blocks, recipe.recompute_blocks + recipe.selective_blocks
+    full, recomputed = recipe.recompute_blocks, recipe.recompute_blocks + recipe.selective_blocks
     recompute_blocks(
-        parts(model).blocks, sum(i < full for i in held), sum(full <= i < kept for i in held),
+        parts(model).blocks, sum(i < full for i in held), sum(full <= i < recomputed for i in held),
         partial(only_added, read_model(recipe.model).architecture),
         preserve_rng=recipe.lora.dropout > 0,
     )  # fmt: skip
@@ -118,11 +118,13 @@ def build_model(recipe: Recipe, device: torch.device | str) -> nn.Module:
         offload_blocks(list(parts(model).blocks), recipe.recompute_blocks + recipe.selective_blocks)
     check_census(model, recipe)
     if mesh is not None:
-        where = parts(model)
-        tail = (*where.norms, where.head)
-        parallelism.shard(where.base, where.embedding, list(where.blocks), tail, recipe, mesh)
+        model_parts = parts(model)
+        tail = (*model_parts.norms, model_parts.head)
+        parallelism.shard(
+            model_parts.base, model_parts.embedding, list(model_parts.blocks), tail, recipe, mesh
+        )
         if recipe.parallel.cp > 1:
-            share_tokens(where.blocks, recipe.parallel, device.type)
+            share_tokens(model_parts.blocks, recipe.parallel, device.type)
     _materialise(model, device, on_host=recipe.offload == "parameters")
     return model.train()
 
@@ -145,7 +147,7 @@ def build_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _materialise(model: nn.Module, device: torch.device, *, on_host: bool) -> None:
-    """Right values for every buffer, and empty storage for every parameter, ties kept.
+    """Compute every buffer, and give every parameter empty storage; tied ones stay tied.
 
     on_host: the parameters wait in the host's memory.
 
@@ -245,9 +247,9 @@ def _check(recipe: Recipe) -> None:
     check_lean(model.name, architecture, recipe.lean)
     if recipe.selective_blocks:
         check_selective(model.name, architecture, recipe)
-    again = recipe.recompute_blocks + recipe.selective_blocks
-    if again > architecture.layers:
+    recomputed = recipe.recompute_blocks + recipe.selective_blocks
+    if recomputed > architecture.layers:
         raise InvalidRequest(
-            f"recompute of {again} blocks, but `{model.name}` has {architecture.layers}",
+            f"recompute of {recomputed} blocks, but `{model.name}` has {architecture.layers}",
             hint="use `recompute: full`",
         )

@@ -1,8 +1,8 @@
 """Updates within backward: each weight as soon as its gradient is whole, which is then let go.
 
-The optimizer is the one that would run after backward, and is told of one weight at a time, so
-that checkpoints, schedules and results are the same; see
-`optimizers/shared/in_backward.py` for what cannot be had this way.
+The optimizer is the one that would run after backward, called with one weight at a time, so
+that checkpoints, schedules and results are the same; see `optimizers/shared/in_backward.py` for
+what cannot be had this way.
 """
 
 from __future__ import annotations

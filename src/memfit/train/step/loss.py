@@ -40,7 +40,7 @@ def loss_mean(
 
 
 def plain_sum(head: nn.Module, hidden: Tensor, labels: Tensor, cap: float | None = None) -> Tensor:
-    """Sum of the losses of all target tokens, 0-dim fp32; logits (tokens, vocab) are kept."""
+    """Sum of the losses of all target tokens, 0-dim fp32; saves logits (tokens, vocab)."""
     logits = head(hidden.flatten(0, 1))
     if cap is not None:
         logits = torch.tanh(logits) * cap
@@ -181,7 +181,7 @@ def loss_and_slope(
     scale: Tensor | None,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(mean's share, its scaled fp32 slope by the logits); the logits are given up.
+    """(mean's share, its scaled fp32 slope by the logits); the logits are freed.
 
     scale: 0-dim, or (tokens, 1).
 

@@ -65,14 +65,14 @@ def _tensors(arguments: Any) -> Iterator[Tensor]:
 
 
 class _Lane:
-    """The stream of the copies, made when first asked for, and the block that came last."""
+    """The stream of the copies, made at its first use, and the block that came last."""
 
     def __init__(self) -> None:
         self.newest: Load | None = None
         self._side: Any = None
 
     def side(self) -> Any:
-        """It has waited for all work given to the main stream so far."""
+        """Return the side stream, which has waited for all work queued on the main stream."""
         if self._side is None:
             self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._side.wait_stream(torch.cuda.current_stream())
@@ -80,7 +80,7 @@ class _Lane:
 
 
 class _Parcel:
-    """One storage: on the host, then on the device again. It lives as long as a saved tensor."""
+    """One storage: on the host, then back on the device. It lives as long as a saved tensor."""
 
     __slots__ = ("__weakref__", "device", "host")
 
@@ -126,7 +126,7 @@ class Load:
         return _Ticket(parcel, x.shape, x.stride(), int(x.storage_offset()))
 
     def unpack(self, saved: Tensor | _Ticket) -> Tensor:
-        """On the device again; the block below begins to come back too."""
+        """Return the tensor on the device, and prefetch the block below."""
         if isinstance(saved, Tensor):
             return saved
         if not self._arrived:
@@ -161,8 +161,8 @@ class Load:
         with torch.no_grad():
             for parcel in parcels:
                 assert parcel.host is not None
-                where = "cuda" if self._cuda else "cpu"
-                parcel.device = torch.empty_like(parcel.host, device=where)
+                device = "cuda" if self._cuda else "cpu"
+                parcel.device = torch.empty_like(parcel.host, device=device)
                 if not self._cuda:
                     parcel.device.copy_(parcel.host)
                     parcel.host = None
