@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from memfit.core.errors import InvalidRequest
-from memfit.plan.frameworks.hugging_face.quantised import coded_bytes
+from memfit.plan.frameworks.hugging_face.quantised import quantised_bytes
 from memfit.plan.memory.declared import predict_ledger
 from memfit.plan.request.defaults import read_defaults
 from memfit.plan.request.problem import find_device
@@ -234,11 +234,11 @@ def test_a_block_keeps_what_torch_keeps(keys: int) -> None:
 def test_quantised_bytes() -> None:
     """A (4096, 4096) weight: 4 bits each and one fp32 scale for 64 (2305.14314, section 3)."""
     whole = 4096, 4096
-    assert coded_bytes("nf4", whole, double=False) == 8388608 + 262144 * 4 + 16 * 4
+    assert quantised_bytes("nf4", whole, double=False) == 8388608 + 262144 * 4 + 16 * 4
     nested = 8388608 + 262144 + 1024 * 4 + (256 + 16 + 1) * 4
-    assert coded_bytes("nf4", whole, double=True) == nested
-    assert coded_bytes("fp4", (65, 1), double=False) == 33 + 2 * 4 + 64  # ragged: rounded up
-    assert coded_bytes("int8", (10, 64), double=True) == 640 + 40
+    assert quantised_bytes("nf4", whole, double=True) == nested
+    assert quantised_bytes("fp4", (65, 1), double=False) == 33 + 2 * 4 + 64  # ragged: rounded up
+    assert quantised_bytes("int8", (10, 64), double=True) == 640 + 40
 
 
 def test_gradients_wait_unsharded_while_they_accumulate() -> None:

@@ -89,7 +89,7 @@ class _Relation(NamedTuple):
 
     powers: Mapping[Known, int]
     constant: float
-    said: str  # the constant in words; "" when it is a change of units
+    words: str  # the constant in words; "" when it is a change of units
 
 
 def read_budget(
@@ -126,14 +126,14 @@ def read_budget(
     }  # fmt: skip
     lifetime = None
     if inference_tokens:
-        where = serve_on or device
-        if not where:
+        serving = serve_on or device
+        if not serving:
             raise InvalidRequest(
                 f"where are `inference_tokens: {inference_tokens}` served?",
                 hint="`--serve-on l40s`; without it they are served on `--device`",
             )
         served_there = {"price": serve_price, "latency": latency, **served}
-        lifetime = read_lifetime(tokens=inference_tokens, device=where, **served_there)
+        lifetime = read_lifetime(tokens=inference_tokens, device=serving, **served_there)
     else:
         for name, value in (("serve_on", serve_on), ("serve_price", serve_price),
                             ("latency", latency)):  # fmt: skip
@@ -207,9 +207,9 @@ def _live(
     if request.lifetime is None:
         return None
     if rate is None or price is None:
-        lacks = "FLOP/s" if rate is None else "price"
+        missing = "FLOP/s" if rate is None else "price"
         raise InvalidRequest(
-            f"what the training costs cannot be said: no {lacks} of its device is given or known",
+            f"what the training costs cannot be said: no {missing} of its device is given or known",
             hint="`--device h100-sxm`, or `--peak '989 TFLOP/s'` and `--price '2.5 USD'`",
         )
     return find_cheapest(
@@ -237,25 +237,25 @@ def _check(request: BudgetRequest) -> None:
 def _rates(request: BudgetRequest) -> tuple[float | None, float | None, dict[str, Figure]]:
     """FLOP/s that one device sustains, its price an hour, and where both come from."""
     device = find_device(request.device) if request.device else None
-    peak, said_peak = request.peak, "given"
+    peak, peak_source = request.peak, "given"
     if peak is None:
-        said_peak = "unknown: name a device or its peak"
+        peak_source = "unknown: name a device or its peak"
     if peak is None and device is not None:
         peak = device.flops.get(request.dtype)
-        said_peak = f"dense {request.dtype} of `{device.id}`"
+        peak_source = f"dense {request.dtype} of `{device.id}`"
         if peak is None:
-            said_peak = f"unknown: the catalogue has no {request.dtype} rate of `{device.id}`"
-    price, said_price = request.price, "given"
+            peak_source = f"unknown: the catalogue has no {request.dtype} rate of `{device.id}`"
+    price, price_source = request.price, "given"
     if price is None and device is not None:
         chosen = choose_price(device)
-        price, said_price = chosen.usd_per_hour, chosen.because
+        price, price_source = chosen.usd_per_hour, chosen.because
     mfu = request.mfu if request.mfu is not None else ASSUMED_MFU
-    said_mfu = "given" if request.mfu is not None else "assumed; 0.3 to 0.5 is usual"
+    mfu_source = "given" if request.mfu is not None else "assumed; 0.3 to 0.5 is usual"
     sources = {
-        "peak": Figure(value=peak, unit="FLOP/s", because=said_peak),
-        "mfu": Figure(value=mfu, unit="", because=said_mfu),
+        "peak": Figure(value=peak, unit="FLOP/s", because=peak_source),
+        "mfu": Figure(value=mfu, unit="", because=mfu_source),
         "price": Figure(value=price, unit="USD/h",
-                        because=said_price if price else "unknown: no price is given or known"),
+                        because=price_source if price else "unknown: no price is given or known"),
     }  # fmt: skip
     return (peak * mfu if peak else None), price, sources
 
@@ -266,7 +266,7 @@ def _apply_inference(
     """Inference first: the largest model that can be served is the one to train."""
     if request.inference is None:
         return None
-    sized = size_by_inference(request.inference, asked=request.parameters)
+    sized = size_by_inference(request.inference, parameters=request.parameters)
     if "parameters" not in found:
         found["parameters"] = sized.largest
         because["parameters"] = f"the largest that the inference memory holds: {sized.because}"
@@ -317,8 +317,8 @@ def _solve(relation: _Relation, name: Known, found: Mapping[Known, float]) -> fl
 def _expression(relation: _Relation, name: Known) -> str:
     """`compute / (6 x parameters)`: how a relation gives one of its quantities."""
     own = relation.powers[name]
-    above = [relation.said] if own == 1 and relation.said else []
-    below = [relation.said] if own == -1 and relation.said else []
+    above = [relation.words] if own == 1 and relation.words else []
+    below = [relation.words] if own == -1 and relation.words else []
     for other, power in relation.powers.items():
         if other != name:
             (above if power != own else below).append(other)
@@ -332,8 +332,8 @@ def _check_agreement(
     relation: _Relation, found: Mapping[Known, float], because: Mapping[Known, str]
 ) -> None:
     """Raise when the figures of one relation do not agree to a hundredth."""
-    given = [name for name in relation.powers if because[name] == "given"]
-    name = given[0] if given else next(iter(relation.powers))
+    stated = [name for name in relation.powers if because[name] == "given"]
+    name = stated[0] if stated else next(iter(relation.powers))
     implied = _solve(relation, name, found)
     if abs(implied / found[name] - 1) <= AGREE:
         return
@@ -347,34 +347,34 @@ def _check_agreement(
 
 def _split_by_chinchilla(found: dict[Known, float], because: dict[Known, str]) -> None:
     """Tokens a parameter, where nothing given says them."""
-    said = f"{CHINCHILLA:.0f} tokens a parameter (Chinchilla)"
+    source = f"{CHINCHILLA:.0f} tokens a parameter (Chinchilla)"
     if "parameters" in found and "tokens" not in found:
         found["tokens"] = CHINCHILLA * found["parameters"]
-        because["tokens"] = said
+        because["tokens"] = source
     elif "tokens" in found and "parameters" not in found:
         found["parameters"] = found["tokens"] / CHINCHILLA
-        because["parameters"] = said
+        because["parameters"] = source
     elif "compute" in found and "parameters" not in found:
         found["parameters"] = math.sqrt(found["compute"] / (6 * CHINCHILLA))
-        because["parameters"] = f"sqrt(compute / (6 x {CHINCHILLA:.0f})): {said}"
+        because["parameters"] = f"sqrt(compute / (6 x {CHINCHILLA:.0f})): {source}"
 
 
 def _too_little(request: BudgetRequest, rate: float | None, price: float | None) -> InvalidRequest:
     """Name what would make the compute known."""
     hours = request.device_hours or (request.devices and request.time)
     if hours or (request.cost and price):
-        lacks = "the peak of one device: `--device h100-sxm` or `--peak '989 TFLOP/s'`"
+        missing = "the peak of one device: `--device h100-sxm` or `--peak '989 TFLOP/s'`"
     elif request.cost:
-        lacks = "the price of a device-hour: `--device h100-sxm` or `--price '2.5 USD'`"
+        missing = "the price of a device-hour: `--device h100-sxm` or `--price '2.5 USD'`"
     elif request.devices:
-        lacks = "`time` (or `device_hours`, `cost`)"
+        missing = "`time` (or `device_hours`, `cost`)"
     elif request.time:
-        lacks = "`devices` (or `device_hours`, `cost`)"
+        missing = "`devices` (or `device_hours`, `cost`)"
     else:
-        lacks = "one of `parameters`, `tokens`, `compute`, `cost`, or `devices` with `time`"
-    if rate is None and "peak" not in lacks and (request.devices or request.time or request.cost):
-        lacks += ", and the peak of one device: `--device` or `--peak`"
-    return InvalidRequest("too little is given to solve a budget", hint=f"missing: {lacks}")
+        missing = "one of `parameters`, `tokens`, `compute`, `cost`, or `devices` with `time`"
+    if rate is None and "peak" not in missing and (request.devices or request.time or request.cost):
+        missing += ", and the peak of one device: `--device` or `--peak`"
+    return InvalidRequest("too little is given to solve a budget", hint=f"missing: {missing}")
 
 
 def _figures(
@@ -383,7 +383,7 @@ def _figures(
     rate: float | None,
     price: float | None,
 ) -> dict[str, Figure]:
-    lacking: dict[Known, str] = {
+    unknown: dict[Known, str] = {
         "device_hours": "unknown: name a device or its peak",
         "devices": "unknown: say in what `time`" if rate else "unknown: name a device or its peak",
         "time": "unknown: say with how many `devices`" if rate else "unknown: name a device",
@@ -391,14 +391,14 @@ def _figures(
     }
     figures = {
         name: Figure(
-            value=found.get(name), unit=UNITS[name], because=because.get(name) or lacking[name]
+            value=found.get(name), unit=UNITS[name], because=because.get(name) or unknown[name]
         )
         for name in QUANTITIES
     }
     devices = found.get("devices")
     if devices is not None and because["devices"] != "given" and devices % 1:
-        said = f"{because['devices']}; take {math.ceil(devices)}"
-        figures["devices"] = Figure(value=devices, unit="", because=said)
+        source = f"{because['devices']}; take {math.ceil(devices)}"
+        figures["devices"] = Figure(value=devices, unit="", because=source)
     compute, parameters, tokens = found["compute"], found["parameters"], found["tokens"]
     best = math.sqrt(compute / (6 * CHINCHILLA))
     tau = rate * devices if rate is not None and devices is not None else None

@@ -34,8 +34,8 @@ def describe_cost(time: Time, device: Device, request: Request) -> Cost:
     grid = find_grid(hardware.grid) if hardware.grid else None
     watts, load = _power(device, hardware)
     if time.total_seconds is None:
-        said = f"the run's time is unknown; {price.because}"
-        return Cost(device_hours=None, usd=None, kwh=None, kg_co2=None, because=said)
+        why = f"the run's time is unknown; {price.because}"
+        return Cost(device_hours=None, usd=None, kwh=None, kg_co2=None, because=why)
     hours = request.ranks * time.total_seconds / units.HOUR
     kwh = hours * watts * hardware.pue / 1e3 if watts else None
     carbon = grid.because if grid else "CO2 unknown: no `hardware.grid` is stated"

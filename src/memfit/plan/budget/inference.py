@@ -49,7 +49,9 @@ class InferenceSize(Record, frozen=True, kw_only=True):
     because: str
 
 
-def size_by_inference(request: InferenceRequest, *, asked: float | None = None) -> InferenceSize:
+def size_by_inference(
+    request: InferenceRequest, *, parameters: float | None = None
+) -> InferenceSize:
     """The largest dense catalogue model whose weights and cache fit, and the room beside its cache.
 
     The cache's shape is that model's, exactly (2 x layers x kv_heads x head_dim elements a token);
@@ -73,10 +75,10 @@ def size_by_inference(request: InferenceRequest, *, asked: float | None = None) 
     best = max(fitting, key=lambda m: m.parameters)
     cache = cache_nbytes(best, request)
     largest = (request.memory - cache) / request.weight_bytes
-    if asked is not None and asked > largest:
+    if parameters is not None and parameters > largest:
         raise DoesNotFit(
-            f"{units.show_count(asked)} parameters need"
-            f" {units.show_bytes(asked * request.weight_bytes)} beside a cache of"
+            f"{units.show_count(parameters)} parameters need"
+            f" {units.show_bytes(parameters * request.weight_bytes)} beside a cache of"
             f" {units.show_bytes(cache)}, but {units.show_bytes(request.memory)} are given",
             hint=f"up to {units.show_count(largest)} parameters fit",
         )

@@ -112,9 +112,9 @@ def find_cheapest(
     device = find_device(request.device)
     price = choose_price(device, request.price)
     if device.bandwidth is None or price.usd_per_hour is None:
-        lacks = price.because if device.bandwidth else f"no bandwidth of `{device.id}` is known"
+        missing = price.because if device.bandwidth else f"no bandwidth of `{device.id}` is known"
         raise InvalidRequest(
-            f"what serving on `{device.id}` costs cannot be said: {lacks}",
+            f"what serving on `{device.id}` costs cannot be said: {missing}",
             hint="`--serve-price '2 USD'`, or another `--serve-on`",
         )
     weight = weigh_loss(6 * parameters * tokens, CHINCHILLA)

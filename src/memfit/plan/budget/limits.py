@@ -15,16 +15,16 @@ def find_excess(plan: Plan) -> DoesNotFit | None:
     None within the limits, and where the time or the price is unknown: see `find_unjudged`.
     """
     time, cost, limits = plan.time.total_seconds, plan.cost.usd, plan.request.limits
-    where = f"{plan.request.devices} x {plan.recipe.device}"
+    devices = f"{plan.request.devices} x {plan.recipe.device}"
     if limits.seconds is not None and time is not None and time > limits.seconds:
         return DoesNotFit(
-            f"the fastest plan takes {units.show_seconds(time)} on {where}, and `limits.time` is"
+            f"the fastest plan takes {units.show_seconds(time)} on {devices}, and `limits.time` is"
             f" {limits.time}",
             hint=HINT,
         )
     if limits.usd is not None and cost is not None and cost > limits.usd:
         return DoesNotFit(
-            f"the fastest plan costs {cost:,.0f} USD on {where}, and `limits.cost` is"
+            f"the fastest plan costs {cost:,.0f} USD on {devices}, and `limits.cost` is"
             f" {limits.cost}",
             hint=HINT,
         )

@@ -155,9 +155,9 @@ def read_offers_request(
 
     Raises InvalidRequest for what offers do not ask for: each has its own peak and its own count.
     """
-    if given := [name for name, value in other.items() if value]:
+    if stated := [name for name, value in other.items() if value]:
         raise InvalidRequest(
-            f"`{given[0]}` is solved for in each of the offers of `devices`, not given",
+            f"`{stated[0]}` is solved for in each of the offers of `devices`, not given",
             hint="give cost, time, model; for one budget write a plain number of devices",
         )
     return OffersRequest(
@@ -197,7 +197,7 @@ class _Hours(NamedTuple):
     device_hours: float | None
     price: float | None
     binds: str
-    said: str
+    source: str
 
 
 def _hours(request: OffersRequest, offer: Offer, device: Device) -> _Hours:
@@ -208,26 +208,26 @@ def _hours(request: OffersRequest, offer: Offer, device: Device) -> _Hours:
         bounds["time"] = offer.count * request.time / units.HOUR
     if request.cost is not None and price.usd_per_hour is not None:
         bounds["cost"] = request.cost / price.usd_per_hour
-    said = price.because
+    source = price.because
     if request.cost is not None and price.usd_per_hour is None:
-        said += ": the money sets no limit here"
+        source += ": the money sets no limit here"
     if not bounds:
-        return _Hours(None, price.usd_per_hour, "", said)
+        return _Hours(None, price.usd_per_hour, "", source)
     binds = min(bounds, key=lambda name: bounds[name])
-    return _Hours(bounds[binds], price.usd_per_hour, binds, said)
+    return _Hours(bounds[binds], price.usd_per_hour, binds, source)
 
 
 def _spend(request: OffersRequest, offer: Offer) -> Spent:
     device = find_device(offer.device)
-    hours, price, binds, said = _hours(request, offer, device)
-    asked = find_model(request.model) if request.model else None
-    flops, mfu, how = _rate(request, offer, device, hours, asked)
+    hours, price, binds, source = _hours(request, offer, device)
+    model = find_model(request.model) if request.model else None
+    flops, mfu, how = _rate(request, offer, device, hours, model)
     compute = hours * units.HOUR * flops if hours is not None and flops is not None else None
     optimal = inference = near = None
     if compute is not None:
         optimal = _optimal(compute, offer, device)
         inference = _inference_first(request, compute, offer, device)
-        near = _near(asked, compute, offer, device) if asked else None
+        near = _near(model, compute, offer, device) if model else None
     return Spent(
         offer=offer,
         device_hours=hours,
@@ -240,7 +240,7 @@ def _spend(request: OffersRequest, offer: Offer) -> Spent:
         optimal=optimal,
         inference=inference,
         model=near,
-        because=(said, how),
+        because=(source, how),
     )
 
 
@@ -249,7 +249,7 @@ def _rate(
     offer: Offer,
     device: Device,
     hours: float | None,
-    asked: CatalogModel | None,
+    model: CatalogModel | None,
 ) -> tuple[float | None, float | None, str]:
     """FLOP/s of one device, MFU, and where both come from.
 
@@ -267,9 +267,9 @@ def _rate(
     peak = rates.get("bf16") or rates.get("fp16") or rates.get("fp32")
     if peak is None:
         return None, None, f"no peak of `{device.id}` is known"
-    first = asked or _of_compute(hours * units.HOUR * peak * ASSUMED_MFU, offer, device)
+    first = model or _of_compute(hours * units.HOUR * peak * ASSUMED_MFU, offer, device)
     rate, predicted = _predict(first, offer, device)
-    if rate is not None and asked is None:
+    if rate is not None and model is None:
         second = _of_compute(hours * units.HOUR * rate, offer, device)
         rate, predicted = _predict(second, offer, device)
     return rate, predicted.mfu, predicted.because

@@ -63,29 +63,29 @@ def predict_rate(model: str, device: Device, count: int) -> Rate:
         devices_per_node=min(count, _node(device)),
     )
     time = describe_time(totals, recipe, device, predict_timeline(totals, recipe, device))
-    said = (
+    source = (
         f"a step of {model}, {recipe.precision}, {recipe.sequence_length} tokens x {SEQUENCES} on"
         f" each of {count} devices (FSDP2), nothing recomputed"
     )
-    return _rate(time, said)
+    return _rate(time, source)
 
 
 def _planned(plan: Plan) -> Rate:
     recipe = plan.recipe
-    said = (
+    source = (
         f"memfit's plan for {recipe.model.name}, {recipe.precision}, {recipe.sequence_length}"
         f" tokens x {recipe.micro_batch}, {recipe.recompute_blocks} blocks recomputed"
     )
     if plan.memory.verdict == "does_not_fit":
-        said += ", which does not fit"
-    return _rate(plan.time, said)
+        source += ", which does not fit"
+    return _rate(plan.time, source)
 
 
-def _rate(time: Time, said: str) -> Rate:
+def _rate(time: Time, source: str) -> Rate:
     return Rate(
         tokens_per_second=time.tokens_per_second_per_device,
         mfu=time.mfu,
-        because=f"predicted from {said}: {time.because}",
+        because=f"predicted from {source}: {time.because}",
     )
 
 

@@ -278,13 +278,13 @@ def find_framework(name: str) -> Framework:
     return frameworks.find(name)
 
 
-def resolve_options(framework: Framework, asked: Mapping[str, Option]) -> dict[str, Option]:
+def resolve_options(framework: Framework, stated: Mapping[str, Option]) -> dict[str, Option]:
     """A value for every knob of the framework's own; raises InvalidRequest naming the wrong one.
 
     A version may be written as a number, which YAML makes of it.
     """
-    found = dict(asked)
-    for name, value in asked.items():
+    found = dict(stated)
+    for name, value in stated.items():
         knob = framework.knobs.get(name)
         if knob is None:
             near = did_you_mean(name, framework.knobs)

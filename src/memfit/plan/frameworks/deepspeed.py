@@ -33,7 +33,7 @@ from memfit.plan.frameworks.hugging_face.states import (
     hold_flat_states,
 )
 from memfit.plan.frameworks.hugging_face.step import (
-    check_coded,
+    check_quantised,
     hf_knobs,
     hf_model,
     hf_program,
@@ -118,7 +118,7 @@ class DeepSpeed(Framework):
 
     def check(self, job: Job) -> None:
         """See `Framework.check`."""
-        check_coded(job)
+        check_quantised(job)
         check_kernels(job)
         check_optimizer(job)
         recipe = job.recipe
@@ -178,10 +178,10 @@ class DeepSpeed(Framework):
         """See `Framework.predict`."""
         job = lay_out(job)
         model = _stored(job)
-        told = replace(job, recipe=replace(job.recipe, precision=_pure(job.recipe)))
-        program = hf_program(told, keeps_outputs=bool(job.option("keeps_outputs")))
+        pure = replace(job, recipe=replace(job.recipe, precision=_pure(job.recipe)))
+        program = hf_program(pure, keeps_outputs=bool(job.option("keeps_outputs")))
         simulated = run_passes(
-            told, model, program, attention_kernel(job), masking=masking_of(told)
+            pure, model, program, attention_kernel(job), masking=masking_of(pure)
         )
         simulated = Simulated(
             without(simulated.first, GRADIENTS),
@@ -217,8 +217,8 @@ class _Shares:
 
     def option(self, name: str) -> int:
         """A knob; a size of `auto` by the hidden size."""
-        if asked := int(self.recipe.options[name]):
-            return asked
+        if size := int(self.recipe.options[name]):
+            return size
         return int(SQUARED.get(name, 0) * self.model.architecture.hidden**2)
 
     def parameters(self) -> Held:
@@ -244,8 +244,8 @@ class _Shares:
 
     def _moments(self, count: str) -> Held:
         if not by_bitsandbytes(self.recipe):
-            said = f"two fp32 moments of {count} parameters"
-            return {(Kind.OPTIMIZER_STATE, "optimizer"): (2 * FP32 * self.share, said)}
+            reason = f"two fp32 moments of {count} parameters"
+            return {(Kind.OPTIMIZER_STATE, "optimizer"): (2 * FP32 * self.share, reason)}
         return hold_flat_states(self.flat(), self.recipe)
 
     def flat(self) -> tuple[int, ...]:
@@ -285,8 +285,8 @@ class _Shares:
         """As large as it is said to be, however little is trained (`setup_buckets`)."""
         elements = self.option("reduce_bucket_size")
         if self.stage < 3 and self.recipe.options["overlap_comm"]:
-            said = f"two buckets of {show_count(elements)} 16-bit gradients each (overlap_comm)"
-            return 2 * LOW * elements, said
+            reason = f"two buckets of {show_count(elements)} 16-bit gradients each (overlap_comm)"
+            return 2 * LOW * elements, reason
         return LOW * elements, f"bucket of {show_count(elements)} 16-bit gradients"
 
     def gradients(self) -> Held:
@@ -301,8 +301,8 @@ class _Shares:
 
     def buckets(self) -> Held:
         if self.stage == 3:
-            said = "the largest gradient before its reduction"
-            return {(Kind.GRADIENTS, "whole"): (self._largest(), said)}
+            reason = "the largest gradient before its reduction"
+            return {(Kind.GRADIENTS, "whole"): (self._largest(), reason)}
         return {(Kind.REDUCE_SCATTER, "bucket"): self._bucket()}
 
     def gathered(self) -> Held:
@@ -313,12 +313,12 @@ class _Shares:
         limit = LOW * self.option("max_live_parameters")
         live = min(max(limit, most), self.every)
         ahead = min(LOW * self.option("prefetch_bucket_size"), limit, self.every - live)
-        said = f"gathered weights: {show_bytes(live)} kept, {show_bytes(ahead)} fetched ahead"
-        held = {(Kind.ALL_GATHER, "weights"): (live + ahead, said)}
+        reason = f"gathered weights: {show_bytes(live)} kept, {show_bytes(ahead)} fetched ahead"
+        held = {(Kind.ALL_GATHER, "weights"): (live + ahead, reason)}
         if self.far and self.ranks > 1:
             share = -(-max(ahead, most) // self.ranks)
-            said = "a rank's share from the host, while it is gathered"
-            held[Kind.ALL_GATHER, "from the host"] = (share, said)
+            reason = "a rank's share from the host, while it is gathered"
+            held[Kind.ALL_GATHER, "from the host"] = (share, reason)
         return held
 
     def elsewhere(self) -> int:
@@ -354,16 +354,16 @@ class _Shares:
         gather = 0
         if self.stage < 3:
             gather = LOW * min(self.option("allgather_bucket_size"), self.trained)
-        said = f"gradients of {show_count(at_once)} parameters in fp32, beside 16-bit ones"
+        reason = f"gradients of {show_count(at_once)} parameters in fp32, beside 16-bit ones"
         if self.on_host:
-            said = "the host updates; weights are gathered again in buckets"
-        return {(Kind.TEMPORARY, "optimizer"): (max(wide, gather), said)}
+            reason = "the host updates; weights are gathered again in buckets"
+        return {(Kind.TEMPORARY, "optimizer"): (max(wide, gather), reason)}
 
     def made(self) -> Held:
         """The first states, from zeroed gradients of what is updated at once."""
         count = 0 if self.on_host else self._at_once()
-        said = f"fp32 zeros for {show_count(count)} gradients, while states are made"
-        return {(Kind.TEMPORARY, "optimizer"): (FP32 * count, said)}
+        reason = f"fp32 zeros for {show_count(count)} gradients, while states are made"
+        return {(Kind.TEMPORARY, "optimizer"): (FP32 * count, reason)}
 
 
 @lru_cache(maxsize=256)

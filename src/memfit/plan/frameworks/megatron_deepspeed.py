@@ -210,16 +210,16 @@ def _describe(
     if stage.first and settings.block.hidden_dropout:
         parts["embedding's dropout mask"] = shape.own_tokens * shape.hidden
     why = f"{flights} forwards in flight on stage {stage.index}"
-    kept: Held = {(Kind.ACTIVATIONS, part): (flights * n, why) for part, n in parts.items()}
+    saved: Held = {(Kind.ACTIVATIONS, part): (flights * n, why) for part, n in parts.items()}
     gradients: Held = {
         (Kind.GRADIENTS, "16-bit"): (2 * count, "a tensor for each weight, from backward to step")
     }
     phases: dict[Phase, Held] = {}
     if stage.last:
-        phases[Phase.LOSS] = {**states, **kept, **gradients, **add_loss(shape, settings)}
+        phases[Phase.LOSS] = {**states, **saved, **gradients, **add_loss(shape, settings)}
     phases[Phase.BACKWARD] = {
         **states,
-        **kept,
+        **saved,
         **gradients,
         **add_backward(shape, blocks, numbers),
     }

@@ -242,22 +242,22 @@ def saved_bytes(job: Job) -> int:
     stream = 2 * a.hidden  # one bf16 tensor as wide as the model
     if r.recompute_blocks:
         return r.tokens * stream // cut
-    kept = cut if job.option("recompute_allgather") else 1
+    ways = cut if job.option("recompute_allgather") else 1
     q, kv = 2 * a.heads * a.head_dim, 2 * a.kv_heads * a.head_dim
     queries = q + 2 * kv if a.heads == a.kv_heads else q
     attention = queries + 2 * kv + q + 4 * a.heads
     if t > 1 and cut == 1 and r.micro_batch > 1:
         attention += q  # the output projection's input, made contiguous
-    each = (2 * stream + 8) / cut + 2 * stream / kept + (attention + 8 * a.ffn) / t
+    each = (2 * stream + 8) / cut + 2 * stream / ways + (attention + 8 * a.ffn) / t
     return round(r.tokens * each)
 
 
 def _activations(job: Job, stage: Stage) -> Parts:
     blocks = stage.blocks * stage.in_flight
-    kept = blocks * saved_bytes(job)
+    saved = blocks * saved_bytes(job)
     parts: Parts = {
         (Kind.ACTIVATIONS, "blocks"): (
-            kept,
+            saved,
             f"{stage.blocks} blocks x {stage.in_flight} micro-batches in flight",
         ),
     }

@@ -96,7 +96,7 @@ class Torchtune(Framework):
         buffers = _buffers(job, sizes)
         return make_ledger(
             {
-                Phase.LOSS: _held(job, sizes, buffers) | _kept(job, sizes) | _loss(job, sizes),
+                Phase.LOSS: _held(job, sizes, buffers) | _saved(job, sizes) | _loss(job, sizes),
                 Phase.BACKWARD: _held(job, sizes, buffers) | _backward(job, sizes, buffers),
                 Phase.OPTIMIZER_STEP: _held(job, sizes, buffers) | _gradients(job, sizes),
             }
@@ -189,15 +189,17 @@ def saved_per_token(job: Job) -> int:
     return norms + 4 * a.hidden + attention + (6 if compiled else 8) * a.ffn + ladder
 
 
-def _kept(job: Job, sizes: Sizes) -> Parts:
+def _saved(job: Job, sizes: Sizes) -> Parts:
     """Activations at the end of a forward."""
     del sizes
     r, a = job.recipe, job.model.architecture
     if r.offload == "activations":
         return {}
-    again = min(r.recompute_blocks, a.layers)
-    each = again * 2 * a.hidden + (a.layers - again) * saved_per_token(job)
-    how = f"{again} of {a.layers} blocks keep their input alone" if again else "all blocks"
+    recomputed = min(r.recompute_blocks, a.layers)
+    each = recomputed * 2 * a.hidden + (a.layers - recomputed) * saved_per_token(job)
+    how = (
+        f"{recomputed} of {a.layers} blocks keep their input alone" if recomputed else "all blocks"
+    )
     return {(Kind.ACTIVATIONS, "blocks"): (r.tokens * each, how)}
 
 
@@ -247,12 +249,12 @@ def _gradients(job: Job, sizes: Sizes) -> Parts:
 def _backward(job: Job, sizes: Sizes, buffers: Buffers) -> Parts:
     """The last block's backward: kept activations, and one block run again."""
     r, a = job.recipe, job.model.architecture
-    parts = _kept(job, sizes)
+    parts = _saved(job, sizes)
     if _trains_head(job) and not job.option("optimizer_in_bwd"):
         parts[Kind.GRADIENTS, "output"] = (2 * sizes.head // _shards(job), "the output's gradient")
     if r.recompute_blocks or r.offload == "activations":
-        again = r.tokens * (saved_per_token(job) - 2 * a.hidden)
-        parts[Kind.ACTIVATIONS, "recomputed block"] = (again, "one block, run again")
+        recomputed = r.tokens * (saved_per_token(job) - 2 * a.hidden)
+        parts[Kind.ACTIVATIONS, "recomputed block"] = (recomputed, "one block, run again")
     if r.base_format in LAYOUTS:
         parts[Kind.TEMPORARY, "dequantised"] = (2 * sizes.widest, "the largest matrix in bf16")
     if _trains_head(job) and _shards(job) > 1:

@@ -70,7 +70,7 @@ def describe_ledger(
             verdict = "at_risk"
         if bounds.low > usable:
             verdict = "does_not_fit"
-    said = (
+    reason = (
         f"{framework.title}: read from {framework.source}; reserved is allocated x"
         f" {slack.typical:.3f} ({slack.low:.3f} to {slack.high:.3f}: {slack.source})"
     )
@@ -78,10 +78,10 @@ def describe_ledger(
     if usable is not None:
         waits = min(waits, max(0, usable - (bounds.total or bounds.reserved)))
     if waits:
-        said += f"; beside it {show_gib(waits)} of {why}, given back before memory runs out"
-    said += f"; context {outside.because}" if outside else "; the context is unknown"
+        reason += f"; beside it {show_gib(waits)} of {why}, given back before memory runs out"
+    reason += f"; context {outside.because}" if outside else "; the context is unknown"
     if assumed := device.describe_assumed(usable):
-        said += f"; the limit is {assumed}"
+        reason += f"; the limit is {assumed}"
     return Memory(
         peak_allocated=live[peak_phase],
         peak_reserved=bounds.reserved + waits,
@@ -90,7 +90,7 @@ def describe_ledger(
         total_high=None if bounds.high is None else round(bounds.high),
         usable=usable,
         verdict=verdict,
-        because=said,
+        because=reason,
         peak_phase=ledger.peak_phase,
         entries=ledger.at(ledger.peak_phase),
     )

@@ -89,12 +89,12 @@ def _units(nbytes: int, model: Model, recipe: Recipe) -> str:
 def _activations(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
     if owner != "blocks":
         return _units(nbytes, model, recipe)
-    layers, again = model.architecture.layers, recipe.recompute_blocks
+    layers, recomputed = model.architecture.layers, recipe.recompute_blocks
     part = recipe.selective_blocks
     each = _units(nbytes // layers, model, recipe)
-    kept = f", {again} of them recomputed" if again else ""
-    kept += f", {part} of them but for products and attention" if part else ""
-    return f"{layers} blocks{kept} x {each} on average"
+    suffix = f", {recomputed} of them recomputed" if recomputed else ""
+    suffix += f", {part} of them but for products and attention" if part else ""
+    return f"{layers} blocks{suffix} x {each} on average"
 
 
 def _logits(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:

@@ -181,15 +181,15 @@ def _against(row: Offered, best: Offered, objective: Objective, learns: str) -> 
     """A row with what it loses by, and what it gains."""
     if row.verdict != "fits":
         return row
-    said = [learns] if learns else []
+    notes = [learns] if learns else []
     for name, mine, its in (
         ("time", row.step_seconds, best.step_seconds),
         ("cost", row.usd_per_million_tokens, best.usd_per_million_tokens),
     ):
         if mine is None or its is None:
-            said.append(f"{name} unknown")
+            notes.append(f"{name} unknown")
         elif mine != its:
-            said.append(f"{mine / its:.2f}x the {name}")
+            notes.append(f"{mine / its:.2f}x the {name}")
     if objective == "fewest-devices":
-        said.append(f"{row.offer.count} devices")
-    return structs.replace(row, because=", ".join(said) or "equal")
+        notes.append(f"{row.offer.count} devices")
+    return structs.replace(row, because=", ".join(notes) or "equal")

@@ -36,8 +36,8 @@ def replan_levers(problem: Problem, chosen: Choice, find_plan: Planner) -> tuple
     seen = [chosen.recipe]
     for changes in list_changes(problem, chosen):
         try:
-            asked = change(problem.request, changes)
-            plan, other = find_plan(read_problem(asked, device=problem.device))
+            changed = change(problem.request, changes)
+            plan, other = find_plan(read_problem(changed, device=problem.device))
         except Error:
             continue
         if other.recipe in seen:
@@ -118,20 +118,20 @@ def _row(
 
 def _reason(plan: Plan, ratio: float, mine: Recipe, its: Recipe) -> str:
     """What doing it gives, in words."""
-    memory, said = plan.memory, []
+    memory, notes = plan.memory, []
     if memory.verdict == "does_not_fit" and memory.needed is not None and memory.usable is not None:
-        said.append(f"needs {units.show_bytes(memory.needed - memory.usable)} more than there is")
+        notes.append(f"needs {units.show_bytes(memory.needed - memory.usable)} more than there is")
     elif memory.verdict == "at_risk":
-        said.append("may not fit")
+        notes.append("may not fit")
     elif ratio > 1:
-        said.append(f"fits, {ratio - 1:.1%} slower")
+        notes.append(f"fits, {ratio - 1:.1%} slower")
     else:
-        said.append(f"fits, {1 - ratio:.1%} faster" if ratio < 1 else "fits, equally fast")
+        notes.append(f"fits, {1 - ratio:.1%} faster" if ratio < 1 else "fits, equally fast")
     if mine.method != its.method:
-        said.append(f"becomes {mine.method}")
+        notes.append(f"becomes {mine.method}")
     if learns(mine) != learns(its):
-        said.append("changes what is learned")
-    return "; ".join(said)
+        notes.append("changes what is learned")
+    return "; ".join(notes)
 
 
 def learns(recipe: Recipe) -> tuple[object, ...]:

@@ -57,9 +57,9 @@ def nominal_size(model: Model) -> float:
     """Parameters as people say them: `llama-2-7b` -> 7e9; the exact count when no name says it."""
     exact = float(model.parameters)
     for text in _SIZE_IN_NAME.findall(model.name.lower()):
-        said = units.parse_count(text.upper())
-        if abs(said / exact - 1) < 0.35:
-            return said
+        count = units.parse_count(text.upper())
+        if abs(count / exact - 1) < 0.35:
+            return count
     return exact
 
 
@@ -85,11 +85,11 @@ def _rule(
 
 
 def _loading(model: Model, size: float) -> Iterable[Rule]:
-    said = units.show_count(size)
+    shown = units.show_count(size)
     count = f"{model.parameters:,} parameters"
     matrices = sum(w.numel for w in model.weights if is_projection(w))
     share = matrices / model.parameters
-    kept = f"{share:.1%} of the parameters are matrices of blocks; the rest stays in 16 bits"
+    share_text = f"{share:.1%} of the parameters are matrices of blocks; the rest stays in 16 bits"
     rows: list[tuple[str, str, float, float, str, str]] = [
         ("load-fp32", "4 bytes a parameter to load in fp32", 4,
          _nbytes(model, "float32"), f"{count} x 4 bytes, tied weights once",
@@ -97,15 +97,15 @@ def _loading(model: Model, size: float) -> Iterable[Rule]:
         ("load-16bit", "2 bytes a parameter in 16 bits", 2,
          _nbytes(model, "bfloat16"), f"{count} x 2 bytes", "as above; bf16 and fp16 alike"),
         ("load-8bit", "1 byte a parameter in 8 bits", 1,
-         _coded_nbytes(model, "int8"), f"int8 with one fp32 scale a row; {kept}",
+         _quantised_nbytes(model, "int8"), f"int8 with one fp32 scale a row; {share_text}",
          "for large models; a small one is mostly embedding, which stays in 16 bits"),
         ("load-4bit", "half a byte a parameter in 4 bits", 0.5,
-         _coded_nbytes(model, "nf4-double"),
-         f"nf4: 4.127 bits with doubly quantised scales; {kept}",
+         _quantised_nbytes(model, "nf4-double"),
+         f"nf4: 4.127 bits with doubly quantised scales; {share_text}",
          "for large models only; embedding, head and norms stay in 16 bits"),
     ]  # fmt: skip
     for name, says, factor, exact, because, holds in rows:
-        yield _rule(name, f"{says}: {said} = {units.show_gb(factor * size)}", factor * size, exact,
+        yield _rule(name, f"{says}: {shown} = {units.show_gb(factor * size)}", factor * size, exact,
                     because, f"{holds} (20B: {units.show_gb(factor * TWENTY)})")  # fmt: skip
 
 
@@ -114,8 +114,8 @@ def _training(model: Model, size: float, peak: int | None) -> Iterable[Rule]:
     states = 2 * weights + _state(model, "adamw")
     left = 24 * size - states
     unknown = "depends on batch, sequence and recompute: `memfit plan` predicts it"
-    asked = "the predicted peak that was given" if peak is not None else unknown
-    said = units.show_count(size)
+    source = "the predicted peak that was given" if peak is not None else unknown
+    shown = units.show_count(size)
     yield _rule(
         "train-states",
         f"16 bytes a parameter before any activation (4 + 4 + 8): {units.show_gb(16 * size)}",
@@ -135,20 +135,20 @@ def _training(model: Model, size: float, peak: int | None) -> Iterable[Rule]:
     yield _rule(
         "train-24",
         f"4 bytes to load and about 20 extra to train (4 gradients, 8 AdamW, 8 activations and"
-        f" temporaries), 24 in all: {said} = {units.show_gb(24 * size)}",
+        f" temporaries), 24 in all: {shown} = {units.show_gb(24 * size)}",
         24 * size,
         peak,
-        f"states are {units.show_gb(states)} exactly; {asked}",
+        f"states are {units.show_gb(states)} exactly; {source}",
         f"fp32 and AdamW, while activations and temporaries take {units.show_gb(max(left, 0))};"
         " they grow with batch and sequence, the rule does not (1B: 24 GB, 7B: 168 GB)",
         depends_on_batch=True,
     )
     yield _rule(
         "train-80",
-        f"20 times what loading takes (1B: 80 GB): {said} = {units.show_gb(80 * size)}",
+        f"20 times what loading takes (1B: 80 GB): {shown} = {units.show_gb(80 * size)}",
         80 * size,
         peak,
-        f"states are {units.show_gb(states)} exactly; {asked}",
+        f"states are {units.show_gb(states)} exactly; {source}",
         "nowhere: the rule above misread, 4 GB x 20 where 4 + 20 bytes a parameter were meant;"
         " it was printed in course slides before it was corrected to 24 GB",
         depends_on_batch=True,
@@ -220,7 +220,7 @@ def _state(model: Model, name: str) -> int:
     return sum(spec.nbytes for one in local for spec in state(one, settings))
 
 
-def _coded_nbytes(model: Model, coding: str) -> int:
+def _quantised_nbytes(model: Model, coding: str) -> int:
     """As memfit's own step stores it: the projections coded, the rest in 16 bits."""
     return sum(
         stored_bytes(coding, w.shape) if is_projection(w) else 2 * w.numel for w in model.weights

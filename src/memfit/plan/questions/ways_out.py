@@ -125,10 +125,10 @@ def type_options(changes: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _knobs(request: Request) -> Iterator[Attempt]:
     """Without what the request states of how a step is computed."""
-    asked = to_data(request)
+    data = to_data(request)
     changes = {}
     for key, left in STATED.items():
-        value: Any = asked
+        value: Any = data
         for part in key.split("."):
             value = value[part]
         if value != left:

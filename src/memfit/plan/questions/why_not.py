@@ -37,9 +37,9 @@ def why_not(
     try:
         asked = find_plan(changed)
     except Error as error:
-        said = [error.message, *([error.hint] if error.hint else [])]
+        lines = [error.message, *([error.hint] if error.hint else [])]
         return WhyNot(
-            changes=dict(changes), answer="refused", because=tuple(said), asked=None, chosen=chosen
+            changes=dict(changes), answer="refused", because=tuple(lines), asked=None, chosen=chosen
         )
     return WhyNot(changes=dict(changes), asked=asked, chosen=chosen, **_compare(asked, chosen))
 
@@ -47,7 +47,7 @@ def why_not(
 def _compare(asked: Plan, chosen: Plan) -> dict[str, Any]:
     verdict = asked.memory.verdict
     if verdict != "fits" and chosen.memory.verdict == "fits":
-        return {"answer": verdict, "because": tuple(_lack(asked, chosen))}
+        return {"answer": verdict, "because": tuple(_shortfall(asked, chosen))}
     if asked.recipe == chosen.recipe:
         return {"answer": "equal", "because": ("it is what was chosen",)}
     mine, its = asked.time.step_seconds, chosen.time.step_seconds
@@ -56,31 +56,31 @@ def _compare(asked: Plan, chosen: Plan) -> dict[str, Any]:
     if mine == its:
         return {"answer": "equal", "because": ("it takes as long",)}
     if mine < its:
-        said = "it is faster, and changes what is learned or what was asked for"
-        return {"answer": "faster", "because": (said, *_parts(asked, chosen))}
-    said = f"{mine / its - 1:.1%} slower: {_seconds(mine)} a step, the chosen one {_seconds(its)}"
-    return {"answer": "slower", "because": (said, *_parts(asked, chosen))}
+        lines = "it is faster, and changes what is learned or what was asked for"
+        return {"answer": "faster", "because": (lines, *_parts(asked, chosen))}
+    lines = f"{mine / its - 1:.1%} slower: {_seconds(mine)} a step, the chosen one {_seconds(its)}"
+    return {"answer": "slower", "because": (lines, *_parts(asked, chosen))}
 
 
 def _seconds(seconds: float) -> str:
     return units.show_seconds(seconds)
 
 
-def _lack(asked: Plan, chosen: Plan) -> list[str]:
+def _shortfall(asked: Plan, chosen: Plan) -> list[str]:
     """How much is missing, and of what it takes more than the chosen one."""
     memory = asked.memory
     needs = memory.needed
-    said = [memory.because]
+    lines = [memory.because]
     if needs is not None and memory.usable is not None:
         over = needs - memory.usable
         word = "more than there is" if over > 0 else "within, but not at the high end of its band"
-        said = [f"needs {units.show_bytes(needs)}: {units.show_bytes(abs(over))} {word}"]
+        lines = [f"needs {units.show_bytes(needs)}: {units.show_bytes(abs(over))} {word}"]
     mine, its = (_kinds(plan) for plan in (asked, chosen))
     more = sorted(((mine.get(k, 0) - its.get(k, 0), k) for k in {*mine, *its}), reverse=True)
     for nbytes, kind in more[:MOST]:
         if nbytes > 0:
-            said.append(f"{kind}: {units.show_bytes(nbytes)} more than the chosen one")
-    return said
+            lines.append(f"{kind}: {units.show_bytes(nbytes)} more than the chosen one")
+    return lines
 
 
 def _kinds(plan: Plan) -> dict[str, int]:

@@ -52,13 +52,13 @@ def read_stated(request: Request) -> Stated:
         "micro_batch": micro,
         "parallel": f"dp_shard {parallel.dp_shard}",
     }
-    left = {key: value for key, value in found.items() if _asked(request, key) == "auto"}
+    left = {key: value for key, value in found.items() if _stated(request, key) == "auto"}
     return Stated(
         recipe=recipe, usable=problem.usable, defaults=left, assumptions=problem.assumptions
     )
 
 
-def _asked(request: Request, key: str) -> object:
+def _stated(request: Request, key: str) -> object:
     group, _, name = key.rpartition(".")
     return getattr(getattr(request, group) if group else request, name)
 

@@ -68,10 +68,10 @@ def _estimate(files: tuple[tuple[str, int, int], ...], vocabulary: str) -> DataS
             start = file.read(SAMPLE)
         if not start or b"\0" in start:
             continue
-        share, each, said = _look(start, name.endswith(RECORDS))
+        share, each, note = _look(start, name.endswith(RECORDS))
         text += share * size
         records += size / each if each else 1
-        sample = sample or said
+        sample = sample or note
     if not text:
         return None
     per_token, because = _bytes_a_token(sample, vocabulary)
@@ -91,9 +91,9 @@ def _look(start: bytes, are_records: bool) -> tuple[float, float, str]:
         except (ValueError, RecursionError):
             continue
     read = sum(len(line) + 1 for line in whole)
-    said = "\n".join(texts)
-    size = len(said.encode("utf-8", "surrogatepass"))
-    return size / max(read, 1), read / max(len(whole), 1), said
+    content = "\n".join(texts)
+    size = len(content.encode("utf-8", "surrogatepass"))
+    return size / max(read, 1), read / max(len(whole), 1), content
 
 
 def _collect(value: Any, texts: list[str]) -> None:

@@ -10,18 +10,20 @@ from memfit.records.request import RecomputeBlocks, Request
 
 def asked_lean(request: Request) -> tuple[Lean, ...]:
     """The lean operations that a request names; none where it leaves them to memfit."""
-    asked = request.lean
-    if isinstance(asked, tuple):
-        return tuple(operation for operation in LEAN if operation in asked)
-    return LEAN if asked == "all" else ()
+    stated = request.lean
+    if isinstance(stated, tuple):
+        return tuple(operation for operation in LEAN if operation in stated)
+    return LEAN if stated == "all" else ()
 
 
 def choose_lean(request: Request, a: Architecture) -> tuple[Lean, ...]:
     """`auto`: all that the family has; none beside blocks that are recomputed selectively, or whose
     products in FP8, or of rounded weights, keep what they keep; nor where ranks share products.
     """
-    again = request.recompute
-    selective = again.selective if isinstance(again, RecomputeBlocks) else again == "selective"
+    recompute = request.recompute
+    selective = (
+        recompute.selective if isinstance(recompute, RecomputeBlocks) else recompute == "selective"
+    )
     if request.lean == "auto":
         own = request.precision == "fp8-mixed" or request.qat != "none"
         own = own or (request.parallel != "auto" and request.parallel.tp > 1)

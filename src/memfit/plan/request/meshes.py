@@ -83,14 +83,14 @@ def stated_mesh(request: Request) -> Parallel:
     devices, hardware = request.devices, request.hardware
     if request.parallel == "auto":
         return Parallel(dp_shard=devices)
-    asked = request.parallel
-    if asked.world != devices:
+    stated = request.parallel
+    if stated.world != devices:
         raise InvalidRequest(
-            f"`parallel` names {asked.world} ranks ({_factors(asked.stated)}), but"
+            f"`parallel` names {stated.world} ranks ({_factors(stated.stated)}), but"
             f" `hardware` has `count: {hardware.count}` x `nodes: {hardware.nodes}` devices",
-            hint=match_devices(asked.world, devices),
+            hint=match_devices(stated.world, devices),
         )
-    return replace(asked.stated, sequence_parallel=asked.tp > 1)
+    return replace(stated.stated, sequence_parallel=stated.tp > 1)
 
 
 def match_devices(ranks: int, devices: int) -> str:
@@ -146,6 +146,6 @@ def describe_mesh(parallel: Parallel) -> str:
     products = f"{parallel.tp} to a product" if parallel.tp > 1 else ""
     stages = f"{parallel.stages} stages" if parallel.pp > 1 else ""
     stages += f" on {parallel.pp} ranks" if parallel.virtual_pp > 1 else ""
-    kept = "" if parallel.reshard_after_forward or parallel.shards == 1 else ", kept gathered"
+    suffix = "" if parallel.reshard_after_forward or parallel.shards == 1 else ", kept gathered"
     found = (stages, copies, shards, tokens, products)
-    return " x ".join(part for part in found if part) + kept
+    return " x ".join(part for part in found if part) + suffix

@@ -55,10 +55,10 @@ def _find_row(name: str) -> ModelReference:
     return catalog.find_model_reference(name)
 
 
-def _config(config: dict[str, Any], where: str) -> dict[str, Any]:
+def _config(config: dict[str, Any], source: str) -> dict[str, Any]:
     if "model_type" not in config:
         hint = "a config.json of Hugging Face's names its `model_type`, for example `llama`"
-        raise InvalidRequest(f"no `model_type` in {where}", hint=hint)
+        raise InvalidRequest(f"no `model_type` in {source}", hint=hint)
     return {k: v for k, v in config.items() if k != "name"}
 
 
@@ -83,8 +83,8 @@ def find_published(reference: ModelReference) -> ModelReference:
 def _near(name: str) -> str:
     """Rows of the catalogue that may have a published model's shape, in words: one whose name it
     begins with (`-instruct`, `-base`), or of a similar name and the same size; "" for none."""
-    known = {said.lower(): row.id for row in catalog.models() for said in (row.id, *row.aliases)}
-    begun = [said for said in known if name.startswith(f"{said}-")]
+    known = {alias.lower(): row.id for row in catalog.models() for alias in (row.id, *row.aliases)}
+    begun = [alias for alias in known if name.startswith(f"{alias}-")]
     if begun:
         return f"`{known[max(begun, key=len)]}`"
     sizes = set(re.findall(r"\d+(?:\.\d+)?[bm]\b", name))

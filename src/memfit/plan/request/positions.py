@@ -24,13 +24,13 @@ def describe_positions(name: str, a: Architecture, length: int) -> tuple[str, ..
     """A sentence on rows that are longer than any the model was trained on; () for shorter ones."""
     if length <= a.max_sequence:
         return ()
-    said = f"rows of {length:,} tokens, though `{name}` was trained on at most {a.max_sequence:,}"
+    note = f"rows of {length:,} tokens, though `{name}` was trained on at most {a.max_sequence:,}"
     if a.alibi:
-        return (f"{said}: its bias by distance goes on beyond them, untrained",)
+        return (f"{note}: its bias by distance goes on beyond them, untrained",)
     factor = -(-length // a.max_sequence)
     key = (
         f"{{rope_type: yarn, factor: {factor}, original_max_position_embeddings: {a.max_sequence}}}"
     )
     if a.family == "phi3":  # whose class knows one way alone, with factors that were trained
         key = "{rope_type: longrope, ...}"
-    return (f"{said}: `rope_scaling: {key}` in its config.json extends them (same bytes, seconds)",)
+    return (f"{note}: `rope_scaling: {key}` in its config.json extends them (same bytes, seconds)",)

@@ -82,18 +82,18 @@ def list_storage(request: Request, device: Device, method: Method) -> list[Stora
     last digit, and updates below 1/256 of a weight are lost. Rounding by chance and states in 8
     bits have neither fault, and take less memory.
     """
-    asked = request.optimizer
+    optimizer = request.optimizer
     tried = precisions(request, device)
     if request.precision != "auto":
         return [Storage(precision) for precision in tried]
     found = [Storage(precision) for precision in tried if precision != "bf16"]
-    if "bf16" not in tried or asked.stochastic_rounding is False:
+    if "bf16" not in tried or optimizer.stochastic_rounding is False:
         return found
-    if asked.name != "auto":
-        return [*found, Storage("bf16")] if can_round(asked.name) else found
+    if optimizer.name != "auto":
+        return [*found, Storage("bf16")] if can_round(optimizer.name) else found
     mesh = request.parallel
     shares = mesh != "auto" and (mesh.tp > 1 or mesh.pp > 1)  # whose ranks have plain states alone
-    known = asked.implementation in ("auto", *implementations(EIGHT_BITS))
+    known = optimizer.implementation in ("auto", *implementations(EIGHT_BITS))
     if method in ADAPTED or device.is_cpu or shares or not known:  # a CPU takes seconds for each
         return found
     return [*found, Storage("bf16", EIGHT_BITS)]

@@ -80,10 +80,10 @@ class BestFirst(Explorer):
         A mesh that is left on `auto` cuts the model among all devices, and the plan says so.
         """
         stated, request = _stated(problem), problem.request
-        said: tuple[str, ...] = ()
+        notes: tuple[str, ...] = ()
         if request.parallel == "auto" and request.devices > 1:
-            said = (f"parallel {describe_mesh(list_meshes(request)[0])} (not asked for)",)
-        choice = _choose(stated, said)
+            notes = (f"parallel {describe_mesh(list_meshes(request)[0])} (not asked for)",)
+        choice = _choose(stated, notes)
         considered = list_considered(stated, [])
         return assemble(problem, choice, considered, predict_levers(stated) if levers else ())
 
@@ -123,8 +123,8 @@ def _first_that_fits(problem: Problem, failed: list[Candidate]) -> Found | None:
             plan = assemble(problem, choice, list_considered(best, tried))
             over = find_excess(plan)
             if over is None:
-                said = (*plan.assumptions, *find_unjudged(plan))
-                return Found(replace(plan, assumptions=said), choice)
+                notes = (*plan.assumptions, *find_unjudged(plan))
+                return Found(replace(plan, assumptions=notes), choice)
             excess = excess or over
         failed += tried
     if excess is not None:
@@ -207,14 +207,14 @@ def _on_mesh(start: Candidate, mesh: Parallel) -> Candidate | None:
         changes["attention"] = KERNELS[0]
     found = start.but(**changes)
     within = request.optimizer.in_backward is True
-    asked = replace(
-        found.recipe, loss=_asked_loss(request.loss),
+    recipe = replace(
+        found.recipe, loss=_stated_loss(request.loss),
         accumulation=request.global_batch // (mesh.dp * request.least_rows),
         optimizer=replace(found.recipe.optimizer, in_backward=within),
     )  # fmt: skip
     selective = find_recompute(request.recompute, a.layers).selective
-    lack = why_no_mesh(asked, start.model.name, a)
-    if lack or (selective and (mesh.tp > 1 or not can_select(a, asked))):
+    refused = why_no_mesh(recipe, start.model.name, a)
+    if refused or (selective and (mesh.tp > 1 or not can_select(a, recipe))):
         return None
     return found
 
@@ -258,27 +258,27 @@ def _with_optimizer(problem: Problem, name: str) -> Problem:
 def _chunks(start: Candidate, tokens: int) -> list[int]:
     """Chunk sizes of the loss to try; 0 is the plain loss."""
     request = start.problem.request
-    asked, chunk = request.loss, request.loss_chunk
+    stated, chunk = request.loss, request.loss_chunk
     if start.recipe.parallel.tp > 1:
-        where = start.model.name, start.model.architecture
-        told = replace(start.recipe, loss=_asked_loss(asked))
-        refuse(why_no_shared_products(told, *where))
+        arguments = start.model.name, start.model.architecture
+        recipe = replace(start.recipe, loss=_stated_loss(stated))
+        refuse(why_no_shared_products(recipe, *arguments))
         return [0]
     extra = head_extra(start.model)
-    if extra and asked == "chunked":
+    if extra and stated == "chunked":
         raise InvalidRequest(
             f"`loss: chunked` needs a head without bias or adapter, and this one has `{extra}`",
             hint="use `loss: plain`"
             + (", or leave the head out of `lora.targets`" if "lora_" in extra else ""),
         )
-    if asked == "plain" or extra:
+    if stated == "plain" or extra:
         return [0]
     chunks = [chunk] if chunk else [c for c in CHUNKS if c < tokens] or [min(CHUNKS)]
-    return chunks if asked == "chunked" else [0, *chunks]
+    return chunks if stated == "chunked" else [0, *chunks]
 
 
-def _asked_loss(asked: str) -> str:
-    return "plain" if asked == "auto" else asked
+def _stated_loss(stated: str) -> str:
+    return "plain" if stated == "auto" else stated
 
 
 def _combinations(start: Candidate) -> Iterator[Candidate]:
@@ -306,9 +306,9 @@ def _combinations(start: Candidate) -> Iterator[Candidate]:
 
 def _offloads(start: Candidate) -> tuple[str, ...]:
     """What may wait in the host's memory; a CPU's own is that."""
-    asked, problem = start.problem.request.offload, start.problem
-    if asked != "auto":
-        return (asked,)
+    stated, problem = start.problem.request.offload, start.problem
+    if stated != "auto":
+        return (stated,)
     if problem.device.is_cpu or problem.request.ranks > 1:
         return ("none",)
     several = problem.model.architecture.layers > 1
@@ -318,12 +318,12 @@ def _offloads(start: Candidate) -> tuple[str, ...]:
 def _when(start: Candidate, micro: int) -> tuple[bool, ...]:
     """Whether weights may be updated within backward, and whether they must be."""
     request = start.problem.request
-    asked = request.optimizer.in_backward
+    in_backward = request.optimizer.in_backward
     stated = replace(request, micro_batch=micro, precision=start.recipe.precision)
     shared = start.recipe.parallel.tp * start.recipe.parallel.pp > 1
-    if asked is False or shared or in_backward_lack(stated) is not None:
-        return () if asked is True else (False,)
-    return (True,) if asked is True else (False, True)
+    if in_backward is False or shared or in_backward_lack(stated) is not None:
+        return () if in_backward is True else (False,)
+    return (True,) if in_backward is True else (False, True)
 
 
 def _fastest_that_fits(

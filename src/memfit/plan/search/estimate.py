@@ -121,9 +121,9 @@ class Estimate:
         self._lines = lines or Lines(model, recipe, device)
         self._correction = 0
 
-    def anchor(self, predicted: int, micro: int, again: RecomputedBlocks, chunk: int) -> None:
+    def anchor(self, predicted: int, micro: int, recompute: RecomputedBlocks, chunk: int) -> None:
         """Shift the estimate to a predicted peak, so that differences from it carry no offset."""
-        self._correction += predicted - self.peak(micro, again, chunk)
+        self._correction += predicted - self.peak(micro, recompute, chunk)
 
     def with_optimizer(self, recipe: Recipe) -> Estimate:
         """For a recipe that differs in its optimizer alone, which no segment depends on."""
@@ -166,7 +166,7 @@ class Estimate:
         specs = [w.spec for w in self.local.weights if w.trainable]
         return find_optimizer(settings).step_temporaries(specs, settings)
 
-    def peak(self, micro: int, again: RecomputedBlocks, chunk: int) -> int:
+    def peak(self, micro: int, recompute: RecomputedBlocks, chunk: int) -> int:
         """Bytes at the highest instant of a steady step of two or more micro-batches."""
         level = self._always + 3.0 * 8 * micro * self.recipe.sequence_length
         highest = level
@@ -176,7 +176,7 @@ class Estimate:
         passes = [[forward, loss, _spliced(backward, head)]]
         if micro * self.recipe.parallel.dp < self.recipe.global_batch:
             passes.append([forward2, loss2, _spliced(backward2, head2)])
-        times = self._times(again)
+        times = self._times(recompute)
         for one in passes:
             for cycles in one:
                 for cycle in cycles:
@@ -188,12 +188,12 @@ class Estimate:
                     highest = max(highest, top)
         return round(max(highest, level + self._step_temporaries)) + self._correction
 
-    def _times(self, again: RecomputedBlocks) -> list[int]:
+    def _times(self, recompute: RecomputedBlocks) -> list[int]:
         """How often each simulated block stands in the model when so many are recomputed."""
         layers = self.model.architecture.layers
         found: list[int] = []
         first = 0
-        for count in (*again, layers - sum(again)):
+        for count in (*recompute, layers - sum(recompute)):
             kinds = Counter(map(self.model.architecture.kind, range(first, first + count)))
             found += [min(1, kinds[kind]) for kind in self._kinds]
             found += [max(0, kinds[kind] - 1) for kind in self._kinds]

@@ -40,7 +40,7 @@ from memfit.records.results import Considered, Plan
 
 WHOLE = 20_000  # candidates of a space that is predicted whole
 SHOWN = 5  # runners-up of other meshes, points of the front, and faster ones that do not fit
-KEPT = 64  # of a slice, before those of other slices are seen
+MOST_POINTS = 64  # of a slice, before those of other slices are seen
 
 
 class Point(NamedTuple):
@@ -76,8 +76,8 @@ class Exhaustive(Explorer):
 
     def find_best(self, problem: Problem) -> Found:
         """See `Explorer.find_best`."""
-        asked = best = explore_all(problem, problem.request.with_batch)
-        for fewer in _fewer(asked.request):
+        whole = best = explore_all(problem, problem.request.with_batch)
+        for fewer in _fewer(whole.request):
             if not best.found.fitting or least_seconds(best, fewer.devices) >= best.chosen.seconds:
                 break
             try:
@@ -87,23 +87,23 @@ class Exhaustive(Explorer):
             if any_faster(space, problem.usable, best.chosen.seconds):
                 best = explore_all(problem, fewer)
         stated = state(best.request, best.chosen.recipe, best.space.framework)
-        said = [
+        notes = [
             f"searched: {best.found.size:,} configurations, none left out but by a rule or as"
             " slower"
         ]
-        if best is not asked:
-            slower = asked.chosen.seconds / best.chosen.seconds
-            said.append(
+        if best is not whole:
+            slower = whole.chosen.seconds / best.chosen.seconds
+            notes.append(
                 f"uses {best.request.devices} of {problem.request.devices} devices: all of them"
                 f" take {slower:.2f}x the time"
             )
-        told = structs.replace(problem, request=stated)
-        choice = declare(told)
-        plan = assemble(told, choice, tuple(_rows(best)))
+        restated = structs.replace(problem, request=stated)
+        choice = declare(restated)
+        plan = assemble(restated, choice, tuple(_rows(best)))
         if excess := find_excess(plan):
             raise excess
-        said = [*plan.assumptions, *said, *find_unjudged(plan)]
-        plan = structs.replace(plan, request=problem.request, assumptions=tuple(said))
+        notes = [*plan.assumptions, *notes, *find_unjudged(plan)]
+        plan = structs.replace(plan, request=problem.request, assumptions=tuple(notes))
         return Found(plan, choice)
 
     def find_fitting(self, problem: Problem) -> Found | None:
@@ -307,7 +307,7 @@ class Slice(NamedTuple):
         axes = (p.tp, p.cp, p.pp, p.virtual_pp, p.ep)
         columns = [numpy.broadcast_to(axis, self.seconds.shape)[rows] for axis in axes]
         first = find_distinct(columns, len(rows))[0]
-        return [self.point(row) for row in rows[numpy.sort(first)[:KEPT]]]
+        return [self.point(row) for row in rows[numpy.sort(first)[:MOST_POINTS]]]
 
     def front(self, usable: int | None, kind: str) -> list[Point]:
         """Those that fit, or do not, of which no other is as fast with less memory."""
@@ -326,11 +326,11 @@ class Slice(NamedTuple):
 
 def merge(one: list[Point], other: list[Point]) -> list[Point]:
     """The points of two fronts that stay on the common one, fastest first."""
-    kept: list[Point] = []
+    points: list[Point] = []
     for point in sorted([*one, *other], key=lambda p: (p.seconds, p.high)):
-        if not kept or point.high < kept[-1].high:
-            kept.append(point)
-    return kept
+        if not points or point.high < points[-1].high:
+            points.append(point)
+    return points
 
 
 def _rows(explored: Explored) -> Iterator[Considered]:

@@ -38,7 +38,7 @@ EXACT = (
     "recompute", "micro_batch", "loss", "loss_chunk", "optimizer.implementation",
     "optimizer.in_backward", "attention", "offload", "lean",
 )  # fmt: skip
-KEPT = (
+UNCHANGED = (
     "micro_batch", "accumulation", "recompute_blocks", "selective_blocks", "loss", "loss_chunk",
     "parallel", "offload", "lean",
 )  # fmt: skip
@@ -92,12 +92,12 @@ def turn(problem: Problem, recipe: Recipe) -> Iterator[Lever]:
     """Every lever that applies, those that leave what is learned alone first."""
     layers = problem.model.architecture.layers
     for other in (*_exact(problem, recipe, layers), *_inexact(problem, recipe)):
-        lacks = (
+        refusals = (
             why_not_offloaded(other, cpu=problem.device.is_cpu),
             why_not_compiled(problem.model, other),
             why_no_mesh(other, problem.model.name, problem.model.architecture),
         )  # fmt: skip
-        if not any(lacks):
+        if not any(refusals):
             yield Lever(changed(recipe, other, layers), other)
 
 
@@ -111,9 +111,9 @@ def _exact(problem: Problem, recipe: Recipe, layers: int) -> Iterator[Recipe]:
         RecomputedBlocks(layers // 2, 0),
         RecomputedBlocks(layers, 0),
     )
-    for again in dict.fromkeys(ways):
-        if again != own_way and (can_select(architecture, recipe) or not again.selective):
-            yield replace(recipe, **again.knobs)
+    for recompute in dict.fromkeys(ways):
+        if recompute != own_way and (can_select(architecture, recipe) or not recompute.selective):
+            yield replace(recipe, **recompute.knobs)
     for place in _places(problem, recipe, layers):
         yield replace(recipe, offload=place)
     whole = [d for d in divisors(batch) if not (recipe.prefers and d % 2)]  # of pairs
@@ -176,9 +176,9 @@ def _runs(problem: Problem, recipe: Recipe) -> bool:
 
 def _possible(problem: Problem, recipe: Recipe, kernel: str) -> bool:
     """Whether the device and the precision have this kernel."""
-    asked = replace(problem.request, attention=kernel, precision=recipe.precision)
+    request = replace(problem.request, attention=kernel, precision=recipe.precision)
     try:
-        check(replace(problem, request=asked))
+        check(replace(problem, request=request))
     except InvalidRequest:
         return False
     return True
@@ -198,17 +198,18 @@ def _quantised(problem: Problem, recipe: Recipe) -> Iterator[Recipe]:
     if recipe.method not in ("full", "lora") or recipe.weights != "pretrained":
         return
     for base in offered_formats():
-        asked = replace(problem.request, method="lora", base_format=base, offload="none")
-        told = replace(problem, request=asked)
+        request = replace(problem.request, method="lora", base_format=base, offload="none")
+        changed = replace(problem, request=request)
         try:
             check_base(problem.model, base, "lora")
-            other = first_recipe(told, method="lora", precision=recipe.precision)
+            other = first_recipe(changed, method="lora", precision=recipe.precision)
         except InvalidRequest:
             continue
         if base != recipe.base_format:
-            kept = {k: getattr(recipe, k) for k in KEPT}
-            kept["recompute_blocks"] += kept.pop("selective_blocks")  # knows no such products
-            yield replace(other, **kept)
+            unchanged = {k: getattr(recipe, k) for k in UNCHANGED}
+            # a quantised base has no products that could be selected
+            unchanged["recompute_blocks"] += unchanged.pop("selective_blocks")
+            yield replace(other, **unchanged)
 
 
 def _inexact(problem: Problem, recipe: Recipe) -> Iterator[Recipe]:
@@ -225,11 +226,11 @@ def _inexact(problem: Problem, recipe: Recipe) -> Iterator[Recipe]:
     for method, precision in pairs:
         if allowed(problem, precision):
             other = first_recipe(alone, method=method, precision=precision)
-            yield replace(other, **{k: getattr(recipe, k) for k in KEPT})
+            yield replace(other, **{k: getattr(recipe, k) for k in UNCHANGED})
     yield from _quantised(problem, recipe)
     if smaller := find_optimizer(recipe.optimizer).low_bit_form:
-        coded = default_implementation(smaller, cuda=not problem.device.is_cpu)
-        yield _with_optimizer(problem, recipe, name=smaller, implementation=coded)
+        implementation = default_implementation(smaller, cuda=not problem.device.is_cpu)
+        yield _with_optimizer(problem, recipe, name=smaller, implementation=implementation)
     if recipe.optimizer.name != "sgd":
         other = _with_optimizer(problem, recipe, name="sgd")
         if not _runs(problem, other):
@@ -240,7 +241,7 @@ def _inexact(problem: Problem, recipe: Recipe) -> Iterator[Recipe]:
 
 def _with_optimizer(problem: Problem, recipe: Recipe, *, name: str, **settings: Any) -> Recipe:
     """Another optimizer, which rounds by chance where the request leaves that open and it can."""
-    asked = problem.request.optimizer.stochastic_rounding
-    rounds = recipe.precision == "bf16" and can_round(name) and asked is not False
+    rounding = problem.request.optimizer.stochastic_rounding
+    rounds = recipe.precision == "bf16" and can_round(name) and rounding is not False
     optimizer = replace(recipe.optimizer, name=name, stochastic_rounding=rounds, **settings)
     return replace(recipe, optimizer=optimizer)

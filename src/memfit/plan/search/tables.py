@@ -79,15 +79,15 @@ def find_right(table: Columns, rules: Sequence[Rule], removed: dict[str, Removed
         count = int(broken.sum())
         if count:
             first = take(rule.values, broken.argmax())
-            said = Removed(rule.name, 0, rule.says.format(*first), rule.hint)
-            note(removed, said, count)
+            removed_row = Removed(rule.name, 0, rule.says.format(*first), rule.hint)
+            note(removed, removed_row, count)
             right &= ~broken
     return right
 
 
-def note(removed: dict[str, Removed], said: Removed, count: int) -> None:
+def note(removed: dict[str, Removed], removed_row: Removed, count: int) -> None:
     """A rule has left out so many more; the last one noted stands last."""
-    removed[said.rule] = removed.pop(said.rule, said).more(count)
+    removed[removed_row.rule] = removed.pop(removed_row.rule, removed_row).more(count)
 
 
 def refuse(removed: dict[str, Removed]) -> NoReturn:

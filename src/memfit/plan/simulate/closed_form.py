@@ -28,7 +28,7 @@ Form = tuple[tuple[int, int], ...]  # the same, sorted, without zeros
 ByPart = dict[tuple[Part, int], int]
 Pairs = list[tuple[int, int]]  # index -> coefficient
 Step = tuple[int, Number, Number, Kind, str]  # a birth (1) or a death (-1): bytes, count, part
-Kept = tuple[int, Vector, ByPart]  # an instant: its height in the example, its level, by part
+Candidate = tuple[int, Vector, ByPart]  # an instant: its height in the example, its level, by part
 
 
 class Rest(NamedTuple):
@@ -222,7 +222,7 @@ class ClosedForm:
         level: Vector = {}
         parts: ByPart = {}
         height = 0  # of the level, in the example
-        kept: list[Kept] = [(0, {}, {})]
+        candidates: list[Candidate] = [(0, {}, {})]
         for number, (sign, nbytes, count, kind, owner) in enumerate(steps, start=1):
             if (nbytes, count) not in self._made:
                 self._made[nbytes, count] = self._storage(nbytes, count, cuda=cuda)
@@ -236,9 +236,9 @@ class ClosedForm:
                 parts[ROUNDING, at] = parts.get((ROUNDING, at), 0) + sign * coefficient
             falls = number == len(steps) or steps[number][0] < 0
             if sign > 0 and falls and count == 1:
-                self._keep(kept, (height, level, parts))
+                self._keep(candidates, (height, level, parts))
         instants = tuple(
-            Instant(self._form(level), self._by_part(parts)) for _, level, parts in kept
+            Instant(self._form(level), self._by_part(parts)) for _, level, parts in candidates
         )  # fmt: skip
         computed = dict(self.basis.tensor(flop))
         return Stretch(self._by_part(parts), instants, self._form(computed))
@@ -248,19 +248,19 @@ class ClosedForm:
         rest = self.basis.rest(nbytes, count) if cuda else []
         return example(nbytes * count), self.basis.tensor(nbytes * count), rest
 
-    def _keep(self, kept: list[Kept], new: Kept) -> None:
+    def _keep(self, candidates: list[Candidate], new: Candidate) -> None:
         """Add an instant that may be the highest; drop those that it is higher than everywhere.
 
         Of equal ones the first stays. What is lower in the example is not higher everywhere.
         """
         height, level, parts = new
         others = []
-        for earlier in kept:
+        for earlier in candidates:
             if earlier[0] >= height and self._over(earlier[1], level):
                 return
             if height < earlier[0] or not self._over(level, earlier[1]):
                 others.append(earlier)
-        kept[:] = [*others, (height, dict(level), dict(parts))]
+        candidates[:] = [*others, (height, dict(level), dict(parts))]
 
     def _over(self, high: Vector, low: Vector) -> bool:
         """Whether it is at least as high for any shape."""
@@ -270,8 +270,8 @@ class ClosedForm:
         return self.basis.surely(difference)
 
     def _form(self, vector: Vector) -> int:
-        kept = tuple(sorted((i, c) for i, c in vector.items() if c))
-        return self.forms.setdefault(kept, len(self.forms))
+        nonzero = tuple(sorted((i, c) for i, c in vector.items() if c))
+        return self.forms.setdefault(nonzero, len(self.forms))
 
     def _by_part(self, parts: ByPart) -> tuple[tuple[Part, int], ...]:
         vectors: dict[Part, Vector] = {}

@@ -143,9 +143,9 @@ def gradient_bytes(model: Model, sharding: Sharding) -> list[int]:
     for w in model.weights:
         if not w.trainable:
             continue
-        where = f"block {w.layer}" if w.layer >= 0 else "root"
+        unit_name = f"block {w.layer}" if w.layer >= 0 else "root"
         if w.layer < 0 and not tied and (w.part in ENDS or w.name == token):
-            where = "tail" if w.part in ENDS else "embedding"
+            unit_name = "tail" if w.part in ENDS else "embedding"
         nbytes = sharding.padded(w.shape) * DTYPE_BYTES[w.dtype]
-        units[where] = units.get(where, 0) + nbytes
+        units[unit_name] = units.get(unit_name, 0) + nbytes
     return list(units.values())

@@ -19,20 +19,20 @@ def run_block(
     program: Program,
     weights: Weights,
     x: Tensor,
-    given: tuple[Tensor, ...],
+    shared: tuple[Tensor, ...],
     block: Block,
     before: Load | None,
 ) -> tuple[Tensor, Load | None]:
     """The block's output, and what it saves where that is offloaded; before: the block below."""
     load = None
     if block.offloads:
-        others = given if forward.band is None else (*given, forward.band)
+        others = shared if forward.band is None else (*shared, forward.band)
         load = Load(forward.meter, before, others)
     if block.recomputed:
-        out = _again(forward, program, weights, x, given, block)
+        out = _recompute(forward, program, weights, x, shared, block)
     else:
         with forward.meter.saving_to(load):
-            out = program.block(forward, weights, x, given)
+            out = program.block(forward, weights, x, shared)
     if load is not None:
         load.known.clear()
     if before is not None:
@@ -40,20 +40,20 @@ def run_block(
     return out, load
 
 
-def _again(
+def _recompute(
     forward: Forward,
     program: Program,
     weights: Weights,
     x: Tensor,
-    given: tuple[Tensor, ...],
+    shared: tuple[Tensor, ...],
     block: Block,
 ) -> Tensor:
     if block.reentrant:
-        return meta.checkpoint_reentrant(lambda x: program.block(forward, weights, x, given), x)
+        return meta.checkpoint_reentrant(lambda x: program.block(forward, weights, x, shared), x)
     if block.selective:
         matrices = [name for name, weight in weights.items() if len(weight.shape) == 2]
         added = only_added(forward.architecture, matrices)
         forward = msgspec.structs.replace(forward, only_added=added)
     return meta.checkpoint(
-        lambda x: program.block(forward, weights, x, given), x, selective=block.selective
+        lambda x: program.block(forward, weights, x, shared), x, selective=block.selective
     )

@@ -21,7 +21,7 @@ class Program(Protocol):
         """What runs before the first block; weights: those outside the blocks."""
 
     def block(
-        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
         """One block: (batch, tokens, hidden) -> the same."""
 
@@ -59,10 +59,10 @@ class OwnProgram(Record, frozen=True, kw_only=True):
         return find_family(self.family).embed(forward, weights)
 
     def block(
-        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
         """See `Program.block`."""
-        return find_family(self.family).block(forward, weights, x, given)
+        return find_family(self.family).block(forward, weights, x, shared)
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `Program.finish`."""

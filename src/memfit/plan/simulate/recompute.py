@@ -32,35 +32,35 @@ class RecomputedBlocks(NamedTuple):
         return cls(recipe.recompute_blocks, recipe.selective_blocks)
 
 
-def find_recompute(asked: Any, layers: int) -> RecomputedBlocks:
+def find_recompute(stated: Any, layers: int) -> RecomputedBlocks:
     """What a request states; `auto` begins with none."""
-    if isinstance(asked, RecomputeBlocks):
-        return RecomputedBlocks(asked.blocks, asked.selective)
+    if isinstance(stated, RecomputeBlocks):
+        return RecomputedBlocks(stated.blocks, stated.selective)
     return {"full": RecomputedBlocks(layers, 0), "selective": RecomputedBlocks(0, layers)}.get(
-        asked, RecomputedBlocks(0, 0)
+        stated, RecomputedBlocks(0, 0)
     )
 
 
-def state_recompute(again: RecomputedBlocks, layers: int) -> Any:
+def state_recompute(recompute: RecomputedBlocks, layers: int) -> Any:
     """The same in a request's words."""
-    word = {(0, 0): "none", (layers, 0): "full", (0, layers): "selective"}.get(again)
+    word = {(0, 0): "none", (layers, 0): "full", (0, layers): "selective"}.get(recompute)
     if word is not None:
         return word
-    stated = {"blocks": again.full, "selective": again.selective}
+    stated = {"blocks": recompute.full, "selective": recompute.selective}
     return {key: n for key, n in stated.items() if n}
 
 
-def describe_recompute(again: RecomputedBlocks, layers: int) -> str:
+def describe_recompute(recompute: RecomputedBlocks, layers: int) -> str:
     """For a row of a table: `none`, `full`, `6/44 blocks`, `30/44 selective`, both."""
-    said = state_recompute(again, layers)
-    if isinstance(said, str):
-        return said
-    parts = [f"{again.full}/{layers} blocks"] if again.full else []
-    parts += [f"{again.selective}/{layers} selective"] if again.selective else []
+    stated_blocks = state_recompute(recompute, layers)
+    if isinstance(stated_blocks, str):
+        return stated_blocks
+    parts = [f"{recompute.full}/{layers} blocks"] if recompute.full else []
+    parts += [f"{recompute.selective}/{layers} selective"] if recompute.selective else []
     return " + ".join(parts)
 
 
-def ladder(asked: Any, a: Architecture, recipe: Recipe) -> list[list[RecomputedBlocks]]:
+def ladder(stated: Any, a: Architecture, recipe: Recipe) -> list[list[RecomputedBlocks]]:
     """Ways to recompute more and more, each step of which needs less memory and takes longer.
 
     Where seconds and bytes grow evenly with blocks, the least seconds for any number of bytes lie
@@ -68,8 +68,8 @@ def ladder(asked: Any, a: Architecture, recipe: Recipe) -> list[list[RecomputedB
     more whole ones.
     """
     layers = a.layers
-    if asked != "auto":
-        return [[find_recompute(asked, layers)]]
+    if stated != "auto":
+        return [[find_recompute(stated, layers)]]
     whole = [RecomputedBlocks(n, 0) for n in range(layers + 1)]
     if not can_select(a, recipe):
         return [whole]

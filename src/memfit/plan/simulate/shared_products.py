@@ -41,12 +41,12 @@ class SharedProducts(Record, frozen=True, kw_only=True):
         return Embedded(x, (cosines, sines, places), (x,))
 
     def block(
-        self, forward: Forward, weights: Weights, x: Tensor, given: tuple[Tensor, ...]
+        self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
         """As `gated_block`: (batch, tokens / tp, hidden) -> the same."""
         residual = x
         x = rms_norm(forward, weights["input_layernorm.weight"], x)
-        x = _attention(forward, weights, x, (given[0], given[1]), self.tp)
+        x = _attention(forward, weights, x, (shared[0], shared[1]), self.tp)
         x = meta.add(residual, x)
         residual = x
         x = rms_norm(forward, weights["post_attention_layernorm.weight"], x)

@@ -170,9 +170,9 @@ class _Run:
         simulation.mark("end", "")
         return simulation.marks
 
-    def _buffers(self, where: dict[tuple[int, int], Tensor], stage: int) -> None:
+    def _buffers(self, buffers: dict[tuple[int, int], Tensor], stage: int) -> None:
         for index in range(self.stages.simulated):
-            where[stage, index] = self._buffer()
+            buffers[stage, index] = self._buffer()
         more = self.stages.micro_batches - self.stages.simulated
         if more:
             with self.simulation.meter.standing_for(more):

@@ -109,8 +109,8 @@ class _Around:
 
     def quantise(self) -> tuple[Parts, ...]:
         """What making each size of a quantised weight holds; see train/model/quantised.py."""
-        coded = () if self.on_host else [w for w in self.whole.weights if w.coding]
-        sizes = dict.fromkeys((w.shape, w.dtype) for w in coded)
+        quantised = () if self.on_host else [w for w in self.whole.weights if w.coding]
+        sizes = dict.fromkeys((w.shape, w.dtype) for w in quantised)
         part, coding = (Kind.TEMPORARY, "model"), self.recipe.coding
         return tuple(
             hold(part, tensors, self.device)
@@ -221,8 +221,8 @@ class _Around:
 
 def hold(part: Part, nbytes: Iterable[int], device: Device) -> Parts:
     """Storages of these bytes, and what their blocks are larger."""
-    asked = list(nbytes)
-    total = sum(asked)
+    requested = list(nbytes)
+    total = sum(requested)
     if device.is_cpu:
         return {part: total}
-    return {part: total, ROUNDING: sum(block_size(n) for n in asked) - total}
+    return {part: total, ROUNDING: sum(block_size(n) for n in requested) - total}

@@ -158,7 +158,7 @@ def around(setting: Setting) -> Around:
         unpacking=(rates.unpack * 10 * frozen + EAGER_CAST_BYTES * layout.recast) / bandwidth,
         adapters=rates.adapter * 4 * adapted / bandwidth,
         norms=MEASURED_BYTES * layout.measured / bandwidth,
-        coding=work.coded_bytes(shape, layout) / bandwidth,
+        coding=work.quantised_bytes(shape, layout) / bandwidth,
     )
 
 
@@ -241,9 +241,9 @@ def time_block(setting: Setting, spent: Spent) -> Block:
     whole = spent.forward + spent.inside + spent.dispatch
     repeated = layout.repeated * whole + layout.selective * cheap
     entered = layout.entered
-    again = (layout.repeated + layout.made_again * layout.selective + layout.references) / 3
+    passes = (layout.repeated + layout.made_again * layout.selective + layout.references) / 3
     launch = setting.machine.own.launch * OPERATIONS or rates.launch
-    host = launch * where(layout.compiled > 0, 0.6, 1.0) * (1 + again)
+    host = launch * where(layout.compiled > 0, 0.6, 1.0) * (1 + passes)
     host = host + (1 - shape.plain) * rates.expert_launch
     host = host * where(layout.tp > 1, 1 + rates.tensor_launch, 1.0)
     beside = rates.adapter_launch * layout.adapters - layout.spared

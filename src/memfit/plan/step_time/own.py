@@ -59,7 +59,7 @@ def read_own(device: Device, dtype: str, wide: str, kernel: str) -> Own:
 
 def describe(own: Own) -> str:
     """Which of the clock's figures are the user's own, in words; "" where none is."""
-    return ", ".join(said for field, said in NAMES.items() if getattr(own, field))
+    return ", ".join(name for field, name in NAMES.items() if getattr(own, field))
 
 
 def _points(device: Device, work: str, dtype: str = "", kernel: str = "") -> Points:

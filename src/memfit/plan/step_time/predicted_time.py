@@ -147,15 +147,17 @@ def count_work(totals: Totals, recipe: Recipe) -> Work:
     forward += recipe.references * base
     products = sum(dense[first:]) + sum(trained[first:]) + totals.head + totals.head_trained
     backward = 2 * tokens * products + 2 * attention * entered
-    again = slice(min(first, recipe.recompute_blocks), recipe.recompute_blocks)
-    repeated = len(dense[again])
+    recomputed = slice(min(first, recipe.recompute_blocks), recipe.recompute_blocks)
+    repeated = len(dense[recomputed])
     if recipe.attention == "math":  # a selective block keeps the other kernels' results
         part = recipe.recompute_blocks + recipe.selective_blocks
         repeated += max(0, part - max(first, recipe.recompute_blocks))
-    recompute = 2 * tokens * (sum(dense[again]) - sum(totals.last[again])) + attention * repeated
+    recompute = (
+        2 * tokens * (sum(dense[recomputed]) - sum(totals.last[recomputed])) + attention * repeated
+    )
     norms = 2 * recipe.lora.rank * recipe.accumulation  # DoRA's B A, of no token
     forward += norms * sum(totals.measured)
-    recompute += norms * sum(totals.measured[again])
+    recompute += norms * sum(totals.measured[recomputed])
     if recipe.prefers and recipe.loss == "chunked":
         recompute += 2 * tokens * totals.head
     share = attention * ((1 + recipe.references) * a.layers + 2 * entered + repeated)
@@ -261,12 +263,12 @@ def lay_out(parts: Parts, work: Work, recipe: Recipe) -> Timeline:
         "forward": work.forward, "backward": work.backward, "repeated": work.recompute,
     }  # fmt: skip
     spans, start = [], 0.0
-    for part, (stream, said) in SPANS.items():
+    for part, (stream, what) in SPANS.items():
         duration = float(getattr(parts, part))
         if duration <= 0:
             continue
         mine = flop.get(part, 0.0) * share
-        because = f"{said}; {mine:.3g} FLOP" if mine else said
+        because = f"{what}; {mine:.3g} FLOP" if mine else what
         spans.append(
             Span(op=part, stream=stream, start=start, duration=duration, flop=mine, because=because)
         )
@@ -313,10 +315,10 @@ def _because(totals: Totals, recipe: Recipe, device: Device) -> str:
     except TimeUnknown as reason:
         return f"unknown: {reason.message}"
     own, basis = describe(setting.machine.own), read_basis(recipe)
-    said = explain(device, basis.stack, basis.narrow, basis.kernel)
+    rest = explain(device, basis.stack, basis.narrow, basis.kernel)
     if own:
-        said = f"{own} by your own measurement; what else there is: {said}"
-    return f"{said}; the device's speed by {device.basis}{_slower_than_whole(setting, recipe)}"
+        rest = f"{own} by your own measurement; what else there is: {rest}"
+    return f"{rest}; the device's speed by {device.basis}{_slower_than_whole(setting, recipe)}"
 
 
 def _slower_than_whole(setting: Setting, recipe: Recipe) -> str:

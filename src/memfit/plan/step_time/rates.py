@@ -159,11 +159,11 @@ def explain(device: Device, stack: str, narrow: str, kernel: str) -> str:
     """What the constants of a prediction rest on, in a few words."""
     table, found = read_rates(), names(device, stack, narrow, kernel)
     own, framework = table.get(found["products"][0]), table.get(found["slowdown"][0])
-    said = (
+    words = (
         f"{narrow} products on {device.architecture} as fitted on {own.rows} published runs"
         if own and own.rows
         else f"no published run on {device.architecture} in {narrow}: others' rates are assumed"
     )
     if framework and framework.rows:
-        return f"{said}; `{stack}` as fitted on {framework.rows}"
-    return f"{said}; no published run of `{stack}`: the mean framework's rates are assumed"
+        return f"{words}; `{stack}` as fitted on {framework.rows}"
+    return f"{words}; no published run of `{stack}`: the mean framework's rates are assumed"

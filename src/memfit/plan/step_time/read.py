@@ -129,11 +129,11 @@ def read_layout(recipe: Recipe, shape: Shape, basis: Basis) -> Layout:
     return Layout(
         sequence=1.0 * recipe.sequence_length, micro_batch=1.0 * recipe.micro_batch,
         accumulation=1.0 * recipe.accumulation, dp=1.0 * p.dp, shard=1.0 * p.dp_shard,
-        zero=_zero(recipe), kept=_kept(recipe), gathered=_gathered(recipe), tp=1.0 * p.tp,
+        zero=_zero(recipe), kept=_stays_gathered(recipe), gathered=_gathered(recipe), tp=1.0 * p.tp,
         sequence_parallel=1.0 if traits.always_cuts_tokens else cuts_tokens,
         cp=1.0 * p.cp, pp=1.0 * p.pp, chunks=1.0 * p.virtual_pp, ep=1.0 * p.ep,
         repeated=share if whole else 0.0, selective=part if whole else share,
-        offloads=_stows(recipe, shape), stowed=_stowed(recipe, shape),
+        offloads=_offloads(recipe, shape), stowed=_stowed(recipe, shape),
         made_again=traits.selective_repeats, products_repeated=traits.products_repeated,
         narrow=float(basis.narrow not in ("bf16", "fp16", "fp32", "tf32")),
         gradient_bytes=_gradient_bytes(recipe),
@@ -164,7 +164,7 @@ def _zero(recipe: Recipe) -> Number:
     return where(p.dp_shard * p.cp > 1, 1.0 * p.zero, 0.0)
 
 
-def _kept(recipe: Recipe) -> float:
+def _stays_gathered(recipe: Recipe) -> float:
     """Whether gathered weights are kept until the backward, where the step can do so."""
     fsdp2 = find_framework(recipe.framework).time.fsdp2
     return float(fsdp2 and not recipe.parallel.reshard_after_forward)
@@ -202,13 +202,13 @@ def _bubble(recipe: Recipe) -> Number:
     return numpy.array([_bubble(pick(recipe, int(row))) for row in first])[which]
 
 
-def _stows(recipe: Recipe, shape: Shape) -> Number:
+def _offloads(recipe: Recipe, shape: Shape) -> Number:
     """Share of the blocks whose activations are offloaded: all but the last and the recomputed."""
     offloads = find_framework(recipe.framework).time.offloads_activations
     if not offloads or recipe.offload != "activations":
         return 0.0
-    again = recipe.recompute_blocks + recipe.selective_blocks
-    return max(0.0, shape.layers - 1 - again) / shape.layers
+    recomputed = recipe.recompute_blocks + recipe.selective_blocks
+    return max(0.0, shape.layers - 1 - recomputed) / shape.layers
 
 
 def _stowed(recipe: Recipe, shape: Shape) -> Number:
@@ -273,8 +273,8 @@ def _deal_by_cost(pp: Number, shape: Shape) -> tuple[Number, Number]:
 
 def _deduplicated(recipe: Recipe) -> bool:
     """Whether tokens cross the network once for several experts (DeepEP, HybridEP)."""
-    said = recipe.options.get("moe_token_dispatcher_type") or recipe.options.get("dispatcher")
-    return said in ("deepep", "hybridep")
+    name = recipe.options.get("moe_token_dispatcher_type") or recipe.options.get("dispatcher")
+    return name in ("deepep", "hybridep")
 
 
 def _balanced(recipe: Recipe) -> Number:
@@ -282,9 +282,9 @@ def _balanced(recipe: Recipe) -> Number:
     option = recipe.options.get
     if option("pipeline_model_parallel_layout"):
         return 1.0
-    told: Number = option("account_for_loss_in_pipeline_split", False)
+    counts: Number = option("account_for_loss_in_pipeline_split", False)
     last: Number = option("decoder_last_pipeline_num_layers", 0)
-    return where(told + last > 0, 1.0, 0.0)
+    return where(counts + last > 0, 1.0, 0.0)
 
 
 def read_basis(recipe: Recipe, software: str = "") -> Basis:
@@ -390,10 +390,10 @@ def _narrow(recipe: Recipe) -> str:
     if recipe.precision == "fp4-mixed":
         return "nvfp4"
     if recipe.precision == "fp8-mixed":
-        said = str(option("fp8_recipe") or option("float8_recipe") or "delayed")
-        if said.startswith(("rowwise", "blockwise")):
-            return f"fp8-{said.partition('_')[0]}"
-        return "mxfp8" if said == "mxfp8" else "fp8"
+        name = str(option("fp8_recipe") or option("float8_recipe") or "delayed")
+        if name.startswith(("rowwise", "blockwise")):
+            return f"fp8-{name.partition('_')[0]}"
+        return "mxfp8" if name == "mxfp8" else "fp8"
     if recipe.compute_dtype == "float32":
         return "tf32" if find_framework(recipe.framework).time.allows_tf32 else "fp32"
     return "fp16" if recipe.compute_dtype == "float16" else "bf16"

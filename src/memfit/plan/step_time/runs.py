@@ -41,10 +41,10 @@ def once(
         name: None if name in unread else value if found is None else value[found[0]]
         for name, value in arrays.items()
     }
-    told = function(setting._replace(layout=setting.layout._replace(**read)))
+    result = function(setting._replace(layout=setting.layout._replace(**read)))
     if found is None:
-        return told
-    return tuple(each[found[1]] if _plural(each) else each for each in told)
+        return result
+    return tuple(each[found[1]] if _plural(each) else each for each in result)
 
 
 def _distinct(columns: Iterable[Any], rows: int) -> tuple[Any, Any] | None:

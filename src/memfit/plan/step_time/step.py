@@ -132,11 +132,11 @@ def _gathering(setting: Setting, there: Number, back: Number) -> Number:
     gradients = layout.gradient_bytes * elements
     gather, scatter = gather_seconds(setting, layout.gathered * elements, gradients)
     reduce = layout.trains * (scatter + copy_seconds(setting, gradients))
-    again = gather * (1 - layout.kept)
+    second_gather = gather * (1 - layout.kept)
     forward = larger(gather - there, 0)
-    backward = larger(again + reduce - back, 0)
+    backward = larger(second_gather + reduce - back, 0)
     share = smaller(rates.exposed_data, 1)
-    exposed = forward + backward + share * (gather + again + reduce)
+    exposed = forward + backward + share * (gather + second_gather + reduce)
     times = where(layout.pp > 1, 1, layout.accumulation)
     return where(layout.zero >= 3, times * shape.layers / layout.pp * exposed, 0.0)
 

@@ -147,7 +147,7 @@ def feed_products(shape: Shape, layout: Layout) -> tuple[Product, ...]:
     )
 
 
-def coded_bytes(shape: Shape, layout: Layout) -> Number:
+def quantised_bytes(shape: Shape, layout: Layout) -> Number:
     """Bytes of one block's forward that LLM.int8 moves around its int8 products.
 
     An input of 16 bits: cast to fp16, its magnitudes, compared twice over, coded (16 bytes a

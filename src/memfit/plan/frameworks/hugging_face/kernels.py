@@ -30,17 +30,17 @@ def kernels_of(recipe: Recipe) -> tuple[str, ...]:
 def check_kernels(job: Job) -> None:
     """Raise InvalidRequest for kernels that are not described for the model, or for shards."""
     recipe, a = job.recipe, job.model.architecture
-    asked = kernels_of(recipe)
-    wrong = [name for name in asked if name not in KERNELS]
+    kernels = kernels_of(recipe)
+    wrong = [name for name in kernels if name not in KERNELS]
     if wrong:
         raise InvalidRequest(
             f"`options.liger: {wrong[0]}` is none of Liger's operations",
             hint=f"known: {', '.join(KERNELS)}",
         )
-    if not asked and recipe.loss == "plain":
+    if not kernels and recipe.loss == "plain":
         return
-    what = f"`options.liger: {','.join(asked)}`" if asked else f"`loss: {recipe.loss}`"
-    if (asked or recipe.loss == "chunked") and not find_family(a.family).liger:
+    what = f"`options.liger: {','.join(kernels)}`" if kernels else f"`loss: {recipe.loss}`"
+    if (kernels or recipe.loss == "chunked") and not find_family(a.family).liger:
         raise InvalidRequest(
             f"{what} of `{job.model.name}` ({a.family}) is not described",
             hint=f"described for the families {', '.join(families_that('liger'))}",
@@ -54,17 +54,17 @@ def check_kernels(job: Job) -> None:
 def _check_loss(job: Job) -> None:
     """What losses that read the head's weight themselves need of it."""
     recipe, a = job.recipe, job.model.architecture
-    asked = f"`loss: {recipe.loss}`"
+    loss = f"`loss: {recipe.loss}`"
     ranks, pure = recipe.parallel.dp_shard, recipe.framework == "deepspeed"
     if ranks > 1 and (not pure or recipe.parallel.zero == 3):
         raise InvalidRequest(
-            f"{asked} with `parallel.dp_shard: {ranks}`: what it does to the head's shards is not"
+            f"{loss} with `parallel.dp_shard: {ranks}`: what it does to the head's shards is not"
             " described",
             hint="`loss: plain` takes more",
         )
     if a.logits_scaled or a.logit_cap or a.head_bias:
         raise InvalidRequest(
-            f"{asked} of `{job.model.name}` ({a.family}), whose logits are scaled, capped or have a"
+            f"{loss} of `{job.model.name}` ({a.family}), whose logits are scaled, capped or have a"
             " bias, is not described",
             hint="`loss: plain` takes more",
         )
@@ -83,5 +83,5 @@ def _wide_head(recipe: Recipe, pure: bool) -> bool:
         return recipe.precision not in ("bf16", "fp16")
     if copies_wide(recipe) and HEAD.endswith(saved_modules(recipe)):
         return True
-    coded = is_quantised(recipe.base_format)
-    return recipe.base_format == "fp32" or (coded and bool(recipe.options.get("prepare_kbit")))
+    quantised = is_quantised(recipe.base_format)
+    return recipe.base_format == "fp32" or (quantised and bool(recipe.options.get("prepare_kbit")))

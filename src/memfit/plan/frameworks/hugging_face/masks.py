@@ -55,17 +55,17 @@ def masking_of(job: Job) -> Masking | None:
 def is_padded(recipe: Recipe) -> bool:
     """Whether some row of a batch is longer than another: auto, where rows are not packed."""
     # a recipe of the corpus names no knob that came after it was measured
-    asked = recipe.options.get("padded", False)
-    if asked != AUTO:
-        return bool(asked)
+    stated = recipe.options.get("padded", False)
+    if stated != AUTO:
+        return bool(stated)
     return recipe.micro_batch > 1 and not recipe.packing
 
 
 def is_laid_out(recipe: Recipe) -> bool:
     """Whether a batch is one row of documents, as TRL's SFTTrainer packs by its default."""
-    asked = recipe.options.get("padding_free", False)
-    if asked != AUTO:
-        return bool(asked)
+    stated = recipe.options.get("padding_free", False)
+    if stated != AUTO:
+        return bool(stated)
     return _packs_with_trl(recipe) and recipe.objective == "sft"
 
 
@@ -97,20 +97,20 @@ def describe_masks(recipe: Recipe) -> tuple[str, ...]:
     """What `auto` became where attention is given more by it, in words."""
     options = recipe.options
     if options.get("padding_free") == AUTO and is_laid_out(recipe):
-        told = "which flash-attn is told without a mask"
+        how = "which flash-attn is told without a mask"
         if options.get("attn_implementation") != FLASH:
-            told = (
+            how = (
                 f"told by a mask of {recipe.tokens} x {recipe.tokens} tokens"
                 f" (`options.attn_implementation: {FLASH}` needs none)"
             )
-        return (f"packed rows are laid end to end as TRL does it, their documents {told}",)
+        return (f"packed rows are laid end to end as TRL does it, their documents {how}",)
     if options.get("padding_free") == AUTO and _packs_with_trl(recipe):
-        said = "packed rows are cut without regard to documents, TRL's `packing_strategy: wrapped`"
-        return (f"{said} (`bfd`, which keeps them apart: `options.padding_free: true`)",)
+        rows = "packed rows are cut without regard to documents, TRL's `packing_strategy: wrapped`"
+        return (f"{rows} (`bfd`, which keeps them apart: `options.padding_free: true`)",)
     if options.get("padded") == AUTO and is_padded(recipe):
-        given = "flash-attn is given copies without padding"
+        takes = "flash-attn is given copies without padding"
         if options.get("attn_implementation") != FLASH:
-            given = "attention is given a mask"
-        said = "rows differ in length and are padded, so that"
-        return (f"{said} {given} (`options.padded: false`: all rows are full)",)
+            takes = "attention is given a mask"
+        rows = "rows differ in length and are padded, so that"
+        return (f"{rows} {takes} (`options.padded: false`: all rows are full)",)
     return ()

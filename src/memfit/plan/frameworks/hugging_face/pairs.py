@@ -47,8 +47,8 @@ COMPARES = {
 
 def whose(job: Job) -> str:
     """Whose DPO a job's is; of TRL's own step by its version."""
-    asked = str(job.option("compares"))
-    return str(job.option("version")) if asked == BY_VERSION else asked
+    stated = str(job.option("compares"))
+    return str(job.option("version")) if stated == BY_VERSION else stated
 
 
 def compare(outputs: list[Tensor], refer: Refer, whose: str) -> Tensor:
@@ -68,11 +68,11 @@ def _trl(logits: Tensor, refer: Refer, *, copies: bool) -> Tensor:
     if refer is not None:
         outputs = refer()
         theirs = _shift(outputs[0], copies=copies)
-        given = _select(theirs)
+        theirs_selected = _select(theirs)
     loss = sum_all(log_probs)
     _measure(shifted.detached())
     if refer is not None:
-        del outputs, theirs, given
+        del outputs, theirs, theirs_selected
     return loss
 
 
@@ -112,8 +112,8 @@ def _factory(logits: Tensor, refer: Refer) -> Tensor:
     log_probs = _sum_rows(logits)
     if refer is not None:
         outputs = refer()
-        given = _sum_rows(outputs[0])
-        del outputs, given
+        sums = _sum_rows(outputs[0])
+        del outputs, sums
     return sum_all(log_probs)
 
 
@@ -141,8 +141,8 @@ def hold_reference(job: Job, model: Model) -> Held:
     if not dtype:
         return {}
     nbytes = rounded(w.numel * DTYPE_BYTES[dtype] for w in model.weights)
-    said = f"a second model of {dtype}, the reference: {show_bytes(nbytes)}"
-    return {(Kind.PARAMETERS, "reference"): (nbytes, said)}
+    reason = f"a second model of {dtype}, the reference: {show_bytes(nbytes)}"
+    return {(Kind.PARAMETERS, "reference"): (nbytes, reason)}
 
 
 def check_compared(job: Job) -> None:

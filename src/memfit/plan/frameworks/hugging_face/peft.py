@@ -38,8 +38,8 @@ COPIES = {
 
 def saved_modules(recipe: Recipe) -> tuple[str, ...]:
     """The ends of modules' names that a recipe asks to be copied."""
-    asked = str(recipe.options.get("modules_to_save", "")).split(",")
-    return tuple(name.strip() for name in asked if name.strip())
+    names = str(recipe.options.get("modules_to_save", "")).split(",")
+    return tuple(name.strip() for name in names if name.strip())
 
 
 def copies_wide(recipe: Recipe) -> bool:
@@ -55,20 +55,20 @@ def refuse_apart(job: Job) -> None:
     recipe = job.recipe
     if unknown := find_base_format(recipe.base_format).unknown:
         raise MemoryUnknown(unknown)
-    asked = saved_modules(recipe)
-    if not asked:
+    names = saved_modules(recipe)
+    if not names:
         return
-    said = f"`options.modules_to_save: {','.join(asked)}`"
+    option = f"`options.modules_to_save: {','.join(names)}`"
     if recipe.method != "lora":
         raise InvalidRequest(
-            f"{said} with `method: {recipe.method}`: copies stand beside adapters",
+            f"{option} with `method: {recipe.method}`: copies stand beside adapters",
             hint="`method: lora`",
         )
-    _check_names(job.model, asked)
+    _check_names(job.model, names)
     p = recipe.parallel
     if p.dp_shard > 1 and (recipe.framework != "deepspeed" or p.zero == 3):
         raise MemoryUnknown(
-            f"{said} with weights that ranks share (`parallel.dp_shard: {p.dp_shard}`) is not"
+            f"{option} with weights that ranks share (`parallel.dp_shard: {p.dp_shard}`) is not"
             " described"
         )
     narrow = recipe.base_format != "fp32" and not recipe.autocast
@@ -79,15 +79,17 @@ def refuse_apart(job: Job) -> None:
             hint="`precision: bf16-mixed`, or `options.copies_dtype: base`",
         )
     if recipe.framework == "trl" and recipe.options.get("prepare_kbit"):
-        raise MemoryUnknown(f"{said} of TRL before 0.24 (`options.prepare_kbit`) is not described")
+        raise MemoryUnknown(
+            f"{option} of TRL before 0.24 (`options.prepare_kbit`) is not described"
+        )
 
 
-def _check_names(model: Model, asked: tuple[str, ...]) -> None:
+def _check_names(model: Model, names: tuple[str, ...]) -> None:
     """Raise InvalidRequest for names of no module, and MemoryUnknown for blocks' projections."""
     modules = {w.name.rpartition(".")[0]: w for w in model.weights}
     tied = model.architecture.tied_embeddings
     known = sorted({m.rpartition(".")[2] for m, w in modules.items() if w.layer < 0} | {HEAD})
-    for name in asked:
+    for name in names:
         found = [w for module, w in modules.items() if module.endswith(name)]
         if not found and not (tied and HEAD.endswith(name)):
             raise InvalidRequest(
@@ -106,23 +108,23 @@ def copied(model: Model, recipe: Recipe, dtype: str) -> Model:
 
     dtype: of the copies; "" is as each original is stored.
     """
-    asked = saved_modules(recipe)
-    if not asked:
+    names = saved_modules(recipe)
+    if not names:
         return model
-    return replace(model, weights=tuple(_rows(model, asked, dtype)))
+    return replace(model, weights=tuple(_rows(model, names, dtype)))
 
 
-def _rows(model: Model, asked: tuple[str, ...], dtype: str) -> Iterator[Weight]:
+def _rows(model: Model, names: tuple[str, ...], dtype: str) -> Iterator[Weight]:
     """Each module's own rows, frozen, and its copy's behind them."""
     for w in model.weights:
         module, _, leaf = w.name.rpartition(".")
-        if w.trainable or not module.endswith(asked):
+        if w.trainable or not module.endswith(names):
             yield w
             continue
         yield replace(w, name=f"{module}{ORIGINAL}{leaf}")
         yield _copy(w, module, leaf, dtype)
     tied = model.architecture.tied_embeddings
-    if tied and HEAD.endswith(asked):
+    if tied and HEAD.endswith(names):
         shared = next(w for w in model.weights if w.part == "embedding")
         yield replace(_copy(shared, WRAPPER + HEAD, "weight", dtype), part="head")
 

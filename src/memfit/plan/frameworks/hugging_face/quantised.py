@@ -19,7 +19,7 @@ def find_bits(recipe: Recipe) -> int:
     return declared.bits if declared.quantised else 0
 
 
-def coded_bytes(base_format: str, shape: tuple[int, ...], *, double: bool) -> int:
+def quantised_bytes(base_format: str, shape: tuple[int, ...], *, double: bool) -> int:
     """Bytes of a matrix in a module of its own; double: the scales are quantised themselves.
 
     Of 4 bits: packed codes, their scales and a table of the 16 values.

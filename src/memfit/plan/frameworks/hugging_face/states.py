@@ -101,10 +101,10 @@ def _hold(trainable: Sequence[tuple[OptimizerFamily, TensorSpec]], recipe: Recip
     if shared is not None:
         nbytes += rounded(s.nbytes for s in shared.shared_state(settings))
     count = show_count(sum(p.numel for _, p in trainable))
-    said = f"{settings.name}'s states of {count} parameters"
+    reason = f"{settings.name}'s states of {count} parameters"
     if recipe.options.get("paged"):
-        said += ", the large ones in managed memory"
-    return {(Kind.OPTIMIZER_STATE, "optimizer"): (nbytes, said)}
+        reason += ", the large ones in managed memory"
+    return {(Kind.OPTIMIZER_STATE, "optimizer"): (nbytes, reason)}
 
 
 @lru_cache(maxsize=256)
@@ -112,8 +112,8 @@ def hold_update(model: Model, recipe: Recipe) -> Held:
     """Temporaries of the optimizer's step."""
     specs = [w.spec for w in model.weights if w.trainable]
     nbytes = _family(recipe).step_temporaries(specs, recipe.optimizer, "blocks")
-    said = f"{recipe.optimizer.name}'s temporaries ({recipe.optimizer.implementation})"
-    return {(Kind.TEMPORARY, "optimizer"): (nbytes, said)}
+    reason = f"{recipe.optimizer.name}'s temporaries ({recipe.optimizer.implementation})"
+    return {(Kind.TEMPORARY, "optimizer"): (nbytes, reason)}
 
 
 def check_optimizer(job: Job) -> None:

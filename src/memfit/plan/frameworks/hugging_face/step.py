@@ -52,7 +52,7 @@ from memfit.plan.frameworks.hugging_face.peft import (
     copies_wide,
     refuse_apart,
 )
-from memfit.plan.frameworks.hugging_face.quantised import code_bytes, coded_bytes
+from memfit.plan.frameworks.hugging_face.quantised import code_bytes, quantised_bytes
 from memfit.plan.frameworks.hugging_face.states import (
     KNOBS,
     NAMES,
@@ -105,7 +105,7 @@ class HfProgram(Record, frozen=True, kw_only=True):
     compares: str = ""  # whose loss of pairs
     widens: bool = False  # whether outputs are returned in fp32, as accelerate does of autocast's
 
-    def _told(self, forward: Forward) -> Forward:
+    def _configure(self, forward: Forward) -> Forward:
         how = Dequantised(
             stored=self.computed, computed=self.computed, product=self.product,
             keeps_input=self.keeps_inputs,
@@ -117,17 +117,17 @@ class HfProgram(Record, frozen=True, kw_only=True):
 
     def embed(self, forward: Forward, weights: Weights) -> Embedded:
         """See `plan.program.Program.embed`."""
-        return find_family(self.family).embed(self._told(forward), weights)
+        return find_family(self.family).embed(self._configure(forward), weights)
 
     def block(
         self, forward: Forward, weights: Weights, x: Tensor, shared: tuple[Tensor, ...]
     ) -> Tensor:
         """See `plan.program.Program.block`."""
-        return find_family(self.family).block(self._told(forward), weights, x, shared)
+        return find_family(self.family).block(self._configure(forward), weights, x, shared)
 
     def finish(self, forward: Forward, weights: Weights, x: Tensor) -> Tensor:
         """See `plan.program.Program.finish`."""
-        return find_family(self.family).finish(self._told(forward), weights, x)
+        return find_family(self.family).finish(self._configure(forward), weights, x)
 
     def loss(self, forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor) -> Tensor:
         """Logits of all positions, upcast; labels, not logits, are shifted."""
@@ -156,7 +156,7 @@ class HfProgram(Record, frozen=True, kw_only=True):
     def logits(self, forward: Forward, weights: Weights, hidden: Tensor) -> Tensor:
         """The head's, divided (Granite) or bent by a tanh to stay below a cap (Gemma)."""
         a = forward.architecture
-        logits = project(self._told(forward), weights, "lm_head", hidden)
+        logits = project(self._configure(forward), weights, "lm_head", hidden)
         if forward.tail is not None:
             forward.tail.leave(logits)
         if a.logits_scaled or a.logit_cap:
@@ -173,8 +173,8 @@ class HfProgram(Record, frozen=True, kw_only=True):
         logits = self.logits(forward, weights, hidden)
         logits = meta.cast(logits, "float32")
         rows, tokens = labels.shape
-        kept = meta.contiguous(meta.narrow(logits, 1, 0, tokens - 1))
-        flat = meta.view(kept, rows * (tokens - 1), kept.shape[-1])
+        shifted_logits = meta.contiguous(meta.narrow(logits, 1, 0, tokens - 1))
+        flat = meta.view(shifted_logits, rows * (tokens - 1), shifted_logits.shape[-1])
         if self.keeps_outputs:
             forward.loop["outputs"] = [logits.detached()]
         shifted = meta.empty(forward.meter, (rows, tokens - 1), "int64")
@@ -233,23 +233,23 @@ def hf_model(job: Job) -> Model:
 def _adapted(model: Model, recipe: Recipe) -> Model:
     if recipe.method != "lora":
         return find_adapter(recipe).adapt(model, recipe)
-    coded = is_quantised(recipe.base_format)
-    told = replace(recipe, lora=replace(recipe.lora, targets=targets_of(model, recipe)))
-    if coded:
-        told = replace(told, base_format="bf16")
-    adapted = find_adapter(told).adapt(model, told)
+    quantised = is_quantised(recipe.base_format)
+    changed = replace(recipe, lora=replace(recipe.lora, targets=targets_of(model, recipe)))
+    if quantised:
+        changed = replace(changed, base_format="bf16")
+    adapted = find_adapter(changed).adapt(model, changed)
     rest = "float32" if recipe.options.get("prepare_kbit") else recipe.compute_dtype
-    frozen = rest if coded else recipe.frozen_dtype
+    frozen = rest if quantised else recipe.frozen_dtype
     low = recipe.options["adapter_dtype"]
     if low == "auto":
-        low = "base" if coded else "fp32"
-    own = "float32" if low == "fp32" else recipe.compute_dtype if coded else frozen
+        low = "base" if quantised else "fp32"
+    own = "float32" if low == "fp32" else recipe.compute_dtype if quantised else frozen
 
     def store(w: Weight) -> Weight:
         if w.trainable:
             return replace(w, dtype=own)
-        quantised = coded and len(w.shape) == 2 and w.part == "block"
-        return replace(w, dtype=QUANTISED_DTYPE if quantised else frozen)
+        matrix = len(w.shape) == 2 and w.part == "block"
+        return replace(w, dtype=QUANTISED_DTYPE if quantised and matrix else frozen)
 
     stored = replace(adapted, weights=tuple(map(store, adapted.weights)))
     return copied(stored, recipe, "float32" if copies_wide(recipe) else "")
@@ -274,7 +274,7 @@ def parameter_bytes(recipe: Recipe, dtype: str, shape: tuple[int, ...]) -> int:
     if dtype != QUANTISED_DTYPE:
         return prod(shape) * DTYPE_BYTES[dtype]
     rows = shape[0], prod(shape[1:])
-    return coded_bytes(recipe.base_format, rows, double=_doubles(recipe))
+    return quantised_bytes(recipe.base_format, rows, double=_doubles(recipe))
 
 
 def _doubles(recipe: Recipe) -> bool:
@@ -289,8 +289,8 @@ def hold_parameters(model: Model, recipe: Recipe, ranks: int = 1) -> Held:
     for owner, each in owners(model, lambda d, s: parameter_bytes(recipe, d, s) // ranks).items():
         dtypes = {w.dtype for w in model.weights if _owner(w) == owner}
         names = sorted(recipe.base_format if d == QUANTISED_DTYPE else d for d in dtypes)
-        said = f"{len(each)} tensors, {' and '.join(names)}: {show_bytes(sum(each))}"
-        held[Kind.PARAMETERS, owner] = (rounded(each), said)
+        reason = f"{len(each)} tensors, {' and '.join(names)}: {show_bytes(sum(each))}"
+        held[Kind.PARAMETERS, owner] = (rounded(each), reason)
     buffers = [spec.nbytes for spec in find_family(model.architecture.family).buffers(
         model.architecture
     )]  # fmt: skip
@@ -395,18 +395,18 @@ def _parameter(recipe: Recipe, w: Weight) -> int:
 
 def hold_scales(model: Model, recipe: Recipe) -> Held:
     """Scales of quantised weights are no parameters: every rank keeps all of them."""
-    coded = [w for w in model.weights if w.dtype == QUANTISED_DTYPE]
-    if not coded or not find_base_format(recipe.base_format).cut_as_numbers:
+    quantised = [w for w in model.weights if w.dtype == QUANTISED_DTYPE]
+    if not quantised or not find_base_format(recipe.base_format).cut_as_numbers:
         return {}
     nbytes = sum(
         parameter_bytes(recipe, w.dtype, w.shape) - code_bytes(recipe.base_format, w.shape)
-        for w in coded
+        for w in quantised
     )
-    said = f"scales of {len(coded)} quantised weights, whole on every rank"
-    return {(Kind.PARAMETERS, "scales"): (nbytes, said)}
+    reason = f"scales of {len(quantised)} quantised weights, whole on every rank"
+    return {(Kind.PARAMETERS, "scales"): (nbytes, reason)}
 
 
-def check_coded(job: Job) -> None:
+def check_quantised(job: Job) -> None:
     """Raise InvalidRequest for quantised weights that are not described, or cannot be trained."""
     refuse_apart(job)
     check_masks(job)
@@ -428,7 +428,7 @@ def check_coded(job: Job) -> None:
 
 def check_base(job: Job) -> None:
     """Raise InvalidRequest for what the Trainer has, and this file does not describe."""
-    check_coded(job)
+    check_quantised(job)
     check_optimizer(job)
     check_kernels(job)
     check_compared(job)

@@ -19,7 +19,7 @@ from memfit.core.units import show_bytes, show_count
 from memfit.meta.layers.dequantised import QUANTISED_DTYPE
 from memfit.optimizers import find_optimizer
 from memfit.plan.frameworks import Framework, Job, Knob, Slack, TimeTraits, frameworks
-from memfit.plan.frameworks.hugging_face.quantised import coded_bytes
+from memfit.plan.frameworks.hugging_face.quantised import quantised_bytes
 from memfit.plan.frameworks.litgpt.forward import LitProgram, LossKind, Norm, Order
 from memfit.plan.frameworks.shared.assembly import (
     Held,
@@ -91,15 +91,15 @@ class LitGpt(Framework):
     def check(self, job: Job) -> None:
         """See `Framework.check`."""
         recipe = job.recipe
-        coded = is_quantised(recipe.base_format)
-        if recipe.method == "full" and coded:
+        quantised = is_quantised(recipe.base_format)
+        if recipe.method == "full" and quantised:
             raise InvalidRequest(
                 f"`method: full` cannot train weights stored as"
                 f" `base_format: {recipe.base_format}`",
                 hint="`method: lora`",
             )
         _targets(recipe)
-        if recipe.parallel.dp_shard > 1 and coded:
+        if recipe.parallel.dp_shard > 1 and quantised:
             raise InvalidRequest(
                 f"litgpt quantises on one device only, and `parallel.dp_shard` is"
                 f" {recipe.parallel.dp_shard}",
@@ -129,7 +129,11 @@ class LitGpt(Framework):
 
     def predict(self, job: Job) -> Ledger:
         """See `Framework.predict`."""
-        recipe, device, again = job.recipe, job.device, job.option("longest_samples") == "many"
+        recipe, device, longest_repeats = (
+            job.recipe,
+            job.device,
+            job.option("longest_samples") == "many",
+        )
         old = recipe.options["release"] == "0.4"
         fixed = _describe(job.model, without_shape(recipe))
         form, model, a = fixed.form, fixed.model, fixed.form.architecture
@@ -143,8 +147,8 @@ class LitGpt(Framework):
             capped_logits=a.logit_cap > 0 and not (old and recipe.method == "lora"),
             scaled_embedding=form.scaled_embedding,
         )  # fmt: skip
-        simulated = run_passes(job, model, program, attention_kernel(job), again=again)
-        if not again:
+        simulated = run_passes(job, model, program, attention_kernel(job), again=longest_repeats)
+        if not longest_repeats:
             simulated = msgspec.structs.replace(simulated, later=None)
         states, update = fixed.states, fixed.update
         if recipe.parallel.dp_shard > 1:
@@ -236,14 +240,14 @@ def _adapt(form: _Form, model: Model, recipe: Recipe) -> Model:
     """litgpt's parameters with their dtypes; the head is never tied to the embedding."""
     a = form.architecture
     dtype, full = recipe.compute_dtype, recipe.method == "full"
-    coded = is_quantised(recipe.base_format)
+    quantised = is_quantised(recipe.base_format)
     targets, rank = _targets(recipe), recipe.lora.rank
 
     def base(name: str, shape: tuple[int, ...], part: str, layer: int) -> Weight:
-        quantised = coded and len(shape) == 2 and part != "embedding"
+        matrix = len(shape) == 2 and part != "embedding"
         return Weight(
             name=name, shape=shape, part=part, layer=layer,
-            dtype=QUANTISED_DTYPE if quantised else dtype, trainable=full,
+            dtype=QUANTISED_DTYPE if quantised and matrix else dtype, trainable=full,
         )  # fmt: skip
 
     def pair(name: str, shapes: tuple[tuple[int, int], ...], part: str, layer: int) -> list[Weight]:
@@ -308,15 +312,15 @@ def _parameters(model: Model, recipe: Recipe) -> Held:
 
     def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
         if dtype == QUANTISED_DTYPE:
-            return coded_bytes(recipe.base_format, shape, double=double)
+            return quantised_bytes(recipe.base_format, shape, double=double)
         return prod(shape) * DTYPE_BYTES[dtype]
 
     held = {}
     for owner, each in owners(model, nbytes).items():
         stored = "4-bit codes and scales, the rest " if owner in ("blocks", "head") else ""
-        coded = stored if is_quantised(recipe.base_format) else ""
-        said = f"{len(each)} tensors, {coded}{recipe.compute_dtype}: {show_bytes(sum(each))}"
-        held[Kind.PARAMETERS, owner] = (rounded(each), said)
+        quantised = stored if is_quantised(recipe.base_format) else ""
+        reason = f"{len(each)} tensors, {quantised}{recipe.compute_dtype}: {show_bytes(sum(each))}"
+        held[Kind.PARAMETERS, owner] = (rounded(each), reason)
     return held
 
 
@@ -331,13 +335,13 @@ def _states(model: Model, recipe: Recipe) -> Held:
     count = show_count(sum(w.numel for w in trainable) // ranks)
     if is_quantised(recipe.base_format):
         each = [w.numel * DTYPE_BYTES["float32"] for w in trainable if w.numel < PAGED]
-        said = (
+        reason = (
             f"two fp32 moments of those of {count} parameters whose tensors are too small to page"
         )
-        return {(Kind.OPTIMIZER_STATE, "optimizer"): (2 * rounded(each), said)}
+        return {(Kind.OPTIMIZER_STATE, "optimizer"): (2 * rounded(each), reason)}
     each = [w.nbytes // ranks for w in trainable]
-    said = f"two moments of {count} parameters in their own dtype"
-    return {(Kind.OPTIMIZER_STATE, "optimizer"): (2 * rounded(each), said)}
+    reason = f"two moments of {count} parameters in their own dtype"
+    return {(Kind.OPTIMIZER_STATE, "optimizer"): (2 * rounded(each), reason)}
 
 
 def _update(model: Model, recipe: Recipe) -> Held:
@@ -346,8 +350,8 @@ def _update(model: Model, recipe: Recipe) -> Held:
     specs = [w.spec for w in model.weights if w.trainable]
     optimizer = find_optimizer(recipe.optimizer)
     nbytes = optimizer.step_temporaries(specs, recipe.optimizer, "blocks")
-    said = "AdamW's denominators, all at once (foreach)"
-    return {(Kind.TEMPORARY, "optimizer"): (nbytes // recipe.parallel.dp_shard, said)}
+    reason = "AdamW's denominators, all at once (foreach)"
+    return {(Kind.TEMPORARY, "optimizer"): (nbytes // recipe.parallel.dp_shard, reason)}
 
 
 frameworks.register("litgpt")(LitGpt())

@@ -78,8 +78,8 @@ def _count_pipelines(job: Job, shape: Shape, settings: Settings) -> tuple[Slots,
         )
         micro_batches = take(kinds.recipe.accumulation, rows)
         own = structs.replace(shape, pp=pp, chunks=chunks, micro_batches=micro_batches)
-        again = take(kinds.recipe.recompute_blocks, rows)
-        how = structs.replace(settings, recomputed_blocks=again)
+        recomputed = take(kinds.recipe.recompute_blocks, rows)
+        how = structs.replace(settings, recomputed_blocks=recomputed)
         place = 1
         for stage in stages:
             count = count_stage(own, how, stage, find_flights(own, how, stage))

@@ -40,20 +40,20 @@ def _name(dealt: Dealt) -> list[Stage]:
     ]
 
 
-def pick_stages(asked: str, stages: list[Stage]) -> list[Stage]:
+def pick_stages(which: str, stages: list[Stage]) -> list[Stage]:
     """Those of which the fullest is asked for: all, the first or the last."""
-    if asked == "fullest":
+    if which == "fullest":
         return stages
-    return stages[:1] if asked == "first" else stages[-1:]
+    return stages[:1] if which == "first" else stages[-1:]
 
 
 @lru_cache(maxsize=4096)
 def list_alike(
-    experts: Experts, layers: int, pp: int, chunks: int, split: tuple[Option, ...], asked: str
+    experts: Experts, layers: int, pp: int, chunks: int, split: tuple[Option, ...], which: str
 ) -> list[Stage]:
     """The stages that differ; split: the values of SPLIT_KNOBS, asked: of `options.rank`."""
     options = dict(zip(SPLIT_KNOBS, split, strict=True))
-    return leave_alike(experts, pick_stages(asked, _name(_deal(options, layers, pp, chunks))))
+    return leave_alike(experts, pick_stages(which, _name(_deal(options, layers, pp, chunks))))
 
 
 def _deal(options: Mapping[str, Option], layers: int, pp: int, chunks: int) -> Dealt:
@@ -100,13 +100,13 @@ def list_splits(job: Job, pp: int) -> list[Split]:
 
 
 def _right_ones(
-    layers: int, pp: int, chunks: range, asked: Sequence[Mapping[str, Option]],
+    layers: int, pp: int, chunks: range, splits: Sequence[Mapping[str, Option]],
     own: Mapping[str, Option],
 ) -> list[Split]:  # fmt: skip
     """Of these splits, those that deal out all blocks."""
     found = []
     for count in chunks:
-        for options in asked:
+        for options in splits:
             dealt = _deal({**own, **options}, layers, pp, count)
             if _blocks(dealt) == layers:
                 longest = max(len(chunk) for each in dealt for chunk in each)

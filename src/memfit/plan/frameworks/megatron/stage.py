@@ -73,10 +73,10 @@ class Count(Record, frozen=True, kw_only=True):
     flights: Number  # micro-batches of all chunks whose backward has not begun
     embedded: Number  # of them, those of the first chunk
     inputs: Number  # block inputs kept for recomputing, of all flights
-    kept_plain: Number  # blocks that keep everything, of all flights
-    kept_sparse: Number
+    saved_plain: Number  # blocks that keep everything, of all flights
+    saved_sparse: Number
     tail_sparse: Number  # whether the first backward's block has experts
-    again: Number  # blocks that it computes again at once; 0 = none
+    recomputed: Number  # blocks that it computes again at once; 0 = none
 
 
 class Block(Record, frozen=True, kw_only=True):
@@ -112,12 +112,12 @@ def count_stage(shape: Shape, settings: Settings, stage: Stage, flights: Sequenc
     held = [shape.count_kinds(chunk.start, chunk.stop) for chunk in stage.chunks]
     full = settings.recompute == "full"
     inputs: Number = 0
-    kept: list[Number] = [0, 0]
+    saved: list[Number] = [0, 0]
     for layers, count in zip(stage.chunks, flights, strict=True):
-        again = smaller(settings.recomputed_blocks, len(layers)) if full else 0
-        inputs += count * ceil_div(again, settings.recompute_group)
-        plain, sparse = shape.count_kinds(layers.start + again, layers.stop)
-        kept = [kept[0] + count * plain, kept[1] + count * sparse]
+        recomputed = smaller(settings.recomputed_blocks, len(layers)) if full else 0
+        inputs += count * ceil_div(recomputed, settings.recompute_group)
+        plain, sparse = shape.count_kinds(layers.start + recomputed, layers.stop)
+        saved = [saved[0] + count * plain, saved[1] + count * sparse]
     tail = stage.tail
     whole = full and (settings.recomputed_blocks >= len(tail)) & (len(tail) > 0)
     return Count(
@@ -129,10 +129,10 @@ def count_stage(shape: Shape, settings: Settings, stage: Stage, flights: Sequenc
         flights=sum(flights),
         embedded=flights[0],
         inputs=inputs,
-        kept_plain=kept[0],
-        kept_sparse=kept[1],
+        saved_plain=saved[0],
+        saved_sparse=saved[1],
         tail_sparse=shape.count_kinds(tail.start, tail.stop)[1] > 0,
-        again=where(whole, min(settings.recompute_group, len(tail)), 0),
+        recomputed=where(whole, min(settings.recompute_group, len(tail)), 0),
     )
 
 
@@ -314,9 +314,9 @@ def keep_blocks(shape: Shape, blocks: Blocks, count: Count) -> dict[str, Number]
     """What a stage's blocks keep of the micro-batches in flight, bytes by what they are."""
     total: dict[str, Number] = {"blocks' inputs": count.inputs * shape.stream}
     for part, nbytes in blocks.plain.saved.items():
-        total[part] = count.kept_plain * nbytes
+        total[part] = count.saved_plain * nbytes
     for part, nbytes in (blocks.sparse.saved if blocks.sparse else {}).items():
-        total[part] = total.get(part, 0) + count.kept_sparse * nbytes
+        total[part] = total.get(part, 0) + count.saved_sparse * nbytes
     return total
 
 
@@ -341,19 +341,19 @@ def describe_instants(
     fixed |= hold_fixed(shape, settings, blocks, count)
     why = say("{} forwards in flight on stage {}", count.flights, count.index)
     parts = keep_blocks(shape, blocks, count)
-    kept: Held = {(Kind.ACTIVATIONS, part): (n, why) for part, n in parts.items()}
+    saved: Held = {(Kind.ACTIVATIONS, part): (n, why) for part, n in parts.items()}
     if settings.block.hidden_dropout:
-        kept[Kind.ACTIVATIONS, "embedding's dropout mask"] = (
+        saved[Kind.ACTIVATIONS, "embedding's dropout mask"] = (
             where(count.first, count.embedded * shape.own_tokens * shape.hidden, 0),
             "1 B an element",
         )
-    backward = dict(kept) | add_backward(shape, blocks, count)
+    backward = dict(saved) | add_backward(shape, blocks, count)
     phases: dict[Phase, Held] = {}
     if count.last:
-        kept[Kind.ACTIVATIONS, "final norm"] = (
+        saved[Kind.ACTIVATIONS, "final norm"] = (
             2 * shape.stream, "its input and its output, which the head keeps"
         )  # fmt: skip
-        phases[Phase.LOSS] = {**fixed, **kept, **add_loss(shape, settings)}
+        phases[Phase.LOSS] = {**fixed, **saved, **add_loss(shape, settings)}
     phases[Phase.BACKWARD] = {**fixed, **backward}
     extra: Number = 0  # of adapters: a few megabytes
     if settings.step_extra and settings.block.adapted is None:
@@ -375,10 +375,10 @@ def add_backward(shape: Shape, blocks: Blocks, count: Count) -> Held:
         dropped = where(moe, sparse.dropped, dropped)
         total = where(moe, sparse.total, total)
     # the input of a group that is recomputed whole is kept already
-    again = where(count.again > 0, count.again * total - shape.stream, dropped)
+    recomputed = where(count.recomputed > 0, count.recomputed * total - shape.stream, dropped)
     return {
         (Kind.TEMPORARY, "blocks"): (inside, "gradients inside the last block"),
-        (Kind.ACTIVATIONS, "computed again"): (again, "of one block, what was not kept"),
+        (Kind.ACTIVATIONS, "computed again"): (recomputed, "of one block, what was not kept"),
     }
 
 

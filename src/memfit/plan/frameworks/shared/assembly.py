@@ -182,8 +182,8 @@ def cublas(device: Device) -> Held:
 def ddp_buckets(model: Model) -> Held:
     """DDP's buckets: a copy of every gradient, from the first backward on."""
     nbytes = sum(w.nbytes for w in model.weights if w.trainable)
-    said = f"DDP's buckets: a copy of every gradient, {show_bytes(nbytes)}"
-    return {(Kind.GRADIENTS, "buckets"): (nbytes, said)}
+    reason = f"DDP's buckets: a copy of every gradient, {show_bytes(nbytes)}"
+    return {(Kind.GRADIENTS, "buckets"): (nbytes, reason)}
 
 
 def rounded(nbytes: Iterable[int]) -> int:

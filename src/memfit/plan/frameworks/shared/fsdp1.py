@@ -93,8 +93,10 @@ def shard(job: Job, model: Model, simulated: Simulated, states: Held, update: He
         GATHERED: (units.blocks + units.root, "every unit, whole, while it is filled from a file")
     }
     back = {**passing, **joined}
-    said = "of all units, unsharded while accumulating" if kept == 1 else f"1/{ranks} of each unit"
-    step = {**update, GROWN: (units.trained // ranks - units.trained // kept, said)}
+    reason = (
+        "of all units, unsharded while accumulating" if kept == 1 else f"1/{ranks} of each unit"
+    )
+    step = {**update, GROWN: (units.trained // ranks - units.trained // kept, reason)}
     ledger = assemble(
         job, simulated, load={**_loaded(held), **whole}, held=held, update=step,
         during={
@@ -104,7 +106,7 @@ def shard(job: Job, model: Model, simulated: Simulated, states: Held, update: He
     )  # fmt: skip
     if not units.root_trained:
         return ledger
-    end = {**held, GROWN: (units.trained // kept, said)}
+    end = {**held, GROWN: (units.trained // kept, reason)}
     return _higher(ledger, _root_end(units, end))
 
 

@@ -79,13 +79,13 @@ def predict_units(
     local = _flattened(model, sharding) if flat else _cut(model, sharding)
     held = {**cublas(job.device)}
     largest = max(w.nbytes for w in model.weights)
-    said = f"the largest weight, {show_bytes(largest)}, whole while it is shared out"
+    reason = f"the largest weight, {show_bytes(largest)}, whole while it is shared out"
     if flat:
         largest = 2 * sharding.shards * max(w.nbytes for w in local.weights)
-        said = f"the largest unit, {show_bytes(largest // 2)}, and what it is flattened to"
+        reason = f"the largest unit, {show_bytes(largest // 2)}, and what it is flattened to"
     load = weights(replace(model, weights=()) if sharding.on_host else local)
     held |= load
-    load = {**load, (Kind.TEMPORARY, "loading"): (largest, said)}
+    load = {**load, (Kind.TEMPORARY, "loading"): (largest, reason)}
     if not sharding.on_host:
         held |= states(local)
 
@@ -161,11 +161,11 @@ def _add_pools(found: Ledger, bare: Ledger, model: Model, sharding: Sharding) ->
     pools = []
     for phase in found.phases:
         idle = max(0, bare.total(phase) + reduced - found.total(phase))
-        said = f"pools of two streams: two gathered blocks of {show_bytes(block)}"
-        said += f"; {show_bytes(idle)} of reduced gradients' that no other stream takes"
+        reason = f"pools of two streams: two gathered blocks of {show_bytes(block)}"
+        reason += f"; {show_bytes(idle)} of reduced gradients' that no other stream takes"
         entry = Entry(
             kind=Kind.FRAGMENTATION, phase=phase, owner="streams", nbytes=2 * block + idle,
-            because=said,
+            because=reason,
         )  # fmt: skip
         pools += [entry] if phase is not Phase.LOAD else []
     return Ledger(entries=(*found.entries, *pools))

@@ -29,7 +29,7 @@ def describe_instants(job: Job, elements: Elements, count: Count) -> dict[Phase,
     share = cut(job, elements, count)
     buffers = gathered(units(job, share, count), 2, 4, shards)
     states = _states(share.all, shards)
-    held = states | _kept(job, count) | _whole(job, share, buffers)
+    held = states | _saved(job, count) | _whole(job, share, buffers)
     loss = held | (_loss(job) if count.last else {})
     backward = held | _backward(job, share, count, buffers)
     if count.last and job.recipe.loss == "chunked":
@@ -99,20 +99,24 @@ def saved_by_policy(job: Job) -> Number:
     return rounded(2 * a.hidden / t + (products + attention) / t + stream + scattered)
 
 
-def _kept(job: Job, count: Count) -> Parts:
+def _saved(job: Job, count: Count) -> Parts:
     """Activations of all micro-batches in flight."""
     r, a, t = job.recipe, job.model.architecture, job.recipe.parallel.tp
     tokens = _tokens(job)
     boundary = 2 * a.hidden // t
-    again = smaller(r.recompute_blocks, a.layers) / a.layers
+    share_recomputed = smaller(r.recompute_blocks, a.layers) / a.layers
     lean = boundary if r.recompute == "full" else saved_by_policy(job)
-    each = where(again < 1, again * lean + (1 - again) * saved_per_token(job), lean)
-    kept = rounded(tokens * each) * count.waiting
+    each = where(
+        share_recomputed < 1,
+        share_recomputed * lean + (1 - share_recomputed) * saved_per_token(job),
+        lean,
+    )
+    saved = rounded(tokens * each) * count.waiting
     how = "recomputed but for its input" if r.recompute == "full" else "the policy's operations"
     pipeline = r.parallel.pp > 1
     parts: Parts = {
         (Kind.ACTIVATIONS, "blocks"): (
-            kept, say("{} blocks x {:,} tokens: {}", count.waiting, tokens, how)
+            saved, say("{} blocks x {:,} tokens: {}", count.waiting, tokens, how)
         )
     }  # fmt: skip
     if count.last:  # torch.distributed.pipelining: `output_chunks`
@@ -243,9 +247,9 @@ def _backward(job: Job, share: Share, count: Count, buffers: Buffers) -> Parts:
     }
     if count.last:
         parts[Kind.GRADIENTS, "head"] = (2 * share.head, "the head's bf16 gradient")
-    again = larger(0, saved_per_token(job) - 2 * a.hidden // t)
+    recomputed = larger(0, saved_per_token(job) - 2 * a.hidden // t)
     parts[Kind.ACTIVATIONS, "recomputed block"] = (
-        where(r.recompute_blocks > 0, tokens * again, 0), "one block, run again"
+        where(r.recompute_blocks > 0, tokens * recomputed, 0), "one block, run again"
     )  # fmt: skip
     keys = 4 * a.heads * a.head_dim * tokens * r.parallel.cp // t
     parts[Kind.ALL_GATHER, "keys and values"] = (

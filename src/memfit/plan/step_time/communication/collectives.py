@@ -112,10 +112,10 @@ def collect(
     if not everywhere(bus == 0):
         # a message of the measured size takes what was measured; latency is that of any size
         measured = links.bus_bytes * bus_factor(collective, group.ranks) / larger(bus, 1.0)
-        least, asked = smaller(least, measured), (bus > 0) * (group.ranks > group.inside)
+        least, measured_bus = smaller(least, measured), (bus > 0) * (group.ranks > group.inside)
         per_byte = (measured - least) / links.bus_bytes
         seconds = [
-            where(asked, least + nbytes * per_byte, before)
+            where(measured_bus, least + nbytes * per_byte, before)
             for before, nbytes in zip(seconds, messages, strict=True)
         ]
     return [where(group.ranks > 1, each, 0.0) for each in seconds]

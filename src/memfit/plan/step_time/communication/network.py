@@ -65,17 +65,17 @@ class Cluster(Record, frozen=True, kw_only=True):
     def because(self) -> str:
         """What joins devices and machines, and who said so."""
         link, network = self.link, self.network
-        said = f"{self.device.link.name or 'unknown links'} in machines of {self.per_machine}"
+        words = f"{self.device.link.name or 'unknown links'} in machines of {self.per_machine}"
         if link is not None and link.efficiency is None:
-            said += f" ({ASSUMED_EFFICIENCY:.0%} of them assumed)"
+            words += f" ({ASSUMED_EFFICIENCY:.0%} of them assumed)"
         if self.machines == 1:
-            return said
+            return words
         if network is None:
-            return f"{said}; what joins machines is unknown"
+            return f"{words}; what joins machines is unknown"
         usual = "as asked" if self.asked else f"the usual network of `{self.device.id}`"
         if network.efficiency is None and not self._measured:
             usual += f", {ASSUMED_EFFICIENCY:.0%} of it assumed"
-        return f"{said}; {network.name} between them, {usual}"
+        return f"{words}; {network.name} between them, {usual}"
 
 
 def lay_out(device: Device, per_machine: int, machines: int = 1, network: str = "") -> Cluster:

@@ -59,8 +59,8 @@ def _data(shape: Shape, layout: Layout) -> Iterator[Traffic]:
         passes = 2 - layout.kept
         twice = passes * (elements - ends) + ends
         gathered = layout.gathered * twice * times
-        said = f"weights, {layout.gathered:g} B each, gathered {passes:g} times{often}"
-        yield _sent("dp_shard", "all_gather", shards, gathered, said)
+        reason = f"weights, {layout.gathered:g} B each, gathered {passes:g} times{often}"
+        yield _sent("dp_shard", "all_gather", shards, gathered, reason)
         yield _sent("dp_shard", "reduce_scatter", shards, gradients, wire)
     elif shards > 1 and layout.zero >= 1:
         yield _sent("dp_shard", "reduce_scatter", shards, gradients, wire)
@@ -69,8 +69,8 @@ def _data(shape: Shape, layout: Layout) -> Iterator[Traffic]:
     if layout.zero < 1:
         yield _sent("dp_replicate", "all_reduce", layout.dp * layout.cp, gradients, wire)
     elif copies > 1:
-        said = f"{wire}, of a rank's share" if shards > 1 else wire
-        yield _sent("dp_replicate", "all_reduce", copies, gradients / shards, said)
+        reason = f"{wire}, of a rank's share" if shards > 1 else wire
+        yield _sent("dp_replicate", "all_reduce", copies, gradients / shards, reason)
 
 
 def _tensor(shape: Shape, layout: Layout) -> Iterator[Traffic]:
@@ -80,12 +80,12 @@ def _tensor(shape: Shape, layout: Layout) -> Iterator[Traffic]:
     blocks = shape.layers / layout.pp * layout.accumulation
     each = work.activation_bytes(shape, layout)
     count = 4 * blocks  # after attention and the feed-forward, forward and backward
-    said = f"activations of {blocks:g} blocks' passes, forward and backward"
+    reason = f"activations of {blocks:g} blocks' passes, forward and backward"
     if layout.sequence_parallel:
-        yield _sent("tp", "all_gather", layout.tp, count * each, said)
-        yield _sent("tp", "reduce_scatter", layout.tp, count * each, said)
+        yield _sent("tp", "all_gather", layout.tp, count * each, reason)
+        yield _sent("tp", "reduce_scatter", layout.tp, count * each, reason)
     else:
-        yield _sent("tp", "all_reduce", layout.tp, count * each, said)
+        yield _sent("tp", "all_reduce", layout.tp, count * each, reason)
 
 
 def _context(shape: Shape, layout: Layout) -> Iterator[Traffic]:
@@ -94,8 +94,8 @@ def _context(shape: Shape, layout: Layout) -> Iterator[Traffic]:
         return
     hops = (layout.cp - 1) * shape.layers / layout.pp * layout.accumulation
     each = work.key_value_bytes(shape, layout)
-    said = "keys and values to the next rank, and with their gradients in the backward"
-    yield _sent("cp", "send_recv", layout.cp, 3 * hops * each, said)
+    reason = "keys and values to the next rank, and with their gradients in the backward"
+    yield _sent("cp", "send_recv", layout.cp, 3 * hops * each, reason)
 
 
 def _stages(shape: Shape, layout: Layout) -> Iterator[Traffic]:
@@ -103,8 +103,8 @@ def _stages(shape: Shape, layout: Layout) -> Iterator[Traffic]:
     if layout.pp <= 1:
         return
     nbytes = 2 * work.stage_bytes(shape, layout) * layout.accumulation * layout.chunks
-    said = f"hidden states and gradients of {layout.accumulation:g} micro-batches"
-    yield _sent("pp", "send_recv", layout.pp, nbytes, said)
+    reason = f"hidden states and gradients of {layout.accumulation:g} micro-batches"
+    yield _sent("pp", "send_recv", layout.pp, nbytes, reason)
 
 
 def compare_with_copies(rows: tuple[Traffic, ...]) -> float | None:

@@ -103,10 +103,10 @@ def simulate(schedule: Schedule, times: StageTimes) -> Simulated:
 
 def check_stages(schedule: Schedule, times: StageTimes) -> None:
     """Raise InvalidRequest where the durations are not those of the schedule's stages."""
-    for name, given in zip(StageTimes._fields[:3], times[:3], strict=True):
-        if len(given) != schedule.stages:
+    for name, seconds in zip(StageTimes._fields[:3], times[:3], strict=True):
+        if len(seconds) != schedule.stages:
             raise InvalidRequest(
-                f"`{name}` has {len(given)} stages, the schedule {schedule.stages}",
+                f"`{name}` has {len(seconds)} stages, the schedule {schedule.stages}",
                 hint="one duration for each chunk of each rank",
             )
 
