@@ -66,7 +66,7 @@ class BudgetRequest(Record, frozen=True, kw_only=True):
 
 
 class Figure(Record, frozen=True, kw_only=True):
-    """One quantity; `None` is unknown, and `because` says what it lacks."""
+    """One quantity; `None` is unknown, and `because` says what is missing."""
 
     value: float | None
     unit: str
@@ -175,7 +175,7 @@ def solve_budget(request: BudgetRequest) -> Budget:
 
     Raises InvalidRequest: a figure that is not above 0, figures that contradict one another (both
     values named), or too few of them (what is missing is named). DoesNotFit: the inference memory
-    holds no model of the catalogue, or not the parameters asked for.
+    holds no model of the catalogue, or not the stated parameters.
     """
     _check(request)
     rate, price, sources = _rates(request)
@@ -290,7 +290,7 @@ def _relations(rate: float | None, price: float | None) -> list[_Relation]:
 def _propagate(
     relations: list[_Relation], found: dict[Known, float], because: dict[Known, str]
 ) -> None:
-    """Solve each relation that lacks one quantity until none does; check those that lack none."""
+    """Solve relations with one unknown until there are none; check those without unknowns."""
     changed = True
     while changed:
         changed = False
@@ -346,7 +346,7 @@ def _check_agreement(
 
 
 def _split_by_chinchilla(found: dict[Known, float], because: dict[Known, str]) -> None:
-    """Tokens a parameter, where nothing given says them."""
+    """Set tokens a parameter, where no stated figure fixes them."""
     source = f"{CHINCHILLA:.0f} tokens a parameter (Chinchilla)"
     if "parameters" in found and "tokens" not in found:
         found["tokens"] = CHINCHILLA * found["parameters"]

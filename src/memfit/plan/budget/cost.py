@@ -25,7 +25,7 @@ ASSUMED_LOAD = 0.85
 
 
 def describe_cost(time: Time, device: Device, request: Request) -> Cost:
-    """The figures of the JSON's `cost` object: of all steps, on all devices that are asked for.
+    """Return the figures of the JSON's `cost` object: of all steps, on all the request's devices.
 
     Raises InvalidRequest: `hardware.price` or `hardware.grid` is none.
     """

@@ -55,8 +55,8 @@ def size_by_inference(
     """The largest dense catalogue model whose weights and cache fit, and the room beside its cache.
 
     The cache's shape is that model's, exactly (2 x layers x kv_heads x head_dim elements a token);
-    nothing is interpolated between shapes. `asked` parameters are checked against the room.
-    Raises InvalidRequest: a figure that is not above 0; DoesNotFit: no model fits, or not `asked`.
+    nothing is interpolated between shapes. `parameters` are checked against the room. Raises
+    InvalidRequest: a figure that is not above 0; DoesNotFit: no model fits, or not `parameters`.
     """
     for name in ("memory", "context", "sequences", "weight_bytes", "cache_bytes"):
         if not getattr(request, name) > 0:

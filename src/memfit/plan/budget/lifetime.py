@@ -44,7 +44,7 @@ class LifetimeRequest(Record, frozen=True, kw_only=True):
 
 
 class Size(Record, frozen=True, kw_only=True):
-    """A size of the quality that was asked for."""
+    """A model's size that reaches the target quality."""
 
     parameters: float
     tokens: float  # to train on

@@ -1,7 +1,7 @@
 """What money and time buy on each of several offers: compute, which model, how many tokens.
 
     device_hours = the lesser of cost / price and devices x time
-    compute      = device_hours x FLOP/s of a predicted step, or peak x MFU where MFU is given
+    compute      = device_hours x FLOP/s of a predicted step, or peak x MFU where MFU is stated
     two answers  : compute-optimal, 20 tokens a parameter (Hoffmann et al. 2203.15556), and
                    inference-first (`memfit.plan.budget.inference`)
 
@@ -253,7 +253,7 @@ def _rate(
 ) -> tuple[float | None, float | None, str]:
     """FLOP/s of one device, MFU, and where both come from.
 
-    A step of the model asked for is predicted, or of the catalogue's nearest to the
+    A step of the request's model is predicted, or of the catalogue's nearest to the
     compute-optimal size, which is looked for twice: the size depends on the rate, a little.
     """
     if request.mfu is not None:

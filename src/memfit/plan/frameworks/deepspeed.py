@@ -152,11 +152,11 @@ class DeepSpeed(Framework):
         return describe_masks(recipe)
 
     def waiting(self, job: Job) -> tuple[int, str]:
-        """Stage 3: weights given up that queued products still read, and the update's blocks.
+        """Stage 3: released weights that queued products still read, and the update's blocks.
 
         Weights are gathered on a stream of their own (`overlap_comm`, stage 3's default), whose
         blocks torch's allocator reuses once the stream of the products has passed the point where
-        they were given up (`record_stream`). In a forward the host waits for gathers alone, not for
+        they were released (`record_stream`). In a forward the host waits for gathers alone, not for
         products, so that it may be a whole forward ahead: all weights but those that stay gathered.
         In a backward each third reduction is waited for. The update joins the share's gradients and
         widens them: two blocks so large that none of the activations' serves them. Replayed by
@@ -249,7 +249,7 @@ class _Shares:
         return hold_flat_states(self.flat(), self.recipe)
 
     def flat(self) -> tuple[int, ...]:
-        """Elements of the flat tensors that the optimizer is given: the share of each group.
+        """Return elements of the optimizer's flat tensors: the share of each group.
 
         transformers groups what it decays, matrices, apart from the rest. Stage 3 cuts each weight,
         and ends a tensor with the first weight that makes it as large as `sub_group_size` or larger
@@ -282,7 +282,7 @@ class _Shares:
         return LOW * max(w.numel for w in self.model.weights if w.trainable)
 
     def _bucket(self) -> tuple[int, str]:
-        """As large as it is said to be, however little is trained (`setup_buckets`)."""
+        """Reserve the configured bucket size, however little is trained (`setup_buckets`)."""
         elements = self.option("reduce_bucket_size")
         if self.stage < 3 and self.recipe.options["overlap_comm"]:
             reason = f"two buckets of {show_count(elements)} 16-bit gradients each (overlap_comm)"

@@ -2,7 +2,7 @@
 
 Read from foundation-model-stack/fms-fsdp (main_training_llama.py, fms_fsdp/policies): weights and
 reduced gradients in bf16 over fp32 shards, `limit_all_gathers`, HSDP with a node as its group,
-selective checkpointing of every so many-th block.
+selective checkpointing of every n-th block.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """MaxText: JAX's step, compiled whole by XLA, with weights cut over the data ranks; its time alone.
 
 Read from NVIDIA/JAX-Toolbox (docs/frameworks/maxtext) and MaxText's `remat_policy`: of a block,
-`minimal_flash` keeps what products and attention give and computes the rest again.
+`minimal_flash` saves the results of products and attention and recomputes the rest.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from memfit.records.recipe import OWN_AXES, OWN_STEP, OWN_VALUES, Method
 
 
 class Values(Mapping[str, tuple[str, ...]]):
-    """The values of each shared knob; extensions are listed when they are asked for."""
+    """The values of each shared knob; extensions are listed when they are read."""
 
     _plain: ClassVar = {**OWN_VALUES, "method": get_args(Method)}
     _listed = ("base_format", "optimizer", "implementation")

@@ -179,7 +179,7 @@ def saved_per_token(job: Job) -> int:
     Two norms in Python (the input in fp32, the normed one in bf16; compiled: the input), the
     inputs of two groups of projections; queries, keys and values of all heads (they are
     expanded), the output, its log-sum-exp; both halves of the gate, silu's output (compiled, it
-    is computed again) and the product; what each adapter has between its two matrices.
+    is recomputed) and the product; what each adapter has between its two matrices.
     """
     r, a = job.recipe, job.model.architecture
     compiled = r.compile == "blocks"
@@ -247,7 +247,7 @@ def _gradients(job: Job, sizes: Sizes) -> Parts:
 
 
 def _backward(job: Job, sizes: Sizes, buffers: Buffers) -> Parts:
-    """The last block's backward: kept activations, and one block run again."""
+    """The last block's backward: saved activations, and one recomputed block."""
     r, a = job.recipe, job.model.architecture
     parts = _saved(job, sizes)
     if _trains_head(job) and not job.option("optimizer_in_bwd"):

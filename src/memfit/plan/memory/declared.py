@@ -24,7 +24,7 @@ def predict_ledger(recipe: Recipe, model: Model, device: Device) -> Ledger:
 
 
 def find_waiting(recipe: Recipe, model: Model, device: Device) -> tuple[int, str]:
-    """Bytes reserved beside the peak's, given back when asked; model: before any adapter."""
+    """Return bytes reserved beside the peak's and released on demand; model: without adapters."""
     job = Job(model=model, recipe=recipe, device=device)
     return find_framework(recipe.framework).waiting(job)
 

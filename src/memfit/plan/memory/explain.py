@@ -28,7 +28,7 @@ class Weights(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _sum(model: Model, owner: str, *, trainable: bool) -> Weights:
-    """trainable: those alone. Kept, because a model has hundreds of weights."""
+    """Return the weights' description; trainable: of those alone. Cached for its many weights."""
     part = "block" if owner == "blocks" else owner
     rows = [w for w in model.weights if w.part == part and (w.trainable or not trainable)]
     return Weights(_products(rows), sum(w.nbytes for w in rows))

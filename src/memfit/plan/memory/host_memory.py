@@ -1,4 +1,4 @@
-"""What waits in the memory of hosts while their devices train: said, and held against nothing."""
+"""What waits in host memory while devices train; it is shown, and compared with no limit."""
 
 from __future__ import annotations
 

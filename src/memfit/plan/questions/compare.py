@@ -80,7 +80,7 @@ def compare(
     find_plan: Callable[[Request], Plan],
 ) -> Comparison:
     """The best plan of each offer, in order; find_plan: of one request."""
-    asked, request = request, _share_batch(request, offers)
+    stated, request = request, _share_batch(request, offers)
     found: list[tuple[Offered, Plan | None]] = []
     for offer in offers:
         device = find_device(offer.device)
@@ -99,11 +99,11 @@ def compare(
     best, plan_of_best = order[0]
     if best.verdict != "fits":
         return Comparison(
-            request=asked, objective=objective, rows=tuple(row for row, _ in order), plan=None
+            request=stated, objective=objective, rows=tuple(row for row, _ in order), plan=None
         )
     rows = [structs.replace(best, best=True, because=_praise(objective))]
     rows += [_against(row, best, objective, _learns(p, plan_of_best)) for row, p in order[1:]]
-    return Comparison(request=asked, objective=objective, rows=tuple(rows), plan=plan_of_best)
+    return Comparison(request=stated, objective=objective, rows=tuple(rows), plan=plan_of_best)
 
 
 def _share_batch(request: Request, offers: Sequence[Offer]) -> Request:

@@ -1,4 +1,4 @@
-"""The levers of a plan: the request planned again with one knob set, as the user would type it.
+"""The levers of a plan: the request replanned with one knob set, as the user would type it.
 
 What a knob frees the new plan spends on something faster, so that a lever promises what doing it
 gives, and no more. Shown are the knobs that a user decides; those of one process alone (another

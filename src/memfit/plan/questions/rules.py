@@ -221,7 +221,7 @@ def _state(model: Model, name: str) -> int:
 
 
 def _quantised_nbytes(model: Model, coding: str) -> int:
-    """As memfit's own step stores it: the projections coded, the rest in 16 bits."""
+    """Return bytes as memfit's own step stores them: quantised projections, the rest in 16 bits."""
     return sum(
         stored_bytes(coding, w.shape) if is_projection(w) else 2 * w.numel for w in model.weights
     )

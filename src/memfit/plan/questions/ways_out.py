@@ -2,7 +2,7 @@
 
 Tried are what leaves the result alone (knobs that the request states and the planner could decide,
 the host's memory, a higher limit, more devices, another device) and what changes it (adapters, a
-base in fewer bits, shorter rows). Of each kind the first that fits is kept.
+base in fewer bits, shorter rows). Of each kind the first that fits is shown.
 """
 
 from __future__ import annotations

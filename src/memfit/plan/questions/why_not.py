@@ -16,7 +16,7 @@ Planner = Callable[[Request], Plan]
 
 
 class WhyNot(Record, frozen=True, kw_only=True):
-    """The answer: what was asked for, its plan if it has one, and the plan that was chosen."""
+    """The answer: the changes, their plan if there is one, and the plan that was chosen."""
 
     schema: int = 1
     changes: dict[str, Any]

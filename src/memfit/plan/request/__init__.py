@@ -1,1 +1,1 @@
-"""From what was asked to what is open."""
+"""From a request to the knobs that a search decides."""

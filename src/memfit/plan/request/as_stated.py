@@ -2,7 +2,7 @@
 
 A search (`plan.search`) decides the same knobs; `memfit certify REQUEST` does without one.
 
-Nothing is searched. What was left on `auto` becomes what is plainest, and is said.
+Nothing is searched. What was left on `auto` becomes the plainest choice, which is listed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """About how many tokens and records a run's data has, without tokenising it: sizes of files.
 
-A tokenizer that lies beside the model, or that the request names, is asked how many bytes one of
-its tokens has, on a sample; without one that is assumed. `memfit train` counts exactly.
+A tokenizer beside the model, or one that the request names, gives the bytes of a token on a
+sample; without one they are assumed. `memfit train` counts exactly.
 """
 
 from __future__ import annotations

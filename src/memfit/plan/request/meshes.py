@@ -15,12 +15,12 @@ LEAST_SHARE = 1024  # tokens of a sequence that a cp rank keeps, where the reque
 
 
 def list_meshes(request: Request) -> tuple[Parallel, ...]:
-    """The meshes to choose from: the one asked for; else what FSDP2 can make of all devices.
+    """Return the meshes to choose from: the stated one; else what FSDP2 can make of all devices.
 
-    Weights cut among all ranks or among those of a node, of which the nodes hold copies, given up
+    Weights cut among all ranks or among those of a node, of which the nodes hold copies, resharded
     after the forward or not; or whole on every rank (DDP). A global batch of fewer rows than there
-    are devices leaves the meshes of `list_shared`. Raises InvalidRequest where the mesh asked for
-    is not of as many ranks as there are devices, or no mesh can divide the global batch.
+    are devices leaves the meshes of `list_shared`. Raises InvalidRequest where the stated mesh is
+    not of as many ranks as there are devices, or no mesh can divide the global batch.
     """
     if request.parallel != "auto":
         found: tuple[Parallel, ...] = (stated_mesh(request),)
@@ -60,7 +60,7 @@ def list_divided(request: Request, length: int) -> tuple[Parallel, ...]:
     """The meshes beside those of `list_shared` that divide more than weights among ranks, where the
     request leaves it open: the tokens of rows within a machine, or the blocks, a stage a rank.
 
-    length: tokens of a row. Whether a recipe can have such a mesh is not asked here.
+    length: tokens of a row. Whether a recipe can have such a mesh is not checked here.
     """
     if request.parallel != "auto":
         return ()
@@ -79,7 +79,7 @@ def list_divided(request: Request, length: int) -> tuple[Parallel, ...]:
 
 
 def stated_mesh(request: Request) -> Parallel:
-    """The mesh asked for, of as many ranks as there are devices; all cut where none is."""
+    """Return the stated mesh, of as many ranks as there are devices; by default all are shards."""
     devices, hardware = request.devices, request.hardware
     if request.parallel == "auto":
         return Parallel(dp_shard=devices)
@@ -139,7 +139,7 @@ def divides(request: Request, parallel: Parallel) -> bool:
 
 
 def describe_mesh(parallel: Parallel) -> str:
-    """In a line: `8 shards`, `2 copies x 8 shards, kept gathered`, `2 stages x 4 shards`."""
+    """Return a mesh in a line: `8 shards`, `2 copies x 8 shards`, `2 stages x 4 shards`."""
     copies = f"{parallel.dp_replicate} copies" if parallel.dp_replicate > 1 else ""
     shards = f"{parallel.dp_shard} shards" if parallel.dp_shard > 1 else ""
     tokens = f"{parallel.cp} to a row" if parallel.cp > 1 else ""

@@ -24,7 +24,7 @@ HUB_SECONDS = 3.0  # for a config.json of some kilobytes; a plan is not kept wai
 def find_reference(model: str | dict[str, Any]) -> ModelReference:
     """A catalogue name, a folder with config.json, a config.json, its content, or a hub id.
 
-    Of a hub id, the page's address may be given.
+    A hub id may also be its page's address.
     """
     if isinstance(model, dict):
         return ModelReference(

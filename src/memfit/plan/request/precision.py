@@ -77,7 +77,7 @@ class Storage(NamedTuple):
 def list_storage(request: Request, device: Device, method: Method) -> list[Storage]:
     """What can be tried for a method, in order, of what learns as fp32 states do.
 
-    Pure bf16 (weights and states without an fp32 copy) is not among them unless it is asked for:
+    Pure bf16 (weights and states without an fp32 copy) is not among them unless it is stated:
     AdamW's second moments in bf16 stall at beta2 0.999, where a change is less than half of the
     last digit, and updates below 1/256 of a weight are lost. Rounding by chance and states in 8
     bits have neither fault, and take less memory.

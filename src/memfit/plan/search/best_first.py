@@ -165,8 +165,8 @@ def _fastest_divided(
 ) -> Candidate | None:  # fmt: skip
     """The fastest that fits on these meshes and takes less than `slowest` seconds.
 
-    Seconds come first: recomputing never makes a step faster, so that only meshes on which a step
-    without it is fast enough are asked for their bytes.
+    Seconds come first: recomputing never makes a step faster, so that bytes are computed only for
+    meshes on which a step without it is fast enough.
     """
     fast: list[tuple[float, Candidate]] = []
     for mesh in meshes:

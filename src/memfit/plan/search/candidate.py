@@ -55,7 +55,7 @@ class Ratio:
 
 
 class Candidate:
-    """One recipe and what is predicted of it, computed when first asked."""
+    """One recipe and its predictions, computed at their first use."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class Candidate:
         return self.needed.against(tight=self.problem.request.limits.tight)
 
     def _about(self, reserved: float) -> int:
-        """The same of so many reserved bytes."""
+        """Return the same for these reserved bytes."""
         needed = find_needed(NO_SLACK, round(reserved), self.problem.device, self.recipe.parallel)
         return needed.against(tight=self.problem.request.limits.tight)
 
@@ -258,7 +258,7 @@ class Candidate:
 
     @property
     def line(self) -> int:
-        """What `about` holds against the usable line: the band, or where asked, its middle."""
+        """Return what is compared with usable memory: the band, or with `limits.tight` its middle."""
         return self._show(tight=self.problem.request.limits.tight)
 
     def _show(self, *, tight: bool) -> int:

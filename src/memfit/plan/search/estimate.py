@@ -189,7 +189,7 @@ class Estimate:
         return round(max(highest, level + self._step_temporaries)) + self._correction
 
     def _times(self, recompute: RecomputedBlocks) -> list[int]:
-        """How often each simulated block stands in the model when so many are recomputed."""
+        """Return how often each simulated block stands in the model with this recomputation."""
         layers = self.model.architecture.layers
         found: list[int] = []
         first = 0

@@ -176,7 +176,7 @@ def _fewer(request: Request) -> Iterator[Request]:
 def any_faster(space: Space, usable: int | None, seconds: float) -> bool:
     """Whether a candidate fits and takes less than that.
 
-    Times come first, without recomputing: only of rows that are faster so is memory asked.
+    Times come first, without recomputing: memory is computed only for rows that are faster so.
     """
     for part in space.parts:
         for own in part.pieces(SLICE):
@@ -194,7 +194,7 @@ def any_faster(space: Space, usable: int | None, seconds: float) -> bool:
 
 
 def least_seconds(explored: Explored, devices: int) -> float:
-    """No step of the request takes less on so many devices: its products at full speed alone."""
+    """Return a lower bound of a step's seconds on these devices: its products at full speed."""
     space, recipe = explored.space, explored.chosen.recipe
     setting = read_setting(recipe, space.model, space.device)
     machine, rates = setting.machine, setting.rates
@@ -243,7 +243,7 @@ def _gather(candidates: Iterable[Slice], usable: int | None, size: int) -> Outco
 
 
 def slices(space: Space) -> Iterator[Slice]:
-    """All candidates, so many at a time, predicted."""
+    """Yield all candidates, predicted in batches."""
     return (_predict(space, recipes) for part in space.parts for recipes in part.slices())
 
 
@@ -254,7 +254,7 @@ def leanest(space: Space, usable: int) -> Iterator[Slice]:
 
 
 def without_recomputing(space: Space, seconds: float) -> Iterator[Slice]:
-    """Those that take less than that where nothing is computed again, whether they fit or not."""
+    """Return those that take less without recomputing, whether they fit or not."""
     for part in space.parts:
         for piece in part.pieces(SLICE):
             fast = time_recipes(piece.choose_none(), space.model, space.device) < seconds

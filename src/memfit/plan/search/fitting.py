@@ -83,7 +83,7 @@ def _leanest(space: Space, part: Part, start: int, usable: int, certain: bool) -
 
 
 def _halve(rows: Any, high: Any, fits: Any) -> list[tuple[Any, Any]]:
-    """Rows with the least choice that fits; of those given, 0 does not and `high` does."""
+    """Return rows with the least choice that fits; in each row 0 does not fit and `high` does."""
     low, found = 0 * high, []
     while len(rows):
         open_ = high - low > 1

@@ -86,7 +86,7 @@ def find_right(table: Columns, rules: Sequence[Rule], removed: dict[str, Removed
 
 
 def note(removed: dict[str, Removed], removed_row: Removed, count: int) -> None:
-    """A rule has left out so many more; the last one noted stands last."""
+    """Add the rows that a rule has left out; the last rule noted stands last."""
     removed[removed_row.rule] = removed.pop(removed_row.rule, removed_row).more(count)
 
 
@@ -101,7 +101,7 @@ def find_front(columns: Sequence[Any]) -> Any:
 
     columns: arrays of equal length, of numbers; a NaN, which is unknown, is beaten by every number.
     Rows come back as an index array, sorted by the first column, then by the next. Of rows that are
-    equal in all columns the first is kept.
+    equal in all columns the first stays.
     """
     import numpy
 

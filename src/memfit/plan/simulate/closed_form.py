@@ -1,10 +1,10 @@
 """A step's segments as formulas of its rows and tokens: simulated once, evaluated for any shape.
 
-A recording over unknown sizes (`sizes.unknown`) holds for every shape under which the same
+A recording over unknown sizes (`meta.unknown`) holds for every shape under which the same
 operations run. What a segment adds is then linear in a few products of the unknowns (1, rows x
 tokens, rows x tokens squared, …) and, on CUDA, in what each distinct block is larger than its
 tensor, which is not linear and is worked out for each shape. Of the instants of a segment only
-those are kept that are the highest for some shape. Nothing is fitted or interpolated.
+those stay that are the highest for some shape. Nothing is fitted or interpolated.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Candidate = tuple[int, Vector, ByPart]  # an instant: its height in the example,
 
 
 class Rest(NamedTuple):
-    """What so many blocks are larger than their tensors of so many bytes."""
+    """By how much `times` blocks are larger than their tensors of `nbytes`."""
 
     nbytes: Size
     times: Number
@@ -98,7 +98,7 @@ class Answers:
 
 @lru_cache(maxsize=256)
 def find_answers(setting: Setting) -> Answers:
-    """Those of one setting, kept."""
+    """Cached closed forms of one setting."""
     return Answers(setting)
 
 
@@ -124,7 +124,7 @@ class Basis:
         return [(self.of(monomial), c) for monomial, c in terms_of(nbytes)]
 
     def rest(self, nbytes: Number, count: Number) -> list[tuple[int, int]]:
-        """What so many CUDA blocks of these bytes are larger."""
+        """Return by how much this number of CUDA blocks is larger than its tensors."""
         if isinstance(nbytes, Size):
             return [(self.of(Rest(nbytes, count)), 1)]
         return self.tensor(count * (block_size(nbytes) - nbytes))

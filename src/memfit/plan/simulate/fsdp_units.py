@@ -120,7 +120,7 @@ class Units:
         return x if unit is None or self.shared.sharding.reads else unit.enter(x)
 
     def lowered(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What a block is given, cast as FSDP2 casts the inputs of its units."""
+        """Return a block's inputs, cast as FSDP2 casts the inputs of its units."""
         low = "" if self.shared.sharding.flat else self.shared.sharding.low
         floating = ("float32", "float16", "float64")
         return tuple(meta.cast(t, low) if low and t.dtype in floating else t for t in tensors)

@@ -11,7 +11,7 @@ from memfit.records.recipe import Optimizer
 
 
 class Updates:
-    """What `Meter.on_gradient` is told: each weight's state appears once, its gradient goes."""
+    """A callback for `Meter.on_gradient`: each weight's state appears once, its gradient goes."""
 
     def __init__(self, meter: Meter, settings: Optimizer) -> None:
         self.meter, self.settings = meter, settings

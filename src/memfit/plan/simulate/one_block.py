@@ -1,4 +1,4 @@
-"""One block without data: kept, recomputed whole or in part, or waiting in host memory."""
+"""One block without data: saved, recomputed whole or in part, or waiting in host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many blocks backward computes again, whole or in part, and in which order a search asks.
+"""How many blocks backward recomputes, whole or in part, and in which order a search tries them.
 
 The first blocks are recomputed whole, the next ones selectively (all but products with weights
 and fused attention, train/step/recompute.py), the last ones not at all: backward reaches the first
@@ -16,7 +16,7 @@ from memfit.records.request import RecomputeBlocks
 
 
 class RecomputedBlocks(NamedTuple):
-    """Blocks of each kind; the others are kept."""
+    """The number of blocks of each kind; the others are not recomputed."""
 
     full: int
     selective: int

@@ -56,7 +56,7 @@ def around_micro_batches(model: Model, recipe: Recipe, device: Device, rank: int
 
 
 class _Line:
-    """Instants one behind the other, of which the highest is kept (the first of equal ones)."""
+    """Consecutive instants, of which the highest counts (the first of equal ones)."""
 
     def __init__(self) -> None:
         self.net: Parts = {}

@@ -1,4 +1,4 @@
-"""Choices that work for Python numbers and for numpy arrays alike; numpy only where it is given."""
+"""Choices that work for Python numbers and for numpy arrays alike, without importing numpy."""
 
 from __future__ import annotations
 

@@ -163,11 +163,11 @@ def around(setting: Setting) -> Around:
 
 
 def remake(setting: Setting) -> Number:
-    """Seconds in which backward makes gated products again, which lean blocks do not keep.
+    """Return the seconds in which backward recomputes gated products, unsaved by lean blocks.
 
     Counted over the kernels of train/lean, not fitted: a product is five numbers an element read
     and written, and the activation beside it two more; with adapters no product is made. A norm's
-    output costs nothing: 16 bytes an element make it again, and the lean norm's own backward
+    output costs nothing: 16 bytes an element recompute it, and the lean norm's own backward
     moves 76 of them in bf16 where eager's moves 92.
     """
     shape, layout, machine, rates = setting

@@ -165,7 +165,7 @@ def _zero(recipe: Recipe) -> Number:
 
 
 def _stays_gathered(recipe: Recipe) -> float:
-    """Whether gathered weights are kept until the backward, where the step can do so."""
+    """Return whether weights stay gathered until the backward, where the step can do so."""
     fsdp2 = find_framework(recipe.framework).time.fsdp2
     return float(fsdp2 and not recipe.parallel.reshard_after_forward)
 
@@ -180,7 +180,7 @@ def _gathered(recipe: Recipe) -> float:
 
 
 def extra_heads(recipe: Recipe) -> int:
-    """Products with the head beyond one forward's: the reference's, and those made again.
+    """Products with the head beyond one forward's: the reference's, and recomputed ones.
 
     Log-probabilities by chunks cannot be differentiated before all rows' are known.
     """
@@ -278,7 +278,7 @@ def _deduplicated(recipe: Recipe) -> bool:
 
 
 def _balanced(recipe: Recipe) -> Number:
-    """Whether stages are dealt so that the head's counts: where Megatron-LM is told to."""
+    """Return whether the head counts as a block of its stage, as Megatron-LM's options state."""
     option = recipe.options.get
     if option("pipeline_model_parallel_layout"):
         return 1.0
@@ -293,7 +293,7 @@ def read_basis(recipe: Recipe, software: str = "") -> Basis:
 
 
 def find_links(device: Device, recipe: Recipe, network: Network) -> Links:
-    """What the recipe's ranks reach each other over; raises TimeUnknown where nobody said."""
+    """Return what the recipe's ranks communicate over; raises TimeUnknown where it is unknown."""
     world = _world(recipe)
     each = min(recipe.devices_per_node or world, world)
     name = network.name or recipe.network

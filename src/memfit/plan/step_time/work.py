@@ -150,7 +150,7 @@ def feed_products(shape: Shape, layout: Layout) -> tuple[Product, ...]:
 def quantised_bytes(shape: Shape, layout: Layout) -> Number:
     """Bytes of one block's forward that LLM.int8 moves around its int8 products.
 
-    An input of 16 bits: cast to fp16, its magnitudes, compared twice over, coded (16 bytes a
+    An input of 16 bits: cast to fp16, its magnitudes, compared twice over, quantised (16 bytes a
     number); a result: int32, its fp16 values, with bias, cast, with the outliers' part (18).
     Source: bitsandbytes/backends/cuda/ops.py, int8_vectorwise_quant and int8_mm_dequant.
     """

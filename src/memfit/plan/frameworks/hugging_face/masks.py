@@ -34,7 +34,7 @@ MASK_KNOBS = {
 
 
 def masking_of(job: Job) -> Masking | None:
-    """How the class's attention runs; None of transformers 4.38, which was given all of it."""
+    """Return how the class's attention runs; None of transformers 4.38, which made all masks."""
     recipe, device = job.recipe, job.device
     if recipe.options.get("release") == "4.38":
         return None
@@ -75,7 +75,7 @@ def _packs_with_trl(recipe: Recipe) -> bool:
 
 
 def lay_out(job: Job) -> Job:
-    """The same job with its batch in the shape that attention is given it."""
+    """Return the same job with its batch in the shape that attention takes."""
     recipe = job.recipe
     if recipe.micro_batch == 1 or not is_laid_out(recipe):
         return job
@@ -94,7 +94,7 @@ def check_masks(job: Job) -> None:
 
 
 def describe_masks(recipe: Recipe) -> tuple[str, ...]:
-    """What `auto` became where attention is given more by it, in words."""
+    """Describe what `auto` became where it gives attention more."""
     options = recipe.options
     if options.get("padding_free") == AUTO and is_laid_out(recipe):
         how = "which flash-attn is told without a mask"

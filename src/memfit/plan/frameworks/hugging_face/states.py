@@ -72,7 +72,7 @@ def by_bitsandbytes(recipe: Recipe) -> bool:
 
 
 def check_counted(recipe: Recipe, elements: int) -> None:
-    """Raise InvalidRequest for a tensor of more elements than bitsandbytes' kernels are told of."""
+    """Raise InvalidRequest for a tensor of more elements than bitsandbytes' kernels count."""
     if elements > MOST:
         raise InvalidRequest(
             f"`optimizer: {recipe.optimizer.name}` of bitsandbytes counts up to {MOST:,} elements"
@@ -89,7 +89,7 @@ def hold_states(model: Model, recipe: Recipe) -> Held:
 
 @lru_cache(maxsize=256)
 def hold_flat_states(sizes: tuple[int, ...], recipe: Recipe) -> Held:
-    """Of flat fp32 tensors of so many elements, such as ZeRO's shares of a group of parameters."""
+    """States of flat fp32 tensors of these sizes, such as ZeRO's shares of a parameter group."""
     family = _family(recipe)
     return _hold([(family, TensorSpec(shape=(size,))) for size in sizes], recipe)
 

@@ -195,7 +195,7 @@ def save_experts(shape: Shape, settings: BlockSettings) -> Parts:
 
 
 def backward_extra(shape: Shape, settings: BlockSettings, *, moe: bool) -> int:
-    """The most that a block's backward holds beyond what its forward kept, bytes.
+    """Return the most bytes that a block's backward holds beyond what its forward saved.
 
     In the feed-forward: the stream's gradient and that of the first linear's output, when the
     activation's backward has run. In eager attention: two gradients of the scores, when the

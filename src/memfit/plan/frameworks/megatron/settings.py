@@ -44,7 +44,7 @@ def check_adapters(job: Job) -> None:
 
 
 def recomputed_modules(job: Job) -> list[str]:
-    """Names of the modules that a selective recomputation runs again."""
+    """Return the names of the modules that selective recomputation reruns."""
     return [name.strip() for name in str(job.option("recompute_modules")).split(",")]
 
 
@@ -100,7 +100,7 @@ def read_settings(job: Job) -> Settings:
 
 
 def _weight_bytes(job: Job) -> int:
-    """Of an element of a linear's weight: as it is stored, and what is kept of it in FP8.
+    """Return bytes of an element of a linear's weight: as stored, and of its FP8 copies.
 
     Hopper's products read FP8 operands of one layout alone, so that the backward needs a copy laid
     out the other way; Blackwell's read both (Transformer Engine's Float8Tensor). Without

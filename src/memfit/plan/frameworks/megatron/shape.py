@@ -94,7 +94,7 @@ class Shape(Record, frozen=True, kw_only=True):
         return total + h * wide // self.tp
 
     def feed_forward(self, width: int, ranks: int) -> int:
-        """Parameters of a feed-forward of that width cut among so many ranks."""
+        """Return parameters of a feed-forward of that width cut among these ranks."""
         total = (self.widen + 1) * self.hidden * width // ranks
         return total + (self.widen * width // ranks + self.hidden if self.bias else 0)
 

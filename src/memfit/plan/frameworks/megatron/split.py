@@ -41,7 +41,7 @@ def _name(dealt: Dealt) -> list[Stage]:
 
 
 def pick_stages(which: str, stages: list[Stage]) -> list[Stage]:
-    """Those of which the fullest is asked for: all, the first or the last."""
+    """Return the stages that `options.rank` selects: all, the first or the last."""
     if which == "fullest":
         return stages
     return stages[:1] if which == "first" else stages[-1:]
@@ -51,7 +51,7 @@ def pick_stages(which: str, stages: list[Stage]) -> list[Stage]:
 def list_alike(
     experts: Experts, layers: int, pp: int, chunks: int, split: tuple[Option, ...], which: str
 ) -> list[Stage]:
-    """The stages that differ; split: the values of SPLIT_KNOBS, asked: of `options.rank`."""
+    """Return the stages that differ; split: values of SPLIT_KNOBS, which: of `options.rank`."""
     options = dict(zip(SPLIT_KNOBS, split, strict=True))
     return leave_alike(experts, pick_stages(which, _name(_deal(options, layers, pp, chunks))))
 
@@ -80,7 +80,7 @@ def _blocks(dealt: Dealt) -> int:
 
 
 def list_splits(job: Job, pp: int) -> list[Split]:
-    """The ways to deal a model's blocks to so many stages; those asked for in `options` stay.
+    """Return the ways to deal a model's blocks to `pp` stages; those stated in `options` stay.
 
     Equal pieces, also where the embedding or the loss counts as a block; where no such split
     exists, a first and a last stage of their own, neither with more blocks than the others.

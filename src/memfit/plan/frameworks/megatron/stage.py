@@ -366,7 +366,7 @@ def describe_instants(
 
 
 def add_backward(shape: Shape, blocks: Blocks, count: Count) -> Held:
-    """Beyond what the forwards kept: the last block's gradients, and what it computes again."""
+    """Bytes beyond what the forwards saved: the last block's gradients and what it recomputes."""
     plain = blocks.plain
     inside, dropped, total = plain.backward, plain.dropped, plain.total
     if blocks.sparse is not None:

@@ -51,7 +51,7 @@ class Simulated(msgspec.Struct, frozen=True):
 
 
 def attention_kernel(job: Job) -> str:
-    """The kernel asked for, or the one that torch takes where that one cannot run."""
+    """Return the requested kernel, or the one that torch takes where that one cannot run."""
     recipe, device = job.recipe, job.device
     own = own_kernels(job.model.architecture)
     if own:  # of the class itself, whatever is asked for
@@ -76,7 +76,7 @@ def run_passes(
     caches: bool = False,
     masking: Masking | None = None,
 ) -> Simulated:
-    """Simulate the micro-batches; model: with the dtypes and names that `program` asks for.
+    """Simulate the micro-batches; model: with the dtypes and names that `program` needs.
 
     again: of a step with one micro-batch, the next step's too: for loops whose variables hold what
     the one before has made. sharding: of one rank; with FSDP2's units nothing is autocast.

@@ -67,13 +67,13 @@ def shard(job: Job, model: Model, simulated: Simulated, states: Held, update: He
     joined from its parts (and zeros where they are frozen): twice its bytes for a moment.
     """
     units, ranks = find_units(model), job.recipe.parallel.dp_shard
-    kept = 1 if job.recipe.accumulation > 1 else ranks
+    divisor = 1 if job.recipe.accumulation > 1 else ranks
     first, later = without(simulated.first, GRADIENTS), simulated.later
     if later is not None:
         later = without(later, GRADIENTS)
         if job.recipe.accumulation == 1:  # of the next step, whose gradients grow anew
-            later = _growing(later, units, kept)
-    simulated = Simulated(_growing(first, units, kept), later, simulated.counts)
+            later = _growing(later, units, divisor)
+    simulated = Simulated(_growing(first, units, divisor), later, simulated.counts)
     shards = (units.blocks + units.root) // ranks
     held: dict[tuple[Kind, str], tuple[int, str]] = {
         (Kind.PARAMETERS, "shards"): (shards, f"1/{ranks} of every flat parameter"),
@@ -94,9 +94,9 @@ def shard(job: Job, model: Model, simulated: Simulated, states: Held, update: He
     }
     back = {**passing, **joined}
     reason = (
-        "of all units, unsharded while accumulating" if kept == 1 else f"1/{ranks} of each unit"
+        "of all units, unsharded while accumulating" if divisor == 1 else f"1/{ranks} of each unit"
     )
-    step = {**update, GROWN: (units.trained // ranks - units.trained // kept, reason)}
+    step = {**update, GROWN: (units.trained // ranks - units.trained // divisor, reason)}
     ledger = assemble(
         job, simulated, load={**_loaded(held), **whole}, held=held, update=step,
         during={
@@ -106,7 +106,7 @@ def shard(job: Job, model: Model, simulated: Simulated, states: Held, update: He
     )  # fmt: skip
     if not units.root_trained:
         return ledger
-    end = {**held, GROWN: (units.trained // kept, reason)}
+    end = {**held, GROWN: (units.trained // divisor, reason)}
     return _higher(ledger, _root_end(units, end))
 
 
@@ -159,7 +159,7 @@ def _loaded(held: Held) -> Held:
     return {key: value for key, value in held.items() if key[0] is Kind.PARAMETERS}
 
 
-def _growing(passes: Passes, units: Units, kept: int) -> Passes:
+def _growing(passes: Passes, units: Units, divisor: int) -> Passes:
     """The passes whose backward leaves each block's gradient, and at last the root's.
 
     Nothing is left to gather ahead when the first block is reached.
@@ -168,12 +168,12 @@ def _growing(passes: Passes, units: Units, kept: int) -> Passes:
     for segment in passes.backward:
         net, top, rise = dict(segment.net), dict(segment.top), segment.rise
         if segment.name.startswith("block ") and not segment.name.endswith(AFTER_PRODUCT):
-            net[GROWN] = net.get(GROWN, 0) + units.block // kept
+            net[GROWN] = net.get(GROWN, 0) + units.block // divisor
         if segment.name == "block 0":
             top[GATHERED] = top.get(GATHERED, 0) - units.block
             rise -= units.block
         if segment.name == "embedding" and units.root_trained:
-            net[GROWN] = net.get(GROWN, 0) + units.root // kept
+            net[GROWN] = net.get(GROWN, 0) + units.root // divisor
         backward.append(Segment(segment.name, net, rise, top, segment.flop))
     return Passes(passes.forward, passes.loss, backward)
 

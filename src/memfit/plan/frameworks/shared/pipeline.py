@@ -47,8 +47,8 @@ def count_in_flight(
     """Forwards of each chunk whose backward has not begun, when the stage holds the most.
 
     One chunk: stages - stage of 1F1B. More: 2 (stages - stage - 1) + (chunks - 1) x group warm-up
-    forwards and one more, dealt to the chunks in groups of `group` (0: as many as stages): so many
-    of the first chunk, as many of the second, … The last group is as short as what is left.
+    forwards and one more, dealt to the chunks in groups of `group` (0: as many as stages): a group
+    of the first chunk, one of the second, … The last group is as short as what is left.
     """
     if chunks == 1:
         return (smaller(stages - stage, micro_batches),)

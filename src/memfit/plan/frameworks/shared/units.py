@@ -61,7 +61,7 @@ def predict_units(
     """The ledger of the first rank, whose shards are the largest.
 
     weights, states, update: what holds a model's parameters, its optimizer's states, and what an
-    update needs beside them; asked of a rank's shards. compares: the loss of pairs;
+    update needs beside them, called with a rank's shards. compares: the loss of pairs;
     masking: of Hugging Face's own attention.
     """
     recipe = job.recipe

@@ -70,7 +70,7 @@ def saved_per_token(job: Job) -> Number:
     Two norms (torch's: the input; one in Python: the input in fp32 and the normed one in bf16;
     both one fp32 number a row), the inputs of two groups of projections, whole; queries, keys and
     values of all heads (`repeat_kv`), the output, its log-sum-exp; both halves of the gate, silu's
-    output (compiled, it is computed again) and the product.
+    output (compiled, it is recomputed) and the product.
     """
     r, a = job.recipe, job.model.architecture
     t, h = r.parallel.tp, a.hidden
@@ -85,7 +85,7 @@ def saved_by_policy(job: Job) -> Number:
     """Bytes of a token that per-op checkpointing keeps of one block (`_save_list`).
 
     The block's input; every other matrix product: queries, values, the gate's first half, the
-    block's last one (compiled code drops it: nothing needs it again); attention's output and
+    block's last one (compiled code drops it: nothing reads it later); attention's output and
     log-sum-exp, where its operation is on the list (cuDNN's is not). Products in fp8 are the same
     operations to the policy.
     """
@@ -223,7 +223,7 @@ def _chunks(job: Job, share: Share, elements: Elements) -> Parts:
 
 
 def _after_chunks(job: Job, share: Share, count: Count, buffers: Buffers) -> Parts:
-    """The head's gradient is reduced before the blocks' backward, its weights given up."""
+    """The head's gradient is reduced before the blocks' backward, and its weights are resharded."""
     pipeline = job.recipe.parallel.pp > 1
     pair = where(count.blocks > 1, 2, 1) * 4 * share.block
     whole = buffers.whole - where(pipeline, 0, 2 * share.head)

@@ -129,7 +129,7 @@ def bus_factor(collective: Collective, ranks: Number) -> Number:
 
 
 def exchange_seconds(near: Number, far: Number, group: Group, links: Links) -> Number:
-    """Each rank sends every other its own: so many bytes near and far in all, side by side.
+    """Each rank sends every other its own: these bytes near and far in all, side by side.
 
     A pair's bytes go through one adapter each, so that far ones go at a device's share.
     """

@@ -61,7 +61,7 @@ def gather_seconds(setting: Setting, *messages: Number) -> list[Number]:
 
 
 def reduce_seconds(setting: Setting, nbytes: Number) -> Number:
-    """All-reduce over all dp ranks, of so many bytes a rank."""
+    """All-reduce over all dp ranks, of these bytes a rank."""
     layout = setting.layout
     group = _group(setting, layout.dp * layout.cp, layout.tp)
     return _collect(setting, [nbytes], "all_reduce", group)[0]
@@ -78,7 +78,7 @@ def copy_seconds(setting: Setting, nbytes: Number) -> Number:
 
 
 def expert_seconds(setting: Setting, nbytes: Number, updated: Number) -> Number:
-    """Gradients of a rank's experts reduced over the ranks with the same, and gathered again."""
+    """Gradients of a rank's experts reduced over the ranks with the same, and gathered after it."""
     layout = setting.layout
     if everywhere(nbytes == 0):
         return 0.0

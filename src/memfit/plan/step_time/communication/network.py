@@ -16,7 +16,7 @@ ASSUMED_EFFICIENCY = 0.75  # of a link of which nobody said: the lowest that NCC
 
 
 class Cluster(Record, frozen=True, kw_only=True):
-    """Machines alike, of devices alike; what joins them is None where nobody said."""
+    """Machines alike, of devices alike; what joins them is None where it is unknown."""
 
     device: Device
     per_machine: int
@@ -47,7 +47,7 @@ class Cluster(Record, frozen=True, kw_only=True):
         return tuple(m for m in found if m.device == self.device.id)
 
     def _bus(self, collective: str) -> float:
-        """Bytes per second over so many machines, by a power of their number between two counts.
+        """Return bytes per second over machines, by a power of their number between two counts.
 
         Beyond the last count its rate is taken, and the figure is too high. 0: nobody measured it.
         """
@@ -63,7 +63,7 @@ class Cluster(Record, frozen=True, kw_only=True):
 
     @property
     def because(self) -> str:
-        """What joins devices and machines, and who said so."""
+        """Return what joins devices and machines, and the source of it."""
         link, network = self.link, self.network
         words = f"{self.device.link.name or 'unknown links'} in machines of {self.per_machine}"
         if link is not None and link.efficiency is None:
@@ -79,7 +79,7 @@ class Cluster(Record, frozen=True, kw_only=True):
 
 
 def lay_out(device: Device, per_machine: int, machines: int = 1, network: str = "") -> Cluster:
-    """The cluster of so many devices; network: a row of links.toml, else the device's usual one.
+    """Return the cluster of these devices; network: a row of links.toml, else the usual one.
 
     Raises UnknownName or InvalidRequest for a network that no row describes.
     """

@@ -34,7 +34,7 @@ def describe_traffic(totals: Totals, recipe: Recipe) -> tuple[Traffic, ...]:
 
 
 def _sent(axis: str, collective: str, ranks: float, nbytes: float, because: str) -> Traffic:
-    """A row of messages of so many bytes in all."""
+    """Return a row of messages of these bytes in all."""
     share = {"all_reduce": 2.0, "send_recv": 1.0}.get(collective, 1.0)
     if collective != "send_recv":
         share *= (ranks - 1) / ranks

@@ -1,7 +1,7 @@
 """In which order each rank of a pipeline does its work: GPipe, 1F1B, interleaved, zero-bubble.
 
 A stage is a piece of the model, counted in the model's order; a rank holds `chunks` of them. An
-order says nothing of seconds, so that one order serves all that is asked of a schedule.
+order has no seconds, so that one order serves all questions about a schedule.
 
 `zb-h1` of several chunks is torch's InterleavedZeroBubble.
 
@@ -78,7 +78,7 @@ class Schedule(Record, frozen=True, kw_only=True):
         return self.group or self.ranks
 
     def stage(self, rank: int, chunk: int) -> int:
-        """The stage that is a rank's chunk: ranks in turn, or there and back again (zb-v)."""
+        """Return the stage that is a rank's chunk: ranks in turn, or in a V (zb-v)."""
         back = self.kind == "zb-v" and chunk % 2
         return chunk * self.ranks + (self.ranks - 1 - rank if back else rank)
 
