@@ -258,7 +258,7 @@ class Candidate:
 
     @property
     def line(self) -> int:
-        """Return what is compared with usable memory: the band, or with `limits.tight` its middle."""
+        """Return what is compared with usable memory: the band; with `limits.tight` its middle."""
         return self._show(tight=self.problem.request.limits.tight)
 
     def _show(self, *, tight: bool) -> int:
