@@ -49,7 +49,7 @@ _FRESH: ContextVar[bool] = ContextVar("certify without the cache", default=False
 
 
 class Order(Record, frozen=True, kw_only=True):
-    """One order to the certifying process."""
+    """What the certifying process is asked for."""
 
     recipe: Recipe
     device: Device
@@ -144,7 +144,7 @@ def _find_key(order: Order) -> str:
 
 @contextmanager
 def without_cache() -> Iterator[None]:
-    """Within this context certificates are neither read from the cache nor written to it."""
+    """Certificates are meanwhile made anew, and not kept."""
     token = _FRESH.set(True)
     try:
         yield
@@ -197,11 +197,11 @@ def _read_answers(
     found = [_read_answer(line) for line in child.stdout.splitlines()]
     if child.returncode == 0 and len(found) == orders:
         return found
-    output = "\n".join(child.stderr.splitlines()[-LAST_LINES:])
+    said = "\n".join(child.stderr.splitlines()[-LAST_LINES:])
     crash = NotCertified(
-        f"the certifying process ended with code {child.returncode}:\n{output}",
+        f"the certifying process ended with code {child.returncode}:\n{said}",
         hint="memory ran out: stop what else holds it, or raise this process's limit"
-        if child.returncode == -signal.SIGKILL or is_shortage(output)
+        if child.returncode == -signal.SIGKILL or is_shortage(said)
         else "please report this; `memfit predict` gives the closed form meanwhile",
     )
     return [*found, *[crash] * (orders - len(found))]
@@ -218,7 +218,7 @@ def _read_answer(line: str) -> Certificate | Error:
 def measure_imports(lines: Sequence[str]) -> int | None:
     """Bytes that a run of these orders on this CPU holds before its first tensor; None: unknown.
 
-    Call it first of all in a fresh process.
+    Asked first of all in a fresh process.
     """
     orders = [from_data(json.loads(text), Order, source="the order to certify") for text in lines]
     if not any(order.device.is_cpu and order.device.context is None for order in orders):
@@ -240,8 +240,8 @@ def import_step(lines: Sequence[str]) -> None:
         import_module("memfit.certify.evidence.certificate")
         if any(order.recipe.method in ADAPTED for order in orders):
             found = import_module("peft.import_utils")
-            for question in PEFT_ASKS:  # and remembers the answers
-                getattr(found, question)()
+            for asked in PEFT_ASKS:  # and remembers the answers
+                getattr(found, asked)()
 
 
 def answer_order(text: str, imports: int | None = None) -> str:

@@ -104,7 +104,7 @@ class _Output:
     )  # fmt: skip
 
     def __init__(self, value: Any, tensors: Sequence[FakeTensor]) -> None:
-        """Raise ValueError for what `give` could not reproduce."""
+        """Raises ValueError for what `give` could not make again."""
         self.argument, self.constant, self.shape = -1, None, None
         self.attributes: dict[str, Any] = {}  # of the first tensor given, as torch set them
         if type(value) is not FakeTensor:
@@ -176,8 +176,8 @@ def _learn(
     except ValueError:
         return None
     answer.give(mode, tensors)  # the first is torch's own; the ones after it are compared
-    repeated = answer.give(mode, tensors)
-    pairs = zip(outputs, repeated if type(out) is tuple else (repeated,), strict=True)
+    again = answer.give(mode, tensors)
+    pairs = zip(outputs, again if type(out) is tuple else (again,), strict=True)
     return answer if _distinct(outputs) and all(_alike(a, b) for a, b in pairs) else None
 
 

@@ -1,7 +1,7 @@
 """About how many tokens and records a run's data has, without tokenising it: sizes of files.
 
-A tokenizer beside the model, or one that the request names, gives the bytes of a token on a
-sample; without one they are assumed. `memfit train` counts exactly.
+A tokenizer that lies beside the model, or that the request names, is asked how many bytes one of
+its tokens has, on a sample; without one that is assumed. `memfit train` counts exactly.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def _estimate(files: tuple[tuple[str, int, int], ...], vocabulary: str) -> DataS
             start = file.read(SAMPLE)
         if not start or b"\0" in start:
             continue
-        share, each, note = _look(start, name.endswith(RECORDS))
+        share, each, said = _look(start, name.endswith(RECORDS))
         text += share * size
         records += size / each if each else 1
-        sample = sample or note
+        sample = sample or said
     if not text:
         return None
     per_token, because = _bytes_a_token(sample, vocabulary)
@@ -91,9 +91,9 @@ def _look(start: bytes, are_records: bool) -> tuple[float, float, str]:
         except (ValueError, RecursionError):
             continue
     read = sum(len(line) + 1 for line in whole)
-    content = "\n".join(texts)
-    size = len(content.encode("utf-8", "surrogatepass"))
-    return size / max(read, 1), read / max(len(whole), 1), content
+    said = "\n".join(texts)
+    size = len(said.encode("utf-8", "surrogatepass"))
+    return size / max(read, 1), read / max(len(whole), 1), said
 
 
 def _collect(value: Any, texts: list[str]) -> None:

@@ -106,9 +106,9 @@ class Session:
         starts = range(0, len(apart), parallel.cp)
         return [tuple(map(sum, zip(*apart[at : at + parallel.cp], strict=True))) for at in starts]
 
-    def every(self, interval: int) -> int:
-        """Return the stated interval in steps, or the default for 0."""
-        return interval or max(1, self.recipe.steps // PARTS)
+    def every(self, asked: int) -> int:
+        """Steps between two of what `asked` says."""
+        return asked or max(1, self.recipe.steps // PARTS)
 
     def warn(self, text: str) -> None:
         """Tell the user now, and whoever reads run.json."""
@@ -128,8 +128,8 @@ class Session:
 
     def compare(self) -> None:
         """Warn of what is above the certificate by now, naming who holds it."""
-        for warning in self.watcher.look(self.meter.counters(), self.done):
-            self.warn(warning)
+        for said in self.watcher.look(self.meter.counters(), self.done):
+            self.warn(said)
 
 
 def evaluation_tokens(session: Session) -> int:
