@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from memfit.core import units
 from memfit.core.errors import InvalidRequest
 from memfit.records import Record
 
@@ -59,3 +60,67 @@ class Policy(Record, frozen=True, kw_only=True):
                 f" {1 + self.epsilon_high:g}, where ratios are clipped already",
                 hint="use a larger `policy.delta`, or 0 for none",
             )
+
+
+class Rollout(Record, frozen=True, kw_only=True):
+    """How answers are sampled: one rollout holds one global batch of them."""
+
+    num_generations: int = 8  # answers to each prompt, which are compared with each other
+    max_prompt_length: int = 512  # tokens; longer prompts are left out and counted
+    max_completion_length: int = 256  # tokens
+    temperature: float = 1.0
+    # rounds of further prompts in place of groups whose answers have all the same reward (DAPO,
+    # 2503.14476, section 3.2); 0: such groups stay, and teach nothing
+    dynamic_sampling: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise InvalidRequest for bounds within which nothing can be compared or sampled."""
+        for name, least in (
+            ("num_generations", 2), ("max_prompt_length", 1), ("max_completion_length", 1),
+            ("dynamic_sampling", 0),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value < least:
+                raise InvalidRequest(
+                    f"`rollout.{name}: {value}` is below {least}", hint=f"use {least} or more"
+                )
+        if not self.temperature > 0:
+            raise InvalidRequest(
+                f"`rollout.temperature: {self.temperature}`: all answers to a prompt would be"
+                " alike",
+                hint="use a number above 0, such as 1.0",
+            )
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest row: a prompt and its answer."""
+        return self.max_prompt_length + self.max_completion_length
+
+
+class RewardSettings(Record, frozen=True, kw_only=True):
+    """Who judges answers, and what each may take."""
+
+    funcs: tuple[str, ...] = ()  # `number`, `regex:PATTERN`, `format`, `length` or `FILE.py:NAME`
+    weights: tuple[float, ...] = ()  # of each function; empty: 1 each
+    timeout: float = 10.0  # seconds of one call
+    memory: str = "4 GiB"  # of a function's process, address space counted
+
+    def __post_init__(self) -> None:
+        """Raise InvalidRequest where weights and functions differ in number, or a limit is none."""
+        if self.weights and len(self.weights) != len(self.funcs):
+            raise InvalidRequest(
+                f"`reward.weights` has {len(self.weights)} numbers, and `reward.funcs`"
+                f" {len(self.funcs)} functions",
+                hint="give one weight a function, or none",
+            )
+        if not self.timeout > 0:
+            raise InvalidRequest(
+                f"`reward.timeout: {self.timeout}` lets no function answer",
+                hint="use seconds above 0, such as 10",
+            )
+        units.parse_bytes(self.memory)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The weight of each function."""
+        return self.weights or (1.0,) * len(self.funcs)

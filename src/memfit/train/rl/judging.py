@@ -1,0 +1,73 @@
+"""All reward functions of a run over one batch of answers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from memfit.core import units
+from memfit.core.errors import InvalidRequest
+from memfit.records.reinforcement import RewardSettings
+from memfit.train.rl.advantages import sum_rewards
+from memfit.train.rl.rewards.process import RewardProcess
+
+
+class Verdict(NamedTuple):
+    """Rewards of a batch; NaN where there is none."""
+
+    rewards: Tensor  # (answers,) fp32, weighed and summed
+    by_function: Tensor  # (answers, functions) fp32
+    failures: Counter[str]  # answers that a function gave no reward for its own failure, by kind
+
+
+class Judges:
+    """The functions of `reward.funcs`, each in its own process. A context manager.
+
+    Raises InvalidRequest: no function, or one that cannot be loaded.
+    """
+
+    def __init__(self, settings: RewardSettings) -> None:
+        if not settings.funcs:
+            raise InvalidRequest(
+                "`reward.funcs` is empty: nobody judges the answers",
+                hint="use `reward.funcs: [number]`, or `FILE.py:NAME`",
+            )
+        self._weights = torch.tensor(settings.shares)
+        memory = units.parse_bytes(settings.memory)
+        self._stack = ExitStack()
+        self._judges = [
+            self._stack.enter_context(RewardProcess(spec, seconds=settings.timeout, memory=memory))
+            for spec in settings.funcs
+        ]
+
+    def __enter__(self) -> Judges:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self._stack.close()
+
+    def judge(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Any],
+    ) -> Verdict:
+        """What all functions together say of a batch."""
+        failures: Counter[str] = Counter()
+        rows = []
+        for judge in self._judges:
+            found = judge.judge(prompts, completions, completion_ids, columns)
+            failures += found.failures
+            rows.append([torch.nan if r is None else r for r in found.rewards])
+        by_function = torch.tensor(rows, dtype=torch.float32).T
+        return Verdict(sum_rewards(by_function, self._weights), by_function, failures)

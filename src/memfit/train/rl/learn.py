@@ -1,0 +1,241 @@
+"""One iteration of GRPO or RLOO: a rollout, its advantages, and the updates with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from memfit.adapters import find_adapter
+from memfit.core.errors import InvalidRequest
+from memfit.records.recipe import Recipe
+from memfit.records.reinforcement import Online, Policy
+from memfit.train.rl.advantages import (
+    group_advantages,
+    leave_one_out_advantages,
+    penalise,
+)
+from memfit.train.rl.policy_loss import Answers, Counts
+from memfit.train.rl.rollout import Experience, Sampling, roll_out
+from memfit.train.rl.rows import answer_mask, lay_out
+from memfit.train.step.build import Built
+from memfit.train.step.step import Batch, answer_log_probs, step
+
+SAMPLES = 2  # answers of an iteration that the log shows
+
+
+@dataclass(frozen=True, slots=True)
+class Learning:
+    """What is learned, and from what."""
+
+    objective: Online
+    policy: Policy
+    sampling: Sampling
+
+    def check(self, recipe: Recipe) -> None:
+        """Raise InvalidRequest where a recipe cannot be learned by."""
+        if recipe.packing:
+            raise InvalidRequest(
+                f"`packing: true` under `objective: {self.objective}`: a row holds one answer",
+                hint="use `packing: false`",
+            )
+        if recipe.lora.dropout:
+            raise InvalidRequest(
+                f"`lora.dropout: {recipe.lora.dropout}` under `objective: {self.objective}`: ratios"
+                " of probabilities would compare two masks of dropout",
+                hint="use `lora.dropout: 0`",
+            )
+        if self.policy.beta and not recipe.adapted:
+            raise InvalidRequest(
+                f"`policy.beta: {self.policy.beta}` under `method: {recipe.method}`: what is"
+                " trained is the reference no more, and memfit holds one model",
+                hint="use `method: lora`, whose base is the reference, or `policy.beta: 0`",
+            )
+        if recipe.parallel.world > 1:
+            raise InvalidRequest(
+                f"`objective: {self.objective}` on {recipe.parallel.world} ranks",
+                hint="use one device",
+            )
+        group = self.sampling.rollout.num_generations
+        answers = self.sampling.groups * group
+        if answers != recipe.global_batch:
+            raise InvalidRequest(
+                f"a rollout of {self.sampling.groups} prompts with {group} answers each has"
+                f" {answers} rows, and the global batch {recipe.global_batch}",
+                hint="make `task.global_batch` a multiple of `rollout.num_generations`",
+            )
+
+
+class Told(NamedTuple):
+    """What an iteration's line of the log says."""
+
+    figures: dict[str, float]
+    rewards_by_function: tuple[float | None, ...]  # means; None where a function judged nothing
+    failures: dict[str, int]
+    samples: tuple[dict[str, Any], ...]
+
+
+def iterate(built: Built, learning: Learning, iteration: int) -> Told:
+    """Sample, judge and update; the weights afterwards are a function of those before."""
+    learning.check(built.recipe)
+    experience = roll_out(built, learning.sampling, iteration)
+    start = time.perf_counter()
+    batch = lay_out(
+        [p.ids for p in experience.prompts],
+        [c.ids for c in experience.completions],
+        max(len(p.ids) + len(c.ids) for p, c in zip(*experience[:2], strict=True)),
+    )
+    counted = torch.ones(len(experience.rewards), dtype=torch.bool)
+    if learning.policy.mask_truncated_completions:
+        counted = ~experience.truncated
+    mask = answer_mask(batch.labels, counted)
+    scored = _score(built, learning, batch)
+    advantages, divergence = _find_advantages(learning, experience, scored, mask)
+    scoring = time.perf_counter()
+    rollout = learning.sampling.rollout
+    counts = Counts(len(mask), float(mask.sum()), rollout.max_completion_length)
+    sums, losses, norms = [], [], []
+    for _ in range(learning.policy.num_iterations):
+        micros = _cut(built, learning, batch, counts, mask, advantages, scored)
+        result = step(built, micros, 1)
+        assert result.rewards is not None
+        sums.append(result.rewards)
+        losses.append(float(result.loss))
+        norms.append(float("nan") if result.grad_norm is None else float(result.grad_norm))
+    updated = time.perf_counter()
+    total = torch.stack(sums).sum(0)
+    figures = _describe(experience, total, losses[-1])
+    if built.recipe.optimizer.clip_norm:
+        figures["grad_norm"] = norms[-1]
+    if learning.policy.beta:
+        tokens = max(float(mask.sum()), 1.0)
+        figures["kl"] = float(total[2] / total[4]) if divergence is None else divergence / tokens
+    figures |= {
+        "score_seconds": scoring - start,
+        "update_seconds": updated - scoring,
+        "update_tokens_per_second": int((batch.labels >= 0).sum()) / (updated - scoring),
+    }
+    means = experience.by_function.nanmean(0).tolist()
+    by_function = tuple(None if m != m else m for m in means)
+    return Told(
+        figures, by_function, dict(experience.failures), _show(experience, rollout.num_generations)
+    )
+
+
+class _Scored(NamedTuple):
+    """(answers, tokens) fp32 on the host; None where the loss does not need them."""
+
+    old: Tensor | None
+    reference: Tensor | None
+
+
+def _score(built: Built, learning: Learning, batch: Batch) -> _Scored:
+    """Log-probabilities under the policy that sampled and the reference, in the update's shapes.
+
+    Of updates that are on-policy the old ones are the new ones. The sampler's own are of other
+    shapes, in which 16-bit products round differently.
+    """
+    policy = learning.policy
+    rloo = learning.objective == "rloo"
+    needs_old = policy.num_iterations > 1 or (rloo and policy.beta)
+    old = _by_micro_batch(built, learning, batch) if needs_old else None
+    reference = None
+    if policy.beta:
+        with find_adapter(built.recipe).switched_off(built.model):
+            reference = _by_micro_batch(built, learning, batch)
+    return _Scored(old, reference)
+
+
+def _by_micro_batch(built: Built, learning: Learning, batch: Batch) -> Tensor:
+    heat = learning.sampling.rollout.temperature
+    found = [
+        answer_log_probs(built, _put(built, batch, at), heat).log_probs.cpu()
+        for at in _slices(built, len(batch.labels))
+    ]
+    return torch.cat(found)
+
+
+def _find_advantages(
+    learning: Learning, experience: Experience, scored: _Scored, mask: Tensor
+) -> tuple[Tensor, float | None]:
+    """Advantages, and of RLOO the sum of the KL estimates that its rewards are less by."""
+    group, policy = learning.sampling.rollout.num_generations, learning.policy
+    rewards = experience.rewards
+    if learning.objective == "grpo":
+        return group_advantages(rewards, group, policy), None
+    divergence = None
+    if policy.beta and scored.old is not None and scored.reference is not None:
+        divergence = float(((scored.old - scored.reference) * mask).sum())
+        rewards = penalise(rewards, scored.old, scored.reference, mask, policy.beta)
+    return leave_one_out_advantages(rewards, group, policy), divergence
+
+
+def _cut(
+    built: Built,
+    learning: Learning,
+    batch: Batch,
+    counts: Counts,
+    mask: Tensor,
+    advantages: Tensor,
+    scored: _Scored,
+) -> list[Batch]:
+    """Micro-batches of the update."""
+    device, made = built.device, []
+    for at in _slices(built, len(mask)):
+        piece = _put(built, batch, at)
+        old, reference = (None if t is None else t[at].to(device) for t in scored)
+        answers = Answers(
+            learning.objective, learning.policy, counts, learning.sampling.rollout.temperature,
+            mask[at].to(device), advantages[at].to(device), old, reference,
+        )  # fmt: skip
+        made.append(Batch(piece.input_ids, piece.labels, answers=answers))
+    return made
+
+
+def _put(built: Built, batch: Batch, at: slice) -> Batch:
+    return Batch(batch.input_ids[at].to(built.device), batch.labels[at].to(built.device))
+
+
+def _slices(built: Built, rows: int) -> Sequence[slice]:
+    each = built.recipe.micro_batch
+    return [slice(start, start + each) for start in range(0, rows, each)]
+
+
+def _describe(experience: Experience, sums: Tensor, loss: float) -> dict[str, float]:
+    """Figures that every iteration has; sums as `StepResult.rewards`."""
+    low, high, _, counted, tokens, entropy = (float(s) for s in sums)
+    known = experience.rewards[~experience.rewards.isnan()]
+    lengths = [len(c.ids) for c in experience.completions]
+    truncated = experience.truncated.float().mean()
+    return {
+        "loss": loss,
+        "reward": float(known.mean()) if len(known) else float("nan"),
+        "reward_std": float(known.std(correction=0)) if len(known) else float("nan"),
+        "unjudged": 1 - len(known) / len(lengths),
+        "length": sum(lengths) / len(lengths),
+        "longest": float(max(lengths)),
+        "truncated": float(truncated),
+        "even_groups": experience.even_groups / experience.sampled_groups,
+        "clipped_low": low / max(counted, 1.0),
+        "clipped_high": high / max(counted, 1.0),
+        "entropy": entropy / max(tokens, 1.0),
+        "rollout_seconds": experience.rollout_seconds,
+        "rollout_tokens_per_second": experience.sampled_tokens / experience.rollout_seconds,
+        "reward_seconds": experience.reward_seconds,
+    }
+
+
+def _show(experience: Experience, size: int) -> tuple[dict[str, Any], ...]:
+    """The first answers of an iteration, each to a prompt of its own."""
+    return tuple(
+        {
+            "prompt": experience.prompts[row].columns["prompt"],
+            "completion": experience.texts[row],
+            "reward": None if (r := float(experience.rewards[row])) != r else r,
+        }
+        for row in range(0, min(len(experience.texts), SAMPLES * size), size)
+    )

@@ -1,0 +1,201 @@
+"""One rollout: prompts, sampled answers, their rewards; a function of (weights, seed, iteration).
+
+A run that is killed makes the same rollout again from its checkpoint, bit for bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memfit.core.errors import InvalidRequest
+from memfit.records.reinforcement import Rollout
+from memfit.train.rl.advantages import find_even_groups
+from memfit.train.rl.judging import Judges, Verdict
+from memfit.train.rl.rows import Ids
+from memfit.train.rl.sampling import Completion, Sample
+from memfit.train.step.build import Built
+
+COLUMN_OF_PROMPTS = "prompt"
+
+
+class Prompt(NamedTuple):
+    """One row of the data."""
+
+    ids: Ids
+    columns: Mapping[str, Any]  # all of the row's, `prompt` included: what rewards are given
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """What a rollout is made with, beside the weights."""
+
+    rollout: Rollout
+    prompts: Sequence[Prompt]  # of the data, within `max_prompt_length`
+    groups: int  # prompts of one rollout
+    judges: Judges
+    decode: Callable[[Ids], str]
+    sample: Sample
+    end: int | None  # the token that ends an answer
+    seed: int
+
+    def __post_init__(self) -> None:
+        """Raise InvalidRequest where the data has fewer prompts than a rollout takes."""
+        if len(self.prompts) < self.groups:
+            raise InvalidRequest(
+                f"the data has {len(self.prompts)} prompts of at most"
+                f" {self.rollout.max_prompt_length} tokens, and a rollout takes {self.groups}",
+                hint="use a smaller `task.global_batch` or a longer `rollout.max_prompt_length`",
+            )
+
+
+class Experience(NamedTuple):
+    """Answers with their rewards; those to one prompt are neighbours."""
+
+    prompts: tuple[Prompt, ...]  # one an answer
+    completions: tuple[Completion, ...]
+    texts: tuple[str, ...]
+    rewards: Tensor  # (answers,) fp32, NaN where there is none
+    by_function: Tensor
+    failures: Counter[str]
+    even_groups: int  # that were sampled: their answers have all the same reward
+    sampled_groups: int
+    rollout_seconds: float
+    reward_seconds: float
+    sampled_tokens: int
+
+    @property
+    def truncated(self) -> Tensor:
+        """(answers,) bool: those that reached their limit."""
+        return torch.tensor([c.ended == "length" for c in self.completions])
+
+
+def keep_short(prompts: Sequence[Prompt], rollout: Rollout) -> tuple[list[Prompt], int]:
+    """Prompts within `max_prompt_length`, and how many are left out."""
+    kept = [p for p in prompts if 0 < len(p.ids) <= rollout.max_prompt_length]
+    return kept, len(prompts) - len(kept)
+
+
+def choose_prompts(count: int, groups: int, seed: int, iteration: int, again: int) -> list[int]:
+    """Rows of the data for a rollout: all once an epoch, in an order drawn from the seed.
+
+    again: the round of dynamic sampling, which draws any rows; 0 is the rollout's own.
+    """
+
+    def order(*facts: int) -> list[int]:
+        return [int(row) for row in _random(seed, *facts).permutation(count)]
+
+    if again:
+        return order(iteration, again)[:groups]
+    places = range(iteration * groups, (iteration + 1) * groups)
+    epochs = {epoch: order(epoch) for epoch in {place // count for place in places}}
+    return [epochs[place // count][place % count] for place in places]
+
+
+def roll_out(built: Built, sampling: Sampling, iteration: int) -> Experience:
+    """Sample and judge; with `dynamic_sampling`, until enough groups tell answers apart."""
+    rollout, found = sampling.rollout, _Found()
+    for again in range(rollout.dynamic_sampling + 1):
+        rows = choose_prompts(
+            len(sampling.prompts), sampling.groups, sampling.seed, iteration, again
+        )
+        found.add(*_sample_and_judge(built, sampling, rows, (iteration, again)), rollout)
+        if found.uneven >= sampling.groups or not rollout.dynamic_sampling:
+            break
+    return found.take(sampling.groups, rollout.num_generations)
+
+
+def _sample_and_judge(
+    built: Built, sampling: Sampling, rows: Sequence[int], when: tuple[int, int]
+) -> tuple[list[Prompt], list[Completion], list[str], Verdict, float, float]:
+    rollout = sampling.rollout
+    prompts = [sampling.prompts[row] for row in rows for _ in range(rollout.num_generations)]
+    chance = int(_random(sampling.seed, *when, 1).integers(2**62))
+    start = time.perf_counter()
+    completions = sampling.sample(built, [p.ids for p in prompts], rollout, sampling.end, chance)
+    sampled = time.perf_counter()
+    texts = [sampling.decode(_without_end(c.ids, sampling.end)) for c in completions]
+    columns: dict[str, Any] = {"max_completion_length": rollout.max_completion_length}
+    for name in prompts[0].columns:
+        if name != COLUMN_OF_PROMPTS:
+            columns[name] = [p.columns.get(name) for p in prompts]
+    verdict = sampling.judges.judge(
+        [p.columns[COLUMN_OF_PROMPTS] for p in prompts],
+        texts,
+        [c.ids for c in completions],
+        columns,
+    )
+    judged = time.perf_counter()
+    return prompts, completions, texts, verdict, sampled - start, judged - sampled
+
+
+def _without_end(ids: Ids, end: int | None) -> Ids:
+    return ids[:-1] if ids and ids[-1] == end else ids
+
+
+def _random(*facts: int) -> np.random.Generator:
+    return np.random.default_rng(np.random.SeedSequence(facts))
+
+
+class _Found:
+    """Groups of all rounds of a rollout."""
+
+    def __init__(self) -> None:
+        self._prompts: list[Prompt] = []
+        self._completions: list[Completion] = []
+        self._texts: list[str] = []
+        self._rewards: list[Tensor] = []
+        self._by_function: list[Tensor] = []
+        self._even: list[bool] = []
+        self._failures: Counter[str] = Counter()
+        self._seconds = [0.0, 0.0]
+
+    @property
+    def uneven(self) -> int:
+        """Groups whose answers have not all the same reward."""
+        return len(self._even) - sum(self._even)
+
+    def add(
+        self,
+        prompts: list[Prompt],
+        completions: list[Completion],
+        texts: list[str],
+        verdict: Verdict,
+        sampling: float,
+        judging: float,
+        rollout: Rollout,
+    ) -> None:
+        """The groups of one round."""
+        self._prompts += prompts
+        self._completions += completions
+        self._texts += texts
+        self._rewards.append(verdict.rewards)
+        self._by_function.append(verdict.by_function)
+        self._even += find_even_groups(verdict.rewards, rollout.num_generations).tolist()
+        self._failures += verdict.failures
+        self._seconds = [self._seconds[0] + sampling, self._seconds[1] + judging]
+
+    def take(self, groups: int, size: int) -> Experience:
+        """As many groups as a rollout holds: those that tell answers apart first."""
+        order = sorted(range(len(self._even)), key=lambda g: self._even[g])[:groups]
+        rows = [g * size + i for g in sorted(order) for i in range(size)]
+        return Experience(
+            tuple(self._prompts[r] for r in rows),
+            tuple(self._completions[r] for r in rows),
+            tuple(self._texts[r] for r in rows),
+            torch.cat(self._rewards)[rows],
+            torch.cat(self._by_function)[rows],
+            self._failures,
+            sum(self._even),
+            len(self._even),
+            self._seconds[0],
+            self._seconds[1],
+            sum(len(c.ids) for c in self._completions),
+        )
