@@ -23,6 +23,7 @@ def make(seed=0, rows=ROWS):
     lengths = torch.randint(1, TOKENS + 1, (rows, 1), generator=random)
     mask = (torch.arange(TOKENS) < lengths).double()
     mask[1] = 0  # an answer that was cut short and does not count
+    mask[0, 0] = mask[3, 0] = 0  # tokens of an answer that do not count
     new = (draw(1.0) - 3) * (torch.arange(TOKENS) < lengths)
     old = (new + draw(0.4)) * (torch.arange(TOKENS) < lengths)
     reference = (new + draw(0.5)) * (torch.arange(TOKENS) < lengths)

@@ -70,16 +70,17 @@ class Learning:
             )
 
 
-class Told(NamedTuple):
+class Summary(NamedTuple):
     """What an iteration's line of the log says."""
 
     figures: dict[str, float]
     rewards_by_function: tuple[float | None, ...]  # means; None where a function judged nothing
     failures: dict[str, int]
     samples: tuple[dict[str, Any], ...]
+    update_tokens: int  # of prompts and answers, of one pass over the rollout
 
 
-def iterate(built: Built, learning: Learning, iteration: int) -> Told:
+def iterate(built: Built, learning: Learning, iteration: int) -> Summary:
     """Sample, judge and update; the weights afterwards are a function of those before."""
     learning.check(built.recipe)
     experience = roll_out(built, learning.sampling, iteration)
@@ -112,18 +113,18 @@ def iterate(built: Built, learning: Learning, iteration: int) -> Told:
     if built.recipe.optimizer.clip_norm:
         figures["grad_norm"] = norms[-1]
     if learning.policy.beta:
-        tokens = max(float(mask.sum()), 1.0)
-        figures["kl"] = float(total[2] / total[4]) if divergence is None else divergence / tokens
+        own = float(total[2] / total[4].clamp(min=1.0))
+        figures["kl"] = own if divergence is None else divergence / max(counts.tokens, 1.0)
+    tokens = sum(len(p.ids) + len(c.ids) for p, c in zip(*experience[:2], strict=True))
     figures |= {
         "score_seconds": scoring - start,
         "update_seconds": updated - scoring,
-        "update_tokens_per_second": int((batch.labels >= 0).sum()) / (updated - scoring),
+        "update_tokens_per_second": tokens * learning.policy.num_iterations / (updated - scoring),
     }
     means = experience.by_function.nanmean(0).tolist()
     by_function = tuple(None if m != m else m for m in means)
-    return Told(
-        figures, by_function, dict(experience.failures), _show(experience, rollout.num_generations)
-    )
+    shown = _show(experience, rollout.num_generations)
+    return Summary(figures, by_function, dict(experience.failures), shown, tokens)
 
 
 class _Scored(NamedTuple):

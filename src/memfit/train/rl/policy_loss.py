@@ -37,7 +37,7 @@ class Answers(NamedTuple):
     reference: Tensor | None = None  # (rows, tokens); None where `beta` is 0
 
 
-class Told(NamedTuple):
+class LossAndSums(NamedTuple):
     """The loss and what the log says of it."""
 
     loss: Tensor  # 0-dim, this micro-batch's share
@@ -59,7 +59,7 @@ def token_weights(mask: Tensor, counts: Counts, policy: Policy) -> Tensor:
     return mask / mask.sum(dim=1, keepdim=True).clamp(min=1.0) / counts.rows
 
 
-def policy_loss(log_probs: Tensor, answers: Answers) -> Told:
+def policy_loss(log_probs: Tensor, answers: Answers) -> LossAndSums:
     """Of a micro-batch; log_probs (rows, tokens) fp32.
 
     grpo: clipped ratios and a KL estimate of each token. rloo: REINFORCE with the clipped ratio of
@@ -73,7 +73,7 @@ def policy_loss(log_probs: Tensor, answers: Answers) -> Told:
         )
     find = _grpo_slope if answers.objective == "grpo" else _rloo_slope
     made = _Slope.apply(log_probs, *find(log_probs.detach(), answers))  # type: ignore[no-untyped-call]
-    return Told(*made)
+    return LossAndSums(*made)
 
 
 def _grpo_slope(log_probs: Tensor, answers: Answers) -> tuple[Tensor, Tensor, Tensor]:

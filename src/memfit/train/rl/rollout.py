@@ -1,6 +1,6 @@
 """One rollout: prompts, sampled answers, their rewards; a function of (weights, seed, iteration).
 
-A run that is killed makes the same rollout again from its checkpoint, bit for bit.
+A run that is killed makes the same rollout once more from its checkpoint, bit for bit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Prompt(NamedTuple):
     """One row of the data."""
 
     ids: Ids
-    columns: Mapping[str, Any]  # all of the row's, `prompt` included: what rewards are given
+    columns: Mapping[str, Any]  # all of the row's, `prompt` included: what rewards read
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,21 +79,21 @@ class Experience(NamedTuple):
 
 def keep_short(prompts: Sequence[Prompt], rollout: Rollout) -> tuple[list[Prompt], int]:
     """Prompts within `max_prompt_length`, and how many are left out."""
-    kept = [p for p in prompts if 0 < len(p.ids) <= rollout.max_prompt_length]
-    return kept, len(prompts) - len(kept)
+    short = [p for p in prompts if 0 < len(p.ids) <= rollout.max_prompt_length]
+    return short, len(prompts) - len(short)
 
 
-def choose_prompts(count: int, groups: int, seed: int, iteration: int, again: int) -> list[int]:
+def choose_prompts(count: int, groups: int, seed: int, iteration: int, attempt: int) -> list[int]:
     """Rows of the data for a rollout: all once an epoch, in an order drawn from the seed.
 
-    again: the round of dynamic sampling, which draws any rows; 0 is the rollout's own.
+    attempt: the round of dynamic sampling, which draws any rows; 0 is the rollout's own.
     """
 
     def order(*facts: int) -> list[int]:
         return [int(row) for row in _random(seed, *facts).permutation(count)]
 
-    if again:
-        return order(iteration, again)[:groups]
+    if attempt:
+        return order(iteration, attempt)[:groups]
     places = range(iteration * groups, (iteration + 1) * groups)
     epochs = {epoch: order(epoch) for epoch in {place // count for place in places}}
     return [epochs[place // count][place % count] for place in places]
@@ -102,11 +102,11 @@ def choose_prompts(count: int, groups: int, seed: int, iteration: int, again: in
 def roll_out(built: Built, sampling: Sampling, iteration: int) -> Experience:
     """Sample and judge; with `dynamic_sampling`, until enough groups tell answers apart."""
     rollout, found = sampling.rollout, _Found()
-    for again in range(rollout.dynamic_sampling + 1):
+    for attempt in range(rollout.dynamic_sampling + 1):
         rows = choose_prompts(
-            len(sampling.prompts), sampling.groups, sampling.seed, iteration, again
+            len(sampling.prompts), sampling.groups, sampling.seed, iteration, attempt
         )
-        found.add(*_sample_and_judge(built, sampling, rows, (iteration, again)), rollout)
+        found.add(*_sample_and_judge(built, sampling, rows, (iteration, attempt)), rollout)
         if found.uneven >= sampling.groups or not rollout.dynamic_sampling:
             break
     return found.take(sampling.groups, rollout.num_generations)

@@ -1,6 +1,6 @@
 """Answers sampled from the model that is trained, adapters on.
 
-`sample_plainly` runs each row from its first token again for every new one: right for each family,
+`sample_plainly` runs each row from its first token anew for every new one: right for each family,
 without a cache, and slow for long answers. Whatever else samples has its signature (`Sample`).
 """
 

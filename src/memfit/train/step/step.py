@@ -50,7 +50,7 @@ class StepResult:
     loss: Tensor  # mean over the target tokens of the global batch; of ranks, this one's share
     grad_norm: Tensor | None  # before clipping; None without clipping
     scale: Tensor | None = None  # what the loss was multiplied by; None when it was not
-    # (3,) of pairs: `preference.Rewards.sums`; (6,) of answers: `policy_loss.Told.sums`, entropy
+    # (3,) of pairs: `preference.Rewards.sums`; (6,) of answers: `LossAndSums.sums`, entropy
     rewards: Tensor | None = None
 
 

@@ -72,7 +72,7 @@ def describe(error: BaseException) -> str:
 
 
 def _plain(rewards: Any) -> list[Any]:
-    """Numbers as JSON has them; a tensor's or array's element is asked for its number."""
+    """Numbers as JSON has them; a tensor's or array's element gives its number."""
     return [
         r if r is None or isinstance(r, int | float | str) else getattr(r, "item", lambda: str)()
         for r in rewards

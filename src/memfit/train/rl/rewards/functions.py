@@ -23,10 +23,10 @@ def number(column: str = "") -> Judge:
 
     def judge(completions: Sequence[Any], **columns: Any) -> list[float | None]:
         truths = [_last_number(str(t)) for t in _column(columns, name, "number")]
-        given = [_last_number(text_of(c)) for c in completions]
+        numbers = [_last_number(text_of(c)) for c in completions]
         return [
             None if truth is None else float(found == truth)
-            for found, truth in zip(given, truths, strict=True)
+            for found, truth in zip(numbers, truths, strict=True)
         ]
 
     return judge

@@ -48,7 +48,7 @@ class _Failed(Exception):
 
 
 class RewardProcess:
-    """One reward function; its process starts with the first request, and again after a failure.
+    """One reward function; its process starts with the first request, and anew after a failure.
 
     spec: a name that ships (`number`, `regex:PATTERN`, `format`, `length`) or `FILE.py:NAME`.
     seconds: of one call; memory: bytes of the process, address space counted. A context manager.
@@ -86,16 +86,16 @@ class RewardProcess:
         function raises on every answer, or returns what is no list of as many numbers.
         """
         count = len(completions)
-        asked = {
+        request = {
             "prompts": list(prompts), "completions": list(completions),
             "completion_ids": [list(ids) for ids in completion_ids], **columns,
         }  # fmt: skip
         try:
-            return self._read(self._call(asked), count)
+            return self._read(self._call(request), count)
         except _Failed as error:
             if count == 1:
                 return self._refuse_if_raised(Judged((None,), Counter([error.kind])), error)
-        return self._judge_alone(asked, count)
+        return self._judge_alone(request, count)
 
     def stop(self) -> None:
         """End the process and all that it started."""
@@ -108,7 +108,7 @@ class RewardProcess:
         for end in self._ends:
             os.close(end)
 
-    def _judge_alone(self, asked: Mapping[str, Any], count: int) -> Judged:
+    def _judge_alone(self, request: Mapping[str, Any], count: int) -> Judged:
         rewards: list[float | None] = []
         failures: Counter[str] = Counter()
         in_row, last = 0, _Failed("", "")
@@ -119,7 +119,7 @@ class RewardProcess:
                 continue
             own = {
                 k: v[index : index + 1] if isinstance(v, list | tuple) else v
-                for k, v in asked.items()
+                for k, v in request.items()
             }
             try:
                 found = self._read(self._call(own), 1)
@@ -162,12 +162,12 @@ class RewardProcess:
             rewards.append(float(value) if good and value is not None else None)
         return Judged(tuple(rewards), +failures)
 
-    def _call(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+    def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to one request, or _Failed; a process that may not go on is stopped."""
         self._start()
         until = time.monotonic() + self._seconds
         try:
-            self._send(json.dumps(asked).encode() + b"\n", until)
+            self._send(json.dumps(request).encode() + b"\n", until)
             answer = self._receive(until)
         except _Failed:
             self.stop()
