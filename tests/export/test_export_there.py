@@ -235,6 +235,7 @@ def load(target, folder):
         return found
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("target", ["trl", "axolotl", "llamafactory"])
 @pytest.mark.parametrize(("path", "objective", "rows"), [
     ("data/chat.jsonl", "sft", 1), ("data", "sft", 2), ("texts/a.txt", "pretrain", 2),

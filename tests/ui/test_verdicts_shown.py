@@ -9,8 +9,6 @@ from looking import AXE, SMALL, find_barriers, opened, rest
 from memfit import api
 from memfit.core import units
 
-TOO_MUCH = "model=llama-3.1-8b&hardware.device=rtx-4090&method=full"
-
 
 def barriers(page):
     return find_barriers(page) if AXE.exists() else []
@@ -33,11 +31,12 @@ def altered(page, change):
 
 
 def test_what_does_not_fit_offers_what_does_and_each_keeps_its_promise(browser, server):
-    plan = api.plan(api.read("llama-3.1-8b", changes={
-        "hardware.device": "rtx-4090", "method": "full",
+    plan = api.plan(api.read("gpt2", changes={
+        "hardware.device": "l4", "method": "full", "limits.memory": "200 MiB",
     }))  # fmt: skip
     assert plan.ways_out
-    with opened(browser, server, f"plan?{TOO_MUCH}") as page:
+    asked = "model=gpt2&hardware.device=l4&method=full&limits.memory=200%20MiB"
+    with opened(browser, server, f"plan?{asked}") as page:
         rest(page)
         assert page.text_content("#verdict").startswith("DOES NOT FIT")
         page.wait_for_selector("#ways-out a.way")
