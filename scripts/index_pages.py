@@ -23,14 +23,21 @@ The budget of `make test` is 10 minutes on 2 quiet cores: about 1,150 CPU second
   settings. Every axis (method, precision, device, framework, kind of block) and every way to fail
   keeps a case without the mark. `conftest.py` marks cases of the families and of the devices; a
   file marks its own. `make test-wide` runs all of them, on examples not seen before.
+- `covering` marks matrices: of cases that differ in settings alone, `make test` runs as few as
+  have every value of every axis between them (`share.py` chooses, always the same ones). The axes
+  are the fields, keys and words of a case; `covering(CASES)` says what its name stands for. Whoever
+  marks a test breaks its rule once and sees a case that is kept fail.
+- A row that another library's pinned version gave is held to the predictions in `make test`, and
+  to that library itself in `make test-wide`, but for one test of each library.
+- `make check` says whether the generated documentation is fresh.
 - A test whose point is a process of its own starts one. Others use `quick` of `typed_commands.py`
   and the fixture `certified_here`: importing torch and transformers takes 6 CPU seconds.
 - A test never depends on how fast the machine is: it waits for what it needs, with a deadline that
   a busy machine keeps, and does not sleep instead.
 
 `python bench/suite_times.py run tests/FOLDER` counts CPU seconds, those of child processes
-included, one folder at a time in one process; `read` shows where they went. Seconds on a clock
-differ threefold with what else the machine does and are not compared.
+included, one folder at a time in one process; `read` shows where they went, of a whole run too.
+Seconds on a clock differ threefold with what else the machine does and are not compared.
 """,
     "bench": """# Benchmarks
 

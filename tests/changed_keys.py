@@ -40,7 +40,7 @@ DESCRIBED = {"optimizer.name": "optimizer", "optimizer.implementation": "impleme
 OF_OWN = (  # no plan of another framework's step has them
     "lean", "qat", "selective_blocks", "optimizer.in_backward", "optimizer.stochastic_rounding",
 )  # fmt: skip
-OF_SCHEDULES = tuple(  # see export/test_schedules.py
+OF_SCHEDULES = tuple(  # see export/test_exported_schedules.py
     f"optimizer.{name}" for name in ("warmup_ratio", "floor", "power", "decay_ratio")
 )
 LATER = ("schema", "framework", "model", "device", "devices_per_node", "network", "recompute")

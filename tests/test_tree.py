@@ -116,3 +116,10 @@ def test_imports_do_not_go_in_circles():
 )
 def test_circles_are_found(graph, circles):
     assert find_circles(graph) == circles
+
+
+def test_no_two_files_of_tests_have_one_name():
+    """pytest would collect the first one alone, and every run of the whole suite ends with an
+    error."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
+    assert [name for name, n in names.items() if n > 1] == []
