@@ -9,7 +9,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "memfit"
 LAYERS = [
-    {"core", "records", "base_formats"},
+    {"core", "records", "base_formats", "objectives"},
     {
         "allocator",
         "meta",

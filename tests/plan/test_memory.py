@@ -33,6 +33,8 @@ NORMS = 12  # bytes a trainable tensor: what clipping holds of each, at most
 DPO = {"objective": "dpo", "method": "lora",
        "preference": Preference(beta=0.1, reference="adapter-off")}  # fmt: skip
 DPO_BEFORE = {"objective": "dpo", "preference": Preference(beta=0.1, reference="precomputed")}
+SIMPO = {"objective": "simpo", "method": "lora",
+         "preference": Preference(beta=2.0, loss_type="simpo", gamma=0.5)}  # fmt: skip
 INT8 = Quantisation(outlier_threshold=6.0, outlier_share=0.01)
 CHUNKED = {"loss": "chunked", "loss_chunk": 12}
 LORA = Lora(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
@@ -151,6 +153,25 @@ SETTINGS = {
     "granite, dpo, scaled": ("granite", {**DPO, **CHUNKED}),
     "mistral, dpo, within a window": ("mistral", {**DPO, "sliding_window": 8, "layers": 5}),
     "mixtral, dpo": ("mixtral", {**DPO, "precision": "bf16", "base_format": "bf16"}),
+    "llama, simpo": ("llama", SIMPO),
+    "qwen3, simpo, full, chunked, mixed, accumulated": (
+        "qwen3", {**SIMPO, **CHUNKED, "method": "full", "precision": "bf16-mixed",
+                  "accumulation": 2}
+    ),
+    "gpt2, simpo, chunked, bf16": (
+        "gpt2", {**SIMPO, **CHUNKED, "precision": "bf16", "base_format": "bf16"}
+    ),
+    "gemma2, simpo, full": ("gemma2", {**SIMPO, "method": "full"}),
+    "gpt_neox, simpo, nf4, recomputed": (
+        "gpt_neox", {**SIMPO, "precision": "bf16-mixed", "base_format": "nf4",
+                     "recompute_blocks": 3}
+    ),
+    "mistral, dpo, ipo": ("mistral", {**DPO, "preference": Preference(
+        beta=0.1, reference="adapter-off", loss_type="ipo")}),
+    "qwen2, dpo, apo_zero, full, reference before": (
+        "qwen2", {**DPO_BEFORE, "preference": Preference(
+            beta=0.1, reference="precomputed", loss_type="apo_zero")}
+    ),
     "llama, packed": ("llama", {"packing": True, "precision": "bf16-mixed"}),
     "llama, chunked loss": ("llama", {"loss": "chunked", "loss_chunk": 12}),
     "llama, chunked loss, bf16, accumulated": (

@@ -11,6 +11,7 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from formula_weights import fill_by_formula, make_formula_pairs
 from memfit.adapters.lora import Lora as LoraMethod
 from memfit.core.errors import InvalidRequest
 from memfit.records.recipe import Lora, Preference
@@ -152,7 +153,8 @@ def test_judging_equals_the_formula_and_autograd_in_fp64(smoothing):
     (expected,) = torch.autograd.grad(loss, policy)
     rewards = Rewards()
     preference = Preference(beta=BETA, label_smoothing=smoothing, reference="precomputed")
-    mine = judge(policy, reference, torch.ones(8, 3), preference, 4, rewards)
+    recipe = make_dpo(method="full", preference=preference)
+    mine = judge(policy, reference, torch.ones(8, 3), recipe, 4, rewards)
     (slope,) = torch.autograd.grad(mine, policy)
     torch.testing.assert_close(mine, loss)
     torch.testing.assert_close(slope, expected)
@@ -298,17 +300,6 @@ def test_row_log_probs_without_a_gradient_equal_those_with_one():
     assert torch.equal(alone, with_one.detach())
 
 
-def fill_by_formula(model):
-    """Weights that another program can make, too: sines of an index and of the letters' codes."""
-    for name, parameter in model.named_parameters():
-        short = name.replace("base_model.model.", "").replace(".base_layer.", ".")
-        k = sum(map(ord, short.replace(".default.", ".")))
-        values = torch.sin(torch.arange(parameter.numel(), dtype=torch.float64) * (1.0 + k % 7) + k)
-        with torch.no_grad():
-            values = values.reshape(parameter.shape)
-            parameter.copy_(1 + 0.1 * values if parameter.dim() == 1 else 0.3 * values)
-
-
 # DPOTrainer(...).compute_loss of trl 1.16.0 (torch 2.13.0, transformers 5.23.0, fp32, a CPU) of
 # these weights and tokens: beta 0.3, loss_type sigmoid, a LoRA adapter, its copy before training
 # as the reference (B = 0). Made once; trl is no dependency of memfit.
@@ -321,11 +312,7 @@ def test_loss_and_rewards_equal_those_of_trl(changes):
         make_dpo(preference=Preference(beta=0.3, reference="adapter-off"), **changes)
     )
     fill_by_formula(built.model)
-    ids = torch.tensor([[(7 * i * i + 13 * i + 31 * r) % 97 for i in range(16)] for r in range(4)])
-    ids[1::2, :5] = ids[::2, :5]
-    labels = torch.full_like(ids, -100)
-    labels[:, 4:-1] = ids[:, 5:]  # five tokens of a prompt
-    labels[1::2, 12:] = -100  # rejected answers have eight tokens
+    ids, labels = make_formula_pairs()
     result = step(built, [Batch(ids, labels)], 2)
     assert float(result.loss) == pytest.approx(TRL["loss"], rel=1e-6)
     chosen, rejected, _ = (result.rewards / 2).tolist()

@@ -15,6 +15,7 @@ from memfit.certify import trace
 from memfit.certify.tracing.trace_step import trace_step
 from memfit.core.errors import InvalidRequest
 from memfit.plan.request.problem import read_problem
+from memfit.plan.request.wording import restate
 from memfit.plan.search.levers import turn
 from memfit.plan.search.search import search
 from memfit.records.recipe import Lora, Preference
@@ -31,6 +32,7 @@ from memfit.train.step.step import log_probs
 
 OFF = Preference(beta=0.1, reference="adapter-off")
 BEFORE = Preference(beta=0.1, reference="precomputed")
+SIMPO = Preference(beta=2.0, loss_type="simpo", gamma=0.5)
 LORA = Lora(rank=4, alpha=8.0, targets=("q_proj", "v_proj"))
 
 
@@ -86,6 +88,21 @@ def test_a_run_prefers_what_was_chosen_and_says_so(preference, request_, cache, 
     assert found["loss.final"].unit == found["loss.evaluation"].unit == "nats/pair"
     assert found["reward.accuracy.final"].value == last["reward_accuracy"]
     assert found["reward.margin.evaluation"].value == last["evaluation_reward_margin"]
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_run_of_simpo_needs_no_reference(method, request_, cache, tmp_path):
+    asked = replace(request_, task=replace(request_.task, objective="simpo"))
+    recipe = recipe_of(
+        SIMPO, objective="simpo", method=method, lora=LORA if method == "lora" else Lora(),
+        steps=12, optimizer={"learning_rate": 1e-2},
+    )  # fmt: skip
+    run = train(recipe, asked, tmp_path / "run", cache=cache)
+    rows = rows_of(tmp_path / "run")
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert rows[-1]["reward_margin"] > rows[0]["reward_margin"]
+    assert run.measurements["loss.final"].unit == "nats/pair"
+    assert not (tmp_path / "run" / FILE).exists()
 
 
 def test_a_micro_batch_holds_whole_pairs_with_the_preferred_first(request_, cache):
@@ -226,6 +243,19 @@ def test_a_plan_decides_pairs_and_references():
     assert all(way.get("micro_batch", 2) % 2 == 0 for way in turned)
 
 
+def test_a_plan_of_simpo_has_no_reference_and_is_a_request_again(tmp_path):
+    task = Task(objective="simpo", sequence_length=64, global_batch=8, steps=3)
+    asked = planned(task=task, method="lora", preference=PreferenceRequest(beta=2.0))
+    plan = api.plan(asked, levers=False)
+    assert plan.recipe.preference == replace(SIMPO, gamma=0.5)
+    assert api.predict(restate(plan)).recipe.preference == plan.recipe.preference
+    turned = [dict(way) for way, _ in turn(read_problem(asked), plan.recipe)]
+    assert not any("preference.reference" in way for way in turned)
+    dpo = api.plan(planned(preference=PreferenceRequest(loss_type="discopop")), levers=False)
+    assert dpo.recipe.preference.tau == 0.05
+    assert dpo.recipe.preference.gamma == 0.0
+
+
 def test_the_search_can_choose_only_what_the_build_accepts():
     found = search(read_problem(planned(method="lora", limits=Limits(memory="1.2 MiB"))))
     build_model(found.recipe, "cpu")
@@ -241,6 +271,26 @@ REFUSED = {
     "no adapter": (
         {"method": "full", "preference": PreferenceRequest(reference="adapter-off")},
         "has no adapter",
+    ),
+    "a reference of simpo": (
+        {"task": Task(objective="simpo"), "preference": PreferenceRequest(reference="precomputed")},
+        "without a reference",
+    ),
+    "a loss of another objective": (
+        {"task": Task(objective="simpo"), "preference": PreferenceRequest(loss_type="ipo")},
+        "is not a loss of `objective: simpo`",
+    ),
+    "a margin of dpo": (
+        {"preference": PreferenceRequest(gamma=0.5)},
+        "`preference.gamma: 0.5` with",
+    ),
+    "simpo of another framework": (
+        {"framework": "trl", "task": Task(objective="simpo")},
+        "describes how it computes",
+    ),
+    "a loss of another framework": (
+        {"framework": "trl", "preference": PreferenceRequest(loss_type="ipo")},
+        "with `loss_type: sigmoid` alone",
     ),
     "another framework": ({"framework": "torchtune"}, "not how it compares pairs"),
 }
@@ -266,11 +316,13 @@ def test_a_recipe_without_pairs_keeps_its_digest():
     assert recipe_of(OFF).digest != recipe_of(replace(OFF, beta=0.2)).digest
 
 
-def test_the_request_of_the_page_on_objectives_plans(tmp_path):
+def test_the_requests_of_the_page_on_objectives_plan(tmp_path):
     text = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text()
-    request = tmp_path / "request.yaml"
-    request.write_text(text.split("```yaml\n")[1].split("```")[0])
     write_pairs(tmp_path / "pairs.jsonl")
-    plan = api.plan(api.read(request), levers=False)
-    assert plan.recipe.preference == OFF
-    assert plan.recipe.global_batch == 32
+    expected = [OFF, Preference(beta=2.0, loss_type="simpo", gamma=1.0)]
+    for part, preference in zip(text.split("```yaml\n")[1:], expected, strict=True):
+        request = tmp_path / "request.yaml"
+        request.write_text(part.split("```")[0])
+        plan = api.plan(api.read(request), levers=False)
+        assert plan.recipe.preference == preference
+        assert plan.recipe.global_batch == 32

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from memfit.records.request import Request
     from memfit.records.results import Certificate, Lever, Nearest, Plan
 
-TASKS = ("pretrain", "sft", "dpo")  # of `task.objective`
+TASKS = ("pretrain", "sft", "dpo", "simpo")  # of `task.objective`
 YOURS = "YOUR_DATA.jsonl"  # of a command that needs data, where none was named
 
 
@@ -46,7 +46,7 @@ YOURS = "YOUR_DATA.jsonl"  # of a command that needs data, where none was named
 @click.option(
     "--objective",
     type=click.Choice((*TASKS, *OBJECTIVES)),
-    help="task.objective: pretrain, sft or dpo. Of --devices: which offer is the best; fastest.",
+    help=f"task.objective: {', '.join(TASKS)}. Of --devices: which offer is the best; fastest.",
 )
 @click.option(
     "--why-not",

@@ -12,6 +12,7 @@ from typing import Literal
 
 from memfit.core.errors import InvalidRequest
 from memfit.core.system.reading import is_file, is_folder, parse_json
+from memfit.objectives import find_objective
 from memfit.records import Record
 
 PLACEHOLDER = "YOUR_DATASET"
@@ -175,7 +176,7 @@ def refuse_patterns(data: Data, tool: str) -> None:
 
 def refuse_shapes(data: Data, known: tuple[str, ...], objective: str, tool: str) -> None:
     """Raise InvalidRequest for records that a tool does not train on under the objective."""
-    wanted = ("pairs",) if objective == "dpo" else known
+    wanted = ("pairs",) if find_objective(objective).pairs else known
     for part in data.parts:
         if part.shape and part.shape not in wanted:
             found = ", ".join(f"`{key}`" for key in SHAPES[part.shape])
@@ -192,7 +193,8 @@ def read_notes(data: Data, objective: str) -> tuple[str, ...]:
     if not data.here:
         none = data.named == PLACEHOLDER
         missing = "the request names none; put yours in its place: " if none else ""
-        wanted = {"dpo": "chosen, rejected", "pretrain": "text"}.get(objective, "messages")
+        usual = {"pretrain": "text"}.get(objective, "messages")
+        wanted = "chosen, rejected" if find_objective(objective).pairs else usual
         found.append(f"data: `{data.named}`: {missing}its records need {wanted}")
     if any(part.kind == "text" for part in data.parts):
         found.append("data: the tool takes each line of a text file for a document of its own")

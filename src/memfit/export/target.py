@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ from memfit.export.data import Data, read_data
 from memfit.export.files import File
 from memfit.export.needs import Need
 from memfit.export.peak import Peak
+from memfit.objectives import find_objective
 from memfit.plan.request.assumed import is_estimated
 from memfit.records import Record
 from memfit.records.hardware import Device
@@ -160,12 +162,28 @@ def find_target(name: str) -> Target:
     return exports.find(name)
 
 
+def refuse_loss(recipe: Recipe, losses: Mapping[str, tuple[str, ...]], tool: str) -> None:
+    """Raise InvalidRequest for a loss of pairs that a tool has not.
+
+    losses: of each objective, the `preference.loss_type` that the tool's file can say.
+    """
+    objective, loss = recipe.objective, recipe.preference.loss_type
+    if recipe.prefers and loss not in losses.get(objective, ()):
+        known = "; ".join(f"`objective: {o}` with {', '.join(n)}" for o, n in losses.items())
+        raise InvalidRequest(
+            f"`objective: {objective}` with `preference.loss_type: {loss}` cannot be written for"
+            f" `{tool}`",
+            hint=f"what is written for it is {known}; `memfit train` has it",
+        )
+
+
 def check_supported(objective: str, parallel: Parallel | ParallelRequest, target: Target) -> None:
     """Raise InvalidRequest for an objective, or an axis of the mesh, that the tool has not."""
     tokens = "preference" not in target.says and not (target.schedules or target.launches)
-    if objective == "dpo" and tokens:
+    if find_objective(objective).pairs and tokens:
         raise InvalidRequest(
-            f"`objective: dpo` cannot be written for `{target.name}`, which trains on tokens alone",
+            f"`objective: {objective}` cannot be written for `{target.name}`, which trains on"
+            " tokens alone",
             hint="trl, axolotl and llamafactory compare pairs, and so does `memfit train`, which"
             " slurm, k8s, … start elsewhere",
         )

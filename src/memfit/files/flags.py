@@ -64,7 +64,7 @@ FLAGS = (
     Flag(("epochs", "num-train-epochs"), "task.epochs", "N", "passes over the data"),
     Flag(("data", "dataset"),
          "task.data", "PATH", "text, JSONL, CSV or parquet file, or a folder of them"),
-    Flag(("objective",), "task.objective", "NAME", "pretrain, sft or dpo", words=True),
+    Flag(("objective",), "task.objective", "NAME", "pretrain, sft, dpo or simpo", words=True),
     Flag(("dpo",), "task.objective", "", "preferences: pairs of answers", value="dpo"),
     Flag(("precision", "mixed-precision"),
          "precision", "NAME", "fp32, bf16, bf16-mixed, fp16-mixed, …", words=True),

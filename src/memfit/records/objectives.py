@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memfit.core.errors import InvalidRequest
+from memfit.objectives import find_objective
 from memfit.records.recipe import ADAPTED, Method, Recipe
 
 
@@ -16,13 +17,14 @@ def check_objective(recipe: Recipe) -> None:
         return
     if recipe.packing:
         raise InvalidRequest(
-            "`packing: true` under `objective: dpo`, which compares answers row by row: a row of"
-            " many answers has one log-probability",
+            f"`packing: true` under `objective: {recipe.objective}`, which compares answers row by"
+            " row: a row of many answers has one log-probability",
             hint="use `packing: false`, which a request calls `task.packing`",
         )
     if recipe.micro_batch % 2:
         raise InvalidRequest(
-            f"`micro_batch: {recipe.micro_batch}` is odd, and `objective: dpo` takes pairs of rows",
+            f"`micro_batch: {recipe.micro_batch}` is odd, and `objective: {recipe.objective}` takes"
+            " pairs of rows",
             hint=f"use `micro_batch: {recipe.micro_batch + 1}`",
         )
     if recipe.preference.beta <= 0:
@@ -30,30 +32,44 @@ def check_objective(recipe: Recipe) -> None:
             f"`preference.beta: {recipe.preference.beta}` teaches nothing",
             hint="use a number above 0, such as 0.1",
         )
+    find_objective(recipe.objective).check(recipe.preference)
     _check_reference(recipe)
     check_alone(recipe.objective, recipe.parallel.world)
 
 
 def check_alone(objective: str, ranks: int) -> None:
     """Raise InvalidRequest for an objective that only one device has."""
-    if objective == "dpo" and ranks > 1:
+    if find_objective(objective).pairs and ranks > 1:
         raise InvalidRequest(
-            f"`objective: dpo` on {ranks} ranks: gathered log-probabilities and the reference's own"
-            " gathering are not held against one process yet",
+            f"`objective: {objective}` on {ranks} ranks: gathered log-probabilities and the"
+            " reference's own gathering are not held against one process yet",
             hint="use one device; adapters over a frozen base need the least memory",
         )
 
 
 def _check_reference(recipe: Recipe) -> None:
     reference = recipe.preference.reference
+    if not find_objective(recipe.objective).refers:
+        check_no_reference(recipe.objective, reference)
+        return
     if reference == "none":
         raise InvalidRequest(
-            "`objective: dpo` without a reference",
+            f"`objective: {recipe.objective}` without a reference",
             hint="use `preference.reference: adapter-off` or `precomputed`",
         )
     check_second(reference)
     if reference == "adapter-off":
         check_adapter(recipe.method)
+
+
+def check_no_reference(objective: str, reference: str) -> None:
+    """Raise InvalidRequest for a reference that the objective compares nothing with."""
+    if reference != "none":
+        raise InvalidRequest(
+            f"`preference.reference: {reference}` under `objective: {objective}`, which compares"
+            " both answers without a reference",
+            hint="leave `preference.reference` on `auto`",
+        )
 
 
 def check_second(reference: str) -> None:

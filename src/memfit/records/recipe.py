@@ -9,11 +9,12 @@ from typing import Literal
 import msgspec
 
 from memfit.base_formats import find_base_format, name_coding
+from memfit.objectives import find_objective
 from memfit.records import Record
 from memfit.records.model import ModelReference
 
 Method = Literal["full", "freeze", "lora", "dora"]
-Objective = Literal["pretrain", "sft", "dpo"]
+Objective = Literal["pretrain", "sft", "dpo", "simpo"]
 Reference = Literal["none", "adapter-off", "precomputed", "second-model"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp16", "fp8-mixed", "fp4-mixed"]
 Scaling = Literal["plain", "rank-stabilised"]
@@ -46,6 +47,8 @@ OWN_VALUES: dict[str, tuple[object, ...]] = {
 LATE_IN_OPTIMIZER = (
     "in_backward", "stochastic_rounding", "warmup_ratio", "floor", "power", "decay_ratio",
 )  # fmt: skip
+# keys of `preference` that came later, and how older recipes stand
+LATE_IN_PREFERENCE = {"loss_type": "sigmoid", "gamma": 0.0, "tau": 0.0}
 OWN_AXES = (
     "dp_replicate", "dp_shard", "reshard_after_forward", "tp", "sequence_parallel", "cp", "pp",
     "virtual_pp",
@@ -90,16 +93,19 @@ class Freeze(Record, frozen=True, kw_only=True):
 
 
 class Preference(Record, frozen=True, kw_only=True):
-    """Direct preference optimisation (Rafailov et al. 2305.18290); beta 0 under other objectives.
+    """How pairs are compared (`memfit.objectives`); beta 0 under objectives without pairs.
 
     The reference is the same weights with the adapter switched off, run before each micro-batch's
     own forward; or its log-probabilities are computed once, before the first step. Other trainers
-    hold a second model.
+    hold a second model. Objectives such as `simpo` compare with none.
     """
 
     beta: float = 0.0
     label_smoothing: float = 0.0  # share of the pairs taken to be the wrong way round
     reference: Reference = "none"
+    loss_type: str = "sigmoid"
+    gamma: float = 0.0  # simpo: by how much the preferred answer's reward is to be the larger
+    tau: float = 0.0  # discopop's temperature
 
 
 class Optimizer(Record, frozen=True, kw_only=True):
@@ -254,6 +260,10 @@ class Recipe(Record, frozen=True, kw_only=True):
             del content["quantisation"]
         if not self.preference.beta:
             del content["preference"]
+        else:
+            for late, usual in LATE_IN_PREFERENCE.items():
+                if content["preference"][late] == usual:
+                    del content["preference"][late]
         encoded = msgspec.json.encode(content, order="sorted")
         return hashlib.sha256(encoded).hexdigest()[:16]
 
@@ -281,8 +291,8 @@ class Recipe(Record, frozen=True, kw_only=True):
 
     @property
     def prefers(self) -> bool:
-        """Whether rows come in pairs, the preferred one first: `objective: dpo`."""
-        return self.objective == "dpo"
+        """Whether rows come in pairs, the preferred one first, as `dpo` has them."""
+        return find_objective(self.objective).pairs
 
     @property
     def references(self) -> int:

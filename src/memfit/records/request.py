@@ -21,6 +21,7 @@ from memfit.core.system.reading import (
     read_text,
     shorten,
 )
+from memfit.objectives import find_objective
 from memfit.records import Record, from_data, to_data
 from memfit.records.looser import read_looser
 from memfit.records.model import ModelReference
@@ -77,11 +78,14 @@ class Task(Record, frozen=True, kw_only=True):
 
 
 class PreferenceRequest(Record, frozen=True, kw_only=True):
-    """Direct preference optimisation; used when the objective is `dpo`."""
+    """How pairs are compared; used when the objective is `dpo` or `simpo`."""
 
     beta: PositiveFloat = 0.1
     label_smoothing: Smoothing = 0.0
     reference: Literal["auto", "adapter-off", "precomputed", "second-model"] = "auto"
+    loss_type: str = "auto"  # auto: sigmoid of dpo; or another name of `memfit.objectives`
+    gamma: NotNegativeFloat | Auto = "auto"  # of simpo; auto: 0.5
+    tau: PositiveFloat | Auto = "auto"  # of `loss_type: discopop`; auto: 0.05
 
 
 class LoraRequest(Record, frozen=True, kw_only=True):
@@ -309,7 +313,7 @@ class Request(Record, frozen=True, kw_only=True):
         """Rows of the smallest micro-batch: the stated one; else one row, or one pair."""
         if self.micro_batch != "auto":
             return self.micro_batch
-        return 2 if self.task.objective == "dpo" else 1
+        return find_objective(self.task.objective).least_rows
 
     @property
     def global_batch(self) -> int:

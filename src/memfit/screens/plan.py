@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from memfit.core import units
 from memfit.core.wording import set_words
+from memfit.objectives import find_objective
 from memfit.plan.memory.verdict import describe_lack, needs
 from memfit.plan.request.assumed import describe_storage, is_pure
 from memfit.plan.step_time.communication.traffic import compare_with_copies
@@ -109,7 +110,12 @@ def _describe_objective(recipe: Recipe) -> str:
     """What is learned, where it is not every token."""
     preference = recipe.preference
     if recipe.prefers:
-        return f"dpo (beta {preference.beta:g}, reference {preference.reference}), "
+        usual = find_objective(recipe.objective).usual_loss
+        kind = "" if preference.loss_type == usual else f"{preference.loss_type}, "
+        return (
+            f"{recipe.objective} ({kind}beta {preference.beta:g},"
+            f" reference {preference.reference}), "
+        )
     return "" if recipe.objective == "pretrain" else f"{recipe.objective}, "
 
 

@@ -26,7 +26,7 @@ from memfit.export.hugging_face import (
     write_zero,
 )
 from memfit.export.needs import find_needs
-from memfit.export.target import Draft, Job, exports
+from memfit.export.target import Draft, Job, exports, refuse_loss
 from memfit.export.targets.accelerate import (
     Launches,
     shards,
@@ -179,6 +179,7 @@ def _data(job: Job) -> dict[str, Any]:
             {"path": file, "ds_type": load_with(part), "shape": part.shape or usual}
             for part in data.parts for file in part.files
         ]  # fmt: skip
+    refuse_loss(recipe, {"dpo": ("sigmoid",)}, "axolotl")
     if recipe.prefers:
         return {
             "rl": "dpo",

@@ -28,7 +28,7 @@ from memfit.export.hugging_face import (
     write_steps,
 )
 from memfit.export.needs import find_needs
-from memfit.export.target import Draft, Job, exports
+from memfit.export.target import Draft, Job, exports, refuse_loss
 from memfit.export.targets.accelerate import NAME as LAUNCH
 from memfit.export.targets.accelerate import (
     Launches,
@@ -224,6 +224,7 @@ def _name_kernel(attention: dict[str, Any]) -> dict[str, str]:
 def _pairs(recipe: Recipe, left: dict[str, str], becomes: dict[str, Any]) -> dict[str, Any]:
     if not recipe.prefers:
         return {}
+    refuse_loss(recipe, {"dpo": ("sigmoid",)}, "llamafactory")
     adapted = recipe.method in ADAPTED
     becomes["preference.reference"] = "adapter-off" if adapted else "second-model"
     if recipe.preference.reference == "precomputed":

@@ -26,7 +26,7 @@ from memfit.export.hugging_face import (
 )
 from memfit.export.needs import find_needs
 from memfit.export.settle import look_up
-from memfit.export.target import Draft, Job, exports
+from memfit.export.target import Draft, Job, exports, refuse_loss
 from memfit.export.targets.accelerate import NAME as LAUNCH
 from memfit.export.targets.accelerate import (
     Launches,
@@ -37,6 +37,7 @@ from memfit.export.targets.accelerate import (
     write_deepspeed,
     write_launch,
 )
+from memfit.objectives import find_objective
 from memfit.plan.frameworks.hugging_face.pairs import TILED
 from memfit.plan.frameworks.hugging_face.peft import saved_modules
 from memfit.records.recipe import ADAPTED, Recipe
@@ -146,11 +147,17 @@ def _data(job: Job) -> dict[str, Any]:
 
 
 def _pairs(recipe: Recipe) -> dict[str, Any]:
-    """DPOConfig's own; without a second model the reference is the one without its adapter."""
+    """DPOConfig's own, whose losses are named as memfit's.
+
+    Without a second model the reference is the one without its adapter.
+    """
+    refuse_loss(recipe, {"dpo": tuple(find_objective("dpo").loss_types)}, "trl")
+    tau = recipe.preference.tau
     return {
-        "loss_type": ["sigmoid"],
+        "loss_type": [recipe.preference.loss_type],
         "beta": recipe.preference.beta,
         "label_smoothing": recipe.preference.label_smoothing,
+        **({"discopop_tau": tau} if tau else {}),
         "precompute_ref_log_probs": recipe.preference.reference == "precomputed",
         "disable_dropout": not recipe.lora.dropout,
     }

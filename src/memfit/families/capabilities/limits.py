@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from memfit.core.errors import InvalidRequest
 from memfit.families import find_family
+from memfit.objectives import find_objective
 from memfit.records.model import Architecture
 from memfit.records.request import Request
 
@@ -23,7 +24,7 @@ def choose_packing(request: Request, a: Architecture) -> bool:
         return request.task.packing
     parallel = request.parallel if request.is_own else "auto"
     ring = parallel != "auto" and parallel.cp > 1
-    return request.task.objective != "dpo" and not a.alibi and not ring
+    return not find_objective(request.task.objective).pairs and not a.alibi and not ring
 
 
 def check_limits(

@@ -77,8 +77,8 @@ def _by_chunks(flat: Tensor, weight: Tensor, labels: Tensor, compute: str, chunk
     return sums
 
 
-def judge(policy: Tensor, reference: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows,) of policy and reference -> the loss, 0-dim, and sums of rewards, (3,)."""
+def judge(policy: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows,) of the policy -> the loss, 0-dim, and sums of rewards, (3,)."""
     meter, (rows,) = policy.meter, policy.shape
     found = empty(meter, labels.shape, "bool")
     del found

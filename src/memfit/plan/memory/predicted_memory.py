@@ -247,6 +247,7 @@ def describe(
         in_backward=recipe.optimizer if recipe.optimizer.in_backward else None,
         coded=Quantised.of(recipe),
         prefers=recipe.prefers,
+        given=recipe.preference.reference == "precomputed",
         sharding=find_sharding(recipe, rank),
         stages=stages,
         program=SharedProducts(tp=tp) if tp > 1 else None,

@@ -16,6 +16,7 @@ from memfit.catalog import CatalogModel
 from memfit.core.errors import Error, InvalidRequest, did_you_mean
 from memfit.core.notebook import draw_tables
 from memfit.core.units import show_bytes
+from memfit.objectives import find_objective
 from memfit.plan.questions.compare import place
 from memfit.plan.request.model_reference import find_reference
 from memfit.plan.request.problem import find_device
@@ -224,7 +225,7 @@ def _rows(tries: Tries) -> Try | None:
         task: Task = structs.replace(request.task, global_batch=rows * ranks)
         return tries(rows, structs.replace(request, task=task, micro_batch=rows))
 
-    least = 2 if request.task.objective == "dpo" else 1  # whole pairs
+    least = find_objective(request.task.objective).least_rows  # whole pairs
     return _halve(range(least, MOST_ROWS + 1, least), attempt)
 
 

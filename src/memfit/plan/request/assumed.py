@@ -13,6 +13,7 @@ from memfit import catalog
 from memfit.core import units
 from memfit.core.errors import InvalidRequest
 from memfit.core.system.reading import exists
+from memfit.objectives import find_objective
 from memfit.optimizers import optimizers
 from memfit.plan.request.data_size import DataSize, estimate_data
 from memfit.plan.request.model_reference import expand
@@ -88,7 +89,7 @@ def _folder(request: Request) -> str:
 def _count_rows(task: Task, size: DataSize, length: int, *, packed: bool) -> float:
     if packed:
         return size.tokens / length
-    return size.records * (2 if task.objective == "dpo" else 1)
+    return size.records * find_objective(task.objective).least_rows
 
 
 def describe_assumed(request: Request, recipe: Recipe) -> tuple[str, ...]:

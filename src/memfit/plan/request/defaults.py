@@ -11,12 +11,13 @@ from memfit import families
 from memfit.adapters.shared.projections import choose_targets
 from memfit.core.errors import InvalidRequest
 from memfit.families.capabilities.limits import choose_packing
+from memfit.objectives import find_objective
 from memfit.plan.frameworks import Framework, find_framework, resolve_options
 from memfit.plan.request.assumed import count_steps
 from memfit.plan.request.meshes import match_devices
 from memfit.plan.request.model_reference import find_reference
 from memfit.plan.request.precision import choose_precision
-from memfit.plan.request.preference_checks import check_pairs, choose_preference
+from memfit.plan.request.preference_checks import check_described, check_pairs, choose_preference
 from memfit.plan.request.problem import find_device, find_network, sequence_length
 from memfit.records.hardware import Device
 from memfit.records.model import Model
@@ -33,13 +34,15 @@ def read_defaults(
     file does not describe.
     """
     framework = find_framework(request.framework)
-    if request.task.objective == "dpo" and not framework.pairs:
+    objective = find_objective(request.task.objective)
+    if objective.pairs and not framework.pairs:
         raise InvalidRequest(
-            f"`objective: dpo` under `framework: {request.framework}`: memfit describes how it"
-            " predicts tokens, not how it compares pairs",
+            f"`objective: {objective.name}` under `framework: {request.framework}`: memfit"
+            " describes how it predicts tokens, not how it compares pairs",
             hint="use `framework: trl` or `hf-trainer`, or `memfit` on one device",
         )
     check_pairs(request)
+    check_described(request)
     reference = find_reference(request.model)
     model = families.read_model(reference)
     device = device or find_device(request.hardware.device)

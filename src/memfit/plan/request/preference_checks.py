@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from memfit.core.errors import InvalidRequest
-from memfit.records.objectives import check_adapter, check_second
+from memfit.objectives import find_objective
+from memfit.records.objectives import check_adapter, check_no_reference, check_second
 from memfit.records.recipe import ADAPTED, Method, Preference, Reference
 from memfit.records.request import Request
 
 
 def check_pairs(request: Request) -> None:
     """Raise InvalidRequest for what `objectives` refuses of a recipe, where the request says it."""
-    if request.task.objective != "dpo":
+    objective = request.task.objective
+    if not find_objective(objective).pairs:
         return
     micro, batch = request.micro_batch, request.global_batch
     if batch % 2:
         raise InvalidRequest(
-            f"`task.global_batch: {batch}` is odd, and `objective: dpo` takes pairs of sequences",
+            f"`task.global_batch: {batch}` is odd, and `objective: {objective}` takes pairs of"
+            " sequences",
             hint=f"use `global_batch: {batch + 1}`",
         )
     if micro != "auto" and micro % 2:
         raise InvalidRequest(
-            f"`micro_batch: {micro}` is odd, and `objective: dpo` takes pairs of sequences",
+            f"`micro_batch: {micro}` is odd, and `objective: {objective}` takes pairs of sequences",
             hint=f"use `micro_batch: {micro + 1}`",
         )
     if request.task.packing is True:
         raise InvalidRequest(
-            "`task.packing: true` under `objective: dpo`, which compares answers row by row",
+            f"`task.packing: true` under `objective: {objective}`, which compares answers row by"
+            " row",
             hint="leave `task.packing` on `auto`",
+        )
+
+
+def check_described(request: Request) -> None:
+    """Raise InvalidRequest for a loss of pairs that is described of memfit's own step alone."""
+    objective, loss = find_objective(request.task.objective), request.preference.loss_type
+    if not objective.pairs or request.is_own:
+        return
+    usual = find_objective("dpo").usual_loss
+    if objective.name != "dpo" or loss not in ("auto", usual):
+        stated = "" if loss == "auto" else f" with `preference.loss_type: {loss}`"
+        raise InvalidRequest(
+            f"`objective: {objective.name}`{stated} under `framework: {request.framework}`: memfit"
+            f" describes how it computes `objective: dpo` with `loss_type: {usual}` alone",
+            hint="use `framework: memfit`",
         )
 
 
@@ -38,15 +59,37 @@ def choose_preference(
     whole: the reference of `auto` where all weights are trained; a second model is of the steps
     of others that have one.
     """
-    if request.task.objective != "dpo":
+    objective = find_objective(request.task.objective)
+    if not objective.pairs:
         return Preference()
     asked = request.preference
+    loss = objective.usual_loss if asked.loss_type == "auto" else asked.loss_type
+    made = Preference(
+        beta=asked.beta, label_smoothing=asked.label_smoothing, loss_type=loss,
+        gamma=_choose("gamma", asked.gamma, 0.5, loss, "simpo"),
+        tau=_choose("tau", asked.tau, 0.05, loss, "discopop"),
+    )  # fmt: skip
+    objective.check(made)
+    if not objective.refers:
+        if asked.reference != "auto":
+            check_no_reference(objective.name, asked.reference)
+        return made
     usual: Reference = "adapter-off" if method in ADAPTED else whole
     reference = usual if asked.reference == "auto" else asked.reference
     if whole == "precomputed":
         check_second(reference)
     if reference == "adapter-off":
         check_adapter(method)
-    return Preference(
-        beta=asked.beta, label_smoothing=asked.label_smoothing, reference=reference
-    )  # fmt: skip
+    return replace(made, reference=reference)
+
+
+def _choose(name: str, asked: float | str, usual: float, loss: str, owner: str) -> float:
+    """A setting that one loss has; raises InvalidRequest where it is stated for another."""
+    if loss == owner:
+        return usual if isinstance(asked, str) else asked
+    if not isinstance(asked, str) and asked:
+        raise InvalidRequest(
+            f"`preference.{name}: {asked:g}` with `loss_type: {loss}`, which has none",
+            hint=f"it is of `loss_type: {owner}`",
+        )
+    return 0.0

@@ -21,6 +21,7 @@ from memfit.families.capabilities.compiled import check_compiled, settle_compile
 from memfit.families.capabilities.lean import check_lean
 from memfit.families.capabilities.limits import check_limits, choose_packing, own_kernels
 from memfit.meta.attending.kernels import Heads, heads_of, refusal, usable
+from memfit.objectives import find_objective
 from memfit.optimizers import default_implementation, optimizers
 from memfit.optimizers.low_bit import can_round, check_rounding
 from memfit.optimizers.shared.in_backward import refuse_in_backward
@@ -281,13 +282,13 @@ def in_backward_lack(request: Request) -> tuple[str, str] | None:
 
 def list_micro_batches(request: Request, parallel: Parallel) -> list[int]:
     """The micro-batches to try on a mesh: whole parts of a rank's share of the global batch, as
-    many as its stages take, and whole pairs of `dpo`."""
+    many as its stages take, and whole pairs where answers are compared."""
     if request.micro_batch != "auto":
         return [request.micro_batch]
     own = request.global_batch // parallel.dp
     found = divisors(own)
     found = [n for n in found if runs_in(parallel, own // n)] or found[:1]
-    return [n for n in found if not n % 2] if request.task.objective == "dpo" else found
+    return [n for n in found if not n % find_objective(request.task.objective).least_rows]
 
 
 def allowed(problem: Problem, precision: Precision) -> bool:
@@ -378,7 +379,7 @@ def first_recipe(
         offload="none" if request.offload == "auto" else request.offload,
         sequence_length=length,
         packing=packed,
-        micro_batch=(smallest := 2 if request.task.objective == "dpo" else 1),
+        micro_batch=(smallest := find_objective(request.task.objective).least_rows),
         accumulation=request.global_batch // (smallest * parallel.dp),
         parallel=parallel,
         steps=count_steps(request, length, packed).steps,
@@ -449,7 +450,7 @@ def _usual_rate(request: Request, reference: ModelReference, model: Model, metho
     """AdamW's, which Muon's updates are scaled to."""
     if find_weights(request, reference) == "random":
         return 1e-3 if _count(model) < 50_000_000 else 3e-4
-    if request.task.objective == "dpo":  # as the alignment handbook's recipes
+    if find_objective(request.task.objective).pairs:  # as the alignment handbook's recipes
         return 5e-6 if method in ADAPTED else 5e-7
     return 2e-4 if method in ADAPTED else 2e-5
 

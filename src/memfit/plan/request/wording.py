@@ -19,6 +19,17 @@ LABELS = (
 )  # fmt: skip
 
 
+def state_preference(recipe: Recipe) -> dict[str, Any]:
+    """How a recipe compares pairs, in a request's words: `auto` where its loss has no such key."""
+    found = {name: value or "auto" for name, value in to_data(recipe.preference).items()}
+    found["label_smoothing"] = recipe.preference.label_smoothing
+    if recipe.preference.loss_type == "simpo":
+        found["gamma"] = recipe.preference.gamma
+    if recipe.preference.reference == "none":
+        found["reference"] = "auto"
+    return found
+
+
 def state(request: Request, recipe: Recipe, framework: Framework) -> Request:
     """The request with everything stated that a candidate decides."""
     changes = words(request, recipe, framework)
@@ -118,7 +129,7 @@ def restate(plan: Plan) -> Request:
     data["lora"] = to_data(lora)
     data["freeze"] = to_data(recipe.freeze)
     if recipe.prefers:
-        data["preference"] = to_data(recipe.preference)
+        data["preference"] = state_preference(recipe)
     data["task"] |= {
         "objective": recipe.objective, "sequence_length": recipe.sequence_length,
         "packing": recipe.packing, "global_batch": recipe.global_batch,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 from memfit.core.errors import InvalidRequest
+from memfit.objectives import find_objective
 from memfit.plan.frameworks import Framework, Job, Rule, Split, divide, find_framework
 from memfit.plan.frameworks.shared.columns import pick, with_columns
 from memfit.plan.request.defaults import read_defaults, read_parallel
@@ -271,7 +272,7 @@ def _alone(request: Request) -> Request:
 
 def _least_rows(request: Request) -> int:
     """Rows of the smallest micro-batch: a pair of answers is two."""
-    return 2 if request.task.objective == "dpo" else 1
+    return find_objective(request.task.objective).least_rows
 
 
 def _base(request: Request, framework: Framework, device: Device) -> Recipe:
@@ -366,7 +367,8 @@ def _batches(
         table = cross_each(table, "micro_batch", share, divisors)
         pairs = Rule(
             "pairs", table["micro_batch"] % _least_rows(request) != 0,
-            "`objective: dpo` takes pairs of sequences, and a rank has {} of them",
+            f"`objective: {request.task.objective}` takes pairs of sequences, and a rank has {{}}"
+            " of them",
             (table["micro_batch"],), "fewer devices, or a larger `task.global_batch`",
         )  # fmt: skip
         table = keep(table, [pairs], removed)

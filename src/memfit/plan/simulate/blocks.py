@@ -293,7 +293,7 @@ class _Simulation:
         elif batch.documents is not None:
             position_ids = meta.empty(meter, shape, "int64", Kind.INPUT)
         given: Tensor | None = None
-        if self.setting.prefers and not self.setting.references:
+        if self.setting.given:
             given = meta.empty(meter, (batch.rows,), "float32", Kind.INPUT)
         return Inputs(input_ids, labels, position_ids, given)
 
@@ -358,9 +358,10 @@ class _Simulation:
     ) -> tuple[Tensor, Tensor]:
         """As train/step/step.py: the reference without a gradient, then the policy; loss, rewards.
 
-        given: the reference's log-probabilities where they come with the batch.
+        given: the reference's log-probabilities where they come with the batch; None where they do
+        not, or where no reference is compared with.
         """
-        chunk = self.setting.chunk
+        chunk, reference = self.setting.chunk, given
         if self.setting.references:
             outside = self._reference(self.outside)
             plain = replace(forward, adapter_dropout=False)
@@ -369,16 +370,15 @@ class _Simulation:
             reference = row_log_probs(forward, outside, hidden, labels, chunk)
             del hidden, outside, plain
             self.mark("embedding", "embedding")
-        else:
-            assert given is not None
-            reference = given
         hidden = _backbone(
             self._with_attention(forward), self, self.outside, self.blocks, boundaries
         )
         self.mark("loss", "loss")
         policy = row_log_probs(forward, self.outside, hidden, labels, chunk)
         del hidden
-        return judge(policy, reference, labels)
+        found = judge(policy, labels)
+        del reference
+        return found
 
     def _compare(self, program: Comparing, forward: Forward, boundaries: list[int]) -> Tensor:
         """As other trainers: the policy, then the reference beside its logits; the loss."""

@@ -116,6 +116,7 @@ class Setting(Record, frozen=True, kw_only=True):
     program: Program | None = None  # of another framework's step; None is memfit's own
     coded: Quantised = Quantised()  # products with quantised weights, of memfit's own
     prefers: bool = False  # rows are pairs, and the loss compares their log-probabilities
+    given: bool = False  # the reference's log-probabilities come with the batch
     sharding: Sharding | None = None  # of one rank of many
     stages: Stages | None = None  # of a rank that holds a part of the blocks
     references: int = 0  # forwards of the base model alone before each micro-batch's own

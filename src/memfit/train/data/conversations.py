@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from memfit.core.errors import InvalidRequest
+from memfit.objectives import find_objective
 from memfit.train.data.tokenizer import Tokenizer
 
 COLUMNS = (
@@ -63,16 +64,17 @@ Content = ConfigReading | Written
 def read_record(
     record: Mapping[str, Any], where: str, tokenizer: Tokenizer | None, objective: str
 ) -> Iterator[Example]:
-    """The examples of a record: two under `dpo`, the preferred answer first, else one.
+    """The examples of a record: two of a pair, the preferred answer first, else one.
 
     Raises InvalidRequest, naming the line and the field: no format that is known, a wrong type,
     an empty text, messages without a chat template, a pair of equal answers.
     """
-    if objective == "dpo":
+    if find_objective(objective).pairs:
         if not _has(record, "chosen", "rejected"):
             _refuse(
                 f"{where} is no pair of answers: it holds {_held(record)}",
-                "`objective: dpo` needs `chosen` and `rejected`, and `prompt` where they are texts",
+                f"`objective: {objective}` needs `chosen` and `rejected`, and `prompt` where they"
+                " are texts",
             )
         contents: tuple[Content, ...] = _pair(record, where)
     else:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from memfit.core.errors import InvalidRequest
+from memfit.objectives import find_objective
 from memfit.parallelism.context import own_parts, row_multiple
 from memfit.records.recipe import Recipe
 from memfit.records.shapes import RowBounds
@@ -243,7 +244,7 @@ def build_rows(
     elif int((lengths - 1).sum()) == 0:
         raise InvalidRequest(f"`{name}` has no token that another one predicts")
     rows: Rows
-    if objective == "dpo":
+    if find_objective(objective).pairs:
         rows = _pair_rows(lengths, width, seed, name)
     elif packing and not sft:
         rows = StreamRows(lengths, width, seed)

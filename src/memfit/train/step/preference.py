@@ -1,7 +1,8 @@
-"""Direct preference optimisation (Rafailov et al. 2305.18290, equation 7): loss of pairs of rows.
+"""Objectives of pairs of rows: their log-probabilities, and the loss that an objective declares.
 
 Row 2i of a micro-batch is the answer that was preferred to row 2i + 1. What is compared is each
-row's log-probability: the fp32 sum over its target tokens, under the policy and the reference.
+row's log-probability: the fp32 sum over its target tokens, or the mean, under the policy and, where
+the objective has one, the reference. The losses themselves are of `memfit.objectives`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from memfit.objectives import PairLoss, find_objective
 from memfit.records.recipe import Preference, Recipe
 from memfit.train.step.loss import IGNORE, add_outer, check_chunked, loss_and_slope
 
@@ -19,7 +21,8 @@ class Rewards:
     """Sums over pairs: rewards of preferred and of rejected answers, and pairs put right.
 
     A reward is beta times what the policy's log-probability exceeds the reference's by (2305.18290,
-    section 4).
+    section 4), or beta times the former where there is no reference; of an answer's mean where the
+    loss takes means.
     """
 
     sums: Tensor | None = None  # (3,) fp32, on the device
@@ -144,19 +147,22 @@ class _LogProbs(torch.autograd.Function):
 
 def judge(
     policy: Tensor,
-    reference: Tensor,
+    reference: Tensor | None,
     labels: Tensor,
-    preference: Preference,
+    recipe: Recipe,
     pairs: int,
     rewards: Rewards,
 ) -> Tensor:
     """Sum of the pairs' losses over `pairs`, 0-dim fp32; adds to `rewards`.
 
-    policy, reference: (rows,) log-probabilities. Pairs of rows without a target do not count.
+    policy, reference: (rows,) log-probabilities; None where the objective has no reference. Pairs
+    of rows without a target do not count.
     """
+    loss_type = find_objective(recipe.objective).find_loss(recipe.preference.loss_type)
     counted = (labels[::2] != IGNORE).any(1).float()
+    lengths = (labels != IGNORE).sum(1).clamp_(min=1) if loss_type.averages else None
     loss, sums = _Judged.apply(  # type: ignore[no-untyped-call]
-        policy, reference, counted, preference.beta, preference.label_smoothing, pairs
+        policy, reference, lengths, counted, loss_type.loss, recipe.preference, pairs
     )
     rewards.add(sums)
     return cast(Tensor, loss)
@@ -168,35 +174,41 @@ def count_pairs(labels: Tensor) -> Tensor:
 
 
 class _Judged(torch.autograd.Function):
-    """policy (rows,), reference (rows,), counted (pairs,) -> loss 0-dim, sums (3,).
+    """policy (rows,), reference and lengths (rows,) or None, counted (pairs,) -> loss, sums (3,).
 
-    -(1 - e) log sigmoid(m) - e log sigmoid(-m), whose slope by m is sigmoid(m) - (1 - e); m is the
-    preferred answer's reward less the rejected one's, e the label smoothing.
+    The loss's slope is in closed form: what is kept for the backward is (rows,), whatever it is.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         policy: Tensor,
-        reference: Tensor,
+        reference: Tensor | None,
+        lengths: Tensor | None,
         counted: Tensor,
-        beta: float,
-        smoothing: float,
+        loss_of: PairLoss,
+        preference: Preference,
         pairs: int,
     ) -> tuple[Tensor, Tensor]:
-        gains = (policy - reference).mul_(beta).view(-1, 2)
-        margin = gains[:, 0] - gains[:, 1]
-        right, wrong = (nn.functional.logsigmoid(m) for m in (margin, -margin))
-        losses = right.mul(smoothing - 1).sub_(wrong, alpha=smoothing)
-        loss = losses.mul_(counted).sum().div_(pairs)
-        won = (margin > 0).float()
-        sums = torch.stack((gains[:, 0], gains[:, 1], won)).mul_(counted).sum(1)
-        slope = margin.sigmoid_().sub_(1 - smoothing).mul_(counted).mul_(beta / pairs)
-        ctx.save_for_backward(torch.stack((slope, -slope), dim=1).flatten())
+        beta = preference.beta
+        compared = policy if reference is None else policy - reference
+        if lengths is not None:
+            compared = compared / lengths
+        gains = (compared * beta).view(-1, 2)
+        chosen, rejected = gains[:, 0], gains[:, 1]
+        found = loss_of(chosen, rejected, preference)
+        loss = found.values.mul(counted).sum().div_(pairs)
+        won = (chosen > rejected).float()
+        sums = torch.stack((chosen, rejected, won)).mul_(counted).sum(1)
+        slopes = torch.stack((found.by_chosen, found.by_rejected), dim=1)
+        slope = slopes.mul_(counted.unsqueeze(1)).mul_(beta / pairs).flatten()
+        if lengths is not None:
+            slope = slope / lengths
+        ctx.save_for_backward(slope)
         ctx.mark_non_differentiable(sums)
         return loss, sums
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
         (slope,) = ctx.saved_tensors
-        return slope * outer[0], None, None, None, None, None
+        return slope * outer[0], None, None, None, None, None, None

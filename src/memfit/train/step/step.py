@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from memfit.adapters import find_adapter
 from memfit.core.errors import InvalidRequest
 from memfit.families import read_model
+from memfit.objectives import find_objective
 from memfit.parallelism import clip_sharded, let_go, run_as_forward
 from memfit.parallelism.tensor import sharing
 from memfit.records.ledger import Phase
@@ -230,13 +231,14 @@ def _forward(
 
 
 def _prefer(built: Built, batch: Batch, pairs: int, enter: Enter, rewards: Rewards) -> Tensor:
-    """The loss of a micro-batch of pairs: the reference without a gradient, then the policy."""
+    """The loss of a micro-batch of pairs: the reference, if any, without a gradient, then the
+    policy."""
     reference = batch.reference
     if built.recipe.references:
         off = find_adapter(built.recipe).switched_off(built.model)
         with torch.no_grad(), off:
             reference = _log_probs(built, _hidden(built, batch), batch.labels)
-    if reference is None:
+    if reference is None and find_objective(built.recipe.objective).refers:
         raise InvalidRequest(
             "a batch of pairs comes without its reference's log-probabilities",
             hint="the recipe says `preference.reference: precomputed`: compute them first",
@@ -245,8 +247,7 @@ def _prefer(built: Built, batch: Batch, pairs: int, enter: Enter, rewards: Rewar
     enter(Phase.LOSS)
     policy = _log_probs(built, hidden, batch.labels)
     del hidden
-    preference = built.recipe.preference
-    return judge(policy, reference, batch.labels, preference, pairs, rewards)
+    return judge(policy, reference, batch.labels, built.recipe, pairs, rewards)
 
 
 def _reinforce(

@@ -1,0 +1,140 @@
+"""What a run learns from, one objective a file: which rows it takes, and its loss of them.
+
+An objective is declared once and asked by planner, tracer and trainer alike: whether rows come in
+pairs, whether a reference is run beside the policy, and whether log-probabilities are means. The
+loss of an objective of pairs is a pure function of both answers' rewards, which returns its own
+slope: the step differentiates nothing there, and holds the same bytes whatever the loss is. The
+package imports nothing but `memfit.core`, so that the records of a recipe can ask it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from memfit.core.errors import InvalidRequest, did_you_mean
+from memfit.core.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Knobs(Protocol):
+    """What a loss of pairs is set by: `preference` of a request and of a recipe."""
+
+    @property
+    def loss_type(self) -> str:
+        """Which of the objective's losses; "" is its usual one."""
+
+    @property
+    def beta(self) -> float:
+        """What a log-probability is multiplied by to be a reward."""
+
+    @property
+    def label_smoothing(self) -> float:
+        """Share of the pairs taken to be the wrong way round."""
+
+    @property
+    def gamma(self) -> float:
+        """By how much the preferred answer's reward is to exceed the other one."""
+
+    @property
+    def tau(self) -> float:
+        """DiscoPOP's temperature."""
+
+
+class Losses(NamedTuple):
+    """Of each pair, (pairs,): the loss, and its slope by the reward of each answer."""
+
+    values: Tensor
+    by_chosen: Tensor
+    by_rejected: Tensor
+
+
+class PairLoss(Protocol):
+    """The loss of pairs by the rewards of their answers: pure, elementwise, any float dtype."""
+
+    def __call__(self, chosen: Tensor, rejected: Tensor, knobs: Knobs) -> Losses:
+        """chosen, rejected: (pairs,) rewards, beta times a log-probability, or a ratio's."""
+
+
+class LossType(NamedTuple):
+    """One loss of an objective of pairs."""
+
+    loss: PairLoss
+    source: str  # the paper, and the equation
+    averages: bool = False  # rewards are of means over an answer's tokens, not of sums
+    smooths: bool = False  # `label_smoothing` is a part of it
+    needs_smoothing: bool = False  # and has to be above 0
+
+
+class Objective:
+    """What a run learns from."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        about: str,
+        refers: bool = False,
+        loss_types: Mapping[str, LossType] | None = None,
+        refused: Mapping[str, str] | None = None,
+    ) -> None:
+        """refused: losses that others have under this objective, and why memfit's step has not."""
+        self.name, self.about, self.refers = name, about, refers
+        self.loss_types = dict(loss_types or {})
+        self.refused = dict(refused or {})
+
+    @property
+    def pairs(self) -> bool:
+        """Whether rows come in pairs, the preferred answer first."""
+        return bool(self.loss_types)
+
+    @property
+    def least_rows(self) -> int:
+        """Rows of the smallest micro-batch."""
+        return 2 if self.pairs else 1
+
+    @property
+    def usual_loss(self) -> str:
+        """The `preference.loss_type` that is used where none is stated; "" without pairs."""
+        return next(iter(self.loss_types), "")
+
+    def find_loss(self, loss_type: str) -> LossType:
+        """The loss of that name, "" the usual one; raises InvalidRequest where there is none."""
+        name = loss_type or self.usual_loss
+        if name in self.loss_types:
+            return self.loss_types[name]
+        if name in self.refused:
+            raise InvalidRequest(
+                f"`preference.loss_type: {name}` under `objective: {self.name}`:"
+                f" {self.refused[name]}",
+                hint=f"use one of {', '.join(self.loss_types)}",
+            )
+        near = did_you_mean(name, self.loss_types)
+        raise InvalidRequest(
+            f"`preference.loss_type: {name}` is not a loss of `objective: {self.name}`, which has"
+            f" {', '.join(self.loss_types)}",
+            hint=f"did you mean {near}?" if near else f"use `loss_type: {self.usual_loss}`",
+        )
+
+    def check(self, knobs: Knobs) -> None:
+        """Raise InvalidRequest for settings that the loss does not have."""
+        found, name = self.find_loss(knobs.loss_type), knobs.loss_type or self.usual_loss
+        if knobs.label_smoothing and not found.smooths:
+            smoothed = [n for n, t in self.loss_types.items() if t.smooths]
+            raise InvalidRequest(
+                f"`preference.label_smoothing: {knobs.label_smoothing:g}` with `loss_type: {name}`,"
+                " which has none",
+                hint=f"use 0, or one of {', '.join(smoothed)}",
+            )
+        if found.needs_smoothing and not knobs.label_smoothing:
+            raise InvalidRequest(
+                f"`preference.loss_type: {name}` with `label_smoothing: 0`, whose logarithm it"
+                " takes",
+                hint="use a number above 0, such as 0.001",
+            )
+
+
+objectives: Registry[Objective] = Registry("objective", "memfit.objectives")
+find_objective = objectives.find

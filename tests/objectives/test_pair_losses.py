@@ -1,0 +1,195 @@
+"""Losses of pairs: slopes against autograd, and losses and gradients against TRL's own trainers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+from formula_weights import fill_by_formula, make_formula_pairs
+from memfit.core.errors import InvalidRequest
+from memfit.objectives import find_objective, objectives
+from memfit.records.recipe import Objective, Preference
+from memfit.train.step.preference import Rewards, judge
+from memfit.train.step.step import Batch, step
+from tiny_models import CONFIGS, gradients_in, make_built, make_recipe
+
+TESTS = Path(__file__).parent.parent
+PYTHON = Path(sys.prefix) / "neighbours" / "trainers" / "bin" / "python"
+REFERENCE = torch.tensor([-33.0, -18.0, -31.0, -19.0])  # as tests/neighbours/trl_pairs.py
+PAIRS = [(o, t) for o in objectives for t in find_objective(o).loss_types]
+LOSSES = [f"{o} {t}" for o, t in PAIRS]
+
+
+def preference_of(objective, loss, **changes):
+    found = find_objective(objective)
+    e = 0.1 if found.find_loss(loss).needs_smoothing or loss == "robust" else 0.0
+    given = {
+        "beta": 0.3, "label_smoothing": e, "loss_type": loss,
+        "gamma": 0.5 if loss == "simpo" else 0.0, "tau": 0.05 if loss == "discopop" else 0.0,
+        "reference": "precomputed" if found.refers else "none",
+    }  # fmt: skip
+    return Preference(**(given | changes))
+
+
+def test_every_objective_can_be_stated_and_no_other():
+    assert set(get_args(Objective)) == set(objectives)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize(("objective", "loss"), PAIRS, ids=LOSSES)
+def test_slopes_are_autograds(objective, loss, smoothing):
+    found = find_objective(objective).find_loss(loss)
+    if smoothing and not found.smooths:
+        smoothing = 0.0
+    if found.needs_smoothing:
+        smoothing = smoothing or 0.1
+    knobs = preference_of(objective, loss, label_smoothing=smoothing)
+    random = torch.Generator().manual_seed(1)
+    rewards = (torch.randn(2, 40, generator=random, dtype=torch.float64) * 2).requires_grad_()
+    losses, *slopes = found.loss(*rewards, knobs)
+    (expected,) = torch.autograd.grad(losses.sum(), rewards)
+    torch.testing.assert_close(torch.stack(slopes), expected)
+
+
+# each is the equation that its source prints, of rewards c and r
+WORKED = {
+    "sigmoid": (0.0, 0.0, 0.6931471805599453), "simpo": (0.5, 0.0, 0.6931471805599453),
+    "sigmoid_norm": (0.0, 0.0, 0.6931471805599453), "robust": (0.0, 0.0, 0.6931471805599453),
+    "exo_pair": (0.0, 0.0, 0.5 * (2 * 0.5108256237659907)), "hinge": (0.75, 0.25, 0.5),
+    "ipo": (0.0, 0.0, (0.5 / 0.3) ** 2), "apo_zero": (0.0, 0.0, 1.0), "apo_down": (0.0, 0.0, 1.0),
+    "sppo_hard": (0.5, -0.5, 0.0), "bco_pair": (0.0, 0.0, 2 * 0.6931471805599453),
+    "nca_pair": (0.0, 0.0, 2 * 0.6931471805599453), "discopop": (0.0, 0.0, 0.8465735902799727),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("objective", "loss"), PAIRS, ids=LOSSES)
+def test_losses_worked_by_hand(objective, loss):
+    chosen, rejected, expected = WORKED[loss]
+    knobs = preference_of(objective, loss)
+    rewards = (torch.tensor([x], dtype=torch.float64) for x in (chosen, rejected))
+    found = find_objective(objective).find_loss(loss).loss(*rewards, knobs)
+    assert float(found.values) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("objective", "loss"), PAIRS, ids=LOSSES)
+def test_a_micro_batchs_loss_and_slope_are_the_formulas(objective, loss):
+    """Of three pairs, one of which is padding: the mean of two, by autograd in fp64."""
+    found, knobs = find_objective(objective), preference_of(objective, loss)
+    labels = torch.tensor([[1, 2, -100, 3], [1, -100, -100, -100], [1, 1, 1, 1], [2, 2, 2, -100],
+                           [-100] * 4, [-100] * 4])  # fmt: skip
+    policy = torch.linspace(-6, 3, 6, dtype=torch.float64).requires_grad_()
+    reference = torch.linspace(-5, 1, 6, dtype=torch.float64) if found.refers else None
+    compared = policy if reference is None else policy - reference
+    if loss in ("ipo", "sigmoid_norm", "simpo"):  # the papers of which take means
+        compared = compared / torch.tensor([3, 1, 4, 3, 1, 1])
+    gains = compared[:4] * knobs.beta
+    expected = found.find_loss(loss).loss(gains[::2], gains[1::2], knobs).values.sum() / 2
+    (slope,) = torch.autograd.grad(expected, policy)
+    recipe = make_recipe("llama", objective=objective, preference=knobs)
+    rewards = Rewards()
+    mine = judge(policy, reference, labels, recipe, 2, rewards)
+    torch.testing.assert_close(mine, expected)
+    torch.testing.assert_close(torch.autograd.grad(mine, policy)[0], slope)
+    won = (gains[::2] > gains[1::2]).double().sum()
+    sums = torch.stack((gains[::2].sum(), gains[1::2].sum(), won))
+    torch.testing.assert_close(rewards.sums.double(), sums)
+
+
+def names_of(objective, loss):
+    """TRL's trainer, and its settings for the same loss."""
+    knobs = preference_of(objective, loss)
+    if objective == "simpo":
+        settings = {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": knobs.gamma}
+        return "cpo", {"beta": knobs.beta, **settings}
+    settings = {"loss_type": [loss], "label_smoothing": knobs.label_smoothing}
+    return "dpo", {"beta": knobs.beta, "discopop_tau": 0.05, **settings}
+
+
+@pytest.fixture(scope="module")
+def trl(tmp_path_factory):
+    if not PYTHON.exists():
+        pytest.skip("`make neighbours` installs TRL")
+    around = {
+        **os.environ, "PYTHONPATH": str(TESTS), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
+        "HOME": str(tmp_path_factory.mktemp("home")),
+    }  # fmt: skip
+    cases = [(f"{o} {t}", *names_of(o, t), CONFIGS["llama"]) for o, t in PAIRS]
+    done = subprocess.run(
+        [str(PYTHON), str(TESTS / "neighbours" / "trl_pairs.py")],
+        input=json.dumps(cases), capture_output=True, text=True, check=False, env=around,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", [{}, {"loss": "chunked", "loss_chunk": 12}], ids=str)
+@pytest.mark.parametrize(("objective", "loss"), PAIRS, ids=LOSSES)
+def test_losses_and_gradients_are_those_of_trl(objective, loss, cut, trl):
+    recipe = make_recipe(
+        "llama", objective=objective, preference=preference_of(objective, loss),
+        micro_batch=4, optimizer={"clip_norm": 0.0}, **cut,
+    )  # fmt: skip
+    built = make_built(recipe)
+    fill_by_formula(built.model, 0.1)
+    seen = gradients_in(built)
+    ids, labels = make_formula_pairs(12)
+    given = REFERENCE if find_objective(objective).refers else None
+    result = step(built, [Batch(ids, labels, reference=given)], 2)
+    expected, gradients = trl[f"{objective} {loss}"]
+    assert float(result.loss) == pytest.approx(expected, rel=1e-6)
+    assert set(seen) == set(gradients)
+    assert distance(seen, {name: torch.tensor(gradients[name]) for name in seen}) < 1e-6
+
+
+def distance(mine, theirs):
+    """The norm of what gradients differ by, over their norm: of all parameters together."""
+    a, b = (torch.cat([g[name].flatten().double() for name in mine]) for g in (mine, theirs))
+    return float((a - b).norm() / b.norm())
+
+
+def test_how_pairs_are_cut_into_micro_batches_changes_nothing():
+    ids, labels = make_formula_pairs(12)
+    for objective, loss in PAIRS:
+        found = []
+        for rows in (2, 4):
+            preference = preference_of(objective, loss)
+            recipe = make_recipe(
+                "llama", objective=objective, preference=preference, micro_batch=rows,
+                accumulation=4 // rows, optimizer={"clip_norm": 0.0},
+            )  # fmt: skip
+            given = REFERENCE if find_objective(objective).refers else None
+            built = make_built(recipe)
+            fill_by_formula(built.model, 0.1)
+            seen = gradients_in(built)
+            parts = [
+                Batch(ids[at : at + rows], labels[at : at + rows],
+                      reference=None if given is None else given[at : at + rows])
+                for at in range(0, 4, rows)
+            ]  # fmt: skip
+            found.append((step(built, parts, 2), seen))
+        (a, one), (b, two) = found
+        torch.testing.assert_close(a.loss, b.loss)
+        torch.testing.assert_close(a.rewards, b.rewards)
+        assert distance(one, two) < 1e-6, loss
+
+
+REFUSED = {
+    "unknown": ("dpo", {"loss_type": "sigmoud"}, "did you mean `sigmoid`"),
+    "sorted": ("dpo", {"loss_type": "aot"}, "depend on how it is cut"),
+    "of another objective": ("simpo", {"loss_type": "ipo"}, "is not a loss of `objective: simpo`"),
+    "not smoothed": ("dpo", {"loss_type": "hinge", "label_smoothing": 0.1}, "which has none"),
+    "not smoothed at all": ("dpo", {"loss_type": "exo_pair"}, "whose logarithm it takes"),
+}
+
+
+@pytest.mark.parametrize(("objective", "changes", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_a_loss_does_not_have_is_refused(objective, changes, said):
+    with pytest.raises(InvalidRequest) as raised:
+        find_objective(objective).check(Preference(beta=0.1, **changes))
+    assert said in f"{raised.value.message} {raised.value.hint}"
