@@ -50,7 +50,11 @@ class _Falcon(falcon.FalconAttention):  # type: ignore[misc]
         query, key = falcon.apply_rotary_pos_emb(query, key, *position_embeddings)
         if layer_past is not None:
             key, value = layer_past.update(key, value, self.layer_idx)
-        out, _ = attend(self.kernel, self, query, key, value, None, documents=self.documents)
+        over_slots = getattr(layer_past, "attending", None)  # while generation decodes
+        if over_slots is not None:
+            out, _ = over_slots(self, query, key, value, None)
+        else:
+            out, _ = attend(self.kernel, self, query, key, value, None, documents=self.documents)
         return self.dense(out.flatten(2)), None
 
     def _split(self, fused: Tensor) -> tuple[Tensor, ...]:

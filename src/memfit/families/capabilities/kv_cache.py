@@ -1,0 +1,56 @@
+"""What generation holds of each token it has seen: keys and values by layer, for planner and loop.
+
+Full layers hold all tokens of a row, sliding ones the last of a window. Latent attention holds
+what keys and values are made from: the compressed vector, and the one rotated key of all heads
+(DeepSeek-V2, 2405.04434; transformers from 5.23 on).
+"""
+
+from __future__ import annotations
+
+from memfit.records import Record
+from memfit.records.model import DTYPE_BYTES, Architecture
+
+
+class LayerCache(Record, frozen=True, kw_only=True):
+    """Of one layer: elements of a token's key and value, and how many tokens are kept."""
+
+    heads: int
+    key: int  # elements of a head's key
+    value: int
+    window: int = 0  # the last so many tokens; 0 = all
+
+    def columns(self, tokens: int) -> int:
+        """Tokens that it has room for in a row of so many."""
+        return min(tokens, self.window) if self.window else tokens
+
+
+def layer_caches(a: Architecture) -> tuple[LayerCache, ...]:
+    """What each layer keeps, in the order of layers."""
+    latent = a.latent
+    if latent.kv_rank:
+        layer = LayerCache(heads=1, key=latent.kv_rank, value=latent.rotated)
+        return (layer,) * a.layers
+    return tuple(
+        LayerCache(
+            heads=a.kv_heads, key=a.head_dim, value=a.head_dim, window=a.window(a.kind(layer))
+        )
+        for layer in range(a.layers)
+    )
+
+
+def cache_bytes(a: Architecture, *, rows: int, tokens: int, dtype: str) -> int:
+    """Bytes of the slots of so many rows, each with room for so many tokens.
+
+    rows: in flight, and the spare one where several answers share a prompt (`slots_of`).
+    """
+    elements = sum(
+        layer.heads * (layer.key + layer.value) * layer.columns(tokens)
+        for layer in layer_caches(a)
+    )  # fmt: skip
+    return rows * elements * DTYPE_BYTES[dtype]
+
+
+def slots_of(rows: int, answers: int) -> int:
+    """Slots for so many rows in flight. Where a prompt has several answers, one slot more keeps
+    what was read of it until the last of them has begun."""
+    return rows + (answers > 1)

@@ -1,0 +1,93 @@
+"""Calls of the model: prompts whole, then one token a row. Only the last logits are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memfit.core.libraries import quiet_import
+from memfit.records.model import Architecture
+from memfit.train.generation.attending import decoding
+from memfit.train.generation.slots import Decode, Prefill, Slots
+from memfit.train.model.hugging_face import base_model
+
+with quiet_import():
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+
+def cache_name() -> str:
+    """What transformers calls the key-value cache of a call: `cache` from 5.24 on."""
+    new = "cache" in CausalLMOutputWithPast.__dataclass_fields__
+    return "cache" if new else "past_key_values"
+
+
+class Caller:
+    """Hugging Face's module, with or without an adapter around it, as the loop calls it."""
+
+    def __init__(self, model: nn.Module, a: Architecture) -> None:
+        self.model, self.base = model, base_model(model)
+        self.masked = a.alibi  # its class attends with code of its own
+        self.placed = "position_ids" in signature(type(self.base).forward).parameters
+        self.cache = cache_name()
+        self.embedding = self.base.get_input_embeddings().weight
+        self.device: torch.device = self.embedding.device
+
+    def key_dtype(self) -> torch.dtype:
+        """Of keys and values: autocast's, where that is on."""
+        kind = self.device.type
+        if torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
+        dtype: torch.dtype = self.embedding.dtype
+        return dtype
+
+    def prefill(self, slots: Slots, prompts: Sequence[Sequence[int]], now: Prefill) -> Tensor:
+        """Read prompts into slots; returns the (prompts, vocab) logits after each one's last token.
+
+        Padded on the right, where causality makes padding harmless.
+        """
+        ids = torch.zeros(len(prompts), now.longest, dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt)] = torch.tensor(prompt)
+        slots.begin(now)
+        with _only_last(self.base.get_output_embeddings(), now.lengths):
+            return self._call(slots, ids)
+
+    def decode(
+        self, slots: Slots, tokens: Sequence[int], positions: list[int], columns: int = 0
+    ) -> Tensor:
+        """The (rows, vocab) logits after a new token of each of the first slots.
+
+        columns: how many of them attention reads; 0 is as many as the longest row has.
+        """
+        now = Decode(positions, self.device, columns)
+        ids = torch.tensor(tokens)[:, None]
+        placed = {"position_ids": now.positions[:, None]} if self.placed else {}
+        with decoding(self.base.config, slots, now, masked=self.masked):
+            return self._call(slots, ids, **placed)
+
+    def _call(self, slots: Slots, ids: Tensor, **more: Any) -> Tensor:
+        named = {self.cache: slots, "use_cache": True, **more}
+        logits: Tensor = self.model(input_ids=ids.to(self.device), **named).logits
+        return logits[:, -1]
+
+
+@contextmanager
+def _only_last(head: nn.Module, lengths: Tensor) -> Iterator[None]:
+    """The head sees the last token of each row alone: logits of whole prompts would be large."""
+
+    def choose(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        del module
+        hidden, *others = given
+        rows = torch.arange(hidden.shape[0], device=hidden.device)
+        return (hidden[rows, lengths - 1][:, None], *others)
+
+    hook = head.register_forward_pre_hook(choose)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,0 +1,297 @@
+"""The batched loop: rows in slots, refilled as rows end; a group's prompt is read once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from memfit.core.errors import InvalidRequest
+from memfit.families import find_family
+from memfit.families.capabilities.kv_cache import layer_caches, slots_of
+from memfit.records.model import Architecture
+from memfit.train.generation.calls import Caller
+from memfit.train.generation.sampling import draw_numbers, mark, sample
+from memfit.train.generation.settings import Completion, Ended, Settings
+from memfit.train.generation.slots import Prefill, Slots
+from memfit.train.model.hugging_face import base_model
+
+Decoder = Callable[[Sequence[int]], str]
+Watcher = Callable[[int, int], None]  # told the index of an answer and its new token
+
+
+@dataclass(slots=True)
+class _Row:
+    """An answer that is being made."""
+
+    index: int  # of the answer, among all
+    prompt: Sequence[int]
+    numbers: Tensor  # one a token, drawn when it began
+    limit: int  # tokens that it may have
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Tokens whose keys and values the slot holds: all but the newest."""
+        return len(self.prompt) + len(self.ids) - 1
+
+
+def generate_batch(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    settings: Settings,
+    *,
+    decode: Decoder | None = None,
+    dtype: torch.dtype | None = None,
+    watch: Watcher | None = None,
+) -> list[Completion]:
+    """Answers to prompts of token ids, by the module as it stands: adapters on, nothing merged.
+
+    In the order of prompts, `settings.answers` to each. decode: ids to text, for stop words.
+    dtype: of the slots; None takes autocast's where that is on, else the embedding's.
+    watch: is told each token as it is made.
+
+    Greedy answers are those of Hugging Face's `generate`. A sampled answer depends on the seed, the
+    prompt's and the answer's index and the prompt, and not on slots, rows in flight or other
+    prompts, but for the rounding of logits.
+
+    Raises InvalidRequest: settings out of range, a prompt that is empty or longer than its bound or
+    the model's positions, stop words without `decode`.
+    """
+    settings.check()
+    if settings.stop_words and decode is None:
+        raise InvalidRequest("stop words are texts, and no `decode` is given that makes texts")
+    if not prompts:
+        return []
+    return _Loop(model, prompts, settings, decode, dtype, watch).run()
+
+
+def architecture_of(model: nn.Module) -> Architecture:
+    """What memfit knows of Hugging Face's module; UnknownName where it knows no such family."""
+    config = base_model(model).config
+    return find_family(config.model_type).architecture(config.to_dict())
+
+
+def find_limit(a: Architecture) -> int:
+    """The most tokens of a row; 0 where nothing ends it."""
+    return 0 if a.alibi and not find_family(a.family).ends else a.max_sequence
+
+
+class _Loop:
+    """The state of one call of `generate_batch`. The first `len(self.rows)` slots are in use."""
+
+    def __init__(
+        self, model: nn.Module, prompts: Sequence[Sequence[int]], settings: Settings,
+        decode: Decoder | None, dtype: torch.dtype | None, watch: Watcher | None,
+    ) -> None:  # fmt: skip
+        a = architecture_of(model)
+        self.settings, self.prompts, self.decode, self.watch = settings, prompts, decode, watch
+        self.positions = find_limit(a)
+        most = self._check_prompts()
+        total = most + settings.max_new_tokens
+        if self.positions:
+            total = min(total, self.positions)
+        answers = len(prompts) * settings.answers
+        self.width = min(settings.rows, answers)
+        self.model = model
+        self.caller = Caller(model, a)
+        self.slots = Slots(
+            layer_caches(a), slots_of(self.width, settings.answers), total,
+            dtype or self.caller.key_dtype(), self.caller.device,
+        )  # fmt: skip
+        self.spare = self.width  # the slot that keeps a prompt whose last answers wait
+        self.kept: tuple[int, Tensor] | None = None  # that prompt, and the logits after it
+        self.waiting = deque(range(answers))
+        self.rows: list[_Row] = []
+        self.done: list[Completion | None] = [None] * answers
+        self.seen: Tensor | None = None  # (slots, vocab), where a penalty asks for it
+
+    def run(self) -> list[Completion]:
+        """All answers."""
+        with torch.no_grad(), _evaluating(self.model):
+            while self.waiting or self.rows:
+                while self.waiting and len(self.rows) < self.width:
+                    self._admit()
+                if self.rows:
+                    self._step()
+        return [c for c in self.done if c is not None]
+
+    def _check_prompts(self) -> int:
+        """The bound of prompts, in tokens."""
+        lengths = [len(p) for p in self.prompts]
+        most = self.settings.max_prompt or max(lengths)
+        for i, length in enumerate(lengths):
+            if not length:
+                raise InvalidRequest(f"prompt {i} is empty", hint="begin with a start token")
+            if length > most:
+                raise InvalidRequest(
+                    f"prompt {i} has {length} tokens, and `max_prompt` is {most}",
+                    hint="raise max_prompt or leave longer prompts out",
+                )
+            if self.positions and length >= self.positions:
+                raise InvalidRequest(
+                    f"prompt {i} has {length} tokens and the model {self.positions} positions",
+                    hint="shorten the prompt",
+                )
+        return most
+
+    def _admit(self) -> None:
+        """Begin the next waiting answers: to the kept prompt, else to prompts not yet read."""
+        free = self.width - len(self.rows)
+        if self.kept is not None:
+            self._begin_kept(free)
+            return
+        each = self.settings.answers
+        chosen: list[list[int]] = []  # the answers of each prompt that begin now
+        longest = 0
+        while free and self.waiting:
+            longest = max(longest, len(self.prompts[self.waiting[0] // each]))
+            if chosen and longest * (len(chosen) + 1) > self.settings.prefill_tokens:
+                break
+            prompt = self.waiting[0] // each
+            group = [i for i in list(self.waiting)[:each] if i // each == prompt][:free]
+            for _ in group:
+                self.waiting.popleft()
+            chosen.append(group)
+            free -= len(group)
+        self._prefill(chosen)
+
+    def _prefill(self, chosen: list[list[int]]) -> None:
+        """Read prompts, and make the first token of each of their answers."""
+        each = self.settings.answers
+        prompts = [self.prompts[group[0] // each] for group in chosen]
+        sources = [row for row, group in enumerate(chosen) for _ in group]
+        targets = list(range(len(self.rows), len(self.rows) + len(sources)))
+        left = self.waiting and self.waiting[0] // each == chosen[-1][0] // each
+        kept = ([len(chosen) - 1], [self.spare]) if left else ([], [])
+        lengths = [len(p) for p in prompts]
+        now = Prefill(lengths, sources + kept[0], targets + kept[1], self.slots.device)
+        logits = self.caller.prefill(self.slots, prompts, now)
+        if left:
+            self.kept = (chosen[-1][0] // each, logits[-1:])
+        for group in chosen:
+            self.rows += [self._row(index) for index in group]
+        self._take(logits[now.sources[: len(sources)]], targets)
+
+    def _begin_kept(self, free: int) -> None:
+        """Copy the spare slot to rows of its prompt that waited."""
+        assert self.kept is not None
+        prompt, logits = self.kept
+        each = self.settings.answers
+        targets: list[int] = []
+        while free > len(targets) and self.waiting and self.waiting[0] // each == prompt:
+            row = self._row(self.waiting.popleft())
+            targets.append(len(self.rows))
+            self.slots.move(self.spare, len(self.rows), len(row.prompt))
+            self.rows.append(row)
+        if not (self.waiting and self.waiting[0] // each == prompt):
+            self.kept = None
+        self._take(logits.expand(len(targets), -1), targets)
+
+    def _row(self, index: int) -> _Row:
+        prompt = self.prompts[index // self.settings.answers]
+        answer = index % self.settings.answers
+        numbers = torch.empty(0)
+        limit = self.settings.max_new_tokens
+        if self.settings.temperature > 0:
+            numbers = draw_numbers(
+                self.settings.seed, index // self.settings.answers, answer, limit
+            )
+        return _Row(index, prompt, numbers, limit)
+
+    def _step(self) -> None:
+        """One token more of every row in flight."""
+        rows = self.rows
+        tokens = [row.ids[-1] for row in rows]
+        positions = [row.length for row in rows]
+        columns = 0
+        if self.settings.fixed_shapes:  # idle slots are computed too, and nobody reads them
+            idle = self.width - len(rows)
+            tokens += [0] * idle
+            positions += [0] * idle
+            columns = self.slots.tokens
+        logits = self.caller.decode(self.slots, tokens, positions, columns)
+        self._take(logits[: len(rows)], list(range(len(rows))))
+
+    def _take(self, logits: Tensor, places: list[int]) -> None:
+        """Sample a token for the rows at these places, and let go of those that end with it."""
+        settings = self.settings
+        rows = [self.rows[place] for place in places]
+        numbers = None
+        if settings.temperature > 0:
+            numbers = torch.stack([row.numbers[len(row.ids)] for row in rows])
+        tokens, chosen = sample(logits, numbers, settings, self._seen(logits, places))
+        for row, token, log_prob in zip(rows, tokens.tolist(), chosen.tolist(), strict=True):
+            row.ids.append(token)
+            row.log_probs.append(log_prob)
+            if self.watch is not None:
+                self.watch(row.index, token)
+        for place in reversed(places):
+            ended = self._ended(self.rows[place])
+            if ended is not None:
+                self._release(place, ended)
+
+    def _seen(self, logits: Tensor, places: list[int]) -> Tensor | None:
+        """(rows, vocab): the tokens of each row; None without a penalty."""
+        if self.settings.repetition_penalty == 1.0:
+            return None
+        if self.seen is None:
+            self.seen = logits.new_zeros(self.width, logits.shape[1], dtype=torch.bool)
+        for place in places:
+            row = self.rows[place]
+            if row.ids:
+                self.seen[place, row.ids[-1]] = True
+            else:
+                mark(self.seen, place, row.prompt)
+        return self.seen[places[0] : places[-1] + 1]
+
+    def _ended(self, row: _Row) -> Ended | None:
+        """Why a row ends with its newest token."""
+        if row.ids[-1] in self.settings.stop_tokens:
+            return "stop_token"
+        if self.settings.stop_words and self._stopped(row.ids):
+            return "stop_word"
+        if len(row.ids) == row.limit:
+            return "length"
+        if self.positions and len(row.prompt) + len(row.ids) == self.positions:
+            return "positions"
+        return None
+
+    def _stopped(self, ids: list[int]) -> bool:
+        """Whether the text so far has a stop word. A token may hold less than a character."""
+        assert self.decode is not None
+        longest = max(len(word.encode()) for word in self.settings.stop_words)
+        text = self.decode(ids[-longest - 8 :])
+        return any(word in text for word in self.settings.stop_words)
+
+    def _release(self, place: int, ended: Ended) -> None:
+        """Give the answer out; the last row in flight moves into its slot."""
+        row = self.rows[place]
+        self.done[row.index] = Completion(tuple(row.ids), tuple(row.log_probs), ended)
+        last = len(self.rows) - 1
+        if place != last:
+            self.slots.move(last, place, self.rows[last].length)
+            self.rows[place] = self.rows[last]
+            if self.seen is not None:
+                self.seen[place] = self.seen[last]
+        self.rows.pop()
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """No dropout meanwhile; compiled blocks run as written: shapes here would compile anew."""
+    was = model.training
+    model.eval()
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        model.train(was)
+
+
+__all__ = ["Completion", "Settings", "architecture_of", "generate_batch"]

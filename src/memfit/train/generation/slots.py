@@ -1,0 +1,194 @@
+"""Keys and values of all rows in flight: one tensor a layer and kind, allocated once.
+
+A slot is a row of these tensors. A row's token at position p lies in column p, of a sliding layer
+in column p modulo its columns: the ring then holds the last tokens of the window. So of every
+layer a row at position p sees the columns up to p and no others: whatever a slot held before lies
+behind them, or is overwritten. Order does not matter to a softmax, so a ring needs no turning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memfit.core.libraries import quiet_import
+from memfit.families.capabilities.kv_cache import LayerCache
+
+with quiet_import():
+    from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+    """The slots of one layer; `Slots` says which are read and written."""
+
+    is_croppable = False
+
+    def __init__(
+        self, kept: LayerCache, slots: int, tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.is_sliding = bool(kept.window)
+        self.columns = kept.columns(tokens)
+        shape = (slots, kept.heads, self.columns)
+        # zeros and not left empty: what is masked is multiplied by 0, and 0 x NaN is NaN
+        self.keys = torch.zeros(*shape, kept.key, dtype=dtype, device=device)
+        self.values = torch.zeros(*shape, kept.value, dtype=dtype, device=device)
+        self.is_initialized = True
+        self.now: Prefill | Decode = Decode.nothing()  # replaced for each call of the model
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
+        """(rows, heads, tokens, size) of the new tokens -> those that they are attended with."""
+        return self.now.store(self, key_states, value_states)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the slots exist already."""
+
+    def get_seq_length(self) -> int:
+        """Tokens before those of this call; while decoding, of the longest row."""
+        return self.now.before
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns that a call attends with, and 0."""
+        return self.now.before + query_length, 0
+
+    def get_max_length(self) -> int:
+        """Columns of a slot."""
+        return self.columns
+
+    def move(self, source: int, target: int, tokens: int) -> None:
+        """Copy a row of so many tokens to another slot."""
+        columns = min(tokens, self.columns)
+        for held in (self.keys, self.values):
+            held[target, :, :columns].copy_(held[source, :, :columns])
+
+
+class Slots(Cache):  # type: ignore[misc]
+    """What Hugging Face's classes take as their cache."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerCache],
+        slots: int,
+        tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        # attention of a decoding step, for classes that ask for no name; set meanwhile
+        self.attending: Callable[..., tuple[Tensor, None]] | None = None
+        self.slots, self.tokens, self.device, self.dtype = slots, tokens, device, dtype
+        super().__init__(layers=[SlotLayer(kept, slots, tokens, dtype, device) for kept in layers])
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> Any:
+        """As `SlotLayer.update` has it."""
+        layer = self.layers[layer_idx]
+        return layer.now.store(layer, key_states, value_states)
+
+    def begin(self, now: Prefill | Decode) -> None:
+        """Say what the next call of the model is."""
+        for layer in self.layers:
+            layer.now = now
+
+    def move(self, source: int, target: int, tokens: int) -> None:
+        """Copy a row of so many tokens to another slot, in every layer."""
+        for layer in self.layers:
+            layer.move(source, target, tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(x.nbytes for layer in self.layers for x in (layer.keys, layer.values))
+
+
+class Prefill:
+    """A call over whole prompts, padded on the right: causal attention alone, as in training.
+
+    sources, targets: row of the call -> slot that keeps it; a row may go to several slots.
+    """
+
+    before = 0
+
+    def __init__(
+        self, lengths: Sequence[int], sources: list[int], targets: list[int], device: torch.device
+    ) -> None:
+        self.lengths = torch.tensor(lengths, device=device)
+        self.longest = max(lengths)
+        self.sources = torch.tensor(sources, device=device)
+        self.targets = torch.tensor(targets, device=device)
+        self.rings: dict[int, Tensor] = {}
+
+    def store(self, layer: SlotLayer, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write what the prompts leave; they attend with their own keys and values."""
+        columns = layer.columns
+        for new, held in ((key, layer.keys), (value, layer.values)):
+            if self.longest > columns:
+                index = self._ring(columns)[:, None, :, None]
+                kept = new.gather(2, index.expand(-1, new.shape[1], -1, new.shape[3]))
+            else:
+                kept = new
+            held[self.targets, :, : kept.shape[2]] = kept[self.sources].to(held.dtype)
+        return key, value
+
+    def _ring(self, columns: int) -> Tensor:
+        """(rows, columns): the last position of each row that has its place in each column."""
+        if columns not in self.rings:
+            last = self.lengths[:, None] - 1
+            place = torch.arange(columns, device=last.device)
+            self.rings[columns] = (last - (last - place) % columns).clamp_(min=0)
+        return self.rings[columns]
+
+
+class Decode:
+    """A call over one new token of each of the first `len(positions)` slots.
+
+    positions: of the new tokens; columns: how many of them attention reads at most.
+    """
+
+    def __init__(self, positions: list[int], device: torch.device, columns: int = 0) -> None:
+        self.rows = len(positions)
+        self.reach = columns or 1 + max(positions, default=0)
+        self.before = self.reach - 1
+        self.positions = torch.tensor(positions, device=device)
+        self.uneven = columns > 0 or min(positions, default=0) < self.before
+        self.places: dict[tuple[int, int], Tensor] = {}
+        self.masks: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    @staticmethod
+    def nothing() -> Decode:
+        """A call over no rows: before the first one."""
+        return Decode([], torch.device("cpu"))
+
+    def store(self, layer: SlotLayer, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the new tokens; returns the columns in sight, as views."""
+        keys, values = layer.keys, layer.values
+        heads, columns = keys.shape[1], layer.columns
+        place = self.places.get((heads, columns))
+        if place is None:
+            place = self._places(heads, columns)
+        for new, held in ((key, keys), (value, values)):
+            size = held.shape[3]
+            flat = new.reshape(-1, size)
+            held.view(-1, size).index_copy_(0, place, flat.to(held.dtype))
+        columns = min(columns, self.reach)
+        return keys[: self.rows, :, :columns], values[: self.rows, :, :columns]
+
+    def mask(self, columns: int, dtype: torch.dtype) -> Tensor:
+        """(rows, 1, 1, columns): 0 where a row sees a column, else the dtype's least number."""
+        key = (columns, dtype)
+        if key not in self.masks:
+            hidden = torch.arange(columns, device=self.positions.device) > self.positions[:, None]
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self.masks[key] = mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None, None]
+        return self.masks[key]
+
+    def _places(self, heads: int, columns: int) -> Tensor:
+        """(rows * heads): where a row's new token lies, of all tokens of a layer's tensor."""
+        row = torch.arange(self.rows, device=self.positions.device)[:, None] * heads
+        head = torch.arange(heads, device=self.positions.device)
+        place = ((row + head) * columns + self.positions[:, None] % columns).flatten()
+        self.places[heads, columns] = place
+        return place

@@ -1,0 +1,247 @@
+"""The batched loop: Hugging Face's `generate` token for token, whatever the slots."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from memfit.core.errors import InvalidRequest
+from memfit.families import read_model
+from memfit.families.capabilities.kv_cache import cache_bytes, layer_caches, slots_of
+from memfit.train.generation import loop
+from memfit.train.generation.loop import Settings, generate_batch
+from memfit.train.generation.slots import Slots
+from tiny_models import CONFIGS, FAMILIES, VOCAB, hugging_face, make_built, make_recipe
+
+NEW = 20
+LENGTHS = (5, 12, 3, 9, 1, 7)  # more prompts than slots, so that slots are refilled
+GREEDY = Settings(max_new_tokens=NEW, rows=3, temperature=0)
+SLIDING = {
+    "mistral": {"sliding_window": 5}, "phi3": {"sliding_window": 4},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "gemma3_text": {"sliding_window": 7}, "gemma2": {"sliding_window": 3},
+    "mixtral": {"sliding_window": 9},
+}  # fmt: skip
+CASES = [*((family, {}) for family in FAMILIES), *SLIDING.items()]
+NAMES = [f"{family}-sliding" if changes else family for family, changes in CASES]
+
+
+def loud(family, changes=None, **recipe):
+    """A model whose weights are large enough that it does not repeat one token."""
+    config = CONFIGS[family] | (changes or {})
+    made = make_recipe(family, config=config, **recipe)
+    built = make_built(made)
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in built.model.parameters():
+            if weight.ndim > 1:
+                weight.copy_(torch.randn(weight.shape, generator=random) * 0.15)
+    return made, built.model
+
+
+def make_prompts(lengths=LENGTHS):
+    random = torch.Generator().manual_seed(2)
+    return [torch.randint(1, VOCAB, (n,), generator=random).tolist() for n in lengths]
+
+
+def theirs(model, prompt, **options):
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0,
+               "eos_token_id": None, **options}  # fmt: skip
+    out = model.generate(torch.tensor([prompt]), **options)
+    return tuple(out[0, len(prompt) :].tolist())
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES, ids=NAMES)
+def test_greedy_is_transformers_generate_and_log_probs_are_a_forwards(family, changes):
+    recipe, model = loud(family, changes)
+    prompts = make_prompts()
+    made = generate_batch(model, prompts, GREEDY)
+    reference = hugging_face(recipe, model.state_dict()).eval()
+    assert [m.ids for m in made] == [theirs(reference, prompt) for prompt in prompts]
+    assert {m.ended for m in made} == {"length"}
+    for prompt, one in zip(prompts, made, strict=True):
+        assert max_gap(model, prompt, one, 1.0) <= 1e-6
+
+
+def max_gap(model, prompt, made, temperature):
+    """How far log-probabilities are from those of a forward over the whole row.
+
+    Of the larger of 1 and the log-probability: fp32 itself has steps of 5e-7 from 4 to 8.
+    """
+    row = torch.tensor([[*prompt, *made.ids]])
+    with torch.no_grad():
+        logits = model(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    again = torch.log_softmax(logits.double() / temperature, dim=-1)
+    chosen = again.gather(1, torch.tensor(made.ids)[:, None])[:, 0]
+    gaps = (chosen - torch.tensor(made.log_probs, dtype=torch.float64)).abs()
+    return (gaps / chosen.abs().clamp(min=1)).max().item()
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES, ids=NAMES)
+def test_slots_hold_the_bytes_that_a_family_declares(family, changes):
+    recipe = make_recipe(family, config=CONFIGS[family] | changes)
+    a = read_model(recipe.model).architecture
+    slots = Slots(layer_caches(a), 4, 30, torch.bfloat16, torch.device("cpu"))
+    assert slots.nbytes == cache_bytes(a, rows=4, tokens=30, dtype="bfloat16")
+    out = make_built(recipe).model(input_ids=torch.ones(1, 12, dtype=torch.int64), use_cache=True)
+    held = out.cache if hasattr(out, "cache") else out.past_key_values
+    full = [x for x in held.layers if not x.is_sliding]
+    for mine, its in zip(slots.layers, held.layers, strict=True):
+        assert mine.keys.shape[1::2] == its.keys.shape[1::2]
+        assert mine.values.shape[1::2] == its.values.shape[1::2]
+    assert len(full) == sum(not layer.window for layer in layer_caches(a))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "bloom"])
+def test_a_sampled_row_is_the_same_in_any_slot_and_batch(family):
+    _, model = loud(family, SLIDING.get(family))
+    prompts = make_prompts()
+    asked = Settings(max_new_tokens=NEW, rows=1, temperature=0.9, top_p=0.95, seed=3)
+    alone = generate_batch(model, prompts, asked)
+    for rows, fixed in ((2, False), (4, True), (8, False)):
+        other = generate_batch(model, prompts, replace(asked, rows=rows, fixed_shapes=fixed))
+        assert [o.ids for o in other] == [a.ids for a in alone]
+    assert generate_batch(model, prompts, replace(asked, seed=4)) != alone
+    for prompt, one in zip(prompts, alone, strict=True):
+        assert max_gap(model, prompt, one, 0.9) <= 1e-6
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("rows", [2, 3, 5, 8])
+def test_answers_of_a_group_share_one_prefill(family, rows, monkeypatch):
+    """Rows end at different times, so that most of a group begins from the spare slot."""
+    _, model = loud(family, SLIDING.get(family))
+    prompts = make_prompts((5, 9, 3))
+    asked = Settings(
+        max_new_tokens=NEW, rows=rows, answers=4, stop_tokens=tuple(range(0, 97, 16)),
+    )  # fmt: skip
+    read = []
+    prefill = loop.Caller.prefill
+    monkeypatch.setattr(
+        loop.Caller, "prefill",
+        lambda self, slots, given, now: (read.extend(given), prefill(self, slots, given, now))[1],
+    )  # fmt: skip
+    made = generate_batch(model, prompts, asked)
+    assert read == prompts
+    assert len({m.ids for m in made}) > 9, "answers differ"
+    assert {m.ended for m in made} == {"length", "stop_token"}
+    for i, one in enumerate(made):
+        assert max_gap(model, prompts[i // 4], one, 1.0) <= 1e-6
+        assert (one.ended == "stop_token") == (one.ids[-1] % 16 == 0)
+        assert all(token % 16 for token in one.ids[:-1])
+    assert [m.ids for m in made] == [
+        m.ids for m in generate_batch(model, prompts, replace(asked, rows=12))
+    ]
+
+
+def test_a_refilled_slot_knows_nothing_of_the_row_before():
+    """A long row, then a short one in its slot: as if the short one were alone."""
+    _, model = loud("llama")
+    long, short = make_prompts((30, 2))
+    asked = replace(GREEDY, rows=1)
+    assert (
+        generate_batch(model, [long, short], asked)[1] == generate_batch(model, [short], asked)[0]
+    )
+
+
+def test_the_penalty_is_transformers():
+    recipe, model = loud("llama")
+    reference = hugging_face(recipe, model.state_dict()).eval()
+    prompts = make_prompts()
+    made = generate_batch(model, prompts, replace(GREEDY, repetition_penalty=1.7))
+    want = [theirs(reference, prompt, repetition_penalty=1.7) for prompt in prompts]
+    assert [m.ids for m in made] == want
+    plain = generate_batch(model, prompts, GREEDY)
+    assert [m.ids for m in plain] != want
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.8, "min_p": 0.05}],
+)
+def test_filters_keep_what_transformers_keep(asked):
+    from transformers import (
+        LogitsProcessorList,
+        MinPLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    from memfit.train.generation.sampling import keep_likely
+
+    scores = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)) * 2
+    kinds = (("top_k", TopKLogitsWarper), ("top_p", TopPLogitsWarper), ("min_p", MinPLogitsWarper))
+    chain = LogitsProcessorList([kind(asked[key]) for key, kind in kinds if key in asked])
+    want = chain(None, scores)
+    got = keep_likely(scores, Settings(max_new_tokens=1, **asked))
+    assert torch.equal(torch.isinf(got), torch.isinf(want))
+    assert 6 < int(torch.isfinite(got).sum()) < 300
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely():
+    from memfit.train.generation.sampling import draw_numbers, pick
+
+    scores = torch.tensor([0.0, -torch.inf, 1.0, -1.0, 2.0])
+    numbers = draw_numbers(0, 0, 0, 40_000)
+    drawn = pick(scores.expand(40_000, 5), numbers)
+    shares = torch.bincount(drawn, minlength=5) / 40_000
+    torch.testing.assert_close(shares, torch.softmax(scores, 0), rtol=0, atol=0.01)
+    assert shares[1] == 0
+    assert (pick(scores[None], torch.tensor([1 - 2**-53])) == 4).all()
+
+
+def test_rows_end_at_stop_words_and_at_the_models_positions():
+    _, model = loud("llama")
+    (prompt,) = make_prompts((6,))
+    asked = replace(GREEDY, max_new_tokens=100)
+    whole = generate_batch(model, [prompt], asked)[0]
+    assert (len(prompt) + len(whole.ids), whole.ended) == (64, "positions")
+    letters = "".join(chr(200 + i) for i in whole.ids)
+    word = letters[9:12]
+    stopped = generate_batch(
+        model, [prompt], replace(asked, stop_words=(word,)),
+        decode=lambda ids: "".join(chr(200 + i) for i in ids),
+    )[0]  # fmt: skip
+    assert stopped.ended == "stop_word"
+    assert stopped.ids == whole.ids[: letters.index(word) + 3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "prompts", "said"),
+    [
+        ({"top_p": 0.0}, [[1]], "`top_p: 0.0`"), ({"rows": 0}, [[1]], "`rows: 0`"),
+        ({"temperature": float("nan")}, [[1]], "`temperature: nan`"),
+        ({"repetition_penalty": 0.0}, [[1]], "`repetition_penalty: 0.0`"),
+        ({"max_prompt": 2}, [[1], [1, 2, 3]], "prompt 1 has 3 tokens, and `max_prompt` is 2"),
+        ({}, [[1], []], "prompt 1 is empty"),
+        ({}, [[1] * 64], "64 tokens and the model 64 positions"),
+        ({"stop_words": ("a",)}, [[1]], "no `decode`"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_by_name(changes, prompts, said):
+    _, model = loud("llama")
+    with pytest.raises(InvalidRequest, match=said):
+        generate_batch(model, prompts, replace(GREEDY, **changes))
+
+
+def test_adapters_are_on_and_the_model_is_left_as_it_was():
+    _, model = loud("llama", method="lora")
+    prompts = make_prompts()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    name = model.get_base_model().config._attn_implementation
+    with_adapter = generate_batch(model, prompts, GREEDY)
+    with model.disable_adapter():
+        assert generate_batch(model, prompts, GREEDY) != with_adapter
+    assert model.training
+    assert model.get_base_model().config._attn_implementation == name
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    for prompt, one in zip(prompts, with_adapter, strict=True):
+        assert max_gap(model, prompt, one, 1.0) <= 1e-6
+
+
+def test_the_spare_slot_is_counted():
+    assert [slots_of(8, answers) for answers in (1, 2, 8)] == [8, 9, 9]
+    a = read_model(make_recipe("mistral", config=CONFIGS["mistral"] | SLIDING["mistral"]).model)
+    sizes = [cache_bytes(a.architecture, rows=1, tokens=n, dtype="float32") for n in (4, 5, 6)]
+    assert [b - a for a, b in pairwise(sizes)] == [3 * 2 * 2 * 8 * 4, 0]
