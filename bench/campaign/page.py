@@ -39,7 +39,7 @@ from readers import CONFIG, MIXED, whole_run  # noqa: E402
 from memfit.core.errors import InvalidRequest  # noqa: E402
 from memfit.records import write_atomically  # noqa: E402
 from memfit.ui.app import configure, listen, make_app  # noqa: E402
-from memfit.ui.asking import read_asked  # noqa: E402
+from memfit.ui.asking import read_query  # noqa: E402
 from memfit.ui.job import Wanted  # noqa: E402
 from memfit.ui.jobs import Jobs  # noqa: E402
 
@@ -69,7 +69,7 @@ class NoJobs(Jobs):
 
     def create(self, wanted: Wanted) -> Any:
         """Raise InvalidRequest once the order has been read."""
-        read_asked(tuple(wanted.query.items()))
+        read_query(tuple(wanted.query.items()))
         raise InvalidRequest("nothing is certified in the campaign")
 
 

@@ -1,8 +1,8 @@
-"""A run of many ranks that goes on by itself when one of them is lost: on fewer, then on all again.
+"""A run of many ranks that goes on by itself when one of them is lost: on fewer, later on all.
 
 The smaller mesh learns the same (its recipe has the same course): copies or shards are fewer, the
 global batch stays. Each rank then holds more, so that it is planned and certified before it goes
-on. request.json keeps what the user asked; plan.json and certificate.json are those of the mesh
+on. request.json stays the user's; plan.json and certificate.json are those of the mesh
 that runs.
 """
 
@@ -79,12 +79,12 @@ def keep_going(
 
 def change_ranks(plan: Plan, count: int) -> Request | None:
     """The plan's request on `count` ranks of one machine with the same global batch; None where the
-    batch cannot be dealt to so many.
+    batch cannot be dealt to them.
 
     Axes within a row or a model stay (tp, cp, pp); of copies and shards there are fewer. What moves
     memory alone is free where the user left it free.
     """
-    made, asked = plan.recipe, plan.request
+    made, request = plan.recipe, plan.request
     old = made.parallel
     fixed = old.tp * old.cp * old.pp
     if old.ep > 1 or count % fixed:
@@ -104,7 +104,7 @@ def change_ranks(plan: Plan, count: int) -> Request | None:
         parallel=parallel if count > 1 else ParallelRequest(),
         hardware=msgspec.structs.replace(stated.hardware, count=count, nodes=1),
         micro_batch=micro,
-        recompute=asked.recompute,
+        recompute=request.recompute,
     )
 
 
@@ -128,14 +128,14 @@ def _find_smaller(
         if made.plan.recipe.course == plan.recipe.course:
             return smaller
         say(f"{count} ranks cannot go on: their plan would learn something else")
-    again = request if current.ranks == request.ranks else change_ranks(plan, current.ranks)
-    assert again is not None
-    return again
+    same = request if current.ranks == request.ranks else change_ranks(plan, current.ranks)
+    assert same is not None
+    return same
 
 
 @contextmanager
 def _asking_for_more(folder: Path, seconds: float | None) -> Iterator[None]:
-    """After so many seconds on fewer ranks, ask them to save and end."""
+    """After `seconds` on fewer ranks, make them save and end."""
     file = folder / MORE
     file.unlink(missing_ok=True)
     if seconds is None:

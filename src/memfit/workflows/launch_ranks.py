@@ -111,8 +111,8 @@ def _start(
 
     def start(current: Request, notes: Sequence[str]) -> None:
         fewer = current.ranks < request.ranks
-        told = json.dumps({**options, "notes": notes, "fewer": fewer})
-        words = ["-m", "memfit.workflows.launch_ranks", str(folder), told]
+        order = json.dumps({**options, "notes": notes, "fewer": fewer})
+        words = ["-m", "memfit.workflows.launch_ranks", str(folder), order]
         launch(words, folder, current.ranks)
 
     keep_going(start, request, folder, say=say, policy=policy, override=override)

@@ -70,7 +70,7 @@ def prepare_moved(
     override: bool = False,
     imports: int | None = None,
 ) -> Prepared:
-    """Plan and certify a run on other ranks, while request.json keeps what the user asked."""
+    """Plan and certify a run on other ranks; request.json stays the user's."""
     made = _prepare_anew(request, say, override=override, imports=imports)
     return _write_made(made, folder)
 
