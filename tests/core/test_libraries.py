@@ -1,5 +1,6 @@
 """Imports of libraries that log while they are imported stay quiet, and errors are shown."""
 
+import gc
 import logging
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from memfit.core.libraries import TALKATIVE, install_extra, quiet_import
+from memfit.core.libraries import TALKATIVE, install_extra, quiet_import, uncollected
 
 IMPORT_PEFT = (
     "from memfit.core.libraries import quiet_import\nwith quiet_import():\n    import peft"
@@ -79,3 +80,37 @@ def test_without_an_installation_the_extra_is_named(monkeypatch):
 
     monkeypatch.setattr("importlib.metadata.distribution", missing)
     assert install_extra("ui") == "pip install 'memfit[ui]'"
+
+
+def test_what_is_imported_uncollected_is_never_looked_at_again():
+    before = gc.get_freeze_count()
+    with uncollected():
+        assert not gc.isenabled()
+        left = [[] for _ in range(1000)]
+    try:
+        assert gc.isenabled()
+        assert gc.get_freeze_count() - before >= len(left)
+    finally:
+        gc.unfreeze()
+
+
+def test_the_folders_of_models_are_read_once():
+    """transformers' own word for how often: the function remembers what it was asked."""
+    code = (
+        "from memfit.core.libraries import SCANNER, scan_models_once\n"
+        "from transformers.utils import import_utils\n"
+        "found = getattr(import_utils, SCANNER)\n"
+        "{}\n"
+        "before = found.cache_info().misses\n"
+        "import transformers.models\n"
+        "print(found.cache_info().misses - before)\n"
+        "assert transformers.models.llama.LlamaConfig.model_type == 'llama'"
+    )
+    plain, once = (
+        int(subprocess.run(
+            [sys.executable, "-c", code.format(line)], capture_output=True, text=True, check=True
+        ).stdout)
+        for line in ("", "scan_models_once()")
+    )  # fmt: skip
+    assert plain > 0
+    assert once == 0

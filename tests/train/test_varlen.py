@@ -20,7 +20,7 @@ from memfit.certify import trace
 from memfit.core.errors import InvalidRequest
 from memfit.families import families_that
 from memfit.train.model import varlen
-from memfit.train.model.attention_classes import TABLES
+from memfit.train.model.classes.falcon import FalconAttention
 from memfit.train.step import build
 from memfit.train.step.build import build_model
 from tiny_models import CONFIGS, FAMILIES, make_recipe
@@ -28,7 +28,7 @@ from tiny_models import CONFIGS, FAMILIES, make_recipe
 H100 = catalog.find_device("h100-sxm")
 BF16 = {"precision": "bf16", "base_format": "bf16"}
 DOCUMENTS = ((5, 9, 2), (16,))
-ATTENTION = (StableLmAttention, *(base for _, base in TABLES.values()))
+ATTENTION = (StableLmAttention, FalconAttention)
 
 
 def scores(query, key, scale, window, causal):

@@ -26,7 +26,7 @@ from memfit.certify import cache
 from memfit.certify.versions import OLDEST_TORCH, release
 from memfit.core.callable_package import make_callable
 from memfit.core.errors import Error, InvalidRequest, NotCertified
-from memfit.core.libraries import hidden_packages, install_extra
+from memfit.core.libraries import hidden_packages, install_extra, scan_models_once, uncollected
 from memfit.core.system.processes import is_shortage, name_parent
 from memfit.records import Record, from_data, to_data, to_json
 from memfit.records.hardware import Device
@@ -236,7 +236,8 @@ def import_step(lines: Sequence[str]) -> None:
     orders = [from_data(json.loads(text), Order, source="the order to certify") for text in lines]
     if any(order.recipe.coding for order in orders):
         return
-    with hidden_packages(UNUSED):
+    with uncollected(), hidden_packages(UNUSED):
+        scan_models_once()
         import_module("memfit.certify.evidence.certificate")
         if any(order.recipe.method in ADAPTED for order in orders):
             found = import_module("peft.import_utils")

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 # of kernels that it would rather have: nothing a user could act on.
 TALKATIVE = ("torchao", "torch.utils._pytree", "bitsandbytes")
 
+SCANNER = "create_import_structure_from_path"  # transformers': what each folder of models exports
+
 
 @contextmanager
 def quiet_import() -> Iterator[None]:
@@ -67,6 +69,46 @@ def hidden_packages(names: Iterable[str]) -> Iterator[None]:
     finally:
         finders.remove(finder)
         importlib.util.find_spec = real
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Meanwhile garbage is not collected, and what the block leaves is never looked at again.
+
+    What is imported stays: to look through it again and again takes a quarter of the time of
+    importing. For a process of memfit's own alone.
+    """
+    import gc
+
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if enabled:
+            gc.enable()
+
+
+def scan_models_once() -> None:
+    """Import transformers so that it reads the folders of its models once, where it does so twice.
+
+    It does so for `transformers` and again for `transformers.models`, whose file it is given in
+    place of the folder. A transformers that has no such function is left as it is.
+    """
+    from pathlib import Path
+
+    with quiet_import():
+        from transformers.utils import import_utils
+    plain = getattr(import_utils, SCANNER, None)
+    if plain is None:
+        return
+
+    def scan(path: Any) -> Any:
+        place = Path(path)
+        return plain(place.parent if place.is_file() else place)
+
+    setattr(import_utils, SCANNER, scan)
 
 
 def install_extra(extra: str) -> str:

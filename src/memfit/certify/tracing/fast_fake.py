@@ -24,6 +24,9 @@ _PLAIN = frozenset(
 )  # fmt: skip
 # whose results follow from what `_describe` describes
 _KNOWN = ("aten", "bitsandbytes", "torch_attn")
+_SEVERAL = (tuple, list)  # what holds the outputs of an operator that has several
+# whose arguments say all, though none of them is a tensor
+_FACTORIES = frozenset({torch.ops.aten.empty.memory_format, torch.ops.aten.zeros.default})
 _HIDDEN_INPUTS = frozenset(
     {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 )  # the result, or an argument's shape, depends on more than the arguments' metadata
@@ -60,7 +63,7 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if plain and kwargs:
             described += kwargs
             plain = self._describe(kwargs.values(), described, tensors)
-        if not plain or not tensors:
+        if not plain or not (tensors or func in _FACTORIES):
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         key = tuple(described)
         answer = self.remembered.get(key)
@@ -152,16 +155,17 @@ class _Output:
 class _Answer:
     """All outputs of an operator for one description of its arguments."""
 
-    __slots__ = ("_outputs", "_single")
+    __slots__ = ("_made", "_outputs", "_single")
 
-    def __init__(self, outputs: Sequence[_Output], single: bool) -> None:
-        self._outputs, self._single = outputs, single
+    def __init__(self, outputs: Sequence[_Output], made: type) -> None:
+        self._outputs, self._made = outputs, made
+        self._single = made not in _SEVERAL
 
     def give(self, mode: FakeTensorMode, tensors: Sequence[FakeTensor]) -> Any:
         """The outputs, new tensors where they are new."""
         if self._single:
             return self._outputs[0].give(mode, tensors)
-        return tuple(output.give(mode, tensors) for output in self._outputs)
+        return self._made(output.give(mode, tensors) for output in self._outputs)
 
 
 def _learn(
@@ -170,19 +174,23 @@ def _learn(
     """The answer to give from now on; None when it would not be the same as torch's."""
     if getattr(func, "namespace", "") not in _KNOWN or _HIDDEN_INPUTS & set(func.tags):
         return None
-    outputs = out if type(out) is tuple else (out,)
+    several = type(out) in _SEVERAL
+    outputs = out if several else (out,)
     try:
-        answer = _Answer([_Output(value, tensors) for value in outputs], type(out) is not tuple)
+        answer = _Answer([_Output(value, tensors) for value in outputs], type(out))
     except ValueError:
         return None
     answer.give(mode, tensors)  # the first is torch's own; the ones after it are compared
     again = answer.give(mode, tensors)
-    pairs = zip(outputs, again if type(out) is tuple else (again,), strict=True)
-    return answer if _distinct(outputs) and all(_alike(a, b) for a, b in pairs) else None
+    pairs = zip(outputs, again if several else (again,), strict=True)
+    return answer if _distinct(outputs, tensors) and all(_alike(a, b) for a, b in pairs) else None
 
 
-def _distinct(outputs: Sequence[Any]) -> bool:
+def _distinct(outputs: Sequence[Any], tensors: Sequence[FakeTensor]) -> bool:
+    """Whether no two outputs share a storage, but for that of an argument which they view."""
+    given = {tensor.untyped_storage()._cdata for tensor in tensors}
     storages = [t.untyped_storage()._cdata for t in outputs if isinstance(t, Tensor)]
+    storages = [storage for storage in storages if storage not in given]
     return len(set(storages)) == len(storages)
 
 

@@ -22,7 +22,6 @@ from memfit.core.libraries import quiet_import
 from memfit.meta.attending.kernels import Capability, Heads, Platform, refusal, usable
 from memfit.records.recipe import Recipe
 from memfit.train.model.sinks import attend_with_sinks
-from memfit.train.model.varlen import attend_end_to_end, check_varlen
 
 with quiet_import():
     from transformers import AttentionInterface
@@ -42,10 +41,12 @@ BACKENDS = {
 def register_attention(kernel: str) -> str:
     """Make the kernel known to Hugging Face; returns the name to build the model with."""
     name = f"memfit_{'tiled' if kernel == 'flash' else kernel}"  # "flash" would make HF import it
-    one_call = kernel == "varlen"
-    AttentionInterface.register(
-        name, attend_end_to_end if one_call else partial(attend, BACKENDS[kernel])
-    )
+    attention: Callable[..., Any]
+    if kernel == "varlen":  # its module imports torch's compiler, which few steps need
+        from memfit.train.model.varlen import attend_end_to_end as attention
+    else:
+        attention = partial(attend, BACKENDS[kernel])
+    AttentionInterface.register(name, attention)
     return name
 
 
@@ -62,6 +63,8 @@ def check_attention(
             f"`attention: {recipe.attention}` {lack}", hint=f"use one of {', '.join(others)}"
         )
     if recipe.attention == "varlen":
+        from memfit.train.model.varlen import check_varlen
+
         check_varlen()
 
 

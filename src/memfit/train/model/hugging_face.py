@@ -59,7 +59,7 @@ def bare_model(recipe: Recipe) -> PreTrainedModel:
     # With it set, GPT-2 compares the batch with the padding token at every forward: a read-back
     # from the device that changes nothing.
     model.config.pad_token_id = None
-    hand_on_documents(getattr(model, model.base_model_prefix))
+    hand_on_documents(getattr(model, model.base_model_prefix), config.model_type)
     return cast(PreTrainedModel, model)
 
 

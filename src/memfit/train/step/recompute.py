@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.attention.varlen  # whose operator stands among those below
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -32,9 +31,10 @@ KEPT = frozenset(
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
         _aten._scaled_dot_product_efficient_attention.default,
         _aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops.torch_attn._varlen_attn.default,
     }
 )  # bmm is not: written-out attention's
+# kept too; by its name, as `torch.nn.attention.varlen`, which few runs need, imports the compiler
+VARLEN = "torch_attn::_varlen_attn"
 
 
 def recompute_blocks(
@@ -76,13 +76,14 @@ def _recompute(block: nn.Module, preserve_rng: bool, contexts: Any = None) -> No
 
 
 class _Policy:
-    """Which results a selective recomputation keeps: those of `KEPT`, but for some modules'."""
+    """Which results a selective recomputation keeps: those of `KEPT` and `VARLEN`, but for those
+    of some modules."""
 
     def __init__(self) -> None:
         self.forgets = False
 
     def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keeps = operator in KEPT and not self.forgets
+        keeps = not self.forgets and (operator in KEPT or operator.name() == VARLEN)
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     def forget(self, module: nn.Module) -> None:

@@ -19,7 +19,6 @@ from memfit.records.ledger import Phase
 from memfit.train.distributed.pipeline import PhaseTracker, Stage, alone, find_pipeline, run_stages
 from memfit.train.model.attention import Documents, make_band
 from memfit.train.model.hugging_face import parts
-from memfit.train.model.varlen import find_starts
 from memfit.train.rl.policy_loss import Answers, policy_loss
 from memfit.train.rl.token_log_probs import TokenLogProbs, token_log_probs
 from memfit.train.step.build import Built
@@ -270,6 +269,8 @@ def _hidden(built: Built, batch: Batch, given: Tensor | None = None) -> Tensor:
     tokens = batch.input_ids.shape[1]
     a = read_model(built.recipe.model).architecture
     if built.recipe.attention == "varlen":  # which needs no mask
+        from memfit.train.model.varlen import find_starts
+
         documents = batch.documents or ((tokens,),) * batch.input_ids.shape[0]
         extra["starts"] = find_starts(documents, built.device)
     elif a.banded(tokens):  # one mask for all blocks
