@@ -1,6 +1,6 @@
 """What a run learns from, one objective a file: which rows it takes, and its loss of them.
 
-An objective is declared once and asked by planner, tracer and trainer alike: whether rows come in
+Planner, tracer and trainer read the same declaration of an objective: whether rows come in
 pairs, whether a reference is run beside the policy, and whether log-probabilities are means. The
 loss of an objective of pairs is a pure function of both answers' rewards, which returns its own
 slope: the step differentiates nothing there, and holds the same bytes whatever the loss is. The

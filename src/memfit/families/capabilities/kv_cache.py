@@ -12,7 +12,7 @@ from memfit.records.model import DTYPE_BYTES, Architecture
 
 
 class LayerCache(Record, frozen=True, kw_only=True):
-    """Of one layer: elements of a token's key and value, and how many tokens are kept."""
+    """One layer's cache: elements of a token's key and value, and how many tokens it holds."""
 
     heads: int
     key: int  # elements of a head's key
@@ -20,7 +20,7 @@ class LayerCache(Record, frozen=True, kw_only=True):
     window: int = 0  # the last so many tokens; 0 = all
 
     def columns(self, tokens: int) -> int:
-        """Tokens that it has room for in a row of so many."""
+        """Return the tokens that it has room for in a row of this length."""
         return min(tokens, self.window) if self.window else tokens
 
 
@@ -39,7 +39,7 @@ def layer_caches(a: Architecture) -> tuple[LayerCache, ...]:
 
 
 def cache_bytes(a: Architecture, *, rows: int, tokens: int, dtype: str) -> int:
-    """Bytes of the slots of so many rows, each with room for so many tokens.
+    """Return the bytes of the slots of these rows, each with room for these tokens.
 
     rows: in flight, and the spare one where several answers share a prompt (`slots_of`).
     """
@@ -51,6 +51,6 @@ def cache_bytes(a: Architecture, *, rows: int, tokens: int, dtype: str) -> int:
 
 
 def slots_of(rows: int, answers: int) -> int:
-    """Slots for so many rows in flight. Where a prompt has several answers, one slot more keeps
+    """Slots for `rows` rows in flight. Where a prompt has several answers, one slot more keeps
     what was read of it until the last of them has begun."""
     return rows + (answers > 1)
