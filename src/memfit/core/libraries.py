@@ -76,6 +76,7 @@ def uncollected() -> Iterator[None]:
     """Switch garbage collection off inside, and freeze what the block leaves.
 
     Imported modules stay alive: collections that walk them take a quarter of the imports' time.
+    Use it only in a process of memfit's own.
     """
     import gc
 
@@ -92,7 +93,7 @@ def uncollected() -> Iterator[None]:
 def scan_models_once() -> None:
     """Import transformers so that it reads the folders of its models once, where it does so twice.
 
-    It does so for `transformers` and again for `transformers.models`, whose file it is given in
+    It does so for `transformers` and then for `transformers.models`, whose file it gets in
     place of the folder. A transformers that has no such function is left as it is.
     """
     from pathlib import Path
