@@ -169,7 +169,7 @@ def test_the_fewest_devices():
 @pytest.mark.parametrize(
     ("field", "more", "message"),
     [
-        ("sequence_lenght", {}, "nothing that memfit solves for"),
+        ("sequence_lenght", {}, "memfit does not solve for"),
         ("sequence_length", {}, "is stated already"),
         ("micro_batch", {"micro_batch": 2}, "is stated already"),
         ("micro_batch", {"attention": "math", "framework": "megatron"}, "`attention: math` is not"),

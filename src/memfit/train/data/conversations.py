@@ -44,7 +44,7 @@ class Example(NamedTuple):
     where: str
 
 
-class ConfigReading(NamedTuple):
+class Dialogue(NamedTuple):
     """A conversation; what assistants say from message `first` on is learned."""
 
     messages: list[Message]
@@ -58,7 +58,7 @@ class Written(NamedTuple):
     answer: str | None = None
 
 
-Content = ConfigReading | Written
+Content = Dialogue | Written
 
 
 def read_record(
@@ -87,7 +87,7 @@ def texts_of(record: Mapping[str, Any], where: str) -> Iterator[str]:
     """The texts alone, of any format, to train a tokenizer on."""
     pair = _has(record, "chosen", "rejected")
     for content in _pair(record, where) if pair else (_content(record, where, None),):
-        if isinstance(content, ConfigReading):
+        if isinstance(content, Dialogue):
             yield from (m["content"] for m in content.messages)
         else:
             yield content.prompt + (content.answer or "")
@@ -114,9 +114,9 @@ def refuse_columns(where: str, names: Sequence[str]) -> NoReturn:
 def _content(record: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -> Content:
     """What one record says."""
     if _has(record, "messages"):
-        return ConfigReading(_messages(record["messages"], where, "messages"))
+        return Dialogue(_messages(record["messages"], where, "messages"))
     if _has(record, "conversations"):
-        return ConfigReading(_sharegpt(record["conversations"], where))
+        return Dialogue(_sharegpt(record["conversations"], where))
     if _has(record, "instruction", "output"):
         return _alpaca(record, where, tokenizer)
     if _has(record, "prompt", "completion"):
@@ -140,7 +140,7 @@ def _pair(record: Mapping[str, Any], where: str) -> tuple[Content, Content]:
             _messages(record[name], where, name) for name in ("chosen", "rejected")
         )  # fmt: skip
         alike = _count_alike(chosen, rejected)
-        pair: tuple[Content, Content] = ConfigReading(chosen, alike), ConfigReading(rejected, alike)
+        pair: tuple[Content, Content] = Dialogue(chosen, alike), Dialogue(rejected, alike)
     else:
         pair = _answered(record, "chosen", where), _answered(record, "rejected", where)
     if pair[0] == pair[1]:
@@ -164,7 +164,7 @@ def _answered(record: Mapping[str, Any], key: str, where: str) -> Content:
     answer = _messages(record[key], where, key)
     if answer[: len(prompt)] == prompt:  # some files repeat the prompt in each answer
         answer = answer[len(prompt) :]
-    return ConfigReading([*prompt, *answer], len(prompt))
+    return Dialogue([*prompt, *answer], len(prompt))
 
 
 def _alpaca(record: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -> Content:
@@ -174,9 +174,7 @@ def _alpaca(record: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) 
     asked = f"{task}\n\n{more}" if more else task
     if tokenizer is None or not tokenizer.wrapped.chat_template:
         return Written(f"{asked}\n\n", answer)
-    return ConfigReading(
-        [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-    )
+    return Dialogue([{"role": "user", "content": asked}, {"role": "assistant", "content": answer}])
 
 
 def _sharegpt(value: object, where: str) -> list[Message]:
