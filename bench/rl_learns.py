@@ -28,7 +28,7 @@ from memfit.records.reinforcement import Online, Policy, RewardSettings, Rollout
 from memfit.train.rl.judging import Judges
 from memfit.train.rl.learn import Learning, iterate
 from memfit.train.rl.rollout import Prompt, Sampling
-from memfit.train.rl.sampling import sample_plainly
+from memfit.train.rl.sampling import sample_in_slots
 from memfit.train.step.build import Built, build_model, build_optimizer, fill_weights
 
 RESULTS = Path(__file__).parent / "results" / "rl_learns.json"
@@ -86,7 +86,7 @@ def learn(
     start, rewards = _cpu_seconds(), []
     with Judges(RewardSettings(funcs=(f"{file}:{task}",))) as judges:
         sampling = Sampling(
-            rollout, make_prompts(512, seed), groups, judges, decode, sample_plainly, END, seed
+            rollout, make_prompts(512, seed), groups, judges, decode, sample_in_slots, END, seed
         )
         learning = Learning(objective, policy, sampling)
         for iteration in range(steps):

@@ -16,7 +16,7 @@ from memfit.train.rl.learn import Learning, iterate
 from memfit.train.rl.rollout import Prompt, Sampling, choose_prompts, keep_short, roll_out
 from memfit.train.rl.rows import lay_out
 from memfit.train.rl.run import run
-from memfit.train.rl.sampling import sample_plainly
+from memfit.train.rl.sampling import sample_in_slots
 from memfit.train.run.logs import read_log
 from memfit.train.step.step import answer_log_probs
 from tiny_models import hugging_face, make_built, make_recipe
@@ -45,7 +45,7 @@ def make(tmp_path):
     opened = []
 
     def made(
-        objective="grpo", *, policy=None, rollout=ROLLOUT, reward="even", sample=sample_plainly
+        objective="grpo", *, policy=None, rollout=ROLLOUT, reward="even", sample=sample_in_slots
     ):
         judges = Judges(RewardSettings(funcs=(f"{tmp_path / 'rewards.py'}:{reward}",)))
         opened.append(judges)
@@ -74,7 +74,7 @@ def built_for(**changes):
 def test_sampled_log_probs_are_those_that_an_update_computes(family):
     built = make_built(make_recipe(family))
     prompts = [[5, 6, 7], [8, 9]]
-    found = sample_plainly(built, prompts, ROLLOUT, END, 0)
+    found = sample_in_slots(built, prompts, ROLLOUT, END, 0)
     batch = lay_out(prompts, [c.ids for c in found], 8)
     again = answer_log_probs(built, batch, ROLLOUT.temperature).log_probs
     for row, (prompt, completion) in enumerate(zip(prompts, found, strict=True)):
@@ -93,7 +93,7 @@ def test_samples_follow_the_class_s_own_chances():
     logits = model(torch.tensor([[5, 6, 7]]), use_cache=False).logits[0, -1].detach()
     expected = torch.softmax(logits / ROLLOUT.temperature, -1)
     one = replace(ROLLOUT, max_completion_length=1)
-    found = sample_plainly(built, [[5, 6, 7]] * 4000, one, END, 0)
+    found = sample_in_slots(built, [[5, 6, 7]] * 4000, one, END, 0)
     share = torch.bincount(torch.tensor([c.ids[0] for c in found]), minlength=97) / 4000
     assert expected.max() > 0.05
     assert (share - expected).abs().max() < 0.025
@@ -101,12 +101,22 @@ def test_samples_follow_the_class_s_own_chances():
 
 def test_answers_end_at_the_end_token_or_at_their_limit():
     built = make_built(make_recipe("llama"))
-    many = sample_plainly(built, [[5, 6]] * 200, replace(ROLLOUT, max_completion_length=9), END, 0)
-    assert {c.ended for c in many} == {"stop", "length"}
+    many = sample_in_slots(built, [[5, 6]] * 200, replace(ROLLOUT, max_completion_length=9), END, 0)
+    assert {c.ended for c in many} == {"stop_token", "length"}
     for completion in many:
-        assert (completion.ids[-1] == END) == (completion.ended == "stop")
+        assert (completion.ids[-1] == END) == (completion.ended == "stop_token")
         assert END not in completion.ids[:-1]
-        assert len(completion.ids) == 9 or completion.ended == "stop"
+        assert len(completion.ids) == 9 or completion.ended == "stop_token"
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_how_many_rows_are_in_flight_changes_no_answer(rows):
+    built = built_for(method="lora")
+    prompts = [p for p in ([5, 6, 7], [8, 9], [4]) for _ in range(ROLLOUT.num_generations)]
+    whole = sample_in_slots(built, prompts, ROLLOUT, END, 7)
+    few = sample_in_slots(built, prompts, replace(ROLLOUT, rows=rows), END, 7)
+    assert [c.ids for c in few] == [c.ids for c in whole]
+    assert len({c.ids for c in whole}) > len(prompts) // 2  # a group's answers differ
 
 
 def test_every_prompt_is_asked_once_an_epoch():
@@ -152,7 +162,7 @@ def kill_at(count):
         calls += 1
         if calls == count:
             raise Killed
-        return sample_plainly(*arguments)
+        return sample_in_slots(*arguments)
 
     return sample
 
@@ -266,7 +276,7 @@ def test_what_cannot_be_learned_by_is_named(make, changes, policy, named):
 def test_too_few_prompts_are_named(make):
     sampling = make().sampling
     with pytest.raises(InvalidRequest, match=r"1 prompts of at most 5 tokens.*takes 2"):
-        Sampling(ROLLOUT, sampling.prompts[:1], 2, sampling.judges, str, sample_plainly, END, 0)
+        Sampling(ROLLOUT, sampling.prompts[:1], 2, sampling.judges, str, sample_in_slots, END, 0)
 
 
 @pytest.mark.slow

@@ -69,6 +69,7 @@ class Rollout(Record, frozen=True, kw_only=True):
     max_prompt_length: int = 512  # tokens; longer prompts are left out and counted
     max_completion_length: int = 256  # tokens
     temperature: float = 1.0
+    rows: int = 0  # answers in flight at once, a slot of the cache each; 0: a whole rollout's
     # rounds of further prompts in place of groups whose answers have all the same reward (DAPO,
     # 2503.14476, section 3.2); 0: such groups stay, and teach nothing
     dynamic_sampling: int = 0
@@ -77,7 +78,7 @@ class Rollout(Record, frozen=True, kw_only=True):
         """Raise InvalidRequest for bounds within which nothing can be compared or sampled."""
         for name, least in (
             ("num_generations", 2), ("max_prompt_length", 1), ("max_completion_length", 1),
-            ("dynamic_sampling", 0),
+            ("dynamic_sampling", 0), ("rows", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value < least:

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from memfit.core.errors import InvalidRequest
 from memfit.records.reinforcement import Rollout
+from memfit.train.generation.settings import Completion
 from memfit.train.rl.advantages import find_even_groups
 from memfit.train.rl.judging import Judges, Verdict
 from memfit.train.rl.rows import Ids
-from memfit.train.rl.sampling import Completion, Sample
+from memfit.train.rl.sampling import Sample
 from memfit.train.step.build import Built
 
 COLUMN_OF_PROMPTS = "prompt"
@@ -74,7 +75,7 @@ class Experience(NamedTuple):
     @property
     def truncated(self) -> Tensor:
         """(answers,) bool: those that reached their limit."""
-        return torch.tensor([c.ended == "length" for c in self.completions])
+        return torch.tensor([c.ended != "stop_token" for c in self.completions])
 
 
 def keep_short(prompts: Sequence[Prompt], rollout: Rollout) -> tuple[list[Prompt], int]:

@@ -161,17 +161,6 @@ def answer_log_probs(built: Built, batch: Batch, temperature: float) -> TokenLog
         built.model.train(was_training)
 
 
-def next_logits(built: Built, batch: Batch, places: Tensor) -> Tensor:
-    """(rows, vocab) fp32: of what follows one position of each row; places: (rows,) int64."""
-    with torch.no_grad(), autocast(built):
-        hidden = _hidden(built, batch)[torch.arange(len(places)), places]
-        where = parts(built.model)
-        cap, divisor = _bends(where.base)
-        logits: Tensor = where.head(hidden if divisor is None else hidden / divisor)
-    logits = logits.float()
-    return logits if cap is None else torch.tanh(logits) * cap
-
-
 def autocast(built: Built) -> AbstractContextManager[object]:
     """Mixed precision of the recipe. Uncached: a cache would keep every weight's cast alive.
 
