@@ -92,6 +92,7 @@ class _Loop:
         a = architecture_of(model)
         self.settings, self.prompts, self.decode, self.watch = settings, prompts, decode, watch
         self.positions = find_limit(a)
+        self._check_limits()
         most = self._check_prompts()
         total = most + settings.max_new_tokens
         if self.positions:
@@ -120,6 +121,18 @@ class _Loop:
                 if self.rows:
                     self._step()
         return [c for c in self.done if c is not None]
+
+    def _check_limits(self) -> None:
+        limits, answers = self.settings.limits, len(self.prompts) * self.settings.answers
+        if limits and len(limits) != answers:
+            raise InvalidRequest(f"`limits` are of {len(limits)} answers, and {answers} are asked")
+        most = self.settings.max_new_tokens
+        for i, limit in enumerate(limits):
+            if not 1 <= limit <= most:
+                raise InvalidRequest(
+                    f"answer {i} is limited to {limit} tokens, which is not from 1 to"
+                    f" max_new_tokens, {most}"
+                )
 
     def _check_prompts(self) -> int:
         """The bound of prompts, in tokens."""
@@ -197,7 +210,8 @@ class _Loop:
         prompt = self.prompts[index // self.settings.answers]
         answer = index % self.settings.answers
         numbers = torch.empty(0)
-        limit = self.settings.max_new_tokens
+        limits = self.settings.limits
+        limit = limits[index] if limits else self.settings.max_new_tokens
         if self.settings.temperature > 0:
             numbers = draw_numbers(
                 self.settings.seed, index // self.settings.answers, answer, limit

@@ -29,6 +29,7 @@ class Settings(Record, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0  # of tokens that the row has, prompt included
     stop_tokens: tuple[int, ...] = ()
     stop_words: tuple[str, ...] = ()  # texts; they need `decode`
+    limits: tuple[int, ...] = ()  # of each answer, where they differ; each at most max_new_tokens
     seed: int = 0
     fixed_shapes: bool = False  # every decoding step computes all slots at their full length
 
