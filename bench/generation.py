@@ -1,10 +1,10 @@
-"""Tokens per CPU second of memfit's generation and of Hugging Face's, on one model with random weights.
+"""Tokens per CPU second of memfit's generation and of Hugging Face's, random weights.
 
-Answers are greedy. Each has a length of its own: the lengths are drawn once, and each engine stops an
-answer there, as an end of text would (`even`: all have the same length). The engines take turns, so
-that what else the machine does falls on all alike; CPU seconds of the process are counted, on one
-thread. `generate` takes the prompts of a wave together, padded on the left, and waits for its longest
-answer; continuous batching refills. Run: `python bench/generation.py -o measurements/generation.json`.
+Answers are greedy. `ragged`: each has a length of its own, drawn once, at which each engine ends
+it, as an end of text would; `even`: all have the same length. The engines take turns, so that what
+else the machine does falls on both; CPU seconds of the process are counted, on one thread.
+`generate` takes the prompts of a wave together, padded on the left, and waits for its longest
+answer. Run: `python bench/generation.py --write`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from memfit.train.generation.loop import Settings, generate_batch
 from memfit.train.model.attention import register_attention
 
+RESULTS = Path(__file__).resolve().parent / "results" / "generation.json"
 LAYERS, HIDDEN, VOCAB = 8, 512, 8192
 PROMPT, LONGEST = 64, 128
 
@@ -33,7 +34,8 @@ def make_model(attention: str) -> Any:
     """A Llama of some 30 million parameters."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=4 * HIDDEN, num_hidden_layers=LAYERS,
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=4 * HIDDEN,
+        num_hidden_layers=LAYERS,
         num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=1024,
         bos_token_id=None, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
@@ -64,7 +66,7 @@ def theirs(model: Any, prompts: list[list[int]], lengths: list[int], rows: int) 
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-o", "--out", type=Path)
+    parser.add_argument("--write", action="store_true", help="bench/results/generation.json")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 16, 32])
     args = parser.parse_args()
@@ -94,11 +96,11 @@ def main() -> None:
                           "tokens": sum(lengths), "tokens_per_cpu_second": rates,
                           "memfit_over_generate": ratio})  # fmt: skip
             print(found[-1], flush=True)
-    if args.out:
+    if args.write:
         about = {"parameters": sum(p.numel() for p in mine.parameters()), "threads": 1,
                  "rounds": args.rounds, "torch": torch.__version__, "machine": platform.machine(),
                  "transformers": transformers.__version__, "cases": found}  # fmt: skip
-        args.out.write_text(json.dumps(about, indent=1) + "\n")
+        RESULTS.write_text(json.dumps(about, indent=1) + "\n")
 
 
 if __name__ == "__main__":

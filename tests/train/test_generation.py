@@ -225,6 +225,17 @@ def test_bad_input_is_refused_by_name(changes, prompts, said):
         generate_batch(model, prompts, replace(GREEDY, **changes))
 
 
+def test_each_answer_may_have_a_limit_of_its_own():
+    _, model = loud("llama")
+    prompts, limits = make_prompts(), (4, NEW, 1, 7, 2, 9)
+    whole = generate_batch(model, prompts, GREEDY)
+    cut = generate_batch(model, prompts, replace(GREEDY, limits=limits))
+    assert [c.ids for c in cut] == [c.ids[:n] for c, n in zip(whole, limits, strict=True)]
+    for wrong, said in (((1, 2), "of 2 answers, and 6"), ((NEW + 1,) * 6, "is limited to")):
+        with pytest.raises(InvalidRequest, match=said):
+            generate_batch(model, prompts, replace(GREEDY, limits=wrong))
+
+
 def test_adapters_are_on_and_the_model_is_left_as_it_was():
     _, model = loud("llama", method="lora")
     prompts = make_prompts()
