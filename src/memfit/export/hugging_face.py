@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from memfit.base_formats import find_base_format
@@ -92,9 +91,10 @@ def write_schedule(recipe: Recipe, steps: int) -> tuple[Values, Left]:
         if not steps:
             why = "wsd: the Trainer's needs the number of steps, and `task.epochs` states passes"
             return {}, {"optimizer.schedule": why}
-        falls = math.ceil(made.decay_ratio * steps)
         name = "warmup_stable_decay"
-        values = {"num_decay_steps": falls, "decay_type": "linear", "min_lr_ratio": floor}
+        values = {
+            "num_decay_steps": made.decay(steps), "decay_type": "linear", "min_lr_ratio": floor,
+        }  # fmt: skip
     kwargs = {"lr_scheduler_kwargs": values} if values else {}
     return {"lr_scheduler_type": name, **kwargs, "warmup_steps": warmup}, {}
 

@@ -133,6 +133,10 @@ class Optimizer(Record, frozen=True, kw_only=True):
         """Return the warm-up steps of `steps` in all; a share is rounded up, as in transformers."""
         return self.warmup_steps or math.ceil(self.warmup_ratio * steps)
 
+    def decay(self, steps: int) -> int:
+        """The last steps of `steps`, in which wsd's rate falls; a share is rounded up."""
+        return math.ceil(self.decay_ratio * steps)
+
 
 class Parallel(Record, frozen=True, kw_only=True):
     """How many devices hold the model, along which axes of the mesh; 1 everywhere is one device."""

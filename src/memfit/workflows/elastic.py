@@ -17,12 +17,12 @@ import msgspec
 
 from memfit.core import units
 from memfit.core.errors import DoesNotFit, InvalidRequest, NotCertified
-from memfit.files.run_folder import read_plan, state
-from memfit.records import Record, from_data, read_json, to_data, write_atomically, write_json
+from memfit.files.run_folder import state
+from memfit.records import Record, from_data, to_data, write_atomically
 from memfit.records.request import ParallelRequest, Request
-from memfit.records.results import Certificate, Plan
+from memfit.records.results import Plan
 from memfit.workflows.prepare_child import prepare_apart
-from memfit.workflows.prepare_run import Prepared, Say
+from memfit.workflows.prepare_run import Say, read_prepared, write_prepared
 
 MORE = "ranks/more"  # of a run folder: where it is, the ranks save and end, to go on with more
 Start = Callable[[Request, Sequence[str]], None]  # trains to the end; notes for run.json
@@ -51,7 +51,7 @@ def keep_going(
     """
     from memfit.train.distributed.ranks import MoreRanks, RankLost
 
-    whole, current, notes = _read_prepared(folder), request, list[str]()
+    whole, current, notes = read_prepared(folder), request, list[str]()
     losses = 0
     while True:
         missing = current.ranks < request.ranks
@@ -60,7 +60,7 @@ def keep_going(
                 start(current, notes)
             return
         except MoreRanks:
-            _write_layout(whole, folder)
+            write_prepared(whole, folder)
             current = request
             notes.append(f"all {request.ranks} ranks run again")
         except RankLost as error:
@@ -156,22 +156,6 @@ def _asking_for_more(folder: Path, seconds: float | None) -> Iterator[None]:
         done.set()
         thread.join()
         file.unlink(missing_ok=True)
-
-
-def _read_prepared(folder: Path) -> Prepared:
-    proof = folder / "certificate.json"
-    return Prepared(
-        request=read_json(folder / "request.json", Request),
-        plan=read_plan(folder / "plan.json"),
-        certificate=read_json(proof, Certificate) if proof.exists() else None,
-    )
-
-
-def _write_layout(prepared: Prepared, folder: Path) -> None:
-    """Put a mesh's plan and certificate back."""
-    write_json(folder / "plan.json", prepared.plan)
-    if prepared.certificate is not None:
-        write_json(folder / "certificate.json", prepared.certificate)
 
 
 def read_elastic(restarts: int, regain: str) -> Elastic:

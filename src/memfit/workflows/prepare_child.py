@@ -24,12 +24,10 @@ import msgspec
 from memfit.certify import LAST_LINES, child_environment, in_this_process
 from memfit.core.errors import Error, InvalidRequest, NotCertified, RunFailed
 from memfit.core.system.processes import end_with_parent, is_shortage
-from memfit.files.run_folder import read_plan
-from memfit.records import Record, from_data, read_json, to_json
+from memfit.records import Record, from_data, to_json
 from memfit.records.recipe import ADAPTED
 from memfit.records.request import Request
-from memfit.records.results import Certificate
-from memfit.workflows.prepare_run import Prepared, Say, prepare, prepare_moved
+from memfit.workflows.prepare_run import Prepared, Say, prepare, prepare_moved, read_prepared
 
 KINDS = {
     kind.__name__: kind for kind in (*Error.__subclasses__(), *InvalidRequest.__subclasses__())
@@ -80,7 +78,7 @@ def prepare_apart(
             )
     if "error" in answer:
         raise KINDS.get(answer["kind"], RunFailed)(answer["error"], hint=answer["hint"])
-    return _read_prepared(folder)
+    return read_prepared(folder)
 
 
 def _converse(child: subprocess.Popen[str], order: Order, say: Say) -> dict[str, Any] | None:
@@ -98,16 +96,6 @@ def _converse(child: subprocess.Popen[str], order: Order, say: Say) -> dict[str,
             return words
         say(words["say"])
     return None
-
-
-def _read_prepared(folder: Path) -> Prepared:
-    """What the other process has written."""
-    proof = folder / "certificate.json"
-    return Prepared(
-        request=read_json(folder / "request.json", Request),
-        plan=read_plan(folder / "plan.json"),
-        certificate=read_json(proof, Certificate) if proof.exists() else None,
-    )
 
 
 def main(folder: Path) -> None:

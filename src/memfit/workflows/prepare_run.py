@@ -72,7 +72,17 @@ def prepare_moved(
 ) -> Prepared:
     """Plan and certify a run on other ranks; request.json stays the user's."""
     made = _prepare_anew(request, say, override=override, imports=imports)
-    return _write_made(made, folder)
+    return write_prepared(made, folder)
+
+
+def read_prepared(folder: Path) -> Prepared:
+    """Return what a run folder holds. Raises InvalidRequest for a file that cannot be read."""
+    proof = folder / "certificate.json"
+    return Prepared(
+        request=read_json(folder / "request.json", Request),
+        plan=read_plan(folder / "plan.json"),
+        certificate=read_json(proof, Certificate) if proof.exists() else None,
+    )
 
 
 def find_lengths(request: Request) -> Request:
@@ -228,10 +238,11 @@ def _plan_within(request: Request, device: Device, limit: int | None) -> Plan:
 
 def _write(prepared: Prepared, folder: Path) -> Prepared:
     write_json(folder / "request.json", prepared.request)
-    return _write_made(prepared, folder)
+    return write_prepared(prepared, folder)
 
 
-def _write_made(prepared: Prepared, folder: Path) -> Prepared:
+def write_prepared(prepared: Prepared, folder: Path) -> Prepared:
+    """Write the plan and its certificate; the certificate of another plan is put aside."""
     write_json(folder / "plan.json", prepared.plan)
     file = folder / "certificate.json"
     if prepared.certificate is not None:

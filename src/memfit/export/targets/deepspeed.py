@@ -24,6 +24,7 @@ SCRIPT = (
     "train.py is yours: the model, its adapters and its data are said there; `--to trl` writes all"
     " of a plan of this step"
 )
+SCHEDULES = ("constant", "linear", "cosine")  # of these, cosine alone has a floor
 LEAST_WARMUP = 2  # steps: fewer are made two, and 0 is refused since 0.19.6
 CONFIG_SAYS = frozenset({
     "precision", *OPTIMIZER_SAYS, "micro_batch", "accumulation", "offload", "parallel.zero",
@@ -98,8 +99,7 @@ def _optimizer(recipe: Recipe, total: int) -> tuple[dict[str, Any], dict[str, st
     if made.implementation == "foreach":
         params["torch_adam"] = True
     values: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": params}}
-    falls = made.schedule in ("constant", "cosine")  # the others' shapes, or their floors, it lacks
-    if not falls and (made.schedule != "linear" or made.floor):
+    if made.schedule not in SCHEDULES or (made.schedule == "linear" and made.floor):
         floor = f" with `optimizer.floor: {made.floor}`" if made.floor else ""
         left["optimizer.schedule"] = f"{made.schedule}{floor}: none of DeepSpeed's"
     warmup = made.warmup(total)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from typing import Any, ClassVar, final
 
@@ -284,8 +283,7 @@ def _schedule(recipe: Recipe, left: dict[str, str]) -> list[object]:
     if made.floor:
         words += ["--min-lr", made.floor * made.learning_rate]
     if made.schedule == "wsd":
-        falls = math.ceil(made.decay_ratio * steps)
-        words += ["--lr-wsd-decay-iters", falls, "--lr-wsd-decay-style", "linear"]
+        words += ["--lr-wsd-decay-iters", made.decay(steps), "--lr-wsd-decay-style", "linear"]
     return words
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memfit.records.recipe import Recipe
-from memfit.train.step.loss import IGNORE, add_outer, check_chunked, loss_and_slope
+from memfit.train.step.loss import IGNORE, check_chunked, gradients_by_chunks
 
 
 class TokenLogProbs(NamedTuple):
@@ -101,24 +101,8 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
         flat, weight, labels = ctx.saved_tensors
-        compute, chunk, cap = ctx.settings
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         share = outer[0].neg().reshape(-1, 1)  # of losses
-        targets = labels.flatten()
-        d_hidden = torch.empty_like(flat) if wants_hidden else None
-        d_weight: Tensor | None = None
-        cast_weight = weight.to(compute)
-        for start in range(0, flat.shape[0], chunk):
-            here = slice(start, start + chunk)
-            piece = flat[here].to(compute)
-            _, slope = loss_and_slope(piece @ cast_weight.t(), targets[here], 1, share[here], cap)
-            slope = slope.to(compute)
-            if d_hidden is not None:
-                d_hidden[here] = slope @ cast_weight
-            if wants_weight:
-                alone = chunk >= flat.shape[0]
-                d_weight = add_outer(d_weight, slope, piece, weight.dtype, alone=alone)
-            del slope, piece
-        if d_weight is not None:
-            d_weight = d_weight.to(weight.dtype)
-        return d_hidden, d_weight, None, None
+        gradients = gradients_by_chunks(
+            flat, weight, labels.flatten(), share, *ctx.settings, wants=ctx.needs_input_grad[:2]
+        )
+        return *gradients, None, None

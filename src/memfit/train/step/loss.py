@@ -205,6 +205,35 @@ def loss_and_slope(
     return loss, slope
 
 
+def gradients_by_chunks(
+    flat: Tensor, weight: Tensor, targets: Tensor, share: Tensor, compute: torch.dtype, chunk: int,
+    cap: float | None, *, wants: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of hidden and of weight, where each is wanted; makes the logits a second time.
+
+    flat (tokens, hidden), weight (vocab, hidden), targets (tokens,). share (tokens, 1): the slope
+    of the result by each token's loss.
+    """
+    wants_hidden, wants_weight = wants
+    d_hidden = torch.empty_like(flat) if wants_hidden else None
+    d_weight: Tensor | None = None
+    cast_weight = weight.to(compute)
+    for start in range(0, flat.shape[0], chunk):
+        here = slice(start, start + chunk)
+        piece = flat[here].to(compute)
+        _, slope = loss_and_slope(piece @ cast_weight.t(), targets[here], 1, share[here], cap)
+        slope = slope.to(compute)
+        if d_hidden is not None:
+            d_hidden[here] = slope @ cast_weight
+        if wants_weight:
+            alone = chunk >= flat.shape[0]
+            d_weight = add_outer(d_weight, slope, piece, weight.dtype, alone=alone)
+        del slope, piece
+    if d_weight is not None:
+        d_weight = d_weight.to(weight.dtype)
+    return d_hidden, d_weight
+
+
 def add_outer(
     total: Tensor | None, slope: Tensor, piece: Tensor, dtype: torch.dtype, *, alone: bool
 ) -> Tensor:

@@ -35,7 +35,7 @@ def _shape(settings: Optimizer, step: int, steps: int, warmup: int) -> float:
         return math.sqrt(scale / (step - warmup + scale))
     first = warmup
     if settings.schedule == "wsd":
-        first = max(warmup, steps - math.ceil(settings.decay_ratio * steps))
+        first = max(warmup, steps - settings.decay(steps))
     progress = max(0.0, (step - first) / max(1, steps - first))
     if settings.schedule == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * progress))
