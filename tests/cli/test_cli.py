@@ -702,6 +702,7 @@ def test_solve_in_words_and_as_json():
     [
         (["solve", "micro_batch"], 2, "no model was named to solve for `micro_batch`"),
         (["solve", "sequences", "gpt2"], 2, "memfit does not solve for `sequences`"),
+        (["solve", "batch", "mistral-7b", "--device", "l4"], 2, "hint: say which: `mistral-7b-v0"),
         (["solve", "micro_batch", "llama-3.1-405b", "--device", "rtx-4090"], 3, ""),
     ],
 )

@@ -85,6 +85,7 @@ class Try(NamedTuple):
     value: int | str
     plan: Plan | None
     refused: str
+    hint: str = ""  # of what refused it
 
     @property
     def fits(self) -> bool:
@@ -140,7 +141,9 @@ def solve(
     found = _SOLVERS[field](tries)
     tried = sorted(tries.made.values(), key=lambda t: str(t.value).zfill(9))
     if all(t.plan is None for t in tried):  # then it is not for want of memory
-        raise InvalidRequest(f"no value of `{field}` has a plan: {tried[0].refused}")
+        raise InvalidRequest(
+            f"no value of `{field}` has a plan: {tried[0].refused}", hint=tried[0].hint
+        )
     because = f"{FIELDS[field]}; {len(tried)} planned" if found else "nothing that was tried fits"
     least = None
     if found is None and field in OF_ONE_MODEL:
@@ -170,7 +173,7 @@ class Tries:
             try:
                 self.made[value] = Try(value, self._find(request), "")
             except Error as error:
-                self.made[value] = Try(value, None, error.message)
+                self.made[value] = Try(value, None, error.message, error.hint)
         return self.made[value]
 
 
