@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
 from container import run_within
 
+ATTEMPTS = 3  # of a run whose peak the watcher may miss
 LINUX = pytest.mark.skipif(read_anonymous() is None, reason="the system does not count them")
 MODEL = {
     "model_type": "llama", "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 352,
@@ -48,19 +49,27 @@ def write_request(folder: Path, memory: str) -> Path:
 @LINUX
 @pytest.mark.slow
 def test_a_run_lives_within_its_limit_and_holds_what_was_predicted(tmp_path, monkeypatch) -> None:
-    """All processes of `memfit train` together; where control groups can be made, in one."""
+    """All processes of `memfit train` together; where control groups can be made, in one.
+
+    The watcher looks every few milliseconds, and later on a busy machine, so that it may miss an
+    instant at which the run counted its own peak: then the run is made once more.
+    """
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
-    request, folder = write_request(tmp_path, "1 GiB"), tmp_path / "run"
-    command = [sys.executable, "-m", "memfit", "train", str(request), "--folder", str(folder)]
-    held = run_within(command, parse_bytes("1 GiB"))
-    assert held.code == 0, held.stderr
-    assert not held.kills
-    plan, proof = read_plan(folder / "plan.json"), folder / "certificate.json"
-    for memory in (plan.memory, read_json(proof, Certificate).memory):
-        assert memory.verdict == "fits"
-        assert memory.total_low <= held.anonymous <= memory.total_high
-        assert held.anonymous == pytest.approx(memory.device_total, rel=0.15)
-    own = read_json(folder / "run.json", Run).measurements["memory.device_total"].value
+    request = write_request(tmp_path, "1 GiB")
+    for attempt in range(ATTEMPTS):
+        folder = tmp_path / f"run-{attempt}"
+        command = [sys.executable, "-m", "memfit", "train", str(request), "--folder", str(folder)]
+        held = run_within(command, parse_bytes("1 GiB"))
+        assert held.code == 0, held.stderr
+        assert not held.kills
+        plan, proof = read_plan(folder / "plan.json"), folder / "certificate.json"
+        for memory in (plan.memory, read_json(proof, Certificate).memory):
+            assert memory.verdict == "fits"
+            assert memory.total_low <= held.anonymous <= memory.total_high
+            assert held.anonymous == pytest.approx(memory.device_total, rel=0.15)
+        own = read_json(folder / "run.json", Run).measurements["memory.device_total"].value
+        if own <= held.anonymous + MIB:
+            break
     assert 0.9 * held.anonymous < own <= held.anonymous + MIB
     alive = plan.memory.peak_allocated
     (process,) = [e for e in plan.memory.entries if e.owner == "process"]

@@ -13,36 +13,52 @@ PLACES = """() => {
     return first;
   });
 }"""
-FOCUS = """() => {
-  const at = document.activeElement;
-  if (at === document.body) return null;
-  const box = at.getBoundingClientRect(), style = getComputedStyle(at);
+SEEN = """(at) => {
+  const box = at.getBoundingClientRect();
   const [left, right] = [Math.max(box.left, 0), Math.min(box.right, innerWidth)];
   const [top, bottom] = [Math.max(box.top, 0), Math.min(box.bottom, innerHeight)];
   const parts = [0.02, 0.25, 0.5, 0.75, 0.98];
-  const seen = right > left && bottom > top && parts.some((across) => parts.some((down) => {
+  return right > left && bottom > top && parts.some((across) => parts.some((down) => {
     const [x, y] = [left + across * (right - left), top + down * (bottom - top)];
     const hit = document.elementFromPoint(x, y);
     return hit && at.contains(hit);
   }));
+}"""
+FOCUS = f"""() => {{
+  const at = document.activeElement;
+  if (at === document.body) return null;
+  const style = getComputedStyle(at);
   window.passed ??= [];
   const before = window.passed.includes(at);
   if (!before) window.passed.push(at);
-  return {
-    what: `${at.tagName.toLowerCase()} ${at.id || at.textContent.trim().slice(0, 30)}`,
-    before, seen,
+  return {{
+    what: `${{at.tagName.toLowerCase()}} ${{at.id || at.textContent.trim().slice(0, 30)}}`,
+    before, seen: ({SEEN})(at),
     ringed: style.outlineStyle !== 'none' && parseFloat(style.outlineWidth) >= 2,
-  };
-}"""
+  }};
+}}"""
+SCROLLED = 5000  # milliseconds in which a busy browser has scrolled to what has the focus
 
 
 def focused(page):
     """What has the focus, which is seen and marked; None where nothing has."""
     found = page.evaluate(FOCUS)
     if found is not None:
-        assert found["seen"], f"{found['what']} has the focus and is covered or outside the window"
+        seen = found["seen"] or _comes_into_sight(page)
+        assert seen, f"{found['what']} has the focus and is covered or outside the window"
         assert found["ringed"], f"{found['what']} has the focus, and nothing marks it"
     return found
+
+
+def _comes_into_sight(page):
+    """Whether what has the focus is seen before the deadline."""
+    from playwright.sync_api import TimeoutError as TooLate
+
+    try:
+        page.wait_for_function(f"() => ({SEEN})(document.activeElement)", timeout=SCROLLED)
+    except TooLate:
+        return False
+    return True
 
 
 def tab_to(page, selector, *, back=False):
