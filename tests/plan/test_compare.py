@@ -185,8 +185,8 @@ def test_why_not_says_what_is_missing_and_where_the_seconds_go():
                   hardware={"device": "h100-sxm", "count": 8})  # fmt: skip
     slower = api.why_not(request, {"parallel.tp": 8, "parallel.zero": 1})
     assert slower.answer == "slower"
-    assert slower.asked.recipe.parallel.tp == 8
-    assert slower.asked.time.step_seconds > slower.chosen.time.step_seconds
+    assert slower.requested.recipe.parallel.tp == 8
+    assert slower.requested.time.step_seconds > slower.chosen.time.step_seconds
     assert any(line.startswith("tensor: ") for line in slower.because)
     mesh = {"dp_shard": 8, "zero": 1}
     lacking = api.why_not(request, {"parallel": mesh, "micro_batch": 8, "recompute": "none"})

@@ -205,7 +205,7 @@ function WhyNotCard({ keys, set, words: said }: Props) {
     ask<WhyNot>(`why_not?${query}`).then((a) => still && setFound(a.data), (e) => still && setError(e));
     return () => { still = false; };
   }, [query]);
-  const both = found ? [found.chosen, found.asked].filter((plan) => plan != null) : [];
+  const both = found ? [found.chosen, found.requested].filter((plan) => plan != null) : [];
   return (
     <Card title="Why not?">
       <Text id="why-not" label="Instead of the chosen one" value={asked} example="micro_batch=8"

@@ -208,6 +208,6 @@ export interface Offered {
   because: string;
 }
 export interface Offers { rows: Offered[]; objective: string }
-export interface WhyNot { answer: string; because: string[]; asked: Plan | null; chosen: Plan }
+export interface WhyNot { answer: string; because: string[]; requested: Plan | null; chosen: Plan }
 
 export const needs = (memory: Memory): number | null => memory.device_total ?? memory.peak_allocated;

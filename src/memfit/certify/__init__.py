@@ -49,7 +49,7 @@ _FRESH: ContextVar[bool] = ContextVar("certify without the cache", default=False
 
 
 class Order(Record, frozen=True, kw_only=True):
-    """What the certifying process is asked for."""
+    """The work of the certifying process."""
 
     recipe: Recipe
     device: Device
@@ -144,7 +144,7 @@ def _find_key(order: Order) -> str:
 
 @contextmanager
 def without_cache() -> Iterator[None]:
-    """Certificates are meanwhile made anew, and not kept."""
+    """Certificates are meanwhile made anew, and not cached."""
     token = _FRESH.set(True)
     try:
         yield
@@ -197,11 +197,11 @@ def _read_answers(
     found = [_read_answer(line) for line in child.stdout.splitlines()]
     if child.returncode == 0 and len(found) == orders:
         return found
-    said = "\n".join(child.stderr.splitlines()[-LAST_LINES:])
+    last = "\n".join(child.stderr.splitlines()[-LAST_LINES:])
     crash = NotCertified(
-        f"the certifying process ended with code {child.returncode}:\n{said}",
+        f"the certifying process ended with code {child.returncode}:\n{last}",
         hint="memory ran out: stop what else holds it, or raise this process's limit"
-        if child.returncode == -signal.SIGKILL or is_shortage(said)
+        if child.returncode == -signal.SIGKILL or is_shortage(last)
         else "please report this; `memfit predict` gives the closed form meanwhile",
     )
     return [*found, *[crash] * (orders - len(found))]
@@ -218,7 +218,7 @@ def _read_answer(line: str) -> Certificate | Error:
 def measure_imports(lines: Sequence[str]) -> int | None:
     """Bytes that a run of these orders on this CPU holds before its first tensor; None: unknown.
 
-    Asked first of all in a fresh process.
+    Called before anything else in a fresh process.
     """
     orders = [from_data(json.loads(text), Order, source="the order to certify") for text in lines]
     if not any(order.device.is_cpu and order.device.context is None for order in orders):
@@ -241,8 +241,8 @@ def import_step(lines: Sequence[str]) -> None:
         import_module("memfit.certify.evidence.certificate")
         if any(order.recipe.method in ADAPTED for order in orders):
             found = import_module("peft.import_utils")
-            for asked in PEFT_ASKS:  # and remembers the answers
-                getattr(found, asked)()
+            for question in PEFT_ASKS:  # and remembers the answers
+                getattr(found, question)()
 
 
 def answer_order(text: str, imports: int | None = None) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from memfit.core import units
 from memfit.core.wording import PHASES, VERDICTS, set_words, show_error
-from memfit.plan.memory.verdict import describe_lack, needs
+from memfit.plan.memory.verdict import describe_shortfall, needs
 from memfit.records.ledger import Ledger, Phase, sum_by_kind
 from memfit.records.results import Certificate, Lever, Nearest, Plan
 from memfit.report.join import signed_error
@@ -214,7 +214,7 @@ def show_nearest(console: Console, nearest: Nearest | None, device: str, *, rank
     for word in set_words(nearest.changes) or ["(as it was asked)"]:
         say(console, f"--set {word}" if nearest.changes else word, indent=INDENT)
     parts = [
-        describe_lack(nearest.memory, device)
+        describe_shortfall(nearest.memory, device)
         if not fits
         else f"needs {units.show_bytes(needs(nearest.memory))} "
         f"of {_bytes(nearest.memory.usable)} usable",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from memfit.core import units
 from memfit.core.wording import set_words
 from memfit.objectives import find_objective
-from memfit.plan.memory.verdict import describe_lack, needs
+from memfit.plan.memory.verdict import describe_shortfall, needs
 from memfit.plan.request.assumed import describe_storage, is_pure
 from memfit.plan.step_time.communication.traffic import compare_with_copies
 from memfit.records.recipe import Parallel, Recipe
@@ -78,7 +78,7 @@ def show_plan(
 def _show_memory(console: Console, plan: Plan, *, why: bool) -> None:
     recipe, memory = plan.recipe, plan.memory
     if memory.verdict == "does_not_fit":
-        say(console, f"nearest miss: {describe_lack(memory, recipe.device)}")
+        say(console, f"nearest miss: {describe_shortfall(memory, recipe.device)}")
     show_bar(console, memory)
     show_breakdown(console, memory, why=why)
     say(console, f"limit: {memory.because}", style="dim", indent=INDENT)

@@ -101,7 +101,7 @@ def show_why_not(console: Console, found: WhyNot) -> None:
     say(console, f"{changes}: {word}", style="bold")
     for line in found.because:
         say(console, f"- {line}", indent=INDENT)
-    rows = [("asked for", found.asked), ("chosen", found.chosen)]
+    rows = [("asked for", found.requested), ("chosen", found.chosen)]
     heading(console, "Side by side")
     table = make_table("", "recipe", "needs", "a step", numbers=("needs", "a step"))
     for name, plan in rows:

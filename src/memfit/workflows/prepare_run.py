@@ -13,7 +13,7 @@ import msgspec
 
 from memfit.core.errors import DoesNotFit, InvalidRequest, NotCertified
 from memfit.files.run_folder import check_folder, read_plan, state
-from memfit.plan.memory.verdict import describe_lack, needs
+from memfit.plan.memory.verdict import describe_shortfall, needs
 from memfit.plan.request import problem as problems
 from memfit.plan.search import search
 from memfit.records import Record, read_json, write_json
@@ -190,7 +190,7 @@ def _judged(prepared: Prepared, override: bool) -> Prepared:
         return prepared
     memory = prepared.certificate.memory
     if memory.verdict == "does_not_fit" and not override:
-        shortfall = describe_lack(memory, prepared.plan.recipe.device)
+        shortfall = describe_shortfall(memory, prepared.plan.recipe.device)
         raise DoesNotFit(
             f"certified: {shortfall}",
             hint=f"raise `limits.memory`, or see `memfit certify`; {ANYWAY}",
@@ -207,7 +207,7 @@ def _prepare_anew(request: Request, say: Say, *, override: bool, imports: int | 
         made = _plan_within(request, device, limit)
         if made.memory.verdict == "does_not_fit" and not override:
             raise DoesNotFit(
-                describe_lack(made.memory, made.recipe.device),
+                describe_shortfall(made.memory, made.recipe.device),
                 hint=f"raise the limit, or see `memfit plan --why`; {ANYWAY}",
             )
         check_weights(made.recipe)  # before anything is written

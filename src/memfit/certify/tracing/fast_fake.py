@@ -107,7 +107,7 @@ class _Output:
     )  # fmt: skip
 
     def __init__(self, value: Any, tensors: Sequence[FakeTensor]) -> None:
-        """Raises ValueError for what `give` could not make again."""
+        """Raises ValueError for what `give` could not repeat."""
         self.argument, self.constant, self.shape = -1, None, None
         self.attributes: dict[str, Any] = {}  # of the first tensor given, as torch set them
         if type(value) is not FakeTensor:
@@ -181,16 +181,16 @@ def _learn(
     except ValueError:
         return None
     answer.give(mode, tensors)  # the first is torch's own; the ones after it are compared
-    again = answer.give(mode, tensors)
-    pairs = zip(outputs, again if several else (again,), strict=True)
+    repeated = answer.give(mode, tensors)
+    pairs = zip(outputs, repeated if several else (repeated,), strict=True)
     return answer if _distinct(outputs, tensors) and all(_alike(a, b) for a, b in pairs) else None
 
 
 def _distinct(outputs: Sequence[Any], tensors: Sequence[FakeTensor]) -> bool:
     """Whether no two outputs share a storage, but for that of an argument which they view."""
-    given = {tensor.untyped_storage()._cdata for tensor in tensors}
+    inputs = {tensor.untyped_storage()._cdata for tensor in tensors}
     storages = [t.untyped_storage()._cdata for t in outputs if isinstance(t, Tensor)]
-    storages = [storage for storage in storages if storage not in given]
+    storages = [storage for storage in storages if storage not in inputs]
     return len(set(storages)) == len(storages)
 
 

@@ -38,7 +38,7 @@ START = Place(-1, -1, -1, 0)  # of what is born before the first pass
 
 
 class Piece(NamedTuple):
-    """Events of one place, and what they are said of."""
+    """Events of one place, and what they belong to."""
 
     place: Place
     start: int
@@ -114,7 +114,9 @@ class _Lengthening:
             edges = [*(mark.event for mark in marks[1:]), stop]
             stretch, before = -1, (-2, 0)
             for at, (key, group) in enumerate(
-                groupby(zip(marks, edges, strict=True), key=lambda pair: self._where(pair[0].name))
+                groupby(
+                    zip(marks, edges, strict=True), key=lambda pair: self._place_of(pair[0].name)
+                )
             ):
                 own = list(group)
                 if key[0] == -1 or key[0] != before[0]:
@@ -125,7 +127,7 @@ class _Lengthening:
                     [mark for mark, _ in own],
                 )  # fmt: skip
 
-    def _where(self, name: str) -> tuple[int, int]:
+    def _place_of(self, name: str) -> tuple[int, int]:
         word, _, index = name.rstrip("'").partition(" ")
         return self.blocks[int(index)] if word == "block" else (-1, 0)
 
@@ -169,7 +171,7 @@ class _Lengthening:
                 raise _Unlike
 
     def _describe(self, piece: Piece) -> tuple[object, ...]:
-        """Its events, storages told by how far from here they were born."""
+        """Its events, storages named by how far from here they were born."""
         meter, place = self.short.meter, piece.place
         away: list[Place] = []
         for theirs in piece.places:

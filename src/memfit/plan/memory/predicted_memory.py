@@ -81,7 +81,7 @@ class Level(msgspec.Struct):
             self.peaks[phase] = (height, parts)
 
     def walk(self, phase: Phase, segments: list[Segment], times: int) -> None:
-        """Run segments, again and again; the first and the last time decide."""
+        """Run segments repeatedly; the first and the last time decide."""
         self._once(phase, segments)
         if times > 1:
             for segment in segments:
@@ -105,16 +105,16 @@ def predict_memory(model: Model, recipe: Recipe, device: Device, rank: int | Non
     rank = find_fullest(model, recipe, device)[0] if rank is None else rank
     peaks = _peaks(model, recipe, device, rank)
     model = stage_model(model, recipe.parallel, rank)
-    said: dict[tuple[Part, int], str] = {}  # the same parts stand in many phases
+    explained: dict[tuple[Part, int], str] = {}  # the same parts stand in many phases
     entries = []
     for phase in Phase:
         for part, nbytes in sorted(peaks.get(phase, {}).items()):
             if not nbytes:
                 continue
             kind, owner = part
-            if (part, nbytes) not in said:
-                said[part, nbytes] = explain(kind, owner, nbytes, model, recipe)
-            because = said[part, nbytes]
+            if (part, nbytes) not in explained:
+                explained[part, nbytes] = explain(kind, owner, nbytes, model, recipe)
+            because = explained[part, nbytes]
             entries.append(
                 Entry(kind=kind, phase=phase, owner=owner, nbytes=nbytes, because=because)
             )
@@ -243,11 +243,11 @@ def describe(
         qat=recipe.qat,
         accumulates=recipe.accumulation > 1,
         narrow=recipe.precision == "fp8-mixed",
-        again=recipe.optimizer.in_backward,
+        next_step=recipe.optimizer.in_backward,
         in_backward=recipe.optimizer if recipe.optimizer.in_backward else None,
-        coded=Quantised.of(recipe),
+        quantised=Quantised.of(recipe),
         prefers=recipe.prefers,
-        given=recipe.preference.reference == "precomputed",
+        precomputed=recipe.preference.reference == "precomputed",
         sharding=find_sharding(recipe, rank),
         stages=stages,
         program=SharedProducts(tp=tp) if tp > 1 else None,
@@ -324,7 +324,7 @@ def without_history(setting: Setting) -> Setting:
         runs=runs,
         adapter_dropout=False,
         accumulates=False,  # after each of them the trainer frees what is gathered
-        again=False,
+        next_step=False,
         in_backward=None,
         evaluates=True,
         stages=None if setting.stages is None else setting.stages.evaluating(),

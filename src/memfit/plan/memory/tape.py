@@ -383,9 +383,9 @@ def _pieces(recording: Recording, setting: Setting, *, first: bool) -> Iterator[
     phase = Phase.FIRST_STEP if first else Phase.FORWARD
     orders = setting.stages.order if setting.stages is not None else ()
     for number, ((start, stop), marks) in enumerate(zip(edges, recording.passes, strict=True)):
-        if setting.again and (number == 0) is not first:
+        if setting.next_step and (number == 0) is not first:
             continue
-        if not first and not setting.again and _is_later(number, orders):
+        if not first and not setting.next_step and _is_later(number, orders):
             phase = Phase.ACCUMULATE
         yield _Piece(start, stop, marks, phase, recording.product)
 

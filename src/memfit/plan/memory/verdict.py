@@ -134,7 +134,7 @@ def needs(memory: Memory) -> int:
     return memory.needed
 
 
-def describe_lack(memory: Memory, device: str) -> str:
+def describe_shortfall(memory: Memory, device: str) -> str:
     """One sentence naming both numbers and the largest components."""
     sums: dict[Kind, int] = {}
     for entry in memory.entries:

@@ -94,7 +94,7 @@ class Try(NamedTuple):
 
     @property
     def tried(self) -> Tried:
-        """As it is told."""
+        """The sentence that the screen shows."""
         if self.plan is None:
             return Tried(
                 value=self.value, verdict="refused", needs=None, step_seconds=None,

@@ -22,7 +22,7 @@ class WhyNot(Record, frozen=True, kw_only=True):
     changes: dict[str, Any]
     answer: Literal["refused", "does_not_fit", "at_risk", "unproven", "slower", "faster", "equal"]
     because: tuple[str, ...]
-    asked: Plan | None
+    requested: Plan | None
     chosen: Plan
 
 
@@ -35,47 +35,53 @@ def why_not(
     """
     chosen = find_plan(request)
     try:
-        asked = find_plan(changed)
+        requested = find_plan(changed)
     except Error as error:
         lines = [error.message, *([error.hint] if error.hint else [])]
         return WhyNot(
-            changes=dict(changes), answer="refused", because=tuple(lines), asked=None, chosen=chosen
+            changes=dict(changes),
+            answer="refused",
+            because=tuple(lines),
+            requested=None,
+            chosen=chosen,
         )
-    return WhyNot(changes=dict(changes), asked=asked, chosen=chosen, **_compare(asked, chosen))
+    return WhyNot(
+        changes=dict(changes), requested=requested, chosen=chosen, **_compare(requested, chosen)
+    )
 
 
-def _compare(asked: Plan, chosen: Plan) -> dict[str, Any]:
-    verdict = asked.memory.verdict
+def _compare(requested: Plan, chosen: Plan) -> dict[str, Any]:
+    verdict = requested.memory.verdict
     if verdict != "fits" and chosen.memory.verdict == "fits":
-        return {"answer": verdict, "because": tuple(_shortfall(asked, chosen))}
-    if asked.recipe == chosen.recipe:
+        return {"answer": verdict, "because": tuple(_shortfall(requested, chosen))}
+    if requested.recipe == chosen.recipe:
         return {"answer": "equal", "because": ("it is what was chosen",)}
-    mine, its = asked.time.step_seconds, chosen.time.step_seconds
+    mine, its = requested.time.step_seconds, chosen.time.step_seconds
     if mine is None or its is None:
         return {"answer": "equal", "because": ("its time is unknown",)}
     if mine == its:
         return {"answer": "equal", "because": ("it takes as long",)}
     if mine < its:
         lines = "it is faster, and changes what is learned or what was asked for"
-        return {"answer": "faster", "because": (lines, *_parts(asked, chosen))}
+        return {"answer": "faster", "because": (lines, *_parts(requested, chosen))}
     lines = f"{mine / its - 1:.1%} slower: {_seconds(mine)} a step, the chosen one {_seconds(its)}"
-    return {"answer": "slower", "because": (lines, *_parts(asked, chosen))}
+    return {"answer": "slower", "because": (lines, *_parts(requested, chosen))}
 
 
 def _seconds(seconds: float) -> str:
     return units.show_seconds(seconds)
 
 
-def _shortfall(asked: Plan, chosen: Plan) -> list[str]:
+def _shortfall(requested: Plan, chosen: Plan) -> list[str]:
     """How much is missing, and of what it takes more than the chosen one."""
-    memory = asked.memory
+    memory = requested.memory
     needs = memory.needed
     lines = [memory.because]
     if needs is not None and memory.usable is not None:
         over = needs - memory.usable
         word = "more than there is" if over > 0 else "within, but not at the high end of its band"
         lines = [f"needs {units.show_bytes(needs)}: {units.show_bytes(abs(over))} {word}"]
-    mine, its = (_kinds(plan) for plan in (asked, chosen))
+    mine, its = (_kinds(plan) for plan in (requested, chosen))
     more = sorted(((mine.get(k, 0) - its.get(k, 0), k) for k in {*mine, *its}), reverse=True)
     for nbytes, kind in more[:MOST]:
         if nbytes > 0:
@@ -91,9 +97,9 @@ def _kinds(plan: Plan) -> dict[str, int]:
     return found
 
 
-def _parts(asked: Plan, chosen: Plan) -> list[str]:
+def _parts(requested: Plan, chosen: Plan) -> list[str]:
     """Where the seconds differ, the most first."""
-    mine, its = ({s.op: s.duration for s in plan.timeline.spans} for plan in (asked, chosen))
+    mine, its = ({s.op: s.duration for s in plan.timeline.spans} for plan in (requested, chosen))
     differences = sorted(
         ((mine.get(op, 0.0) - its.get(op, 0.0), op) for op in {*mine, *its}),
         key=lambda pair: -abs(pair[0]),

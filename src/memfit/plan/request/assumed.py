@@ -33,7 +33,7 @@ class Steps(NamedTuple):
 
 
 def count_steps(request: Request, length: int, packed: bool) -> Steps:
-    """The steps asked for, or those that epochs of the data are.
+    """The steps that are requested, or those that epochs of the data are.
 
     length: tokens of a row; packed: whether rows are filled with whole documents.
     """
@@ -62,19 +62,19 @@ def count_steps(request: Request, length: int, packed: bool) -> Steps:
 def describe_names(request: Request) -> tuple[str, ...]:
     """Which rows of the catalogue were taken for names that are not a row's own, and machines that
     are larger than the device's usual ones."""
-    said, model, name = [], request.model, request.hardware.device
+    lines, model, name = [], request.model, request.hardware.device
     if isinstance(model, str) and not exists(expand(model)):
         with suppress(InvalidRequest):  # a hub id that is in no table
-            said.append(catalog.describe_model(model))
+            lines.append(catalog.describe_model(model))
     if name not in ("auto", "cpu"):
-        said.append(catalog.describe_device(name))
+        lines.append(catalog.describe_device(name))
         usual = re.findall(r"\d+", catalog.find_device(name).devices_per_node)
         count = request.hardware.count
         if usual and count > max(map(int, usual)):
-            said.append(f"{count} devices in one machine, as `hardware.count` says; machines with"
+            lines.append(f"{count} devices in one machine, as `hardware.count` says; machines with"
                         f" `{catalog.find_device(name).id}` have {max(usual, key=int)}:"
                         f" `--device {name}:{count}` lays them out")  # fmt: skip
-    return tuple(line for line in said if line)
+    return tuple(line for line in lines if line)
 
 
 def is_estimated(task: Task) -> bool:
@@ -94,10 +94,10 @@ def _count_rows(task: Task, size: DataSize, length: int, *, packed: bool) -> flo
 
 def describe_assumed(request: Request, recipe: Recipe) -> tuple[str, ...]:
     """Lines on what the request leaves at its default, but for rows' length and steps."""
-    said = [_describe_batch(request, recipe), _describe_adapter(request, recipe)]
+    lines = [_describe_batch(request, recipe), _describe_adapter(request, recipe)]
     if recipe.is_own:  # others' plans name each default of their framework
-        said += [describe_storage(request, recipe), _describe_optimizer(request, recipe)]
-    return tuple(line for line in said if line)
+        lines += [describe_storage(request, recipe), _describe_optimizer(request, recipe)]
+    return tuple(line for line in lines if line)
 
 
 def _describe_batch(request: Request, recipe: Recipe) -> str:
@@ -112,10 +112,10 @@ def _describe_batch(request: Request, recipe: Recipe) -> str:
 
 
 def _describe_adapter(request: Request, recipe: Recipe) -> str:
-    asked, plain, own = request.lora, LoraRequest(), recipe.lora
-    if not recipe.adapted or (asked.targets != "auto" and asked.rank != plain.rank):
+    requested, plain, own = request.lora, LoraRequest(), recipe.lora
+    if not recipe.adapted or (requested.targets != "auto" and requested.rank != plain.rank):
         return ""
-    more = "; `lora.targets: all-linear` adapts all" if asked.targets == "auto" else ""
+    more = "; `lora.targets: all-linear` adapts all" if requested.targets == "auto" else ""
     return f"adapters of rank {own.rank}, alpha {own.alpha:g} on {', '.join(own.targets)}{more}"
 
 
@@ -150,7 +150,7 @@ def is_pure(recipe: Recipe) -> bool:
 
 
 def _describe_optimizer(request: Request, recipe: Recipe) -> str:
-    asked, own = request.optimizer, recipe.optimizer
-    name = own.name if asked.name == "auto" else ""
-    rate = f"learning rate {own.learning_rate:g}" if asked.learning_rate == "auto" else ""
+    requested, own = request.optimizer, recipe.optimizer
+    name = own.name if requested.name == "auto" else ""
+    rate = f"learning rate {own.learning_rate:g}" if requested.learning_rate == "auto" else ""
     return ", ".join(part for part in (name, rate) if part)

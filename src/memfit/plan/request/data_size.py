@@ -1,6 +1,6 @@
 """About how many tokens and records a run's data has, without tokenising it: sizes of files.
 
-A tokenizer that lies beside the model, or that the request names, is asked how many bytes one of
+A tokenizer that lies beside the model, or that the request names, says how many bytes one of
 its tokens has, on a sample; without one that is assumed. `memfit train` counts exactly.
 """
 
@@ -68,10 +68,10 @@ def _estimate(files: tuple[tuple[str, int, int], ...], vocabulary: str) -> DataS
             start = file.read(SAMPLE)
         if not start or b"\0" in start:
             continue
-        share, each, said = _look(start, name.endswith(RECORDS))
+        share, each, sampled = _look(start, name.endswith(RECORDS))
         text += share * size
         records += size / each if each else 1
-        sample = sample or said
+        sample = sample or sampled
     if not text:
         return None
     per_token, because = _bytes_a_token(sample, vocabulary)
@@ -91,9 +91,9 @@ def _look(start: bytes, are_records: bool) -> tuple[float, float, str]:
         except (ValueError, RecursionError):
             continue
     read = sum(len(line) + 1 for line in whole)
-    said = "\n".join(texts)
-    size = len(said.encode("utf-8", "surrogatepass"))
-    return size / max(read, 1), read / max(len(whole), 1), said
+    text = "\n".join(texts)
+    size = len(text.encode("utf-8", "surrogatepass"))
+    return size / max(read, 1), read / max(len(whole), 1), text
 
 
 def _collect(value: Any, texts: list[str]) -> None:

@@ -112,7 +112,7 @@ def _choose(
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """A value of each shared knob, and in words those that the framework's default decided."""
     recompute = request.recompute
-    asked: dict[str, Any] = {
+    keys: dict[str, Any] = {
         "precision": request.precision,
         "method": request.method,
         "base_format": request.base_format,
@@ -126,7 +126,7 @@ def _choose(
     }
     chosen: dict[str, str] = {}
     left: list[str] = []
-    for key, value in asked.items():
+    for key, value in keys.items():
         allowed = framework.values[key]
         if value == "auto":
             value = allowed[0]
@@ -144,7 +144,7 @@ def _choose(
 
 
 def _recompute(chosen: str, request: Request, layers: int) -> tuple[Any, int]:
-    """What is computed again, and in how many blocks."""
+    """What is recomputed, and in how many blocks."""
     if isinstance(request.recompute, RecomputeBlocks):
         if request.recompute.selective:
             raise InvalidRequest(
@@ -159,8 +159,8 @@ def _recompute(chosen: str, request: Request, layers: int) -> tuple[Any, int]:
 
 
 def _optimizer(request: Request, chosen: dict[str, str]) -> Optimizer:
-    asked = request.optimizer
-    if asked.in_backward is True:
+    requested = request.optimizer
+    if requested.in_backward is True:
         raise InvalidRequest(
             f"`optimizer.in_backward` of `framework: {request.framework}` is not described",
             hint="`framework: memfit`, or `optimizer.in_backward: false`",
@@ -169,30 +169,30 @@ def _optimizer(request: Request, chosen: dict[str, str]) -> Optimizer:
     return Optimizer(
         name=chosen["optimizer"],
         implementation=implementation,
-        learning_rate=1e-4 if asked.learning_rate == "auto" else asked.learning_rate,
-        **asked.stated,
+        learning_rate=1e-4 if requested.learning_rate == "auto" else requested.learning_rate,
+        **requested.stated,
     )
 
 
 def read_parallel(request: Request, framework: Framework) -> Parallel:
-    """The axes asked for; left on `auto`, all devices are data-parallel in the framework's way."""
+    """The requested axes; left on `auto`, all devices are data-parallel in the framework's way."""
     devices = request.devices
     if request.parallel == "auto":
         sharded = "dp_shard" in framework.axes
         if not sharded:
             return Parallel(dp_replicate=devices)
         return Parallel(dp_shard=devices, zero=framework.choose_zeros(request)[0])
-    asked, plain = request.parallel, ParallelRequest()
-    for name in asked.__struct_fields__:
-        value = getattr(asked, name)
+    requested, plain = request.parallel, ParallelRequest()
+    for name in requested.__struct_fields__:
+        value = getattr(requested, name)
         if value != getattr(plain, name) and name not in framework.axes:
             raise InvalidRequest(
                 f"`parallel.{name}: {value}` is not described for `framework: {framework.name}`",
                 hint=f"described: {', '.join(framework.axes) or 'one device'}",
             )
-    if asked.world != devices:
+    if requested.world != devices:
         raise InvalidRequest(
-            f"`parallel` names {asked.world} ranks, but `hardware` has {devices} devices",
-            hint=match_devices(asked.world, devices),
+            f"`parallel` names {requested.world} ranks, but `hardware` has {devices} devices",
+            hint=match_devices(requested.world, devices),
         )
-    return asked.stated
+    return requested.stated

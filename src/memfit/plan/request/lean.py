@@ -8,7 +8,7 @@ from memfit.records.recipe import LEAN, Lean
 from memfit.records.request import RecomputeBlocks, Request
 
 
-def asked_lean(request: Request) -> tuple[Lean, ...]:
+def requested_lean(request: Request) -> tuple[Lean, ...]:
     """The lean operations that a request names; none where it leaves them to memfit."""
     stated = request.lean
     if isinstance(stated, tuple):
@@ -28,4 +28,4 @@ def choose_lean(request: Request, a: Architecture) -> tuple[Lean, ...]:
         own = request.precision == "fp8-mixed" or request.qat != "none"
         own = own or (request.parallel != "auto" and request.parallel.tp > 1)
         return () if selective or own else find_lean(a)
-    return asked_lean(request)
+    return requested_lean(request)

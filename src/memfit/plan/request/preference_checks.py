@@ -62,20 +62,20 @@ def choose_preference(
     objective = find_objective(request.task.objective)
     if not objective.pairs:
         return Preference()
-    asked = request.preference
-    loss = objective.usual_loss if asked.loss_type == "auto" else asked.loss_type
+    requested = request.preference
+    loss = objective.usual_loss if requested.loss_type == "auto" else requested.loss_type
     made = Preference(
-        beta=asked.beta, label_smoothing=asked.label_smoothing, loss_type=loss,
-        gamma=_choose("gamma", asked.gamma, 0.5, loss, "simpo"),
-        tau=_choose("tau", asked.tau, 0.05, loss, "discopop"),
+        beta=requested.beta, label_smoothing=requested.label_smoothing, loss_type=loss,
+        gamma=_choose("gamma", requested.gamma, 0.5, loss, "simpo"),
+        tau=_choose("tau", requested.tau, 0.05, loss, "discopop"),
     )  # fmt: skip
     objective.check(made)
     if not objective.refers:
-        if asked.reference != "auto":
-            check_no_reference(objective.name, asked.reference)
+        if requested.reference != "auto":
+            check_no_reference(objective.name, requested.reference)
         return made
     usual: Reference = "adapter-off" if method in ADAPTED else whole
-    reference = usual if asked.reference == "auto" else asked.reference
+    reference = usual if requested.reference == "auto" else requested.reference
     if whole == "precomputed":
         check_second(reference)
     if reference == "adapter-off":
@@ -83,13 +83,13 @@ def choose_preference(
     return replace(made, reference=reference)
 
 
-def _choose(name: str, asked: float | str, usual: float, loss: str, owner: str) -> float:
+def _choose(name: str, requested: float | str, usual: float, loss: str, owner: str) -> float:
     """A setting that one loss has; raises InvalidRequest where it is stated for another."""
     if loss == owner:
-        return usual if isinstance(asked, str) else asked
-    if not isinstance(asked, str) and asked:
+        return usual if isinstance(requested, str) else requested
+    if not isinstance(requested, str) and requested:
         raise InvalidRequest(
-            f"`preference.{name}: {asked:g}` with `loss_type: {loss}`, which has none",
+            f"`preference.{name}: {requested:g}` with `loss_type: {loss}`, which has none",
             hint=f"it is of `loss_type: {owner}`",
         )
     return 0.0

@@ -31,7 +31,7 @@ from memfit.parallelism.limits import check_ranks
 from memfit.parallelism.pipeline import runs_in
 from memfit.plan.frameworks import Framework, find_framework
 from memfit.plan.request.assumed import count_steps, describe_names
-from memfit.plan.request.lean import asked_lean, choose_lean
+from memfit.plan.request.lean import choose_lean, requested_lean
 from memfit.plan.request.meshes import list_meshes
 from memfit.plan.request.model_reference import find_published, find_reference
 from memfit.plan.request.positions import check_positions, describe_positions
@@ -65,7 +65,7 @@ class Problem(Record, frozen=True, kw_only=True):
     reference: ModelReference
     model: Model
     device: Device
-    usable: int | None  # bytes: the limit asked for or what the device has, the smaller
+    usable: int | None  # bytes: the limit that is requested or what the device has, the smaller
     usable_because: str
     assumptions: tuple[str, ...]
     exact: bool = True  # False: what fits, or does not, by far is not replayed
@@ -84,7 +84,7 @@ def read_problem(
 ) -> Problem:
     """Look up the framework, the model and the device; raises UnknownName or InvalidRequest.
 
-    Of a step that memfit runs, everything that is asked for is checked; what the description of
+    Of a step that memfit runs, everything that is requested is checked; what the description of
     another one excludes is found by its search.
 
     published: where pretrained weights will be loaded, take the config.json beside them. A
@@ -134,7 +134,8 @@ def check_own_step(framework: str) -> None:
 def find_device(name: str) -> Device:
     """A catalogue row; `cpu` is this machine's processor with its own memory, `auto` its GPU.
 
-    How fast this machine's processor is no catalogue knows, but `memfit calibrate` may have said.
+    How fast this machine's processor is no catalogue knows, but `memfit calibrate` may have
+    measured it.
     """
     if name == "auto":
         name = _this_gpu() or "cpu"
@@ -164,14 +165,14 @@ def _this_gpu() -> str | None:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
-    asked = [tool, "--query-gpu=name", "--format=csv,noheader"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    command = [tool, "--query-gpu=name", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     names = done.stdout.strip().splitlines()
     return names[0].strip() if done.returncode == 0 and names else None
 
 
 def find_usable(request: Request, device: Device) -> tuple[int | None, str]:
-    """Bytes of a device that may be used, None where nobody knows, and why so many."""
+    """Bytes of a device that may be used, None where nobody knows, and the reason."""
     limit, memory = request.limits.memory_bytes, device.planned_memory
     if limit is not None and not device.is_cpu:
         memory = device.most_memory  # what the user says of a device that is not on record
@@ -191,28 +192,28 @@ def find_usable(request: Request, device: Device) -> tuple[int | None, str]:
 
 
 def _assumptions(request: Request, model: Model) -> tuple[str, ...]:
-    said = [*describe_names(request)]
+    lines = [*describe_names(request)]
     if request.task.sequence_length == "auto":
-        said.append(f"sequence_length {sequence_length(request, model)} (not asked for)")
+        lines.append(f"sequence_length {sequence_length(request, model)} (not asked for)")
     if request.task.global_batch == "auto":
-        said.append(f"global_batch {request.global_batch} (not asked for)")
+        lines.append(f"global_batch {request.global_batch} (not asked for)")
     length = sequence_length(request, model)
     packed = choose_packing(request, model.architecture)
     if assumed := count_steps(request, length, packed).assumed:
-        said.append(assumed)
-    return (*said, *describe_positions(model.name, model.architecture, length))
+        lines.append(assumed)
+    return (*lines, *describe_positions(model.name, model.architecture, length))
 
 
 def sequence_length(request: Request, model: Model) -> int:
-    """The one asked for, else the model's own up to 4096."""
-    asked = request.task.sequence_length
-    if asked != "auto":
-        return asked
+    """The requested one, else the model's own up to 4096."""
+    requested = request.task.sequence_length
+    if requested != "auto":
+        return requested
     return min(ASSUMED_SEQUENCE, model.architecture.max_sequence)
 
 
 def check(problem: Problem) -> None:
-    """Raise InvalidRequest where two things asked for exclude each other, or one the device."""
+    """Raise InvalidRequest where two requested things exclude each other, or one the device."""
     request, architecture = problem.request, problem.model.architecture
     length = sequence_length(request, problem.model)
     name = problem.reference.name
@@ -222,7 +223,7 @@ def check(problem: Problem) -> None:
         name, architecture,
         attention=request.attention, packing=packing, loss=loss, tokens=length,
     )  # fmt: skip
-    check_lean(name, architecture, asked_lean(request))
+    check_lean(name, architecture, requested_lean(request))
     check_pairs(request)
     qat.check_request(request, problem.model)
     if request.precision == "fp8-mixed":
@@ -236,7 +237,7 @@ def check(problem: Problem) -> None:
         )
     if request.optimizer.stochastic_rounding is True and request.precision != "auto":
         check_rounding(request.optimizer.name, request.precision)
-    if request.optimizer.in_backward is True and (found := in_backward_lack(request)):
+    if request.optimizer.in_backward is True and (found := why_not_in_backward(request)):
         raise InvalidRequest(
             f"`optimizer.in_backward: true` cannot be: {found[0]}",
             hint=f"{found[1]}; or `optimizer.in_backward: false`",
@@ -259,14 +260,14 @@ def check(problem: Problem) -> None:
             hint=f"use `base_format: {own}`, or leave it out",
         )
     tried = precisions(request, problem.device)
-    if all(lacks := [why_not_compiled(problem, precision) for precision in tried]):
+    if all(reasons := [why_not_compiled(problem, precision) for precision in tried]):
         raise InvalidRequest(
-            f"`attention: {request.attention}` {lacks[-1]}",
+            f"`attention: {request.attention}` {reasons[-1]}",
             hint=f"use one of {', '.join(find_kernels(problem, tried[-1]))}",
         )
 
 
-def in_backward_lack(request: Request) -> tuple[str, str] | None:
+def why_not_in_backward(request: Request) -> tuple[str, str] | None:
     """Why weights cannot be updated within backward, and what to use; None where they can."""
     micro, batch = request.micro_batch, request.global_batch
     if request.parallel != "auto" and request.parallel.tp > 1:
@@ -301,17 +302,17 @@ def allowed(problem: Problem, precision: Precision) -> bool:
 
 
 def why_not_compiled(problem: Problem, precision: Precision) -> str:
-    """Why the attention kernel asked for does not serve the model here; empty when it does."""
-    device, asked = problem.device, str(problem.request.attention)
-    if asked == "auto" and not _shares_tokens(problem.request):
+    """Why the requested attention kernel does not serve the model here; empty when it does."""
+    device, requested = problem.device, str(problem.request.attention)
+    if requested == "auto" and not _shares_tokens(problem.request):
         return ""
-    asked = KERNELS[0] if asked == "auto" else asked
+    requested = KERNELS[0] if requested == "auto" else requested
     dtype, heads = compute_dtype(precision), _heads(problem)
-    return refusal(asked, dtype, heads, platform=device.platform, capability=device.capability)
+    return refusal(requested, dtype, heads, platform=device.platform, capability=device.capability)
 
 
 def _heads(problem: Problem) -> Heads:
-    """The model's, under the sequence length asked for."""
+    """The model's, under the requested sequence length."""
     a = problem.model.architecture
     return heads_of(a, sequence_length(problem.request, problem.model))
 
@@ -353,8 +354,8 @@ def first_recipe(
     request = problem.request
     length = sequence_length(request, problem.model)
     packed = choose_packing(request, problem.model.architecture)
-    asked = request.base_format
-    base = asked if asked != "auto" else HALF.get(precision, "fp32")
+    requested = request.base_format
+    base = requested if requested != "auto" else HALF.get(precision, "fp32")
     attention: Any = request.attention
     if attention == "auto":
         attention = find_kernels(problem, precision)[0]
@@ -398,11 +399,11 @@ def first_recipe(
 
 def find_quantisation(request: Request, base_format: str) -> Quantisation:
     """What the request says of a base of this format; a format uses its own settings alone."""
-    asked, declared = request.quantisation, find_base_format(base_format)
+    requested, declared = request.quantisation, find_base_format(base_format)
     if declared.product == "int8":
-        share = asked.outlier_share if asked.outlier_threshold else 0.0
-        return Quantisation(outlier_threshold=asked.outlier_threshold, outlier_share=share)
-    return Quantisation(double=asked.double and declared.doubles)
+        share = requested.outlier_share if requested.outlier_threshold else 0.0
+        return Quantisation(outlier_threshold=requested.outlier_threshold, outlier_share=share)
+    return Quantisation(double=requested.double and declared.doubles)
 
 
 def _full_format(precision: Precision) -> Any:
@@ -411,34 +412,35 @@ def _full_format(precision: Precision) -> Any:
 
 
 def _lora(request: Request, problem: Problem) -> Lora:
-    asked = request.lora
+    requested = request.lora
     family = families.families.find(problem.model.architecture.family)
     own = family.default_targets(problem.model.architecture)
     return Lora(
-        rank=asked.rank, alpha=asked.alpha, dropout=asked.dropout, scaling=asked.scaling,
-        targets=choose_targets(asked.targets, problem.model, own),
+        rank=requested.rank, alpha=requested.alpha, dropout=requested.dropout,
+        scaling=requested.scaling,
+        targets=choose_targets(requested.targets, problem.model, own),
     )  # fmt: skip
 
 
 def _freeze(request: Request, problem: Problem) -> Freeze:
-    asked = request.freeze
-    if not asked.last_blocks and not asked.patterns:
+    requested = request.freeze
+    if not requested.last_blocks and not requested.patterns:
         raise InvalidRequest(
             "`method: freeze` does not say what stays trainable",
             hint="for example `freeze: {last_blocks: 2}` or `freeze: {patterns: ['*norm*']}`",
         )
     layers = problem.model.architecture.layers
-    if asked.last_blocks > layers:
+    if requested.last_blocks > layers:
         raise InvalidRequest(
-            f"`freeze.last_blocks: {asked.last_blocks}` is more than the {layers} blocks of "
+            f"`freeze.last_blocks: {requested.last_blocks}` is more than the {layers} blocks of "
             f"`{problem.reference.name}`",
             hint=f"use at most {layers}",
         )
-    return Freeze(last_blocks=asked.last_blocks, patterns=asked.patterns)
+    return Freeze(last_blocks=requested.last_blocks, patterns=requested.patterns)
 
 
 def find_rate(request: Request, reference: ModelReference, model: Model, method: Method) -> float:
-    """The learning rate asked for, else the usual one of such a training."""
+    """The requested learning rate, else the usual one of such a training."""
     own = request.optimizer
     if own.learning_rate != "auto":
         return own.learning_rate
@@ -458,12 +460,14 @@ def _usual_rate(request: Request, reference: ModelReference, model: Model, metho
 def _optimizer(
     request: Request, problem: Problem, method: Method, precision: Precision, ranks: int
 ) -> Optimizer:
-    asked = request.optimizer
+    requested = request.optimizer
     rate = find_rate(request, problem.reference, problem.model, method)
-    name = "adamw" if asked.name == "auto" else asked.name
+    name = "adamw" if requested.name == "auto" else requested.name
     cuda = not problem.device.is_cpu
-    can_be_rounded = precision == "bf16" and asked.stochastic_rounding == "auto" and can_round(name)
-    implementation = asked.implementation
+    can_be_rounded = (
+        precision == "bf16" and requested.stochastic_rounding == "auto" and can_round(name)
+    )
+    implementation = requested.implementation
     only = optimizers.find(name).cuda_only
     if not cuda and set(optimizers.find(name).implementations) <= set(only):
         raise InvalidRequest(
@@ -486,7 +490,7 @@ def _optimizer(
         name=name,
         implementation=implementation,
         learning_rate=rate,
-        **asked.stated,
-        in_backward=asked.in_backward is True,
-        stochastic_rounding=asked.stochastic_rounding is True or can_be_rounded,
+        **requested.stated,
+        in_backward=requested.in_backward is True,
+        stochastic_rounding=requested.stochastic_rounding is True or can_be_rounded,
     )

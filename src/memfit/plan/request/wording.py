@@ -35,13 +35,13 @@ def state(request: Request, recipe: Recipe, framework: Framework) -> Request:
     changes = words(request, recipe, framework)
     mesh = {key.partition(".")[2]: v for key, v in changes.items() if key.startswith("parallel.")}
     own = {key.partition(".")[2]: v for key, v in changes.items() if key.startswith("options.")}
-    asked = request.parallel if request.parallel != "auto" else ParallelRequest()
+    requested = request.parallel if request.parallel != "auto" else ParallelRequest()
     recompute: Any = changes["recompute"]
     if isinstance(recompute, dict):
         recompute = RecomputeBlocks(**recompute)
     return structs.replace(
         request,
-        parallel=structs.replace(asked, **mesh),
+        parallel=structs.replace(requested, **mesh),
         options={**request.options, **own},
         recompute=recompute,
         optimizer=structs.replace(
@@ -86,13 +86,13 @@ def describe(recipe: Recipe) -> str:
     p = recipe.parallel
     axes = [f"{word} {n}" for name, word in LABELS if (n := getattr(p, name)) > 1]
     mesh = " x ".join(axes) or "one device"
-    again = {"none": "none", "selective": "selective"}
+    words = {"none": "none", "selective": "selective"}
     word = _recompute_word(recipe)
-    recompute = again[word] if isinstance(word, str) else f"{word['blocks']} blocks"
+    recompute = words[word] if isinstance(word, str) else f"{word['blocks']} blocks"
     sequence = ", sequence parallel" if p.sequence_parallel else ""
     compiled = "" if recipe.compile == "none" else f", compiled {recipe.compile}"
-    said = f"{mesh}{sequence}, micro-batch {recipe.micro_batch}, recompute {recompute}"
-    return f"{said}, attention {recipe.attention}{compiled}"
+    text = f"{mesh}{sequence}, micro-batch {recipe.micro_batch}, recompute {recompute}"
+    return f"{text}, attention {recipe.attention}{compiled}"
 
 
 def restate(plan: Plan) -> Request:

@@ -37,8 +37,8 @@ from memfit.plan.request.problem import (
     allowed,
     find_kernels,
     first_recipe,
-    in_backward_lack,
     list_micro_batches,
+    why_not_in_backward,
 )
 from memfit.plan.search.candidate import Candidate
 from memfit.plan.search.choice import Choice, Explorer, Found, assemble
@@ -321,7 +321,7 @@ def _when(start: Candidate, micro: int) -> tuple[bool, ...]:
     in_backward = request.optimizer.in_backward
     stated = replace(request, micro_batch=micro, precision=start.recipe.precision)
     shared = start.recipe.parallel.tp * start.recipe.parallel.pp > 1
-    if in_backward is False or shared or in_backward_lack(stated) is not None:
+    if in_backward is False or shared or why_not_in_backward(stated) is not None:
         return () if in_backward is True else (False,)
     return (True,) if in_backward is True else (False, True)
 

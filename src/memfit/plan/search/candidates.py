@@ -68,7 +68,7 @@ class Part(NamedTuple):
         return int(self.choices.sum()) if self.choices is not None else length(self.table)
 
     def slices(self, rows: int = SLICE) -> Iterator[Recipe]:
-        """All of them in order, about so many at a time: recipes whose numbers are arrays."""
+        """All of them in order, about `size` at a time: recipes whose numbers are arrays."""
         return (with_columns(self.recipe, table) for table in self.tables(rows))
 
     def tables(self, rows: int) -> Iterator[Columns]:
@@ -114,7 +114,7 @@ class Part(NamedTuple):
         return self._replace(table=table, choices=self.choices[rows], falling=self.falling[rows])
 
     def pieces(self, rows: int = SLICE) -> Iterator[Part]:
-        """So many rows of the table at a time."""
+        """The table in parts of `rows` rows."""
         for start in range(0, length(self.table), rows):
             yield self.only(slice(start, start + rows))
 
@@ -168,7 +168,7 @@ def span(request: Request, device: Device | None = None) -> Space:
             f" {request.hardware.device}` is a CPU",
             hint="name a GPU with `--device`, or use `framework: memfit`",
         )
-    recipes = [_base(asked, framework, device) for asked in _variants(request, framework)]
+    recipes = [_base(requested, framework, device) for requested in _variants(request, framework)]
     model = read_defaults(_alone(request), device)[1]
     job, node = Job(model=model, recipe=recipes[0], device=device), _node(request, device)
     limits = Limits(request.devices, node, request.global_batch, request.parallel == "auto")
@@ -247,19 +247,19 @@ def _variants(request: Request, framework: Framework) -> list[Request]:
     """The request with every choice of words for the knobs that change memory and time alone."""
     choices: list[Sequence[str]] = []
     for name in WORDS:
-        asked = request.optimizer.implementation if name == "implementation" else (
+        requested = request.optimizer.implementation if name == "implementation" else (
             getattr(request, name)
         )  # fmt: skip
         values = framework.values[name]
         if name == "recompute":  # none and full are one kind: of 0 blocks, and of all
             values = tuple(v for v in values if v != "none")
-        choices.append(values if asked == "auto" else (asked,))
+        choices.append(values if requested == "auto" else (requested,))
     found = []
     for words in product(*choices):
-        said = dict(zip(WORDS, words, strict=True))
-        implementation: Any = said.pop("implementation")
+        chosen = dict(zip(WORDS, words, strict=True))
+        implementation: Any = chosen.pop("implementation")
         optimizer = structs.replace(request.optimizer, implementation=implementation)
-        found.append(structs.replace(request, optimizer=optimizer, **said))
+        found.append(structs.replace(request, optimizer=optimizer, **chosen))
     return found
 
 
@@ -281,8 +281,8 @@ def _base(request: Request, framework: Framework, device: Device) -> Recipe:
     if "zero" in framework.axes:
         mesh = Parallel(zero=framework.choose_zeros(request)[0])
     if request.parallel != "auto":
-        asked = request.parallel
-        mesh = Parallel(zero=asked.zero, reshard_after_forward=asked.reshard_after_forward)
+        requested = request.parallel
+        mesh = Parallel(zero=requested.zero, reshard_after_forward=requested.reshard_after_forward)
     nodes = request.hardware.nodes
     return structs.replace(
         recipe, parallel=mesh, devices_per_node=request.hardware.count if nodes > 1 else 0
@@ -290,7 +290,7 @@ def _base(request: Request, framework: Framework, device: Device) -> Recipe:
 
 
 def _node(request: Request, device: Device) -> int:
-    """Devices of a node: as asked for, else as the catalogue has it, `8` or `2-8`."""
+    """Devices of a node: the requested number, else as the catalogue has it, `8` or `2-8`."""
     count, nodes = request.hardware.count, request.hardware.nodes
     if nodes > 1:
         return count
@@ -348,7 +348,7 @@ def _meshes(
 def _values(
     request: Request, framework: Framework, axis: str, ranks: Sequence[int] = (False, True)
 ) -> Sequence[int]:
-    """Of an axis of the mesh: what was asked for; else all of `ranks`, or what the step has."""
+    """Of an axis of the mesh: the requested size; else all of `ranks`, or what the step has."""
     if request.parallel != "auto":
         return (getattr(read_parallel(request, framework), axis),)
     if axis in framework.axes:
@@ -418,9 +418,9 @@ def _described(part: Part, framework: Framework, job: Job, removed: dict[str, Re
     return Part(part.recipe, take_rows(table, right), None, None, False)
 
 
-def _refusal(asked: Callable[[Job], object], job: Job) -> InvalidRequest | None:
+def _refusal(check: Callable[[Job], object], job: Job) -> InvalidRequest | None:
     try:
-        asked(job)
+        check(job)
     except InvalidRequest as error:
         return error
     return None

@@ -244,12 +244,12 @@ class _Simulation:
         first = self._micro_batch()
         if self.units is not None:
             self.units.defer(first_of_many=False)
-        for weights in (self.outside, *(w for w, _ in self.blocks)) if setting.again else ():
+        for weights in (self.outside, *(w for w, _ in self.blocks)) if setting.next_step else ():
             for weight in weights.values():
                 weight.grad = None
-        if setting.again:
+        if setting.next_step:
             self.rewards = None  # another step's
-        later = self._micro_batch() if setting.accumulates or setting.again else None
+        later = self._micro_batch() if setting.accumulates or setting.next_step else None
         return self._recording([first, *([later] if later else [])])
 
     def _recording(self, passes: list[list[Mark]]) -> Recording:
@@ -292,10 +292,10 @@ class _Simulation:
             position_ids = meta.empty(meter, (1, batch.tokens), "int64", Kind.INPUT)
         elif batch.documents is not None:
             position_ids = meta.empty(meter, shape, "int64", Kind.INPUT)
-        given: Tensor | None = None
-        if self.setting.given:
-            given = meta.empty(meter, (batch.rows,), "float32", Kind.INPUT)
-        return Inputs(input_ids, labels, position_ids, given)
+        reference: Tensor | None = None
+        if self.setting.precomputed:
+            reference = meta.empty(meter, (batch.rows,), "float32", Kind.INPUT)
+        return Inputs(input_ids, labels, position_ids, reference)
 
     def make_forward(self, inputs: Inputs) -> tuple[Forward, Tensor]:
         """What every part of a micro-batch's forward needs to know, and its labels."""
@@ -304,7 +304,7 @@ class _Simulation:
             input_ids=inputs.input_ids, position_ids=inputs.position_ids,
             documents=self.batch.documents, adapter_dropout=self.setting.adapter_dropout,
             narrow=self.setting.narrow, qat=self.setting.qat, lean=self.setting.lean,
-            loop=self.loop, quantised=self.setting.coded, ring=self.setting.ring,
+            loop=self.loop, quantised=self.setting.quantised, ring=self.setting.ring,
         )  # fmt: skip
         return forward, inputs.labels
 
@@ -312,7 +312,7 @@ class _Simulation:
         meter = self.meter
         inputs = self.make_batch()
         forward, labels = self.make_forward(inputs)
-        given = inputs.given
+        reference = inputs.reference
         self.marks = []
         sums: Tensor | None = None
         self.mark("embedding", "embedding")
@@ -324,7 +324,7 @@ class _Simulation:
             if self.setting.compares is not None:
                 loss = self._compare(self.setting.compares, forward, boundaries)
             elif self.setting.prefers:
-                loss, sums = self._prefer(forward, labels, given, boundaries)
+                loss, sums = self._prefer(forward, labels, reference, boundaries)
             else:
                 hidden = _backbone(
                     self._with_attention(forward), self, self.outside, self.blocks, boundaries
@@ -354,14 +354,14 @@ class _Simulation:
         return self.marks
 
     def _prefer(
-        self, forward: Forward, labels: Tensor, given: Tensor | None, boundaries: list[int]
+        self, forward: Forward, labels: Tensor, reference: Tensor | None, boundaries: list[int]
     ) -> tuple[Tensor, Tensor]:
         """As train/step/step.py: the reference without a gradient, then the policy; loss, rewards.
 
-        given: the reference's log-probabilities where they come with the batch; None where they do
-        not, or where no reference is compared with.
+        reference: the reference's log-probabilities where they come with the batch; None where they
+        do not, or where no reference is compared with.
         """
-        chunk, reference = self.setting.chunk, given
+        chunk = self.setting.chunk
         if self.setting.references:
             outside = self._reference(self.outside)
             plain = replace(forward, adapter_dropout=False)
@@ -454,7 +454,7 @@ class _Simulation:
         return _backbone(forward, self, self.outside, self.blocks, boundaries, part, entered, last)
 
     def watch(self, boundaries: list[int], offset: int = 0) -> Callable[[int], None]:
-        """Told of each node of a backward: which block it is of, from block `offset` on."""
+        """Receives each node of a backward: which block it is of, from block `offset` on."""
 
         def passing(sequence: int) -> None:
             while boundaries and sequence < boundaries[-1]:
@@ -488,7 +488,7 @@ def _backbone(
 ) -> Tensor:
     """The model without its head, or a part of its blocks; notes where each block begins."""
     program, meter = simulation.program, forward.meter
-    x, given, kept, own = (
+    x, shared, held, own = (
         program.embed(forward, outside) if entered is None else begin_stage(forward, entered)
     )
     load: Load | None = None
@@ -500,7 +500,7 @@ def _backbone(
         simulation.mark(f"block {index}", "blocks")
         boundaries.append(meter.sequence)
         here = _of_kind(forward, block.kind)
-        mine = (*own.get(block.kind, ()), *given)
+        mine = (*own.get(block.kind, ()), *shared)
         if units is not None:
             x, mine = units.blocks[index].enter(x), units.lowered(mine)
         x, load = run_block(here, program, weights, x, mine, block, load)
@@ -515,13 +515,13 @@ def _backbone(
     if units is not None:
         x = units.enter(units.tail, x)
     x = program.finish(forward, outside, x)
-    del kept  # alive until here
+    del held  # alive until here
     forward.beside.clear()
     return x
 
 
 def _of_kind(forward: Forward, kind: str) -> Forward:
-    """What a block of this kind is told, and holds while it may be recomputed."""
+    """What a block of this kind receives, and holds while it may be recomputed."""
     masks = forward.masks and forward.masks.only(forward.architecture, kind)
     return replace(forward, kind=kind, masks=masks)
 

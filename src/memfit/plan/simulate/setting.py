@@ -111,12 +111,12 @@ class Setting(Record, frozen=True, kw_only=True):
     narrow: bool = False  # products of blocks in FP8
     accumulates: bool  # whether there is a later micro-batch
     evaluates: bool = False  # a forward and its loss alone, of which nothing is kept
-    again: bool = False  # whether the later micro-batch is of the next step, without gradients
+    next_step: bool = False  # whether the later micro-batch is of the next step, without gradients
     in_backward: Optimizer | None = None  # updates each weight as soon as its gradient is there
     program: Program | None = None  # of another framework's step; None is memfit's own
-    coded: Quantised = Quantised()  # products with quantised weights, of memfit's own
+    quantised: Quantised = Quantised()  # products with quantised weights, of memfit's own
     prefers: bool = False  # rows are pairs, and the loss compares their log-probabilities
-    given: bool = False  # the reference's log-probabilities come with the batch
+    precomputed: bool = False  # the reference's log-probabilities come with the batch
     sharding: Sharding | None = None  # of one rank of many
     stages: Stages | None = None  # of a rank that holds a part of the blocks
     references: int = 0  # forwards of the base model alone before each micro-batch's own
@@ -133,7 +133,7 @@ class Inputs(NamedTuple):
     input_ids: Tensor
     labels: Tensor
     position_ids: Tensor | None
-    given: Tensor | None  # the reference's log-probabilities
+    reference: Tensor | None  # the reference's log-probabilities
 
 
 class Mark(NamedTuple):

@@ -235,13 +235,13 @@ def spend(setting: Setting) -> Spent:
 def time_block(setting: Setting, spent: Spent) -> Block:
     """One block of the mean kind: seconds of its passes, before launches are weighed."""
     shape, layout, _, rates = setting
-    share = where(layout.made_again > 0, layout.made_again, rates.selective * 0.25)
+    share = where(layout.recomputed > 0, layout.recomputed, rates.selective * 0.25)
     cheap = layout.written_out * spent.attention + share * spent.elementwise
     cheap = cheap + layout.products_repeated * spent.products
     whole = spent.forward + spent.inside + spent.dispatch
     repeated = layout.repeated * whole + layout.selective * cheap
     entered = layout.entered
-    passes = (layout.repeated + layout.made_again * layout.selective + layout.references) / 3
+    passes = (layout.repeated + layout.recomputed * layout.selective + layout.references) / 3
     launch = setting.machine.own.launch * OPERATIONS or rates.launch
     host = launch * where(layout.compiled > 0, 0.6, 1.0) * (1 + passes)
     host = host + (1 - shape.plain) * rates.expert_launch

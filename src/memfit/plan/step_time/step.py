@@ -132,7 +132,7 @@ def _gathering(setting: Setting, there: Number, back: Number) -> Number:
     gradients = layout.gradient_bytes * elements
     gather, scatter = gather_seconds(setting, layout.gathered * elements, gradients)
     reduce = layout.trains * (scatter + copy_seconds(setting, gradients))
-    second_gather = gather * (1 - layout.kept)
+    second_gather = gather * (1 - layout.gathered_once)
     forward = larger(gather - there, 0)
     backward = larger(second_gather + reduce - back, 0)
     share = smaller(rates.exposed_data, 1)

@@ -78,7 +78,7 @@ class Layout(NamedTuple):
     update_launch: Number = 0.0  # s that the host takes to update a block's weights in its backward
     # share of a block's element-wise work that a selective recomputation repeats, where that is
     # known: all of memfit's own; 0: a quarter, as fitted
-    made_again: Number = 0.0
+    recomputed: Number = 0.0
     eight: Number = 0.0  # 1 where frozen weights multiply in int8, their outliers aside
     offloads: Number = 0.0  # share of the blocks whose activations wait in host memory
     stowed: Number = 0.0  # bytes of one of them, copied there and back
@@ -86,7 +86,7 @@ class Layout(NamedTuple):
     references: Number = 0.0  # forwards without a gradient before each micro-batch's own
     heads: Number = 0.0  # the head's products beyond one forward and its backward
     gathered: Number = 2.0  # bytes of a weight of a block on the wire
-    kept: Number = 0.0  # 1 where weights of zero 3 stay gathered until the backward
+    gathered_once: Number = 0.0  # 1 where weights of zero 3 stay gathered until the backward
     remade: Number = 0.0  # 1 where backward makes gated products again (train/lean)
     # beside a frozen base, over a block whose every projection has an adapter (clock/adapters.py):
     adapters: Number = 1.0  # how many there are

@@ -147,7 +147,9 @@ class LitGpt(Framework):
             capped_logits=a.logit_cap > 0 and not (old and recipe.method == "lora"),
             scaled_embedding=form.scaled_embedding,
         )  # fmt: skip
-        simulated = run_passes(job, model, program, attention_kernel(job), again=longest_repeats)
+        simulated = run_passes(
+            job, model, program, attention_kernel(job), two_steps=longest_repeats
+        )
         if not longest_repeats:
             simulated = msgspec.structs.replace(simulated, later=None)
         states, update = fixed.states, fixed.update

@@ -69,7 +69,7 @@ def run_passes(
     program: Program,
     kernel: str,
     *,
-    again: bool = False,
+    two_steps: bool = False,
     sharding: Sharding | None = None,
     compares: Comparing | None = None,
     second: str = "",
@@ -78,8 +78,8 @@ def run_passes(
 ) -> Simulated:
     """Simulate the micro-batches; model: with the dtypes and names that `program` needs.
 
-    again: of a step with one micro-batch, the next step's too: for loops whose variables hold what
-    the one before has made. sharding: of one rank; with FSDP2's units nothing is autocast.
+    two_steps: a step with one micro-batch is followed by the next step's: for loops whose variables
+    hold what the one before has made. sharding: of one rank; FSDP2's units autocast nothing.
     compares: the loss of pairs; second: the dtype of a second model, where that is the reference.
     caches: whether autocast keeps its casts of trained weights until a forward has ended.
     masking: of Hugging Face's own attention.
@@ -91,7 +91,7 @@ def run_passes(
         program,
         kernel,
         job.device,
-        again,
+        two_steps,
         sharding,
         compares,
         second,
@@ -109,7 +109,7 @@ def _describe(
     program: Program,
     kernel: str,
     device: Device,
-    again: bool,
+    two_steps: bool,
     sharding: Sharding | None,
     compares: Comparing | None,
     second: str,
@@ -134,7 +134,7 @@ def _describe(
         grid=find_grid(device),
         adapter_dropout=recipe.lora.dropout > 0,
         accumulates=recipe.accumulation > 1,
-        again=again and recipe.accumulation == 1,
+        next_step=two_steps and recipe.accumulation == 1,
         program=program,
         sharding=sharding,
         compares=compares,

@@ -16,7 +16,7 @@ class Unit(NamedTuple):
     """`fully_shard` units of a rank that are alike, in a row; after tensor parallelism."""
 
     elements: Number  # of one
-    kept: Number  # whole from its forward to its backward (`reshard_after_forward=False`)
+    stays: Number  # whole from its forward to its backward (`reshard_after_forward=False`)
     count: Number = 1  # none where the next ones in the row have the same elements
 
 
@@ -46,7 +46,7 @@ def gathered(units: tuple[Unit, ...], parameter: int, reduced: int, shards: Numb
     last: Number = 0
     for unit, after in zip(units, (*units[1:], Unit(0, False)), strict=True):
         here = unit.elements
-        whole += where(unit.kept, unit.count * here, 0)
+        whole += where(unit.stays, unit.count * here, 0)
         pair = where(unit.count > 1, alive(here, here), 0)
         most = larger(most, where(unit.count > 0, larger(pair, alive(here, after.elements)), 0))
         before = where(unit.count > 1, here, where(unit.count > 0, last, before))

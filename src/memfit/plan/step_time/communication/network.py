@@ -23,7 +23,7 @@ class Cluster(Record, frozen=True, kw_only=True):
     machines: int = 1
     link: Fabric | None
     network: Fabric | None
-    asked: bool = False  # whether the request names the network
+    named: bool = False  # whether the request names the network
 
     @property
     def links(self) -> Links:
@@ -72,7 +72,7 @@ class Cluster(Record, frozen=True, kw_only=True):
             return words
         if network is None:
             return f"{words}; what joins machines is unknown"
-        usual = "as asked" if self.asked else f"the usual network of `{self.device.id}`"
+        usual = "as asked" if self.named else f"the usual network of `{self.device.id}`"
         if network.efficiency is None and not self._measured:
             usual += f", {ASSUMED_EFFICIENCY:.0%} of it assumed"
         return f"{words}; {network.name} between them, {usual}"
@@ -90,7 +90,7 @@ def lay_out(device: Device, per_machine: int, machines: int = 1, network: str = 
         machines = -(-devices // per_machine)
     return Cluster(
         device=device, per_machine=per_machine, machines=machines, link=find_link(device),
-        network=between, asked=bool(network),
+        network=between, named=bool(network),
     )  # fmt: skip
 
 

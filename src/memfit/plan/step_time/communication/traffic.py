@@ -56,7 +56,7 @@ def _data(shape: Shape, layout: Layout) -> Iterator[Traffic]:
     wire = f"{layout.gradient_bytes:g} B a gradient{often}"
     if shards > 1 and layout.zero >= 3:
         # the head's unit is not given up before the backward, nor is one with a tied embedding
-        passes = 2 - layout.kept
+        passes = 2 - layout.gathered_once
         twice = passes * (elements - ends) + ends
         gathered = layout.gathered * twice * times
         reason = f"weights, {layout.gathered:g} B each, gathered {passes:g} times{often}"

@@ -115,7 +115,7 @@ def pipeline_seconds(schedule: Schedule, times: StageTimes) -> Number:
     """Seconds of the whole schedule, without running what repeats itself.
 
     Exact: an order is the same lap after lap, and what precedes a piece on any rank lies less than
-    `REACH` laps back. Where the ends of so many laps all come one and the same time later than a
+    `REACH` laps back. Where the ends of `REACH` laps all come one and the same time later than a
     lap before, those of all later laps do, and the cool-down's. Where nothing has repeated itself
     within half the micro-batches, all are run.
     """
