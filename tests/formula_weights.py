@@ -23,3 +23,10 @@ def make_formula_pairs(tokens=16):
     labels[:, 4:-1] = ids[:, 5:]
     labels[1::2, tokens - 4 :] = -100  # rejected answers have three tokens less
     return ids, labels
+
+
+def find_context(ids, labels):
+    """Aligned labels of what the preferred of such rows say before their answers."""
+    context = torch.full_like(labels, -100)
+    context[::2, :4] = ids[::2, 1:5]
+    return context

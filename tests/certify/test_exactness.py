@@ -24,6 +24,10 @@ DPO = {
     "objective": "dpo",
     "preference": Preference(beta=0.1, reference="adapter-off"),
 }
+ORPO = {
+    "objective": "orpo",
+    "preference": Preference(beta=0.1, loss_type="orpo", cross_entropy=1.0),
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": BF16,
@@ -60,6 +64,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dpo-full-precomputed": {
         "objective": "dpo",
         "preference": Preference(beta=0.1, reference="precomputed"),
+    },
+    "orpo": {**LORA, **ORPO},
+    "orpo-full-chunked-mixed-recompute": {
+        **ORPO,
+        **MIXED,
+        "loss": "chunked",
+        "loss_chunk": 20,
+        "recompute_blocks": 2,
+    },
+    "cpo-bf16": {
+        **LORA,
+        **BF16,
+        "objective": "cpo",
+        "preference": Preference(beta=0.1, cross_entropy=1.0),
     },
     "packing": {"packing": True},
     "packing-mixed-recompute": {"packing": True, **MIXED, "recompute_blocks": 2},

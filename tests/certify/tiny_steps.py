@@ -209,6 +209,9 @@ def make_batch(recipe: Recipe, shape: BatchShape, vocab: int, live: LiveBytes) -
         positions = torch.arange(shape.tokens).unsqueeze(0)
     precomputed = recipe.preference.reference == "precomputed"
     reference = torch.zeros(shape.rows) if precomputed else None
-    batch = Batch(tokens, tokens.clone(), positions, shape.documents, reference)
-    live.register_batch(batch.input_ids, batch.labels, batch.position_ids, batch.reference)
+    context = tokens.clone() if recipe.learns == "conversations" else None
+    batch = Batch(
+        tokens, tokens.clone(), positions, shape.documents, reference, context=context
+    )  # fmt: skip
+    live.register_batch(*batch.tensors)
     return batch

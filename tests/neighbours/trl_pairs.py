@@ -15,11 +15,15 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from formula_weights import fill_by_formula, make_formula_pairs
 
 REFERENCE = torch.tensor([-33.0, -18.0, -31.0, -19.0])
-TRAINERS = {"dpo": (DPOTrainer, DPOConfig), "cpo": (CPOTrainer, CPOConfig)}
+TRAINERS = {
+    "dpo": (DPOTrainer, DPOConfig), "cpo": (CPOTrainer, CPOConfig),
+    "orpo": (ORPOTrainer, ORPOConfig),
+}  # fmt: skip
 
 
 def make_trainer(kind, settings, config, folder):

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 import torch
 
-from formula_weights import fill_by_formula, make_formula_pairs
+from formula_weights import fill_by_formula, find_context, make_formula_pairs
 from memfit.core.errors import InvalidRequest
 from memfit.objectives import find_objective, objectives
 from memfit.records.recipe import Objective, Preference
@@ -28,8 +28,9 @@ LOSSES = [f"{o} {t}" for o, t in PAIRS]
 def preference_of(objective, loss, **changes):
     found = find_objective(objective)
     e = 0.1 if found.find_loss(loss).needs_smoothing or loss == "robust" else 0.0
+    weight = (0.7 if found.weight is None else found.weight) if found.learns else 0.0
     given = {
-        "beta": 0.3, "label_smoothing": e, "loss_type": loss,
+        "cross_entropy": weight, "beta": 0.3, "label_smoothing": e, "loss_type": loss,
         "gamma": 0.5 if loss == "simpo" else 0.0, "tau": 0.05 if loss == "discopop" else 0.0,
         "reference": "precomputed" if found.refers else "none",
     }  # fmt: skip
@@ -50,7 +51,10 @@ def test_slopes_are_autograds(objective, loss, smoothing):
         smoothing = smoothing or 0.1
     knobs = preference_of(objective, loss, label_smoothing=smoothing)
     random = torch.Generator().manual_seed(1)
-    rewards = (torch.randn(2, 40, generator=random, dtype=torch.float64) * 2).requires_grad_()
+    rewards = torch.randn(2, 40, generator=random, dtype=torch.float64) * 2
+    if objective == "orpo":  # beta times a log-probability
+        rewards = -rewards.abs()
+    rewards.requires_grad_()
     losses, *slopes = found.loss(*rewards, knobs)
     (expected,) = torch.autograd.grad(losses.sum(), rewards)
     torch.testing.assert_close(torch.stack(slopes), expected)
@@ -63,6 +67,7 @@ WORKED = {
     "exo_pair": (0.0, 0.0, 0.5 * (2 * 0.5108256237659907)), "hinge": (0.75, 0.25, 0.5),
     "ipo": (0.0, 0.0, (0.5 / 0.3) ** 2), "apo_zero": (0.0, 0.0, 1.0), "apo_down": (0.0, 0.0, 1.0),
     "sppo_hard": (0.5, -0.5, 0.0), "bco_pair": (0.0, 0.0, 2 * 0.6931471805599453),
+    "orpo": (-0.3, -0.3, 0.3 * 0.6931471805599453),
     "nca_pair": (0.0, 0.0, 2 * 0.6931471805599453), "discopop": (0.0, 0.0, 0.8465735902799727),
 }  # fmt: skip
 
@@ -82,29 +87,37 @@ def test_a_micro_batchs_loss_and_slope_are_the_formulas(objective, loss):
     found, knobs = find_objective(objective), preference_of(objective, loss)
     labels = torch.tensor([[1, 2, -100, 3], [1, -100, -100, -100], [1, 1, 1, 1], [2, 2, 2, -100],
                            [-100] * 4, [-100] * 4])  # fmt: skip
-    policy = torch.linspace(-6, 3, 6, dtype=torch.float64).requires_grad_()
+    policy = torch.linspace(-6, -1, 6, dtype=torch.float64)
+    policy[4:] = 0
+    policy.requires_grad_()
     reference = torch.linspace(-5, 1, 6, dtype=torch.float64) if found.refers else None
     compared = policy if reference is None else policy - reference
-    if loss in ("ipo", "sigmoid_norm", "simpo"):  # the papers of which take means
+    if loss in ("ipo", "sigmoid_norm", "simpo", "orpo"):  # the papers of which take means
         compared = compared / torch.tensor([3, 1, 4, 3, 1, 1])
     gains = compared[:4] * knobs.beta
     expected = found.find_loss(loss).loss(gains[::2], gains[1::2], knobs).values.sum() / 2
+    nats = -policy[:4:2].sum()
+    expected = expected + knobs.cross_entropy * nats / 5
     (slope,) = torch.autograd.grad(expected, policy)
     recipe = make_recipe("llama", objective=objective, preference=knobs)
     rewards = Rewards()
-    mine = judge(policy, reference, labels, recipe, 2, rewards)
+    mine = judge(policy, reference, labels, recipe, 2, rewards, beside=5)
     torch.testing.assert_close(mine, expected)
     torch.testing.assert_close(torch.autograd.grad(mine, policy)[0], slope)
     won = (gains[::2] > gains[1::2]).double().sum()
     sums = torch.stack((gains[::2].sum(), gains[1::2].sum(), won))
+    if found.learns:
+        sums = torch.cat((sums, (nats * 2 / 5).view(1)))
     torch.testing.assert_close(rewards.sums.double(), sums)
 
 
 def names_of(objective, loss):
     """TRL's trainer, and its settings for the same loss."""
     knobs = preference_of(objective, loss)
-    if objective == "simpo":
-        settings = {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": knobs.gamma}
+    if objective == "orpo":
+        return "orpo", {"beta": knobs.beta}
+    if objective in ("simpo", "cpo"):
+        settings = {"loss_type": loss, "cpo_alpha": knobs.cross_entropy, "simpo_gamma": knobs.gamma}
         return "cpo", {"beta": knobs.beta, **settings}
     settings = {"loss_type": [loss], "label_smoothing": knobs.label_smoothing}
     return "dpo", {"beta": knobs.beta, "discopop_tau": 0.05, **settings}
@@ -139,12 +152,24 @@ def test_losses_and_gradients_are_those_of_trl(objective, loss, cut, trl):
     fill_by_formula(built.model, 0.1)
     seen = gradients_in(built)
     ids, labels = make_formula_pairs(12)
-    given = REFERENCE if find_objective(objective).refers else None
-    result = step(built, [Batch(ids, labels, reference=given)], 2)
+    result = step(built, [batch_of(objective, ids, labels)], 2)
     expected, gradients = trl[f"{objective} {loss}"]
     assert float(result.loss) == pytest.approx(expected, rel=1e-6)
     assert set(seen) == set(gradients)
     assert distance(seen, {name: torch.tensor(gradients[name]) for name in seen}) < 1e-6
+
+
+def batch_of(objective, ids, labels, rows=slice(None)):
+    """Some of the pairs' rows, with what the objective reads beside them."""
+    found = find_objective(objective)
+    context = find_context(ids, labels)
+    beside = int((labels[::2] != -100).sum())
+    if found.learns == "conversations":
+        beside += int((context != -100).sum())
+    return Batch(
+        ids[rows], labels[rows], reference=REFERENCE[rows] if found.refers else None,
+        context=context[rows] if found.learns == "conversations" else None, beside=beside,
+    )  # fmt: skip
 
 
 def distance(mine, theirs):
@@ -163,15 +188,12 @@ def test_how_pairs_are_cut_into_micro_batches_changes_nothing():
                 "llama", objective=objective, preference=preference, micro_batch=rows,
                 accumulation=4 // rows, optimizer={"clip_norm": 0.0},
             )  # fmt: skip
-            given = REFERENCE if find_objective(objective).refers else None
             built = make_built(recipe)
             fill_by_formula(built.model, 0.1)
             seen = gradients_in(built)
             parts = [
-                Batch(ids[at : at + rows], labels[at : at + rows],
-                      reference=None if given is None else given[at : at + rows])
-                for at in range(0, 4, rows)
-            ]  # fmt: skip
+                batch_of(objective, ids, labels, slice(at, at + rows)) for at in range(0, 4, rows)
+            ]
             found.append((step(built, parts, 2), seen))
         (a, one), (b, two) = found
         torch.testing.assert_close(a.loss, b.loss)

@@ -33,6 +33,10 @@ NORMS = 12  # bytes a trainable tensor: what clipping holds of each, at most
 DPO = {"objective": "dpo", "method": "lora",
        "preference": Preference(beta=0.1, reference="adapter-off")}  # fmt: skip
 DPO_BEFORE = {"objective": "dpo", "preference": Preference(beta=0.1, reference="precomputed")}
+ORPO = {"objective": "orpo", "method": "lora",
+        "preference": Preference(beta=0.1, loss_type="orpo", cross_entropy=1.0)}  # fmt: skip
+CPO = {"objective": "cpo", "method": "lora",
+       "preference": Preference(beta=0.1, cross_entropy=1.0)}  # fmt: skip
 SIMPO = {"objective": "simpo", "method": "lora",
          "preference": Preference(beta=2.0, loss_type="simpo", gamma=0.5)}  # fmt: skip
 INT8 = Quantisation(outlier_threshold=6.0, outlier_share=0.01)
@@ -165,6 +169,29 @@ SETTINGS = {
     "gpt_neox, simpo, nf4, recomputed": (
         "gpt_neox", {**SIMPO, "precision": "bf16-mixed", "base_format": "nf4",
                      "recompute_blocks": 3}
+    ),
+    "llama, orpo": ("llama", ORPO),
+    "qwen3, orpo, full, chunked, mixed, accumulated": (
+        "qwen3", {**ORPO, **CHUNKED, "method": "full", "precision": "bf16-mixed",
+                  "accumulation": 2}
+    ),
+    "gpt2, orpo, full": ("gpt2", {**ORPO, "method": "full"}),
+    "gemma2, orpo, chunked, bf16": (
+        "gemma2", {**ORPO, **CHUNKED, "precision": "bf16", "base_format": "bf16"}
+    ),
+    "gpt_neox, orpo, chunked, nf4, recomputed": (
+        "gpt_neox", {**ORPO, **CHUNKED, "precision": "bf16-mixed", "base_format": "nf4",
+                     "recompute_blocks": 3}
+    ),
+    "llama, cpo": ("llama", CPO),
+    "qwen3, cpo, full, chunked, accumulated": (
+        "qwen3", {**CPO, **CHUNKED, "method": "full", "accumulation": 2}
+    ),
+    "gpt2, cpo, chunked, bf16": (
+        "gpt2", {**CPO, **CHUNKED, "precision": "bf16", "base_format": "bf16"}
+    ),
+    "gpt_neox, cpo, full, mixed": (
+        "gpt_neox", {**CPO, "method": "full", "precision": "bf16-mixed"}
     ),
     "mistral, dpo, ipo": ("mistral", {**DPO, "preference": Preference(
         beta=0.1, reference="adapter-off", loss_type="ipo")}),
@@ -356,6 +383,10 @@ SETTINGS = {
     "deepseek_v3, math, packed": ("deepseek_v3", {"attention": "math", "packing": True}),
 }  # fmt: skip
 ON_CUDA = {
+    "llama, orpo, chunked, bf16": (
+        "llama", {**ORPO, **CHUNKED, "precision": "bf16", "base_format": "bf16"}
+    ),
+    "gpt_neox, orpo, mixed": ("gpt_neox", {**ORPO, "precision": "bf16-mixed"}),
     "llama, dpo, activations offloaded, bf16": (
         "llama", {**DPO, "offload": "activations", "precision": "bf16", "base_format": "bf16"}
     ),

@@ -32,6 +32,8 @@ from memfit.train.step.step import log_probs
 
 OFF = Preference(beta=0.1, reference="adapter-off")
 BEFORE = Preference(beta=0.1, reference="precomputed")
+ORPO = Preference(beta=0.1, loss_type="orpo", cross_entropy=1.0)
+CPO = Preference(beta=0.1, cross_entropy=1.0)
 SIMPO = Preference(beta=2.0, loss_type="simpo", gamma=0.5)
 LORA = Lora(rank=4, alpha=8.0, targets=("q_proj", "v_proj"))
 
@@ -103,6 +105,72 @@ def test_a_run_of_simpo_needs_no_reference(method, request_, cache, tmp_path):
     assert rows[-1]["reward_margin"] > rows[0]["reward_margin"]
     assert run.measurements["loss.final"].unit == "nats/pair"
     assert not (tmp_path / "run" / FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("objective", "preference", "method"),
+    [("orpo", ORPO, "full"), ("orpo", ORPO, "lora"), ("cpo", CPO, "lora")],
+)
+def test_a_run_learns_the_preferred_rows_beside_the_comparison(
+    objective, preference, method, request_, cache, tmp_path
+):
+    asked = replace(request_, task=replace(request_.task, objective=objective))
+    recipe = recipe_of(
+        preference, objective=objective, method=method, lora=LORA if method == "lora" else Lora(),
+        steps=12, optimizer={"learning_rate": 1e-2},
+    )  # fmt: skip
+    run = train(recipe, asked, tmp_path / "run", cache=cache)
+    rows = rows_of(tmp_path / "run")
+    first, last = rows[0], rows[-1]
+    assert last["loss"] < first["loss"]
+    assert last["cross_entropy"] < first["cross_entropy"]
+    assert last["evaluation_cross_entropy"] < first["cross_entropy"]
+    assert last["evaluation_loss"] > last["evaluation_cross_entropy"]
+    unit = run.measurements["cross_entropy.evaluation"]
+    assert (unit.value, unit.unit) == (last["evaluation_cross_entropy"], "nats/token")
+    assert not (tmp_path / "run" / FILE).exists()
+
+
+def test_an_evaluation_is_the_mean_of_pairs_and_of_tokens(request_, cache, tmp_path):
+    """Five pairs in micro-batches of two and of four rows, one of them filled up."""
+    asked = replace(request_, task=replace(request_.task, objective="orpo"))
+    seen = []
+    for micro in (2, 4):
+        recipe = recipe_of(
+            ORPO, objective="orpo", method="full", lora=Lora(), steps=1, micro_batch=micro,
+            accumulation=8 // micro,
+        )  # fmt: skip
+        train(recipe, asked, tmp_path / f"{micro}", cache=cache)
+        (row,) = rows_of(tmp_path / f"{micro}")
+        seen.append({k: v for k, v in row.items() if "loss" in k or "entropy" in k})
+    one, two = seen
+    assert one == pytest.approx(two, rel=1e-5)
+
+
+def test_what_preferred_rows_say_beside_answers_is_the_prompt(request_, cache):
+    asked = replace(request_, task=replace(request_.task, objective="orpo"))
+    recipe = recipe_of(ORPO, objective="orpo")
+    data = read_data(asked, recipe.model, cache)
+    sampler, held_out = build_samplers(asked, recipe, data)
+    micros = [*sampler.sample(0), *held_out.all_once()]
+    for micro in micros:
+        assert (micro.context[1::2] == -100).all()
+        for ids, answer, asked_ in zip(
+            micro.input_ids[::2], micro.labels[::2], micro.context[::2], strict=True
+        ):
+            if (answer == -100).all():  # a row that fills a micro-batch up
+                assert (asked_ == -100).all()
+                continue
+            assert ((answer == -100) | (asked_ == -100)).all()
+            told = np.maximum(answer, asked_)
+            end = np.flatnonzero(answer != -100)[-1]
+            assert (told[:end] == ids[1 : end + 1]).all()
+            assert (told[end + 1 :] == -100).all()
+            said = data.tokenizer.decode([t for t in asked_ if t >= 0])
+            assert said.endswith("? ")
+        assert micro.learned_beside == int(
+            (np.maximum(micro.labels, micro.context)[::2] != -100).sum()
+        )
 
 
 def test_a_micro_batch_holds_whole_pairs_with_the_preferred_first(request_, cache):
@@ -256,6 +324,18 @@ def test_a_plan_of_simpo_has_no_reference_and_is_a_request_again(tmp_path):
     assert dpo.recipe.preference.gamma == 0.0
 
 
+def test_a_plan_of_orpo_and_cpo_is_a_request_again():
+    for objective, asked, expected in (
+        ("orpo", PreferenceRequest(), ORPO),
+        ("cpo", PreferenceRequest(cross_entropy=0.5), replace(CPO, cross_entropy=0.5)),
+        ("cpo", PreferenceRequest(cross_entropy=0.0), replace(CPO, cross_entropy=0.0)),
+    ):
+        task = Task(objective=objective, sequence_length=64, global_batch=8, steps=3)
+        plan = api.plan(planned(task=task, method="lora", preference=asked), levers=False)
+        assert plan.recipe.preference == expected
+        assert api.predict(restate(plan)).recipe.preference == expected
+
+
 def test_the_search_can_choose_only_what_the_build_accepts():
     found = search(read_problem(planned(method="lora", limits=Limits(memory="1.2 MiB"))))
     build_model(found.recipe, "cpu")
@@ -283,6 +363,22 @@ REFUSED = {
     "a margin of dpo": (
         {"preference": PreferenceRequest(gamma=0.5)},
         "`preference.gamma: 0.5` with",
+    ),
+    "a cross-entropy of dpo": (
+        {"preference": PreferenceRequest(cross_entropy=1.0)},
+        "the comparison alone",
+    ),
+    "another weight of orpo's cross-entropy": (
+        {"task": Task(objective="orpo"), "preference": PreferenceRequest(cross_entropy=0.5)},
+        "whose own is 1",
+    ),
+    "alphapo": (
+        {"task": Task(objective="cpo"), "preference": PreferenceRequest(loss_type="alphapo")},
+        "powers of probabilities",
+    ),
+    "orpo of another framework": (
+        {"framework": "trl", "task": Task(objective="orpo")},
+        "describes how it computes",
     ),
     "simpo of another framework": (
         {"framework": "trl", "task": Task(objective="simpo")},
@@ -319,7 +415,7 @@ def test_a_recipe_without_pairs_keeps_its_digest():
 def test_the_requests_of_the_page_on_objectives_plan(tmp_path):
     text = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text()
     write_pairs(tmp_path / "pairs.jsonl")
-    expected = [OFF, Preference(beta=2.0, loss_type="simpo", gamma=1.0)]
+    expected = [OFF, ORPO, CPO, Preference(beta=2.0, loss_type="simpo", gamma=1.0)]
     for part, preference in zip(text.split("```yaml\n")[1:], expected, strict=True):
         request = tmp_path / "request.yaml"
         request.write_text(part.split("```")[0])

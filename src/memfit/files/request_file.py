@@ -23,8 +23,8 @@ KEYS = {
     "model": "catalogue name (`memfit models`), hub id, folder with config.json, or its content",
     "weights": "pretrained | random; auto: pretrained where there is something to load",
     "task": "what to train on, and for how long",
-    "task.objective": "pretrain (every token) | sft (the answer's tokens) | dpo | simpo (pairs of"
-    " answers)",
+    "task.objective": "pretrain (every token) | sft (the answer's tokens) | dpo | simpo | orpo"
+    " | cpo (pairs of answers)",
     "task.data": "text, JSONL, CSV or parquet file, or a folder of them; not needed to plan",
     "task.evaluation": "held-out data of the same kinds",
     "task.sequence_length": "tokens; auto: the model's own, up to 4096",
@@ -33,14 +33,16 @@ KEYS = {
     "task.steps": "optimizer steps; or give epochs or tokens instead",
     "task.epochs": "passes over the data, instead of steps",
     "task.tokens": "tokens to train on, instead of steps",
-    "preference": "used when the objective is dpo or simpo",
+    "preference": "used when the objective is dpo, simpo, orpo or cpo",
     "preference.beta": "how strongly the policy is held to the reference",
     "preference.label_smoothing": "share of the pairs taken to be the wrong way round",
     "preference.reference": "adapter-off | precomputed; auto: the first with lora, else the second;"
-    " second-model: of other trainers; simpo has none",
+    " second-model: of other trainers; the other objectives have none",
     "preference.loss_type": "of dpo: sigmoid | ipo | hinge | apo_zero | robust, …; auto: sigmoid",
-    "preference.gamma": "of simpo: by how much the preferred reward is to be the larger; auto: 0.5",
+    "preference.gamma": "of loss_type simpo: by how much the preferred reward is to be the larger;"
+    " auto: 0.5",
     "preference.tau": "of discopop: its temperature; auto: 0.05",
+    "preference.cross_entropy": "of cpo: weight of the preferred answers' cross-entropy; auto: 1",
     "method": "full | freeze | lora | dora; auto: full where it fits, else lora",
     "lora": "used when the method is lora or dora",
     "lora.rank": "rank of the adapter's two matrices",

@@ -10,7 +10,7 @@ package imports nothing but `memfit.core`, so that the records of a recipe can a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from memfit.core.errors import InvalidRequest, did_you_mean
 from memfit.core.registry import Registry
@@ -42,6 +42,10 @@ class Knobs(Protocol):
     def tau(self) -> float:
         """DiscoPOP's temperature."""
 
+    @property
+    def cross_entropy(self) -> float:
+        """What the preferred answers' cross-entropy is multiplied by, where there is one."""
+
 
 class Losses(NamedTuple):
     """Of each pair, (pairs,): the loss, and its slope by the reward of each answer."""
@@ -68,6 +72,9 @@ class LossType(NamedTuple):
     needs_smoothing: bool = False  # and has to be above 0
 
 
+Learned = Literal["", "answers", "conversations"]  # of which a cross-entropy is added to the pairs'
+
+
 class Objective:
     """What a run learns from."""
 
@@ -77,11 +84,18 @@ class Objective:
         *,
         about: str,
         refers: bool = False,
+        learns: Learned = "",
+        weight: float | None = None,
         loss_types: Mapping[str, LossType] | None = None,
         refused: Mapping[str, str] | None = None,
     ) -> None:
-        """refused: losses that others have under this objective, and why memfit's step has not."""
+        """refused: losses that others have under this objective, and why memfit's step has not.
+
+        learns: of which tokens of the preferred rows a cross-entropy is added to the pairs' loss;
+        weight: the only one that the objective has of it; None where any will do.
+        """
         self.name, self.about, self.refers = name, about, refers
+        self.learns, self.weight = learns, weight
         self.loss_types = dict(loss_types or {})
         self.refused = dict(refused or {})
 
@@ -133,6 +147,21 @@ class Objective:
                 f"`preference.loss_type: {name}` with `label_smoothing: 0`, whose logarithm it"
                 " takes",
                 hint="use a number above 0, such as 0.001",
+            )
+        self._check_cross_entropy(knobs.cross_entropy)
+
+    def _check_cross_entropy(self, weight: float) -> None:
+        if weight and not self.learns:
+            raise InvalidRequest(
+                f"`preference.cross_entropy: {weight:g}` under `objective: {self.name}`, which"
+                " learns from the comparison alone",
+                hint="`objective: cpo` and `orpo` have one; or leave it on `auto`",
+            )
+        if self.weight is not None and weight != self.weight:
+            raise InvalidRequest(
+                f"`preference.cross_entropy: {weight:g}` under `objective: {self.name}`, whose own"
+                f" is {self.weight:g}",
+                hint="`preference.beta` is the weight of the odds ratio beside it",
             )
 
 

@@ -9,12 +9,12 @@ from typing import Literal
 import msgspec
 
 from memfit.base_formats import find_base_format, name_coding
-from memfit.objectives import find_objective
+from memfit.objectives import Learned, find_objective
 from memfit.records import Record
 from memfit.records.model import ModelReference
 
 Method = Literal["full", "freeze", "lora", "dora"]
-Objective = Literal["pretrain", "sft", "dpo", "simpo"]
+Objective = Literal["pretrain", "sft", "dpo", "simpo", "orpo", "cpo"]
 Reference = Literal["none", "adapter-off", "precomputed", "second-model"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp16", "fp8-mixed", "fp4-mixed"]
 Scaling = Literal["plain", "rank-stabilised"]
@@ -48,7 +48,7 @@ LATE_IN_OPTIMIZER = (
     "in_backward", "stochastic_rounding", "warmup_ratio", "floor", "power", "decay_ratio",
 )  # fmt: skip
 # keys of `preference` that came later, and how older recipes stand
-LATE_IN_PREFERENCE = {"loss_type": "sigmoid", "gamma": 0.0, "tau": 0.0}
+LATE_IN_PREFERENCE = {"loss_type": "sigmoid", "gamma": 0.0, "tau": 0.0, "cross_entropy": 0.0}
 OWN_AXES = (
     "dp_replicate", "dp_shard", "reshard_after_forward", "tp", "sequence_parallel", "cp", "pp",
     "virtual_pp",
@@ -104,8 +104,11 @@ class Preference(Record, frozen=True, kw_only=True):
     label_smoothing: float = 0.0  # share of the pairs taken to be the wrong way round
     reference: Reference = "none"
     loss_type: str = "sigmoid"
-    gamma: float = 0.0  # simpo: by how much the preferred answer's reward is to be the larger
+    gamma: float = (
+        0.0  # `loss_type: simpo`: by how much the preferred answer's reward is to be the larger
+    )
     tau: float = 0.0  # discopop's temperature
+    cross_entropy: float = 0.0  # orpo, cpo: its weight beside the pairs' loss
 
 
 class Optimizer(Record, frozen=True, kw_only=True):
@@ -297,6 +300,11 @@ class Recipe(Record, frozen=True, kw_only=True):
     def prefers(self) -> bool:
         """Whether rows come in pairs, the preferred one first, as `dpo` has them."""
         return find_objective(self.objective).pairs
+
+    @property
+    def learns(self) -> Learned:
+        """Of which tokens of preferred rows a cross-entropy is added to the loss of pairs."""
+        return find_objective(self.objective).learns if self.preference.cross_entropy else ""
 
     @property
     def references(self) -> int:

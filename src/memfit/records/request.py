@@ -78,14 +78,15 @@ class Task(Record, frozen=True, kw_only=True):
 
 
 class PreferenceRequest(Record, frozen=True, kw_only=True):
-    """How pairs are compared; used when the objective is `dpo` or `simpo`."""
+    """How pairs are compared; used by the objectives that compare pairs."""
 
     beta: PositiveFloat = 0.1
     label_smoothing: Smoothing = 0.0
     reference: Literal["auto", "adapter-off", "precomputed", "second-model"] = "auto"
     loss_type: str = "auto"  # auto: sigmoid of dpo; or another name of `memfit.objectives`
-    gamma: NotNegativeFloat | Auto = "auto"  # of simpo; auto: 0.5
+    gamma: NotNegativeFloat | Auto = "auto"  # of `loss_type: simpo`; auto: 0.5
     tau: PositiveFloat | Auto = "auto"  # of `loss_type: discopop`; auto: 0.05
+    cross_entropy: NotNegativeFloat | Auto = "auto"  # of cpo; auto: 1, as of orpo
 
 
 class LoraRequest(Record, frozen=True, kw_only=True):

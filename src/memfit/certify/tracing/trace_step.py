@@ -273,8 +273,11 @@ def _make_batch(recipe: Recipe, shape: BatchShape, kind: str, recorder: LiveByte
     reference = None
     if recipe.preference.reference == "precomputed":
         reference = torch.zeros(shape.rows, device=kind)
-    batch = Batch(integers(), integers(), positions, shape.documents, reference)
-    recorder.register_batch(batch.input_ids, batch.labels, batch.position_ids, batch.reference)
+    batch = Batch(
+        integers(), integers(), positions, shape.documents, reference,
+        context=integers() if recipe.learns == "conversations" else None,
+    )  # fmt: skip
+    recorder.register_batch(*batch.tensors)
     return batch
 
 

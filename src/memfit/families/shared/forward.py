@@ -23,7 +23,7 @@ from memfit.meta.layers.dora import rescale
 from memfit.meta.layers.qat import GROUP, round_weight
 from memfit.meta.layers.quantised import Quantised
 from memfit.meta.losses.cross_entropy import chunked_sum, cross_entropy_sum
-from memfit.meta.losses.preference import chunked_log_probs, plain_log_probs
+from memfit.meta.losses.preference import chunked_log_probs, merge_context, plain_log_probs
 from memfit.records.model import Architecture
 
 Weights = dict[str, Tensor]  # by name inside the block, or inside the model
@@ -521,14 +521,20 @@ def base_alone(weights: Weights) -> Weights:
 
 
 def row_log_probs(
-    forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor, chunk: int
-) -> Tensor:
-    """Log-probabilities of rows, as train/step/preference.py: -> (batch,); chunk 0: at once."""
+    forward: Forward, weights: Weights, hidden: Tensor, labels: Tensor, chunk: int,
+    context: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Log-probabilities of rows, as train/step/preference.py: -> (batch,), with a context (2,
+    batch); chunk 0: at once."""
     a = forward.architecture
     if a.logits_scaled or a.logit_cap:
         hidden = meta.scale(hidden)
     if not chunk:
+        labels, answered = merge_context(labels, context)
         logits = _wide_logits(forward, weights, hidden)
-        return plain_log_probs(logits, labels)
+        return plain_log_probs(logits, labels, answered)
     flat = meta.view(hidden, forward.batch * forward.tokens, hidden.shape[-1])
-    return chunked_log_probs(flat, weights["lm_head.weight"], labels, chunk, bool(a.logit_cap))
+    labels, answered = merge_context(labels, context)
+    return chunked_log_probs(
+        flat, weights["lm_head.weight"], labels, answered, chunk, bool(a.logit_cap)
+    )

@@ -13,12 +13,24 @@ from memfit.meta.losses.cross_entropy import (
 from memfit.meta.tensor import Shape, Tensor, empty
 from memfit.meta.views import reshape, view
 
-RESULTS = 3  # of `train.preference.Rewards.sums`
+RESULTS = 3  # of `train.preference.Rewards.sums`; with a cross-entropy, one more
 
 
-def plain_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
-    """(tokens, vocab), labels (rows, tokens of a row) -> (rows,); logits are fp32."""
+def merge_context(labels: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Labels of all that is learned, and which of them are of answers; None: all."""
+    if context is None:
+        return labels, None
+    answered = empty(labels.meter, labels.shape, "bool")
+    return like(labels), answered
+
+
+def plain_log_probs(logits: Tensor, labels: Tensor, answered: Tensor | None) -> Tensor:
+    """(tokens, vocab), labels (rows, tokens of a row) -> (rows,), or (2, rows) where answers are
+    summed apart from the rest; logits are fp32."""
     losses = cross_entropy_rows(logits, labels)
+    if answered is not None:
+        node = record(_split_backward, (losses,), (answered,))
+        return attach(node, _split(losses.detached(), labels.shape))
     return negative(_sum_rows(view(losses, *labels.shape)))
 
 
@@ -36,30 +48,60 @@ def _sum_rows_backward(shape: Shape) -> Rule:
     return rule
 
 
+def _split(losses: Tensor, shape: Shape) -> Tensor:
+    """(tokens,) -> (2, rows): sums of answers, and of all the rest."""
+    meter, rows = losses.meter, shape[:1]
+    product = like(losses)
+    own = empty(meter, rows, "float32")
+    del product
+    turned = empty(meter, shape, "bool")
+    product = like(losses)
+    del turned
+    rest = empty(meter, rows, "float32")
+    del product
+    result = empty(meter, (2, *rows), "float32")
+    del own, rest
+    return result
+
+
+def _split_backward(node: Node, grads: Incoming) -> Gradients:
+    answered = node.unpack(0)
+    slope = empty(answered.meter, answered.shape, "float32")
+    return (slope.viewed((answered.numel,), (1,)),)
+
+
 def chunked_log_probs(
-    flat: Tensor, weight: Tensor, labels: Tensor, chunk: int, capped: bool
+    flat: Tensor, weight: Tensor, labels: Tensor, answered: Tensor | None, chunk: int, capped: bool
 ) -> Tensor:
-    """flat (tokens, hidden), weight (vocab, hidden), labels (rows, tokens of a row) -> (rows,)."""
+    """flat (tokens, hidden), weight (vocab, hidden), labels (rows, tokens of a row) -> (rows,), or
+    (2, rows) where answers are summed apart from the rest."""
     meter = flat.meter
     compute = meter.low if meter.autocast else flat.dtype
 
     def slope(node: Node, grads: Incoming) -> Gradients:
         flat, weight, outer = node.unpack(0), node.unpack(1), upstream(grads)
-        turned = like(outer)
-        share = reshape(turned.viewed(labels.shape, (1, 0)), -1, 1)
-        del turned
+        if len(outer.shape) > 1:
+            share = empty(meter, shape, "float32")
+        else:
+            turned = like(outer)
+            share = reshape(turned.viewed(shape, (1, 0)), -1, 1)
+            del turned
         d_hidden = like(flat) if node.needs(0) else None
         d_weight = chunk_gradients(flat, weight, compute, chunk, node, capped)
         del share
         return d_hidden, d_weight
 
-    node = record(slope, (flat, weight), (flat, weight))
+    shape = labels.shape
+    saved = (flat, weight) if answered is None else (flat, weight, labels, answered)
+    node = record(slope, (flat, weight), saved)
     with meter.with_autocast(False):
-        sums = _by_chunks(flat.detached(), weight.detached(), labels, compute, chunk)
+        sums = _by_chunks(flat.detached(), weight.detached(), shape, compute, chunk, answered)
     return attach(node, sums)
 
 
-def _by_chunks(flat: Tensor, weight: Tensor, labels: Tensor, compute: str, chunk: int) -> Tensor:
+def _by_chunks(
+    flat: Tensor, weight: Tensor, shape: Shape, compute: str, chunk: int, answered: Tensor | None
+) -> Tensor:
     """The losses of all tokens, at most `chunk` tokens' logits alive; added up by row."""
     meter, (tokens, width), vocab = flat.meter, flat.shape, weight.shape[0]
     losses = empty(meter, (tokens,), "float32")
@@ -72,20 +114,21 @@ def _by_chunks(flat: Tensor, weight: Tensor, labels: Tensor, compute: str, chunk
         chances = widened(logits)
         each, counted = empty(meter, (rows,), "float32"), empty(meter, (), "float32")
         del logits, chances, each, counted
-    sums = empty(meter, labels.shape[:1], "float32")
+    sums = empty(meter, shape[:1], "float32") if answered is None else _split(losses, shape)
     del losses, low
     return sums
 
 
-def judge(policy: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows,) of the policy -> the loss, 0-dim, and sums of rewards, (3,)."""
-    meter, (rows,) = policy.meter, policy.shape
+def judge(policy: Tensor, labels: Tensor, *, learns: bool) -> tuple[Tensor, Tensor]:
+    """(rows,) or (2, rows) of the policy -> the loss, 0-dim, and sums of rewards, (3,); with a
+    cross-entropy, (4,)."""
+    meter = policy.meter
     found = empty(meter, labels.shape, "bool")
     del found
     node = record(_judged_backward, (policy,))
     if node is not None:
-        node.saved = [empty(meter, (rows,), "float32")]
-    loss, sums = empty(meter, (), "float32"), empty(meter, (RESULTS,), "float32")
+        node.saved = [empty(meter, policy.shape, "float32")]
+    loss, sums = empty(meter, (), "float32"), empty(meter, (RESULTS + learns,), "float32")
     return attach(node, loss), sums
 
 

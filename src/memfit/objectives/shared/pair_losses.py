@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+CERTAIN = 1e-7  # a probability so near 1 that its odds are of rounding alone; padding has 1
+
+
 def sigmoid(chosen: Tensor, rejected: Tensor, knobs: Knobs) -> Losses:
     """-(1 - e) log sigmoid(m) - e log sigmoid(-m), whose slope by m is sigmoid(m) - (1 - e)."""
     return _smoothed(chosen - rejected, knobs.label_smoothing)
@@ -31,6 +34,25 @@ def _smoothed(margin: Tensor, smoothing: float) -> Losses:
     right, wrong = _log_sigmoid(margin), _log_sigmoid(-margin)
     losses = right.mul(smoothing - 1).sub_(wrong, alpha=smoothing)
     return _by_margin(losses, margin.sigmoid().sub_(1 - smoothing))
+
+
+def odds_ratio(chosen: Tensor, rejected: Tensor, knobs: Knobs) -> Losses:
+    """-beta log sigmoid(o), o = log odds of exp(c / beta) less those of exp(r / beta).
+
+    c / beta is a mean log-probability, below 0; d log odds(p) / d log p = 1 / (1 - p).
+    """
+    right, wrong = ((x / knobs.beta).clamp_(max=-CERTAIN) for x in (chosen, rejected))
+    odds = right - wrong - (_log_1_less_exp(right) - _log_1_less_exp(wrong))
+    by_odds = odds.sigmoid().sub_(1)  # of the loss over beta, as rewards are beta times c
+    losses = _log_sigmoid(odds).mul_(-knobs.beta)
+    return Losses(losses, by_odds / -right.expm1(), by_odds / wrong.expm1())
+
+
+def _log_1_less_exp(x: Tensor) -> Tensor:
+    """log(1 - exp(x)) of x below 0; of two forms the one that cancels less (Maechler 2012)."""
+    import torch
+
+    return torch.where(x < -math.log(2), (-x.exp()).log1p(), (-x.expm1()).log())
 
 
 def hinge(chosen: Tensor, rejected: Tensor, knobs: Knobs) -> Losses:

@@ -111,6 +111,8 @@ def _temporary(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
 
 def _input(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
     names = "ids, labels, positions" if recipe.packing else "ids, labels"
+    if recipe.learns == "conversations":
+        names = "ids, labels, labels of prompts"
     each = f"{names}: {recipe.micro_batch} x {recipe.own_row} x 8 B (int64) each"
     if recipe.preference.reference != "precomputed":
         return each

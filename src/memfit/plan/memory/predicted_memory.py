@@ -247,6 +247,7 @@ def describe(
         in_backward=recipe.optimizer if recipe.optimizer.in_backward else None,
         quantised=Quantised.of(recipe),
         prefers=recipe.prefers,
+        learns=recipe.learns,
         precomputed=recipe.preference.reference == "precomputed",
         sharding=find_sharding(recipe, rank),
         stages=stages,
@@ -419,6 +420,8 @@ class _Step:
         each = [self.recipe.micro_batch * row] * (3 if self.recipe.packing else 2)
         if self.recipe.parallel.cp > 1:
             each.append(row)  # positions
+        if self.recipe.learns == "conversations":
+            each.append(self.recipe.micro_batch * row)
         if self.recipe.preference.reference == "precomputed":
             each.append(self.recipe.micro_batch * DTYPE_BYTES["float32"])
         return hold((Kind.INPUT, "batch"), each, self.device)

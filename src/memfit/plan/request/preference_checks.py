@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from memfit.core.errors import InvalidRequest
-from memfit.objectives import find_objective
+from memfit.objectives import Objective, find_objective
 from memfit.records.objectives import check_adapter, check_no_reference, check_second
 from memfit.records.recipe import ADAPTED, Method, Preference, Reference
 from memfit.records.request import Request
@@ -68,6 +68,7 @@ def choose_preference(
         beta=requested.beta, label_smoothing=requested.label_smoothing, loss_type=loss,
         gamma=_choose("gamma", requested.gamma, 0.5, loss, "simpo"),
         tau=_choose("tau", requested.tau, 0.05, loss, "discopop"),
+        cross_entropy=_weigh(requested.cross_entropy, objective),
     )  # fmt: skip
     objective.check(made)
     if not objective.refers:
@@ -81,6 +82,13 @@ def choose_preference(
     if reference == "adapter-off":
         check_adapter(method)
     return replace(made, reference=reference)
+
+
+def _weigh(requested: float | str, objective: Objective) -> float:
+    """The weight of the cross-entropy that the objective adds to its pairs' loss, if any."""
+    if isinstance(requested, str):
+        return 1.0 if objective.learns else 0.0
+    return requested
 
 
 def _choose(name: str, requested: float | str, usual: float, loss: str, owner: str) -> float:

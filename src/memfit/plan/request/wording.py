@@ -6,6 +6,7 @@ from typing import Any
 
 from msgspec import structs
 
+from memfit.objectives import find_objective
 from memfit.plan.frameworks import Framework, find_framework
 from memfit.plan.request.assumed import is_estimated
 from memfit.records import from_data, to_data
@@ -25,6 +26,8 @@ def state_preference(recipe: Recipe) -> dict[str, Any]:
     found["label_smoothing"] = recipe.preference.label_smoothing
     if recipe.preference.loss_type == "simpo":
         found["gamma"] = recipe.preference.gamma
+    if find_objective(recipe.objective).learns:
+        found["cross_entropy"] = recipe.preference.cross_entropy
     if recipe.preference.reference == "none":
         found["reference"] = "auto"
     return found

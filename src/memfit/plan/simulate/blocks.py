@@ -295,7 +295,10 @@ class _Simulation:
         reference: Tensor | None = None
         if self.setting.precomputed:
             reference = meta.empty(meter, (batch.rows,), "float32", Kind.INPUT)
-        return Inputs(input_ids, labels, position_ids, reference)
+        context: Tensor | None = None
+        if self.setting.learns == "conversations":
+            context = meta.empty(meter, shape, "int64", Kind.INPUT)
+        return Inputs(input_ids, labels, position_ids, reference, context)
 
     def make_forward(self, inputs: Inputs) -> tuple[Forward, Tensor]:
         """What every part of a micro-batch's forward needs to know, and its labels."""
@@ -312,7 +315,6 @@ class _Simulation:
         meter = self.meter
         inputs = self.make_batch()
         forward, labels = self.make_forward(inputs)
-        reference = inputs.reference
         self.marks = []
         sums: Tensor | None = None
         self.mark("embedding", "embedding")
@@ -324,7 +326,7 @@ class _Simulation:
             if self.setting.compares is not None:
                 loss = self._compare(self.setting.compares, forward, boundaries)
             elif self.setting.prefers:
-                loss, sums = self._prefer(forward, labels, reference, boundaries)
+                loss, sums = self._prefer(forward, inputs, boundaries)
             else:
                 hidden = _backbone(
                     self._with_attention(forward), self, self.outside, self.blocks, boundaries
@@ -354,14 +356,14 @@ class _Simulation:
         return self.marks
 
     def _prefer(
-        self, forward: Forward, labels: Tensor, reference: Tensor | None, boundaries: list[int]
+        self, forward: Forward, inputs: Inputs, boundaries: list[int]
     ) -> tuple[Tensor, Tensor]:
         """As train/step/step.py: the reference without a gradient, then the policy; loss, rewards.
 
-        reference: the reference's log-probabilities where they come with the batch; None where they
+        inputs: the reference's log-probabilities where they come with the batch; None where they
         do not, or where no reference is compared with.
         """
-        chunk = self.setting.chunk
+        chunk, labels, reference = self.setting.chunk, inputs.labels, inputs.reference
         if self.setting.references:
             outside = self._reference(self.outside)
             plain = replace(forward, adapter_dropout=False)
@@ -374,9 +376,9 @@ class _Simulation:
             self._with_attention(forward), self, self.outside, self.blocks, boundaries
         )
         self.mark("loss", "loss")
-        policy = row_log_probs(forward, self.outside, hidden, labels, chunk)
+        policy = row_log_probs(forward, self.outside, hidden, labels, chunk, inputs.context)
         del hidden
-        found = judge(policy, labels)
+        found = judge(policy, labels, learns=bool(self.setting.learns))
         del reference
         return found
 

@@ -116,6 +116,7 @@ class Setting(Record, frozen=True, kw_only=True):
     program: Program | None = None  # of another framework's step; None is memfit's own
     quantised: Quantised = Quantised()  # products with quantised weights, of memfit's own
     prefers: bool = False  # rows are pairs, and the loss compares their log-probabilities
+    learns: str = ""  # of which tokens of preferred rows a cross-entropy is added, see `Objective`
     precomputed: bool = False  # the reference's log-probabilities come with the batch
     sharding: Sharding | None = None  # of one rank of many
     stages: Stages | None = None  # of a rank that holds a part of the blocks
@@ -134,6 +135,7 @@ class Inputs(NamedTuple):
     labels: Tensor
     position_ids: Tensor | None
     reference: Tensor | None  # the reference's log-probabilities
+    context: Tensor | None = None  # labels of what preferred rows say beside their answers
 
 
 class Mark(NamedTuple):

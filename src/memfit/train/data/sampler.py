@@ -38,6 +38,8 @@ class Micro(NamedTuple):
     documents: tuple[tuple[int, ...], ...] | None  # sums to width in each row; None likewise
     tokens: int  # padding not counted
     reference: Array | None = None  # (rows,) float32: log-probabilities computed beforehand
+    # (rows, width), of pairs: labels of preferred rows' tokens that are of no answer, or -100
+    context: Array | None = None
 
     @property
     def targets(self) -> int:
@@ -48,6 +50,12 @@ class Micro(NamedTuple):
     def pairs(self) -> int:
         """Pairs of neighbouring rows with an answer to learn."""
         return int((self.labels[::2] != IGNORED).any(axis=1).sum())
+
+    @property
+    def learned_beside(self) -> int:
+        """Tokens of preferred rows that a cross-entropy beside the pairs' loss is of."""
+        count = int((self.labels[::2] != IGNORED).sum())
+        return count if self.context is None else count + int((self.context != IGNORED).sum())
 
 
 class Sampler:
@@ -73,6 +81,7 @@ class Sampler:
             self._multiple = recipe.sequence_length
         self._parallel, self._process = recipe.parallel, rank
         self._steps, self._pairs = recipe.steps, recipe.prefers
+        self._learns = recipe.learns
         self._ranks, self._rank = recipe.parallel.dp, recipe.parallel.share(rank)
         self.reference: Array | None = None  # (documents,) float32: see `train.reference`
 
@@ -183,7 +192,8 @@ class Sampler:
         if not packed:
             if self._parallel.cp > 1:
                 return self._own(ids, labels, [sum(p.length for p in row) for row in rows])
-            return Micro(ids, labels, None, None, tokens, self._look_up(rows))
+            reference, context = self._look_up(rows), self._find_context(rows, labels)
+            return Micro(ids, labels, None, None, tokens, reference, context)
         return Micro(ids, labels, positions, tuple(documents), tokens)
 
     def _own(self, ids: Array, labels: Array, lengths: list[int]) -> Micro:
@@ -200,14 +210,28 @@ class Sampler:
         found = [self.reference[row[0].document] if row else 0.0 for row in rows]
         return np.array(found, dtype="float32")
 
-    def _read(self, piece: Piece) -> tuple[Array, Array]:
-        """Ids and labels of a piece; its last token predicts the next one of its document."""
+    def _find_context(self, rows: list[tuple[Piece, ...]], labels: Array) -> Array | None:
+        """What preferred rows say beside their answers, where the objective learns it."""
+        if self._learns != "conversations":
+            return None
+        context = np.full_like(labels, IGNORED)
+        for i, row in enumerate(rows[::2]):
+            for piece in row:  # one a row
+                context[2 * i, : piece.length] = self._read(piece, whole=True)[1]
+        context[labels != IGNORED] = IGNORED
+        return context
+
+    def _read(self, piece: Piece, *, whole: bool = False) -> tuple[Array, Array]:
+        """Ids and labels of a piece; its last token predicts the next one of its document.
+
+        whole: labels of all tokens, not of answers alone.
+        """
         offset, after = (int(self.corpus.offsets[piece.document + i]) for i in (0, 1))
         start, stop = offset + piece.start, offset + piece.stop
         ids = self.corpus.tokens[start : min(stop + 1, after)].astype("int64")
         labels = np.full(piece.length, IGNORED, dtype="int64")
         labels[: len(ids) - 1] = ids[1:]
-        if self.corpus.learned is not None:
+        if self.corpus.learned is not None and not whole:
             learned = self.corpus.learned[start + 1 : start + len(ids)]
             labels[: len(ids) - 1][learned == 0] = IGNORED
         return ids[: piece.length], labels

@@ -191,8 +191,7 @@ class Meter:
             self._enter(phase)
 
         def register(batch: Batch) -> None:
-            tensors = batch.input_ids, batch.labels, batch.position_ids, batch.reference
-            live.register_batch(*tensors)
+            live.register_batch(*batch.tensors)
 
         return Watch(enter, register)
 
@@ -285,20 +284,24 @@ def start_device(recipe: Recipe, device: Device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def to_batch(micro: Micro, device: torch.device) -> Batch:
-    """The micro-batch as tensors on the device."""
-    ids, labels, positions, reference = (
+def to_batch(micro: Micro, device: torch.device, beside: float = 1.0) -> Batch:
+    """The micro-batch as tensors on the device; beside: as of `Batch`."""
+    ids, labels, positions, reference, context = (
         None if a is None else torch.from_numpy(a).to(device)
-        for a in (micro.input_ids, micro.labels, micro.position_ids, micro.reference)
-    )
+        for a in (
+            micro.input_ids, micro.labels, micro.position_ids, micro.reference, micro.context,
+        )
+    )  # fmt: skip
     assert ids is not None
     assert labels is not None
-    return Batch(ids, labels, positions, micro.documents, reference)
+    return Batch(
+        ids, labels, positions, micro.documents, reference, context=context, beside=beside
+    )  # fmt: skip
 
 
-def put(micro: Micro, device: torch.device, watch: Watch) -> Batch:
+def put(micro: Micro, device: torch.device, watch: Watch, beside: float = 1.0) -> Batch:
     """Return the micro-batch on the device, and register it with its watcher."""
-    batch = to_batch(micro, device)
+    batch = to_batch(micro, device, beside)
     watch.register(batch)
     return batch
 
@@ -308,19 +311,28 @@ def count_targets(recipe: Recipe, micros: Sequence[Micro]) -> int:
     return sum(micro.pairs if recipe.prefers else micro.targets for micro in micros)
 
 
+def count_beside(recipe: Recipe, micros: Sequence[Micro]) -> int:
+    """What the cross-entropy beside the loss of pairs is a mean over; 0 where there is none."""
+    return sum(micro.learned_beside for micro in micros) if recipe.learns else 0
+
+
 def run_step(
-    built: Built, micros: list[Micro], watch: Watch | None = None, targets: int | None = None
+    built: Built,
+    micros: list[Micro],
+    watch: Watch | None = None,
+    counts: tuple[int, int] | None = None,
 ) -> StepResult:
     """One optimizer step over the micro-batches, each put on the device when its turn comes.
 
-    targets: of all ranks, where there are others.
+    counts: `count_targets` and `count_beside` of all ranks, where there are others.
     """
     seen = watch or Watch(nowhere, lambda _: None)
-    if targets is None:
-        targets = count_targets(built.recipe, micros)
+    if counts is None:
+        counts = count_targets(built.recipe, micros), count_beside(built.recipe, micros)
+    targets, beside = counts
 
     # holds no batch once it is given out
-    batches = (put(micro, built.device, seen) for micro in micros)
+    batches = (put(micro, built.device, seen, beside) for micro in micros)
     return step(built, batches, targets, seen.enter)
 
 
@@ -341,7 +353,13 @@ def synthetic_micro(recipe: Recipe, vocab: int, shape: BatchShape | None = None)
         precomputed = recipe.preference.reference == "precomputed"
         reference = np.zeros(rows, dtype="float32") if precomputed else None
         places = np.arange(width)[None] if recipe.parallel.cp > 1 else None
-        return Micro(ids, labels, places, None, ids.size, reference)
+        context = None
+        if recipe.learns == "conversations":
+            context = np.full_like(ids, IGNORED)
+            context[::2] = labels[::2]
+            labels[::2, : width // 2] = IGNORED
+            context[labels != IGNORED] = IGNORED
+        return Micro(ids, labels, places, None, ids.size, reference, context)
     for row, lengths in zip(labels, documents, strict=True):
         row[np.cumsum(lengths) - 1] = IGNORED
     if not (labels != IGNORED).any():

@@ -45,6 +45,7 @@ from memfit.train.data.sampler import Micro, Sampler
 from memfit.train.distributed.ranks import MoreRanks, Ranks, explained_loss
 from memfit.train.measure.counters import (
     Meter,
+    count_beside,
     count_targets,
     run_step,
     start_device,
@@ -356,7 +357,8 @@ def _take_step(session: Session, built: Built, index: int) -> dict[str, Any]:
         group["lr"] = rate
     torch.manual_seed(_seed_of(recipe, index, session.ranks.rank // recipe.parallel.tp))
     micros = session.training.sample(index)
-    targets = int(sum(own for (own,) in session.gather(count_targets(recipe, micros))))
+    own = session.gather(count_targets(recipe, micros), count_beside(recipe, micros))
+    counts = int(sum(targets for targets, _ in own)), int(sum(beside for _, beside in own))
     watched = session.meter.device.type == "cpu" and (
         index < WATCHED_FIRST or index % session.cadence.watch_every == 0
     )
@@ -365,10 +367,10 @@ def _take_step(session: Session, built: Built, index: int) -> dict[str, Any]:
     looked = waiting.due(index)
     with waiting.look(meter.device) if looked else nullcontext():
         if watched or session.watcher.wants_names:
-            result = meter.watch_step(built, lambda watch: run_step(built, micros, watch, targets))
+            result = meter.watch_step(built, lambda watch: run_step(built, micros, watch, counts))
         else:
             meter.failed = None
-            result = run_step(built, micros, meter.mark(), targets)
+            result = run_step(built, micros, meter.mark(), counts)
     session.done = index + 1
     skipped = was_skipped(built.scaler, result.scale, index + 1)
     tokens = sum(micro.tokens for micro in micros)
@@ -386,7 +388,7 @@ def _take_step(session: Session, built: Built, index: int) -> dict[str, Any]:
         row |= {"loss_scale": float(result.scale), "skipped": skipped}
         session.skipped += skipped
     if result.rewards is not None:
-        row |= name_rewards(result.rewards, sum(micro.pairs for micro in micros))
+        row |= name_rewards(result.rewards, counts[0])
     if looked:
         row |= _tell_waits(session, index)
     return row | {
@@ -440,11 +442,12 @@ def _evaluate(
     their targets (Cochran, Sampling Techniques, 1977, eq. 6.4); unknown from a single one.
     """
     sums, counts, rewards = list[float](), list[int](), Rewards()
+    beside = _tokens_a_pair(session, held_out, tokens)
     session.meter.mark().enter(Phase.EVALUATE)
     for micro in held_out.all_once(tokens):
         mine = (0.0, 0.0)
         if micro.targets or session.ranks.size > 1:  # FSDP2's ranks run together
-            loss, targets = evaluate(built, to_batch(micro, built.device), rewards)
+            loss, targets = evaluate(built, to_batch(micro, built.device, beside), rewards)
             mine = float(loss), float(targets)
         for its_loss, its_targets in session.gather(*mine):
             if its_targets:
@@ -465,6 +468,17 @@ def _evaluate(
         named = name_rewards(rewards.sums, count)
         found |= {f"evaluation_{name}": value for name, value in named.items()}
     return found
+
+
+def _tokens_a_pair(session: Session, held_out: Sampler, tokens: int) -> float:
+    """Tokens of a held-out cross-entropy over the pairs beside it: sums of both, divided by the
+    pairs, are then the mean of either."""
+    recipe = session.recipe
+    if not recipe.learns:
+        return 1.0
+    micros = list(held_out.all_once(tokens))
+    own = session.gather(count_targets(recipe, micros), count_beside(recipe, micros))
+    return sum(beside for _, beside in own) / sum(pairs for pairs, _ in own)
 
 
 def _evaluate_rounding(session: Session, built: Built) -> dict[str, float]:

@@ -279,6 +279,8 @@ def _measure_rewards(rows: list[dict[str, Any]], held_out: str) -> dict[str, Mea
             for key, unit in (("accuracy", "share of pairs"), ("margin", "nats")):
                 value = last[f"{prefix}reward_{key}"]
                 found[f"reward.{key}.{name}"] = _measured(value, unit, counter)
+            if (mean := last.get(f"{prefix}cross_entropy")) is not None:
+                found[f"cross_entropy.{name}"] = _measured(mean, "nats/token", counter)
     return found
 
 

@@ -25,7 +25,8 @@ class Rewards:
     loss takes means.
     """
 
-    sums: Tensor | None = None  # (3,) fp32, on the device
+    # (3,) fp32, on the device; a fourth is the cross-entropy that the objective adds, times pairs
+    sums: Tensor | None = None
 
     def add(self, more: Tensor) -> None:
         """Those of another micro-batch."""
@@ -34,25 +35,36 @@ class Rewards:
 
 def name_rewards(sums: Tensor, pairs: int) -> dict[str, float]:
     """Means over so many pairs, as the log names them; waits for the device."""
-    chosen, rejected, won = (float(x) / pairs for x in sums.tolist())
-    return {
+    chosen, rejected, won, *beside = (float(x) / pairs for x in sums.tolist())
+    named = {
         "reward_chosen": chosen,
         "reward_rejected": rejected,
         "reward_margin": chosen - rejected,
         "reward_accuracy": won,
     }
+    return named | dict(zip(("cross_entropy",), beside, strict=False))
 
 
 def row_log_probs(
-    head: nn.Module, hidden: Tensor, labels: Tensor, recipe: Recipe, cap: float | None
+    head: nn.Module,
+    hidden: Tensor,
+    labels: Tensor,
+    recipe: Recipe,
+    cap: float | None,
+    context: Tensor | None = None,
 ) -> Tensor:
-    """(rows,) fp32: log-probability of each row's target tokens together.
+    """(rows,) fp32: log-probability of each row's target tokens together; (2, rows) where there is
+    a context, whose tokens' is the second row.
 
     hidden (rows, tokens, hidden); labels (rows, tokens), aligned, -100 where nothing is predicted.
     `loss: plain` keeps the logits of all tokens until backward; `chunked` never holds more than a
     chunk of them, and makes them a second time in the backward.
     """
     flat = hidden.flatten(0, 1)
+    answered = None
+    if context is not None:
+        answered = labels != IGNORE
+        labels = labels.maximum(context)
     if recipe.loss == "plain":
         logits = head(flat)
         if cap is not None:
@@ -61,14 +73,17 @@ def row_log_probs(
         losses = nn.functional.cross_entropy(
             logits, labels.flatten(), ignore_index=IGNORE, reduction="none"
         )
+        if answered is not None:
+            split = _Split.apply(losses.view(labels.shape), answered)  # type: ignore[no-untyped-call]
+            return cast(Tensor, split)
         return losses.view(labels.shape).sum(1).neg()
     check_chunked(head, recipe)
     compute = getattr(torch, recipe.compute_dtype) if recipe.autocast else hidden.dtype
     weight = cast(Tensor, head.weight)
     if not torch.is_grad_enabled():
-        return _by_chunks(flat, weight, labels, compute, recipe.loss_chunk, cap)
+        return _by_chunks(flat, weight, labels, answered, compute, recipe.loss_chunk, cap)
     made = _LogProbs.apply(  # type: ignore[no-untyped-call]
-        flat, weight, labels, compute, recipe.loss_chunk, cap
+        flat, weight, labels, answered, compute, recipe.loss_chunk, cap
     )
     return cast(Tensor, made)
 
@@ -77,6 +92,7 @@ def _by_chunks(
     flat: Tensor,
     weight: Tensor,
     labels: Tensor,
+    answered: Tensor | None,
     compute: torch.dtype,
     chunk: int,
     cap: float | None,
@@ -95,11 +111,38 @@ def _by_chunks(
                 log_p, targets[here], ignore_index=IGNORE, reduction="none"
             )
             del logits, log_p
+    if answered is not None:
+        return _split(losses.view(labels.shape), answered)
     return losses.view(labels.shape).sum(1).neg_()
 
 
+def _split(losses: Tensor, answered: Tensor) -> Tensor:
+    """(rows, tokens) of both -> (2, rows): log-probabilities of answers, and of all the rest."""
+    own, rest = (losses * answered).sum(1), (losses * ~answered).sum(1)
+    return torch.stack((own, rest)).neg_()
+
+
+def _slope_of_split(outer: Tensor, answered: Tensor) -> Tensor:
+    own, rest = outer.unsqueeze(2)
+    return torch.where(answered, own, rest).neg_()
+
+
+class _Split(torch.autograd.Function):
+    """As `_split`, of losses that have a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, losses: Tensor, answered: Tensor) -> Tensor:
+        ctx.save_for_backward(answered)
+        return _split(losses, answered)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> Any:
+        return _slope_of_split(outer[0], *ctx.saved_tensors), None
+
+
 class _LogProbs(torch.autograd.Function):
-    """hidden (tokens, hidden), weight (vocab, hidden), labels (rows, tokens) -> (rows,) fp32.
+    """hidden (tokens, hidden), weight (vocab, hidden), labels (rows, tokens) -> (rows,) fp32; (2,
+    rows) where `answered` (rows, tokens) parts answers from the rest.
 
     How much each row counts is known when all rows are: unlike the loss of single tokens, it cannot
     be differentiated while its logits exist, so that backward makes them again.
@@ -111,22 +154,26 @@ class _LogProbs(torch.autograd.Function):
         flat: Tensor,
         weight: Tensor,
         labels: Tensor,
+        answered: Tensor | None,
         compute: torch.dtype,
         chunk: int,
         cap: float | None,
     ) -> Tensor:
-        ctx.save_for_backward(flat, weight, labels)
+        ctx.save_for_backward(flat, weight, labels, answered)
         ctx.settings = compute, chunk, cap
-        return _by_chunks(flat, weight, labels, compute, chunk, cap)
+        return _by_chunks(flat, weight, labels, answered, compute, chunk, cap)
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
-        flat, weight, labels = ctx.saved_tensors
-        share = outer[0].neg().unsqueeze(1).expand_as(labels).reshape(-1, 1)  # of losses
+        flat, weight, labels, answered = ctx.saved_tensors
+        if answered is None:
+            share = outer[0].neg().unsqueeze(1).expand_as(labels).reshape(-1, 1)  # of losses
+        else:
+            share = _slope_of_split(outer[0], answered).view(-1, 1)
         gradients = gradients_by_chunks(
             flat, weight, labels.flatten(), share, *ctx.settings, wants=ctx.needs_input_grad[:2]
         )
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None, None, None
 
 
 def judge(
@@ -136,17 +183,19 @@ def judge(
     recipe: Recipe,
     pairs: int,
     rewards: Rewards,
+    beside: float = 1.0,
 ) -> Tensor:
     """Sum of the pairs' losses over `pairs`, 0-dim fp32; adds to `rewards`.
 
     policy, reference: (rows,) log-probabilities; None where the objective has no reference. Pairs
-    of rows without a target do not count.
+    of rows without a target do not count. Where the objective has a cross-entropy, too, it is
+    of the preferred rows, over `beside` tokens; policy (2, rows) has what they say beside answers.
     """
     loss_type = find_objective(recipe.objective).find_loss(recipe.preference.loss_type)
     counted = (labels[::2] != IGNORE).any(1).float()
     lengths = (labels != IGNORE).sum(1).clamp_(min=1) if loss_type.averages else None
     loss, sums = _Judged.apply(  # type: ignore[no-untyped-call]
-        policy, reference, lengths, counted, loss_type.loss, recipe.preference, pairs
+        policy, reference, lengths, counted, loss_type.loss, recipe.preference, pairs, beside
     )
     rewards.add(sums)
     return cast(Tensor, loss)
@@ -158,7 +207,8 @@ def count_pairs(labels: Tensor) -> Tensor:
 
 
 class _Judged(torch.autograd.Function):
-    """policy (rows,), reference and lengths (rows,) or None, counted (pairs,) -> loss, sums (3,).
+    """policy (rows,) or (2, rows), reference and lengths (rows,) or None, counted (pairs,) -> loss,
+    sums (3,) or, with a cross-entropy, (4,).
 
     The loss's slope is in closed form: what is kept for the backward is (rows,), whatever it is.
     """
@@ -173,9 +223,11 @@ class _Judged(torch.autograd.Function):
         loss_of: PairLoss,
         preference: Preference,
         pairs: int,
+        beside: float,
     ) -> tuple[Tensor, Tensor]:
         beta = preference.beta
-        compared = policy if reference is None else policy - reference
+        own = policy if policy.dim() == 1 else policy[0]
+        compared = own if reference is None else own - reference
         if lengths is not None:
             compared = compared / lengths
         gains = (compared * beta).view(-1, 2)
@@ -188,6 +240,14 @@ class _Judged(torch.autograd.Function):
         slope = slopes.mul_(counted.unsqueeze(1)).mul_(beta / pairs).flatten()
         if lengths is not None:
             slope = slope / lengths
+        if preference.cross_entropy:
+            by_each = preference.cross_entropy / beside
+            nats = policy[..., ::2].sum().neg_()
+            loss = loss.add_(nats, alpha=by_each)
+            sums = torch.cat((sums, nats.mul_(pairs / beside).view(1)))
+            if policy.dim() == 2:
+                slope = torch.stack((slope, torch.zeros_like(slope)))
+            slope[..., ::2].sub_(counted, alpha=by_each)
         ctx.save_for_backward(slope)
         ctx.mark_non_differentiable(sums)
         return loss, sums
@@ -195,4 +255,4 @@ class _Judged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
         (slope,) = ctx.saved_tensors
-        return slope * outer[0], None, None, None, None, None, None
+        return slope * outer[0], *[None] * 7

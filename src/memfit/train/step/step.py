@@ -41,6 +41,15 @@ class Batch:
     documents: Documents | None = None  # lengths of each row's documents; None = one a row
     reference: Tensor | None = None  # (micro_batch,) fp32: precomputed log-probabilities of rows
     answers: Answers | None = None  # of reinforcement learning: what its loss is computed with
+    # (micro_batch, tokens) int64, of pairs: labels of what preferred rows say beside their answers
+    context: Tensor | None = None
+    # what the cross-entropy beside the loss of pairs is a mean over: tokens of the global batch
+    beside: float = 1.0
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What the data put on the device."""
+        return self.input_ids, self.labels, self.position_ids, self.reference, self.context
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +59,7 @@ class StepResult:
     loss: Tensor  # mean over the target tokens of the global batch; of ranks, this one's share
     grad_norm: Tensor | None  # before clipping; None without clipping
     scale: Tensor | None = None  # what the loss was multiplied by; None when it was not
-    # (3,) of pairs: `preference.Rewards.sums`; (6,) of answers: `LossAndSums.sums`, entropy
+    # (3,) or (4,) of pairs: `preference.Rewards.sums`; (6,) of answers: `LossAndSums.sums`, entropy
     rewards: Tensor | None = None
 
 
@@ -145,7 +154,7 @@ def log_probs(built: Built, batch: Batch) -> Tensor:
     built.model.eval()
     try:
         with torch.no_grad(), autocast(built):
-            return _log_probs(built, _hidden(built, batch), batch.labels)
+            return _log_probs(built, _hidden(built, batch), batch)
     finally:
         built.model.train(was_training)
 
@@ -225,7 +234,7 @@ def _prefer(built: Built, batch: Batch, pairs: int, enter: Enter, rewards: Rewar
     if built.recipe.references:
         off = find_adapter(built.recipe).switched_off(built.model)
         with torch.no_grad(), off:
-            reference = _log_probs(built, _hidden(built, batch), batch.labels)
+            reference = _log_probs(built, _hidden(built, batch), batch)
     if reference is None and find_objective(built.recipe.objective).refers:
         raise InvalidRequest(
             "a batch of pairs comes without its reference's log-probabilities",
@@ -233,9 +242,9 @@ def _prefer(built: Built, batch: Batch, pairs: int, enter: Enter, rewards: Rewar
         )
     hidden = _hidden(built, batch)
     enter(Phase.LOSS)
-    policy = _log_probs(built, hidden, batch.labels)
+    policy = _log_probs(built, hidden, batch)
     del hidden
-    return judge(policy, reference, batch.labels, built.recipe, pairs, rewards)
+    return judge(policy, reference, batch.labels, built.recipe, pairs, rewards, batch.beside)
 
 
 def _reinforce(
@@ -284,12 +293,12 @@ def _loss(
     return loss_mean(where.head, hidden, labels, built.recipe, target_tokens, scale, cap)
 
 
-def _log_probs(built: Built, hidden: Tensor, labels: Tensor) -> Tensor:
+def _log_probs(built: Built, hidden: Tensor, batch: Batch) -> Tensor:
     where = parts(built.model)
     cap, divisor = _bends(where.base)
     if divisor is not None:
         hidden = hidden / divisor
-    return row_log_probs(where.head, hidden, labels, built.recipe, cap)
+    return row_log_probs(where.head, hidden, batch.labels, built.recipe, cap, batch.context)
 
 
 def _token_log_probs(
