@@ -99,8 +99,10 @@ def test_a_sampled_row_is_the_same_in_any_slot_and_batch(family):
     prompts = make_prompts()
     asked = Settings(max_new_tokens=NEW, rows=1, temperature=0.9, top_p=0.95, seed=3)
     alone = generate_batch(model, prompts, asked)
-    for rows, fixed in ((2, False), (4, True), (8, False)):
-        other = generate_batch(model, prompts, replace(asked, rows=rows, fixed_shapes=fixed))
+    for rows, fixed, reach in ((2, False, 1), (4, True, 1), (8, False, 7)):
+        other = generate_batch(
+            model, prompts, replace(asked, rows=rows, fixed_shapes=fixed, reach=reach)
+        )
         assert [o.ids for o in other] == [a.ids for a in alone]
     assert generate_batch(model, prompts, replace(asked, seed=4)) != alone
     for prompt, one in zip(prompts, alone, strict=True):
@@ -183,7 +185,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
     from memfit.train.generation.sampling import draw_numbers, pick
 
     scores = torch.tensor([0.0, -torch.inf, 1.0, -1.0, 2.0])
-    numbers = draw_numbers(0, 0, 0, 40_000)
+    numbers = torch.from_numpy(draw_numbers(0, 0, 0, 40_000))
     drawn = pick(scores.expand(40_000, 5), numbers)
     shares = torch.bincount(drawn, minlength=5) / 40_000
     torch.testing.assert_close(shares, torch.softmax(scores, 0), rtol=0, atol=0.01)

@@ -18,6 +18,7 @@ class Kind(StrEnum):
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
     OPTIMIZER_STATE = "optimizer_state"
+    KV_CACHE = "kv_cache"  # keys and values of rows in flight
     ACTIVATIONS = "activations"
     LOGITS = "logits"
     TEMPORARY = "temporary"
@@ -33,6 +34,10 @@ class Phase(StrEnum):
     """Named instants of a run, in the order in which they first happen."""
 
     LOAD = "load"
+    PREFILL = "prefill"  # of reinforcement learning: prompts are read
+    DECODE = "decode"  # and answers sampled
+    SCORE = "score"  # log-probabilities under the policy that sampled
+    REFERENCE = "reference"  # and under the reference
     FIRST_STEP = "first_step"
     FORWARD = "forward"
     LOSS = "loss"

@@ -11,6 +11,9 @@ from memfit.core import units
 from memfit.core.errors import InvalidRequest
 from memfit.records import Record
 
+WIDTHS = 8  # that rows of an update may have
+REACHES = 32  # that a decoding step may attend to
+
 Online = Literal["grpo", "rloo"]  # objectives whose answers are sampled while training
 ScaleRewards = Literal["group", "batch", "none"]
 Level = Literal["token", "sequence"]
@@ -96,6 +99,16 @@ class Rollout(Record, frozen=True, kw_only=True):
     def width(self) -> int:
         """Tokens of the longest row: a prompt and its answer."""
         return self.max_prompt_length + self.max_completion_length
+
+    @property
+    def reach(self) -> int:
+        """A decoding step attends to a multiple of this many tokens, so that few shapes occur."""
+        return -(-self.width // REACHES)
+
+    def pad(self, longest: int) -> int:
+        """The width of an update's rows, one of `WIDTHS`, from the tokens of the longest row."""
+        step = -(-self.width // WIDTHS)
+        return min(-(-longest // step) * step, self.width)
 
 
 class RewardSettings(Record, frozen=True, kw_only=True):

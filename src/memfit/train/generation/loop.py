@@ -7,17 +7,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from memfit.core.errors import InvalidRequest
 from memfit.families import find_family
 from memfit.families.capabilities.kv_cache import layer_caches, slots_of
+from memfit.records.ledger import Phase
 from memfit.records.model import Architecture
 from memfit.train.generation.calls import Caller
-from memfit.train.generation.sampling import draw_numbers, mark, sample
+from memfit.train.generation.sampling import Read, draw_numbers, mark, read_token, sample
 from memfit.train.generation.settings import Completion, Ended, Settings
 from memfit.train.generation.slots import Prefill, Slots
+from memfit.train.measure.observer import NOBODY, Observer
 from memfit.train.model.hugging_face import base_model
 
 Decoder = Callable[[Sequence[int]], str]
@@ -30,7 +33,7 @@ class _Row:
 
     index: int  # of the answer, among all
     prompt: Sequence[int]
-    numbers: Tensor  # one a token, drawn when it began
+    numbers: np.ndarray  # one a token, drawn when it began
     limit: int  # tokens that it may have
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -49,12 +52,15 @@ def generate_batch(
     decode: Decoder | None = None,
     dtype: torch.dtype | None = None,
     watch: Watcher | None = None,
+    observer: Observer = NOBODY,
+    read: Read = read_token,
 ) -> list[Completion]:
     """Answers to prompts of token ids, by the module as it stands: adapters on, nothing merged.
 
     In the order of prompts, `settings.answers` to each. decode: ids to text, for stop words.
     dtype: of the slots; None takes autocast's where that is on, else the embedding's.
-    watch: is told each token as it is made.
+    watch: is told each token as it is made. observer: is told of the slots, prefill and decode.
+    read: takes sampled tokens off the device.
 
     Greedy answers are those of Hugging Face's `generate`. A sampled answer depends on the seed, the
     prompt's and the answer's index and the prompt, and not on slots, rows in flight or other
@@ -68,7 +74,8 @@ def generate_batch(
         raise InvalidRequest("stop words are texts, and no `decode` is given that makes texts")
     if not prompts:
         return []
-    return _Loop(model, prompts, settings, decode, dtype, watch).run()
+    observer.enter(Phase.PREFILL)
+    return _Loop(model, prompts, settings, decode, dtype, watch, observer, read).run()
 
 
 def architecture_of(model: nn.Module) -> Architecture:
@@ -88,9 +95,11 @@ class _Loop:
     def __init__(
         self, model: nn.Module, prompts: Sequence[Sequence[int]], settings: Settings,
         decode: Decoder | None, dtype: torch.dtype | None, watch: Watcher | None,
+        observer: Observer, read: Read,
     ) -> None:  # fmt: skip
         a = architecture_of(model)
         self.settings, self.prompts, self.decode, self.watch = settings, prompts, decode, watch
+        self.observer, self.read = observer, read
         self.positions = find_limit(a)
         self._check_limits()
         most = self._check_prompts()
@@ -106,7 +115,9 @@ class _Loop:
             dtype or self.caller.key_dtype(), self.caller.device,
         )  # fmt: skip
         self.spare = self.width  # the slot that keeps a prompt whose last answers wait
-        self.kept: tuple[int, Tensor] | None = None  # that prompt, and the logits after it
+        observer.register_cache(*self.slots.tensors)
+        self.spare_prompt: int | None = None  # that prompt
+        self.after: Tensor | None = None  # (1, vocab), the logits after it; made once
         self.waiting = deque(range(answers))
         self.rows: list[_Row] = []
         self.done: list[Completion | None] = [None] * answers
@@ -116,11 +127,17 @@ class _Loop:
         """All answers."""
         with torch.no_grad(), _evaluating(self.model):
             while self.waiting or self.rows:
+                self.observer.enter(Phase.PREFILL)
                 while self.waiting and len(self.rows) < self.width:
                     self._admit()
-                if self.rows:
+                self.observer.enter(Phase.DECODE)
+                while self.rows and not self._admits():
                     self._step()
         return [c for c in self.done if c is not None]
+
+    def _admits(self) -> bool:
+        """Whether an answer waits, and a slot is free for it."""
+        return bool(self.waiting) and len(self.rows) < self.width
 
     def _check_limits(self) -> None:
         limits, answers = self.settings.limits, len(self.prompts) * self.settings.answers
@@ -156,12 +173,12 @@ class _Loop:
     def _admit(self) -> None:
         """Begin the next waiting answers: to the kept prompt, else to prompts not yet read."""
         free = self.width - len(self.rows)
-        if self.kept is not None:
+        if self.spare_prompt is not None:
             self._begin_kept(free)
             return
         each = self.settings.answers
         chosen: list[list[int]] = []  # the answers of each prompt that begin now
-        longest = 0
+        longest = self.settings.max_prompt
         while free and self.waiting:
             longest = max(longest, len(self.prompts[self.waiting[0] // each]))
             if chosen and longest * (len(chosen) + 1) > self.settings.prefill_tokens:
@@ -181,21 +198,24 @@ class _Loop:
         sources = [row for row, group in enumerate(chosen) for _ in group]
         targets = list(range(len(self.rows), len(self.rows) + len(sources)))
         left = self.waiting and self.waiting[0] // each == chosen[-1][0] // each
-        kept = ([len(chosen) - 1], [self.spare]) if left else ([], [])
+        spared = ([len(chosen) - 1], [self.spare]) if left else ([], [])
         lengths = [len(p) for p in prompts]
-        now = Prefill(lengths, sources + kept[0], targets + kept[1], self.slots.device)
+        now = Prefill(lengths, sources + spared[0], targets + spared[1], self.slots.device)
         logits = self.caller.prefill(self.slots, prompts, now)
-        if left:
-            self.kept = (chosen[-1][0] // each, logits[-1:])
+        if each > 1 and self.after is None:
+            self.after = torch.empty_like(logits[-1:])
+        if left and self.after is not None:
+            self.spare_prompt = chosen[-1][0] // each
+            self.after.copy_(logits[-1:])
         for group in chosen:
             self.rows += [self._row(index) for index in group]
         self._take(logits[now.sources[: len(sources)]], targets)
 
     def _begin_kept(self, free: int) -> None:
         """Copy the spare slot to rows of its prompt that waited."""
-        assert self.kept is not None
-        prompt, logits = self.kept
-        each = self.settings.answers
+        assert self.spare_prompt is not None
+        assert self.after is not None
+        prompt, each = self.spare_prompt, self.settings.answers
         targets: list[int] = []
         while free > len(targets) and self.waiting and self.waiting[0] // each == prompt:
             row = self._row(self.waiting.popleft())
@@ -203,13 +223,13 @@ class _Loop:
             self.slots.move(self.spare, len(self.rows), len(row.prompt))
             self.rows.append(row)
         if not (self.waiting and self.waiting[0] // each == prompt):
-            self.kept = None
-        self._take(logits.expand(len(targets), -1), targets)
+            self.spare_prompt = None
+        self._take(self.after.expand(len(targets), -1), targets)
 
     def _row(self, index: int) -> _Row:
         prompt = self.prompts[index // self.settings.answers]
         answer = index % self.settings.answers
-        numbers = torch.empty(0)
+        numbers = np.empty(0)
         limits = self.settings.limits
         limit = limits[index] if limits else self.settings.max_new_tokens
         if self.settings.temperature > 0:
@@ -223,28 +243,48 @@ class _Loop:
         rows = self.rows
         tokens = [row.ids[-1] for row in rows]
         positions = [row.length for row in rows]
-        columns = 0
+        columns = self._columns(max(positions) + 1)
         if self.settings.fixed_shapes:  # idle slots are computed too, and nobody reads them
             idle = self.width - len(rows)
             tokens += [0] * idle
             positions += [0] * idle
             columns = self.slots.tokens
         logits = self.caller.decode(self.slots, tokens, positions, columns)
-        self._take(logits[: len(rows)], list(range(len(rows))))
+        self._take(logits[: len(rows)], list(range(len(rows))), self._alike())
 
-    def _take(self, logits: Tensor, places: list[int]) -> None:
-        """Sample a token for the rows at these places, and let go of those that end with it."""
+    def _columns(self, tokens: int) -> int:
+        """Tokens that a step attends to where the longest row has `tokens`; 0: as many."""
+        step = self.settings.reach
+        return 0 if step == 1 else min(-(-tokens // step) * step, self.slots.tokens)
+
+    def _alike(self) -> int:
+        """Tokens that rows may go on by until a step has other shapes, or a row ends."""
+        held = max(row.length for row in self.rows) + 1  # of the longest, its newest token included
+        most = [(self._columns(held + 1) or held + 1) - held]
+        for row in self.rows:
+            most.append(row.limit - len(row.ids))
+            if self.positions:
+                most.append(self.positions - row.length - 1)
+        return min(most)
+
+    def _take(self, logits: Tensor, places: list[int], most: int = 1) -> None:
+        """Sample a token for the rows at these places, and let go of those that end with it.
+
+        most: tokens that these rows may go on by in steps of the same shapes; see `Read`.
+        """
         settings = self.settings
         rows = [self.rows[place] for place in places]
         numbers = None
         if settings.temperature > 0:
-            numbers = torch.stack([row.numbers[len(row.ids)] for row in rows])
+            drawn = [float(row.numbers[len(row.ids)]) for row in rows]
+            numbers = torch.tensor(drawn, dtype=torch.float64)
         tokens, chosen = sample(logits, numbers, settings, self._seen(logits, places))
-        for row, token, log_prob in zip(rows, tokens.tolist(), chosen.tolist(), strict=True):
-            row.ids.append(token)
-            row.log_probs.append(log_prob)
+        for row, (ids, log_probs) in zip(rows, self.read(tokens, chosen, most), strict=True):
+            row.ids += ids
+            row.log_probs += log_probs
             if self.watch is not None:
-                self.watch(row.index, token)
+                for token in ids:
+                    self.watch(row.index, token)
         for place in reversed(places):
             ended = self._ended(self.rows[place])
             if ended is not None:

@@ -7,20 +7,38 @@ but for the rounding of its logits, which depends on how many rows are multiplie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.train.generation.settings import Settings
 
+NewTokens = tuple[list[int], list[float]]  # of one row: tokens, and log-probabilities of them
+# (rows,) tokens and their log-probabilities, on the device -> what each row goes on with. One token
+# each; where nothing is computed, nobody knows which, and it may be as many as the third argument
+# says, throughout which all steps have the same shapes.
+Read = Callable[[Tensor, Tensor, int], list[NewTokens]]
 
-def draw_numbers(seed: int, prompt: int, answer: int, count: int) -> Tensor:
-    """(count,) fp64 from 0 to 1, 1 excluded, on the host: of an answer to a prompt alone."""
+
+def draw_numbers(seed: int, prompt: int, answer: int, count: int) -> np.ndarray:
+    """(count,) fp64 from 0 to 1, 1 excluded, on the host: of an answer to a prompt alone.
+
+    No tensor, as nothing is computed with it: drawn outside of whatever watches tensors.
+    """
     named = blake2b(f"{seed} {prompt} {answer}".encode(), digest_size=8).digest()
-    chance = torch.Generator().manual_seed(int.from_bytes(named, "little"))
-    return torch.rand(count, generator=chance, dtype=torch.float64)
+    with _disable_current_modes():
+        chance = torch.Generator().manual_seed(int.from_bytes(named, "little"))
+        return torch.rand(count, generator=chance, dtype=torch.float64).numpy()
+
+
+def read_token(tokens: Tensor, chosen: Tensor, most: int) -> list[NewTokens]:
+    """See `Read`: the token that was sampled for each row."""
+    del most
+    return [([t], [c]) for t, c in zip(tokens.tolist(), chosen.tolist(), strict=True)]
 
 
 def sample(

@@ -20,7 +20,8 @@ class Settings(Record, frozen=True, kw_only=True):
     max_new_tokens: int
     rows: int = 8  # in flight at most
     answers: int = 1  # to each prompt; they share its prefill
-    max_prompt: int = 0  # tokens; 0 = as many as the longest prompt has
+    # tokens, and what every prompt counts as in `prefill_tokens`; 0 = as many as the longest has
+    max_prompt: int = 0
     prefill_tokens: int = 4096  # of one prefill at most, padding included; one prompt at least
     temperature: float = 1.0  # 0 takes the likeliest token
     top_k: int = 0  # 0 = all tokens
@@ -32,12 +33,13 @@ class Settings(Record, frozen=True, kw_only=True):
     limits: tuple[int, ...] = ()  # of each answer, where they differ; each at most max_new_tokens
     seed: int = 0
     fixed_shapes: bool = False  # every decoding step computes all slots at their full length
+    reach: int = 1  # what a decoding step attends to is rounded up to a multiple of so many tokens
 
     def check(self) -> None:
         """Raise InvalidRequest for a number that is out of its range."""
         least = {
             "max_new_tokens": 1, "rows": 1, "answers": 1, "max_prompt": 0, "prefill_tokens": 1,
-            "temperature": 0, "top_k": 0, "min_p": 0,
+            "temperature": 0, "top_k": 0, "min_p": 0, "reach": 1,
         }  # fmt: skip
         for key, low in least.items():
             if not getattr(self, key) >= low:  # so written, a NaN is refused too

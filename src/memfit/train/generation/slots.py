@@ -99,9 +99,14 @@ class Slots(Cache):  # type: ignore[misc]
             layer.move(source, target, tokens)
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Keys and values of all layers."""
+        return tuple(x for layer in self.layers for x in (layer.keys, layer.values))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
-        return sum(x.nbytes for layer in self.layers for x in (layer.keys, layer.values))
+        return sum(x.nbytes for x in self.tensors)
 
 
 class Prefill:

@@ -45,4 +45,4 @@ class Owners:
         for prefix, component in self._prefixes.items():
             if path == prefix or path.startswith(f"{prefix}."):
                 return component
-        return path if path in ("batch", *OUTSIDE.values()) else "model"
+        return path if path in ("batch", "cache", *OUTSIDE.values()) else "model"

@@ -116,6 +116,11 @@ class LiveBytes(TorchDispatchMode):
             if tensor is not None:
                 self._label(tensor, Kind.INPUT, "batch")
 
+    def register_cache(self, *tensors: Tensor) -> None:
+        """Label keys and values of rows in flight."""
+        for tensor in tensors:
+            self._label(tensor, Kind.KV_CACHE, "cache")
+
     def enter(self, phase: Phase) -> None:
         """The instant at which a phase begins; what is alive then belongs to its peak too."""
         self._label_gradients()

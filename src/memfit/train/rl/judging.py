@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,34 @@ from memfit.core import units
 from memfit.core.errors import InvalidRequest
 from memfit.records.reinforcement import RewardSettings
 from memfit.train.rl.advantages import sum_rewards
-from memfit.train.rl.rewards.process import RewardProcess
+from memfit.train.rl.rewards.process import Judged, RewardProcess
+
+
+class Judge(Protocol):
+    """One reward function, ready to judge. A context manager."""
+
+    def __enter__(self) -> Judge: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...  # fmt: skip
+
+    def judge(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Any],
+    ) -> Judged:
+        """Its rewards of a batch of answers."""
+
+
+class Start(Protocol):
+    """Makes a judge."""
+
+    def __call__(self, spec: str, *, seconds: float, memory: int) -> Judge:
+        """Of a name of `reward.funcs`; seconds of one call, bytes of its process."""
 
 
 class Verdict(NamedTuple):
@@ -29,10 +56,11 @@ class Verdict(NamedTuple):
 class Judges:
     """The functions of `reward.funcs`, each in its own process. A context manager.
 
+    start: what judges in place of such a process.
     Raises InvalidRequest: no function, or one that cannot be loaded.
     """
 
-    def __init__(self, settings: RewardSettings) -> None:
+    def __init__(self, settings: RewardSettings, start: Start = RewardProcess) -> None:
         if not settings.funcs:
             raise InvalidRequest(
                 "`reward.funcs` is empty: nobody judges the answers",
@@ -42,7 +70,7 @@ class Judges:
         memory = units.parse_bytes(settings.memory)
         self._stack = ExitStack()
         self._judges = [
-            self._stack.enter_context(RewardProcess(spec, seconds=settings.timeout, memory=memory))
+            self._stack.enter_context(start(spec, seconds=settings.timeout, memory=memory))
             for spec in settings.funcs
         ]
 

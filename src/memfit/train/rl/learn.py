@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,8 +12,10 @@ from torch import Tensor
 
 from memfit.adapters import find_adapter
 from memfit.core.errors import InvalidRequest
+from memfit.records.ledger import Phase
 from memfit.records.recipe import Recipe
 from memfit.records.reinforcement import Online, Policy
+from memfit.train.measure.observer import NOBODY, Observer
 from memfit.train.rl.advantages import (
     group_advantages,
     leave_one_out_advantages,
@@ -80,29 +82,45 @@ class Summary(NamedTuple):
     update_tokens: int  # of prompts and answers, of one pass over the rollout
 
 
-def iterate(built: Built, learning: Learning, iteration: int) -> Summary:
-    """Sample, judge and update; the weights afterwards are a function of those before."""
+Cut = Callable[[int, int], Sequence[slice]]  # rows, those of a micro-batch -> micro-batches
+
+
+def cut_all(rows: int, each: int) -> Sequence[slice]:
+    """All micro-batches of the rows."""
+    return [slice(start, start + each) for start in range(0, rows, each)]
+
+
+def iterate(
+    built: Built, learning: Learning, iteration: int,
+    *, observer: Observer = NOBODY, cut: Cut = cut_all,
+) -> Summary:  # fmt: skip
+    """Sample, judge and update; the weights afterwards are a function of those before.
+
+    observer: is told of phases and batches. cut: a trace leaves out micro-batches like others.
+    """
     learning.check(built.recipe)
+    at_work = _Work(built, learning, observer, cut)
     experience = roll_out(built, learning.sampling, iteration)
+    rollout = learning.sampling.rollout
     start = time.perf_counter()
     batch = lay_out(
         [p.ids for p in experience.prompts],
         [c.ids for c in experience.completions],
-        max(len(p.ids) + len(c.ids) for p, c in zip(*experience[:2], strict=True)),
+        rollout.pad(max(len(p.ids) + len(c.ids) for p, c in zip(*experience[:2], strict=True))),
     )
+    observer.register_batch(batch.input_ids, batch.labels)
     counted = torch.ones(len(experience.rewards), dtype=torch.bool)
     if learning.policy.mask_truncated_completions:
         counted = ~experience.truncated
     mask = answer_mask(batch.labels, counted)
-    scored = _score(built, learning, batch)
+    scored = _score(at_work, batch)
     advantages, divergence = _find_advantages(learning, experience, scored, mask)
     scoring = time.perf_counter()
-    rollout = learning.sampling.rollout
     counts = Counts(len(mask), float(mask.sum()), rollout.max_completion_length)
     sums, losses, norms = [], [], []
     for _ in range(learning.policy.num_iterations):
-        micros = _cut(built, learning, batch, counts, mask, advantages, scored)
-        result = step(built, micros, 1)
+        micros = _micro_batches(at_work, batch, counts, mask, advantages, scored)
+        result = step(built, micros, 1, observer.enter)
         assert result.rewards is not None
         sums.append(result.rewards)
         losses.append(float(result.loss))
@@ -134,30 +152,51 @@ class _Scored(NamedTuple):
     reference: Tensor | None
 
 
-def _score(built: Built, learning: Learning, batch: Batch) -> _Scored:
+class _Work(NamedTuple):
+    """What every part of an iteration is given."""
+
+    built: Built
+    learning: Learning
+    observer: Observer
+    cut: Cut
+
+    def put(self, batch: Batch, at: slice) -> Batch:
+        """The micro-batch of these rows, on the model's device."""
+        device = self.built.device
+        made = Batch(batch.input_ids[at].to(device), batch.labels[at].to(device))
+        self.observer.register_batch(made.input_ids, made.labels)
+        return made
+
+    def slices(self, rows: int) -> Sequence[slice]:
+        """Micro-batches of the rows."""
+        return self.cut(rows, self.built.recipe.micro_batch)
+
+
+def _score(work: _Work, batch: Batch) -> _Scored:
     """Log-probabilities under the policy that sampled and the reference, in the update's shapes.
 
     Of updates that are on-policy the old ones are the new ones. The sampler's own are of other
     shapes, in which 16-bit products round differently.
     """
-    policy = learning.policy
-    rloo = learning.objective == "rloo"
-    needs_old = policy.num_iterations > 1 or (rloo and policy.beta)
-    old = _by_micro_batch(built, learning, batch) if needs_old else None
-    reference = None
+    policy = work.learning.policy
+    rloo = work.learning.objective == "rloo"
+    old = reference = None
+    if policy.num_iterations > 1 or (rloo and policy.beta):
+        work.observer.enter(Phase.SCORE)
+        old = _by_micro_batch(work, batch)
     if policy.beta:
-        with find_adapter(built.recipe).switched_off(built.model):
-            reference = _by_micro_batch(built, learning, batch)
+        work.observer.enter(Phase.REFERENCE)
+        with find_adapter(work.built.recipe).switched_off(work.built.model):
+            reference = _by_micro_batch(work, batch)
     return _Scored(old, reference)
 
 
-def _by_micro_batch(built: Built, learning: Learning, batch: Batch) -> Tensor:
-    heat = learning.sampling.rollout.temperature
-    found = [
-        answer_log_probs(built, _put(built, batch, at), heat).log_probs.cpu()
-        for at in _slices(built, len(batch.labels))
-    ]
-    return torch.cat(found)
+def _by_micro_batch(work: _Work, batch: Batch) -> Tensor:
+    heat = work.learning.sampling.rollout.temperature
+    found = torch.zeros(batch.labels.shape)
+    for at in work.slices(len(found)):
+        found[at] = answer_log_probs(work.built, work.put(batch, at), heat).log_probs.cpu()
+    return found
 
 
 def _find_advantages(
@@ -175,48 +214,46 @@ def _find_advantages(
     return leave_one_out_advantages(rewards, group, policy), divergence
 
 
-def _cut(
-    built: Built,
-    learning: Learning,
+def _micro_batches(
+    work: _Work,
     batch: Batch,
     counts: Counts,
     mask: Tensor,
     advantages: Tensor,
     scored: _Scored,
-) -> list[Batch]:
-    """Micro-batches of the update."""
-    device, made = built.device, []
-    for at in _slices(built, len(mask)):
-        piece = _put(built, batch, at)
+) -> Iterator[Batch]:
+    """Those of the update, each made when its turn comes."""
+    device = work.built.device
+    heat = work.learning.sampling.rollout.temperature
+
+    def make(at: slice) -> Batch:
+        piece = work.put(batch, at)
         old, reference = (None if t is None else t[at].to(device) for t in scored)
         answers = Answers(
-            learning.objective, learning.policy, counts, learning.sampling.rollout.temperature,
+            work.learning.objective, work.learning.policy, counts, heat,
             mask[at].to(device), advantages[at].to(device), old, reference,
         )  # fmt: skip
-        made.append(Batch(piece.input_ids, piece.labels, answers=answers))
-    return made
+        work.observer.register_batch(answers.mask, answers.advantages, old, reference)
+        return Batch(piece.input_ids, piece.labels, answers=answers)
 
-
-def _put(built: Built, batch: Batch, at: slice) -> Batch:
-    return Batch(batch.input_ids[at].to(built.device), batch.labels[at].to(built.device))
-
-
-def _slices(built: Built, rows: int) -> Sequence[slice]:
-    each = built.recipe.micro_batch
-    return [slice(start, start + each) for start in range(0, rows, each)]
+    for at in work.slices(len(mask)):
+        yield make(at)
 
 
 def _describe(experience: Experience, sums: Tensor, loss: float) -> dict[str, float]:
     """Figures that every iteration has; sums as `StepResult.rewards`."""
     low, high, _, counted, tokens, entropy = (float(s) for s in sums)
-    known = experience.rewards[~experience.rewards.isnan()]
+    rewards = experience.rewards
+    unjudged = float(rewards.isnan().float().mean())
+    mean = rewards.nanmean()
+    spread = (rewards - mean).square().nanmean().sqrt()
     lengths = [len(c.ids) for c in experience.completions]
     truncated = experience.truncated.float().mean()
     return {
         "loss": loss,
-        "reward": float(known.mean()) if len(known) else float("nan"),
-        "reward_std": float(known.std(correction=0)) if len(known) else float("nan"),
-        "unjudged": 1 - len(known) / len(lengths),
+        "reward": float(mean),
+        "reward_std": float(spread),
+        "unjudged": unjudged,
         "length": sum(lengths) / len(lengths),
         "longest": float(max(lengths)),
         "truncated": float(truncated),
