@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from memfit.records.request import Request
     from memfit.records.results import Certificate, Lever, Nearest, Plan
 
-TASKS = ("pretrain", "sft", "dpo", "simpo", "orpo", "cpo")  # of `task.objective`
+TASKS = ("pretrain", "sft", "dpo", "simpo", "orpo", "cpo", "grpo", "rloo")  # of `task.objective`
 YOURS = "YOUR_DATA.jsonl"  # of a command that needs data, where none was named
 
 

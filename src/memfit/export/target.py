@@ -187,6 +187,12 @@ def check_supported(objective: str, parallel: Parallel | ParallelRequest, target
             hint="trl, axolotl and llamafactory compare pairs, and so does `memfit train`, which"
             " slurm, k8s, … start elsewhere",
         )
+    if find_objective(objective).samples and not (target.schedules or target.launches):
+        raise InvalidRequest(
+            f"`objective: {objective}` cannot be written for `{target.name}`: what memfit writes"
+            " for other trainers has no rollouts",
+            hint="`memfit train` samples answers, and slurm, k8s, … start it elsewhere",
+        )
     plain = ParallelRequest()
     for name in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "virtual_pp", "ep"):
         value = getattr(parallel, name)

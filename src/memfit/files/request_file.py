@@ -23,12 +23,14 @@ KEYS = {
     "model": "catalogue name (`memfit models`), hub id, folder with config.json, or its content",
     "weights": "pretrained | random; auto: pretrained where there is something to load",
     "task": "what to train on, and for how long",
-    "task.objective": "pretrain (every token) | sft (the answer's tokens) | dpo | simpo | orpo"
-    " | cpo (pairs of answers)",
+    "task.objective": "pretrain (every token) | sft (the answer's tokens) | dpo, simpo, orpo, cpo"
+    " (pairs of answers) | grpo, rloo (rewards of sampled answers)",
     "task.data": "text, JSONL, CSV or parquet file, or a folder of them; not needed to plan",
     "task.evaluation": "held-out data of the same kinds",
-    "task.sequence_length": "tokens; auto: the model's own, up to 4096",
-    "task.packing": "fill rows with whole documents, each seeing only itself; auto: not of pairs",
+    "task.sequence_length": "tokens; auto: the model's own, up to 4096; of sampled"
+    " answers a prompt's and its answer's",
+    "task.packing": "fill rows with whole documents, each seeing only itself; auto: not of pairs"
+    " or sampled answers",
     "task.global_batch": "sequences per optimizer step, in however many micro-batches; a pair is 2",
     "task.steps": "optimizer steps; or give epochs or tokens instead",
     "task.epochs": "passes over the data, instead of steps",
@@ -43,6 +45,35 @@ KEYS = {
     " auto: 0.5",
     "preference.tau": "of discopop: its temperature; auto: 0.05",
     "preference.cross_entropy": "of cpo: weight of the preferred answers' cross-entropy; auto: 1",
+    "rollout": "how answers are sampled; used when the objective is grpo or rloo",
+    "rollout.num_generations": "answers to each prompt; divides task.global_batch; auto: 8 of grpo,"
+    " 2 of rloo",
+    "rollout.max_prompt_length": "tokens; longer prompts are left out and counted; auto: what a"
+    " stated task.sequence_length leaves, else 512",
+    "rollout.max_completion_length": "tokens of an answer at most",
+    "rollout.temperature": "logits are divided by it, while sampling and in the loss",
+    "rollout.rows": "answers in flight at once, each with a slot of the cache; auto: a whole"
+    " rollout's",
+    "rollout.dynamic_sampling": "further rounds of prompts in place of groups of equal rewards",
+    "policy": "the policy's loss; used when the objective is grpo or rloo",
+    "policy.loss_type": "of grpo: dapo | grpo | dr_grpo; auto: dapo",
+    "policy.beta": "weight of the KL from the base without its adapter; auto: 0 of grpo, 0.05 of"
+    " rloo with an adapter",
+    "policy.epsilon": "ratios below 1 - epsilon are clipped",
+    "policy.epsilon_high": "and above 1 + epsilon_high; auto: epsilon",
+    "policy.delta": "of grpo: the unclipped ratio is capped here; 0: it is not",
+    "policy.importance_sampling_level": "of grpo: token | sequence (GSPO); auto: token",
+    "policy.use_bias_correction_kl": "of grpo: the KL estimate is multiplied by the ratio; auto:"
+    " true",
+    "policy.scale_rewards": "of grpo, what divides an advantage: group | batch | none; auto: group",
+    "policy.normalize_advantages": "of rloo: whitened over the rollout",
+    "policy.mask_truncated_completions": "answers that reached their limit do not count",
+    "policy.num_iterations": "updates with each rollout",
+    "reward": "who judges the answers; used when the objective is grpo or rloo",
+    "reward.funcs": "a list of: number | regex:PATTERN | format | length | FILE.py:NAME",
+    "reward.weights": "of each function; empty: 1 each",
+    "reward.timeout": "seconds of one call; an answer judged by none in time has no reward",
+    "reward.memory": "of a function's process",
     "method": "full | freeze | lora | dora; auto: full where it fits, else lora",
     "lora": "used when the method is lora or dora",
     "lora.rank": "rank of the adapter's two matrices",

@@ -1,7 +1,8 @@
 """What a run learns from, one objective a file: which rows it takes, and its loss of them.
 
 Planner, tracer and trainer read the same declaration of an objective: whether rows come in
-pairs, whether a reference is run beside the policy, and whether log-probabilities are means. The
+pairs, whether a reference is run beside the policy, whether log-probabilities are means, and
+whether answers are sampled while it trains. The
 loss of an objective of pairs is a pure function of both answers' rewards, which returns its own
 slope: the step differentiates nothing there, and holds the same bytes whatever the loss is. The
 package imports nothing but `memfit.core`, so that the records of a recipe can ask it.
@@ -75,6 +76,13 @@ class LossType(NamedTuple):
 Learned = Literal["", "answers", "conversations"]  # of which a cross-entropy is added to the pairs'
 
 
+class Sampled(NamedTuple):
+    """What TRL 1.16 takes where a request for sampled answers does not say."""
+
+    num_generations: int  # answers to each prompt
+    beta: float  # weight of the KL divergence from the reference
+
+
 class Objective:
     """What a run learns from."""
 
@@ -88,14 +96,16 @@ class Objective:
         weight: float | None = None,
         loss_types: Mapping[str, LossType] | None = None,
         refused: Mapping[str, str] | None = None,
+        sampled: Sampled | None = None,
     ) -> None:
         """refused: losses that others have under this objective, and why memfit's step has not.
 
         learns: of which tokens of the preferred rows a cross-entropy is added to the pairs' loss;
         weight: the only one that the objective has of it; None where any will do.
+        sampled: of an objective whose answers are sampled while it trains.
         """
         self.name, self.about, self.refers = name, about, refers
-        self.learns, self.weight = learns, weight
+        self.learns, self.weight, self.sampled = learns, weight, sampled
         self.loss_types = dict(loss_types or {})
         self.refused = dict(refused or {})
 
@@ -103,6 +113,11 @@ class Objective:
     def pairs(self) -> bool:
         """Whether rows come in pairs, the preferred answer first."""
         return bool(self.loss_types)
+
+    @property
+    def samples(self) -> bool:
+        """Whether answers are sampled while it trains, and judged by reward functions."""
+        return self.sampled is not None
 
     @property
     def least_rows(self) -> int:

@@ -15,7 +15,8 @@ from memfit.core.system.reading import DIGITS
 COUNTS = {
     "task.sequence_length": 1024, "task.global_batch": 1000, "task.steps": 1000,
     "task.tokens": 1000, "micro_batch": 1000, "hardware.count": 1000, "hardware.nodes": 1000,
-    "optimizer.warmup_steps": 1000,
+    "optimizer.warmup_steps": 1000, "rollout.max_prompt_length": 1024,
+    "rollout.max_completion_length": 1024,
 }  # fmt: skip
 _COUNT = re.compile(r"\d.*")
 _WORDS = re.compile(r"\s*(tokens|steps|rows|sequences|gpus)$", re.IGNORECASE)

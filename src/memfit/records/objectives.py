@@ -8,11 +8,13 @@ from memfit.records.recipe import ADAPTED, Method, Recipe
 
 
 def check_objective(recipe: Recipe) -> None:
-    """Raise InvalidRequest where a recipe of pairs cannot be what memfit's step computes.
+    """Raise InvalidRequest where a recipe of answers cannot be what memfit's step computes.
 
     Pairs lie in neighbouring rows, the preferred answer first, so that a micro-batch holds whole
-    pairs and a row one answer.
+    pairs and a row one answer. Sampled answers to one prompt are neighbours, too.
     """
+    if recipe.samples:
+        _check_sampled(recipe)
     if not recipe.prefers:
         return
     if recipe.packing:
@@ -89,4 +91,66 @@ def check_adapter(method: Method) -> None:
             f"`preference.reference: adapter-off`, but `method: {method}` has no adapter: what is"
             " trained is not the reference any more",
             hint="use `preference.reference: precomputed`, or `method: lora`",
+        )
+
+
+def refuse_sampled(
+    objective: str,
+    *,
+    packing: bool,
+    ranks: int,
+    dropout: float,
+    precision: str,
+    compile_: str,
+    offload: str,
+    qat: str,
+    global_batch: int,
+    generations: int,
+) -> None:
+    """Raise InvalidRequest for what excludes sampling answers with the weights that are trained."""
+    under = f"under `objective: {objective}`"
+    for wrong, what, why, hint in (
+        (packing, "packing: true", "a row holds one answer", "leave `task.packing` on `auto`"),
+        (ranks > 1, f"{ranks} ranks", "each would have to sample groups of its own, which is not"
+         " built yet", "use one device"),
+        (dropout, f"lora.dropout: {dropout:g}", "ratios of probabilities would compare two masks of"
+         " dropout", "use `lora.dropout: 0`"),
+        (precision in ("fp16-mixed", "fp8-mixed"), f"precision: {precision}", "answers were not"
+         " sampled so yet", "use `precision: bf16-mixed`"),
+        (compile_ == "blocks", "compile: blocks", "a compiled block has no cache to sample with",
+         "use `compile: none`"),
+        (offload != "none", f"offload: {offload}", "answers were not sampled so yet",
+         "use `offload: none`"),
+        (qat, f"qat: {qat}", "answers were not sampled of rounded weights yet", "use `qat: none`"),
+    ):  # fmt: skip
+        if wrong:
+            raise InvalidRequest(f"`{what}` {under}: {why}", hint=hint)
+    if global_batch % generations:
+        more = -(-global_batch // generations) * generations
+        raise InvalidRequest(
+            f"`rollout.num_generations: {generations}` does not divide `task.global_batch:"
+            f" {global_batch}`, which counts answers",
+            hint=f"use `global_batch: {more}`",
+        )
+
+
+def _check_sampled(recipe: Recipe) -> None:
+    refuse_sampled(
+        recipe.objective, packing=recipe.packing, ranks=recipe.parallel.world,
+        dropout=recipe.lora.dropout, precision=recipe.precision, compile_=recipe.compile,
+        offload=recipe.offload, qat=recipe.qat, global_batch=recipe.global_batch,
+        generations=recipe.rollout.num_generations,
+    )  # fmt: skip
+    if recipe.policy.beta and not recipe.adapted:
+        raise InvalidRequest(
+            f"`policy.beta: {recipe.policy.beta:g}` under `method: {recipe.method}`: what is"
+            " trained is the reference no more, and memfit holds one model",
+            hint="use `method: lora`, whose base is the reference, or `policy.beta: 0`",
+        )
+    if recipe.sequence_length != recipe.rollout.width:
+        raise InvalidRequest(
+            f"a row of {recipe.sequence_length} tokens is not a prompt of"
+            f" {recipe.rollout.max_prompt_length} with an answer of"
+            f" {recipe.rollout.max_completion_length}",
+            hint="make `task.sequence_length` their sum",
         )

@@ -12,9 +12,10 @@ from memfit.base_formats import find_base_format, name_coding
 from memfit.objectives import Learned, find_objective
 from memfit.records import Record
 from memfit.records.model import ModelReference
+from memfit.records.reinforcement import Policy, RewardSettings, Rollout
 
 Method = Literal["full", "freeze", "lora", "dora"]
-Objective = Literal["pretrain", "sft", "dpo", "simpo", "orpo", "cpo"]
+Objective = Literal["pretrain", "sft", "dpo", "simpo", "orpo", "cpo", "grpo", "rloo"]
 Reference = Literal["none", "adapter-off", "precomputed", "second-model"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp16", "fp8-mixed", "fp4-mixed"]
 Scaling = Literal["plain", "rank-stabilised"]
@@ -232,6 +233,9 @@ class Recipe(Record, frozen=True, kw_only=True):
     quantisation: Quantisation = Quantisation()
     options: dict[str, Option] = {}  # noqa: RUF012 (knobs that only this framework has)
     preference: Preference = Preference()
+    rollout: Rollout = Rollout()  # this and the next two are of objectives that sample answers
+    policy: Policy = Policy()
+    reward: RewardSettings = RewardSettings()
 
     def __post_init__(self) -> None:
         """Raise UnknownName for a storage format that nothing declares."""
@@ -271,6 +275,9 @@ class Recipe(Record, frozen=True, kw_only=True):
             for late, usual in LATE_IN_PREFERENCE.items():
                 if content["preference"][late] == usual:
                     del content["preference"][late]
+        if not self.samples:
+            for late in ("rollout", "policy", "reward"):
+                del content[late]
         encoded = msgspec.json.encode(content, order="sorted")
         return hashlib.sha256(encoded).hexdigest()[:16]
 
@@ -287,7 +294,7 @@ class Recipe(Record, frozen=True, kw_only=True):
             parallel=Parallel(), devices_per_node=0, network="", device="", allocator="",
             micro_batch=self.global_batch, accumulation=1, recompute_blocks=0, selective_blocks=0,
             recompute="full", lean=(), offload="none", loss="plain", loss_chunk=0,
-            attention="math",
+            attention="math", rollout=msgspec.structs.replace(self.rollout, rows=0),
         )  # fmt: skip
         return plain.digest
 
@@ -305,6 +312,11 @@ class Recipe(Record, frozen=True, kw_only=True):
     def learns(self) -> Learned:
         """Of which tokens of preferred rows a cross-entropy is added to the loss of pairs."""
         return find_objective(self.objective).learns if self.preference.cross_entropy else ""
+
+    @property
+    def samples(self) -> bool:
+        """Whether answers are sampled while it trains, as `grpo` does."""
+        return find_objective(self.objective).samples
 
     @property
     def references(self) -> int:

@@ -42,6 +42,11 @@ from memfit.records.recipe import (
     Scaling,
     Schedule,
 )
+from memfit.records.reinforcement.requested import (
+    PolicyRequest,
+    RewardRequest,
+    RolloutRequest,
+)
 
 FALLING = ("linear", "cosine", "polynomial", "wsd")  # schedules that end at their floor
 USUAL_BATCH = 16  # sequences per optimizer step where the request does not say
@@ -242,6 +247,9 @@ class Request(Record, frozen=True, kw_only=True):
     weights: Literal["auto", "pretrained", "random"] = "auto"
     task: Task = Task()
     preference: PreferenceRequest = PreferenceRequest()
+    rollout: RolloutRequest = RolloutRequest()
+    policy: PolicyRequest = PolicyRequest()
+    reward: RewardRequest = RewardRequest()
     method: Literal["auto", "full", "freeze", "lora", "dora"] = "auto"
     lora: LoraRequest = LoraRequest()
     freeze: FreezeRequest = FreezeRequest()
@@ -317,12 +325,21 @@ class Request(Record, frozen=True, kw_only=True):
         return find_objective(self.task.objective).least_rows
 
     @property
+    def generations(self) -> int:
+        """Answers to each prompt; 1 where none are sampled."""
+        sampled = find_objective(self.task.objective).sampled
+        if sampled is None:
+            return 1
+        stated = self.rollout.num_generations
+        return sampled.num_generations if stated == "auto" else stated
+
+    @property
     def global_batch(self) -> int:
         """Sequences per optimizer step: the stated number, else about `USUAL_BATCH`."""
         stated = self.task.global_batch
         if stated != "auto":
             return stated
-        each = self.shares * self.least_rows
+        each = math.lcm(self.shares * self.least_rows, self.generations)
         return -(-USUAL_BATCH // each) * each
 
     @property

@@ -20,7 +20,7 @@ from memfit.certify.tracing.recorder import Trace
 from memfit.certify.tracing.trace_step import TRACED_MICRO_BATCHES, trace_generation, trace_step
 from memfit.certify.versions import NEWEST_TORCH, release
 from memfit.core import units
-from memfit.core.errors import InvalidRequest
+from memfit.core.errors import InvalidRequest, NotCertified
 from memfit.core.libraries import installed_versions
 from memfit.families import read_model
 from memfit.parallelism.pipeline import shown_micro_batches
@@ -54,6 +54,11 @@ def make_certificate(
 ) -> Certificate:
     """Trace the recipe's step in this process and judge it; see `memfit.certify.certify`."""
     started = time.perf_counter()
+    if recipe.samples:
+        raise NotCertified(
+            f"`objective: {recipe.objective}`: rollouts are not traced yet",
+            hint="`memfit plan` shows an update's memory",
+        )
     base = find_base_format(recipe.base_format)
     rank, which = _choose_rank(recipe, device, rank)
     check_allocator(recipe.allocator, device)

@@ -17,14 +17,15 @@ def own_kernels(a: Architecture) -> tuple[str, ...]:
 def choose_packing(request: Request, a: Architecture) -> bool:
     """Return whether rows are filled with whole documents: as requested, else where supported.
 
-    Pairs are compared row by row, alibi counts distances over a whole row, and the ring of
-    memfit's own step attends to whole rows.
+    Pairs are compared row by row, a sampled answer has a row of its own, alibi counts distances
+    over a whole row, and the ring of memfit's own step attends to whole rows.
     """
     if request.task.packing != "auto":
         return request.task.packing
     parallel = request.parallel if request.is_own else "auto"
     ring = parallel != "auto" and parallel.cp > 1
-    return not find_objective(request.task.objective).pairs and not a.alibi and not ring
+    objective = find_objective(request.task.objective)
+    return not (objective.pairs or objective.samples or a.alibi or ring)
 
 
 def check_limits(

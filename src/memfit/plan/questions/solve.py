@@ -19,6 +19,7 @@ from memfit.core.units import show_bytes
 from memfit.objectives import find_objective
 from memfit.plan.questions.compare import place
 from memfit.plan.request.model_reference import find_reference
+from memfit.plan.request.objectives.sampled import refuse_fitting
 from memfit.plan.request.problem import find_device
 from memfit.plan.search.candidates import node_size
 from memfit.records import Record
@@ -137,6 +138,7 @@ def solve(
     Raises InvalidRequest: a field that nobody solves for, or one that the request states.
     """
     check_field(field)
+    refuse_fitting(request)
     tries = Tries(request, field, find_plan)
     found = _SOLVERS[field](tries)
     tried = sorted(tries.made.values(), key=lambda t: str(t.value).zfill(9))

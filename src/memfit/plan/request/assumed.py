@@ -17,6 +17,7 @@ from memfit.objectives import find_objective
 from memfit.optimizers import optimizers
 from memfit.plan.request.data_size import DataSize, estimate_data
 from memfit.plan.request.model_reference import expand
+from memfit.plan.request.objectives.sampled import describe_sampled
 from memfit.records.recipe import Recipe
 from memfit.records.request import LoraRequest, Request, Task
 
@@ -52,7 +53,7 @@ def count_steps(request: Request, length: int, packed: bool) -> Steps:
         return Steps(0, f"steps unknown: `task.data: {task.data}` holds nothing here whose tokens"
                      " can be estimated")  # fmt: skip
     epochs = 1.0 if task.epochs is None else task.epochs
-    rows = _count_rows(task, found, length, packed=packed)
+    rows = _count_rows(task, found, length, request.generations, packed=packed)
     steps = max(1, math.ceil(rows * epochs / request.global_batch))
     passes = "one epoch" if epochs == 1 else f"{epochs:g} epochs"
     return Steps(steps, f"about {steps:,} steps: {passes} of about"
@@ -86,15 +87,19 @@ def _folder(request: Request) -> str:
     return request.model if isinstance(request.model, str) else ""
 
 
-def _count_rows(task: Task, size: DataSize, length: int, *, packed: bool) -> float:
+def _count_rows(task: Task, size: DataSize, length: int, answers: int, *, packed: bool) -> float:
     if packed:
         return size.tokens / length
-    return size.records * find_objective(task.objective).least_rows
+    return size.records * find_objective(task.objective).least_rows * answers
 
 
 def describe_assumed(request: Request, recipe: Recipe) -> tuple[str, ...]:
     """Lines on what the request leaves at its default, but for rows' length and steps."""
-    lines = [_describe_batch(request, recipe), _describe_adapter(request, recipe)]
+    lines = [
+        _describe_batch(request, recipe),
+        describe_sampled(request, recipe),
+        _describe_adapter(request, recipe),
+    ]
     if recipe.is_own:  # others' plans name each default of their framework
         lines += [describe_storage(request, recipe), _describe_optimizer(request, recipe)]
     return tuple(line for line in lines if line)

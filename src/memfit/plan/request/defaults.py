@@ -16,8 +16,8 @@ from memfit.plan.frameworks import Framework, find_framework, resolve_options
 from memfit.plan.request.assumed import count_steps
 from memfit.plan.request.meshes import match_devices
 from memfit.plan.request.model_reference import find_reference
+from memfit.plan.request.objectives.pairs import check_described, check_pairs, choose_preference
 from memfit.plan.request.precision import choose_precision
-from memfit.plan.request.preference_checks import check_described, check_pairs, choose_preference
 from memfit.plan.request.problem import find_device, find_network, sequence_length
 from memfit.records.hardware import Device
 from memfit.records.model import Model
@@ -40,6 +40,12 @@ def read_defaults(
             f"`objective: {objective.name}` under `framework: {request.framework}`: memfit"
             " describes how it predicts tokens, not how it compares pairs",
             hint="use `framework: trl` or `hf-trainer`, or `memfit` on one device",
+        )
+    if objective.samples:
+        raise InvalidRequest(
+            f"`objective: {objective.name}` under `framework: {request.framework}`: memfit"
+            " describes how it predicts tokens, not how it samples and judges answers",
+            hint="use `framework: memfit` on one device",
         )
     check_pairs(request)
     check_described(request)

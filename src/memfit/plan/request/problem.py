@@ -34,9 +34,16 @@ from memfit.plan.request.assumed import count_steps, describe_names
 from memfit.plan.request.lean import choose_lean, requested_lean
 from memfit.plan.request.meshes import list_meshes
 from memfit.plan.request.model_reference import find_published, find_reference
+from memfit.plan.request.objectives.pairs import check_pairs, choose_preference
+from memfit.plan.request.objectives.sampled import (
+    check_sampled,
+    choose_policy,
+    choose_reward,
+    choose_rollout,
+    samples,
+)
 from memfit.plan.request.positions import check_positions, describe_positions
 from memfit.plan.request.precision import HALF, find_conflict, precisions
-from memfit.plan.request.preference_checks import check_pairs, choose_preference
 from memfit.records import Record
 from memfit.records.hardware import Device
 from memfit.records.model import Model, ModelReference
@@ -205,10 +212,12 @@ def _assumptions(request: Request, model: Model) -> tuple[str, ...]:
 
 
 def sequence_length(request: Request, model: Model) -> int:
-    """The requested one, else the model's own up to 4096."""
+    """The requested one, else a prompt's and its answer's, else the model's own up to 4096."""
     requested = request.task.sequence_length
     if requested != "auto":
         return requested
+    if samples(request):
+        return choose_rollout(request).width
     return min(ASSUMED_SEQUENCE, model.architecture.max_sequence)
 
 
@@ -225,6 +234,7 @@ def check(problem: Problem) -> None:
     )  # fmt: skip
     check_lean(name, architecture, requested_lean(request))
     check_pairs(request)
+    check_sampled(request)
     qat.check_request(request, problem.model)
     if request.precision == "fp8-mixed":
         float8.check_request(request, problem.model, problem.device, length)
@@ -365,6 +375,9 @@ def first_recipe(
         objective=request.task.objective,
         method=method,
         preference=choose_preference(request, method),
+        rollout=choose_rollout(request),
+        policy=choose_policy(request, method),
+        reward=choose_reward(request),
         lora=_lora(request, problem) if method in ADAPTED else Lora(),
         freeze=_freeze(request, problem) if method == "freeze" else Freeze(),
         base_format=base if method != "full" else _full_format(precision),
@@ -454,6 +467,8 @@ def _usual_rate(request: Request, reference: ModelReference, model: Model, metho
         return 1e-3 if _count(model) < 50_000_000 else 3e-4
     if find_objective(request.task.objective).pairs:  # as the alignment handbook's recipes
         return 5e-6 if method in ADAPTED else 5e-7
+    if samples(request):  # TRL's; of an adapter ten times as much, as for other objectives
+        return 1e-5 if method in ADAPTED else 1e-6
     return 2e-4 if method in ADAPTED else 2e-5
 
 

@@ -13,6 +13,7 @@ from memfit import __version__
 from memfit.plan.budget.cost import describe_cost
 from memfit.plan.memory.host_memory import describe_host
 from memfit.plan.request.assumed import describe_assumed
+from memfit.plan.request.objectives.sampled import unproven, untimed, without_levers
 from memfit.plan.request.problem import Problem
 from memfit.plan.step_time.communication.traffic import describe_traffic
 from memfit.plan.step_time.predicted_time import (
@@ -26,6 +27,7 @@ from memfit.records.ledger import Ledger
 from memfit.records.model import Model
 from memfit.records.recipe import Recipe
 from memfit.records.results import Considered, Memory, Plan
+from memfit.records.timeline import Timeline
 
 
 class Choice(NamedTuple):
@@ -81,18 +83,20 @@ def assemble(
     """The plan of a choice: its predictions, its cost, and what it takes for granted."""
     recipe, device, totals = choice.recipe, problem.device, choice.totals
     timeline = predict_timeline(totals, recipe, device)
-    time = describe_time(totals, recipe, device, timeline)
+    time = untimed(recipe, describe_time(totals, recipe, device, timeline))
+    if recipe.samples:
+        timeline = Timeline(spans=())
     return Plan(
         recipe_digest=recipe.digest,
         request=problem.request,
         recipe=recipe,
-        memory=choice.memory,
+        memory=unproven(recipe, choice.memory),
         time=time,
         cost=describe_cost(time, device, problem.request),
         ledger=choice.ledger,
         timeline=timeline,
-        considered=considered,
-        levers=levers,
+        considered=without_levers(recipe, considered),
+        levers=without_levers(recipe, levers),
         assumptions=(
             *problem.assumptions, *describe_assumed(problem.request, recipe),
             *problem.framework.describe_open(recipe), *choice.assumptions,

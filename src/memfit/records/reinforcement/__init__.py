@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 from memfit.core import units
-from memfit.core.errors import InvalidRequest
+from memfit.core.errors import InvalidRequest, did_you_mean
 from memfit.records import Record
 
 WIDTHS = 8  # that rows of an update may have
@@ -17,6 +17,29 @@ REACHES = 32  # that a decoding step may attend to
 Online = Literal["grpo", "rloo"]  # objectives whose answers are sampled while training
 ScaleRewards = Literal["group", "batch", "none"]
 Level = Literal["token", "sequence"]
+
+
+REWARDS = ("number", "regex", "format", "length")  # reward functions that ship
+
+
+def check_spec(spec: str) -> None:
+    """Raise InvalidRequest where a text names neither a reward that ships nor a file's function."""
+    name, _, rest = spec.partition(":")
+    path, _, function = spec.rpartition(":")
+    if name in REWARDS:
+        if name == "regex" and not rest:
+            raise InvalidRequest(
+                "`reward.funcs: regex` has no pattern",
+                hint="write `regex:PATTERN`, such as 'regex:[0-9]+'",
+            )
+        return
+    if not path.endswith(".py") or not function.isidentifier():
+        near = did_you_mean(name, REWARDS)
+        raise InvalidRequest(
+            f"`reward.funcs: {spec}` is no reward that ships ({', '.join(REWARDS)}) and no"
+            " function of a file",
+            hint=f"did you mean {near}?" if near else "write `FILE.py:NAME` for one of your own",
+        )
 
 
 class Policy(Record, frozen=True, kw_only=True):
@@ -70,7 +93,7 @@ class Rollout(Record, frozen=True, kw_only=True):
 
     num_generations: int = 8  # answers to each prompt, which are compared with each other
     max_prompt_length: int = 512  # tokens; longer prompts are left out and counted
-    max_completion_length: int = 256  # tokens
+    max_completion_length: int = 512  # tokens
     temperature: float = 1.0
     rows: int = 0  # answers in flight at once, a slot of the cache each; 0: a whole rollout's
     # rounds of further prompts in place of groups whose answers have all the same reward (DAPO,

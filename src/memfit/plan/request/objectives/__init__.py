@@ -1,0 +1,1 @@
+"""What a request's objective decides and excludes: pairs of answers, sampled answers."""

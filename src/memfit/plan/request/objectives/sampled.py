@@ -1,0 +1,189 @@
+"""What a request whose answers are sampled while it trains decides and excludes."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from memfit.core.errors import InvalidRequest
+from memfit.objectives import find_objective
+from memfit.records.objectives import refuse_sampled
+from memfit.records.recipe import ADAPTED, Method, Recipe
+from memfit.records.reinforcement import Policy, RewardSettings, Rollout
+from memfit.records.request import Request
+from memfit.records.results import Considered, Memory, Time
+
+UNPREDICTED = "memory of rollouts is not predicted yet"
+UNTIMED = "seconds of rollouts are not predicted yet"
+# keys of `policy` that one of the objectives has, and how they stand where nobody states them
+OF_GRPO = {
+    "loss_type": "auto", "delta": 0.0, "importance_sampling_level": "auto",
+    "use_bias_correction_kl": "auto", "scale_rewards": "auto",
+}  # fmt: skip
+OF_RLOO = {"normalize_advantages": False}
+UNUSED = {"auto": "none", "none": "none"}  # of `offload`
+
+
+def samples(request: Request) -> bool:
+    """Whether the request's answers are sampled while it trains."""
+    return find_objective(request.task.objective).samples
+
+
+def check_sampled(request: Request) -> None:
+    """Raise InvalidRequest for what `records.objectives` refuses of a recipe, and for what a
+    request alone says."""
+    if not samples(request):
+        return
+    objective, task = request.task.objective, request.task
+    width, found = choose_rollout(request).width, task.sequence_length
+    if found not in ("auto", width):
+        rollout = request.rollout
+        raise InvalidRequest(
+            f"`task.sequence_length: {found}` is not `rollout.max_prompt_length:"
+            f" {rollout.max_prompt_length}` and `rollout.max_completion_length:"
+            f" {rollout.max_completion_length}` together, which are {width} tokens",
+            hint="leave `task.sequence_length` on `auto`",
+        )
+    if task.evaluation:
+        raise InvalidRequest(
+            f"`task.evaluation: {task.evaluation}` under `objective: {objective}`: rollouts of"
+            " held-out prompts are not built yet",
+            hint="leave it out; each rollout's reward is that of answers sampled before the update",
+        )
+    refuse_sampled(
+        objective, packing=task.packing is True, ranks=request.ranks,
+        dropout=request.lora.dropout if request.method in ADAPTED else 0.0,
+        precision=request.precision, compile_=request.compile,
+        offload=UNUSED.get(request.offload, request.offload),
+        qat=request.qat if request.qat != "none" else "",
+        global_batch=request.global_batch, generations=request.generations,
+    )  # fmt: skip
+    choose_policy(request, "lora" if request.method == "auto" else request.method)
+
+
+def choose_rollout(request: Request) -> Rollout:
+    """Of a recipe; raises InvalidRequest where a stated row has no room for a prompt."""
+    if not samples(request):
+        return Rollout()
+    stated, row = request.rollout, request.task.sequence_length
+    prompt = stated.max_prompt_length
+    if prompt == "auto":
+        prompt = Rollout().max_prompt_length
+        if row != "auto":
+            prompt = row - stated.max_completion_length
+            if prompt < 1:
+                raise InvalidRequest(
+                    f"`task.sequence_length: {row}` leaves no token for a prompt beside"
+                    f" `rollout.max_completion_length: {stated.max_completion_length}`",
+                    hint="lower `rollout.max_completion_length`",
+                )
+    return Rollout(
+        num_generations=request.generations, max_prompt_length=prompt,
+        max_completion_length=stated.max_completion_length, temperature=stated.temperature,
+        rows=0 if stated.rows == "auto" else stated.rows, dynamic_sampling=stated.dynamic_sampling,
+    )  # fmt: skip
+
+
+def choose_policy(request: Request, method: Method) -> Policy:
+    """Of a recipe of this method; raises InvalidRequest for a key that the objective has not."""
+    objective = find_objective(request.task.objective)
+    if objective.sampled is None:
+        return Policy()
+    stated = request.policy
+    for name, usual in (OF_RLOO if objective.name == "grpo" else OF_GRPO).items():
+        if getattr(stated, name) != usual:
+            owner = "rloo" if name in OF_RLOO else "grpo"
+            raise InvalidRequest(
+                f"`policy.{name}: {getattr(stated, name)}` under `objective: {objective.name}`,"
+                " which has none",
+                hint=f"it is of `objective: {owner}`",
+            )
+    beta = stated.beta
+    if beta == "auto":  # what is trained whole has no reference in one model
+        beta = objective.sampled.beta if method in ADAPTED else 0.0
+    if beta and method not in ADAPTED:
+        raise InvalidRequest(
+            f"`policy.beta: {beta:g}` under `method: {method}`: what is trained is the reference no"
+            " more, and memfit holds one model",
+            hint="use `method: lora`, whose base is the reference, or `policy.beta: 0`",
+        )
+    plain = Policy()
+    if objective.name == "grpo":
+        level, scale = stated.importance_sampling_level, stated.scale_rewards
+        corrected = stated.use_bias_correction_kl
+        plain = Policy(
+            loss_type=plain.loss_type if stated.loss_type == "auto" else stated.loss_type,
+            importance_sampling_level=plain.importance_sampling_level if level == "auto" else level,
+            scale_rewards=plain.scale_rewards if scale == "auto" else scale,
+            use_bias_correction_kl=True if corrected == "auto" else corrected,
+        )  # fmt: skip
+    return replace(
+        plain, beta=beta, epsilon=stated.epsilon,
+        epsilon_high=stated.epsilon if stated.epsilon_high == "auto" else stated.epsilon_high,
+        delta=stated.delta, normalize_advantages=stated.normalize_advantages,
+        mask_truncated_completions=stated.mask_truncated_completions,
+        num_iterations=stated.num_iterations,
+    )  # fmt: skip
+
+
+def choose_reward(request: Request) -> RewardSettings:
+    """Of a recipe."""
+    if not samples(request):
+        return RewardSettings()
+    stated = request.reward
+    return RewardSettings(
+        funcs=stated.funcs,
+        weights=stated.weights,
+        timeout=stated.timeout,
+        memory=stated.memory,
+    )
+
+
+def describe_sampled(request: Request, recipe: Recipe) -> str:
+    """What the plan takes for granted of rollouts and of the policy's loss."""
+    if not recipe.samples:
+        return ""
+    rollout, policy = recipe.rollout, recipe.policy
+    parts = [
+        f"{recipe.global_batch // rollout.num_generations} prompts with {rollout.num_generations}"
+        f" answers each, of {rollout.max_prompt_length} and {rollout.max_completion_length} tokens"
+        " at most"
+    ]
+    usual = find_objective(recipe.objective).sampled
+    if request.policy.beta == "auto":
+        whole = usual is not None and usual.beta and not policy.beta
+        why = " (what is trained whole has no reference)" if whole else ""
+        parts.append(f"beta {policy.beta:g}{why}")
+    return ", ".join(parts)
+
+
+def unproven(recipe: Recipe, memory: Memory) -> Memory:
+    """The verdict on an update alone, which is a lower bound of the whole iteration."""
+    if not recipe.samples or memory.verdict == "does_not_fit":
+        return memory
+    because = f"{UNPREDICTED}; of an update alone: {memory.because}"
+    return replace(memory, verdict="unproven", because=because)
+
+
+def untimed(recipe: Recipe, time: Time) -> Time:
+    """No seconds: those of an update alone would be mistaken for an iteration's."""
+    if not recipe.samples:
+        return time
+    return replace(
+        time, step_seconds=None, tokens_per_second=None, tokens_per_second_per_device=None,
+        mfu=None, hfu=None, total_seconds=None, because=UNTIMED, basis="",
+        step_seconds_low=None, step_seconds_high=None, range_because="",
+    )  # fmt: skip
+
+
+def refuse_fitting(request: Request) -> None:
+    """Raise InvalidRequest for a question whose answer rests on what fits."""
+    if samples(request):
+        raise InvalidRequest(
+            f"`objective: {request.task.objective}`: {UNPREDICTED}, so that nobody knows what fits",
+            hint="`memfit plan` shows an update's memory",
+        )
+
+
+def without_levers(recipe: Recipe, found: tuple[Considered, ...]) -> tuple[Considered, ...]:
+    """None of what rests on an update's memory alone."""
+    return () if recipe.samples else found

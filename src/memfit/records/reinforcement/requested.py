@@ -1,0 +1,68 @@
+"""`rollout`, `policy` and `reward` of a request; what is left open takes TRL 1.16's defaults."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from memfit.core import units
+from memfit.core.errors import InvalidRequest
+from memfit.records import Record
+from memfit.records.reinforcement import Level, ScaleRewards, check_spec
+
+Auto = Literal["auto"]
+Positive = Annotated[int, msgspec.Meta(ge=1, description="a whole number, 1 or more")]
+NotNegative = Annotated[int, msgspec.Meta(ge=0, description="a whole number, 0 or more")]
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0, description="a number above 0")]
+NotNegativeFloat = Annotated[float, msgspec.Meta(ge=0, description="a number, 0 or more")]
+Size = Annotated[str, msgspec.Meta(description="a size with its unit, for example `4 GiB`")]
+Truth = Annotated[bool, msgspec.Meta(description="true, false or auto")]  # beside `Auto`
+
+
+class RolloutRequest(Record, frozen=True, kw_only=True):
+    """How answers are sampled; used when the objective is `grpo` or `rloo`."""
+
+    num_generations: Positive | Auto = "auto"  # auto: 8 of grpo, 2 of rloo
+    max_prompt_length: Positive | Auto = "auto"  # auto: what a stated row leaves, else 512
+    max_completion_length: Positive = 512
+    temperature: PositiveFloat = 1.0
+    rows: Positive | Auto = "auto"  # auto: all of a rollout at once
+    dynamic_sampling: NotNegative = 0
+
+
+class PolicyRequest(Record, frozen=True, kw_only=True):
+    """The policy's loss; used when the objective is `grpo` or `rloo`."""
+
+    loss_type: str = "auto"  # of grpo; auto: dapo
+    beta: NotNegativeFloat | Auto = "auto"  # auto: 0 of grpo; 0.05 of rloo with an adapter
+    epsilon: PositiveFloat = 0.2
+    epsilon_high: PositiveFloat | Auto = "auto"  # auto: epsilon
+    delta: NotNegativeFloat = 0.0  # of grpo
+    importance_sampling_level: Level | Auto = "auto"  # of grpo; auto: token
+    use_bias_correction_kl: Truth | Auto = "auto"  # of grpo; auto: true
+    scale_rewards: ScaleRewards | Auto = "auto"  # of grpo; auto: group
+    normalize_advantages: bool = False  # of rloo
+    mask_truncated_completions: bool = False
+    num_iterations: Positive = 1
+
+
+class RewardRequest(Record, frozen=True, kw_only=True):
+    """Who judges the answers; used when the objective is `grpo` or `rloo`."""
+
+    funcs: tuple[str, ...] = ()  # number, regex:PATTERN, format, length or FILE.py:NAME
+    weights: tuple[float, ...] = ()
+    timeout: PositiveFloat = 10.0  # seconds of one call
+    memory: Size = "4 GiB"
+
+    def __post_init__(self) -> None:
+        """Raise InvalidRequest for a size without a unit, or a function that can be none."""
+        units.parse_bytes(self.memory)
+        for spec in self.funcs:
+            check_spec(spec)
+        if self.weights and len(self.weights) != len(self.funcs):
+            raise InvalidRequest(
+                f"`reward.weights` has {len(self.weights)} numbers, and `reward.funcs`"
+                f" {len(self.funcs)} functions",
+                hint="give one weight a function, or none",
+            )

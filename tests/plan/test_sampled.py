@@ -1,0 +1,206 @@
+"""Requests of sampled answers: defaults, refusals, and what no plan claims of them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from memfit import api
+from memfit.catalog import find_device
+from memfit.certify import certify, in_this_process
+from memfit.core.errors import InvalidRequest, NotCertified
+from memfit.plan.request.wording import restate
+from memfit.records import from_data, to_data
+from memfit.records.recipe import Preference
+from memfit.records.reinforcement import Policy, RewardSettings, Rollout
+from memfit.records.request import Request
+from memfit.train.step.build import build_model
+from tiny_models import CONFIGS, make_recipe
+
+DEFAULTS = """
+import json
+from trl import GRPOConfig, RLOOConfig
+print(json.dumps({
+    name: {k: v for k, v in vars(config(output_dir="x", bf16=False, use_cpu=True)).items()
+           if isinstance(v, (int, float, str, type(None)))}
+    for name, config in (("grpo", GRPOConfig), ("rloo", RLOOConfig))
+}))
+"""
+ROLLOUT = {"max_prompt_length": 16, "max_completion_length": 16}
+
+
+def ask(objective="grpo", **changes):
+    data = {
+        "model": CONFIGS["llama"], "hardware": {"device": "h100-sxm"}, "rollout": ROLLOUT,
+        "reward": {"funcs": ["number"]}, **changes,
+    }  # fmt: skip
+    data["task"] = {"objective": objective, "steps": 3, **changes.get("task", {})}
+    return from_data(data, Request, source="here")
+
+
+def plan(request):
+    return api.plan(request, levers=False)
+
+
+def test_what_is_left_open_is_what_trl_takes():
+    """TRL 1.16's configurations; beta of a whole model is 0, as there is no reference."""
+    grpo = plan(ask(method="lora")).recipe
+    assert grpo.rollout == Rollout(num_generations=8, **ROLLOUT)
+    assert grpo.policy == Policy(loss_type="dapo", beta=0.0, epsilon=0.2, epsilon_high=0.2)
+    assert grpo.reward == RewardSettings(funcs=("number",))
+    assert (grpo.sequence_length, grpo.packing) == (32, False)
+    rloo = plan(ask("rloo", method="lora"))
+    assert (rloo.recipe.rollout.num_generations, rloo.recipe.policy.beta) == (2, 0.05)
+    assert plan(ask("rloo", method="full")).recipe.policy.beta == 0.0
+    assert "beta 0 (what is trained whole has no reference)" in str(
+        plan(ask("rloo", method="full")).assumptions
+    )
+    plain = plan(ask(rollout={}, task={"sequence_length": 64 * 12}, model="qwen2.5-0.5b")).recipe
+    assert (plain.rollout.max_prompt_length, plain.rollout.max_completion_length) == (256, 512)
+    assert plan(ask(rollout={}, model="qwen2.5-0.5b")).recipe.sequence_length == 1024
+
+
+@pytest.mark.slow
+def test_trl_s_defaults_are_trl_s(tmp_path):
+    """Beside its own configurations, which `make neighbours` installs."""
+    python = Path(sys.prefix) / "neighbours" / "trainers" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("`make neighbours` installs TRL")
+    done = subprocess.run(
+        [str(python), "-c", DEFAULTS], capture_output=True, text=True, check=True,
+        env={**os.environ, "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    for objective, theirs in json.loads(done.stdout.splitlines()[-1]).items():
+        asked = ask(objective, method="lora", model="qwen2.5-0.5b", rollout={})
+        recipe = plan(asked).recipe
+        for group in (recipe.rollout, recipe.policy):
+            for name in {*to_data(group)} & {*theirs} - {"epsilon_high", "delta"}:
+                assert getattr(group, name) == theirs[name], name
+        assert theirs["epsilon_high"] is None  # the same as epsilon
+        assert theirs.get("delta") is None  # not capped
+        assert {"num_generations", "beta", "epsilon", "num_iterations"} <= {*theirs}
+
+
+def test_a_batch_that_is_left_open_holds_whole_groups():
+    assert ask(rollout={"num_generations": 6}).global_batch == 18
+    assert ask(rollout={"num_generations": 6}, micro_batch=4).global_batch == 24
+    assert ask().global_batch == 16
+
+
+@pytest.mark.parametrize("objective", ["grpo", "rloo"])
+def test_a_plan_of_an_update_promises_nothing_of_a_rollout(objective):
+    made = plan(ask(objective))
+    assert made.memory.verdict == "unproven"
+    assert "memory of rollouts is not predicted yet" in made.memory.because
+    assert made.time.step_seconds is None
+    assert made.cost.usd is None
+    assert (made.considered, made.levers) == ((), ())
+    assert api.predict(restate(made)).memory.verdict == "unproven"
+    assert api.plan(ask(objective)).levers == ()
+
+
+def test_an_update_that_does_not_fit_is_refuted_all_the_same():
+    assert plan(ask(limits={"memory": "600 MiB"}, model="gpt2-xl")).memory.verdict == (
+        "does_not_fit"
+    )
+
+
+def test_what_fits_is_not_asked_yet():
+    for question in (lambda r: api.solve("micro_batch", r), api.plan_fitting):
+        with pytest.raises(InvalidRequest, match="memory of rollouts is not predicted yet"):
+            question(ask())
+
+
+def test_no_certificate_is_made_of_what_is_not_traced():
+    recipe = plan(ask()).recipe
+    with in_this_process(), pytest.raises(NotCertified, match="rollouts are not traced yet"):
+        certify(recipe, find_device("h100-sxm"), None)
+
+
+def test_a_plan_is_a_request_again():
+    made = plan(ask(policy={"beta": 0.1, "num_iterations": 2}, method="lora", seed=3))
+    again = api.predict(restate(made)).recipe
+    again = replace(again, lean=made.recipe.lean)  # which other frameworks have none of
+    assert again == made.recipe
+    assert again.digest == made.recipe.digest
+
+
+def test_keys_count_in_the_digest_of_sampled_answers_alone():
+    plain = make_recipe("llama")
+    for changed in ({"rollout": Rollout(rows=3)}, {"policy": Policy(beta=1.0)},
+                    {"reward": RewardSettings(funcs=("format",))}):  # fmt: skip
+        assert replace(plain, **changed).digest == plain.digest
+        sampled = plan(ask()).recipe
+        assert replace(sampled, **changed).digest != sampled.digest
+    sampled = plan(ask()).recipe
+    few = replace(sampled, rollout=replace(sampled.rollout, rows=3))
+    assert few.course == sampled.course
+    assert "rollout" in to_data(sampled)
+    assert sampled.preference == Preference()
+
+
+REFUSED = {
+    "packed": ({"task": {"packing": True}}, "a row holds one answer"),
+    "no whole groups": (
+        {"task": {"global_batch": 12}}, "num_generations: 8` does not divide `task.global_batch: 12"
+    ),
+    "one answer": ({"rollout": {"num_generations": 1}}, "num_generations: 1` is below 2"),
+    "another row": ({"task": {"sequence_length": 40}}, "sequence_length: 40` is not"),
+    "no room": (
+        {"task": {"sequence_length": 16}, "rollout": {"max_completion_length": 16}},
+        "leaves no token for a prompt",
+    ),
+    "two devices": ({"hardware": {"device": "h100-sxm", "count": 2}}, "2 ranks"),
+    "dropout": ({"method": "lora", "lora": {"dropout": 0.1}}, "two masks of dropout"),
+    "compiled": ({"compile": "blocks"}, "a compiled block has no cache"),
+    "offloaded": ({"offload": "activations"}, "offload: activations"),
+    "rounded": ({"qat": "int8"}, "qat: int8"),
+    "scaled": ({"precision": "fp16-mixed"}, "precision: fp16-mixed"),
+    "no reference": ({"method": "full", "policy": {"beta": 0.1}}, "the reference no more"),
+    "bnpo": ({"policy": {"loss_type": "bnpo"}}, "divides by the tokens of a micro-batch"),
+    "held out": ({"task": {"evaluation": "x.jsonl"}}, "held-out prompts are not built yet"),
+    "another's key": ({"policy": {"normalize_advantages": True}}, "it is of `objective: rloo`"),
+    "another's step": ({"framework": "trl"}, "not how it samples and judges"),
+    "a misspelt reward": ({"reward": {"funcs": ["numbr"]}}, "did you mean `number`"),
+    "no pattern": ({"reward": {"funcs": ["regex"]}}, "has no pattern"),
+    "weights": ({"reward": {"funcs": ["number"], "weights": [1.0, 2.0]}}, "2 numbers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "said"), REFUSED.values(), ids=REFUSED)
+def test_a_request_that_cannot_be_is_refused(changes, said):
+    find = api.predict if "framework" in changes else plan
+    with pytest.raises(InvalidRequest) as error:
+        find(ask(**changes))
+    assert said in f"{error.value.message} {error.value.hint}"
+    assert error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"packing": True}, "a row holds one answer"),
+        ({"sequence_length": 31}, "a row of 31 tokens"),
+        ({"policy": Policy(beta=0.1)}, "the reference no more"),
+        ({"accumulation": 3}, "does not divide `task.global_batch"),
+    ],
+)
+def test_a_recipe_that_cannot_be_is_not_built(changes, said):
+    recipe = replace(plan(ask(micro_batch=4, method="full")).recipe, **changes)
+    with pytest.raises(InvalidRequest, match=said):
+        build_model(recipe, "meta")
+
+
+def test_rloo_has_none_of_grpo_s_losses():
+    with pytest.raises(InvalidRequest, match=r"`policy.loss_type: dapo` under `objective: rloo`"):
+        plan(ask("rloo", policy={"loss_type": "dapo"}))
+
+
+@pytest.mark.parametrize("tool", ["trl", "torchtitan", "megatron"])
+def test_no_other_trainer_s_file_claims_rollouts(tool):
+    with pytest.raises(InvalidRequest, match="cannot be written for"):
+        api.export(plan(ask()), tool)
