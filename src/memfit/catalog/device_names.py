@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 # the most usual of the rows that one name may mean, the first that is among them
 USUAL = (
     "h100-sxm", "a100-sxm-80", "a100-pcie-80", "h200-sxm", "v100-sxm2-16", "rtx-3080-10",
-    "rtx-3060-12", "a100-sxm-40",
+    "rtx-3060-12", "a100-sxm-40", "a800-sxm-80", "rtx-4060-ti-16", "rtx-5060-ti-16",
 )  # fmt: skip
 UNSPECIFIC = frozenset(
     {"nvidia", "geforce", "tesla", "amd", "instinct", "gpu", "gpus", "gb", "gib"}
