@@ -105,7 +105,7 @@ def test_no_product_with_a_weight_and_no_fused_attention_runs_twice(family):
     kept, again = (
         operators(make_recipe(family, selective_blocks=blocks)) for blocks in (0, 3)
     )  # fmt: skip
-    for operator in map(str, recompute.KEPT):
+    for operator in map(str, recompute.SAVED):
         assert again[operator] == kept[operator], operator
     assert sum(again.values()) > sum(kept.values())
 
@@ -128,7 +128,7 @@ def test_everything_kept_is_asked_for(family, monkeypatch):
     left = [
         str(operator) for store in stores for operator, found in store.items()
         for value in (found.values() if isinstance(found, dict) else found)
-        if operator in recompute.KEPT and type(value) is not object  # its mark of what was taken
+        if operator in recompute.SAVED and type(value) is not object  # its mark of what was taken
     ]  # fmt: skip
     assert len(stores) == 3
     assert left == []

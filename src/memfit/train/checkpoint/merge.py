@@ -252,7 +252,7 @@ def _write(
 
 
 def _as_trained(weight: Tensor, module: str, recipe: Recipe) -> Tensor:
-    """The base's weight as training stored it: rounded, or quantised and dense again."""
+    """The base's weight as training stored it: rounded, or quantised and made dense."""
     rows = read_model(recipe.model).weights
     quantised = {row.name.rpartition(".")[0] for row in rows if is_projection(row)}
     if not recipe.coding or module not in quantised:

@@ -31,7 +31,7 @@ LAST = 60  # seconds that ranks have to save and end, once one of them is lost o
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where the launcher expects a rank's last words
 # what torch says of a device, or a network, that failed; anything else would fail again on fewer
 DEVICE_LOST = ("CUDA error", "NCCL error", "uncorrectable", "AcceleratorError")
-AGAIN = "start the same command again: it goes on from the newest checkpoint"
+RESUME = "start the same command again: it goes on from the newest checkpoint"
 
 
 def launch(arguments: Sequence[str], run: Path, count: int) -> None:
@@ -60,7 +60,7 @@ def launch(arguments: Sequence[str], run: Path, count: int) -> None:
         raise _explain(error.failures, run) from None
     except SignalException as error:
         name = signal.Signals(error.sigval).name
-        raise RunFailed(f"interrupted by {name}", hint=AGAIN) from None
+        raise RunFailed(f"interrupted by {name}", hint=RESUME) from None
 
 
 class Logs(LogsSpecs):
@@ -77,17 +77,17 @@ class Logs(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Of each local rank: "" is the terminal."""
-        said: dict[str, dict[int, str]] = {"stdout": {}, "stderr": {}, "error": {}}
+        logs: dict[str, dict[int, str]] = {"stdout": {}, "stderr": {}, "error": {}}
         for local, environment in envs.items():
             home = self._run / FOLDER / f"rank-{int(environment['RANK']):05}"
             home.mkdir(parents=True, exist_ok=True)
             error = home / "error.json"
             error.unlink(missing_ok=True)
-            environment[ERROR_FILE] = said["error"][local] = str(error)
+            environment[ERROR_FILE] = logs["error"][local] = str(error)
             for stream in ("stdout", "stderr"):
-                said[stream][local] = str(home / f"{stream}.log") if local else ""
+                logs[stream][local] = str(home / f"{stream}.log") if local else ""
         none = os.devnull
-        return LogsDest(said["stdout"], said["stderr"], {}, {}, said["error"], none, none)
+        return LogsDest(logs["stdout"], logs["stderr"], {}, {}, logs["error"], none, none)
 
 
 @contextmanager
@@ -166,7 +166,7 @@ def _explain(failures: dict[int, ProcessFailure], run: Path) -> Error:
     kind = RankLost if gone else RunFailed
     return kind(
         f"rank {rank} of the run was lost: {how or f'exit code {failure.exitcode}'}",
-        hint=f"{AGAIN}, also on fewer ranks" + (f"; `{log}` is its log" if log.exists() else ""),
+        hint=f"{RESUME}, also on fewer ranks" + (f"; `{log}` is its log" if log.exists() else ""),
     )
 
 

@@ -31,7 +31,7 @@ FOLDER = "ranks"  # of a run folder: what all but the first rank write
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which rank a process is, as its launcher told it."""
+    """Which rank a process is, as its launcher numbers it."""
 
     rank: int
     size: int
@@ -53,8 +53,8 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place | None:
             try:
                 rank, size, local = (int(environment[name]) for name in names)
             except ValueError:
-                said = ", ".join(f"{name}={environment[name]}" for name in names)
-                raise InvalidRequest(f"a launcher set {said}, which are no numbers") from None
+                wrong = ", ".join(f"{name}={environment[name]}" for name in names)
+                raise InvalidRequest(f"a launcher set {wrong}, which are no numbers") from None
             if size == 1:
                 return None
             if "MASTER_ADDR" not in environment or "MASTER_PORT" not in environment:
@@ -103,7 +103,7 @@ class Ranks:
         return work()
 
     def wants_more(self) -> bool:
-        """Whether this rank was asked to make room for a run on more."""
+        """Whether this rank is requested to make room for a run on more."""
         return self.rank == 0 and self.more is not None and self.more.exists()
 
     def wait(self) -> None:
@@ -121,7 +121,7 @@ class Joined(Ranks):
     def __init__(self, place: Place, store: Any) -> None:
         self.rank, self.size = place.rank, place.size
         self._store = store
-        self._asked = 0
+        self._questions = 0
 
     def gather(self, *values: float) -> list[tuple[float, ...]]:
         """See `Ranks`."""
@@ -151,8 +151,8 @@ class Joined(Ranks):
 
     def from_first(self, work: Callable[[], str]) -> str:
         """See `Ranks`."""
-        self._asked += 1
-        key = f"first/{self._asked}"
+        self._questions += 1
+        key = f"first/{self._questions}"
         if self.rank == 0:
             try:
                 answer = work()
@@ -205,8 +205,8 @@ def join(place: Place, device_type: str) -> Iterator[Ranks]:
 def _is_lost(error: RuntimeError) -> bool:
     """Whether a collective failed: another rank is gone, or did not come in time."""
     kinds = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
-    said = str(error)
-    return isinstance(error, kinds) or "gloo" in said or "Connection" in said
+    text = str(error)
+    return isinstance(error, kinds) or "gloo" in text or "Connection" in text
 
 
 @contextmanager

@@ -56,11 +56,11 @@ def check_attention(
     """Raise InvalidRequest when such a device has no such kernel for the model's heads and the
     recipe's dtype, or this torch has another."""
     dtype = recipe.compute_dtype
-    lack = refusal(recipe.attention, dtype, heads, platform=platform, capability=capability)
-    if lack:
+    refused = refusal(recipe.attention, dtype, heads, platform=platform, capability=capability)
+    if refused:
         others = usable(dtype, heads, platform=platform, capability=capability)
         raise InvalidRequest(
-            f"`attention: {recipe.attention}` {lack}", hint=f"use one of {', '.join(others)}"
+            f"`attention: {recipe.attention}` {refused}", hint=f"use one of {', '.join(others)}"
         )
     if recipe.attention == "varlen":
         from memfit.train.model.varlen import check_varlen

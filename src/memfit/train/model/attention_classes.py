@@ -46,24 +46,24 @@ def _check_gptj() -> None:
 
 
 def hand_on_documents(backbone: nn.Module, family: str) -> None:
-    """Before each forward, tell such attention classes the documents that it is given."""
-    told: type[nn.Module]
+    """Before each forward, pass the documents of its input to such attention classes."""
+    kind: type[nn.Module]
     if family == "falcon":
         from memfit.train.model.classes.falcon import FalconAttention
 
-        told = FalconAttention
+        kind = FalconAttention
     elif family == "stablelm":
         from transformers.models.stablelm.modeling_stablelm import StableLmAttention
 
-        told = StableLmAttention
+        kind = StableLmAttention
     else:
         return
-    ours = [m for m in backbone.modules() if isinstance(m, told)]
+    ours = [m for m in backbone.modules() if isinstance(m, kind)]
     if ours:
         backbone.register_forward_pre_hook(partial(_hand_on, ours), with_kwargs=True)
 
 
-def _hand_on(classes: list[Any], module: nn.Module, given: Any, named: dict[str, Any]) -> None:
-    del module, given
+def _hand_on(classes: list[Any], module: nn.Module, inputs: Any, named: dict[str, Any]) -> None:
+    del module, inputs
     for attention in classes:  # kept until the next forward: a recomputation needs them too
         attention.documents = named.get("documents")

@@ -1,8 +1,8 @@
 """Recomputation of the first blocks, whole (Chen et al. 1604.06174) or in part (2205.05198).
 
 A block that is recomputed selectively keeps the results of products with weights and of fused
-attention beside its input, and makes the rest again: norms, rotations, activations, adapters.
-Written-out attention is made again too: its scores are what would be kept.
+attention beside its input, and recomputes the rest: norms, rotations, activations, adapters.
+Written-out attention is recomputed too: its scores are what would be saved.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 from memfit.families.capabilities.added import ADAPTERS
 
 _aten = torch.ops.aten
-KEPT = frozenset(
+SAVED = frozenset(
     {
         _aten.mm.default,
         _aten.addmm.default,
@@ -76,14 +76,14 @@ def _recompute(block: nn.Module, preserve_rng: bool, contexts: Any = None) -> No
 
 
 class _Policy:
-    """Which results a selective recomputation keeps: those of `KEPT` and `VARLEN`, but for those
+    """Which results a selective recomputation keeps: those of `SAVED` and `VARLEN`, but for those
     of some modules."""
 
     def __init__(self) -> None:
         self.forgets = False
 
     def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keeps = not self.forgets and (operator in KEPT or operator.name() == VARLEN)
+        keeps = not self.forgets and (operator in SAVED or operator.name() == VARLEN)
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     def forget(self, module: nn.Module) -> None:
