@@ -12,7 +12,8 @@ import tokenizers
 
 from memfit.core.errors import InvalidRequest, RunFailed
 from memfit.train.data import tokens
-from memfit.train.data.readers import find_sources, read_examples, read_texts
+from memfit.train.data.readers import find_sources
+from memfit.train.data.shards import read_parts, read_texts, split
 from memfit.train.data.tokenizer import read_tokenizer, train_tokenizer
 from memfit.train.data.tokens import read_corpus
 
@@ -254,7 +255,7 @@ def test_unusable_files_are_refused_by_name(tokenizer, tmp_path):
 def test_data_is_tokenised_once(tokenizer, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("the cat")
     first = read(tmp_path / "a.txt", tokenizer, tmp_path / "cache")
-    monkeypatch.setattr(tokens, "read_examples", None)  # a second reading would fail
+    monkeypatch.setattr(tokens, "split", None)  # a second reading would fail
     second = read(tmp_path / "a.txt", tokenizer, tmp_path / "cache")
     assert second.tokens.tolist() == first.tokens.tolist()
 
@@ -361,7 +362,8 @@ def test_a_tokenizer_learns_from_every_kind_of_file(tmp_path):
 
 def test_examples_name_their_place(tokenizer, tmp_path):
     data = write_lines(tmp_path / "a.jsonl", [{"text": "x"}, {"text": "y"}])
-    assert [e.where.split("/")[-1] for e in read_examples(find_sources(data), tokenizer)] == [
+    (shard,) = split(find_sources(data))
+    assert [part.place.split("/")[-1] for part in read_parts(shard, tokenizer, "pretrain")] == [
         "a.jsonl` line 1",
         "a.jsonl` line 2",
     ]

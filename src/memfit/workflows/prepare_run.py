@@ -91,7 +91,8 @@ def find_lengths(request: Request) -> Request:
 
     start = problems.read_own_problem(request)
     length = problems.sequence_length(request, start.model)
-    return preparing.find_lengths(request, start.reference, length)
+    memory = request.limits.memory_bytes if start.device.is_cpu else None
+    return preparing.find_lengths(request, start.reference, length, memory=memory)
 
 
 def find_machine(request: Request, imports: int | None = None) -> Device:

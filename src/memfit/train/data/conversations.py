@@ -63,11 +63,11 @@ Content = Dialogue | Written
 
 def read_record(
     record: Mapping[str, Any], where: str, tokenizer: Tokenizer | None, objective: str
-) -> Iterator[Example]:
-    """The examples of a record: two of a pair, the preferred answer first, else one.
+) -> tuple[Content, ...]:
+    """What a record says: two contents of a pair, the preferred answer first, else one.
 
     Raises InvalidRequest, naming the line and the field: no format that is known, a wrong type,
-    an empty text, messages without a chat template, a pair of equal answers.
+    an empty text, a pair of equal answers.
     """
     if find_objective(objective).pairs:
         if not _has(record, "chosen", "rejected"):
@@ -76,11 +76,40 @@ def read_record(
                 f"`objective: {objective}` needs `chosen` and `rejected`, and `prompt` where they"
                 " are texts",
             )
-        contents: tuple[Content, ...] = _pair(record, where)
-    else:
-        contents = (_content(record, where, tokenizer),)
-    for content in contents:
-        yield _render(content, where, tokenizer)
+        return _pair(record, where)
+    return (_content(record, where, tokenizer),)
+
+
+def render(contents: Sequence[tuple[Content, str]], tokenizer: Tokenizer) -> list[Example]:
+    """The example of each content, which stands at the place beside it.
+
+    Raises InvalidRequest, naming the place, for messages without a chat template and messages that
+    it refuses.
+    """
+    talks = [content for content, _ in contents if isinstance(content, Dialogue)]
+    try:
+        rendered = iter(tokenizer.chat_many([(t.messages, t.first) for t in talks]))
+    except Exception:  # templates raise anything; the one whose conversation it is has a name
+        rendered = (_chat(content, place, tokenizer) for content, place in contents
+                    if isinstance(content, Dialogue))  # fmt: skip
+    examples = []
+    for content, place in contents:
+        if isinstance(content, Dialogue):
+            text, spans = next(rendered)
+            examples.append(Example(text, tuple(spans), False, place))
+        elif content.answer is None:
+            examples.append(Example(content.prompt, None, True, place))
+        else:
+            text = content.prompt + content.answer
+            examples.append(Example(text, ((len(content.prompt), len(text)),), True, place))
+    return examples
+
+
+def _chat(talk: Dialogue, place: str, tokenizer: Tokenizer) -> tuple[str, list[tuple[int, int]]]:
+    try:
+        return tokenizer.chat(talk.messages, talk.first)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{place}: {error.message}", hint=error.hint) from None
 
 
 def texts_of(record: Mapping[str, Any], where: str) -> Iterator[str]:
@@ -244,18 +273,3 @@ def _string(value: object, where: str, key: str) -> str:
     except UnicodeEncodeError:
         _refuse(f"{where}: `{key}` holds half a surrogate pair")
     return value
-
-
-def _render(content: Content, where: str, tokenizer: Tokenizer | None) -> Example:
-    if isinstance(content, Written):
-        if content.answer is None:
-            return Example(content.prompt, None, True, where)
-        text = content.prompt + content.answer
-        return Example(text, ((len(content.prompt), len(text)),), True, where)
-    if tokenizer is None:
-        _refuse(f"{where}: `messages` need a tokenizer with a chat template")
-    try:
-        text, spans = tokenizer.chat(content.messages, content.first)
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{where}: {error.message}", hint=error.hint) from None
-    return Example(text, tuple(spans), False, where)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from memfit.catalog import find_device
 from memfit.core.cache_folder import cache_folder
 from memfit.core.errors import InvalidRequest, RunFailed
 from memfit.families import read_model
@@ -23,8 +24,9 @@ from memfit.records.model import ModelReference
 from memfit.records.recipe import Recipe
 from memfit.records.request import Request, find_weights
 from memfit.records.shapes import RowBounds
-from memfit.train.data.readers import Sources, find_sources, read_texts
+from memfit.train.data.readers import Sources, find_sources
 from memfit.train.data.sampler import Sampler, build_rows, build_sampler
+from memfit.train.data.shards import read_texts
 from memfit.train.data.tokenizer import (
     Tokenizer,
     is_without_tokenizer,
@@ -42,9 +44,16 @@ class Data(NamedTuple):
     held_out: Corpus | None
 
 
-def read_data(request: Request, reference: ModelReference, cache: Path | None = None) -> Data:
+def read_data(
+    request: Request,
+    reference: ModelReference,
+    cache: Path | None = None,
+    *,
+    memory: int | None = None,
+) -> Data:
     """Tokenizer and tokens of a request's data, from the cache when they are there.
 
+    memory: bytes that all processes of this command may hold; None: what the machine has.
     Raises InvalidRequest: no data or data that cannot be read, no tokenizer, a tokenizer with more
     tokens than the model; RunFailed when the cache cannot be written.
     """
@@ -54,10 +63,11 @@ def read_data(request: Request, reference: ModelReference, cache: Path | None = 
     sources = find_sources(task.data)
     tokenizer = find_tokenizer(request, reference, sources, cache)
     tokenizer.check_vocabulary(read_model(reference).architecture.vocab, reference.name)
-    training = read_corpus(sources, tokenizer, task.objective, cache)
+    training = read_corpus(sources, tokenizer, task.objective, cache, memory=memory)
     held_out = None
     if task.evaluation:
-        held_out = read_corpus(find_sources(task.evaluation), tokenizer, task.objective, cache)
+        evaluation = find_sources(task.evaluation)
+        held_out = read_corpus(evaluation, tokenizer, task.objective, cache, memory=memory)
     return Data(tokenizer, training, held_out)
 
 
@@ -101,17 +111,22 @@ def _train_into(folder: Path, texts: Iterable[str], vocab: int) -> None:
 
 
 def find_lengths(
-    request: Request, reference: ModelReference, sequence_length: int, cache: Path | None = None
+    request: Request,
+    reference: ModelReference,
+    sequence_length: int,
+    cache: Path | None = None,
+    *,
+    memory: int | None = None,
 ) -> Request:
     """The request with `task.steps` in place of `task.epochs`, counted on the tokenised data.
 
     A request with data and no length at all means one epoch. One that states steps or tokens, or
-    names no data, comes back as it is.
+    names no data, comes back as it is. memory: as in `read_data`.
     """
     task = request.task
     if not task.data or task.steps is not None or task.tokens is not None:
         return request
-    training = read_data(request, reference, cache).training
+    training = read_data(request, reference, cache, memory=memory).training
     packing = choose_packing(request, read_model(reference).architecture)
     rows, _ = build_rows(
         training, objective=task.objective, packing=packing, width=sequence_length,
@@ -126,7 +141,10 @@ def find_bounds(
     request: Request, recipe: Recipe, cache: Path | None = None
 ) -> tuple[RowBounds, RowBounds | None]:
     """What no micro-batch of the run, and none of its evaluations, exceeds."""
-    training, held_out = build_samplers(request, recipe, read_data(request, recipe.model, cache))
+    on_cpu = find_device(recipe.device).is_cpu  # there the limit is that of processes
+    memory = request.limits.memory_bytes if on_cpu else None
+    data = read_data(request, recipe.model, cache, memory=memory)
+    training, held_out = build_samplers(request, recipe, data)
     return training.bounds(), None if held_out is None else held_out.bounds_once()
 
 

@@ -1,23 +1,15 @@
-"""Training data as the user has it: text, JSONL, parquet and CSV files, read as examples.
-
-An example is a text and the spans of it that are learned: see `conversations`. Plain text is
-learned whole; of a prompt with its answer the answer, and of a chat what assistants wrote.
-"""
+"""The files of training data as the user has them: text, JSONL, parquet and CSV."""
 
 from __future__ import annotations
 
 import codecs
 import glob
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
 from memfit.core.errors import InvalidRequest, did_you_mean
-from memfit.core.system.reading import name_kind, parse_json
 from memfit.core.units import MIB
-from memfit.train.data.conversations import KEYS, Example, read_record, refuse_columns, texts_of
-from memfit.train.data.tokenizer import Tokenizer
 
 KINDS = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv",
@@ -130,103 +122,3 @@ def _inspect(path: Path) -> tuple[str, str]:
     except OSError as error:
         raise InvalidRequest(f"cannot read `{path}`: {error.strerror}") from None
     return digest.hexdigest(), problem
-
-
-def read_examples(
-    sources: Sources, tokenizer: Tokenizer | None, objective: str = "pretrain"
-) -> Iterator[Example]:
-    """Every example in order; under `dpo` each record is two. Chats need the tokenizer's template.
-
-    Raises InvalidRequest, naming file and line (or row): a broken line, no usable column, a
-    wrong type, an empty text (see `conversations`).
-    """
-    for place, record in _records(sources):
-        yield from read_record(record, place, tokenizer, objective)
-
-
-def read_texts(sources: Sources) -> Iterator[str]:
-    """The texts alone, to train a tokenizer on; of conversations, what each message says."""
-    for place, record in _records(sources):
-        yield from texts_of(record, place)
-
-
-def _records(sources: Sources) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Where each record stands, and the record; a text file is one."""
-    for source in sources.files:
-        if source.kind == "text":
-            text = source.path.read_text(encoding="utf-8", errors="strict")
-            yield f"`{source.path}`", {"text": text}
-        else:
-            yield from READERS[source.kind](source.path)
-
-
-def _jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with path.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            place = f"`{path}` line {number}"
-            record = parse_json(line, source=place, hint="write one JSON object a line")
-            if not isinstance(record, dict):
-                raise InvalidRequest(
-                    f"{place} holds {name_kind(record)}, not an object",
-                    hint='for example {"text": "..."}',
-                )
-            yield place, record
-
-
-def _parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-        names = _find_columns(path, file.schema_arrow.names)
-        yield from _rows(path, file.iter_batches(columns=names, batch_size=1024))
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        _refuse_table(path, "parquet", error)
-
-
-def _csv(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """A table of texts, whose first line names the columns; a text may have line breaks."""
-    import pyarrow
-    from pyarrow import csv
-
-    parse = csv.ParseOptions(
-        delimiter="\t" if path.suffix.lower() == ".tsv" else ",", newlines_in_values=True
-    )
-    try:
-        with csv.open_csv(path, parse_options=parse) as file:
-            names = _find_columns(path, file.schema.names)
-        # numbers and dates are texts, too, as they stand
-        convert = csv.ConvertOptions(
-            include_columns=names, column_types=dict.fromkeys(names, pyarrow.string())
-        )
-        with csv.open_csv(path, parse_options=parse, convert_options=convert) as file:
-            yield from _rows(path, file)
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        _refuse_table(path, "CSV", error)
-
-
-READERS = {"jsonl": _jsonl, "parquet": _parquet, "csv": _csv}
-
-
-def _find_columns(path: Path, held: list[str]) -> list[str]:
-    """The columns of a table that say something; InvalidRequest where none does."""
-    names = [name for name in held if name in KEYS]
-    if not names:
-        refuse_columns(f"`{path}`", held)
-    return names
-
-
-def _rows(path: Path, batches: Iterable[Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    row = 0
-    for batch in batches:
-        for record in batch.to_pylist():
-            row += 1
-            yield f"`{path}` row {row}", record
-
-
-def _refuse_table(path: Path, kind: str, error: Exception) -> NoReturn:
-    first = str(error).splitlines()[0]
-    raise InvalidRequest(f"cannot read `{path}` as {kind}: {first}") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from memfit.core.errors import Error, InvalidRequest
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 END_OF_TEXT = "<|endoftext|>"
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+Talk = tuple[Sequence[Mapping[str, Any]], int]  # messages; the first whose answers count
 SMALLEST_VOCABULARY = 257  # every byte, and the end of text
 
 
@@ -32,23 +33,28 @@ class Tokenizer:
         opening = list(wrapped("")["input_ids"])
         self.start: tuple[int, ...] = tuple(i for i in opening if i != self.end)
         self.fingerprint = _fingerprint(wrapped)
+        self._direct = _is_plain(wrapped)
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone, with nothing put before or after it."""
-        ids: list[int] = self.wrapped(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+        return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, as `encode` gives them."""
+        """The ids of each text, as `encode` gives them; in threads unless that is switched off."""
         if not texts:
             return []
+        backend = self._backend()
+        if backend is not None:
+            return [e.ids for e in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
         many: list[list[int]] = self.wrapped(list(texts), add_special_tokens=False, verbose=False)[
             "input_ids"
         ]
         return many
 
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids and, for each, the characters of the text that it stands for.
+    def encode_with_offsets(
+        self, texts: Sequence[str]
+    ) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
+        """Of each text its ids and, for each id, the characters of the text that it stands for.
 
         Raises InvalidRequest when the tokenizer has no `tokenizer.json` and so knows no offsets.
         """
@@ -57,10 +63,32 @@ class Tokenizer:
                 f"the tokenizer of `{self.source}` cannot tell answers from prompts",
                 hint="use one with a tokenizer.json, or objective: pretrain",
             )
+        if not texts:
+            return
+        backend = self._backend()
+        if backend is not None:
+            for one in backend.encode_batch(list(texts), add_special_tokens=False):
+                yield one.ids, one.offsets
+            return
         encoded = self.wrapped(
-            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
-        return list(encoded["input_ids"]), list(encoded["offset_mapping"])
+        yield from zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+
+    def _backend(self) -> Any:
+        """The Rust tokenizer, set as the wrapper sets it for each call; None where its class does
+        more than that.
+
+        The wrapper asks for offsets, masks and the tokens' texts, which takes twice the time.
+        """
+        if not self._direct:
+            return None
+        backend = self.wrapped.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        if backend.encode_special_tokens != self.wrapped.split_special_tokens:
+            backend.encode_special_tokens = self.wrapped.split_special_tokens
+        return backend
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, special tokens left out."""
@@ -79,61 +107,107 @@ class Tokenizer:
         Raises InvalidRequest: no chat template; messages that the template refuses; a template
         that rewrites earlier turns, so that answers cannot be located.
         """
+        return self.chat_many([(messages, first)])[0]
+
+    def chat_many(self, talks: Sequence[Talk]) -> list[tuple[str, list[tuple[int, int]]]]:
+        """Of each conversation what `chat` says of it; the template is called for all at once."""
+        if not talks:
+            return []
         if not self.wrapped.chat_template:
             raise InvalidRequest(
                 f"the tokenizer of `{self.source}` has no chat template for `messages`",
                 hint="use an instruction-tuned model's tokenizer, or `prompt` and `completion`",
             )
-        whole = self._render(messages, prompt=False)
+        wholes = self._render([messages for messages, _ in talks], prompt=False)
         if GENERATION.search(self.wrapped.get_chat_template()):
-            return whole, self._marked(messages, first, whole)
-        spans = []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant" or i < first:
-                continue
-            before = self._render(messages[:i], prompt=True)
-            after = self._render(messages[: i + 1], prompt=False)
+            return list(zip(wholes, self._marked(talks, wholes), strict=True))
+        answers = [
+            (number, i)
+            for number, (messages, first) in enumerate(talks)
+            for i, message in enumerate(messages)
+            if message["role"] == "assistant" and i >= first
+        ]
+        befores = self._render([talks[n][0][:i] for n, i in answers], prompt=True)
+        # the last message's answer ends where the conversation does
+        ends = {at: len(talks[at[0]][0]) == at[1] + 1 for at in answers}
+        inner = [talks[n][0][: i + 1] for n, i in answers if not ends[n, i]]
+        afters = iter(self._render(inner, prompt=False))
+        spans: list[list[tuple[int, int]]] = [[] for _ in talks]
+        for at, before in zip(answers, befores, strict=True):
+            whole = wholes[at[0]]
+            after = whole if ends[at] else next(afters)
             if not (whole.startswith(before) and whole.startswith(after)):
                 raise InvalidRequest(
                     f"the chat template of `{self.source}` rewrites earlier turns, and does not"
                     " mark what is generated",
                     hint="keep one answer, the last message, in each conversation",
                 )
-            spans.append((len(before), len(after)))
-        return whole, spans
+            spans[at[0]].append((len(before), len(after)))
+        return list(zip(wholes, spans, strict=True))
 
-    def _marked(
-        self, messages: Sequence[Mapping[str, Any]], first: int, whole: str
-    ) -> list[tuple[int, int]]:
-        """What the template's own marks say is generated, from message `first` on."""
+    def _marked(self, talks: Sequence[Talk], wholes: list[str]) -> list[list[tuple[int, int]]]:
+        """What the template's own marks say is generated, from each talk's first message on."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        (text,), (found,) = render_jinja_template(
-            [[dict(m) for m in messages]],
+        texts, marks = render_jinja_template(
+            [[dict(m) for m in messages] for messages, _ in talks],
             chat_template=self.wrapped.get_chat_template(),
             return_assistant_tokens_mask=True,
             **self.wrapped.special_tokens_map,
         )
-        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        if text != whole or len(found) != len(answers):
-            raise InvalidRequest(
-                f"the chat template of `{self.source}` marks {len(found)} answers as generated,"
-                f" and the conversation has {len(answers)}",
-                hint="keep one answer, the last message, in each conversation",
-            )
-        return [tuple(span) for i, span in zip(answers, found, strict=True) if i >= first]
+        spans = []
+        for (messages, first), whole, text, found in zip(talks, wholes, texts, marks, strict=True):
+            answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+            if text != whole or len(found) != len(answers):
+                raise InvalidRequest(
+                    f"the chat template of `{self.source}` marks {len(found)} answers as generated,"
+                    f" and the conversation has {len(answers)}",
+                    hint="keep one answer, the last message, in each conversation",
+                )
+            spans.append([tuple(s) for i, s in zip(answers, found, strict=True) if i >= first])
+        return spans
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool) -> str:
+    def _render(self, talks: Sequence[Sequence[Mapping[str, Any]]], *, prompt: bool) -> list[str]:
         from jinja2 import TemplateError
 
+        if not talks:
+            return []
         try:
-            return str(
-                self.wrapped.apply_chat_template(
-                    [dict(m) for m in messages], tokenize=False, add_generation_prompt=prompt
-                )
-            )
+            plain = all(_is_plain_message(m) for messages in talks for m in messages)
+            template = self._compile() if plain else None
+            if template is not None:
+                return [template(messages, prompt) for messages in talks]
+            found = self.wrapped.apply_chat_template(
+                [[dict(m) for m in messages] for messages in talks],
+                tokenize=False, add_generation_prompt=prompt,
+            )  # fmt: skip
         except TemplateError as error:
             raise InvalidRequest(f"the chat template refuses the messages: {error}") from None
+        return [str(text) for text in found]
+
+    def _compile(self) -> Callable[[Sequence[Mapping[str, Any]], bool], str] | None:
+        """The chat template as transformers compiles it; None where it does so in another way.
+
+        Of messages that are a role and a content it is what `apply_chat_template` calls, without
+        the walks through each message for what it cannot hold.
+        """
+        from transformers.utils import chat_template_utils
+
+        compile_template = getattr(chat_template_utils, "_compile_jinja_template", None)
+        known = self.wrapped.special_tokens_map
+        if compile_template is None or not all(type(v) is str for v in known.values()):
+            return None
+        template = compile_template(self.wrapped.get_chat_template())
+
+        def render(messages: Sequence[Mapping[str, Any]], prompt: bool) -> str:
+            return str(
+                template.render(
+                    messages=messages, tools=None, documents=None, add_generation_prompt=prompt,
+                    **known,
+                )
+            )  # fmt: skip
+
+        return render
 
     def check_vocabulary(self, model_vocab: int, model: str) -> None:
         """Raises InvalidRequest when the model has no embedding for an id of this tokenizer."""
@@ -223,3 +297,18 @@ def _fingerprint(wrapped: Any) -> str:
     rules = wrapped.backend_tokenizer.to_str() if wrapped.is_fast else wrapped.get_vocab()
     facts = [rules, wrapped.eos_token_id, wrapped.chat_template, type(wrapped).__name__]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _is_plain(wrapped: Any) -> bool:
+    """Whether a call of the wrapper is its Rust tokenizer's, and no subclass adds to it."""
+    from transformers import PreTrainedTokenizerFast
+
+    kind = type(wrapped)
+    names = ("__call__", "_encode_plus", "set_truncation_and_padding")
+    return bool(wrapped.is_fast) and all(
+        getattr(kind, name, None) is getattr(PreTrainedTokenizerFast, name, kind) for name in names
+    )
+
+
+def _is_plain_message(message: Mapping[str, Any]) -> bool:
+    return len(message) == 2 and type(message.get("role")) is type(message.get("content")) is str

@@ -9,12 +9,11 @@ from __future__ import annotations
 import ctypes
 import importlib
 import threading
-from pathlib import Path
 from types import TracebackType
 
+from memfit.core.system.memory import read_anonymous as read_anonymous
 from memfit.core.units import KIB
 
-STATUS = Path("/proc/self/status")
 # mallopt(3): glibc's own first threshold; naming it stops glibc from raising it to 32 MiB, above
 # which freed tensors would stay in its heap
 THRESHOLDS = {"M_TRIM_THRESHOLD": (-1, 128 * KIB), "M_MMAP_THRESHOLD": (-3, 128 * KIB)}
@@ -36,17 +35,6 @@ def give_back_freed() -> bool:
     except (AttributeError, OSError):  # not glibc
         return False
     return all([mallopt(number, value) for number, value in THRESHOLDS.values()])
-
-
-def read_anonymous() -> int | None:
-    """Anonymous resident bytes of this process; None where the system does not say (not Linux)."""
-    try:
-        for line in STATUS.read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) * KIB
-    except OSError:
-        pass
-    return None
 
 
 def measure_imports(*, adapters: bool) -> int | None:

@@ -1,0 +1,281 @@
+"""The data in shards of a few MiB, in order: what one process tokenises at a time.
+
+A shard is a list of items: as much of a text as it holds, whole lines of JSONL, or rows of a table.
+Whoever cuts the files does no more than that (`split`); whoever has a shard reads its records
+(`read_parts`). The same files are always cut at the same places.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from memfit.core.errors import InvalidRequest
+from memfit.core.system.reading import name_kind, parse_json
+from memfit.core.units import KIB, MIB
+from memfit.train.data.conversations import (
+    KEYS,
+    Content,
+    read_record,
+    refuse_columns,
+    texts_of,
+)
+from memfit.train.data.readers import Source, Sources
+from memfit.train.data.tokenizer import Tokenizer
+
+SHARD = 4 * MIB  # bytes
+PIECE = MIB  # characters: a longer text is encoded in pieces, or it would fill memory
+LEARNED = 64 * KIB  # characters of a text that a tokenizer learns from at a time
+ROWS = 1024  # of a table, at most, that are read at once
+Records = Iterator[tuple[str, Mapping[str, Any]]]
+
+
+class Text(NamedTuple):
+    """A text file, or a piece of it."""
+
+    path: Path
+    text: str
+    opens: bool  # the file begins here
+    closes: bool  # the file ends here
+
+    @property
+    def size(self) -> int:
+        """About as many bytes."""
+        return len(self.text)
+
+
+class Lines(NamedTuple):
+    """Whole lines of a JSONL file."""
+
+    path: Path
+    first: int  # the number of the first one, from 1
+    content: bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return len(self.content)
+
+    def records(self) -> Records:
+        """Where each record stands, and the record."""
+        encoding = "utf-8-sig" if self.first == 1 else "utf-8"
+        lines = io.TextIOWrapper(io.BytesIO(self.content), encoding=encoding)
+        for number, line in enumerate(lines, self.first):
+            if not line.strip():
+                continue
+            place = f"`{self.path}` line {number}"
+            record = parse_json(line, source=place, hint="write one JSON object a line")
+            if not isinstance(record, dict):
+                raise InvalidRequest(
+                    f"{place} holds {name_kind(record)}, not an object",
+                    hint='for example {"text": "..."}',
+                )
+            yield place, record
+
+
+class Table(NamedTuple):
+    """Rows of a parquet or CSV file, as a stream of Arrow."""
+
+    path: Path
+    first: int  # the number of the first one, from 1
+    content: bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return len(self.content)
+
+    def records(self) -> Records:
+        """Where each record stands, and the record."""
+        import pyarrow
+
+        row = self.first
+        with pyarrow.ipc.open_stream(self.content) as stream:
+            for batch in stream:
+                try:
+                    records = batch.to_pylist()
+                except UnicodeDecodeError as error:
+                    kind = "CSV" if self.path.suffix.lower() in (".csv", ".tsv") else "parquet"
+                    _refuse_table(self.path, kind, error)
+                for record in records:
+                    yield f"`{self.path}` row {row}", record
+                    row += 1
+
+
+Item = Text | Lines | Table
+
+
+class Part(NamedTuple):
+    """A document, or as much of one as a shard holds."""
+
+    content: Content
+    place: str
+    opens: bool = True
+    closes: bool = True
+
+
+def split(sources: Sources) -> Iterator[tuple[Item, ...]]:
+    """The shards of the data, in order.
+
+    Raises InvalidRequest for a table that cannot be read, or has no column to train on.
+    """
+    items: list[Item] = []
+    size = 0
+    for source in sources.files:
+        for item in SPLITTERS[source.kind](source):
+            items.append(item)
+            size += item.size
+            if size >= SHARD:
+                yield tuple(items)
+                items, size = [], 0
+    if items:
+        yield tuple(items)
+
+
+def read_parts(
+    shard: Iterable[Item], tokenizer: Tokenizer | None, objective: str
+) -> Iterator[Part]:
+    """The documents of a shard, in order; under `dpo` each record is two.
+
+    Raises InvalidRequest, naming file and line (or row): a broken line, no usable column, a
+    wrong type, an empty text (see `conversations`).
+    """
+    for item in shard:
+        if isinstance(item, Text):
+            place = f"`{item.path}`"
+            for content in read_record({"text": item.text}, place, tokenizer, objective):
+                yield Part(content, place, item.opens, item.closes)
+        else:
+            for place, record in item.records():
+                for content in read_record(record, place, tokenizer, objective):
+                    yield Part(content, place)
+
+
+def read_texts(sources: Sources) -> Iterator[str]:
+    """The texts alone, to train a tokenizer on; of conversations, what each message says."""
+    for source in sources.files:
+        if source.kind == "text":
+            yield from _words(source.path)
+            continue
+        for item in SPLITTERS[source.kind](source):
+            assert not isinstance(item, Text)
+            for place, record in item.records():
+                yield from texts_of(record, place)
+
+
+def _words(path: Path) -> Iterator[str]:
+    """A text in pieces that end between a letter and a space, where two words always part."""
+    with path.open(encoding="utf-8", errors="strict") as file:
+        text = ""
+        while more := file.read(LEARNED):
+            text += more
+            for at in range(len(text) - 1, len(text) - len(more), -1):
+                if text[at].isspace() and text[at - 1].isalpha():
+                    yield text[:at]
+                    text = text[at:]
+                    break
+        if text:
+            yield text
+
+
+def _text(source: Source) -> Iterator[Item]:
+    """Pieces that end at the end of a line where there is one."""
+    with source.path.open(encoding="utf-8", errors="strict") as file:
+        opens, text = True, file.read(PIECE + 1)
+        while len(text) > PIECE:
+            stop = text.rfind("\n", 0, PIECE) + 1 or PIECE
+            yield Text(source.path, text[:stop], opens, False)
+            opens, text = False, text[stop:] + file.read(stop)
+        yield Text(source.path, text, opens, True)
+
+
+def _jsonl(source: Source) -> Iterator[Item]:
+    first, held = 1, bytearray()
+    with source.path.open("rb") as file:
+        while chunk := file.read(SHARD):
+            stop = chunk.rfind(b"\n") + 1
+            if not stop:  # the last byte may be half a line's end
+                stop = chunk.rfind(b"\r", 0, -1) + 1
+            if not stop:
+                held += chunk
+                continue
+            content = bytes(held) + chunk[:stop]
+            yield Lines(source.path, first, content)
+            first += _count_lines(content)
+            held = bytearray(chunk[stop:])
+    if held:
+        yield Lines(source.path, first, bytes(held))
+
+
+def _count_lines(content: bytes) -> int:
+    """Ends of lines, as Python's own text files have them: LF, CR, or both."""
+    return content.count(b"\n") + content.count(b"\r") - content.count(b"\r\n")
+
+
+def _parquet(source: Source) -> Iterator[Item]:
+    import pyarrow
+    import pyarrow.parquet
+
+    path = source.path
+    try:
+        # pages are read as they are needed: a group of rows may be larger than memory
+        with pyarrow.parquet.ParquetFile(path, buffer_size=MIB) as file:
+            names = _find_columns(path, file.schema_arrow.names)
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+            size = sum(group.total_byte_size for group in groups)
+            count = max(1, min(ROWS, SHARD * file.metadata.num_rows // max(1, size)))
+            yield from _rows(path, file.iter_batches(columns=names, batch_size=count))
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        _refuse_table(path, "parquet", error)
+
+
+def _csv(source: Source) -> Iterator[Item]:
+    """A table of texts, whose first line names the columns; a text may have line breaks."""
+    import pyarrow
+    from pyarrow import csv
+
+    path = source.path
+    parse = csv.ParseOptions(
+        delimiter="\t" if path.suffix.lower() == ".tsv" else ",", newlines_in_values=True
+    )
+    try:
+        with csv.open_csv(path, parse_options=parse) as file:
+            names = _find_columns(path, file.schema.names)
+        # numbers and dates are texts, too, as they stand
+        convert = csv.ConvertOptions(
+            include_columns=names, column_types=dict.fromkeys(names, pyarrow.string())
+        )
+        with csv.open_csv(path, parse_options=parse, convert_options=convert) as file:
+            yield from _rows(path, file)
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        _refuse_table(path, "CSV", error)
+
+
+SPLITTERS = {"text": _text, "jsonl": _jsonl, "parquet": _parquet, "csv": _csv}
+
+
+def _find_columns(path: Path, held: list[str]) -> list[str]:
+    """The columns of a table that say something; InvalidRequest where none does."""
+    names = [name for name in held if name in KEYS]
+    if not names:
+        refuse_columns(f"`{path}`", held)
+    return names
+
+
+def _rows(path: Path, batches: Iterable[Any]) -> Iterator[Item]:
+    import pyarrow
+
+    row = 1
+    for batch in batches:
+        sink = pyarrow.BufferOutputStream()
+        with pyarrow.ipc.new_stream(sink, batch.schema) as stream:
+            stream.write_batch(batch)
+        yield Table(path, row, sink.getvalue().to_pybytes())
+        row += batch.num_rows
+
+
+def _refuse_table(path: Path, kind: str, error: Exception) -> NoReturn:
+    first = str(error).splitlines()[0]
+    raise InvalidRequest(f"cannot read `{path}` as {kind}: {first}") from None
