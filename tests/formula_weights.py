@@ -25,6 +25,17 @@ def make_formula_pairs(tokens=16):
     return ids, labels
 
 
+def mismatch(ids, labels):
+    """Each row's prompt with the answer of the row before, and its labels."""
+    wrong, learned = torch.zeros_like(ids), torch.full_like(labels, -100)
+    for row in range(len(ids)):
+        count = int((labels[row - 1] != -100).sum())
+        wrong[row, :5] = ids[row, :5]
+        wrong[row, 5 : 5 + count] = ids[row - 1, 5 : 5 + count]
+        learned[row, 4 : 4 + count] = ids[row - 1, 5 : 5 + count]
+    return wrong, learned
+
+
 def find_context(ids, labels):
     """Aligned labels of what the preferred of such rows say before their answers."""
     context = torch.full_like(labels, -100)

@@ -28,6 +28,12 @@ ORPO = {
     "objective": "orpo",
     "preference": Preference(beta=0.1, loss_type="orpo", cross_entropy=1.0),
 }
+KTO = {
+    "objective": "kto",
+    "preference": Preference(
+        beta=0.1, loss_type="kto", desirable=1.0, undesirable=1.0, reference="adapter-off"
+    ),
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": BF16,
@@ -78,6 +84,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **BF16,
         "objective": "cpo",
         "preference": Preference(beta=0.1, cross_entropy=1.0),
+    },
+    "kto-bf16": {**LORA, **BF16, **KTO},
+    "kto-full-precomputed-chunked": {
+        **KTO,
+        "preference": replace(KTO["preference"], reference="precomputed"),
+        "loss": "chunked",
+        "loss_chunk": 20,
     },
     "packing": {"packing": True},
     "packing-mixed-recompute": {"packing": True, **MIXED, "recompute_blocks": 2},

@@ -21,7 +21,7 @@ from memfit.records.recipe import ADAPTED, Freeze, Lora, Optimizer, Recipe
 from memfit.train.measure.live import LiveBytes
 from memfit.train.model.weights import fill_weights
 from memfit.train.step.build import Built, build_model, build_optimizer
-from memfit.train.step.step import Batch, step
+from memfit.train.step.step import Batch, RatedBatch, step
 
 _LLAMA_SHAPED = {
     "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3,
@@ -198,6 +198,16 @@ def watch_real_step(
     return live
 
 
+def make_rated(recipe: Recipe, tokens: torch.Tensor, reference: torch.Tensor | None):
+    if not recipe.rates:
+        return None
+    desirable = torch.arange(len(tokens)) % 2 == 0
+    if not recipe.mismatches:
+        return RatedBatch(desirable)
+    other = None if reference is None else reference.clone()
+    return RatedBatch(desirable, tokens.clone(), tokens.clone(), other)
+
+
 def make_batch(recipe: Recipe, shape: BatchShape, vocab: int, live: LiveBytes) -> Batch:
     """Random tokens of that shape, registered as a batch."""
     tokens = torch.randint(0, vocab, (shape.rows, shape.tokens))
@@ -211,7 +221,8 @@ def make_batch(recipe: Recipe, shape: BatchShape, vocab: int, live: LiveBytes) -
     reference = torch.zeros(shape.rows) if precomputed else None
     context = tokens.clone() if recipe.learns == "conversations" else None
     batch = Batch(
-        tokens, tokens.clone(), positions, shape.documents, reference, context=context
+        tokens, tokens.clone(), positions, shape.documents, reference, context=context,
+        rated=make_rated(recipe, tokens, reference),
     )  # fmt: skip
     live.register_batch(*batch.tensors)
     return batch

@@ -13,16 +13,17 @@ import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-from formula_weights import fill_by_formula, make_formula_pairs
+from formula_weights import fill_by_formula, make_formula_pairs, mismatch
 
 REFERENCE = torch.tensor([-33.0, -18.0, -31.0, -19.0])
+OF_OTHERS = torch.tensor([-20.0, -30.0, -19.0, -33.0])
 TRAINERS = {
     "dpo": (DPOTrainer, DPOConfig), "cpo": (CPOTrainer, CPOConfig),
-    "orpo": (ORPOTrainer, ORPOConfig),
+    "orpo": (ORPOTrainer, ORPOConfig), "kto": (KTOTrainer, KTOConfig),
 }  # fmt: skip
 
 
@@ -35,7 +36,9 @@ def make_trainer(kind, settings, config, folder):
         pad_token="[pad]", eos_token="[end]", unk_token="[unk]", bos_token="[end]",
     )  # fmt: skip
     rows = [{"prompt": "w1", "chosen": "w2", "rejected": "w3"}] * 2
-    before = {"precompute_ref_log_probs": True} if kind == "dpo" else {}
+    if kind == "kto":
+        rows = [{"prompt": "w1", "completion": f"w{n}", "label": n == 2} for n in (2, 3)]
+    before = {"precompute_ref_log_probs": True} if kind in ("dpo", "kto") else {}
     args = arguments(
         output_dir=folder, report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False,
         per_device_train_batch_size=2, **before, **settings,
@@ -47,7 +50,25 @@ def make_trainer(kind, settings, config, folder):
     return made, model
 
 
+def rated_batch(pairs):
+    found = {"label": torch.tensor([True, False, True, False])}
+    for prefix, (ids, labels), reference in (
+        ("", pairs, REFERENCE), ("KL_", mismatch(*pairs), OF_OTHERS),
+    ):  # fmt: skip
+        learned = torch.zeros_like(ids)
+        learned[:, 1:] = labels[:, :-1] != -100
+        length = learned.cumsum(1).argmax(1) + 1
+        present = torch.arange(ids.shape[1]).unsqueeze(0) < length.unsqueeze(1)
+        found |= {
+            f"{prefix}input_ids": ids, f"{prefix}attention_mask": present.long(),
+            f"{prefix}completion_mask": learned, f"ref_{prefix}logps": reference,
+        }  # fmt: skip
+    return found
+
+
 def batch_of(kind, pairs):
+    if kind == "kto":
+        return rated_batch(pairs)
     ids, labels = pairs
     learned = torch.zeros_like(ids, dtype=torch.bool)
     learned[:, 1:] = labels[:, :-1] != -100

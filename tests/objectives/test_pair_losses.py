@@ -4,25 +4,32 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 import pytest
 import torch
 
-from formula_weights import fill_by_formula, find_context, make_formula_pairs
+from formula_weights import fill_by_formula, find_context, make_formula_pairs, mismatch
 from memfit.core.errors import InvalidRequest
 from memfit.objectives import find_objective, objectives
 from memfit.records.recipe import Objective, Preference
 from memfit.train.step.preference import Rewards, judge
-from memfit.train.step.step import Batch, step
+from memfit.train.step.rated import find_baseline, judge_rated
+from memfit.train.step.step import Batch, RatedBatch, step
 from tiny_models import CONFIGS, gradients_in, make_built, make_recipe
 
 TESTS = Path(__file__).parent.parent
 PYTHON = Path(sys.prefix) / "neighbours" / "trainers" / "bin" / "python"
 REFERENCE = torch.tensor([-33.0, -18.0, -31.0, -19.0])  # as tests/neighbours/trl_pairs.py
-PAIRS = [(o, t) for o in objectives for t in find_objective(o).loss_types]
+OF_OTHERS = torch.tensor([-20.0, -30.0, -19.0, -33.0])
+PAIRS = [
+    (o, t) for o in objectives if find_objective(o).pairs for t in find_objective(o).loss_types
+]
+RATED = [("kto", t) for t in find_objective("kto").loss_types]
 LOSSES = [f"{o} {t}" for o, t in PAIRS]
+ALL = {f"{o} {t}": (o, t) for o, t in PAIRS + RATED}
 
 
 def preference_of(objective, loss, **changes):
@@ -33,6 +40,7 @@ def preference_of(objective, loss, **changes):
         "cross_entropy": weight, "beta": 0.3, "label_smoothing": e, "loss_type": loss,
         "gamma": 0.5 if loss == "simpo" else 0.0, "tau": 0.05 if loss == "discopop" else 0.0,
         "reference": "precomputed" if found.refers else "none",
+        "desirable": 1.25 if found.rated else 0.0, "undesirable": 0.75 if found.rated else 0.0,
     }  # fmt: skip
     return Preference(**(given | changes))
 
@@ -116,6 +124,9 @@ def names_of(objective, loss):
     knobs = preference_of(objective, loss)
     if objective == "orpo":
         return "orpo", {"beta": knobs.beta}
+    if objective == "kto":
+        weights = {"desirable_weight": knobs.desirable, "undesirable_weight": knobs.undesirable}
+        return "kto", {"beta": knobs.beta, "loss_type": loss, **weights}
     if objective in ("simpo", "cpo"):
         settings = {"loss_type": loss, "cpo_alpha": knobs.cross_entropy, "simpo_gamma": knobs.gamma}
         return "cpo", {"beta": knobs.beta, **settings}
@@ -131,7 +142,7 @@ def trl(tmp_path_factory):
         **os.environ, "PYTHONPATH": str(TESTS), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
         "HOME": str(tmp_path_factory.mktemp("home")),
     }  # fmt: skip
-    cases = [(f"{o} {t}", *names_of(o, t), CONFIGS["llama"]) for o, t in PAIRS]
+    cases = [(f"{o} {t}", *names_of(o, t), CONFIGS["llama"]) for o, t in ALL.values()]
     done = subprocess.run(
         [str(PYTHON), str(TESTS / "neighbours" / "trl_pairs.py")],
         input=json.dumps(cases), capture_output=True, text=True, check=False, env=around,
@@ -142,7 +153,7 @@ def trl(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [{}, {"loss": "chunked", "loss_chunk": 12}], ids=str)
-@pytest.mark.parametrize(("objective", "loss"), PAIRS, ids=LOSSES)
+@pytest.mark.parametrize(("objective", "loss"), ALL.values(), ids=ALL)
 def test_losses_and_gradients_are_those_of_trl(objective, loss, cut, trl):
     recipe = make_recipe(
         "llama", objective=objective, preference=preference_of(objective, loss),
@@ -152,22 +163,31 @@ def test_losses_and_gradients_are_those_of_trl(objective, loss, cut, trl):
     fill_by_formula(built.model, 0.1)
     seen = gradients_in(built)
     ids, labels = make_formula_pairs(12)
-    result = step(built, [batch_of(objective, ids, labels)], 2)
+    count = 4 if find_objective(objective).rated else 2
+    result = step(built, [batch_of(objective, ids, labels, loss=loss)], count)
     expected, gradients = trl[f"{objective} {loss}"]
     assert float(result.loss) == pytest.approx(expected, rel=1e-6)
     assert set(seen) == set(gradients)
     assert distance(seen, {name: torch.tensor(gradients[name]) for name in seen}) < 1e-6
 
 
-def batch_of(objective, ids, labels, rows=slice(None)):
+def batch_of(objective, ids, labels, rows=slice(None), loss="kto"):
     """Some of the pairs' rows, with what the objective reads beside them."""
     found = find_objective(objective)
     context = find_context(ids, labels)
     beside = int((labels[::2] != -100).sum())
     if found.learns == "conversations":
         beside += int((context != -100).sum())
+    rated = None
+    if found.rated:
+        rated = RatedBatch(torch.tensor([True, False, True, False])[rows])
+        if loss == "kto":
+            wrong, of_wrong = mismatch(ids, labels)
+            rated = replace(
+                rated, input_ids=wrong[rows], labels=of_wrong[rows], reference=OF_OTHERS[rows]
+            )
     return Batch(
-        ids[rows], labels[rows], reference=REFERENCE[rows] if found.refers else None,
+        ids[rows], labels[rows], reference=REFERENCE[rows] if found.refers else None, rated=rated,
         context=context[rows] if found.learns == "conversations" else None, beside=beside,
     )  # fmt: skip
 
@@ -180,7 +200,7 @@ def distance(mine, theirs):
 
 def test_how_pairs_are_cut_into_micro_batches_changes_nothing():
     ids, labels = make_formula_pairs(12)
-    for objective, loss in PAIRS:
+    for objective, loss in [*PAIRS, ("kto", "apo_zero_unpaired")]:
         found = []
         for rows in (2, 4):
             preference = preference_of(objective, loss)
@@ -192,16 +212,73 @@ def test_how_pairs_are_cut_into_micro_batches_changes_nothing():
             fill_by_formula(built.model, 0.1)
             seen = gradients_in(built)
             parts = [
-                batch_of(objective, ids, labels, slice(at, at + rows)) for at in range(0, 4, rows)
+                batch_of(objective, ids, labels, slice(at, at + rows), loss)
+                for at in range(0, 4, rows)
             ]
-            found.append((step(built, parts, 2), seen))
+            found.append((step(built, parts, 4 if find_objective(objective).rated else 2), seen))
         (a, one), (b, two) = found
         torch.testing.assert_close(a.loss, b.loss)
         torch.testing.assert_close(a.rewards, b.rewards)
         assert distance(one, two) < 1e-6, loss
 
 
+@pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
+def test_rated_answers_are_judged_by_the_formula(loss):
+    """2402.01306, equation 8, of four answers and one row of padding, by autograd in fp64."""
+    knobs = preference_of("kto", loss)
+    labels = torch.tensor([[1, 2], [3, -100], [4, 5], [6, 7], [-100, -100]])
+    desirable = torch.tensor([True, False, False, True, False])
+    policy = torch.linspace(-6, -1, 5, dtype=torch.float64).requires_grad_()
+    reference = torch.linspace(-5, -3, 5, dtype=torch.float64)
+    own, below = torch.linspace(-4, -1, 5).double(), torch.linspace(-5, 9, 5).double()
+    own[4] = below[4] = 0
+    z0 = None
+    expected_z0 = 0.0
+    if loss == "kto":
+        z0 = find_baseline(own, below + 6.0, labels)
+        assert float(z0) == 0.0  # it is never below
+        z0 = find_baseline(own, below - 6.0, labels)
+        expected_z0 = float((own - below + 6.0)[:4].mean())
+        assert float(z0) == pytest.approx(expected_z0)
+    gains = knobs.beta * (policy - reference - expected_z0)
+    values = torch.where(desirable, 1.25 * (1 - gains.sigmoid()), 0.75 * (1 - (-gains).sigmoid()))
+    expected = values[:4].sum() / 4
+    (slope,) = torch.autograd.grad(expected, policy)
+    recipe = make_recipe("llama", objective="kto", preference=knobs)
+    rewards = Rewards()
+    mine = judge_rated(policy, reference, z0, desirable, labels, recipe, 4, rewards)
+    torch.testing.assert_close(mine, expected)
+    torch.testing.assert_close(torch.autograd.grad(mine, policy)[0], slope)
+    plain = (knobs.beta * (policy - reference)).tolist()
+    sums = [
+        plain[0] + plain[3],
+        plain[1] + plain[2],
+        2,
+        2,
+        *([] if z0 is None else [4 * float(z0)]),
+    ]
+    assert rewards.sums.tolist() == pytest.approx(sums)
+
+
+def test_a_baseline_is_of_its_micro_batch_and_says_so():
+    ids, labels = make_formula_pairs(12)
+    found = []
+    for rows in (2, 4):
+        recipe = make_recipe(
+            "llama", objective="kto", preference=preference_of("kto", "kto"), micro_batch=rows,
+            accumulation=4 // rows, optimizer={"clip_norm": 0.0},
+        )  # fmt: skip
+        built = make_built(recipe)
+        fill_by_formula(built.model, 0.1)
+        parts = [batch_of("kto", ids, labels, slice(at, at + rows)) for at in range(0, 4, rows)]
+        found.append((recipe.course, float(step(built, parts, 4).loss)))
+    (one, a), (other, b) = found
+    assert one != other
+    assert a != pytest.approx(b, rel=1e-6)
+
+
 REFUSED = {
+    "weights of pairs": ("dpo", {"desirable": 2.0}, "whose answers are pairs"),
     "unknown": ("dpo", {"loss_type": "sigmoud"}, "did you mean `sigmoid`"),
     "sorted": ("dpo", {"loss_type": "aot"}, "depend on how it is cut"),
     "of another objective": ("simpo", {"loss_type": "ipo"}, "is not a loss of `objective: simpo`"),

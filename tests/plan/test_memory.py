@@ -37,6 +37,16 @@ ORPO = {"objective": "orpo", "method": "lora",
         "preference": Preference(beta=0.1, loss_type="orpo", cross_entropy=1.0)}  # fmt: skip
 CPO = {"objective": "cpo", "method": "lora",
        "preference": Preference(beta=0.1, cross_entropy=1.0)}  # fmt: skip
+KTO = {
+    "objective": "kto",
+    "method": "lora",
+    "preference": Preference(
+        beta=0.1, loss_type="kto", desirable=1.0, undesirable=1.5, reference="adapter-off"
+    ),
+}
+KTO_BEFORE = {**KTO, "method": "full",
+              "preference": replace(KTO["preference"], reference="precomputed")}  # fmt: skip
+UNPAIRED = {**KTO, "preference": replace(KTO["preference"], loss_type="apo_zero_unpaired")}
 SIMPO = {"objective": "simpo", "method": "lora",
          "preference": Preference(beta=2.0, loss_type="simpo", gamma=0.5)}  # fmt: skip
 INT8 = Quantisation(outlier_threshold=6.0, outlier_share=0.01)
@@ -193,6 +203,31 @@ SETTINGS = {
     "gpt_neox, cpo, full, mixed": (
         "gpt_neox", {**CPO, "method": "full", "precision": "bf16-mixed"}
     ),
+    "llama, kto": ("llama", KTO),
+    "llama, kto, three rows, dropout, chunked, recomputed, accumulated": (
+        "llama", {**KTO, **CHUNKED, "micro_batch": 3, "recompute_blocks": 2, "accumulation": 2,
+                  "lora": replace(LORA, dropout=0.1)}
+    ),
+    "qwen3, kto, full, reference before, mixed, accumulated": (
+        "qwen3", {**KTO_BEFORE, "precision": "bf16-mixed", "accumulation": 2}
+    ),
+    "gpt2, kto, full, reference before, chunked": ("gpt2", {**KTO_BEFORE, **CHUNKED}),
+    "gpt_neox, kto, nf4, chunked, mixed, recomputed": (
+        "gpt_neox", {**KTO, **CHUNKED, "precision": "bf16-mixed", "base_format": "nf4",
+                     "recompute_blocks": 3}
+    ),
+    "qwen2, kto, selective, bf16": (
+        "qwen2", {**KTO, "selective_blocks": 2, "precision": "bf16", "base_format": "bf16"}
+    ),
+    "mistral, kto, freeze, reference before, bf16, within a window": (
+        "mistral", {**KTO_BEFORE, "method": "freeze", "precision": "bf16", "base_format": "bf16",
+                    "sliding_window": 8, "layers": 5}
+    ),
+    "llama, kto, lean, bf16": (
+        "llama", {**KTO, "lean": ("norm", "mlp"), "precision": "bf16", "base_format": "bf16"}
+    ),
+    "llama, kto, activations offloaded": ("llama", {**KTO, "offload": "activations"}),
+    "gemma2, kto, unpaired, one row": ("gemma2", {**UNPAIRED, "micro_batch": 1}),
     "mistral, dpo, ipo": ("mistral", {**DPO, "preference": Preference(
         beta=0.1, reference="adapter-off", loss_type="ipo")}),
     "qwen2, dpo, apo_zero, full, reference before": (

@@ -34,6 +34,7 @@ OFF = Preference(beta=0.1, reference="adapter-off")
 BEFORE = Preference(beta=0.1, reference="precomputed")
 ORPO = Preference(beta=0.1, loss_type="orpo", cross_entropy=1.0)
 CPO = Preference(beta=0.1, cross_entropy=1.0)
+KTO = Preference(beta=0.1, loss_type="kto", desirable=1.0, undesirable=1.0, reference="adapter-off")
 SIMPO = Preference(beta=2.0, loss_type="simpo", gamma=0.5)
 LORA = Lora(rank=4, alpha=8.0, targets=("q_proj", "v_proj"))
 
@@ -364,6 +365,18 @@ REFUSED = {
         {"preference": PreferenceRequest(gamma=0.5)},
         "`preference.gamma: 0.5` with",
     ),
+    "a micro-batch that kto's plan would choose": (
+        {"task": Task(objective="kto")},
+        "`micro_batch: auto` under `objective: kto`",
+    ),
+    "kto's baseline of one row": (
+        {"task": Task(objective="kto"), "micro_batch": 1},
+        "is a mean over a micro-batch",
+    ),
+    "kto of another framework": (
+        {"framework": "trl", "task": Task(objective="kto"), "micro_batch": 2},
+        "describes how it computes",
+    ),
     "a cross-entropy of dpo": (
         {"preference": PreferenceRequest(cross_entropy=1.0)},
         "the comparison alone",
@@ -415,7 +428,7 @@ def test_a_recipe_without_pairs_keeps_its_digest():
 def test_the_requests_of_the_page_on_objectives_plan(tmp_path):
     text = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text()
     write_pairs(tmp_path / "pairs.jsonl")
-    expected = [OFF, ORPO, CPO, Preference(beta=2.0, loss_type="simpo", gamma=1.0)]
+    expected = [OFF, KTO, ORPO, CPO, Preference(beta=2.0, loss_type="simpo", gamma=1.0)]
     for part, preference in zip(text.split("```yaml\n")[1:], expected, strict=True):
         request = tmp_path / "request.yaml"
         request.write_text(part.split("```")[0])

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from memfit.records.request import Request
     from memfit.records.results import Certificate, Lever, Nearest, Plan
 
-TASKS = ("pretrain", "sft", "dpo", "simpo", "orpo", "cpo", "grpo", "rloo")  # of `task.objective`
+TASKS = (  # of `task.objective`
+    "pretrain", "sft", "dpo", "simpo", "orpo", "cpo", "kto", "grpo", "rloo",
+)  # fmt: skip
 YOURS = "YOUR_DATA.jsonl"  # of a command that needs data, where none was named
 
 

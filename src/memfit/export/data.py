@@ -176,7 +176,7 @@ def refuse_patterns(data: Data, tool: str) -> None:
 
 def refuse_shapes(data: Data, known: tuple[str, ...], objective: str, tool: str) -> None:
     """Raise InvalidRequest for records that a tool does not train on under the objective."""
-    wanted = ("pairs",) if find_objective(objective).pairs else known
+    wanted = ("pairs",) if find_objective(objective).compares else known
     for part in data.parts:
         if part.shape and part.shape not in wanted:
             found = ", ".join(f"`{key}`" for key in SHAPES[part.shape])

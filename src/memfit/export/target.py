@@ -168,7 +168,7 @@ def refuse_loss(recipe: Recipe, losses: Mapping[str, tuple[str, ...]], tool: str
     losses: of each objective, the `preference.loss_type` that the tool's file can say.
     """
     objective, loss = recipe.objective, recipe.preference.loss_type
-    if recipe.prefers and loss not in losses.get(objective, ()):
+    if recipe.compares and loss not in losses.get(objective, ()):
         known = "; ".join(f"`objective: {o}` with {', '.join(n)}" for o, n in losses.items())
         raise InvalidRequest(
             f"`objective: {objective}` with `preference.loss_type: {loss}` cannot be written for"
@@ -180,7 +180,7 @@ def refuse_loss(recipe: Recipe, losses: Mapping[str, tuple[str, ...]], tool: str
 def check_supported(objective: str, parallel: Parallel | ParallelRequest, target: Target) -> None:
     """Raise InvalidRequest for an objective, or an axis of the mesh, that the tool has not."""
     tokens = "preference" not in target.says and not (target.schedules or target.launches)
-    if find_objective(objective).pairs and tokens:
+    if find_objective(objective).compares and tokens:
         raise InvalidRequest(
             f"`objective: {objective}` cannot be written for `{target.name}`, which trains on"
             " tokens alone",

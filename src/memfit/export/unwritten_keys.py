@@ -76,11 +76,11 @@ def _counts(recipe: Recipe, group: str, key: str, value: object) -> bool:
     if group == "freeze":
         return recipe.method == group and value not in (0, [], ())
     if group == "preference":
-        return recipe.prefers and value not in (0, 0.0)
+        return recipe.compares and value not in (0, 0.0)
     if group == "parallel":
         plain = getattr(ParallelRequest(), key, None)
         return key not in ("dp_replicate", "dp_shard") and value != plain
-    if group == "options" and key in OF_PAIRS and not recipe.prefers:
+    if group == "options" and key in OF_PAIRS and not recipe.compares:
         return False
     if group == "options":
         knob = find_framework(recipe.framework).knobs.get(key)

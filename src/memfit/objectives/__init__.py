@@ -11,7 +11,7 @@ package imports nothing but `memfit.core`, so that the records of a recipe can a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from memfit.core.errors import InvalidRequest, did_you_mean
 from memfit.core.registry import Registry
@@ -44,6 +44,14 @@ class Knobs(Protocol):
         """DiscoPOP's temperature."""
 
     @property
+    def desirable(self) -> float:
+        """What the losses of desirable answers are multiplied by, where answers are rated."""
+
+    @property
+    def undesirable(self) -> float:
+        """And those of the others."""
+
+    @property
     def cross_entropy(self) -> float:
         """What the preferred answers' cross-entropy is multiplied by, where there is one."""
 
@@ -63,14 +71,31 @@ class PairLoss(Protocol):
         """chosen, rejected: (pairs,) rewards, beta times a log-probability, or a ratio's."""
 
 
-class LossType(NamedTuple):
-    """One loss of an objective of pairs."""
+class RatedLosses(NamedTuple):
+    """Of each answer, (rows,): the loss, and its slope by the answer's reward."""
 
-    loss: PairLoss
+    values: Tensor
+    by_reward: Tensor
+
+
+class RatedLoss(Protocol):
+    """The loss of single answers that are desirable or not."""
+
+    def __call__(
+        self, rewards: Tensor, baseline: Tensor | None, desirable: Tensor, knobs: Knobs
+    ) -> RatedLosses:
+        """rewards (rows,); baseline (), None where the loss has none; desirable (rows,) bool."""
+
+
+class LossType(NamedTuple):
+    """One loss of an objective that compares answers."""
+
+    loss: Any  # a PairLoss, or a RatedLoss where answers are rated
     source: str  # the paper, and the equation
     averages: bool = False  # rewards are of means over an answer's tokens, not of sums
     smooths: bool = False  # `label_smoothing` is a part of it
     needs_smoothing: bool = False  # and has to be above 0
+    mismatches: bool = False  # answers to other prompts are scored, too: the mean is its baseline
 
 
 Learned = Literal["", "answers", "conversations"]  # of which a cross-entropy is added to the pairs'
@@ -92,6 +117,7 @@ class Objective:
         *,
         about: str,
         refers: bool = False,
+        rated: bool = False,
         learns: Learned = "",
         weight: float | None = None,
         loss_types: Mapping[str, LossType] | None = None,
@@ -100,11 +126,12 @@ class Objective:
     ) -> None:
         """refused: losses that others have under this objective, and why memfit's step has not.
 
+        rated: answers are desirable or not, each by itself; else those that are compared are pairs.
         learns: of which tokens of the preferred rows a cross-entropy is added to the pairs' loss;
         weight: the only one that the objective has of it; None where any will do.
         sampled: of an objective whose answers are sampled while it trains.
         """
-        self.name, self.about, self.refers = name, about, refers
+        self.name, self.about, self.refers, self.rated = name, about, refers, rated
         self.learns, self.weight, self.sampled = learns, weight, sampled
         self.loss_types = dict(loss_types or {})
         self.refused = dict(refused or {})
@@ -112,6 +139,11 @@ class Objective:
     @property
     def pairs(self) -> bool:
         """Whether rows come in pairs, the preferred answer first."""
+        return self.compares and not self.rated
+
+    @property
+    def compares(self) -> bool:
+        """Whether a row is one answer, whose log-probability is what is learned from."""
         return bool(self.loss_types)
 
     @property
@@ -164,6 +196,14 @@ class Objective:
                 hint="use a number above 0, such as 0.001",
             )
         self._check_cross_entropy(knobs.cross_entropy)
+        for name in ("desirable", "undesirable"):
+            weight = getattr(knobs, name)
+            if weight and not self.rated:
+                raise InvalidRequest(
+                    f"`preference.{name}: {weight:g}` under `objective: {self.name}`, whose answers"
+                    " are pairs",
+                    hint="it is of `objective: kto`; leave it on `auto`",
+                )
 
     def _check_cross_entropy(self, weight: float) -> None:
         if weight and not self.learns:

@@ -81,7 +81,7 @@ def _refused(recipe: Recipe, name: str, a: Architecture) -> Iterator[tuple[str, 
     if a.head_dim % 8:
         problem = f"the flash kernel takes heads of a multiple of 8, and `{name}` has {a.head_dim}"
         yield problem, f"use {OTHERWISE}"
-    if recipe.prefers:
+    if recipe.compares:
         yield f"`objective: {recipe.objective}` is not built for such ranks", f"use {OTHERWISE}"
     if recipe.offload == "activations":
         yield "`offload: activations` is not built for such ranks", "use `offload: none`"

@@ -115,7 +115,7 @@ def _refused(recipe: Recipe, name: str, a: Architecture) -> Iterator[tuple[str, 
     if recipe.method != "full":
         problem = f"`method: {recipe.method}` is not built for stages"
         yield problem, f"use `method: full`, or {OTHERWISE}"
-    if recipe.prefers:
+    if recipe.compares:
         yield f"`objective: {recipe.objective}` is not built for stages", f"use {OTHERWISE}"
     if recipe.compile != "none":
         yield f"`compile: {recipe.compile}` is not built for stages", "use `compile: none`"

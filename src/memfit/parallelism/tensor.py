@@ -96,7 +96,7 @@ def _refused(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if recipe.adapted:
         problem = f"`method: {recipe.method}` is not built where products are cut"
         yield f"{problem}: peft's matrices stand beside them", f"use `method: full`, or {OTHERWISE}"
-    if recipe.prefers:
+    if recipe.compares:
         yield f"`objective: {recipe.objective}` is not built for such ranks", f"use {OTHERWISE}"
     if recipe.loss == "chunked":
         problem = "`loss: chunked` takes whole rows of logits, of which each rank has a part"

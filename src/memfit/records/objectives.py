@@ -15,7 +15,7 @@ def check_objective(recipe: Recipe) -> None:
     """
     if recipe.samples:
         _check_sampled(recipe)
-    if not recipe.prefers:
+    if not recipe.compares:
         return
     if recipe.packing:
         raise InvalidRequest(
@@ -23,7 +23,9 @@ def check_objective(recipe: Recipe) -> None:
             " row: a row of many answers has one log-probability",
             hint="use `packing: false`, which a request calls `task.packing`",
         )
-    if recipe.micro_batch % 2:
+    if recipe.mismatches:
+        check_baseline(recipe.objective, recipe.micro_batch)
+    if recipe.prefers and recipe.micro_batch % 2:
         raise InvalidRequest(
             f"`micro_batch: {recipe.micro_batch}` is odd, and `objective: {recipe.objective}` takes"
             " pairs of rows",
@@ -39,9 +41,19 @@ def check_objective(recipe: Recipe) -> None:
     check_alone(recipe.objective, recipe.parallel.world)
 
 
+def check_baseline(objective: str, micro_batch: int) -> None:
+    """Raise InvalidRequest for a baseline that is the mean of a single row."""
+    if micro_batch < 2:
+        raise InvalidRequest(
+            f"`micro_batch: {micro_batch}` under `objective: {objective}`, whose baseline z0 is a"
+            " mean over a micro-batch",
+            hint="use `micro_batch: 2` or more",
+        )
+
+
 def check_alone(objective: str, ranks: int) -> None:
     """Raise InvalidRequest for an objective that only one device has."""
-    if find_objective(objective).pairs and ranks > 1:
+    if find_objective(objective).compares and ranks > 1:
         raise InvalidRequest(
             f"`objective: {objective}` on {ranks} ranks: gathered log-probabilities and the"
             " reference's own gathering are not held against one process yet",

@@ -15,7 +15,7 @@ from memfit.records.model import ModelReference
 from memfit.records.reinforcement import Policy, RewardSettings, Rollout
 
 Method = Literal["full", "freeze", "lora", "dora"]
-Objective = Literal["pretrain", "sft", "dpo", "simpo", "orpo", "cpo", "grpo", "rloo"]
+Objective = Literal["pretrain", "sft", "dpo", "simpo", "orpo", "cpo", "kto", "grpo", "rloo"]
 Reference = Literal["none", "adapter-off", "precomputed", "second-model"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed", "fp16", "fp8-mixed", "fp4-mixed"]
 Scaling = Literal["plain", "rank-stabilised"]
@@ -49,7 +49,10 @@ LATE_IN_OPTIMIZER = (
     "in_backward", "stochastic_rounding", "warmup_ratio", "floor", "power", "decay_ratio",
 )  # fmt: skip
 # keys of `preference` that came later, and how older recipes stand
-LATE_IN_PREFERENCE = {"loss_type": "sigmoid", "gamma": 0.0, "tau": 0.0, "cross_entropy": 0.0}
+LATE_IN_PREFERENCE = {
+    "loss_type": "sigmoid", "gamma": 0.0, "tau": 0.0, "cross_entropy": 0.0, "desirable": 0.0,
+    "undesirable": 0.0,
+}  # fmt: skip
 OWN_AXES = (
     "dp_replicate", "dp_shard", "reshard_after_forward", "tp", "sequence_parallel", "cp", "pp",
     "virtual_pp",
@@ -94,7 +97,7 @@ class Freeze(Record, frozen=True, kw_only=True):
 
 
 class Preference(Record, frozen=True, kw_only=True):
-    """How pairs are compared (`memfit.objectives`); beta 0 under objectives without pairs.
+    """How answers are compared (`memfit.objectives`); beta 0 under objectives that do not.
 
     The reference is the same weights with the adapter switched off, run before each micro-batch's
     own forward; or its log-probabilities are computed once, before the first step. Other trainers
@@ -110,6 +113,8 @@ class Preference(Record, frozen=True, kw_only=True):
     )
     tau: float = 0.0  # discopop's temperature
     cross_entropy: float = 0.0  # orpo, cpo: its weight beside the pairs' loss
+    desirable: float = 0.0  # kto: weight of the losses of desirable answers
+    undesirable: float = 0.0  # and of the others
 
 
 class Optimizer(Record, frozen=True, kw_only=True):
@@ -286,15 +291,19 @@ class Recipe(Record, frozen=True, kw_only=True):
         """16 hexadecimal digits that name what is learned: recipes that differ in how it is
         computed alone, such as their ranks, have the same, and go on from each other's checkpoints.
         """
+        micro_batch = self.global_batch
+        if self.mismatches:  # over which their mean is taken
+            micro_batch = self.micro_batch
         plain = msgspec.structs.replace(
             self,
             optimizer=msgspec.structs.replace(
                 self.optimizer, implementation="loop", in_backward=False
             ),
             parallel=Parallel(), devices_per_node=0, network="", device="", allocator="",
-            micro_batch=self.global_batch, accumulation=1, recompute_blocks=0, selective_blocks=0,
-            recompute="full", lean=(), offload="none", loss="plain", loss_chunk=0,
-            attention="math", rollout=msgspec.structs.replace(self.rollout, rows=0),
+            micro_batch=micro_batch, accumulation=self.global_batch // micro_batch,
+            recompute_blocks=0, selective_blocks=0, recompute="full", lean=(), offload="none",
+            loss="plain", loss_chunk=0, attention="math",
+            rollout=msgspec.structs.replace(self.rollout, rows=0),
         )  # fmt: skip
         return plain.digest
 
@@ -309,6 +318,22 @@ class Recipe(Record, frozen=True, kw_only=True):
         return find_objective(self.objective).pairs
 
     @property
+    def compares(self) -> bool:
+        """Whether a row is one answer, learned from by its log-probability, paired or not."""
+        return find_objective(self.objective).compares
+
+    @property
+    def rates(self) -> bool:
+        """Whether rows are answers that are desirable or not, each by itself, as `kto` has them."""
+        return find_objective(self.objective).rated
+
+    @property
+    def mismatches(self) -> bool:
+        """Whether answers to other prompts are scored beside each micro-batch's own."""
+        found = find_objective(self.objective)
+        return found.rated and found.find_loss(self.preference.loss_type).mismatches
+
+    @property
     def learns(self) -> Learned:
         """Of which tokens of preferred rows a cross-entropy is added to the loss of pairs."""
         return find_objective(self.objective).learns if self.preference.cross_entropy else ""
@@ -321,7 +346,8 @@ class Recipe(Record, frozen=True, kw_only=True):
     @property
     def references(self) -> int:
         """Forwards without a gradient beside each micro-batch's own."""
-        return int(self.preference.reference in ("adapter-off", "second-model"))
+        runs = int(self.preference.reference in ("adapter-off", "second-model"))
+        return runs * (1 + self.mismatches)
 
     @property
     def global_batch(self) -> int:

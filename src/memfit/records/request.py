@@ -83,7 +83,7 @@ class Task(Record, frozen=True, kw_only=True):
 
 
 class PreferenceRequest(Record, frozen=True, kw_only=True):
-    """How pairs are compared; used by the objectives that compare pairs."""
+    """How pairs are compared; used by the objectives that compare answers."""
 
     beta: PositiveFloat = 0.1
     label_smoothing: Smoothing = 0.0
@@ -92,6 +92,8 @@ class PreferenceRequest(Record, frozen=True, kw_only=True):
     gamma: NotNegativeFloat | Auto = "auto"  # of `loss_type: simpo`; auto: 0.5
     tau: PositiveFloat | Auto = "auto"  # of `loss_type: discopop`; auto: 0.05
     cross_entropy: NotNegativeFloat | Auto = "auto"  # of cpo; auto: 1, as of orpo
+    desirable: PositiveFloat | Auto = "auto"  # of kto; auto: 1
+    undesirable: PositiveFloat | Auto = "auto"  # of kto; auto: 1
 
 
 class LoraRequest(Record, frozen=True, kw_only=True):

@@ -34,7 +34,7 @@ from memfit.train.model.attention import check_attention
 from memfit.train.model.weights import EmptyWeights, fill_weights
 from memfit.train.run.generate import advance, build_generator, chances, fill_generator
 from memfit.train.step.build import Built, build_model, build_optimizer
-from memfit.train.step.step import Batch, evaluate, step
+from memfit.train.step.step import Batch, RatedBatch, evaluate, step
 
 EVALUATED = 2  # evaluation batches: at the second, the first one's results are there
 _BUILT: set[str] = set()  # digests of recipes that this process has built once
@@ -275,10 +275,25 @@ def _make_batch(recipe: Recipe, shape: BatchShape, kind: str, recorder: LiveByte
         reference = torch.zeros(shape.rows, device=kind)
     batch = Batch(
         integers(), integers(), positions, shape.documents, reference,
+        rated=_make_rated(recipe, shape, kind),
         context=integers() if recipe.learns == "conversations" else None,
     )  # fmt: skip
     recorder.register_batch(*batch.tensors)
     return batch
+
+
+def _make_rated(recipe: Recipe, shape: BatchShape, kind: str) -> RatedBatch | None:
+    if not recipe.rates:
+        return None
+    desirable = torch.zeros(shape.rows, dtype=torch.bool, device=kind)
+    if not recipe.mismatches:
+        return RatedBatch(desirable)
+    ids, labels = (
+        torch.zeros(shape.rows, shape.tokens, dtype=torch.int64, device=kind) for _ in range(2)
+    )
+    precomputed = recipe.preference.reference == "precomputed"
+    reference = torch.zeros(shape.rows, device=kind) if precomputed else None
+    return RatedBatch(desirable, ids, labels, reference)
 
 
 @contextmanager

@@ -119,7 +119,7 @@ def write_config(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str, An
         if recipe.options.get("prepare_kbit"):
             casts = "true: axolotl casts what is not quantised back to 16 bits"
             left["options.prepare_kbit"] = casts
-    if recipe.prefers and recipe.method == "full" and precision["bf16"] + precision["fp16"]:
+    if recipe.compares and recipe.method == "full" and precision["bf16"] + precision["fp16"]:
         becomes["options.fp32_outputs"] = True  # autocast over weights of 16 bits
     values: dict[str, Any] = {
         "base_model": job.weights,
@@ -180,7 +180,7 @@ def _data(job: Job) -> dict[str, Any]:
             for part in data.parts for file in part.files
         ]  # fmt: skip
     refuse_loss(recipe, {"dpo": ("sigmoid",)}, "axolotl")
-    if recipe.prefers:
+    if recipe.compares:
         return {
             "rl": "dpo",
             "rl_beta": recipe.preference.beta,

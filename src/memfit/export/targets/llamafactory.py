@@ -209,7 +209,7 @@ def write_arguments(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str,
         "output_dir": "outputs",
         "report_to": "none",
     }
-    if recipe.prefers:
+    if recipe.compares:
         becomes["options.compares"] = "llamafactory"
         if (whose := recipe.options.get("compares", "llamafactory")) != "llamafactory":
             left["options.compares"] = f"{whose}: LLaMA-Factory compares pairs itself"
@@ -222,7 +222,7 @@ def _name_kernel(attention: dict[str, Any]) -> dict[str, str]:
 
 
 def _pairs(recipe: Recipe, left: dict[str, str], becomes: dict[str, Any]) -> dict[str, Any]:
-    if not recipe.prefers:
+    if not recipe.compares:
         return {}
     refuse_loss(recipe, {"dpo": ("sigmoid",)}, "llamafactory")
     adapted = recipe.method in ADAPTED

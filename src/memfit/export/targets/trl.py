@@ -63,7 +63,7 @@ class Trl(Launches):
         recipe = job.recipe
         check_eight_bits(recipe, self.name)
         values, left, becomes = write_arguments(job)
-        script = "dpo" if recipe.prefers else "sft"
+        script = "dpo" if recipe.compares else "sft"
         files, start = [File(name=NAME, data=values, checked=True)], f"trl {script} --config {NAME}"
         key = "options.trl" if uses_deepspeed(job) else "options.version"
         becomes |= {**become_sharded(job), key: TILED}
@@ -113,7 +113,7 @@ def write_arguments(job: Job) -> tuple[dict[str, Any], dict[str, str], dict[str,
         **attention,
         **_data(job),
         "max_length": recipe.sequence_length,
-        **(_pairs(recipe) if recipe.prefers else {"packing": recipe.packing}),
+        **(_pairs(recipe) if recipe.compares else {"packing": recipe.packing}),
         **write_steps(job),
         "gradient_checkpointing": recompute and not shards(job),
         "gradient_checkpointing_kwargs": {
@@ -141,7 +141,7 @@ def _data(job: Job) -> dict[str, Any]:
             for part in data.parts
         ]
     }
-    if not recipe.prefers and {"messages", "conversations"} & {*data.shapes}:
+    if not recipe.compares and {"messages", "conversations"} & {*data.shapes}:
         values["assistant_only_loss"] = True  # as memfit's own step: of what assistants wrote
     return values
 

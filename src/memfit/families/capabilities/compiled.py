@@ -86,7 +86,7 @@ def why_not_compiled(model: Model, recipe: Recipe) -> str:
         "`task.packing: true`: documents of other lengths would be compiled anew in every"
         " batch": recipe.packing,
         f"`objective: {recipe.objective}`: its rows are compared, and its reference runs the same"
-        " blocks in another way": recipe.prefers,
+        " blocks in another way": recipe.compares,
         "dropout of the adapter: the compiler draws its own random numbers": (
             recipe.lora.dropout > 0
         ),

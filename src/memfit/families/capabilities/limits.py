@@ -25,7 +25,7 @@ def choose_packing(request: Request, a: Architecture) -> bool:
     parallel = request.parallel if request.is_own else "auto"
     ring = parallel != "auto" and parallel.cp > 1
     objective = find_objective(request.task.objective)
-    return not (objective.pairs or objective.samples or a.alibi or ring)
+    return not (objective.compares or objective.samples or a.alibi or ring)
 
 
 def check_limits(

@@ -14,6 +14,7 @@ from memfit.meta.tensor import Shape, Tensor, empty
 from memfit.meta.views import reshape, view
 
 RESULTS = 3  # of `train.preference.Rewards.sums`; with a cross-entropy, one more
+RATINGS = 4  # of those of rated answers; with a baseline, one more
 
 
 def merge_context(labels: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -129,6 +130,18 @@ def judge(policy: Tensor, labels: Tensor, *, learns: bool) -> tuple[Tensor, Tens
     if node is not None:
         node.saved = [empty(meter, policy.shape, "float32")]
     loss, sums = empty(meter, (), "float32"), empty(meter, (RESULTS + learns,), "float32")
+    return attach(node, loss), sums
+
+
+def judge_rated(policy: Tensor, labels: Tensor, *, mismatches: bool) -> tuple[Tensor, Tensor]:
+    """(rows,) of the policy -> the loss, 0-dim, and sums of rewards and counts."""
+    meter = policy.meter
+    found = empty(meter, labels.shape, "bool")
+    del found
+    node = record(_judged_backward, (policy,))
+    if node is not None:
+        node.saved = [empty(meter, policy.shape, "float32")]
+    loss, sums = empty(meter, (), "float32"), empty(meter, (RATINGS + mismatches,), "float32")
     return attach(node, loss), sums
 
 

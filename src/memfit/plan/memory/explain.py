@@ -114,6 +114,10 @@ def _input(owner: str, nbytes: int, model: Model, recipe: Recipe) -> str:
     if recipe.learns == "conversations":
         names = "ids, labels, labels of prompts"
     each = f"{names}: {recipe.micro_batch} x {recipe.own_row} x 8 B (int64) each"
+    if recipe.mismatches:
+        each += ", and as many of answers to other prompts"
+    if recipe.rates:
+        each += f"; ratings: {recipe.micro_batch} x 1 B"
     if recipe.preference.reference != "precomputed":
         return each
     return f"{each}; the reference's log-probabilities: {recipe.micro_batch} x 4 B"

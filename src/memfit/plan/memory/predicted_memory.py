@@ -247,6 +247,8 @@ def describe(
         in_backward=recipe.optimizer if recipe.optimizer.in_backward else None,
         quantised=Quantised.of(recipe),
         prefers=recipe.prefers,
+        rates=recipe.rates,
+        mismatches=recipe.mismatches,
         learns=recipe.learns,
         precomputed=recipe.preference.reference == "precomputed",
         sharding=find_sharding(recipe, rank),
@@ -424,6 +426,10 @@ class _Step:
             each.append(self.recipe.micro_batch * row)
         if self.recipe.preference.reference == "precomputed":
             each.append(self.recipe.micro_batch * DTYPE_BYTES["float32"])
+        if self.recipe.mismatches:  # ids, labels and reference of answers to other prompts
+            each *= 2
+        if self.recipe.rates:
+            each.append(self.recipe.micro_batch)  # whether each answer is desirable
         return hold((Kind.INPUT, "batch"), each, self.device)
 
     def _stages(self, forward: Phase, loss: Phase, backward: Phase, more: Phase) -> None:

@@ -69,6 +69,8 @@ def _list_knobs(problem: Problem, chosen: Choice) -> Iterator[dict[str, Any]]:
     yield {"recompute": "none" if recipe.recompute_blocks or recipe.selective_blocks else "full"}
     own = recipe.micro_batch * recipe.accumulation
     whole = [d for d in divisors(own) if not (recipe.prefers and d % 2)]
+    if recipe.mismatches:  # whose micro-batch is learned with
+        whole = []
     for micro in [d for d in whole if d > recipe.micro_batch][:1]:
         yield {"micro_batch": micro}
     if recipe.loss == "chunked":

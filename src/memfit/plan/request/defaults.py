@@ -35,7 +35,7 @@ def read_defaults(
     """
     framework = find_framework(request.framework)
     objective = find_objective(request.task.objective)
-    if objective.pairs and not framework.pairs:
+    if objective.compares and not framework.pairs:
         raise InvalidRequest(
             f"`objective: {objective.name}` under `framework: {request.framework}`: memfit"
             " describes how it predicts tokens, not how it compares pairs",

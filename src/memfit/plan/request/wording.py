@@ -131,7 +131,7 @@ def restate(plan: Plan) -> Request:
     lora = recipe.lora if recipe.method in ADAPTED else LoraRequest()
     data["lora"] = to_data(lora)
     data["freeze"] = to_data(recipe.freeze)
-    if recipe.prefers:
+    if recipe.compares:
         data["preference"] = state_preference(recipe)
     data["task"] |= {
         "objective": recipe.objective, "sequence_length": recipe.sequence_length,

@@ -337,7 +337,7 @@ def _fastest_that_fits(
     More recompute never makes a step faster, so once a combination is slower than the best found,
     neither it nor any later one can win. Estimates rank; what is chosen is predicted exactly.
     """
-    known = not start.recipe.prefers and start.recipe.offload == "none"
+    known = not start.recipe.compares and start.recipe.offload == "none"
     p = start.recipe.parallel
     known = known and p.tp == p.cp == p.pp == 1
     if applies(start.model) and known:  # it knows one forward a micro-batch, kept on the device

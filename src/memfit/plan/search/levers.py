@@ -75,7 +75,7 @@ def knobs(recipe: Recipe, layers: int) -> dict[str, Any]:
         found["base_format"] = recipe.base_format
     if recipe.loss == "chunked":
         found["loss_chunk"] = recipe.loss_chunk
-    if recipe.prefers:
+    if recipe.compares:
         found["preference.reference"] = recipe.preference.reference
     return found
 
@@ -116,10 +116,7 @@ def _exact(problem: Problem, recipe: Recipe, layers: int) -> Iterator[Recipe]:
             yield replace(recipe, **recompute.knobs)
     for place in _places(problem, recipe, layers):
         yield replace(recipe, offload=place)
-    whole = [d for d in divisors(batch) if not (recipe.prefers and d % 2)]  # of pairs
-    smaller = [d for d in whole if d < recipe.micro_batch][-1:]
-    larger = [d for d in whole if d > recipe.micro_batch][:1]
-    for micro in (*smaller, *larger) if not own.in_backward else ():  # which takes the whole batch
+    for micro in _micro_batches(recipe):
         yield replace(recipe, micro_batch=micro, accumulation=batch // micro)
     if recipe.loss == "chunked":
         yield replace(recipe, loss="plain", loss_chunk=0)
@@ -137,6 +134,16 @@ def _exact(problem: Problem, recipe: Recipe, layers: int) -> Iterator[Recipe]:
     for kernel in OWN_ATTENTION:
         if kernel != recipe.attention and _possible(problem, recipe, kernel):
             yield replace(recipe, attention=kernel)
+
+
+def _micro_batches(recipe: Recipe) -> tuple[int, ...]:
+    """The next smaller and the next larger one that learn the same."""
+    if recipe.optimizer.in_backward or recipe.mismatches:
+        return ()  # the one takes the whole batch; the other's micro-batch is learned with
+    parts = divisors(recipe.micro_batch * recipe.accumulation)
+    whole = [d for d in parts if not (recipe.prefers and d % 2)]  # of pairs
+    smaller = [d for d in whole if d < recipe.micro_batch][-1:]
+    return *smaller, *[d for d in whole if d > recipe.micro_batch][:1]
 
 
 def _places(problem: Problem, recipe: Recipe, layers: int) -> tuple[Offload, ...]:

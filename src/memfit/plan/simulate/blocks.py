@@ -28,7 +28,7 @@ from memfit.families.shared.masks import make_masks
 from memfit.meta import Meter, Tensor
 from memfit.meta.distributed.offload import Load
 from memfit.meta.layers.dequantised import QUANTISED_DTYPE
-from memfit.meta.losses.preference import judge
+from memfit.meta.losses.preference import judge, judge_rated
 from memfit.plan.simulate.fsdp_units import Named, Units
 from memfit.plan.simulate.in_backward import Updates
 from memfit.plan.simulate.one_block import run_block
@@ -38,6 +38,7 @@ from memfit.plan.simulate.setting import (
     Block,
     Inputs,
     Mark,
+    Rated,
     Recording,
     Repeat,
     Row,
@@ -193,6 +194,14 @@ class _Simulation:
             for w, b in self.blocks
             if bare
         ]
+        self.without_gradient = [
+            (
+                {name: weight.detached() for name, weight in w.items()},
+                replace(b, recomputed=False, reentrant=False, offloads=False),
+            )
+            for w, b in self.blocks
+            if setting.mismatches
+        ]
         self.scale = meta.parameter(self.meter, (), "float32", trainable=False)
         self.first_product = 0
         if unrolled:
@@ -298,7 +307,19 @@ class _Simulation:
         context: Tensor | None = None
         if self.setting.learns == "conversations":
             context = meta.empty(meter, shape, "int64", Kind.INPUT)
-        return Inputs(input_ids, labels, position_ids, reference, context)
+        rated = self._make_rated(shape) if self.setting.rates else None
+        return Inputs(input_ids, labels, position_ids, reference, context, rated)
+
+    def _make_rated(self, shape: tuple[int, int]) -> Rated:
+        meter, rows = self.meter, shape[:1]
+        desirable = meta.empty(meter, rows, "bool", Kind.INPUT)
+        if not self.setting.mismatches:
+            return Rated(desirable)
+        input_ids, labels = (meta.empty(meter, shape, "int64", Kind.INPUT) for _ in range(2))
+        reference: Tensor | None = None
+        if self.setting.precomputed:
+            reference = meta.empty(meter, rows, "float32", Kind.INPUT)
+        return Rated(desirable, input_ids, labels, reference)
 
     def make_forward(self, inputs: Inputs) -> tuple[Forward, Tensor]:
         """What every part of a micro-batch's forward needs to know, and its labels."""
@@ -325,6 +346,8 @@ class _Simulation:
         with meter.with_autocast(self.setting.autocast):
             if self.setting.compares is not None:
                 loss = self._compare(self.setting.compares, forward, boundaries)
+            elif inputs.rated is not None:
+                loss, sums = self._rate(forward, inputs, inputs.rated, boundaries)
             elif self.setting.prefers:
                 loss, sums = self._prefer(forward, inputs, boundaries)
             else:
@@ -381,6 +404,49 @@ class _Simulation:
         found = judge(policy, labels, learns=bool(self.setting.learns))
         del reference
         return found
+
+    def _rate(
+        self, forward: Forward, inputs: Inputs, rated: Rated, boundaries: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """As train/step/step.py: what needs no gradient, then the policy; loss, rewards."""
+        labels, reference, below = inputs.labels, inputs.reference, rated.reference
+        plain = replace(forward, adapter_dropout=False)
+        others = None
+        if rated.input_ids is not None:
+            others = replace(plain, input_ids=rated.input_ids)
+        if self.setting.references:
+            outside = self._reference(self.outside)
+            reference = self._score(plain, outside, self.base, labels)
+            if others is not None:
+                below = self._score(others, outside, self.base, labels)
+            del outside
+        baseline: Tensor | None = None
+        if others is not None:
+            live = {name: weight.detached() for name, weight in self.outside.items()}
+            own = self._score(others, live, self.without_gradient, labels)
+            baseline = meta.empty(self.meter, (), "float32")
+            del own, below, live
+        del plain, others
+        self.mark("embedding", "embedding")
+        hidden = _backbone(
+            self._with_attention(forward), self, self.outside, self.blocks, boundaries
+        )
+        self.mark("loss", "loss")
+        policy = row_log_probs(forward, self.outside, hidden, labels, self.setting.chunk)
+        del hidden
+        found = judge_rated(policy, labels, mismatches=baseline is not None)
+        del reference, baseline
+        return found
+
+    def _score(
+        self, forward: Forward, outside: Weights, blocks: list[tuple[Weights, Block]],
+        labels: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """(rows,) without a gradient."""
+        self.mark("embedding", "embedding")
+        hidden = _backbone(self._with_attention(forward), self, outside, blocks, [])
+        self.mark("reference", "loss")
+        return row_log_probs(forward, outside, hidden, labels, self.setting.chunk)
 
     def _compare(self, program: Comparing, forward: Forward, boundaries: list[int]) -> Tensor:
         """As other trainers: the policy, then the reference beside its logits; the loss."""

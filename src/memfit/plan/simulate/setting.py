@@ -116,6 +116,8 @@ class Setting(Record, frozen=True, kw_only=True):
     program: Program | None = None  # of another framework's step; None is memfit's own
     quantised: Quantised = Quantised()  # products with quantised weights, of memfit's own
     prefers: bool = False  # rows are pairs, and the loss compares their log-probabilities
+    rates: bool = False  # rows are answers that are desirable or not, each by itself
+    mismatches: bool = False  # answers to other prompts are scored beside them
     learns: str = ""  # of which tokens of preferred rows a cross-entropy is added, see `Objective`
     precomputed: bool = False  # the reference's log-probabilities come with the batch
     sharding: Sharding | None = None  # of one rank of many
@@ -128,6 +130,15 @@ class Setting(Record, frozen=True, kw_only=True):
     masking: Masking | None = None  # of Hugging Face's own attention; None is memfit's
 
 
+class Rated(NamedTuple):
+    """What rated answers are, and answers to other prompts."""
+
+    desirable: Tensor
+    input_ids: Tensor | None = None
+    labels: Tensor | None = None
+    reference: Tensor | None = None
+
+
 class Inputs(NamedTuple):
     """The tensors of a micro-batch."""
 
@@ -136,6 +147,7 @@ class Inputs(NamedTuple):
     position_ids: Tensor | None
     reference: Tensor | None  # the reference's log-probabilities
     context: Tensor | None = None  # labels of what preferred rows say beside their answers
+    rated: Rated | None = None
 
 
 class Mark(NamedTuple):

@@ -145,6 +145,7 @@ def count_work(totals: Totals, recipe: Recipe) -> Work:
     # a reference's forward is part of the mathematics: all but the adapters
     base = 2 * tokens * (sum(dense) - sum(trained) + totals.head) + attention * a.layers
     forward += recipe.references * base
+    forward += recipe.mismatches * (base + 2 * tokens * sum(trained))
     products = sum(dense[first:]) + sum(trained[first:]) + totals.head + totals.head_trained
     backward = 2 * tokens * products + 2 * attention * entered
     recomputed = slice(min(first, recipe.recompute_blocks), recipe.recompute_blocks)
@@ -158,9 +159,11 @@ def count_work(totals: Totals, recipe: Recipe) -> Work:
     norms = 2 * recipe.lora.rank * recipe.accumulation  # DoRA's B A, of no token
     forward += norms * sum(totals.measured)
     recompute += norms * sum(totals.measured[recomputed])
-    if recipe.prefers and recipe.loss == "chunked":
+    if recipe.compares and recipe.loss == "chunked":
         recompute += 2 * tokens * totals.head
-    share = attention * ((1 + recipe.references) * a.layers + 2 * entered + repeated)
+    share = attention * (
+        (1 + recipe.references + recipe.mismatches) * a.layers + 2 * entered + repeated
+    )
     return Work(forward=forward, backward=backward, recompute=recompute, attention=share)
 
 

@@ -152,7 +152,7 @@ def read_layout(recipe: Recipe, shape: Shape, basis: Basis) -> Layout:
         element=4.0 if recipe.compute_dtype == "float32" else 2.0,
         entered=1.0, chunk_bytes=_chunk_bytes(recipe, shape),
         bubble=_bubble(recipe),
-        references=float(recipe.references), heads=float(extra_heads(recipe)),
+        references=float(recipe.references + recipe.mismatches), heads=float(extra_heads(recipe)),
         remade=float("mlp" in recipe.lean),
     )  # fmt: skip
 
@@ -185,7 +185,7 @@ def extra_heads(recipe: Recipe) -> int:
 
     Log-probabilities by chunks cannot be differentiated before all rows' are known.
     """
-    return recipe.references + int(recipe.prefers and recipe.loss == "chunked")
+    return recipe.references + recipe.mismatches + int(recipe.compares and recipe.loss == "chunked")
 
 
 def _bubble(recipe: Recipe) -> Number:

@@ -8,6 +8,9 @@ Formats are told apart by their keys, of which a record needs one of these sets:
     prompt, completion             texts, or both lists of messages
     chosen, rejected (, prompt)    two answers, the preferred one first; texts, or lists of messages
     text                           a text
+
+Under an objective that rates answers a record needs `prompt`, `completion` and `label` (true or
+false), or is a pair, of which the preferred answer is desirable and the other one is not.
 """
 
 from __future__ import annotations
@@ -21,11 +24,12 @@ from memfit.train.data.tokenizer import Tokenizer
 
 COLUMNS = (
     "`text`, `messages`, `conversations`, `instruction` with `output`, `prompt` with `completion`;"
-    " for dpo `chosen` with `rejected`"
+    " for dpo `chosen` with `rejected`;"
+    " for kto `prompt`, `completion` and `label`"
 )
 KEYS = (
     "text", "messages", "conversations", "instruction", "input", "output", "prompt", "completion",
-    "chosen", "rejected",
+    "chosen", "rejected", "label",
 )  # fmt: skip
 ROLES = {  # of ShareGPT's files
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
@@ -49,6 +53,7 @@ class Dialogue(NamedTuple):
 
     messages: list[Message]
     first: int = 0
+    desirable: bool = False  # of a rated answer
 
 
 class Written(NamedTuple):
@@ -56,6 +61,7 @@ class Written(NamedTuple):
 
     prompt: str
     answer: str | None = None
+    desirable: bool = False  # of a rated answer
 
 
 Content = Dialogue | Written
@@ -69,6 +75,8 @@ def read_record(
     Raises InvalidRequest, naming the line and the field: no format that is known, a wrong type,
     an empty text, a pair of equal answers.
     """
+    if find_objective(objective).rated:
+        return _rated(record, where, objective)
     if find_objective(objective).pairs:
         if not _has(record, "chosen", "rejected"):
             _refuse(
@@ -78,6 +86,26 @@ def read_record(
             )
         return _pair(record, where)
     return (_content(record, where, tokenizer),)
+
+
+def _rated(record: Mapping[str, Any], place: str, objective: str) -> tuple[Content, ...]:
+    """One answer and what it is, or both answers of a pair."""
+    if _has(record, "chosen", "rejected"):
+        good, bad = _pair(record, place)
+        return good._replace(desirable=True), bad
+    if not _has(record, "prompt", "completion", "label"):
+        _refuse(
+            f"{place} is no rated answer: it holds {_held(record)}",
+            f"`objective: {objective}` needs `prompt`, `completion` and `label` (true or false), or"
+            " pairs: `chosen` and `rejected`",
+        )
+    label = record["label"]
+    if not isinstance(label, bool):
+        _refuse(
+            f"{place}: `label` is {label!r}, which is neither true nor false",
+            "true says that the answer is desirable",
+        )
+    return (_answered(record, "completion", place)._replace(desirable=label),)
 
 
 def render(contents: Sequence[tuple[Content, str]], tokenizer: Tokenizer) -> list[Example]:

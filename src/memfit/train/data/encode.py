@@ -22,7 +22,7 @@ class Tokens(NamedTuple):
 
     ids: Array  # (tokens,) uint16 or uint32
     ends: Array  # (documents that end here,) int64: tokens of the shard up to there
-    learned: Array | None  # (tokens,) uint8; None: every token is learned
+    learned: Array | None  # (tokens,) uint8, as of `Corpus`; None: every token is learned
     place: str  # where the shard begins, in words
     # of a text that goes on from the shard before: tokens here, without those around a document;
     # None where none does, or it does not end here
@@ -54,7 +54,7 @@ def encode_shard(shard: tuple[Item, ...], tokenizer: Tokenizer, objective: str) 
                     refuse_empty(part.place)
                 head = head if opened else inside
                 inside, opened = 0, False
-    masked = any(learned is not None and not learned.all() for learned in flags)
+    masked = any(learned is not None and (learned != 1).any() for learned in flags)
     return Tokens(
         np.concatenate([*ids, np.array([], dtype=dtype)]),
         np.array(ends, dtype="int64"),
@@ -124,6 +124,8 @@ def _encode(
             if flags is not None:
                 flags = np.pad(flags, (len(before), 0))
                 flags = np.pad(flags, (0, len(after)), constant_values=1)
+        if flags is not None and part.content.desirable:
+            flags = flags * np.uint8(2)
         yield part, ids, flags, bare
 
 

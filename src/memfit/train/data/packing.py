@@ -167,28 +167,28 @@ class TableRows(Rows):
         self, rows: Sequence[tuple[Piece, ...]], width: int, seed: int, *, packed: bool
     ) -> None:
         self.packed = packed
-        self._rows = rows
+        self.table = rows
         self._width = width
         self._epoch = lru_cache(maxsize=2)(lambda e: seeded_order(len(rows), seed, e))
-        self._table = np.array([self._cost(row) for row in rows], dtype="int64")
+        self._costs = np.array([self._cost(row) for row in rows], dtype="int64")
 
     @property
     def per_epoch(self) -> float:
         """Rows of the table."""
-        return float(len(self._rows))
+        return float(len(self.table))
 
     def row(self, index: int, *, once: bool = False) -> tuple[Piece, ...]:
         """The row that the epoch's order puts there."""
-        epoch, at = divmod(index, len(self._rows))
+        epoch, at = divmod(index, len(self.table))
         if once and epoch:
             return ()
-        return self._rows[int(self._epoch(epoch)[at])]
+        return self.table[int(self._epoch(epoch)[at])]
 
     def costs(self, first: int, count: int, *, once: bool = False) -> Array:
         """Read off the table; a packed row is as wide as all, its padding one document more."""
-        size = len(self._table)
+        size = len(self._costs)
         epochs = range(first // size, -(-(first + count) // size))
-        shown = np.concatenate([self._table[self._epoch(e)] for e in epochs])
+        shown = np.concatenate([self._costs[self._epoch(e)] for e in epochs])
         return shown[first - epochs[0] * size :][:count]
 
     def _cost(self, row: tuple[Piece, ...]) -> tuple[int, int, int]:

@@ -12,6 +12,7 @@ from memfit.objectives import find_objective
 from memfit.parallelism.context import own_parts, row_multiple
 from memfit.records.recipe import Recipe
 from memfit.records.shapes import RowBounds
+from memfit.train.data.mismatched import MismatchedRows
 from memfit.train.data.packing import (
     Array,
     PairRows,
@@ -28,6 +29,15 @@ BLOCK = 2**16  # micro-batches whose memory is compared at once
 IGNORED = -100  # the label of a position that predicts nothing
 
 
+class Rated(NamedTuple):
+    """What rated answers are, and answers to other prompts where the loss has them."""
+
+    desirable: Array  # (rows,) bool
+    input_ids: Array | None = None  # (rows, width): each row's prompt with another one's answer
+    labels: Array | None = None
+    reference: Array | None = None  # (rows,) float32: log-probabilities computed beforehand
+
+
 class Micro(NamedTuple):
     """One micro-batch in numbers: (rows, width) int64 arrays and each row's document lengths."""
 
@@ -40,6 +50,7 @@ class Micro(NamedTuple):
     reference: Array | None = None  # (rows,) float32: log-probabilities computed beforehand
     # (rows, width), of pairs: labels of preferred rows' tokens that are of no answer, or -100
     context: Array | None = None
+    rated: Rated | None = None
 
     @property
     def targets(self) -> int:
@@ -50,6 +61,11 @@ class Micro(NamedTuple):
     def pairs(self) -> int:
         """Pairs of neighbouring rows with an answer to learn."""
         return int((self.labels[::2] != IGNORED).any(axis=1).sum())
+
+    @property
+    def answers(self) -> int:
+        """Rows with an answer to learn."""
+        return int((self.labels != IGNORED).any(axis=1).sum())
 
     @property
     def learned_beside(self) -> int:
@@ -81,9 +97,11 @@ class Sampler:
             self._multiple = recipe.sequence_length
         self._parallel, self._process = recipe.parallel, rank
         self._steps, self._pairs = recipe.steps, recipe.prefers
-        self._learns = recipe.learns
+        self._learns, self._rates = recipe.learns, recipe.rates
         self._ranks, self._rank = recipe.parallel.dp, recipe.parallel.share(rank)
-        self.reference: Array | None = None  # (documents,) float32: see `train.reference`
+        # (documents,) float32, or (2, documents) with answers to other prompts: see
+        # `train.step.reference_log_probs`
+        self.reference: Array | None = None
 
     @property
     def steps_per_epoch(self) -> float:
@@ -173,7 +191,7 @@ class Sampler:
         packed = self._rows.packed
         width = self._width
         if not packed:
-            width = self._padded(max(1, *(sum(p.length for p in row) for row in rows)))
+            width = self._padded(max(1, *(self._length(row) for row in rows)))
         ids = np.zeros((len(rows), width), dtype="int64")
         labels = np.full((len(rows), width), IGNORED, dtype="int64")
         positions = np.zeros((len(rows), width), dtype="int64")
@@ -193,7 +211,8 @@ class Sampler:
             if self._parallel.cp > 1:
                 return self._own(ids, labels, [sum(p.length for p in row) for row in rows])
             reference, context = self._look_up(rows), self._find_context(rows, labels)
-            return Micro(ids, labels, None, None, tokens, reference, context)
+            rated = self._rate(rows, ids.shape)
+            return Micro(ids, labels, None, None, tokens, reference, context, rated)
         return Micro(ids, labels, positions, tuple(documents), tokens)
 
     def _own(self, ids: Array, labels: Array, lengths: list[int]) -> Micro:
@@ -203,11 +222,36 @@ class Sampler:
         ids, labels = (np.take(whole, columns, axis=1) for whole in (ids, labels))
         return Micro(ids, labels, columns[None], None, tokens)
 
-    def _look_up(self, rows: list[tuple[Piece, ...]]) -> Array | None:
+    def _length(self, row: tuple[Piece, ...]) -> int:
+        own = sum(p.length for p in row)
+        if not isinstance(self._rows, MismatchedRows):
+            return own
+        return max([own, *(self._rows.length(p.document) for p in row)])
+
+    def _rate(self, rows: list[tuple[Piece, ...]], shape: tuple[int, ...]) -> Rated | None:
+        """What the rows' answers are, and the answers to other prompts beside them."""
+        if not self._rates:
+            return None
+        known = self.corpus.is_desirable
+        desirable = np.array([bool(row) and known(row[0].document) for row in rows])
+        if not isinstance(self._rows, MismatchedRows):
+            return Rated(desirable)
+        ids, labels = np.zeros(shape, dtype="int64"), np.full(shape, IGNORED, dtype="int64")
+        for i, row in enumerate(rows):
+            for piece in row:  # one a row
+                found, learned = self._rows.read(piece.document)
+                length = min(len(found), self._width)
+                ids[i, :length] = found[:length]
+                after = np.flatnonzero(learned[1 : length + 1])
+                labels[i, after] = found[1:][after]
+        return Rated(desirable, ids, labels, self._look_up(rows, mismatched=True))
+
+    def _look_up(self, rows: list[tuple[Piece, ...]], *, mismatched: bool = False) -> Array | None:
         """The reference's log-probability of each row; 0 for rows of padding."""
         if self.reference is None:
             return None
-        found = [self.reference[row[0].document] if row else 0.0 for row in rows]
+        known = self.reference if self.reference.ndim == 1 else self.reference[int(mismatched)]
+        found = [known[row[0].document] if row else 0.0 for row in rows]
         return np.array(found, dtype="float32")
 
     def _find_context(self, rows: list[tuple[Piece, ...]], labels: Array) -> Array | None:
@@ -248,6 +292,9 @@ def build_sampler(corpus: Corpus, recipe: Recipe, name: str, rank: int = 0) -> S
         corpus, objective=recipe.objective, packing=recipe.packing, width=recipe.sequence_length,
         seed=recipe.seed, name=name,
     )  # fmt: skip
+    if recipe.mismatches:
+        assert isinstance(rows, TableRows)
+        rows = MismatchedRows(rows.table, corpus, recipe.sequence_length, recipe.seed, name)
     return Sampler(corpus, rows, recipe, notes, rank)
 
 

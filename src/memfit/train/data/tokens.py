@@ -2,7 +2,8 @@
 
     <cache>/<key>/tokens.bin    ids of all documents, uint16 or uint32
                   offsets.bin   int64, documents + 1: where each document begins
-                  learned.bin   uint8 per token, 1 where it is learned; absent when all are
+                  learned.bin   uint8 per token, 1 where it is learned, 2 in a desirable answer;
+                                absent when all are 1
                   meta.json     sizes of the above and what was left out
 
 The key covers the files' bytes, the tokenizer and what is learned. A folder appears complete, by
@@ -41,7 +42,8 @@ class Corpus(NamedTuple):
 
     tokens: Array  # (tokens,) uint16 or uint32
     offsets: Array  # (documents + 1,) int64
-    learned: Array | None  # (tokens,) uint8; None: every token is learned
+    # (tokens,) uint8, 0 of what is not learned, 2 of desirable answers; None: 1 of every token
+    learned: Array | None
     digest: str  # names the content: the cache's key
     notes: tuple[str, ...]  # what was passed over, for the user to read
 
@@ -49,6 +51,11 @@ class Corpus(NamedTuple):
     def documents(self) -> int:
         """Number of documents."""
         return len(self.offsets) - 1
+
+    def is_desirable(self, document: int) -> bool:
+        """Whether a rated answer is."""
+        begin, end = (int(self.offsets[document + i]) for i in (0, 1))
+        return self.learned is not None and bool((self.learned[begin:end] == 2).any())
 
     @property
     def lengths(self) -> Array:

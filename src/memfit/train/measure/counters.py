@@ -26,7 +26,7 @@ from memfit.records.ledger import Entry, Ledger, Phase
 from memfit.records.recipe import Recipe
 from memfit.records.results import Measurement
 from memfit.records.shapes import BatchShape
-from memfit.train.data.sampler import IGNORED, Micro
+from memfit.train.data.sampler import IGNORED, Micro, Rated
 from memfit.train.distributed.gloo import without_gloo
 from memfit.train.measure.cuda_allocator import set_allocator
 from memfit.train.measure.live import LiveBytes
@@ -36,7 +36,7 @@ from memfit.train.run.drift import Counters
 from memfit.train.run.machine import describe_environment
 from memfit.train.run.oom_report import Alive
 from memfit.train.step.build import Built, build_model, build_optimizer
-from memfit.train.step.step import Batch, Enter, StepResult, evaluate, nowhere, step
+from memfit.train.step.step import Batch, Enter, RatedBatch, StepResult, evaluate, nowhere, step
 
 T = TypeVar("T")
 LIVE = "live tensor bytes (every operator that torch dispatches)"
@@ -294,8 +294,13 @@ def to_batch(micro: Micro, device: torch.device, beside: float = 1.0) -> Batch:
     )  # fmt: skip
     assert ids is not None
     assert labels is not None
+    rated = None
+    if micro.rated is not None:
+        found = (None if a is None else torch.from_numpy(a).to(device) for a in micro.rated)
+        rated = RatedBatch(*found)  # type: ignore[arg-type]
     return Batch(
-        ids, labels, positions, micro.documents, reference, context=context, beside=beside
+        ids, labels, positions, micro.documents, reference, context=context, beside=beside,
+        rated=rated,
     )  # fmt: skip
 
 
@@ -307,7 +312,9 @@ def put(micro: Micro, device: torch.device, watch: Watch, beside: float = 1.0) -
 
 
 def count_targets(recipe: Recipe, micros: Sequence[Micro]) -> int:
-    """What the loss of micro-batches is a mean over: target tokens, or pairs."""
+    """What the loss of micro-batches is a mean over: target tokens, pairs, or rated answers."""
+    if recipe.rates:
+        return sum(micro.answers for micro in micros)
     return sum(micro.pairs if recipe.prefers else micro.targets for micro in micros)
 
 
@@ -353,13 +360,18 @@ def synthetic_micro(recipe: Recipe, vocab: int, shape: BatchShape | None = None)
         precomputed = recipe.preference.reference == "precomputed"
         reference = np.zeros(rows, dtype="float32") if precomputed else None
         places = np.arange(width)[None] if recipe.parallel.cp > 1 else None
-        context = None
+        context = rated = None
+        if recipe.rates:
+            desirable = np.arange(rows) % 2 == 0
+            rated = Rated(desirable)
+            if recipe.mismatches:
+                rated = Rated(desirable, ids.copy(), labels.copy(), reference)
         if recipe.learns == "conversations":
             context = np.full_like(ids, IGNORED)
             context[::2] = labels[::2]
             labels[::2, : width // 2] = IGNORED
             context[labels != IGNORED] = IGNORED
-        return Micro(ids, labels, places, None, ids.size, reference, context)
+        return Micro(ids, labels, places, None, ids.size, reference, context, rated)
     for row, lengths in zip(labels, documents, strict=True):
         row[np.cumsum(lengths) - 1] = IGNORED
     if not (labels != IGNORED).any():

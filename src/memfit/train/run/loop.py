@@ -71,6 +71,7 @@ from memfit.train.run.session import (
 )
 from memfit.train.step.build import Built, build_optimizer
 from memfit.train.step.preference import Rewards, name_rewards
+from memfit.train.step.rated import name_ratings
 from memfit.train.step.reference_log_probs import give_reference
 from memfit.train.step.scaling import was_skipped
 from memfit.train.step.schedule import learning_rate
@@ -388,7 +389,7 @@ def _take_step(session: Session, built: Built, index: int) -> dict[str, Any]:
         row |= {"loss_scale": float(result.scale), "skipped": skipped}
         session.skipped += skipped
     if result.rewards is not None:
-        row |= name_rewards(result.rewards, counts[0])
+        row |= _name_rewards(recipe, result.rewards, counts[0])
     if looked:
         row |= _tell_waits(session, index)
     return row | {
@@ -465,9 +466,13 @@ def _evaluate(
         off = sum((total - mean * n) ** 2 for total, n in zip(sums, counts, strict=True))
         found["evaluation_error"] = math.sqrt(off * many / (many - 1)) / count
     if rewards.sums is not None:
-        named = name_rewards(rewards.sums, count)
+        named = _name_rewards(session.recipe, rewards.sums, count)
         found |= {f"evaluation_{name}": value for name, value in named.items()}
     return found
+
+
+def _name_rewards(recipe: Recipe, sums: torch.Tensor, count: int) -> dict[str, float]:
+    return name_ratings(sums, count) if recipe.rates else name_rewards(sums, count)
 
 
 def _tokens_a_pair(session: Session, held_out: Sampler, tokens: int) -> float:

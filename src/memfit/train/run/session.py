@@ -146,6 +146,8 @@ def evaluation_tokens(session: Session) -> int:
 def _describe_held_out(session: Session, row: dict[str, Any]) -> str:
     """What an evaluation read, and how far another sample as large may lie."""
     unit = "pairs" if session.recipe.prefers else "tokens"
+    if session.recipe.rates:
+        unit = "answers"
     count = row["evaluation_targets"]
     read = f"all {count:,}" if row["evaluation_whole"] else f"a fixed sample of {count:,}"
     error = row.get("evaluation_error")
@@ -178,6 +180,8 @@ def write_run(session: Session, done: int, *, finished: bool) -> Run:
             f" {session.recipe.quantisation.outlier_share:.2%}",
         )
     unit = "nats/pair" if session.recipe.prefers else "nats/token"
+    if session.recipe.rates:
+        unit = "of an answer"
     evaluated = [r for r in rows if "evaluation_loss" in r]
     held_out = _describe_held_out(session, evaluated[-1]) if evaluated else ""
     if rows:
@@ -277,7 +281,8 @@ def _measure_rewards(rows: list[dict[str, Any]], held_out: str) -> dict[str, Mea
         last = next((r for r in reversed(rows) if f"{prefix}reward_margin" in r), None)
         if last is not None:
             for key, unit in (("accuracy", "share of pairs"), ("margin", "nats")):
-                value = last[f"{prefix}reward_{key}"]
+                if (value := last.get(f"{prefix}reward_{key}")) is None:
+                    continue  # of rated answers, none is put right or wrong
                 found[f"reward.{key}.{name}"] = _measured(value, unit, counter)
             if (mean := last.get(f"{prefix}cross_entropy")) is not None:
                 found[f"cross_entropy.{name}"] = _measured(mean, "nats/token", counter)

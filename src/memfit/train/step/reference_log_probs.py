@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from memfit.train.data.sampler import Sampler
 from memfit.train.measure.counters import to_batch
 from memfit.train.run.session import Session
 from memfit.train.step.build import Built
-from memfit.train.step.step import log_probs
+from memfit.train.step.step import Batch, log_probs
 
 FILE = "reference.npz"
 
@@ -55,8 +56,10 @@ def _compute_all(session: Session, built: Built) -> dict[str, Array]:
 
 
 def _compute(session: Session, built: Built, sampler: Sampler, steps: int | None) -> Array:
-    """(documents,) float32 of those that the first `steps` steps see; None: of all."""
-    values = np.full(sampler.corpus.documents, np.nan, dtype="float32")
+    """(documents,) float32 of those that the first `steps` steps see; None: of all. With answers to
+    other prompts (2, documents)."""
+    mismatches = session.recipe.mismatches
+    values = np.full((1 + mismatches, sampler.corpus.documents), np.nan, dtype="float32")
     most = None if steps is None else steps * session.recipe.accumulation
     for index, micro in enumerate(sampler.all_once()):
         if most is not None and index >= most:
@@ -66,10 +69,20 @@ def _compute(session: Session, built: Built, sampler: Sampler, steps: int | None
                 "interrupted before the first step",
                 hint="start the same command again: it begins with the reference",
             )
-        rows = log_probs(built, to_batch(micro, built.device)).cpu().numpy()
         documents = sampler.documents_of(index)
-        values[documents] = rows[: len(documents)]
-    return values
+        batch = to_batch(micro, built.device)
+        for own, scored in zip(values, _scored(batch), strict=True):
+            rows = log_probs(built, scored).cpu().numpy()
+            own[documents] = rows[: len(documents)]
+    return values if mismatches else values[0]
+
+
+def _scored(batch: Batch) -> Iterator[Batch]:
+    """The rows, and beside them answers to other prompts where there are any."""
+    yield batch
+    if batch.rated is not None and batch.rated.input_ids is not None:
+        assert batch.rated.labels is not None
+        yield Batch(batch.rated.input_ids, batch.rated.labels)
 
 
 def _key(session: Session) -> str:

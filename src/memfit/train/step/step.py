@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -25,9 +25,20 @@ from memfit.train.step.build import Built
 from memfit.train.step.in_backward import updating
 from memfit.train.step.loss import IGNORE, loss_mean
 from memfit.train.step.preference import Rewards, count_pairs, judge, row_log_probs
+from memfit.train.step.rated import count_answers, find_baseline, judge_rated
 from memfit.train.step.scaling import current_scale, unscale, update
 
 Enter = Callable[[Phase], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RatedBatch:
+    """What rated answers are, and answers to other prompts where the loss has them."""
+
+    desirable: Tensor  # (micro_batch,) bool
+    input_ids: Tensor | None = None  # (micro_batch, tokens): a row's prompt, another one's answer
+    labels: Tensor | None = None
+    reference: Tensor | None = None  # (micro_batch,) fp32: precomputed log-probabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +56,16 @@ class Batch:
     context: Tensor | None = None
     # what the cross-entropy beside the loss of pairs is a mean over: tokens of the global batch
     beside: float = 1.0
+    rated: RatedBatch | None = None  # of answers that are desirable or not
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """What the data put on the device."""
-        return self.input_ids, self.labels, self.position_ids, self.reference, self.context
+        own = self.input_ids, self.labels, self.position_ids, self.reference, self.context
+        rated = self.rated
+        if rated is None:
+            return own
+        return *own, rated.desirable, rated.input_ids, rated.labels, rated.reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +159,8 @@ def evaluate(built: Built, batch: Batch, rewards: Rewards | None = None) -> tupl
         built.model.train(was_training)
         if built.recipe.parallel.world > 1:  # no backward comes that would let go of the tail
             let_go(parts(built.model).base)
+    if built.recipe.rates:
+        return loss, count_answers(batch.labels)
     if built.recipe.prefers:
         return loss, count_pairs(batch.labels)
     return loss, (batch.labels != IGNORE).sum()
@@ -150,13 +168,19 @@ def evaluate(built: Built, batch: Batch, rewards: Rewards | None = None) -> tupl
 
 def log_probs(built: Built, batch: Batch) -> Tensor:
     """(rows,) fp32 of each row's targets under the model as it is; nothing is kept."""
-    was_training = built.model.training
-    built.model.eval()
+    with evaluating(built.model), torch.no_grad(), autocast(built):
+        return _log_probs(built, _hidden(built, batch), batch)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Nothing is dropped out within."""
+    was_training = model.training
+    model.eval()
     try:
-        with torch.no_grad(), autocast(built):
-            return _log_probs(built, _hidden(built, batch), batch)
+        yield
     finally:
-        built.model.train(was_training)
+        model.train(was_training)
 
 
 def answer_log_probs(built: Built, batch: Batch, temperature: float) -> TokenLogProbs:
@@ -216,6 +240,8 @@ def _forward(
     def work() -> Tensor:
         if batch.answers is not None:
             return _reinforce(built, batch, batch.answers, enter, rewards)
+        if built.recipe.rates:
+            return _rate(built, batch, target_tokens, enter, rewards)
         if built.recipe.prefers:
             return _prefer(built, batch, target_tokens, enter, rewards)
         hidden = _hidden(built, batch)
@@ -245,6 +271,40 @@ def _prefer(built: Built, batch: Batch, pairs: int, enter: Enter, rewards: Rewar
     policy = _log_probs(built, hidden, batch)
     del hidden
     return judge(policy, reference, batch.labels, built.recipe, pairs, rewards, batch.beside)
+
+
+def _rate(built: Built, batch: Batch, answers: int, enter: Enter, rewards: Rewards) -> Tensor:
+    """The loss of a micro-batch of rated answers: what needs no gradient, then the policy."""
+    rated, reference = batch.rated, batch.reference
+    if rated is None:
+        raise InvalidRequest("a batch of rated answers comes without their labels")
+    other = None
+    if rated.input_ids is not None and rated.labels is not None:
+        other = Batch(rated.input_ids, rated.labels, reference=rated.reference)
+    with torch.no_grad(), evaluating(built.model):
+        below = None if other is None else other.reference
+        if built.recipe.references:
+            with find_adapter(built.recipe).switched_off(built.model):
+                reference = _log_probs(built, _hidden(built, batch), batch)
+                if other is not None:
+                    below = _log_probs(built, _hidden(built, other), other)
+        if reference is None or (other is not None and below is None):
+            raise InvalidRequest(
+                "a batch of rated answers comes without its reference's log-probabilities",
+                hint="the recipe says `preference.reference: precomputed`: compute them first",
+            )
+        baseline = None
+        if other is not None and below is not None:
+            own = _log_probs(built, _hidden(built, other), other)
+            baseline = find_baseline(own, below, other.labels)
+            del own, below
+    hidden = _hidden(built, batch)
+    enter(Phase.LOSS)
+    policy = _log_probs(built, hidden, batch)
+    del hidden
+    return judge_rated(
+        policy, reference, baseline, rated.desirable, batch.labels, built.recipe, answers, rewards
+    )
 
 
 def _reinforce(

@@ -5,8 +5,13 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from memfit.core.errors import InvalidRequest
-from memfit.objectives import Objective, find_objective
-from memfit.records.objectives import check_adapter, check_no_reference, check_second
+from memfit.objectives import find_objective
+from memfit.records.objectives import (
+    check_adapter,
+    check_baseline,
+    check_no_reference,
+    check_second,
+)
 from memfit.records.recipe import ADAPTED, Method, Preference, Reference
 from memfit.records.request import Request
 
@@ -14,16 +19,19 @@ from memfit.records.request import Request
 def check_pairs(request: Request) -> None:
     """Raise InvalidRequest for what `objectives` refuses of a recipe, where the request says it."""
     objective = request.task.objective
-    if not find_objective(objective).pairs:
+    found = find_objective(objective)
+    if not found.compares:
         return
     micro, batch = request.micro_batch, request.global_batch
-    if batch % 2:
+    if found.rated:
+        _check_mismatched(request)
+    elif batch % 2:
         raise InvalidRequest(
             f"`task.global_batch: {batch}` is odd, and `objective: {objective}` takes pairs of"
             " sequences",
             hint=f"use `global_batch: {batch + 1}`",
         )
-    if micro != "auto" and micro % 2:
+    if found.pairs and micro != "auto" and micro % 2:
         raise InvalidRequest(
             f"`micro_batch: {micro}` is odd, and `objective: {objective}` takes pairs of sequences",
             hint=f"use `micro_batch: {micro + 1}`",
@@ -36,10 +44,27 @@ def check_pairs(request: Request) -> None:
         )
 
 
+def _check_mismatched(request: Request) -> None:
+    """Raise InvalidRequest where the plan would choose over how many rows a baseline is a mean."""
+    objective, micro = find_objective(request.task.objective), request.micro_batch
+    stated = request.preference.loss_type
+    loss = "" if stated == "auto" else stated
+    if not objective.find_loss(loss).mismatches:
+        return
+    if micro == "auto":
+        raise InvalidRequest(
+            f"`micro_batch: auto` under `objective: {objective.name}`, whose baseline z0 is a mean"
+            " over a micro-batch: another one learns something else, so that no plan chooses it",
+            hint="state `micro_batch`, 2 or more, or use `preference.loss_type: apo_zero_unpaired`,"
+            " which has no baseline",
+        )
+    check_baseline(objective.name, micro)
+
+
 def check_described(request: Request) -> None:
     """Raise InvalidRequest for a loss of pairs that is described of memfit's own step alone."""
     objective, loss = find_objective(request.task.objective), request.preference.loss_type
-    if not objective.pairs or request.is_own:
+    if not objective.compares or request.is_own:
         return
     usual = find_objective("dpo").usual_loss
     if objective.name != "dpo" or loss not in ("auto", usual):
@@ -60,7 +85,7 @@ def choose_preference(
     of others that have one.
     """
     objective = find_objective(request.task.objective)
-    if not objective.pairs:
+    if not objective.compares:
         return Preference()
     requested = request.preference
     loss = objective.usual_loss if requested.loss_type == "auto" else requested.loss_type
@@ -68,7 +93,9 @@ def choose_preference(
         beta=requested.beta, label_smoothing=requested.label_smoothing, loss_type=loss,
         gamma=_choose("gamma", requested.gamma, 0.5, loss, "simpo"),
         tau=_choose("tau", requested.tau, 0.05, loss, "discopop"),
-        cross_entropy=_weigh(requested.cross_entropy, objective),
+        cross_entropy=_weigh(requested.cross_entropy, usual=bool(objective.learns)),
+        desirable=_weigh(requested.desirable, usual=objective.rated),
+        undesirable=_weigh(requested.undesirable, usual=objective.rated),
     )  # fmt: skip
     objective.check(made)
     if not objective.refers:
@@ -84,11 +111,9 @@ def choose_preference(
     return replace(made, reference=reference)
 
 
-def _weigh(requested: float | str, objective: Objective) -> float:
-    """The weight of the cross-entropy that the objective adds to its pairs' loss, if any."""
-    if isinstance(requested, str):
-        return 1.0 if objective.learns else 0.0
-    return requested
+def _weigh(requested: float | str, *, usual: bool) -> float:
+    """A weight, which is 1 where the objective has such a part and states no other."""
+    return float(usual) if isinstance(requested, str) else requested
 
 
 def _choose(name: str, requested: float | str, usual: float, loss: str, owner: str) -> float:
