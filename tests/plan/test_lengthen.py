@@ -24,6 +24,7 @@ CYCLES = {"gemma-2-2b": 14, "smollm3-3b": 28}  # of several blocks
 
 def write(recipe: Recipe) -> tape.Tape:
     tape._record.cache_clear()
+    lengthen._record_short.cache_clear()
     model = find_adapter(recipe).adapt(read_model(recipe.model), recipe)
     return tape.write_tape(model, recipe, H100)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
@@ -59,11 +60,16 @@ def record_deep(setting: Setting, batch: Batch) -> Recording:
     if longest <= CYCLES or setting.stages is not None:
         return record(setting, batch, unrolled=True)
     runs = tuple(Run(cycle=r.cycle, count=min(r.count, CYCLES)) for r in setting.runs)
-    short = record(replace(setting, runs=runs), batch, unrolled=True)
+    short = _record_short(replace(setting, runs=runs), batch)
     try:
         return _Lengthening(short, setting.runs).made()
     except _Unlike:
         return record(setting, batch, unrolled=True)
+
+
+@lru_cache(maxsize=8)  # a search asks for many splits into recomputed and other blocks
+def _record_short(setting: Setting, batch: Batch) -> Recording:
+    return record(setting, batch, unrolled=True)
 
 
 class _Lengthening:

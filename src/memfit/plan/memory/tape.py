@@ -8,16 +8,16 @@ behind the loaded weights and before the optimizer's update, twice, as the certi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import pairwise, takewhile
+from itertools import accumulate, takewhile
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from memfit.adapters import find_adapter
-from memfit.allocator.caching import Replay
 from memfit.allocator.caching import replay as run_allocator
+from memfit.allocator.quick import Ask, is_quick, replay_quickly
 from memfit.allocator.settings import Settings, read_settings
 from memfit.allocator.tape import FREED, Line
 from memfit.families import find_family
@@ -29,6 +29,7 @@ from memfit.optimizers.shared.offloaded import stays
 from memfit.parallelism.pipeline import stage_model
 from memfit.parallelism.shards import cut_model, local_model
 from memfit.plan.memory.lengthen import record_deep
+from memfit.plan.memory.playing import NOTHING, Part, Playing, Reel, cut_pieces
 from memfit.plan.memory.predicted_memory import (
     describe,
     find_fullest,
@@ -38,8 +39,7 @@ from memfit.plan.memory.predicted_memory import (
 )
 from memfit.plan.memory.saving import gather_chains
 from memfit.plan.simulate.blocks import AFTER_PRODUCT
-from memfit.plan.simulate.setting import Batch, Mark, Recording, Setting
-from memfit.plan.step_time.pipeline.orders import Piece
+from memfit.plan.simulate.setting import Batch, Recording, Setting
 from memfit.records.hardware import Device
 from memfit.records.ledger import Kind, Phase
 from memfit.records.model import DTYPE_BYTES, Model, TensorSpec
@@ -55,9 +55,26 @@ MOST_CHUNKS, MOST_CALLS = 4096, 256
 class Tape(NamedTuple):
     """What the allocator sees of a run, cut into stretches of one phase each."""
 
-    events: list[Line]
-    marks: list[int]  # where each stretch but the first begins
+    codes: list[int]  # n: storage n is born; ~n: it dies
+    asks: list[Ask]  # bytes and stream of each storage; no bytes of what stands there already
+    cuts: list[int]  # of the codes: where each stretch but the first begins
     phases: list[Phase]  # of each stretch
+
+    @property
+    def events(self) -> list[Line]:
+        """The same as `allocator.caching` reads it, without storages of no bytes."""
+        asks = self.asks
+        return [
+            (code, *asks[code]) if code >= 0 else (~code, FREED, 0)
+            for code in self.codes if asks[max(code, ~code)][0]
+        ]  # fmt: skip
+
+    @property
+    def marks(self) -> list[int]:
+        """Of those events: where each stretch but the first begins."""
+        have = (self.asks[max(code, ~code)][0] > 0 for code in self.codes)
+        before = [0, *accumulate(have)]
+        return [before[cut] for cut in self.cuts]
 
 
 class Replayed(NamedTuple):
@@ -97,19 +114,22 @@ def replay_run(model: Model, recipe: Recipe, device: Device) -> Replayed:
     tape = write_tape(model, recipe, device)
     memory = device.memory_driver or Settings().device_memory
     settings = read_settings(recipe.allocator, device_memory=memory)
+    if is_quick(settings):
+        held = replay_quickly(tape.codes, tape.asks, settings, tape.cuts)
+        return Replayed(max(held.stretches), held.reserved, _by_phase(tape, held.stretches))
     replayed = run_allocator(tape.events, settings, tape.marks)
     if replayed.failure is not None:  # beyond the allowed fraction: say what it would take
         free = replace(settings, memory_fraction=1.0)
         replayed = run_allocator(tape.events, free, tape.marks)
-    return Replayed(
-        replayed.peaks.allocated, replayed.peaks.reserved, _peaks_by_phase(tape, replayed)
-    )
+    peaks = replayed.peaks
+    stretches = [stretch.allocated for stretch in replayed.stretches]
+    return Replayed(peaks.allocated, peaks.reserved, _by_phase(tape, stretches))
 
 
-def _peaks_by_phase(tape: Tape, replayed: Replay) -> dict[Phase, int]:
+def _by_phase(tape: Tape, allocated: Iterable[int]) -> dict[Phase, int]:
     peaks: dict[Phase, int] = {}
-    for phase, stretch in zip(tape.phases, replayed.stretches, strict=True):
-        peaks[phase] = max(peaks.get(phase, 0), stretch.allocated)
+    for phase, nbytes in zip(tape.phases, allocated, strict=True):
+        peaks[phase] = max(peaks.get(phase, 0), nbytes)
     return peaks
 
 
@@ -133,10 +153,11 @@ class _Writer:
         self.trainable = [w.spec for w in self.local.weights if w.trainable]
         self.computed = find_adapter(recipe).loading(model)
         self.setting = describe(model, without_shape(recipe), device, rank, shortened=False)[0]
-        self.events: list[Line] = []
-        self.marks: list[int] = []
+        self.codes: list[int] = []
+        self.asks: list[Ask] = [NOTHING]  # storages are counted from 1
+        self.cuts: list[int] = []
         self.phases = [Phase.LOAD]
-        self.born = 0
+        self.reels: dict[int, Reel] = {}
         self.threads = 2  # whose cuBLAS workspaces are still to come: the forward's, autograd's
         self.has_states = False
 
@@ -146,36 +167,36 @@ class _Writer:
         self._load()
         recording = _record(self.setting, batch)
         for first in (True, False):
-            pieces = list(_pieces(recording, self.setting, first=first))
-            playing = _Playing(recording.meter, self.born + 1, pieces[0].start)
+            pieces = list(cut_pieces(recording, self.setting, first=first))
+            playing = self._begin(recording.meter, pieces[0].start)
             for piece in pieces:
                 self._run(playing, piece)
             self.enter(Phase.FIRST_STEP if first else Phase.OPTIMIZER_STEP)
-            self.born = playing.end
             if self.setting.in_backward is None:
                 self._update()
             self._end_step(recording, playing)
         self._evaluate(_record(without_history(self.setting), batch))
         self._save()
-        return Tape(self.events, self.marks, self.phases)
+        return Tape(self.codes, self.asks, self.cuts, self.phases)
 
     def enter(self, phase: Phase) -> None:
         """A stretch of this phase begins."""
         if phase != self.phases[-1]:
-            self.marks.append(len(self.events))
+            self.cuts.append(len(self.codes))
             self.phases.append(phase)
 
     def hold(self, nbytes: int, stream: int = 0) -> int:
         """A storage is born; returns its number, 0 of what has no bytes."""
         if not nbytes:
             return 0
-        self.born += 1
-        self.events.append((self.born, nbytes, stream))
-        return self.born
+        number = len(self.asks)
+        self.asks.append((nbytes, stream))
+        self.codes.append(number)
+        return number
 
     def drop(self, storages: Iterable[int]) -> None:
         """Storages die."""
-        self.events += [(storage, FREED, 0) for storage in storages if storage]
+        self.codes += [~storage for storage in storages if storage]
 
     def _load(self) -> None:
         for weight in self.local.weights:
@@ -209,27 +230,34 @@ class _Writer:
         self.threads -= 1
         self.hold(product_workspace(self.device))
 
-    def _run(self, playing: _Playing, piece: _Piece) -> None:
+    def _begin(self, meter: Meter, start: int = 0) -> Playing:
+        """Number the storages of a recording's events, which are then played."""
+        reel = self.reels.setdefault(id(meter), Reel(meter))  # a reel keeps its meter
+        playing = Playing(reel, len(self.asks), start)
+        self.asks += playing.asks
+        return playing
+
+    def _run(self, playing: Playing, piece: Part) -> None:
         """A micro-batch, or a part of one: its events, each in its phase."""
         phase, at = piece.phase, piece.start
         self.enter(phase)
         if self.threads == 2 and piece.start <= piece.product < piece.stop:
-            self.events += playing.play(at, piece.product)
+            self.codes += playing.play(at, piece.product)
             self._begin_products()
             at = piece.product
         for mark in piece.marks:
             if mark.event < at:
                 continue
-            self.events += playing.play(at, mark.event)
+            self.codes += playing.play(at, mark.event)
             at = mark.event
             if phase in IN_ORDER:
                 phase = {"loss": Phase.LOSS, "head": Phase.BACKWARD}.get(mark.name, phase)
                 self.enter(phase)
             if self.threads == 1 and mark.name.endswith(AFTER_PRODUCT):
                 self._begin_products()
-        self.events += playing.play(at, piece.stop)
+        self.codes += playing.play(at, piece.stop)
 
-    def _end_step(self, recording: Recording, playing: _Playing) -> None:
+    def _end_step(self, recording: Recording, playing: Playing) -> None:
         """Gradients are let go, and results that the loop has read; states stay."""
         kinds, gradients = recording.meter.kinds, dict.fromkeys(recording.gradients)
         alive = playing.find_alive()
@@ -267,12 +295,11 @@ class _Writer:
 
     def _play_alone(self, meter: Meter, parts: Iterable[slice]) -> None:
         """Those events; what is left of them is let go."""
-        playing = _Playing(meter, self.born + 1)
+        playing = self._begin(meter)
         for part in parts:
-            self.events += playing.play(part.start, part.stop)
+            self.codes += playing.play(part.start, part.stop)
         for storages in playing.find_alive().values():
             self.drop(storages)
-        self.born = playing.end
 
     def _make_states(self, specs: Sequence[TensorSpec]) -> None:
         """Before the first update; nothing where they are there."""
@@ -300,7 +327,7 @@ class _Writer:
     def _evaluate(self, recording: Recording) -> None:
         """Two held-out micro-batches, after each of which gathered weights are freed."""
         self.enter(Phase.EVALUATE)
-        pieces = list(_pieces(recording, without_history(self.setting), first=True))
+        pieces = list(cut_pieces(recording, without_history(self.setting), first=True))
         for _ in range(2):
             self._play_alone(recording.meter, [slice(p.start, p.stop) for p in pieces])
 
@@ -314,88 +341,3 @@ class _Writer:
                 self.drop([before])
                 before = made
             self.drop([before])
-
-
-class _Playing:
-    """One run of a recording's events, or of some of them; its storages get numbers of their own.
-
-    What the recording holds of the loaded weights stands on the tape already, and what is born
-    before `start` is another run's.
-    """
-
-    def __init__(self, meter: Meter, first: int, start: int = 0) -> None:
-        self.meter, self.first = meter, first
-        self.each = max(meter.counts, default=1)  # numbers of a storage: it may stand for several
-        self.end = first + len(meter.requested) * self.each
-        others = sum(event >= 0 for event in meter.events[:start])
-        kinds = enumerate(zip(meter.kinds, meter.requested, strict=True))
-        held = (i for i, (kind, nbytes) in kinds if kind is Kind.PARAMETERS or not nbytes)
-        self._left_out = {*range(others), *held}
-        self._played: list[int] = []
-
-    def play(self, start: int, stop: int) -> list[Line]:
-        """The lines of those events."""
-        requested, streams, first, left_out = (
-            self.meter.requested, self.meter.streams, self.first, self._left_out
-        )  # fmt: skip
-        own = [
-            event for event in self.meter.events[start:stop]
-            if (event if event >= 0 else ~event) not in left_out
-        ]  # fmt: skip
-        self._played += own
-        if self.each == 1:
-            return [
-                (first + e, requested[e], streams[e]) if e >= 0 else (first + ~e, FREED, 0)
-                for e in own
-            ]
-        return [
-            (n, requested[e], streams[e]) if e >= 0 else (n, FREED, 0)
-            for e in own for n in self._numbers(e if e >= 0 else ~e)
-        ]  # fmt: skip
-
-    def find_alive(self) -> dict[int, range]:
-        """The numbers of each storage that was born and did not die."""
-        dead = {~event for event in self._played if event < 0}
-        return {e: self._numbers(e) for e in self._played if e >= 0 and e not in dead}
-
-    def _numbers(self, storage: int) -> range:
-        start = self.first + storage * self.each
-        return range(start, start + self.meter.counts[storage])
-
-
-class _Piece(NamedTuple):
-    """A micro-batch of a recording, or a stage's part of one, its batch's tensors among it."""
-
-    start: int  # of the meter's events
-    stop: int
-    marks: list[Mark]
-    phase: Phase  # in which it begins
-    product: int  # where the first product of the recording is
-
-
-def _pieces(recording: Recording, setting: Setting, *, first: bool) -> Iterator[_Piece]:
-    """The pieces of a run's first step, or of its second.
-
-    Of a step that updates within backward, the recording's second micro-batch is the second step's.
-    """
-    ends = [marks[-1].event for marks in recording.passes[:-1]]
-    edges = pairwise((0, *ends, recording.stop))
-    phase = Phase.FIRST_STEP if first else Phase.FORWARD
-    orders = setting.stages.order if setting.stages is not None else ()
-    for number, ((start, stop), marks) in enumerate(zip(edges, recording.passes, strict=True)):
-        if setting.next_step and (number == 0) is not first:
-            continue
-        if not first and not setting.next_step and _is_later(number, orders):
-            phase = Phase.ACCUMULATE
-        yield _Piece(start, stop, marks, phase, recording.product)
-
-
-def _is_later(number: int, order: Sequence[Piece]) -> bool:
-    """Whether a pass is of a further micro-batch; of stages, from the second forward on.
-
-    order: of a rank's stages, before and after which a recording has a pass of its own.
-    """
-    if not order:
-        return number > 0
-    forwards = [n for n, p in enumerate(order, 1) if p.pass_ == "F" and p.micro_batch == 1]
-    return bool(forwards) and number >= forwards[0]
