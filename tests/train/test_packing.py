@@ -13,7 +13,14 @@ from memfit.core.errors import InvalidRequest
 from memfit.records.recipe import Parallel
 from memfit.records.shapes import RowBounds
 from memfit.train.data import sampler as sampler_module
-from memfit.train.data.packing import StreamRows, TableRows, one_a_row, pack_best_fit, seeded_order
+from memfit.train.data.packing import (
+    Piece,
+    StreamRows,
+    TableRows,
+    one_a_row,
+    pack_best_fit,
+    seeded_order,
+)
 from memfit.train.data.sampler import IGNORED, build_sampler
 from memfit.train.data.tokens import Corpus
 
@@ -122,6 +129,58 @@ def test_best_fit_keeps_examples_whole_and_close_to_the_fewest_rows(lengths, see
     assert all(sum(p.length for p in row) <= 40 for row in rows)
     fewest = -(-sum(lengths) // 40)
     assert len(rows) <= 11 * fewest / 9 + 6 / 9 + 1  # Dosa 2007, with the fractional lower bound
+
+
+def pack_one_by_one(lengths, width, seed, cut):
+    """The same rule as a plain loop, each piece into the row that it finds."""
+    order = np.argsort(seeded_order(len(lengths), seed, 0))
+    pieces = [
+        Piece(document, start, min(start + width, length))
+        for document, length in enumerate(lengths)
+        for start in range(0, min(length, width) if cut else length, width)
+    ]
+    pieces.sort(key=lambda piece: (-piece.length, order[piece.document]))
+    rows, rooms = [], []
+    for piece in pieces:
+        fitting = [room for room in rooms if room[0] >= piece.length]
+        if not fitting:
+            rows.append([])
+            space, row = width, len(rows) - 1
+        else:
+            least = min(space for space, _ in fitting)
+            newest = max(i for i, (space, _) in enumerate(rooms) if space == least)
+            space, row = rooms.pop(newest)
+        rows[row].append(piece)
+        if space > piece.length:
+            rooms.append((space - piece.length, row))
+    return [tuple(row) for row in rows]
+
+
+@given(
+    lengths=st.lists(st.integers(0, 60), max_size=80).filter(any),
+    width=st.integers(1, 45), seed=st.integers(0, 3), cut=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=200)
+def test_best_fit_of_whole_lengths_is_that_of_pieces_one_by_one(lengths, width, seed, cut):
+    """Runs of earlier versions go on with the rows that they began with."""
+    found = pack_best_fit(np.array(lengths), width, seed, cut=cut)
+    assert list(found) == pack_one_by_one(lengths, width, seed, cut)
+
+
+@given(lengths=LENGTHS, width=st.integers(1, 45), packed=st.booleans(), first=st.integers(0, 60))
+@settings(max_examples=100)
+def test_costs_are_those_of_the_rows_one_by_one(lengths, width, packed, first):
+    table = (pack_best_fit if packed else one_a_row)(
+        np.array(lengths), width, **({"seed": 1} if packed else {}), cut=False
+    )
+    rows = TableRows(table, width, 3, packed=packed)
+    want = []
+    for index in range(first, first + 50):
+        sizes = [piece.length for piece in rows.row(index)]
+        if packed and sum(sizes) < width:
+            sizes.append(width - sum(sizes))
+        want.append([sum(sizes), len(sizes), max(sizes)])
+    assert rows.costs(first, 50).tolist() == want
 
 
 def test_best_fit_takes_the_row_with_the_least_room():

@@ -7,12 +7,10 @@ micro-batch, so that the reference's log-probability of it can be computed once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from memfit.core.errors import InvalidRequest
-from memfit.train.data.packing import Array, Piece, TableRows, seeded_order
+from memfit.train.data.packing import Array, RowTable, TableRows, seeded_order
 from memfit.train.data.tokens import Corpus
 
 PURPOSE = 2  # of the seeded order: another than an epoch's
@@ -21,17 +19,14 @@ PURPOSE = 2  # of the seeded order: another than an epoch's
 class MismatchedRows(TableRows):
     """One answer a row, beside which the answer to another prompt is read."""
 
-    def __init__(
-        self, rows: Sequence[tuple[Piece, ...]], corpus: Corpus, width: int, seed: int, name: str
-    ) -> None:
+    def __init__(self, rows: RowTable, corpus: Corpus, width: int, seed: int, name: str) -> None:
         """Raises InvalidRequest where all examples have the same prompt."""
         super().__init__(rows, width, seed, packed=False)
         self._corpus = corpus
         documents = [piece.document for (piece,) in rows]
         self.prompts = {d: self._count_prompt(d) for d in documents}  # tokens of each one's
         self.others = self._find_others(np.array(documents), seed, name)
-        lengths = [self.length(d) for d in documents]
-        self._costs[:, 0] = self._costs[:, 2] = np.maximum(self._costs[:, 0], lengths)
+        self._least = np.array([self.length(d) for d in documents])
 
     def length(self, document: int) -> int:
         """Tokens of its prompt with the other document's answer, which is cut to a row."""

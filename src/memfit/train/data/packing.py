@@ -19,9 +19,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -160,17 +160,55 @@ class StreamRows(Rows):
         return rows
 
 
+class RowTable(Sequence[tuple[Piece, ...]]):
+    """Rows that are made once, as arrays: millions of them take tens of bytes each."""
+
+    def __init__(self, documents: Array, starts: Array, stops: Array, begins: Array) -> None:
+        """Pieces of all rows, one after the other, and where each row begins, with the end."""
+        self.documents = documents
+        self.starts = starts
+        self.stops = stops
+        self.begins = begins
+
+    def __len__(self) -> int:
+        return len(self.begins) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[Piece, ...]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[tuple[Piece, ...]]: ...
+    def __getitem__(self, index: int | slice) -> tuple[Piece, ...] | Sequence[tuple[Piece, ...]]:
+        """The pieces of one row, left to right."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        cut = slice(int(self.begins[index]), int(self.begins[index + 1]))
+        columns = (self.documents[cut], self.starts[cut], self.stops[cut])
+        return tuple(Piece(*values) for values in zip(*(c.tolist() for c in columns), strict=True))
+
+    def costs(self, rows: Array) -> Array:
+        """(rows, 3): tokens, documents, the longest one's tokens; padding not counted."""
+        counts = np.diff(self.begins)
+        at = _spread(self.begins[:-1], counts, rows)
+        lengths = (self.stops[at] - self.starts[at]).astype("int64")
+        edges = np.cumsum(counts[rows]) - counts[rows]
+        found = np.empty((len(rows), 3), dtype="int64")
+        found[:, 0] = np.add.reduceat(lengths, edges) if len(rows) else 0
+        found[:, 1] = counts[rows]
+        found[:, 2] = np.maximum.reduceat(lengths, edges) if len(rows) else 0
+        return found
+
+
 class TableRows(Rows):
     """Rows that are made once; each epoch shows all of them in another order."""
 
-    def __init__(
-        self, rows: Sequence[tuple[Piece, ...]], width: int, seed: int, *, packed: bool
-    ) -> None:
+    def __init__(self, rows: RowTable, width: int, seed: int, *, packed: bool) -> None:
         self.packed = packed
         self.table = rows
+        self._least: Array | None = None  # (rows,): tokens that a row has room for, at least
         self._width = width
         self._epoch = lru_cache(maxsize=2)(lambda e: seeded_order(len(rows), seed, e))
-        self._costs = np.array([self._cost(row) for row in rows], dtype="int64")
 
     @property
     def per_epoch(self) -> float:
@@ -186,16 +224,26 @@ class TableRows(Rows):
 
     def costs(self, first: int, count: int, *, once: bool = False) -> Array:
         """Read off the table; a packed row is as wide as all, its padding one document more."""
-        size = len(self._costs)
-        epochs = range(first // size, -(-(first + count) // size))
-        shown = np.concatenate([self._costs[self._epoch(e)] for e in epochs])
-        return shown[first - epochs[0] * size :][:count]
-
-    def _cost(self, row: tuple[Piece, ...]) -> tuple[int, int, int]:
-        lengths = [p.length for p in row]
+        shown = _shown(self._epoch, len(self.table), first, count)
+        found = self.table.costs(shown)
+        if self._least is not None:
+            found[:, ::2] = np.maximum(found[:, ::2], self._least[shown, None])
         if self.packed:
-            lengths += [self._width - sum(lengths)] if sum(lengths) < self._width else []
-        return sum(lengths), len(lengths), max(lengths, default=0)
+            padding = self._width - found[:, 0]
+            found[:, 0] = self._width
+            found[:, 1] += padding > 0
+            found[:, 2] = np.maximum(found[:, 2], padding)
+        return found
+
+
+def _shown(epoch: Callable[[int], Array], size: int, first: int, count: int) -> Array:
+    """What epochs of `size`, each in its own order, show from `first` on."""
+    parts, at = [], first
+    while at < first + count:
+        number, begin = divmod(at, size)
+        parts.append(epoch(number)[begin : begin + first + count - at])
+        at += len(parts[-1])
+    return np.concatenate([*parts, np.array([], dtype="int64")])
 
 
 class PairRows(Rows):
@@ -224,51 +272,105 @@ class PairRows(Rows):
 
     def costs(self, first: int, count: int, *, once: bool = False) -> Array:
         """One document a row, for all epochs that are met."""
-        size = int(self.per_epoch)
-        epochs = range(first // size, -(-(first + count) // size))
-        pairs = np.concatenate([self._pairs[self._epoch(e)] for e in epochs])
-        documents = np.stack((2 * pairs, 2 * pairs + 1), axis=1).ravel()
-        lengths = self._lengths[documents[first - epochs[0] * size :][:count]]
+        pairs = range(first // 2, -(-(first + count) // 2))
+        shown = self._pairs[_shown(self._epoch, len(self._pairs), pairs.start, len(pairs))]
+        documents = np.stack((2 * shown, 2 * shown + 1), axis=1).ravel()
+        lengths = self._lengths[documents[first % 2 :][:count]]
         return np.stack((lengths, np.ones_like(lengths), lengths), axis=1)
 
 
-def pack_best_fit(
-    lengths: Array, width: int, seed: int, *, cut: bool = True
-) -> list[tuple[Piece, ...]]:
+def pack_best_fit(lengths: Array, width: int, seed: int, *, cut: bool = True) -> RowTable:
     """Whole documents in rows of `width`, longest first, each where the least room is left.
 
     Documents of more than `width` tokens are cut to it, or go on in rows of their own; those of
     none are left out. Equal lengths come in seeded order.
+
+    All pieces of one length are placed at once: a row with the least room takes as many as fit,
+    because no other room is between theirs and what it has left.
     """
-    order = np.argsort(seeded_order(len(lengths), seed, 0))  # of each document, its place
-    pieces = [piece for (piece,) in one_a_row(lengths, width, cut=cut)]
-    pieces.sort(key=lambda piece: (-piece.length, order[piece.document]))
-    rows: list[list[Piece]] = []
-    spaces: list[int] = []  # the distinct rooms left, ascending
-    by_space: dict[int, list[int]] = {}
-    for piece in pieces:
-        length = piece.length
-        at = bisect_left(spaces, length)
-        if at == len(spaces):
-            rows.append([])
-            row, space = len(rows) - 1, width
-        else:
-            space = spaces[at]
-            row = by_space[space].pop()
-            if not by_space[space]:
-                del by_space[space], spaces[at]
-        rows[row].append(piece)
-        if left := space - length:
-            if left not in by_space:
-                insort(spaces, left)
-            by_space.setdefault(left, []).append(row)
-    return [tuple(row) for row in rows]
+    pieces = one_a_row(lengths, width, cut=cut)
+    sizes = pieces.stops - pieces.starts
+    counts = np.bincount(pieces.documents, minlength=len(lengths))
+    order = _spread(np.cumsum(counts) - counts, counts, seeded_order(len(lengths), seed, 0))
+    room = width - sizes[order]  # numpy sorts 16 bits in linear time
+    order = order[np.argsort(room.astype("uint16") if width < 2**16 else room, kind="stable")]
+    sizes = sizes[order]
+    row_of = np.empty(len(order), dtype=pieces.documents.dtype)
+    rooms = _Rooms(width)
+    edges = np.flatnonzero(np.diff(sizes)) + 1
+    for first, stop in zip([0, *edges.tolist()], [*edges.tolist(), len(sizes)], strict=True):
+        at = first
+        while at < stop:
+            length = int(sizes[at])
+            space, rows = rooms.take(length, stop - at)
+            each = space // length
+            count = min(stop - at, each * len(rows))
+            row_of[at : at + count] = np.repeat(rows, each)[:count]
+            full, rest = divmod(count, each)
+            rooms.put(space - each * length, rows[:full])
+            if rest:
+                rooms.put(space - rest * length, rows[full:])
+            at += count
+    order = order[np.argsort(row_of, kind="stable")]
+    begins = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=rooms.rows))])
+    return RowTable(pieces.documents[order], pieces.starts[order], pieces.stops[order], begins)
 
 
-def one_a_row(lengths: Array, width: int, *, cut: bool) -> list[tuple[Piece, ...]]:
+def _spread(begins: Array, counts: Array, rows: Array) -> Array:
+    """The numbers begins[r], begins[r] + 1, …, counts[r] of them, of one row after the other."""
+    wanted = counts[rows]
+    ends = np.cumsum(wanted)
+    shift = np.repeat(begins[rows] - (ends - wanted), wanted)
+    return shift + np.arange(len(shift))
+
+
+class _Rooms:
+    """Open rows by the room that is left in them; of one room, the last one put in goes first."""
+
+    def __init__(self, width: int) -> None:
+        self.rows = 0
+        self._width = width
+        self._spaces: list[int] = []  # the distinct rooms, ascending
+        self._rows: dict[int, list[Array]] = {}
+
+    def take(self, length: int, count: int) -> tuple[int, Array]:
+        """The least room for `length`, and the rows that have it: enough for `count` pieces, or as
+        many as there are. Where nothing has room, new rows."""
+        at = bisect_left(self._spaces, length)
+        space = self._spaces[at] if at < len(self._spaces) else self._width
+        wanted = -(-count // (space // length))
+        if at == len(self._spaces):
+            self.rows += wanted
+            return space, np.arange(self.rows - wanted, self.rows)
+        found, held = [], self._rows[space]
+        while held and wanted:
+            newest = held.pop()
+            if len(newest) > wanted:
+                held.append(newest[:-wanted])
+                newest = newest[-wanted:]
+            found.append(newest[::-1])
+            wanted -= len(newest)
+        if not held:
+            del self._rows[space], self._spaces[at]
+        return space, np.concatenate(found)
+
+    def put(self, space: int, rows: Array) -> None:
+        """Leave rows with that much room; those without any are closed."""
+        if not space or not len(rows):
+            return
+        if space not in self._rows:
+            insort(self._spaces, space)
+        self._rows.setdefault(space, []).append(rows)
+
+
+def one_a_row(lengths: Array, width: int, *, cut: bool) -> RowTable:
     """One piece a row. A longer document is cut to `width`, or goes on in rows of its own."""
-    return [
-        (Piece(document, start, min(start + width, length)),)
-        for document, length in enumerate(lengths.tolist())
-        for start in range(0, min(length, width) if cut else length, width)
-    ]
+    lengths = np.asarray(lengths)
+    counts = np.minimum(lengths, 1) if cut else -(-lengths // width)
+    small = max(len(lengths), int(lengths.max(initial=0))) < np.iinfo("int32").max
+    dtype = "int32" if small else "int64"
+    documents = np.repeat(np.arange(len(lengths), dtype=dtype), counts)
+    first = np.repeat((np.cumsum(counts) - counts), counts)
+    starts = ((np.arange(len(documents)) - first) * width).astype(dtype)
+    stops = np.minimum(starts + width, lengths[documents]).astype(dtype)
+    return RowTable(documents, starts, stops, np.arange(len(documents) + 1))

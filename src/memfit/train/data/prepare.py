@@ -60,13 +60,13 @@ def read_data(
     task = request.task
     if not task.data:
         raise InvalidRequest("no training data is named", hint="set `task.data`, a file or folder")
-    sources = find_sources(task.data)
+    sources = find_sources(task.data, cache)
     tokenizer = find_tokenizer(request, reference, sources, cache)
     tokenizer.check_vocabulary(read_model(reference).architecture.vocab, reference.name)
     training = read_corpus(sources, tokenizer, task.objective, cache, memory=memory)
     held_out = None
     if task.evaluation:
-        evaluation = find_sources(task.evaluation)
+        evaluation = find_sources(task.evaluation, cache)
         held_out = read_corpus(evaluation, tokenizer, task.objective, cache, memory=memory)
     return Data(tokenizer, training, held_out)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import codecs
 import glob
-import hashlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
+from memfit.core.cache_folder import cache_folder
 from memfit.core.errors import InvalidRequest, did_you_mean
-from memfit.core.units import MIB
+from memfit.train.data.hashes import Content, Hashes
 
 KINDS = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv",
@@ -33,28 +32,26 @@ class Sources(NamedTuple):
     notes: tuple[str, ...]
 
 
-def find_sources(data: str) -> Sources:
+def find_sources(data: str, cache: Path | None = None) -> Sources:
     """The files named by a path, a folder (with the folders in it) or a glob pattern.
 
     Hidden, empty and binary files are passed over inside a folder, and counted, and so are JSON
-    documents, which describe data sets; a file that is named itself must be readable text. Raises
+    documents, which describe data sets; a file that is named itself must be readable text. Files
+    that have not changed since an earlier start are not read (see `hashes`). Raises
     InvalidRequest: nothing there, empty, binary.
     """
     if not data:
         raise InvalidRequest("no training data is named", hint="set `task.data`, a file or folder")
     path = Path(data).expanduser()
+    hashes = Hashes(str(path), cache or cache_folder())
     if path.is_file():
-        return Sources((_named(path),), ())
-    if path.is_dir():
-        found = [p for p in sorted(path.rglob("*")) if p.is_file() and not _hidden(p, path)]
-    else:
-        if not glob.has_magic(data):
-            _raise_missing(path, data)
-        names = sorted(glob.glob(str(path), recursive=True))
-        found = [Path(n) for n in names if Path(n).is_file()]
+        found = _named(path, hashes)
+        hashes.remember()
+        return Sources((found,), ())
+    listed = _list(path, data)
     files, empty, binary, documents = [], 0, 0, 0
-    for file in found:
-        digest, problem = _inspect(file)
+    for file in listed:
+        digest, problem = _inspect(file, hashes)
         if file.stat().st_size == 0:
             empty += 1
         elif file.suffix.lower() == ".json":
@@ -63,10 +60,11 @@ def find_sources(data: str) -> Sources:
             binary += 1
         else:
             files.append(Source(file, KINDS.get(file.suffix.lower(), "text"), digest))
+    hashes.remember()
     if not files:
         raise InvalidRequest(
             f"`{data}` holds no text, JSONL, parquet or CSV file: "
-            f"{len(found)} files, {empty} empty, {binary} binary, {documents} JSON documents",
+            f"{len(listed)} files, {empty} empty, {binary} binary, {documents} JSON documents",
             hint=f"data is {FORMATS}",
         )
     notes = [f"{n} {what} passed over in `{data}`" for n, what in
@@ -76,19 +74,34 @@ def find_sources(data: str) -> Sources:
     return Sources(tuple(files), tuple(notes))
 
 
+def _list(path: Path, data: str) -> list[Path]:
+    """The files of a folder or a pattern, sorted."""
+    if path.is_dir():
+        return [p for p in sorted(path.rglob("*")) if p.is_file() and not _hidden(p, path)]
+    if not glob.has_magic(data):
+        _raise_missing(path, data)
+    names = sorted(glob.glob(str(path), recursive=True))
+    return [Path(n) for n in names if Path(n).is_file()]
+
+
+def _inspect(path: Path, hashes: Hashes) -> Content:
+    """The file's hash, and why it is not text (empty when it is, or is parquet)."""
+    return hashes.inspect(path, text=KINDS.get(path.suffix.lower()) != "parquet")
+
+
 def _hidden(path: Path, root: Path) -> bool:
     parts = path.relative_to(root).parts
     return any(part.startswith(".") or part == "__pycache__" for part in parts)
 
 
-def _raise_missing(path: Path, data: str) -> None:
+def _raise_missing(path: Path, data: str) -> NoReturn:
     beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     near = did_you_mean(path.name, beside)
     hint = f"did you mean {near}?" if near else f"looked in `{path.parent.resolve()}`"
     raise InvalidRequest(f"no data at `{data}`", hint=hint)
 
 
-def _named(path: Path) -> Source:
+def _named(path: Path, hashes: Hashes) -> Source:
     """A file that the user named himself: every reason not to use it is an error."""
     if path.stat().st_size == 0:
         raise InvalidRequest(f"`{path}` is empty", hint="name a file with text in it")
@@ -97,28 +110,7 @@ def _named(path: Path) -> Source:
             f"`{path}` is one JSON document, not examples",
             hint="write one object a line, as JSONL (`jq -c '.[]'` splits an array)",
         )
-    digest, problem = _inspect(path)
+    digest, problem = _inspect(path, hashes)
     if problem:
         raise InvalidRequest(f"`{path}` {problem}", hint=f"data is {FORMATS}")
     return Source(path, KINDS.get(path.suffix.lower(), "text"), digest)
-
-
-def _inspect(path: Path) -> tuple[str, str]:
-    """SHA-256 of the file's bytes, and why it is not text (empty when it is, or is parquet)."""
-    digest, problem = hashlib.sha256(), ""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    check = KINDS.get(path.suffix.lower()) != "parquet"
-    try:
-        with path.open("rb") as file:
-            while chunk := file.read(MIB):
-                digest.update(chunk)
-                if check and not problem:
-                    try:
-                        decoder.decode(chunk)
-                        problem = "is a binary file" if b"\0" in chunk else ""
-                    except UnicodeDecodeError as error:
-                        byte = error.object[error.start]
-                        problem = f"is not UTF-8 text: it holds the byte 0x{byte:02x}"
-    except OSError as error:
-        raise InvalidRequest(f"cannot read `{path}`: {error.strerror}") from None
-    return digest.hexdigest(), problem

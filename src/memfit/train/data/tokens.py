@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import shutil
 from importlib.metadata import version
 from itertools import islice
@@ -61,6 +62,13 @@ class Corpus(NamedTuple):
     def lengths(self) -> Array:
         """(documents,) tokens of each document."""
         return np.diff(self.offsets)
+
+    def forget(self) -> None:
+        """Give back the pages of this process that a walk through the files has mapped."""
+        for array in (self.tokens, self.offsets, self.learned):
+            mapped = getattr(array, "_mmap", None)
+            if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
+                mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def read_corpus(
