@@ -244,7 +244,8 @@ def read_index(content: bytes, folder: Path) -> int:
 
 def read_rows(content: bytes, folder: Path) -> int:
     """JSONL as data: counted by a plan, and read by the trainer."""
-    from memfit.train.data import readers, shards
+    from memfit.train.data import readers
+    from memfit.train.data.shards import split
 
     file = put(folder, "rows.jsonl", content)
     code = command(
@@ -253,7 +254,7 @@ def read_rows(content: bytes, folder: Path) -> int:
     )  # fmt: skip
 
     def texts() -> None:
-        for _ in shards.read_texts(readers.find_sources(str(file))):
+        for _ in split.read_texts(readers.find_sources(str(file))):
             pass
 
     return max(code, answer(texts))
@@ -261,11 +262,12 @@ def read_rows(content: bytes, folder: Path) -> int:
 
 def read_parquet(content: bytes, folder: Path) -> int:
     """The same of a parquet file."""
-    from memfit.train.data import readers, shards
+    from memfit.train.data import readers
+    from memfit.train.data.shards import split
 
     file = put(folder, "rows.parquet", content)
     code = command("predict", "gpt2", "--device", "h100-sxm", *STATED, "--set", f"task.data={file}")
-    return max(code, answer(lambda: list(shards.read_texts(readers.find_sources(str(file))))))
+    return max(code, answer(lambda: list(split.read_texts(readers.find_sources(str(file))))))
 
 
 def read_tool(name: str) -> Callable[[bytes, Path], int]:

@@ -16,7 +16,7 @@ from memfit.records.model import ModelReference
 from memfit.records.request import Request, Task
 from memfit.train.data.readers import find_sources
 from memfit.train.data.sampler import build_rows
-from memfit.train.data.shards import read_texts
+from memfit.train.data.shards.split import read_texts
 from memfit.train.data.tokenizer import read_tokenizer, train_tokenizer
 from memfit.train.data.tokens import read_corpus
 from memfit.train.run.loop import train

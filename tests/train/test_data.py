@@ -13,7 +13,7 @@ import tokenizers
 from memfit.core.errors import InvalidRequest, RunFailed
 from memfit.train.data import tokens
 from memfit.train.data.readers import find_sources
-from memfit.train.data.shards import read_parts, read_texts, split
+from memfit.train.data.shards.split import read_parts, read_texts, split
 from memfit.train.data.tokenizer import read_tokenizer, train_tokenizer
 from memfit.train.data.tokens import read_corpus
 

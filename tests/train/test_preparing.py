@@ -18,8 +18,9 @@ import tokenizers
 
 from memfit.core.errors import InvalidRequest, RunFailed
 from memfit.core.system import memory
-from memfit.train.data import parts, shards, tokens, workers
+from memfit.train.data import tokens
 from memfit.train.data.readers import find_sources
+from memfit.train.data.shards import parts, split, workers
 from memfit.train.data.tokenizer import Tokenizer, read_tokenizer, train_tokenizer
 from memfit.train.data.tokens import read_corpus
 
@@ -71,7 +72,7 @@ def data(tmp_path_factory):
 @pytest.fixture
 def small(monkeypatch):
     """Shards and pieces of a few KiB, and processes for any of them."""
-    monkeypatch.setattr(shards, "SHARD", 8000)
+    monkeypatch.setattr(split, "SHARD", 8000)
     monkeypatch.setattr(workers, "ENOUGH", 0)
     monkeypatch.setattr(workers, "_count_cores", lambda: 3)
     monkeypatch.setattr(parts, "COMMIT", 0.0)
@@ -134,7 +135,7 @@ def test_processes_and_one_process_write_the_same_bytes(
     many = read(data, tokenizer, tmp_path / "many", objective)
     assert started[0] is not None
     monkeypatch.setattr(workers, "ENOUGH", 2**60)
-    monkeypatch.setattr(shards, "SHARD", 2**22)
+    monkeypatch.setattr(split, "SHARD", 2**22)
     one = read(data, tokenizer, tmp_path / "one", objective)
     assert len(started) == 1
     assert listed(many) == listed(one)
@@ -148,7 +149,7 @@ def test_processes_and_one_process_write_the_same_bytes(
 
 def test_a_text_in_pieces_is_cut_where_it_always_was(tokenizer, tmp_path, monkeypatch):
     """Runs of earlier versions go on with the tokens that they began with."""
-    monkeypatch.setattr(shards, "PIECE", 1000)
+    monkeypatch.setattr(split, "PIECE", 1000)
     lines = write(900, 3).replace("\r\n", "\n")
     text = lines + "x" * 3000 + "\n" * 1500 + lines
     (tmp_path / "a.txt").write_text(text)
@@ -165,11 +166,11 @@ def test_a_text_in_pieces_is_cut_where_it_always_was(tokenizer, tmp_path, monkey
 BEGUN = """
 import sys
 from pathlib import Path
-from memfit.train.data import parts, shards, workers
+from memfit.train.data.shards import parts, split, workers
 from memfit.train.data.readers import find_sources
 from memfit.train.data.tokenizer import read_tokenizer
 from memfit.train.data.tokens import read_corpus
-shards.SHARD, workers.ENOUGH, parts.COMMIT = 8000, int(sys.argv[4]), 0.0
+split.SHARD, workers.ENOUGH, parts.COMMIT = 8000, int(sys.argv[4]), 0.0
 workers._count_cores = lambda: 3
 read_corpus(find_sources(sys.argv[1]), read_tokenizer(sys.argv[2]), "sft", Path(sys.argv[3]))
 """
@@ -191,7 +192,7 @@ def test_a_killed_start_is_gone_on_from(enough, data, tokenizer, tmp_path, small
     (folder,) = (tmp_path / "tokens").glob(".*")
     kept = json.loads((folder / "progress.json").read_text())["shards"]
     (folder / "900.part.npz").write_bytes(b"half a part")
-    count = len(list(shards.split(find_sources(str(data)))))
+    count = len(list(split.split(find_sources(str(data)))))
     assert 0 < kept < count
     begun = []
     taken = parts.Making.append
@@ -303,8 +304,8 @@ def test_another_process_with_the_same_data_is_waited_for(data, tokenizer, tmp_p
 
 
 def test_a_long_document_without_tokens_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "PIECE", 100)
-    monkeypatch.setattr(shards, "SHARD", 150)
+    monkeypatch.setattr(split, "PIECE", 100)
+    monkeypatch.setattr(split, "SHARD", 150)
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0, "?": 1}, unk_token="?"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
@@ -397,8 +398,8 @@ def test_a_tokenizer_learns_the_same_from_a_text_in_pieces(tmp_path, monkeypatch
     text = write(4000, 5) + "\n\n  x" + "y" * 9000 + " end"
     (tmp_path / "a.txt").write_bytes(text.encode())
     whole = train_tokenizer([text.replace("\r\n", "\n")], 400, tmp_path / "whole")
-    monkeypatch.setattr(shards, "LEARNED", 1000)
-    texts = list(shards.read_texts(find_sources(str(tmp_path / "a.txt"))))
+    monkeypatch.setattr(split, "LEARNED", 1000)
+    texts = list(split.read_texts(find_sources(str(tmp_path / "a.txt"))))
     assert len(texts) > 10
     pieces = train_tokenizer(texts, 400, tmp_path / "pieces")
     assert pieces.fingerprint == whole.fingerprint

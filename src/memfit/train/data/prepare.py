@@ -26,7 +26,7 @@ from memfit.records.request import Request, find_weights
 from memfit.records.shapes import RowBounds
 from memfit.train.data.readers import Sources, find_sources
 from memfit.train.data.sampler import Sampler, build_rows, build_sampler
-from memfit.train.data.shards import read_texts
+from memfit.train.data.shards.split import read_texts
 from memfit.train.data.tokenizer import (
     Tokenizer,
     is_without_tokenizer,

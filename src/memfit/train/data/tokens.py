@@ -8,7 +8,7 @@
 
 The key covers the files' bytes, the tokenizer and what is learned. A folder appears complete, by
 one rename, or not at all; of two processes that want the same key one makes it and the other waits.
-Until then it is `<cache>/.<key>`, from which the next process goes on (see `parts`).
+Until then it is `<cache>/.<key>`, from which the next process goes on (see `shards.parts`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import numpy as np
 
 from memfit.core.cache_folder import cache_folder
 from memfit.core.errors import InvalidRequest, RunFailed
-from memfit.train.data.encode import encode_shard
-from memfit.train.data.parts import Making, claim, remove_abandoned
 from memfit.train.data.readers import Sources
-from memfit.train.data.shards import SHARD, split
+from memfit.train.data.shards.encode import encode_shard
+from memfit.train.data.shards.parts import Making, claim, remove_abandoned
+from memfit.train.data.shards.split import SHARD, split
+from memfit.train.data.shards.workers import start_workers
 from memfit.train.data.tokenizer import Tokenizer
-from memfit.train.data.workers import start_workers
 
 FORMAT = 2  # part of the key: another way to tokenise or to store makes another cache
 

@@ -4,7 +4,7 @@ One process reads the tokenizer, without torch, and forks as many as there are c
 is shared by all. Each gets one shard at a time, writes its tokens as a part (see `parts`) and says
 so. They end when the process that started them is gone: they read the end of their pipe.
 
-    python -m memfit.train.data.workers      started with an Order on stdin
+    python -m memfit.train.data.shards.workers      started with an Order on stdin
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import NamedTuple
 from memfit.core.errors import Error, InvalidRequest, RunFailed
 from memfit.core.system.memory import find_free, read_anonymous
 from memfit.core.units import KIB, MIB
-from memfit.train.data.encode import encode_shard
-from memfit.train.data.parts import write_part
-from memfit.train.data.shards import SHARD, Item
+from memfit.train.data.shards.encode import encode_shard
+from memfit.train.data.shards.parts import write_part
+from memfit.train.data.shards.split import SHARD, Item
 from memfit.train.data.tokenizer import Tokenizer, read_tokenizer
 
 ENOUGH = 4 * SHARD  # bytes of data: fewer are tokenised sooner than processes start

@@ -26,7 +26,7 @@ import numpy as np
 
 from memfit.core.units import DAY
 from memfit.records import write_atomically
-from memfit.train.data.encode import Tokens, choose_dtype, refuse_empty
+from memfit.train.data.shards.encode import Tokens, choose_dtype, refuse_empty
 from memfit.train.data.tokenizer import Tokenizer
 
 COMMIT = 2.0  # seconds between two times that progress is written

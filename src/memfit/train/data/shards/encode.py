@@ -11,7 +11,7 @@ import numpy as np
 from memfit.core.errors import InvalidRequest
 from memfit.core.units import MIB
 from memfit.train.data.conversations import Content, Dialogue, Example, render
-from memfit.train.data.shards import PIECE, Item, Part, read_parts
+from memfit.train.data.shards.split import PIECE, Item, Part, read_parts
 from memfit.train.data.tokenizer import Tokenizer
 
 Array = np.ndarray[Any, np.dtype[Any]]
