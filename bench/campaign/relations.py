@@ -6,7 +6,8 @@ Each of `--count` requests is drawn from a seed and asked twice, changed in one 
 longer rows or a larger micro-batch never need less memory; the same request has the same answer;
 the plan of a request is the prediction of the plan's own recipe, stated; with more memory the plan
 is never slower among those of one precision and method (the rule of the search: a wider precision
-goes before a faster step). Results: bench/results/campaign_relations.json.
+goes before a faster step). Results: bench/results/campaign_relations.json, written as the campaign
+goes; where it has fewer requests of the same seed than asked for, the campaign goes on from there.
 """
 
 from __future__ import annotations
@@ -120,6 +121,13 @@ RELATIONS: dict[str, Callable[[dict[str, Any], Plan], str]] = {
 }  # fmt: skip
 
 
+def read_before(out: Path, seed: int) -> dict[str, Any]:
+    """What was found before with the same seed, if anything was."""
+    if out.exists() and (found := json.loads(out.read_bytes()))["seed"] == seed:
+        return found
+    return {"seed": seed, "requests": 0, "refused": 0, "relations": {}, "violations": []}
+
+
 def main() -> int:
     """See the module."""
     parser = argparse.ArgumentParser()
@@ -129,9 +137,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     until = time.monotonic() + given.seconds
-    counts, refused = Counter[str](), 0
-    violations: list[dict[str, Any]] = []
-    for number in range(given.count):
+    answer = read_before(given.out, given.seed)
+    counts, violations = Counter[str](answer["relations"]), answer["violations"]
+    for number in range(answer["requests"], given.count):
         if time.monotonic() > until:
             break
         chance = random.Random(f"{given.seed} {number}")
@@ -139,19 +147,14 @@ def main() -> int:
         try:
             wrong = RELATIONS[name](data, ask(data))
         except Error as error:
-            refused += 1
+            answer["refused"] += 1
             wrong = "" if error.exit_code in (2, 3) else str(error)
         counts[name] += 1
         if wrong:
             violations.append({"request": number, "relation": name, "wrong": wrong, "data": data})
-            print(name, wrong, json.dumps(data), flush=True)
-        if number % 100 == 99:
-            print(number + 1, "requests", len(violations), "violations", refused, "refused")
-    answer = {
-        "seed": given.seed, "requests": counts.total(), "refused": refused,
-        "relations": dict(sorted(counts.items())), "violations": violations,
-    }  # fmt: skip
-    write_atomically(given.out, (json.dumps(answer, indent=1) + "\n").encode())
+            print(number, name, wrong, json.dumps(data), flush=True)
+        answer |= {"requests": number + 1, "relations": dict(sorted(counts.items()))}
+        write_atomically(given.out, (json.dumps(answer, indent=1) + "\n").encode())
     print({key: value for key, value in answer.items() if key != "violations"}, len(violations))
     return 1 if violations else 0
 

@@ -83,7 +83,7 @@ def test_every_command_of_the_page_on_certificates_runs(tmp_path, monkeypatch):
     words = re.search(r"nearest recipe that fits \(certified.*\n((?:  --set .*\n)+)", miss)
     assert words
     nearest = shlex.split(words[1])
-    code, out, _ = quick("certify", "request.yaml", "--memory", "8 GiB", *nearest)
+    code, out, _ = quick("certify", "request.yaml", "--memory", "6 GiB", *nearest)
     assert code == 0
     assert out.startswith("FITS")
 

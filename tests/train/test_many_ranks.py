@@ -256,14 +256,14 @@ def test_ranks_that_share_rows_learn_what_one_process_learns_and_move(runs):
 @pytest.mark.slow
 def test_stages_learn_what_one_process_learns_and_move(runs):
     """On 2 ranks, interleaved; and from 2 stages of 2 shards to 2 shards, to 2 stages."""
-    order = {"config": {"num_hidden_layers": 5}, "steps": 8}
+    order = {"config": {"num_hidden_layers": 5}, "steps": 6}
     alone = runs.whole("deep alone", **order)
     chunks = {"pp": 2, "virtual_pp": 2}
-    run = runs.whole("stages", parallel=chunks, micro_batch=1, **order)
+    run = runs.whole("stages", parallel=chunks, micro_batch=2, **order)
     same_learning(runs, "stages", run, alone, "deep alone")
-    held_to_certificates(runs, run, chunks, 1, **order)
+    held_to_certificates(runs, run, chunks, 2, **order)
     stop(runs, "moved stages", 1, parallel={"pp": 2, "dp_shard": 2}, micro_batch=1, **order)
-    stop(runs, "moved stages", 4, parallel=SHARDS, **order)
+    stop(runs, "moved stages", 3, parallel=SHARDS, **order)
     moved = runs.whole("moved stages", parallel={"pp": 2}, micro_batch=2, **order)
     same_learning(runs, "moved stages", moved, alone, "deep alone")
 
